@@ -126,9 +126,9 @@ def is_port_or_component(kind: object) -> bool:
     return isinstance(kind, type) and (kind in _PORTS or "__component__" in vars(kind))
 
 
-def needs_named_nodes(kind: type) -> bool:
+def port_needs_named_nodes(port: type) -> bool:
     """Return whether nodes implementing this port need their own tables, and so names."""
-    return _PORTS.get(kind, False)
+    return _PORTS.get(port, False)
 
 
 class Every(dict[str, P]):

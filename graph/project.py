@@ -9,12 +9,12 @@ from typing import Any
 import attrs
 
 from drawloom.graph.drawing.draw import Format, draw
-from drawloom.graph.inspect.changes import diff, resolve
+from drawloom.graph.inspect.changes import diff, make_resolved_recipe
 from drawloom.graph.inspect.explain import explain
 from drawloom.graph.inspect.serialize import serialize_recipe
 from drawloom.graph.problems import COMMAND_LINE, Problem, RecipeError, UserError, did_you_mean
 from drawloom.graph.recipe.layers import Layer, Leaf
-from drawloom.graph.recipe.loading import RecipeFolder, read_bases, read_layers
+from drawloom.graph.recipe.loading import RecipeFolder, read_bases_and_layer, read_layers
 from drawloom.graph.recipe.lockfile import LOCK, RecipeChange, ResolvedRecipe
 from drawloom.graph.recipe.merged import MergedRecipe, merge_layers
 from drawloom.graph.recipe.overrides import nest_values, read_overrides
@@ -83,7 +83,7 @@ class Project:
                 recipe = recipe.with_values(nest_values(name, values), recipe.source) if values else recipe
         return recipe
 
-    def components_by_node(self) -> dict[str, list[str]]:
+    def shipped_components_by_node(self) -> dict[str, list[str]]:
         """Return the node names in the shipped recipes, with the components used there."""
         components: dict[str, list[str]] = {}
         for name in RecipeFolder(self.recipes).names:
@@ -114,7 +114,7 @@ class Project:
                 hint = did_you_mean(name, graph.nodes)
                 raise UserError(f"there is no node [{name}] to open; {hint}".rstrip("; "), exit_code=2)
         (graph.restrict_to(roots) if roots else graph).require_valid()
-        resolved = resolve(graph, accept_changes=accept_changes)
+        resolved = make_resolved_recipe(graph, accept_changes=accept_changes)
         return Container(graph, list(roots or (self.root,)), resolved, dict(replacements or {}))
 
 
@@ -163,7 +163,10 @@ class Recipe:
         work, and the path of a base is relative to the folder of `source`. Raises RecipeError if a base can't be read.
         """
         project = project or Project.of("drawloom")
-        return cls(merge_layers(source, read_bases(Layer(source, dict(data)), RecipeFolder(project.recipes))), project)
+        return cls(
+            merge_layers(source, read_bases_and_layer(Layer(source, dict(data)), RecipeFolder(project.recipes))),
+            project,
+        )
 
     def with_values(self, data: Mapping[str, Any], source: str = "override") -> "Recipe":
         """
@@ -214,7 +217,7 @@ class Recipe:
 
     def to_resolved_toml(self) -> str:
         """Return the resolved recipe as TOML: every setting and edge, with its origin in a comment."""
-        return resolve(self.graph.require_valid()).text
+        return make_resolved_recipe(self.graph.require_valid()).text
 
     def preview(self) -> str:
         """

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import attrs
 
 from drawloom.graph.component import Bound
-from drawloom.graph.inspect.serialize import serialize_value
+from drawloom.graph.inspect.serialize import convert_to_toml_types
 from drawloom.graph.problems import Problem
 from drawloom.graph.recipe.merged import FORMAT, NAME
 from drawloom.graph.registry.registry import Registry
@@ -94,7 +94,7 @@ def make_key_annotations(doc: str, default: Any) -> Schema:
 
 def _to_json(value: Any) -> Any:
     """Convert a default to JSON. Values without a JSON form become strings."""
-    return json.loads(json.dumps(serialize_value(value), default=str))
+    return json.loads(json.dumps(convert_to_toml_types(value), default=str))
 
 
 def _make_bounds_schema(check: Any) -> Schema:
@@ -159,14 +159,14 @@ def make_recipe_schema(registry: Registry, common: Mapping[str, Iterable[str]] |
         "title": "A drawloom recipe",
         "type": "object",
         "properties": _make_directives_schema()
-        | {name: _make_any_table_schema(components, uses) for name, uses in (common or {}).items()},
+        | {name: _make_any_keys_table_schema(components, uses) for name, uses in (common or {}).items()},
         "propertyNames": {"pattern": NODE_NAME},
         "additionalProperties": TABLE,
         "definitions": {"node": node, "edits": EDITS} | components,
     }
 
 
-def _make_any_table_schema(components: Mapping[str, Schema], uses: Iterable[str]) -> Schema:
+def _make_any_keys_table_schema(components: Mapping[str, Schema], uses: Iterable[str]) -> Schema:
     """Return the schema for a table with any keys. Editors offer the common components' keys for it."""
     schemas = [components[use] for use in uses if use in components]
     offers = [{"description": table["description"], "properties": table["properties"]} for table in schemas]

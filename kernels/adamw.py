@@ -64,7 +64,7 @@ class ParamState:
             raise ValueError("the largest mean of squares can't have 8 bits; take float32 or bfloat16")
 
     @property
-    def tensors(self) -> list[Tensor]:
+    def weight_and_state_tensors(self) -> list[Tensor]:
         """Return the weight and its state: two means, and the largest mean of squares, remainder and scales if any."""
         optional = (self.max_exp_avg_sq, self.remainder, self.exp_avg_scale, self.exp_avg_sq_scale)
         return [self.weight, self.exp_avg, self.exp_avg_sq, *(tensor for tensor in optional if tensor is not None)]
@@ -158,7 +158,7 @@ def _step_8bit_moments(
 ) -> None:
     """Step with means of 8 bits: decode, update, and encode whole rows."""
     width = param.weight.shape[-1]
-    by_row = [tensor.detach().reshape(-1, tensor.shape[-1]) for tensor in param.tensors]
+    by_row = [tensor.detach().reshape(-1, tensor.shape[-1]) for tensor in param.weight_and_state_tensors]
     rows = max(CHUNK // width // PER_DRAW, 1) * PER_DRAW
     for first in range(0, len(by_row[0]), rows):
         weight, mean, square, *others = (tensor[first : first + rows] for tensor in by_row)
@@ -182,7 +182,7 @@ def _step_8bit_moments(
         for target, result in zip((weight, mean, square, *others), results, strict=True):
             changed = result.view(target.shape).to(target.dtype)
             target.copy_(changed if found_inf is None else torch.where(found_inf == 0, changed, target))
-    for tensor, rows_of_tensor in zip(param.tensors, by_row, strict=True):
+    for tensor, rows_of_tensor in zip(param.weight_and_state_tensors, by_row, strict=True):
         if not tensor.is_contiguous():
             tensor.detach().copy_(rows_of_tensor.view(tensor.shape))
 
@@ -190,7 +190,7 @@ def _step_8bit_moments(
 def _step_float_moments(
     param: ParamState, grad: Tensor, scalars: Tensor, counter: int | None, found_inf: Tensor | None
 ) -> None:
-    flat = [tensor.detach().reshape(-1) for tensor in param.tensors]
+    flat = [tensor.detach().reshape(-1) for tensor in param.weight_and_state_tensors]
     for start in range(0, grad.numel(), CHUNK):
         part = slice(start, start + CHUNK)
         values = [tensor[part] for tensor in flat]
@@ -209,7 +209,7 @@ def _step_float_moments(
             results.append(remainder)
         for value, new in zip(values, results, strict=True):
             value.copy_(new if found_inf is None else torch.where(found_inf == 0, new, value))
-    for tensor, changed in zip(param.tensors, flat, strict=True):
+    for tensor, changed in zip(param.weight_and_state_tensors, flat, strict=True):
         if not tensor.is_contiguous():
             tensor.detach().copy_(changed.view(tensor.shape))
 

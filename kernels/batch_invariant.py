@@ -106,7 +106,7 @@ def attend_in_blocks(
     mixed, results = queries.new_zeros(*queries.shape[:2], v_dim), []
     done = length * group - k.shape[1] * group  # rows of queries before the first key, if negative: with a cache
     for first in range(0, k.shape[1], BLOCK):
-        keys, values = (_cut_block(x, first) for x in (k, v))
+        keys, values = (_upcast_and_pad_block(x, first) for x in (k, v))
         scores = torch.bmm(queries, keys.transpose(1, 2))
         if options.softcap is not None:
             scores = options.softcap * (scores / options.softcap).tanh()
@@ -126,7 +126,7 @@ def attend_in_blocks(
     return result.transpose(1, 2).reshape(rows, length, heads, v_dim).to(q.dtype)
 
 
-def _cut_block(x: Tensor, first: int) -> Tensor:
+def _upcast_and_pad_block(x: Tensor, first: int) -> Tensor:
     """Return a block of x (rows, keys, kv_heads, channels), with zeros behind the last key: (rows * kv_heads, ...)."""
     block = upcast(x[:, first : first + BLOCK]).transpose(1, 2)
     if missing := BLOCK - block.shape[2]:

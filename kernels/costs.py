@@ -115,7 +115,7 @@ _ALLOCATIONS = frozenset(
 )
 
 
-def moves_data(operator: OpOverload, allocates: bool) -> bool:
+def accesses_elements(operator: OpOverload, allocates: bool) -> bool:
     """
     Return whether an operator reads or writes tensor elements.
 

@@ -216,7 +216,9 @@ def sort_vocabulary_by_mean_logit(hidden: Tensor, weight: Tensor) -> Tensor:
     return (upcast(weight) @ upcast(hidden).mean(0)).argsort()
 
 
-def _forward(hidden: Tensor, weight: Tensor, targets: Tensor, cut: LogitCut) -> tuple[Tensor, Tensor]:
+def _compute_lse_and_target_logit(
+    hidden: Tensor, weight: Tensor, targets: Tensor, cut: LogitCut
+) -> tuple[Tensor, Tensor]:
     lse = hidden.new_empty(len(hidden), dtype=accumulation_dtype(hidden))
     target_logit = torch.zeros_like(lse)
     for chunk in split_token_chunks(len(hidden), len(weight), cut):
@@ -270,9 +272,7 @@ def _compute_grad_logits(
     is_local = (targets >= 0).to(probs.dtype).unsqueeze(-1)
     indices = targets.clamp(min=0).unsqueeze(-1)
     mask = (
-        None
-        if order is None
-        else _mask_words_in_active_tiles(probs, indices, is_local, grad_lse is not None, cut, order)
+        None if order is None else _compute_active_word_mask(probs, indices, is_local, grad_lse is not None, cut, order)
     )
     result = probs.scatter_add_(1, indices, -is_local).mul_(grad.unsqueeze(-1))
     if grad_lse is not None:
@@ -282,17 +282,17 @@ def _compute_grad_logits(
     return result.to(hidden.dtype)
 
 
-def _mask_words_in_active_tiles(
+def _compute_active_word_mask(
     probs: Tensor, indices: Tensor, is_local: Tensor, uses_lse: bool, cut: LogitCut, order: Tensor
 ) -> Tensor:
     """Return 1 for words (tokens, vocabulary) in a tile kept by the filter, else 0."""
     size = probs.scatter_add(1, indices, -is_local).abs_()
     if uses_lse:  # a target of probability 1 has no gradient of its loss, but one of its lse
         size = torch.maximum(size, probs)
-    return _mask_active_tiles(size[:, order], cut)[:, order.argsort()]
+    return _compute_active_tile_mask(size[:, order], cut)[:, order.argsort()]
 
 
-def _mask_active_tiles(sizes: Tensor, cut: LogitCut) -> Tensor:
+def _compute_active_tile_mask(sizes: Tensor, cut: LogitCut) -> Tensor:
     """Return 1 where the tile around a size (tokens, vocabulary) has one not below `filter_eps`, else 0."""
     (tokens, vocab), (height, width) = sizes.shape, cut.tile
     padded = torch.nn.functional.pad(sizes, (0, -vocab % width, 0, -tokens % height))
@@ -305,4 +305,4 @@ def _compute_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     return upcast(hidden @ weight.T)
 
 
-EAGER = CutCrossEntropyImplementation(_forward, _backward)
+EAGER = CutCrossEntropyImplementation(_compute_lse_and_target_logit, _backward)

@@ -176,7 +176,7 @@ class DeferredGrad:
         """Drop the queued summands and their tensors."""
         self._pending = []
 
-    def compute_sum(self) -> Tensor | None:
+    def drain_and_return_remaining_grad(self) -> Tensor | None:
         """
         Compute the queued summands and return the sum (the weight's shape) of the summands that `.grad` lacks.
 
@@ -210,7 +210,7 @@ class DeferredGrad:
         weight = self.weight
         if not weight.is_leaf or (grad := weight.grad) is None or _has_hooks(weight) or grad.layout != torch.strided:
             return False
-        if (total := self.compute_sum()) is not None:
+        if (total := self.drain_and_return_remaining_grad()) is not None:
             grad += total
         return True
 

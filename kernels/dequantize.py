@@ -56,13 +56,15 @@ def multiply_quantized_experts(
     offsets int32 (experts,) are the ends of the experts' rows. Returns (rows, outputs).
     """
 
-    def product(rows: Tensor, weight: Tensor, _: Tensor | None) -> Tensor:
+    def multiply_rows_by_expert(rows: Tensor, weight: Tensor, _: Tensor | None) -> Tensor:
         return grouped_gemm(rows, weight, offsets, True)
 
-    def gradient(rows: Tensor, weight: Tensor) -> Tensor:
+    def multiply_grads_by_expert(rows: Tensor, weight: Tensor) -> Tensor:
         return grouped_gemm(rows, weight, offsets, False)
 
-    return _multiply_by_dequantized_weight(x, stored, weight_format, dequantize, product, gradient)
+    return _multiply_by_dequantized_weight(
+        x, stored, weight_format, dequantize, multiply_rows_by_expert, multiply_grads_by_expert
+    )
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

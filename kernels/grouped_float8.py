@@ -219,7 +219,9 @@ class EagerGroupedFloat8(EagerFloat8):
         columns = count_padded_columns(count, len(ends))
         column = column.where(is_used, columns)
         return GroupedFactors(
-            _scatter_rows_to_columns(folded, column, columns), _scatter_rows_to_columns(rows, column, columns), scale
+            _transpose_rows_into_columns(folded, column, columns),
+            _transpose_rows_into_columns(rows, column, columns),
+            scale,
         )
 
     def multiply_rows_by_expert(
@@ -244,7 +246,7 @@ def _select_float8_rows(data: Tensor, rows: Tensor) -> Tensor:
     return data.view(torch.uint8)[rows].view(E4M3)
 
 
-def _scatter_rows_to_columns(rows: Tensor, column: Tensor, columns: int) -> Tensor:
+def _transpose_rows_into_columns(rows: Tensor, column: Tensor, columns: int) -> Tensor:
     """Return e4m3 (rows, width) as (width, columns), with row i at column[i]; column `columns` is dropped."""
     result = rows.new_zeros(columns + 1, rows.shape[1]).view(torch.uint8)
     return result.index_copy(0, column, rows.view(torch.uint8))[:columns].t().contiguous().view(E4M3)

@@ -161,22 +161,26 @@ def list_expert_slices(offsets: Tensor) -> list[slice]:
 def _multiply_rows_by_torch(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     if not x.numel() or not weight.numel():
         return x.new_zeros(len(x), weight.shape[2])
-    padded = _pad_last_dim(weight, 2)
-    product = F.grouped_mm(_pad_last_dim(x, 1), _pad_last_dim(padded.transpose(1, 2), 2).transpose(1, 2), offs=offsets)
+    padded = _pad_last_dim_to_alignment(weight, 2)
+    product = F.grouped_mm(
+        _pad_last_dim_to_alignment(x, 1),
+        _pad_last_dim_to_alignment(padded.transpose(1, 2), 2).transpose(1, 2),
+        offs=offsets,
+    )
     return product[:, : weight.shape[2]]
 
 
 def _sum_outer_products_by_torch(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     if not len(a):
         return a.new_zeros(len(offsets), a.shape[1], b.shape[1])
-    product = F.grouped_mm(_pad_last_dim(a, 1).T, _pad_last_dim(b, 1), offs=offsets)
+    product = F.grouped_mm(_pad_last_dim_to_alignment(a, 1).T, _pad_last_dim_to_alignment(b, 1), offs=offsets)
     return product[:, : a.shape[1], : b.shape[1]]
 
 
-def _pad_last_dim(x: Tensor, dimension: int) -> Tensor:
-    """Append zeros to the last dimension of x, so that size `dimension` is divisible by ALIGNMENT bytes."""
+def _pad_last_dim_to_alignment(x: Tensor, size_dim: int) -> Tensor:
+    """Append zeros to the last dimension of x, so that the size of `size_dim` is divisible by ALIGNMENT bytes."""
     multiple = ALIGNMENT // x.element_size()
-    return F.pad(x, (0, -x.shape[dimension] % multiple)) if x.shape[dimension] % multiple else x
+    return F.pad(x, (0, -x.shape[size_dim] % multiple)) if x.shape[size_dim] % multiple else x
 
 
 register_costs(

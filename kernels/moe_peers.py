@@ -23,7 +23,7 @@ class EagerPeerExchange:
     """Operations for an exchange between ranks, in plain torch."""
 
     @staticmethod
-    def publish_tokens(values: Sequence[Tensor], own_slots: Sequence[Tensor]) -> None:
+    def write_tokens_to_slots(values: Sequence[Tensor], own_slots: Sequence[Tensor]) -> None:
         """
         Write tensors (tokens, columns) with any dtypes to this rank's slots (slots, columns).
 

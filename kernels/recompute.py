@@ -38,7 +38,7 @@ class SavedTensor(ABC):
         """Return the tensor (any shape), without a graph."""
 
     @property
-    def is_exact(self) -> bool:
+    def is_unrounded(self) -> bool:
         """Whether `get_or_recompute` returns the forward pass's numbers, and not rounded ones."""
         return True
 
@@ -139,7 +139,7 @@ class _Recomputation(ABC):
         part.tensor = tensor.detach()
 
     @property
-    def is_exact(self) -> bool:
+    def is_unrounded(self) -> bool:
         """Whether the repeated call has the arguments of the first."""
         return True
 
@@ -159,8 +159,8 @@ class _RecomputedTensor(SavedTensor):
         self.tensor: Tensor | None = None
 
     @property
-    def is_exact(self) -> bool:
-        return self.call.is_exact
+    def is_unrounded(self) -> bool:
+        return self.call.is_unrounded
 
     def get_or_recompute(self) -> Tensor:
         """Return the tensor (any shape); the first request for a tensor of a call repeats the call."""
@@ -481,7 +481,7 @@ class Quantized(Selective):
         if self._operation is not None:
             can_be_rounded = isinstance(saved, KeptTensor) and not isinstance(tensor, Parameter)
             return self._operation.pack(tensor) or saved if can_be_rounded else saved
-        return saved if saved.is_exact or self._accepts_rounded else KeptTensor(tensor)
+        return saved if saved.is_unrounded or self._accepts_rounded else KeptTensor(tensor)
 
 
 def keep_arguments_in_8_bits(
@@ -554,7 +554,7 @@ class _RoundedTensor(SavedTensor):
         self._value: Tensor | None = None
 
     @property
-    def is_exact(self) -> bool:
+    def is_unrounded(self) -> bool:
         return False
 
     def get_or_recompute(self) -> Tensor:
@@ -591,8 +591,8 @@ class _OperationRecomputation(_Recomputation):
         self._arguments = arguments
 
     @property
-    def is_exact(self) -> bool:
-        return all(value.is_exact for value in self._arguments if isinstance(value, SavedTensor))
+    def is_unrounded(self) -> bool:
+        return all(value.is_unrounded for value in self._arguments if isinstance(value, SavedTensor))
 
     def recompute(self) -> None:
         with torch.no_grad():
@@ -617,8 +617,8 @@ class _RecomputedView(SavedTensor):
         self._shape, self._strides, self._offset = view.shape, view.stride(), offset
 
     @property
-    def is_exact(self) -> bool:
-        return self._part.is_exact
+    def is_unrounded(self) -> bool:
+        return self._part.is_unrounded
 
     def get_or_recompute(self) -> Tensor:
         """Return the view (any shape)."""

@@ -19,10 +19,12 @@ def make_recomputable(blocks: Sequence[nn.Module]) -> None:
     """Let a stage's blocks follow `apply_recompute_policy`'s policy in their forward passes."""
     for number, block in enumerate(blocks):
         # This replaces `forward`, not `__call__`, so that hooks, such as FSDP's gathering of parameters, run once.
-        block.forward = partial(_forward_block, number, block.forward)
+        block.forward = partial(_forward_block_recomputing_every_nth, number, block.forward)
 
 
-def _forward_block(number: int, forward: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+def _forward_block_recomputing_every_nth(
+    number: int, forward: Callable[..., Any], *arguments: Any, **named: Any
+) -> Any:
     every = _every.get()
     if not every or number % every or not torch.is_grad_enabled():
         return forward(*arguments, **named)

@@ -234,7 +234,7 @@ def _fake_fetch(stored: Tensor) -> Tensor:
 register_costs(FETCH, flops=return_zero_flops, scratch=return_zero_scratch_bytes)
 
 
-def fetch_on_meta(stored: Tensor) -> Tensor:
+def trace_weight_fetch_on_meta(stored: Tensor) -> Tensor:
     """Return a meta tensor in place of a storage's copy on the device (same shape and dtype)."""
     fetched: Tensor = FETCH(stored)
     return fetched

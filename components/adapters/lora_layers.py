@@ -38,7 +38,7 @@ class LoraOptions:
     dropout: float = 0.0
     dora: bool = False
 
-    def describe_low_rank(self, target: str, fused: bool = False) -> LowRank:
+    def make_low_rank(self, target: str, fused: bool = False) -> LowRank:
         """Describe the factors of the module `target`, or if `fused` of the parameter `target`."""
         return LowRank(target, self.rank, self.scale, self.dropout, self.dora, fused)
 
@@ -156,12 +156,12 @@ class LoraLinear(Linear, AdaptedLayer):
             (TensorGroup(inputs, (weight, *([unmerged_weight_name] if unmerged_weight_name else [])), merge),)
         )
 
-    def make_peft_mapper(self, name: str) -> Mapper:
+    def make_mapper_to_peft(self, name: str) -> Mapper:
         peft_names = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight", "lora_magnitude": "lora_magnitude_vector"}
         return rename({f"{name}.{leaf}": f"{PEFT}{name}.{peft_names[leaf]}" for leaf in self.adapter_parameter_names})
 
     def list_low_rank_pairs(self, name: str) -> list[LowRank]:
-        return [self.options.describe_low_rank(name)]
+        return [self.options.make_low_rank(name)]
 
 
 class LoraEmbedding(Embedding, AdaptedLayer):
@@ -215,7 +215,7 @@ class LoraEmbedding(Embedding, AdaptedLayer):
             (TensorGroup(inputs, (weight, *([unmerged_weight_name] if unmerged_weight_name else [])), merge),)
         )
 
-    def make_peft_mapper(self, name: str) -> Mapper:
+    def make_mapper_to_peft(self, name: str) -> Mapper:
         """Transpose A, because it is (rank, vocab_size) in PEFT."""
 
         def transpose_factor_a(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -226,7 +226,7 @@ class LoraEmbedding(Embedding, AdaptedLayer):
         return parallel(Mapper((first,)), rename({f"{name}.lora_B": f"{start}B"}))
 
     def list_low_rank_pairs(self, name: str) -> list[LowRank]:
-        return [self.options.describe_low_rank(name)]
+        return [self.options.make_low_rank(name)]
 
 
 EXPERT_BIASES = ("gate_up_proj_bias", "down_proj_bias")
@@ -295,7 +295,7 @@ class LoraExperts(Experts, AdaptedLayer):
             groups.append(TensorGroup((weight, f"{weight}_lora_A", f"{weight}_lora_B"), (weight,), merge))
         return Mapper(tuple(groups))
 
-    def make_peft_mapper(self, name: str) -> Mapper:
+    def make_mapper_to_peft(self, name: str) -> Mapper:
         """
         Reshape the factors for PEFT: A is (experts * rank, inputs), expert by expert, B (outputs, rank * experts).
 
@@ -316,7 +316,7 @@ class LoraExperts(Experts, AdaptedLayer):
         return Mapper(tuple(groups))
 
     def list_low_rank_pairs(self, name: str) -> list[LowRank]:
-        return [self.options.describe_low_rank(f"{name}.{leaf}", fused=True) for leaf in self.adapted]
+        return [self.options.make_low_rank(f"{name}.{leaf}", fused=True) for leaf in self.adapted]
 
 
 def choose_merge_dtype(tensor: Tensor) -> torch.dtype:

@@ -78,8 +78,8 @@ class LoraTiedHead(TensorParallel, AdaptedLayer, HeadLayer):
         table = f"{EMBEDDING}.weight"
         return Mapper((TensorGroup((table, f"{name}.lora_A", f"{name}.lora_B"), (HEAD, table), merge),))
 
-    def make_peft_mapper(self, name: str) -> Mapper:
+    def make_mapper_to_peft(self, name: str) -> Mapper:
         return rename({f"{name}.{leaf}": f"{PEFT}{name}.{leaf}.weight" for leaf in self.adapter_parameter_names})
 
     def list_low_rank_pairs(self, name: str) -> list[LowRank]:
-        return [self.options.describe_low_rank(name)]
+        return [self.options.make_low_rank(name)]

@@ -169,7 +169,7 @@ class Checkpointer:
         if self._peers is not None:
             self._peers.wait_until_copied()
 
-    def keep_in_memory_and_reopen_for_joiners(self, step: Step) -> None:
+    def keep_in_memory_for_joiners(self, step: Step) -> None:
         if self._peers is None:
             return
         if not step.goes_back:
@@ -177,7 +177,7 @@ class Checkpointer:
         assert isinstance(self.processes, SurvivingProcesses)
         joining = torch.tensor(0 if step.is_last else int(self.processes.can_grow_with_spares()))
         self._world.max(joining)
-        self._peers.memory.drop_older_copies()
+        self._peers.memory.drop_older_neighbour_copies()
         if joining:
             raise ReopenError(f"processes join the run after step {step.index}")
 
@@ -229,7 +229,7 @@ class Checkpointer:
         return Retention(RetentionPolicy(self.keep, self.keep_every, self.best, self.best_is))
 
     @cached_property
-    def _commit_protocol(self) -> commit.CommitProtocol:
+    def _commit_protocol_over_ranks(self) -> commit.CommitProtocol:
         return commit.CommitProtocol(self._group, ShardPlan.compare_across_ranks(self.states, self._world), self.recipe)
 
     def _stage_and_start_write(self, step: Step) -> None:
@@ -237,24 +237,24 @@ class Checkpointer:
         if step.index == self._saved:
             return
         self._wait_for_pending_save()  # the pending save first: two copies of the state may not fit into memory
-        plan, checkpoint = self._commit_protocol.plan, self._checkpoints_folder / f"step-{step.index}"
+        plan, checkpoint = self._commit_protocol_over_ranks.plan, self._checkpoints_folder / f"step-{step.index}"
         snapshot, sizes = run_and_gather_on_all_ranks(
             self._world,
             lambda: plan.take_snapshot(self.states, step, self.staging),
             to_json=lambda snapshot: snapshot.bytes,
         )
         run = submit_in_new_thread if self._saves_in_background else run_in_current_thread
-        done = run("checkpoint", lambda: self._write_and_commit(checkpoint, snapshot))
+        done = run("checkpoint", lambda: self._commit_and_remove_expired(checkpoint, snapshot))
         self._pending = PendingSave(step.index, sum(sizes), done)
         self._saved = step.index
 
-    def _write_and_commit(self, checkpoint: Path, snapshot: Snapshot) -> None:
+    def _commit_and_remove_expired(self, checkpoint: Path, snapshot: Snapshot) -> None:
         """Write and commit a snapshot, and remove expired checkpoints."""
         self._flush_logs()
-        self._commit_protocol.save(checkpoint, snapshot)
+        self._commit_protocol_over_ranks.save(checkpoint, snapshot)
         if self._group.rank == 0:
             run_log.info("checkpoint saved: %s", checkpoint)
-            self._retention.mark_valid(checkpoint, snapshot.values)
+            self._retention.remember_as_valid(checkpoint, snapshot.values)
             self._remove_expired(checkpoint)
 
     def _flush_logs(self) -> None:
@@ -271,7 +271,7 @@ class Checkpointer:
     def _remove_expired(self, saved: Path) -> None:
         """Remove expired checkpoints up to `saved`; only warn if the disk fails."""
         try:
-            commit.remove_checkpoints(self._retention.select_expired(self._checkpoints_folder, saved))
+            commit.remove_checkpoints(self._retention.verify_kept_and_select_expired(self._checkpoints_folder, saved))
         except OSError as error:  # the new checkpoint is committed, and the next save tries again
             log.warning("expired checkpoints in %s could not be removed: %s", self._checkpoints_folder, error)
 
@@ -312,5 +312,5 @@ class Checkpointer:
 
     def _check_free_disk_space_on_all_ranks(self, last_checkpoint_bytes: int) -> None:
         """Check the free disk space; `last_checkpoint_bytes` is 0 without a checkpoint."""
-        own_bytes = self._commit_protocol.plan.forecast_bytes(self.states, self.growing)
+        own_bytes = self._commit_protocol_over_ranks.plan.forecast_bytes(self.states, self.growing)
         check_space_on_all_ranks(self._world, self._checkpoints_folder, own_bytes, last_checkpoint_bytes)

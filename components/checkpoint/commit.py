@@ -110,7 +110,7 @@ def write_files_of_rank(temp: Path, rank: int, tree: Any, tensors: Mapping[str, 
     tensors: any shape, dtype and device, unchanged until the function returns. A tensor is copied only if it is not
     contiguous or not on the CPU, one at a time in each of the WRITERS threads.
     """
-    shards = group_tensors_by_file(rank, tensors)
+    shards = split_tensors_into_files(rank, tensors)
     # lists the tensors of each file, so that readers need not open all files
     text = json.dumps({"tensors": {name: [*shard] for name, shard in shards.items()}, "state": tree}, allow_nan=False)
     contents = {
@@ -126,7 +126,7 @@ def tree_file_name(rank: int) -> str:
     return f"rank-{rank}.json"
 
 
-def group_tensors_by_file(rank: int, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+def split_tensors_into_files(rank: int, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     """
     Group tensors, any shape and dtype, into files with about SHARD bytes; return the tensors by file, by
     name.

@@ -7,7 +7,7 @@ from pathlib import Path
 from drawloom.components.distributed.rank_errors import RankError, run_on_rank0
 from drawloom.components.ports.distributed import Group
 from drawloom.components.storage import durable_files
-from drawloom.components.storage.byte_size import format_byte_size
+from drawloom.components.storage.byte_size import format_decimal_byte_size
 from drawloom.graph import UserError
 
 FULL = {errno.ENOSPC, errno.EDQUOT}
@@ -26,11 +26,11 @@ def describe_io_error_on_all_ranks(error: RankError, checkpoints: Path, needed_b
     if error.errno not in FULL:
         return str(error)
     try:
-        own_free = format_byte_size(durable_files.count_free_bytes(checkpoints))
+        own_free = format_decimal_byte_size(durable_files.count_free_bytes(checkpoints))
     except OSError:  # the folder may be gone
         own_free = "an unknown number of bytes"
     free = world.gather_json(own_free)[error.rank]
-    return f"disk full: needs {format_byte_size(needed_bytes)}, {free} free in {checkpoints} ({error})"
+    return f"disk full: needs {format_decimal_byte_size(needed_bytes)}, {free} free in {checkpoints} ({error})"
 
 
 def check_space_on_all_ranks(world: Group, checkpoints: Path, expected_bytes: int, last_checkpoint_bytes: int) -> None:
@@ -49,14 +49,14 @@ def _check_free_bytes(checkpoints: Path, expected_bytes: int, likely_bytes: int)
     free = durable_files.count_free_bytes(checkpoints)
     if free < expected_bytes:
         raise UserError(
-            f"{checkpoints}: a checkpoint needs about {format_byte_size(expected_bytes)}, and {format_byte_size(free)} "
-            "are free; free some space, or set run.folder to another disk"
+            f"{checkpoints}: a checkpoint needs about {format_decimal_byte_size(expected_bytes)}, and "
+            f"{format_decimal_byte_size(free)} are free; free some space, or set run.folder to another disk"
         )
     # space for two, because the last checkpoint is removed only after the next commit
     if free < 2 * likely_bytes:
         log.warning(
             "%s: a checkpoint will need about %s, and %s are free; without space for two, saving may fail",
             checkpoints,
-            format_byte_size(likely_bytes),
-            format_byte_size(free),
+            format_decimal_byte_size(likely_bytes),
+            format_decimal_byte_size(free),
         )

@@ -17,8 +17,8 @@ import attrs
 
 from drawloom.components.checkpoint.threads import map_parallel
 from drawloom.components.storage.durable_files import list_folder
-from drawloom.components.storage.regular_file import ContentMismatchError, open_verified_file, read_file
-from drawloom.components.storage.sha256_stream import FileDigest, count_blocks
+from drawloom.components.storage.regular_file import ContentMismatchError, open_file_to_verify, read_file
+from drawloom.components.storage.sha256_stream import FileDigest, count_hash_blocks
 from drawloom.components.storage.strict_json import hash_canonical, parse_strict_json
 from drawloom.graph import UserError
 
@@ -128,7 +128,7 @@ def describe_differing_blocks(
 
     def find_fault_of_file(name: str) -> str:
         try:
-            with open_verified_file(checkpoint / name, manifest.files[name]) as file:
+            with open_file_to_verify(checkpoint / name, manifest.files[name]) as file:
                 file.verify(blocks[name])
         except FileNotFoundError:
             return ""  # describe_missing_and_unknown_files reports it
@@ -199,7 +199,7 @@ def _is_content_of_file(value: Any) -> bool:
         return False
     return (
         _are_strings(value["blocks"])
-        and len(value["blocks"]) == count_blocks(value["size"])
+        and len(value["blocks"]) == count_hash_blocks(value["size"])
         and all(map(SHA256.fullmatch, value["blocks"]))
     )
 

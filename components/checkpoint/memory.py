@@ -35,12 +35,12 @@ class StateMemory:
     _copies: tuple[NeighbourCopy, ...] = attrs.field(init=False, default=())  # the newest one last
 
     def reference_states(self, key: PartKey, nodes: Mapping[str, Stateful]) -> HeldState:
-        """Reference the state after a step, and return it. Tensors must not change before `copy_referenced_states`."""
+        """Reference and return the state after a step. Tensors must not change before `replace_reference_by_copy`."""
         states = {name: map_leaves(_detach_if_tensor, node.state_dict()) for name, node in nodes.items()}
         self._current = HeldState.of(key, nodes, states)
         return self._current
 
-    def copy_referenced_states(self) -> None:
+    def replace_reference_by_copy(self) -> None:
         """Copy the referenced state, if there is one, in place of the older copy."""
         if self._current is None:
             return
@@ -54,10 +54,10 @@ class StateMemory:
             self._shared = self._copy
 
     def add_neighbour(self, copy: NeighbourCopy) -> None:
-        """Keep a neighbour's newest state, beside an older one until `drop_older_copies`."""
+        """Keep a neighbour's newest state, beside an older one until `drop_older_neighbour_copies`."""
         self._copies = (*self._copies, copy)
 
-    def drop_older_copies(self) -> None:
+    def drop_older_neighbour_copies(self) -> None:
         """Drop neighbours' older states. All ranks have added newer ones."""
         self._copies = self._copies[-1:]
 

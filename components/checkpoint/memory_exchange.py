@@ -16,9 +16,9 @@ from torch import Tensor
 
 from drawloom.components.checkpoint.reader import Parts, PieceReader, Slices, Uses
 from drawloom.components.checkpoint.snapshot import (
+    find_rows_unless_all,
     is_rank_local,
     mark_slices,
-    rows_to_read,
     slices_by_sharded_entry,
 )
 from drawloom.components.distributed.mesh_layout import MODEL
@@ -284,7 +284,7 @@ class MemoryReader(PieceReader):
 
     def list_needed_tensors_with_rows(self, number: int, uses: Uses) -> list[tuple[str, TensorSlice | None]]:
         """Return a part's used tensors with their necessary rows."""
-        return [(name, rows_to_read(tuple(self.specs[number][name][1]), pairs)) for name, pairs in uses.items()]
+        return [(name, find_rows_unless_all(tuple(self.specs[number][name][1]), pairs)) for name, pairs in uses.items()]
 
     def make_request(self, number: int, name: str, part: TensorSlice | None, source: int) -> TensorRequest:
         """Return the request for rows of a tensor; None for all rows."""

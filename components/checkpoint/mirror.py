@@ -55,17 +55,17 @@ class Mirror:
         if self._copy is None:
             return
         if event.kind == "run_ended":
-            self._wait_for_upload()
-            self._start_upload_of_run_folder()
-            self._wait_for_upload()
+            self._wait_for_upload_or_warn()
+            self._start_upload_and_prune()
+            self._wait_for_upload_or_warn()
         elif self._pending is None or self._pending.done():
             self._log_failure_unless_repeated()
             if self.clock() - self._last >= self.every or self._copy.is_behind(self.folder.folder):
-                self._start_upload_of_run_folder()
+                self._start_upload_and_prune()
 
     def close(self) -> None:
         """Wait up to `timeout` for the current copy, if there is one."""
-        self._wait_for_upload()
+        self._wait_for_upload_or_warn()
         self._copy = None
 
     def _connect_and_fetch_newest_if_none(self) -> None:
@@ -89,14 +89,14 @@ class Mirror:
             hint = "use another url, or add --accept-changes"
             raise UserError(f"url: {self.url} holds a run of another recipe; {hint}; the differences are:\n{lines}", 2)
 
-    def _start_upload_of_run_folder(self) -> None:
+    def _start_upload_and_prune(self) -> None:
         """Copy new files to the store, and remove its expired checkpoints, in a background thread."""
         copy, run = self._copy, self.folder.folder
         self._last = self.clock()
         if copy is not None:
             self._pending = submit_in_new_thread("mirror", lambda: copy.upload_changes_and_prune(run))
 
-    def _wait_for_upload(self) -> None:
+    def _wait_for_upload_or_warn(self) -> None:
         """Wait up to `timeout` for the current copy, if any, and warn if it is not complete."""
         if self._pending is not None:
             wait([self._pending], self.timeout)

@@ -60,7 +60,7 @@ class PeerMemory:
         neighbour_every: Cadence,
     ) -> "PeerMemory":
         """Choose neighbours if there are copies. All ranks call this."""
-        sources = [] if neighbour_every == "never" else _choose_neighbours_on_all_ranks(mesh, processes.node_rank)
+        sources = [] if neighbour_every == "never" else _choose_copy_source_by_rank(mesh, processes.node_rank)
         memory.copies_each_step = not sources or mesh.replica_group.size > 1
         copies = processes.make_control_group("neighbours") if sources else mesh.world
         return cls(memory, mesh, states, neighbour_every, copies, sources)
@@ -73,15 +73,15 @@ class PeerMemory:
 
     def reference_and_send_to_neighbour(self, step: Step) -> None:
         """Reference the state after a step, and start to send a copy to the neighbour, if it is due."""
-        self._wait_for_copy_and_keep_it()  # a skipped update has not waited for it
+        self._wait_and_keep_neighbour_state()  # a skipped update has not waited for it
         state = self.memory.reference_states(PartKey.of_this_rank(step.index, self.mesh), self.states)
         if self.sources and not step.is_last and is_due(self.neighbour_every, step):
             self._copy = submit_in_new_thread("neighbour", partial(self._exchange_copies_with_neighbours, state))
 
     def wait_until_copied(self) -> None:
         """Wait until the state after the last step is copied, here and at the neighbour; it may change from then on."""
-        self._wait_for_copy_and_keep_it()
-        self.memory.copy_referenced_states()
+        self._wait_and_keep_neighbour_state()
+        self.memory.replace_reference_by_copy()
 
     def restore(self, newest_on_disk: int) -> int:
         """
@@ -111,7 +111,7 @@ class PeerMemory:
             local = {name: state for name, state in _get_own_states(own).items() if is_rank_local(self.states[name])}
             states |= local
             log.info("%s the state after step %d", "sent" if own_key in own_keys else "received", step)
-        run_and_gather_on_all_ranks(world, lambda: self._load(states))
+        run_and_gather_on_all_ranks(world, lambda: self._load_states_into_nodes(states))
         kept = HeldState.of(own_key, self.states, states)
         self.memory.replace_newest_states(kept)  # for another loss in the next step
         copy = self._exchange_copies_with_neighbours(kept) if self.sources else None
@@ -122,10 +122,10 @@ class PeerMemory:
 
     def drop_all_states(self) -> None:
         """Drop all states, because the run goes back to an older one."""
-        self._wait_for_copy_and_keep_it()
+        self._wait_and_keep_neighbour_state()
         self.memory = StateMemory(self.memory.copies_each_step)
 
-    def _wait_for_copy_and_keep_it(self) -> None:
+    def _wait_and_keep_neighbour_state(self) -> None:
         """Wait for the copy in progress, if there is one, and keep the other neighbour's state."""
         if self._copy is None:
             return
@@ -151,13 +151,13 @@ class PeerMemory:
             )
         return copy
 
-    def _load(self, states: Mapping[str, Any]) -> None:
+    def _load_states_into_nodes(self, states: Mapping[str, Any]) -> None:
         """Load states into their nodes. A joining rank keeps its initial random generators."""
         for name, state in states.items():
             self.states[name].load_state_dict(state)
 
 
-def _choose_neighbours_on_all_ranks(mesh: Mesh, machine: int) -> list[int]:
+def _choose_copy_source_by_rank(mesh: Mesh, machine: int) -> list[int]:
     """
     Return the rank whose copy a rank keeps, by rank; empty if replicas have one rank.
 

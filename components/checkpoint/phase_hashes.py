@@ -53,7 +53,7 @@ class PhaseHashes:
             self._file = AppendedFile.open(
                 create_folder_unless_link(self.folder.folder / FOLDER) / get_hashes_file_name(self.mesh.world.rank)
             )
-        digests = dict(self._iterate_digests_with_paths(event.step))
+        digests = dict(self._iterate_step_and_state_digests(event.step))
         line = encode_row({"step": event.step.index, "phase": event.phase or INITIAL, "digests": digests})
         while line:
             line = line[self._file.append_what_fits(line) :]
@@ -64,7 +64,7 @@ class PhaseHashes:
             self._file.close()
             self._file = None
 
-    def _iterate_digests_with_paths(self, step: Step) -> Iterator[tuple[str, str]]:
+    def _iterate_step_and_state_digests(self, step: Step) -> Iterator[tuple[str, str]]:
         """Yield (path, digest) for the step's tensors, the gradients, and all nodes' states but trackers'."""
         for name in step.state:
             if name == METRIC_TOTALS:  # with measured times

@@ -22,10 +22,10 @@ from drawloom.components.checkpoint.manifest import (
     read_manifest,
     verify_checkpoint,
 )
-from drawloom.components.checkpoint.snapshot import assemble_pieces, is_piece_needed, rows_to_read
+from drawloom.components.checkpoint.snapshot import assemble_pieces, find_rows_unless_all, is_piece_needed
 from drawloom.components.checkpoint.threads import map_parallel
 from drawloom.components.ports.slices import TensorSlice
-from drawloom.components.storage.regular_file import ContentMismatchError, VerifiedFile, open_verified_file
+from drawloom.components.storage.regular_file import ContentMismatchError, VerifiedFile, open_file_to_verify
 from drawloom.components.storage.safetensors.header import HeaderError
 from drawloom.components.storage.safetensors.reader import read_tensor, read_tensor_offset_and_entries
 from drawloom.components.storage.state_tree import (
@@ -205,7 +205,7 @@ class CheckpointReader(PieceReader):
             begin, header = read_tensor_offset_and_entries(file)
             # in file order, so that a block with parts of two tensors is read once
             for name in sorted(names, key=lambda name: (header[name].start, header[name].end)):
-                part = rows_to_read(header[name].spec.shape, uses[name])
+                part = find_rows_unless_all(header[name].spec.shape, uses[name])
                 rows = None if part is None else range(part.offsets[0], part.offsets[0] + part.size[0])
                 parts[name] = read_tensor(file, begin, header[name], rows), part
         return parts
@@ -216,7 +216,7 @@ class CheckpointReader(PieceReader):
         if name not in self.manifest.files:
             raise CorruptCheckpointError(f"{MANIFEST} does not list {name}")
         try:
-            with open_verified_file(self.checkpoint / name, self.manifest.files[name]) as file:
+            with open_file_to_verify(self.checkpoint / name, self.manifest.files[name]) as file:
                 yield file
                 self.verified.setdefault(name, set()).update(file.verified)
         except OSError as error:

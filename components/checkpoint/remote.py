@@ -55,7 +55,7 @@ class RemoteCopy:
             if checkpoint.name not in whole:
                 self._upload_checkpoint(checkpoint)
         for name in SMALL_FILES:
-            self._upload_if_changed(run / name, name)
+            self._upload_if_modified(run / name, name)
         local = {path.name for path in list_checkpoints(run / FOLDER)}
         for name in remote - local if local else ():
             self.store.remove(f"{FOLDER}/{name}/{MANIFEST}")
@@ -98,7 +98,7 @@ class RemoteCopy:
             return
         self._copied.add(checkpoint.name)
 
-    def _upload_if_changed(self, file: Path, name: str) -> None:
+    def _upload_if_modified(self, file: Path, name: str) -> None:
         try:
             status = file.stat()
             stamp = status.st_mtime_ns, status.st_size

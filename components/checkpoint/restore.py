@@ -40,7 +40,7 @@ class LoadedCheckpoint:
     verified: dict[str, list[int]]
 
 
-def read_states(checkpoint: Path, states: Mapping[str, Stateful], rank: int) -> LoadedCheckpoint:
+def read_and_verify_rank_states(checkpoint: Path, states: Mapping[str, Stateful], rank: int) -> LoadedCheckpoint:
     """Read and verify only a rank's own states. Raises CorruptCheckpointError."""
     manifest = read_manifest(checkpoint)
     if faults := list(describe_missing_and_unknown_files(checkpoint, manifest)):

@@ -12,7 +12,7 @@ from drawloom.components.checkpoint.restore import (
     LoadedCheckpoint,
     check_checkpoint_fits_nodes,
     load_states_into_nodes,
-    read_states,
+    read_and_verify_rank_states,
     verify_share_of_unread_blocks,
 )
 from drawloom.components.checkpoint.retention import Retention
@@ -48,10 +48,10 @@ def read_newest_valid(
         checkpoint = folder / f"step-{step}"
         loaded, faults = _read_and_collect_faults_on_all_ranks(world, checkpoint, states)
         if loaded is not None:
-            retention.mark_valid(checkpoint, loaded.manifest.values)
+            retention.remember_as_valid(checkpoint, loaded.manifest.values)
             return loaded
         corrupt[checkpoint] = "; ".join(filter(None, dict.fromkeys(faults)))
-        retention.mark_corrupt(checkpoint)
+        retention.remember_as_corrupt(checkpoint)
         log.warning("%s is corrupt and skipped: %s", checkpoint, corrupt[checkpoint])
     if corrupt:
         raise no_valid_checkpoint_error(folder, corrupt)
@@ -103,7 +103,7 @@ def _read_states_or_error(
 ) -> LoadedCheckpoint | CorruptCheckpointError:
     """Read a rank's states; return a fault instead of raising it, because all ranks must exchange their outcomes."""
     try:
-        return read_states(checkpoint, states, rank)
+        return read_and_verify_rank_states(checkpoint, states, rank)
     except CorruptCheckpointError as error:
         return error
 

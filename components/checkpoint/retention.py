@@ -68,17 +68,17 @@ class Retention:
         self._valid: dict[Path, Values] = {}
         self._corrupt: set[Path] = set()
 
-    def mark_valid(self, checkpoint: Path, values: Values) -> None:
+    def remember_as_valid(self, checkpoint: Path, values: Values) -> None:
         """Record a valid checkpoint."""
         self._valid[checkpoint] = values
         self._corrupt.discard(checkpoint)
 
-    def mark_corrupt(self, checkpoint: Path) -> None:
+    def remember_as_corrupt(self, checkpoint: Path) -> None:
         """Record a corrupt checkpoint."""
         self._corrupt.add(checkpoint)
         self._valid.pop(checkpoint, None)
 
-    def select_expired(self, checkpoints: Path, saved: Path) -> list[Path]:
+    def verify_kept_and_select_expired(self, checkpoints: Path, saved: Path) -> list[Path]:
         """Return the expired checkpoints up to the newest save, oldest first."""
         while True:
             values = self._list_candidates(checkpoints, saved)
@@ -91,7 +91,7 @@ class Retention:
                 return expired
             # verifying reads whole checkpoints, so it is done only before a removal
             for path in unverified:
-                self._verify_and_mark(path)
+                self._verify_and_remember(path)
 
     def _list_candidates(self, checkpoints: Path, saved: Path) -> dict[int, Values]:
         """Return the metrics by step in checkpoints up to `saved`, except corrupt or incomplete ones."""
@@ -103,10 +103,10 @@ class Retention:
                 candidates[step_of_checkpoint(path)] = manifest.values
         return {step: values for step, values in candidates.items() if step <= step_of_checkpoint(saved)}
 
-    def _verify_and_mark(self, path: Path) -> None:
+    def _verify_and_remember(self, path: Path) -> None:
         """Verify a checkpoint's files, and record the outcome; log a warning if it is corrupt."""
         try:
-            self.mark_valid(path, verify_checkpoint(path).values)
+            self.remember_as_valid(path, verify_checkpoint(path).values)
         except CorruptCheckpointError as error:
             log.warning("%s is corrupt, and not counted among those that are kept: %s", path, error)
-            self.mark_corrupt(path)
+            self.remember_as_corrupt(path)

@@ -75,7 +75,7 @@ class ShardPlan:
             name: {
                 entry: part
                 for entry, part in entries.items()
-                if not any(_has_entry_with_same_slice(name, entry, own[name][entry], others) for others in earlier)
+                if not any(_is_slice_on_other_rank(name, entry, own[name][entry], others) for others in earlier)
             }
             for name, entries in slices.items()
         }
@@ -117,9 +117,11 @@ def _slice_to_json(tensor_slice: TensorSlice | None) -> list[list[int]] | None:
     return None if tensor_slice is None else [[*tensor_slice.offsets], [*tensor_slice.size]]
 
 
-def _has_entry_with_same_slice(node: str, entry: str, part: list[list[int]] | None, other: Mapping[str, Any]) -> bool:
+def _is_slice_on_other_rank(
+    node: str, entry: str, part: list[list[int]] | None, other_rank_slices: Mapping[str, Any]
+) -> bool:
     """Return whether another rank's description has this node's entry with the same slice."""
-    return entry in other.get(node, {}) and other[node][entry] == part
+    return entry in other_rank_slices.get(node, {}) and other_rank_slices[node][entry] == part
 
 
 def _collect_metrics(step: Step) -> dict[str, float | None]:
@@ -174,7 +176,7 @@ def is_piece_needed(saved_slices: Sequence[TensorSlice], tensor_slice: TensorSli
     return any(part.shape != tensor_slice.shape or part.overlap(tensor_slice) for part in saved_slices)
 
 
-def rows_to_read(
+def find_rows_unless_all(
     shape: tuple[int, ...], uses: Iterable[tuple[TensorSlice | None, TensorSlice | None]]
 ) -> TensorSlice | None:
     """

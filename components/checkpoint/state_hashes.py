@@ -50,7 +50,7 @@ class StateHashes:
         step_log = StepLog.open(
             create_folder_unless_link(self.folder.folder / FOLDER) / f"rank-{self.mesh.world.rank}.jsonl"
         )
-        step_log.rewind(step - 1)
+        step_log.rewind_and_get_last_step(step - 1)
         return step_log
 
 

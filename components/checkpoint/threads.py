@@ -25,7 +25,7 @@ def map_parallel(name: str, works: Sequence[Callable[[], T]], max_threads: int) 
     if len(works) < 2:
         return [work() for work in works]
     shares = [
-        submit_in_new_thread(name, partial(_run_all, works[start::max_threads]))
+        submit_in_new_thread(name, partial(_run_all_sequentially, works[start::max_threads]))
         for start in range(min(max_threads, len(works)))
     ]
     wait(shares)
@@ -40,7 +40,7 @@ def run_in_current_thread(name: str, work: Callable[[], T]) -> Future[T]:
     return future
 
 
-def _run_all(works: Sequence[Callable[[], T]]) -> list[T]:
+def _run_all_sequentially(works: Sequence[Callable[[], T]]) -> list[T]:
     return [work() for work in works]
 
 

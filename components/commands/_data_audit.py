@@ -68,7 +68,7 @@ class _DigestCache:
         key = (row, self.loader.max_document_length_at(step))
         if key not in self.digests:
             [self.digests[key]] = compute_row_digests(
-                self.loader.split_documents_for_step(self.rows.batch("train", [row]), step)
+                self.loader.split_long_documents_for_step(self.rows.batch("train", [row]), step)
             )
         return self.digests[key]
 

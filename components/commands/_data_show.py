@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from drawloom.components.data.mixture import list_document_sources
-from drawloom.components.data.order.stream import compute_row_shares, list_row_sources
+from drawloom.components.data.order.stream import convert_token_weights_to_shares, list_row_sources
 from drawloom.components.ports.corpus import ChatTokenizer, Split, Tokenizer
 from drawloom.components.ports.data import IGNORE_INDEX, PackedDataset, RowsOfTokens, TracedRows, require_token_batch
 from drawloom.graph.cli.result import output, output_class
@@ -105,7 +105,7 @@ def _document_lengths(rows: PackedDataset, split: Split) -> np.ndarray | None:
 def _format_source_lines(rows: Any, split: Split) -> Iterator[str]:
     """Yield a mixture's lines, one per source."""
     weights = sum(source.weight for source in rows.row_sources(split))
-    shares = compute_row_shares(rows.row_sources("train"))
+    shares = convert_token_weights_to_shares(rows.row_sources("train"))
     documents = list_document_sources(rows.tokens.documents(split))
     for source, own in zip(rows.row_sources(split), documents, strict=True):
         rate = source.tokens / (source.rows * rows.length) if source.rows else 1.0

@@ -24,7 +24,7 @@ def make_scaled_model_overlay(graph: Graph, multiple: int, dimension: Dimension,
     Width grows by heads. `parametrization` is "mup", "completep" or "standard". Raises UserError for sizes from a file,
     for another model, and for a recipe with a parametrization.
     """
-    model = _find_parametrizable_model_node(graph)
+    model = _find_model_node_accepting_parametrization(graph)
     settings = graph.nodes[model].settings
     if missing := [name for name in (*WIDTHS, "head_dim", DEPTH) if not settings[name]]:
         raise UserError(f"[{model}] has no {missing[0]}; write all sizes of the smallest model in the recipe", 2)
@@ -47,7 +47,7 @@ def format_overlay(values: Mapping[str, Mapping[str, Any]], comment: str) -> str
     return "\n".join(lines) + "\n"
 
 
-def _find_parametrizable_model_node(graph: Graph) -> str:
+def _find_model_node_accepting_parametrization(graph: Graph) -> str:
     """Return the name of the only model node that accepts a parametrization. Raises UserError."""
     names = [
         name

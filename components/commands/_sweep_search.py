@@ -31,7 +31,7 @@ from drawloom.graph import UserError
 FILE = "search.json"
 
 
-def list_boundary_points(axes: Sequence[Axis], common: Sequence[str]) -> list[Point]:
+def list_points_covering_axes(axes: Sequence[Axis], common: Sequence[str]) -> list[Point]:
     """Return points with every value in a list and both ends of every interval, each at least once."""
     ends = [
         [format_number(axis.interval.low), format_number(axis.interval.high)] if axis.interval else axis.values

@@ -32,7 +32,7 @@ from drawloom.graph.runtime.container import Container
 RUN_HELP = "such as runs/first_run, or the URL of its mirror, such as s3://bucket/first_run"
 
 
-def add_run_arguments(parser: argparse.ArgumentParser, help: str = RUN_HELP) -> None:
+def add_run_and_checkpoint_arguments(parser: argparse.ArgumentParser, help: str = RUN_HELP) -> None:
     """Add arguments for the run folder and its checkpoint."""
     parser.add_argument("run_folder", metavar="RUN_FOLDER", type=parse_run_folder_or_mirror_url, help=help)
     parser.add_argument("--average", action="store_true", help="use the averaged weights of phases.ema")
@@ -78,7 +78,7 @@ def open_trained_run(
     `every`, open all nodes. The run folder is only read, and the run may continue meanwhile.
     """
     with replace_remote_run_by_local_copy(options):
-        step, recipe, names, weights = _load_checkpoint_and_recipe(project, options, (Stages, *ports), change)
+        step, recipe, names, weights = _read_checkpoint_recipe_and_weights(project, options, (Stages, *ports), change)
         others = [] if every is None else recipe.graph.implementers(every)
         # A teacher or reference model is needed for a loss alone.
         unused = () if Executor in ports else recipe.graph.implementers(FrozenModel)
@@ -120,7 +120,7 @@ class _LoadedRun(NamedTuple):
     state: dict[str, Any]
 
 
-def _load_checkpoint_and_recipe(
+def _read_checkpoint_recipe_and_weights(
     project: Project,
     options: argparse.Namespace,
     ports: Sequence[type],
@@ -205,7 +205,7 @@ def _load_recipe_for_one_process(project: Project, lock: Path, files: Path) -> R
         if isinstance(node, dict) and str(node.get("use")).startswith("pipeline.schedules."):
             data[name] = {"use": "pipeline.schedules.one_f_one_b"}  # others may need more than one rank
     for copies in files.glob("*/*"):
-        _replace_path_by_copy(data, copies)
+        _point_path_to_copy(data, copies)
     return Recipe.of(data, str(lock), project=project)
 
 
@@ -231,7 +231,7 @@ def _remove_initial_weight_settings(data: dict[str, Any], stages: dict[str, Any]
         stages.pop("weights", None)  # the initial weights are not needed, and may be gone
 
 
-def _replace_path_by_copy(data: dict[str, Any], copies: Path) -> None:
+def _point_path_to_copy(data: dict[str, Any], copies: Path) -> None:
     """Replace a node's file path by the path to its copy, and a folder path by the folder with copies."""
     node: Any = data
     for part in copies.parent.name.split("."):  # a member of a group is a table in the group's table

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from drawloom.components.commands._options import convert_write_errors, make_integer_parser, parse_writable_path
-from drawloom.components.commands._trained import add_run_arguments, open_trained_run
+from drawloom.components.commands._trained import add_run_and_checkpoint_arguments, open_trained_run
 from drawloom.components.data.sources.files import find_files
 from drawloom.components.data.sources.parts import split_files_into_parts
 from drawloom.components.pipeline.executor import ProgramExecutor
@@ -31,7 +31,7 @@ POOLS: dict[str, Callable[[int], slice]] = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
-    add_run_arguments(parser)
+    add_run_and_checkpoint_arguments(parser)
     parser.add_argument("paths", nargs="+", metavar="PATH", help="files or globs: text, JSON lines, Parquet, Arrow")
     parser.add_argument(
         "--to",
@@ -131,7 +131,7 @@ def _pool_hidden_states(
         is_pooled[row, POOLS[pool](len(ids))] = True
     positions = torch.arange(length).repeat(len(texts), 1)
     context = TokenContext(positions, padding, hidden_states=request, mean_weights=is_pooled)
-    states = executor.hidden_states(tokens, context)
+    states = executor.infer_hidden_states_by_layer(tokens, context)
     if states is None:
         raise ValueError("the output is on another rank, because this process does not contain the last pipeline stage")
     return torch.stack([states[layer][:, 0] for layer in request.layers], 1).float().cpu()

@@ -11,7 +11,7 @@ import attrs
 import torch
 
 from drawloom.components.commands._options import make_integer_parser
-from drawloom.components.commands._trained import add_run_arguments, open_trained_run
+from drawloom.components.commands._trained import add_run_and_checkpoint_arguments, open_trained_run
 from drawloom.components.data.packing.windows import Windows
 from drawloom.components.data.sources.files import find_files
 from drawloom.components.data.sources.parts import FORMATS
@@ -21,7 +21,7 @@ from drawloom.components.ports.data import (
     TokenBatch,
     count_target_bytes,
     require_token_batch,
-    uses_document_pairs,
+    uses_preference_pairs,
 )
 from drawloom.components.ports.pipeline import LOSSES, Executor, Loss, create_step_state, sum_losses_and_weights
 from drawloom.components.ports.rollouts import Reward, RewardEvaluation, Rollouts
@@ -38,7 +38,7 @@ MAX_LOADED = 16  # microbatches that are in memory together
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
-    add_run_arguments(parser)
+    add_run_and_checkpoint_arguments(parser)
     help = "measure the documents in these text, JSON-lines, Parquet or Arrow files (default: the validation rows)"
     parser.add_argument("--corpus", nargs="+", metavar="GLOB", help=help)
     help = "with --corpus: tokens by which the window moves over documents longer than a row (default: half a row)"
@@ -124,7 +124,7 @@ def _measure_rewards(options: argparse.Namespace, project: Project) -> EvaluateR
             raise UserError(f"{options.run_folder}: the validation split has no prompts to complete", 2)
         starts = range(0, count, size)
         batches = (rows.batch("validation", range(start, min(start + size, count))) for start in starts)
-        means = run.get(RewardEvaluation).measure_rewards(batches)
+        means = run.get(RewardEvaluation).sample_and_average_rewards(batches)
     return EvaluateRewardsResult(options.run_folder, step, **attrs.asdict(means))
 
 
@@ -158,7 +158,7 @@ def _measure_loss(run: Container, split: Split, folder: Path, step: int) -> Eval
         named = state[LOSSES]["sums"]
         nats = nats + float(named["cross_entropy"].double().sum()) if "cross_entropy" in named else math.nan
         text_bytes += sum(float(count_target_bytes(batch.targets, batch.weights, sizes)) for batch in batches)
-    unit = "pairs" if uses_document_pairs(type(rows)) else "tokens"
+    unit = "pairs" if uses_preference_pairs(type(rows)) else "tokens"
     has_nats = not math.isnan(nats)  # other losses have no cross entropy
     # Tokens at the end of a document stand for no byte, and are part of the loss.
     return EvaluateResult(
@@ -202,7 +202,7 @@ def _replace_data_by_corpus(recipe: Recipe, corpus: dict[str, Any], stride: int 
         )  # packing of examples and of pairs
         changes[name] = {"use": "data.packing.windows", "length": length} | ({"stride": stride} if stride else {})
     for name in graph.implementers(Loss):
-        if uses_document_pairs(graph.nodes[name].spec.cls):
+        if uses_preference_pairs(graph.nodes[name].spec.cls):
             changes[name] = {"use": "loss.next_token"}
     for name, values in changes.items():
         recipe = recipe.with_values(nest_values(name, values), "--corpus")

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from drawloom.components.commands._trained import add_run_arguments, open_trained_run
+from drawloom.components.commands._trained import add_run_and_checkpoint_arguments, open_trained_run
 from drawloom.components.export.hf_writer import write_hugging_face_folder
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.model import LanguageModel
@@ -15,7 +15,7 @@ from drawloom.graph.project import Project
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
-    add_run_arguments(parser)
+    add_run_and_checkpoint_arguments(parser)
     parser.add_argument("--to", metavar="DIR", type=Path, required=True, help="folder to write; it must not exist")
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import attrs
 
 from drawloom.components.commands._options import make_integer_parser, parse_temperature
-from drawloom.components.commands._trained import add_run_arguments, open_trained_run_or_model_folder
+from drawloom.components.commands._trained import add_run_and_checkpoint_arguments, open_trained_run_or_model_folder
 from drawloom.components.data.template_prompts import TemplatePrompts
 from drawloom.components.distributed.rng import create_generator
 from drawloom.components.ports.corpus import Tokenizer
@@ -31,7 +31,9 @@ CHAT_TOKENS, CHAT_CONTEXT = 1024, 4096
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
-    add_run_arguments(parser, "such as runs/first_run, the URL of its mirror, or a model folder such as an export")
+    add_run_and_checkpoint_arguments(
+        parser, "such as runs/first_run, the URL of its mirror, or a model folder such as an export"
+    )
     parser.add_argument("--prompt", metavar="TEXT", help="text to continue, or with --chat the only message to answer")
     parser.add_argument(
         "--chat", action="store_true", help="answer messages by the chat template: --prompt, or each line of stdin"
@@ -144,12 +146,12 @@ def _print_answer(tokenizer: Tokenizer, sampler: Sampler, prompt: Sequence[int],
     sampler = attrs.evolve(sampler, context=len(prompt) + tokens)
     ids: list[int] = []
 
-    def iterate_sampled_ids() -> Iterator[int]:
+    def iterate_and_collect_sampled_ids() -> Iterator[int]:
         for token in sampler.sample_continuation(prompt, tokens):
             ids.append(token)
             yield token
 
-    answer = _print_pieces(stream_decoded_text(tokenizer, iterate_sampled_ids()))
+    answer = _print_pieces(stream_decoded_text(tokenizer, iterate_and_collect_sampled_ids()))
     if len(ids) == tokens:
         print_escaped_text(f"(the answer is cut after {tokens} tokens)", "stderr")
     return answer

@@ -111,7 +111,9 @@ class LadderResult(Result):
         if self.rungs[0].losses:
             rates = list(self.rungs[0].losses)
             rows = [["lr", *sizes]]
-            rows += [[rate, *(_format_and_mark_loss(rung.losses, rate) for rung in self.rungs)] for rate in rates]
+            rows += [
+                [rate, *(_format_loss_starring_smallest(rung.losses, rate) for rung in self.rungs)] for rate in rates
+            ]
             yield f"\nloss by learning rate, * is the lowest of its {self.dimension}"
             yield _format_table(rows)
         yield "\nloss by compute"
@@ -146,7 +148,7 @@ class LadderResult(Result):
         return f"rms of outputs after {self.steps} steps ({self.parametrization})"
 
 
-def _format_and_mark_loss(losses: Mapping[str, float], rate: str) -> str:
+def _format_loss_starring_smallest(losses: Mapping[str, float], rate: str) -> str:
     """Return a learning rate's loss as text, with * if it is the smallest."""
     return f"{losses[rate]:.4f}{'*' if losses[rate] == min(losses.values()) else ' '}"
 
@@ -191,7 +193,7 @@ def _train_and_measure_rung(
     rms = {name.removeprefix(RMS): column.values[-1] for name, column in columns.items() if RMS in name}
     if dimension == "depth":  # sizes have no other layer in common
         rms = {LAST_LAYER: rms[max(rms, key=int)]}
-    losses = {rate: _train_and_measure_final_loss(recipe, steps, rate) for rate in rates}
+    losses = {rate: _train_and_average_last_quarter(recipe, steps, rate) for rate in rates}
     best = min(losses, key=lambda rate: losses[rate]) if losses else None
     loss = _average_loss_of_last_quarter(columns) if best is None else losses[best]
     return LadderRung(
@@ -226,7 +228,7 @@ def _train_and_read_metrics_and_flops(
         return read_metrics(Path(folder) / "run").columns, flops
 
 
-def _train_and_measure_final_loss(recipe: Recipe, steps: int, rate: float) -> float:
+def _train_and_average_last_quarter(recipe: Recipe, steps: int, rate: float) -> float:
     """Train with a learning rate, and return the mean loss over the last quarter."""
     names = [name for name, node in recipe.graph.nodes.items() if {"lr", "groups", "betas"} <= node.settings.keys()]
     if len(names) != 1:

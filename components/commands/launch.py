@@ -33,7 +33,7 @@ from drawloom.components.distributed.generations import CURRENT, Generation
 from drawloom.components.distributed.launch_store import (
     call_store_with_timeout,
     connect_to_launch_store,
-    shorten_dns_retry_timeout,
+    set_short_dns_timeout_variable,
 )
 from drawloom.components.distributed.torchrun import CONTINUES, SPARES
 from drawloom.graph import UserError
@@ -176,13 +176,13 @@ class Agent(LocalElasticAgent):
     def _has_failed_or_lost_store(self, worker_group: WorkerGroup) -> bool:
         """Return whether the run ends because of a failure, or its store does not answer."""
 
-        def query_store() -> bool:
+        def has_recorded_failure() -> bool:
             generation = Generation.from_json(
                 self._connect_to_store(worker_group, self._surviving).get(CURRENT).decode()
             )
             return bool(self._connect_to_store(worker_group, generation.name).check(["failure"]))
 
-        return call_store_with_timeout(STORE_SECONDS, query_store) is not False
+        return call_store_with_timeout(STORE_SECONDS, has_recorded_failure) is not False
 
     def _connect_to_store(self, worker_group: WorkerGroup, name: str) -> Any:
         group: Any = worker_group  # torch declares the address as None
@@ -209,7 +209,7 @@ def main(options: argparse.Namespace, project: Project) -> LaunchResult:
         raise UserError("--nnodes: several machines need --rdzv-endpoint HOST:PORT, the same on each of them", 2)
     if options.spares and options.nnodes * options.nproc_per_node == 1:
         raise UserError("--spares: a run needs two processes or more to survive a loss; write --nproc-per-node 2", 2)
-    shorten_dns_retry_timeout()
+    set_short_dns_timeout_variable()
     os.environ.setdefault(THREADS, str(count_threads_per_process(options.nproc_per_node)))
     os.environ[SPARES] = str(options.spares)
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))

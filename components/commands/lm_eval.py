@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from drawloom.components.commands._options import convert_write_errors, make_integer_parser, parse_writable_path
-from drawloom.components.commands._trained import add_run_arguments, open_trained_run
+from drawloom.components.commands._trained import add_run_and_checkpoint_arguments, open_trained_run
 from drawloom.components.data.sources.files import import_optional_package
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.distributed import Mesh
@@ -20,7 +20,7 @@ from drawloom.graph.project import Project
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
-    add_run_arguments(parser)
+    add_run_and_checkpoint_arguments(parser)
     parser.add_argument("--tasks", nargs="+", metavar="TASK", required=True, help="tasks, or groups of tasks, by name")
     parser.add_argument(
         "--include",

@@ -39,7 +39,7 @@ class ScheduleCurve:
         """The last step."""
         return self.points[-1][0]
 
-    def value_at_step(self, step: float) -> float:
+    def find_value_up_to_step(self, step: float) -> float:
         """Return the value at the last point up to this step."""
         return next((value for known, value in reversed(self.points) if known <= step), self.points[0][1])
 
@@ -61,7 +61,7 @@ def _draw_text_lines(curve: ScheduleCurve, width: int) -> Iterator[str]:
     margin = max(map(len, labels))
     columns = max(10, width - margin - 2)
     steps = [1 + (curve.last_step - 1) * column / max(columns - 1, 1) for column in range(columns)]
-    eighths = [round(curve.value_at_step(step) / (curve.highest_value or 1) * HEIGHT * 8) for step in steps]
+    eighths = [round(curve.find_value_up_to_step(step) / (curve.highest_value or 1) * HEIGHT * 8) for step in steps]
     for line in range(HEIGHT - 1, -1, -1):
         label = labels[0] if line == HEIGHT - 1 else labels[1] if line == 0 else ""
         yield f"{label:>{margin}} │{''.join(BLOCKS[min(max(level - 8 * line, 0), 8)] for level in eighths)}".rstrip()

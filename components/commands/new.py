@@ -7,7 +7,7 @@ from pathlib import Path
 
 from drawloom.graph import UserError
 from drawloom.graph.cli.result import Result, output, output_class
-from drawloom.graph.inspect.serialize import serialize_value
+from drawloom.graph.inspect.serialize import convert_to_toml_types
 from drawloom.graph.project import Project, Recipe
 from drawloom.graph.recipe.layers import Leaf
 from drawloom.graph.toml.emit import dump_key, dump_toml
@@ -89,17 +89,17 @@ def _format_nodes_as_comments(graph: Graph) -> Iterator[str]:
         yield ""
     # The recipe's own tables come first, then the tables of its bases.
     for node in sorted(graph.nodes.values(), key=lambda node: -graph.recipe.layers.index(node.table.layer)):
-        lines = [] if node.owner or node.name == "run" else list(_comment_out_settings(node))
+        lines = [] if node.owner or node.name == "run" else list(_comment_out_written_settings(node))
         if lines or node.name in CHOSEN:
             yield f"# [{'.'.join(map(dump_key, node.name.split('.')))}]"
             yield from [f"# use = {dump_toml(node.spec.use)}", *lines, ""]
 
 
-def _comment_out_settings(node: Node) -> Iterator[str]:
+def _comment_out_written_settings(node: Node) -> Iterator[str]:
     """Yield a node's written settings as comments with their docs, without references to other nodes."""
     for key, item in node.table.items.items():
         field = node.spec.fields.get(key)
         if field is not None and field.kind == "setting":
-            value = item.value if isinstance(item, Leaf) else serialize_value(node.settings[key])
+            value = item.value if isinstance(item, Leaf) else convert_to_toml_types(node.settings[key])
             doc = f"  # {field.doc}" if field.doc else ""
             yield f"# {dump_key(key)} = {dump_toml(value)}{doc}"

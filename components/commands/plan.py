@@ -59,7 +59,7 @@ def main(options: argparse.Namespace, project: Project) -> PlanResult | SearchRe
     recipe.check(skip_machine_checks=True)
     device = find_device_model(options.device) if options.device else load_local_device_model()
     if options.search:
-        return _search_plans(options, recipe, device)
+        return _search_plans_and_write_best(options, recipe, device)
     if options.to is not None:
         raise UserError("--to writes the best plan that --search finds; add --search", 2)
     planned = plan(recipe, device, options.ranks)
@@ -84,7 +84,7 @@ def _propose_checkpoint_interval(
     return propose_checkpoint_interval(Nodes.of(recipe), planned, options.mtbf * 3600, options.save_seconds)
 
 
-def _search_plans(options: argparse.Namespace, recipe: Recipe, device: DeviceModel) -> SearchResult:
+def _search_plans_and_write_best(options: argparse.Namespace, recipe: Recipe, device: DeviceModel) -> SearchResult:
     """Find the best plans, and write the best plan's settings as an overlay."""
     if options.ranks is None:
         raise UserError("--search needs a number of ranks; write --ranks 8", 2)

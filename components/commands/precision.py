@@ -74,7 +74,7 @@ def main(options: argparse.Namespace, project: Project) -> PrecisionResult:
     recipe = Recipe.load(options.recipe, *options.words, overlays=options.overlay, project=project)
     node = find_only_node(recipe.graph, Precision)
     float8 = {"compute": "bfloat16", "linear": "float8", "linear_in_compute": []}
-    effects = _measure_float8_effects(recipe.with_values({node: float8}), options.steps)
+    effects = _train_and_measure_float8_effects(recipe.with_values({node: float8}), options.steps)
     text = format_float8_overlay(effects, node, options.recipe, options.steps, options.tolerance)
     if options.to is not None:
         with convert_write_errors(options.to):
@@ -104,7 +104,7 @@ class Float8Effects:
     loss: float
     seconds: float
 
-    def find_layers_to_exclude(self, tolerance: float) -> list[str]:
+    def find_layers_above_median_error(self, tolerance: float) -> list[str]:
         """Return the layers whose gradient error alone exceeds `tolerance` times the median over layers."""
         median = max(statistics.median(effect.error for effect in self.alone.values()), MIN_MEDIAN)
         return [name for name, effect in self.alone.items() if not effect.error <= tolerance * median]
@@ -117,7 +117,7 @@ def format_float8_overlay(effects: Float8Effects, node: str, recipe: str, steps:
 
 def _yield_overlay_lines(effects: Float8Effects, node: str, recipe: str, steps: int, tolerance: float) -> Iterator[str]:
     """Yield the overlay: comments with the evidence, and the node's table with the excluded layers."""
-    together, excluded = effects.together, effects.find_layers_to_exclude(tolerance)
+    together, excluded = effects.together, effects.find_layers_above_median_error(tolerance)
     yield f"# Float8 in the linear layers of {recipe}, measured after {steps} steps on one step's rows."
     yield f"# All layers: error of the gradient {together.error:.2%}, loss {effects.loss:.4f} {together.loss:+.5f},"
     yield f"# forward and backward {together.seconds:.3g} s instead of {effects.seconds:.3g} s."
@@ -138,7 +138,7 @@ def _yield_overlay_lines(effects: Float8Effects, node: str, recipe: str, steps: 
         yield "]"
 
 
-def _measure_float8_effects(recipe: Recipe, steps: int) -> Float8Effects:
+def _train_and_measure_float8_effects(recipe: Recipe, steps: int) -> Float8Effects:
     """Train for some steps in the compute dtype, and measure the effects on the next step's gradients."""
     phases = _list_phases_through_update(recipe)
     names = [find_only_node(recipe.graph, port) for port in (Stages, Parameters, Executor)]

@@ -9,7 +9,7 @@ from drawloom.components.commands._recipes import Pipeline, require_microbatches
 from drawloom.components.report.drawings import draw_schedule_svg
 from drawloom.components.report.page import render_page
 from drawloom.components.report.run_record import REPORT, Drawings, check_is_run, make_unique_run_names, read_run_record
-from drawloom.components.storage.byte_size import format_byte_size
+from drawloom.components.storage.byte_size import format_decimal_byte_size
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import RecipeError, UserError
 from drawloom.graph.cli.exit_codes import format_problems
@@ -38,7 +38,7 @@ class ReportResult(Result):
 
     def render(self, format: str) -> str:
         """Return one line with size and path."""
-        return f"report of {format_byte_size(self.bytes)} in {self.path}"
+        return f"report of {format_decimal_byte_size(self.bytes)} in {self.path}"
 
 
 def main(options: argparse.Namespace, project: Project) -> ReportResult:
@@ -75,14 +75,14 @@ def _draw_recipe(project: Project, folder: Path) -> Drawings:
         return Drawings()
     try:
         recipe = Recipe.load(folder, project=project)
-        return Drawings(recipe.draw("svg"), recipe.draw("svg", step=True), _draw_recipe_schedule(recipe))
+        return Drawings(recipe.draw("svg"), recipe.draw("svg", step=True), _draw_recipe_schedule_svg(recipe))
     except RecipeError as error:
         return Drawings(missing=format_problems(error.problems))
     except UserError as error:
         return Drawings(missing=str(error))
 
 
-def _draw_recipe_schedule(recipe: Recipe) -> str:
+def _draw_recipe_schedule_svg(recipe: Recipe) -> str:
     """Draw the recipe's pipeline schedule. Raises UserError if it has none, or an unknown microbatch count."""
     pipeline = Pipeline.of(recipe)
     return draw_schedule_svg(

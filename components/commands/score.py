@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from drawloom.components.commands._options import convert_write_errors, make_integer_parser, parse_writable_path
-from drawloom.components.commands._trained import add_run_arguments, open_trained_run
+from drawloom.components.commands._trained import add_run_and_checkpoint_arguments, open_trained_run
 from drawloom.components.data.chat.template import ChatTemplate
 from drawloom.components.data.feedback import encode_prompt_completion_row
 from drawloom.components.data.labelled_texts import encode_text_or_messages
@@ -29,7 +29,7 @@ from drawloom.graph.project import Project
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
-    add_run_arguments(parser)
+    add_run_and_checkpoint_arguments(parser)
     parser.add_argument("paths", nargs="+", metavar="PATH", help="files or globs: JSON lines, Parquet, Arrow")
     parser.add_argument(
         "--to", type=parse_writable_path, metavar="FILE", required=True, help="the JSON-lines file to write"
@@ -70,10 +70,13 @@ def main(options: argparse.Namespace, project: Project) -> ScoreResult:
                 (line, _encode_line(tokenizer, line, template)) for line in read_json_lines_or_table_rows(options.paths)
             )
             while batch := [*islice(encoded, options.rows)]:
-                scores = _score_documents(run.get(ProgramExecutor), run.get(Scorer), [ids for _, ids in batch])
+                scores = _score_documents_at_last_token(
+                    run.get(ProgramExecutor), run.get(Scorer), [ids for _, ids in batch]
+                )
                 names = run.get(Scorer).output_names
                 written += [
-                    line.row | _make_score_fields(row, names) for (line, _), row in zip(batch, scores, strict=True)
+                    line.row | _make_score_or_label_fields(row, names)
+                    for (line, _), row in zip(batch, scores, strict=True)
                 ]
     with convert_write_errors(options.to):
         replace_file(options.to, "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in written).encode())
@@ -92,7 +95,7 @@ def _encode_line(tokenizer: ChatTokenizer, line: Line, template: ChatTemplate) -
     return torch.from_numpy(ids.astype("int64"))
 
 
-def _make_score_fields(scores: Tensor, names: Sequence[str]) -> dict[str, Any]:
+def _make_score_or_label_fields(scores: Tensor, names: Sequence[str]) -> dict[str, Any]:
     """Return a line's new values, from its document's scores, float32 (names,)."""
     if len(names) == 1:
         return {"score": float(scores[0])}
@@ -100,7 +103,7 @@ def _make_score_fields(scores: Tensor, names: Sequence[str]) -> dict[str, Any]:
     return {"label": names[int(scores.argmax())], "probabilities": probabilities}
 
 
-def _score_documents(executor: ProgramExecutor, scorer: Scorer, documents: Sequence[Tensor]) -> Tensor:
+def _score_documents_at_last_token(executor: ProgramExecutor, scorer: Scorer, documents: Sequence[Tensor]) -> Tensor:
     """Return documents' scores, float32 (documents, names), from their ids, int64 (tokens,)."""
     lengths = torch.tensor([len(ids) for ids in documents])
     tokens = torch.nn.utils.rnn.pad_sequence(list(documents), batch_first=True)
@@ -108,10 +111,10 @@ def _score_documents(executor: ProgramExecutor, scorer: Scorer, documents: Seque
     context = TokenContext(positions, (positions >= lengths[:, None]).long())  # padding is a separate document
     outputs: dict[int, Tensor] = {}
 
-    def score_hidden_states(hidden: Tensor, head: Head) -> Tensor:
+    def score_labels_by_token(hidden: Tensor, head: Head) -> Tensor:
         return scorer.score_tokens(hidden)
 
-    executor.infer_microbatches([(tokens, context)], outputs.__setitem__, score_hidden_states)
+    executor.infer_microbatches([(tokens, context)], outputs.__setitem__, score_labels_by_token)
     if not outputs:
         raise UserError("the last pipeline stage is on another rank; start the command in one process", 2)
     return outputs[0].float().cpu()[torch.arange(len(documents)), lengths - 1]

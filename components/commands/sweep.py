@@ -17,19 +17,19 @@ from drawloom.components.commands._process_pool import open_pool_with_signal_for
 from drawloom.components.commands._recipes import add_overlay_option
 from drawloom.components.commands._slurm import format_array_script
 from drawloom.components.commands._sweep_points import Point, make_sweep_points, read_axes_and_common_words
-from drawloom.components.commands._sweep_search import SweepSearch, list_boundary_points
+from drawloom.components.commands._sweep_search import SweepSearch, list_points_covering_axes
 from drawloom.components.commands.runs import format_run_table
 from drawloom.components.distributed.device_model import DeviceModel, find_device_model
 from drawloom.components.planning.plan import plan
 from drawloom.components.report.events import read_log
 from drawloom.components.report.run_table import RunRow, determine_run_state, read_run_rows, sort_run_rows
-from drawloom.components.storage.byte_size import format_byte_size
+from drawloom.components.storage.byte_size import format_decimal_byte_size
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import Problem, RecipeError, UserError
 from drawloom.graph.cli.exit_codes import FAILED, OK, STOPPED
 from drawloom.graph.cli.result import Result, output, output_class
 from drawloom.graph.cli.terminal import print_escaped_text
-from drawloom.graph.inspect.changes import resolve
+from drawloom.graph.inspect.changes import make_resolved_recipe
 from drawloom.graph.project import Project, Recipe
 from drawloom.graph.recipe.lockfile import LOCK
 
@@ -55,7 +55,7 @@ class SweepRun:
         state = determine_run_state(self.folder, read_log(self.folder))
         if state != "finished":
             return state
-        return "changed" if resolve(self.recipe.graph).changes(lock.read_text("utf-8")) else "finished"
+        return "changed" if make_resolved_recipe(self.recipe.graph).changes(lock.read_text("utf-8")) else "finished"
 
 
 @output_class
@@ -126,7 +126,7 @@ def main(options: argparse.Namespace, project: Project) -> SweepResult:
     queue = _load_queue(options, project)
     folder, points = queue.folder, queue.points
     if options.device:
-        _plan_runs_and_check_they_fit(queue.runs, find_device_model(options.device))
+        _check_fit_and_print_hours(queue.runs, find_device_model(options.device))
     print_escaped_text(f"{queue.count} runs in {folder}")
     if options.submit is not None:
         commands = [queue.make_train_command(queue.runs[number]) for number in queue.unfinished]
@@ -139,7 +139,7 @@ def main(options: argparse.Namespace, project: Project) -> SweepResult:
         for index, code in pool.run_and_yield_exit_codes(
             queue.iterate_queued_and_searched_commands(), queue.report_start
         ):
-            queue.record_exit_code(index, code)
+            queue.keep_and_print_exit_code(index, code)
     if queue.error is not None:
         raise queue.error
     if pool.received:
@@ -217,7 +217,7 @@ class SweepQueue:
         before = "" if point.state == "new" else f" ({point.state} before)"
         print_escaped_text(f"run {number + 1} of {self.count}: {point.run}{before}")
 
-    def record_exit_code(self, index: int, code: int) -> None:
+    def keep_and_print_exit_code(self, index: int, code: int) -> None:
         """Keep the exit code for the command at this index; with several jobs, print it."""
         number = self.unfinished[index]
         point = self.points[number]
@@ -226,12 +226,12 @@ class SweepQueue:
             print_escaped_text(f"{point.run} {'has finished' if code == OK else f'ended with code {code}'}")
 
 
-def _plan_runs_and_check_they_fit(runs: Sequence[SweepRun], device: DeviceModel) -> None:
+def _check_fit_and_print_hours(runs: Sequence[SweepRun], device: DeviceModel) -> None:
     """Plan all runs, and print the total time. Raises UserError with the runs larger than the device."""
     plans = [(run.point.name, plan(run.recipe, device)) for run in runs]
     if large := [(name, planned) for name, planned in plans if not planned.fits]:
-        lines = [f"  {name}: {format_byte_size(max(planned.peak_memory_bytes))}" for name, planned in large]
-        limit = f"{device.name} has {format_byte_size(device.memory)}" if device.memory else device.name
+        lines = [f"  {name}: {format_decimal_byte_size(max(planned.peak_memory_bytes))}" for name, planned in large]
+        limit = f"{device.name} has {format_decimal_byte_size(device.memory)}" if device.memory else device.name
         raise UserError("\n".join([f"{len(large)} of {len(runs)} runs do not fit: {limit}", *lines]))
     slowest = max(plans, key=lambda item: (item[1].steps or 0) * item[1].time.seconds)
     seconds = sum((planned.steps or 0) * planned.time.seconds for _, planned in plans)
@@ -257,7 +257,7 @@ def _load_queue(options: argparse.Namespace, project: Project) -> SweepQueue:
         points = make_sweep_points(options.words, options.axes, options.random, options.random_seed)
     else:
         axes, common = read_axes_and_common_words(options.words, options.axes)
-        points = list_boundary_points(axes, common)
+        points = list_points_covering_axes(axes, common)
     folder = options.to or _default_sweep_folder(options, project, points[0])
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is not a folder; write another one with --to", 2)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from drawloom.components.checkpoint.manifest import FOLDER, CorruptCheckpointError, list_checkpoints, verify_checkpoint
 from drawloom.components.commands._trained import missing_checkpoint_error
-from drawloom.components.storage.byte_size import format_byte_size
+from drawloom.components.storage.byte_size import format_decimal_byte_size
 from drawloom.graph.cli.exit_codes import FAILED, OK
 from drawloom.graph.cli.result import Result, output, output_class
 from drawloom.graph.project import Project
@@ -30,7 +30,7 @@ class CheckpointVerdict:
     def __str__(self) -> str:
         if self.fault:
             return f"{self.path}: corrupt: {self.fault}"
-        return f"{self.path}: valid, {self.files} files, {format_byte_size(self.bytes)}"
+        return f"{self.path}: valid, {self.files} files, {format_decimal_byte_size(self.bytes)}"
 
 
 @output_class

@@ -83,7 +83,7 @@ def main(options: argparse.Namespace, project: Project) -> VerifyResumeResult:
         try:
             runs = Runs(folder, _make_train_command(options, graph), options.steps, signals)
             runs.run_without_interruption()
-            killed = runs.kill_and_resume()
+            killed = runs.kill_resume_and_get_step()
         except BaseException:
             shutil.rmtree(folder)
             raise
@@ -139,7 +139,7 @@ class Runs:
         """Run without interruption."""
         self._run_to_end("straight")
 
-    def kill_and_resume(self) -> int:
+    def kill_resume_and_get_step(self) -> int:
         """Run, kill the run when half the steps are committed, and resume it; return the last step before the kill."""
         for _ in range(MAX_TRIES):
             step = self._run_half_and_kill()
@@ -228,7 +228,7 @@ def find_run_differences(
     for step in sorted({*metrics, *others, *(step for pair in digests for by_step in pair for step in by_step)}):
         yield from _compare_metrics(step, metrics.get(step, {}), others.get(step, {}))
         for name, (straight, resumed) in zip(tensors, digests, strict=True):
-            yield from _compare_tensors(
+            yield from _summarize_differing_tensors(
                 step, name.removesuffix(".jsonl"), straight.get(step, {}), resumed.get(step, {})
             )
 
@@ -241,7 +241,7 @@ def _compare_metrics(step: int, straight: Mapping[str, Any], resumed: Mapping[st
             yield Difference(step, f"{name} is {values}")
 
 
-def _compare_tensors(
+def _summarize_differing_tensors(
     step: int, rank: str, straight: Mapping[str, str], resumed: Mapping[str, str]
 ) -> Iterator[Difference]:
     """Yield one difference for all differing tensors on a rank after a step."""

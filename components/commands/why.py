@@ -108,10 +108,12 @@ def main(options: argparse.Namespace, project: Project) -> WhyResult:
             None, "metrics", notes=[] if pair.first_differing_step else [pair.describe_equal_steps()]
         )
     with tempfile.TemporaryDirectory(prefix="why-") as folder:
-        return _replay_and_compare(pair, pair.first_differing_step, Replayer(project, Path(folder), options.imports))
+        return _replay_both_and_find_causes(
+            pair, pair.first_differing_step, Replayer(project, Path(folder), options.imports)
+        )
 
 
-def _replay_and_compare(pair: "Pair", step: int, replayer: Replayer) -> WhyResult:
+def _replay_both_and_find_causes(pair: "Pair", step: int, replayer: Replayer) -> WhyResult:
     """Repeat both runs from the nearest checkpoint with equal states, and then the first run with single edits."""
     candidates = [*list_common_checkpoints(pair.one, pair.other, step), (None, None)]
     for start, other_start in candidates:
@@ -178,21 +180,21 @@ class Pair:
         ]
 
     @cached_property
-    def metrics_by_step_of_both_runs(self) -> tuple[dict[int, dict[str, Any]], dict[int, dict[str, Any]]]:
+    def metrics_by_step_per_run(self) -> tuple[dict[int, dict[str, Any]], dict[int, dict[str, Any]]]:
         """Recorded metrics of both runs by step."""
         return read_comparable_metrics(self.one), read_comparable_metrics(self.other)
 
     @cached_property
     def first_differing_step(self) -> int | None:
         """The first common step with a different metric."""
-        one, other = self.metrics_by_step_of_both_runs
+        one, other = self.metrics_by_step_per_run
         return next(
             (step for step in sorted(one.keys() & other.keys()) if find_differing_metrics(one[step], other[step])), None
         )
 
     def describe_equal_steps(self) -> str:
         """Return a sentence about the steps without a difference."""
-        common = self.metrics_by_step_of_both_runs[0].keys() & self.metrics_by_step_of_both_runs[1].keys()
+        common = self.metrics_by_step_per_run[0].keys() & self.metrics_by_step_per_run[1].keys()
         if not common:
             return "the runs have no common step"
         return f"all recorded metrics are equal in the {len(common)} common steps, up to step {max(common)}"
@@ -201,7 +203,7 @@ class Pair:
         self, difference: TraceDifference | None, source: str, causes: Sequence[str] = (), notes: Sequence[str] = ()
     ) -> WhyResult:
         """Return the result for a difference, or for the metrics alone."""
-        one, other = self.metrics_by_step_of_both_runs
+        one, other = self.metrics_by_step_per_run
         names = (
             find_differing_metrics(one[self.first_differing_step], other[self.first_differing_step])
             if self.first_differing_step is not None

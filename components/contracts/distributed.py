@@ -14,7 +14,7 @@ def device_allocates_tensors_and_counts_memory(device: Device) -> None:
     tensor = torch.zeros(2, device=device.device)
     expect(tensor.device.type == device.device.type, f"a tensor is on {tensor.device}")
     expect(device.backend in ("gloo", "nccl"), f"the backend is {device.backend!r}")
-    expect(device.measure_peak_memory() >= 0, f"{device.measure_peak_memory()} bytes are in use")
+    expect(device.get_peak_memory_so_far() >= 0, f"{device.get_peak_memory_so_far()} bytes are in use")
 
 
 def dimension_sizes_multiply_to_the_world_size(mesh: Mesh) -> None:
@@ -66,7 +66,7 @@ def group_has_the_ranks_of_the_set_with_this_rank(processes: Processes) -> None:
 
 def work_divides_among_some_number_of_replicas(limit: ReplicaLimit) -> None:
     """The work can be shared by some number of replicas, at least by a single one."""
-    expect(any(limit.can_divide_among_replicas(count) for count in range(1, 65)), "no number of replicas fits")
+    expect(any(limit.supports_replica_count(count) for count in range(1, 65)), "no number of replicas fits")
 
 
 def total_and_maximum_are_at_least_the_local_values(reduce: Reduce) -> None:

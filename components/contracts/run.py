@@ -376,7 +376,7 @@ def a_saved_step_is_restored(restorer: Restorer) -> None:
     expect(restorer.restore() == 0, "without a checkpoint a step is restored")
     for index in (1, 2):
         restorer.save(Step(index, 10))
-        restorer.keep_in_memory_and_reopen_for_joiners(Step(index, 10))
+        restorer.keep_in_memory_for_joiners(Step(index, 10))
         restorer.wait_until_staged()
         restored = restorer.restore()
         expect(restored == index, f"step {index} was saved, and step {restored} is restored")
@@ -391,10 +391,10 @@ def a_step_may_be_saved_twice(restorer: Restorer) -> None:
 
 def a_task_is_finished_only_after_it_ran(task: FinalTask) -> None:
     """A task is not finished before `run_after_training` and finished after it, also after a second call."""
-    expect(not task.is_finished(1), "the task is finished before it has run")
+    expect(not task.has_result_of_step(1), "the task is finished before it has run")
     for _ in range(2):
         task.run_after_training(1)
-        expect(task.is_finished(1), "the task has run and is not finished")
+        expect(task.has_result_of_step(1), "the task has run and is not finished")
 
 
 def after_restore_accepts_a_new_run(node: AfterRestore) -> None:

@@ -65,7 +65,7 @@ def edit_config_until_transformers_ids_match(folder: Path, tokenizer: Tokenizer)
 
     A declared family class stays if it returns the same ids. Logs a warning if the ids still differ.
     """
-    is_generic = _read_json_object(folder / CONFIG).get("tokenizer_class") in CLASSES_OF_FILES
+    is_generic = _read_json_object_or_empty(folder / CONFIG).get("tokenizer_class") in CLASSES_OF_FILES
     if not is_generic and not describe_difference_from_transformers_ids(folder, tokenizer):
         return
     edit_config_to_use_tokenizer_json(folder)
@@ -77,7 +77,7 @@ def does_transformers_use_tokenizer_json(folder: Path) -> bool:
     """
     Return whether transformers reads the `tokenizer.json` unchanged, according to the configurations in the folder.
     """
-    config = _read_json_object(folder / CONFIG)
+    config = _read_json_object_or_empty(folder / CONFIG)
     names_code = config.get("auto_map") == AUTO_MAP and (folder / CODE_FILE).is_file()
     return config.get("tokenizer_class") in CLASSES_OF_FILES and (
         names_code or not _transformers_ignores_declared_class(folder)
@@ -88,7 +88,7 @@ def edit_config_to_use_tokenizer_json(folder: Path) -> None:
     """Edit `tokenizer_config.json` to make transformers read `tokenizer.json` unchanged."""
     if does_transformers_use_tokenizer_json(folder):
         return
-    config = _read_json_object(folder / CONFIG) | {"tokenizer_class": CLASSES_OF_FILES[0]}
+    config = _read_json_object_or_empty(folder / CONFIG) | {"tokenizer_class": CLASSES_OF_FILES[0]}
     if _transformers_ignores_declared_class(folder):
         (folder / CODE_FILE).write_text(CODE, encoding="utf-8")
         config["auto_map"] = AUTO_MAP
@@ -97,7 +97,7 @@ def edit_config_to_use_tokenizer_json(folder: Path) -> None:
 
 def _transformers_ignores_declared_class(folder: Path) -> bool:
     """Return whether transformers ignores the declared tokenizer class for a folder's model family."""
-    return _read_json_object(folder / MODEL).get("model_type") in REBUILT
+    return _read_json_object_or_empty(folder / MODEL).get("model_type") in REBUILT
 
 
 def describe_difference_from_transformers_ids(folder: Path, tokenizer: Tokenizer) -> str:
@@ -149,7 +149,7 @@ def _silence_transformers() -> Iterator[None]:
         logging.set_verbosity(verbosity)
 
 
-def _read_json_object(path: Path) -> dict[str, Any]:
+def _read_json_object_or_empty(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file, or {} if the file is missing or invalid."""
     try:
         content = json.loads(path.read_text("utf-8"))

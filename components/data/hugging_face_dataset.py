@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from drawloom.components.data.sources.documents import Part, iterate_texts, select_split_parts
+from drawloom.components.data.sources.documents import Part, iterate_texts, wrap_parts_for_split
 from drawloom.components.data.sources.files import stat_local_file
 from drawloom.components.data.sources.tables import ArrowPart
 from drawloom.components.ports.corpus import Split
@@ -45,11 +45,11 @@ class HuggingFaceDataset:
         """Return a split's documents in independently readable parts."""
         if self.validation is not None:
             return [*self._list_arrow_files(self.train if split == "train" else self.validation)]
-        return [*select_split_parts(self._list_arrow_files(self.train), split, self.validation_fraction)]
+        return [*wrap_parts_for_split(self._list_arrow_files(self.train), split, self.validation_fraction)]
 
     def _list_arrow_files(self, dataset_name: str) -> list[ArrowPart]:
         """Return a dataset's Arrow files, by its name in the dictionary. Raises UserError if it is missing."""
-        names = _read_json(self.path / "dataset_dict.json")
+        names = _read_json_or_none(self.path / "dataset_dict.json")
         if names is None and self.validation is not None:
             raise UserError(
                 f"validation: {self.path} holds one data set, not a dictionary with several; leave `validation` out"
@@ -57,14 +57,14 @@ class HuggingFaceDataset:
         if names is not None and dataset_name not in names["splits"]:
             raise UserError(f'{self.path} has no "{dataset_name}", only {", ".join(names["splits"])}')
         folder = self.path / dataset_name if names is not None else self.path
-        state = _read_json(folder / "state.json")
+        state = _read_json_or_none(folder / "state.json")
         if state is None:
             raise UserError(f"path: {folder} is not a data set: it has no state.json; write one with `save_to_disk`")
         files = [entry["filename"] for entry in state["_data_files"]]
         return [ArrowPart(stat_local_file(file, folder / file), self.field) for file in files]
 
 
-def _read_json(path: Path) -> Any:
+def _read_json_or_none(path: Path) -> Any:
     """Return a JSON file's content, or None if it is missing."""
     try:
         return json.loads(path.read_text("utf-8"))

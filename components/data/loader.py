@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import attrs
 import torch
 
-from drawloom.components.data.order.stream import RowStream, Segment, compute_row_shares, list_row_sources
+from drawloom.components.data.order.stream import RowStream, Segment, convert_token_weights_to_shares, list_row_sources
 from drawloom.components.data.workers import Workers
 from drawloom.components.ports.data import (
     MAX_LENGTH,
@@ -18,7 +18,7 @@ from drawloom.components.ports.data import (
     TokenBatch,
     find_batch_types,
     require_token_batch,
-    uses_document_pairs,
+    uses_preference_pairs,
 )
 from drawloom.components.ports.distributed import Group, Mesh, PerDimension
 from drawloom.components.ports.run import Batching
@@ -101,7 +101,7 @@ class Loader:
         """Lay out the row stream, and start the workers. Raises UserError if there are no rows."""
         if self.rows.count_rows("train") == 0:
             raise UserError("rows: the training split is empty; add text, or lower `validation_fraction` in the corpus")
-        self._build_row_stream([])
+        self._build_stream_from_share_segments([])
         if self.workers:
             self._workers = Workers(self.rows, "train", self.workers)
 
@@ -124,7 +124,7 @@ class Loader:
             self._stream = self._iterate_batches_from(step)
         batches = [next(self._stream) for _ in self.batching.microbatch_row_positions(step)]
         if self.lengths:
-            batches = [self.split_documents_for_step(batch, step) for batch in batches]
+            batches = [self.split_long_documents_for_step(batch, step) for batch in batches]
         # one check is enough: seed, rows and order determine the later steps
         if not self._checked:
             check_batch(self.rows, batches[0])
@@ -135,7 +135,7 @@ class Loader:
         self._step = step
         return batches
 
-    def split_documents_for_step(self, batch: Batch, step: int) -> Batch:
+    def split_long_documents_for_step(self, batch: Batch, step: int) -> Batch:
         """Cut a batch's documents to the step's maximum length."""
         length = self.max_document_length_at(step)
         return batch if length is None else split_long_documents(require_token_batch(batch, "lengths"), length)
@@ -198,16 +198,18 @@ class Loader:
         self._step, self._stream = step, None
         self._offset = position - self.batching.first_row_position(step + 1)
         self._last_resized_step = state.get("since", 0) if self._offset == state.get("offset", 0) else step
-        self._build_row_stream([Segment(int(start), shares) for start, shares in state.get("shares", {}).items()])
+        self._build_stream_from_share_segments(
+            [Segment(int(start), shares) for start, shares in state.get("shares", {}).items()]
+        )
 
     def _compute_start_position(self, step: int) -> int:
         """Return the position where a step begins."""
         return self.batching.first_row_position(step) + self._offset
 
-    def _build_row_stream(self, segments: list[Segment]) -> None:
+    def _build_stream_from_share_segments(self, segments: list[Segment]) -> None:
         """Build `_rows` from earlier segments, plus one from the next step on if the source shares have changed."""
         sources = {source.name: source for source in list_row_sources(self.rows)}
-        shares = compute_row_shares([*sources.values()])
+        shares = convert_token_weights_to_shares([*sources.values()])
         if segments and segments[-1].shares != shares:
             log.warning(
                 "from step %d on, the shares of the mixture's sources differ from the earlier steps'", self._step + 1
@@ -240,8 +242,8 @@ class Loader:
                 text = f"rows of {length} tokens can't be partitioned over {ranks} ranks along 'context'"
                 yield rows.problem("length", text, f"write a length that is a multiple of {2 * ranks}")
             for writer, batch_type in find_batch_types(rows):
-                yield from _check_batch_division(writer, batch_type, ranks, node)
-        if node.settings["lengths"] and rows and uses_document_pairs(rows.component):
+                yield from _check_batch_has_token_dimension(writer, batch_type, ranks, node)
+        if node.settings["lengths"] and rows and uses_preference_pairs(rows.component):
             text = "lengths would cut documents, and a cut pair can't be compared"
             yield node.problem("lengths", text, "leave it out, or use rows without pairs")
         for index, stage in enumerate(node.settings["lengths"]):
@@ -250,7 +252,9 @@ class Loader:
                 yield node.problem(("lengths", index), text, "write until_step = N or until_tokens = N")
 
 
-def _check_batch_division(writer: NodeView, batch_type: type[Batch], ranks: int, loader: NodeView) -> Iterator[Problem]:
+def _check_batch_has_token_dimension(
+    writer: NodeView, batch_type: type[Batch], ranks: int, loader: NodeView
+) -> Iterator[Problem]:
     """Yield problems with batches that can't be divided along `context` or cut by `lengths`."""
     text = f"[{writer.name}] makes {batch_type.__name__}"
     if ranks > 1 and "tokens" not in batch_type.specs.values():

@@ -53,14 +53,14 @@ class MixedDocuments:
         return f"{source.name}: {source.documents.describe_origin(number)}"
 
     @cached_property
-    def _starts(self) -> list[int]:
+    def _first_document_by_source(self) -> list[int]:
         """First document numbers by source, followed by the total document count."""
         return [0, *accumulate(len(source.documents.lengths) for source in self.sources)]
 
     def _find_source_and_document_number(self, document: int) -> tuple[DocumentSource, int]:
         """Return a document's source, and its number there."""
-        index = bisect_right(self._starts, document) - 1
-        return self.sources[index], document - self._starts[index]
+        index = bisect_right(self._first_document_by_source, document) - 1
+        return self.sources[index], document - self._first_document_by_source[index]
 
 
 def list_document_sources(documents: TokenDocuments) -> tuple[DocumentSource, ...]:
@@ -136,7 +136,7 @@ class Mixture:
     @classmethod
     def constraints(cls, node: Any) -> Iterator[Problem]:
         """Yield problems with weights, epochs and temperature, such as unknown sources or missing weights."""
-        names, weights = node.keys("sources"), node.settings["weights"]
+        names, weights = node.edge_keys("sources"), node.settings["weights"]
         if not names:
             yield node.problem("sources", "a mixture without sources", 'write sources = { name = "@node", ... }')
         for key in ("weights", "epochs"):

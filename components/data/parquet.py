@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from drawloom.components.data.sources.documents import Part, iterate_texts, select_split_parts
+from drawloom.components.data.sources.documents import Part, iterate_texts, wrap_parts_for_split
 from drawloom.components.data.sources.files import find_files
 from drawloom.components.data.sources.tables import split_table_files
 from drawloom.components.ports.corpus import Split
@@ -41,5 +41,7 @@ class Parquet:
     def parts(self, split: Split) -> list[Part]:
         """Return a split's documents in independently readable parts."""
         return [
-            *select_split_parts(split_table_files(find_files(self.paths), self.field), split, self.validation_fraction)
+            *wrap_parts_for_split(
+                split_table_files(find_files(self.paths), self.field), split, self.validation_fraction
+            )
         ]

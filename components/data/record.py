@@ -55,7 +55,7 @@ class Record:
             # all ranks: an earlier start may have had more ranks than this one
             for path in folder.glob("rank-*.jsonl"):
                 earlier = StepLog.open(path)
-                earlier.rewind(step - 1)
+                earlier.rewind_and_get_last_step(step - 1)
                 earlier.close()
         self.mesh.world.gather_json(None)  # a barrier: no rank appends before the files are cut
         return StepLog.open(folder / f"rank-{self.mesh.world.rank}.jsonl")

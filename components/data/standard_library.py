@@ -5,7 +5,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from drawloom.components.data.sources.documents import Part, iterate_texts, select_split_parts
+from drawloom.components.data.sources.documents import Part, iterate_texts, wrap_parts_for_split
 from drawloom.components.data.sources.files import File, stat_local_file
 from drawloom.components.data.sources.text import group_text_files
 from drawloom.components.ports.corpus import Split
@@ -32,7 +32,7 @@ class StandardLibrary:
     def parts(self, split: Split) -> list[Part]:
         """Return a split's documents in independently readable parts."""
         return [
-            *select_split_parts(
+            *wrap_parts_for_split(
                 group_text_files(list_source_files(), replace_invalid=True), split, self.validation_fraction
             )
         ]
@@ -52,10 +52,10 @@ def list_source_files() -> list[File]:
 def _walk_source_files(root: Path) -> Iterator[Path]:
     """Yield all files below a folder, except in folders with tests or installed packages."""
     for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [name for name in subfolders if _is_source_folder(name)]
+        subfolders[:] = [name for name in subfolders if _is_neither_tests_nor_generated(name)]
         yield from (Path(folder, name) for name in names)
 
 
-def _is_source_folder(folder: str) -> bool:
+def _is_neither_tests_nor_generated(folder: str) -> bool:
     """Return whether a folder has neither tests nor installed or generated files."""
     return folder not in TESTS | INSTALLED and not folder.startswith(GENERATED)

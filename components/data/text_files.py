@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Literal
 
-from drawloom.components.data.sources.documents import Part, iterate_texts, select_split_parts
+from drawloom.components.data.sources.documents import Part, iterate_texts, wrap_parts_for_split
 from drawloom.components.data.sources.files import find_files
 from drawloom.components.data.sources.text import group_text_files
 from drawloom.components.ports.corpus import Split
@@ -41,4 +41,4 @@ class TextFiles:
     def parts(self, split: Split) -> list[Part]:
         """Return a split's documents in independently readable parts."""
         parts = group_text_files(find_files(self.paths), self.invalid_bytes == "replace")
-        return [*select_split_parts(parts, split, self.validation_fraction)]
+        return [*wrap_parts_for_split(parts, split, self.validation_fraction)]

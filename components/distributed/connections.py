@@ -82,14 +82,14 @@ class Connections:
         outcome: list[Any] = []
         self._is_settled.clear()
 
-        def run() -> None:
+        def connect_and_store_outcome() -> None:
             try:
                 outcome.append((connect(), None))
             except Exception as error:
                 outcome.append((None, error))
             self._is_settled.set()
 
-        threading.Thread(target=run, name="gloo-connect", daemon=True).start()
+        threading.Thread(target=connect_and_store_outcome, name="gloo-connect", daemon=True).start()
         while not (self.is_broken or outcome):
             self._is_settled.wait()
         if not outcome:

@@ -135,7 +135,7 @@ class ComputeDevice:
             os.environ |= {} if before is None else {name: before}
         self._variables_before = {}
 
-    def measure_peak_memory(self) -> int:
+    def get_peak_memory_so_far(self) -> int:
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
         unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB

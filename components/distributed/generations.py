@@ -19,7 +19,7 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.distributed.torchrun import get_machine_id
+from drawloom.components.distributed.torchrun import get_boot_and_namespace_id
 
 TICK = 0.02  # seconds between two looks into the store
 WAITING_TICK = 0.1  # the same for a spare
@@ -29,7 +29,7 @@ CURRENT = "current_generation"
 
 @attrs.frozen
 class RunProcess:
-    """A process: its machine (`torchrun.get_machine_id`), and its id there."""
+    """A process: its machine (`torchrun.get_boot_and_namespace_id`), and its id there."""
 
     machine: str
     pid: int
@@ -37,9 +37,9 @@ class RunProcess:
     @classmethod
     def of_this_process(cls) -> "RunProcess":
         """Return this process."""
-        return cls(get_machine_id() if hasattr(os, "pidfd_open") else "", os.getpid())
+        return cls(get_boot_and_namespace_id() if hasattr(os, "pidfd_open") else "", os.getpid())
 
-    def has_ended(self) -> bool:
+    def has_ended_on_this_machine(self) -> bool:
         """Return whether the process has ended; False if it is on another machine."""
         return self.machine == RunProcess.of_this_process().machine and not Path(f"/proc/{self.pid}").exists()
 
@@ -60,7 +60,7 @@ class ReplicaShape:
     expert: int = 1
 
     @classmethod
-    def for_ranks(
+    def with_fitting_counts(
         cls, world_size: int, shape: tuple[int, int, int, int], fits: Callable[[int], bool]
     ) -> "ReplicaShape":
         """
@@ -136,7 +136,7 @@ class Generation:
         os.environ["RANK"] = str(rank)
         os.environ["WORLD_SIZE"] = str(len(self.members))
 
-    def describe_change_to(self, following: "Generation") -> str:
+    def describe_membership_change_to(self, following: "Generation") -> str:
         """Return a message with the numbers of staying and of joining members."""
         new = [member for member in following.members if member not in self.members]
         staying = f"{len(following.members) - len(new)} of {len(self.members)} processes continue"
@@ -205,11 +205,13 @@ class Spares:
         for number in {*range(1, last + 1)} - self._settled:
             if number not in self._known and self.store.check([f"spare/{number}"]):
                 self._known[number] = RunProcess(**json.loads(self.store.get(f"spare/{number}")))
-            if number in self._known and (self._known[number].has_ended() or self.store.check([f"admitted/{number}"])):
+            if number in self._known and (
+                self._known[number].has_ended_on_this_machine() or self.store.check([f"admitted/{number}"])
+            ):
                 self._settled.add(number)
         return {number: self._known[number] for number in sorted(self._known.keys() - self._settled)}
 
-    def admit(self, numbers: Iterable[int], generation: Generation) -> None:
+    def announce_admission(self, numbers: Iterable[int], generation: Generation) -> None:
         """Tell spares that they are members in this generation; a second call changes nothing."""
         for number in numbers:
             self.store.set(f"admitted/{number}", generation.to_json())
@@ -256,5 +258,7 @@ def agree_on_next_generation(
     following = generation.choose_next_generation(losses().keys(), spares.find_waiting_spares().values())
     chosen = Generation.from_json(store.compare_set("following", "", following.to_json()).decode())
     # every rank does this, because the one that has proposed may be lost meanwhile
-    spares.admit([number for number, spare in spares.find_waiting_spares().items() if spare in chosen.members], chosen)
+    spares.announce_admission(
+        [number for number, spare in spares.find_waiting_spares().items() if spare in chosen.members], chosen
+    )
     return chosen if chosen.members else None

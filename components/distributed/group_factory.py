@@ -54,7 +54,7 @@ class GroupFactory:
     _meetings: Counter[str] = attrs.field(init=False, factory=Counter)
 
     def __attrs_post_init__(self) -> None:
-        self._limit = self._get_torch_timeout(self.timeout)
+        self._limit = self._add_nccl_margin_to_timeout(self.timeout)
 
     def join(self) -> None:
         """Make torch's default process group, after the first generation over a store connection of our own."""
@@ -116,7 +116,7 @@ class GroupFactory:
 
     def set_timeout(self, seconds: float) -> None:
         """Set the timeout of existing and future groups and channels."""
-        self._limit = self._get_torch_timeout(seconds)
+        self._limit = self._add_nccl_margin_to_timeout(seconds)
         for handle in dict.fromkeys(
             [dist.group.WORLD, *filter(None, self._handles.values())] if self.is_joined else []
         ):
@@ -135,7 +135,7 @@ class GroupFactory:
             communicator.backend.shutdown()
         dist.destroy_process_group()
 
-    def _get_torch_timeout(self, seconds: float) -> timedelta:
+    def _add_nccl_margin_to_timeout(self, seconds: float) -> timedelta:
         """Return torch's timeout: `seconds`, and with NCCL a margin, because our own diagnosis must come first."""
         # With NCCL no host thread waits, and torch's watchdog kills a process whose device waits too long. The margin
         # lets the timeouts listener end the run first, with a diagnosis.

@@ -91,11 +91,11 @@ def _kill_parent_when_overdue(parent_pid: int, memory: mmap.mmap, pipe: int) -> 
         elif remaining != UNLIMITED and not _is_process_stopped(parent_pid):
             remaining = max(0.0, remaining - passed)
         if remaining == 0.0 and newest == version:
-            _kill_parent(parent_pid, memory[HEADER.size : HEADER.size + length])
+            _kill_parent_and_exit(parent_pid, memory[HEADER.size : HEADER.size + length])
     os._exit(0)
 
 
-def _kill_parent(parent_pid: int, text: bytes) -> None:
+def _kill_parent_and_exit(parent_pid: int, text: bytes) -> None:
     """Print the message, make the parent print its threads' stacks, kill it, and end the guard process."""
     with suppress(OSError):
         os.write(2, text + b"\n")

@@ -21,7 +21,7 @@ class Failure:
     exit_code: int = 1
 
 
-def shorten_dns_retry_timeout() -> None:
+def set_short_dns_timeout_variable() -> None:
     """
     Let DNS requests of this process, and of those that it starts, be repeated after 1 s rather than 5 s.
 

@@ -101,7 +101,7 @@ class RankMesh(MeshView):
             self._groups[dimensions] = self.processes.make_group(name, self.layout.list_rank_sets(*dimensions))
         return self._groups[dimensions]
 
-    def torch_mesh(self, *dimensions: Sequence[str]) -> Any:
+    def create_torch_mesh(self, *dimensions: Sequence[str]) -> Any:
         # imported here, because the import takes half a second, which runs without shards need not spend
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache

@@ -33,7 +33,7 @@ class PeerProcesses:
     _closing: threading.Event = attrs.field(init=False, factory=threading.Event)
 
     def open(self) -> None:
-        """Open a pidfd for every process, and an event descriptor for `wake`."""
+        """Open a pidfd for every process, and an event descriptor for `end_all_waits`."""
         for rank, process in self.pids.items() if hasattr(os, "pidfd_open") else ():
             try:
                 self._descriptors[os.pidfd_open(process)] = rank
@@ -54,7 +54,7 @@ class PeerProcesses:
             os.close(self._wakes)
             self._wakes = None
 
-    def wake(self) -> None:
+    def end_all_waits(self) -> None:
         """End a `wait_for_change` in another thread, and all later ones."""
         self._closing.set()
         if self._wakes is not None:

@@ -86,7 +86,7 @@ class PlannedMesh(MeshView):
         ranks = self.ranks(*dimensions)
         return PlannedGroup(tuple(ranks), ranks.index(self.rank))
 
-    def torch_mesh(self, *dimensions: Sequence[str]) -> Any:
+    def create_torch_mesh(self, *dimensions: Sequence[str]) -> Any:
         """Return None, because there are no processes for torch."""
         return None
 
@@ -102,6 +102,6 @@ class PlannedDevice:
     device: torch.device
     backend: str = "gloo"
 
-    def measure_peak_memory(self) -> int:
+    def get_peak_memory_so_far(self) -> int:
         """Return 0, because nothing is allocated."""
         return 0

@@ -28,14 +28,14 @@ from drawloom.components.distributed.group_factory import GroupFactory
 from drawloom.components.distributed.launch_store import (
     call_store_with_timeout,
     connect_to_launch_store,
-    shorten_dns_retry_timeout,
+    set_short_dns_timeout_variable,
 )
 from drawloom.components.distributed.parent import start_exit_with_parent_thread
 from drawloom.components.distributed.process_group import (
     convert_if_collective_error,
 )
 from drawloom.components.distributed.rank_monitor import STORE_TIMEOUT, RankMonitor
-from drawloom.components.distributed.spare import import_early, wait_as_spare
+from drawloom.components.distributed.spare import import_early_and_freeze_gc, wait_as_spare
 from drawloom.components.distributed.torchrun import CONTINUES, Launch, read_launch
 from drawloom.components.ports.distributed import Device, Group, P2PChannel, ReplicaLimit
 from drawloom.components.ports.log_records import PRINTED
@@ -136,7 +136,7 @@ class TorchProcesses:
         self._launch = read_launch()
         if self.survives_rank_losses:
             self._check_backend_survives_losses()
-            shorten_dns_retry_timeout()
+            set_short_dns_timeout_variable()
             os.environ[NCCL_ERROR_HANDLING] = "0"  # by default, NCCL's watchdog ends a process that loses a peer
         elif self._launch.spares:
             raise UserError(
@@ -243,7 +243,7 @@ class TorchProcesses:
     def diagnose_hang(self) -> str:
         return self._monitor.describe_ranks_to_blame()
 
-    def fail_all_or_hanging_ranks(self, text: str) -> bool:
+    def fail_ranks_and_must_exit(self, text: str) -> bool:
         if self._monitor.store is None:
             log.error("%s", text)
             return True
@@ -276,7 +276,7 @@ class TorchProcesses:
             self._generation = Generation(processes[0][0], 0, members)
             monitor = self._start_generation_monitor(self._generation, self._groups.connections).monitor
             if self.survives_rank_losses:
-                import_early()
+                import_early_and_freeze_gc()
                 self._control = connect_to_launch_store(launch.address, launch.port, launch.attempt, self.timeout)
             self._connect_stores(self._generation)
             if self.survives_rank_losses and not launch.agent_store:
@@ -374,10 +374,10 @@ class TorchProcesses:
         if self._generation.shape or self.replica_shape is None:
             return self._generation.shape
         limits = self.limits.values()
-        return ReplicaShape.for_ranks(
+        return ReplicaShape.with_fitting_counts(
             self.world_size,
             self.replica_shape,
-            lambda count: all(limit.can_divide_among_replicas(count) for limit in limits),
+            lambda count: all(limit.supports_replica_count(count) for limit in limits),
         )
 
     def _agree_on_next_generation(self) -> ReopenError | None:
@@ -396,7 +396,7 @@ class TorchProcesses:
             )
             if following is None:
                 return None
-            changes = self._monitor.describe_lost_ranks(), self._generation.describe_change_to(following)
+            changes = self._monitor.describe_lost_ranks(), self._generation.describe_membership_change_to(following)
             text = "; ".join(filter(None, changes))
             if log.hasHandlers():  # not while the graph opens, when Python would print the message a second time
                 log.warning("%s", text, extra={PRINTED: True})

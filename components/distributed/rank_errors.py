@@ -37,7 +37,9 @@ def run_and_gather_on_all_ranks(
         shared = to_json(value)
     except Exception as error:
         failure, shared = error, None
-    outcomes = group.gather_json({"shared": shared, "failure": failure and _get_rank_error_arguments(failure, group)})
+    outcomes = group.gather_json(
+        {"shared": shared, "failure": failure and _convert_to_rank_error_arguments(failure, group)}
+    )
     for rank, outcome in enumerate(outcomes):
         if outcome["failure"]:
             # a bug keeps its type and its traceback on the rank where it happened
@@ -53,7 +55,7 @@ def run_on_rank0(group: Group, work: Callable[[], Any]) -> Any:
     return shared[0]
 
 
-def _get_rank_error_arguments(error: Exception, group: Group) -> dict[str, Any]:
+def _convert_to_rank_error_arguments(error: Exception, group: Group) -> dict[str, Any]:
     """
     Convert an error to RankError's arguments; messages other than a UserError's begin with the rank.
     """

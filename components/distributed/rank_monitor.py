@@ -103,7 +103,7 @@ class RankMonitor:
     def close(self) -> None:
         """Stop answering requests and watching processes; a failure no longer kills this process."""
         self._closing.set()
-        self._processes.wake()
+        self._processes.end_all_waits()
         if self._thread is not None:
             self._thread.join(ANSWER_TIMEOUT)
         self._deadline = math.inf
@@ -175,7 +175,7 @@ class RankMonitor:
                 STORE_TIMEOUT, lambda: claim_first_failure(self.store, own_failure)
             )
             failure = claimed or own_failure
-            self._record_failure(failure)
+            self._keep_and_write_first_failure(failure)
         if log.hasHandlers():
             log.error("%s", f"{trace}{text}", extra={"printed": True})
         if is_first and failure == own_failure:
@@ -186,19 +186,19 @@ class RankMonitor:
         """Report an exception raised at this rank's location; return the first failure."""
         if isinstance(error, RankError) and error.rank != self.rank:
             # the rank that raised it has the traceback
-            self._wait_for_failure(STORE_TIMEOUT)
+            self._wait_until_failure_is_known(STORE_TIMEOUT)
         if isinstance(error, UserError):
             return self.report_failure(self._format_error(error), error.exit_code)
         return self.report_failure(self._format_error(error), trace="".join(traceback.format_exception(error)))
 
-    def poll_peers_for_failures(self) -> None:
+    def poll_peers_and_report_losses(self) -> None:
         """Check whether a rank has failed or died. Raises RuntimeError if the store is gone."""
         if self.failure is None and self.store.check(["failure"]):
             failure = Failure(**json.loads(self.store.get("failure")))
             with self._lock:
-                self._record_failure(failure)
+                self._keep_and_write_first_failure(failure)
             log.info("%s; rank %d ends because of it", failure.text, self.rank)
-        dead = [] if self.failure else self._find_dead_peers()
+        dead = [] if self.failure else self._find_dead_local_ranks()
         if self.on_loss is not None:
             silent = [] if self.failure else self._send_heartbeat_and_find_silent_ranks()
             stopped = [] if self.failure else self._processes.find_stopped()
@@ -229,7 +229,7 @@ class RankMonitor:
                 if not self.is_lost and self.store.check(["requested"]):
                     self._publish_status()
                 if not self.is_lost:
-                    self.poll_peers_for_failures()
+                    self.poll_peers_and_report_losses()
             except RuntimeError:
                 self.is_lost = True
 
@@ -269,13 +269,13 @@ class RankMonitor:
         main = blocked.pop(self._main, "waits for the others after an error" if self.is_recovering else "")
         return RankStatus(self.location, main, next(iter(blocked.values()), ""))
 
-    def _record_failure(self, failure: Failure) -> None:
+    def _keep_and_write_first_failure(self, failure: Failure) -> None:
         """Keep the first failure, start the grace period, and write the error file."""
         if self.failure is None:
             self.failure, self._deadline = failure, time.monotonic() + GRACE
             write_torchrun_error_file(self.error_file, failure.text, is_cause=failure.reporter == self.rank)
 
-    def _find_dead_peers(self) -> list[int]:
+    def _find_dead_local_ranks(self) -> list[int]:
         """Return this machine's ranks whose processes ended without announcing it."""
         return [rank for rank in self._processes.find_ended() if not self.store.check([f"exiting/{rank}"])]
 
@@ -317,7 +317,7 @@ class RankMonitor:
         if self.rank in self.losses:
             self.exit(1)
 
-    def _wait_for_failure(self, seconds: float) -> None:
+    def _wait_until_failure_is_known(self, seconds: float) -> None:
         """Wait until a failure is known, at most `seconds`."""
         end = time.monotonic() + seconds
         while self.failure is None and time.monotonic() < end:

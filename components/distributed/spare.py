@@ -22,7 +22,7 @@ def wait_as_spare(store: Any, run: str, silence: float) -> Generation:
 
     Raises ReportedError when the run ends, and UserError if its processes send no heartbeat for `silence` seconds.
     """
-    import_early()
+    import_early_and_freeze_gc()
     spares = Spares(PrefixStore(run, store))
     number = spares.register(RunProcess.of_this_process())
     log.info("this process waits as spare %d", number)
@@ -34,7 +34,7 @@ def wait_as_spare(store: Any, run: str, silence: float) -> Generation:
     return outcome
 
 
-def import_early() -> None:
+def import_early_and_freeze_gc() -> None:
     """
     Import modules that a recovery would import, and hide all objects so far from the garbage collector.
 

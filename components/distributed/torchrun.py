@@ -157,7 +157,7 @@ def _print_nothing(*_arguments: Any, **_named: Any) -> None:
     """Print nothing; for `warnings.showwarning`."""
 
 
-def get_machine_id() -> str:
+def get_boot_and_namespace_id() -> str:
     """Return the boot id and the pid namespace: equal for processes that can open one another's /proc/PID/fd."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{os.readlink('/proc/self/ns/pid')}"

@@ -80,7 +80,9 @@ class SymmetricExperts:
             if is_training
             else _max_tokens_over_ranks(len(hidden), group, hidden.device)
         )
-        tokens, scalars, choices = exchange.publish_tokens(slots, hidden.detach(), probabilities.detach(), chosen)
+        tokens, scalars, choices = exchange.publish_tokens_then_barrier(
+            slots, hidden.detach(), probabilities.detach(), chosen
+        )
         local = self.kernels.moe_peers.localize_choices(choices, group.rank * local_experts, local_experts)
         all_routes = self.kernels.moe_routes(local, local_experts)
         routes, overflow = exchange.limit_routes_and_flag_overflow(all_routes, self.capacity if is_training else None)
@@ -124,7 +126,7 @@ class SharedSlots:
             )
         return self._training_slots
 
-    def publish_tokens(
+    def publish_tokens_then_barrier(
         self, slots: int, hidden: Tensor, scalars: Tensor | None = None, chosen: Tensor | None = None
     ) -> list[PeerTensors]:
         """
@@ -136,7 +138,7 @@ class SharedSlots:
         dtypes = [tensor.dtype if tensor.is_floating_point() else torch.int32 for tensor in tensors]
         columns = [(tensor.shape[1], dtype) for tensor, dtype in zip(tensors, dtypes, strict=True)]
         published = self.switch_halves_and_get_views(slots, columns)
-        self.kernels.moe_peers.publish_tokens(tensors, [parts[self.group.rank] for parts, _ in published])
+        self.kernels.moe_peers.write_tokens_to_slots(tensors, [parts[self.group.rank] for parts, _ in published])
         self.barrier()
         return published
 
@@ -226,17 +228,17 @@ class SlotRoutes:
         """Return the sums (tokens, width) by token over all ranks' rows, and the scalars (tokens, choices)."""
         exchange, dest = self.exchange, self.routes[0]
         columns = [(rows.shape[1], rows.dtype), *([(dest.shape[1], scalars.dtype)] if scalars is not None else [])]
-        staged, *by_choice = exchange.switch_halves_and_get_views(self.slots, columns, exchange.group.size)
+        staged, *by_choice = exchange.switch_halves_and_get_views(self.slots_per_rank, columns, exchange.group.size)
         rank, kernels = exchange.group.rank, exchange.kernels.moe_peers
         kernels.publish_token_sums(rows, scalars, dest, staged[0][rank], by_choice[0][0][rank] if by_choice else None)
         exchange.barrier()
-        first = rank * self.slots
+        first = rank * self.slots_per_rank
         return kernels.read_token_sums_and_scalars(
             staged, by_choice[0] if by_choice else None, self.chosen, first, self.experts
         )
 
     @property
-    def slots(self) -> int:
+    def slots_per_rank(self) -> int:
         """The number of token slots per rank."""
         return len(self.routes[0]) // self.exchange.group.size
 
@@ -270,7 +272,7 @@ class _SumByToken(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        (tokens,) = ctx.routes.exchange.publish_tokens(ctx.routes.slots, grad)
+        (tokens,) = ctx.routes.exchange.publish_tokens_then_barrier(ctx.routes.slots_per_rank, grad)
         return None, ctx.routes.read_rows_and_scalars(tokens, None)[0]
 
 

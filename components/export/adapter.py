@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from drawloom.components.distributed.rank_errors import run_and_gather_on_all_ranks, run_on_rank0
 from drawloom.components.export.hf_writer import STATE, read_exported_step
 from drawloom.components.export.joined_adapters import PREFIX, find_layers_joined_in_files
-from drawloom.components.export.shard_writer import make_own_share
+from drawloom.components.export.shard_writer import make_share_on_all_ranks
 from drawloom.components.ports.adapters import AdaptedLayer, LowRank
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.model import KeepsConfig, LanguageModel
@@ -64,13 +64,13 @@ class AdapterExport:
         """Raise UserError, before the first step, if PEFT does not support the adapters."""
         self._make_mapper_and_config()
 
-    def is_finished(self, step: int) -> bool:
+    def has_result_of_step(self, step: int) -> bool:
         """Return whether the folder is from this step; it is never incomplete. A collective, with equal results."""
         return bool(run_on_rank0(self.mesh.world, lambda: read_exported_step(self._adapter_folder) == step))
 
     def run_after_training(self, step: int) -> None:
         """Write the folder with all ranks' tensors. A collective over all ranks."""
-        if self.is_finished(step):
+        if self.has_result_of_step(step):
             return
         group = self.mesh.world
         mapper, config = self._make_mapper_and_config()
@@ -79,7 +79,7 @@ class AdapterExport:
         )  # it may have the adapter of an earlier step
         workspace = self.folder.folder / "adapter.workspace" if group.size > 1 else None
         with use_averages_if_any(self.average):
-            share = make_own_share(self.stages, mapper, group, workspace, only_inputs=True)
+            share = make_share_on_all_ranks(self.stages, mapper, group, workspace, only_inputs=True)
             tensors, _ = run_and_gather_on_all_ranks(group, share.gather_and_convert_tensors)
             with get_configs_parallel(tensors, range(group.size), group, workspace) as parts:
                 merged = {name: tensor for part in parts for name, tensor in part.items()}
@@ -93,7 +93,7 @@ class AdapterExport:
         whole = build_meta_model_with_adapters(self.model, self.stages.local[0].adapters)
         tied = bool(self.model.hugging_face_config().get("tie_word_embeddings"))
         files = self.model.hugging_face_mapper()
-        mapper, config = make_peft_mapper(whole, files, tied), make_peft_config(whole, files, tied, self.base_model)
+        mapper, config = make_mapper_to_peft(whole, files, tied), make_peft_config(whole, files, tied, self.base_model)
         if (prefix := self._find_decoder_prefix()) != DECODER:
             # Ends of names would match modules of other parts, such as a vision tower.
             names = [pair.target for pair in _describe_low_rank_pairs(whole, files) if not pair.fused]
@@ -170,7 +170,7 @@ TABLES = ("rank_pattern", "alpha_pattern")
 """Keys of `adapter_config.json` with names of modules."""
 
 
-def make_peft_mapper(whole: nn.Module, file_mapper: Mapper, tied: bool) -> Mapper:
+def make_mapper_to_peft(whole: nn.Module, file_mapper: Mapper, tied: bool) -> Mapper:
     """Map the parameters in adapters and in fully tuned modules to PEFT's tensors; `file_mapper` is the model's."""
     own = {
         group.inputs[0]: group
@@ -179,10 +179,10 @@ def make_peft_mapper(whole: nn.Module, file_mapper: Mapper, tied: bool) -> Mappe
     }
     joined = list(find_layers_joined_in_files(whole, file_mapper))
     parts = {name for layer in joined for name in layer.parts}
-    alone = (layer.make_peft_mapper(name) for name, layer in find_adapted_layers(whole) if name not in parts)
+    alone = (layer.make_mapper_to_peft(name) for name, layer in find_adapted_layers(whole) if name not in parts)
     layers = (sequential(_make_expert_output_reordering_mapper(mapper.inputs, own), mapper) for mapper in alone)
     saved = (_make_tuned_tensor_mapper(name, tied, own) for name in _list_tensors_of_tuned_modules(whole))
-    return parallel(*(layer.peft_mapper_of_parts for layer in joined), *layers, *saved)
+    return parallel(*(layer.peft_mapper_joining_parts for layer in joined), *layers, *saved)
 
 
 def make_peft_config(whole: nn.Module, file_mapper: Mapper, tied: bool, base_model: str | None) -> dict[str, Any]:

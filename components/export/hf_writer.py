@@ -12,7 +12,7 @@ from drawloom.components.distributed.process_group import SingleProcess
 from drawloom.components.export.origin import find_folder_with_unloaded_parts
 from drawloom.components.export.shard_writer import (
     loss_parameters_by_name,
-    make_own_share,
+    make_share_on_all_ranks,
     model_parameters_by_name,
     write_safetensors_folder_collectively,
 )
@@ -115,7 +115,7 @@ def write_hugging_face_folder(
             (folder / STATE).write_text(json.dumps({"global_step": step}) + "\n", "utf-8")
 
     others = None if head is None else loss_parameters_by_name(stages)
-    own = make_own_share(stages, mapper, group, workspace, dtype, only_inputs=head is not None, others=others)
+    own = make_share_on_all_ranks(stages, mapper, group, workspace, dtype, only_inputs=head is not None, others=others)
     if origin is not None and group.rank == 0:
         own = origin.add_unloaded_tensors_to(own)
     write_safetensors_folder_collectively(target, own, group, max_shard, write_other_files)

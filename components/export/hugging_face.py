@@ -46,25 +46,25 @@ class HuggingFaceExport:
         default=None, doc="dtype for exported tensors; default: as trained"
     )
 
-    def is_finished(self, step: int) -> bool:
+    def has_result_of_step(self, step: int) -> bool:
         """Return whether the folder is from this step; it is never incomplete. A collective, with equal results."""
         return bool(run_on_rank0(self.mesh.world, lambda: read_exported_step(self._export_folder) == step))
 
     def run_after_training(self, step: int) -> None:
         """Write the folder; every rank adds its own tensors. A collective over all ranks."""
-        if self.is_finished(step):
+        if self.has_result_of_step(step):
             return
         run_on_rank0(
             self.mesh.world, lambda: remove_folder_atomically(self._export_folder)
         )  # it may have the export of an earlier step
         with use_averages_if_any(self.average):
-            self._write_folder(self._export_folder, step)
+            self._gather_and_write_folder(self._export_folder, step)
         log.info("exported to %s", self._export_folder)
 
-    def export_to(self, target: Path) -> None:
-        self._write_folder(target)
+    def gather_and_export_to(self, target: Path) -> None:
+        self._gather_and_write_folder(target)
 
-    def _write_folder(self, target: Path, step: int | None = None) -> None:
+    def _gather_and_write_folder(self, target: Path, step: int | None = None) -> None:
         """Write the weights of all ranks. A collective over all ranks."""
         # in the run folder, which all ranks see, even across machines
         workspace = self.folder.folder / "export.workspace" if self.mesh.world.size > 1 else None

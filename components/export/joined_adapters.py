@@ -46,7 +46,7 @@ class JoinedLayer:
         return attrs.evolve(pairs[0], target=self.name, rank=sum(pair.rank for pair in pairs))
 
     @property
-    def peft_mapper_of_parts(self) -> Mapper:
+    def peft_mapper_joining_parts(self) -> Mapper:
         """Mapper for joining the parts' factors to one pair, with PEFT's tensor names."""
         joins = {A: _join_input_factors, B: self._join_output_factors} | (
             {MAGNITUDE: self._join_magnitudes} if self.peft_pair.dora else {}
@@ -56,7 +56,7 @@ class JoinedLayer:
             for leaf, join in joins.items()
         ]
         return sequential(
-            parallel(*(layer.make_peft_mapper(name) for name, layer in self.parts.items())), Mapper(tuple(groups))
+            parallel(*(layer.make_mapper_to_peft(name) for name, layer in self.parts.items())), Mapper(tuple(groups))
         )
 
     @property
@@ -99,7 +99,7 @@ def find_layers_joined_in_files(whole: nn.Module, file_mapper: Mapper) -> Iterat
     adapted = {
         name: layer
         for name, layer in find_adapted_layers(whole)
-        if f"{PREFIX}{name}.{A}" in layer.make_peft_mapper(name).outputs
+        if f"{PREFIX}{name}.{A}" in layer.make_mapper_to_peft(name).outputs
     }
     for group in file_mapper.groups:
         layers = [name.removesuffix(".weight") for name in group.inputs]

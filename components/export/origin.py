@@ -19,7 +19,7 @@ from drawloom.components.storage.safetensors.reader import open_safetensors_fold
 from drawloom.components.storage.tensor_source import TensorSource
 from drawloom.components.weights.mapper import parallel, sequential
 from drawloom.components.weights.mapper_ops import identity, rename
-from drawloom.components.weights.nested import NameNesting, find_name_nesting, to_multimodal_name
+from drawloom.components.weights.nested import NameNesting, find_multimodal_prefixes, to_multimodal_name
 from drawloom.graph import UserError
 
 log = logging.getLogger("drawloom.run")
@@ -83,16 +83,16 @@ def find_folder_with_unloaded_parts(model: LanguageModel, stages: Stages, group:
     folder = stages.initial_folder if isinstance(stages, LoadedStages) else None
     if folder is None or not isinstance(model, KeepsConfig):
         return None
-    fields = run_on_rank0(group, lambda: _describe_origin_as_json(model, folder))
+    fields = run_on_rank0(group, lambda: _describe_origin_folder_as_json(model, folder))
     return None if fields is None else OriginFolder(folder, **fields)
 
 
-def _describe_origin_as_json(model: Any, folder: Path) -> dict[str, Any] | None:
+def _describe_origin_folder_as_json(model: Any, folder: Path) -> dict[str, Any] | None:
     """Return OriginFolder's other fields as JSON, for all ranks; None if the folder has only the text model."""
     try:
         names, patterns = list(open_safetensors_folder(folder).specs()), model.hugging_face_mapper().ignored
         carried = [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
-        style = [list(pair) for pair in find_name_nesting(names)]
+        style = [list(pair) for pair in find_multimodal_prefixes(names)]
         if not (carried or style):
             return None
         return {"carried": carried, "style": style, "config": model.build_updated_folder_config(folder / "config.json")}

@@ -49,7 +49,7 @@ def loss_parameters_by_name(stages: Stages) -> dict[str, ModelParameter]:
 
 def persistent_buffers_by_name(stages: Stages) -> dict[str, ModelParameter]:
     """Return the model's persistent buffers on this rank, by name."""
-    return {name: buffer for stage in stages.local for name, buffer in stage.model_buffers().items()}
+    return {name: buffer for stage in stages.local for name, buffer in stage.persistent_model_buffers().items()}
 
 
 def describe_parameters_as_json(parameters: Mapping[str, ModelParameter]) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def choose_owner_by_mapper_group(mapper: Mapper, parameters_by_rank: Sequence[Ma
     parameters without a Hugging Face name, and parameters with different shapes or dtypes on different ranks.
     """
     specs_by_rank = [holding["tensors"] for holding in parameters_by_rank]
-    _check_ranks_have_mapper_inputs(mapper, specs_by_rank)
+    _check_ranks_match_mapper_inputs(mapper, specs_by_rank)
     owners = []
     for group in mapper.groups:
         # the first, so that the choice is the same on every rank and in every run
@@ -77,7 +77,7 @@ def choose_owner_by_mapper_group(mapper: Mapper, parameters_by_rank: Sequence[Ma
     return owners
 
 
-def _check_ranks_have_mapper_inputs(mapper: Mapper, specs_by_rank: Sequence[Mapping[str, Any]]) -> None:
+def _check_ranks_match_mapper_inputs(mapper: Mapper, specs_by_rank: Sequence[Mapping[str, Any]]) -> None:
     """
     Raise UserError unless the ranks have exactly the mapper's inputs, with equal specs for replicated
     parameters.
@@ -151,7 +151,7 @@ def make_share(
     return Share(GatheredParameters(parameters), sequential(chosen, casts), writes)
 
 
-def make_own_share(
+def make_share_on_all_ranks(
     stages: Stages,
     mapper: Mapper,
     group: Group,
@@ -199,7 +199,8 @@ def write_safetensors_folder_collectively(
     try:
         folder = Path(folders[0])
         run_and_gather_on_all_ranks(
-            group, lambda: _write_own_files(folder, [file for file in files if file.writer == group.rank], own)
+            group,
+            lambda: _gather_and_write_own_files(folder, [file for file in files if file.writer == group.rank], own),
         )
         run_and_gather_on_all_ranks(group, lambda: _commit_folder(temporary, files, finish))
     finally:
@@ -222,7 +223,7 @@ def _path_or_empty(temporary: TempFolder | None) -> str:
     return "" if temporary is None else str(temporary.folder)
 
 
-def _write_own_files(folder: Path, files: list[PlannedFile], own: Share) -> None:
+def _gather_and_write_own_files(folder: Path, files: list[PlannedFile], own: Share) -> None:
     tensors: Iterator[tuple[str, Tensor]] = stream_converted_tensors(own.source, own.mapper)
     try:
         write_files(folder, files, ((name, tensor) for name, tensor in tensors if name in own.writes))

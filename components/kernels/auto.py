@@ -317,17 +317,17 @@ class AutoKernels:
             )
         return NormAndSum(normed, summed)
 
-    def _call_gate(self, name: str, gate_and_up: Sequence[Tensor], *others: Any) -> Tensor:
+    def _call_recomputable_gate(self, name: str, gate_and_up: Sequence[Tensor], *others: Any) -> Tensor:
         """Call a gate, whose result can be recomputed, and whose arguments can be kept in 8 bits."""
         with keep_arguments_in_8_bits(self._functions_by_operation["casts_of_rows"], *gate_and_up):
             result: Tensor = call_recomputable(self._functions_by_operation[name], *gate_and_up, *others)
         return result
 
     def swiglu(self, gate: Tensor, up: Tensor, scale: Tensor | None = None) -> Tensor:
-        return self._call_gate("swiglu", (gate, up), scale)
+        return self._call_recomputable_gate("swiglu", (gate, up), scale)
 
     def geglu(self, gate: Tensor, up: Tensor) -> Tensor:
-        return self._call_gate("geglu", (gate, up))
+        return self._call_recomputable_gate("geglu", (gate, up))
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
         # Not `call_recomputable`: its backward pass does not need x, so that recomputation would save no memory.
@@ -434,10 +434,10 @@ class AutoKernels:
         return function(hidden, weight, targets, options, token_weights)  # type: ignore[no-any-return]
 
     def swiglu_halves(self, gate_and_up: Tensor, scale: Tensor | None = None) -> Tensor:
-        return self._call_gate("swiglu_halves", (gate_and_up,), scale)
+        return self._call_recomputable_gate("swiglu_halves", (gate_and_up,), scale)
 
     def oss_swiglu_halves(self, gate_and_up: Tensor, scale: Tensor | None, alpha: float, limit: float) -> Tensor:
-        return self._call_gate("oss_swiglu_halves", (gate_and_up,), scale, alpha, limit)
+        return self._call_recomputable_gate("oss_swiglu_halves", (gate_and_up,), scale, alpha, limit)
 
     def moe_routes(self, expert_indices: Tensor, num_experts: int) -> Routes:
         return self._functions_by_operation["moe_routes"](expert_indices, num_experts)  # type: ignore[no-any-return]

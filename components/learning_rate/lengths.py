@@ -53,7 +53,7 @@ def create_token_counts(batching: Batching | None, rows: PackedDataset | None) -
     return TokenCounts(tokens_after)
 
 
-def create_token_counts_from_settings(node: Any) -> TokenCounts | None:
+def create_token_counts_unless_ramped(node: Any) -> TokenCounts | None:
     """Return the token counts implied by settings; None if they depend on the run, as with a batch-size ramp."""
     batch, rows = (node.neighbour(edge) for edge in SIZES)
     if not batch or not rows or batch.settings.get("ramp"):
@@ -72,7 +72,7 @@ def report_several_units(node: Any, name: str) -> Iterator[Problem]:
 def convert_length_setting_to_steps(node: Any, name: str, total: int, *, at_end: bool) -> int:
     """Return a length in steps from a node's settings; 0 for tokens whose step is known only in the run."""
     steps, tokens, percent = (node.settings[f"{name}_{unit}"] for unit in UNITS)
-    sizes = create_token_counts_from_settings(node)
+    sizes = create_token_counts_unless_ramped(node)
     if sizes is None and tokens is not None:
         return 0
     return convert_length_to_steps(

@@ -10,7 +10,7 @@ import attrs
 from drawloom.components.learning_rate.lengths import (
     TokenCounts,
     create_token_counts,
-    create_token_counts_from_settings,
+    create_token_counts_unless_ramped,
     report_missing_batch_or_rows_edge,
 )
 from drawloom.components.ports.data import PackedDataset
@@ -109,7 +109,7 @@ class Piecewise:
         """Report the first phase that ends before it begins, or after the run."""
         if any(cls.constraints(node)):
             return
-        begin, sizes = 0, create_token_counts_from_settings(node)
+        begin, sizes = 0, create_token_counts_unless_ramped(node)
         for number, phase in enumerate(node.settings["phases"]):
             if phase.until_tokens is not None and sizes is None:
                 return  # the last steps of this phase and all later ones are known only in the run

@@ -62,12 +62,12 @@ class AfterWarmup:
             self.warmup_tokens,
             self.warmup_percent,
             total=total,
-            sizes=self.token_counts,
+            sizes=self.run_token_counts,
             at_end=False,
         )
 
     @property
-    def token_counts(self) -> TokenCounts:
+    def run_token_counts(self) -> TokenCounts:
         """The run's token counts."""
         return create_token_counts(self.batching, self.rows)
 

@@ -35,7 +35,7 @@ class WarmupStableDecay(AfterWarmup):
             self.decay_tokens,
             self.decay_percent,
             total=total,
-            sizes=self.token_counts,
+            sizes=self.run_token_counts,
             at_end=True,
         )
         length = min(steps, steps_after_warmup)

@@ -14,7 +14,7 @@ from drawloom.components.ports.memory import MemoryUser, sum_memory_by_kind
 from drawloom.components.ports.pipeline import Schedule, chooses_recompute
 from drawloom.components.ports.run import Batching, Event, EventKind
 from drawloom.components.ports.stages import Stages
-from drawloom.components.storage.byte_size import format_byte_size
+from drawloom.components.storage.byte_size import format_decimal_byte_size
 from drawloom.graph import Every, UserError, component
 
 log = logging.getLogger("drawloom.run")
@@ -47,8 +47,8 @@ class MemoryReport:
     def preview(self) -> str:
         """Return one line with the total first, then every kind."""
         sizes = sum_memory_by_kind(self.users.values())
-        parts = [f"{readable_memory_kind(kind)} {format_byte_size(size)}" for kind, size in sizes.items()]
-        return "  ".join([f"memory  {format_byte_size(sum(sizes.values()))}", *parts])
+        parts = [f"{readable_memory_kind(kind)} {format_decimal_byte_size(size)}" for kind, size in sizes.items()]
+        return "  ".join([f"memory  {format_decimal_byte_size(sum(sizes.values()))}", *parts])
 
     def on_event(self, event: Event) -> None:
         """Log one line when the run starts."""
@@ -59,11 +59,14 @@ class MemoryReport:
         """Return a UserError in place of a failed allocation's error."""
         if not is_out_of_memory(error):
             return None
-        peak = self.device.measure_peak_memory()
+        peak = self.device.get_peak_memory_so_far()
         sizes = {
             readable_memory_kind(kind): size for kind, size in sum_memory_by_kind(self.users.values(), peak).items()
         }
-        table = [f"  {kind:25}  {format_byte_size(size):>12}" for kind, size in [*sizes.items(), ("peak so far", peak)]]
+        table = [
+            f"  {kind:25}  {format_decimal_byte_size(size):>12}"
+            for kind, size in [*sizes.items(), ("peak so far", peak)]
+        ]
         remedies = [f"  {remedy}" for remedy in self._list_memory_saving_settings()]
         allocation = _describe_failed_allocation(error)
         lines = [f"{self.device.device} is out of memory: {allocation}", *table, "what would help:", *remedies]
@@ -118,7 +121,7 @@ def _describe_failed_allocation(error: BaseException) -> str:
 def _format_allocation_size(amount: str) -> str:
     """Return an amount such as "1024 bytes" in readable units."""
     number, unit = amount.split()
-    return format_byte_size(int(number)) if unit == "bytes" else amount
+    return format_decimal_byte_size(int(number)) if unit == "bytes" else amount
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -62,7 +62,7 @@ class Profiler:
     def close(self) -> None:
         """Discard an unfinished trace."""
         self._off = True
-        self._stop_profiler()
+        self._stop_profiler_and_remove_hooks()
 
     def on_event(self, event: Event) -> None:
         """Begin or end a range, and advance the profiler at a step's end."""
@@ -72,7 +72,7 @@ class Profiler:
             self._begin_or_end_range_for(event, event.step)
         except Exception as error:
             self._off = True
-            self._stop_profiler()
+            self._stop_profiler_and_remove_hooks()
             log.warning("no more traces: the profiler failed at step %d: %s", event.step.index, error)
 
     def _begin_or_end_range_for(self, event: Event, step: Step) -> None:
@@ -113,7 +113,7 @@ class Profiler:
             self._remove_hooks()
         if self.repeat and self._written == self.repeat:
             self._off = True
-            self._stop_profiler()
+            self._stop_profiler_and_remove_hooks()
 
     def _start_profiler(self) -> None:
         """Create and start torch's profiler, and record GPU allocations if `memory` is set."""
@@ -130,7 +130,7 @@ class Profiler:
         )
         self._running.start()
 
-    def _stop_profiler(self) -> None:
+    def _stop_profiler_and_remove_hooks(self) -> None:
         """Stop torch's profiler, and remove hooks and open ranges."""
         running, self._running = self._running, None
         self._remove_hooks()

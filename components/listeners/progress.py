@@ -101,7 +101,7 @@ class ProgressBar:
             step, seconds = self._shown
             self._values |= format_loss_and_learning_rate(step)
             self._values["speed"] = f"{step.tokens / max(seconds, 1e-9):,.0f} tokens/s"
-            self._values["memory"] = f"{self.device.measure_peak_memory() / 1e6:,.0f} MB"
+            self._values["memory"] = f"{self.device.get_peak_memory_so_far() / 1e6:,.0f} MB"
             bar.update(self._task, values="  ".join(self._values[name] for name in ORDER if name in self._values))
 
 

@@ -130,7 +130,7 @@ class Replay:
         elif self._digests is not None and LOSSES in step.state:
             began = time.monotonic()
             own, self._digests = self._digests, None
-            self._replay_and_log_differing_ranks(step, {**own, **_hash_first_microbatch_loss(step.state)})
+            self._replay_previous_rank_and_compare(step, {**own, **_hash_first_microbatch_loss(step.state)})
             step.excluded_seconds += time.monotonic() - began
 
     def _is_deterministic_else_warn(self) -> bool:
@@ -141,30 +141,30 @@ class Replay:
         log.warning("passes on a GPU are not replayed, because their results are not repeatable; %s", text)
         return False
 
-    def _replay_and_log_differing_ranks(self, step: Step, own: Digests) -> None:
+    def _replay_previous_rank_and_compare(self, step: Step, own: Digests) -> None:
         """Replay the previous rank's microbatch, and decide by another replay if any rank's results differ."""
         group, batch = self._data_ranks, step.state["batches"][0]
-        replays = [self._replay(shift_batch_over_ranks(batch, 1, group))]
+        replays = [self._replay_keeping_gradients(shift_batch_over_ranks(batch, 1, group))]
         rows = group.gather_json([_hash_digests(own), _hash_digests(replays[0])])
         is_equal = all(rows[owner][0] == rows[(owner + 1) % group.size][1] for owner in range(group.size))
         if all(self.mesh.world.gather_json(is_equal)):
             self._verified_step = step.index
             return
-        replays.append(self._replay(shift_batch_over_ranks(batch, 2, group)))
+        replays.append(self._replay_keeping_gradients(shift_batch_over_ranks(batch, 2, group)))
         results = group.gather_json([self.mesh.world.rank, own, *replays])
-        difference = find_earliest_difference([row[0] for row in results], [row[1:] for row in results])
+        difference = find_earliest_rank_disagreement([row[0] for row in results], [row[1:] for row in results])
         stage = self.mesh.indices.pipeline
         by_rank = self.mesh.world.gather_json(None if difference is None else [stage, attrs.asdict(difference)])
         if self.mesh.world.rank == 0:
             by_stage = [(stage, ReplayDifference(**values)) for stage, values in filter(None, by_rank)]
             log.error("%s", describe_difference(step.index, self._verified_step, by_stage))
 
-    def _replay(self, batch: Batch) -> Digests:
+    def _replay_keeping_gradients(self, batch: Batch) -> Digests:
         """Repeat another rank's microbatch, without a change to gradients, and return the digests."""
         state = create_step_state([batch])
         with self._keep_gradients_on_cpu():
             digests = self._digests = {}
-            self.executor.rerun_passes_as_recomputation(state)
+            self.executor.rerun_passes_for_comparison(state)
         self._digests = None
         return {**digests, **_hash_first_microbatch_loss(state)}
 
@@ -219,7 +219,9 @@ def shift_batch_over_ranks(batch: Batch, distance: int, group: Group) -> Batch:
     return result
 
 
-def find_earliest_difference(ranks: Sequence[int], results: Sequence[Sequence[Digests]]) -> ReplayDifference | None:
+def find_earliest_rank_disagreement(
+    ranks: Sequence[int], results: Sequence[Sequence[Digests]]
+) -> ReplayDifference | None:
     """
     Return the earliest difference among all microbatches' results, None without any.
 

@@ -101,7 +101,7 @@ class RunSummary:
             yield "model", ", ".join([*_list_architectures(model), count, *self._describe_weight_dtypes(whole)])
         for rows in self.data.values():
             steps = (_describe_tokens_per_step(rows, batching) for batching in self.batching.values())
-            validation = map(_describe_validation, self.validation.values())
+            validation = map(_format_validation_row_counts, self.validation.values())
             yield "data", "; ".join([f"{_estimate_training_tokens(rows):,} tokens to learn from", *steps, *validation])
         yield "device", self._describe_device()
 
@@ -149,7 +149,7 @@ def _estimate_training_tokens(rows: PackedDataset) -> int:
     return round(rows.fill_rate("train") * rows.count_rows("train") * rows.length)
 
 
-def _describe_validation(validation: ValidationData) -> str:
+def _format_validation_row_counts(validation: ValidationData) -> str:
     """Return how many validation rows are used."""
     used, count = validation.count_evaluated_and_total_rows()
     return f"validation: {used:,} of {count:,} rows"

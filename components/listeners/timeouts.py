@@ -270,13 +270,15 @@ class Timeouts:
         delay = self._describe_exceeded_limit()
         survivable_delays: list[str] = []
         words = delay, survivable_delays
-        reporter = threading.Thread(target=self._report_hang, args=words, name="hang report", daemon=True)
+        reporter = threading.Thread(
+            target=self._write_stacks_and_report_hang, args=words, name="hang report", daemon=True
+        )
         reporter.start()
         reporter.join(REPORT_TIMEOUT)
         if not survivable_delays:
             self.exit(1)
 
-    def _report_hang(self, delay: str, survivable_delays: list[str]) -> None:
+    def _write_stacks_and_report_hang(self, delay: str, survivable_delays: list[str]) -> None:
         """
         Write the threads' stacks to the rank's log, and report the hang with a diagnosis to all ranks.
 
@@ -288,5 +290,5 @@ class Timeouts:
             faulthandler.dump_traceback(file, all_threads=True)
         diagnosis = self.processes.diagnose_hang()
         why = f"; {diagnosis}" if diagnosis else ""
-        if not self.processes.fail_all_or_hanging_ranks(f"rank {rank} hangs: {delay}{why}; stacks are in {path}"):
+        if not self.processes.fail_ranks_and_must_exit(f"rank {rank} hangs: {delay}{why}; stacks are in {path}"):
             survivable_delays.append(delay)

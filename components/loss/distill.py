@@ -152,14 +152,14 @@ def compute_top_k_divergence(
 def _compute_divergence(teacher: Tensor, student: Tensor, kind: Divergence, beta: float) -> Tensor:
     """Return a divergence (tokens,) from log-probabilities (tokens, outcomes)."""
     if kind == "forward":
-        return _compute_kl(teacher, student)
+        return _compute_kl_of_logps(teacher, student)
     if kind == "reverse":
-        return _compute_kl(student, teacher)
+        return _compute_kl_of_logps(student, teacher)
     shares = torch.tensor([beta, 1 - beta], dtype=student.dtype, device=student.device).log()
     mixture = torch.logaddexp(teacher + shares[0], student + shares[1])
-    return beta * _compute_kl(teacher, mixture) + (1 - beta) * _compute_kl(student, mixture)
+    return beta * _compute_kl_of_logps(teacher, mixture) + (1 - beta) * _compute_kl_of_logps(student, mixture)
 
 
-def _compute_kl(one: Tensor, other: Tensor) -> Tensor:
+def _compute_kl_of_logps(one: Tensor, other: Tensor) -> Tensor:
     """Return KL(one || other), (tokens,), from log-probabilities (tokens, outcomes)."""
     return (one.exp() * (one - other)).sum(-1)

@@ -49,7 +49,7 @@ class Kto(DecoderInputs):
     def with_reference(self, batch: TokenBatch, values: Tensor) -> TokenBatch:
         return batch.evolve(reference=values)
 
-    def measure_step_sums(self, hidden: Tensor, head: Head, batch: TokenBatch) -> Tensor:
+    def compute_part_of_step_sums(self, hidden: Tensor, head: Head, batch: TokenBatch) -> Tensor:
         """Return the weighted sum of mismatched answers' log-ratios, and the sum of weights: float64 (2,)."""
         ratios, weights = self._compute_pair_log_ratios_and_weights(compute_target_logps(hidden, head, batch), batch)
         return torch.stack([(ratios[..., 1] * weights).sum(), weights.sum()])

@@ -1,7 +1,7 @@
 """
 Counts over classified items, as named sums of a loss, and scores computed from them: pure functions on tensors.
 
-Losses call `confusion_matrix`, `count_label_confusion`, `predict_target_if_in_top_k` and `score_histogram`, which do
+Losses call `confusion_matrix`, `count_confusion_by_label`, `predict_target_if_in_top_k` and `score_histogram`, which do
 not wait for the device. `compute_class_scores`, `compute_label_scores` and `compute_auroc` take totals over
 microbatches and ranks. Counts are float64, because float32 counts would stop growing at 2^24.
 """
@@ -29,7 +29,7 @@ def confusion_matrix(predictions: Tensor, targets: Tensor, classes: int, weights
     return counts.index_add_(0, row * classes + column, counted.double().flatten()).view(classes, classes)
 
 
-def count_label_confusion(predictions: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
+def count_confusion_by_label(predictions: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
     """
     Return one confusion matrix per label, for items with several labels: float64 (labels, 2, 2).
 
@@ -106,7 +106,7 @@ def compute_label_scores(
     """
     Return `label_accuracy`, and precision, recall and F-beta for labels, averaged as in `compute_class_scores`.
 
-    label_confusion: float64 (labels, 2, 2) from `count_label_confusion`. The accuracy is the fraction of right
+    label_confusion: float64 (labels, 2, 2) from `count_confusion_by_label`. The accuracy is the fraction of right
     decisions over all items and labels. A label without items is treated like a class without items. "micro" sums the
     counts of all labels before it divides.
     """

@@ -32,7 +32,7 @@ class Memory:
 
     def measure_on_rank(self, step: Step) -> Mapping[str, Tensor]:
         """Return this rank's peak device bytes, 0-dimensional, and bytes by kind (kinds,), both float64."""
-        peak = self.device.measure_peak_memory()
+        peak = self.device.get_peak_memory_so_far()
         measured = {"bytes": torch.tensor(peak, dtype=torch.float64)}
         if self.by_kind:
             sizes = sum_memory_by_kind(self.users.values(), peak)

@@ -15,7 +15,7 @@ class Multilabel:
     """
     `label_accuracy`, and `precision`, `recall` and `f1` by label and on average, over all microbatches and replicas.
 
-    The loss must make a named sum by `class_counts.count_label_confusion`. Names are as in `metrics.classification`;
+    The loss must make a named sum by `class_counts.count_confusion_by_label`. Names are as in `metrics.classification`;
     to use both, put one into a `metrics.group` with a prefix. The accuracy is the fraction of right decisions over all
     items and labels. Averages except "micro" ignore labels without items.
     """

@@ -83,10 +83,10 @@ def _create_interleave_mapper(name: str, dim: int) -> Mapper:
 
 def _create_family_mapper(names: Iterable[str], architecture: DecoderConfig) -> Mapper:
     """Return the mapper from parameters to tensors in files."""
-    return parallel(*map(_create_parameter_mapper, names))
+    return parallel(*map(_create_parameter_to_files_mapper, names))
 
 
-def _create_parameter_mapper(name: str) -> Mapper:
+def _create_parameter_to_files_mapper(name: str) -> Mapper:
     """Return the mapper for one parameter; expert matrices are transposed and interleaved."""
     if name.endswith(".experts.gate_up_proj"):
         return sequential(_create_interleave_mapper(name, 1), transpose(name, 1, 2))

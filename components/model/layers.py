@@ -213,10 +213,10 @@ class _Chunked:
         flat = [tensor.flatten(0, len(shape) - 1) for tensor in (hidden, *tensors)]
         # The rows are flattened, so that a chunk may end inside of a row and `max_bytes` also bounds long rows.
         chunks = zip(*(torch.split(tensor, size) for tensor in flat), strict=True)
-        values = torch.cat([self._map_logits_chunk(function, *parts) for parts in chunks])
+        values = torch.cat([self._map_recomputed_logits_chunk(function, *parts) for parts in chunks])
         return values.view(*shape, *values.shape[1:])
 
-    def _map_logits_chunk(self, function: Callable[..., Tensor], hidden: Tensor, *parts: Tensor) -> Tensor:
+    def _map_recomputed_logits_chunk(self, function: Callable[..., Tensor], hidden: Tensor, *parts: Tensor) -> Tensor:
         """Apply `function` to one chunk's logits; the backward pass computes the logits again."""
 
         def compute(hidden: Tensor, *parts: Tensor) -> Tensor:

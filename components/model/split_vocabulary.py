@@ -28,7 +28,7 @@ NEW = "new_tokens"
 LAYERS = ("embed_tokens", "lm_head")
 
 
-def row_counts_by_parameter(new_tokens: NewTokens) -> dict[str, int]:
+def count_new_rows_by_parameter(new_tokens: NewTokens) -> dict[str, int]:
     """Return a setting `new_tokens` as a table: the number of rows by parameter name, in token id order."""
     if isinstance(new_tokens, int):
         return {NEW: new_tokens} if new_tokens else {}
@@ -37,7 +37,7 @@ def row_counts_by_parameter(new_tokens: NewTokens) -> dict[str, int]:
 
 def count_new_tokens(new_tokens: NewTokens) -> int:
     """Return the number of rows in all splits."""
-    return sum(row_counts_by_parameter(new_tokens).values())
+    return sum(count_new_rows_by_parameter(new_tokens).values())
 
 
 def find_new_tokens_fault(value: Any) -> str | None:
@@ -70,14 +70,14 @@ class NewTokenSplit:
     rows: int
 
     @property
-    def end_id(self) -> int:
+    def id_after_new_tokens(self) -> int:
         """The id after the last one with a separate row."""
         return self.first + sum(self.sizes.values())
 
     @property
     def id_count(self) -> int:
         """The number of token ids."""
-        return max(self.rows, self.end_id)
+        return max(self.rows, self.id_after_new_tokens)
 
     def id_ranges(self) -> Iterator[tuple[str, range]]:
         """Yield every name with its ids."""
@@ -87,7 +87,7 @@ class NewTokenSplit:
     def join_rows(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Join the table (rows, hidden_size) and the separate rows to one table (size, hidden_size)."""
         table, *new = tensors
-        return [torch.cat([table[: self.first], *new, table[self.end_id :]])]
+        return [torch.cat([table[: self.first], *new, table[self.id_after_new_tokens :]])]
 
     def split_rows(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """
@@ -96,9 +96,9 @@ class NewTokenSplit:
         Missing rows become the mean of the rows before `first`, so that new tokens begin as likely as others.
         """
         (table,) = tensors
-        known = table[self.first : self.end_id]
+        known = table[self.first : self.id_after_new_tokens]
         mean = table[: self.first].to(torch.promote_types(table.dtype, torch.float32)).mean(0, keepdim=True)
-        missing = mean.to(table.dtype).expand(self.end_id - self.first - len(known), -1)
+        missing = mean.to(table.dtype).expand(self.id_after_new_tokens - self.first - len(known), -1)
         return [table, *torch.split(torch.cat([known, missing]), [*self.sizes.values()])]
 
 
@@ -119,7 +119,7 @@ class SplitEmbedding(Embedding):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Map token ids, int64 (...), to vectors (..., hidden_size) in the weight's dtype."""
-        is_new = (tokens >= self.split.first) & (tokens < self.split.end_id)
+        is_new = (tokens >= self.split.first) & (tokens < self.split.id_after_new_tokens)
         vectors = self.kernels.embedding(tokens.masked_fill(is_new, 0), self.weight)
         for name, ids in self.split.id_ranges():
             is_in_range = (tokens >= ids.start) & (tokens < ids.stop)
@@ -129,7 +129,7 @@ class SplitEmbedding(Embedding):
 
     def head(self) -> Head:
         """Return the head tied to the layer."""
-        return ChunkedHead(partial(_compute_logits, self), self.split.id_count)
+        return ChunkedHead(partial(_compute_logits_with_new_rows, self), self.split.id_count)
 
     def parameter_roles(self) -> Mapping[str, Role]:
         return dict.fromkeys(("weight", *self.split.sizes), TABLE_ROLE)
@@ -146,20 +146,20 @@ class SplitHead(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., hidden_size), of any floating dtype, to logits (..., size) in the weight's dtype."""
-        return _compute_logits(self, x)
+        return _compute_logits_with_new_rows(self, x)
 
     def head(self) -> Head:
         """Return the layer as a model's head."""
         return ChunkedHead(self, self.split.id_count)
 
 
-def _compute_logits(layer: SplitEmbedding | SplitHead, hidden: Tensor) -> Tensor:
+def _compute_logits_with_new_rows(layer: SplitEmbedding | SplitHead, hidden: Tensor) -> Tensor:
     """Return logits (..., size), in id order and the table's dtype, for hidden (..., hidden_size)."""
     # The products use whole weights, not slices, so that weight gradients can be deferred.
     table = layer.kernels.linear(hidden.to(layer.weight.dtype), layer.weight)
     rows = (layer.get_parameter(name) for name in layer.split.sizes)
     new = [layer.kernels.linear(hidden.to(weight.dtype), weight).to(table.dtype) for weight in rows]
-    return torch.cat([table[..., : layer.split.first], *new, table[..., layer.split.end_id :]], -1)
+    return torch.cat([table[..., : layer.split.first], *new, table[..., layer.split.id_after_new_tokens :]], -1)
 
 
 def replace_by_split_layers(module: nn.Module, split: NewTokenSplit) -> nn.Module:

@@ -178,13 +178,13 @@ class Transformers:
         whole = self._build_whole_span_on_meta()
         shapes = dict(whole.named_parameters())
         by_parameter = {
-            name: 2.0 * shapes[name].numel() * self._count_products_per_token(name, shapes[name], role)
+            name: 2.0 * shapes[name].numel() * self._estimate_parameter_uses_per_token(name, shapes[name], role)
             for name, role in parameter_roles(whole)
             if name in shapes
         }
         return ForwardFlops({name: flops for name, flops in by_parameter.items() if flops}, self._count_pair_flops())
 
-    def _count_products_per_token(self, name: str, parameter: Tensor, role: Role) -> float:
+    def _estimate_parameter_uses_per_token(self, name: str, parameter: Tensor, role: Role) -> float:
         """Return how often a token is multiplied by a parameter, a fraction for experts: chosen / all."""
         parts = self._self_check_result.parts
         if name == f"{parts.embedding}.weight":

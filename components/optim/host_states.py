@@ -59,17 +59,17 @@ class HostStates:
             self._transfers.close()
             self._transfers = None
 
-    def memory_bytes(self) -> dict[MemoryKind, int]:
+    def device_bytes(self) -> dict[MemoryKind, int]:
         """Return the bytes of the state on the device, with the slots for a state in host memory."""
-        sizes, on_host = self._count_state_bytes(), self._choose_parameters_with_host_state()
+        sizes, on_host = self._count_state_bytes_by_parameter(), self._choose_parameters_with_host_state()
         host = sum(sizes[name] for name in on_host)
         return {"optimizer_state": sum(sizes.values()) - host + SLOTS * self._compute_slot_bytes(on_host)}
 
     def host_bytes(self) -> int:
-        sizes = self._count_state_bytes()
+        sizes = self._count_state_bytes_by_parameter()
         return sum(sizes[name] for name in self._choose_parameters_with_host_state())
 
-    def _count_state_bytes(self) -> Mapping[str, int]:
+    def _count_state_bytes_by_parameter(self) -> Mapping[str, int]:
         """Return the bytes of the state by parameter."""
         raise NotImplementedError
 
@@ -78,7 +78,7 @@ class HostStates:
         fraction = float(self.states == "host")
         if self.memory is not None:
             fraction = self.memory.choose().host_states[self.mesh.indices.pipeline]
-        sizes, names, moved = self._count_state_bytes(), list[str](), 0
+        sizes, names, moved = self._count_state_bytes_by_parameter(), list[str](), 0
         least = fraction * sum(sizes.values())
         for name, size in sizes.items():
             if moved < least:
@@ -88,7 +88,7 @@ class HostStates:
 
     def _compute_slot_bytes(self, on_host: list[str]) -> int:
         """Return the bytes of a slot for these parameters' state: no more than their state needs, 0 without any."""
-        sizes = self._count_state_bytes()
+        sizes = self._count_state_bytes_by_parameter()
         rounded = [sizes[name] + MAX_TENSORS * ALIGNMENT for name in on_host]
         size = min(self.slot_bytes, sum(rounded))
         return size if self._cuts_parameters else max(size, *rounded, 0)

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from drawloom.components.optim.adamw_step import ADAM_MOMENTS, WideGradientStep, create_fastest_adamw
 from drawloom.components.optim.parameter_groups import (
     AdamGroup,
+    agree_on_group_indices,
     create_param_groups,
     find_betas_fault,
-    find_group_indices,
     find_targets_fault,
 )
 from drawloom.components.optim.shared_matrices import SharedMatrices, count_orthogonalize_flops
@@ -108,7 +108,7 @@ class Muon(TorchOptimizer):
 
     def _step(self, optimizer: torch.optim.Optimizer) -> None:
         if isinstance(optimizer, MuonStep) and optimizer in self._streamed:
-            self._streamed[optimizer].step(optimizer.update_momentum)
+            self._streamed[optimizer].step(optimizer.update_momentum_and_keep_updates)
             optimizer.step()  # ranks exchange all matrices at once
         else:
             super()._step(optimizer)
@@ -117,7 +117,7 @@ class Muon(TorchOptimizer):
         """Return the matrices that `targets` match. Raises UserError if a pattern matches no matrix."""
         roles = self.parameters.roles()
         matrices = [(name, part) for name, part in self.parameters.named_parameters() if roles[name].is_matrix]
-        indices = find_group_indices([name for name, _ in matrices], {"targets": self.targets}, self.mesh, "matrix")
+        indices = agree_on_group_indices([name for name, _ in matrices], {"targets": self.targets}, self.mesh, "matrix")
         return {part for (_, part), index in zip(matrices, indices, strict=True) if index}
 
 
@@ -145,7 +145,7 @@ class MuonStep(WideGradientStep):
         self._updates: dict[str, Tensor] = {}
 
     @torch.no_grad()
-    def update_momentum(self) -> None:
+    def update_momentum_and_keep_updates(self) -> None:
         """Update the running means of the parameters in `param_groups`, and keep their updates for `step`."""
         for group in self.param_groups:
             for part in group["params"]:
@@ -153,9 +153,9 @@ class MuonStep(WideGradientStep):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update all weights, and all running means unless `update_momentum` has done it."""
+        """Update all weights, and all running means unless `update_momentum_and_keep_updates` has done it."""
         if not self._updates:
-            self.update_momentum()
+            self.update_momentum_and_keep_updates()
         updates, self._updates = self._updates, {}
         directions = self._shared.orthogonalize(updates, self.defaults["ns_steps"]) if updates else {}
         for group in self.param_groups:

@@ -73,7 +73,7 @@ def create_param_groups(
     on all ranks, for a pattern without a matching parameter.
     """
     named, roles = parameters.named_parameters(), parameters.roles()
-    indices = find_group_indices([name for name, _ in named], _list_patterns_by_group(groups), mesh)
+    indices = agree_on_group_indices([name for name, _ in named], _list_patterns_by_group(groups), mesh)
     torch_groups: list[dict[str, Any]] = []
     for number, group in enumerate([None, *groups]):
         members = [pair for pair, index in zip(named, indices, strict=True) if index == number]
@@ -98,7 +98,7 @@ def _scale_options(options: dict[str, Any], scaling: Scaling, eps: float) -> dic
     }
 
 
-def find_parametrization_faults(node: NodeView) -> Iterator[Problem]:
+def find_unsupported_parametrization(node: NodeView) -> Iterator[Problem]:
     """Yield a problem for an optimizer without a parametrization's scaling whose model has a parametrization."""
     stages = node.neighbour("parameters")
     model = stages and stages.neighbour("model")
@@ -146,7 +146,7 @@ def _list_patterns_by_group(groups: Sequence[ParameterGroup]) -> dict[str, list[
     return {f"groups[{number}]": group.targets for number, group in enumerate(groups)}
 
 
-def find_group_indices(
+def agree_on_group_indices(
     names: Sequence[str], targets: Mapping[str, Sequence[str]], mesh: Mesh, kind: ParameterKind = "parameter"
 ) -> list[int]:
     """

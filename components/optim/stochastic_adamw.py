@@ -173,7 +173,12 @@ class StochasticAdamW(HostStates):
         """
         step.state["lr"] = lr = self.lr * step.state.get("lr_factor", 1.0)
         step.apply_update_unless_skipped(
-            partial(self._update_weights, lr, self._wait_and_count_steps() + 1, step.take_deferred_factors())
+            partial(
+                self._update_weights,
+                lr,
+                self._wait_and_count_unskipped_steps() + 1,
+                step.stack_and_clear_deferred_factors(),
+            )
         )
         self._last = step
         for _, parameter in self.parameters.named_parameters():
@@ -245,21 +250,21 @@ class StochasticAdamW(HostStates):
     def _states_by_parameter(self) -> dict[nn.Parameter, ParamState]:
         return {parameter: self._params[name] for name, parameter in self.parameters.named_parameters()}
 
-    def _wait_and_count_steps(self) -> int:
+    def _wait_and_count_unskipped_steps(self) -> int:
         """Return the number of steps without the skipped ones, after waiting for the last step."""
         if self._last is not None:
             self._steps += not self._last.skip_reason
             self._last = None
         return self._steps
 
-    def _count_state_bytes(self) -> dict[str, int]:
+    def _count_state_bytes_by_parameter(self) -> dict[str, int]:
         """Return the bytes of the state by parameter."""
         return {
             name: sum(prod(shape) * dtype.itemsize for shape, dtype in self._compute_state_specs(parameter).values())
             for name, parameter in self.parameters.named_parameters()
         }
 
-    def count_elementwise_update_ops(self) -> float:
+    def count_elementwise_flops_per_update(self) -> float:
         """Return the operations for means of 8 bits; updates of other means take as long as their memory traffic."""
         named = self.parameters.named_parameters()
         coded = (parameter for _, parameter in named if "exp_avg_scale" in self._compute_state_specs(parameter))
@@ -275,7 +280,7 @@ class StochasticAdamW(HostStates):
 
     def state_dict(self) -> dict[str, Any]:
         """Return running means by parameter (its shape, `state_dtype`), and the step count."""
-        steps = self._wait_and_count_steps()
+        steps = self._wait_and_count_unskipped_steps()
         if self._transfers is not None:
             self._transfers.synchronize()
         state = {

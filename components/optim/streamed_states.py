@@ -95,7 +95,7 @@ def allocate_state_in_host_memory(
     return state
 
 
-def cut_into_ranges(number: int, param: ParamState, size: int) -> Iterator[Range]:
+def cut_ranges_by_state_bytes(number: int, param: ParamState, size: int) -> Iterator[Range]:
     """Yield ranges of a weight whose state takes at most `size` bytes; at least one row, or `PIECE` elements."""
     state = {name: tensor.view(-1) for name, tensor in list_state_tensors(param).items()}
     unit, count = PIECE if param.is_one_flat_range else param.width, param.weight.numel()
@@ -196,7 +196,9 @@ class StreamedStep:
     """Optimizer step like `AdamwEager`, for weights on a device whose state is in host memory."""
 
     def __init__(self, implementation: Any, slots: Slots, params: Sequence[ParamState], maximize: bool) -> None:
-        ranges = (part for number, param in enumerate(params) for part in cut_into_ranges(number, param, slots.size))
+        ranges = (
+            part for number, param in enumerate(params) for part in cut_ranges_by_state_bytes(number, param, slots.size)
+        )
         self.stream = StateStream(slots, ranges)
         self._steppers = [
             implementation(

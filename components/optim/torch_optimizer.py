@@ -15,7 +15,7 @@ from drawloom.components.optim.host_states import HostStates
 from drawloom.components.optim.parameter_groups import (
     ParameterGroup,
     create_param_groups,
-    find_parametrization_faults,
+    find_unsupported_parametrization,
     warn_unmatched_patterns,
 )
 from drawloom.components.optim.streamed_states import Slots, StreamedTorchStep, allocate_state_in_host_memory
@@ -78,7 +78,7 @@ def _create_state_on_meta(parameter: nn.Parameter, moments: Sequence[str]) -> di
 
 
 @contextmanager
-def _cast_gradients_to_parameter_dtypes(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def _cast_wide_gradients_then_free(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Cast gradients to their parameters' dtypes."""
     parameters = [part for group in optimizer.param_groups for part in group["params"]]
     wide = [part for part in parameters if part.grad is not None and part.grad.dtype != part.dtype]
@@ -120,7 +120,7 @@ class TorchOptimizer(HostStates):
         yield from super().constraints(node)
         yield from warn_unmatched_patterns(node)
         if not cls._scales_by_role:
-            yield from find_parametrization_faults(node)
+            yield from find_unsupported_parametrization(node)
         stages = node.neighbour("parameters")
         precision = stages and stages.neighbour("precision")
         if precision and precision.settings.get("parameter") == "bfloat16":
@@ -151,16 +151,16 @@ class TorchOptimizer(HostStates):
         slots.allocate_slots()
         states = {named[name]: state for name, state in self._host_state.items()}
         self._streamed = {optimizer: StreamedTorchStep(optimizer, slots, states) for optimizer in self._optimizers}
-        self._create_step_counters()
+        self._create_host_state_step_counters()
 
-    def _create_step_counters(self) -> None:
+    def _create_host_state_step_counters(self) -> None:
         """Create the counters of parameters with state in host memory, where torch expects them if there is state."""
         for optimizer, streamed in self._streamed.items():
             for part in streamed.parameters:
                 if {*ADAM_MOMENTS} <= optimizer.state[part].keys():
                     optimizer.state[part].setdefault("step", torch.zeros((), device=part.device))
 
-    def _count_state_bytes(self) -> dict[str, int]:
+    def _count_state_bytes_by_parameter(self) -> dict[str, int]:
         """Return the moments' bytes by parameter, without the step counters, 4 bytes per parameter."""
         moments = self.moment_names_by_parameter()
         return {name: len(moments[name]) * part.nbytes for name, part in self.parameters.named_parameters()}
@@ -180,7 +180,7 @@ class TorchOptimizer(HostStates):
         step.state["lr"] = lr = self.lr * step.state.get("lr_factor", 1.0)
         if not all(isinstance(optimizer, AdamWTriton) for optimizer in self._optimizers):
             step.apply_deferred_factors()
-        factors = step.take_deferred_factors()
+        factors = step.stack_and_clear_deferred_factors()
         for optimizer in self._optimizers:
             if isinstance(optimizer, AdamWTriton):
                 optimizer.factors = factors
@@ -195,9 +195,7 @@ class TorchOptimizer(HostStates):
         # torch's fused optimizers read the flag under this name, which GradScaler sets.
         optimizer.found_inf = skip  # type: ignore[attr-defined]
         # torch's fused optimizers require gradients in the dtype of the weights; ours do not.
-        with (
-            nullcontext() if isinstance(optimizer, WideGradientStep) else _cast_gradients_to_parameter_dtypes(optimizer)
-        ):
+        with nullcontext() if isinstance(optimizer, WideGradientStep) else _cast_wide_gradients_then_free(optimizer):
             self._step(optimizer)
 
     def _step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -232,4 +230,4 @@ class TorchOptimizer(HostStates):
         for streamed in self._streamed.values():
             streamed.stream.drop_prefetched()
             streamed.point_optimizer_to_host_state()
-        self._create_step_counters()
+        self._create_host_state_step_counters()

@@ -44,7 +44,7 @@ class DataParallel:
         Return torch's mesh with the ranks along `shards`, after a first dimension for replicas if there are several.
         """
         outer = [(replicas,)] if self.mesh.group(replicas).size > 1 else []
-        return self.mesh.torch_mesh(*outer, shards)
+        return self.mesh.create_torch_mesh(*outer, shards)
 
     def shard_modules(self, modules: Iterable[nn.Module]) -> list[ShardedModule]:
         """Shard the parameters of meta modules; return an empty list without sharding."""

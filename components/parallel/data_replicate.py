@@ -74,7 +74,7 @@ class ReplicatedModule:
             self._blocks.append([param for param in block.parameters() if param in unshared])
             block.register_forward_pre_hook(partial(self._hook_block_gradient_sum, index))
 
-    def unshard(self) -> None:
+    def start_unshard(self) -> None:
         """Do nothing: all parameters are on this rank."""
 
     def reshard(self) -> None:
@@ -94,12 +94,13 @@ class ReplicatedModule:
     def list_reduction_units(self) -> list[ReductionUnit]:
         """Return the blocks, last to first, for a pass with weight gradients alone, which calls no input hooks."""
         return [
-            ReductionUnit(set(map(id, block)), partial(self._send_gradients, block)) for block in reversed(self._blocks)
+            ReductionUnit(set(map(id, block)), partial(self._add_unsent_gradients_to_buckets, block))
+            for block in reversed(self._blocks)
         ]
 
     def reduce_remaining_gradients(self) -> None:
         """Send all remaining gradients."""
-        self._send_gradients(list(self._unsent))
+        self._add_unsent_gradients_to_buckets(list(self._unsent))
         self.sums.start_bucket_sum()
 
     def send_remaining_and_wait_for_sums(self) -> None:
@@ -126,9 +127,9 @@ class ReplicatedModule:
     def _send_block_gradients(self, index: int, _grad: Tensor) -> None:
         """Send a block's gradients, if this backward pass is the step's last."""
         if self._reduces:
-            self._send_gradients(self._blocks[index])
+            self._add_unsent_gradients_to_buckets(self._blocks[index])
 
-    def _send_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+    def _add_unsent_gradients_to_buckets(self, parameters: Sequence[nn.Parameter]) -> None:
         """Add the parameters' unsent gradients to the pending sums."""
         for parameter in parameters:
             if parameter in self._unsent:

@@ -24,7 +24,7 @@ from drawloom.components.parallel.shard_transfers import (
     DirectAllGather,
     DirectReduceScatter,
     Float8AllGather,
-    choose_message_dtype,
+    choose_gradient_message_dtype,
 )
 from drawloom.components.ports.distributed import Precision
 from drawloom.components.ports.memory import MemoryKind
@@ -180,7 +180,7 @@ class ShardedModule:
         self.reshard()
         self._set_gradient_reduction(False)
 
-    def unshard(self) -> None:
+    def start_unshard(self) -> None:
         """Start to gather the whole stage in order; a part of the forward pass waits for its own parameters."""
         for unit in (self.root, *chain(*self.blocks), *self.heads):
             unit.unshard(async_op=True)
@@ -320,9 +320,9 @@ class ShardedStore:
         """Return one module's shards."""
         return next(sharded for sharded in self.modules if sharded.root is module)
 
-    def memory_bytes(self) -> dict[MemoryKind, int]:
+    def device_bytes(self) -> dict[MemoryKind, int]:
         """Return three byte counts: masters with copies, these copies, and the parameters gathered at one time."""
-        whole = self._whole.memory_bytes()
+        whole = self._whole.device_bytes()
         gathered = sum(module.peak_gathered_bytes() for module in self.modules)
         return {**whole, "compute_copies": whole["compute_copies"] + gathered}
 
@@ -348,7 +348,7 @@ def shard_with_fsdp(
     modules = list(modules)
     policy = MixedPrecisionPolicy(
         param_dtype=precision.compute,
-        reduce_dtype=choose_message_dtype(precision, replicas=mesh.ndim > 1),
+        reduce_dtype=choose_gradient_message_dtype(precision, replicas=mesh.ndim > 1),
         # Layers cast the inputs of products; positions and weights of tokens must keep their dtype.
         cast_forward_inputs=False,
     )

@@ -104,7 +104,7 @@ class Dimension:
         """
         return {}
 
-    def find_replicated_parameters(self, trained: Mapping[str, nn.Parameter]) -> None:
+    def exchange_replicated_parameter_names(self, trained: Mapping[str, nn.Parameter]) -> None:
         """Determine which other ranks have this rank's parameters; a collective over the dimension's ranks."""
 
     def list_names_owned_elsewhere(self, parameters: RankParameters) -> Set[str]:

@@ -58,7 +58,9 @@ def replace_by_quantized_storage(
         weight_format, split = FORMATS[precision.frozen], splits.get(name)
         weight_slice = None if split is None else split.tensor_slice
         if fault := describe_block_fault(weight_format, weight_slice, tuple(weight.shape)):
-            raise UserError(f"precision.frozen: {name} {fault}; {format_quantization_remedy(name)}", exit_code=2)
+            raise UserError(
+                f"precision.frozen: {name} {fault}; {suggest_leaving_weight_unquantized(name)}", exit_code=2
+            )
         if split is not None:
             splits[name] = attrs.evolve(split, tensor_slice=compute_storage_slice(weight_format, split.tensor_slice))
         stored = weight.new_empty(weight_format.storage_shape(tuple(weight.shape)))
@@ -87,7 +89,7 @@ def describe_block_fault(weight_format: WeightFormat, weight_slice: TensorSlice 
     return ""
 
 
-def format_quantization_remedy(name: str) -> str:
+def suggest_leaving_weight_unquantized(name: str) -> str:
     """Return the remedy for a weight without quantization: a pattern to keep it in the compute dtype."""
     owner, _, leaf = name.rpartition(".")
     pattern = f"*.{owner.rpartition('.')[2]}.{leaf}"
@@ -120,7 +122,7 @@ def check_frozen_weight_format(nodes: StageNodes) -> Iterator[Problem]:
         shape = tuple(module.get_parameter(name).shape)
         first = _get_first_rank_slice(layer, leaf, shape, nodes.sizes.tensor)
         if fault := describe_block_fault(weight_format, first, shape):
-            yield nodes.precision.problem("frozen", f"{name} {fault}", format_quantization_remedy(name))
+            yield nodes.precision.problem("frozen", f"{name} {fault}", suggest_leaving_weight_unquantized(name))
             return
 
 

@@ -96,7 +96,7 @@ class ParameterStore:
         """Return the module's shards or replicas: None, because there are no data-parallel ranks."""
         return None
 
-    def memory_bytes(self) -> dict[MemoryKind, int]:
+    def device_bytes(self) -> dict[MemoryKind, int]:
         """Return two byte counts: masters with compute copies, and the copies."""
         return {
             "masters": sum(master.nbytes for master, _ in self._pairs),

@@ -31,7 +31,7 @@ class PipelineDimension(Dimension):
         if (ranks := nodes.sizes.pipeline) > 1:
             yield f"layers: partitioned over {ranks} pipeline ranks"
 
-    def find_replicated_parameters(self, trained: Mapping[str, nn.Parameter]) -> None:
+    def exchange_replicated_parameter_names(self, trained: Mapping[str, nn.Parameter]) -> None:
         """Find the parameters on several ranks: a tied embedding is on the first and on the last."""
         group = self.mesh.pipeline_group
         shapes: list[dict[str, list[int]]] = group.gather_json({name: [*part.shape] for name, part in trained.items()})

@@ -22,7 +22,7 @@ class RowSums(TensorParallel):
 
     context: Group = SingleProcess()
 
-    def whole_row_length(self, weights: Tensor) -> int:
+    def get_length_over_context_ranks(self, weights: Tensor) -> int:
         """Return the whole rows' sequence length, from this rank's weights (rows, length)."""
         return weights.shape[1] * self.context.size
 
@@ -30,7 +30,7 @@ class RowSums(TensorParallel):
         """Sum the weights (rows, length) over whole rows: float64 (rows,)."""
         return _all_reduce_in_place(weights.sum(1, dtype=torch.float64), [self.context])
 
-    def count_choices_by_row(self, chosen: Tensor, weights: Tensor, experts: int) -> Tensor:
+    def count_row_choices_over_ranks(self, chosen: Tensor, weights: Tensor, experts: int) -> Tensor:
         """
         Count choices by whole row and expert: float32 (rows, experts).
 

@@ -26,7 +26,7 @@ as a message of a quarter of a megabyte.
 """
 
 
-def choose_message_dtype(precision: Precision, replicas: bool) -> torch.dtype:
+def choose_gradient_message_dtype(precision: Precision, replicas: bool) -> torch.dtype:
     """
     Choose the dtype in which ranks send gradients to the rank with their slice.
 
@@ -77,7 +77,7 @@ class StandIn(Tensor):
         return stand_in
 
     @classmethod
-    def empty(cls, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> "StandIn":
+    def without_tensors(cls, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> "StandIn":
         """Return a stand-in without tensors."""
         return cls(size, dtype, device, _ListedTensors())
 
@@ -121,7 +121,7 @@ class DirectAllGather:
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a stand-in without memory for FSDP2's buffer of all ranks' slices (ranks * n,)."""
-        return StandIn.empty(size, dtype, device)
+        return StandIn.without_tensors(size, dtype, device)
 
     def __call__(self, output_tensor: StandIn, input_tensor: StandIn, group: Any, async_op: bool = False) -> Any:
         """Gather the tensors listed by torch, and return the work to wait for, or None."""
@@ -152,7 +152,7 @@ class Float8AllGather:
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a stand-in without memory for FSDP2's buffer of all ranks' slices (ranks * n,)."""
-        return StandIn.empty(size, dtype, device)
+        return StandIn.without_tensors(size, dtype, device)
 
     def __call__(self, output_tensor: StandIn, input_tensor: StandIn, group: Any, async_op: bool = False) -> Any:
         """Gather the tensors listed by torch, and return the work to wait for, or None."""
@@ -185,7 +185,7 @@ class DirectReduceScatter:
         """
         self._sums = not self._sums
         if self._sums:
-            return StandIn.empty(size, dtype, device)
+            return StandIn.without_tensors(size, dtype, device)
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(

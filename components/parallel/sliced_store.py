@@ -81,9 +81,9 @@ class SlicedStore(ParameterStore):
         """Return the bytes in this rank's slice of a tensor (any shape)."""
         return self._local_bytes.get(tensor, tensor.nbytes)
 
-    def memory_bytes(self) -> dict[MemoryKind, int]:
+    def device_bytes(self) -> dict[MemoryKind, int]:
         """Return three byte counts: masters with copies, these copies, and the parameters gathered at one time."""
-        whole = super().memory_bytes()
+        whole = super().device_bytes()
         gathered = sum(stage.peak_bytes(self.gathers_per_block) for stage in self.gathered)
         return {**whole, "compute_copies": whole["compute_copies"] + gathered}
 

@@ -19,7 +19,7 @@ from drawloom.components.parallel.frozen_formats import find_quantizable_weights
 from drawloom.components.ports.memory import Ticket, Transfers
 from drawloom.components.ports.model import QuantizableLayer
 from drawloom.graph import Problem
-from drawloom.kernels.weight_formats import ComputeFormat, fetch_on_meta
+from drawloom.kernels.weight_formats import ComputeFormat, trace_weight_fetch_on_meta
 
 WINDOW_BYTES = 2**28
 """Bytes on their way to the device, ahead of the weight in use; at least one weight."""
@@ -42,7 +42,7 @@ class StreamedWeights:
     def stream(self, modules: Iterable[nn.Module]) -> None:
         """Replace modules' frozen weights on the meta device by host memory, which is still to be filled."""
         for module in modules:
-            frozen = [*self._set_formats(module, self.fetch)]
+            frozen = [*self._make_layers_fetch_frozen_weights(module, self.fetch)]
             sizes = [-(-getattr(layer, leaf).nbytes // ALIGNMENT) * ALIGNMENT for layer, leaf in frozen]
             memory = self.transfers.allocate_pinned_host_memory(sum(sizes))
             for (layer, leaf), part in zip(frozen, torch.split(memory, sizes), strict=True):
@@ -50,12 +50,12 @@ class StreamedWeights:
                 data = part[: weight.nbytes].view(weight.dtype).view(weight.shape)
                 setattr(layer, leaf, nn.Parameter(data, requires_grad=False))
 
-    def plan(self, modules: Iterable[nn.Module]) -> None:
+    def simulate_streaming_on_meta(self, modules: Iterable[nn.Module]) -> None:
         """Let modules on the meta device copy frozen weights to the device, for plans."""
         for module in modules:
-            _ = [*self._set_formats(module, fetch_on_meta)]
+            _ = [*self._make_layers_fetch_frozen_weights(module, trace_weight_fetch_on_meta)]
 
-    def _set_formats(
+    def _make_layers_fetch_frozen_weights(
         self, module: nn.Module, fetch: Callable[[Tensor], Tensor]
     ) -> Iterator[tuple[QuantizableLayer, str]]:
         """Let layers fetch their frozen weights; yield layers and parameter names, and count bytes."""
@@ -72,7 +72,7 @@ class StreamedWeights:
         """Return the bytes on the device for weights on their way."""
         return min(WINDOW_BYTES, self.byte_count)
 
-    def expect_last_fetch_order(self) -> None:
+    def restart_with_last_fetch_order(self) -> None:
         """Expect the order of fetches since the last call again."""
         self._drop_arriving()
         self._order, self._fetched = self._fetched, []
@@ -86,7 +86,7 @@ class StreamedWeights:
             self._drop_arriving()
         copy, ticket = self._arriving.popleft() if self._arriving else self._start_copy(stored)
         following = number + 1 + len(self._arriving)
-        while is_expected and following < len(self._order) and self._has_room_for(self._order[following]):
+        while is_expected and following < len(self._order) and self._fits_in_copy_window(self._order[following]):
             self._arriving.append(self._start_copy(self._order[following]))
             following += 1
         self.transfers.make_computation_wait(ticket)
@@ -97,7 +97,7 @@ class StreamedWeights:
         self._arriving.clear()
         self.transfers.close()
 
-    def _has_room_for(self, stored: Tensor) -> bool:
+    def _fits_in_copy_window(self, stored: Tensor) -> bool:
         """Return whether a storage may be on its way with the others."""
         return not self._arriving or sum(copy.nbytes for copy, _ in self._arriving) + stored.nbytes <= WINDOW_BYTES
 

@@ -77,11 +77,19 @@ class TensorRanks:
         Return the tensor itself (any shape), for different computations by rank; the backward pass sums gradients over
         the ranks.
         """
-        return tensor if self.size == 1 else _apply_collective(tensor, self.group, _alias_tensor, _all_reduce)
+        return (
+            tensor
+            if self.size == 1
+            else _apply_collective(tensor, self.group, _view_without_communication, _all_reduce)
+        )
 
     def all_reduce(self, partial: Tensor) -> Tensor:
         """Sum a tensor (any shape) over the ranks, for the same computation on all ranks."""
-        return partial if self.size == 1 else _apply_collective(partial, self.group, _all_reduce, _alias_tensor)
+        return (
+            partial
+            if self.size == 1
+            else _apply_collective(partial, self.group, _all_reduce, _view_without_communication)
+        )
 
     def get_share(self, length: int) -> range:
         """Return this rank's share among `length` elements."""
@@ -220,7 +228,7 @@ def _apply_collective(tensor: Tensor, group: Group, operation: Collective, gradi
     return result
 
 
-def _alias_tensor(tensor: Tensor, group: Group) -> Tensor:
+def _view_without_communication(tensor: Tensor, group: Group) -> Tensor:
     """Return a view on the whole tensor (any shape): the identity as a collective."""
     return tensor.view_as(tensor)  # a Function must not return its input itself
 

@@ -35,7 +35,7 @@ class WeightAverage:
         """Update the average, unless the step is skipped; the first call copies the weights."""
         if not self._averages:
             self._averages = {
-                name: _copy_as_float32_or_wider(part.detach().clone())
+                name: _cast_to_float32_or_wider(part.detach().clone())
                 for name, part in self.parameters.named_parameters()
             }
         else:
@@ -68,7 +68,7 @@ class WeightAverage:
             for (part, _), weight in zip(weights, before, strict=True):
                 _copy_into_parameter(part, weight)
 
-    def memory_bytes(self) -> dict[MemoryKind, int]:
+    def device_bytes(self) -> dict[MemoryKind, int]:
         """Return the bytes of the averages as optimizer state."""
         sizes = (
             part.numel() * _float32_or_wider(part.dtype).itemsize for _, part in self.parameters.named_parameters()
@@ -96,7 +96,7 @@ class WeightAverage:
         if state and named.keys() != state.keys():
             raise KeyError(f"averages differ for {sorted(named.keys() ^ state.keys())}")
         self._averages = {
-            name: _copy_as_float32_or_wider(entry["average"].to(named[name].device, copy=True))
+            name: _cast_to_float32_or_wider(entry["average"].to(named[name].device, copy=True))
             for name, entry in state.items()
             if entry
         }
@@ -106,7 +106,7 @@ def _float32_or_wider(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _copy_as_float32_or_wider(tensor: Tensor) -> Tensor:
+def _cast_to_float32_or_wider(tensor: Tensor) -> Tensor:
     return tensor.to(_float32_or_wider(tensor.dtype))
 
 

@@ -8,7 +8,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.phases.rollout import repeat_prompts, require_prompts, score_completions
+from drawloom.components.phases.rollout import repeat_prompts, require_prompts, score_completions_on_first_rank
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.data import ValidationData
 from drawloom.components.ports.distributed import Group, Mesh
@@ -53,7 +53,7 @@ class EvaluateRewards:
     def after_restore(self, restored_step: int) -> None:
         """Evaluate a new run's initial weights."""
         if self.at_start and self.every != "never":
-            self._initial = self._measure_mean_reward() if restored_step == 0 else None
+            self._initial = self._measure_mean_reward_over_ranks() if restored_step == 0 else None
 
     def run_phase(self, step: Step) -> None:
         """Write `validation_reward` at `every`'s steps; a new run's first step gets `initial_validation_reward`."""
@@ -62,15 +62,15 @@ class EvaluateRewards:
         if not is_due(self.every, step):
             return
         began = time.monotonic()
-        if (reward := self._measure_mean_reward()) is not None:
+        if (reward := self._measure_mean_reward_over_ranks()) is not None:
             step.state["validation_reward"] = reward
         step.excluded_seconds += time.monotonic() - began
 
-    def _measure_mean_reward(self) -> float | None:
+    def _measure_mean_reward_over_ranks(self) -> float | None:
         """Return the validation prompts' mean reward; None if no completion has one. A collective."""
-        return self.measure_rewards(self.data.batches()).reward
+        return self.sample_and_average_rewards(self.data.batches()).reward
 
-    def measure_rewards(self, batches: Iterable[Batch]) -> RewardMeans:
+    def sample_and_average_rewards(self, batches: Iterable[Batch]) -> RewardMeans:
         prompts, row = map(require_prompts, batches), 0
         sums = torch.zeros(5 + 2 * len(self.rewards), dtype=torch.float64)
         with use_averages_if_any(self.average):
@@ -105,7 +105,9 @@ class EvaluateRewards:
             row += batch.row_count
         sums = torch.zeros(5 + 2 * len(self.rewards), dtype=torch.float64)
         for batch, sampled in zip(batches, self.rollouts.sample(prompts, "validation", 0), strict=True):
-            scored = score_completions(self.rewards, self.tokenizer, self._copy, batch, sampled, self.samples)
+            scored = score_completions_on_first_rank(
+                self.rewards, self.tokenizer, self._copy, batch, sampled, self.samples
+            )
             is_counted = batch.weights.repeat_interleave(self.samples) > 0
             scores = scored.scores[is_counted]
             sums[0] += is_counted.sum()

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from drawloom.components.ports.data import TrainingData, uses_document_pairs, uses_unpaired_answers
+from drawloom.components.ports.data import TrainingData, uses_preference_pairs, uses_unpaired_answers
 from drawloom.components.ports.pipeline import STEP_SPECS, Executor
 from drawloom.components.ports.run import Event, Events, Step
 from drawloom.graph import Problem, component
@@ -24,10 +24,10 @@ class ForwardBackward:
         rows, loss = data and data.neighbour("rows"), executor and executor.neighbour("objective")
         if not rows or not loss:
             return
-        if uses_document_pairs(rows.component) and not uses_document_pairs(loss.component):
+        if uses_preference_pairs(rows.component) and not uses_preference_pairs(loss.component):
             text = f"[{loss.name}] would learn both documents of each pair in [{rows.name}]"
             yield loss.problem("use", text, 'write use = "loss.dpo"')
-        elif uses_document_pairs(loss.component) and not uses_document_pairs(rows.component):
+        elif uses_preference_pairs(loss.component) and not uses_preference_pairs(rows.component):
             text = f"[{loss.name}] compares pairs of documents, and [{rows.name}] makes none"
             yield rows.problem("use", text, 'write use = "data.packing.pairs"')
         judged = [node for node in rows.reachable() if uses_unpaired_answers(node.component)]

@@ -109,10 +109,10 @@ class Rollout:
     def run_phase(self, step: Step) -> None:
         """Write the step's scored completions as `rollouts`, by microbatch; sample them if none are left."""
         if self.minibatches * self.epochs == 1:
-            (step.state["rollouts"],) = self._sample_and_score_minibatches(step, step.index)
+            (step.state["rollouts"],) = self._sync_weights_and_sample_minibatches(step, step.index)
             return
         if self._held is None:
-            self._held = self._collect_from_ranks(self._sample_and_score_minibatches(step, 1))
+            self._held = self._collect_from_ranks(self._sync_weights_and_sample_minibatches(step, 1))
         else:
             step.state.clear_for_new_step(len(self.batching.microbatch_row_positions(1)), STEP_SPECS)
         numbers = self._list_prompt_numbers_by_microbatch(1)
@@ -126,7 +126,7 @@ class Rollout:
         first = self.batching.first_row_position(index)
         return [[position - first for position in rows] for rows in self.batching.microbatch_row_positions(index)]
 
-    def _sample_and_score_minibatches(self, step: Step, index: int) -> list[list[Scored]]:
+    def _sync_weights_and_sample_minibatches(self, step: Step, index: int) -> list[list[Scored]]:
         """Sample and score the next minibatches, which have the batch sizes of the step `index`, by microbatch."""
         loaded = [[require_prompts(batch) for batch in self.data.next_step()] for _ in range(self.minibatches)]
         self.events.emit(Event("data_loaded", step))
@@ -143,7 +143,9 @@ class Rollout:
         rewards = dict(zip(self.rewards.names, self.rewards, strict=True))
         scored = [
             [
-                score_completions(rewards, self.tokenizer, self._copy, batch, next(completions), self.group_size)
+                score_completions_on_first_rank(
+                    rewards, self.tokenizer, self._copy, batch, next(completions), self.group_size
+                )
                 for batch in batches
             ]
             for batches in loaded
@@ -219,7 +221,7 @@ def repeat_prompts(batch: PromptBatch, prompt_numbers: Sequence[int], group_size
     return Prompts(tokens, lengths, keys.flatten())
 
 
-def score_completions(
+def score_completions_on_first_rank(
     rewards: Mapping[str, Reward],
     tokenizer: Tokenizer,
     ranks_with_same_rows: Group,
@@ -266,10 +268,10 @@ def _score_answers_with(name: str, reward: Reward, answers: Sequence[Answer]) ->
         raise UserError(f"{text}; a reward returns None for a completion that it can't score") from error
     if len(scores) != len(answers):
         raise UserError(f"[{name}] returned {len(scores)} scores for {len(answers)} completions; return one for each")
-    return [_require_finite_score(name, answer, value) for answer, value in zip(answers, scores, strict=True)]
+    return [_require_finite_score_or_nan(name, answer, value) for answer, value in zip(answers, scores, strict=True)]
 
 
-def _require_finite_score(name: str, answer: Answer, value: float | None) -> float:
+def _require_finite_score_or_nan(name: str, answer: Answer, value: float | None) -> float:
     """Return a score, NaN for None. Raises UserError unless it is a finite number or None."""
     if value is None:
         return torch.nan

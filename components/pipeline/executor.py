@@ -28,7 +28,7 @@ from drawloom.components.pipeline.runtime.stage_runner import StageRunner
 from drawloom.components.pipeline.runtime.stage_streams import StageStreams
 from drawloom.components.pipeline.runtime.uploads import Uploads
 from drawloom.components.ports.adapters import trains_base_weights
-from drawloom.components.ports.data import uses_document_pairs
+from drawloom.components.ports.data import uses_preference_pairs
 from drawloom.components.ports.distributed import Device, Mesh, Neighbours, P2PChannel, PerDimension
 from drawloom.components.ports.memory import Transfers
 from drawloom.components.ports.model import BatchContext, ContextParallelModel, Finish, Head, build_meta_module_if_known
@@ -124,7 +124,7 @@ class ProgramExecutor:
         """Run the forward and backward passes for the state's batches, and write its losses."""
         training = self._plan_training_and_compare_ranks(state.microbatches)
         self.stages.cast_weights()
-        inputs = self._add_step_sums(self._upload_inputs_with_references(state["batches"]))
+        inputs = self._run_forward_for_step_sums(self._upload_inputs_with_references(state["batches"]))
         if self._cuda_graphs is not None:
             inputs = self._cuda_graphs.unify_one_document_flags(inputs)
         runner = self._create_runner(inputs, state, training.stages, training.split)
@@ -134,27 +134,27 @@ class ProgramExecutor:
         else:
             self._cuda_graphs.record_missing_graphs(training.actions)
             runner.run(training.actions)
-            self._cuda_graphs.reuse_gradient_tensors()
+            self._cuda_graphs.keep_gradients_for_next_step()
         self.stages.move_gradients_to_masters()
-        self._release_frozen_model()
-        self._fill_missing_losses(state)
+        self._reshard_frozen_model()
+        self._write_empty_losses_if_missing(state)
 
-    def rerun_passes_as_recomputation(self, state: StepState) -> None:
+    def rerun_passes_for_comparison(self, state: StepState) -> None:
         with mark_as_recomputation():
             self.run_forward_and_backward(state)
 
     def evaluate(self, state: StepState) -> None:
         """Run the forward passes for the state's batches, and write its losses."""
         self.stages.cast_weights()
-        inputs = self._add_step_sums(self._upload_inputs_with_references(state["batches"]))
+        inputs = self._run_forward_for_step_sums(self._upload_inputs_with_references(state["batches"]))
         runner = self._create_runner(inputs, state, self.stages.local)
         # Cheaper than no_grad, because tensors get no version counters.
         with torch.inference_mode():
             runner.run(self._build_forward_program(state.microbatches))
-        self._release_frozen_model()
-        self._fill_missing_losses(state)
+        self._reshard_frozen_model()
+        self._write_empty_losses_if_missing(state)
 
-    def _fill_missing_losses(self, state: StepState) -> None:
+    def _write_empty_losses_if_missing(self, state: StepState) -> None:
         """Write empty losses if this rank computed none: it lacks the last stage, or the step has no microbatches."""
         if not state.microbatches_present(LOSSES):
             none = torch.zeros(0, device=self.device.device)
@@ -166,7 +166,7 @@ class ProgramExecutor:
         self.infer_microbatches([(tokens, shared)], logits.__setitem__)
         return logits.get(0)
 
-    def hidden_states(self, tokens: Tensor, shared: BatchContext) -> dict[int, Tensor] | None:
+    def infer_hidden_states_by_layer(self, tokens: Tensor, shared: BatchContext) -> dict[int, Tensor] | None:
         """Return the hidden states requested by `shared`, by layer, on the last stage's rank; None on others."""
         states: dict[int, dict[int, Tensor]] = {}
         self.infer_microbatches([(tokens, shared)], states.__setitem__, _get_requested_hidden_states)
@@ -220,13 +220,13 @@ class ProgramExecutor:
             for number, microbatch in enumerate(inputs)
         ]
 
-    def _add_step_sums(self, inputs: list[MicrobatchInputs]) -> list[MicrobatchInputs]:
+    def _run_forward_for_step_sums(self, inputs: list[MicrobatchInputs]) -> list[MicrobatchInputs]:
         """Return the inputs, on the last stage's rank with a MeasuresStep loss's sums over the step. A collective."""
         objective = self.objective
         if not isinstance(objective, MeasuresStep):
             return inputs
         outputs: dict[int, Tensor] = {}
-        finishing = [_replace_loss(objective.measure_step_sums, microbatch) for microbatch in inputs]
+        finishing = [_replace_loss(objective.compute_part_of_step_sums, microbatch) for microbatch in inputs]
         self._run_forward_in_inference_mode(finishing, outputs.__setitem__)
         if not outputs:  # alike on all ranks of the data group, which have the same stages
             return inputs
@@ -251,7 +251,7 @@ class ProgramExecutor:
         """
         Run the frozen model's forward passes, and return the results by microbatch, on the last stage's rank.
 
-        The last stage's gathered parameters, with its head, stay until `_release_frozen_model`.
+        The last stage's gathered parameters, with its head, stay until `_reshard_frozen_model`.
         """
         if self.frozen is None:
             raise UserError('the loss compares with a frozen model; add a node with use = "stages.frozen"', 2)
@@ -273,7 +273,7 @@ class ProgramExecutor:
             runner.run(self._frozen_forward[len(inputs)])
         return outputs
 
-    def _release_frozen_model(self) -> None:
+    def _reshard_frozen_model(self) -> None:
         """Free the frozen model's gathered parameters."""
         if self.frozen is not None:
             for stage in self.frozen.forward_stages.local:
@@ -480,7 +480,7 @@ def check_whole_row_conflicts(mesh: NodeView, model: NodeView, loss: NodeView) -
     """Yield a problem if model or loss needs whole rows, but ranks along `context` partition rows."""
     if PerDimension.from_settings(mesh.settings).context == 1:
         return
-    reasons = ["documents are compared as wholes"] if uses_document_pairs(loss.component) else []
+    reasons = ["documents are compared as wholes"] if uses_preference_pairs(loss.component) else []
     if issubclass(model.component, ContextParallelModel):
         reasons += model.component.find_context_parallel_faults(model)
     for reason in reasons:

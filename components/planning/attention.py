@@ -23,19 +23,19 @@ class MicrobatchRows:
     document: float = math.inf
 
     @property
-    def _continuation_probability(self) -> float:
+    def _same_document_probability(self) -> float:
         """Return the probability that a token continues the previous token's document."""
         return 1 - 1 / self.document
 
-    def count_expected_pairs(self, window: int | None = None) -> float:
+    def count_expected_pairs_per_row(self, window: int | None = None) -> float:
         """Return a row's expected number of query-key pairs, optionally within a window of tokens."""
         distances = np.arange(self.length if window is None else min(window, self.length))
-        return float(((self.length - distances) * self._continuation_probability**distances).sum())
+        return float(((self.length - distances) * self._same_document_probability**distances).sum())
 
     @property
-    def one_document_per_row_probability(self) -> float:
+    def all_rows_one_document_probability(self) -> float:
         """Return the probability that every row is a single document."""
-        return self._continuation_probability ** (self.count * (self.length - 1))
+        return self._same_document_probability ** (self.count * (self.length - 1))
 
 
 @attrs.frozen
@@ -47,21 +47,21 @@ class AttentionFractions:
 
 
 def estimate_attention_fractions(
-    forward_flops: ForwardFlops | None, rows: MicrobatchRows, one_document_per_row_probability: float
+    forward_flops: ForwardFlops | None, rows: MicrobatchRows, all_rows_one_document_probability: float
 ) -> AttentionFractions:
     """
     Estimate a model's fractions for causal attention inside documents and windows, averaged over its layers.
 
-    `one_document_per_row_probability` is for rows to which layers without a window apply the kernel for single
+    `all_rows_one_document_probability` is for rows to which layers without a window apply the kernel for single
     documents.
     """
     per_pair: Mapping[int | None, float] = (
         forward_flops.per_pair if forward_flops is not None and forward_flops.per_pair else {None: 1.0}
     )
-    seen = sum(flops * rows.count_expected_pairs(window) for window, flops in per_pair.items())
+    seen = sum(flops * rows.count_expected_pairs_per_row(window) for window, flops in per_pair.items())
     whole = (
         per_pair.get(None, 0.0)
-        * one_document_per_row_probability
-        * MicrobatchRows(rows.count, rows.length).count_expected_pairs()
+        * all_rows_one_document_probability
+        * MicrobatchRows(rows.count, rows.length).count_expected_pairs_per_row()
     )
     return AttentionFractions(seen / sum(per_pair.values()) / rows.length**2, 1 - whole / seen)

@@ -150,7 +150,7 @@ def _measure_calibration_lines(device: torch.device, sizes: CalibrationSizes, se
     yield "\n[reached]"
     yield "products = 1.0"
     yield f"attention = {speeds.attention / speeds.products:.4g}"
-    yield f"memory = {_get_reachable_bandwidth_fraction(device)}"
+    yield f"memory = {_assume_reachable_bandwidth_fraction(device)}"
     yield f"launch = {launch:.4g}"
     yield f"host = {host:.4g}"
 
@@ -285,12 +285,12 @@ def _estimate_attention_traffic_seconds(
     device: torch.device, dtype: torch.dtype, sizes: CalibrationSizes, bandwidth: float
 ) -> float:
     """Return a plan's seconds for attention's memory traffic."""
-    reached = Reached(attention=math.inf, memory=_get_reachable_bandwidth_fraction(device), launch=0.0, host=0.0)
+    reached = Reached(attention=math.inf, memory=_assume_reachable_bandwidth_fraction(device), launch=0.0, host=0.0)
     model = attrs.evolve(find_device_model("h200"), bandwidth=bandwidth, reached=reached)
-    return _record_pass_cost(_make_attention_pass(torch.device("meta"), dtype, sizes), model).seconds
+    return _trace_pass_cost_on_meta(_make_attention_pass(torch.device("meta"), dtype, sizes), model).seconds
 
 
-def _record_pass_cost(run: Callable[[], object], model: DeviceModel) -> PassCost:
+def _trace_pass_cost_on_meta(run: Callable[[], object], model: DeviceModel) -> PassCost:
     """Record a call on meta tensors, as a plan does, and return the costs."""
     recorder = Recorder(model, lambda _: math.inf, AttentionFractions())
     with recorder:
@@ -299,7 +299,7 @@ def _record_pass_cost(run: Callable[[], object], model: DeviceModel) -> PassCost
         return recorder.end_pass()
 
 
-def _get_reachable_bandwidth_fraction(device: torch.device) -> float:
+def _assume_reachable_bandwidth_fraction(device: torch.device) -> float:
     """Return which fraction of the memory bandwidth kernels reach."""
     return MEMORY_REACHED if device.type == "cuda" else 1.0
 
@@ -317,7 +317,7 @@ def _measure_device_and_host_launch_seconds(device: torch.device, seconds: float
         start = time.perf_counter()
         layers()
         times.append(time.perf_counter() - start)
-    return 3e-6, HOST_TIME_RATIO * statistics.median(times) / _count_host_bound_operations()
+    return 3e-6, HOST_TIME_RATIO * statistics.median(times) / _count_planned_host_operations()
 
 
 def _make_host_bound_pass(device: torch.device) -> Callable[[], object]:
@@ -340,7 +340,7 @@ def _make_host_bound_pass(device: torch.device) -> Callable[[], object]:
     return run_layers
 
 
-def _count_host_bound_operations() -> float:
+def _count_planned_host_operations() -> float:
     """Return how many small operations a plan counts in the measured layers."""
     model = attrs.evolve(find_device_model("h200"), reached=Reached(host=1.0))
-    return _record_pass_cost(_make_host_bound_pass(torch.device("meta")), model).host
+    return _trace_pass_cost_on_meta(_make_host_bound_pass(torch.device("meta")), model).host

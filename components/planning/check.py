@@ -12,10 +12,10 @@ import torch
 from drawloom.components.planning.calibrate import load_local_device_model
 from drawloom.components.planning.plan import Plan, plan
 from drawloom.components.planning.remedies import describe_excess
-from drawloom.components.planning.text import format_time_parts
+from drawloom.components.planning.text import format_time_percentages
 from drawloom.components.ports.distributed import Device, Processes
 from drawloom.components.ports.run import Event, RunFolder
-from drawloom.components.storage.byte_size import format_byte_size
+from drawloom.components.storage.byte_size import format_decimal_byte_size
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import RecipeError, ResolvedRecipe, UserError, component, setting
 from drawloom.graph.project import Recipe
@@ -84,7 +84,7 @@ class PlanCheck:
         self._plan = self._plan or self._try_to_plan()
         if self._plan is None:
             return
-        measured = self.device.measure_peak_memory() if self.device.device.type == "cuda" else None
+        measured = self.device.get_peak_memory_so_far() if self.device.device.type == "cuda" else None
         steps = self._seconds[WARM_UP_STEPS:] or self._seconds
         self._text = compare_with_plan(self._plan, measured, statistics.median(steps))
         replace_file(self.folder.folder / PLAN, f"{self._text}\n".encode())
@@ -105,9 +105,9 @@ class PlanCheck:
 def compare_with_plan(planned: Plan, measured_bytes: int | None, measured_seconds: float) -> str:
     """Return planned and measured values, the plan's relative error, and the planned time by part, as one line."""
     parts = [
-        _format_planned_and_measured("memory", planned.peak_memory_bytes[0], measured_bytes, format_byte_size),
+        _format_planned_and_measured("memory", planned.peak_memory_bytes[0], measured_bytes, format_decimal_byte_size),
         _format_planned_and_measured("step", planned.time.seconds, measured_seconds, lambda value: f"{value:.3g} s"),
-        f"planned time: {format_time_parts(planned)}",
+        f"planned time: {format_time_percentages(planned)}",
     ]
     return f"plan    {'; '.join(parts)}"
 

@@ -214,14 +214,14 @@ class PlannedCosts:
                 for policy in POLICIES:
                     again = self.plan(ranks, 1, attrs.evolve(partition, recompute=(policy,) * count))
                     recompute[policy] = {
-                        "again": _divide_and_round(
+                        "again": _divide_clamp_and_round(
                             (again.table.lengths - by_layer.table.lengths)[:, 1:3].max(1), lengths[:, 0]
                         ),
-                        "kept": _divide_and_round(_get_live_bytes_by_stage_after(again, "F"), activations),
+                        "kept": _divide_clamp_and_round(_get_live_bytes_by_stage_after(again, "F"), activations),
                     }
                     plans.append(self._plan_with_partition(ranks, 1, partition_evenly(count, ranks), (policy,) * ranks))
                 settings["recompute"] = recompute
-                if nodes.may_offload:
+                if nodes.may_offload_activations:
                     settings["offload"] = _round_to_nanoseconds(by_layer.table.offload_by_stage)
             used = max(_sum_non_activation_bytes(planned, rank) for planned in plans for rank in planned.memory)
             room = self.device.memory - used
@@ -237,7 +237,7 @@ def _get_live_bytes_by_stage_after(by_layer: Plan, op: str) -> NDArray[np.float6
     return np.array([max(1.0, costs[stage].passes[op].total_kept_bytes) for stage in range(len(costs))])
 
 
-def _divide_and_round(dividends: NDArray[np.float64], divisors: NDArray[np.float64]) -> list[float]:
+def _divide_clamp_and_round(dividends: NDArray[np.float64], divisors: NDArray[np.float64]) -> list[float]:
     """Divide by element, and round; negative ratios become 0."""
     return [round(max(0.0, float(ratio)), 4) for ratio in dividends / divisors]
 

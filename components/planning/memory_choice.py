@@ -100,7 +100,7 @@ class MemoryChoiceSearch:
     placements: Sequence[Sequence[StatePlacement]]
     limit: int
     host_limit: int
-    may_offload: bool
+    may_offload_activations: bool
 
     def choose(self) -> MemoryChoice:
         """Return the choice; if nothing fits on a rank, it has the choice with the least device memory."""
@@ -127,7 +127,9 @@ class MemoryChoiceSearch:
             needed = self.count_bytes(rank, program, self._select_costs(policies))
             placement = self._choose_state_placement(rank, needed)
             device = needed.device - placement.saved
-            fits = _is_within(device, self.limit) and _is_within(needed.host + placement.host, self.host_limit)
+            fits = _is_within_or_unlimited(device, self.limit) and _is_within_or_unlimited(
+                needed.host + placement.host, self.host_limit
+            )
             passes = simulate(attrs.evolve(rank_program, offloaded=offloaded), table).makespan if offloaded else busy
             seconds, choice = passes + placement.seconds, _RankChoice(policies, offloaded, placement.host_fraction)
             if fits and seconds < best_seconds:
@@ -139,15 +141,17 @@ class MemoryChoiceSearch:
     def _choose_state_placement(self, rank: int, needed: RankBytes) -> StatePlacement:
         """Return the fastest placement with which a rank fits, or the smallest for which the host has room."""
         placements = self.placements[rank]
-        possible = [item for item in placements if _is_within(needed.host + item.host, self.host_limit)]
-        fitting = (item for item in possible if _is_within(needed.device - item.saved, self.limit))
+        possible = [item for item in placements if _is_within_or_unlimited(needed.host + item.host, self.host_limit)]
+        fitting = (item for item in possible if _is_within_or_unlimited(needed.device - item.saved, self.limit))
         return next(fitting, None) or max(possible or placements[:1], key=lambda item: item.saved)
 
     def _iterate_candidates(self, rank_program: Program, stages: Sequence[int]) -> Iterator[_Candidate]:
         """Yield a rank's choices."""
         actions = [rank_program.action(row) for row in range(len(rank_program.stage))]
         waiting = [
-            stage for stage in stages if self.may_offload and pair_offloaded_forward_and_backward(actions, {stage})
+            stage
+            for stage in stages
+            if self.may_offload_activations and pair_offloaded_forward_and_backward(actions, {stage})
         ]
         independent = len(stages) <= MAX_INDEPENDENT_STAGES
         ways = (
@@ -174,6 +178,6 @@ class MemoryChoiceSearch:
         }
 
 
-def _is_within(size: int, limit: int) -> bool:
+def _is_within_or_unlimited(size: int, limit: int) -> bool:
     """Return whether a size is within a limit; 0 means none."""
     return not limit or size <= limit

@@ -84,7 +84,7 @@ class Nodes:
         return edge
 
     @property
-    def counts_flops(self) -> bool:
+    def model_counts_flops(self) -> bool:
         """Return whether the model counts its FLOPs."""
         return self.model_node in self.graph.implementers(CountsFlops)
 
@@ -148,7 +148,7 @@ class Nodes:
         ]
 
     @property
-    def may_offload(self) -> bool:
+    def may_offload_activations(self) -> bool:
         """Return whether activations can wait in host memory: not in CUDA graphs, or on several CUDA streams."""
         settings = [self.graph.nodes[name].settings for name in self.used]
         return not any(values.get("capture") or values.get("streams") for values in settings)

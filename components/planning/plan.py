@@ -239,7 +239,9 @@ class Planner:
     objects: Mapping[str, Any]
     cache: PlanCache = attrs.field(factory=PlanCache)
     memory_limit: int = 0
-    frozen_model_bytes: int = attrs.field(init=False, default=0)  # of one microbatch, on the last stage's rank
+    frozen_model_bytes_per_microbatch: int = attrs.field(
+        init=False, default=0
+    )  # of one microbatch, on the last stage's rank
 
     def plan(self) -> Plan:
         """Plan the recipe on this mesh. Raises UserError if impossible, TooLargeError above `memory_limit`."""
@@ -303,7 +305,7 @@ class Planner:
             placements=[[placement for _, placement in placed] for placed in places],
             limit=self.device.memory,
             host_limit=self.device.host_memory,
-            may_offload=self.nodes.may_offload,
+            may_offload_activations=self.nodes.may_offload_activations,
         ).choose()
         costs = {stage: costs_by_policy[policy][stage] for stage, policy in enumerate(choice.recompute)}
         chosen_views = [
@@ -406,13 +408,13 @@ class Planner:
         captured = bool(self.nodes.settings_of_node(self.nodes.stages_node).get("capture")) and rows.document < math.inf
         by_cudnn = self.nodes.attention_kernel in ("auto", "cudnn") and self.mesh.sizes.context == 1 and not captured
         return estimate_attention_fractions(
-            self._model_forward_flops, rows, rows.one_document_per_row_probability * by_cudnn
+            self._model_forward_flops, rows, rows.all_rows_one_document_probability * by_cudnn
         )
 
     @cached_property
     def _model_forward_flops(self) -> ForwardFlops | None:
         """Return the model's forward FLOPs, or None if the model does not count them."""
-        if not self.nodes.counts_flops:
+        if not self.nodes.model_counts_flops:
             return None
         model: CountsFlops = self.objects[self.nodes.model_node]
         return self.cache.get_or_compute("operations", model.forward_flops)  # it builds the model
@@ -457,7 +459,9 @@ class Planner:
 
         sizes, host_bytes = count_bytes_with_state_on_host(0.0)
         update_flops = sum(user.count_update_flops() for user in users if isinstance(user, UpdateFlops))
-        arithmetic = sum(user.count_elementwise_update_ops() for user in users if isinstance(user, UpdateArithmetic))
+        arithmetic = sum(
+            user.count_elementwise_flops_per_update() for user in users if isinstance(user, UpdateArithmetic)
+        )
         passes = 2 if self.device.is_gpu and self.nodes.optimizer_applies_gradient_factors else 4
         return RankView(
             mesh=mesh,
@@ -499,7 +503,7 @@ class Planner:
         # A cached view may have been made with other policies.
         recomputing = [attrs.evolve(stage, recompute=policies[stage.index]) for stage in all_stages]
         costs = {stage.index: meter.record_costs(stage, stage.index in split_stages) for stage in recomputing}
-        self.frozen_model_bytes = meter.frozen_model_bytes
+        self.frozen_model_bytes_per_microbatch = meter.frozen_model_bytes_per_microbatch
         return costs
 
     def _estimate_rank_memory(
@@ -511,8 +515,8 @@ class Planner:
         }
         peak = compute_peak_memory(program, index, costs, gradients)
         buffers = view.buffer_bytes_by_kind(costs, self.device, self._count_step_batch_bytes(program.microbatches))
-        if self.frozen_model_bytes and view.stages.local[-1].span.head:
-            buffers["reference"] = program.microbatches * self.frozen_model_bytes
+        if self.frozen_model_bytes_per_microbatch and view.stages.local[-1].span.head:
+            buffers["reference"] = program.microbatches * self.frozen_model_bytes_per_microbatch
         return RankMemory(
             stages=[stage.index for stage in view.stages.local],
             persistent=_select_persistent_bytes_by_kind(view),
@@ -546,5 +550,7 @@ def _count_training_flops(
     """Return the FLOPs to train on `tokens`, or None if the model does not count them."""
     if forward_flops is None:
         return None
-    pairs = {window: tokens / rows.length * rows.count_expected_pairs(window) for window in forward_flops.per_pair}
+    pairs = {
+        window: tokens / rows.length * rows.count_expected_pairs_per_row(window) for window in forward_flops.per_pair
+    }
     return forward_flops.count_training_flops(tokens, pairs, frozen_names)

@@ -12,7 +12,7 @@ from drawloom.components.distributed.device_model import DeviceModel
 from drawloom.components.distributed.mesh_layout import SHARDS
 from drawloom.components.distributed.planned import PlannedMesh
 from drawloom.components.parallel.float8_layers import find_float8_layers
-from drawloom.components.parallel.shard_transfers import choose_message_dtype
+from drawloom.components.parallel.shard_transfers import choose_gradient_message_dtype
 from drawloom.components.parallel.sliced_store import SlicedStore, count_elements_in_largest_reduction_unit
 from drawloom.components.planning.stage_costs import StageCosts
 from drawloom.components.planning.step_time import ReplicaTimes
@@ -128,7 +128,7 @@ class RankView:
     @property
     def _gradient_message_itemsize(self) -> int:
         """Return a gradient element's bytes in the message to its owner."""
-        return choose_message_dtype(self.stages.precision, self.mesh.sizes.data_replicate > 1).itemsize
+        return choose_gradient_message_dtype(self.stages.precision, self.mesh.sizes.data_replicate > 1).itemsize
 
     def buffer_bytes_by_kind(
         self, costs: Mapping[int, StageCosts], device: DeviceModel, batch_bytes: int

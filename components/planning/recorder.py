@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from drawloom.components.distributed.device_model import DeviceModel
 from drawloom.components.parallel.meta_collectives import COLLECTIVE, count_message_bytes
 from drawloom.components.planning.attention import AttentionFractions
-from drawloom.kernels.costs import OperationCosts, bind_arguments, compute_operation_costs, moves_data
+from drawloom.kernels.costs import OperationCosts, accesses_elements, bind_arguments, compute_operation_costs
 from drawloom.kernels.weight_formats import FETCH
 
 
@@ -128,10 +128,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in new:
             self._count_storage_once(tensor)
         if function.overloadpacket is COLLECTIVE:
-            self._count_collective(bind_arguments(function, args, kwargs), result)
+            self._add_collective_seconds(bind_arguments(function, args, kwargs), result)
         elif function.overloadpacket is FETCH:
             self._link_seconds += outputs[0].nbytes / self._device.host_link
-        elif moves_data(function, bool(new)):
+        elif accesses_elements(function, bool(new)):
             self._count_operation(compute_operation_costs(function, args, kwargs, result), inputs, outputs)
         return result
 
@@ -149,7 +149,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Subtract a storage's bytes when Python frees it."""
         self._now -= self._sizes.pop(reference)[0]
 
-    def _count_collective(self, arguments: Mapping[str, Any], result: Tensor) -> None:
+    def _add_collective_seconds(self, arguments: Mapping[str, Any], result: Tensor) -> None:
         """Add the seconds for a collective over its link."""
         sent = count_message_bytes(arguments["x"], result, arguments["kind"], arguments["ranks"])
         seconds = sent / self._links(arguments["dimension"])

@@ -8,7 +8,7 @@ import attrs
 from drawloom.components.planning.nodes import Nodes
 from drawloom.components.planning.plan import Plan, plan
 from drawloom.components.ports.run import Batching
-from drawloom.components.storage.byte_size import format_byte_size
+from drawloom.components.storage.byte_size import format_decimal_byte_size
 from drawloom.graph import RecipeError, UserError
 from drawloom.graph.project import Recipe
 
@@ -57,7 +57,7 @@ def find_remedies(recipe: Recipe, planned: Plan) -> list[Remedy]:
     helpful = [
         remedy
         for values, cost, ranks in _list_settings_with_cost_and_rank_count(Nodes.of(recipe), planned)
-        if (remedy := _plan_with_remedy(recipe, values, cost, planned, ranks)) is not None
+        if (remedy := _make_remedy_if_saving_memory(recipe, values, cost, planned, ranks)) is not None
     ]
     helpful.sort(key=lambda remedy: -max(remedy.plan.peak_memory_bytes))
     if not any(remedy.plan.fits for remedy in helpful):
@@ -72,17 +72,18 @@ def describe_excess(recipe: Recipe, planned: Plan) -> str:
     ]
     settings = " or ".join(map(_describe_fitting_remedy, fitting)) or "none was found"
     fullest = max(planned.memory, key=lambda rank: rank.peak_bytes)
-    needed, available = map(format_byte_size, (fullest.peak_bytes, planned.device.memory))
+    needed, available = map(format_decimal_byte_size, (fullest.peak_bytes, planned.device.memory))
     excess = f"the run needs {needed} on a GPU, in {fullest.action_at_peak}, and each has {available}"
     host = max(rank.host for rank in planned.memory)
     if host and planned.device.host_memory:
-        excess += f", and {format_byte_size(host)} in host memory of {format_byte_size(planned.device.host_memory)}"
+        capacity = format_decimal_byte_size(planned.device.host_memory)
+        excess += f", and {format_decimal_byte_size(host)} in host memory of {capacity}"
     return f"{excess}; settings that fit: {settings}"
 
 
 def _describe_fitting_remedy(remedy: Remedy) -> str:
     """Return a remedy's settings, with the memory and the step time that they are planned to take."""
-    peak, seconds = format_byte_size(max(remedy.plan.peak_memory_bytes)), remedy.plan.time.seconds
+    peak, seconds = format_decimal_byte_size(max(remedy.plan.peak_memory_bytes)), remedy.plan.time.seconds
     return f"{'; '.join(remedy.setting_lines)} ({peak}, {seconds:.3g} s a step)"
 
 
@@ -92,7 +93,7 @@ def _combine_until_fit(recipe: Recipe, planned: Plan) -> Iterator[Remedy]:
     best = planned
     for values, _, ranks in _list_settings_with_cost_and_rank_count(Nodes.of(recipe), planned):
         merged = {node: {**so_far.get(node, {}), **values.get(node, {})} for node in {**so_far, **values}}
-        remedy = _plan_with_remedy(recipe, merged, "together", best, ranks)
+        remedy = _make_remedy_if_saving_memory(recipe, merged, "together", best, ranks)
         if remedy is not None:
             so_far, best = merged, remedy.plan
             if best.fits:
@@ -100,7 +101,7 @@ def _combine_until_fit(recipe: Recipe, planned: Plan) -> Iterator[Remedy]:
                 return
 
 
-def _plan_with_remedy(
+def _make_remedy_if_saving_memory(
     recipe: Recipe, values: Values, cost_in_words: str, unfitting_plan: Plan, ranks: int
 ) -> Remedy | None:
     """Return the remedy with these settings, or None if they are invalid in this recipe or do not save memory."""
@@ -167,5 +168,5 @@ def format_remedies(remedies: Sequence[Remedy]) -> str:
         peak, seconds = max(remedy.plan.peak_memory_bytes), remedy.plan.time.seconds
         fits = "fits" if remedy.plan.fits else "too much"
         settings = "; ".join(remedy.setting_lines)
-        lines.append(f"  {settings}  # {format_byte_size(peak)}, {fits}; {seconds:.3g} s a step; {remedy.cost}")
+        lines.append(f"  {settings}  # {format_decimal_byte_size(peak)}, {fits}; {seconds:.3g} s a step; {remedy.cost}")
     return "\n".join(lines)

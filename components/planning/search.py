@@ -16,7 +16,7 @@ from drawloom.components.planning.plan import Plan, PlanCache, TooLargeError, pl
 from drawloom.components.planning.remedies import Values, format_toml_lines
 from drawloom.components.ports.distributed import PerDimension
 from drawloom.components.ports.run import Batching
-from drawloom.components.storage.byte_size import format_byte_size
+from drawloom.components.storage.byte_size import format_decimal_byte_size
 from drawloom.graph import RecipeError, UserError
 from drawloom.graph.project import Recipe
 
@@ -74,11 +74,11 @@ def search_fastest_plans(recipe: Recipe, device: DeviceModel, ranks: int) -> lis
     tried += searched.search_auto_schedules(tried)
     if not tried and searched.problem:
         raise UserError(f"no mesh of {ranks} ranks suits the recipe: {searched.problem}")
-    fitting = sorted((choice for choice in tried if choice.plan.fits), key=_sort_key)
+    fitting = sorted((choice for choice in tried if choice.plan.fits), key=_get_time_then_memory_key)
     return (fitting or sorted(tried, key=lambda choice: max(choice.plan.peak_memory_bytes)))[:MAX_PLANS_SHOWN]
 
 
-def _sort_key(choice: PlanChoice) -> tuple[int, int]:
+def _get_time_then_memory_key(choice: PlanChoice) -> tuple[int, int]:
     """Return a sort key: the step time in TIME_TOLERANCE units, then the memory."""
     return round(math.log(choice.plan.time.seconds) / TIME_TOLERANCE), max(choice.plan.peak_memory_bytes)
 
@@ -111,7 +111,9 @@ class _Search:
         if self.best == math.inf:
             for _, mesh in sorted(self.too_large, key=lambda pair: pair[0])[:MAX_PLANS_SHOWN]:
                 if (
-                    choice := self._plan_configuration(mesh, 1, _list_schedules_for_mesh(mesh)[0], POLICIES[-1], None)
+                    choice := self._plan_configuration_if_valid(
+                        mesh, 1, _list_schedules_for_mesh(mesh)[0], POLICIES[-1], None
+                    )
                 ) is not None:
                     yield choice
 
@@ -144,7 +146,7 @@ class _Search:
                 if self.nodes.global_batch_size % (rows * mesh.data_replicate * mesh.data_shard):
                     break
                 try:
-                    choice = self._plan_least_recomputation(mesh, rows, schedule)
+                    choice = self._plan_with_rising_recomputation(mesh, rows, schedule)
                 except TooLargeError as error:
                     self.too_large.append((error.bytes, mesh))
                     return
@@ -155,11 +157,11 @@ class _Search:
                     break
                 best = choice.plan.time.seconds
 
-    def _plan_least_recomputation(self, mesh: PerDimension, rows: int, schedule: str) -> PlanChoice | None:
+    def _plan_with_rising_recomputation(self, mesh: PerDimension, rows: int, schedule: str) -> PlanChoice | None:
         """Return the plan with the least recomputation that fits; if none fits, a plan with more; None if invalid."""
         choice = None
         for policy in POLICIES if not self.nodes.memory_policy_nodes else POLICIES[:1]:
-            choice = self._plan_configuration(mesh, rows, schedule, policy, self.cache) or choice
+            choice = self._plan_configuration_if_valid(mesh, rows, schedule, policy, self.cache) or choice
             if choice is None:
                 break
             if choice.plan.fits:
@@ -169,7 +171,7 @@ class _Search:
                 break  # more recomputation takes even longer
         return choice
 
-    def _plan_configuration(
+    def _plan_configuration_if_valid(
         self, mesh: PerDimension, rows: int, schedule: str, policy: str, cache: PlanCache | None
     ) -> PlanChoice | None:
         """Plan with these settings; return None if they are invalid. Raises TooLargeError if parameters do not fit."""
@@ -248,7 +250,7 @@ def format_search_table(choices: Sequence[PlanChoice]) -> str:
             for name, seconds in time.as_data().items()
             if name != "compute" and seconds > 0.01 * time.seconds
         )
-        speed = f"{time.seconds:.3g} s, {planned.tokens_per_second:,.0f} tokens/s, {format_byte_size(peak)}"
+        speed = f"{time.seconds:.3g} s, {planned.tokens_per_second:,.0f} tokens/s, {format_decimal_byte_size(peak)}"
         settings = "; ".join(_abbreviate_lists(line) for line in format_toml_lines(choice.values))
         lines += [f"{number:2}  {speed}{': ' + spent if spent else ''}", f"    {settings}"]
     return "\n".join(lines).lstrip("\n")

@@ -15,10 +15,11 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from drawloom.components.distributed.device_model import DeviceModel
 from drawloom.components.parallel.context import ContextPart
-from drawloom.components.pipeline.runtime.stage_runner import StageRunner, list_floating_leaves, make_autograd_leaves
+from drawloom.components.pipeline.runtime.stage_runner import StageRunner, list_floating_leaves, require_grad_in_place
 from drawloom.components.planning.attention import AttentionFractions
 from drawloom.components.planning.recorder import Links, PassCost, Recorder
 from drawloom.components.ports.distributed import Group
@@ -144,7 +145,9 @@ class StageCostRecorder:
                 hooks.callback(handle.remove)
             with recorder.label_new_storages("hidden states"):
                 inputs = (
-                    first_inputs if stage.index == 0 else make_autograd_leaves(map_leaves(_allocate_like, self._hidden))
+                    first_inputs
+                    if stage.index == 0
+                    else require_grad_in_place(map_leaves(_allocate_like, self._hidden))
                 )
             recorder.begin_pass()
             with recorder.label_new_storages("head and loss" if stage.span.head else "hidden states"):
@@ -167,7 +170,7 @@ class StageCostRecorder:
             return [("B", partial(_run_backward, runner.backward))]
         return [("I", partial(_run_backward, runner.backward_input)), ("W", partial(runner.backward_weight, 0))]
 
-    def _register_label_hooks(self, recorder: Recorder, stage: Stage) -> Iterator[Any]:
+    def _register_label_hooks(self, recorder: Recorder, stage: Stage) -> Iterator[RemovableHandle]:
         """Label the storages by module name: blocks' children, and leaf modules outside blocks. Yield hook handles."""
         inside: set[nn.Module] = set()
         for block in self.blocks(stage.module):
@@ -195,7 +198,7 @@ class StageCostRecorder:
         return self._inputs
 
     @property
-    def frozen_model_bytes(self) -> int:
+    def frozen_model_bytes_per_microbatch(self) -> int:
         """Return the frozen model's bytes per microbatch, on the last stage's rank."""
         self._make_meta_inputs_context_and_batch()
         return self._frozen_bytes

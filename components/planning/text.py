@@ -9,7 +9,7 @@ from drawloom.components.pipeline.program.recomputation import describe_recomput
 from drawloom.components.planning.plan import Plan, RankMemory
 from drawloom.components.ports.memory_policy import MemoryChoice
 from drawloom.components.ports.program import OPS
-from drawloom.components.storage.byte_size import choose_byte_unit_and_its_size, format_byte_size
+from drawloom.components.storage.byte_size import choose_byte_unit_and_its_size, format_decimal_byte_size
 
 
 def as_data(plan: Plan) -> dict[str, Any]:
@@ -85,14 +85,17 @@ def _iterate_summary_lines(plan: Plan) -> Iterator[tuple[str, str]]:
     count = f"{plan.microbatches} microbatch{'es' * (plan.microbatches > 1)}"
     yield "step", f"{count} of {rows}{documents} on each replica, {plan.tokens:,} tokens in all"
     fullest = max(plan.memory, key=lambda memory: memory.peak_bytes)
-    limit = f" of {format_byte_size(plan.device.memory)}" if plan.device.memory else ""
+    limit = f" of {format_decimal_byte_size(plan.device.memory)}" if plan.device.memory else ""
     verdict = "" if plan.fits else ": too much"
-    yield "memory", f"{format_byte_size(fullest.peak_bytes)}{limit} at most, in {fullest.action_at_peak}{verdict}"
+    yield (
+        "memory",
+        f"{format_decimal_byte_size(fullest.peak_bytes)}{limit} at most, in {fullest.action_at_peak}{verdict}",
+    )
     if plan.choice is not None:
         yield "choice", describe_memory_choice(plan)
     if host := max(memory.host for memory in plan.memory):
-        yield "host", f"{format_byte_size(host)} of each rank in host memory, at most"
-    yield "time", f"{plan.time.seconds:.3g} s a step: {format_time_parts(plan)}"
+        yield "host", f"{format_decimal_byte_size(host)} of each rank in host memory, at most"
+    yield "time", f"{plan.time.seconds:.3g} s a step: {format_time_percentages(plan)}"
     mfu = "" if plan.mfu is None else f", {plan.mfu:.1%} MFU"
     per_rank = f", {plan.tokens_per_second / plan.ranks:,.0f} on each rank" if plan.ranks > 1 else ""
     yield "speed", f"{plan.tokens_per_second:,.0f} tokens/s{per_rank}{mfu}"
@@ -121,7 +124,7 @@ def describe_host_states(fractions: Sequence[float]) -> str:
     return f"{amount}optimizer state in host memory"
 
 
-def format_time_parts(plan: Plan) -> str:
+def format_time_percentages(plan: Plan) -> str:
     """Return the step time's parts in %, without parts near 0."""
     parts = plan.time.as_data()
     parts["passes"] = parts.pop("compute") - parts["sending"]

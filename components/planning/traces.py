@@ -53,9 +53,9 @@ class TracedStep:
         whole[:] = np.where(np.isnan(whole), inputs + weights, whole)
         for part in (inputs, weights):
             part[:] = np.where(np.isnan(part), whole / 2, part)
-        return CostTable(comm=self._message_seconds(), lengths=lengths)
+        return CostTable(comm=self._min_message_seconds(), lengths=lengths)
 
-    def _message_seconds(self) -> float:
+    def _min_message_seconds(self) -> float:
         """Return the minimum seconds between a result and its use on another rank; 0 without messages."""
         produces, consumes, delay = index_produced_and_consumed_results(self.program, Costs(comm=1.0))
         ready = np.zeros(int(produces.max(initial=0)) + 1)
@@ -73,7 +73,7 @@ def read_traced_step(folder: Path, program: Program) -> TracedStep:
     """
     program = merge_split_backwards(program)
     paths = _find_newest_trace_files(folder, program.ranks)
-    ranks = [_read_action_spans(paths[rank * len(paths) // program.ranks]) for rank in range(program.ranks)]
+    ranks = [_read_last_step_action_spans(paths[rank * len(paths) // program.ranks]) for rank in range(program.ranks)]
     spans: list[Span] = []
     for rank, actions in enumerate(ranks):
         for row in range(*program.bounds[rank : rank + 2]):
@@ -104,7 +104,7 @@ def _find_newest_trace_files(folder: Path, multiple: int) -> Sequence[Path]:
     return [newest[rank] for rank in sorted(newest)]
 
 
-def _read_action_spans(path: Path) -> dict[str, Span]:
+def _read_last_step_action_spans(path: Path) -> dict[str, Span]:
     """Return the spans of the last step's actions by name, without waits for messages; GPU time if the trace has it."""
     try:
         with open_regular_file(path) as file, open(file.descriptor, "rb", closefd=False) as packed:

@@ -96,7 +96,7 @@ class AdaptedLayer(ABC):
         """
 
     @abstractmethod
-    def make_peft_mapper(self, name: str) -> Mapper:
+    def make_mapper_to_peft(self, name: str) -> Mapper:
         """Return the mapper from the adapter's parameters to the tensors in PEFT's `adapter_model.safetensors`."""
 
     @abstractmethod

@@ -188,7 +188,7 @@ class PairedDocuments(Protocol):
     pairs: ClassVar[bool]
 
 
-def uses_document_pairs(component: object) -> bool:
+def uses_preference_pairs(component: object) -> bool:
     """Return whether a component, an object or a class, has or compares document pairs."""
     return isinstance(component, PairedDocuments) and component.pairs
 

@@ -271,7 +271,7 @@ class SurvivingProcesses(Protocol):
 class ReplicaLimit(Protocol):
     """A node whose work can't be shared by every number of replicas, such as a batch of rows."""
 
-    def can_divide_among_replicas(self, count: int) -> bool:
+    def supports_replica_count(self, count: int) -> bool:
         """Return whether `count` data-parallel ranks (DDP × FSDP) can share the work; called on an open node."""
         ...
 
@@ -292,7 +292,7 @@ class Timed(Protocol):
         """Return a message that names the ranks for which others wait, or "" if unknown. Takes about a second."""
         ...
 
-    def fail_all_or_hanging_ranks(self, text: str) -> bool:
+    def fail_ranks_and_must_exit(self, text: str) -> bool:
         """
         End all ranks' processes with `text` as this rank's error message; return whether this process has to end.
 
@@ -323,7 +323,7 @@ class Mesh(Protocol):
         """
         ...
 
-    def torch_mesh(self, *dimensions: Sequence[str]) -> Any:
+    def create_torch_mesh(self, *dimensions: Sequence[str]) -> Any:
         """
         Return torch's DeviceMesh with one dimension per argument: the ranks in `group(*names)` for the argument's
         names.
@@ -412,7 +412,7 @@ class Device(Protocol):
         """Backend for torch.distributed: `gloo` or `nccl`."""
         ...
 
-    def measure_peak_memory(self) -> int:
+    def get_peak_memory_so_far(self) -> int:
         """Return this process's peak memory so far, in bytes: allocated by torch on a GPU, resident (RSS) on a CPU."""
         ...
 

@@ -104,7 +104,7 @@ class PeerExchange(Protocol):
     All ranks have equally many token slots. Tokens are numbered by rank, then by slot.
     """
 
-    def publish_tokens(self, values: Sequence[Tensor], own_slots: Sequence[Tensor]) -> None:
+    def write_tokens_to_slots(self, values: Sequence[Tensor], own_slots: Sequence[Tensor]) -> None:
         """
         Copy this rank's tokens into its memory that the other ranks read.
 

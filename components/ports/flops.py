@@ -63,7 +63,7 @@ class UpdateFlops(Protocol):
 class UpdateArithmetic(Protocol):
     """An optimizer whose update takes longer than its memory traffic."""
 
-    def count_elementwise_update_ops(self) -> float:
+    def count_elementwise_flops_per_update(self) -> float:
         """Return the float32 operations per update on this rank, without matrix products; works before `open`."""
         ...
 

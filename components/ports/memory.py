@@ -20,7 +20,7 @@ MEMORY_KINDS: tuple[MemoryKind, ...] = get_args(MemoryKind)
 class MemoryUser(Protocol):
     """A node that keeps gradients, or tensors for longer than a step, on this rank's device."""
 
-    def memory_bytes(self) -> Mapping[MemoryKind, int]:
+    def device_bytes(self) -> Mapping[MemoryKind, int]:
         """
         Return this node's bytes on this rank by kind, including bytes allocated in the first step; {} before `open`.
 
@@ -34,13 +34,13 @@ class HostMemoryUser(Protocol):
     """A memory user with tensors in host memory, which are streamed to the device and back in every step."""
 
     def host_bytes(self) -> int:
-        """Return the bytes in host memory on this rank; like `memory_bytes`, before `open`."""
+        """Return the bytes in host memory on this rank; like `device_bytes`, before `open`."""
         ...
 
 
 def sum_memory_by_kind(users: Iterable[MemoryUser], peak: int | None = None) -> dict[MemoryKind, int]:
     """Sum all users' bytes by kind, without empty kinds; with a peak, `workspace` is the remainder."""
-    bytes_by_user = [user.memory_bytes() for user in users]
+    bytes_by_user = [user.device_bytes() for user in users]
     totals = {kind: sum(by_kind.get(kind, 0) for by_kind in bytes_by_user) for kind in MEMORY_KINDS}
     if peak is not None:
         totals["workspace"] += max(0, peak - sum(totals.values()))

@@ -211,7 +211,7 @@ class MeasuresStep(Protocol):
     A pass without gradients measures them before the step's first backward pass.
     """
 
-    def measure_step_sums(self, hidden: Tensor, head: Head, batch: Any) -> Tensor:
+    def compute_part_of_step_sums(self, hidden: Tensor, head: Head, batch: Any) -> Tensor:
         """
         Return a microbatch's part of the step's sums, float64 (sums,), from hidden states (rows, length, hidden_size).
 
@@ -284,7 +284,7 @@ class Executor(Protocol):
 class RepeatingExecutor(Executor, Protocol):
     """An executor that can repeat passes, for a comparison of their results."""
 
-    def rerun_passes_as_recomputation(self, state: StepState) -> None:
+    def rerun_passes_for_comparison(self, state: StepState) -> None:
         """Run the forward and backward passes once more, for a comparison; routers do not count tokens again."""
         ...
 

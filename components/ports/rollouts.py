@@ -177,7 +177,7 @@ class RewardMeans:
 class RewardEvaluation(Protocol):
     """A policy measurement by sampled completions' rewards."""
 
-    def measure_rewards(self, batches: Iterable[Batch]) -> RewardMeans:
+    def sample_and_average_rewards(self, batches: Iterable[Batch]) -> RewardMeans:
         """
         Complete and score this data-parallel rank's prompts, by microbatch, and return the means over all ranks.
 

@@ -146,7 +146,7 @@ class Step:
             scale(factor)
         self._deferred = []
 
-    def take_deferred_factors(self) -> Tensor | None:
+    def stack_and_clear_deferred_factors(self) -> Tensor | None:
         """
         Return the deferred factors, float32 (factors,) on the gradients' device, or None; the caller multiplies every
         gradient by each in turn, and rounds each product to the gradient's dtype.
@@ -184,7 +184,7 @@ class DefersScaling(Protocol):
     """
     A phase that may run while gradients lack deferred factors.
 
-    It reads no gradient, or calls `Step.take_deferred_factors`.
+    It reads no gradient, or calls `Step.stack_and_clear_deferred_factors`.
 
     The trainer multiplies by deferred factors before any other phase that reads or changes gradients.
     """
@@ -497,11 +497,11 @@ class Restorer(Protocol):
         """
         Wait until the state is copied, after which it may change.
 
-        This is for the save in progress, and for `keep_in_memory_and_reopen_for_joiners`.
+        This is for the save in progress, and for `keep_in_memory_for_joiners`.
         """
         ...
 
-    def keep_in_memory_and_reopen_for_joiners(self, step: Step) -> None:
+    def keep_in_memory_for_joiners(self, step: Step) -> None:
         """
         Keep a copy in memory of the state after a step, if the run can continue there after a rank is lost.
 
@@ -589,7 +589,7 @@ class FinalTask(Protocol):
     The result records the weights' step. If the run is continued to more steps, the task runs again.
     """
 
-    def is_finished(self, step: int) -> bool:
+    def has_result_of_step(self, step: int) -> bool:
         """Return whether the task was completed with the weights after this step, perhaps by an earlier process."""
         ...
 

@@ -47,7 +47,7 @@ class Shards(Protocol):
         """Whether gradients are reduced after every microbatch instead of only after the last."""
         ...
 
-    def unshard(self) -> None:
+    def start_unshard(self) -> None:
         """Start to gather the whole stage's parameters."""
         ...
 
@@ -90,8 +90,8 @@ class Stage:
     `shards` on several ranks, `masters` has this rank's slices. `adapters` have been injected into the module; without
     adapters every parameter is trained, unless a transform froze it. `splits` has this rank's slices for parameters
     that ranks compute with in slices. `recompute` is the activation checkpointing policy. `capture` is True if passes
-    are launched as CUDA graphs. With `offload`, activations wait in host memory. `read_frozen` reads the values of
-    frozen parameters that the module stores in a quantized format.
+    are launched as CUDA graphs. With `offload`, activations wait in host memory. `read_or_draw_frozen_values` reads
+    the values of frozen parameters that the module stores in a quantized format.
     """
 
     index: int
@@ -105,7 +105,7 @@ class Stage:
     recompute: Recompute = "none"
     capture: bool = False
     offload: bool = False
-    read_frozen: ReadFrozen | None = None
+    read_or_draw_frozen_values: ReadFrozen | None = None
 
     def named_masters_or_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """
@@ -125,15 +125,15 @@ class Stage:
             for name, parameter in named
             if not name.startswith(f"{LOSS}.")
         }
-        if (read_frozen := self.read_frozen) is not None:
+        if (read_or_draw_frozen_values := self.read_or_draw_frozen_values) is not None:
             for name, weight_format in list_quantized_parameter_formats(self.module).items():
                 stored = parameters[name]
                 shape = weight_format.weight_shape(stored.shape)
-                read = partial(read_frozen, name, shape, stored.dtype)
+                read = partial(read_or_draw_frozen_values, name, shape, stored.dtype)
                 parameters[name] = QuantizedParameter(tensor=stored.tensor, weight_shape=shape, read=read)
         return parameters
 
-    def model_buffers(self) -> dict[str, ModelParameter]:
+    def persistent_model_buffers(self) -> dict[str, ModelParameter]:
         """Return the model's persistent buffers by name, without the loss's; buffers are whole on every rank."""
         saved = self.module.state_dict(keep_vars=True)
         named = ((name, buffer) for name, buffer in self.module.named_buffers() if name in saved)
@@ -319,7 +319,7 @@ def computes_both_gradients_at_once(component: object) -> bool:
 class ModelExport(Protocol):
     """Writer of the model for other libraries."""
 
-    def export_to(self, target: Path) -> None:
+    def gather_and_export_to(self, target: Path) -> None:
         """
         Write the current weights, with merged adapters, as a Hugging Face folder. A collective over all ranks.
 

@@ -112,13 +112,13 @@ class RunLog:
     def _add_process_start(self, time: str, text: str) -> None:
         """Note a new process; if the earlier one did not end, note its kill."""
         if self.running:
-            self.add_kill()
+            self.add_kill_event()
         self.running, self.starts, self.header, self._in_header = True, self.starts + 1, {}, True
         self._add_header_line(text)
         if self.starts == 1:
             self._add_event(time, "started", "the first process of the run")
 
-    def add_kill(self) -> None:
+    def add_kill_event(self) -> None:
         """Add the newest process's kill, because it did not log its end."""
         self.running = False
         where = f"the last line in the log is of step {self.step}" if self.step else "it was before the first step"

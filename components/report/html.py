@@ -34,7 +34,7 @@ class HtmlReport:
     schedules: Every[Schedule]
     batching: Every[Batching]
 
-    def is_finished(self, step: int) -> bool:
+    def has_result_of_step(self, step: int) -> bool:
         """Return whether rank 0 has a report for this step. A collective, equal on all ranks."""
         return bool(run_on_rank0(self.mesh.world, lambda: self._has_report_of_step(step)))
 

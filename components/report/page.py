@@ -17,7 +17,7 @@ from drawloom.components.report.ettr import compute_ettr
 from drawloom.components.report.events import LogEvent
 from drawloom.components.report.run_record import RunRecord
 from drawloom.components.report.seed_groups import SeedGroup, find_last_common_step, group_runs_by_settings
-from drawloom.components.storage.byte_size import format_byte_size
+from drawloom.components.storage.byte_size import format_decimal_byte_size
 
 FOLDER = Path(__file__).parent
 COLOURS = 8  # classes c0 to c7 of the style
@@ -180,7 +180,7 @@ def _list_key_numbers(run: RunRecord) -> Iterator[tuple[str, str]]:
     if "memory" in log.header:
         yield "memory, planned", log.header["memory"]
     if (memory := metrics.largest_value("memory")) is not None:
-        yield "memory, measured", f"{format_byte_size(memory)} at most"
+        yield "memory, measured", f"{format_decimal_byte_size(memory)} at most"
     if log.skipped:
         yield "skipped steps", f"{log.skipped:,}"
     if (ratio := compute_ettr(log, metrics)) is not None:
@@ -253,7 +253,9 @@ def _render_checkpoints(run: RunRecord) -> Iterator[str]:
             continue
         losses = [manifest.values.get(name) for name in ("loss", "validation_loss")]
         cells = ["" if loss is None else f"{loss:.4f}" for loss in losses]
-        rows.append([f"{step:,}", *cells, format_byte_size(manifest.total_file_bytes), f"{manifest.world_size}"])
+        rows.append(
+            [f"{step:,}", *cells, format_decimal_byte_size(manifest.total_file_bytes), f"{manifest.world_size}"]
+        )
     head, rows, equal = _drop_and_describe_equal_columns(["step", "loss", "validation loss", "size", "ranks"], rows)
     yield from _render_table(head, rows)
     if equal:

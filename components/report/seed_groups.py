@@ -81,7 +81,7 @@ class SeedGroup:
         steps = find_common_steps(known)
         if len(known) < len(columns) or not len(steps):
             return None
-        values = np.stack([_values_at_steps(column, steps) for column in known])
+        values = np.stack([_get_values_at_existing_steps(column, steps) for column in known])
         return thin_values_to_curve(steps, values.mean(0), max_points, values.min(0), values.max(0))
 
 
@@ -130,7 +130,7 @@ def find_value_at_step(column: Column | None, step: int) -> float | None:
     return column.values[index] if has_step and math.isfinite(column.values[index]) else None
 
 
-def _values_at_steps(column: Column, steps: NDArray[np.int64]) -> NDArray[np.float64]:
+def _get_values_at_existing_steps(column: Column, steps: NDArray[np.int64]) -> NDArray[np.float64]:
     """Return a column's values at these steps, which it must have."""
     return np.asarray(column.values)[np.searchsorted(np.asarray(column.steps), steps)]
 

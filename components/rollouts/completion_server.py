@@ -95,7 +95,7 @@ class CompletionServer:
     def check_scaled_logps(self, model: str, prompt: Sequence[int], temperature: float) -> None:
         """Raise UserError if log-probabilities ignore the temperature, which must differ from 1."""
         plain, scaled = (
-            self._read_top_logps(
+            self._read_first_token_top_logps(
                 self._request_choice(model, prompt, {"max_tokens": 1, "temperature": value, "seed": 0}, logprobs=2)
             )
             for value in (1.0, temperature)
@@ -174,7 +174,7 @@ class CompletionServer:
             )
         return [float(value) for value in values]
 
-    def _read_top_logps(self, choice: Any) -> list[float]:
+    def _read_first_token_top_logps(self, choice: Any) -> list[float]:
         """Return the first token's largest log-probabilities, in descending order."""
         try:
             return sorted(choice["logprobs"]["top_logprobs"][0].values(), reverse=True)

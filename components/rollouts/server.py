@@ -127,8 +127,8 @@ class ServerRollouts:
         last, target = self._updated_step, self._export_folder / purpose
         is_due = purpose != TRAIN or last is None or step - last >= self.update_every
         if is_due:
-            run_on_rank0(world, lambda: self._clear_export_folder(target))
-            self.export.export_to(target)
+            run_on_rank0(world, lambda: self._remove_export_and_make_parent(target))
+            self.export.gather_and_export_to(target)
         if is_due or self._served_purpose != purpose:
             run_on_rank0(world, lambda: self._send_reload(target))
         self._served_purpose = purpose
@@ -153,7 +153,7 @@ class ServerRollouts:
         self._updated_step, self._served_purpose = (int(state["step"]), None) if state else (None, None)
         target = self._export_folder / TRAIN
         if state and self.mesh.world.rank == 0:
-            self._clear_export_folder(target)
+            self._remove_export_and_make_parent(target)
             target.mkdir()
             for name, content in state["files"].items():
                 (target / name).write_bytes(content.numpy())
@@ -179,7 +179,7 @@ class ServerRollouts:
     def _export_folder(self) -> Path:
         return self.folder.folder.absolute() / "policy"
 
-    def _clear_export_folder(self, target: Path) -> None:
+    def _remove_export_and_make_parent(self, target: Path) -> None:
         """Remove an earlier export, and make the folder around it."""
         remove_folder_atomically(target)
         target.parent.mkdir(exist_ok=True)

@@ -81,23 +81,23 @@ class StageRollouts:
     def sample(self, prompts: Sequence[Prompts], purpose: str, step: int) -> list[Completions]:
         """Complete the prompts. Raises UserError on all ranks if the logits are not finite."""
         key = derive_seed(self.job.seed, "rollouts", purpose, step)
-        if self._uses_whole_rows:
-            return [self._sample_completions(microbatch, key) for microbatch in prompts]
+        if self._recomputes_rows_per_token:
+            return [self._sample_completions_on_all_ranks(microbatch, key) for microbatch in prompts]
         together = Prompts(
             tokens=torch.cat([microbatch.tokens for microbatch in prompts]),
             lengths=torch.cat([microbatch.lengths for microbatch in prompts]),
             keys=torch.cat([microbatch.keys for microbatch in prompts]),
         )
         return _split_completions(
-            self._sample_completions(together, key), [len(microbatch.lengths) for microbatch in prompts]
+            self._sample_completions_on_all_ranks(together, key), [len(microbatch.lengths) for microbatch in prompts]
         )
 
     @property
-    def _uses_whole_rows(self) -> bool:
+    def _recomputes_rows_per_token(self) -> bool:
         """Whether each token needs a pass over whole rows for the bits of the training pass."""
         return self.exact and not is_batch_invariant(self.kernels)
 
-    def _sample_completions(self, prompts: Prompts, seed: int) -> Completions:
+    def _sample_completions_on_all_ranks(self, prompts: Prompts, seed: int) -> Completions:
         """Sample completions for a batch of prompts; `seed` is for all draws. A collective over all ranks."""
         rows, prompt_length = prompts.tokens.shape
         length, end = prompt_length + self.max_tokens, self.tokenizer.eos_id
@@ -107,7 +107,7 @@ class StageRollouts:
         )
         logps, entropies = torch.zeros(2, rows, length)
         ends, is_ended = prompts.lengths + self.max_tokens, torch.zeros(rows, dtype=torch.bool)
-        cache = None if self._uses_whole_rows else KeyValueCache(length)
+        cache = None if self._recomputes_rows_per_token else KeyValueCache(length)
         position = self._shortest_prompt_over_ranks(prompts.lengths)
         while self._any_rank_has_open_rows(position, ends):
             counters = prompts.keys * TOKENS_BY_ROW + (position - prompts.lengths).clamp_min(0)

@@ -69,7 +69,7 @@ class GlobalBatch:
     def dp_rank(self) -> int:
         return self.mesh.indices.data_replicate * self.mesh.sizes.data_shard + self.mesh.indices.data_shard
 
-    def can_divide_among_replicas(self, count: int) -> bool:
+    def supports_replica_count(self, count: int) -> bool:
         return not any(_explain_uneven_sizes_and_remedies(self.global_size, self.ramp, self.micro_size, count))
 
     def first_row_position(self, step: int) -> int:

@@ -8,7 +8,7 @@ from drawloom.graph import Problem
 from drawloom.graph.wiring.node import NodeView
 
 
-def find_missing_leaves(trainer: NodeView) -> Iterator[Problem]:
+def find_missing_batch_leaves(trainer: NodeView) -> Iterator[Problem]:
     """
     Yield a problem for every component with a leaf missing from the run's batches.
 

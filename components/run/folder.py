@@ -101,7 +101,7 @@ class LockedFolder:
 
     def _write_run_records(self) -> None:
         """Write the recipe, copies of the files it names, and the versions."""
-        write_recipe(self.folder, self.recipe, self._changes)
+        update_lock_and_log_changes(self.folder, self.recipe, self._changes)
         for node, reader in self.readers.items():
             for setting, paths in reader.list_input_files().items():
                 copy_files(
@@ -173,7 +173,7 @@ def _has_step_results(folder: Path) -> bool:
     return any(any(path.iterdir()) if path.is_dir() else path.lstat().st_size for path in results)
 
 
-def write_recipe(folder: Path, recipe: ResolvedRecipe, changes: list[RecipeChange]) -> None:
+def update_lock_and_log_changes(folder: Path, recipe: ResolvedRecipe, changes: list[RecipeChange]) -> None:
     """Write recipe.lock.toml unless it is up to date, and log the changes."""
     for change in changes:
         log.info("%s: the recipe changed: %s", folder, change)

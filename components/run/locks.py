@@ -55,8 +55,8 @@ def _release_if_held(lock: FolderLock | None) -> None:
 def _lock_folder(directory: int, file: int, folder: Path) -> None:
     """Lock the folder, if its file system can, and the file in it. Raises UserError."""
     try:
-        _lock_file_or_explain(directory)
-        reason = _lock_file_or_explain(file)
+        _lock_file_if_supported(directory)
+        reason = _lock_file_if_supported(file)
     except BlockingIOError:
         raise UserError(
             f"{folder} is in use by {_read_lock_holder(file)}; wait for it, or use another run name"
@@ -68,7 +68,7 @@ def _lock_folder(directory: int, file: int, folder: Path) -> None:
         )
 
 
-def _lock_file_or_explain(descriptor: int) -> str:
+def _lock_file_if_supported(descriptor: int) -> str:
     """
     Lock an open file, and return the reason if its file system has no locks, else "".
 

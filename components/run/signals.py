@@ -53,7 +53,7 @@ class _SignalReader:
         self._handled = handled
         self._debounce = debounce
         self._record_signal_and_get_grace = on_signal
-        self._exit_after_grace = on_expired
+        self._log_grace_end_and_exit = on_expired
         self._reading, self._writing = socket.socketpair()
         self._writing.setblocking(False)  # set_wakeup_fd requires it
         self._before = signal.set_wakeup_fd(self._writing.fileno(), warn_on_full_buffer=False)
@@ -73,7 +73,7 @@ class _SignalReader:
         while True:
             timeout = None if end == float("inf") else max(0.0, end - time.monotonic())
             if not select.select([self._reading], [], [], timeout)[0]:
-                self._exit_after_grace(first)
+                self._log_grace_end_and_exit(first)
                 return
             numbers = self._reading.recv(64)
             if not numbers:
@@ -119,9 +119,11 @@ class Signals:
         if threading.current_thread() is not threading.main_thread():
             return
         handled = {*HANDLED, *(signal.Signals[name] for name in self.extra_signals)}
-        self._reader = _SignalReader(handled, self.debounce, self._record_signal_and_get_grace, self._exit_after_grace)
+        self._reader = _SignalReader(
+            handled, self.debounce, self._record_signal_and_get_grace, self._log_grace_end_and_exit
+        )
         for number in handled:
-            self._before[number] = signal.signal(number, self._record_or_raise_signal)
+            self._before[number] = signal.signal(number, self._record_and_raise_after_training)
 
     def close(self) -> None:
         """Restore the earlier handlers."""
@@ -158,7 +160,7 @@ class Signals:
         finally:
             self._raises = False
 
-    def _record_or_raise_signal(self, number: int, _frame: FrameType | None) -> None:
+    def _record_and_raise_after_training(self, number: int, _frame: FrameType | None) -> None:
         """Record a signal, and raise StoppedError after training. Runs in the main thread, perhaps late."""
         self._received = self._received or number
         if self._raises:
@@ -188,7 +190,7 @@ class Signals:
                 os.write(2, NOTICE)  # print and logging may hold their locks in a blocked main thread
         return self.grace
 
-    def _exit_after_grace(self, number: int) -> None:
+    def _log_grace_end_and_exit(self, number: int) -> None:
         """Log the end of the grace period, and exit. Runs in the signal reader's thread."""
         logging_thread = threading.Thread(target=log.error, args=(ABANDONED, self.grace, number), daemon=True)
         logging_thread.start()

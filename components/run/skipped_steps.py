@@ -19,13 +19,13 @@ class SkippedSteps:
     _last: Step | None = attrs.field(init=False, default=None)
     _unread: Step | None = attrs.field(init=False, default=None)
 
-    def add_step(self, step: Step) -> None:
+    def add_completed_step(self, step: Step) -> None:
         """Add a completed step."""
         self._unread = step
         if step.state.is_on_host or step.is_last:
-            self.wait_and_count_added_step()
+            self.wait_and_check_skip_limit()
 
-    def wait_and_count_added_step(self) -> None:
+    def wait_and_check_skip_limit(self) -> None:
         """
         Count the last step unless it is counted already, and wait for its numbers.
 

@@ -30,7 +30,7 @@ from drawloom.components.ports.run import (
     accepts_deferred_factors,
 )
 from drawloom.components.ports.stages import IN_PARAMETERS
-from drawloom.components.run.batch_leaves import find_missing_leaves
+from drawloom.components.run.batch_leaves import find_missing_batch_leaves
 from drawloom.components.run.skipped_steps import SkippedSteps
 from drawloom.graph import Every, Ordered, at_least, component, setting
 from drawloom.graph.component import find_declared_reads_and_writes
@@ -70,7 +70,7 @@ class Trainer:
         Report batch leaves without a writer, settings that name a number without a writer, and phases whose plan does
         not fit the step count.
         """
-        yield from find_missing_leaves(node)
+        yield from find_missing_batch_leaves(node)
         phases = node.neighbours("phases")
         for phase in phases:
             if issubclass(phase.component, PlannedPhase):
@@ -142,13 +142,13 @@ class Trainer:
             self._last_step, self._end_reason = done, reason
             yield step
             if is_watched and not reason and not step.goes_back and done < self.steps:
-                reason = self._end_reason = self._save_if_asked_to_stop(step)
+                reason = self._end_reason = self._save_if_any_caller_stops(step)
         with self.stop.raise_stopped_error_on_signal():
             self._run_final_tasks(done)
         self.events.emit(Event("run_ended"))
         self._skipped.fail_if_last_step_skipped()
 
-    def _save_if_asked_to_stop(self, step: Step) -> str:
+    def _save_if_any_caller_stops(self, step: Step) -> str:
         """Save the step if the caller's loop asked for a stop on any rank, and return the reason, or ""."""
         reason = self.stop.agree_on_reason(step.stop_reason)
         if reason:
@@ -166,7 +166,7 @@ class Trainer:
     def _log_start(self, done: int, reason: str) -> None:
         """Log where the run resumes, or that it is finished."""
         ended = done >= self.steps or bool(reason)
-        if ended and all(task.is_finished(done) for task in self.on_finish):
+        if ended and all(task.has_result_of_step(done) for task in self.on_finish):
             why = f"all {self.steps} steps are done"
             if done > self.steps:
                 why = f"step {done} is done, and with it {why}"
@@ -201,7 +201,7 @@ class Trainer:
         errors = []
         for task in self.on_finish:
             try:
-                if not task.is_finished(last):
+                if not task.has_result_of_step(last):
                     task.run_after_training(last)
             except RankError as error:
                 errors.append(error)
@@ -219,17 +219,17 @@ class Trainer:
             with self._emit_saving_events(step) if saves else nullcontext():
                 phase.run_phase(step)
             # The GPU computes this step's first phase while the host reads the numbers of the last step.
-            self._skipped.wait_and_count_added_step()
-            self._agree_on_last_step(step, name, phase, asked)
+            self._skipped.wait_and_check_skip_limit()
+            self._agree_to_stop_after_step(step, name, phase, asked)
             self.events.emit(Event("phase_ended", step, name))
         step.state.start_copying_to_host()
         self.events.emit(Event("step_ended", step))
-        self._skipped.add_step(step)
+        self._skipped.add_completed_step(step)
         if signal := self.stop.agree_on_signal():
-            self._skipped.wait_and_count_added_step()
+            self._skipped.wait_and_check_skip_limit()
             self._save_and_stop(step, signal)
         if self.checkpointer:
-            self.checkpointer.keep_in_memory_and_reopen_for_joiners(step)
+            self.checkpointer.keep_in_memory_for_joiners(step)
 
     @cached_property
     def _gradient_reader_names(self) -> set[str]:
@@ -241,7 +241,7 @@ class Trainer:
         }
         return {name for name, read in values.items() if not {"gradients", "gradients?"}.isdisjoint(read)}
 
-    def _agree_on_last_step(self, step: Step, name: str, phase: Phase, before: str) -> None:
+    def _agree_to_stop_after_step(self, step: Step, name: str, phase: Phase, before: str) -> None:
         """
         Make this step the last one on all ranks, if the phase has asked for a stop on any rank.
 

@@ -49,7 +49,7 @@ class Sample:
         default=None, check=above(0), doc="number of most likely tokens to sample from; default: all"
     )
 
-    def is_finished(self, step: int) -> bool:
+    def has_result_of_step(self, step: int) -> bool:
         """Return whether `sample.txt` on rank 0 already has this step's text. A collective, equal on all ranks."""
         return bool(run_on_rank0(self.mesh.world, lambda: self._has_sample_of_step(step)))
 

@@ -27,7 +27,7 @@ from drawloom.components.ports.pipeline import (
 )
 from drawloom.components.ports.slices import RankSlice
 from drawloom.components.ports.stages import LOSS, Transform
-from drawloom.components.weights.adapted import build_meta_model_with_adapters, freeze_and_inject_adapters
+from drawloom.components.weights.adapted import build_meta_model_with_adapters, freeze_adapt_and_list_targets
 from drawloom.graph import UserError
 
 
@@ -74,23 +74,23 @@ class StageBuilder:
             )  # checks patterns on the whole model, not on this rank's part
         splits: dict[str, RankSlice] = {}
         experts: set[str] = set()
-        modules = {index: self.build_stage_module(spans[index]) for index in local}
+        modules = {index: self.build_stage_module_on_meta(spans[index]) for index in local}
         for module in modules.values():
             for dimension in self.dimensions:
                 slices = dimension.apply_to_meta_module(module)
                 splits |= slices
                 if isinstance(dimension, ExpertDimension):
                     experts |= slices.keys()
-            self._cast_to_stored_dtypes(module)
+            self._cast_parameters_to_stored_dtypes(module)
             replace_by_quantized_storage(module, self.precision, splits)
             enable_float8_layers(module, self.precision)
         return ParallelModules(spans=spans, modules=modules, splits=splits, experts=experts)
 
-    def build_stage_module(self, span: LayerRange) -> nn.Module:
+    def build_stage_module_on_meta(self, span: LayerRange) -> nn.Module:
         """Build a layer range's module on the meta device, not yet split, with adapters and transforms."""
         with torch.device("meta"):
             module = self.model.build(span)
-            freeze_and_inject_adapters(self.adapters, module)
+            freeze_adapt_and_list_targets(self.adapters, module)
         if span.head and (loss_module := find_loss_module(self.loss)) is not None:
             module.add_module(LOSS, loss_module)
         for transform in self.transforms:
@@ -101,7 +101,7 @@ class StageBuilder:
 
     def build_meta_module_for_activations(self, span: LayerRange) -> nn.Module:
         """Build a layer range's split module in its layers' compute dtypes."""
-        module = self.build_stage_module(span)
+        module = self.build_stage_module_on_meta(span)
         splits = {
             name: part for dimension in self.dimensions for name, part in dimension.apply_to_meta_module(module).items()
         }
@@ -112,7 +112,7 @@ class StageBuilder:
         enable_float8_layers(module, self.precision)
         return module
 
-    def _cast_to_stored_dtypes(self, module: nn.Module) -> None:
+    def _cast_parameters_to_stored_dtypes(self, module: nn.Module) -> None:
         """Cast meta parameters to the dtypes they are stored in; buffers keep theirs."""
         for name, parameter in module.named_parameters():
             if parameter.is_floating_point():

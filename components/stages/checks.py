@@ -109,13 +109,13 @@ def check_embedding_and_head_costs_are_used(stages: NodeView, schedule: NodeView
 def check_recompute_is_set_once(stages: NodeView, schedule: NodeView, mesh: NodeView) -> Iterator[Problem]:
     """Yield a problem for a recompute policy if the schedule also has a policy by stage."""
     if stages.settings["recompute"] != "none" and (
-        schedule.settings.get("recompute") or _find_recompute_policies(schedule, mesh)
+        schedule.settings.get("recompute") or _find_recompute_policy_by_stage(schedule, mesh)
     ):
         text = f"[{schedule.name}] sets recompute policies by stage"
         yield stages.problem("recompute", text, f'write recompute = "none", or leave it out in [{schedule.name}]')
 
 
-def describe_layer_partition(schedule: NodeView, mesh: NodeView, model: NodeView) -> Iterator[str]:
+def describe_chosen_layer_partition(schedule: NodeView, mesh: NodeView, model: NodeView) -> Iterator[str]:
     """Yield the schedule's own layer partition and recompute policies."""
     built, layers = build_schedule_or_none(schedule), model.settings.get("num_hidden_layers")
     if isinstance(built, PartitioningSchedule) and isinstance(layers, int):
@@ -127,7 +127,7 @@ def describe_layer_partition(schedule: NodeView, mesh: NodeView, model: NodeView
             in_stages = built.get_pipelined_layer_count(PerDimension.from_settings(mesh.settings).pipeline, layers)
             if in_stages < layers:
                 yield f"layers {in_stages} to {layers - 1}: on every pipeline rank, for its share of the microbatches"
-    if policies := describe_recompute_policies(_find_recompute_policies(schedule, mesh)):
+    if policies := describe_recompute_policies(_find_recompute_policy_by_stage(schedule, mesh)):
         microbatches = _get_microbatch_count(schedule, mesh)
         yield f"recomputed, by [{schedule.name}] if a step has {microbatches} microbatches: {policies}"
 
@@ -137,7 +137,7 @@ def _get_microbatch_count(schedule: NodeView, mesh: NodeView) -> int:
     return schedule.settings.get("microbatches") or 4 * PerDimension.from_settings(mesh.settings).pipeline
 
 
-def _find_recompute_policies(schedule: NodeView, mesh: NodeView) -> tuple[Recompute, ...]:
+def _find_recompute_policy_by_stage(schedule: NodeView, mesh: NodeView) -> tuple[Recompute, ...]:
     """
     Return recompute policies by stage in the schedule's program; () if there are none, or the schedule has problems.
     """

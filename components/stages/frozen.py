@@ -103,8 +103,8 @@ class FrozenStages:
         with torch.no_grad():
             return self._stages.builder.build_meta_module_for_activations(span)(inputs, context, finish)
 
-    def memory_bytes(self) -> dict[MemoryKind, int]:
-        return {} if self._stages is None else self._stages.memory_bytes()
+    def device_bytes(self) -> dict[MemoryKind, int]:
+        return {} if self._stages is None else self._stages.device_bytes()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the weights' fingerprint."""

@@ -23,8 +23,8 @@ from drawloom.components.ports.model import (
 from drawloom.components.ports.slices import TensorSlice, is_dtensor
 from drawloom.components.ports.stages import LOSS
 from drawloom.components.ports.weights import Mapper
-from drawloom.components.storage.byte_size import format_byte_size
-from drawloom.components.weights.adapted import adapter_parameter_names, initialize_adapters
+from drawloom.components.storage.byte_size import format_decimal_byte_size
+from drawloom.components.weights.adapted import adapter_parameter_names, materialize_and_initialize_adapters
 from drawloom.components.weights.load import (
     fill_module_from_folder,
     folder_fingerprint,
@@ -44,8 +44,9 @@ def check_parameters_fit_device(modules: Iterable[nn.Module], sharding_ranks: in
     needed = sum(parameter.nbytes for parameter in parameters) // sharding_ranks
     if needed > (capacity := get_device_memory(device)):
         raise UserError(
-            f"the parameters of this rank take {format_byte_size(needed)}, and its device, {device}, has "
-            f"{format_byte_size(capacity)}; use a smaller model, or more ranks along data_shard, tensor or pipeline"
+            f"the parameters of this rank take {format_decimal_byte_size(needed)}, and its device, {device}, has "
+            f"{format_decimal_byte_size(capacity)}; use a smaller model, or more ranks along "
+            "data_shard, tensor or pipeline"
         )
 
 
@@ -89,12 +90,12 @@ class InitialValues:
         """Return an uninitialized tensor on the device in place of one on the meta device; others stay."""
         return torch.empty_like(tensor, device=self.device) if tensor.is_meta else tensor
 
-    def initialize_adapters(self, modules: Iterable[nn.Module]) -> None:
+    def initialize_adapters_on_all_ranks(self, modules: Iterable[nn.Module]) -> None:
         """
         Fill the adapters' parameters; a collective over ranks with shared weights, because DoRA reads whole weights.
         """
         for module in modules:
-            initialize_adapters(module, self.device, self._fill_slice_with_normal)
+            materialize_and_initialize_adapters(module, self.device, self._fill_slice_with_normal)
 
     def fingerprint_frozen_source(self, parameters: Iterable[nn.Parameter]) -> str:
         """Fingerprint the weights that the frozen parameters come from; "" if all parameters are trained."""
@@ -102,13 +103,14 @@ class InitialValues:
             return ""
         return f"seed {self.seed}" if self.folder is None else folder_fingerprint(self.folder)
 
-    def read_frozen(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def read_or_draw_frozen_values(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return a whole parameter's initial values with this shape and dtype, not rounded to a quantized format."""
         if self.folder is None:
             return self._draw_whole_parameter(name, shape, dtype)
         tensors = dict(
             stream_converted_tensors(
-                open_dequantized_source(self.folder, self._mapper), select_outputs(self._mapper, {name})
+                open_dequantized_source(self.folder, self._folder_to_parameters_mapper),
+                select_outputs(self._folder_to_parameters_mapper, {name}),
             )
         )
         return tensors[name].to(self.device, dtype)
@@ -124,7 +126,7 @@ class InitialValues:
         return self.weights or (self.model.initial_weights if isinstance(self.model, PretrainedModel) else None)
 
     @cached_property
-    def _mapper(self) -> Mapper:
+    def _folder_to_parameters_mapper(self) -> Mapper:
         """The mapper from the folder's tensors to parameters. Raises UserError for a model without one."""
         if not isinstance(self.model, LanguageModel):
             raise UserError(f"weights: {type(self.model).__name__} can't load a folder; leave weights out", 2)
@@ -132,7 +134,7 @@ class InitialValues:
 
     def _read_weights(self, folder: Path, module: nn.Module) -> None:
         """Load a module's parameters from the folder, except for adapters."""
-        mapper = self._mapper
+        mapper = self._folder_to_parameters_mapper
         try:
             fill_module_from_folder(folder, module, mapper, self.device, adapter_parameter_names(module), self.splits)
         except UserError as error:
@@ -189,8 +191,8 @@ def allocate_and_fill_buffers(module: nn.Module, device: torch.device, seed: int
     own parameters are allocated as well. Raises UserError if an owner does not fill all its buffers.
     """
     for name, owner in module.named_modules():
-        if any(True for _ in _list_buffers(owner)):
-            _allocate_and_fill_by_reset(name, owner, device, derive_seed(seed, "buffers", name), _list_buffers)
+        if any(True for _ in _list_own_buffers(owner)):
+            _allocate_and_fill_by_reset(name, owner, device, derive_seed(seed, "buffers", name), _list_own_buffers)
 
 
 def allocate_and_fill_parameters(name: str, module: nn.Module, device: torch.device, seed: int) -> None:
@@ -230,12 +232,12 @@ def _get_values_after_reset(
     return {key: tensor.detach().clone() for key, tensor in tensors(owner)}
 
 
-def _list_buffers(owner: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _list_own_buffers(owner: nn.Module) -> Iterator[tuple[str, Tensor]]:
     return owner.named_buffers(recurse=False)
 
 
 def _list_tensors(owner: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    return chain(owner.named_parameters(recurse=False), _list_buffers(owner))
+    return chain(owner.named_parameters(recurse=False), _list_own_buffers(owner))
 
 
 @contextmanager
@@ -251,7 +253,7 @@ def _seed_generators(device: torch.device, seed: int) -> Iterator[None]:
 def _create_fill_error(name: str, owner: nn.Module, tensor_names: list[str], reason: str) -> UserError:
     """Return an error for tensors an owner's `reset_parameters()` does not fill; `reason` completes the sentence."""
     where = f"the module {name} ({type(owner).__name__})" if name else f"the module {type(owner).__name__}"
-    kind = "buffers" if set(tensor_names) <= {key for key, _ in _list_buffers(owner)} else "tensors"
+    kind = "buffers" if set(tensor_names) <= {key for key, _ in _list_own_buffers(owner)} else "tensors"
     return UserError(
         f"{where} registers the {kind} {', '.join(tensor_names)}, but {reason}: it is built without memory, so the "
         "values its constructor writes are lost",

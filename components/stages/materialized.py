@@ -52,7 +52,7 @@ from drawloom.components.stages.checks import (
     check_memory_policy,
     check_offload,
     check_recompute_is_set_once,
-    describe_layer_partition,
+    describe_chosen_layer_partition,
     describe_recompute_fault,
     describe_recompute_policy,
     find_stage_nodes,
@@ -215,7 +215,7 @@ class MaterializedStages:
                 yield from dimension.notes(nodes)
             schedule = node.neighbour("schedule")
             if schedule and nodes.model:
-                yield from describe_layer_partition(schedule, nodes.mesh, nodes.model)
+                yield from describe_chosen_layer_partition(schedule, nodes.mesh, nodes.model)
 
     def check_before_open(self) -> None:
         """Raise UserError if `weights` is not a folder of readable safetensors files, or the GPU lacks float8."""
@@ -231,7 +231,7 @@ class MaterializedStages:
         """Build, parallelize and materialize this rank's stages, with initial or loaded values."""
         if self.mesh.sizes.expert > 1 and not supports_expert_parallel(self.dispatcher):
             raise UserError(f"{NO_DISPATCHER}; {WRITE_DISPATCHER}", exit_code=2)
-        parallel = self._parallelize()
+        parallel = self._build_parallel_modules_on_meta()
         self._activations = ActivationSpecs(
             parallel.spans, self.builder.build_meta_module_for_activations, self._do_layers_keep_shapes
         )
@@ -242,15 +242,15 @@ class MaterializedStages:
             make_recomputable(self.model.blocks(module))
         self._parameters.find_ranks_with_parameters()
         self._fingerprint = self._values.fingerprint_frozen_source(self._parameters.all_parameters().values())
-        self._check_precision_patterns()
+        self._check_precision_patterns_over_ranks()
 
     def build_meta_stages(self) -> None:
         """Build and parallelize this rank's stages without memory and values, for plans."""
-        parallel = self._parallelize()
+        parallel = self._build_parallel_modules_on_meta()
         modules = [*parallel.modules.values()]
         tie_equally_named_parameters(modules)
         if self.stream_frozen:
-            self._open_streamed_weights().plan(modules)
+            self._open_host_weight_stream().simulate_streaming_on_meta(modules)
         self._set_stages(parallel, self._create_data_parallel(parallel).create_planned_store(modules))
 
     def close(self) -> None:
@@ -258,7 +258,7 @@ class MaterializedStages:
         if self.streamed is not None:
             self.streamed.close()
 
-    def _open_streamed_weights(self) -> StreamedWeights:
+    def _open_host_weight_stream(self) -> StreamedWeights:
         """Open the stream for frozen weights in host memory."""
         self.streamed = StreamedWeights(self.open_transfers(self.device.device), self.device.device)
         return self.streamed
@@ -288,7 +288,7 @@ class MaterializedStages:
             head_layer_cost=self.head_layer_cost,
         )
 
-    def _parallelize(self) -> ParallelModules:
+    def _build_parallel_modules_on_meta(self) -> ParallelModules:
         """Build this rank's modules on the meta device, split over ranks."""
         return self.builder.build_local_modules()
 
@@ -310,7 +310,7 @@ class MaterializedStages:
         """Shard modules, allocate and initialize them, and return their parameter store."""
         modules = [*parallel.modules.values()]
         if self.stream_frozen:
-            self._open_streamed_weights().stream(modules)
+            self._open_host_weight_stream().stream(modules)
         check_parameters_fit_device(modules, self.mesh.shard_group.size, self.device.device)
         data_parallel = self._create_data_parallel(parallel)
         sharded = data_parallel.shard_modules(modules)
@@ -318,7 +318,7 @@ class MaterializedStages:
         self._values = InitialValues(self.model, self.job.seed, self.device.device, self.weights, slices)
         run_and_gather_on_all_ranks(self.mesh.world, partial(self._values.allocate_and_fill_modules, modules))
         if self.adapters:
-            self._values.initialize_adapters(modules)
+            self._values.initialize_adapters_on_all_ranks(modules)
         tie_equally_named_parameters(modules)
         return data_parallel.create_store(modules, sharded)
 
@@ -340,7 +340,7 @@ class MaterializedStages:
                 recompute=choice.recompute[index],
                 capture=self.capture,
                 offload=index in choice.offloaded,
-                read_frozen=None if self._values is None else self._values.read_frozen,
+                read_or_draw_frozen_values=None if self._values is None else self._values.read_or_draw_frozen_values,
             )
             for index, module in parallel.modules.items()
         ]
@@ -391,7 +391,7 @@ class MaterializedStages:
 
     def cast_weights(self, only_if_changed: bool = False) -> None:
         if self.streamed is not None:
-            self.streamed.expect_last_fetch_order()
+            self.streamed.restart_with_last_fetch_order()
         self.store.cast_masters_to_copies(only_if_changed)
         self._float8.requantize_weights(only_if_changed)
 
@@ -399,14 +399,14 @@ class MaterializedStages:
         self.store.move_gradients_to_masters()
         self._float8.mark_all_changed()
 
-    def memory_bytes(self) -> dict[MemoryKind, int]:
+    def device_bytes(self) -> dict[MemoryKind, int]:
         """
         Return the bytes in parameters, buffers, masters and compute copies, and in a step's gradients; {} before
         `open`.
         """
         if self._parameters is None:
             return {}
-        sizes = self._parameters.memory_bytes()
+        sizes = self._parameters.device_bytes()
         copies = sizes.get("compute_copies", 0) + self._float8.nbytes
         if self.streamed is not None:
             copies += self.streamed.window_bytes
@@ -442,7 +442,7 @@ class MaterializedStages:
                 for name, tensor in tensors.items():
                     tensor.copy_(state[name])
 
-    def _check_precision_patterns(self) -> None:
+    def _check_precision_patterns_over_ranks(self) -> None:
         """Raise UserError for a pattern of `precision` that matches nothing on any rank."""
         modules = [stage.module for stage in self.local]
         parameters = [name for module in modules for name, _ in module.named_parameters()]

@@ -50,7 +50,7 @@ class StageParameters:
     def find_ranks_with_parameters(self) -> None:
         """Determine which other ranks have these parameters; a collective."""
         for dimension in self.dimensions:
-            dimension.find_replicated_parameters(self._named)
+            dimension.exchange_replicated_parameter_names(self._named)
 
     def roles(self) -> dict[str, Role]:
         """Return the trained parameters' roles, as the stages' modules declare them."""
@@ -90,13 +90,13 @@ class StageParameters:
         split = self.splits[name].tensor_slice if name in self.splits else None
         return TensorSlice.compose(split, self.store.slices.get(name))
 
-    def memory_bytes(self) -> dict[MemoryKind, int]:
+    def device_bytes(self) -> dict[MemoryKind, int]:
         """Return the bytes in parameters, buffers, masters and compute copies, and in a step's gradients."""
         modules = [stage.module for stage in self.stages]
         tensors = dict.fromkeys(tensor for module in modules for tensor in chain(module.parameters(), module.buffers()))
         trained = sum(parameter.numel() for _, parameter in self.named_parameters())
         return {
-            **self.store.memory_bytes(),
+            **self.store.device_bytes(),
             "parameters": sum(map(self.store.local_bytes, tensors)) - self.store.compute_copy_bytes,
             "gradients": trained * self.precision.gradient.itemsize,
         }

@@ -117,7 +117,7 @@ def _shard_node(value: Any, spec: SpecTree, count: int, even: bool, path: str) -
 def _shard_leaf(value: Any, spec: SpecTree, count: int, even: bool, path: str) -> list[Any]:
     if isinstance(spec, Replicate) or value is None:
         return [value] * count
-    size = _count_elements(value, spec, path)
+    size = _get_size_along_spec_dim(value, spec, path)
     if isinstance(spec, Stack) and size != count:
         reason = f"{_describe_kind(value)} has size {size} along dimension {spec.dim}"
         raise _make_error(path, f"{reason}, not one entry for each of {count} microbatches")
@@ -136,7 +136,7 @@ def _shard_list(items: list[Any], count: int) -> list[list[Any]]:
     return [items[start:end] for start, end in pairwise(ends)]
 
 
-def _count_elements(value: Any, spec: Shard | Stack, path: str) -> int:
+def _get_size_along_spec_dim(value: Any, spec: Shard | Stack, path: str) -> int:
     """Return the size of a tensor or list along the dimension of the spec."""
     if isinstance(value, list):
         if spec.dim != 0:
@@ -175,7 +175,7 @@ def _unshard_leaf(values: list[Any], spec: SpecTree, path: str) -> Any:
     if isinstance(spec, Stack) and Tensor not in kinds:
         return list(values)
     if list in kinds:
-        _count_elements(values[0], spec, path)
+        _get_size_along_spec_dim(values[0], spec, path)
         return [item for value in values for item in value]
     return _join_microbatch_tensors(values, spec, path)
 

@@ -164,7 +164,7 @@ class StepState:
     def read_on_host(self, key: str) -> Any:
         """Return a value of the global view with its tensors on the CPU; waits for their copy. Any thread may call."""
         self.start_copying_to_host()
-        copies = dict(self._iterate_host_copies_by_id())
+        copies = dict(self._iterate_finished_host_copies())
         return map_leaves(lambda leaf: copies.get(id(leaf), leaf), self[key])
 
     def number(self, key: str) -> float:
@@ -178,14 +178,14 @@ class StepState:
 
     def numbers(self) -> dict[str, float]:
         """Return the numbers written in the global view by name: floats, and float tensors without dimensions."""
-        return {key: self.number(key) for key, value in self._written.items() if _is_number(value)}
+        return {key: self.number(key) for key, value in self._written.items() if _is_float_or_scalar_tensor(value)}
 
     def _iterate_tensors_on_device(self) -> Iterator[Tensor]:
         """Yield the tensors written in the global view that are not on the CPU."""
         for value in self._written.values():
             yield from (leaf for leaf in list_leaves(value) if isinstance(leaf, Tensor) and self.is_on_gpu(leaf))
 
-    def _iterate_host_copies_by_id(self) -> Iterator[tuple[int, Tensor]]:
+    def _iterate_finished_host_copies(self) -> Iterator[tuple[int, Tensor]]:
         """Yield the id of every tensor that was copied, with its copy; waits for the copies."""
         for tensors, copy in self._copies:
             rest = dict(copy.read())
@@ -268,7 +268,7 @@ class _MicrobatchView:
         return f"microbatch({self._index})[{key!r}]"
 
 
-def _is_number(value: Any) -> bool:
+def _is_float_or_scalar_tensor(value: Any) -> bool:
     if isinstance(value, Tensor):
         return value.ndim == 0 and value.is_floating_point()
     return type(value) is float

@@ -3,7 +3,7 @@
 UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 
-def format_byte_size(size: float) -> str:
+def format_decimal_byte_size(size: float) -> str:
     """Format a byte count in decimal units: `123 bytes`, `12.3 kB`, `12.3 MB`, `4.56 GB` or `4.56 TB`."""
     if size < 1000:
         return f"{size:.0f} bytes"

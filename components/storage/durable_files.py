@@ -53,7 +53,7 @@ class FileWriter:
 
 
 @contextmanager
-def create_file(path: Path, block: int = BLOCK) -> Iterator[FileWriter]:
+def create_new_durable_file(path: Path, block: int = BLOCK) -> Iterator[FileWriter]:
     """Create a file with a hash per block, and flush it when the context ends. Raises OSError if it exists."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     sha256 = Sha256Stream(block)
@@ -67,7 +67,7 @@ def create_file(path: Path, block: int = BLOCK) -> Iterator[FileWriter]:
 
 def create_file_with_content(path: Path, data: bytes) -> FileDigest:
     """Create a file with these bytes, and flush it to disk. Raises OSError if it exists."""
-    with create_file(path) as file:
+    with create_new_durable_file(path) as file:
         file.write_at(memoryview(data), 0)
     return file.finish_digest()
 

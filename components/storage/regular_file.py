@@ -14,7 +14,7 @@ from pathlib import Path
 
 import attrs
 
-from drawloom.components.storage.sha256_stream import BLOCK, FileDigest, count_blocks, hash_block
+from drawloom.components.storage.sha256_stream import BLOCK, FileDigest, count_hash_blocks, hash_block
 from drawloom.graph import UserError
 
 CHUNK = 2**22  # bytes that are read or written at a time
@@ -136,7 +136,7 @@ def hash_file(path: Path) -> FileDigest:
     with open_regular_file(path) as file:
         blocks = (
             file.read(number * BLOCK, min(BLOCK, file.size - number * BLOCK))
-            for number in range(count_blocks(file.size))
+            for number in range(count_hash_blocks(file.size))
         )
         return FileDigest(file.size, (hash_block(block) for block in blocks))
 
@@ -221,7 +221,7 @@ class VerifiedFile(RegularFile):
 
 
 @contextmanager
-def open_verified_file(path: Path, expected: FileDigest) -> Iterator[VerifiedFile]:
+def open_file_to_verify(path: Path, expected: FileDigest) -> Iterator[VerifiedFile]:
     """
     Open a file with this content. Raises OSError as `open_regular_file`, and ContentMismatchError for another size.
     """

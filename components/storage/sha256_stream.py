@@ -28,7 +28,7 @@ class FileDigest:
         return hashlib.sha256(b"".join(map(bytes.fromhex, self.blocks))).hexdigest()
 
 
-def count_blocks(size: int) -> int:
+def count_hash_blocks(size: int) -> int:
     """Return the block count for a file with `size` bytes; an empty file has one empty block."""
     return max(1, -(-size // BLOCK))
 

@@ -95,7 +95,7 @@ class StepLog:
                 raise OSError(errno.ENOSPC, missing, str(self._file.path))
             self._file.sync()
 
-    def rewind(self, step: int, known: Mapping[int, Row] | None = None) -> int:
+    def rewind_and_get_last_step(self, step: int, known: Mapping[int, Row] | None = None) -> int:
         """
         Remove the lines after a step, and damaged lines with a warning; return the last step kept.
 

@@ -64,7 +64,7 @@ class AimTracker:
             )
             self._hash = self._recall_or_make_run_hash()
             self._background = Background("aim", self.queue_size, self._warn_of_error, self._run.close)
-            self._run_and_wait(self._run.open_or_create_repository)
+            self._run_and_wait_or_warn(self._run.open_or_create_repository)
 
     def close(self) -> None:
         """Write queued values and close the Aim run, within `timeout` seconds."""
@@ -89,7 +89,7 @@ class AimTracker:
         """Open the Aim run, and delete the values of later steps."""
         if self._run is not None:
             self._run.properties = self._properties
-            self._run_and_wait(partial(self._run.rewind, self._hash, step))
+            self._run_and_wait_or_warn(partial(self._run.rewind, self._hash, step))
 
     def track(self, step: int, values: Mapping[str, Value]) -> None:
         """Queue the finite values of a step for writing, without a context."""
@@ -122,7 +122,7 @@ class AimTracker:
         if self._background is not None and not self._background.try_to_queue(task):
             self._warn("Aim does not keep up; some steps will be missing there")
 
-    def _run_and_wait(self, task: Task) -> None:
+    def _run_and_wait_or_warn(self, task: Task) -> None:
         """Run a task on rank 0 and wait for it up to `timeout` seconds; warn if it takes longer."""
         if self._background is not None and not self._background.run_and_wait(task, self.timeout):
             self._warn(f"Aim was not ready within {self.timeout:g} s; some steps may be missing there")

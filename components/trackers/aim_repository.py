@@ -50,7 +50,7 @@ def refuse_linked_repository(folder: Path) -> None:
         raise UserError(f"{path} is a symbolic link, which may lead anywhere; remove the link, or use another run name")
 
 
-def open_repository(aim: Any, location: AimLocation) -> Any:
+def open_or_create_aim_repository(aim: Any, location: AimLocation) -> Any:
     """
     Open the repository on a server or in a folder, and create `.aim` in the folder if it is missing.
 
@@ -142,7 +142,7 @@ class AimRun:
     def open_or_create_repository(self) -> None:
         """Open the repository, or create it if it is missing."""
         with self._mark_unusable_on_error():
-            self._repository = open_repository(self._aim, self._location)
+            self._repository = open_or_create_aim_repository(self._aim, self._location)
 
     def rewind(self, run_hash: str, step: int) -> None:
         """Open the run with this hash, and delete its steps after `step`."""

@@ -104,7 +104,7 @@ class TrackerInBackground(ABC):
     Tracker with a thread that writes finite values on rank 0, so writing can't delay a step or end the run.
 
     Failed and late steps are dropped, with one warning. Subclass methods run in the thread, in the run's order, except
-    `_load_package_and_check_folder`, which may raise UserError.
+    `_load_package_and_create_files`, which may raise UserError.
     """
 
     called: ClassVar[str]
@@ -119,8 +119,8 @@ class TrackerInBackground(ABC):
     def open(self) -> None:
         """Prepare, and start the thread on rank 0. Raises UserError if a package or folder is missing."""
         if self.mesh.world.rank == 0:
-            self._load_package_and_check_folder()
-            self._background = Background(self.called, self.queue_size, self._warn_of_error, self._finish_writing)
+            self._load_package_and_create_files()
+            self._background = Background(self.called, self.queue_size, self._warn_of_error, self._close_writer)
 
     def close(self) -> None:
         """Write queued values within `timeout` seconds."""
@@ -131,18 +131,18 @@ class TrackerInBackground(ABC):
 
     def rewind(self, step: int) -> None:
         """Queue the start of writing after this step."""
-        self._queue_task(partial(self._begin_writing_after, step))
+        self._queue_task(partial(self._open_writer_after, step))
 
     def track(self, step: int, values: Mapping[str, Value]) -> None:
         """Queue a step's finite values."""
         self._queue_task(partial(self._write_values, step, select_finite_values(values)))
 
     @abstractmethod
-    def _load_package_and_check_folder(self) -> None:
+    def _load_package_and_create_files(self) -> None:
         """Load the package and check the folder, which must not be a link. Raises UserError."""
 
     @abstractmethod
-    def _begin_writing_after(self, step: int) -> None:
+    def _open_writer_after(self, step: int) -> None:
         """Prepare to write after this step; later values already in the tracker are dropped if possible."""
 
     @abstractmethod
@@ -150,7 +150,7 @@ class TrackerInBackground(ABC):
         """Write a step's values."""
 
     @abstractmethod
-    def _finish_writing(self) -> None:
+    def _close_writer(self) -> None:
         """Finish writing, as the thread's last task."""
 
     def _queue_task(self, task: Task) -> None:

@@ -60,7 +60,9 @@ class JsonlTracker:
             known = {
                 number: values for node in self.checkpoints.values() for number, values in node.recorded_step_values()
             }
-            last = self._log.rewind(step, {number: _make_json_row(number, values) for number, values in known.items()})
+            last = self._log.rewind_and_get_last_step(
+                step, {number: _make_json_row(number, values) for number, values in known.items()}
+            )
             if last < step:
                 log.warning("%s lacks the rows of steps %d to %d, which were lost", self._path, last + 1, step)
 

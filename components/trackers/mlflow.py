@@ -55,13 +55,13 @@ class MlflowTracker(ServiceTracker):
     _client: Any = attrs.field(init=False, default=None)
     _run: str = attrs.field(init=False, default="")
 
-    def _load_package_and_check_folder(self) -> None:
+    def _load_package_and_create_files(self) -> None:
         self._mlflow = import_mlflow()
         if self.uri is None:
             os.close(open_to_append(self._database_path))
             create_folder_unless_link(self._artifacts_folder)
 
-    def _begin_writing_after(self, step: int) -> None:
+    def _open_writer_after(self, step: int) -> None:
         """Create an MLflow run, or continue the run named in the run folder; do nothing if one has begun."""
         if self._run:
             return
@@ -75,7 +75,7 @@ class MlflowTracker(ServiceTracker):
             log.info("MLflow: run %s of experiment %s at %s", run, self.experiment, self.uri)
 
     def _write_values(self, step: int, numbers: Mapping[str, float]) -> None:
-        self._begin_writing_after(step - 1)
+        self._open_writer_after(step - 1)
         now = self._mlflow.utils.time.get_current_time_millis()
         metrics = [
             self._mlflow.entities.Metric(_replace_refused_characters(name), value, now, step)
@@ -84,12 +84,12 @@ class MlflowTracker(ServiceTracker):
         self._client.log_batch(self._run, metrics=metrics)
 
     def _write_distributions(self, step: int, distributions: Mapping[str, Histogram]) -> None:
-        self._begin_writing_after(step - 1)
+        self._open_writer_after(step - 1)
         for name, histogram in distributions.items():
             content = {"step": step, "edges": histogram.edges, "counts": [*histogram.counts]}
             self._client.log_dict(self._run, content, f"distributions/{_replace_refused_characters(name)}/{step}.json")
 
-    def _finish_writing(self) -> None:
+    def _close_writer(self) -> None:
         run, self._run = self._run, ""
         if run:
             self._client.set_terminated(run)

@@ -43,28 +43,28 @@ class TensorBoardTracker(ServiceTracker):
         """The folder for event files."""
         return self.folder.folder / "tensorboard"
 
-    def _load_package_and_check_folder(self) -> None:
+    def _load_package_and_create_files(self) -> None:
         self._writer_class = import_summary_writer()
         create_folder_unless_link(self._folder)
 
-    def _begin_writing_after(self, step: int) -> None:
-        self._finish_writing()
+    def _open_writer_after(self, step: int) -> None:
+        self._close_writer()
         # an empty folder has nothing to purge
         first_purged = step + 1 if any(self._folder.glob("events.*")) else None
         self._writer = self._writer_class(str(self._folder), purge_step=first_purged)
         if self._properties:
-            self._write_properties()
+            self._write_hyperparameters()
 
     def _write_values(self, step: int, numbers: Mapping[str, float]) -> None:
         if self._writer is None:
-            self._begin_writing_after(step - 1)
+            self._open_writer_after(step - 1)
         for name, number in numbers.items():
             self._writer.add_scalar(name, number, step)
         self._writer.flush()  # TensorBoard's own interval of two minutes would lose steps when the run is killed
 
     def _write_distributions(self, step: int, distributions: Mapping[str, Histogram]) -> None:
         if self._writer is None:
-            self._begin_writing_after(step - 1)
+            self._open_writer_after(step - 1)
         for name, histogram in distributions.items():
             pairs = [*zip(histogram.counts, histogram.centers, strict=True)]
             self._writer.add_histogram_raw(
@@ -80,7 +80,7 @@ class TensorBoardTracker(ServiceTracker):
             )
         self._writer.flush()
 
-    def _write_properties(self) -> None:
+    def _write_hyperparameters(self) -> None:
         """Write the recipe's settings as hyperparameters."""
         # The writer's own `add_hparams` would add a run to the folder at every call.
         from torch.utils.tensorboard.summary import hparams
@@ -90,7 +90,7 @@ class TensorBoardTracker(ServiceTracker):
         for summary in hparams(values, dict.fromkeys(TABLE_METRICS, 0.0)):  # type: ignore[no-untyped-call]
             self._writer.file_writer.add_summary(summary)
 
-    def _finish_writing(self) -> None:
+    def _close_writer(self) -> None:
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()

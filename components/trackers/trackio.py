@@ -37,27 +37,27 @@ class TrackioTracker(ServiceTracker):
     _trackio: Any = attrs.field(init=False, default=None)
     _run: Any = attrs.field(init=False, default=None)
 
-    def _load_package_and_check_folder(self) -> None:
+    def _load_package_and_create_files(self) -> None:
         self._trackio = import_trackio()
 
-    def _begin_writing_after(self, step: int) -> None:
+    def _open_writer_after(self, step: int) -> None:
         if self._run is None:
             target: dict[str, Any] = {"project": self.project, "name": self.job.name, "space_id": self.space}
             self._run = self._trackio.init(**target, resume="allow", config=dict(self._properties), **METRICS_ONLY)
 
     def _write_values(self, step: int, numbers: Mapping[str, float]) -> None:
-        self._begin_writing_after(step - 1)
+        self._open_writer_after(step - 1)
         self._run.log(dict(numbers), step=step)
 
     def _write_distributions(self, step: int, distributions: Mapping[str, Histogram]) -> None:
-        self._begin_writing_after(step - 1)
+        self._open_writer_after(step - 1)
         histograms = {
             name: self._trackio.Histogram(np_histogram=(histogram.counts, histogram.edges))
             for name, histogram in distributions.items()
         }
         self._run.log(histograms, step=step)
 
-    def _finish_writing(self) -> None:
+    def _close_writer(self) -> None:
         run, self._run = self._run, None
         if run is not None:
             run.finish()

@@ -54,11 +54,11 @@ class WandbTracker(ServiceTracker):
         """Continue the Weights & Biases run with the saved identifier."""
         self._id = state["run"]
 
-    def _load_package_and_check_folder(self) -> None:
+    def _load_package_and_create_files(self) -> None:
         self._wandb = import_wandb()
         create_folder_unless_link(self.folder.folder / "wandb")
 
-    def _begin_writing_after(self, step: int) -> None:
+    def _open_writer_after(self, step: int) -> None:
         if self._run is not None:
             return
         self._run = self._wandb.init(
@@ -78,18 +78,18 @@ class WandbTracker(ServiceTracker):
         self._run.define_metric("*", step_metric=STEP)
 
     def _write_values(self, step: int, numbers: Mapping[str, float]) -> None:
-        self._begin_writing_after(step - 1)
+        self._open_writer_after(step - 1)
         self._run.log({STEP: step, **numbers})
 
     def _write_distributions(self, step: int, distributions: Mapping[str, Histogram]) -> None:
-        self._begin_writing_after(step - 1)
+        self._open_writer_after(step - 1)
         histograms = {
             name: self._wandb.Histogram(np_histogram=(histogram.counts, histogram.edges))
             for name, histogram in distributions.items()
         }
         self._run.log({STEP: step, **histograms})
 
-    def _finish_writing(self) -> None:
+    def _close_writer(self) -> None:
         run, self._run = self._run, None
         if run is not None:
             run.finish()

@@ -19,7 +19,7 @@ EMBEDDING, HEAD = "model.embed_tokens", "lm_head.weight"
 """Names of the embedding and of an untied head in Hugging Face models."""
 
 
-def freeze_and_inject_adapters(adapters: Sequence[Adapter], module: nn.Module) -> set[str]:
+def freeze_adapt_and_list_targets(adapters: Sequence[Adapter], module: nn.Module) -> set[str]:
     """
     Add adapters to a module on the meta device, and freeze all parameters they do not train.
 
@@ -36,7 +36,7 @@ def build_meta_model_with_adapters(model: Model, adapters: Sequence[Adapter]) ->
     with torch.device("meta"):
         module = model.build(LayerRange(0, model.num_hidden_layers, embedding=True, head=True))
         names = [name for name, _ in module.named_modules() if name.count(".") > 2]
-        matched = freeze_and_inject_adapters(adapters, module)
+        matched = freeze_adapt_and_list_targets(adapters, module)
     for adapter in adapters:
         for target in adapter.targets:
             if target not in matched:
@@ -68,7 +68,7 @@ def adapter_parameter_names(module: nn.Module) -> set[str]:
     return {f"{name}.{leaf}" for name, layer in find_adapted_layers(module) for leaf in layer.adapter_parameter_names}
 
 
-def initialize_adapters(module: nn.Module, device: torch.device, fill: Fill) -> None:
+def materialize_and_initialize_adapters(module: nn.Module, device: torch.device, fill: Fill) -> None:
     """Materialize the adapter parameters with their initial values; all other parameters are already materialized."""
     for name, layer in find_adapted_layers(module):
         for leaf in layer.adapter_parameter_names:

@@ -161,7 +161,7 @@ def fill_module(
     conversion = sequential(needed, *(parallel(*step) for step in steps))
     for name, tensor in stream_converted_tensors(StackedExperts(stored, needed.inputs), conversion):
         if name in parameters:
-            _fill_parameter(module, parameters[name], tensor, torch.device(device))
+            _copy_into_or_replace_parameter(module, parameters[name], tensor, torch.device(device))
 
 
 def _unsplit_shape(name: str, tensor: Tensor, slices: Mapping[str, TensorSlice]) -> tuple[int, ...]:
@@ -215,7 +215,7 @@ def _find_target_tensors(module: nn.Module, mapper: Mapper, excluded: Collection
     return {name: tensor for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter) or name in outputs}
 
 
-def _fill_parameter(module: nn.Module, parameter: Tensor, tensor: Tensor, device: torch.device) -> None:
+def _copy_into_or_replace_parameter(module: nn.Module, parameter: Tensor, tensor: Tensor, device: torch.device) -> None:
     """Copy a tensor into a parameter; on the meta device replace it, and its ties, by a materialized one."""
     if not parameter.is_meta:
         with torch.no_grad():

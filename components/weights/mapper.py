@@ -35,7 +35,10 @@ def sequential(*mappers: Mapper) -> Mapper:
     if not stages:
         return Mapper(())
     return Mapper(
-        tuple(_combine_into_one_group(parts) for parts in _find_connected_groups(_add_missing_identities(stages)))
+        tuple(
+            _combine_into_one_group(parts)
+            for parts in _find_connected_groups(_extend_each_mapper_by_identities(stages))
+        )
     )
 
 
@@ -64,7 +67,7 @@ def select_outputs(mapper: Mapper, names: Collection[str]) -> Mapper:
     return Mapper(tuple(group for group in mapper.groups if not wanted.isdisjoint(group.outputs)))
 
 
-def _add_missing_identities(mappers: Sequence[Mapper]) -> list[Mapper]:
+def _extend_each_mapper_by_identities(mappers: Sequence[Mapper]) -> list[Mapper]:
     """Add identities to the mappers, so that every mapper's inputs are exactly the previous mapper's outputs."""
     stages = list(mappers)
     for index in range(len(stages) - 1, 0, -1):  # inputs of later mappers pass earlier ones

@@ -151,13 +151,13 @@ def cut_slice(name: str, tensor_slice: TensorSlice) -> Mapper:
 def distribute(name: str, mesh: Any, placements: Sequence[Any]) -> Mapper:
     """Turn a tensor, whole on every rank, into a DTensor, without communication."""
 
-    def spread(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    def convert_to_dtensors(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         # imported here, because the import takes a second, and most runs shard nothing
         from torch.distributed.tensor import distribute_tensor
 
         return [distribute_tensor(tensor, mesh, list(placements), src_data_rank=None) for tensor in tensors]
 
-    return Mapper((TensorGroup((name,), (name,), spread, _gather_tensors),))
+    return Mapper((TensorGroup((name,), (name,), convert_to_dtensors, _gather_tensors),))
 
 
 def gather_dtensor(name: str) -> Mapper:

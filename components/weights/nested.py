@@ -17,7 +17,7 @@ STYLES: tuple[tuple[tuple[str, str], ...], ...] = (
 NameNesting = Iterable[tuple[str, str]]
 
 
-def find_name_nesting(names: Iterable[str], needed: Collection[str] = ()) -> NameNesting:
+def find_multimodal_prefixes(names: Iterable[str], needed: Collection[str] = ()) -> NameNesting:
     """Return (text prefix, prefix in files) pairs for these names; () if none is nested or a model needs such names."""
     names = list(names)
     for style in STYLES:
@@ -54,7 +54,7 @@ class TextTensors:
     def _file_names_by_text_name(self) -> dict[str, str]:
         """Names in files by names in the text model."""
         names = list(self.source.specs())
-        style = find_name_nesting(names, self.needed)
+        style = find_multimodal_prefixes(names, self.needed)
         return {to_text_name(name, style): name for name in names}
 
     def specs(self) -> Mapping[str, TensorSpec]:

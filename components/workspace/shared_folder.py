@@ -21,7 +21,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from drawloom.components.storage.durable_files import derive_temporary_path, replace_file
-from drawloom.components.storage.regular_file import ContentMismatchError, open_untrusted_file, open_verified_file
+from drawloom.components.storage.regular_file import ContentMismatchError, open_file_to_verify, open_untrusted_file
 from drawloom.components.storage.safetensors.writer import write_safetensors_file
 from drawloom.components.storage.sha256_stream import FileDigest
 from drawloom.components.storage.state_tree import PackedState
@@ -125,7 +125,7 @@ def _read_record_json(path: Path, rank: int) -> dict[str, Any] | None:
 def _read_tensors(path: Path, expected: FileDigest) -> dict[str, Tensor]:
     """Read a tensor file and verify its size and checksums. Raises NotVisibleError if it is missing."""
     try:
-        with open_verified_file(path, expected) as file:
+        with open_file_to_verify(path, expected) as file:
             return load(file.read(0, file.size))
     except ContentMismatchError as error:
         raise UserError(f"{path} is corrupt: it {error}; {REMEDY}") from error

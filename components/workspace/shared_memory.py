@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from drawloom.components.distributed.torchrun import get_machine_id
+from drawloom.components.distributed.torchrun import get_boot_and_namespace_id
 from drawloom.components.storage.durable_files import FileWriter
-from drawloom.components.storage.safetensors.header import HeaderError, map_safetensors_file
+from drawloom.components.storage.safetensors.header import HeaderError, open_mapped_safetensors_file
 from drawloom.components.storage.safetensors.writer import build_header_and_entries, write_planned_tensors
 from drawloom.components.storage.state_tree import PackedState
 from drawloom.components.storage.strict_json import encode_canonical, parse_strict_json
@@ -41,7 +41,12 @@ def share_in_memory(packed: PackedState) -> Iterator[SharedMemoryTicket]:
         write_planned_tensors(FileWriter("shared memory", tensors), packed.tensors, head, entries)
         for descriptor in (text, tensors):
             _seal_segment(descriptor)
-        yield {"machine": get_machine_id(), "process": os.getpid(), "files": [text, tensors], "token": token.hex()}
+        yield {
+            "machine": get_boot_and_namespace_id(),
+            "process": os.getpid(),
+            "files": [text, tensors],
+            "token": token.hex(),
+        }
 
 
 def open_shared_state(ticket: SharedMemoryTicket) -> PackedState:
@@ -50,7 +55,7 @@ def open_shared_state(ticket: SharedMemoryTicket) -> PackedState:
 
     Raises UserError if it is on another machine, or gone.
     """
-    if ticket["machine"] != get_machine_id():
+    if ticket["machine"] != get_boot_and_namespace_id():
         raise UserError(
             "ranks on several machines can't share memory; give workspace_path, a folder visible to all ranks"
         )
@@ -64,7 +69,7 @@ def open_shared_state(ticket: SharedMemoryTicket) -> PackedState:
     if content[:TOKEN_SIZE] != bytes.fromhex(ticket["token"]):
         raise UserError(f"the memory that process {ticket['process']} shared is gone; see that process's log")
     try:
-        mapped = map_safetensors_file(tensors)
+        mapped = open_mapped_safetensors_file(tensors)
         return PackedState(
             parse_strict_json(content[TOKEN_SIZE:], max_values=MAX_PARTS),
             {name: mapped.get_tensor(name) for name in mapped.offset_keys()},

@@ -133,7 +133,7 @@ def _gather_values_on_first_rank(
             raise UserError(f"the ranks of a group passed ranks = {requested}; pass the same list on every rank")
         others = [tickets[rank] for rank in ranks[1:]]
         gathered, _ = run_and_gather_on_all_ranks(
-            group, lambda: _open_values(value, others, ranks[0] == group.rank, workspace_path)
+            group, lambda: _read_values_if_reader(value, others, ranks[0] == group.rank, workspace_path)
         )
     with _fail_on_all_ranks(group):
         try:
@@ -156,7 +156,7 @@ def _publish_value(value: Any, ranks: Sequence[int], group: Group, path: Path | 
     return {"rank": workspace.rank, "generation": workspace.write_configs_and_weights(value, {})}
 
 
-def _open_values(value: Any, tickets: list[Any], is_reader: bool, path: Path | str | None) -> list[Any]:
+def _read_values_if_reader(value: Any, tickets: list[Any], is_reader: bool, path: Path | str | None) -> list[Any]:
     """On the reader, return its own value and the values behind the tickets; on other ranks an empty list."""
     if not is_reader:
         return []

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from itertools import groupby
 
 from drawloom.graph.component import Bound
-from drawloom.graph.inspect.serialize import serialize_value
+from drawloom.graph.inspect.serialize import convert_to_toml_types
 from drawloom.graph.registry.spec import Field, Spec
 from drawloom.graph.toml.emit import dump_toml
 from drawloom.graph.types.describe import describe_type
@@ -31,7 +31,7 @@ def component_pages() -> Iterator[tuple[str, str]]:
     listed = []
     for name, found in groupby(specs(), key=lambda spec: subject(spec.use)):
         of_subject = list(found)
-        listed += [f"| [`{spec.use}`]({name}.md#{anchor(spec.use)}) | {cell(spec.doc)} |" for spec in of_subject]
+        listed += [f"| [`{spec.use}`]({name}.md#{anchor(spec.use)}) | {cell(spec.summary)} |" for spec in of_subject]
         about = summary(modules()[f"components/{name}/__init__.py"].tree)
         body = "\n".join(line for spec in of_subject for line in _component(spec))
         yield f"reference/components/{name}.md", f"# {name}\n\n{about}\n\n{body}\n"
@@ -80,7 +80,7 @@ def default_of(field: Field) -> str:
     """A default as TOML; a word for none."""
     if field.required:
         return "*required*"
-    plain = serialize_value(field.default_value())
+    plain = convert_to_toml_types(field.default_value())
     return "*none*" if plain is None else f"`{cell(dump_toml(plain))}`"
 
 
@@ -130,7 +130,7 @@ def settings_page() -> str:
         fields = [field for field in node.spec.fields.values() if field.kind == "setting"]
         if fields and not node.owner:
             link = f"components/{subject(node.spec.use)}.md#{anchor(node.spec.use)}"
-            lines += ["", f"## [{node.name}]", "", f"[`{node.spec.use}`]({link}): {node.spec.doc}", ""]
+            lines += ["", f"## [{node.name}]", "", f"[`{node.spec.use}`]({link}): {node.spec.summary}", ""]
             lines += ["| setting | in first_run | default | what it is |", "|---|---|---|---|"]
             lines += [
                 f"| `{node.name}.{field.name}` | {_written(node.settings[field.name])} | {default_of(field)} "
@@ -150,5 +150,5 @@ one in a recipe, or with `node.key=value` on the command line. Other components 
 
 
 def _written(value: object) -> str:
-    plain = serialize_value(value)
+    plain = convert_to_toml_types(value)
     return "" if plain is None else f"`{cell(dump_toml(plain))}`"

@@ -204,7 +204,7 @@ def _compare_recipes(options: argparse.Namespace, project: Project) -> DiffResul
 
 def _make_and_write_schema(options: argparse.Namespace, project: Project) -> SchemaResult:
     schema = options.read_result_schema(options.result) if options.result else None
-    schema = schema or make_recipe_schema(project.registry, project.components_by_node())
+    schema = schema or make_recipe_schema(project.registry, project.shipped_components_by_node())
     if options.output is not None:
         try:
             options.output.write_text(f"{format_schema(schema)}\n", "utf-8")
@@ -226,13 +226,13 @@ def _list_components(options: argparse.Namespace, project: Project) -> ListResul
     return ListResult.of(registry, names, format_components(registry, options.subject))
 
 
-def _serve_editor(options: argparse.Namespace, project: Project) -> None:
+def _serve_language_server(options: argparse.Namespace, project: Project) -> None:
     try:
-        from drawloom.graph.lsp.server import serve_editor  # pygls is an extra, and no other command needs it
+        from drawloom.graph.lsp.server import serve_language_server  # pygls is an extra, and no other command needs it
     except ModuleNotFoundError as error:
         package = (error.name or "pygls").partition(".")[0]
         raise UserError(f"the package {package!r} is missing; pip install 'drawloom[lsp]'") from error
-    serve_editor(project)
+    serve_language_server(project)
 
 
 Main = Callable[[argparse.Namespace, Project], Result | None]
@@ -252,6 +252,10 @@ COMMANDS: dict[str, Command] = {
         _add_diff_arguments,
     ),
     "schema": (_make_and_write_schema, "print the JSON Schema of recipes, or of a command's JSON", _add_schema_options),
-    "lsp": (_serve_editor, "start the language server (LSP) for an editor, on stdin and stdout", add_import_option),
+    "lsp": (
+        _serve_language_server,
+        "start the language server (LSP) for an editor, on stdin and stdout",
+        add_import_option,
+    ),
     "list": (_list_components, "list components with their settings", _add_list_arguments),
 }

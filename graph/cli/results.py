@@ -11,7 +11,7 @@ from drawloom.graph.cli.exit_codes import INVALID, OK, STOPPED
 from drawloom.graph.cli.result import JSON, ProblemData, Result, internal, output, output_class
 from drawloom.graph.drawing.draw import FORMATS, Format
 from drawloom.graph.inspect.listing import PortListing
-from drawloom.graph.inspect.serialize import serialize_nodes, serialize_value
+from drawloom.graph.inspect.serialize import convert_to_toml_types, serialize_nodes
 from drawloom.graph.problems import Problem
 from drawloom.graph.project import Recipe
 from drawloom.graph.recipe.lockfile import RecipeChange
@@ -200,7 +200,7 @@ class FieldData:
     def of(cls, field: Field) -> "FieldData":
         """Describe a field."""
         is_setting = field.kind == "setting"
-        default = serialize_value(field.default_value()) if is_setting and not field.required else None
+        default = convert_to_toml_types(field.default_value()) if is_setting and not field.required else None
         kind = describe_type(field.type) if is_setting else field.target
         return cls(field.name, field.kind, kind, field.required, default, field.doc)
 
@@ -220,7 +220,7 @@ class ComponentData:
         if isinstance(spec, Problem):
             return cls(name, spec.text, "", [])
         fields = [FieldData.of(field) for field in spec.fields.values() if field.kind == "setting" or field.is_edge]
-        return cls(name, spec.doc, spec.distribution or "", fields)
+        return cls(name, spec.summary, spec.distribution or "", fields)
 
 
 @output_class

@@ -107,13 +107,13 @@ class ValueTrace:
     access_by_member: dict[int, str]
 
     @property
-    def is_written(self) -> bool:
+    def has_writer(self) -> bool:
         """Whether a member writes it; an optional read may have no writer."""
         return "writes" in self.access_by_member.values()
 
     @property
     def title(self) -> str:
-        return self.value if self.is_written else f"{self.value} (not written)"
+        return self.value if self.has_writer else f"{self.value} (not written)"
 
 
 @attrs.frozen

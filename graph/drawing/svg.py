@@ -93,7 +93,7 @@ def num(number: float) -> str:
     return f"{round(number, 1):g}" if abs(number) < 1e5 else f"{number:.0f}"
 
 
-def xy(x: float, y: float) -> str:
+def format_point(x: float, y: float) -> str:
     """Return a pair of coordinates for a path."""
     return f"{num(x)} {num(y)}"
 
@@ -179,8 +179,8 @@ class _WiringDrawing:
         (x, y), (to_x, to_y) = self.placed.exit_point(start), self.placed.entry_point(end)
         to_x -= 0 if end.is_bend else HEAD
         bend = (to_x - x) / 2
-        curve = f"C{xy(x + bend, y)} {xy(to_x - bend, to_y)} {xy(to_x, to_y)}"
-        return f"M{xy(begin, begin_y)}H{num(x)}{curve}"
+        curve = f"C{format_point(x + bend, y)} {format_point(to_x - bend, to_y)} {format_point(to_x, to_y)}"
+        return f"M{format_point(begin, begin_y)}H{num(x)}{curve}"
 
     def _draw_labels(self) -> Iterator[str]:
         """Yield names of fields at points where all arrows have the same field, unless they overlap other names."""
@@ -304,7 +304,8 @@ def _draw_access_mark(access: str, x: float, y: float, colour: str, tooltip: str
     """Draw the mark for a member's access to a value, with a tooltip."""
     tip, size = f"<title>{escape_xml(tooltip)}</title>", RADIUS + 1.5
     if access == "changes":
-        shape = f"M{xy(x - size, y)}L{xy(x, y - size)}L{xy(x + size, y)}L{xy(x, y + size)}z"
+        corners = ((x - size, y), (x, y - size), (x + size, y), (x, y + size))
+        shape = "M" + "L".join(format_point(*corner) for corner in corners) + "z"
         return f'<path d="{shape}" fill="{colour}" stroke="#fff" stroke-width="1.5">{tip}</path>'
     inside, line = (colour, "#fff") if access == "writes" else ("#fff", colour)
     colours_of = f'fill="{inside}" stroke="{line}" stroke-width="2"'

@@ -30,7 +30,7 @@ MAX_ALIGNED_WIDTH = 60
 """Longest line that counts for aligning the provenance comments of a table in one column."""
 
 
-def resolve(graph: Graph, *, accept_changes: bool = False) -> ResolvedRecipe:
+def make_resolved_recipe(graph: Graph, *, accept_changes: bool = False) -> ResolvedRecipe:
     """Return a valid graph's resolved recipe."""
     return ResolvedRecipe(
         lambda: format_resolved_recipe(graph),

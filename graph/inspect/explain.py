@@ -5,7 +5,11 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from drawloom.graph.inspect.serialize import describe_provenance, find_variable_used_as_whole_value, serialize_value
+from drawloom.graph.inspect.serialize import (
+    convert_to_toml_types,
+    describe_provenance,
+    find_variable_used_as_whole_value,
+)
 from drawloom.graph.problems import KeyPath, UserError, did_you_mean
 from drawloom.graph.recipe.layers import Leaf, Table, iterate_leaves
 from drawloom.graph.recipe.merged import VARIABLE
@@ -50,14 +54,14 @@ def _parse_path(text: str) -> KeyPath:
 
 def _explain_recipe(graph: Graph) -> Iterator[str]:
     yield f"{', then '.join(layer.source for layer in graph.recipe.layers if layer.data)}"
-    yield from (f"[{name}] {node.spec.use}: {node.spec.doc}" for name, node in graph.nodes.items())
+    yield from (f"[{name}] {node.spec.use}: {node.spec.summary}" for name, node in graph.nodes.items())
 
 
 def _explain_node(graph: Graph, node: Node, root: str) -> Iterator[str]:
     yield f"[{node.name}] {node.spec.use}, {node.position}"
     yield from _indent(inspect.cleandoc(node.spec.cls.__doc__ or "").splitlines())
     if provided := [
-        port.__name__ for port in list_needed_ports(graph) if port in graph.list_implemented_ports(node.name)
+        port.__name__ for port in list_needed_ports(graph) if port in graph.list_needed_ports_implemented_by(node.name)
     ]:
         yield f"  implements {', '.join(provided)}"
     fields = node.spec.fields.values()
@@ -113,13 +117,15 @@ def _format_container_field(graph: Graph, field: Field, root: str) -> str:
     if field.kind == "recipe":
         return f"{field.name}: the resolved recipe"
     fitting = [
-        f"[{name}]" for name in graph.topological_order([root]) if graph.list_implemented_ports(name) & set(field.ports)
+        f"[{name}]"
+        for name in graph.topological_order([root])
+        if graph.list_needed_ports_implemented_by(name) & set(field.ports)
     ]
     return f"{field.name}: every {' or '.join(port.__name__ for port in field.ports)}: {', '.join(fitting) or 'none'}"
 
 
 def _format_setting_value(node: Node, field: Field) -> str:
-    return _format_value(serialize_value(node.settings[field.name]))
+    return _format_value(convert_to_toml_types(node.settings[field.name]))
 
 
 def _format_value(plain: Any) -> str:
@@ -141,7 +147,7 @@ def _explain_key(graph: Graph, node: Node, path: KeyPath) -> Iterator[str]:
     for leaf in iterate_leaves(item) if item else ():
         yield from _indent(_format_history(graph, leaf, rest))
     if not field.required and field.kind == "setting" and not path[1:]:
-        yield f"  {_format_value(serialize_value(field.default_value()))}  default"
+        yield f"  {_format_value(convert_to_toml_types(field.default_value()))}  default"
 
 
 def _find_item_and_rest_of_path(item: Leaf | Table | None, path: KeyPath) -> tuple[Leaf | Table | None, KeyPath]:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import attrs
 
-from drawloom.graph.inspect.serialize import serialize_value
+from drawloom.graph.inspect.serialize import convert_to_toml_types
 from drawloom.graph.problems import Problem, UserError, did_you_mean
 from drawloom.graph.registry.registry import Registry, describe_distribution
 from drawloom.graph.registry.spec import Field, Spec
@@ -52,7 +52,7 @@ def find_fitting_components(registry: Registry, graphs: Iterable[Graph], name: s
 
 def format_fitting_components(fitting: Mapping[str, Spec], name: str) -> str:
     """List components fitting a node or implementing a port, one per line."""
-    return _format_table({use: spec.doc for use, spec in fitting.items()}) or f"no component implements {name}"
+    return _format_table({use: spec.summary for use, spec in fitting.items()}) or f"no component implements {name}"
 
 
 @attrs.frozen
@@ -132,7 +132,7 @@ def format_plugins(registry: Registry) -> str:
 
 
 def _format_summary(spec: Spec | Problem) -> str:
-    return spec.text if isinstance(spec, Problem) else spec.doc
+    return spec.text if isinstance(spec, Problem) else spec.summary
 
 
 def _format_component(name: str, spec: Spec | Problem) -> Iterator[str]:
@@ -152,7 +152,7 @@ def format_field(field: Field) -> str:
 def _format_default(field: Field) -> str:
     if field.required:
         return ", required"
-    plain = serialize_value(field.default_value())
+    plain = convert_to_toml_types(field.default_value())
     return "" if plain is None else f" = {dump_toml_or_repr(plain)}"
 
 

@@ -46,7 +46,7 @@ def serialize_node(nodes: Mapping[str, Node], node: Node) -> dict[str, Any]:
     plain: dict[str, Any] = {"use": node.spec.use}
     for name, field in node.spec.fields.items():
         if field.kind == "setting" and node.settings.get(name) is not None:
-            plain[name] = serialize_value(node.settings[name])
+            plain[name] = convert_to_toml_types(node.settings[name])
         elif name in node.edges:
             plain[name] = _serialize_edge(nodes, node, name)
     return plain
@@ -70,7 +70,7 @@ def _serialize_edge(nodes: Mapping[str, Node], node: Node, name: str) -> Any:
     return targets
 
 
-def serialize_value(value: Any) -> Any:
+def convert_to_toml_types(value: Any) -> Any:
     """
     Convert the value of a setting to TOML types, as a recipe writes it. A leading @ or $ in a string is doubled.
 
@@ -78,19 +78,19 @@ def serialize_value(value: Any) -> Any:
     """
     match value:
         case Enum():
-            return serialize_value(value.value)
+            return convert_to_toml_types(value.value)
         case str() | PurePath():
             text = str(value)
             # A single @ or $ would read back as a reference.
             return text[0] + text if text[:1] in ("@", "$") else text
         case list() | tuple():
-            return [serialize_value(item) for item in value]
+            return [convert_to_toml_types(item) for item in value]
         case Mapping():
-            return {name: serialize_value(item) for name, item in value.items()}
+            return {name: convert_to_toml_types(item) for name, item in value.items()}
         case _ if attrs.has(type(value)):
             fields = [field for field in attrs.fields(type(value)) if field.init]
             table = {field.alias: getattr(value, field.name) for field in fields}
-            return {name: serialize_value(item) for name, item in table.items() if item is not None}
+            return {name: convert_to_toml_types(item) for name, item in table.items() if item is not None}
     return value
 
 
@@ -138,14 +138,16 @@ def describe_provenance(graph: Graph, node: Node, key: str) -> str:
         edge = node.edges.get(key)
         return f"the only {node.spec.fields[key].target}" if edge and not edge.written else "default"
     if key == "use" and node.spec.distribution:
-        return f"{node.spec.distribution}; {item.label}"
+        return f"{node.spec.distribution}; {item.position_label}"
     parts = [item] if isinstance(item, Leaf) else [*iterate_leaves(item)]
     first_of_layer = {id(leaf.layer): leaf for leaf in reversed(parts)}
     labels = []
     for leaf in reversed(first_of_layer.values()):
         variable = find_variable_used_as_whole_value(graph, leaf)
-        labels.append(f"{leaf.label} {leaf.value} {variable.label}" if variable else leaf.label)
-    return " and ".join(labels) or item.label
+        labels.append(
+            f"{leaf.position_label} {leaf.value} {variable.position_label}" if variable else leaf.position_label
+        )
+    return " and ".join(labels) or item.position_label
 
 
 def find_variable_used_as_whole_value(graph: Graph, leaf: Leaf) -> Leaf | None:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import attrs
 
 from drawloom.graph.inspect.listing import find_replacement_conditions, format_field
-from drawloom.graph.inspect.serialize import serialize_value
+from drawloom.graph.inspect.serialize import convert_to_toml_types
 from drawloom.graph.lsp.meaning import Meaning
 from drawloom.graph.lsp.workspace import Workspace
 from drawloom.graph.problems import KeyPath
@@ -96,12 +96,12 @@ def _complete_keys(meaning: Meaning) -> Iterator[Completion]:
 def _complete_edits(meaning: Meaning, path: KeyPath) -> Iterator[Completion]:
     """Yield an edit's operations, and its anchors."""
     if path[-1] in OPERATIONS:
-        yield from _complete_elements(meaning, path[1:-1])
+        yield from _complete_elements_of_edited_list(meaning, path[1:-1])
     elif isinstance(_find_item(meaning, path[1:]), Leaf):
         yield from (Completion(name, "key") for name in OPERATIONS)
 
 
-def _complete_elements(meaning: Meaning, path: KeyPath) -> Iterator[Completion]:
+def _complete_elements_of_edited_list(meaning: Meaning, path: KeyPath) -> Iterator[Completion]:
     """Yield elements for `remove`, `before` and `after` to name: the list's elements without this document's edits."""
     leaf = _find_item(meaning, path)
     for element in _list_elements_before_edits(meaning, leaf) if isinstance(leaf, Leaf) else ():
@@ -127,7 +127,7 @@ def _complete_values(workspace: Workspace, meaning: Meaning) -> Iterator[Complet
         names = dict.fromkeys([*recipe.tree.items, *recipe.nodes])
         yield from (Completion(dump_toml(name), "node", _describe_node(meaning, name)) for name in names)
     elif path[0] == EDIT and "remove" in path[-2:]:
-        yield from _complete_elements(meaning, path[1 : -1 if path[-1] == "remove" else -2])
+        yield from _complete_elements_of_edited_list(meaning, path[1 : -1 if path[-1] == "remove" else -2])
     elif field and field.is_edge:
         yield from _complete_nodes(meaning, field)
     elif field:
@@ -157,7 +157,7 @@ def _complete_components(workspace: Workspace, meaning: Meaning) -> Iterator[Com
         spec = registry.find(name)
         if isinstance(spec, Spec):
             is_fitting = all(role(spec) for role in required_roles) and (not ports or implements_any(spec.cls, ports))
-            yield Completion(dump_toml(name), "component", spec.doc, preferred=is_fitting)
+            yield Completion(dump_toml(name), "component", spec.summary, preferred=is_fitting)
         else:
             yield Completion(dump_toml(name), "component", spec.text, preferred=False)
 
@@ -191,7 +191,7 @@ def _complete_choices(field: Field, path: KeyPath) -> Iterator[Completion]:
             choices |= dict.fromkeys(dump_toml(choice.value) for choice in member)
         elif member is bool:
             choices |= {"true": None, "false": None}
-    default = None if path or field.required else serialize_value(field.default_value())
+    default = None if path or field.required else convert_to_toml_types(field.default_value())
     default_text = "" if default is None else dump_toml_or_repr(default)
     choices |= {default_text: None} if default_text else {}
     yield from (Completion(text, "value", "default" if text == default_text else "") for text in choices)
@@ -216,7 +216,7 @@ def _find_part_type(kind: Any, path: KeyPath) -> Any:
 
 def _describe_node(meaning: Meaning, name: str) -> str:
     node = meaning.graph.nodes.get(name)
-    return f"{node.spec.use}: {node.spec.doc}" if node else ""
+    return f"{node.spec.use}: {node.spec.summary}" if node else ""
 
 
 def _find_item(meaning: Meaning, path: KeyPath) -> Leaf | Table | None:

@@ -21,8 +21,8 @@ def find_definitions(workspace: Workspace, meaning: Meaning) -> list[Position]:
     to its file. A node or key leads to the extended recipe with its value or, if there is none, to the component.
     """
     recipe, name = meaning.graph.recipe, meaning.reference
-    if meaning.base:
-        return [*_locate_base(workspace, meaning.analysis.path, meaning.base)]
+    if meaning.extended_recipe_name:
+        return [*_locate_base(workspace, meaning.analysis.path, meaning.extended_recipe_name)]
     if meaning.use:
         spec = workspace.project.registry.find(meaning.use)
         return [locate_component(spec)] if isinstance(spec, Spec) else []

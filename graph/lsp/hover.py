@@ -58,4 +58,4 @@ def _describe_reference(workspace: Workspace, meaning: Meaning) -> Iterator[str]
         yield _describe_node(workspace, meaning, name)
     elif name in graph.recipe.groups:
         members = [graph.nodes[member] for member in graph.recipe.groups[name] if member in graph.nodes]
-        yield "\n".join(f"[{node.name}] {node.spec.use}: {node.spec.doc}" for node in members)
+        yield "\n".join(f"[{node.name}] {node.spec.use}: {node.spec.summary}" for node in members)

@@ -36,7 +36,7 @@ class Meaning:
             if (name := format_path(path[:length])) in nodes:
                 return cls(cursor, analysis, name, path[length:], nodes[name].spec)
         name = str(path[0]) if path else ""
-        specs = [workspace.project.registry.find(use) for use in workspace.components_by_node.get(name, ())]
+        specs = [workspace.project.registry.find(use) for use in workspace.shipped_components_by_node.get(name, ())]
         spec = next((spec for spec in specs if isinstance(spec, Spec)), None)
         return cls(cursor, analysis, name if spec else "", path[1:] if spec else path, spec)
 
@@ -70,6 +70,6 @@ class Meaning:
         return written.removeprefix(VARIABLE) if written.startswith(VARIABLE) else ""
 
     @property
-    def base(self) -> str:
+    def extended_recipe_name(self) -> str:
         """The extended recipe at the position, or an empty string."""
         return self.cursor.written if self.cursor.kind == "value" and self.cursor.path[:1] == ("extends",) else ""

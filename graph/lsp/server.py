@@ -112,7 +112,11 @@ class RecipeServer(LanguageServer):
         if not (self.recipe_workspace.contains(path) and self.recipe_workspace.is_recipe(path)):
             return None
         cursor = Cursor.at(self.recipe_workspace.text(path), self.to_offset(path, position))
-        return Meaning.of(self.recipe_workspace, self.recipe_workspace.find_analysis(path), cursor) if cursor else None
+        return (
+            Meaning.of(self.recipe_workspace, self.recipe_workspace.get_last_analysis_or_empty(path), cursor)
+            if cursor
+            else None
+        )
 
     def find_symbol_at(self, path: Path, position: lsp.Position) -> Symbol | None:
         """Return the node or variable named at a position in an open recipe, or None."""
@@ -293,7 +297,7 @@ def make_rename_edits(server: RecipeServer, params: lsp.RenameParams) -> lsp.Wor
     return lsp.WorkspaceEdit(edits) if edits else None
 
 
-def serve_editor(project: Project) -> None:
+def serve_language_server(project: Project) -> None:
     """Serve one editor until it ends the session or closes the input."""
     # Components that print during their import must not write between the messages.
     stdout = os.fdopen(os.dup(sys.stdout.fileno()), "wb")

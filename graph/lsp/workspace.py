@@ -81,9 +81,9 @@ class Workspace:
     analyses: dict[Path, Analysis] = attrs.field(factory=dict)
 
     @cached_property
-    def components_by_node(self) -> dict[str, list[str]]:
+    def shipped_components_by_node(self) -> dict[str, list[str]]:
         """The node names in the shipped recipes, with the components used there."""
-        return self.project.components_by_node()
+        return self.project.shipped_components_by_node()
 
     @cached_property
     def shipped_graphs(self) -> list[Graph]:
@@ -140,7 +140,7 @@ class Workspace:
         self.analyses[path] = Analysis(path, own, graph, is_overlay)
         return [problem for problem in graph.problems if not (is_overlay and problem.code in NEEDS_BASE)]
 
-    def find_analysis(self, path: Path) -> Analysis:
+    def get_last_analysis_or_empty(self, path: Path) -> Analysis:
         """Return an open recipe's last analysis, or an empty one if its text never was TOML."""
         if path in self.analyses:
             return self.analyses[path]

@@ -91,7 +91,7 @@ class _ListEdit:
     def _resolve_removed_indices(self, value: Any) -> None:
         """Find the indices of elements to remove."""
         indices = _index_elements(map(dump_canonical, self.old.value))
-        for element, path in _iterate_elements(value, ("remove",)):
+        for element, path in _iterate_elements_or_value(value, ("remove",)):
             self.removed |= {*self._find_index(dump_canonical(element), indices, path)}
 
     def _resolve_insertions(self, operation: str, anchors: dict[str, Any]) -> None:
@@ -104,7 +104,7 @@ class _ListEdit:
         for anchor, value in anchors.items():
             inserted = [
                 (element, Origin(self.layer, (*self.path, *path)))
-                for element, path in _iterate_elements(value, (operation, anchor))
+                for element, path in _iterate_elements_or_value(value, (operation, anchor))
             ]
             for index in self._find_index(anchor, indices, (operation, anchor)):
                 insertions[index] = inserted
@@ -167,7 +167,7 @@ def _index_elements(elements: Iterable[str]) -> dict[str, list[int]]:
     return indices
 
 
-def _iterate_elements(value: Any, path: KeyPath) -> Iterator[tuple[Any, KeyPath]]:
+def _iterate_elements_or_value(value: Any, path: KeyPath) -> Iterator[tuple[Any, KeyPath]]:
     """Yield (element, path) for an array's elements. A value without an array counts as its only element."""
     if isinstance(value, list):
         yield from ((element, (*path, number)) for number, element in enumerate(value))

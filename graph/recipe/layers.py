@@ -93,10 +93,12 @@ class Leaf:
         return self.layer.key_position(self.path)
 
     @property
-    def label(self) -> str:
+    def position_label(self) -> str:
         """The position of the key, or of a list and its edits. Independent of where recipes are installed."""
         own = str(attrs.evolve(self.layer.key_position(self.path), source=self.layer.label))
-        return own if self.elements is None or self.overridden is None else f"{self.overridden.label} and {own}"
+        if self.elements is None or self.overridden is None:
+            return own
+        return f"{self.overridden.position_label} and {own}"
 
     def origin(self, path: KeyPath) -> Origin:
         """Return the origin for a part of the value."""
@@ -127,7 +129,7 @@ class Table:
         return self.layer.value_position(self.path)
 
     @property
-    def label(self) -> str:
+    def position_label(self) -> str:
         """The table's position, independent of where shipped recipes are installed."""
         return str(attrs.evolve(self.layer.value_position(self.path), source=self.layer.label))
 

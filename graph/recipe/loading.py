@@ -62,7 +62,7 @@ def read_layers(
     return reader.layers
 
 
-def read_bases(layer: Layer, folder: RecipeFolder) -> list[Layer]:
+def read_bases_and_layer(layer: Layer, folder: RecipeFolder) -> list[Layer]:
     """
     Read the layers of a layer's bases, lowest first, and append the layer itself.
 

@@ -57,7 +57,7 @@ class MergedRecipe:
     def with_values(self, data: Mapping[str, Any], source: str = "override") -> "MergedRecipe":
         """Return a recipe with other values merged over this one."""
         layer = Layer(source, dict(data))
-        refused = [*self._merging, *_report_extends_in_data(layer)]
+        refused = [*self._merging, *_report_extends_in_merged_values(layer)]
         return _merge_over_tree(self.source, self.tree.copy(), [layer], self.layers, refused)
 
 
@@ -80,7 +80,7 @@ def _merge_over_tree(
         # Before merging, so that a layer may unset a node and write it anew.
         problems += _apply_unset_directive(tree, layer)
         problems += _check_format_version(layer)
-        checks = {key: _check_table_replaced(tree, key, value) for key, value in layer.data.items()}
+        checks = {key: _check_value_replaces_no_table(tree, key, value) for key, value in layer.data.items()}
         misplaced = {key: problem for key, problem in checks.items() if problem}
         problems += [attrs.evolve(problem, position=layer.key_position((key,))) for key, problem in misplaced.items()]
         values = {key: value for key, value in layer.data.items() if key not in (*DIRECTIVES, *misplaced)}
@@ -92,7 +92,7 @@ def _merge_over_tree(
     return attrs.evolve(recipe, layers=all_layers, merging=problems, problems=[*recipe.problems, *problems, *unused])
 
 
-def _check_table_replaced(tree: Table, key: str, value: object) -> Problem | None:
+def _check_value_replaces_no_table(tree: Table, key: str, value: object) -> Problem | None:
     """Return a problem if a value would replace a node or group, which other nodes may need."""
     if isinstance(value, dict) or key == "vars" or not isinstance(old_item := tree.items.get(key), Table):
         return None
@@ -108,7 +108,7 @@ def _check_format_version(layer: Layer) -> Iterator[Problem]:
         yield Problem("DL107", text, position=layer.value_position(("format",)))
 
 
-def _report_extends_in_data(layer: Layer) -> Iterator[Problem]:
+def _report_extends_in_merged_values(layer: Layer) -> Iterator[Problem]:
     if "extends" in layer.data:
         text = "values that are merged over a recipe can't extend another one"
         yield Problem("DL120", text, "extend it in the recipe itself", position=layer.value_position(("extends",)))
@@ -199,7 +199,7 @@ def _check_incomplete_table(name: str, item: Table, top: Table) -> Iterator[Prob
         near = did_you_mean(name, [key for key, table in top.items.items() if key != name and isinstance(table, Table)])
         hint = near if near.startswith("did") else 'a node needs a line like use = "data.loader"'
         text = "it has no `use`, and no extended recipe has a node of this name"
-        yield Problem("DL113", text, hint, name, _locate_first_value(item))
+        yield Problem("DL113", text, hint, name, _locate_table_or_first_value(item))
         return
     for key, member in item.items.items():
         if not (isinstance(member, Table) and "use" in member.items):
@@ -208,7 +208,7 @@ def _check_incomplete_table(name: str, item: Table, top: Table) -> Iterator[Prob
             yield Problem("DL114", text, f'write [{name}.{key}] with a line use = "..."', name, position)
 
 
-def _locate_first_value(item: Table) -> Position:
+def _locate_table_or_first_value(item: Table) -> Position:
     """Return the table's position, or its first value's position if the command line made the table."""
     leaf = next((leaf for leaf in item.items.values() if isinstance(leaf, Leaf)), None)
     return item.position if item.layer.text is not None or leaf is None else leaf.position

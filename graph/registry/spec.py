@@ -87,7 +87,7 @@ class Spec:
         return self._select_fields("ordered")
 
     @cached_property
-    def has_constraints(self) -> bool:
+    def has_constraints_method(self) -> bool:
         """Whether the component checks settings and neighbours together."""
         return hasattr(self.cls, "constraints")
 
@@ -105,7 +105,7 @@ class Spec:
         return tuple(field for field in self.fields.values() if field.kind == kind)
 
     @property
-    def doc(self) -> str:
+    def summary(self) -> str:
         """The first line of the docstring."""
         return (self.cls.__doc__ or "").strip().partition("\n")[0]
 

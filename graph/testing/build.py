@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from drawloom.graph.component import Every, Ordered
-from drawloom.graph.inspect.serialize import serialize_value
+from drawloom.graph.inspect.serialize import convert_to_toml_types
 from drawloom.graph.problems import Problem, RecipeError
 from drawloom.graph.project import Project
 from drawloom.graph.recipe.lockfile import ResolvedRecipe
@@ -58,7 +58,7 @@ def _is_edge_or_container_field(spec: Spec, key: str) -> bool:
 
 def _make_node(spec: Spec, settings: Mapping[str, Any]) -> Node:
     """Return a node with settings converted as in a recipe. A Path or Enum may be passed as such, or as text."""
-    plain = {key: serialize_value(value) for key, value in settings.items() if value is not None}
+    plain = {key: convert_to_toml_types(value) for key, value in settings.items() if value is not None}
     recipe = MergedRecipe.of({"it": {"use": spec.use, **plain}}, "build")
     node = Node(spec.use, recipe.tree.items["it"], spec)  # type: ignore[arg-type]
     SettingsResolver({}).resolve(node)
@@ -115,7 +115,7 @@ class _NeighbourRefusingView(NodeView):
     def reachable(self) -> Iterator[NodeView]:
         raise _NeighbourAccessError("reachable")
 
-    def keys(self, edge: str) -> list[str]:
+    def edge_keys(self, edge: str) -> list[str]:
         raise _NeighbourAccessError(edge)
 
 

@@ -25,7 +25,7 @@ def describe_misspelt_members(cls: type, port: type) -> list[str]:
     declared, optional = _list_all_and_optional_port_members(re.sub(r"(\.ports)\..*", r"\1", port.__module__))
     similar = (
         (name, get_close_matches(name, optional, n=1, cutoff=SIMILARITY))
-        for name in _list_own_public_names(cls) - declared
+        for name in _list_public_names_except_settings(cls) - declared
     )
     return [
         f"{cls.__name__} has {name}, which no port declares; did you mean {other}?"
@@ -34,7 +34,7 @@ def describe_misspelt_members(cls: type, port: type) -> list[str]:
     ]
 
 
-def _list_own_public_names(cls: type) -> set[str]:
+def _list_public_names_except_settings(cls: type) -> set[str]:
     """Return the public attributes of a class without its settings and without attributes from other packages."""
     fields = {field.name: field.init for field in attrs.fields(cls)} if attrs.has(cls) else {}
     package = cls.__module__.partition(".")[0]

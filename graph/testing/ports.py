@@ -68,14 +68,14 @@ def _make_method(expected: Callable[..., Any], calls: list[Call], answer: Any) -
     kind = typing.get_type_hints(expected).get("return")
 
     @functools.wraps(expected)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def record_call_and_answer(self: Any, *args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(self, *args, **kwargs)
         calls.append(Call(expected.__name__, dict(list(bound.arguments.items())[1:])))
         if answer is _Unanswered:
             return _make_empty_value(kind)
         return answer(*args, **kwargs) if callable(answer) else answer
 
-    return method
+    return record_call_and_answer
 
 
 def _read_attribute_type(port: type, name: str, expected: Any) -> Any:

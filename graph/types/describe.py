@@ -43,7 +43,7 @@ def describe(value: Any) -> str:
     if value is None:
         return "nothing"
     noun = "" if type(value) is bool else TYPE_NAMES.get(type(value), "")
-    return f"the {noun} {dump_shortened(value)}" if noun else dump_shortened(value)
+    return f"the {noun} {dump_shortened_toml(value)}" if noun else dump_shortened_toml(value)
 
 
 def dump_toml_or_repr(value: Any) -> str:
@@ -54,7 +54,7 @@ def dump_toml_or_repr(value: Any) -> str:
         return ascii(value)
 
 
-def dump_shortened(value: Any) -> str:
+def dump_shortened_toml(value: Any) -> str:
     """Return a value as TOML, cut to MAX_VALUE_LENGTH characters."""
     text = dump_toml_or_repr(value)
     return text if len(text) <= MAX_VALUE_LENGTH else text[: MAX_VALUE_LENGTH - 3] + "..."
@@ -91,9 +91,9 @@ def _list_nouns_with_rests(kind: Any) -> list[tuple[str, str]]:
     if kind in TYPE_NAMES:
         return [(TYPE_NAMES[kind], "")]
     if origin is Literal:
-        return [("", dump_shortened(choice)) for choice in inner]
+        return [("", dump_shortened_toml(choice)) for choice in inner]
     if isinstance(kind, type) and issubclass(kind, Enum):
-        return [("", dump_shortened(member.value)) for member in kind]
+        return [("", dump_shortened_toml(member.value)) for member in kind]
     if union_members_except_none(kind) != [kind]:
         return list(
             dict.fromkeys(

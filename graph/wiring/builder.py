@@ -6,7 +6,7 @@ from typing import Any
 
 import attrs
 
-from drawloom.graph.component import needs_named_nodes
+from drawloom.graph.component import port_needs_named_nodes
 from drawloom.graph.problems import KeyPath, Problem, did_you_mean
 from drawloom.graph.recipe.layers import Leaf, Table
 from drawloom.graph.recipe.merged import VARIABLE, MergedRecipe
@@ -274,7 +274,7 @@ class EdgeResolver:
         specs = {node.spec.use: node.spec for node in self.nodes.values()} if inline_nodes else {}
         ports = {port for spec in specs.values() for field in spec.fields.values() for port in field.ports}
         for node in inline_nodes:
-            for port in filter(needs_named_nodes, ports):
+            for port in filter(port_needs_named_nodes, ports):
                 if implements(node.spec.cls, port):
                     reason = "whose name is saved with its state, so it can't be written inline"
                     text = f"{node.spec.use!r} is a {port.__name__}, {reason}"

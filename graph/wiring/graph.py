@@ -86,7 +86,7 @@ class Graph:
         }
         return [(user, keys) for user, keys in edges_by_user.items() if keys]
 
-    def list_implemented_ports(self, name: str) -> set[type]:
+    def list_needed_ports_implemented_by(self, name: str) -> set[type]:
         """Return the ports implemented by a node's component, among the ports needed by edges in the graph."""
         fields = (field for node in self.nodes.values() for field in node.spec.fields.values())
         ports = {port for field in fields for port in field.ports}
@@ -196,7 +196,7 @@ class Graph:
             for field in node.spec.sequences:
                 if (edge := node.edges.get(field.name)) is not None:
                     yield from check_sequence_dataflow(node, field.name, edge, self.nodes)
-            if node.spec.has_constraints and self.is_valid_with_neighbours(node):
+            if node.spec.has_constraints_method and self.is_valid_with_neighbours(node):
                 yield from _check_constraints(node, self.view(node.name))
 
     def _find_edge_position(self, name: str, target: str) -> Position:

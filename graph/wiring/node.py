@@ -161,7 +161,7 @@ class NodeView:
             waiting += [name for name in node.needs if name not in seen]
             seen |= {*node.needs}
 
-    def keys(self, edge: str) -> list[str]:
+    def edge_keys(self, edge: str) -> list[str]:
         """Return the keys of a mapping edge, in order."""
         found = self._node.edges.get(edge)
         return [*found.keys] if found else []

@@ -82,7 +82,7 @@ def _kernel_constants(param: ParamState) -> dict[str, bool]:
     They state whether loads are aligned, how elements map to the noise, whether the step divides by max_exp_avg_sq, and
     whether weights are master weights.
     """
-    aligned = all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in param.tensors)
+    aligned = all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in param.weight_and_state_tensors)
     has_maximum = param.max_exp_avg_sq is not None
     constants = {
         "ALIGNED": aligned,
@@ -97,7 +97,7 @@ class _FusedStep:
     """Launch for non-empty weights with equal dtypes and constants, with their address tables."""
 
     def __init__(self, params: list[ParamState], indices: list[int], maximize: bool) -> None:
-        if any(not tensor.is_contiguous() for param in params for tensor in param.tensors):
+        if any(not tensor.is_contiguous() for param in params for tensor in param.weight_and_state_tensors):
             raise ValueError("weights and their state must be contiguous; use AdamwEager for others")
         self._params, self._indices = params, indices
         self._device = params[0].weight.device
@@ -163,7 +163,7 @@ class _FusedStep:
 
 def _make_table_row(param: ParamState, grad: int, index: int) -> list[int]:
     """Return a weight's table row: addresses, size, index, noise parameters and optional addresses."""
-    weight, exp_avg, exp_avg_sq = (tensor.data_ptr() for tensor in param.tensors[:3])
+    weight, exp_avg, exp_avg_sq = (tensor.data_ptr() for tensor in param.weight_and_state_tensors[:3])
     noise = param.key, param.first, param.width, param.stride
     optional = (0 if tensor is None else tensor.data_ptr() for tensor in (param.max_exp_avg_sq, param.remainder))
     return [weight, grad, exp_avg, exp_avg_sq, param.weight.numel(), index, *noise, *optional]

@@ -44,7 +44,7 @@ class Fused8bitStep:
     """Launch for non-empty weights with equal dtypes and constants, like `_FusedStep` in adamw.py."""
 
     def __init__(self, params: list[ParamState], indices: list[int], maximize: bool) -> None:
-        if any(not tensor.is_contiguous() for param in params for tensor in param.tensors):
+        if any(not tensor.is_contiguous() for param in params for tensor in param.weight_and_state_tensors):
             raise ValueError("weights and their state must be contiguous; use AdamwEager for others")
         self._params, self._indices, self._maximize = params, indices, maximize
         self._device = params[0].weight.device
@@ -115,7 +115,7 @@ def _count_scales_per_moment(param: ParamState) -> int:
 
 def _make_table_row(param: ParamState, grad: int, index: int) -> list[int]:
     """Return a weight's table row: addresses, scale count, index, noise parameters and row width."""
-    weight, mean, square, *others = (tensor.data_ptr() for tensor in param.tensors)
+    weight, mean, square, *others = (tensor.data_ptr() for tensor in param.weight_and_state_tensors)
     *remainder, mean_scale, square_scale = others
     addresses = [weight, grad, mean, square, mean_scale, square_scale, *(remainder or [0])]
     noise = [param.key, param.first, param.width, param.stride]

@@ -91,7 +91,7 @@ def _forward(
     by_torch, cut = _multiplies_by_torch(hidden), LogitCut(tile=(tokens, words), max_logits=max_logits)
     for chunk in split_token_chunks(len(hidden), len(weight), cut) if by_torch else [slice(0, len(hidden))]:
         part = hidden[chunk]
-        logits = _compute_logits(part, weight, words) if by_torch else None
+        logits = _compute_padded_logits(part, weight, words) if by_torch else None
         factors, by_tma = _make_matrix_arguments((tokens, STEP), (words, STEP), part, weight)
         kernels.lse_and_target_logit_kernel[(cdiv(len(part), tokens) * len(lse),)](
             logits,
@@ -126,7 +126,7 @@ def _multiplies_by_torch(hidden: Tensor) -> bool:
     return hidden.dtype == torch.float32
 
 
-def _compute_logits(hidden: Tensor, weight: Tensor, tile_width: int) -> Tensor:
+def _compute_padded_logits(hidden: Tensor, weight: Tensor, tile_width: int) -> Tensor:
     """
     Return logits (tokens, vocabulary) for both passes, which must have the same roundings.
 
@@ -207,7 +207,7 @@ def _backward(
     for chunk in split_token_chunks(len(hidden), len(weight), cut):
         part, part_grad_lse = hidden[chunk], None if grad_lse is None else grad_lse[chunk]
         inputs = part, weight, targets[chunk], lse[chunk], grad[chunk], part_grad_lse
-        grad_logits, active = _compute_grad_logits(*inputs, cut)
+        grad_logits, active = _compute_grad_logits_and_tiles(*inputs, cut)
         if is_filtered and not _multiplies_by_torch(hidden):
             if needs_hidden:
                 _write_sparse_grad_hidden(grad_logits, active, weight, grad_hidden[chunk], cut)
@@ -222,7 +222,7 @@ def _backward(
     return grad_hidden, grad_weight if ranks is None or not needs_weight else grad_weight[ranks]
 
 
-def _compute_grad_logits(
+def _compute_grad_logits_and_tiles(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
@@ -235,7 +235,7 @@ def _compute_grad_logits(
     (tokens, width), (height, across) = hidden.shape, cut.tile
     by_torch = _multiplies_by_torch(hidden)
     grad_logits = (
-        _compute_logits(hidden, weight, across) if by_torch else _allocate_padded_logits(hidden, weight, across)
+        _compute_padded_logits(hidden, weight, across) if by_torch else _allocate_padded_logits(hidden, weight, across)
     )
     tiles = cdiv(tokens, height), cdiv(len(weight), across)
     active = torch.ones(tiles, dtype=torch.int8, device=hidden.device)
@@ -270,7 +270,7 @@ def _write_sparse_grad_hidden(
     factors, by_tma = _make_matrix_arguments((cut.tile[0], step), (step, CHANNELS), grad_logits, weight)
     kernels.grad_hidden_kernel[(active.shape[0], cdiv(weight.shape[1], CHANNELS))](
         *factors,
-        *_list_active_tiles_by_row(active),
+        *_sort_and_count_active_tiles(active),
         result,
         *(len(grad_logits), *weight.shape),
         *(grad_logits.stride(0), weight.stride(0), result.stride(0)),
@@ -290,7 +290,7 @@ def _add_sparse_grad_weight(grad_logits: Tensor, active: Tensor, hidden: Tensor,
     factors, by_tma = _make_matrix_arguments((step, cut.tile[1]), (step, CHANNELS), grad_logits, hidden)
     kernels.add_grad_weight_kernel[(active.shape[1], cdiv(hidden.shape[1], CHANNELS))](
         *factors,
-        *_list_active_tiles_by_row(active.T.contiguous()),
+        *_sort_and_count_active_tiles(active.T.contiguous()),
         result,
         *(len(grad_logits), *result.shape),
         *(grad_logits.stride(0), hidden.stride(0)),
@@ -305,7 +305,7 @@ def _add_sparse_grad_weight(grad_logits: Tensor, active: Tensor, hidden: Tensor,
     )
 
 
-def _list_active_tiles_by_row(active: Tensor) -> tuple[Tensor, Tensor]:
+def _sort_and_count_active_tiles(active: Tensor) -> tuple[Tensor, Tensor]:
     """Return active columns by row in order, and their numbers."""
     return active.argsort(dim=1, descending=True, stable=True).to(torch.int32), active.sum(1, dtype=torch.int32)
 

@@ -84,18 +84,18 @@ def _sum_rows_by_expert(grad: Tensor, offsets: Tensor, scale: Tensor | None) -> 
     return sums.sum(0).to(grad.dtype)
 
 
-def _allocate_products(grad: Tensor, bias: Tensor, offsets: Tensor, scale: Tensor) -> Tensor:
+def _allocate_row_products(grad: Tensor, bias: Tensor, offsets: Tensor, scale: Tensor) -> Tensor:
     return scale.new_empty(scale.shape)
 
 
 @register_kernel(
     "expert_bias_products(Tensor grad, Tensor bias, Tensor offsets, Tensor scale) -> Tensor",
-    fake=_allocate_products,
+    fake=_allocate_row_products,
     flops=return_zero_flops,
     scratch=return_zero_scratch_bytes,
 )
 def _sum_bias_products_by_row(grad: Tensor, bias: Tensor, offsets: Tensor, scale: Tensor) -> Tensor:
-    result = _allocate_products(grad, bias, offsets, scale)
+    result = _allocate_row_products(grad, bias, offsets, scale)
     count, width = grad.shape
     if count:
         grad, bias = contiguous_last_dim(grad), contiguous_last_dim(bias)
@@ -110,7 +110,7 @@ def _sum_bias_products_by_row(grad: Tensor, bias: Tensor, offsets: Tensor, scale
 
 
 @triton.jit
-def _find_expert_of_row(row, offsets, num_experts, EXPERTS: tl.constexpr):
+def _find_row_expert_and_usage(row, offsets, num_experts, EXPERTS: tl.constexpr):
     """Return every row's expert, and whether the row is used; unused rows have the last expert."""
     number = tl.arange(0, EXPERTS)
     ends = tl.load(offsets + number, mask=number < num_experts, other=2147483647)
@@ -128,7 +128,7 @@ def _add_bias_kernel(
     # fmt: on
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    expert, is_used = _find_expert_of_row(row, offsets, num_experts, EXPERTS)
+    expert, is_used = _find_row_expert_and_usage(row, offsets, num_experts, EXPERTS)
     inside = (row < count)[:, None] & (column < width)[None, :]
     at = bias + expert.to(tl.int64)[:, None] * bias_stride + column[None, :]
     added = tl.load(at, mask=inside & is_used[:, None], other=0.0).to(tl.float32)
@@ -176,7 +176,7 @@ def _bias_products_kernel(
     # fmt: on
     """Store every row's gradient times its expert's bias, 0 for unused rows."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    expert, is_used = _find_expert_of_row(row, offsets, num_experts, EXPERTS)
+    expert, is_used = _find_row_expert_and_usage(row, offsets, num_experts, EXPERTS)
     is_used = is_used & (row < count)
     total = tl.zeros((ROWS, COLUMNS), tl.float64)  # products of a row cancel each other
     for begin in range(0, width, COLUMNS):

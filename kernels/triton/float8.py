@@ -84,7 +84,7 @@ class TritonFloat8:
         return Float8Rows(data, scale, _transpose(data) if transposed else data.new_empty(0))
 
     def quantize_gradient(self, grads: Sequence[Tensor], factor: Tensor, row_scale: Tensor | None) -> QuantizedGradient:
-        return QuantizedGradient(*_quantize_gradient([*grads], factor, row_scale))
+        return QuantizedGradient(*_quantize_gradient_rows_and_columns([*grads], factor, row_scale))
 
     def quantize_swiglu_gradient(
         self, grad: Tensor, gate_and_up: Tensor, factor: Tensor, row_scale: Tensor | None
@@ -220,7 +220,9 @@ def _allocate_quantized_gradient(grads: list[Tensor], factor: Tensor, row_scale:
     flops=return_zero_flops,
     scratch=return_zero_scratch_bytes,
 )
-def _quantize_gradient(grads: list[Tensor], factor: Tensor, row_scale: Tensor | None) -> tuple[Tensor, ...]:
+def _quantize_gradient_rows_and_columns(
+    grads: list[Tensor], factor: Tensor, row_scale: Tensor | None
+) -> tuple[Tensor, ...]:
     return _quantize_gradient_rows(grads, None, factor, row_scale)
 
 
@@ -384,7 +386,7 @@ def _launch_quantize_rows(
         **_choose_block_sizes(width),
         STAGES=3 if up is None and second is None else STAGES,
         num_warps=_choose_warp_count(width),
-        maxnreg=None if parts is None else _count_registers_per_thread(width),
+        maxnreg=None if parts is None else _compute_max_registers_per_thread(width),
         enable_fp_fusion=True,
     )
 
@@ -418,7 +420,7 @@ def _launch_swiglu_gradient(
         **_choose_block_sizes(width),
         STAGES=STAGES if width <= WIDE else 1,
         num_warps=_choose_warp_count(width),
-        maxnreg=None if parts is None else _count_registers_per_thread(width),
+        maxnreg=None if parts is None else _compute_max_registers_per_thread(width),
         enable_fp_fusion=True,
     )
 
@@ -442,7 +444,7 @@ def _choose_warp_count(width: int) -> int:
     return max(2, min(next_power_of_2(width) // 1024, 32))
 
 
-def _count_registers_per_thread(width: int) -> int:
+def _compute_max_registers_per_thread(width: int) -> int:
     """Return the most registers per thread with which WARPS_WITH_COLUMNS warps fit on a multiprocessor."""
     return REGISTERS // (32 * max(WARPS_WITH_COLUMNS, _choose_warp_count(width)))
 

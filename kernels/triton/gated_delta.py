@@ -150,7 +150,7 @@ def _forward(
         num_warps=4,
         **sizes.limit_registers_for_small_tiles(168),
     )
-    block = sizes.carry_tile_columns
+    block = sizes.columns_per_carry_tile
     kernels.carry_states_and_update_written[(cdiv(sizes.v_width, block), sizes.rows * sizes.heads)](
         *(k, keys, written, decays, ids, before, state, states, last, sizes.length, sizes.chunks),
         **{**sizes.constants, "BV": block},
@@ -191,7 +191,7 @@ class _Sizes(NamedTuple):
         return self.itemsize * max(MIN_BLOCK, next_power_of_2(self.width)) <= 256
 
     @property
-    def carry_tile_columns(self) -> int:
+    def columns_per_carry_tile(self) -> int:
         """
         Return the columns in a sequential kernel's tile.
 
@@ -314,7 +314,7 @@ def _backward(
         num_stages=2,
         **sizes.limit_registers_for_small_tiles(168),
     )
-    block = sizes.carry_tile_columns
+    block = sizes.columns_per_carry_tile
     kernels.carry_gradients_back[(cdiv(sizes.v_width, block), sizes.rows * sizes.heads)](
         *(grad, grad_state.contiguous(), q, k, keys, decays, ids, before, grad_written, grad_states),
         *(grads[5] if state is not None else None, *ends),

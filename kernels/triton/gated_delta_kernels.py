@@ -32,7 +32,7 @@ def locate_chunk(program, length, chunks, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def locate_head(program, length, chunks, HEADS: tl.constexpr, CHUNK: tl.constexpr):
+def locate_chunk_and_head(program, length, chunks, HEADS: tl.constexpr, CHUNK: tl.constexpr):
     """Return the chunk's number among all rows' chunks, the head, and the results from `locate_chunk`."""
     number, head = program // HEADS, program % HEADS
     row, chunk, first, inside = locate_chunk(number, length, chunks, CHUNK)
@@ -77,7 +77,7 @@ def locate_state_tile(states, number, k_columns, v_columns, K: tl.constexpr, V: 
 
 
 @triton.jit
-def mask_document_pairs(own, inside, CHUNK: tl.constexpr):
+def mask_causal_document_pairs(own, inside, CHUNK: tl.constexpr):
     """Return the pairs (query, key) within a document, up to the query itself."""
     token = tl.arange(0, CHUNK)
     return (own[:, None] == own[None, :]) & (token[:, None] >= token[None, :]) & inside[:, None]
@@ -121,14 +121,14 @@ def solve_chunk_systems(
 ):
     # fmt: on
     """Store, by chunk and head, the decay sums, the inverse system, and its products with keys and values."""
-    _number, head, row, chunk, first, inside = locate_head(tl.program_id(0), length, chunks, HEADS, CHUNK)
+    _number, head, row, chunk, first, inside = locate_chunk_and_head(tl.program_id(0), length, chunks, HEADS, CHUNK)
     own, incoming, _last, _end = load_chunk_document_ids(ids, before, row, chunk, first, inside, length, CHUNK)
     token, channel = tl.arange(0, CHUNK), tl.arange(0, BK)
     by_head = (first + token) * HEADS + head
     factors = tl.load(beta + by_head, mask=inside, other=0.0).to(tl.float32)
     key = load_tile(k + (head // GROUPS) * K, first, HEADS // GROUPS * K, token, channel, K, inside)
     gates = tl.maximum(tl.load(g + by_head, mask=inside, other=0.0).to(tl.float32), MIN_GATE)
-    is_pair = mask_document_pairs(own, inside, CHUNK)
+    is_pair = mask_causal_document_pairs(own, inside, CHUNK)
     sums = tl.sum(tl.where(is_pair, gates[None, :], 0.0), 1)
     tl.store(decays + by_head, sums, mask=inside)
     pair_decay = tl.exp(tl.where(is_pair, sums[:, None] - sums[None, :], -float("inf")))
@@ -159,7 +159,7 @@ def multiply_keys_by_inverse(
 ):
     # fmt: on
     """Store the inverse systems' products with keys, as `solve_chunk_systems` does."""
-    _number, head, row, chunk, first, inside = locate_head(tl.program_id(0), length, chunks, HEADS, CHUNK)
+    _number, head, row, chunk, first, inside = locate_chunk_and_head(tl.program_id(0), length, chunks, HEADS, CHUNK)
     own, incoming, _last, _end = load_chunk_document_ids(ids, before, row, chunk, first, inside, length, CHUNK)
     token, channel = tl.arange(0, CHUNK), tl.arange(0, BK)
     by_head = (first + token) * HEADS + head
@@ -265,7 +265,9 @@ def compute_results(
     """Store the results for one chunk, head and value block, from the incoming state and the written values."""
     # A program computes the results e Q S + (Q K^T D) N for one chunk, head and block of BV columns.
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
-    number, head, row, chunk, first, inside = locate_head(tl.program_id(0) // BLOCKS, length, chunks, HEADS, CHUNK)
+    number, head, row, chunk, first, inside = locate_chunk_and_head(
+        tl.program_id(0) // BLOCKS, length, chunks, HEADS, CHUNK
+    )
     own, incoming, _last, _end = load_chunk_document_ids(ids, before, row, chunk, first, inside, length, CHUNK)
     token, channel = tl.arange(0, CHUNK), tl.arange(0, BK)
     column = tl.program_id(0) % BLOCKS * BV + tl.arange(0, BV)
@@ -276,7 +278,7 @@ def compute_results(
     state = tl.load(at, mask=is_state, other=0.0)
     from_state = tl.where(own == incoming, tl.exp(sums), 0.0)
     mixed = from_state[:, None] * tl.dot(query, state, input_precision=PRECISION)
-    is_pair = mask_document_pairs(own, inside, CHUNK)
+    is_pair = mask_causal_document_pairs(own, inside, CHUNK)
     pair_decay = tl.exp(tl.where(is_pair, sums[:, None] - sums[None, :], -float("inf")))
     scores = tl.dot(query, key, input_precision=PRECISION) * pair_decay
     values = load_tile(written + head * V, first, HEADS * V, token, column, V, inside)
@@ -297,7 +299,7 @@ def compute_gradients_within_chunks(
     Store gradients through results in the same chunk: for written values, and, by key and query, for scores without
     decays. Start the decay sums' gradients.
     """
-    _number, head, _row, _chunk, first, inside = locate_head(tl.program_id(0), length, chunks, HEADS, CHUNK)
+    _number, head, _row, _chunk, first, inside = locate_chunk_and_head(tl.program_id(0), length, chunks, HEADS, CHUNK)
     token, channel = tl.arange(0, CHUNK), tl.arange(0, BK)
     by_head = (first + token) * HEADS + head
     own = tl.load(ids + first + token, mask=inside, other=-2)
@@ -377,7 +379,7 @@ def compute_system_gradients(
     Store gradients through the solved systems, for values and for key pairs' products. Start beta's gradients, and add
     to the decay sums'. The right sides' gradients replace the written values'.
     """
-    _number, head, _row, _chunk, first, inside = locate_head(tl.program_id(0), length, chunks, HEADS, CHUNK)
+    _number, head, _row, _chunk, first, inside = locate_chunk_and_head(tl.program_id(0), length, chunks, HEADS, CHUNK)
     token, channel = tl.arange(0, CHUNK), tl.arange(0, BK)
     by_head = (first + token) * HEADS + head
     own = tl.load(ids + first + token, mask=inside, other=-2)
@@ -397,7 +399,7 @@ def compute_system_gradients(
         by_pair -= tl.dot(wanted.to(values.dtype), tl.trans(values), input_precision=PRECISION)
     sums = tl.load(decays + by_head, mask=inside, other=0.0)
     key = load_tile(k + (head // GROUPS) * K, first, HEADS // GROUPS * K, token, channel, K, inside)
-    is_pair = mask_document_pairs(own, inside, CHUNK) & (token[:, None] > token[None, :])
+    is_pair = mask_causal_document_pairs(own, inside, CHUNK) & (token[:, None] > token[None, :])
     by_pair *= tl.exp(tl.where(is_pair, sums[:, None] - sums[None, :], -float("inf")))
     through_pairs = by_pair * tl.dot(key, tl.trans(key), input_precision=PRECISION)
     tl.store(grad_factors + by_head, to_factors + tl.sum(through_pairs, 1), mask=inside)
@@ -424,7 +426,7 @@ def compute_query_gradients(
     """
     PARTS: tl.constexpr = (K + BK - 1) // BK
     part = tl.program_id(0) % PARTS
-    chunk_number, key_head, row, chunk, first, inside = locate_head(
+    chunk_number, key_head, row, chunk, first, inside = locate_chunk_and_head(
         tl.program_id(0) // PARTS, length, chunks, HEADS // GROUPS, CHUNK
     )
     own, incoming, _last, _end = load_chunk_document_ids(ids, before, row, chunk, first, inside, length, CHUNK)
@@ -466,7 +468,9 @@ def compute_key_gradients(
     """
     PARTS: tl.constexpr = (K + BK - 1) // BK
     part = tl.program_id(0) % PARTS
-    number, head, row, chunk, first, inside = locate_head(tl.program_id(0) // PARTS, length, chunks, HEADS, CHUNK)
+    number, head, row, chunk, first, inside = locate_chunk_and_head(
+        tl.program_id(0) // PARTS, length, chunks, HEADS, CHUNK
+    )
     own, incoming, last, end = load_chunk_document_ids(ids, before, row, chunk, first, inside, length, CHUNK)
     token, channel = tl.arange(0, CHUNK), part * BK + tl.arange(0, BK)
     by_head = (first + token) * HEADS + head
@@ -517,7 +521,7 @@ def sum_g_and_beta_gradients_kernel(
 ):
     # fmt: on
     """Store gates' and beta's gradients: the sums over all parts, and for gates within a document and chunk."""
-    _number, head, _row, _chunk, first, inside = locate_head(tl.program_id(0), length, chunks, HEADS, CHUNK)
+    _number, head, _row, _chunk, first, inside = locate_chunk_and_head(tl.program_id(0), length, chunks, HEADS, CHUNK)
     token = tl.arange(0, CHUNK)
     by_head = (first + token) * HEADS + head
     own = tl.load(ids + first + token, mask=inside, other=-2)
@@ -528,7 +532,7 @@ def sum_g_and_beta_gradients_kernel(
         grad_sums += tl.load(part_decays + by_part, mask=inside, other=0.0)
         to_factors += tl.load(part_factors + by_part, mask=inside, other=0.0)
     tl.store(grad_beta + by_head, to_factors.to(grad_beta.dtype.element_ty), mask=inside)
-    is_pair = mask_document_pairs(own, inside, CHUNK)
+    is_pair = mask_causal_document_pairs(own, inside, CHUNK)
     grad_gates = tl.sum(tl.where(is_pair, grad_sums[:, None], 0.0), 0)
     tl.store(grad_g + by_head, grad_gates.to(grad_g.dtype.element_ty), mask=inside)
 

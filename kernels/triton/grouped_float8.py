@@ -83,7 +83,7 @@ class TritonGroupedFloat8(TritonFloat8):
     def quantize_experts_into(self, weight: Tensor, rows: Float8Rows) -> None:
         if not weight.is_meta:
             _launch_quantize_experts(weight, rows.data, rows.scale)
-            _launch_cast_experts(weight, None, rows.scale, rows.transposed)
+            _launch_scale_and_cast_experts(weight, None, rows.scale, rows.transposed)
 
     def quantize_expert_swiglu(self, gate_and_up: Tensor, probabilities: Tensor) -> ScaledRows:
         return ScaledRows._make(_quantize_swiglu(gate_and_up, probabilities))
@@ -183,7 +183,7 @@ def _launch_quantize_experts(weight: Tensor, data: Tensor, scale: Tensor) -> Non
         num_warps=8,
         enable_fp_fusion=True,
     )
-    _launch_cast_experts(weight, parts, scale, data)
+    _launch_scale_and_cast_experts(weight, parts, scale, data)
 
 
 def _allocate_transposed_experts(weight: Tensor, scale: Tensor) -> Tensor:
@@ -199,11 +199,11 @@ def _allocate_transposed_experts(weight: Tensor, scale: Tensor) -> Tensor:
 )
 def _quantize_transposed_experts(weight: Tensor, scale: Tensor) -> Tensor:
     result = _allocate_transposed_experts(weight, scale)
-    _launch_cast_experts(weight.contiguous(), None, scale, result)
+    _launch_scale_and_cast_experts(weight.contiguous(), None, scale, result)
     return result
 
 
-def _launch_cast_experts(weight: Tensor, parts: Tensor | None, scale: Tensor, result: Tensor) -> None:
+def _launch_scale_and_cast_experts(weight: Tensor, parts: Tensor | None, scale: Tensor, result: Tensor) -> None:
     """Fill scale and result with a weight by its `parts`' largest elements, or a transposed result by its scale."""
     experts, outputs, inputs = weight.shape
     if result.numel():
@@ -341,7 +341,7 @@ def _prepare_outer_product_factors(
     )
     columns = left_factor.shape[1]
     widths = left.shape[1], right.shape[1]
-    _scale_and_transpose_kernel[(columns // GROUP * sum(cdiv(width, CHANNELS) for width in widths),)](
+    _combine_scales_and_transpose_kernel[(columns // GROUP * sum(cdiv(width, CHANNELS) for width in widths),)](
         left,
         right,
         choices,
@@ -580,7 +580,7 @@ def _largest_scale_product_kernel(left_scale, right_scale, ends, scale, STEP: tl
 # fmt: off
 @cache_launches
 @triton.jit(do_not_specialize=["num_experts"])
-def _scale_and_transpose_kernel(
+def _combine_scales_and_transpose_kernel(
     left, right, choices, left_scale, right_scale, scale, ends, left_result, right_result, num_experts, left_width,
     right_width, columns, CHOICES: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
 ):

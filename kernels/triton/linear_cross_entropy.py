@@ -203,7 +203,7 @@ class _InChunks(Function):
         if not needs_weight:
             return grad_hidden, None, None, None, None, None, None
         if is_uniform:
-            grad_weight = ctx.weight_gradient(_scale_gradient, sum_grad_weight, grad_losses[:1], weight)
+            grad_weight = ctx.weight_gradient(_scale_and_cast_gradient, sum_grad_weight, grad_losses[:1], weight)
         else:
             local = find_local_target_rows(targets, len(weight), ctx.ignore_index, None)
             grad_weight = ctx.weight_gradient(_recompute_weight_gradient, hidden, weight, local, lse, finite * factors)
@@ -227,7 +227,7 @@ def _recompute_both_gradients(
     return grad_hidden, grad_weight
 
 
-def _scale_gradient(gradient: Tensor, factor: Tensor, weight: Tensor) -> Tensor:
+def _scale_and_cast_gradient(gradient: Tensor, factor: Tensor, weight: Tensor) -> Tensor:
     """Scale a gradient, and cast it to the sums' dtype; without tokens there is no factor."""
     dtype = weight.grad_dtype if weight.is_leaf else weight.dtype
     return (gradient * factor if len(factor) else gradient).to(dtype=dtype)
@@ -254,7 +254,7 @@ def _count_grad_logits_flops(hidden: Tensor, weight: Tensor) -> float:
     return 2.0 * hidden.numel() * len(weight)
 
 
-def _count_grad_logits_scratch_bytes(hidden: Tensor, weight: Tensor, needed: bool) -> int:
+def _count_unreturned_logits_bytes(hidden: Tensor, weight: Tensor, needed: bool) -> int:
     # Logits whose gradients are needed are a result.
     return 0 if needed else count_logits_bytes(hidden, weight, MAX_LOGITS)
 
@@ -264,7 +264,7 @@ def _count_grad_logits_scratch_bytes(hidden: Tensor, weight: Tensor, needed: boo
     " -> (Tensor, Tensor, Tensor)",
     fake=_fake_losses_and_grad_logits,
     flops=_count_grad_logits_flops,
-    scratch=_count_grad_logits_scratch_bytes,
+    scratch=_count_unreturned_logits_bytes,
 )
 def _compute_losses_and_grad_logits(
     hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, needed: bool

@@ -18,7 +18,7 @@ from drawloom.kernels.triton.launch import cache_launches
 from drawloom.kernels.triton.moe_permute import (
     choose_row_constants,
     choose_tile_constants,
-    copy_token_to_rows,
+    copy_token_and_dot_others,
     sum_rows_by_token_into,
 )
 from drawloom.kernels.triton.primitives import cdiv, check_floats, next_power_of_2, view_as_rows
@@ -34,7 +34,7 @@ class PeerExchangeTriton:
     """Operations for an exchange between ranks, for float32, bfloat16 and float16."""
 
     @staticmethod
-    def publish_tokens(values: Sequence[Tensor], own_slots: Sequence[Tensor]) -> None:
+    def write_tokens_to_slots(values: Sequence[Tensor], own_slots: Sequence[Tensor]) -> None:
         """Write hidden states, and perhaps scalars and choices (tokens, columns), to slots (slots, columns)."""
         hidden, *others = values[0], *(tensor.contiguous() for tensor in values[1:])
         hidden = view_as_rows(hidden) if hidden.numel() else hidden
@@ -231,7 +231,7 @@ def _read_peer_rows_kernel(
         rank_scalars = None
         if scalars is not None:
             rank_scalars = tl.load(scalars + rank).to(tl.pointer_type(row_scalars.dtype.element_ty))
-        copy_token_to_rows(
+        copy_token_and_dot_others(
             x, None, rank_scalars, dest_row + rank * slots * CHOICES, rows, row_scalars, None, program - rank * slots,
             width, width, 0, False, CHOICES, TOGETHER, BLOCK,
         )  # fmt: skip

@@ -133,7 +133,7 @@ def _copy_tokens_to_rows(
     if not len(offsets):
         return rows.zero_(), row_scalars.zero_(), products.zero_()
     x, tokens = view_as_rows(x) if x.numel() else x, len(dest_row)
-    _copy_tokens_by_choice_kernel[(tokens + FILLERS,)](
+    _copy_tokens_zero_unused_kernel[(tokens + FILLERS,)](
         x,
         None if others is None else view_as_rows(others),
         None if probabilities is None else probabilities.contiguous(),
@@ -172,14 +172,14 @@ def sum_rows_and_gather_scalars(
     rows: Tensor, probabilities: Tensor | None, row_scalars: Tensor | None, dest_row: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Sum rows by token, times the choices' probabilities if any; `row_scalars` has a scalar per row."""
-    summed, gathered = _allocate_sums(rows, probabilities, row_scalars, dest_row)
+    summed, scalars_by_choice = _allocate_sums(rows, probabilities, row_scalars, dest_row)
     if not dest_row.numel():
-        return summed.zero_(), gathered
+        return summed.zero_(), scalars_by_choice
     rows = view_as_rows(rows) if rows.numel() else rows
     sum_rows_by_token_into(
-        rows, probabilities, row_scalars, dest_row, summed, None if row_scalars is None else gathered
+        rows, probabilities, row_scalars, dest_row, summed, None if row_scalars is None else scalars_by_choice
     )
-    return summed, gathered
+    return summed, scalars_by_choice
 
 
 def sum_rows_by_token_into(
@@ -188,13 +188,13 @@ def sum_rows_by_token_into(
     row_scalars: Tensor | None,
     dest_row: Tensor,
     summed: Tensor,
-    gathered: Tensor | None,
+    scalars_by_choice: Tensor | None,
 ) -> None:
     """
     Sum rows (rows, hidden_size) by token into summed (tokens, hidden_size), times probabilities if any.
 
     The last stride of rows is 1; probabilities are (tokens, top_k). Also writes row_scalars (rows,) by choice to
-    gathered (tokens, top_k).
+    scalars_by_choice (tokens, top_k).
     """
     if not dest_row.numel():
         return
@@ -204,7 +204,7 @@ def sum_rows_by_token_into(
         None if row_scalars is None else row_scalars.contiguous(),
         dest_row,
         summed,
-        gathered,
+        scalars_by_choice,
         rows.shape[1],
         rows.stride(0),
         CHOICES=dest_row.shape[1],
@@ -231,25 +231,25 @@ def choose_tile_constants(top_k: int, width: int) -> dict[str, Any]:
 # fmt: off
 @cache_launches
 @triton.jit(do_not_specialize=["tokens", "count", "num_experts"])
-def _copy_tokens_by_choice_kernel(
+def _copy_tokens_zero_unused_kernel(
     x, others, probabilities, dest_row, offsets, rows, row_scalars, products, tokens, count, num_experts, width,
     x_stride, others_stride, WEIGHTED: tl.constexpr, CHOICES: tl.constexpr, TOGETHER: tl.constexpr, BLOCK: tl.constexpr,
 ):
     # fmt: on
     token = tl.program_id(0).to(tl.int64)
     if token < tokens:
-        copy_token_to_rows(
+        copy_token_and_dot_others(
             x, others, probabilities, dest_row, rows, row_scalars, products, token, width, x_stride, others_stride,
             WEIGHTED, CHOICES, TOGETHER, BLOCK,
         )  # fmt: skip
     else:
         first = tl.load(offsets + num_experts - 1).to(tl.int64) + token - tokens
-        _zero_rows(rows, row_scalars, first, count.to(tl.int64), tl.num_programs(0) - tokens, width, BLOCK)
+        _zero_every_nth_row(rows, row_scalars, first, count.to(tl.int64), tl.num_programs(0) - tokens, width, BLOCK)
 
 
 # fmt: off
 @triton.jit
-def copy_token_to_rows(
+def copy_token_and_dot_others(
     x, others, probabilities, dest_row, rows, row_scalars, products, token, width, x_stride, others_stride,
     WEIGHTED: tl.constexpr, CHOICES: tl.constexpr, TOGETHER: tl.constexpr, BLOCK: tl.constexpr,
 ):
@@ -281,7 +281,7 @@ def copy_token_to_rows(
 
 
 @triton.jit
-def _zero_rows(rows, row_scalars, first, count, step, width, BLOCK: tl.constexpr):
+def _zero_every_nth_row(rows, row_scalars, first, count, step, width, BLOCK: tl.constexpr):
     """Zero every `step`-th row from `first` on."""
     column = tl.arange(0, BLOCK)
     for row in range(first, count, step):
@@ -297,7 +297,7 @@ def _zero_rows(rows, row_scalars, first, count, step, width, BLOCK: tl.constexpr
 @cache_launches
 @triton.jit
 def _sum_rows_by_token_kernel(
-    rows, probabilities, row_scalars, dest_row, summed, gathered, width, rows_stride,
+    rows, probabilities, row_scalars, dest_row, summed, scalars_by_choice, width, rows_stride,
     CHOICES: tl.constexpr, TOGETHER: tl.constexpr, BLOCK: tl.constexpr,
 ):
     # fmt: on
@@ -307,7 +307,7 @@ def _sum_rows_by_token_kernel(
     row = tl.load(dest_row + token * CHOICES + choice, mask=within, other=-1).to(tl.int64)
     if row_scalars is not None:
         scalar = tl.load(row_scalars + row, mask=row >= 0, other=0.0)
-        tl.store(gathered + token * CHOICES + choice, scalar, mask=within)
+        tl.store(scalars_by_choice + token * CHOICES + choice, scalar, mask=within)
     for start in range(0, width, BLOCK):
         total = tl.zeros((BLOCK,), tl.float32)
         # One choice at a time: a sum over a tile of rows moves a third of the bytes per second.

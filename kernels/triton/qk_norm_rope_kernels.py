@@ -20,14 +20,14 @@ def _locate_tile_vectors(tile, tiles, length, HEADS: tl.constexpr, VECTORS: tl.c
 
 
 @triton.jit
-def _load_pairs(at, mask, pair, PAIRS: tl.constexpr):
+def _load_first_and_second_half(at, mask, pair, PAIRS: tl.constexpr):
     """Return both channels by pair, in float32."""
     a = tl.load(at + pair, mask=mask, other=0.0).to(tl.float32)
     return a, tl.load(at + PAIRS + pair, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _store_pairs(at, a, b, mask, pair, PAIRS: tl.constexpr):
+def _store_first_and_second_half(at, a, b, mask, pair, PAIRS: tl.constexpr):
     tl.store(at + pair, a.to(at.dtype.element_ty), mask=mask)
     tl.store(at + PAIRS + pair, b.to(at.dtype.element_ty), mask=mask)
 
@@ -41,15 +41,15 @@ def _norm_and_rotate(
     pair = tl.arange(0, BLOCK)[None, :]
     within = pair < PAIRS
     mask = inside & within
-    a, b = _load_pairs(x + row * x_row + position * x_position + head * x_head, mask, pair, PAIRS)
+    a, b = _load_first_and_second_half(x + row * x_row + position * x_position + head * x_head, mask, pair, PAIRS)
     scale = tl.rsqrt(tl.sum(a * a + b * b, 1, keep_dims=True) / (2 * PAIRS) + eps)
     vector = (row * length + position) * HEADS + head
     tl.store(rstd + vector, scale, mask=inside)
-    weight_a, weight_b = _load_pairs(weight, within, pair, PAIRS)
+    weight_a, weight_b = _load_first_and_second_half(weight, within, pair, PAIRS)
     cosines = tl.load(cos + row * angle_row + position * angle_position + pair, mask=mask, other=0.0).to(tl.float32)
     sines = tl.load(sin + row * angle_row + position * angle_position + pair, mask=mask, other=0.0).to(tl.float32)
     a, b = rotate_pairs(a * scale * weight_a, b * scale * weight_b, cosines, sines, False)
-    _store_pairs(result + vector * (2 * PAIRS), a, b, mask, pair, PAIRS)
+    _store_first_and_second_half(result + vector * (2 * PAIRS), a, b, mask, pair, PAIRS)
 
 
 @cache_launches
@@ -83,15 +83,15 @@ def _norm_and_rotate_backward(
     """Compute the gradients for this program's tiles, and its partial sum for the weight's gradient."""
     pair = tl.arange(0, BLOCK)[None, :]
     within = pair < PAIRS
-    weight_a, weight_b = _load_pairs(weight, within, pair, PAIRS)
+    weight_a, weight_b = _load_first_and_second_half(weight, within, pair, PAIRS)
     total_a, total_b = tl.zeros((VECTORS, BLOCK), tl.float32), tl.zeros((VECTORS, BLOCK), tl.float32)
     for tile in tl.range(program, count, programs, num_stages=3):
         row, position, head, inside = _locate_tile_vectors(tile, tiles, length, HEADS, VECTORS)
         mask = inside & within
         vector = (row * length + position) * HEADS + head
-        a, b = _load_pairs(x + row * x_row + position * x_position + head * x_head, mask, pair, PAIRS)
+        a, b = _load_first_and_second_half(x + row * x_row + position * x_position + head * x_head, mask, pair, PAIRS)
         grad_at = grad + row * grad_row + position * grad_position + head * grad_head
-        grad_a, grad_b = _load_pairs(grad_at, mask, pair, PAIRS)
+        grad_a, grad_b = _load_first_and_second_half(grad_at, mask, pair, PAIRS)
         cosines = tl.load(cos + row * angle_row + position * angle_position + pair, mask=mask, other=0.0).to(tl.float32)
         sines = tl.load(sin + row * angle_row + position * angle_position + pair, mask=mask, other=0.0).to(tl.float32)
         scale = tl.load(rstd + vector, mask=inside, other=0.0)
@@ -104,9 +104,9 @@ def _norm_and_rotate_backward(
         grad_b *= weight_b
         along = tl.sum(grad_a * a + grad_b * b, 1, keep_dims=True) / (2 * PAIRS)
         grad_a, grad_b = (grad_a - a * along) * scale, (grad_b - b * along) * scale
-        _store_pairs(result + vector * (2 * PAIRS), grad_a, grad_b, mask, pair, PAIRS)
+        _store_first_and_second_half(result + vector * (2 * PAIRS), grad_a, grad_b, mask, pair, PAIRS)
     pair = tl.arange(0, BLOCK)
-    _store_pairs(parts, tl.sum(total_a, 0), tl.sum(total_b, 0), pair < PAIRS, pair, PAIRS)
+    _store_first_and_second_half(parts, tl.sum(total_a, 0), tl.sum(total_b, 0), pair < PAIRS, pair, PAIRS)
 
 
 @cache_launches

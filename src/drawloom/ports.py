@@ -49,7 +49,7 @@ from drawloom.components.ports.data import (
     ValidationData as ValidationData,
     WritesBatches as WritesBatches,
     find_batch_types as find_batch_types,
-    uses_document_pairs as uses_document_pairs,
+    uses_preference_pairs as uses_preference_pairs,
     uses_unpaired_answers as uses_unpaired_answers,
     count_target_bytes as count_target_bytes,
     require_token_batch as require_token_batch,

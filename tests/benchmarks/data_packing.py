@@ -21,7 +21,7 @@ from drawloom.components.data.packing.first_fit import FirstFit
 from drawloom.components.data.packing.padded import Padded
 from drawloom.components.data.packing.rows import RowIndex
 from drawloom.components.data.store.shard import ShardFiles, ShardWriter, TokenShard
-from drawloom.components.data.store.store import FORMAT, STORE, Store, encode_index
+from drawloom.components.data.store.store import FORMAT, STORE, Store, encode_index_with_digest
 
 LENGTH = 4096
 BLOCK = 10**6
@@ -65,7 +65,7 @@ def read_store(count: int) -> None:
         shard = TokenShard.open_from_json(ShardFiles(folder, 0), np.dtype("<u2"), weighted=False)
         index = {"format": FORMAT, "dtype": "uint16", "weighted": False, "vocab_size": 2**16, "eos_id": 0}
         index |= {"tokenizer": "", "fingerprint": "", "shards": [[shard.documents, shard.tokens, shard.digest]]}
-        (folder / STORE).write_bytes(encode_index(index))
+        (folder / STORE).write_bytes(encode_index_with_digest(index))
         start = time.perf_counter()
         store = Store.open(folder)
         opened = time.perf_counter() - start

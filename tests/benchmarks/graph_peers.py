@@ -75,7 +75,7 @@ def by_dishka(text: str) -> Any:
     kept, tabled = tables(text)
     provider = dishka.Provider(scope=dishka.Scope.APP)
     kinds = [NewType(f"Page{number}", Plain) for number in range(len(tabled))]
-    provider.provide(lambda: Memory(size=kept["size"], name=kept["name"]), list_implemented_ports=Memory)
+    provider.provide(lambda: Memory(size=kept["size"], name=kept["name"]), list_needed_ports_implemented_by=Memory)
     for number, table in enumerate(tabled):
         provider.provide(_factory(table["title"], kinds, number))
     container = dishka.make_container(provider)

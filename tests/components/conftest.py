@@ -41,7 +41,7 @@ class FakeMesh(MeshView):
     def group(self, *dimensions: str) -> Any:
         return self.replica_group if "data_replicate" in dimensions else OneRankGroup()
 
-    def torch_mesh(self, *dimensions: Sequence[str]) -> Any:
+    def create_torch_mesh(self, *dimensions: Sequence[str]) -> Any:
         raise AssertionError("nothing is sharded")
 
 

@@ -109,7 +109,7 @@ class Peeks:
 class NeverFinished:
     """A task unaware of its completed run."""
 
-    def is_finished(self, step: int) -> bool:
+    def has_result_of_step(self, step: int) -> bool:
         """False."""
         return False
 
@@ -130,14 +130,14 @@ class ForgetsSteps:
     def wait_until_staged(self) -> None:
         """Do nothing."""
 
-    def keep_in_memory_and_reopen_for_joiners(self, step: Step) -> None:
+    def keep_in_memory_for_joiners(self, step: Step) -> None:
         """Do nothing."""
 
 
 class FitsNothing:
     """Work that can't be shared by any number of replicas, not even by one."""
 
-    def can_divide_among_replicas(self, count: int) -> bool:
+    def supports_replica_count(self, count: int) -> bool:
         """False."""
         return False
 

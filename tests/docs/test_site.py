@@ -117,7 +117,7 @@ def test_values_and_events_of_a_step_are_all_described() -> None:
         (("Kernels", "rms_norm"), "RMSNorm.forward"),
         (("Executor", "evaluate"), "_measure_loss"),
         (("Group", "sum"), "Evaluate._measure_loss_per_token"),
-        (("MemoryUser", "memory_bytes"), "sum_memory_by_kind"),
+        (("MemoryUser", "device_bytes"), "sum_memory_by_kind"),
     ],
 )
 def test_users_of_a_member_are_found(member: tuple[str, str], function: str) -> None:

@@ -87,7 +87,7 @@ UNSEEN = {
 @pytest.fixture(scope="module")
 def validator() -> Draft7Validator:
     """Return a validator for the schema of all shipped components and nodes."""
-    schema = make_recipe_schema(PROJECT.registry, PROJECT.components_by_node())
+    schema = make_recipe_schema(PROJECT.registry, PROJECT.shipped_components_by_node())
     Draft7Validator.check_schema(schema)
     return Draft7Validator(schema)
 
@@ -155,5 +155,5 @@ def test_schema_descriptions_come_from_docstrings(validator: Draft7Validator) ->
     """Editors show component docstrings and setting docs."""
     clip = validator.schema["definitions"]["gradients.clip_norm"]  # type: ignore[index]
     spec: Any = PROJECT.registry.find("gradients.clip_norm")
-    assert clip["description"].startswith(spec.doc)
+    assert clip["description"].startswith(spec.summary)
     assert clip["properties"]["max_norm"]["description"] == spec.fields["max_norm"].doc

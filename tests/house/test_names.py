@@ -14,7 +14,7 @@ def test_every_file_with_a_component_holds_exactly_one() -> None:
     for name in CATALOGUE.names():
         spec = CATALOGUE.find(name)
         assert not isinstance(spec, Problem), spec
-        assert spec.doc.endswith("."), f"{name}: the docstring's first line is a sentence"
+        assert spec.summary.endswith("."), f"{name}: the docstring's first line is a sentence"
         assert not [f.name for f in spec.fields.values() if f.kind == "setting" and not f.doc], name
 
 

@@ -169,7 +169,7 @@ def test_factors_have_the_bits_of_gradients_scaled_in_place(dtype: torch.dtype) 
                 scale_and_sum_squares([grad], factor)
         numbers = compute_step_scalars(1e-2, (0.9, 0.95), 1e-8, 1)
         AdamwEager([state]).step([grad], numbers, factors=None if in_place else factors)
-        results.append(state.tensors)
+        results.append(state.weight_and_state_tensors)
     assert all(torch.equal(left, right) for left, right in zip(*results, strict=True))
 
 

@@ -13,10 +13,10 @@ from torch import Tensor
 import drawloom.kernels
 import support.kernels  # noqa: F401, for kernels in Triton's interpreter
 from drawloom.kernels.costs import (
+    accesses_elements,
     bind_arguments,
     compute_operation_costs,
     has_costs,
-    moves_data,
     register_costs,
     return_zero_flops,
     return_zero_scratch_bytes,
@@ -118,7 +118,7 @@ def test_grouped_products_of_torch_count_their_rows() -> None:
 )
 def test_views_and_allocations_move_no_data(operator: Any, allocates: bool, expected: bool) -> None:
     """A view and an uninitialized tensor cost no memory traffic, but a copy and a change in place do."""
-    assert moves_data(operator, allocates) == expected
+    assert accesses_elements(operator, allocates) == expected
 
 
 def test_attention_costs_count_all_pairs() -> None:

@@ -44,7 +44,7 @@ def test_gradients_are_deferred_only_within_defer() -> None:
         assert ask_other(double, grad) is not None
     assert ask_one(double, grad) is not None
     [left] = deferral.take_queued_gradients()
-    assert left.weight is one and torch.equal(left.compute_sum(), 2 * grad)  # type: ignore[arg-type]
+    assert left.weight is one and torch.equal(left.drain_and_return_remaining_grad(), 2 * grad)  # type: ignore[arg-type]
     assert deferral.take_queued_gradients() == []
 
 
@@ -57,7 +57,7 @@ def test_summands_are_added_in_their_order() -> None:
     with deferral.defer():
         assert [ask(double, grad) for ask, grad in zip(uses, grads, strict=True)] == [None] * 3
     (deferred,) = deferral.take_queued_gradients()
-    total = deferred.compute_sum()
+    total = deferred.drain_and_return_remaining_grad()
     assert total is not None and total.equal(2 * grads[0] + 2 * grads[1] + 2 * grads[2])
     assert not deferred
 
@@ -113,7 +113,7 @@ def test_changing_a_queued_tensor_in_place_is_an_error(changed: int) -> None:
     (deferred,) = deferral.take_queued_gradients()
     shape = [r"\(3,\)", r"\(2, 3\)"][changed]
     with pytest.raises(ChangedInPlaceError, match=rf"a tensor float32 {shape} was .* a weight float32 \(3,\)"):
-        deferred.compute_sum()
+        deferred.drain_and_return_remaining_grad()
 
 
 def test_computed_summands_are_added() -> None:
@@ -127,7 +127,7 @@ def test_computed_summands_are_added() -> None:
     deferred.queue_computed_summand(part)
     deferred.queue_summand(double, part)
     (deferred,) = deferral.take_queued_gradients()
-    total: Any = deferred.compute_sum()
+    total: Any = deferred.drain_and_return_remaining_grad()
     assert torch.equal(total, part + 2 * part)
 
 

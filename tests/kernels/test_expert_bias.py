@@ -57,5 +57,5 @@ def test_a_split_backward_pass_defers_the_bias_gradient() -> None:
         result.square().sum().backward()  # type: ignore[no-untyped-call]
     assert bias.grad is None
     (deferred,) = deferral.take_queued_gradients()
-    computed = deferred.compute_sum()
+    computed = deferred.drain_and_return_remaining_grad()
     assert computed is not None and torch.equal(computed, expected)

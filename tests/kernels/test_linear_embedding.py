@@ -38,7 +38,7 @@ def test_weight_gradient_can_be_deferred() -> None:
         (found_now,) = torch.autograd.grad(actual, weight, grad, allow_unused=True)
     assert found_now is None
     (deferred,) = deferral.take_queued_gradients()
-    assert torch.equal(deferred.compute_sum(), expected)
+    assert torch.equal(deferred.drain_and_return_remaining_grad(), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

@@ -283,7 +283,7 @@ def test_deferred_gradients_equal_undeferred_ones(layer: Callable[..., Tensor]) 
                 with deferral.defer():
                     torch.autograd.backward(y.square().sum())
                 for deferred in deferral.take_queued_gradients():
-                    part = deferred.compute_sum()
+                    part = deferred.drain_and_return_remaining_grad()
                     assert part is not None
                     weight = deferred.weight
                     weight.grad = part.float() if weight.grad is None else weight.grad + part.float()

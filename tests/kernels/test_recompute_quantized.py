@@ -50,7 +50,7 @@ def count_rounded(y: Tensor, shape: tuple[int, ...]) -> int:
     """Return how many rounded tensors with a shape an operation saved."""
     node: Any = y.grad_fn
     wrappers = filter(None, (get_wrapper_of_saved_variable(variable) for variable in node._raw_saved_tensors))
-    return sum(not wrapper.is_exact and wrapper.get_or_recompute().shape == shape for wrapper in wrappers)
+    return sum(not wrapper.is_unrounded and wrapper.get_or_recompute().shape == shape for wrapper in wrappers)
 
 
 def network(x: Tensor, residual: Tensor, weight: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:

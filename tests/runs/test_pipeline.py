@@ -79,7 +79,7 @@ class LayerFiles:
 
     stages: Stages
 
-    def is_finished(self, step: int) -> bool:
+    def has_result_of_step(self, step: int) -> bool:
         return False
 
     def run_after_training(self, step: int) -> None:

@@ -13,7 +13,7 @@ from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.ports.adapters import Adapter, Fill
 from drawloom.components.ports.model import LayerRange
 from drawloom.components.ports.stages import Stage
-from drawloom.components.weights.adapted import freeze_and_inject_adapters, initialize_adapters
+from drawloom.components.weights.adapted import freeze_adapt_and_list_targets, materialize_and_initialize_adapters
 from support.qwen3 import whole
 
 
@@ -45,8 +45,8 @@ def adapt(model: DecoderBuilder, *adapters: Adapter) -> nn.Module:
     torch.manual_seed(0)
     module = whole(model)
     before: dict[str, Any] = dict(module.named_parameters())
-    freeze_and_inject_adapters(adapters, module)
-    initialize_adapters(module, torch.device("cpu"), fill_from_seed(0))
+    freeze_adapt_and_list_targets(adapters, module)
+    materialize_and_initialize_adapters(module, torch.device("cpu"), fill_from_seed(0))
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             if adapters and parameter.requires_grad:

@@ -65,7 +65,7 @@ class SingleRankMesh(MeshView):
         """Return a group of one rank, or with replicas the given group."""
         return self.replica_group if "data_replicate" in dimensions else SingleProcess()
 
-    def torch_mesh(self, *dimensions: Sequence[str]) -> Any:
+    def create_torch_mesh(self, *dimensions: Sequence[str]) -> Any:
         """Return None: nothing is sharded."""
         raise AssertionError
 

@@ -22,8 +22,8 @@ Point = Callable[[str], Meaning]
 """Types a text with a bar into `mine.toml`; returns the answer at the bar."""
 
 ROOT = Path(__file__).parents[2]
-SHOP = "from drawloom.graph.project import Project; from drawloom.graph.lsp.server import serve_editor;"
-SHOP += "serve_editor(Project.of('support.shop'))"
+SHOP = "from drawloom.graph.project import Project; from drawloom.graph.lsp.server import serve_language_server;"
+SHOP += "serve_language_server(Project.of('support.shop'))"
 SECONDS = 60
 """For one answer; the first imports components."""
 

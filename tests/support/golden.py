@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from drawloom.graph.cli.main import main, split_off_overrides
-from drawloom.graph.inspect.changes import resolve
+from drawloom.graph.inspect.changes import make_resolved_recipe
 from drawloom.graph.problems import RecipeError
 from drawloom.graph.project import Project
 
@@ -39,7 +39,7 @@ def resolve_recipe(recipe: Path) -> str:
         graph = project.graph(project.load(recipe.name, overrides=words))
         if graph.problems:
             raise RecipeError(graph.problems)
-        return resolve(graph).text
+        return make_resolved_recipe(graph).text
 
 
 def project_of(recipe: Path) -> Project:

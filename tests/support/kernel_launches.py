@@ -300,7 +300,7 @@ def casts() -> Iterator[tuple[str, Launch]]:
             )
             yield (
                 f"float8 gradient {name}",
-                lambda g=grad, f=factor[:width], s=scale: float8._quantize_gradient([g], f, s),
+                lambda g=grad, f=factor[:width], s=scale: float8._quantize_gradient_rows_and_columns([g], f, s),
             )
     tokens, rows, ends = empty(64, 1024, dtype=E4M3), empty(512, 384, dtype=E4M3), torch.zeros(16, dtype=torch.int32)
     scale, choices, both = empty(512, dtype=FLOAT), torch.zeros(512, dtype=torch.int32), empty(512, 768)

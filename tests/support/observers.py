@@ -208,7 +208,7 @@ def memory_of_optimizer(use: str, values: Values, _place: Path) -> Any:
     if use == "optim.stochastic_adamw":
         device = fake(Device, device=torch.device("cpu"), backend="gloo")
         edges |= {"job": fake(RunInfo, **JOB), "device": device}
-    return build(use, **edges, **values).memory_bytes()
+    return build(use, **edges, **values).device_bytes()
 
 
 def average_weights(use: str, values: Values, _place: Path) -> Any:
@@ -275,7 +275,7 @@ def copies_of_mirror(use: str, values: Values, folder: Path) -> Any:
             before = mirror._last
             mirror.on_event(Event("step_ended", Step(index, 9)))
             started += [index] if mirror._last != before else []
-            mirror._wait_for_upload()
+            mirror._wait_for_upload_or_warn()
         mirror.close()
     return [name for name in ("one", "two") if (folder / name).exists()], started, set(waits)
 

@@ -98,7 +98,9 @@ def judged_loss_of(use: str, values: Values, _place: Path) -> Any:
     changes: Values = {"weights": weights, "labels": labels, "reference": torch.full((3, 5), -2.0)}
     batch = inputs.batch.evolve(document_ids=torch.tensor([[0, 0, 0, 1, 1]]).expand(3, -1), **changes)
     loss = build(use, **values)
-    batch = loss.with_step_sums(batch, loss.measure_step_sums(inputs.hidden.detach(), inputs.head(), batch).detach())
+    batch = loss.with_step_sums(
+        batch, loss.compute_part_of_step_sums(inputs.hidden.detach(), inputs.head(), batch).detach()
+    )
     total, weight, sums = loss.loss(inputs.hidden, inputs.head(), batch)
     return total.item(), weight.item(), {name: value.item() for name, value in sums.items()}
 

@@ -85,7 +85,7 @@ def stages_of(use: str, values: Values, folder: Path) -> Any:
                 parameters.append((stage.span, name, dtypes, float(kept.detach().double().sum())))
             layers = find_float8_candidates(stage.module)
             parameters.append([name for name, layer in layers.items() if layer.uses_float8])
-        parameters.append(objects["stages"].memory_bytes()["compute_copies"])
+        parameters.append(objects["stages"].device_bytes()["compute_copies"])
         return parameters
 
 
@@ -366,7 +366,7 @@ def steps_of_replays(use: str, values: Values, _place: Path) -> Any:
     """Return the steps whose first microbatch is repeated."""
     steps: list[int] = []
 
-    def rerun_passes_as_recomputation(state: StepState) -> None:
+    def rerun_passes_for_comparison(state: StepState) -> None:
         steps.append(step.index)
         state["losses"] = losses_of(1.0, 1.0)
 
@@ -376,7 +376,7 @@ def steps_of_replays(use: str, values: Values, _place: Path) -> Any:
         model=fake(Model),
         stages=fake(Stages, local=[]),
         parameters=fake(Parameters, named_parameters=lambda: []),
-        executor=fake(RepeatingExecutor, rerun_passes_as_recomputation=rerun_passes_as_recomputation),
+        executor=fake(RepeatingExecutor, rerun_passes_for_comparison=rerun_passes_for_comparison),
         device=ComputeDevice(kind="cpu"),
         **values,
     )

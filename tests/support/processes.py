@@ -20,9 +20,9 @@ import attrs
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from drawloom.components.distributed.launch_store import shorten_dns_retry_timeout
+from drawloom.components.distributed.launch_store import set_short_dns_timeout_variable
 
-shorten_dns_retry_timeout()  # the stores of tests are in this process
+set_short_dns_timeout_variable()  # the stores of tests are in this process
 
 PRELOADED = ["torch.distributed", "numpy", "pytest", "support.preloaded"]
 GRACE = 5.0  # seconds for the others to notice that a rank failed

@@ -86,7 +86,7 @@ def on_shards(case: Case, small: int, by_block: bool) -> list[tuple[Tensor, Rows
             with torch.no_grad():
                 unprepared = _logits(stages, rows)
             stages.cast_weights()
-            shards.unshard()
+            shards.start_unshard()
             shards.reduce_in_next_backward(is_last_in_step=True)
             prepared = _logits(stages, rows)
             prepared.square().sum().backward()

@@ -126,7 +126,7 @@ def plan_copies(state: dict[str, Any], pool: Pool, *, type_check: bool = True) -
     staged = map_leaves_with_path(
         lambda path, value: _copy_value_or_plan_tensor(path, value, plan_copy, type_check), state
     )
-    return staged, _allocate_targets([*copies.values()], pool)
+    return staged, _allocate_targets_and_merge_copies([*copies.values()], pool)
 
 
 def _copy_value_or_plan_tensor(
@@ -188,7 +188,7 @@ class _StorageRange:
         return flat.set_(first.untyped_storage(), self.start, (self.end - self.start,), (1,))
 
 
-def _allocate_targets(copies: Sequence[Copy], pool: Pool) -> list[Copy]:
+def _allocate_targets_and_merge_copies(copies: Sequence[Copy], pool: Pool) -> list[Copy]:
     """Allocate targets for copies; return the copies to make, with one copy per dense storage range."""
     ranges = list(_merge_ranges([member for member in copies if member.source.numel()]))
     whole = [extent for extent in ranges if extent.should_copy_whole()]

@@ -87,10 +87,15 @@ class ChatCorpus:
     def encode_trained_documents_by_line(self) -> Generator[tuple[Line, list[Encoded]]]:
         """Yield every line with its encoded documents, without documents in which no token is trained."""
         # The template starts its process at the first rendering: lines of plain text need none.
-        template = ChatTemplate(self._read_template(), self.tokenizer.special_tokens_by_name, self.date)
+        template = ChatTemplate(
+            self._read_file_or_tokenizer_template(), self.tokenizer.special_tokens_by_name, self.date
+        )
         try:
             for line in read_json_lines_or_table_rows(self.paths):
-                yield line, [row for row in self._encode_line(line, template) if row.weights[1:].any()]
+                yield (
+                    line,
+                    [row for row in self._encode_line_and_count_straddling(line, template) if row.weights[1:].any()],
+                )
         finally:
             template.close()
 
@@ -115,7 +120,7 @@ class ChatCorpus:
         """Return the template file, if there is one."""
         return {} if self.template is None else {"template": [self.template]}
 
-    def _read_template(self) -> str | None:
+    def _read_file_or_tokenizer_template(self) -> str | None:
         """Return the template's text from the file, or from the tokenizer. Raises UserError if it is unreadable."""
         if self.template is None:
             return self.tokenizer.chat_template
@@ -124,7 +129,7 @@ class ChatCorpus:
         except OSError as error:
             raise UserError(f"template: {self.template} can't be read ({error.strerror})") from error
 
-    def _encode_line(self, line: Line, template: ChatTemplate) -> Sequence[Encoded]:
+    def _encode_line_and_count_straddling(self, line: Line, template: ChatTemplate) -> Sequence[Encoded]:
         """Encode a line, and count its straddling documents. Raises UserError with the line's position."""
         try:
             encoded = self.encode_row(line.row, template)

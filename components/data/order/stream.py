@@ -34,7 +34,7 @@ def list_row_sources(rows: PackedDataset) -> Sequence[RowSource]:
     return [RowSource("", 0, count, round(rows.fill_rate("train") * count * rows.length), 1.0)]
 
 
-def compute_row_shares(sources: Sequence[RowSource]) -> dict[str, int]:
+def convert_token_weights_to_shares(sources: Sequence[RowSource]) -> dict[str, int]:
     """
     Convert token weights to row shares by source, in units of 1 / UNIT; sources without weight or rows are left out.
     """

@@ -55,10 +55,10 @@ class Groups:
     @property
     def rows(self) -> int:
         """Row count."""
-        return self._full_row_count + len(self.ends)
+        return self._long_document_row_count + len(self.ends)
 
     @property
-    def _full_row_count(self) -> int:
+    def _long_document_row_count(self) -> int:
         """Number of rows filled by a piece of one long document."""
         return int(self.full[-1]) if len(self.full) else 0
 
@@ -66,11 +66,11 @@ class Groups:
         """Return a row's pieces: one full piece from a long document, or the rests and short documents in a group."""
         if not 0 <= row < self.rows:
             raise IndexError(f"there is no row {row} of {self.rows}")
-        if row < self._full_row_count:
+        if row < self._long_document_row_count:
             index = int(np.searchsorted(self.full.numpy(), row, side="right"))
             first = (row - (int(self.full[index - 1]) if index else 0)) * self.length
             return [RowPiece(int(self.long[index]), first, first + self.length)]
-        group = row - self._full_row_count
+        group = row - self._long_document_row_count
         begin, end = int(self.ends[group - 1]) if group else 0, int(self.ends[group])
         documents = self.members.numpy()[begin:end]
         sizes = zip(documents.tolist(), self.lengths.numpy()[documents].tolist(), strict=True)
@@ -81,7 +81,7 @@ class Groups:
         rests = self.lengths.numpy()[self.members.numpy()] % self.length
         ends = np.concatenate([[0], np.cumsum(rests, dtype=np.int64)])
         groups = np.diff(ends[self.ends.numpy()], prepend=0)
-        return np.concatenate([np.full(self._full_row_count, self.length), groups])
+        return np.concatenate([np.full(self._long_document_row_count, self.length), groups])
 
 
 def build_rows_from_documents(

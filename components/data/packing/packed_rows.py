@@ -14,7 +14,7 @@ from drawloom.components.data.mixture import list_document_sources
 from drawloom.components.data.order.permutation import Permutation
 from drawloom.components.data.packing.rows import JoinedIndexes, RowIndex, build_batch
 from drawloom.components.ports.corpus import Split, TokenCorpus, TokenDocuments
-from drawloom.components.ports.data import MAX_LENGTH, RowSource, TokenBatch, uses_document_pairs
+from drawloom.components.ports.data import MAX_LENGTH, RowSource, TokenBatch, uses_preference_pairs
 from drawloom.components.ports.model import LanguageModel
 from drawloom.components.ports.run import RunInfo
 from drawloom.components.ports.teacher import TeacherPredictions
@@ -76,10 +76,10 @@ class PackedRows:
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
         """Yield a problem if a packing separates document pairs, or packs non-existent pairs."""
         for source in find_document_nodes(node):
-            if uses_document_pairs(source.component) and not uses_document_pairs(cls):
+            if uses_preference_pairs(source.component) and not uses_preference_pairs(cls):
                 text = f"[{source.name}] has pairs of documents, which this packing would separate"
                 yield node.problem("use", text, 'write use = "data.packing.pairs"')
-            elif uses_document_pairs(cls) and not uses_document_pairs(source.component):
+            elif uses_preference_pairs(cls) and not uses_preference_pairs(source.component):
                 text = f"[{source.name}] has no pairs of documents"
                 yield node.problem("use", text, f'write use = "data.preferences" in [{source.name}]')
 
@@ -194,7 +194,7 @@ class PackedRows:
     def _warn_of_cut_documents(self, split_name: str, documents: TokenDocuments) -> None:
         """Warn if documents with token weights, such as conversations, are longer than a row."""
         cut = int((documents.lengths > self.length).sum())
-        if cut and not uses_document_pairs(type(self)) and documents.read(0, 0, 1).weights is not None:
+        if cut and not uses_preference_pairs(type(self)) and documents.read(0, 0, 1).weights is not None:
             longest = documents.lengths.max()
             log.warning(
                 "%s: %d of %d documents with weights are longer than a row of %d tokens, and are cut: what follows has "

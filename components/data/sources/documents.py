@@ -45,7 +45,7 @@ def choose_split(document_key: bytes, validation_fraction: float) -> Split:
     return "validation" if fraction < validation_fraction else "train"
 
 
-def select_split_parts(parts: Sequence[Part], split: Split, validation_fraction: float) -> list["SplitPart"]:
+def wrap_parts_for_split(parts: Sequence[Part], split: Split, validation_fraction: float) -> list["SplitPart"]:
     """
     Wrap parts, to read only one split's documents.
 

@@ -88,7 +88,7 @@ def group_files(files: Sequence[File], max_bytes: int) -> Iterator[tuple[File, .
 def open_file(file: File) -> Iterator[IO[bytes]]:
     """Open a file for its decompressed bytes. Reading errors become UserErrors with its path."""
     try:
-        with _open_compressed_bytes(file.path) as stream, _decompress(file.name, stream) as content:
+        with _open_without_decompression(file.path) as stream, _decompress(file.name, stream) as content:
             yield content
     except (OSError, EOFError) as error:
         raise make_unreadable_file_error(file.path, error) from error
@@ -108,7 +108,7 @@ def import_optional_package(name: str, hint: str) -> Any:
         raise UserError(f"the package `{name}` is missing; {hint}") from error
 
 
-def _open_compressed_bytes(path: str) -> IO[bytes]:
+def _open_without_decompression(path: str) -> IO[bytes]:
     """Open a local file, or a URL through fsspec, without decompression."""
     if "://" not in path:
         return open(path, "rb")

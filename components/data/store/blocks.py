@@ -68,6 +68,6 @@ class MappedFile:
         self.verify_blocks(0, len(self.verified))
 
 
-def read_regular_file(path: Path) -> bytes:
+def read_file_following_link(path: Path) -> bytes:
     """Return a regular file's content, following a link. Raises OSError for a pipe or a device."""
     return read_file(path.resolve(), MAX_SIZE)

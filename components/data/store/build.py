@@ -24,7 +24,15 @@ from drawloom.components.data.sources.documents import Part
 from drawloom.components.data.store import processes
 from drawloom.components.data.store.processes import Progress
 from drawloom.components.data.store.shard import ShardFiles, TokenShard, choose_id_dtype
-from drawloom.components.data.store.store import FORMAT, LOCK, STORE, Store, encode_index, hash_documents, read_index
+from drawloom.components.data.store.store import (
+    FORMAT,
+    LOCK,
+    STORE,
+    Store,
+    encode_index_with_digest,
+    hash_documents,
+    read_index,
+)
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import UserError
@@ -175,7 +183,9 @@ def _write_missing_shards_and_index(
     )
     shards = [_open_shard(folder, number, plan) for number in range(len(parts))]
     counts = [[shard.documents, shard.tokens, shard.digest] for shard in shards]
-    replace_file(folder / STORE, encode_index({**plan, "fingerprint": hash_documents(shards), "shards": counts}))
+    replace_file(
+        folder / STORE, encode_index_with_digest({**plan, "fingerprint": hash_documents(shards), "shards": counts})
+    )
     (folder / PLAN).unlink()
 
 

@@ -23,7 +23,7 @@ def tokenize_part_into_shard(folder: Path, number: int, part: Part, tokenizer: T
     """Tokenize a part into a shard; documents get end tokens, and empty documents are dropped."""
     end = np.array([tokenizer.eos_id], np.int64)
     with ShardWriter(folder, number, np.dtype(choose_id_dtype(tokenizer.vocab_size)), weighted=False) as shard:
-        for batch in group_into_batches(part.documents()):
+        for batch in batch_documents_by_characters(part.documents()):
             before = shard.tokens
             for document, ids in zip(batch, _encode_batch(batch, tokenizer), strict=True):
                 if len(ids):
@@ -31,7 +31,7 @@ def tokenize_part_into_shard(folder: Path, number: int, part: Part, tokenizer: T
             report(sum(len(document.text) for document in batch), shard.tokens - before)
 
 
-def group_into_batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
+def batch_documents_by_characters(documents: Iterator[Document]) -> Iterator[list[Document]]:
     """Group documents into batches with `BATCH` characters; a longer document is its own batch."""
     batch: list[Document] = []
     size = 0

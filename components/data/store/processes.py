@@ -19,7 +19,7 @@ from drawloom.components.data.child_process import ChildProcess, start_process_w
 from drawloom.components.data.sources.documents import Part
 from drawloom.components.data.store.encode import make_unopened_copy, tokenize_part_into_shard
 from drawloom.components.ports.corpus import Tokenizer
-from drawloom.components.storage.byte_size import format_byte_size
+from drawloom.components.storage.byte_size import format_decimal_byte_size
 from drawloom.graph import UserError
 from drawloom.graph.lifecycle import Openable
 
@@ -67,10 +67,8 @@ class Progress:
         percent = 100 * (self.complete + read) / max(self.complete + total, 1)
         rate = f"{self._tokens / seconds / 1e6:.2f} M tokens/s"
         left = f", {format_duration((total - read) * seconds / read)} left" if read else ""
-        share = (
-            f"{format_byte_size(self.complete + read)} of {format_byte_size(self.complete + total)} ({percent:.0f} %)"
-        )
-        return f"tokenized {share}, {rate}{left}"
+        done, whole = (format_decimal_byte_size(self.complete + size) for size in (read, total))
+        return f"tokenized {done} of {whole} ({percent:.0f} %), {rate}{left}"
 
 
 def format_duration(seconds: float) -> str:

@@ -20,8 +20,8 @@ from typing import Any
 import attrs
 import numpy as np
 
-from drawloom.components.data.store.blocks import BLOCK, DIGEST, MappedFile, count_blocks, read_regular_file
-from drawloom.components.storage.durable_files import FileWriter, create_file, replace_file
+from drawloom.components.data.store.blocks import BLOCK, DIGEST, MappedFile, count_blocks, read_file_following_link
+from drawloom.components.storage.durable_files import FileWriter, create_new_durable_file, replace_file
 from drawloom.graph import UserError
 
 U8, U4 = np.dtype("<u8"), np.dtype("<u4")
@@ -66,8 +66,10 @@ class ShardWriter:
 
     def __enter__(self) -> "ShardWriter":
         self._files.path("json").unlink(missing_ok=True)
-        self._out = self._stack.enter_context(self._create_file("tokens"))
-        self._out_weights = self._stack.enter_context(self._create_file("weights")) if self._weighted else None
+        self._out = self._stack.enter_context(self._create_or_replace_file("tokens"))
+        self._out_weights = (
+            self._stack.enter_context(self._create_or_replace_file("weights")) if self._weighted else None
+        )
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
@@ -76,7 +78,7 @@ class ShardWriter:
             return
         self._write_pending()
         self._stack.close()
-        with self._create_file("documents") as file:
+        with self._create_or_replace_file("documents") as file:
             for name, dtype in COLUMNS:
                 _append_values(file, np.array(self._columns[name], dtype))
         written = [self._out, *([self._out_weights] if self._out_weights is not None else []), file]
@@ -111,11 +113,11 @@ class ShardWriter:
         if self._pending_bytes >= FLUSH_SIZE:
             self._write_pending()
 
-    def _create_file(self, kind: str) -> Any:
+    def _create_or_replace_file(self, kind: str) -> Any:
         """Create a file, in place of a killed process's file."""
         path = self._files.path(kind)
         path.unlink(missing_ok=True)  # a killed process may have left it
-        return create_file(path, BLOCK)
+        return create_new_durable_file(path, BLOCK)
 
     def _write_pending(self) -> None:
         """Write the pending ids and weights."""
@@ -227,7 +229,7 @@ class TokenShard:
                 if other == kind:
                     break
                 start += DIGEST * count_blocks(length) if other != "digests" else 0
-            digests = self._digests[start : start + DIGEST * count_blocks(size)]
+            digests = self._block_digests[start : start + DIGEST * count_blocks(size)]
             try:
                 self._file_cache[kind] = MappedFile.open(self.files.path(kind), size, digests)
             except OSError as error:  # such as too many open files
@@ -235,7 +237,7 @@ class TokenShard:
         return self._file_cache[kind]
 
     @cached_property
-    def _digests(self) -> memoryview:
+    def _block_digests(self) -> memoryview:
         """Block digests for all files, in the same order as `sizes`."""
         return memoryview(self._read_and_verify_file("digests", self.summary["digests"]))
 
@@ -251,7 +253,7 @@ class TokenShard:
 def _read_store_file(path: Path) -> bytes:
     """Read a small file. Raises UserError if it is missing or unreadable."""
     try:
-        return read_regular_file(path)
+        return read_file_following_link(path)
     except OSError as error:
         raise UserError(f"{path} can't be read ({error.strerror}): {_DAMAGED.format(path.parent)}") from error
 

@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from drawloom.components.data.store.blocks import read_regular_file
+from drawloom.components.data.store.blocks import read_file_following_link
 from drawloom.components.data.store.shard import ShardFiles, TokenShard
 from drawloom.components.ports.corpus import DocumentPart
 from drawloom.components.storage.strict_json import parse_strict_json
@@ -75,8 +75,8 @@ class Store:
     @cached_property
     def lengths(self) -> np.ndarray:
         """Token counts by document, int64 (documents,)."""
-        lengths = np.empty(self._starts[-1], np.int64)
-        for shard, start in zip(self.shards, self._starts, strict=False):
+        lengths = np.empty(self._first_document_by_shard[-1], np.int64)
+        for shard, start in zip(self.shards, self._first_document_by_shard, strict=False):
             lengths[start : start + shard.documents] = np.diff(shard.document_ends, prepend=np.uint64(0))
         return lengths
 
@@ -99,14 +99,14 @@ class Store:
         return shard.describe_origin(number)
 
     @cached_property
-    def _starts(self) -> list[int]:
+    def _first_document_by_shard(self) -> list[int]:
         """First document numbers by shard, followed by the total document count."""
         return [0, *accumulate(shard.documents for shard in self.shards)]
 
     def _find_shard_and_document_number(self, document: int) -> tuple[TokenShard, int]:
         """Return a document's shard, and its number there."""
-        index = bisect_right(self._starts, document) - 1
-        return self.shards[index], document - self._starts[index]
+        index = bisect_right(self._first_document_by_shard, document) - 1
+        return self.shards[index], document - self._first_document_by_shard[index]
 
     def __getstate__(self) -> dict[str, Any]:
         """Return only the fields, without cached values: a worker process maps the shards itself."""
@@ -126,7 +126,7 @@ def hash_documents(shards: list[TokenShard]) -> str:
     return digest.hexdigest()
 
 
-def encode_index(index: dict[str, Any]) -> bytes:
+def encode_index_with_digest(index: dict[str, Any]) -> bytes:
     """Return the text for `store.json`: the index, with its JSON's SHA-256."""
     digest = hashlib.sha256(json.dumps(index).encode()).hexdigest()
     return (json.dumps({**index, "digest": digest}) + "\n").encode()
@@ -136,7 +136,7 @@ def read_index(path: Path) -> dict[str, Any]:
     """Return the index in `store.json`. Raises UserError if it is missing, changed, or has another format."""
     remedy = f"restore it, or remove {path.parent} and make the store anew"
     try:
-        text = read_regular_file(path)
+        text = read_file_following_link(path)
         index: dict[str, Any] = parse_strict_json(text, max_values=MAX_PARTS)
     except FileNotFoundError as error:
         hint = "create it with `drawloom tokenize`, which also completes an unfinished store"
@@ -147,7 +147,7 @@ def read_index(path: Path) -> dict[str, Any]:
         actual_format = index.get("format") if isinstance(index, dict) else None
         raise UserError(f"{path} has format {actual_format!r} instead of {FORMAT}; {remedy}")
     index.pop("digest", None)
-    if text != encode_index(index):
+    if text != encode_index_with_digest(index):
         raise UserError(f"{path} has other content than was written; {remedy}")
     return index
 

@@ -36,11 +36,11 @@ from drawloom.components.model.layers import Linear
 from drawloom.components.model.split_vocabulary import (
     NewTokens,
     NewTokenSplit,
+    count_new_rows_by_parameter,
     count_new_tokens,
     create_vocabulary_join_mapper,
     find_new_tokens_fault,
     replace_by_split_layers,
-    row_counts_by_parameter,
 )
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.flops import ForwardFlops
@@ -252,7 +252,7 @@ class DecoderBuilder:
             return None
         rows, count = self.architecture.vocab_size, count_new_tokens(self.new_tokens)
         end = rows + count if self.tokenizer is None else self.tokenizer.vocab_size
-        return NewTokenSplit(end - count, row_counts_by_parameter(self.new_tokens), rows)
+        return NewTokenSplit(end - count, count_new_rows_by_parameter(self.new_tokens), rows)
 
     def list_input_files(self) -> dict[str, list[Path]]:
         if self.config is None:

@@ -32,22 +32,22 @@ from drawloom.graph import UserError
 def create_decoder_mapper(names: Iterable[str], architecture: DecoderConfig) -> Mapper:
     """Return the mapper from parameters with these names to tensors in files."""
     count = num_experts(architecture)
-    return parallel(*(_create_parameter_mapper(name, count) for name in names))
+    return parallel(*(_create_parameter_to_files_mapper(name, count) for name in names))
 
 
-def _create_parameter_mapper(name: str, num_experts: int) -> Mapper:
+def _create_parameter_to_files_mapper(name: str, num_experts: int) -> Mapper:
     """Return the mapper from one parameter to its tensors in files, where experts are separate."""
     layer, _, projection = name.rpartition(".")
     experts = [f"{layer}.{expert}" for expert in range(num_experts)]
     # Experts are stacked in one parameter here, and are separate tensors in published files.
     if name.endswith(".experts.gate_up_proj"):
-        return sequential(unstack(name, experts), parallel(*_create_gate_up_mappers(experts)))
+        return sequential(unstack(name, experts), parallel(*_create_gate_up_split_mappers(experts)))
     if name.endswith(".experts.down_proj"):
         return unstack(name, [f"{expert}.{projection}.weight" for expert in experts])
     return identity(name)
 
 
-def _create_gate_up_mappers(experts: Iterable[str]) -> Iterator[Mapper]:
+def _create_gate_up_split_mappers(experts: Iterable[str]) -> Iterator[Mapper]:
     """Yield mappers that split every expert's joined matrix into its gate and up projections."""
     for expert in experts:
         yield chunk(expert, [f"{expert}.gate_proj.weight", f"{expert}.up_proj.weight"])
@@ -98,7 +98,7 @@ class Family:
         return [field.name for field in attrs.fields(self.architecture) if field.name != "rope_scaling"]
 
     @property
-    def recipe_settings(self) -> list[str]:
+    def settings_from_config_json(self) -> list[str]:
         """The names of recipe settings that a `config.json` can set."""
         return [*self.config_keys, "rope_scaling", "rope_parameters"]
 
@@ -201,7 +201,7 @@ def _build_architecture(family: Family, config: Mapping[str, Any], path: Path) -
     names = OTHER_KEYS | {theirs: ours for ours, theirs in family.renamed.items()}
     config = {names.get(key, key): value for key, value in config.items()}
     try:
-        config = family.read(_copy_partial_rotary_factor(config, family.config_keys))
+        config = family.read(_hoist_partial_rotary_factor(config, family.config_keys))
         base, rope = parse_rope_theta_and_scaling(config, "partial_rotary_factor" in family.config_keys)
     except ValueError as error:
         raise UserError(f"config: {path} {error}; use the config.json of {family.called} instead") from error
@@ -215,25 +215,25 @@ def _build_architecture(family: Family, config: Mapping[str, Any], path: Path) -
     values = _derive_missing_head_sizes(family, values)
     for reason in (
         *_find_unsupported_values(family, config),
-        *_find_missing_keys(family, values),
+        *_describe_missing_keys(family, values),
         *_find_invalid_values(family, values),
     ):
         raise UserError(f"config: {path} {reason}; use the config.json of {family.called} instead")
     architecture = family.architecture(**{**values, "rope_scaling": rope})
-    for fault in find_architecture_faults(architecture):
+    for fault in find_inconsistent_sizes(architecture):
         raise UserError(f"config: in {path}, {fault.why}; use the config.json of {family.called} instead")
     if reason := _find_layer_types_contradiction(architecture, config):
         raise UserError(f"config: {path} {reason}; use the config.json of {family.called} instead")
     return architecture
 
 
-def _copy_partial_rotary_factor(config: dict[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+def _hoist_partial_rotary_factor(config: dict[str, Any], keys: Sequence[str]) -> dict[str, Any]:
     """Copy partial_rotary_factor from rope_parameters, where transformers 5 writes it, to the top of a config."""
     rope, key = config.get("rope_parameters") or config.get("rope_scaling"), "partial_rotary_factor"
     return config | {key: rope[key]} if key in keys and isinstance(rope, Mapping) and key in rope else config
 
 
-def find_architecture_faults(architecture: DecoderConfig) -> Iterator[InvalidSetting]:
+def find_inconsistent_sizes(architecture: DecoderConfig) -> Iterator[InvalidSetting]:
     """Yield sizes that do not fit one another."""
     yield from find_head_count_faults(
         architecture.num_attention_heads, architecture.num_key_value_heads, architecture.head_dim
@@ -275,7 +275,7 @@ def _derive_missing_head_sizes(family: Family, values: Mapping[str, Any]) -> dic
     return values
 
 
-def _find_missing_keys(family: Family, values: Mapping[str, Any]) -> Iterator[str]:
+def _describe_missing_keys(family: Family, values: Mapping[str, Any]) -> Iterator[str]:
     """Yield a message with all missing keys; rope_theta is needed, because transformers' default is not Qwen3's."""
     needed = [field.name for field in attrs.fields(family.architecture) if field.default is attrs.NOTHING]
     if missing := [family.renamed.get(key, key) for key in (*needed, "rope_theta") if key not in values]:

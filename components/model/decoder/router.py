@@ -74,7 +74,7 @@ def compute_aux_loss_grad(counts: Tensor, weights: Tensor, length: int) -> Tenso
     return counts * (weights * (counts.shape[1] / max(length, 1) ** 2)).unsqueeze(1)
 
 
-def compute_router_z_loss(logits: Tensor, weights: Tensor) -> Tensor:
+def sum_weighted_router_z_loss(logits: Tensor, weights: Tensor) -> Tensor:
     """
     Return the sum over tokens of weight * log(sum over experts of exp(logit)) ** 2; as a loss it keeps logits small.
 
@@ -159,7 +159,7 @@ class Router(Linear, RowSums):
         if weights is not None and self.z_loss_coef:
             logits = logits.to(wide)
             logits = attach_loss_gradient(
-                logits, compute_router_z_loss(logits, self.select_own_token_weights(weights) * self.z_loss_coef)
+                logits, sum_weighted_router_z_loss(logits, self.select_own_token_weights(weights) * self.z_loss_coef)
             )
         scores = logits.softmax(-1, wide) if self.routing.scoring_func == "softmax" else logits.to(wide).sigmoid()
         # Which experts are the best has no gradient; only their scores do.
@@ -167,7 +167,9 @@ class Router(Linear, RowSums):
         if weights is not None and self.aux_loss_coef:
             scores = attach_loss_gradient(scores, self._compute_aux_loss_surrogate(scores, chosen, weights))
         if weights is not None and self._observers:
-            self._call_observers(self.remove_padding(chosen, weights), self.remove_padding(scores, weights))
+            self._report_token_counts_to_observers(
+                self.remove_padding(chosen, weights), self.remove_padding(scores, weights)
+            )
         best = scores.gather(-1, chosen)
         if self.routing.norm_topk_prob:
             best = self._divide_by_sum(best)
@@ -178,9 +180,9 @@ class Router(Linear, RowSums):
         """
         Return a scalar, linear in the probabilities, whose gradients equal the rows' load-balancing losses' gradients.
         """
-        counts = self.count_choices_by_row(chosen, weights, self.num_experts)
+        counts = self.count_row_choices_over_ranks(chosen, weights, self.num_experts)
         grad = compute_aux_loss_grad(
-            counts, self.sum_row_weights(weights) * self.aux_loss_coef, self.whole_row_length(weights)
+            counts, self.sum_row_weights(weights) * self.aux_loss_coef, self.get_length_over_context_ranks(weights)
         )
         return (self.repeat_by_token(grad.to(scores.dtype), weights) * self._normalise_unless_softmax(scores)).sum()
 
@@ -204,7 +206,7 @@ class Router(Linear, RowSums):
         total = scores.sum(-1, keepdim=True)
         return scores / (total if self.routing.scoring_func == "softmax" else total + 1e-20)  # sigmoids may all be 0
 
-    def _call_observers(self, chosen: Tensor, scores: Tensor) -> None:
+    def _report_token_counts_to_observers(self, chosen: Tensor, scores: Tensor) -> None:
         """
         Call the observers with token counts by expert and the probabilities; only in training, not in recomputation.
         """

@@ -6,7 +6,7 @@ from typing import Any
 import attrs
 
 from drawloom.components.model.decoder.config import DecoderConfig, find_head_count_faults
-from drawloom.components.model.decoder.hugging_face import Family, find_architecture_faults, read_config
+from drawloom.components.model.decoder.hugging_face import Family, find_inconsistent_sizes, read_config
 from drawloom.components.model.decoder.rope import (
     InvalidSetting,
     find_duplicate_rope_settings,
@@ -45,7 +45,7 @@ def find_setting_faults(family: Family, settings: Mapping[str, Any], has_tokeniz
     yield from find_duplicate_rope_settings(given)
     for key in ("rope_scaling", "rope_parameters"):
         if key in given:
-            yield from find_rope_faults(given[key], _compute_rotary_dim(family, given), key)
+            yield from find_rope_faults(given[key], _compute_rotary_dim_if_known(family, given), key)
     if given.keys() >= set(family.needed):
         yield from family.architecture.find_faults(given)
 
@@ -62,10 +62,10 @@ def build_architecture_from_settings(
         raise UserError(f"{fault.key}: {fault.why}; {fault.instead}")
     if settings["config"] is not None:
         architecture = _read_and_override_config(family, settings)
-        for fault in find_architecture_faults(architecture):
+        for fault in find_inconsistent_sizes(architecture):
             raise UserError(f"{fault.key}: {fault.why}; {fault.instead}")
     else:
-        architecture = family.architecture(**_fill_defaults(family, settings, tokens))
+        architecture = family.architecture(**_fill_derived_defaults(family, settings, tokens))
     if tokens is not None and tokens - new_tokens > (rows := architecture.vocab_size):
         why = f"the tokenizer has {tokens} ids, but the model's vocabulary only {rows}"
         added = f"new_tokens = {tokens - rows} for some that were added"
@@ -80,10 +80,10 @@ def build_architecture_from_settings(
 
 def _drop_unset_settings(family: Family, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the family's settings that are not None."""
-    return {key: settings[key] for key in family.recipe_settings if settings[key] is not None}
+    return {key: settings[key] for key in family.settings_from_config_json if settings[key] is not None}
 
 
-def _fill_defaults(family: Family, settings: Mapping[str, Any], tokens: int | None) -> dict[str, Any]:
+def _fill_derived_defaults(family: Family, settings: Mapping[str, Any], tokens: int | None) -> dict[str, Any]:
     """Add defaults derived from other settings or the tokenizer's size; the config class has constant defaults."""
     given = _drop_unset_settings(family, settings)
     if tokens is not None:
@@ -105,7 +105,7 @@ def _read_and_override_config(family: Family, settings: Mapping[str, Any]) -> De
     return attrs.evolve(read_config(family, settings["config"]), **scaling | separate_theta_and_scaling(given))
 
 
-def _compute_rotary_dim(family: Family, given: Mapping[str, Any]) -> int | None:
+def _compute_rotary_dim_if_known(family: Family, given: Mapping[str, Any]) -> int | None:
     """Return the number of rotated channels in a head; None if the sizes to compute it are missing."""
     width, heads = given.get("hidden_size"), given.get("num_attention_heads")
     head_dim = given.get("head_dim") or (width // heads if width and heads else None)

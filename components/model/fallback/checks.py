@@ -100,7 +100,7 @@ def _build_shrunken_reference(config: Any) -> Any:
             raise SelfCheckError(
                 "keyword", "the model does not compute attention by transformers' attention functions"
             ) from error
-        raise SelfCheckError("build", _shorten_error_text(error)) from error
+        raise SelfCheckError("build", _get_first_line_without_colon(error)) from error
 
 
 class Comparison:
@@ -177,7 +177,7 @@ class Comparison:
             outputs = second.run_base_model(between, shared, RowAttention(second.kernels, shared))
             _assert_close("stages", outputs, hidden, "work outside of layers is repeated in every stage")
         except Exception as error:
-            return error.reason if isinstance(error, SelfCheckError) else _shorten_error_text(error)
+            return error.reason if isinstance(error, SelfCheckError) else _get_first_line_without_colon(error)
         return ""
 
     def _build_stage_module(self, first: int, last: int) -> TransformersLM:
@@ -203,10 +203,10 @@ def convert_errors_to_failed_check(check: str, compute: Callable[[], T]) -> T:
     except SelfCheckError:
         raise
     except Exception as error:  # any model of transformers
-        raise SelfCheckError(check, _shorten_error_text(error)) from error
+        raise SelfCheckError(check, _get_first_line_without_colon(error)) from error
 
 
-def _shorten_error_text(error: Exception) -> str:
+def _get_first_line_without_colon(error: Exception) -> str:
     """Return the first line in an error's text that does not end in a colon."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return next((line for line in lines if not line.endswith(":")), type(error).__name__)

@@ -84,7 +84,7 @@ class CallOrder:
         self._after: dict[str, None] = {}
         layers: Any = whole.get_submodule(parts.layers)
         owner = whole.get_submodule(parts.layers.rpartition(".")[0])
-        self._hooks = [owner.register_forward_pre_hook(self._on_forward_start)]
+        self._hooks = [owner.register_forward_pre_hook(self._mark_before_layers)]
         self._hooks += [layer.register_forward_hook(self._on_layer_end) for layer in layers]
         for name, part in find_modules_outside_layers(whole, parts):
             self._hooks.append(part.register_forward_pre_hook(self._create_call_recorder(name)))
@@ -107,7 +107,7 @@ class CallOrder:
         """Return whether a module has parameters; modules without, such as rotary angles, are part of every stage."""
         return any(parameter.startswith(f"{name}.") for parameter in self._parameters)
 
-    def _on_forward_start(self, *_: Any) -> None:
+    def _mark_before_layers(self, *_: Any) -> None:
         """Note that a forward pass begins: modules called from now on come before the layers."""
         self._layers_ended = False
 

@@ -88,7 +88,7 @@ class Buffers:
         remaining = iter(inputs)
         rows: list[list[Tensor | None]] = []
         for stage in local_stages:
-            row: list[Tensor | None] = [next(remaining) for _ in table.microbatches_of_stage(stage)]
+            row: list[Tensor | None] = [next(remaining) for _ in table.get_microbatches_stored_on_stage(stage)]
             rows.append(row + [None] * (table.column_count - len(row)))
         return cls(table, local_stages, rows)
 
@@ -123,7 +123,7 @@ class Buffers:
 
     def collect_outputs(self) -> list[Tensor]:
         """Return these stages' outputs (...) after the last iteration, in microbatch order."""
-        columns = [self.table.compute_output_column(number) for number in range(self.table.column_count)]
+        columns = [self.table.find_state_io_output_column(number) for number in range(self.table.column_count)]
         return [tensor for row in self.state_io for tensor in (row[column] for column in columns) if tensor is not None]
 
     def _pop_state_io(self, stage: int, column: int) -> Tensor:

@@ -74,7 +74,7 @@ class CircularExecutor(ProgramExecutor):
         sends = PendingSends()
         token = create_exchange_token(sends, self.device.device)
         runners = {stage.index: StageRunner(stage, self.objective, state) for stage in self.stages.local}
-        passes, share = StagePasses(runners, inputs, token), table.microbatches_of_stage(group.rank)
+        passes, share = StagePasses(runners, inputs, token), table.get_microbatches_stored_on_stage(group.rank)
         embedded = [passes.run_differentiable_pass(0, number, inputs[number].inputs) for number in share]
         forward_pass = ForwardPass(
             table,

@@ -62,7 +62,7 @@ class Timetable:
         """Return whether reentering outputs wait in `circ_storage`, because stage 0 needs them later."""
         return self.repeats > 1 and self.slot_count > self.stages * self.latency
 
-    def microbatches_of_stage(self, stage: int) -> range:
+    def get_microbatches_stored_on_stage(self, stage: int) -> range:
         """Return the microbatches whose inputs a stage has at the start, and whose outputs it has at the end."""
         first = min(stage * self.column_count, self.microbatches)
         return range(first, min(first + self.column_count, self.microbatches))
@@ -96,6 +96,6 @@ class Timetable:
         microbatch = self.slot_count + entered
         return microbatch if microbatch < self.microbatches else None
 
-    def compute_output_column(self, index_in_stage: int) -> int:
+    def find_state_io_output_column(self, index_in_stage: int) -> int:
         """Return the `state_io` column in which a stage's n-th output ends up; `index_in_stage` is n, from 0."""
         return (index_in_stage + self.latency * (self.stages - 1)) % self.column_count

@@ -56,15 +56,15 @@ class SchedulingTask:
         memory = [0.0] * self.ranks
         for owner, size in zip(self.stage_to_rank, self.activations, strict=True):
             memory[owner] += size
-        return max(size + self.input_grad_memory(rank) for rank, size in enumerate(memory))
+        return max(size + self.compute_max_input_grad_memory(rank) for rank, size in enumerate(memory))
 
-    def input_grad_memory(self, rank: int) -> float:
+    def compute_max_input_grad_memory(self, rank: int) -> float:
         """Return the most memory that computing a single stage's input gradients adds on a rank, at least 0."""
         sizes = zip(self.stage_to_rank, self.activations, self.pending, strict=True)
         return max(0.0, *(pending - size for owner, size, pending in sizes if owner == rank))
 
     @property
-    def busiest_rank_time(self) -> float:
+    def busiest_rank_microbatch_time(self) -> float:
         """Return the busiest rank's time for one microbatch."""
         busy = [0.0] * self.ranks
         for stage, owner in enumerate(self.stage_to_rank):
@@ -186,9 +186,9 @@ def compute_makespan(task: SchedulingTask, policy: PriorityPolicy) -> float:
 def _simulate_ranks(task: SchedulingTask, policy: PriorityPolicy) -> list[_Rank]:
     """Simulate the ranks and return their final states."""
     ranks = _create_ranks(task, policy)
-    pace = policy.pace * task.busiest_rank_time
+    pace = policy.pace * task.busiest_rank_microbatch_time
     # Times that differ by rounding errors count as equal.
-    grain = 1e-9 * task.busiest_rank_time
+    grain = 1e-9 * task.busiest_rank_microbatch_time
     events = [(0.0, number) for number in range(len(ranks))]  # (time, rank) at which a rank may have work
     while events:
         now, number = heapq.heappop(events)
@@ -221,7 +221,7 @@ def _create_ranks(task: SchedulingTask, policy: PriorityPolicy) -> list[_Rank]:
     owners, costs = task.stage_to_rank, task.costs
     (due_forward, due_input), period = (
         policy.compute_forward_and_backward_due_times(len(owners)),
-        task.busiest_rank_time,
+        task.busiest_rank_microbatch_time,
     )
     forwards, inputs = [], []
     local: list[list[int]] = [[] for _ in range(task.ranks)]
@@ -261,7 +261,7 @@ def _compute_own_and_cumulative_activation_limits(
     """
     sizes = [task.activations[stage] for stage in own_stages]
     # Input gradients need room to grow: otherwise forward passes would wait for them, and they for memory.
-    limit = task.limit * (1 + ROUNDING) - task.input_grad_memory(task.stage_to_rank[own_stages[0]])
+    limit = task.limit * (1 + ROUNDING) - task.compute_max_input_grad_memory(task.stage_to_rank[own_stages[0]])
     spared, last = policy.spared
     spared += (last - spared) * task.stage_to_rank[own_stages[position]] / task.ranks
     stage_limit = max(sizes[position], limit * (1 - spared)) if position < len(own_stages) - 1 else limit

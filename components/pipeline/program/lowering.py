@@ -229,7 +229,9 @@ def insert_messages(program: Program, timing: Timing, rank: int) -> RankProgram:
     peer = np.where(kinds == _SEND, dest_of[rows], rank_of[rows])
     columns = (program.stage[rows], program.op[rows], program.microbatch[rows], kinds, peer)
     actions = list(map(_create_action, *(column.tolist() for column in columns)))
-    return group_overlaps(zip(actions, _mark_overlaps(program.overlaps_previous[rows], kinds), strict=True))
+    return group_overlaps(
+        zip(actions, _mark_overlaps_with_previous(program.overlaps_previous[rows], kinds), strict=True)
+    )
 
 
 _COMPUTE, _SEND, _RECEIVE = range(3)
@@ -251,7 +253,7 @@ def _create_action(stage: int, op: int, microbatch: int, kind: int, peer: int) -
     return Action(stage + step, message, microbatch, peer)
 
 
-def _mark_overlaps(overlaps: NDArray[np.bool_], kinds: NDArray[np.int64]) -> list[bool]:
+def _mark_overlaps_with_previous(overlaps: NDArray[np.bool_], kinds: NDArray[np.int64]) -> list[bool]:
     """Return whether actions overlap the previous one; messages between an overlap's parts belong to it."""
     is_overlapped = np.zeros(len(overlaps), dtype=bool)
     computes = np.flatnonzero(kinds == _COMPUTE)

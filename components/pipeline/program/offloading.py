@@ -36,7 +36,7 @@ def offload_until_fit(
     offloaded = set[int]()
     for rank in range(fitted.program.ranks):
         actions = [fitted.program.action(row) for row in range(*fitted.program.bounds[rank : rank + 2])]
-        choices = sorted(_list_offload_choices(actions), key=lambda stages: float(seconds[[*stages]].sum()))
+        choices = sorted(_list_choices_of_offloaded_stages(actions), key=lambda stages: float(seconds[[*stages]].sum()))
         fitting = (
             stages
             for stages in choices
@@ -50,7 +50,7 @@ def offload_until_fit(
     return attrs.evolve(fitted, program=program, makespan=simulate(program, table).makespan)
 
 
-def _list_offload_choices(actions: Sequence[Action]) -> Iterator[frozenset[int]]:
+def _list_choices_of_offloaded_stages(actions: Sequence[Action]) -> Iterator[frozenset[int]]:
     """Yield a rank's choices of offloaded stages: all subsets of a few, or none and all of them."""
     stages = sorted({action.stage for action in actions})
     counts = range(len(stages) + 1) if len(stages) <= MAX_INDEPENDENT_STAGES else (0, len(stages))

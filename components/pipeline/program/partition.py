@@ -75,7 +75,9 @@ class ModelSlices:
         local = [stage_to_rank[:stage].count(rank) for stage, rank in enumerate(stage_to_rank)]
         for way in list_option_combinations(len(options.policies), 1 + max(local)):
             chosen = way[local], 0, stages
-            costs = attrs.evolve(table, lengths=_add_recomputation_time(table.lengths, options.again[chosen]))
+            costs = attrs.evolve(
+                table, lengths=_add_recompute_seconds_to_backward(table.lengths, options.again[chosen])
+            )
             activations, pending = (tuple(sizes.tolist()) for sizes in (options.kept[chosen], options.pending[0]))
             yield SchedulingTask(stage_to_rank, microbatches, costs, activations, limit, pending)
 
@@ -175,7 +177,7 @@ class PartitionSearch:
         if math.comb(slices - 1, stages - 1) <= min(MAX_EXHAUSTIVE, MAX_TIMED_ACTIONS // actions):
             return self._select_fastest_partition([*starts, *_iterate_all_partitions(slices, stages)])
         best, room, chance = self._select_fastest_partition(starts), MAX_TIMED_ACTIONS // actions, random.Random(0)
-        while moves := _list_neighbouring_partitions(best.sizes):
+        while moves := _list_partitions_moving_one_slice(best.sizes):
             moves = chance.sample(moves, room) if len(moves) > room else moves
             room -= len(moves)
             if not moves or (fitted := self._select_fastest_partition(moves)).makespan >= best.makespan * (1 - 1e-9):
@@ -189,7 +191,7 @@ class PartitionSearch:
         chosen, fits = options.choose_least_recomputation(self._live, self.limit * (1 + ROUNDING))
         index = chosen, np.arange(len(partitions))[:, None], np.arange(self.program.stages)
         makespans = self._timings.compute_makespans(
-            _add_recomputation_time(self.slices.sum_costs_by_stage(partitions), options.again[index])
+            _add_recompute_seconds_to_backward(self.slices.sum_costs_by_stage(partitions), options.again[index])
         )
         makespans[~fits] = math.inf
         smallest = options.kept.min(0)
@@ -244,7 +246,7 @@ def _iterate_all_partitions(slices: int, stages: int) -> Iterator[StageSizes]:
         yield tuple(last - first for first, last in pairwise((0, *cuts, slices)))
 
 
-def _list_neighbouring_partitions(sizes: StageSizes) -> list[StageSizes]:
+def _list_partitions_moving_one_slice(sizes: StageSizes) -> list[StageSizes]:
     """Return all partitions with one slice moved from one stage to another."""
     neighbours = []
     for source in range(len(sizes)):
@@ -257,7 +259,7 @@ def _list_neighbouring_partitions(sizes: StageSizes) -> list[StageSizes]:
     return neighbours
 
 
-def _add_recomputation_time(
+def _add_recompute_seconds_to_backward(
     lengths: NDArray[np.float64], recompute_seconds: NDArray[np.float64]
 ) -> NDArray[np.float64]:
     """Add `recompute_seconds` (..., stages) to the backward durations in `lengths` (..., stages, ops)."""

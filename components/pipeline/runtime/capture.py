@@ -30,7 +30,7 @@ from drawloom.components.pipeline.runtime.stage_runner import (
     StageRunner,
     detach_leaf,
     list_floating_leaves,
-    make_autograd_leaves,
+    require_grad_in_place,
 )
 from drawloom.components.ports.cache import KeyValueCache
 from drawloom.components.ports.model import BatchContext, Finish, Head
@@ -105,7 +105,7 @@ class GraphSlot:
         """Run the runner's forward pass for recording, and return the output and the losses."""
         inputs, shared, batch = self._given
         # Inputs start the stage's autograd graph, except for token ids.
-        output = self.runner.forward(0, make_autograd_leaves(map_leaves(detach_leaf, inputs)), shared, batch)
+        output = self.runner.forward(0, require_grad_in_place(map_leaves(detach_leaf, inputs)), shared, batch)
         return output, self.runner.state.microbatch(0).get(LOSSES)
 
     def _run_backward(self, name: str) -> Any:
@@ -242,7 +242,7 @@ class StageGraphs:
         """Free a finished microbatch's slot."""
         self._free.append(slot)
 
-    def find_token_pass(self, cache: KeyValueCache) -> TokenPass | None:
+    def get_token_pass_or_prepare(self, cache: KeyValueCache) -> TokenPass | None:
         """Return the graph for passes over one token; None for the first such pass of a cache."""
         if cache in self._token_passes:
             return self._token_passes[cache]
@@ -273,7 +273,7 @@ class CapturedRunner(StageRunner):
     ) -> Any:
         if (cache := _find_recordable_cache(inputs, shared)) is not None:
             cache.begin_fixed_pass(inputs.device)
-            if (token_pass := self.graphs.find_token_pass(cache)) is not None:
+            if (token_pass := self.graphs.get_token_pass_or_prepare(cache)) is not None:
                 return token_pass.run(cache, inputs, shared, finish)
         # Graphs must serve batches with other counts, such as padding, which only the host reads.
         given = inputs, shared, None if batch is None else batch.without_host_values()
@@ -365,7 +365,7 @@ class RankGraphs:
                 raise UserError(_describe_capture_error(index, error), exit_code=2) from error
         self._sums.restore_or_zero_sums()
 
-    def reuse_gradient_tensors(self) -> None:
+    def keep_gradients_for_next_step(self) -> None:
         """Reuse the step's gradient tensors in later steps; call this before `move_gradients_to_masters`."""
         for graphs in self._graphs.values():
             self._sums.adopt_gradients(graphs.stage.module.parameters())

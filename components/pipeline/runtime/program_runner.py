@@ -11,7 +11,7 @@ from torch.autograd import profiler
 
 from drawloom.components.pipeline.runtime.offloads import OffloadedTensors
 from drawloom.components.pipeline.runtime.p2p import P2PBuffers, describe_tree_mismatch, list_tensors
-from drawloom.components.pipeline.runtime.stage_runner import StageRunner, list_floating_leaves, make_autograd_leaves
+from drawloom.components.pipeline.runtime.stage_runner import StageRunner, list_floating_leaves, require_grad_in_place
 from drawloom.components.pipeline.runtime.stage_streams import StageStreams
 from drawloom.components.ports.model import BatchContext, Finish
 from drawloom.components.ports.program import OPS, Action
@@ -72,10 +72,10 @@ class ProgramRunner:
             "I": self._run_backward_input,
             "W": self._run_backward_weight,
             "SEND_F": self._send_forward,
-            "RECV_F": self._receive_forward,
+            "RECV_F": self._start_receive_forward,
             "SEND_B": self._send_backward,
-            "RECV_B": self._receive_backward,
-            "UNSHARD": lambda action: self.stages[action.stage].unshard(),
+            "RECV_B": self._start_receive_backward,
+            "UNSHARD": lambda action: self.stages[action.stage].start_unshard(),
             "RESHARD": lambda action: self.stages[action.stage].reshard(),
             "REDUCE_SCATTER": lambda action: self.stages[action.stage].reduce_in_next_backward(is_last_in_step=False),
             "REDUCE_GRAD": lambda action: self.stages[action.stage].reduce_in_next_backward(is_last_in_step=True),
@@ -92,7 +92,7 @@ class ProgramRunner:
         for action in actions:
             self.before_action()
             if self._leaving and action.op in OPS:
-                self._free_earlier_offloads()
+                self._free_offloads_before_last_compute()
             # A traceback alone would not name the stage and microbatch among many identical ones.
             try:
                 if profiler._is_profiler_enabled:  # a range costs microseconds, which matter in an action
@@ -109,7 +109,7 @@ class ProgramRunner:
         if self.streams is not None:
             self.streams.make_current_stream_wait()
 
-    def _free_earlier_offloads(self) -> None:
+    def _free_offloads_before_last_compute(self) -> None:
         """Free the device memory for activations whose offload began before the last compute action."""
         waiting = [(actions - 1, tensors) for actions, tensors in self._leaving]
         for actions, tensors in waiting:
@@ -126,27 +126,27 @@ class ProgramRunner:
 
     def _run_forward(self, action: Action) -> None:
         stage, microbatch = self.stages[action.stage], self.microbatches[action.microbatch]
-        inputs = self._take_stage_input(action, microbatch)
+        inputs = self._wait_and_take_stage_input(action, microbatch)
         output = stage.forward(action.microbatch, inputs, microbatch.shared, microbatch.batch, microbatch.finish)
         if stage.last:
             self.on_output(action.microbatch, output)
         else:
             self._outputs[action.stage + 1, action.microbatch] = output
 
-    def _take_stage_input(self, action: Action, microbatch: MicrobatchInputs) -> Any:
+    def _wait_and_take_stage_input(self, action: Action, microbatch: MicrobatchInputs) -> Any:
         """Return a pass's input: the microbatch's own, the previous stage's local output, or a message."""
         if action.stage == 0:
             return microbatch.inputs
         key = action.stage, action.microbatch
         inputs = self._outputs.pop(key) if key in self._outputs else self.p2p.wait_and_take_message(("RECV_F", *key))
         # Detached tensors become leaves: every stage has its own graph, which its backward pass frees.
-        return make_autograd_leaves(inputs) if torch.is_grad_enabled() else inputs
+        return require_grad_in_place(inputs) if torch.is_grad_enabled() else inputs
 
     def _send_forward(self, action: Action) -> None:
         output = self._outputs.pop((action.stage + 1, action.microbatch))
         self._send_tree(action, output, self._infer_stage_input(action.stage + 1, action.microbatch))
 
-    def _receive_forward(self, action: Action) -> None:
+    def _start_receive_forward(self, action: Action) -> None:
         like = self._infer_stage_input(action.stage, action.microbatch)
         self.p2p.start_receive(("RECV_F", action.stage, action.microbatch), _get_peer_rank(action), like)
 
@@ -198,7 +198,7 @@ class ProgramRunner:
         grads = self._grads.pop((action.stage - 1, action.microbatch))
         self._send_tree(action, grads, list_floating_leaves(self._infer_stage_input(action.stage, action.microbatch)))
 
-    def _receive_backward(self, action: Action) -> None:
+    def _start_receive_backward(self, action: Action) -> None:
         like = list_floating_leaves(self._infer_stage_input(action.stage + 1, action.microbatch))
         self.p2p.start_receive(("RECV_B", action.stage, action.microbatch), _get_peer_rank(action), like)
 

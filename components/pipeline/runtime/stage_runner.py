@@ -112,7 +112,7 @@ class StageRunner:
         `grads` are the gradients of the output's floating-point leaves, or None for a loss, whose gradient is 1.
         """
         kept = self._in_flight.pop(microbatch)
-        _wait_until_reloaded(kept)
+        _make_backward_wait_for_reload(kept)
         output_grads: Sequence[Tensor | None] = grads or [None] * len(kept.outputs)
         # Outputs such as counts of tokens may not depend on any parameter.
         pairs = [pair for pair in zip(kept.outputs, output_grads, strict=True) if pair[0].requires_grad]
@@ -125,7 +125,7 @@ class StageRunner:
     def backward_input(self, microbatch: int, grads: list[Tensor] | None) -> list[Tensor]:
         """Run I: like `backward`, with weight gradients left for W. Return the input leaves' gradients."""
         kept = self._in_flight[microbatch]
-        _wait_until_reloaded(kept)
+        _make_backward_wait_for_reload(kept)
         grads_of_inputs = _get_split_backward(kept).backward_input(kept.outputs, grads, kept.inputs)
         input_grads = [
             _get_gradient_or_zeros(leaf, grad) for leaf, grad in zip(kept.inputs, grads_of_inputs, strict=True)
@@ -162,9 +162,9 @@ class StageRunner:
             raise ValueError(f"stage {self.stage.index} can't reload microbatch {microbatch}: it was not offloaded")
         offloaded.reload()
 
-    def unshard(self) -> None:
+    def start_unshard(self) -> None:
         """Start gathering the stage's sharded parameters."""
-        self._shards.unshard()
+        self._shards.start_unshard()
 
     def reshard(self) -> None:
         """Free the gathered parameters."""
@@ -190,7 +190,7 @@ class StageRunner:
         return self.stage.shards
 
 
-def _wait_until_reloaded(kept: InFlight) -> None:
+def _make_backward_wait_for_reload(kept: InFlight) -> None:
     """Let the backward pass wait for a microbatch's offloaded activations."""
     if kept.offloaded is not None:
         kept.offloaded.wait_for_reload()
@@ -219,7 +219,7 @@ def detach_leaf(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
-def make_autograd_leaves(tree: Any) -> Any:
+def require_grad_in_place(tree: Any) -> Any:
     """Make the previous stage's output the leaves of this stage's own autograd graph: they require gradients."""
     if isinstance(tree, Tensor):
         return tree.requires_grad_() if tree.is_floating_point() or tree.is_complex() else tree

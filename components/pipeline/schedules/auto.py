@@ -185,19 +185,23 @@ class Auto:
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
         """Return the stages' ranks; UserError if slices or memory do not fit."""
-        return self._find_planned_program(ranks).program.stage_to_rank
+        return self._find_fastest_planned_program(ranks).program.stage_to_rank
 
     def layers_by_stage(self, ranks: int, layers: int) -> StageSizes:
         """Return the numbers of layers by stage; UserError if layers are not divisible into the slices."""
-        layers_per_slice, rest = divmod(layers, self._slice_count) if self._slice_count else (1, 0)
+        layers_per_slice, rest = (
+            divmod(layers, self._consistent_slice_count) if self._consistent_slice_count else (1, 0)
+        )
         if layers_per_slice > 1 and "blocks" in self.recompute:  # blocks are layers, so slices must be layers
-            text = f"recompute.blocks takes a slice for each layer, and {layers} layers have {self._slice_count} slices"
-            raise UserError(f"{text}; write {layers} costs in slices, one for each layer")
-        sizes = self._find_planned_program(ranks).sizes
-        if not self._slice_count:
+            text = f"recompute.blocks takes a slice for each layer, and {layers} layers have "
+            raise UserError(
+                f"{text}{self._consistent_slice_count} slices; write {layers} costs in slices, one for each layer"
+            )
+        sizes = self._find_fastest_planned_program(ranks).sizes
+        if not self._consistent_slice_count:
             return partition_evenly(layers, len(sizes))
         if rest or not layers_per_slice:
-            slices = f"{self._slice_count} slices"
+            slices = f"{self._consistent_slice_count} slices"
             raise UserError(
                 f"{layers} layers are not divisible into {slices}; write {layers} costs in slices, one for each layer"
             )
@@ -205,13 +209,13 @@ class Auto:
 
     def program(self, ranks: int, microbatches: int) -> Program:
         """Return all ranks' actions, in order; UserError if slices or memory do not fit."""
-        planned = self._find_planned_program(ranks)
+        planned = self._find_fastest_planned_program(ranks)
         if microbatches == planned.program.microbatches:
             return planned.program
         # Stages keep their layers when a step has another number of microbatches.
         return self._find_fastest_program(ranks, microbatches, planned).program
 
-    def _find_planned_program(self, ranks: int) -> FittedProgram:
+    def _find_fastest_planned_program(self, ranks: int) -> FittedProgram:
         """Return the fastest program for `microbatches`, whose stages all other programs keep."""
         return self._find_fastest_program(ranks, self.microbatches or 4 * ranks)
 
@@ -288,7 +292,7 @@ class Auto:
     ) -> Iterator[FittedProgram]:
         """Yield published programs with the stages offloaded that make them fit."""
         slices, copies = attrs.evolve(self._build_slices(ranks, stages_per_rank), recomputed=()), self.offload
-        share = 1.0 if self._slice_count else ranks / len(slices)
+        share = 1.0 if self._consistent_slice_count else ranks / len(slices)
         times = [*copies] if isinstance(copies, Sequence) else [share * (copies or 0.0)] * len(slices)
         for schedule in list_published_schedules(stages_per_rank):
             program = schedule.program(ranks, microbatches)
@@ -315,14 +319,14 @@ class Auto:
         Raises UserError for too few slices.
         """
         wanted = [self.stages_per_rank] if self.stages_per_rank else [1, 2]
-        if counts := [count for count in wanted if ranks * count <= (self._slice_count or ranks * count)]:
+        if counts := [count for count in wanted if ranks * count <= (self._consistent_slice_count or ranks * count)]:
             return counts
         stages = ranks * wanted[0]
         remedy = f"write {stages} or more in every setting that lists slices"
-        raise UserError(f"{self._slice_count} slices are too few for {stages} stages; {remedy}")
+        raise UserError(f"{self._consistent_slice_count} slices are too few for {stages} stages; {remedy}")
 
     @property
-    def _slice_count(self) -> int:
+    def _consistent_slice_count(self) -> int:
         """Return the number of slices, or 0 if there are none; UserError if settings have different numbers."""
         lists: dict[str, Any] = {"slices": self.slices, "activations": self.activations, "pending": self.pending}
         lists["offload"] = self.offload
@@ -337,7 +341,7 @@ class Auto:
 
     def _build_slices(self, ranks: int, stages_per_rank: int) -> ModelSlices:
         """Return the settings' slices; without any, one slice of equal cost for every stage."""
-        number = self._slice_count or ranks * stages_per_rank
+        number = self._consistent_slice_count or ranks * stages_per_rank
         share = [ranks / number] * number
         costs = np.array([self._get_op_times(cost) for cost in self.slices or share])
         activations = np.array(self.activations or share, dtype=np.float64)

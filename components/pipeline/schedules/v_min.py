@@ -80,11 +80,11 @@ def _compute_first_microbatch_slots(rank: int, ranks: int) -> dict[int, int]:
         I0: 2 * late + 4 * ranks - 1 - rank,
     }
     for weight, after in ((W1, block[I1]), (W0, block[I0])):
-        block[weight] = _find_next_free_slot(after, block.values())
+        block[weight] = _find_free_slot_modulo_period(after, block.values())
     return block
 
 
-def _find_next_free_slot(slot: int, used_slots: Iterable[int]) -> int:
+def _find_free_slot_modulo_period(slot: int, used_slots: Iterable[int]) -> int:
     residues = {slot % PERIOD for slot in used_slots}
     return next(later for later in range(slot + 1, slot + PERIOD) if later % PERIOD not in residues)
 

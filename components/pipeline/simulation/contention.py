@@ -74,8 +74,8 @@ def _add_rank_events(events: Events, rank_program: RankProgram, costs: Costs, ch
             continue  # it frees memory and takes no time
         key = get_event_key(action)
         event = events.setdefault(key, TimedEvent(key, costs.get_duration(action.op, action.stage)))
-        event.dependencies += [last[key] for key in _list_awaited_keys(action, channels) if key in last]
-        last.update(dict.fromkeys(_list_provided_keys(action, channels), event))
+        event.dependencies += [last[key] for key in _list_awaited_event_keys(action, channels) if key in last]
+        last.update(dict.fromkeys(_list_keys_later_actions_await(action, channels), event))
         if action.op in OPS:
             event.dependencies += before_last
             before_last, since_last = since_last, []
@@ -91,7 +91,7 @@ def _add_rank_events(events: Events, rank_program: RankProgram, costs: Costs, ch
                 reduction.dependencies.append(event)
 
 
-def _list_awaited_keys(action: Action, channels: Channels) -> Iterator[Hashable]:
+def _list_awaited_event_keys(action: Action, channels: Channels) -> Iterator[Hashable]:
     """Yield keys for the latest events an action waits for: compute, message, weights, channel."""
     yield "work"
     if action.op in SHARD_OPS:
@@ -109,7 +109,7 @@ def _list_awaited_keys(action: Action, channels: Channels) -> Iterator[Hashable]
         yield "anything"
 
 
-def _list_provided_keys(action: Action, channels: Channels) -> Iterator[Hashable]:
+def _list_keys_later_actions_await(action: Action, channels: Channels) -> Iterator[Hashable]:
     """Yield an action's keys as the latest event, for later actions to wait for."""
     if action.op in SHARD_OPS:
         yield "shards"

@@ -71,7 +71,7 @@ class Simulation:
         return max(float(self.end.max(initial=0.0)), *(bar.end for bars in self.shard_bars for bar in bars), 0.0)
 
     @property
-    def ideal_makespan(self) -> float:
+    def busiest_rank_compute_time(self) -> float:
         """Return the busiest rank's compute time, a lower bound for the makespan."""
         length = self.end - self.start
         return max(float(length[self.program.rows(rank)].sum()) for rank in range(self.program.ranks))
@@ -79,7 +79,7 @@ class Simulation:
     @property
     def bubble_fraction(self) -> float:
         """Return the idle fraction of the makespan."""
-        return _compute_idle_fraction(self.ideal_makespan, self.makespan)
+        return _compute_idle_fraction(self.busiest_rank_compute_time, self.makespan)
 
     @property
     def longest_rank_span(self) -> float:
@@ -97,9 +97,9 @@ class Simulation:
         return min(starts, default=0.0), max(ends, default=0.0)
 
     @property
-    def span_bubble_fraction(self) -> float:
+    def longest_span_bubble_fraction(self) -> float:
         """Return the idle fraction of `longest_rank_span`."""
-        return _compute_idle_fraction(self.ideal_makespan, self.longest_rank_span)
+        return _compute_idle_fraction(self.busiest_rank_compute_time, self.longest_rank_span)
 
     @property
     def peak_activations(self) -> list[int]:

@@ -44,8 +44,9 @@ class Summary:
         """Return makespan, span, bubbles and recomputation as text."""
         run = self.simulation
         simulated = (
-            f"makespan {run.makespan:.5g}, ideal {run.ideal_makespan:.5g}: bubble {run.bubble_fraction:.1%}; "
-            f"longest span of a rank {run.longest_rank_span:.5g}: bubble {run.span_bubble_fraction:.1%}"
+            f"makespan {run.makespan:.5g}, ideal {run.busiest_rank_compute_time:.5g}: "
+            f"bubble {run.bubble_fraction:.1%}; longest span of a rank {run.longest_rank_span:.5g}: "
+            f"bubble {run.longest_span_bubble_fraction:.1%}"
         )
         if recomputed := describe_recompute_policies(run.program.recompute):
             simulated += f"; recomputed: {recomputed}"
@@ -65,9 +66,9 @@ class Summary:
             "stages_per_rank": self.stages_per_rank,
             "microbatches": run.program.microbatches,
             "makespan": run.makespan,
-            "ideal": run.ideal_makespan,
+            "ideal": run.busiest_rank_compute_time,
             "bubble": run.bubble_fraction,
-            "span_bubble": run.span_bubble_fraction,
+            "span_bubble": run.longest_span_bubble_fraction,
             "peak_activations": run.peak_activations,
             "peak_live_weights": run.peak_microbatches_in_flight,
             "messages": run.message_count,
@@ -130,9 +131,9 @@ def _format_row(summary: Summary) -> tuple[str, ...]:
         summary.schedule,
         str(summary.stages_per_rank),
         f"{run.makespan:.5g}",
-        f"{run.ideal_makespan:.5g}",
+        f"{run.busiest_rank_compute_time:.5g}",
         f"{run.bubble_fraction:.1%}",
-        f"{run.span_bubble_fraction:.1%}",
+        f"{run.longest_span_bubble_fraction:.1%}",
         str(max(run.peak_activations)),
         str(in_flight),
         f"{in_flight / summary.stages_per_rank:g}",

@@ -93,4 +93,4 @@ class _Computing(Function):
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *[gradient.compute_sum() for gradient in ctx.deferred]
+        return None, *[gradient.drain_and_return_remaining_grad() for gradient in ctx.deferred]

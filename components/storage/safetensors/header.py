@@ -66,7 +66,7 @@ class TensorEntry:
     end: int
 
 
-def map_safetensors_file(path: Path) -> Any:
+def open_mapped_safetensors_file(path: Path) -> Any:
     """
     Map a file with the safetensors library. The caller must check for a regular file.
 

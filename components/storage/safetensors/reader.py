@@ -18,7 +18,7 @@ from drawloom.components.storage.safetensors.header import (
     HeaderError,
     TensorEntry,
     format_names,
-    map_safetensors_file,
+    open_mapped_safetensors_file,
     read_entries,
 )
 from drawloom.components.storage.strict_json import parse_strict_json
@@ -65,7 +65,7 @@ class SafetensorsFolder:
                 raise UserError(f"{file.path} was changed while {name} was read; copy it again")
         if self._mapped is None or self._mapped[0] != file.path:
             with _convert_header_errors(file.path):
-                self._mapped = file.path, map_safetensors_file(file.path)
+                self._mapped = file.path, open_mapped_safetensors_file(file.path)
         tensor: Tensor = self._mapped[1].get_tensor(name)
         return tensor
 
@@ -79,7 +79,7 @@ def read_tensor_offset_and_entries(file: RegularFile) -> tuple[int, dict[str, Te
     """
     length = int.from_bytes(file.read(0, min(8, file.size)), "little")
     file.read(8, min(length, max(file.size - 8, 0)))
-    entries = read_entries(map_safetensors_file(file.path))
+    entries = read_entries(open_mapped_safetensors_file(file.path))
     return 8 + length, entries
 
 
@@ -127,7 +127,9 @@ def read_safetensors_header(path: Path) -> SafetensorsFile:
     """Return a file's header. Raises UserError if it is invalid."""
     with open_untrusted_file(path) as file, _convert_header_errors(path):
         return SafetensorsFile(
-            path, {name: entry.spec for name, entry in read_entries(map_safetensors_file(path)).items()}, file.identity
+            path,
+            {name: entry.spec for name, entry in read_entries(open_mapped_safetensors_file(path)).items()},
+            file.identity,
         )
 
 

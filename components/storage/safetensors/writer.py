@@ -57,7 +57,7 @@ def create_safetensors_file(path: Path, specs: Mapping[str, TensorSpec]) -> Iter
     head, entries = build_header_and_entries(
         specs
     )  # before the file is created, because it refuses tensors that can't be written
-    with durable_files.create_file(path) as file:
+    with durable_files.create_new_durable_file(path) as file:
         file.write_at(memoryview(head), 0)
         writer = SafetensorsWriter(file, len(head), entries)
         yield writer
@@ -67,7 +67,7 @@ def create_safetensors_file(path: Path, specs: Mapping[str, TensorSpec]) -> Iter
 def write_safetensors_file(path: Path, tensors: Mapping[str, Tensor]) -> FileDigest:
     """Create and flush a file with tensors, any shape and dtype. Raises OSError if it exists."""
     head, entries = build_header_and_entries(InMemoryTensors(tensors).specs())  # before the file is created, as above
-    with durable_files.create_file(path) as file:
+    with durable_files.create_new_durable_file(path) as file:
         write_planned_tensors(file, tensors, head, entries)
     return file.finish_digest()
 

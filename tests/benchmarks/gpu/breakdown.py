@@ -42,6 +42,7 @@ KINDS = {
     "casts": (
         "_quantize_kernel",
         "_scale_and_transpose_kernel",
+        "_combine_scales_and_transpose_kernel",
         "_column_scale",
         "_largest",
         "_swiglu",

@@ -378,8 +378,8 @@ def _peer(case: Case, mesh: RankMesh, device: ComputeDevice) -> Callable[[], Non
         model = peft.get_peft_model(model, peft.LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=list(TARGETS)))
     if case.sizes:
         for layer in model.model.layers:
-            fully_shard(layer, mesh=mesh.torch_mesh(["data_shard"]))
-        fully_shard(model, mesh=mesh.torch_mesh(["data_shard"]))
+            fully_shard(layer, mesh=mesh.create_torch_mesh(["data_shard"]))
+        fully_shard(model, mesh=mesh.create_torch_mesh(["data_shard"]))
     model.to_empty(device=device.device)
     with torch.no_grad():
         for parameter in model.parameters():

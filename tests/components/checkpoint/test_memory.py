@@ -51,13 +51,13 @@ def _own(memory: StateMemory) -> dict[int, tuple[list[float], list[int]]]:
 def test_an_update_changes_no_held_state() -> None:
     """Until the copy, the last two steps are held; then the newest one, as it was before the update."""
     memory, node = StateMemory(), Node()
-    memory.copy_referenced_states()
+    memory.replace_reference_by_copy()
     assert not memory.list_intact_parts()
     for step in (1, 2, 3):
         node.rows.append(step)
         memory.reference_states(key(step), {"node": node})
         assert [*_own(memory)] == [step - 1, step][step == 1 :]
-        memory.copy_referenced_states()
+        memory.replace_reference_by_copy()
         node.weight += 1
         assert _own(memory) == {step: ([step - 1.0] * 3, list(range(1, step + 1)))}
     memory.reference_states(key(4), {"node": node})
@@ -78,8 +78,8 @@ def test_the_own_state_of_the_neighbours_step_is_kept(copies_each_step: bool) ->
             memory.add_neighbour(_copy(attrs.evolve(state, key=key(step, 1, 2))))
             assert {step, max(step - 3, 3)} <= {part.step for part in memory.list_intact_parts() if part.indices[1]}
             assert step == 3 or memory.list_intact_parts()[key(step - 3, 0, 2)]
-        memory.drop_older_copies()
-        memory.copy_referenced_states()
+        memory.drop_older_neighbour_copies()
+        memory.replace_reference_by_copy()
         node.weight += 1
         shared = step // 3 * 3
         assert [*_own(memory)] == [part for part in (shared, step) if part and (copies_each_step or part == shared)][

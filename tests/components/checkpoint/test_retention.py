@@ -101,6 +101,6 @@ def test_a_corrupt_checkpoint_does_not_displace_a_valid_one(tmp_path: Path, capl
 def test_nothing_is_verified_while_nothing_expires(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Verifying old checkpoints costs as much as saving them."""
     save_steps(tmp_path, 1, 2)
-    monkeypatch.setattr(Retention, "_verify_and_mark", lambda *_: pytest.fail("it was read"))
+    monkeypatch.setattr(Retention, "_verify_and_remember", lambda *_: pytest.fail("it was read"))
     save_steps(tmp_path, 3)
     assert _steps(tmp_path) == {1, 2, 3}

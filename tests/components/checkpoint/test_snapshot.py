@@ -55,7 +55,7 @@ class Disk:
             yield file
 
 
-REAL_NEW_FILE = durable_files.create_file
+REAL_NEW_FILE = durable_files.create_new_durable_file
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
     """Yield a fake disk, unblocked after the test."""
     disk = Disk()
     disk.open.set()
-    monkeypatch.setattr(durable_files, "create_file", disk.new_file)
+    monkeypatch.setattr(durable_files, "create_new_durable_file", disk.new_file)
     yield disk
     disk.open.set()
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from drawloom.components.checkpoint.snapshot import assemble_pieces, is_piece_needed, mark_slices, rows_to_read
+from drawloom.components.checkpoint.snapshot import assemble_pieces, find_rows_unless_all, is_piece_needed, mark_slices
 from drawloom.components.ports.slices import SlicedTensor, TensorSlice
 
 Cuts = list[list[int]]
@@ -92,7 +92,7 @@ def test_needed_rows_are_as_few_as_possible(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
     saved, wanted = (data.draw(st.sampled_from(data.draw(layouts(shape)))) for _ in range(2))
     whole = numbers(shape)
-    part = rows_to_read(saved.size, [(saved, wanted)])
+    part = find_rows_unless_all(saved.size, [(saved, wanted)])
     cut = part or TensorSlice.whole(saved.size)
     assert cut.size[1:] == saved.size[1:]
     common = saved.overlap(wanted)
@@ -106,10 +106,10 @@ def test_needed_rows_are_as_few_as_possible(data: st.DataObject) -> None:
 def test_tensors_without_slices_are_read_whole() -> None:
     """All rows are read for a scalar, for a shape other than the slice's, and for a use of the whole tensor."""
     half = TensorSlice((4, 2), (0, 0), (2, 2))
-    assert rows_to_read((), [(None, half)]) is None
-    assert rows_to_read((3, 2), [(None, half)]) is None
-    assert rows_to_read((4, 2), [(None, half), (None, None)]) is None
-    assert rows_to_read((4, 2), [(None, half)]) == half
-    assert rows_to_read((4, 2), [(None, half), (None, TensorSlice((4, 2), (2, 1), (1, 1)))]) == TensorSlice(
+    assert find_rows_unless_all((), [(None, half)]) is None
+    assert find_rows_unless_all((3, 2), [(None, half)]) is None
+    assert find_rows_unless_all((4, 2), [(None, half), (None, None)]) is None
+    assert find_rows_unless_all((4, 2), [(None, half)]) == half
+    assert find_rows_unless_all((4, 2), [(None, half), (None, TensorSlice((4, 2), (2, 1), (1, 1)))]) == TensorSlice(
         (4, 2), (0, 0), (3, 2)
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from drawloom.components.commands._sweep_points import Axis, AxisInterval, Point, read_axes_and_common_words
-from drawloom.components.commands._sweep_search import SweepSearch, list_boundary_points
+from drawloom.components.commands._sweep_search import SweepSearch, list_points_covering_axes
 from drawloom.graph import UserError
 from support.run_folders import write_run
 
@@ -73,7 +73,7 @@ def test_another_search_and_a_missing_metric_are_refused(tmp_path: Path) -> None
 def test_all_values_and_the_ends_of_intervals_are_checked_first() -> None:
     """The first points of a check have every value of every axis."""
     axes, common = read_axes_and_common_words(["a.b=1..3", "c.d=0.5..1.5:uniform", "e.f=2"])
-    points = list_boundary_points(axes, common)
+    points = list_points_covering_axes(axes, common)
     assert [point.words for point in points] == [
         ["e.f=2", "a.b=1", "c.d=0.5"],
         ["e.f=2", "a.b=2", "c.d=1.5"],

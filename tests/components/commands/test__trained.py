@@ -27,7 +27,7 @@ class _Recipe:
 def options(folder: Path, *words: str) -> argparse.Namespace:
     """Return the options of a command for a run folder."""
     parser = argparse.ArgumentParser()
-    _trained.add_run_arguments(parser)
+    _trained.add_run_and_checkpoint_arguments(parser)
     return parser.parse_args([str(folder), *words])
 
 
@@ -96,7 +96,7 @@ def test_a_checkpoint_removed_while_being_read_is_replaced_by_a_newer_one(
     monkeypatch.setattr(_trained, "find_only_node", lambda *_: "memory")
     monkeypatch.setattr(_trained, moment, rotating)
     project: Any = None
-    _, _, _, state = _trained._load_checkpoint_and_recipe(project, options(tmp_path), (Stages,))
+    _, _, _, state = _trained._read_checkpoint_recipe_and_weights(project, options(tmp_path), (Stages,))
     assert torch.equal(state["weight"], state_of(2)["weight"])
     assert len(began) == 2
 
@@ -108,4 +108,4 @@ def test_a_checkpoint_that_does_not_fit_is_an_error(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(_trained, "find_only_node", lambda *_: "gone")
     project: Any = None
     with pytest.raises(UserError, match=r"has no state of \[gone\]"):
-        _trained._load_checkpoint_and_recipe(project, options(tmp_path), (Stages,))
+        _trained._read_checkpoint_recipe_and_weights(project, options(tmp_path), (Stages,))

@@ -35,13 +35,13 @@ def test_layers_far_above_the_median_are_excluded(tolerance: float, excluded: li
     """Layers are excluded by their error relative to the median, also one that is not a number; times are listed."""
     effects = {name: Effect(error, 0.0, 1.0) for name, error in (("a", 0.01), ("b", 0.012), ("c", 0.2))}
     evidence = Float8Effects(effects, Effect(0.2, 0.0, 1.0), 5.0, 2.0)
-    assert evidence.find_layers_to_exclude(tolerance) == excluded
+    assert evidence.find_layers_above_median_error(tolerance) == excluded
     text = format_float8_overlay(evidence, "precision", "mine", 5, tolerance)
     assert "#   1.200% +0.000000 -1000.000 ms b" in text
     overlay = tomllib.loads(text)
     assert overlay["precision"].get("linear_in_compute", []) == excluded
     broken = attrs_evolved(evidence, float("nan"))
-    assert "a" in broken.find_layers_to_exclude(tolerance)
+    assert "a" in broken.find_layers_above_median_error(tolerance)
 
 
 def attrs_evolved(evidence: Float8Effects, error: float) -> Float8Effects:

@@ -49,7 +49,7 @@ def test_it_kills_between_half_and_the_end(tmp_path: Path) -> None:
     """The second run is killed when half of its steps are committed, and resumes from there."""
     runs = _runs(tmp_path, 10, 0.05)
     runs.run_without_interruption()
-    assert 5 <= runs.kill_and_resume() < 10
+    assert 5 <= runs.kill_resume_and_get_step() < 10
     for name in ("straight", "resumed"):
         rows = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
         assert [json.loads(row)["step"] for row in rows] == list(range(1, 11))
@@ -59,7 +59,7 @@ def test_it_does_not_kill_before_the_last_committed_step_is_hashed(tmp_path: Pat
     """A kill between a commit and its hashes would leave hashes out, which would look like a difference."""
     runs = _runs(tmp_path, 10, 0.2)
     runs.run_without_interruption()
-    runs.kill_and_resume()
+    runs.kill_resume_and_get_step()
     rows = (tmp_path / "resumed" / "digests" / "rank-0.jsonl").read_text().splitlines()
     assert 5 in [json.loads(row)["step"] for row in rows]
 
@@ -67,12 +67,12 @@ def test_it_does_not_kill_before_the_last_committed_step_is_hashed(tmp_path: Pat
 def test_a_run_that_is_too_short_to_be_killed_is_reported(tmp_path: Path) -> None:
     """Comparing a run with itself would show nothing."""
     with pytest.raises(UserError, match="ends before it can be killed; take more steps than 4"):
-        _runs(tmp_path, 4, 0.0, "short").kill_and_resume()
+        _runs(tmp_path, 4, 0.0, "short").kill_resume_and_get_step()
 
 
 def test_a_run_that_fails_is_shown(tmp_path: Path) -> None:
     """The error shows the end of the run's output, and does not blame resuming."""
-    for run in (Runs.run_without_interruption, Runs.kill_and_resume):
+    for run in (Runs.run_without_interruption, Runs.kill_resume_and_get_step):
         with pytest.raises(UserError, match="a reason other than resuming:\nno such corpus"):
             run(_runs(tmp_path, 4, 0.0, "fail"))
 
@@ -161,7 +161,7 @@ def test_other_causes_than_resuming_are_reported(
         return 12
 
     monkeypatch.setattr(Runs, "run_without_interruption", lambda _: None)
-    monkeypatch.setattr(Runs, "kill_and_resume", run)
+    monkeypatch.setattr(Runs, "kill_resume_and_get_step", run)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: varies)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: int(varies))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

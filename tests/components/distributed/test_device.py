@@ -162,7 +162,7 @@ def test_threads_are_the_cores_divided_by_the_processes(
 
 def test_memory_is_the_peak_in_bytes() -> None:
     """On a CPU it is the kernel's VmHWM, to a few MB."""
-    measured = ComputeDevice(kind="cpu").measure_peak_memory()
+    measured = ComputeDevice(kind="cpu").get_peak_memory_so_far()
     status = Path("/proc/self/status").read_text()
     kernel = int(status.partition("VmHWM:")[2].split()[0]) * 1024
     assert abs(measured - kernel) < 32e6

@@ -154,7 +154,7 @@ def test_known_spares_cost_one_question_each() -> None:
     store = CountingStore()
     spares = Spares(store)
     numbers = [spares.register(spare) for spare in (*SPARES, *SPARES)]
-    spares.admit(numbers[:3], _generation(4, ReplicaShape(1, 1, 1, [4])))
+    spares.announce_admission(numbers[:3], _generation(4, ReplicaShape(1, 1, 1, [4])))
     assert spares.find_waiting_spares() == {numbers[3]: SPARES[1]}
     questions.clear()
     assert spares.find_waiting_spares() == {numbers[3]: SPARES[1]} and questions == [f"admitted/{numbers[3]}"]

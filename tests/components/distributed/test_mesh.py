@@ -129,7 +129,7 @@ def _of_many(rank: int, sizes: dict[str, int]) -> tuple[float, int, dict[str, in
     began = time.monotonic()
     mesh = RankMesh(processes=processes, **sizes)
     mesh.open()
-    mesh.torch_mesh(("data_replicate",), SHARDS)
+    mesh.create_torch_mesh(("data_replicate",), SHARDS)
     indices = mesh.indices.without_expert_dimensions()
     return time.monotonic() - began, len({*filter(None, processes._groups._handles.values())}), indices
 

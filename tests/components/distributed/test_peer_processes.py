@@ -47,7 +47,7 @@ def test_an_end_is_noticed_once_and_at_once(process: "subprocess.Popen[bytes]", 
 
 def test_a_wait_is_woken_for_good(peers: PeerProcesses) -> None:
     """A closing monitor does not wait for its thread's next look."""
-    waker = threading.Timer(0.1, peers.wake)
+    waker = threading.Timer(0.1, peers.end_all_waits)
     waker.start()
     assert _measure_wait(peers, 20) < 10 and _measure_wait(peers, 20) < 10
     waker.join()

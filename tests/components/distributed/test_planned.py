@@ -15,7 +15,7 @@ def test_planned_groups_equal_the_layout() -> None:
     second = mesh.seen_from_pipeline_rank(1)
     assert (second.rank, second.indices.pipeline, second.group("tensor").ranks) == (4, 1, (4, 5))
     assert second.replica_group.size == 2
-    assert second.torch_mesh("tensor") is None
+    assert second.create_torch_mesh("tensor") is None
 
 
 def test_a_mesh_that_does_not_fit_raises_an_error() -> None:
@@ -35,4 +35,4 @@ def test_collectives_give_tensors_of_the_right_shape() -> None:
     group.max(part)
     assert group.start_sum(part).is_completed()
     assert group.gather_json("x") == ["x"] * 4
-    assert PlannedDevice(torch.device("cuda")).measure_peak_memory() == 0
+    assert PlannedDevice(torch.device("cuda")).get_peak_memory_so_far() == 0

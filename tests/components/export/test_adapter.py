@@ -152,9 +152,9 @@ def test_a_folder_is_of_one_step(tmp_path: Path, one_rank: Any) -> None:
     """It is finished for the step of its weights, and replaced for a later one."""
     exporter = export(tmp_path, one_rank.world, dense(), lora("q_proj"))
     assert not find_mismatches(AdapterExport, FinalTask)
-    assert exporter.is_finished(3) and not exporter.is_finished(6)
+    assert exporter.has_result_of_step(3) and not exporter.has_result_of_step(6)
     exporter.run_after_training(6)
-    assert exporter.is_finished(6)
+    assert exporter.has_result_of_step(6)
     assert {path.name for path in (tmp_path / "adapter").iterdir()} == {
         "adapter_config.json",
         "adapter_model.safetensors",

@@ -54,9 +54,9 @@ def test_the_export_implements_its_port() -> None:
 def test_an_export_is_written_once(tmp_path: Path, one_rank: Any) -> None:
     """Finishing writes `export/`, is seen as finished, and done again changes nothing."""
     export = export_of(tmp_path, one_rank)
-    assert not export.is_finished(6)
+    assert not export.has_result_of_step(6)
     export.run_after_training(6)
-    assert export.is_finished(6)
+    assert export.has_result_of_step(6)
     before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "export").iterdir()}
     export.run_after_training(6)
     assert before == {path.name: path.stat().st_mtime_ns for path in (tmp_path / "export").iterdir()}
@@ -67,9 +67,9 @@ def test_an_export_of_an_earlier_step_is_replaced(tmp_path: Path, one_rank: Any)
     """The folder belongs to one step: for a later one it is not finished, and is written again whole."""
     export_of(tmp_path, one_rank, max_shard=4000).run_after_training(6)
     export = export_of(tmp_path, one_rank)
-    assert not export.is_finished(12)
+    assert not export.has_result_of_step(12)
     export.run_after_training(12)
-    assert export.is_finished(12) and not export.is_finished(6)
+    assert export.has_result_of_step(12) and not export.has_result_of_step(6)
     assert os.listdir(tmp_path) == ["export"]
     assert sorted(os.listdir(tmp_path / "export")) == ["config.json", "model.safetensors", "trainer_state.json"]
 
@@ -88,11 +88,11 @@ def _replicas(folder: Path, late: bool) -> list[str]:
     torch.manual_seed(0)
     mesh: Any = WorldMesh(world)
     export = export_of(folder, mesh)
-    assert not export.is_finished(6)
+    assert not export.has_result_of_step(6)
     if late and world.rank == 0:
         time.sleep(0.3)
     export.run_after_training(6)
-    assert export.is_finished(6)
+    assert export.has_result_of_step(6)
     return sorted(os.listdir(folder))
 
 

@@ -128,7 +128,7 @@ def test_deferred_factors_have_the_bits_of_scaled_gradients(one_rank: Any) -> No
         gradient = weights.parameters["first"].grad
         assert gradient is not None and (gradient[0] == -3) == defers
         step.apply_deferred_factors()
-        assert step.take_deferred_factors() is None
+        assert step.stack_and_clear_deferred_factors() is None
         results.append((gradient, step.state["grad_norm"]))
     for left, right in zip(*results, strict=True):
         assert torch.equal(left, right)

@@ -25,7 +25,7 @@ def test_every_implementation_can_be_loaded(operation: str, name: str) -> None:
     names = {
         "attention": ("mask", "attend"),
         "moe_peers": (
-            "publish_tokens",
+            "write_tokens_to_slots",
             "localize_choices",
             "limit_routes_and_flag_overflow",
             "read_rows_and_scalars",

@@ -22,7 +22,7 @@ CUDA = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. G
 class User:
     """A node with masters and optimizer state."""
 
-    def memory_bytes(self) -> Mapping[MemoryKind, int]:
+    def device_bytes(self) -> Mapping[MemoryKind, int]:
         return {"masters": 4_000_000, "optimizer_state": 8_000_000_000}
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from drawloom.components.listeners.replay import ReplayDifference, describe_difference, find_earliest_difference
+from drawloom.components.listeners.replay import ReplayDifference, describe_difference, find_earliest_rank_disagreement
 from support.runs import drawloom, rows, write_corpus
 
 FAULTS = '''
@@ -121,9 +121,9 @@ def test_the_rank_without_a_majority_is_a_suspect(
     results: list[list[dict[str, str]]], suspects: list[int], repeats: bool
 ) -> None:
     """Of three ranks, two outvote one; of two, only one with two different results is a suspect."""
-    difference = find_earliest_difference([10, 11, 12][: len(results)], results)
+    difference = find_earliest_rank_disagreement([10, 11, 12][: len(results)], results)
     assert difference == ReplayDifference("b", difference.ranks, suspects, repeats, position=1) if difference else False
-    assert find_earliest_difference([10, 11, 12], [[OWN] * 3] * 3) is None
+    assert find_earliest_rank_disagreement([10, 11, 12], [[OWN] * 3] * 3) is None
 
 
 def test_the_earliest_difference_of_a_pipeline_is_reported() -> None:

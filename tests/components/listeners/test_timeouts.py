@@ -35,7 +35,7 @@ class FakeProcesses:
     def diagnose_hang(self) -> str:
         return "rank 7 does not answer"
 
-    def fail_all_or_hanging_ranks(self, text: str) -> bool:
+    def fail_ranks_and_must_exit(self, text: str) -> bool:
         self.failures.append(text)
         return True
 
@@ -172,7 +172,7 @@ def test_a_log_that_hangs_does_not_prevent_the_exit(
     """The process exits even if writing the report hangs."""
     gate = threading.Event()
     monkeypatch.setattr("drawloom.components.listeners.timeouts.REPORT_TIMEOUT", 0.05)
-    monkeypatch.setattr(FakeProcesses, "fail_all_or_hanging_ranks", lambda *_: gate.wait(10))
+    monkeypatch.setattr(FakeProcesses, "fail_ranks_and_must_exit", lambda *_: gate.wait(10))
     timeouts.first_step = 0.01
     timeouts.on_event(Event("run_started"))
     assert timeouts.exit.called.wait(5)  # type: ignore[attr-defined]

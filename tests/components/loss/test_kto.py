@@ -32,7 +32,7 @@ def make_case(drift: float = 0.5) -> tuple[Sample, TokenBatch]:
 
 def measure_first(loss: Kto, case: Sample, batch: TokenBatch) -> TokenBatch:
     with torch.no_grad():
-        return loss.with_step_sums(batch, loss.measure_step_sums(case.hidden, case.head(), batch))
+        return loss.with_step_sums(batch, loss.compute_part_of_step_sums(case.hidden, case.head(), batch))
 
 
 def by_formula(case: Sample, batch: TokenBatch, beta: float, good: float, bad: float) -> tuple[Tensor, Tensor]:
@@ -72,7 +72,9 @@ def test_microbatches_share_the_divergence_of_the_step() -> None:
     loss, slices = Kto(beta=0.5), [slice(row, row + 1) for row in range(3)]
     whole = loss.loss(case.hidden, case.head(), measure_first(loss, case, batch))
     with torch.no_grad():
-        sums = sum(loss.measure_step_sums(case.hidden[part], case.head(), batch.take_rows(part)) for part in slices)
+        sums = sum(
+            loss.compute_part_of_step_sums(case.hidden[part], case.head(), batch.take_rows(part)) for part in slices
+        )
     assert isinstance(sums, Tensor)
     parts = [
         loss.loss(case.hidden[part], case.head(), loss.with_step_sums(batch.take_rows(part), sums)) for part in slices

@@ -12,7 +12,7 @@ from drawloom.components.metrics.class_counts import (
     compute_class_scores,
     compute_label_scores,
     confusion_matrix,
-    count_label_confusion,
+    count_confusion_by_label,
     predict_target_if_in_top_k,
     score_histogram,
 )
@@ -144,7 +144,7 @@ def test_scores_of_several_labels_equal_those_of_the_items(beta: float) -> None:
         precision, recall = len(given & true) / max(len(given), 1), len(given & true) / len(true)
         return precision, recall, (1 + beta**2) * precision * recall / max(beta**2 * precision + recall, 1e-9)
 
-    actual = compute_label_scores(count_label_confusion(predicted, targets), AVERAGES, beta)
+    actual = compute_label_scores(count_confusion_by_label(predicted, targets), AVERAGES, beta)
     support = {label: int(targets[..., label].sum()) for label in range(4)}
     assert actual["label_accuracy"] == pytest.approx(1 - len(ours ^ right) / 300)
     for column, name in enumerate(("precision", "recall", f"f{beta:g}")):
@@ -160,10 +160,10 @@ def test_labels_count_by_their_weights_and_ignored_ones_not_at_all() -> None:
     """Weights are by item or by label; a negative target counts nothing; without items there are no scores."""
     targets = torch.tensor([[1, IGNORE_INDEX], [0, 1]])
     predicted = torch.tensor([[True, True], [True, False]])
-    assert count_label_confusion(predicted, targets).tolist() == [[[0, 1], [0, 1]], [[0, 0], [1, 0]]]
-    by_item = count_label_confusion(predicted, targets.clamp(min=0), torch.tensor([2.0, 0.5]))
+    assert count_confusion_by_label(predicted, targets).tolist() == [[[0, 1], [0, 1]], [[0, 0], [1, 0]]]
+    by_item = count_confusion_by_label(predicted, targets.clamp(min=0), torch.tensor([2.0, 0.5]))
     assert by_item.tolist() == [[[0, 0.5], [0, 2]], [[0, 2], [0.5, 0]]]
-    by_label = count_label_confusion(predicted, targets.clamp(min=0), torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    by_label = count_confusion_by_label(predicted, targets.clamp(min=0), torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
     assert by_label.tolist() == [[[0, 3], [0, 1]], [[0, 2], [4, 0]]]
     assert {*compute_label_scores(torch.zeros(3, 2, 2, dtype=torch.float64), AVERAGES).values()} == {None}
 

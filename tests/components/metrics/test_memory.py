@@ -19,7 +19,7 @@ class User:
 
     kept_bytes: Mapping[MemoryKind, int]
 
-    def memory_bytes(self) -> Mapping[MemoryKind, int]:
+    def device_bytes(self) -> Mapping[MemoryKind, int]:
         return self.kept_bytes
 
 

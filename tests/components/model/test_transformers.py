@@ -20,7 +20,7 @@ from drawloom.components.model.transformers import Transformers
 from drawloom.components.parallel.master_weights import choose_layer_dtype
 from drawloom.components.ports.model import LanguageModel, LayerRange
 from drawloom.components.stages.model_precision import add_model_uncast_patterns
-from drawloom.components.weights.adapted import freeze_and_inject_adapters, initialize_adapters
+from drawloom.components.weights.adapted import freeze_adapt_and_list_targets, materialize_and_initialize_adapters
 from drawloom.components.weights.load import convert_tensors, fill_module_from_folder, persistent_tensors
 from drawloom.graph import UserError
 from drawloom.graph.project import Recipe
@@ -160,8 +160,8 @@ def test_linear_layers_defer_gradients_and_take_adapters(tmp_path: Path) -> None
     assert len(linear) == 4 * model.num_hidden_layers + 1 and all(isinstance(part, Linear) for part in linear)
     tokens, shared = torch.randint(model.vocab_size, (2, 19)), one_document(2, 19)
     before = logits_of(module, tokens, shared)
-    freeze_and_inject_adapters([lora("qkv_proj", "*.o_proj")], module)
-    initialize_adapters(module, torch.device("cpu"), fill_from_seed(0))
+    freeze_adapt_and_list_targets([lora("qkv_proj", "*.o_proj")], module)
+    materialize_and_initialize_adapters(module, torch.device("cpu"), fill_from_seed(0))
     torch.testing.assert_close(logits_of(module, tokens, shared), before)  # lora_B is 0
     trained = {name.rpartition(".")[2] for name, part in module.named_parameters() if part.requires_grad}
     assert trained == {"lora_A", "lora_B"}
@@ -193,7 +193,7 @@ def test_it_keeps_the_contract_of_language_models(model_type: str, tmp_path: Pat
 def test_a_tied_table_that_exports_of_adapters_do_not_know_is_not_adapted(tmp_path: Path) -> None:
     """LoRA of GPT-2's `wte` would change its head, too, in the merged export; it matches nothing."""
     model, _ = saved(tmp_path, "gpt2")
-    assert freeze_and_inject_adapters([lora("wte")], loaded(model)) == set()
+    assert freeze_adapt_and_list_targets([lora("wte")], loaded(model)) == set()
 
 
 @pytest.mark.parametrize("model_type", ["hunyuan_v1_dense", "starcoder2", "qwen2_moe"])

@@ -67,7 +67,7 @@ def same(one: Weights, other: Weights) -> bool:
 @pytest.mark.parametrize(("state_dtype", "size"), [("bfloat16", 2), ("float32", 4)])
 def test_memory_covers_both_means(state_dtype: str, size: int) -> None:
     """They have their own dtype, and 24 elements for the matrix and 6 for the vector."""
-    assert open_optimizer(narrow_weights(), state_dtype=state_dtype).memory_bytes() == {
+    assert open_optimizer(narrow_weights(), state_dtype=state_dtype).device_bytes() == {
         "optimizer_state": 2 * size * (24 + 6)
     }
 
@@ -77,7 +77,7 @@ def test_float32_has_the_steps_of_torch(options: dict[str, bool]) -> None:
     """Float32 weights and state equal torch.optim.AdamW's with the same options."""
     ours, theirs = (Weights(SHAPES, torch.float32, DEVICE) for _ in range(2))
     optimizer = open_optimizer(ours, state_dtype="float32", weight_decay=0.0, **options)
-    assert optimizer.memory_bytes() == {"optimizer_state": (3 if "amsgrad" in options else 2) * 4 * (24 + 6)}
+    assert optimizer.device_bytes() == {"optimizer_state": (3 if "amsgrad" in options else 2) * 4 * (24 + 6)}
     torch_own = torch.optim.AdamW(theirs.parameters.values(), lr=0.01, betas=(0.9, 0.95), weight_decay=0.0, **options)
     for number in range(1, 6):
         for weights in (ours, theirs):
@@ -222,7 +222,7 @@ def test_means_of_8_bits_train_like_float32_ones_and_take_a_quarter() -> None:
     assert state["vector"]["mean"].dtype == torch.float32 and state["matrix"]["mean"].dtype == torch.uint8
     assert state["matrix.scales"]["mean"].shape == (8, 2)
     codes, scales, remainders, vector = 2 * 2400, 2 * 4 * 16, 2 * 2406, 2 * 4 * 6
-    assert optimizer.memory_bytes() == {"optimizer_state": codes + scales + remainders + vector}
+    assert optimizer.device_bytes() == {"optimizer_state": codes + scales + remainders + vector}
 
 
 def test_another_sharding_resumes_means_of_8_bits_exactly() -> None:

@@ -16,7 +16,7 @@ from drawloom.components.optim.streamed_states import (
     SLOTS,
     Slots,
     StreamedStep,
-    cut_into_ranges,
+    cut_ranges_by_state_bytes,
     list_state_tensors,
     round_up_to_alignment,
 )
@@ -104,9 +104,9 @@ def test_a_part_of_the_state_on_the_host_changes_no_bit(options: dict[str, Any])
     take_steps(divided, ours, 1, 3)
     take_steps(resident, theirs, 1, 3)
     assert_same((divided, ours), (resident, theirs))
-    total = theirs.memory_bytes()["optimizer_state"]
+    total = theirs.device_bytes()["optimizer_state"]
     assert 0.4 * total <= ours.host_bytes() < total
-    assert ours.memory_bytes()["optimizer_state"] == total - ours.host_bytes() + SLOTS * min(SLOT, ours.host_bytes())
+    assert ours.device_bytes()["optimizer_state"] == total - ours.host_bytes() + SLOTS * min(SLOT, ours.host_bytes())
     ours.close()
 
 
@@ -163,7 +163,7 @@ def test_streamed_states_equal_resident_ones_with_real_transfers() -> None:
     for weights, optimizer in ((streamed, ours), (resident, theirs)):
         take_steps(weights, optimizer, 1, 3)
     assert_same((streamed, ours), (resident, theirs))
-    assert ours.memory_bytes() == {"optimizer_state": SLOTS * SLOT} != theirs.memory_bytes()
+    assert ours.device_bytes() == {"optimizer_state": SLOTS * SLOT} != theirs.device_bytes()
     ours.close()
 
 
@@ -178,7 +178,7 @@ def test_slices_of_rows_are_cut_between_rows() -> None:
     """Columns on one rank keep their noise, and every element is in one range that fits a slot."""
     param, whole = rows_of_columns(), rows_of_columns()
     whole.weight.copy_(param.weight)
-    ranges = list(cut_into_ranges(0, param, 2048))
+    ranges = list(cut_ranges_by_state_bytes(0, param, 2048))
     assert [part.start for part in ranges] == [0, *(part.stop for part in ranges[:-1])] and len(ranges) > 2
     assert ranges[-1].stop == 2700 and all(part.start % 30 == 0 and part.state_bytes <= 2048 for part in ranges)
     slots = Slots(DelayedTransfers(4), DEVICE, 2048)

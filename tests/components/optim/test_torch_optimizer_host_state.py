@@ -112,10 +112,10 @@ def test_a_policy_moves_a_part_of_the_state(kind: Any, options: dict[str, Any]) 
     take_steps(divided, ours, 1, 3)
     take_steps(resident, theirs, 1, 3)
     assert_same((divided, ours), (resident, theirs))
-    total = theirs.memory_bytes()["optimizer_state"]
+    total = theirs.device_bytes()["optimizer_state"]
     slots = sum(memory.nbytes for memory in ours._slots.memory)
     assert 0.5 * total <= ours.host_bytes() < total
-    assert ours.memory_bytes()["optimizer_state"] == total - ours.host_bytes() + slots
+    assert ours.device_bytes()["optimizer_state"] == total - ours.host_bytes() + slots
     for optimizer in (ours, theirs):
         optimizer.load_state_dict({})
     take_steps(divided, ours, 4, 4)

@@ -40,7 +40,7 @@ def test_the_state_takes_the_bytes_that_were_announced(kind: Any, settings: Any)
     weights = two_dtype_weights()
     optimizer = kind(parameters=weights, mesh=SingleRankMesh(), lr=0.1, **settings)
     optimizer.open()
-    announced, forecast = optimizer.memory_bytes(), optimizer.forecast_state_after_first_step()
+    announced, forecast = optimizer.device_bytes(), optimizer.forecast_state_after_first_step()
     for _, parameter in weights.named_parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.run_phase(Step(1, 1))

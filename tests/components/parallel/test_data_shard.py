@@ -83,7 +83,7 @@ def _inspect_shards() -> list[dict[str, Any]]:
                     "sizes": {name: tuple(part.shape) for name, part in named.items()},
                     "slices": stages.state_slices(),
                     "dtypes": {str(part.dtype) for part in named.values()},
-                    "bytes": stages.memory_bytes(),
+                    "bytes": stages.device_bytes(),
                 }
             )
         return records
@@ -218,7 +218,7 @@ def test_a_whole_stage_is_gathered_in_the_order_of_use() -> None:
         return SimpleNamespace(unshard=lambda async_op: started.append(name) if async_op else None)
 
     blocks = [[unit("block 0"), unit("experts 0")], [unit("block 1")]]
-    ShardedModule(unit("embedding"), [unit("head")], blocks, gathers_per_block=False).unshard()
+    ShardedModule(unit("embedding"), [unit("head")], blocks, gathers_per_block=False).start_unshard()
     assert started == ["embedding", "block 0", "experts 0", "block 1", "head"]
 
 
@@ -234,11 +234,11 @@ def _logits_after_a_change(reshard: bool) -> list[torch.Tensor]:
             stages.cast_weights()
             with torch.no_grad():
                 if gathered:
-                    shards.unshard()
+                    shards.start_unshard()
                 for _, parameter in stages.named_parameters():
                     parameter.mul_(2)
                 stages.cast_weights()
-                shards.unshard()
+                shards.start_unshard()
                 all_logits.append(stage.module(tokens, context, lambda hidden, head: head.logits(hidden)))
         return all_logits
 

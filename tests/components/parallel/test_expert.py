@@ -5,7 +5,7 @@ import torch
 from drawloom.components.adapters.lora import Lora
 from drawloom.components.distributed.process_group import SingleProcess
 from drawloom.components.parallel.expert import split_experts
-from drawloom.components.weights.adapted import freeze_and_inject_adapters
+from drawloom.components.weights.adapted import freeze_adapt_and_list_targets
 from support.qwen3 import sparse, whole
 
 
@@ -22,7 +22,7 @@ def test_each_rank_holds_its_experts_of_every_layer_and_nothing_else_is_split() 
     for rank in range(2):
         with torch.device("meta"):
             module = whole(sparse(num_experts=6, num_hidden_layers=3, mlp_only_layers=[1]))
-            freeze_and_inject_adapters([Lora(targets=["experts.down_proj", "q_proj"], rank=2, alpha=4.0)], module)
+            freeze_adapt_and_list_targets([Lora(targets=["experts.down_proj", "q_proj"], rank=2, alpha=4.0)], module)
         before = {name: tuple(part.shape) for name, part in module.named_parameters()}
         splits.append(split_experts(module, Rank(rank, 2)))
         assert splits[-1].keys() == {name for name in before if ".experts." in name} and len(splits[-1]) == 8

@@ -44,9 +44,9 @@ def test_parts_of_all_ranks_add_up_to_whole_rows(contexts: int, tensors: int) ->
             tokens = mine[rank * rank_tokens : (rank + 1) * rank_tokens]
             real = len(tokens)
             tokens = torch.cat([tokens, tokens.new_zeros(rank_tokens - real, 2)])
-            counts += module.count_choices_by_row(tokens if tensors > 1 else chosen[:, part], own, EXPERTS)
+            counts += module.count_row_choices_over_ranks(tokens if tensors > 1 else chosen[:, part], own, EXPERTS)
             sums += module.sum_row_weights(own) / tensors
-            assert module.whole_row_length(own) == LENGTH and len(peers.given) == 2
+            assert module.get_length_over_context_ranks(own) == LENGTH and len(peers.given) == 2
             spread, of_each = module.repeat_by_token(values, own), module.select_own_token_weights(own).flatten()
             assert torch.equal(of_each[:real], own.flatten()[rank * rank_tokens : rank * rank_tokens + real])
             assert not of_each[real:].any() and len(module.remove_padding(tokens, own)) == real
@@ -65,5 +65,7 @@ def test_parts_of_all_ranks_add_up_to_whole_rows(contexts: int, tensors: int) ->
 def test_rows_without_tokens_have_counts_of_zero() -> None:
     """Rows of length 0, and no rows, are no error."""
     for shape in ((2, 0), (0, 3)):
-        counts = RowSums().count_choices_by_row(torch.zeros(*shape, 2, dtype=torch.int64), torch.empty(shape), EXPERTS)
+        counts = RowSums().count_row_choices_over_ranks(
+            torch.zeros(*shape, 2, dtype=torch.int64), torch.empty(shape), EXPERTS
+        )
         assert counts.shape == (shape[0], EXPERTS) and not counts.any()

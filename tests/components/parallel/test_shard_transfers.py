@@ -10,7 +10,7 @@ from torch import Tensor
 
 from drawloom.components.distributed.precision import DtypePolicy
 from drawloom.components.parallel import shard_transfers
-from drawloom.components.parallel.shard_transfers import DirectReduceScatter, StandIn, choose_message_dtype
+from drawloom.components.parallel.shard_transfers import DirectReduceScatter, StandIn, choose_gradient_message_dtype
 from drawloom.kernels.float8_message import pack_weights
 from support.joined import join_processes
 from support.processes import run_ranks
@@ -142,12 +142,16 @@ def test_a_stand_in_supports_only_the_operations_of_torch() -> None:
     with pytest.raises(
         NotImplementedError, match=r"^the stand-in for an FSDP2 buffer does not implement aten::mul.Tensor$"
     ):
-        StandIn.empty((3,), torch.bfloat16, torch.device("cpu")).mul(2)
+        StandIn.without_tensors((3,), torch.bfloat16, torch.device("cpu")).mul(2)
 
 
 def test_partial_sums_are_not_rounded() -> None:
     """Gradients travel in 16 bits if the sum is final; with replicas, and wider gradients, in the wide dtype."""
     pure, mixed = DtypePolicy(parameter="bfloat16"), DtypePolicy(compute="bfloat16")
-    assert choose_message_dtype(pure, replicas=False) == torch.bfloat16
-    assert choose_message_dtype(pure, replicas=True) == choose_message_dtype(mixed, replicas=False) == torch.float32
-    assert choose_message_dtype(DtypePolicy(parameter="float64"), replicas=False) == torch.float64
+    assert choose_gradient_message_dtype(pure, replicas=False) == torch.bfloat16
+    assert (
+        choose_gradient_message_dtype(pure, replicas=True)
+        == choose_gradient_message_dtype(mixed, replicas=False)
+        == torch.float32
+    )
+    assert choose_gradient_message_dtype(DtypePolicy(parameter="float64"), replicas=False) == torch.float64

@@ -30,7 +30,7 @@ def test_a_rank_has_its_part_of_the_first_dimension() -> None:
     assert [parameter.dtype for parameter in module.parameters()] == [torch.bfloat16] * 3
     assert store.local_bytes(next(module["table"].parameters())) == 3 * 4 * 4
     assert store.gathered == [GatheredBytes(5 * 4 * 2, [30 * 2])]
-    assert store.memory_bytes() == {"masters": 0, "compute_copies": 40 + 2 * 60}
+    assert store.device_bytes() == {"masters": 0, "compute_copies": 40 + 2 * 60}
 
 
 def test_the_largest_unit_is_reduced_by_itself() -> None:

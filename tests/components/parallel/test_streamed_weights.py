@@ -44,13 +44,13 @@ def gradients(folder: Path, *words: str) -> tuple[dict[str, Tensor], int]:
 
 def use_transfers(monkeypatch: pytest.MonkeyPatch, transfers: Any) -> None:
     """Let stages open these transfers."""
-    open_stream = MaterializedStages._open_streamed_weights
+    open_stream = MaterializedStages._open_host_weight_stream
 
     def open_with_transfers(stages: MaterializedStages) -> Any:
         stages.open_transfers = lambda device: transfers
         return open_stream(stages)
 
-    monkeypatch.setattr(MaterializedStages, "_open_streamed_weights", open_with_transfers)
+    monkeypatch.setattr(MaterializedStages, "_open_host_weight_stream", open_with_transfers)
 
 
 COMPUTE = "precision.frozen=compute"

@@ -146,7 +146,7 @@ def test_a_repetition_computes_the_same_and_is_marked(one_rank: Any) -> None:
     executor = open_executor([module], one_rank)
     trained, first = train(executor, batches(2)), module.weight.grad
     module.weight.grad, state = None, create_step_state(batches(2))
-    executor.rerun_passes_as_recomputation(state)
+    executor.rerun_passes_for_comparison(state)
     assert first is not None and module.weight.grad is not None and torch.equal(module.weight.grad, first)
     assert torch.equal(sum_losses_and_weights(state), sum_losses_and_weights(trained)) and marks == [
         False,

@@ -26,23 +26,23 @@ def test_estimated_pairs_match_really_cut_rows(mean: int) -> None:
     ids = cut_rows(mean)
     rows = MicrobatchRows(2, LENGTH, mean)
     for window in (None, 16):
-        assert rows.count_expected_pairs(window) == pytest.approx(
+        assert rows.count_expected_pairs_per_row(window) == pytest.approx(
             count_attended_pairs(ids, window) / len(ids), rel=0.03
         )
     whole = (ids == ids[:, :1]).all(1)[: len(ids) // 2 * 2].view(-1, 2).all(1)
-    assert rows.one_document_per_row_probability == pytest.approx(float(whole.double().mean()), abs=0.03)
+    assert rows.all_rows_one_document_probability == pytest.approx(float(whole.double().mean()), abs=0.03)
 
 
 def test_rows_of_one_document_have_all_pairs() -> None:
     """The fraction is exact, within a window, too; windows longer than a row don't matter."""
     rows = MicrobatchRows(3, 7)
     assert (
-        rows.count_expected_pairs(),
-        rows.count_expected_pairs(9),
-        rows.count_expected_pairs(2),
-        rows.one_document_per_row_probability,
+        rows.count_expected_pairs_per_row(),
+        rows.count_expected_pairs_per_row(9),
+        rows.count_expected_pairs_per_row(2),
+        rows.all_rows_one_document_probability,
     ) == (28, 28, 13, 1)
-    assert MicrobatchRows(3, 7, document=1).count_expected_pairs() == 7
+    assert MicrobatchRows(3, 7, document=1).count_expected_pairs_per_row() == 7
 
 
 def test_layers_with_windows_have_the_kernel_for_packed_rows() -> None:

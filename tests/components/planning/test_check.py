@@ -10,7 +10,7 @@ from drawloom.components.distributed.device_model import find_device_model
 from drawloom.components.planning.check import PLAN, compare_with_plan
 from drawloom.components.planning.plan import plan
 from drawloom.components.ports.run import Event, Step
-from drawloom.components.storage.byte_size import format_byte_size
+from drawloom.components.storage.byte_size import format_decimal_byte_size
 from drawloom.graph import UserError
 from support.plans import RECIPE, on_a_gpu, plan_check
 
@@ -36,7 +36,9 @@ def test_a_pipeline_is_refused_if_any_of_its_ranks_has_too_little(tmp_path: Path
     when = re.escape(last.action_at_peak)
     with (
         on_a_gpu(memory),
-        pytest.raises(UserError, match=f"the run needs {format_byte_size(last.peak_bytes)} on a GPU, in {when}"),
+        pytest.raises(
+            UserError, match=f"the run needs {format_decimal_byte_size(last.peak_bytes)} on a GPU, in {when}"
+        ),
     ):
         plan_check(tmp_path, "cuda", recipe, 2).open()
 

@@ -47,7 +47,7 @@ def count_bytes(rank: int, program: Program, costs: dict[int, StageCosts]) -> Ra
 
 
 def search(
-    link: float, limit: int, host_limit: int = 0, may_offload: bool = True, placements: int = 1
+    link: float, limit: int, host_limit: int = 0, may_offload_activations: bool = True, placements: int = 1
 ) -> MemoryChoiceSearch:
     """Return the search for two stages on two ranks, with a link of this bandwidth."""
     return MemoryChoiceSearch(
@@ -58,7 +58,7 @@ def search(
         placements=[PLACEMENTS[:placements]] * 2,
         limit=200 + limit,
         host_limit=host_limit,
-        may_offload=may_offload,
+        may_offload_activations=may_offload_activations,
     )
 
 
@@ -114,7 +114,7 @@ def test_links_decide_between_offloading_and_recomputing() -> None:
     assert search(1e9, 700).choose() == MemoryChoice(kept, frozenset({1}), nothing)
     recomputed = MemoryChoice(("none", "selective"), frozenset(), nothing)
     assert search(1.0, 700).choose() == recomputed
-    assert search(1e9, 700, may_offload=False).choose() == recomputed
+    assert search(1e9, 700, may_offload_activations=False).choose() == recomputed
     assert search(1e9, 700, host_limit=10).choose() == recomputed
 
 

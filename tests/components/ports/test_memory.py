@@ -13,7 +13,7 @@ class User:
 
     held: Mapping[MemoryKind, int]
 
-    def memory_bytes(self) -> Mapping[MemoryKind, int]:
+    def device_bytes(self) -> Mapping[MemoryKind, int]:
         return self.held
 
 

@@ -21,9 +21,9 @@ def test_a_report_is_written_again_for_a_later_step(tmp_path: Path, one_rank: An
     """A run continued to more steps writes it again."""
     (tmp_path / "metrics.jsonl").write_text('{"step": 3, "loss": 1.0}\n', "utf-8")
     task = report(tmp_path, one_rank)
-    assert not task.is_finished(3)
+    assert not task.has_result_of_step(3)
     task.run_after_training(3)
-    assert task.is_finished(3) and not task.is_finished(4) and not task.is_finished(30)
+    assert task.has_result_of_step(3) and not task.has_result_of_step(4) and not task.has_result_of_step(30)
     assert "<svg></svg>" in (tmp_path / "report.html").read_text("utf-8")
 
 
@@ -33,7 +33,7 @@ def test_a_report_that_fails_is_a_warning(tmp_path: Path, one_rank: Any, caplog:
         (tmp_path / "metrics.jsonl").symlink_to("/etc/passwd")
         report(tmp_path, one_rank).run_after_training(3)
         report(tmp_path, one_rank, draw=lambda step: 1 / 0).run_after_training(3)
-    assert len(caplog.records) == 2 and not report(tmp_path, one_rank).is_finished(3)
+    assert len(caplog.records) == 2 and not report(tmp_path, one_rank).has_result_of_step(3)
 
 
 def test_the_share_of_time_in_steps_is_a_sentence(

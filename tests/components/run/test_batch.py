@@ -30,9 +30,9 @@ def ranks(mesh_of: MeshOf, global_size: int, micro_size: int, replicate: int, sh
 def test_replicas_fit_if_all_get_whole_microbatches(mesh_of: MeshOf) -> None:
     """24 rows in microbatches of 2 fit every divisor of 12, whatever the mesh is; a ramp must fit, too."""
     batch = ranks(mesh_of, 24, 2, 1, 2)[0]
-    assert [count for count in range(1, 13) if batch.can_divide_among_replicas(count)] == [1, 2, 3, 4, 6, 12]
+    assert [count for count in range(1, 13) if batch.supports_replica_count(count)] == [1, 2, 3, 4, 6, 12]
     batch.ramp = [RampStage(size=8, until_step=2)]
-    assert [count for count in range(1, 13) if batch.can_divide_among_replicas(count)] == [1, 2, 4]
+    assert [count for count in range(1, 13) if batch.supports_replica_count(count)] == [1, 2, 4]
 
 
 @given(sizes, sizes, sizes, sizes, st.integers(1, 5))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from drawloom.components.run.folder import list_recipe_changes_if_safe, write_recipe
+from drawloom.components.run.folder import list_recipe_changes_if_safe, update_lock_and_log_changes
 from drawloom.graph import ResolvedRecipe, UserError
 from drawloom.graph.recipe.lockfile import RecipeChange
 
@@ -19,7 +19,7 @@ def _recipe(text: str, *changes: RecipeChange, accept: bool = False) -> Resolved
 
 def claim_recipe(folder: Path, recipe: ResolvedRecipe) -> None:
     """Claim a folder's recipe for a run."""
-    write_recipe(folder, recipe, list_recipe_changes_if_safe(folder, recipe))
+    update_lock_and_log_changes(folder, recipe, list_recipe_changes_if_safe(folder, recipe))
 
 
 def _lock(folder: Path) -> str:

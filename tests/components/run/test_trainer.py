@@ -47,10 +47,10 @@ class Record:
     def wait_until_staged(self) -> None:
         self.calls.append("wait")
 
-    def keep_in_memory_and_reopen_for_joiners(self, step: Step) -> None:
+    def keep_in_memory_for_joiners(self, step: Step) -> None:
         self.remembered = step.index
 
-    def is_finished(self, step: int) -> bool:
+    def has_result_of_step(self, step: int) -> bool:
         return self.finished == step
 
     def run_after_training(self, step: int) -> None:

@@ -24,7 +24,7 @@ def test_a_model_that_has_diverged_ends_no_run(tmp_path: Path, one_rank: Any) ->
     sample.run_after_training(3)
     written = (tmp_path / "sample.txt").read_text()
     assert written.startswith("# after step 3\n(no text can be sampled: the model's logits are not finite")
-    assert sample.is_finished(3)
+    assert sample.has_result_of_step(3)
 
 
 def test_a_pipe_in_place_of_the_sample_is_replaced(tmp_path: Path, one_rank: Any) -> None:
@@ -33,9 +33,9 @@ def test_a_pipe_in_place_of_the_sample_is_replaced(tmp_path: Path, one_rank: Any
     folder, randomness = fake(RunFolder, folder=tmp_path), fake(Randomness, stream=lambda name: torch.Generator())
     sample = Sample(model=model, tokenizer=Bytes(), folder=folder, randomness=randomness, mesh=one_rank, tokens=1)
     os.mkfifo(tmp_path / "sample.txt")
-    assert not sample.is_finished(3)
+    assert not sample.has_result_of_step(3)
     sample.run_after_training(3)
-    assert sample.is_finished(3) and not sample.is_finished(4)
+    assert sample.has_result_of_step(3) and not sample.has_result_of_step(4)
 
 
 def test_the_beginning_of_a_sample_is_printed(tmp_path: Path, one_rank: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -206,7 +206,7 @@ def test_transforms_come_before_the_parameters_are_real(one_rank: Any, job: Any)
     assert [name for name, _ in stages.named_parameters()] == ["0.weight"]
     assert stages.state_dict().keys() == {"0.weight", "frozen"}
     assert stages.state_dict()["frozen"] == f"seed {job.seed}"
-    assert stages.memory_bytes()["gradients"] == 4 * torch.float32.itemsize
+    assert stages.device_bytes()["gradients"] == 4 * torch.float32.itemsize
 
 
 def test_state_moves_between_stages(one_rank: Any, job: Any) -> None:
@@ -390,9 +390,9 @@ def test_memory_counts_every_tensor_of_a_step_once(one_rank: Any, job: Any) -> N
     """Casts are masters and copies, all else parameters; gradients are counted in their own dtype before they exist."""
     model = Blueprint()
     whole = open_stages(one_rank, job, model)
-    assert whole.memory_bytes() == {"masters": 0, "compute_copies": 0, "parameters": 4 * 4 * 2, "gradients": 4 * 4 * 4}
+    assert whole.device_bytes() == {"masters": 0, "compute_copies": 0, "parameters": 4 * 4 * 2, "gradients": 4 * 4 * 4}
     cast = open_stages(one_rank, job, model, precision=Half(parameter=torch.float32))
-    assert cast.memory_bytes() == {
+    assert cast.device_bytes() == {
         "masters": 4 * 4 * 4,
         "compute_copies": 4 * 4 * 2,
         "parameters": 0,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from drawloom.components.storage.byte_size import choose_byte_unit_and_its_size, format_byte_size
+from drawloom.components.storage.byte_size import choose_byte_unit_and_its_size, format_decimal_byte_size
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,7 @@ from drawloom.components.storage.byte_size import choose_byte_unit_and_its_size,
 )
 def test_the_unit_follows_the_size(size: int, text: str) -> None:
     """Sizes have the greatest decimal unit with a value of one at least."""
-    assert format_byte_size(size) == text
+    assert format_decimal_byte_size(size) == text
 
 
 def test_columns_of_tables_have_a_unit_also_for_few_bytes() -> None:

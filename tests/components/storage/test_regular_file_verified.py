@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from drawloom.components.storage import regular_file
-from drawloom.components.storage.regular_file import ContentMismatchError, hash_file, open_verified_file
+from drawloom.components.storage.regular_file import ContentMismatchError, hash_file, open_file_to_verify
 from drawloom.components.storage.sha256_stream import BLOCK
 
 SIZE = 3 * BLOCK + 1000
@@ -56,7 +56,7 @@ def test_a_part_is_read_with_its_blocks_alone(
     """The bytes equal the file's; only the blocks around them are read, once, and verified."""
     expected = hash_file(path)
     reads.clear()
-    with open_verified_file(path, expected) as file:
+    with open_file_to_verify(path, expected) as file:
         assert file.read(offset, length) == DATA[offset : offset + length]
         assert file.verified == blocks
     assert sorted(reads) == [(number * BLOCK, min(BLOCK, SIZE - number * BLOCK)) for number in sorted(blocks)]
@@ -66,7 +66,7 @@ def test_a_block_read_in_order_is_read_once(path: Path, reads: list[tuple[int, i
     """Consecutive parts in one block share its single read."""
     expected = hash_file(path)
     reads.clear()
-    with open_verified_file(path, expected) as file:
+    with open_file_to_verify(path, expected) as file:
         step = BLOCK // 3
         parts = [file.read(start, min(step, SIZE - start)) for start in range(0, SIZE, step)]
     assert b"".join(parts) == DATA and sum(count for _, count in reads) == SIZE
@@ -79,7 +79,7 @@ def test_a_changed_block_is_refused_only_where_it_is_read(tmp_path: Path, path: 
     data[block * BLOCK + 17] ^= 1
     (tmp_path / "file").write_bytes(data)
     end = min((block + 1) * BLOCK, SIZE)
-    with open_verified_file(tmp_path / "file", hash_file(path)) as file:
+    with open_file_to_verify(tmp_path / "file", hash_file(path)) as file:
         for offset, length in ((block * BLOCK, end - block * BLOCK), (block * BLOCK + 1, 5)):
             with pytest.raises(ContentMismatchError, match=f"checksum mismatch in bytes {block * BLOCK} to {end}"):
                 file.read(offset, length)
@@ -95,7 +95,7 @@ def test_a_file_of_another_size_is_refused(tmp_path: Path, path: Path) -> None:
         (tmp_path / "file").write_bytes(data)
         with (
             pytest.raises(ContentMismatchError, match=f"has {len(data)} bytes instead of {SIZE}"),
-            open_verified_file(tmp_path / "file", hash_file(path)),
+            open_file_to_verify(tmp_path / "file", hash_file(path)),
         ):
             pytest.fail("it must not open")
 
@@ -103,7 +103,7 @@ def test_a_file_of_another_size_is_refused(tmp_path: Path, path: Path) -> None:
 def test_an_empty_file_has_an_empty_block(tmp_path: Path) -> None:
     """It can be verified like any other."""
     (tmp_path / "file").write_bytes(b"")
-    with open_verified_file(tmp_path / "file", hash_file(tmp_path / "file")) as file:
+    with open_file_to_verify(tmp_path / "file", hash_file(tmp_path / "file")) as file:
         assert file.read(0, 0) == b""
         file.verify([0])
         assert file.verified == {0}

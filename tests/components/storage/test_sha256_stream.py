@@ -6,7 +6,14 @@ import threading
 import hypothesis
 from hypothesis import strategies as st
 
-from drawloom.components.storage.sha256_stream import BLOCK, LARGE, FileDigest, Sha256Stream, count_blocks, hash_block
+from drawloom.components.storage.sha256_stream import (
+    BLOCK,
+    LARGE,
+    FileDigest,
+    Sha256Stream,
+    count_hash_blocks,
+    hash_block,
+)
 
 SIZES = st.lists(st.sampled_from([0, 1, 100, LARGE - 1, LARGE, 3 * LARGE, BLOCK - 1, BLOCK, 2 * BLOCK]), max_size=6)
 
@@ -22,7 +29,7 @@ def test_the_hashes_are_of_all_pieces_in_order(sizes: list[int]) -> None:
     blocks = [whole[start : start + BLOCK] for start in range(0, len(whole), BLOCK)] or [b""]
     content = stream.finish()
     assert content == stream.finish() == FileDigest(len(whole), [hashlib.sha256(block).hexdigest() for block in blocks])
-    assert len(content.blocks) == count_blocks(len(whole))
+    assert len(content.blocks) == count_hash_blocks(len(whole))
 
 
 def test_the_digest_of_a_file_depends_on_each_block() -> None:

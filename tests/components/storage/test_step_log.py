@@ -70,7 +70,7 @@ def test_rewind_returns_the_last_remaining_step(tmp_path: Path) -> None:
     """Later lines are removed, and appending to a cut file works."""
     (tmp_path / "log").write_bytes(CONTENT)
     log = StepLog.open(tmp_path / "log")
-    assert log.rewind(3) == 3 and log.rewind(9) == 3
+    assert log.rewind_and_get_last_step(3) == 3 and log.rewind_and_get_last_step(9) == 3
     log.append({"step": 4})
     log.close()
     assert [line.step for line in read_step_log(tmp_path / "log")[0]] == [1, 2, 3, 4]

@@ -111,10 +111,10 @@ class Notes(TrackerInBackground):
     act: Any = None
     noted: list[Any] = attrs.field(factory=list)
 
-    def _load_package_and_check_folder(self) -> None:
+    def _load_package_and_create_files(self) -> None:
         self.noted.append("prepared")
 
-    def _begin_writing_after(self, step: int) -> None:
+    def _open_writer_after(self, step: int) -> None:
         self.noted.append(f"after {step}")
 
     def _write_values(self, step: int, numbers: Mapping[str, float]) -> None:
@@ -122,7 +122,7 @@ class Notes(TrackerInBackground):
             self.act()
         self.noted.append((step, dict(numbers)))
 
-    def _finish_writing(self) -> None:
+    def _close_writer(self) -> None:
         self.noted.append("end")
 
 

@@ -8,10 +8,10 @@ from drawloom.components.ports.weights import Mapper, TensorGroup
 from drawloom.components.weights.adapted import (
     adapter_parameter_names,
     build_meta_model_with_adapters,
-    freeze_and_inject_adapters,
+    freeze_adapt_and_list_targets,
     gather_and_measure_rounding_loss,
-    initialize_adapters,
     make_merge_mapper,
+    materialize_and_initialize_adapters,
 )
 from support.adapted import fill_from_seed, lora
 from support.qwen3 import dense, whole
@@ -20,7 +20,7 @@ from support.qwen3 import dense, whole
 def test_without_adapters_nothing_is_frozen() -> None:
     """A model is trained whole if no adapter is named."""
     module = whole(dense())
-    assert freeze_and_inject_adapters([], module) == set() and all(
+    assert freeze_adapt_and_list_targets([], module) == set() and all(
         parameter.requires_grad for parameter in module.parameters()
     )
     assert adapter_parameter_names(module) == set()
@@ -31,7 +31,7 @@ def test_initial_values_follow_from_seed_and_name() -> None:
 
     def factor(seed: int, *targets: str) -> torch.Tensor:
         module = build_meta_model_with_adapters(dense(), [lora(*targets)]).to_empty(device="cpu")
-        initialize_adapters(module, torch.device("cpu"), fill_from_seed(seed))
+        materialize_and_initialize_adapters(module, torch.device("cpu"), fill_from_seed(seed))
         return dict(module.named_parameters())["model.layers.1.self_attn.q_proj.lora_A"].detach()
 
     assert torch.equal(factor(1, "q_proj"), factor(1, "*_proj"))

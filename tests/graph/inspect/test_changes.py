@@ -7,7 +7,7 @@ import pytest
 import tomli
 from hypothesis import given
 
-from drawloom.graph.inspect.changes import diff, resolve
+from drawloom.graph.inspect.changes import diff, make_resolved_recipe
 from drawloom.graph.problems import RecipeError
 from drawloom.graph.project import Project
 from drawloom.graph.recipe.merged import MergedRecipe
@@ -38,8 +38,8 @@ Shop = Callable[..., Graph]
 )
 def test_a_difference_names_node_key_and_impact(shop: Shop, project: Project, text: str, expected: list[str]) -> None:
     """Every difference from an older recipe is listed once, with its impact on a resumed run."""
-    older = resolve(shop()).text
-    assert [str(change) for change in resolve(shop(text)).changes(older)] == expected
+    older = make_resolved_recipe(shop()).text
+    assert [str(change) for change in make_resolved_recipe(shop(text)).changes(older)] == expected
 
 
 RENAMED = """
@@ -121,7 +121,7 @@ def test_diff_and_a_resuming_run_list_the_same_changes(one: dict[str, Any], othe
     """`diff` without cosmetic changes equals the changes of a resumed run, and none means equal hashes."""
     project = Project.of("support.shop")
     graphs = [project.graph(MergedRecipe.of(data), root="") for data in (one, other)]
-    resolved = [resolve(graph) for graph in graphs]
+    resolved = [make_resolved_recipe(graph) for graph in graphs]
     changes = [change for change in diff(graphs[0].recipe, graphs[1]) if change.impact != "cosmetic"]
     assert changes == resolved[1].changes(resolved[0].text)
     assert (changes == []) == (resolved[0].hash == resolved[1].hash)

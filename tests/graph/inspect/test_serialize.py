@@ -11,8 +11,8 @@ import tomli
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drawloom.graph.inspect.changes import hash_recipe, resolve
-from drawloom.graph.inspect.serialize import flatten_inline_nodes, serialize_nodes, serialize_value
+from drawloom.graph.inspect.changes import hash_recipe, make_resolved_recipe
+from drawloom.graph.inspect.serialize import convert_to_toml_types, flatten_inline_nodes, serialize_nodes
 from drawloom.graph.project import Project
 from drawloom.graph.recipe.lockfile import ResolvedRecipe
 from drawloom.graph.recipe.merged import MergedRecipe
@@ -61,7 +61,7 @@ def test_flattened_names_equal_the_names_in_the_graph(shop: Shop) -> None:
 def test_escaping_doubles_a_sigil_at_the_front(text: str) -> None:
     """Text that begins like a reference is escaped at any depth."""
     escaped = text[0] + text if text[:1] in ("@", "$") else text
-    assert serialize_value({"k": [text]}) == {"k": [escaped]}
+    assert convert_to_toml_types({"k": [text]}) == {"k": [escaped]}
 
 
 AWKWARD = """
@@ -84,8 +84,8 @@ def read_again(project: Project, resolved: ResolvedRecipe) -> Graph:
 
 def test_resolving_twice_gives_the_same_recipe(shop: Shop, project: Project) -> None:
     """Resolving the resolved text again gives the same graph and hash."""
-    once = resolve(shop(AWKWARD))
-    twice = resolve(read_again(project, once))
+    once = make_resolved_recipe(shop(AWKWARD))
+    twice = make_resolved_recipe(read_again(project, once))
     assert (tomli.loads(twice.text), twice.hash) == (tomli.loads(once.text), once.hash)
 
 
@@ -95,11 +95,11 @@ def test_made_up_recipes_come_back_the_same(data: dict[str, Any]) -> None:
     project = Project.of("support.shop")
     graph = project.graph(MergedRecipe.of(data), root="")
     assert graph.errors == []
-    once = resolve(graph)
+    once = make_resolved_recipe(graph)
     other = read_again(project, once)
     assert other.errors == []
     assert serialize_nodes(other.nodes) == serialize_nodes(graph.nodes)
-    assert resolve(other).hash == once.hash
+    assert make_resolved_recipe(other).hash == once.hash
 
 
 @pytest.mark.parametrize("name", [name for name in SHIPPED if not name.startswith("with_")])
@@ -112,22 +112,22 @@ def test_shipped_recipes_come_back_the_same(name: str) -> None:
     if graph.errors:  # a base without data or without weights to start from
         assert name == "pretrain" or "DL307" in {problem.code for problem in graph.errors}
         return
-    once = resolve(graph)
+    once = make_resolved_recipe(graph)
     other = read_again(project, once)
     assert serialize_nodes(other.nodes) == serialize_nodes(graph.nodes)
-    assert resolve(other).hash == once.hash
+    assert make_resolved_recipe(other).hash == once.hash
 
 
 def test_defaults_and_found_edges_are_written_out(shop: Shop, project: Project) -> None:
     """Defaults and autowired edges are written out, so later changes do not change an old run."""
-    text = resolve(shop()).text
+    text = make_resolved_recipe(shop()).text
     assert "size = 10" in text and 'store = "@store"' in text
 
 
 def test_each_line_has_its_provenance(project: Project) -> None:
     """A line's provenance is a position, a variable with its position, the command line, a type or a default."""
     graph = project.graph(project.load("small", overrides=["store.size=12"]))
-    lines = dict(re.findall(r"^(\w+ = .*?) +# (.*)$", resolve(graph).text, re.MULTILINE))
+    lines = dict(re.findall(r"^(\w+ = .*?) +# (.*)$", make_resolved_recipe(graph).text, re.MULTILINE))
     assert lines == {
         'use = "stores.memory"': "small.toml:7:1",
         "size = 12": "command line",
@@ -145,9 +145,9 @@ def test_provenance_does_not_depend_on_the_current_directory(
     project: Project, tmp_path: Path, monkeypatch: Any
 ) -> None:
     """The text of a shipped recipe is the same from every directory."""
-    here = resolve(project.graph(project.load("small"))).text
+    here = make_resolved_recipe(project.graph(project.load("small"))).text
     monkeypatch.chdir(tmp_path)
-    assert resolve(project.graph(project.load("small"))).text == here
+    assert make_resolved_recipe(project.graph(project.load("small"))).text == here
 
 
 def test_a_file_name_cannot_end_a_comment(project: Project, tmp_path: Path, monkeypatch: Any) -> None:
@@ -155,19 +155,19 @@ def test_a_file_name_cannot_end_a_comment(project: Project, tmp_path: Path, monk
     monkeypatch.chdir(tmp_path)
     small = (project.recipes / "small.toml").read_text("utf-8")
     Path("evil\n[x].toml").write_text(small, "utf-8")
-    text = resolve(project.graph(project.load("evil\n[x].toml"))).text
+    text = make_resolved_recipe(project.graph(project.load("evil\n[x].toml"))).text
     assert list(tomli.loads(text)) == ["format", "store", "page", "trainer"]
 
 
 def test_the_first_line_is_the_format(shop: Shop, project: Project) -> None:
     """The format is the first line, so that a reader can refuse the rest."""
-    assert resolve(shop()).text.startswith("format = 1\n")
+    assert make_resolved_recipe(shop()).text.startswith("format = 1\n")
 
 
 def test_the_hash_does_not_depend_on_formatting(shop: Shop, project: Project) -> None:
     """A default that is written out keeps the hash, and another value changes it."""
-    same = [resolve(shop(text)).hash for text in ("", "[store]\nsize = 10")]
-    assert same[0] == same[1] != resolve(shop("[store]\nsize = 11")).hash
+    same = [make_resolved_recipe(shop(text)).hash for text in ("", "[store]\nsize = 10")]
+    assert same[0] == same[1] != make_resolved_recipe(shop("[store]\nsize = 11")).hash
 
 
 @given(

@@ -38,7 +38,11 @@ def test_a_position_has_a_meaning(point: Point, text: str, expected: Mapping[str
 
 def test_meaning_names_the_extended_base(point: Point) -> None:
     """A string in `extends`, alone or in an array, means a base."""
-    assert point('extends = "sm|all"\n').base == point('extends = ["sm|all"]\n').base == "small"
+    assert (
+        point('extends = "sm|all"\n').extended_recipe_name
+        == point('extends = ["sm|all"]\n').extended_recipe_name
+        == "small"
+    )
 
 
 def test_an_overlay_has_the_usual_components(point: Point) -> None:

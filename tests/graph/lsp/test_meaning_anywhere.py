@@ -56,7 +56,7 @@ def test_every_question_is_answered(start: int, removed: int, typed: str, positi
         cursor = Cursor.at(text, min(position, len(text)))
         if cursor is None:
             continue
-        meaning = Meaning.of(WORKSPACE, WORKSPACE.find_analysis(path), cursor)
+        meaning = Meaning.of(WORKSPACE, WORKSPACE.get_last_analysis_or_empty(path), cursor)
         assert (
             cursor.start
             <= find_replaced_range(meaning, position)[0]

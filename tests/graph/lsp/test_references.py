@@ -139,7 +139,9 @@ def test_a_variable_is_renamed_in_definition_and_uses(workspace: Workspace, writ
     path = write("mine.toml", text)
     workspace.analyse_and_list_problems(path)
     cursor = Cursor.at(text, text.index("n ="))
-    assert cursor and find_symbol(Meaning.of(workspace, workspace.find_analysis(path), cursor), cursor.start) == (
+    assert cursor and find_symbol(
+        Meaning.of(workspace, workspace.get_last_analysis_or_empty(path), cursor), cursor.start
+    ) == (
         "vars",
         "n",
     )

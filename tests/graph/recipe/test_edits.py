@@ -109,7 +109,7 @@ def test_every_element_keeps_the_position_where_it_is_written() -> None:
     assert isinstance(table, Table)
     positions = [str(locate_part(table, ("list", number))) for number in range(5)]
     assert positions == ["top.toml:3:18", "command line", "base.toml:3:9", "base.toml:3:17", "base.toml:3:25"]
-    assert leaf(recipe).label == "base.toml:3:1 and top.toml:2:9 and command line"
+    assert leaf(recipe).position_label == "base.toml:3:1 and top.toml:2:9 and command line"
 
 
 def test_an_edit_with_a_problem_leaves_the_list_as_it_was() -> None:

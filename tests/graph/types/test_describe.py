@@ -104,6 +104,6 @@ def test_values_are_named_by_their_type_and_text(value: Any, text: str) -> None:
 @given(st.recursive(st.text() | st.binary() | st.floats(), st.lists))
 def test_a_value_is_shown_in_one_short_printable_line(value: Any) -> None:
     """Values of any type and length give one line, so that a message stays on one line."""
-    shown = describe.dump_shortened(value)
+    shown = describe.dump_shortened_toml(value)
     assert 0 < len(shown) <= describe.MAX_VALUE_LENGTH
     assert not {c for c in shown if c < " " or c == "\x7f" or "\ud800" <= c <= "\udfff"}

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drawloom.graph import at_least, setting
-from drawloom.graph.inspect.serialize import serialize_value
+from drawloom.graph.inspect.serialize import convert_to_toml_types
 from drawloom.graph.problems import KeyPath, Problem
 from drawloom.graph.types.structure import ValueConverter
 
@@ -70,7 +70,7 @@ def problem(path: KeyPath, text: str, hint: str = "") -> Problem:
 
 def plain(value: Any) -> Any:
     """Return a setting's value as tomli reads it from a recipe, without escapes."""
-    return _unescape(serialize_value(value))
+    return _unescape(convert_to_toml_types(value))
 
 
 def _unescape(value: Any) -> Any:

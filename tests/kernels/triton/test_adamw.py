@@ -41,8 +41,10 @@ def twins(
 
 def assert_same_bits(ours: list[ParamState], theirs: list[ParamState]) -> None:
     for our_state, their_state in zip(ours, theirs, strict=True):
-        assert len(our_state.tensors) == len(their_state.tensors)
-        for number, pair in enumerate(zip(our_state.tensors, their_state.tensors, strict=True)):
+        assert len(our_state.weight_and_state_tensors) == len(their_state.weight_and_state_tensors)
+        for number, pair in enumerate(
+            zip(our_state.weight_and_state_tensors, their_state.weight_and_state_tensors, strict=True)
+        ):
             assert torch.equal(*pair), number
 
 
@@ -195,7 +197,9 @@ def test_master_weights_equal_eager_ones(size: int) -> None:
     grads = [[torch.randn(size, device=DEVICE)] for _ in range(3)]
     grads[2][0][0] = torch.nan
     step_both(ours, theirs, grads)
-    for our_tensor, their_tensor in zip(ours[0].tensors, theirs[0].tensors, strict=True):
+    for our_tensor, their_tensor in zip(
+        ours[0].weight_and_state_tensors, theirs[0].weight_and_state_tensors, strict=True
+    ):
         same = our_tensor.view(torch.int16) == their_tensor.view(torch.int16)
         assert bool((same | (our_tensor != our_tensor)).all())
     assert bool(ours[0].weight[0].isnan())

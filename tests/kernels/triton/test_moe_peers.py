@@ -108,11 +108,11 @@ def test_publish_and_limit_equal_plain_torch(
     for exchange in (EAGER, TRITON):
         shown = torch.zeros(slots, width, device=DEVICE).to(dtype), torch.zeros(slots, top_k, device=DEVICE)
         choices = torch.zeros(slots, top_k, dtype=torch.int32, device=DEVICE)
-        exchange.publish_tokens([hidden, scalars, chosen], [*shown, choices])
+        exchange.write_tokens_to_slots([hidden, scalars, chosen], [*shown, choices])
         assert torch.equal(shown[0][:tokens], hidden) and torch.equal(shown[1][:tokens], scalars)
         assert torch.equal(choices[:tokens], chosen) and bool((choices[tokens:] == -1).all())
         bare = torch.zeros_like(shown[0])
-        exchange.publish_tokens([hidden], [bare])
+        exchange.write_tokens_to_slots([hidden], [bare])
         assert torch.equal(bare, shown[0])
         own = most.clone()
         (dest, source, ends), lost = exchange.limit_routes_and_flag_overflow(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from drawloom.components.data.order.permutation import Permutation
 from drawloom.components.data.order.sequential import Sequential
 from drawloom.components.data.order.shuffled import Shuffled
-from drawloom.components.data.order.stream import UNIT, RowStream, Segment, compute_row_shares
+from drawloom.components.data.order.stream import UNIT, RowStream, Segment, convert_token_weights_to_shares
 from drawloom.components.ports.data import RowSource
 from drawloom.graph import UserError
 
@@ -85,7 +85,7 @@ def test_weights_are_shares_of_tokens() -> None:
     A source with quarter-full rows contributes four times as many rows; without weight or rows, it contributes none.
     """
     full, quarter = RowSource("full", 0, 10, 160, 3.0), RowSource("quarter", 10, 20, 80, 3.0)
-    shares = compute_row_shares(
+    shares = convert_token_weights_to_shares(
         [full, quarter, RowSource("left_out", 30, 5, 80, 0.0), RowSource("empty", 35, 0, 0, 1.0)]
     )
     assert shares.keys() == {"full", "quarter"}

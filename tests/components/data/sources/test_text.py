@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from drawloom.components.data.sources.documents import PART_BYTES, iterate_texts, select_split_parts
+from drawloom.components.data.sources.documents import PART_BYTES, iterate_texts, wrap_parts_for_split
 from drawloom.components.data.sources.files import find_files
 from drawloom.components.data.sources.text import group_text_files
 from drawloom.graph import UserError
@@ -20,8 +20,8 @@ def test_the_split_of_a_file_does_not_depend_on_other_files(tmp_path: Path) -> N
 
     def splits() -> tuple[set[str], set[str]]:
         parts = group_text_files(find_files([f"{tmp_path}/*.txt"]))
-        return set(iterate_texts(select_split_parts(parts, "train", 0.5))), set(
-            iterate_texts(select_split_parts(parts, "validation", 0.5))
+        return set(iterate_texts(wrap_parts_for_split(parts, "train", 0.5))), set(
+            iterate_texts(wrap_parts_for_split(parts, "validation", 0.5))
         )
 
     for number in range(20):
@@ -54,7 +54,7 @@ def test_file_names_need_not_be_utf_8(tmp_path: Path) -> None:
     """A file name is bytes to the operating system, and any name has a split."""
     Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff.txt")).write_text("text")
     parts = group_text_files(find_files([f"{tmp_path}/*"]))
-    assert list(iterate_texts(select_split_parts(parts, "train", 0.0))) == ["text"]
+    assert list(iterate_texts(wrap_parts_for_split(parts, "train", 0.0))) == ["text"]
 
 
 def test_files_larger_than_a_part_are_divided_among_several(tmp_path: Path) -> None:

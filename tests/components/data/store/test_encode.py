@@ -11,7 +11,7 @@ from drawloom.components.data.hugging_face_tokenizer import HuggingFaceTokenizer
 from drawloom.components.data.sources.documents import Document
 from drawloom.components.data.store import encode
 from drawloom.components.data.store.encode import (
-    group_into_batches,
+    batch_documents_by_characters,
     make_unopened_copy,
     split_text_for_encoding,
     tokenize_part_into_shard,
@@ -42,7 +42,9 @@ def test_batches_are_counted_in_characters(monkeypatch: pytest.MonkeyPatch) -> N
     """A batch has at most so many characters; a longer document is alone, and none is lost."""
     monkeypatch.setattr(encode, "BATCH", 10)
     documents = [Document("x" * size, "", 0, b"") for size in (4, 5, 2, 30, 1, 0, 9)]
-    batch_lengths = [[len(document.text) for document in batch] for batch in group_into_batches(iter(documents))]
+    batch_lengths = [
+        [len(document.text) for document in batch] for batch in batch_documents_by_characters(iter(documents))
+    ]
     assert batch_lengths == [[4, 5], [2], [30], [1, 0, 9]]
 
 

@@ -14,7 +14,7 @@ from drawloom.components.model.decoder.router import (
     Routing,
     attach_loss_gradient,
     compute_aux_loss_grad,
-    compute_router_z_loss,
+    sum_weighted_router_z_loss,
 )
 from drawloom.components.parallel.row_sums import RowSums
 from drawloom.kernels.recompute import call_with_recomputation, get_wrapper_of_saved_variable
@@ -24,7 +24,7 @@ from support.seeding import seeds
 
 def count_choices_by_row(chosen: Tensor, experts: int) -> Tensor:
     """Return the RowCounts of rows whose tokens are all on this rank: chosen (rows, length, choices)."""
-    return RowSums().count_choices_by_row(chosen, torch.empty(chosen.shape[:2]), experts)
+    return RowSums().count_row_choices_over_ranks(chosen, torch.empty(chosen.shape[:2]), experts)
 
 
 @given(seeds, st.integers(0, 3), st.integers(0, 7), st.integers(1, 6), st.data())
@@ -54,7 +54,7 @@ def test_z_loss_adds_the_gradient_of_the_formula(_seed: object, rows: int, lengt
     logits = (3 * torch.randn(rows, length, experts, dtype=torch.float64)).requires_grad_()
     weights = torch.rand(rows, length)
     incoming = torch.randn_like(logits)
-    actual = attach_loss_gradient(logits, compute_router_z_loss(logits, weights))
+    actual = attach_loss_gradient(logits, sum_weighted_router_z_loss(logits, weights))
     assert torch.equal(actual, logits)
     exponentials = logits.detach().exp()
     total = exponentials.sum(-1, keepdim=True)

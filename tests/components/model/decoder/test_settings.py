@@ -15,7 +15,7 @@ from drawloom.graph import UserError
 from drawloom.graph.project import Recipe
 from support.qwen3 import SIZES, SPARSE_SIZES, cpu_kernels
 
-NONE = dict.fromkeys(DENSE.recipe_settings) | {"config": None, "vocabulary_multiple": 1}
+NONE = dict.fromkeys(DENSE.settings_from_config_json) | {"config": None, "vocabulary_multiple": 1}
 
 
 Found = list[tuple[str | tuple[str, ...], str, str]]
@@ -270,7 +270,7 @@ def test_a_config_sets_all_sizes(tmp_path: Path) -> None:
         assert Qwen3Dense(kernels=cpu_kernels(), config=config).architecture == other.architecture
 
 
-NO_EXPERTS = dict.fromkeys(MOE.recipe_settings) | {"config": None, "vocabulary_multiple": 1}
+NO_EXPERTS = dict.fromkeys(MOE.settings_from_config_json) | {"config": None, "vocabulary_multiple": 1}
 
 
 def faults_of_experts(**settings: Any) -> Found:

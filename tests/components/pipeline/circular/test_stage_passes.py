@@ -25,7 +25,7 @@ class Runner:
         self.shards = Shards()
         self.told: list[Any] = []
 
-    def unshard(self) -> None:
+    def start_unshard(self) -> None:
         self.told.append("unshard")
 
     def reduce_in_next_backward(self, is_last_in_step: bool) -> None:

@@ -70,7 +70,7 @@ def test_counts_of_a_known_pipeline() -> None:
     """4 stages, 8 microbatches, 2 repeats: 19 iterations, with delay 22; 5 to 7 microbatches have as many slots."""
     assert (Timetable(4, 8, 2).iteration_count, Timetable(4, 8, 2, latency=2).iteration_count) == (19, 22)
     assert {Timetable(4, microbatches).slot_count for microbatches in (5, 6, 7, 8)} == {8}
-    assert [Timetable(4, 6).microbatches_of_stage(stage) for stage in range(4)] == [
+    assert [Timetable(4, 6).get_microbatches_stored_on_stage(stage) for stage in range(4)] == [
         range(2),
         range(2, 4),
         range(4, 6),
@@ -97,9 +97,9 @@ def test_inputs_and_outputs_pass_through_the_columns(table: Timetable) -> None:
         finished = table.find_finished_microbatch(iteration)
         rows[-1][column] = None if finished is None else ("out", finished)
     for stage in range(stages):
-        entries = [rows[stage][table.compute_output_column(position)] for position in range(columns)]
+        entries = [rows[stage][table.find_state_io_output_column(position)] for position in range(columns)]
         assert [entry for entry in entries if entry is not None] == [
-            ("out", number) for number in table.microbatches_of_stage(stage)
+            ("out", number) for number in table.get_microbatches_stored_on_stage(stage)
         ]
 
 

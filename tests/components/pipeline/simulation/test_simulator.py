@@ -20,10 +20,10 @@ PROGRAM = parse_program("0: 0F0 0F1 0F2 0I0 0W0 0B1 0B2\n1: 1F0 1I0 1F1 1I1 1W0 
 def test_makespan_and_span_differ() -> None:
     """The makespan is over all ranks, the span is the longest of a single rank."""
     run = simulate(PROGRAM, Costs())
-    assert (run.makespan, run.longest_rank_span, run.ideal_makespan) == (12, 12, 9)
+    assert (run.makespan, run.longest_rank_span, run.busiest_rank_compute_time) == (12, 12, 9)
     late = simulate(parse_program("0: 0F0\n1: 1F0\n"), Costs())
-    assert (late.makespan, late.longest_rank_span, late.ideal_makespan) == (2, 1, 1)
-    assert (late.bubble_fraction, late.span_bubble_fraction) == (0.5, 0)
+    assert (late.makespan, late.longest_rank_span, late.busiest_rank_compute_time) == (2, 1, 1)
+    assert (late.bubble_fraction, late.longest_span_bubble_fraction) == (0.5, 0)
 
 
 def test_peaks_are_counted_in_order() -> None:
@@ -38,7 +38,7 @@ def test_peaks_are_counted_in_order() -> None:
 def test_bubbles_are_never_negative() -> None:
     """Sums rounded in another order make no bubble on a rank that never waits."""
     forwards = build_forward_only_program((0, 1), 7)
-    bubbles = [simulate(forwards, Costs(number / 97, comm=0.1)).span_bubble_fraction for number in range(1, 97)]
+    bubbles = [simulate(forwards, Costs(number / 97, comm=0.1)).longest_span_bubble_fraction for number in range(1, 97)]
     assert all(0 <= bubble < 1e-9 for bubble in bubbles)
 
 
@@ -96,7 +96,7 @@ def test_a_stage_is_gathered_before_its_first_forward_and_reduced_with_its_backw
     assert (
         times_of_rank(slow)["0REDUCE_GRAD0"] == (4, 11)
         and slow.makespan == slow.longest_rank_span == 11
-        and slow.ideal_makespan == 5
+        and slow.busiest_rank_compute_time == 5
     )
     split = simulate(
         parse_program("0: 0F0 0F1 0I0 0I1 0W0 0W1"), costs, sharding=Sharding(True, reduces_per_microbatch=True)

@@ -115,13 +115,13 @@ def test_gradients_are_computed_in_chunks(at_once: int, monkeypatch: pytest.Monk
         most.append(len(computed))
         computed.clear()
 
-    compute = DeferredGrad.compute_sum
+    compute = DeferredGrad.drain_and_return_remaining_grad
 
     def count_and_compute(deferred: DeferredGrad) -> Tensor | None:
         computed.extend([1] * (deferred.weight.ndim > 1))  # those of vectors have been computed before
         return compute(deferred)
 
-    monkeypatch.setattr(DeferredGrad, "compute_sum", count_and_compute)
+    monkeypatch.setattr(DeferredGrad, "drain_and_return_remaining_grad", count_and_compute)
     for parameter in stage.parameters():
         parameter.register_post_accumulate_grad_hook(check_chunk)  # type: ignore[no-untyped-call]
     split.backward_weight()
@@ -133,7 +133,7 @@ def test_a_new_gradient_is_not_copied() -> None:
     """A weight without `.grad` gets the computed tensor itself, and an existing `.grad` is added to in place."""
     stage, inputs = make_stage("affine", "ours")
     computed: list[int] = []
-    compute = DeferredGrad.compute_sum
+    compute = DeferredGrad.drain_and_return_remaining_grad
 
     def note_and_compute(deferred: DeferredGrad) -> Tensor:
         grad = compute(deferred)
@@ -142,7 +142,7 @@ def test_a_new_gradient_is_not_copied() -> None:
         return grad
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DeferredGrad, "compute_sum", note_and_compute)
+        patch.setattr(DeferredGrad, "drain_and_return_remaining_grad", note_and_compute)
         for _ in range(2):
             split, outputs = split_of(stage, inputs)
             split.backward_input(outputs, grads_for(outputs), inputs)

@@ -18,7 +18,7 @@ from drawloom.components.storage.safetensors.header import (
     DTYPES,
     HeaderError,
     TensorEntry,
-    map_safetensors_file,
+    open_mapped_safetensors_file,
     read_entries,
 )
 from drawloom.components.storage.safetensors.writer import build_header_and_entries, check_writable
@@ -28,7 +28,7 @@ from drawloom.components.storage.tensor_source import TensorSpec
 def entries_of(path: Path, content: bytes) -> dict[str, TensorEntry]:
     """Return the entries of a file with this content."""
     path.write_bytes(content)
-    return read_entries(map_safetensors_file(path))
+    return read_entries(open_mapped_safetensors_file(path))
 
 
 def file_of(header: Any, body: int = 0) -> bytes:
