@@ -305,7 +305,7 @@ def _draw_access_mark(access: str, x: float, y: float, colour: str, tooltip: str
     tip, size = f"<title>{escape_xml(tooltip)}</title>", RADIUS + 1.5
     if access == "changes":
         corners = ((x - size, y), (x, y - size), (x + size, y), (x, y + size))
-        shape = "M" + "L".join(format_point(*corner) for corner in corners) + "z"
+        shape = "M" + "L".join(format_point(corner_x, corner_y) for corner_x, corner_y in corners) + "z"
         return f'<path d="{shape}" fill="{colour}" stroke="#fff" stroke-width="1.5">{tip}</path>'
     inside, line = (colour, "#fff") if access == "writes" else ("#fff", colour)
     colours_of = f'fill="{inside}" stroke="{line}" stroke-width="2"'
