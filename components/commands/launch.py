@@ -35,7 +35,7 @@ from drawloom.components.distributed.launch_store import (
     connect_to_launch_store,
     set_short_dns_timeout_variable,
 )
-from drawloom.components.distributed.torchrun import CONTINUES, SPARES
+from drawloom.components.distributed.torchrun import CONTINUES, ROUND, SPARES
 from drawloom.graph import UserError
 from drawloom.graph.cli.exit_codes import INVALID, OK, STOPPED
 from drawloom.graph.cli.result import Result, output, output_class
@@ -112,6 +112,7 @@ class Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Start the workers, and record the spares to start as soon as there is a run to join (`_monitor_workers`)."""
         self._spares_missing = self._spares
+        os.environ[ROUND] = _get_rendezvous_round(worker_group)
         pids: dict[int, Any] = super()._start_workers(worker_group)
         return pids
 
@@ -190,8 +191,7 @@ class Agent(LocalElasticAgent):
 
     def _workers_survive_loss(self, worker_group: WorkerGroup) -> bool:
         """Return whether the workers have declared, with CONTINUES in the store, that they survive a loss."""
-        restarts = worker_group.spec.max_restarts - self._remaining_restarts
-        attempt = f"{worker_group.spec.rdzv_handler.get_run_id()}{restarts}"
+        attempt = f"{worker_group.spec.rdzv_handler.get_run_id()}{_get_rendezvous_round(worker_group)}"
 
         def query_store() -> bool:
             return bool(self._connect_to_store(worker_group, attempt).check([CONTINUES]))
@@ -199,6 +199,12 @@ class Agent(LocalElasticAgent):
         if self._surviving != attempt and call_store_with_timeout(STORE_SECONDS, query_store):
             self._surviving = attempt
         return self._surviving == attempt
+
+
+def _get_rendezvous_round(worker_group: WorkerGroup) -> str:
+    """Return the number of the machines' current rendezvous, equal on all of them."""
+    handler: Any = worker_group.spec.rdzv_handler  # torch's DynamicRendezvousHandler
+    return str(handler._state_holder.state.round)
 
 
 def main(options: argparse.Namespace, project: Project) -> LaunchResult:

@@ -56,16 +56,16 @@ class GroupFactory:
     def __attrs_post_init__(self) -> None:
         self._limit = self._add_nccl_margin_to_timeout(self.timeout)
 
-    def join(self) -> None:
-        """Make torch's default process group, after the first generation over a store connection of our own."""
+    def join(self, store: Any = None) -> None:
+        """Make torch's default process group over a store; None: torch connects to the store in its variables."""
         bound = self.device.device if self.device.backend == "nccl" else None
         arguments: Mapping[str, Any] = {}
         hook = sys.excepthook
         try:
             with self._wait_for_ranks_and_record_connections("world", range(self.world_size), self._limit) as timeout:
-                if self.store is not None:
-                    store = PrefixStore("world", self.store)
-                    arguments = {"store": store, "rank": self.rank, "world_size": self.world_size}
+                if store is not None:
+                    world = PrefixStore("world", store)
+                    arguments = {"store": world, "rank": self.rank, "world_size": self.world_size}
                 dist.init_process_group(self.device.backend, timeout=timeout, device_id=bound, **arguments)
             _set_group_timeout(dist.group.WORLD, self._limit)
         except RuntimeError as error:  # torch's errors of the network and the store are subclasses

@@ -69,6 +69,18 @@ class PeerProcesses:
             if looks_for_stops and self.look_for_stops():
                 return
 
+    def wait_until_ended(self, ranks: Iterable[int], seconds: float) -> None:
+        """Wait until the processes with these ranks have ended, at most `seconds`; other machines' are ignored."""
+        end = time.monotonic() + seconds
+        live = {descriptor for descriptor, rank in self._descriptors.items() if rank in {*ranks}}
+        poll = select.poll()
+        while live and (left := end - time.monotonic()) > 0:
+            for descriptor in live:
+                poll.register(descriptor, select.POLLIN)
+            for descriptor, _ in poll.poll(1000 * left):
+                poll.unregister(descriptor)
+                live.discard(descriptor)
+
     def find_ended(self) -> set[int]:
         """Return the ranks whose processes have ended."""
         self._wait_for_end(0)

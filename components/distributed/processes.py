@@ -157,7 +157,7 @@ class TorchProcesses:
         if membership is None:
             self._groups = self._create_group_factory(Connections(self._launch.port))
             if not self._launch.is_single_process:
-                self._groups.join()
+                self._groups.join(self._connect_store_of_attempt())
             self._monitor = self._groups.monitor = self._start_monitor_and_connect_stores()
         else:
             self._join_generation_groups(membership)
@@ -330,7 +330,16 @@ class TorchProcesses:
         self._groups.monitor = self._monitor
         self._connect_stores(self._generation)
         if not self._launch.is_single_process:
-            self._groups.join()
+            self._groups.join(self._groups.store)
+
+    def _connect_store_of_attempt(self) -> Any:
+        """Connect to the launcher's store, with keys for this start of the workers; None if torch has to connect."""
+        launch = self._launch
+        if not (launch.agent_store and launch.has_own_keys):
+            return None
+        # torch would read addresses from before a restart, because its keys stay the same (torch 2.13)
+        with self._groups.connections.record_sockets():
+            return connect_to_launch_store(launch.address, launch.port, launch.attempt, self.timeout)
 
     def _create_group_factory(self, connections: Connections) -> GroupFactory:
         """Return a factory for this process's groups, with these connections to break after a loss."""
@@ -403,6 +412,7 @@ class TorchProcesses:
             if RunProcess.of_this_process() not in following.members:
                 self._next = "spare"
                 return ReopenError(f"{text}; rank {self.rank} waits as a spare")
+            monitor.wait_until_lost_processes_end()
             membership = self._start_generation_monitor(following, Connections(self._launch.port))
             self._next = attrs.evolve(membership, control=self._control, hosted=self._hosted)
         except RuntimeError:  # the store was in a lost process

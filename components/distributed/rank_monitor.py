@@ -47,6 +47,7 @@ STOPPED = "is stopped (SIGSTOP)"
 GRACE = 3.0  # seconds in which a process may close its resources after a rank has failed
 BEAT = 1.0  # seconds between two heartbeats
 MAX_WATCHED = 16  # ranks whose heartbeats a rank reads: more than a machine's processes, which may be lost together
+KILL_TIMEOUT = 10.0  # seconds for a killed process to end
 STORE_TIMEOUT = 1.0  # seconds for the store to answer, and for a better informed rank to report first
 
 
@@ -160,6 +161,14 @@ class RankMonitor:
         for rank, reason in reasons.items():
             self.store.compare_set(f"lost/{rank}", "", reason)
             self.store.set("broken", b"1")
+
+    def wait_until_lost_processes_end(self) -> None:
+        """
+        Wait until lost processes on this machine, which are killed, have ended, so that their files are unlocked.
+
+        A process with much memory takes a moment to end. Gives up after KILL_TIMEOUT seconds.
+        """
+        self._processes.wait_until_ended(self.losses, KILL_TIMEOUT)
 
     def announce_exit(self) -> None:
         """Announce that this process is about to end normally, so its peers don't report its death."""

@@ -26,6 +26,12 @@ CONTINUES = "continues"
 SPARES = "DRAWLOOM_SPARES"
 """Variable with the number of hot spares on a machine, from `drawloom launch`."""
 
+ROUND = "DRAWLOOM_ROUND"
+"""
+Variable with the number of times that the workers of a launch were started, equal on all machines, from `drawloom
+launch`. torchrun's restarts count the failures on a machine, and its store keeps keys from before a restart.
+"""
+
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -35,8 +41,9 @@ class Launch:
     This process's rank and world size, globally and on this machine, and the rendezvous store's address.
 
     `node_rank` is this machine's index among the `node_count` machines (torchrun's nodes). `agent_store` is True if the
-    store is in torchrun instead of rank 0; `attempt` is unique to every restart of the workers; a worker writes its
-    failure to `error_file`. The launcher starts `spares` more processes on every machine once the run has begun.
+    store is in torchrun instead of rank 0; `attempt` is unique to every restart of the workers, and with `has_own_keys`
+    it is the same on all machines, for keys in the store. A worker writes its failure to `error_file`. The launcher
+    starts `spares` more processes on every machine once the run has begun.
     """
 
     rank: int = 0
@@ -47,6 +54,7 @@ class Launch:
     port: int = 0
     agent_store: bool = False
     attempt: str = ""
+    has_own_keys: bool = False
     error_file: str = ""
     node_rank: int = 0
     node_count: int = 1
@@ -90,7 +98,9 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
         address=environment["MASTER_ADDR"],
         port=port,
         agent_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        attempt=environment.get("TORCHELASTIC_RUN_ID", "") + environment.get("TORCHELASTIC_RESTART_COUNT", ""),
+        attempt=environment.get("TORCHELASTIC_RUN_ID", "")
+        + environment.get(ROUND, environment.get("TORCHELASTIC_RESTART_COUNT", "")),
+        has_own_keys=ROUND in environment,
         error_file=environment.get("TORCHELASTIC_ERROR_FILE", ""),
         node_rank=node_rank,
         node_count=node_count,

@@ -111,6 +111,21 @@ def test_a_failure_of_every_process_is_one_message(folder: Path, word: str, code
     assert message in line and done.stdout == "" and done.returncode == code
 
 
+def test_processes_that_were_all_killed_start_again(folder: Path) -> None:
+    """The store of the launcher keeps the addresses of the killed ones, to which the new ones do not connect."""
+    launch = [sys.executable, "-m", "drawloom", "launch", "--nproc-per-node", "2", "--max-restarts", "1"]
+    with _start([*launch, "run", "recipe.toml"], folder) as process:
+        _wait_for_step(folder, 1, process)
+        for pid in _list_descendants(process.pid)[1:]:
+            os.kill(pid, signal.SIGKILL)
+        printed, end = folder / "printed", time.monotonic() + 100
+        while (text := printed.read_text("utf-8")).count("\nstep 1/") < 2:
+            assert time.monotonic() < end and process.poll() is None, text
+            time.sleep(0.02)
+        process.terminate()
+        assert process.wait(timeout=100) == 143, printed.read_text("utf-8")
+
+
 def _write_commands(folder: Path, words: Sequence[str], processes: int, **texts: str) -> None:
     """Write the commands that a script calls into `bin`."""
     (folder / "bin").mkdir()

@@ -45,6 +45,19 @@ def test_an_end_is_noticed_once_and_at_once(process: "subprocess.Popen[bytes]", 
     assert peers.find_stopped() == []
 
 
+def test_killed_processes_are_awaited(process: "subprocess.Popen[bytes]", peers: PeerProcesses) -> None:
+    """The wait for a process ends with it, or after its limit; ranks on other machines are not awaited."""
+    begin = time.monotonic()
+    peers.wait_until_ended([1, 7], 0.1)
+    assert time.monotonic() - begin >= 0.1
+    killer = threading.Timer(0.1, process.kill)
+    killer.start()
+    peers.wait_until_ended([1, 7], 20)
+    assert peers.find_ended() == {1} and 0.15 < time.monotonic() - begin < 10
+    killer.join()
+    peers.wait_until_ended([1, 7], 20)
+
+
 def test_a_wait_is_woken_for_good(peers: PeerProcesses) -> None:
     """A closing monitor does not wait for its thread's next look."""
     waker = threading.Timer(0.1, peers.end_all_waits)

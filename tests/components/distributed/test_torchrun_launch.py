@@ -2,7 +2,7 @@
 
 import pytest
 
-from drawloom.components.distributed.torchrun import SPARES, VARIABLES, Launch, read_launch
+from drawloom.components.distributed.torchrun import ROUND, SPARES, VARIABLES, Launch, read_launch
 from drawloom.graph import UserError
 
 TORCHRUN = {
@@ -29,11 +29,18 @@ def test_machines_are_counted() -> None:
 
 
 def test_attempts_of_torchrun_are_distinguished() -> None:
-    """The attempt is the run id and the restart count; the error file is torchrun's."""
+    """
+    The attempt is the run id and the restart count, or our launcher's number, which all machines share.
+
+    The error file is torchrun's.
+    """
     more = {"TORCHELASTIC_RUN_ID": "ab-", "TORCHELASTIC_RESTART_COUNT": "2", "TORCHELASTIC_ERROR_FILE": "/tmp/error"}
     launch = read_launch(TORCHRUN | more | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
     assert (launch.attempt, launch.error_file, launch.agent_store) == ("ab-2", "/tmp/error", True)
     assert not read_launch(TORCHRUN | more | {"TORCHELASTIC_USE_AGENT_STORE": "False"}).agent_store
+    assert not launch.has_own_keys
+    ours = read_launch(TORCHRUN | more | {ROUND: "3"})
+    assert (ours.attempt, ours.has_own_keys) == ("ab-3", True)
     assert read_launch(TORCHRUN | {SPARES: "2"}).spares == 2
 
 
