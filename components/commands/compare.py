@@ -102,7 +102,8 @@ def main(options: argparse.Namespace, project: Project) -> CompareResult:
     ends = {name: step for name in asked if (step := find_last_common_step(groups, name)) is not None}
     if unknown := [name for name in options.metric or () if name not in ends]:
         known = dict.fromkeys(name for run in runs for name in run.metrics.columns)
-        raise UserError(f"--metric {unknown[0]}: no step has this metric in all runs; they have {', '.join(known)}", 2)
+        why = "the runs with this metric have no step in common" if unknown[0] in known else "no run has this metric"
+        raise UserError(f"--metric {unknown[0]}: {why}; they have {', '.join(known)}", 2)
     if options.to is not None:
         with convert_write_errors(options.to):
             replace_file(options.to, render_page(runs).encode())

@@ -36,7 +36,7 @@ class Throughput:
         self._tokens, self._measured = int(state["tokens"]), None
 
     def measure_on_rank(self, step: Step) -> Mapping[str, Tensor]:
-        """Read the clock. On a GPU, the host learns all ranks' token count later."""
+        """Remember the step and its seconds; return nothing to sum, because `tokens` is summed over ranks already."""
         self._add_tokens_of_last_step()
         self._measured, self._seconds = step, self.clock() - step.started - step.excluded_seconds
         return {}

@@ -204,5 +204,6 @@ def _find_stage_to_rank(rank_programs: Sequence[Sequence[tuple[Any, ...]]]) -> t
         if stage_to_rank[stage] != rank:
             raise ValueError(f"ranks {rank} and {stage_to_rank[stage]} both work on stage {stage}")
     if sorted(stage_to_rank) != list(range(len(stage_to_rank))):
-        raise ValueError(f"no rank works on stage {min(set(range(len(stage_to_rank))) - set(stage_to_rank))}")
+        missing = min(set(range(len(stage_to_rank))) - set(stage_to_rank))
+        raise ValueError(f"no rank works on stage {missing}; number the stages from 0 without gaps")
     return tuple(stage_to_rank[stage] for stage in range(len(stage_to_rank)))

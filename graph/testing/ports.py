@@ -45,7 +45,7 @@ def fake(*ports: type, **answers: Any) -> Any:
     unknown = answers.keys() - known.keys()
     if unknown:
         names = " and ".join(port.__name__ for port in ports)
-        raise TypeError(f"{names} has no {', '.join(sorted(unknown))}; available: {', '.join(sorted(known))}")
+        raise TypeError(f"{names} has no member {', '.join(sorted(unknown))}; available: {', '.join(sorted(known))}")
     calls: list[Call] = []
     namespace: dict[str, Any] = {"calls": calls, "__annotations__": {}}
     for name, port in known.items():

@@ -89,7 +89,7 @@ def list_protocol_members(port: type) -> tuple[str, ...]:
 
 @attrs.frozen
 class _Matcher:
-    """Comparison of a class with a port. `arguments` maps the port's type variables to their type arguments."""
+    """Comparison of a class with a port whose type variables have the expected type arguments `arguments`."""
 
     cls: type
     port: type

@@ -50,7 +50,11 @@ def _schedule_signals(times: Sequence[float]) -> None:
 
 
 def _run_stuck(folder: Path, arguments: Sequence[str], where: str, times: Sequence[float]) -> Outcome:
-    """Run on one rank; rank 1 hangs in step 6 or in the save after it."""
+    """
+    Run the command in this rank's process. Rank 1 hangs in step 6 or in the save after it.
+
+    From there, both ranks get Ctrl-C's signal after `times`, in seconds.
+    """
     number, send = int(os.environ["RANK"]), partial(_schedule_signals, times)
     if where == "step":
         _delay(ForwardBackward, "run_phase", ENDLESS_SECONDS if number else 0, lambda _, step: step.index == 6, send)

@@ -323,7 +323,7 @@ class Auto:
             return counts
         stages = ranks * wanted[0]
         remedy = f"write {stages} or more in every setting that lists slices"
-        raise UserError(f"{self._consistent_slice_count} slices are too few for {stages} stages; {remedy}")
+        raise UserError(f"{self._consistent_slice_count} slices of the model are too few for {stages} stages; {remedy}")
 
     @property
     def _consistent_slice_count(self) -> int:

@@ -54,7 +54,7 @@ def test_a_schedule_reports_problems_of_its_settings() -> None:
         ("schedule.memory=0.5", "memory = 0.5: a microbatch's activations are 1 on a rank; write more"),
         (
             "schedule.slices=[1.0]",
-            "1 slices are too few for 2 stages; write 2 or more in every setting that lists slices",
+            "1 slices of the model are too few for 2 stages; write 2 or more in every setting that lists slices",
         ),
     ):
         (problem,) = problems(*words, setting)

@@ -100,7 +100,7 @@ def test_names_and_calls_that_the_port_lacks_are_refused() -> None:
     """A call or an answer that the port does not declare is a TypeError."""
     with pytest.raises(TypeError, match="too many positional arguments"):
         fake(Store).get("a", "b")
-    with pytest.raises(TypeError, match="Store has no fetch; available: get, put"):
+    with pytest.raises(TypeError, match="Store has no member fetch; available: get, put"):
         fake(Store, fetch=3)
 
 

@@ -136,7 +136,7 @@ def test_operations_equal_the_count_of_torch(kind: str) -> None:
     assert actual == counter.get_total_flops() + experts
 
 
-def test_windows_are_counted_by_layer() -> None:
-    """Layers are counted by their windows."""
+def test_pair_flops_are_summed_by_window() -> None:
+    """FLOPs per pair of tokens are summed over the layers with the same window."""
     flops = small(Mistral, sliding_window=4).forward_flops()
     assert flops.per_pair == {4: 2 * 4 * 4 * 8}

@@ -343,7 +343,8 @@ def test_impossible_settings_are_refused() -> None:
     with pytest.raises(UserError, match=r"memory = 0\.5: a microbatch's activations are 1 on a rank; write more"):
         Auto(memory=0.5).program(4, 8)
     with pytest.raises(
-        UserError, match=r"3 slices are too few for 4 stages; write 4 or more in every setting that lists slices"
+        UserError,
+        match=r"3 slices of the model are too few for 4 stages; write 4 or more in every setting that lists slices",
     ):
         Auto(slices=[1.0] * 3).stage_to_rank(4)
     with pytest.raises(UserError, match=r"slices has 4 values, and activations has 5; write as many values in both"):
