@@ -125,7 +125,7 @@ def test_every_gate_rounds_its_inputs_once(gate: str) -> None:
 
 
 def test_attention_and_cross_entropy_see_their_own_inputs() -> None:
-    """Of norms' results, whose inputs are rounded, both save exact ones, so that their gradients keep their bits."""
+    """Both save exact results of norms, whose inputs are rounded, so that their gradients keep their bits."""
     tokens = torch.arange(12).view(2, 6) % 5
 
     def attend(x: Tensor, scale: Tensor) -> Tensor:

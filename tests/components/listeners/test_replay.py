@@ -120,7 +120,7 @@ OWN, OTHER = {"a": "1", "b": "2"}, {"a": "1", "b": "3"}
 def test_the_rank_without_a_majority_is_a_suspect(
     results: list[list[dict[str, str]]], suspects: list[int], repeats: bool
 ) -> None:
-    """Of three ranks, two outvote one; of two, only one with two different results is a suspect."""
+    """Two of three ranks outvote one; among two, only a rank with two different results is a suspect."""
     difference = find_earliest_rank_disagreement([10, 11, 12][: len(results)], results)
     assert difference == ReplayDifference("b", difference.ranks, suspects, repeats, position=1) if difference else False
     assert find_earliest_rank_disagreement([10, 11, 12], [[OWN] * 3] * 3) is None
