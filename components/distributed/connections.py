@@ -109,7 +109,7 @@ class Connections:
         for inode, descriptor in _list_sockets_by_inode().items():
             if inode in recorded:
                 with suppress(OSError):  # closed meanwhile, or without a peer, like a listening socket
-                    count += self._shut_down_socket(descriptor)
+                    count += self._shut_down_socket(inode, descriptor)
         return count
 
     def _find_recorded_inodes(self) -> set[int]:
@@ -117,9 +117,12 @@ class Connections:
         before = self._before
         return self._inodes if before is None else self._inodes | (_list_sockets_by_inode().keys() - before)
 
-    def _shut_down_socket(self, descriptor: int) -> bool:
+    def _shut_down_socket(self, inode: int, descriptor: int) -> bool:
         """Shut down a TCP connection, unless it is the store's end; return whether this was done."""
         with socket.socket(fileno=os.dup(descriptor)) as connection:
+            # gloo may have closed the socket meanwhile, and another thread may have got its descriptor for a new one
+            if os.fstat(connection.fileno()).st_ino != inode:
+                return False
             if connection.family not in (socket.AF_INET, socket.AF_INET6):
                 return False
             connection.getpeername()  # raises for a listening socket

@@ -34,7 +34,7 @@ from drawloom.components.distributed.parent import start_exit_with_parent_thread
 from drawloom.components.distributed.process_group import (
     convert_if_collective_error,
 )
-from drawloom.components.distributed.rank_monitor import STORE_TIMEOUT, RankMonitor
+from drawloom.components.distributed.rank_monitor import STORE_LOST, STORE_TIMEOUT, RankMonitor
 from drawloom.components.distributed.spare import import_early_and_freeze_gc, wait_as_spare
 from drawloom.components.distributed.torchrun import CONTINUES, Launch, read_launch
 from drawloom.components.ports.distributed import Device, Group, P2PChannel, ReplicaLimit
@@ -216,6 +216,8 @@ class TorchProcesses:
                 outcome := self._agree_on_next_generation()
             ):
                 return outcome
+            if isinstance(error, ReopenError) and self._monitor.is_lost:
+                error = UserError(f"{error}, and can't: {STORE_LOST}; start the run again")
             failure = self._monitor.report_exception(error)
             self._exit_code = failure.exit_code
             sys.excepthook = _print_unreported_error  # a script that catches nothing would repeat it on each rank

@@ -239,8 +239,9 @@ class RankMonitor:
                     self._publish_status()
                 if not self.is_lost:
                     self.poll_peers_and_report_losses()
-            except RuntimeError:
+            except RuntimeError as error:
                 self.is_lost = True
+                log.info("%s; this rank no longer notices losses: %s", STORE_LOST, error)
 
     def _request_all_statuses(self) -> dict[int, RankStatus]:
         """Return the status of all ranks that answer in time; none if the store is gone."""

@@ -204,6 +204,8 @@ def find_waiting_spares(worker: int) -> list[int]:
     """Return the waiting spares of the launch with this worker."""
     lines = Path(f"/proc/{worker}/environ").read_text("utf-8").split("\0")
     launch = read_launch(dict(line.split("=", 1) for line in lines if "=" in line))
+    if launch.is_single_process:  # the process is the launcher's copy for a moment, with the launcher's environment
+        return []
     store = connect_to_launch_store(launch.address, launch.port, launch.attempt, 10.0)
     run = Generation.from_json(store.get(CURRENT).decode()).run
     return [spare.pid for spare in Spares(PrefixStore(run, store)).find_waiting_spares().values()]

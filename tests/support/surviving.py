@@ -33,7 +33,8 @@ class Findings:
     Faults by kind, and seconds from a fault to the next finished step, which may repeat one.
 
     `returns` has the numbers of steps lost with two neighbours, when the run continues from a checkpoint. `stuck` is a
-    run's state without progress, and `orphans` are process groups left at the end. `codes` are exit codes.
+    run's state without progress, and `orphans` are process groups left at the end. `codes` are exit codes, or the text
+    of a failure for a killed process.
     """
 
     faults: Counter[str] = attrs.field(factory=Counter)
@@ -180,7 +181,8 @@ class Soak:
         for rank, process in self.crew.processes.items():
             process.join(STUCK)
             if process.pid in members and process.exitcode is not None:
-                self.findings.codes.append(self.crew.result(rank).code)
+                result = self.crew.result(rank)  # the text of a failure, if the process was killed
+                self.findings.codes.append(result.code if isinstance(result, Outcome) else result)
 
 
 def soak(

@@ -1,5 +1,6 @@
 """Breaking gloo's connections from another thread."""
 
+import contextlib
 import os
 import socket
 import threading
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from drawloom.components.distributed import connections as module
 from drawloom.components.distributed.connections import Connections
 from support.processes import run_ranks
 
@@ -64,6 +66,27 @@ def test_connections_being_made_are_broken_and_no_more_are_made() -> None:
     assert connections.break_all_connections() == 0
     with pytest.raises(RuntimeError, match="a rank is lost"), connections.record_sockets():
         pass
+
+
+def test_a_descriptor_reused_since_the_sockets_were_listed_stays_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A socket that gets a closed one's descriptor between listing and shutdown is not shut down in its place."""
+    original = module._list_sockets_by_inode
+    with socket.create_server(("127.0.0.1", 0)) as server, contextlib.ExitStack() as stack:
+        connections = Connections()
+        with connections.record_sockets():
+            recorded = socket.create_connection(server.getsockname())
+        number, unrelated = recorded.fileno(), stack.enter_context(socket.create_connection(server.getsockname()))
+
+        def list_and_reuse() -> dict[int, int]:
+            sockets = original()
+            recorded.close()
+            stack.enter_context(socket.socket(fileno=os.dup2(unrelated.fileno(), number)))
+            return sockets
+
+        monkeypatch.setattr(module, "_list_sockets_by_inode", list_and_reuse)
+        assert connections.break_all_connections() == 0
+        accepted = [stack.enter_context(server.accept()[0]) for _ in range(2)]
+        assert unrelated.send(b"open") == 4 and accepted[1].recv(4) == b"open"
 
 
 def _wait_for_absent() -> float:

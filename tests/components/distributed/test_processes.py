@@ -10,10 +10,13 @@ import torch.distributed as dist
 
 from drawloom.components.distributed import processes as joining
 from drawloom.components.distributed.device import ComputeDevice
+from drawloom.components.distributed.generations import Generation, RunProcess, Spares
 from drawloom.components.distributed.process_group import SingleProcess
 from drawloom.components.distributed.processes import TorchProcesses
+from drawloom.components.distributed.rank_monitor import RankMonitor
 from drawloom.components.distributed.torchrun import Launch
 from drawloom.graph import UserError
+from drawloom.graph.problems import ReopenError, ReportedError
 from support.processes import run_ranks
 
 
@@ -145,3 +148,18 @@ def test_settings_that_survive_no_loss_are_refused(
     with pytest.raises(UserError, match=words):
         processes.open()
     assert not dist.is_initialized()
+
+
+def test_a_lost_store_is_named_when_processes_want_to_join(capsys: pytest.CaptureFixture[str]) -> None:
+    """The message says why the run ends, not only that processes were to join."""
+    store = dist.HashStore()
+    processes = TorchProcesses(device=ComputeDevice(kind="cpu"), on_failure="continue")
+    processes._generation = Generation("run", 0, [RunProcess.of_this_process(), RunProcess("elsewhere", 1)])
+    processes._spares = Spares(store)
+    processes._monitor = RankMonitor(0, 2, store=store, is_lost=True)
+    error = processes.on_failure(ReopenError("processes join the run after step 3"))
+    assert isinstance(error, ReportedError) and error.exit_code == 1
+    text = (
+        "processes join the run after step 3, and can't: the rendezvous store, which is in rank 0 or in torchrun, does"
+    )
+    assert text in capsys.readouterr().err
