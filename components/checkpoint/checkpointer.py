@@ -99,6 +99,7 @@ class Checkpointer:
     _memory: StateMemory | None = attrs.field(init=False, default=None)  # of a failed attempt
     _peers: PeerMemory | None = attrs.field(init=False, default=None)  # None unless the run survives losses
     _joins_others: bool = attrs.field(init=False, default=False)  # the state may be in another process's memory
+    _is_save_overdue: bool = attrs.field(init=False, default=False)
     _world: Group = attrs.field(init=False)
     _group: Group = attrs.field(init=False)  # for the thread that writes a checkpoint
 
@@ -150,8 +151,12 @@ class Checkpointer:
                 self._wait_for_pending_save(required=step.is_last)
 
     def saves_after(self, step: Step) -> bool:
-        """Return whether `run_phase` saves a step: at the cadence and at the last step, unless the run goes back."""
-        return not step.goes_back and (step.is_last or is_due(self.every, step))
+        """
+        Return whether `run_phase` saves a step: at the cadence and at the last step, unless the run goes back.
+
+        A save that was interrupted by a loss is made after the next step.
+        """
+        return not step.goes_back and (step.is_last or is_due(self.every, step) or self._is_save_overdue)
 
     def save(self, step: Step) -> None:
         """
@@ -194,6 +199,7 @@ class Checkpointer:
             newest = max(list_steps_on_disk(self._world, self._checkpoints_folder), default=0) if joins_others else 0
             if joins_others and (done := self._peers.restore(newest)):
                 self._saved = done if done == newest else 0
+                self._is_save_overdue = isinstance(self.every, int) and done // self.every * self.every > newest
                 return done
             self._peers.drop_all_states()  # a run that goes back repeats no later step
         loaded = read_newest_valid(self._world, self._checkpoints_folder, self.states, self._retention)
@@ -246,7 +252,7 @@ class Checkpointer:
         run = submit_in_new_thread if self._saves_in_background else run_in_current_thread
         done = run("checkpoint", lambda: self._commit_and_remove_expired(checkpoint, snapshot))
         self._pending = PendingSave(step.index, sum(sizes), done)
-        self._saved = step.index
+        self._saved, self._is_save_overdue = step.index, False
 
     def _commit_and_remove_expired(self, checkpoint: Path, snapshot: Snapshot) -> None:
         """Write and commit a snapshot, and remove expired checkpoints."""

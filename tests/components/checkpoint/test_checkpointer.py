@@ -13,11 +13,14 @@ import torch
 from torch import nn
 
 from drawloom.components.checkpoint.checkpointer import Checkpointer
+from drawloom.components.checkpoint.memory import StateMemory
+from drawloom.components.checkpoint.peer_memory import PeerMemory
 from drawloom.components.checkpoint.reader import load_node_state
+from drawloom.components.distributed.process_group import SingleProcess
 from drawloom.components.ports.run import Cadence, Step
 from drawloom.graph import ResolvedRecipe, UserError
 from drawloom.graph.recipe.lockfile import RecipeChange
-from support.checkpoints import StateNode, checkpointer, restore_step, save_steps, state_of
+from support.checkpoints import SingleRankMesh, StateNode, checkpointer, restore_step, save_steps, state_of
 from support.disk import Call, watch_calls
 from support.steps import make_skipped_step
 
@@ -107,6 +110,25 @@ def test_a_committed_step_is_not_saved_again(tmp_path: Path) -> None:
     with watch_calls(calls.append):
         again.save(Step(4, 4))
     assert calls == []
+
+
+@pytest.mark.parametrize(("done", "steps"), [(5, [5, 10]), (9, [5, 10]), (10, [5, 11]), (12, [5, 13])])
+def test_a_save_interrupted_by_a_loss_is_made_after_the_next_step(
+    tmp_path: Path, done: int, steps: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a recovery from memory a checkpoint is missing if the cadence has passed since the newest one on disk."""
+    memory = StateNode(state_of(5))
+    checkpointer(tmp_path, {"memory": memory}, every=5).save(Step(5, 20))
+    node = checkpointer(tmp_path, {"memory": memory}, every=5)
+    monkeypatch.setattr(PeerMemory, "restore", lambda self, newest_on_disk: done)
+    node._joins_others, node._peers = (
+        True,
+        PeerMemory(StateMemory(), SingleRankMesh(), {}, "never", SingleProcess(), ()),
+    )
+    assert node.restore() == done
+    for index in range(done + 1, steps[-1] + 2):
+        node.run_phase(Step(index, 20))
+    assert _steps(tmp_path) == steps
 
 
 def test_a_step_whose_save_failed_is_saved_again(tmp_path: Path) -> None:
