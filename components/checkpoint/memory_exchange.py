@@ -73,7 +73,7 @@ class HeldState:
     local: frozenset[str]  # nodes whose states differ by rank
 
     @classmethod
-    def of(cls, key: PartKey, nodes: Mapping[str, Stateful], states: Mapping[str, Any]) -> "HeldState":
+    def from_nodes(cls, key: PartKey, nodes: Mapping[str, Stateful], states: Mapping[str, Any]) -> "HeldState":
         """Return the nodes' states."""
         slices = {name: slices_by_sharded_entry(node) for name, node in nodes.items()}
         return cls(key, states, slices, frozenset(name for name, node in nodes.items() if is_rank_local(node)))

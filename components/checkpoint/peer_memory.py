@@ -112,7 +112,7 @@ class PeerMemory:
             states |= local
             log.info("%s the state after step %d", "sent" if own_key in own_keys else "received", step)
         run_and_gather_on_all_ranks(world, lambda: self._load_states_into_nodes(states))
-        kept = HeldState.of(own_key, self.states, states)
+        kept = HeldState.from_nodes(own_key, self.states, states)
         self.memory.replace_newest_states(kept)  # for another loss in the next step
         copy = self._exchange_copies_with_neighbours(kept) if self.sources else None
         run_and_gather_on_all_ranks(world, lambda: None)  # all ranks have their copies before older ones are dropped

@@ -123,7 +123,7 @@ class ScheduleResult(ScheduleData, Result):
     summary: Summary | None = internal(default=None)
 
     @classmethod
-    def of(cls, summary: Summary) -> "ScheduleResult":
+    def from_summary(cls, summary: Summary) -> "ScheduleResult":
         """Make the result for a simulation's summary."""
         return cls(**_make_schedule_data_fields(summary), summary=summary)
 
@@ -178,7 +178,7 @@ def main(options: argparse.Namespace, project: Project) -> ScheduleResult | Comp
         setattr(options, name, values[0])
     summary = _simulate_requested_schedule(options, project)
     measured = None if options.run is None else _costs.read_last_traced_step(options.run, project).simulation
-    return ScheduleResult.of(summary if measured is None else attrs.evolve(summary, measured=measured))
+    return ScheduleResult.from_summary(summary if measured is None else attrs.evolve(summary, measured=measured))
 
 
 def _simulate_requested_schedule(options: argparse.Namespace, project: Project) -> Summary:
@@ -204,7 +204,7 @@ def _simulate_requested_schedule(options: argparse.Namespace, project: Project) 
         text = f"there is no recipe or schedule {options.recipe!r}; did you mean {near!r}"
         raise UserError(f"{text}, with --ranks 4 --microbatches 8?", 2)
     recipe = _load_and_check_recipe(options, project)
-    pipeline = Pipeline.of(recipe)
+    pipeline = Pipeline.from_recipe(recipe)
     _check_stages_per_rank(options, pipeline.use, pipeline.schedule, pipeline.ranks)
     size = Size(pipeline.ranks, require_microbatches(options.microbatches or pipeline.microbatches))
     source = _costs.make_cost_source(options, project, recipe)
@@ -266,7 +266,7 @@ def _compare_schedules(options: argparse.Namespace, project: Project) -> Compari
     )
     if recipe is None and not options.ranks:
         raise UserError("--compare takes a recipe, or --ranks and --microbatches", 2)
-    pipeline = None if recipe is None else Pipeline.of(recipe)
+    pipeline = None if recipe is None else Pipeline.from_recipe(recipe)
     source = _costs.make_cost_source(options, project, recipe)
     named = [] if recipe or not options.recipe else [options.recipe.removeprefix(FOLDER)]
     names = list(dict.fromkeys([*_list_schedules_without_required_settings(project), *named]))

@@ -401,7 +401,11 @@ class AutoKernels:
     def recurrence_mask(
         self, documents: Tensor, part: RowPart | None = None, cache: KeyValueCache | None = None
     ) -> WholeMask | PieceMask:
-        return WholeMask.of(documents, cache) if part is None else PieceMask.of(documents, part)
+        return (
+            WholeMask.from_document_ids(documents, cache)
+            if part is None
+            else PieceMask.gather_from_document_ids(documents, part)
+        )
 
     def causal_conv(self, x: Tensor, weight: Tensor, mask: WholeMask | PieceMask) -> Tensor:
         return mask.convolve(partial(call_recomputable, self._functions_by_operation["causal_conv"]), x, weight)

@@ -36,7 +36,7 @@ class Nodes:
     used: frozenset[str]
 
     @classmethod
-    def of(cls, recipe: Recipe) -> "Nodes":
+    def from_recipe(cls, recipe: Recipe) -> "Nodes":
         """Return this recipe's nodes in a run; RecipeError if the recipe has errors."""
         graph = recipe.graph.require_valid()
         return cls(recipe, graph, frozenset(graph.topological_order([recipe.project.root])))

@@ -28,7 +28,7 @@ class Meaning:
     spec: Spec | None
 
     @classmethod
-    def of(cls, workspace: Workspace, analysis: Analysis, cursor: Cursor) -> "Meaning":
+    def from_cursor(cls, workspace: Workspace, analysis: Analysis, cursor: Cursor) -> "Meaning":
         """Return a token's meaning, based on the last successful analysis of the recipe."""
         path = cursor.path[1:] if cursor.path[:1] == (EDIT,) else cursor.path
         nodes = analysis.graph.nodes

@@ -315,7 +315,7 @@ def test_a_run_on_one_machine_listens_nowhere_and_unpickles_nothing(folder: Path
 def _open_with_failing_nodes(folder: Path) -> dict[str, list[str]]:
     """Open a run's graph once per node with this node failing; return the files and threads left open."""
     os.chdir(folder)
-    project = Project.of("drawloom")
+    project = Project.from_package("drawloom")
     graph = project.graph(project.load("tiny.toml", [], ["data.workers=1"])).require_valid()
     left: dict[str, list[str]] = {}
     with project.container(graph):  # opens the files that the process keeps for good
