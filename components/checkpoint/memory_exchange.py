@@ -28,7 +28,7 @@ from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.storage.state_tree import (
     PackedState,
     Tree,
-    iterate_tensor_leaves,
+    iterate_tensor_names_and_slices,
     list_dict_entries,
     pack_state,
 )
@@ -312,7 +312,7 @@ def _remove_duplicates(trees: Mapping[int, Tree], slices: Mapping[str, Slices | 
                 continue
             entries = {}
             for entry, value in list_dict_entries(state).items():
-                signature = node, entry, tuple(part for _, part in iterate_tensor_leaves(value))
+                signature = node, entry, tuple(part for _, part in iterate_tensor_names_and_slices(value))
                 if signature not in seen:
                     entries[entry] = value
                 seen.add(signature)

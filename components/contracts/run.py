@@ -404,11 +404,11 @@ def after_restore_accepts_a_new_run(node: AfterRestore) -> None:
 
 def environment_choices_are_strings_and_repeatable(source: EnvironmentSource) -> None:
     """Names and values are texts, and the same at every call, because the process keeps its choices."""
-    chosen = dict(source.list_resolved_choices())
+    chosen = dict(source.list_versions_and_choices())
     expect(
         all(isinstance(text, str) and text for item in chosen.items() for text in item), f"{chosen} has other values"
     )
-    expect(chosen == dict(source.list_resolved_choices()), "a second call returns other choices")
+    expect(chosen == dict(source.list_versions_and_choices()), "a second call returns other choices")
 
 
 def read_files_exist_by_name_of_setting(node: ReadsFiles) -> None:

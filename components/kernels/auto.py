@@ -179,7 +179,7 @@ class AutoKernels:
             return ImplementationChoice(BATCH_INVARIANT[operation], "kernels are batch-invariant")
         return choose_implementation(operation, getattr(self, f"_{operation}"), self.device.device)
 
-    def list_resolved_choices(self) -> dict[str, str]:
+    def list_versions_and_choices(self) -> dict[str, str]:
         """Return the implementation of every operation."""
         return {operation: self.choose_implementation_of(operation).name for operation in OPERATIONS}
 

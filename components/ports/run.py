@@ -49,8 +49,8 @@ class RunFolder(Protocol):
 class EnvironmentSource(Protocol):
     """A node with choices made by the machine instead of the recipe, such as the GPU or a kernel."""
 
-    def list_resolved_choices(self) -> Mapping[str, str]:
-        """Return choices by name, such as the GPU or a kernel; called on an open node."""
+    def list_versions_and_choices(self) -> Mapping[str, str]:
+        """Return versions and choices by name, such as the GPU or a kernel; called on an open node."""
         ...
 
 

@@ -56,7 +56,7 @@ class Meaning:
         return self.cursor.written if is_use else ""
 
     @property
-    def reference(self) -> str:
+    def reference_target(self) -> str:
         """The node or group named by the token, without "@" and ".*", or an empty string."""
         written = self.cursor.written
         return written[1:].removesuffix(".*") if self.cursor.quoted and written[:1] == "@" != written[1:2] else ""
