@@ -15,7 +15,7 @@ from torch import Tensor
 
 from drawloom.components.checkpoint.memory_exchange import HeldState, NeighbourCopy, PartKey
 from drawloom.components.checkpoint.staging.blocking import Blocking
-from drawloom.components.ports.run import Stateful
+from drawloom.components.ports.checkpoint import Stateful
 from drawloom.components.state.trees import map_leaves
 
 

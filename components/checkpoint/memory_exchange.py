@@ -22,8 +22,8 @@ from drawloom.components.checkpoint.snapshot import (
     slices_by_sharded_entry,
 )
 from drawloom.components.distributed.mesh_layout import MODEL
+from drawloom.components.ports.checkpoint import Stateful
 from drawloom.components.ports.distributed import Group, Mesh
-from drawloom.components.ports.run import Stateful
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.storage.state_tree import (
     PackedState,

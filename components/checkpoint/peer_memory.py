@@ -26,8 +26,9 @@ from drawloom.components.checkpoint.memory_exchange import (
 from drawloom.components.checkpoint.snapshot import is_rank_local
 from drawloom.components.checkpoint.threads import submit_in_new_thread
 from drawloom.components.distributed.rank_errors import run_and_gather_on_all_ranks
+from drawloom.components.ports.checkpoint import Stateful
 from drawloom.components.ports.distributed import Group, Mesh, Processes
-from drawloom.components.ports.run import Cadence, Stateful, Step, is_due
+from drawloom.components.ports.run import Cadence, Step, is_due
 
 log = logging.getLogger("drawloom.checkpoint")
 run_log = logging.getLogger("drawloom.run")  # rank 0 prints its messages

@@ -24,7 +24,8 @@ from drawloom.components.checkpoint.staging.copy_plan import Pool
 from drawloom.components.checkpoint.state_hashes import hash_states
 from drawloom.components.listeners import profiler
 from drawloom.components.phases.report import Report
-from drawloom.components.ports.run import Step, Value
+from drawloom.components.ports.run import Step
+from drawloom.components.ports.tracking import Value
 from drawloom.components.run.locks import FolderLock
 from drawloom.components.trackers.aim import AimTracker
 from drawloom.components.trackers.aim_repository import AimRun
