@@ -33,9 +33,9 @@ class Project:
     root: str = "trainer"
 
     @classmethod
-    def of(cls, package: str) -> "Project":
+    def from_package(cls, package: str) -> "Project":
         """Return a package's project, based on the folders `components` and `recipes`."""
-        registry = Registry.of(f"{package}.components")
+        registry = Registry.from_package(f"{package}.components")
         return cls(registry, registry.folder.parent / "recipes")
 
     def with_imports(self, packages: Sequence[str]) -> "Project":
@@ -98,7 +98,7 @@ class Project:
 
     def graph(self, recipe: MergedRecipe, root: str | None = None) -> Graph:
         """Return a recipe's checked graph, with its problems."""
-        return Graph.of(recipe, self.registry, self.root if root is None else root)
+        return Graph.build(recipe, self.registry, self.root if root is None else root)
 
     def container(
         self, graph: Graph, *roots: str, accept_changes: bool = False, replacements: Mapping[str, Any] | None = None
@@ -150,7 +150,9 @@ class Recipe:
         """
         if wrong := [value for value in values if not isinstance(value, str)]:
             raise TypeError(f'{wrong[0]!r} is not a string; write one string per value, such as "optimizer.lr=1e-3"')
-        project = (project or Project.of("drawloom")).with_imports([imports] if isinstance(imports, str) else imports)
+        project = (project or Project.from_package("drawloom")).with_imports(
+            [imports] if isinstance(imports, str) else imports
+        )
         merged = [overlays] if isinstance(overlays, str | Path) else overlays
         return cls(project.load(str(name), [str(overlay) for overlay in merged], values), project)
 
@@ -162,7 +164,7 @@ class Recipe:
         The dicts are read like a file at the path `source`, which appears in problems: `extends`, `unset` and `edit`
         work, and the path of a base is relative to the folder of `source`. Raises RecipeError if a base can't be read.
         """
-        project = project or Project.of("drawloom")
+        project = project or Project.from_package("drawloom")
         return cls(
             merge_layers(source, read_bases_and_layer(Layer(source, dict(data)), RecipeFolder(project.recipes))),
             project,

@@ -17,8 +17,8 @@ from torch.autograd import Function
 
 from drawloom.kernels.deferred_grads import (
     WeightGradient,
+    compute_at_once_if_hooked,
     get_weight_gradient_function,
-    supports_deferred_weight_gradient,
 )
 from drawloom.kernels.logsumexp import logsumexp_in_fixed_order
 from drawloom.kernels.operation import accumulation_dtype, once_differentiable, upcast
@@ -130,7 +130,7 @@ def pass_none_for_unused_grads(ctx: Any) -> None:
         ctx.set_materialize_grads(False)
 
 
-@supports_deferred_weight_gradient
+@compute_at_once_if_hooked
 class _CutCrossEntropy(Function):
     """Cross entropy that saves its inputs, hidden (tokens, width), weight and targets (tokens,), and lse."""
 

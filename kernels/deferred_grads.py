@@ -296,11 +296,12 @@ class Accumulation(Recording):
         return partial(add_to_grad, weight)
 
 
-def supports_deferred_weight_gradient(function: type[Function]) -> type[Function]:
+def compute_at_once_if_hooked(function: type[Function]) -> type[Function]:
     """
-    Decorate an autograd Function that keeps `get_weight_gradient_function`'s result as `ctx.weight_gradient`.
+    Let an autograd Function's nodes compute their weight gradient at once after `grad_fn.register_hook`.
 
-    A node with a hook (`grad_fn.register_hook`) defers nothing, since the hook must see every gradient.
+    A hook must see every gradient, so its node defers none. The Function keeps `get_weight_gradient_function`'s result
+    as `ctx.weight_gradient`.
     """
     node_class: Any = function._backward_cls
 

@@ -15,8 +15,8 @@ from torch.autograd import Function
 
 from drawloom.kernels.deferred_grads import (
     WeightGradient,
+    compute_at_once_if_hooked,
     get_weight_gradient_function,
-    supports_deferred_weight_gradient,
 )
 from drawloom.kernels.operation import once_differentiable, upcast
 
@@ -59,7 +59,7 @@ def add_expert_bias(
     return result
 
 
-@supports_deferred_weight_gradient
+@compute_at_once_if_hooked
 class _AddExpertBias(Function):
     """Bias addition by expert, which can defer the bias's gradient."""
 

@@ -15,8 +15,8 @@ from torch.autograd import Function
 
 from drawloom.kernels.deferred_grads import (
     WeightGradient,
+    compute_at_once_if_hooked,
     get_weight_gradient_function,
-    supports_deferred_weight_gradient,
 )
 from drawloom.kernels.float8 import Float8Rows, ScaledRows
 from drawloom.kernels.grouped_float8 import GroupedFloat8Kernels, allocate_quantized_experts
@@ -96,7 +96,7 @@ def _get_or_quantize_weight(kernels: GroupedFloat8Kernels, weight: Tensor) -> tu
     return kept.rows
 
 
-@supports_deferred_weight_gradient
+@compute_at_once_if_hooked
 class _ExpertsFloat8(Function):
     """Experts; it saves tokens, gate and up's results, and quantized factors."""
 

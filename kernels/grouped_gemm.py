@@ -18,8 +18,8 @@ from torch.autograd import Function
 from drawloom.kernels.costs import register_costs, return_zero_scratch_bytes
 from drawloom.kernels.deferred_grads import (
     WeightGradient,
+    compute_at_once_if_hooked,
     get_weight_gradient_function,
-    supports_deferred_weight_gradient,
 )
 from drawloom.kernels.operation import once_differentiable
 
@@ -73,7 +73,7 @@ def apply_grouped_gemm(
     return result
 
 
-@supports_deferred_weight_gradient
+@compute_at_once_if_hooked
 class _GroupedGemm(Function):
     """Grouped product, which can defer its weight's gradient."""
 

@@ -12,8 +12,8 @@ from drawloom.kernels.deferred_grads import (
     Addable,
     MatrixProduct,
     WeightGradient,
+    compute_at_once_if_hooked,
     get_weight_gradient_function,
-    supports_deferred_weight_gradient,
 )
 from drawloom.kernels.operation import once_differentiable
 
@@ -26,7 +26,7 @@ def linear_eager(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     return _Linear.apply(x, weight, bias, get_weight_gradient_function(weight))  # type: ignore[no-untyped-call, no-any-return]
 
 
-@supports_deferred_weight_gradient
+@compute_at_once_if_hooked
 class _Linear(Function):
     """Linear layer that can defer its weight's gradient; the bias's gradient is a cheap sum."""
 
@@ -61,7 +61,7 @@ def embedding_eager(tokens: Tensor, weight: Tensor) -> Tensor:
     return _Embedding.apply(tokens, weight, get_weight_gradient_function(weight))  # type: ignore[no-untyped-call, no-any-return]
 
 
-@supports_deferred_weight_gradient
+@compute_at_once_if_hooked
 class _Embedding(Function):
     """Embedding that saves only the tokens, and can defer its weight's gradient."""
 

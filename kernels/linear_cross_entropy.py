@@ -20,8 +20,8 @@ from drawloom.kernels.cut_cross_entropy import (
 from drawloom.kernels.deferred_grads import (
     MatrixProduct,
     WeightGradient,
+    compute_at_once_if_hooked,
     get_weight_gradient_function,
-    supports_deferred_weight_gradient,
 )
 from drawloom.kernels.operation import accumulation_dtype, once_differentiable
 from drawloom.kernels.results import TokenLosses
@@ -51,7 +51,7 @@ def linear_cross_entropy_eager(
     return TokenLosses(weighted, lse.reshape(targets.shape))
 
 
-@supports_deferred_weight_gradient
+@compute_at_once_if_hooked
 class _WholeProbabilities(Function):
     """Cross entropy of hidden (tokens, width), weight (vocabulary, width) and targets (tokens,)."""
 

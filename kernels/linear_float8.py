@@ -33,8 +33,8 @@ from drawloom.kernels.deferred_grads import (
     Addable,
     Compute,
     WeightGradient,
+    compute_at_once_if_hooked,
     get_weight_gradient_function,
-    supports_deferred_weight_gradient,
 )
 from drawloom.kernels.float8 import ALIGNMENT, Float8Kernels, Float8Rows, QuantizedGradient, allocate_quantized_weights
 from drawloom.kernels.operation import once_differentiable
@@ -221,7 +221,7 @@ def _get_transposed_quantized_weights(
     return kept if kept.numel() else kernels.quantize_transposed_weights(weights, scale)
 
 
-@supports_deferred_weight_gradient
+@compute_at_once_if_hooked
 class _LinearFloat8(Function):
     """Linear layers with one input; they save it in float8, and can defer their weight gradients."""
 
@@ -353,7 +353,7 @@ class GradientDispatcher:
         return self.gradients[compute.number](compute, *tensors)
 
 
-@supports_deferred_weight_gradient
+@compute_at_once_if_hooked
 class _MlpFloat8(Function):
     """Gated feed-forward network; it saves the outputs from gate and up, and quantized factors."""
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from drawloom.components.checkpoint.memory_exchange import HeldState, NeighbourCopy, PartKey
 from drawloom.components.checkpoint.staging.blocking import Blocking
-from drawloom.components.ports.run import Stateful
+from drawloom.components.ports.checkpoint import Stateful
 from drawloom.components.state.trees import map_leaves
 
 
@@ -37,7 +37,7 @@ class StateMemory:
     def reference_states(self, key: PartKey, nodes: Mapping[str, Stateful]) -> HeldState:
         """Reference and return the state after a step. Tensors must not change before `replace_reference_by_copy`."""
         states = {name: map_leaves(_detach_if_tensor, node.state_dict()) for name, node in nodes.items()}
-        self._current = HeldState.of(key, nodes, states)
+        self._current = HeldState.from_nodes(key, nodes, states)
         return self._current
 
     def replace_reference_by_copy(self) -> None:

@@ -22,13 +22,13 @@ from drawloom.components.checkpoint.snapshot import (
     slices_by_sharded_entry,
 )
 from drawloom.components.distributed.mesh_layout import MODEL
+from drawloom.components.ports.checkpoint import Stateful
 from drawloom.components.ports.distributed import Group, Mesh
-from drawloom.components.ports.run import Stateful
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.storage.state_tree import (
     PackedState,
     Tree,
-    iterate_tensor_leaves,
+    iterate_tensor_names_and_slices,
     list_dict_entries,
     pack_state,
 )
@@ -73,7 +73,7 @@ class HeldState:
     local: frozenset[str]  # nodes whose states differ by rank
 
     @classmethod
-    def of(cls, key: PartKey, nodes: Mapping[str, Stateful], states: Mapping[str, Any]) -> "HeldState":
+    def from_nodes(cls, key: PartKey, nodes: Mapping[str, Stateful], states: Mapping[str, Any]) -> "HeldState":
         """Return the nodes' states."""
         slices = {name: slices_by_sharded_entry(node) for name, node in nodes.items()}
         return cls(key, states, slices, frozenset(name for name, node in nodes.items() if is_rank_local(node)))
@@ -312,7 +312,7 @@ def _remove_duplicates(trees: Mapping[int, Tree], slices: Mapping[str, Slices | 
                 continue
             entries = {}
             for entry, value in list_dict_entries(state).items():
-                signature = node, entry, tuple(part for _, part in iterate_tensor_leaves(value))
+                signature = node, entry, tuple(part for _, part in iterate_tensor_names_and_slices(value))
                 if signature not in seen:
                     entries[entry] = value
                 seen.add(signature)

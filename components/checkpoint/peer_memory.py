@@ -26,8 +26,9 @@ from drawloom.components.checkpoint.memory_exchange import (
 from drawloom.components.checkpoint.snapshot import is_rank_local
 from drawloom.components.checkpoint.threads import submit_in_new_thread
 from drawloom.components.distributed.rank_errors import run_and_gather_on_all_ranks
+from drawloom.components.ports.checkpoint import Stateful
 from drawloom.components.ports.distributed import Group, Mesh, Processes
-from drawloom.components.ports.run import Cadence, Stateful, Step, is_due
+from drawloom.components.ports.run import Cadence, Step, is_due
 
 log = logging.getLogger("drawloom.checkpoint")
 run_log = logging.getLogger("drawloom.run")  # rank 0 prints its messages
@@ -112,7 +113,7 @@ class PeerMemory:
             states |= local
             log.info("%s the state after step %d", "sent" if own_key in own_keys else "received", step)
         run_and_gather_on_all_ranks(world, lambda: self._load_states_into_nodes(states))
-        kept = HeldState.of(own_key, self.states, states)
+        kept = HeldState.from_nodes(own_key, self.states, states)
         self.memory.replace_newest_states(kept)  # for another loss in the next step
         copy = self._exchange_copies_with_neighbours(kept) if self.sources else None
         run_and_gather_on_all_ranks(world, lambda: None)  # all ranks have their copies before older ones are dropped

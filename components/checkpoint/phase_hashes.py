@@ -7,9 +7,11 @@ import attrs
 from torch import Tensor
 
 from drawloom.components.checkpoint.state_hashes import FOLDER, hash_states
+from drawloom.components.ports.checkpoint import Stateful
 from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.run import METRIC_TOTALS, Event, EventKind, RunFolder, Stateful, Step, Tracker
+from drawloom.components.ports.run import Event, EventKind, RunFolder, Step
 from drawloom.components.ports.stages import Parameters
+from drawloom.components.ports.tracking import METRIC_TOTALS, Tracker
 from drawloom.components.state.trees import list_labelled_children
 from drawloom.components.storage.appended_file import AppendedFile
 from drawloom.components.storage.regular_file import create_folder_unless_link

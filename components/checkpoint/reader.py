@@ -30,7 +30,7 @@ from drawloom.components.storage.safetensors.header import HeaderError
 from drawloom.components.storage.safetensors.reader import read_tensor, read_tensor_offset_and_entries
 from drawloom.components.storage.state_tree import (
     Tree,
-    iterate_tensor_leaves,
+    iterate_tensor_names_and_slices,
     list_dict_entries,
     narrow_tensors_to_slices,
     unpack_state,
@@ -160,7 +160,7 @@ class PieceReader:
             if (wanted := _pick_from_tree(part, pick(rank, node))) is not None:
                 picked[node] = wanted
                 for entry, subtree in list_dict_entries(wanted).items():
-                    for name, saved in iterate_tensor_leaves(subtree):
+                    for name, saved in iterate_tensor_names_and_slices(subtree):
                         uses.setdefault(name, []).append((saved, _slice_to_read_or_none(pick, rank, node, entry)))
         return picked, uses
 
@@ -245,7 +245,7 @@ def _pick_from_tree(tree: Tree, wanted: Slices | bool) -> Tree | None:
 
 
 def _list_slices(tree: Tree) -> list[TensorSlice]:
-    return [tensor_slice for _, tensor_slice in iterate_tensor_leaves(tree) if tensor_slice is not None]
+    return [tensor_slice for _, tensor_slice in iterate_tensor_names_and_slices(tree) if tensor_slice is not None]
 
 
 def _slice_to_read_or_none(pick: Pick, rank: int, node: str, entry: str) -> TensorSlice | None:

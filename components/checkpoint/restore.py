@@ -18,7 +18,7 @@ from drawloom.components.checkpoint.manifest import (
 )
 from drawloom.components.checkpoint.reader import CheckpointReader, Slices
 from drawloom.components.checkpoint.snapshot import is_rank_local, slices_by_sharded_entry
-from drawloom.components.ports.run import Stateful
+from drawloom.components.ports.checkpoint import Stateful
 from drawloom.components.storage.state_tree import list_dict_entries
 from drawloom.graph import UserError
 

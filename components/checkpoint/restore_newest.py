@@ -18,8 +18,8 @@ from drawloom.components.checkpoint.restore import (
 from drawloom.components.checkpoint.retention import Retention
 from drawloom.components.checkpoint.snapshot import slices_by_sharded_entry
 from drawloom.components.distributed.rank_errors import run_and_gather_on_all_ranks, run_on_rank0
+from drawloom.components.ports.checkpoint import Stateful
 from drawloom.components.ports.distributed import Group
-from drawloom.components.ports.run import Stateful
 from drawloom.components.storage.regular_file import read_file
 from drawloom.graph import RecipeError, ResolvedRecipe
 from drawloom.graph.recipe.lockfile import LOCK

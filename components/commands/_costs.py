@@ -61,7 +61,7 @@ def make_cost_source(options: argparse.Namespace, project: Project, recipe: Reci
 
 def read_last_traced_step(folder: Path, project: Project) -> TracedStep:
     """Read the last traced step of a run folder, matched with the program of the run's recipe."""
-    pipeline = Pipeline.of(Recipe.load(folder, project=project))
+    pipeline = Pipeline.from_recipe(Recipe.load(folder, project=project))
     return read_traced_step(
         folder, pipeline.schedule.program(pipeline.ranks, require_microbatches(pipeline.microbatches))
     )

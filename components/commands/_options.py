@@ -1,4 +1,4 @@
-"""Types for command-line options: numbers within bounds, and writable files."""
+"""Command-line options: the batch size, and types for numbers within bounds and writable files."""
 
 import argparse
 import math
@@ -60,6 +60,13 @@ def parse_writable_path(text: str) -> Path:
     except OSError as error:
         reason = f"no file can be written in {path.parent} ({error.strerror})"
         raise argparse.ArgumentTypeError(f"{reason}; write a file in a folder that can be written") from None
+
+
+def add_batch_size_option(parser: argparse.ArgumentParser, option: str, items: str) -> None:
+    """Add an option for the number of items in a forward pass, 8 by default."""
+    parser.add_argument(
+        option, type=make_integer_parser(), default=8, metavar="N", help=f"{items} per batch (default: 8)"
+    )
 
 
 @contextmanager

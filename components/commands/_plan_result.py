@@ -108,7 +108,9 @@ class PlanResult(PlanData, Result):
     text: str = internal()
 
     @classmethod
-    def of(cls, plan: Plan, remedies: Sequence[Remedy], checkpoint_interval: CheckpointInterval | None) -> "PlanResult":
+    def from_plan(
+        cls, plan: Plan, remedies: Sequence[Remedy], checkpoint_interval: CheckpointInterval | None
+    ) -> "PlanResult":
         """Make the result for a plan, its remedies, and the proposed checkpoint interval."""
         parts = [
             format_plan(plan),
@@ -157,7 +159,7 @@ class SearchResult(Result):
     text: str = internal()
 
     @classmethod
-    def of(cls, choices: Sequence[PlanChoice], overlay: Path | None) -> "SearchResult":
+    def from_choices(cls, choices: Sequence[PlanChoice], overlay: Path | None) -> "SearchResult":
         """Make the result for the plans of a search, and the written overlay file."""
         plans = [
             SearchedPlan(**_convert_plan_to_data_fields(choice.plan), toml=choice.overlay_toml.splitlines())

@@ -22,7 +22,7 @@ class Pipeline:
     microbatches: int | None
 
     @classmethod
-    def of(cls, recipe: Recipe) -> "Pipeline":
+    def from_recipe(cls, recipe: Recipe) -> "Pipeline":
         """Return a recipe's pipeline. Raises UserError unless it has exactly one schedule and one mesh."""
         graph = recipe.graph
         name = find_only_node(graph, Schedule)

@@ -23,8 +23,8 @@ from drawloom.components.checkpoint.state_hashes import FOLDER as DIGESTS
 from drawloom.components.commands._recipes import read_mesh_sizes
 from drawloom.components.commands.verify_resume import MACHINE_METRICS
 from drawloom.components.distributed.cpu_threads import THREADS, count_threads_per_process
+from drawloom.components.ports.checkpoint import Stateful
 from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.run import Stateful
 from drawloom.components.report.metrics import METRICS, read_lines
 from drawloom.components.storage.step_log import CHECKSUM
 from drawloom.graph import UserError

@@ -8,7 +8,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from drawloom.components.commands._options import convert_write_errors, make_integer_parser, parse_writable_path
+from drawloom.components.commands._options import (
+    add_batch_size_option,
+    convert_write_errors,
+    make_integer_parser,
+    parse_writable_path,
+)
 from drawloom.components.commands._trained import add_run_and_checkpoint_arguments, open_trained_run
 from drawloom.components.data.sources.files import find_files
 from drawloom.components.data.sources.parts import split_files_into_parts
@@ -62,9 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="first tokens of a document (default: 1024)",
     )
-    parser.add_argument(
-        "--rows", type=make_integer_parser(), default=8, metavar="N", help="documents per batch (default: 8)"
-    )
+    add_batch_size_option(parser, "--rows", "documents")
 
 
 @output_class

@@ -22,6 +22,7 @@ from drawloom.components.commands._options import (
     parse_positive_number,
 )
 from drawloom.components.commands._power_law import PowerLaw, fit_power_law
+from drawloom.components.commands._recipes import add_overlay_option
 from drawloom.components.ports.flops import CountsFlops
 from drawloom.components.report.metrics import Column, read_metrics
 from drawloom.components.storage.durable_files import replace_file
@@ -41,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
     help = "the smallest model: model.granite, model.llama or model.qwen3.dense"
     parser.add_argument("recipe", metavar="RECIPE", help=help)
-    parser.add_argument("--overlay", action="append", default=[], metavar="FILE", help="a recipe to merge over it")
+    add_overlay_option(parser)
     help = "sizes as multiples of the recipe's (default 1,2,4,8)"
     parser.add_argument("--multiples", type=parse_positive_integers, default=[1, 2, 4, 8], metavar="N,N", help=help)
     help = "size to multiply: width (heads) or depth (layers); default: width"

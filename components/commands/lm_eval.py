@@ -6,7 +6,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from drawloom.components.commands._options import convert_write_errors, make_integer_parser, parse_writable_path
+from drawloom.components.commands._options import (
+    add_batch_size_option,
+    convert_write_errors,
+    make_integer_parser,
+    parse_writable_path,
+)
 from drawloom.components.commands._trained import add_run_and_checkpoint_arguments, open_trained_run
 from drawloom.components.data.sources.files import import_optional_package
 from drawloom.components.ports.corpus import Tokenizer
@@ -45,9 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="most tokens the model sees (default: 1024)",
     )
-    parser.add_argument(
-        "--rows", type=make_integer_parser(), default=8, metavar="N", help="texts per batch (default: 8)"
-    )
+    add_batch_size_option(parser, "--rows", "texts")
     parser.add_argument(
         "--to", type=parse_writable_path, metavar="FILE", help="write all results to this file, as JSON"
     )

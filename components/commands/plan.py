@@ -64,7 +64,7 @@ def main(options: argparse.Namespace, project: Project) -> PlanResult | SearchRe
         raise UserError("--to writes the best plan that --search finds; add --search", 2)
     planned = plan(recipe, device, options.ranks)
     helpful = [] if planned.fits else find_remedies(recipe, planned)
-    return PlanResult.of(planned, helpful, _propose_checkpoint_interval(options, recipe, planned))
+    return PlanResult.from_plan(planned, helpful, _propose_checkpoint_interval(options, recipe, planned))
 
 
 def _calibrate_device() -> CalibrationResult:
@@ -81,7 +81,7 @@ def _propose_checkpoint_interval(
         if options.save_seconds is not None:
             raise UserError("--save-seconds needs the time between failures; write --mtbf HOURS", 2)
         return None
-    return propose_checkpoint_interval(Nodes.of(recipe), planned, options.mtbf * 3600, options.save_seconds)
+    return propose_checkpoint_interval(Nodes.from_recipe(recipe), planned, options.mtbf * 3600, options.save_seconds)
 
 
 def _search_plans_and_write_best(options: argparse.Namespace, recipe: Recipe, device: DeviceModel) -> SearchResult:
@@ -98,7 +98,7 @@ def _search_plans_and_write_best(options: argparse.Namespace, recipe: Recipe, de
         except UserError:
             print_escaped_text(format_search_table(choices))
             raise
-    return SearchResult.of(choices, overlay)
+    return SearchResult.from_choices(choices, overlay)
 
 
 def _parse_positive_count(text: str) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drawloom.components.commands._options import convert_write_errors, make_integer_parser, parse_writable_path
+from drawloom.components.commands._options import add_batch_size_option, convert_write_errors, parse_writable_path
 from drawloom.components.commands._recipes import add_overlay_option
 from drawloom.components.data.chat.encode import Encoded
 from drawloom.components.data.packing.rows import RowPiece, build_batch
@@ -31,9 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--to", type=parse_writable_path, metavar="FILE", required=True, help="JSON-lines file to write"
     )
-    parser.add_argument(
-        "--pairs", type=make_integer_parser(), default=8, metavar="N", help="preference pairs per batch (default: 8)"
-    )
+    add_batch_size_option(parser, "--pairs", "preference pairs")
 
 
 @output_class

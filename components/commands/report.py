@@ -84,7 +84,7 @@ def _draw_recipe(project: Project, folder: Path) -> Drawings:
 
 def _draw_recipe_schedule_svg(recipe: Recipe) -> str:
     """Draw the recipe's pipeline schedule. Raises UserError if it has none, or an unknown microbatch count."""
-    pipeline = Pipeline.of(recipe)
+    pipeline = Pipeline.from_recipe(recipe)
     return draw_schedule_svg(
         pipeline.use, pipeline.schedule, pipeline.ranks, require_microbatches(pipeline.microbatches)
     )

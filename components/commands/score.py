@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drawloom.components.commands._options import convert_write_errors, make_integer_parser, parse_writable_path
+from drawloom.components.commands._options import add_batch_size_option, convert_write_errors, parse_writable_path
 from drawloom.components.commands._trained import add_run_and_checkpoint_arguments, open_trained_run
 from drawloom.components.data.chat.template import ChatTemplate
 from drawloom.components.data.feedback import encode_prompt_completion_row
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--to", type=parse_writable_path, metavar="FILE", required=True, help="the JSON-lines file to write"
     )
     parser.add_argument("--template", type=Path, metavar="FILE", help="a chat template (default: the tokenizer's)")
-    parser.add_argument("--rows", type=make_integer_parser(), default=8, help="answers computed together (default 8)")
+    add_batch_size_option(parser, "--rows", "answers")
 
 
 @output_class

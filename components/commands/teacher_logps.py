@@ -9,8 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drawloom.components.commands._options import convert_write_errors, make_integer_parser, parse_writable_path
-from drawloom.components.commands._recipes import find_only_node
+from drawloom.components.commands._options import (
+    add_batch_size_option,
+    convert_write_errors,
+    make_integer_parser,
+    parse_writable_path,
+)
+from drawloom.components.commands._recipes import add_overlay_option, find_only_node
 from drawloom.components.data.packing.packed_rows import SPLITS, PackedRows
 from drawloom.components.data.teacher_logps import MANIFEST
 from drawloom.components.pipeline.executor import ProgramExecutor
@@ -31,13 +36,12 @@ FLOOR = float(np.finfo(np.float16).min)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command-line arguments."""
     parser.add_argument("recipe", metavar="RECIPE", help="a path, or the name of a shipped recipe, with the teacher")
-    parser.add_argument("--overlay", action="append", default=[], metavar="FILE", help="a recipe to merge over it")
+    add_overlay_option(parser)
     parser.add_argument("--to", type=parse_writable_path, metavar="FOLDER", required=True, help="the folder to write")
     parser.add_argument(
         "--top-k", type=make_integer_parser(), default=64, metavar="K", help="tokens by position (default 64)"
     )
-    parser.add_argument("--rows", type=make_integer_parser(), default=8, help="rows computed together (default 8)")
-    parser.epilog = "Set single values with node.key=value."
+    add_batch_size_option(parser, "--rows", "rows")
 
 
 @output_class

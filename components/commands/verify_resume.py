@@ -22,7 +22,8 @@ import torch
 from drawloom.components.commands._options import make_integer_parser
 from drawloom.components.commands._recipes import add_overlay_option
 from drawloom.components.ports.distributed import Device
-from drawloom.components.ports.run import Randomness, Tracker
+from drawloom.components.ports.run import Randomness
+from drawloom.components.ports.tracking import Tracker
 from drawloom.components.storage.step_log import read_step_log
 from drawloom.graph import UserError
 from drawloom.graph.cli.exit_codes import FAILED, OK

@@ -1,7 +1,5 @@
 """Contracts for ports of a run."""
 
-import math
-import threading
 import typing
 from contextlib import suppress
 from pathlib import Path
@@ -11,29 +9,20 @@ import torch
 
 from drawloom.components.ports.pipeline import LOSSES
 from drawloom.components.ports.run import (
-    AfterRestore,
     Batching,
-    Durable,
     EnvironmentSource,
     Event,
     EventKind,
     Events,
     FinalTask,
-    GrowingState,
-    KnownSteps,
     Listener,
-    Metric,
     Phase,
     Randomness,
     ReadsFiles,
-    Restorer,
     RunFolder,
     RunInfo,
-    Stateful,
     Step,
     Stop,
-    Tracker,
-    Value,
 )
 from drawloom.components.ports.stages import IN_PARAMETERS
 from drawloom.components.state.step_state import MissingStateError, StepState
@@ -73,6 +62,13 @@ class ObservedState(StepState):
         self.written.add(key)
         super().__setitem__(key, value)
 
+    @classmethod
+    def get_from_step(cls, step: Step) -> "ObservedState":
+        """Return a step's state. Raises TypeError if a component has replaced it."""
+        if not isinstance(step.state, cls):
+            raise TypeError("step.state was replaced; write values into it instead")
+        return step.state
+
 
 def _steps_with_declared_values(phase: Phase) -> typing.Iterator[Step]:
     """Yield two steps with the values that the phase requires; nothing if no shipped phase writes one of the values."""
@@ -90,7 +86,7 @@ def reads_only_what_it_declares(phase: Phase) -> None:
             phase.run_phase(step)
         flow = find_declared_reads_and_writes(phase)
         declared = {name.removesuffix("?") for name in (*flow.reads, *flow.writes, *flow.changes)}
-        undeclared = ", ".join(sorted(_require_unreplaced_state(step).read - declared))
+        undeclared = ", ".join(sorted(ObservedState.get_from_step(step).read - declared))
         expect(not undeclared, f"the phase reads {undeclared} without declaring it; write it in `reads`")
 
 
@@ -99,7 +95,7 @@ def writes_only_what_it_declares(phase: Phase) -> None:
     flow = find_declared_reads_and_writes(phase)
     for step in _steps_with_declared_values(phase):
         phase.run_phase(step)
-        undeclared = sorted(_require_unreplaced_state(step).written - {*flow.writes, *flow.changes})
+        undeclared = sorted(ObservedState.get_from_step(step).written - {*flow.writes, *flow.changes})
         expect(not undeclared, f"the phase writes {', '.join(undeclared)} without declaring it; write it in `writes`")
 
 
@@ -150,55 +146,6 @@ def handles_unexpected_events(listener: Listener) -> None:
         listener.on_event(Event(kind, Step(1, 1), "optimizer"))
 
 
-def _make_step(index: int) -> Step:
-    values = {"loss": torch.tensor(2.0), "grad_norm": torch.tensor(1.0), "lr": 0.1, "tokens": 64.0}
-    return Step(index, 10, ObservedState(values))
-
-
-def _require_unreplaced_state(step: Step) -> ObservedState:
-    state = step.state
-    if not isinstance(state, ObservedState):
-        raise TypeError("step.state was replaced; write values into it instead")
-    return state
-
-
-def _measure_on_a_single_rank(metric: Metric, step: Step) -> typing.Mapping[str, Value]:
-    """Return the values of a metric at a step on a single rank."""
-    parts = metric.measure_on_rank(step)
-    for name, part in parts.items():
-        expect(name in metric.accumulators, f"{name!r} is none of its accumulators")
-        shape = metric.accumulators[name].shape
-        expect(tuple(part.shape) == shape, f"{name} has shape {tuple(part.shape)}, and {shape} was declared")
-    totals = {
-        name: parts.get(name, accumulator.identity_element()).double().cpu()
-        for name, accumulator in metric.accumulators.items()
-    }
-    return metric.compute(totals, step)
-
-
-def metric_values_are_finite_numbers_booleans_or_none(metric: Metric) -> None:
-    """Values are finite numbers, booleans or None; names are non-empty strings."""
-    for index in (1, 2, 3):
-        for name, value in _measure_on_a_single_rank(metric, _make_step(index)).items():
-            expect(isinstance(name, str) and name, f"{name!r} is not a name")
-            expect(value is None or isinstance(value, int | float), f"{name} is {value!r}")
-            expect(value is None or math.isfinite(value), f"{name} is {value}")
-
-
-def metric_names_are_equal_in_all_steps(metric: Metric) -> None:
-    """All steps have the same metric names, so that a series has no gaps."""
-    names = [sorted(_measure_on_a_single_rank(metric, _make_step(index))) for index in (1, 2, 3)]
-    expect(names[0] == names[1] == names[2], f"the names change from step to step: {names}")
-
-
-def measuring_does_not_change_the_step(metric: Metric) -> None:
-    """Measuring a step does not change it."""
-    step = _make_step(1)
-    _measure_on_a_single_rank(metric, step)
-    written = _require_unreplaced_state(step).written
-    expect(not written and (step.index, step.tokens, step.skip_reason) == (1, 64, ""), "measuring changed the step")
-
-
 def _draw_numbers(randomness: Randomness, *purpose: str | int) -> list[float]:
     return torch.rand(4, generator=randomness.stream(*purpose)).tolist()
 
@@ -236,80 +183,6 @@ def run_name_seed_and_path_do_not_change(job: RunInfo) -> None:
     expect((job.name, job.seed, job.folder_path) == (job.name, job.seed, job.folder_path), "the run's identity changes")
 
 
-LEAVES = torch.Tensor | int | float | str | bool | None
-
-
-def state_is_a_nested_dict_of_plain_values(node: Stateful) -> None:
-    """The state is a nested dict; leaves are tensors, numbers, strings, booleans, None, or lists of such leaves."""
-    _expect_plain_values(node.state_dict(), "the state")
-
-
-def _expect_plain_values(state: Any, where: str) -> None:
-    if isinstance(state, dict):
-        for name, part in state.items():
-            expect(isinstance(name, str), f"{where} has the key {name!r}, which is not a string")
-            _expect_plain_values(part, f"{where}, {name}")
-    elif isinstance(state, list | tuple):
-        expect(all(isinstance(part, LEAVES) for part in state), f"{where} is a list of other than plain values")
-    else:
-        expect(isinstance(state, LEAVES), f"{where} is a {type(state).__name__}")
-
-
-def loaded_state_equals_saved_state(saved: Stateful, fresh: Stateful) -> None:
-    """A node that has loaded a state from a node with the same settings returns the same state."""
-    state = saved.state_dict()
-    fresh.load_state_dict(state)
-    expect(_are_equal_states(fresh.state_dict(), state), "the loaded state differs from the saved state")
-
-
-def two_state_dict_calls_return_equal_states(node: Stateful) -> None:
-    """Two calls of state_dict in a row return equal states."""
-    expect(_are_equal_states(node.state_dict(), node.state_dict()), "state_dict changes the state")
-
-
-def _are_equal_states(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_are_equal_states(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(_are_equal_states, one, other))
-    return type(one) is type(other) and bool(one == other)
-
-
-def forecast_state_has_all_entries_of_the_state(node: GrowingState) -> None:
-    """A forecast has all entries in the present state, with the same shapes and dtypes."""
-    _expect_entries_in_forecast(node.state_dict(), node.forecast_state_after_first_step(), "the state")
-
-
-def _expect_entries_in_forecast(state: Any, forecast: Any, where: str) -> None:
-    if isinstance(state, dict):
-        for name, part in state.items():
-            expect(name in forecast, f"{where}, {name} is not in the forecast")
-            _expect_entries_in_forecast(part, forecast[name], f"{where}, {name}")
-    elif isinstance(state, torch.Tensor):
-        expect((state.shape, state.dtype) == (forecast.shape, forecast.dtype), f"{where} was forecast differently")
-
-
-def known_steps_count_from_1_and_have_numbers(node: KnownSteps) -> None:
-    """Known steps are counted from 1, and their values are numbers or None."""
-    for step, values in node.recorded_step_values():
-        expect(type(step) is int and step >= 1, f"{step!r} is not a step")
-        kinds = {type(value) for value in values.values()}
-        expect(kinds <= {int, float, type(None)}, f"step {step} has values of {kinds}")
-
-
-def loading_another_nodes_state_raises(node: Stateful) -> None:
-    """Loading another node's state raises KeyError or ValueError, unless the node has no state."""
-    if not node.state_dict():
-        return
-    try:
-        node.load_state_dict({"a state of another node": 1})
-    except (KeyError, ValueError):
-        return
-    expect(False, "a state of another node is loaded without an error")
-
-
 def without_a_signal_the_run_continues(stop: Stop) -> None:
     """Without a signal, `agree_on_signal` returns 0."""
     expect([stop.agree_on_signal(), stop.agree_on_signal()] == [0, 0], "the run is asked to stop")
@@ -319,28 +192,6 @@ def an_agreed_stop_reason_is_one_ranks_own(stop: Stop) -> None:
     """The reason is a rank's own words, and empty if no rank has one."""
     agreed = [stop.agree_on_reason(reason) for reason in ("", "enough", "")]
     expect(agreed == ["", "enough", ""], f"ranks agree on {agreed}")
-
-
-def accepts_every_kind_of_value(tracker: Tracker) -> None:
-    """A tracker accepts numbers, booleans and None, and names with dots and slashes."""
-    tracker.track(1, {"loss": 1.5, "skipped": False, "validation_loss": None, "memory/peak.bytes": 3})
-    tracker.track(2, {})
-
-
-def steps_can_be_rewound(tracker: Tracker) -> None:
-    """A tracker can delete steps and track them again, even if there is nothing to delete."""
-    for step in (1, 2, 3):
-        tracker.track(step, {"loss": float(step)})
-    # twice, because a run may be killed and resumed again before it tracks anything
-    tracker.rewind(1)
-    tracker.rewind(1)
-    for step in (2, 3):
-        tracker.track(step, {"loss": float(-step)})
-    tracker.rewind(0)
-    tracker.track(1, {"loss": 0.0})
-    tracker.rewind(-1)
-    tracker.track(0, {"loss": 1.0})
-    tracker.track(1, {"loss": 0.0})
 
 
 def emitting_events_does_not_change_the_step(events: Events) -> None:
@@ -353,42 +204,6 @@ def emitting_events_does_not_change_the_step(events: Events) -> None:
         expect(step.index == 1 and step.state is state and not state.written, f"{kind} changes the step")
 
 
-def flush_works_in_any_thread(durable: Durable) -> None:
-    """Flush returns in any thread, even if nothing has been written."""
-    errors: list[BaseException] = []
-
-    def flush() -> None:
-        try:
-            durable.flush()
-        except BaseException as error:
-            errors.append(error)
-
-    durable.flush()
-    thread = threading.Thread(target=flush)
-    thread.start()
-    thread.join(10)
-    expect(not thread.is_alive(), "flush does not return in another thread")
-    expect(not errors, f"flush raises {errors[:1]} in another thread")
-
-
-def a_saved_step_is_restored(restorer: Restorer) -> None:
-    """Restore returns 0 without a checkpoint, and the step of the newest checkpoint after a save."""
-    expect(restorer.restore() == 0, "without a checkpoint a step is restored")
-    for index in (1, 2):
-        restorer.save(Step(index, 10))
-        restorer.keep_in_memory_for_joiners(Step(index, 10))
-        restorer.wait_until_staged()
-        restored = restorer.restore()
-        expect(restored == index, f"step {index} was saved, and step {restored} is restored")
-
-
-def a_step_may_be_saved_twice(restorer: Restorer) -> None:
-    """A step can be saved twice."""
-    for _ in range(2):
-        restorer.save(Step(1, 10))
-    expect(restorer.restore() == 1, "step 1 was saved twice, and is not restored")
-
-
 def a_task_is_finished_only_after_it_ran(task: FinalTask) -> None:
     """A task is not finished before `run_after_training` and finished after it, also after a second call."""
     expect(not task.has_result_of_step(1), "the task is finished before it has run")
@@ -397,18 +212,13 @@ def a_task_is_finished_only_after_it_ran(task: FinalTask) -> None:
         expect(task.has_result_of_step(1), "the task has run and is not finished")
 
 
-def after_restore_accepts_a_new_run(node: AfterRestore) -> None:
-    """A node accepts the call in a new run, which has nothing to restore."""
-    node.after_restore(0)
-
-
 def environment_choices_are_strings_and_repeatable(source: EnvironmentSource) -> None:
     """Names and values are texts, and the same at every call, because the process keeps its choices."""
-    chosen = dict(source.list_resolved_choices())
+    chosen = dict(source.list_versions_and_choices())
     expect(
         all(isinstance(text, str) and text for item in chosen.items() for text in item), f"{chosen} has other values"
     )
-    expect(chosen == dict(source.list_resolved_choices()), "a second call returns other choices")
+    expect(chosen == dict(source.list_versions_and_choices()), "a second call returns other choices")
 
 
 def read_files_exist_by_name_of_setting(node: ReadsFiles) -> None:

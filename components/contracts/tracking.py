@@ -1,16 +1,87 @@
-"""Contracts for ports of trackers and metrics beyond numbers."""
+"""Contracts for ports of metrics and trackers."""
 
 import math
+from collections.abc import Mapping
 
-from drawloom.components.ports.run import Metric, Step, Tracker
+import torch
+
+from drawloom.components.contracts.run import ObservedState
+from drawloom.components.ports.run import Step
 from drawloom.components.ports.tracking import (
     ContextTracker,
     DistributionMetric,
     DistributionTracker,
     Histogram,
+    Metric,
     PropertyTracker,
+    Tracker,
+    Value,
 )
 from drawloom.graph.testing import expect
+
+
+def _make_step(index: int) -> Step:
+    values = {"loss": torch.tensor(2.0), "grad_norm": torch.tensor(1.0), "lr": 0.1, "tokens": 64.0}
+    return Step(index, 10, ObservedState(values))
+
+
+def _measure_on_a_single_rank(metric: Metric, step: Step) -> Mapping[str, Value]:
+    """Return the values of a metric at a step on a single rank."""
+    parts = metric.measure_on_rank(step)
+    for name, part in parts.items():
+        expect(name in metric.accumulators, f"{name!r} is none of its accumulators")
+        shape = metric.accumulators[name].shape
+        expect(tuple(part.shape) == shape, f"{name} has shape {tuple(part.shape)}, and {shape} was declared")
+    totals = {
+        name: parts.get(name, accumulator.identity_element()).double().cpu()
+        for name, accumulator in metric.accumulators.items()
+    }
+    return metric.compute(totals, step)
+
+
+def metric_values_are_finite_numbers_booleans_or_none(metric: Metric) -> None:
+    """Values are finite numbers, booleans or None; names are non-empty strings."""
+    for index in (1, 2, 3):
+        for name, value in _measure_on_a_single_rank(metric, _make_step(index)).items():
+            expect(isinstance(name, str) and name, f"{name!r} is not a name")
+            expect(value is None or isinstance(value, int | float), f"{name} is {value!r}")
+            expect(value is None or math.isfinite(value), f"{name} is {value}")
+
+
+def metric_names_are_equal_in_all_steps(metric: Metric) -> None:
+    """All steps have the same metric names, so that a series has no gaps."""
+    names = [sorted(_measure_on_a_single_rank(metric, _make_step(index))) for index in (1, 2, 3)]
+    expect(names[0] == names[1] == names[2], f"the names change from step to step: {names}")
+
+
+def measuring_does_not_change_the_step(metric: Metric) -> None:
+    """Measuring a step does not change it."""
+    step = _make_step(1)
+    _measure_on_a_single_rank(metric, step)
+    written = ObservedState.get_from_step(step).written
+    expect(not written and (step.index, step.tokens, step.skip_reason) == (1, 64, ""), "measuring changed the step")
+
+
+def accepts_every_kind_of_value(tracker: Tracker) -> None:
+    """A tracker accepts numbers, booleans and None, and names with dots and slashes."""
+    tracker.track(1, {"loss": 1.5, "skipped": False, "validation_loss": None, "memory/peak.bytes": 3})
+    tracker.track(2, {})
+
+
+def steps_can_be_rewound(tracker: Tracker) -> None:
+    """A tracker can delete steps and track them again, even if there is nothing to delete."""
+    for step in (1, 2, 3):
+        tracker.track(step, {"loss": float(step)})
+    # twice, because a run may be killed and resumed again before it tracks anything
+    tracker.rewind(1)
+    tracker.rewind(1)
+    for step in (2, 3):
+        tracker.track(step, {"loss": float(-step)})
+    tracker.rewind(0)
+    tracker.track(1, {"loss": 0.0})
+    tracker.rewind(-1)
+    tracker.track(0, {"loss": 1.0})
+    tracker.track(1, {"loss": 0.0})
 
 
 def steps_without_measurements_have_no_histograms(metric: DistributionMetric) -> None:

@@ -70,7 +70,7 @@ class ComputeDevice:
         index = read_launch().local_rank
         return torch.device("cuda", index % torch.cuda.device_count() if self._shares_gpu else index)
 
-    def list_resolved_choices(self) -> dict[str, str]:
+    def list_versions_and_choices(self) -> dict[str, str]:
         """Return the versions of torch and CUDA, and the device."""
         kind = self.device.type
         name = torch.cuda.get_device_name(self.device) if kind == "cuda" else f"cpu, {torch.get_num_threads()} threads"

@@ -3,7 +3,6 @@
 import logging
 import os
 import secrets
-import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -30,12 +29,19 @@ from drawloom.components.distributed.launch_store import (
     connect_to_launch_store,
     set_short_dns_timeout_variable,
 )
+from drawloom.components.distributed.membership import (
+    RECOVERY_MARGIN,
+    RUNS,
+    Membership,
+    start_membership,
+    wait_to_join_running_generation,
+)
 from drawloom.components.distributed.parent import start_exit_with_parent_thread
 from drawloom.components.distributed.process_group import (
     convert_if_collective_error,
 )
 from drawloom.components.distributed.rank_monitor import STORE_LOST, STORE_TIMEOUT, RankMonitor
-from drawloom.components.distributed.spare import import_early_and_freeze_gc, wait_as_spare
+from drawloom.components.distributed.spare import import_early_and_freeze_gc
 from drawloom.components.distributed.torchrun import CONTINUES, Launch, read_launch
 from drawloom.components.ports.distributed import Device, Group, P2PChannel, ReplicaLimit
 from drawloom.components.ports.log_records import PRINTED
@@ -47,24 +53,6 @@ log = logging.getLogger("drawloom.distributed")
 
 NCCL_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 SURVIVING_BACKENDS = ("gloo",)  # docs/faults.md says what NCCL can't do
-RECOVERY_MARGIN = 5.0  # seconds after the heartbeats' timeout, to publish a loss and to read it
-RUNS: set[str] = set()  # names of this process's runs
-
-
-@attrs.frozen
-class Membership:
-    """
-    A generation, and this process's monitor and connections in it, which exist before its groups.
-
-    `control` is a connection to the launch's store, and `hosted` keeps the store alive if this process hosts it. There
-    are few connections, because the store looks up a name for every new one.
-    """
-
-    generation: Generation
-    monitor: RankMonitor
-    connections: Connections
-    control: Any = None
-    hosted: Any = None
 
 
 @component(impact="safe")
@@ -152,15 +140,17 @@ class TorchProcesses:
                 "torch.distributed.destroy_process_group() first"
             )
         membership, self._next = self._next, None
-        if not isinstance(membership, Membership):
-            membership = self._wait_to_join_running_generation(is_member=membership == "spare")
-        if membership is None:
+        if self.survives_rank_losses and not isinstance(membership, Membership):
+            membership = wait_to_join_running_generation(
+                self._launch, self.timeout, self.heartbeat_timeout, is_member=membership == "spare"
+            )
+        if isinstance(membership, Membership):
+            self._join_generation_groups(membership)
+        else:
             self._groups = self._create_group_factory(Connections(self._launch.port))
             if not self._launch.is_single_process:
                 self._groups.join(self._connect_store_of_attempt())
             self._monitor = self._groups.monitor = self._start_monitor_and_connect_stores()
-        else:
-            self._join_generation_groups(membership)
 
     def close(self) -> None:
         """Destroy the process group and stop the monitor."""
@@ -276,7 +266,7 @@ class TorchProcesses:
             # a store may outlive a launch, and a process may open several runs
             members = [RunProcess(machine, pid) for _, machine, pid in processes]
             self._generation = Generation(processes[0][0], 0, members)
-            monitor = self._start_generation_monitor(self._generation, self._groups.connections).monitor
+            monitor = self._start_membership(self._generation, self._groups.connections).monitor
             if self.survives_rank_losses:
                 import_early_and_freeze_gc()
                 self._control = connect_to_launch_store(launch.address, launch.port, launch.attempt, self.timeout)
@@ -287,28 +277,10 @@ class TorchProcesses:
                 self._control.set(CONTINUES, b"1")
         return monitor
 
-    def _start_generation_monitor(self, generation: Generation, connections: Connections) -> Membership:
-        """Start a monitor for a generation with this process."""
-        launch, own = self._launch, RunProcess.of_this_process()
-        rank = generation.members.index(own)
-        peers = {
-            number: member.pid
-            for number, member in enumerate(generation.members)
-            if member.machine == own.machine and number != rank
-        }
-        monitor = RankMonitor(
-            rank,
-            len(generation.members),
-            connect_to_launch_store(launch.address, launch.port, generation.name, self.timeout),
-            peers,
-            error_file=launch.error_file,
-            where=f", on host {self.node_rank}, {socket.gethostname()}" if self.node_count > 1 else "",
-        )
-        if self.survives_rank_losses:
-            monitor.on_loss = connections.break_all_connections
-            monitor.heartbeat_timeout = self.heartbeat_timeout
-        monitor.start()
-        return Membership(generation, monitor, connections)
+    def _start_membership(self, generation: Generation, connections: Connections) -> Membership:
+        """Start a monitor for a generation with this process; a loss breaks the connections if the run survives it."""
+        heartbeat_timeout = self.heartbeat_timeout if self.survives_rank_losses else None
+        return start_membership(self._launch, generation, connections, self.timeout, heartbeat_timeout)
 
     def _connect_stores(self, generation: Generation) -> None:
         """Connect to the launch's store for point-to-point channels and, if losses are survived, for spares."""
@@ -348,26 +320,6 @@ class TorchProcesses:
         return GroupFactory(
             self.device, self.rank, self.world_size, self.timeout, self.survives_rank_losses, connections
         )
-
-    def _wait_to_join_running_generation(self, *, is_member: bool) -> Membership | None:
-        """
-        Wait as a spare until a generation admits this process.
-
-        Return None if the launch has no run yet. `is_member` is True for a former member of the run. Raises
-        ReportedError when the run ends, and UserError if its processes are gone.
-        """
-        launch = self._launch
-        hosts_store = launch.rank == 0 and not launch.agent_store  # it starts with the process group
-        if not (self.survives_rank_losses and launch.address) or (hosts_store and not is_member):
-            return None
-        store = connect_to_launch_store(launch.address, launch.port, launch.attempt, self.timeout)
-        if not store.check([CURRENT]):
-            return None
-        generation = Generation.from_json(store.get(CURRENT).decode())
-        if generation.run in RUNS and not is_member:
-            return None
-        outcome = wait_as_spare(store, generation.run, self.heartbeat_timeout + RECOVERY_MARGIN)
-        return attrs.evolve(self._start_generation_monitor(outcome, Connections(launch.port)), control=store)
 
     def _await_rank_loss(self) -> bool:
         """Return whether a loss that the run survives has broken the groups; wait for it after a collective's error."""
@@ -415,7 +367,7 @@ class TorchProcesses:
                 self._next = "spare"
                 return ReopenError(f"{text}; rank {self.rank} waits as a spare")
             monitor.wait_until_lost_processes_end()
-            membership = self._start_generation_monitor(following, Connections(self._launch.port))
+            membership = self._start_membership(following, Connections(self._launch.port))
             self._next = attrs.evolve(membership, control=self._control, hosted=self._hosted)
         except RuntimeError:  # the store was in a lost process
             return None

@@ -179,7 +179,7 @@ class AutoKernels:
             return ImplementationChoice(BATCH_INVARIANT[operation], "kernels are batch-invariant")
         return choose_implementation(operation, getattr(self, f"_{operation}"), self.device.device)
 
-    def list_resolved_choices(self) -> dict[str, str]:
+    def list_versions_and_choices(self) -> dict[str, str]:
         """Return the implementation of every operation."""
         return {operation: self.choose_implementation_of(operation).name for operation in OPERATIONS}
 
@@ -401,7 +401,11 @@ class AutoKernels:
     def recurrence_mask(
         self, documents: Tensor, part: RowPart | None = None, cache: KeyValueCache | None = None
     ) -> WholeMask | PieceMask:
-        return WholeMask.of(documents, cache) if part is None else PieceMask.of(documents, part)
+        return (
+            WholeMask.from_document_ids(documents, cache)
+            if part is None
+            else PieceMask.gather_from_document_ids(documents, part)
+        )
 
     def causal_conv(self, x: Tensor, weight: Tensor, mask: WholeMask | PieceMask) -> Tensor:
         return mask.convolve(partial(call_recomputable, self._functions_by_operation["causal_conv"]), x, weight)

@@ -29,7 +29,7 @@ class WholeMask(NamedTuple):
     cache: KeyValueCache | None
 
     @classmethod
-    def of(cls, document_ids: Tensor, cache: KeyValueCache | None) -> Self:
+    def from_document_ids(cls, document_ids: Tensor, cache: KeyValueCache | None) -> Self:
         """Return the mask for document ids int64 (rows, length); with a cache a row's state is for its one document."""
         documents = number_recurrent_documents(document_ids)
         if cache is not None and cache.length:
@@ -68,7 +68,7 @@ class PieceMask(NamedTuple):
     part: RowPart
 
     @classmethod
-    def of(cls, document_ids: Tensor, part: RowPart) -> Self:
+    def gather_from_document_ids(cls, document_ids: Tensor, part: RowPart) -> Self:
         """Return the mask for document ids int64 (rows, tokens) for this rank's tokens."""
         row_ids = number_recurrent_documents(part.gather(document_ids)).ids
         places = part.token_indices.view(len(part.piece_indices), -1)

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from drawloom.components.ports.distributed import Device, Mesh
 from drawloom.components.ports.model import BatchContext, TokenContext
-from drawloom.components.ports.run import Accumulator, Step, Value
+from drawloom.components.ports.run import Step
 from drawloom.components.ports.stages import Stages
+from drawloom.components.ports.tracking import Accumulator, Value
 from drawloom.components.state.trees import list_leaves
 from drawloom.graph import UserError, component
 

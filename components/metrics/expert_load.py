@@ -9,8 +9,9 @@ from torch import Tensor
 
 from drawloom.components.ports.distributed import Device, Mesh
 from drawloom.components.ports.experts import ExpertRouter, find_routers
-from drawloom.components.ports.run import Accumulator, Step, Value
+from drawloom.components.ports.run import Step
 from drawloom.components.ports.stages import Stages
+from drawloom.components.ports.tracking import Accumulator, Value
 from drawloom.graph import UserError, component, setting
 
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 import attrs
 from torch import Tensor
 
-from drawloom.components.ports.run import Accumulator, Metric, Step, Value
-from drawloom.components.ports.tracking import DistributionMetric, Histogram
+from drawloom.components.ports.run import Step
+from drawloom.components.ports.tracking import Accumulator, DistributionMetric, Histogram, Metric, Value
 from drawloom.graph import component, setting
 
 

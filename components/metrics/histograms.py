@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from drawloom.components.ports.distributed import Device, Mesh
-from drawloom.components.ports.run import Accumulator, Cadence, Step, Value, describe_cadence_fault, is_due
+from drawloom.components.ports.run import Cadence, Step, describe_cadence_fault, is_due
 from drawloom.components.ports.stages import SpreadParameters
-from drawloom.components.ports.tracking import Histogram
+from drawloom.components.ports.tracking import Accumulator, Histogram, Value
 from drawloom.graph import UserError, at_least, component, setting
 
 MAX_BINS = 512

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.run import Accumulator, Step, Value
+from drawloom.components.ports.run import Step
 from drawloom.components.ports.stages import SpreadParameters
+from drawloom.components.ports.tracking import Accumulator, Value
 from drawloom.graph import component
 
 LAYER = re.compile(r"^(?:.*\.)?layers\.(\d+)\.")

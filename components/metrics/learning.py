@@ -5,7 +5,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from drawloom.components.ports.run import Accumulator, Step, Value
+from drawloom.components.ports.run import Step
+from drawloom.components.ports.tracking import Accumulator, Value
 from drawloom.graph import component
 
 NAMES = ("loss", "grad_norm", "lr", "validation_loss", "validation_reward")

@@ -13,7 +13,8 @@ from drawloom.components.metrics.named_sums import (
     sum_weights,
 )
 from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.run import Accumulator, Step, Value
+from drawloom.components.ports.run import Step
+from drawloom.components.ports.tracking import Accumulator, Value
 from drawloom.graph import component, setting
 
 

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from drawloom.components.ports.distributed import Device
 from drawloom.components.ports.memory import MEMORY_KINDS, MemoryUser, sum_memory_by_kind
-from drawloom.components.ports.run import Accumulator, Step, Value
+from drawloom.components.ports.run import Step
+from drawloom.components.ports.tracking import Accumulator, Value
 from drawloom.graph import Every, component, setting
 
 

@@ -6,7 +6,8 @@ from torch import Tensor
 
 from drawloom.components.metrics.class_counts import Average, compute_label_scores
 from drawloom.components.metrics.named_sums import read_losses_on_last_stage, sum_tensor_over_microbatches
-from drawloom.components.ports.run import Accumulator, Step, Value
+from drawloom.components.ports.run import Step
+from drawloom.components.ports.tracking import Accumulator, Value
 from drawloom.graph import above, between, component, setting
 
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from drawloom.components.ports.distributed import Device
-from drawloom.components.ports.run import Accumulator, Event, EventKind, Phase, Step, Value
+from drawloom.components.ports.run import Event, EventKind, Phase, Step
+from drawloom.components.ports.tracking import Accumulator, Value
 from drawloom.graph import Every, component
 from drawloom.graph.component import find_declared_reads_and_writes
 

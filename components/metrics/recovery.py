@@ -9,7 +9,8 @@ import attrs
 from torch import Tensor
 
 from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.run import Accumulator, Event, EventKind, Step, Value
+from drawloom.components.ports.run import Event, EventKind, Step
+from drawloom.components.ports.tracking import Accumulator, Value
 from drawloom.graph import component
 
 PREFIX = "recovery/"

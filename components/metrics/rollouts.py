@@ -9,7 +9,8 @@ from torch import Tensor
 from drawloom.components.metrics.named_sums import read_losses_on_last_stage
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.rollouts import Reward, Scored
-from drawloom.components.ports.run import Accumulator, Step, Value
+from drawloom.components.ports.run import Step
+from drawloom.components.ports.tracking import Accumulator, Value
 from drawloom.graph import Every, component
 
 LARGEST_DIFFERENCE = "largest_difference"

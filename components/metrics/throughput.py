@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 import attrs
 from torch import Tensor
 
-from drawloom.components.ports.run import Accumulator, Step, Value
+from drawloom.components.ports.run import Step
+from drawloom.components.ports.tracking import Accumulator, Value
 from drawloom.graph import component
 
 MIN_SECONDS = 1e-9  # a coarse clock may return the same time twice

@@ -11,8 +11,9 @@ from drawloom.components.distributed.device_model import get_matmul_dtype_key, g
 from drawloom.components.ports.data import require_token_batch
 from drawloom.components.ports.distributed import Device, Mesh, Precision
 from drawloom.components.ports.flops import CountsFlops, ForwardFlops, count_attended_pairs
-from drawloom.components.ports.run import Accumulator, Step, Value
+from drawloom.components.ports.run import Step
 from drawloom.components.ports.stages import LOSS, Stages
+from drawloom.components.ports.tracking import Accumulator, Value
 from drawloom.components.state.batch import Batch
 from drawloom.graph import Every, above, component, setting
 

@@ -79,8 +79,8 @@ class NewTokenSplit:
         """The number of token ids."""
         return max(self.rows, self.id_after_new_tokens)
 
-    def id_ranges(self) -> Iterator[tuple[str, range]]:
-        """Yield every name with its ids."""
+    def new_id_ranges(self) -> Iterator[tuple[str, range]]:
+        """Yield every parameter name in `sizes` with its new ids."""
         ends = accumulate(self.sizes.values(), initial=self.first)
         yield from ((name, range(end, end + size)) for (name, size), end in zip(self.sizes.items(), ends, strict=False))
 
@@ -121,7 +121,7 @@ class SplitEmbedding(Embedding):
         """Map token ids, int64 (...), to vectors (..., hidden_size) in the weight's dtype."""
         is_new = (tokens >= self.split.first) & (tokens < self.split.id_after_new_tokens)
         vectors = self.kernels.embedding(tokens.masked_fill(is_new, 0), self.weight)
-        for name, ids in self.split.id_ranges():
+        for name, ids in self.split.new_id_ranges():
             is_in_range = (tokens >= ids.start) & (tokens < ids.stop)
             rows = self.kernels.embedding((tokens - ids.start).masked_fill(~is_in_range, 0), self.get_parameter(name))
             vectors = torch.where(is_in_range[..., None], rows.to(vectors.dtype), vectors)

@@ -29,7 +29,7 @@ class DataReplicateDimension(Dimension):
 
     name: ClassVar[str] = "data_replicate"
 
-    def list_names_owned_elsewhere(self, parameters: RankParameters) -> Set[str]:
+    def list_copies_owned_elsewhere(self, parameters: RankParameters) -> Set[str]:
         """
         If one copy of the experts spans several replicas, return the dense parameters on all but the first of these.
         """

@@ -63,7 +63,7 @@ class DataShardDimension(Dimension):
             frequency = "by layer" if gathers_per_block else "once a step"
             yield f"parameters, gradients and moments: sharded over {ranks} ranks; weights are gathered {frequency}"
 
-    def list_names_owned_elsewhere(self, parameters: RankParameters) -> Set[str]:
+    def list_copies_owned_elsewhere(self, parameters: RankParameters) -> Set[str]:
         """Return the unsharded parameters, such as the loss's, without experts; none on the first rank, their owner."""
         if not self.mesh.shard_group.rank:
             return frozenset()

@@ -107,8 +107,8 @@ class Dimension:
     def exchange_replicated_parameter_names(self, trained: Mapping[str, nn.Parameter]) -> None:
         """Determine which other ranks have this rank's parameters; a collective over the dimension's ranks."""
 
-    def list_names_owned_elsewhere(self, parameters: RankParameters) -> Set[str]:
-        """List this rank's parameters that another rank along this dimension owns, such as replicas."""
+    def list_copies_owned_elsewhere(self, parameters: RankParameters) -> Set[str]:
+        """Return the names of this rank's parameters that are copies: another rank along this dimension owns them."""
         return frozenset()
 
     def sum_remaining_gradients(self, parameters: RankParameters) -> None:

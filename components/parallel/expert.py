@@ -73,7 +73,7 @@ class ExpertDimension(Dimension):
     def apply_to_meta_module(self, module: nn.Module) -> dict[str, RankSlice]:
         return split_experts(module, self.mesh.expert_group)
 
-    def list_names_owned_elsewhere(self, parameters: RankParameters) -> Set[str]:
+    def list_copies_owned_elsewhere(self, parameters: RankParameters) -> Set[str]:
         """Return the experts' parameters that several ranks in one model copy have, except on the first rank."""
         if not parameters.experts or not self.mesh.indices.expert_shard:
             return frozenset()

@@ -40,7 +40,7 @@ class PipelineDimension(Dimension):
         self._copies = {name: shape_by_name[name] for name in sorted(copy_counts) if copy_counts[name] > 1}
         self._on_earlier_ranks = {name for by_name in shapes[: group.rank] for name in by_name}
 
-    def list_names_owned_elsewhere(self, parameters: RankParameters) -> Set[str]:
+    def list_copies_owned_elsewhere(self, parameters: RankParameters) -> Set[str]:
         return self._on_earlier_ranks
 
     def sum_remaining_gradients(self, parameters: RankParameters) -> None:

@@ -186,7 +186,7 @@ class TensorDimension(Dimension):
     def apply_to_meta_module(self, module: nn.Module) -> dict[str, RankSlice]:
         return split_over_ranks(module, TensorRanks(self.mesh.tensor_group))
 
-    def list_names_owned_elsewhere(self, parameters: RankParameters) -> Set[str]:
+    def list_copies_owned_elsewhere(self, parameters: RankParameters) -> Set[str]:
         return parameters.trained.keys() - parameters.split if self.mesh.indices.tensor else frozenset()
 
     def sum_remaining_gradients(self, parameters: RankParameters) -> None:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from drawloom.components.ports.distributed import Device, Mesh
-from drawloom.components.ports.run import METRIC_TOTALS, Accumulator, Metric, Step, Value
-from drawloom.components.ports.tracking import DistributionMetric, Histogram
+from drawloom.components.ports.run import Step
+from drawloom.components.ports.tracking import METRIC_TOTALS, Accumulator, DistributionMetric, Histogram, Metric, Value
 
 OPS = ("sum", "max", "min")
 

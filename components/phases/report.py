@@ -14,24 +14,19 @@ from drawloom.components.phases.metric_totals import (
     reduce_metrics_over_ranks,
     wait_and_compute_measurements,
 )
+from drawloom.components.ports.checkpoint import Durable
 from drawloom.components.ports.distributed import Device, Mesh
 from drawloom.components.ports.log_records import STEP_LINE
-from drawloom.components.ports.run import (
-    METRIC_TOTALS,
-    Cadence,
-    Durable,
-    Metric,
-    Step,
-    Tracker,
-    Value,
-    describe_cadence_fault,
-    is_due,
-)
+from drawloom.components.ports.run import Cadence, Step, describe_cadence_fault, is_due
 from drawloom.components.ports.tracking import (
+    METRIC_TOTALS,
     ContextTracker,
     DistributionMetric,
     DistributionTracker,
+    Metric,
     PropertyTracker,
+    Tracker,
+    Value,
     split_by_context,
 )
 from drawloom.graph import Problem, ResolvedRecipe, component, setting

@@ -82,7 +82,7 @@ class ProgramExecutor:
     open_transfers: Callable[[torch.device], Transfers] = attrs.field(init=False, default=DeviceTransfers)
     _links: Mapping[int, P2PChannel] = attrs.field(init=False, factory=dict)
     _training: dict[int, _Training] = attrs.field(init=False, factory=dict)
-    # by the number of microbatches, of the trained and of the frozen model
+    # forward actions by microbatch count: the trained model's, and the frozen model's
     _forward: dict[int, list[Action]] = attrs.field(init=False, factory=dict)
     _frozen_forward: dict[int, list[Action]] = attrs.field(init=False, factory=dict)
     # by sequence length: the context part on the CPU, where batches are cut, and on the device

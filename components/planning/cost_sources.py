@@ -151,7 +151,7 @@ class PlannedCosts:
         """
         key = partition or (ranks, stages_per_rank)
         if key not in self._plans:
-            nodes = Nodes.of(self.recipe)
+            nodes = Nodes.from_recipe(self.recipe)
             layers = nodes.settings_of_node(nodes.model_node).get("num_hidden_layers")
             if isinstance(layers, int) and layers < ranks * stages_per_rank:
                 raise UserError(
@@ -208,7 +208,7 @@ class PlannedCosts:
         settings["per_stage"] = _round_to_nanoseconds(per_stage)
         if self.device.memory:
             activations, plans = _get_live_bytes_by_stage_after(by_layer, "F"), [one]
-            nodes = Nodes.of(self.recipe)
+            nodes = Nodes.from_recipe(self.recipe)
             if nodes.settings_of_node(nodes.stages_node)["recompute"] == "none":
                 recompute = {}
                 for policy in POLICIES:

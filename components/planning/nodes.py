@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 
 from drawloom.components.distributed.planned import PlannedMesh
+from drawloom.components.ports.checkpoint import Restorer
 from drawloom.components.ports.corpus import KnownDocuments, TokenCorpus
 from drawloom.components.ports.data import Collator, PackedDataset, WritesBatches
 from drawloom.components.ports.distributed import Device, Mesh, PerDimension, Precision
@@ -17,7 +18,7 @@ from drawloom.components.ports.memory_policy import MemoryPolicy
 from drawloom.components.ports.model import Kernels
 from drawloom.components.ports.pipeline import Loss, Schedule
 from drawloom.components.ports.rollouts import MakesRows, RowGrowth
-from drawloom.components.ports.run import Batching, Phase, Restorer, accepts_deferred_factors
+from drawloom.components.ports.run import Batching, Phase, accepts_deferred_factors
 from drawloom.components.ports.stages import FrozenModel, TrainableStages
 from drawloom.components.state.batch import Batch
 from drawloom.graph import UserError
@@ -36,7 +37,7 @@ class Nodes:
     used: frozenset[str]
 
     @classmethod
-    def of(cls, recipe: Recipe) -> "Nodes":
+    def from_recipe(cls, recipe: Recipe) -> "Nodes":
         """Return this recipe's nodes in a run; RecipeError if the recipe has errors."""
         graph = recipe.graph.require_valid()
         return cls(recipe, graph, frozenset(graph.topological_order([recipe.project.root])))

@@ -201,7 +201,7 @@ def plan(
     for recipes with errors, UserError if planning is impossible, and, with a cache, TooLargeError if parameters alone
     do not fit.
     """
-    nodes = Nodes.of(recipe)
+    nodes = Nodes.from_recipe(recipe)
     mesh = PlannedMesh.from_settings(nodes.mesh_settings, ranks or nodes.min_rank_count)
     with open_planner(nodes, device, mesh, schedule) as planner:
         if cache is None:

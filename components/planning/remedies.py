@@ -56,7 +56,7 @@ def find_remedies(recipe: Recipe, planned: Plan) -> list[Remedy]:
     """
     helpful = [
         remedy
-        for values, cost, ranks in _list_settings_with_cost_and_rank_count(Nodes.of(recipe), planned)
+        for values, cost, ranks in _list_settings_with_cost_and_rank_count(Nodes.from_recipe(recipe), planned)
         if (remedy := _make_remedy_if_saving_memory(recipe, values, cost, planned, ranks)) is not None
     ]
     helpful.sort(key=lambda remedy: -max(remedy.plan.peak_memory_bytes))
@@ -91,7 +91,7 @@ def _combine_until_fit(recipe: Recipe, planned: Plan) -> Iterator[Remedy]:
     """Yield the shortest combination of leading candidates with which the recipe fits, if any."""
     so_far: dict[str, dict[str, Any]] = {}
     best = planned
-    for values, _, ranks in _list_settings_with_cost_and_rank_count(Nodes.of(recipe), planned):
+    for values, _, ranks in _list_settings_with_cost_and_rank_count(Nodes.from_recipe(recipe), planned):
         merged = {node: {**so_far.get(node, {}), **values.get(node, {})} for node in {**so_far, **values}}
         remedy = _make_remedy_if_saving_memory(recipe, merged, "together", best, ranks)
         if remedy is not None:

@@ -69,7 +69,7 @@ def search_fastest_plans(recipe: Recipe, device: DeviceModel, ranks: int) -> lis
     fastest pipeline is also tried with `pipeline.schedules.auto`. The global batch size does not change. Raises
     UserError with the first reason if no mesh suits the recipe.
     """
-    searched = _Search(Nodes.of(recipe), device, ranks)
+    searched = _Search(Nodes.from_recipe(recipe), device, ranks)
     tried = list(searched.plan_meshes_until_more_tensor_ranks_stop_helping())
     tried += searched.search_auto_schedules(tried)
     if not tried and searched.problem:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from drawloom.components.ports.model import BatchContext, Finish, Head, TokenContext
 from drawloom.components.ports.program import Program
 from drawloom.components.ports.rollouts import ROLLOUTS
-from drawloom.components.ports.run import METRIC_TOTALS
+from drawloom.components.ports.tracking import METRIC_TOTALS
 from drawloom.components.state.batch import Batch
 from drawloom.components.state.specs import Replicate, SpecTree, Stack
 from drawloom.components.state.step_state import StepState

@@ -82,7 +82,7 @@ class Program:
     offloaded: frozenset[int] = frozenset()
 
     @classmethod
-    def of(
+    def from_rank_programs(
         cls,
         rank_programs: Sequence[Iterable[Action | Overlap]],
         stage_to_rank: Sequence[int] | None = None,

@@ -1,7 +1,7 @@
-"""Ports for training runs: identity, folder, steps, phases, events, metrics, checkpoints and signals."""
+"""Ports for training runs: identity, folder, steps, phases, batches, events, random numbers and signals."""
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, get_args, runtime_checkable
@@ -10,7 +10,6 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.state.step_state import StepState
 from drawloom.graph import Problem, port
 
@@ -49,8 +48,8 @@ class RunFolder(Protocol):
 class EnvironmentSource(Protocol):
     """A node with choices made by the machine instead of the recipe, such as the GPU or a kernel."""
 
-    def list_resolved_choices(self) -> Mapping[str, str]:
-        """Return choices by name, such as the GPU or a kernel; called on an open node."""
+    def list_versions_and_choices(self) -> Mapping[str, str]:
+        """Return versions and choices by name, such as the GPU or a kernel; called on an open node."""
         ...
 
 
@@ -279,62 +278,6 @@ class Batching(Protocol):
         ...
 
 
-@port(named=True)
-class Stateful(Protocol):
-    """
-    A node with state that checkpoints save under the node's name.
-
-    State is a nested dict; leaves are tensors, numbers, strings, booleans, None, or lists of such values. All ranks
-    have the same state, unless the node declares separate states by rank (`LocalState`) or a state sharded over ranks
-    (`SlicedState`).
-
-    State tensors are read until the next step calls `Step.apply_update_unless_skipped`; a node that changes a tensor
-    earlier returns a copy.
-    """
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state needed for a bit-exact resume."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a saved state. Raises KeyError or ValueError if the state does not fit the node."""
-        ...
-
-
-@runtime_checkable
-class LocalState(Protocol):
-    """A stateful node with separate states by rank."""
-
-    state_is_local: ClassVar[bool]
-
-
-@runtime_checkable
-class SlicedState(Protocol):
-    """
-    A stateful node with entries sharded over ranks.
-
-    Checkpoints can be loaded on a different number of ranks with different slices. A tensor is a slice if it has as
-    many dimensions as its entry's slice; other tensors are whole.
-    """
-
-    def state_slices(self) -> Mapping[str, TensorSlice | None]:
-        """Return this rank's slices by entry name; None for a whole entry."""
-        ...
-
-
-@port
-class GrowingState(Stateful, Protocol):
-    """A stateful node whose first step adds tensors to its state, such as an optimizer."""
-
-    def forecast_state_after_first_step(self) -> dict[str, Any]:
-        """
-        Return the state as it will be after the first step, with all tensors' shapes and dtypes.
-
-        Tensors may be on the meta device: only their bytes are counted, by the check of free disk space.
-        """
-        ...
-
-
 EventKind = Literal[
     "run_started",
     "step_started",
@@ -387,139 +330,6 @@ class Events(Protocol):
 
     def emit(self, event: Event) -> None:
         """Send an event to all listeners for its kind."""
-        ...
-
-
-METRIC_TOTALS = "metric_totals"
-"""The name of the metrics' totals in the state of a step: a dict by op of float64 tensors (numbers,)."""
-
-
-Value = float | bool | None
-"""The value of a metric; None if the metric has no value at this step."""
-
-
-@attrs.frozen
-class Accumulator:
-    """
-    A float64 tensor with fixed shape, combined over ranks at every step.
-
-    `scope` selects the ranks that contribute to a sum. "data" is for values that differ by batch, such as losses, and
-    are equal along `tensor`. "rows" is for counts over whole rows, which ranks along `context` share. "activations" is
-    for hidden states, which differ on all ranks. "model" is for values that replicas have in common, such as gradient
-    norms: one replica contributes.
-    """
-
-    op: Literal["sum", "max", "min"] = "sum"
-    shape: tuple[int, ...] = ()
-    scope: Literal["data", "rows", "activations", "model"] = "data"
-
-    def identity_element(self) -> torch.Tensor:
-        """Return the neutral element for `op`, such as 0 for a sum: the contribution from a rank without values."""
-        value = {"sum": 0.0, "max": float("-inf"), "min": float("inf")}[self.op]
-        return torch.full(self.shape, value, dtype=torch.float64)
-
-
-@port
-@runtime_checkable
-class Metric(Protocol):
-    """
-    Numbers to record about every step.
-
-    Every rank calls `measure_on_rank` once a step. The results are combined over all ranks, together with all other
-    metrics' accumulators, and `compute` derives values from the totals, which are equal on every rank. A metric that
-    reads only values known to every rank needs no accumulators.
-    """
-
-    @property
-    def accumulators(self) -> Mapping[str, Accumulator]:
-        """Accumulators to combine over ranks, by name; equal on every rank once the run is open."""
-        ...
-
-    def measure_on_rank(self, step: Step) -> Mapping[str, torch.Tensor]:
-        """
-        Return this rank's contributions by accumulator, on any device. An omitted accumulator gets no contribution.
-        """
-        ...
-
-    def compute(self, totals: Mapping[str, torch.Tensor], step: Step) -> Mapping[str, Value]:
-        """
-        Return this step's values by name, from float64 totals on the CPU. On a GPU it is called a step later.
-        """
-        ...
-
-
-@port
-@runtime_checkable
-class Tracker(Protocol):
-    """Store for metric values by step; step 0 is before training. Only rank 0 writes."""
-
-    def track(self, step: int, values: Mapping[str, Value]) -> None:
-        """Store a step's values."""
-        ...
-
-    def rewind(self, step: int) -> None:
-        """Delete values after `step`, from which the run resumes. Step -1 deletes all values."""
-        ...
-
-
-@port
-@runtime_checkable
-class Durable(Protocol):
-    """Writer for logs that must be on disk before a later checkpoint is committed."""
-
-    def flush(self) -> None:
-        """Wait until everything written so far is on disk. May be called from any thread."""
-        ...
-
-
-@port
-class KnownSteps(Protocol):
-    """A node with recorded numbers for detecting damaged steps, such as a checkpoint store."""
-
-    def recorded_step_values(self) -> Iterable[tuple[int, Mapping[str, float | None]]]:
-        """Return steps with some output numbers; None replaces a number that was not finite."""
-        ...
-
-
-@port
-class Restorer(Protocol):
-    """Checkpointer: the component that saves and restores the run's checkpoints."""
-
-    def restore(self) -> int:
-        """Load the newest checkpoint into every stateful node and return its step, 0 if there is none."""
-        ...
-
-    def save(self, step: Step) -> None:
-        """Save a checkpoint after a step, unless it is already saved."""
-        ...
-
-    def wait_until_staged(self) -> None:
-        """
-        Wait until the state is copied, after which it may change.
-
-        This is for the save in progress, and for `keep_in_memory_for_joiners`.
-        """
-        ...
-
-    def keep_in_memory_for_joiners(self, step: Step) -> None:
-        """
-        Keep a copy in memory of the state after a step, if the run can continue there after a rank is lost.
-
-        Raises ReopenError on all ranks if processes wait to join the run. All ranks have ended the step.
-        """
-        ...
-
-
-@port
-class AfterRestore(Protocol):
-    """A node that acts after the run's state has been restored."""
-
-    def after_restore(self, restored_step: int) -> None:
-        """
-        Act on every rank after states are restored: before the first step, and after going back to a checkpoint.
-
-        `restored_step` is the checkpoint's step; 0 in a new run, which restores nothing.
-        """
         ...
 
 

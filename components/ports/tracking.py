@@ -1,13 +1,85 @@
-"""Optional tracker capabilities: histograms, value contexts, and run properties."""
+"""Ports for metrics and trackers, with optional capabilities: histograms, value contexts, and run properties."""
 
 from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import attrs
+import torch
 from torch import Tensor
 
-from drawloom.components.ports.run import Step, Value
+from drawloom.components.ports.run import Step
 from drawloom.graph import port
+
+METRIC_TOTALS = "metric_totals"
+"""The name of the metrics' totals in the state of a step: a dict by op of float64 tensors (numbers,)."""
+
+Value = float | bool | None
+"""The value of a metric; None if the metric has no value at this step."""
+
+
+@attrs.frozen
+class Accumulator:
+    """
+    A float64 tensor with fixed shape, combined over ranks at every step.
+
+    `scope` selects the ranks that contribute to a sum. "data" is for values that differ by batch, such as losses, and
+    are equal along `tensor`. "rows" is for counts over whole rows, which ranks along `context` share. "activations" is
+    for hidden states, which differ on all ranks. "model" is for values that replicas have in common, such as gradient
+    norms: one replica contributes.
+    """
+
+    op: Literal["sum", "max", "min"] = "sum"
+    shape: tuple[int, ...] = ()
+    scope: Literal["data", "rows", "activations", "model"] = "data"
+
+    def identity_element(self) -> Tensor:
+        """Return the neutral element for `op`, such as 0 for a sum: the contribution from a rank without values."""
+        value = {"sum": 0.0, "max": float("-inf"), "min": float("inf")}[self.op]
+        return torch.full(self.shape, value, dtype=torch.float64)
+
+
+@port
+@runtime_checkable
+class Metric(Protocol):
+    """
+    Numbers to record about every step.
+
+    Every rank calls `measure_on_rank` once a step. The results are combined over all ranks, together with all other
+    metrics' accumulators, and `compute` derives values from the totals, which are equal on every rank. A metric that
+    reads only values known to every rank needs no accumulators.
+    """
+
+    @property
+    def accumulators(self) -> Mapping[str, Accumulator]:
+        """Accumulators to combine over ranks, by name; equal on every rank once the run is open."""
+        ...
+
+    def measure_on_rank(self, step: Step) -> Mapping[str, Tensor]:
+        """
+        Return this rank's contributions by accumulator, on any device. An omitted accumulator gets no contribution.
+        """
+        ...
+
+    def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
+        """
+        Return this step's values by name, from float64 totals on the CPU. On a GPU it is called a step later.
+        """
+        ...
+
+
+@port
+@runtime_checkable
+class Tracker(Protocol):
+    """Store for metric values by step; step 0 is before training. Only rank 0 writes."""
+
+    def track(self, step: int, values: Mapping[str, Value]) -> None:
+        """Store a step's values."""
+        ...
+
+    def rewind(self, step: int) -> None:
+        """Delete values after `step`, from which the run resumes. Step -1 deletes all values."""
+        ...
+
 
 Context = Mapping[str, str]
 """Labels that distinguish values of one name: `{"phase": "train"}` or `{"phase": "validation"}`."""

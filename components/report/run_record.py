@@ -99,7 +99,9 @@ def find_differing_settings(recipes: Sequence[str]) -> list[tuple[str, list[str]
 def parse_recipe_settings(text: str) -> dict[str, str]:
     """Return the values of a resolved recipe as TOML, by `node.key`. Empty for a recipe that can't be read."""
     try:
-        nodes: Mapping[str, Mapping[str, Any]] = flatten_inline_nodes(serialize_recipe(MergedRecipe.of(parse(text))))
+        nodes: Mapping[str, Mapping[str, Any]] = flatten_inline_nodes(
+            serialize_recipe(MergedRecipe.from_values(parse(text)))
+        )
     except (RecipeError, ValueError):
         return {}
     return {f"{name}.{key}": dump_toml(value) for name, node in nodes.items() for key, value in node.items()}

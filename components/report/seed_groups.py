@@ -25,7 +25,7 @@ class SeedSpread:
     deviation: float | None = output("sample standard deviation; null for one seed")
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> "SeedSpread":
+    def from_values(cls, values: Sequence[float]) -> "SeedSpread":
         """Return the spread of one value, or of several."""
         return cls(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None)
 
@@ -52,13 +52,13 @@ class SeedGroup:
         """Return a metric's spread at a step, or None if a run lacks it."""
         values = [find_value_at_step(run.metrics.columns.get(metric), step) for run in self.runs]
         known = [value for value in values if value is not None]
-        return SeedSpread.of(known) if len(known) == len(self.runs) else None
+        return SeedSpread.from_values(known) if len(known) == len(self.runs) else None
 
     def spread_of_best_values(self, metric: str) -> SeedSpread | None:
         """Return the spread of a metric's smallest values, or None if a run lacks it."""
         values = [run.metrics.smallest_value_and_step(metric) for run in self.runs]
         known = [value[0] for value in values if value is not None]
-        return SeedSpread.of(known) if len(known) == len(self.runs) else None
+        return SeedSpread.from_values(known) if len(known) == len(self.runs) else None
 
     def curves_over_seeds(self) -> dict[str, MetricCurve]:
         """

@@ -135,7 +135,7 @@ def collect_versions_and_choices(sources: Mapping[str, EnvironmentSource]) -> di
     chosen = {
         f"{node}.{key}": value
         for node, source in sources.items()
-        for key, value in source.list_resolved_choices().items()
+        for key, value in source.list_versions_and_choices().items()
     }
     return versions | chosen
 

@@ -10,9 +10,9 @@ from typing import Any
 import attrs
 
 from drawloom.components.distributed.rank_errors import RankError
+from drawloom.components.ports.checkpoint import AfterRestore, Restorer
 from drawloom.components.ports.pipeline import STEP_SPECS
 from drawloom.components.ports.run import (
-    AfterRestore,
     Event,
     Events,
     FinalTask,
@@ -21,7 +21,6 @@ from drawloom.components.ports.run import (
     Phase,
     PlannedPhase,
     Randomness,
-    Restorer,
     SavingPhase,
     Step,
     Stop,

@@ -68,7 +68,7 @@ class StageParameters:
     def owned_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return this rank's owned parameters. Every model parameter is owned by exactly one rank."""
         shared = self._rank_parameters
-        elsewhere = set[str]().union(*(dimension.list_names_owned_elsewhere(shared) for dimension in self.dimensions))
+        elsewhere = set[str]().union(*(dimension.list_copies_owned_elsewhere(shared) for dimension in self.dimensions))
         return [(name, parameter) for name, parameter in self._named.items() if name not in elsewhere]
 
     @property

@@ -57,14 +57,14 @@ def unpack_state(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
 
 def tensor_names(tree: Tree) -> set[str]:
     """Return all tensor names in a tree."""
-    return {name for name, _ in iterate_tensor_leaves(tree)}
+    return {name for name, _ in iterate_tensor_names_and_slices(tree)}
 
 
-def iterate_tensor_leaves(tree: Tree) -> Iterator[tuple[str, TensorSlice | None]]:
+def iterate_tensor_names_and_slices(tree: Tree) -> Iterator[tuple[str, TensorSlice | None]]:
     """Yield (tensor name, slice) for every tensor in a tree; None for a whole tensor."""
     if isinstance(tree, list):
         for part in tree:
-            yield from iterate_tensor_leaves(part)
+            yield from iterate_tensor_names_and_slices(part)
     elif isinstance(tree, dict):
         [(kind, content)] = tree.items()
         if kind == "tensor":
@@ -72,7 +72,7 @@ def iterate_tensor_leaves(tree: Tree) -> Iterator[tuple[str, TensorSlice | None]
         elif kind == "slice":
             yield content["tensor"], _parse_slice(content)
         else:
-            yield from iterate_tensor_leaves([*content.values()] if kind == "dict" else content)
+            yield from iterate_tensor_names_and_slices([*content.values()] if kind == "dict" else content)
 
 
 def narrow_tensors_to_slices(tree: Tree, parts: Mapping[str, TensorSlice]) -> Tree:

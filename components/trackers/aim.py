@@ -10,8 +10,8 @@ from typing import Any
 import attrs
 
 from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.run import RunFolder, RunInfo, Value
-from drawloom.components.ports.tracking import Context, Histogram
+from drawloom.components.ports.run import RunFolder, RunInfo
+from drawloom.components.ports.tracking import Context, Histogram, Value
 from drawloom.components.trackers.aim_repository import AimLocation, AimRun, find_run_hash, refuse_linked_repository
 from drawloom.components.trackers.background import Background, OneWarning, Task, select_finite_values
 from drawloom.components.trackers.remembered_run import read_stored_run_id

@@ -13,8 +13,7 @@ from typing import Any, ClassVar
 import attrs
 
 from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.run import Value
-from drawloom.components.ports.tracking import Histogram
+from drawloom.components.ports.tracking import Histogram, Value
 from drawloom.graph import above, at_least, component_base_class, setting
 
 log = logging.getLogger("drawloom.trackers")

@@ -8,8 +8,10 @@ from typing import Any
 
 import attrs
 
+from drawloom.components.ports.checkpoint import KnownSteps
 from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.run import KnownSteps, RunFolder, Value
+from drawloom.components.ports.run import RunFolder
+from drawloom.components.ports.tracking import Value
 from drawloom.components.storage.step_log import StepLog
 from drawloom.graph import Every, component
 

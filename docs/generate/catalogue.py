@@ -9,7 +9,7 @@ from drawloom.graph.registry.spec import Spec
 @cache
 def project() -> Project:
     """The project whose components and recipes are documented."""
-    return Project.of("drawloom")
+    return Project.from_package("drawloom")
 
 
 @cache

@@ -172,7 +172,7 @@ def _open_and_run_once(
 def _check_recipe(options: argparse.Namespace, project: Project) -> CheckResult:
     if options.format != JSON:
         recipe = _load_checked_recipe_and_warn(options, project, skip_machine_checks=options.elsewhere)
-        return CheckResult.of(options.recipe, len(recipe.graph.nodes), recipe.graph.problems)
+        return CheckResult.from_problems(options.recipe, len(recipe.graph.nodes), recipe.graph.problems)
     problems: list[Problem] = []
     nodes = 0
     try:
@@ -182,15 +182,15 @@ def _check_recipe(options: argparse.Namespace, project: Project) -> CheckResult:
         recipe.check(skip_machine_checks=options.elsewhere)
     except RecipeError as error:
         problems = sort_and_deduplicate_problems([*problems, *error.problems])
-    return CheckResult.of(options.recipe, nodes, problems)
+    return CheckResult.from_problems(options.recipe, nodes, problems)
 
 
 def _resolve_recipe(options: argparse.Namespace, project: Project) -> ShowResult:
-    return ShowResult.of(_load_checked_recipe_and_warn(options, project))
+    return ShowResult.from_recipe(_load_checked_recipe_and_warn(options, project))
 
 
 def _draw_recipe(options: argparse.Namespace, project: Project) -> DrawResult:
-    return DrawResult.of(_load_checked_recipe_and_warn(options, project), options.focus, options.step)
+    return DrawResult.from_recipe(_load_checked_recipe_and_warn(options, project), options.focus, options.step)
 
 
 def _explain_recipe(options: argparse.Namespace, project: Project) -> ExplainResult:
@@ -199,7 +199,9 @@ def _explain_recipe(options: argparse.Namespace, project: Project) -> ExplainRes
 
 
 def _compare_recipes(options: argparse.Namespace, project: Project) -> DiffResult:
-    return DiffResult.of(_load_recipe(options, project).changes_since(Recipe.load(options.old, project=project)))
+    return DiffResult.from_changes(
+        _load_recipe(options, project).changes_since(Recipe.load(options.old, project=project))
+    )
 
 
 def _make_and_write_schema(options: argparse.Namespace, project: Project) -> SchemaResult:
@@ -216,14 +218,14 @@ def _make_and_write_schema(options: argparse.Namespace, project: Project) -> Sch
 def _list_components(options: argparse.Namespace, project: Project) -> ListResult | PortsResult:
     registry = project.registry
     if options.plugins:
-        return ListResult.of(registry, registry.installed.names(), format_plugins(registry))
+        return ListResult.from_component_names(registry, registry.installed.names(), format_plugins(registry))
     if options.ports:
-        return PortsResult.of(list_ports(registry))
+        return PortsResult.from_listings(list_ports(registry))
     if options.fits:
         fitting = find_fitting_components(registry, list(project.shipped_graphs()), options.fits)
-        return ListResult.of(registry, fitting, format_fitting_components(fitting, options.fits))
+        return ListResult.from_component_names(registry, fitting, format_fitting_components(fitting, options.fits))
     names = find_component_names(registry, options.subject)
-    return ListResult.of(registry, names, format_components(registry, options.subject))
+    return ListResult.from_component_names(registry, names, format_components(registry, options.subject))
 
 
 def _serve_language_server(options: argparse.Namespace, project: Project) -> None:

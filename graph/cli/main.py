@@ -38,11 +38,11 @@ def main(arguments: Sequence[str] | None = None, project: Project | None = None,
     console = console or Console()
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        return _run_command(arguments, project or Project.of("drawloom"), console)
+        return _run_command(arguments, project or Project.from_package("drawloom"), console)
     except ReportedError as error:
         return error.exit_code
     except (RecipeError, UserError) as error:
-        return _print_failure(CommandFailure.of(error), arguments, console)
+        return _print_failure(CommandFailure.from_error(error), arguments, console)
     except KeyboardInterrupt:
         if console.warns:
             print_escaped_text("interrupted", "stderr")

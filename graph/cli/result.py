@@ -86,7 +86,7 @@ class CommandFailure:
     problems: Sequence[ProblemData] = output("problems of the recipe", default=())
 
     @classmethod
-    def of(cls, error: RecipeError | UserError) -> "CommandFailure":
+    def from_error(cls, error: RecipeError | UserError) -> "CommandFailure":
         """Return the failure for a user's error."""
         if isinstance(error, RecipeError):
             problems = [ProblemData(**problem.as_data()) for problem in error.problems]

@@ -50,7 +50,7 @@ class CheckResult(Result):
     problems: Sequence[ProblemData] = output("errors and warnings")
 
     @classmethod
-    def of(cls, recipe: str, nodes: int, problems: Sequence[Problem]) -> "CheckResult":
+    def from_problems(cls, recipe: str, nodes: int, problems: Sequence[Problem]) -> "CheckResult":
         """Return a result for problems."""
         return cls(recipe, nodes, [ProblemData(**problem.as_data()) for problem in problems])
 
@@ -74,7 +74,7 @@ class ShowResult(Result):
     toml: str = output("resolved recipe with the origin of every value as a comment")
 
     @classmethod
-    def of(cls, recipe: Recipe) -> "ShowResult":
+    def from_recipe(cls, recipe: Recipe) -> "ShowResult":
         """Resolve a recipe."""
         return cls(serialize_nodes(recipe.graph.require_valid().nodes), recipe.to_resolved_toml())
 
@@ -107,7 +107,7 @@ class DrawResult(Result):
     step: bool = internal()
 
     @classmethod
-    def of(cls, recipe: Recipe, focus: str, step: bool) -> "DrawResult":
+    def from_recipe(cls, recipe: Recipe, focus: str, step: bool) -> "DrawResult":
         """Return a recipe's nodes; `focus` and `step` apply to pictures."""
         graph = recipe.graph.require_valid()
         return cls(
@@ -159,7 +159,7 @@ class DiffResult(Result):
     lines: Sequence[str] = internal()
 
     @classmethod
-    def of(cls, changes: Sequence[RecipeChange]) -> "DiffResult":
+    def from_changes(cls, changes: Sequence[RecipeChange]) -> "DiffResult":
         """Return a result for changes."""
         return cls([ChangeData(**attrs.asdict(change)) for change in changes], [str(change) for change in changes])
 
@@ -197,7 +197,7 @@ class FieldData:
     doc: str = output("documentation")
 
     @classmethod
-    def of(cls, field: Field) -> "FieldData":
+    def from_field(cls, field: Field) -> "FieldData":
         """Describe a field."""
         is_setting = field.kind == "setting"
         default = convert_to_toml_types(field.default_value()) if is_setting and not field.required else None
@@ -215,11 +215,13 @@ class ComponentData:
     fields: Sequence[FieldData] = output("settings and edges")
 
     @classmethod
-    def of(cls, name: str, spec: Spec | Problem) -> "ComponentData":
+    def from_spec(cls, name: str, spec: Spec | Problem) -> "ComponentData":
         """Describe a component, or the reason why it has no description."""
         if isinstance(spec, Problem):
             return cls(name, spec.text, "", [])
-        fields = [FieldData.of(field) for field in spec.fields.values() if field.kind == "setting" or field.is_edge]
+        fields = [
+            FieldData.from_field(field) for field in spec.fields.values() if field.kind == "setting" or field.is_edge
+        ]
         return cls(name, spec.summary, spec.distribution or "", fields)
 
 
@@ -231,9 +233,9 @@ class ListResult(Result):
     text: str = internal()
 
     @classmethod
-    def of(cls, registry: Registry, names: Iterable[str], text: str) -> "ListResult":
+    def from_component_names(cls, registry: Registry, names: Iterable[str], text: str) -> "ListResult":
         """Describe components."""
-        return cls([ComponentData.of(name, registry.find(name)) for name in names], text)
+        return cls([ComponentData.from_spec(name, registry.find(name)) for name in names], text)
 
     def render(self, format: str) -> str:
         """Return one line per component, or several for one subject."""
@@ -257,7 +259,7 @@ class PortsResult(Result):
     text: str = internal()
 
     @classmethod
-    def of(cls, ports: Sequence[PortListing]) -> "PortsResult":
+    def from_listings(cls, ports: Sequence[PortListing]) -> "PortsResult":
         """Describe ports."""
         data = [PortData(port.name, port.doc, port.components) for port in ports]
         return cls(data, "\n\n".join(map(str, ports)))

@@ -82,7 +82,7 @@ ABSENT = "absent"
 def compare_with_text(older: str, graph: Graph) -> list[RecipeChange]:
     """Return differences from `older`, a resolved recipe's text, to `graph`. Raises ValueError if it is not TOML."""
     try:
-        recipe = MergedRecipe.of(parse(older))
+        recipe = MergedRecipe.from_values(parse(older))
     except RecipeError as error:
         problem = error.problems[0]
         raise ValueError(f"line {problem.position.line if problem.position else 0}: {problem.text}") from error
@@ -190,7 +190,7 @@ def diff(old: MergedRecipe, new: Graph) -> list[RecipeChange]:
     new.require_valid()
     if old.is_resolved:
         return compare_with_nodes(serialize_recipe(old), new)
-    graph = Graph.of(old, new.registry).require_valid()
+    graph = Graph.build(old, new.registry).require_valid()
     cosmetic = [] if new.recipe.is_resolved else list(_find_cosmetic_changes(graph, new))
     return compare_with_nodes(serialize_nodes(graph.nodes), new) + cosmetic
 

@@ -20,7 +20,7 @@ def find_definitions(workspace: Workspace, meaning: Meaning) -> list[Position]:
     A reference leads to its node or the members of its group, a variable to its value, `use` to the component, a base
     to its file. A node or key leads to the extended recipe with its value or, if there is none, to the component.
     """
-    recipe, name = meaning.graph.recipe, meaning.reference
+    recipe, name = meaning.graph.recipe, meaning.reference_target
     if meaning.extended_recipe_name:
         return [*_locate_base(workspace, meaning.analysis.path, meaning.extended_recipe_name)]
     if meaning.use:

@@ -15,7 +15,7 @@ def describe_token(workspace: Workspace, meaning: Meaning) -> str:
     """Return the text for a key or value, or an empty string."""
     if meaning.use:
         return describe_component(workspace, meaning.use)
-    if meaning.reference:
+    if meaning.reference_target:
         return "\n\n".join(_describe_reference(workspace, meaning))
     if meaning.variable:
         return format_variable_history(meaning.graph, meaning.variable)
@@ -53,7 +53,7 @@ def _describe_reference(workspace: Workspace, meaning: Meaning) -> Iterator[str]
     """Yield an edge's port, and its target node or group of nodes."""
     if meaning.field:
         yield f"[{meaning.node}] {format_field(meaning.field)}"
-    graph, name = meaning.graph, meaning.reference
+    graph, name = meaning.graph, meaning.reference_target
     if name in graph.nodes:
         yield _describe_node(workspace, meaning, name)
     elif name in graph.recipe.groups:

@@ -28,7 +28,7 @@ class Meaning:
     spec: Spec | None
 
     @classmethod
-    def of(cls, workspace: Workspace, analysis: Analysis, cursor: Cursor) -> "Meaning":
+    def from_cursor(cls, workspace: Workspace, analysis: Analysis, cursor: Cursor) -> "Meaning":
         """Return a token's meaning, based on the last successful analysis of the recipe."""
         path = cursor.path[1:] if cursor.path[:1] == (EDIT,) else cursor.path
         nodes = analysis.graph.nodes
@@ -56,7 +56,7 @@ class Meaning:
         return self.cursor.written if is_use else ""
 
     @property
-    def reference(self) -> str:
+    def reference_target(self) -> str:
         """The node or group named by the token, without "@" and ".*", or an empty string."""
         written = self.cursor.written
         return written[1:].removesuffix(".*") if self.cursor.quoted and written[:1] == "@" != written[1:2] else ""

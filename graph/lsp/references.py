@@ -67,7 +67,7 @@ class References:
     unread: list[Path]
 
     @classmethod
-    def of(cls, workspace: Workspace, path: Path, symbol: Symbol) -> "References":
+    def find(cls, workspace: Workspace, path: Path, symbol: Symbol) -> "References":
         """Find all files naming a recipe's symbol: in its bases, in other recipes extending these, and so on."""
         recipes: dict[Path, MergedRecipe] = {}
         unread = []
@@ -101,7 +101,7 @@ def find_rename_ranges(workspace: Workspace, path: Path, symbol: Symbol, new: st
         raise UserError(f"{new!r} can't be the name of a node: recipes reserve it; choose another name")
     if not NAME.fullmatch(new):
         raise UserError(f"{new!r} can't be the name of a node; use letters, digits, _ and -, a letter first")
-    references = References.of(workspace, path, symbol)
+    references = References.find(workspace, path, symbol)
     for file in references.files:
         if not workspace.may_rename_in(file):
             raise UserError(

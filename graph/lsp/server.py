@@ -113,7 +113,7 @@ class RecipeServer(LanguageServer):
             return None
         cursor = Cursor.at(self.recipe_workspace.text(path), self.to_offset(path, position))
         return (
-            Meaning.of(self.recipe_workspace, self.recipe_workspace.get_last_analysis_or_empty(path), cursor)
+            Meaning.from_cursor(self.recipe_workspace, self.recipe_workspace.get_last_analysis_or_empty(path), cursor)
             if cursor
             else None
         )
@@ -258,7 +258,7 @@ def list_references(server: RecipeServer, params: lsp.ReferenceParams) -> list[l
     """Return the locations naming the node or variable at a position, including its tables."""
     path = path_from_uri(params.text_document.uri)
     symbol = server.find_symbol_at(path, params.position)
-    files = References.of(server.recipe_workspace, path, symbol).files if symbol else {}
+    files = References.find(server.recipe_workspace, path, symbol).files if symbol else {}
     return [
         lsp.Location(server.find_uri(file), server.to_lsp_range(file, source_range))
         for file, ranges in files.items()

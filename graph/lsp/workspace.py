@@ -144,7 +144,7 @@ class Workspace:
         """Return an open recipe's last analysis, or an empty one if its text never was TOML."""
         if path in self.analyses:
             return self.analyses[path]
-        empty = MergedRecipe.of({}, str(path))
+        empty = MergedRecipe.from_values({}, str(path))
         return Analysis(path, empty.layers[0], self.project.graph(empty, root=""), is_overlay=True)
 
     def list_open_dependents(self, path: Path) -> list[Path]:

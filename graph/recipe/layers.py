@@ -183,7 +183,7 @@ class Table:
         return Table(self.layer, self.path, items, self.discarded)
 
     @classmethod
-    def of(cls, data: Mapping[str, Any], layer: Layer, path: KeyPath) -> "Table":
+    def from_values(cls, data: Mapping[str, Any], layer: Layer, path: KeyPath) -> "Table":
         """Make a table from plain values."""
         table = cls(layer, path)
         table.merge_layer(data, layer, path)

@@ -50,7 +50,7 @@ class MergedRecipe:
         return [layer for layer in named if not layer.is_shipped] or named
 
     @classmethod
-    def of(cls, data: Mapping[str, Any], source: str = "recipe") -> "MergedRecipe":
+    def from_values(cls, data: Mapping[str, Any], source: str = "recipe") -> "MergedRecipe":
         """Make a recipe from plain values."""
         return merge_layers(source, [Layer(source, dict(data))])
 

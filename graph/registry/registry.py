@@ -76,7 +76,7 @@ class PackageSource:
     prefix: str = ""
 
     @classmethod
-    def of(cls, package: str, prefix: str = "") -> "PackageSource":
+    def from_package(cls, package: str, prefix: str = "") -> "PackageSource":
         """Return a package's source. Only the parents are imported. Raises LookupError if it does not exist."""
         parent, _, name = package.rpartition(".")
         spec = importlib.util.find_spec(parent or package)
@@ -161,9 +161,9 @@ class Registry:
     _specs: dict[str, Spec | Problem] = attrs.field(factory=dict, init=False)
 
     @classmethod
-    def of(cls, package: str) -> "Registry":
+    def from_package(cls, package: str) -> "Registry":
         """Return the registry of components in a package's files and in installed distributions; imports nothing."""
-        return cls(PackageSource.of(package), EntryPointSource(package))
+        return cls(PackageSource.from_package(package), EntryPointSource(package))
 
     def with_source(self, source: Source) -> "Registry":
         """Return this registry with the components of another source added."""

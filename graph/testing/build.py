@@ -46,7 +46,7 @@ def build(component: str | type, /, *, package: str = "drawloom", **values: Any)
 def _find_spec(component: str | type, package: str) -> Spec:
     if isinstance(component, type):
         return read_spec(component.__name__, component)
-    spec = Project.of(package).registry.find(component)
+    spec = Project.from_package(package).registry.find(component)
     if isinstance(spec, Problem):
         raise RecipeError([spec])
     return spec
@@ -59,7 +59,7 @@ def _is_edge_or_container_field(spec: Spec, key: str) -> bool:
 def _make_node(spec: Spec, settings: Mapping[str, Any]) -> Node:
     """Return a node with settings converted as in a recipe. A Path or Enum may be passed as such, or as text."""
     plain = {key: convert_to_toml_types(value) for key, value in settings.items() if value is not None}
-    recipe = MergedRecipe.of({"it": {"use": spec.use, **plain}}, "build")
+    recipe = MergedRecipe.from_values({"it": {"use": spec.use, **plain}}, "build")
     node = Node(spec.use, recipe.tree.items["it"], spec)  # type: ignore[arg-type]
     SettingsResolver({}).resolve(node)
     for key in settings.keys() - plain.keys():

@@ -181,7 +181,7 @@ class EdgeResolver:
         """Make the node in an inline table, and resolve its edges; return its name in a list, empty after a problem."""
         container = node.table.items[field.name]
         layer, at = container.origin(path[1:])
-        table = value if isinstance(value, Table) else Table.of(value, layer, at)
+        table = value if isinstance(value, Table) else Table.from_values(value, layer, at)
         if "use" not in table.items:
             text = f"{format_path(path)} is a table without `use`, so it is not a node"
             node.add_problem("DL312", text, 'write { use = "...", ... } or "@name"', path)

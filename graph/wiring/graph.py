@@ -43,7 +43,7 @@ class Graph:
 
     @classmethod
     @pause_garbage_collection()
-    def of(cls, recipe: MergedRecipe, registry: Registry, root: str = "") -> "Graph":
+    def build(cls, recipe: MergedRecipe, registry: Registry, root: str = "") -> "Graph":
         """Build and check the graph of a recipe. If `root` is set, report unneeded nodes as warnings."""
         builder = GraphBuilder(recipe, registry)
         builder.build_nodes_and_edges()
@@ -54,7 +54,7 @@ class Graph:
 
     def with_values(self, data: Mapping[str, Any], source: str = "override") -> "Graph":
         """Return the graph for this recipe with other values merged over it."""
-        return Graph.of(self.recipe.with_values(data, source), self.registry, self.root)
+        return Graph.build(self.recipe.with_values(data, source), self.registry, self.root)
 
     @property
     def errors(self) -> list[Problem]:
@@ -291,7 +291,7 @@ class MemberSequence:
     last_readers: Mapping[str, Member]
 
     @classmethod
-    def of(cls, members: Sequence[Member]) -> "MemberSequence":
+    def from_members(cls, members: Sequence[Member]) -> "MemberSequence":
         """Index members by written and read values."""
         writers = {value: member for member in reversed(members) for value in member.flow.writes}
         return cls(writers, {name.removesuffix("?"): member for member in members for name in member.flow.reads})
@@ -303,7 +303,7 @@ def check_sequence_dataflow(node: Node, field: str, edge: Edge, nodes: Mapping[s
     """
     first = {target: number for number, target in reversed([*enumerate(edge.targets)])}  # a duplicate is a problem
     members = [Member(name, first[name], nodes[name].spec.traits.flow) for name in dict.fromkeys(edge.targets)]
-    sequence = MemberSequence.of(members)
+    sequence = MemberSequence.from_members(members)
     for member in members:
         position = node.position_of(edge.items[member.number])
         for text, hint in _find_wrong_orders_with_hints(member, sequence, nodes, edge.incomplete):

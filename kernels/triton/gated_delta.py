@@ -140,7 +140,7 @@ def _forward(
     if not v.shape[:3].numel():
         last.zero_() if state is None else last.copy_(state)
         return results, last, decays, inverse, written
-    sizes = _Sizes.of(k, v)
+    sizes = _Sizes.from_keys_and_values(k, v)
     q, k, v, g, beta, ids = (x.contiguous() for x in (q, k, v, g, beta, ids))
     state = None if state is None else state.contiguous()
     keys, states = v.new_empty(*v.shape[:3], sizes.width), sizes.allocate_states(v)
@@ -180,7 +180,7 @@ class _Sizes(NamedTuple):
     multiprocessors: int
 
     @classmethod
-    def of(cls, k: Tensor, v: Tensor) -> "_Sizes":
+    def from_keys_and_values(cls, k: Tensor, v: Tensor) -> "_Sizes":
         rows, length, heads, v_width = v.shape
         groups, multiprocessors = heads // k.shape[2], sm_count(v.device)
         return cls(rows, length, heads, groups, k.shape[3], v_width, cdiv(length, CHUNK), v.itemsize, multiprocessors)
@@ -286,7 +286,7 @@ def _backward(
         if state is not None:
             grads[5].copy_(grad_state)
         return grads
-    sizes = _Sizes.of(k, v)
+    sizes = _Sizes.from_keys_and_values(k, v)
     grad, q, k, v, beta, ids = (x.contiguous() for x in (grad, q, k, v, beta, ids))
     keys = v.new_empty(*v.shape[:3], sizes.width)
     grad_k = grads[1] if sizes.groups == 1 else torch.empty_like(keys)

@@ -31,8 +31,8 @@ from drawloom.kernels.cut_cross_entropy import (
 from drawloom.kernels.deferred_grads import (
     MatrixProduct,
     WeightGradient,
+    compute_at_once_if_hooked,
     get_weight_gradient_function,
-    supports_deferred_weight_gradient,
 )
 from drawloom.kernels.operation import once_differentiable, register_kernel
 from drawloom.kernels.results import TokenLosses
@@ -76,7 +76,7 @@ def linear_cross_entropy_triton(
     return TokenLosses(losses.reshape(targets.shape), lse.reshape(targets.shape))
 
 
-@supports_deferred_weight_gradient
+@compute_at_once_if_hooked
 class _WholeLogits(Function):
     """Cross entropy that keeps all logits' gradients; token factors multiply the small factors in both products."""
 
@@ -158,7 +158,7 @@ def _multiply_with_row_factors(grad_logits: Tensor, hidden: Tensor, grad: Tensor
     return (product.float() * largest).to(grad_logits.dtype)
 
 
-@supports_deferred_weight_gradient
+@compute_at_once_if_hooked
 class _InChunks(Function):
     """
     Cross entropy whose forward pass also computes gradients, for the sum of losses times `factors`.

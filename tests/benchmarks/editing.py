@@ -17,7 +17,7 @@ ROUNDS = 20
 
 def main() -> None:
     """Print a row for first_run and for the largest recipe, and fail if a keystroke exceeds the limit."""
-    project = Project.of("drawloom")
+    project = Project.from_package("drawloom")
     recipes = sorted(project.recipes.glob("*.toml"))
     largest = max(recipes, key=lambda path: len(project.graph(project.load(str(path)), root="").nodes))
     print(f"{'ms, the median':24} {'in process':>11} {'in an editor':>13} {'slowest':>8}")

@@ -10,7 +10,7 @@ LIMITS = {1000: 15, 10000: 20}
 
 def main() -> None:
     """Print a row per node count, and fail if a ratio exceeds its limit."""
-    project = Project.of("support.shop")
+    project = Project.from_package("support.shop")
     ratios: dict[int, float] = {}
     print(f"{'nodes':>6} {'by hand ms':>11} {'by recipe ms':>13} {'ratio':>6} {'us/node':>8}")
     for nodes in (10, 100, 1000, 10000):

@@ -45,7 +45,7 @@ def tables(text: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 
 def by_drawloom(text: str) -> Any:
-    return by_recipe(Project.of("support.shop"), text)
+    return by_recipe(Project.from_package("support.shop"), text)
 
 
 def by_dependency_injector(text: str) -> Any:

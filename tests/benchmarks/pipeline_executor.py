@@ -134,7 +134,7 @@ class World:
 
 def measure_drawloom(name: str) -> tuple[int, float, float]:
     """Return the action count of our executor's step, and its least and median microseconds per action."""
-    spec = Registry.of("drawloom.components").find(f"pipeline.schedules.{name}")
+    spec = Registry.from_package("drawloom.components").find(f"pipeline.schedules.{name}")
     if isinstance(spec, Problem):
         raise LookupError(spec)
     schedule = spec.cls()

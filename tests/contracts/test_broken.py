@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.contracts.model import layers_keep_shape_and_dtype_if_declared
+from drawloom.components.ports.checkpoint import Durable, Restorer, Stateful
 from drawloom.components.ports.distributed import ReplicaLimit
 from drawloom.components.ports.model import BatchContext, LayerRange
 from drawloom.components.ports.pipeline import Predictor
-from drawloom.components.ports.run import Durable, FinalTask, Phase, Restorer, Stateful, Step
+from drawloom.components.ports.run import FinalTask, Phase, Step
 from drawloom.components.ports.stages import Transform
 from drawloom.components.ports.staging import Stager
 from drawloom.graph import component

@@ -30,7 +30,7 @@ from support.completion_server import get_shared_server
 from support.qwen3 import cpu_kernels, dense, whole
 from support.stores import store_of, write_dataset, write_megatron, write_table
 
-CATALOGUE = Project.of("drawloom").registry
+CATALOGUE = Project.from_package("drawloom").registry
 
 TINY: dict[str, Any] = {
     "vars": {"length": 16},

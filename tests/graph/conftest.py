@@ -27,7 +27,7 @@ pages = ["@page"]
 @pytest.fixture
 def project() -> Project:
     """Return the project with the shop's components and recipes."""
-    return Project.of("support.shop")
+    return Project.from_package("support.shop")
 
 
 @pytest.fixture
@@ -36,6 +36,6 @@ def shop(project: Project) -> Callable[..., Graph]:
 
     def make(text: str = "", root: str = "trainer") -> Graph:
         data: dict[str, Any] = tomli.loads(text)
-        return project.graph(MergedRecipe.of(tomli.loads(SHOP)).with_values(data), root)
+        return project.graph(MergedRecipe.from_values(tomli.loads(SHOP)).with_values(data), root)
 
     return make

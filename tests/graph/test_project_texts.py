@@ -16,7 +16,7 @@ from drawloom.graph.toml.emit import dump_key, dump_toml
 from support.golden import FAULTY, GOOD
 from support.made_up import recipes
 
-PROJECT = Project.of("support.shop")
+PROJECT = Project.from_package("support.shop")
 
 PIECES = [
     '"', "'", '"""', "'''", "[", "]", "[[", "]]", "{", "}", "=", ".", ",", "#", "\n", "\r\n", "\r", "\t", " ", "\\",

@@ -67,7 +67,7 @@ def test_a_variable_is_valid_anywhere() -> None:
 
 
 ROOT = Path(__file__).parents[3]
-PROJECT = Project.of("drawloom")
+PROJECT = Project.from_package("drawloom")
 SHIPPED = sorted((ROOT / "recipes").glob("*.toml"))
 
 CODES = {"DL201", "DL203", "DL204", "DL302", "DL303", "DL306", "DL310", "DL311", "DL312"}

@@ -6,7 +6,7 @@ from drawloom.graph.problems import Problem
 from drawloom.graph.registry.registry import Registry
 
 ROOT = Path(__file__).parents[2]
-CATALOGUE = Registry.of("drawloom.components")
+CATALOGUE = Registry.from_package("drawloom.components")
 
 
 def test_every_file_with_a_component_holds_exactly_one() -> None:

@@ -23,7 +23,7 @@ from support.qwen3 import SIZES, SPARSE_SIZES
 from support.setting_changes import DELTA, LATENT_SIZES, ROWS, UNOBSERVED, Change, Observer
 from support.stores import store_of, write_dataset, write_megatron, write_table
 
-REGISTRY = Registry.of("drawloom.components")
+REGISTRY = Registry.from_package("drawloom.components")
 
 
 def settings() -> Iterator[tuple[str, str]]:

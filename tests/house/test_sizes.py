@@ -44,7 +44,7 @@ def find_unbounded(name: str, kind: Any, check: Any) -> Iterator[str]:
 
 def test_every_size_has_an_upper_bound() -> None:
     """Integer settings reject a huge value, or are listed with a reason; the list has no other names."""
-    registry, unbounded = Registry.of("drawloom.components"), set[str]()
+    registry, unbounded = Registry.from_package("drawloom.components"), set[str]()
     for use in registry.names():
         spec = registry.find(use)
         assert not isinstance(spec, Problem), spec

@@ -19,7 +19,7 @@ from support.chat import tokenizer_folder
 from support.observers_of_runs import TINY
 from support.runs import drawloom, rows, series
 
-PROJECT = Project.of("drawloom")
+PROJECT = Project.from_package("drawloom")
 ROOT = Path(__file__).parents[2]
 TEXT = f'corpus.paths=["{ROOT}/components/data/**/*.py"]'
 CONVERSATIONS, PAIRS = (

@@ -12,7 +12,7 @@ from drawloom.graph.project import Project, Recipe
 from support.chat import tokenizer_folder
 
 ROOT = Path(__file__).parents[2]
-PROJECT = Project.of("drawloom")
+PROJECT = Project.from_package("drawloom")
 OVERLAYS = [path.stem for path in (ROOT / "recipes").glob("with_*.toml")]
 FROM_A_BASE = [
     "finetune",

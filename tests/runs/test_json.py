@@ -90,7 +90,7 @@ def check_answers(folder: Path, commands: dict[str, tuple[list[str], int]]) -> d
     for (name, (_, code)), given in zip(commands.items(), answers, strict=True):
         assert given.code == code, (name, given)
         printed[name] = json.loads(given.text)
-        jsonschema.validate(printed[name], read_result_schema(Project.of("drawloom"), name))
+        jsonschema.validate(printed[name], read_result_schema(Project.from_package("drawloom"), name))
         assert (code == 0) or "error" in printed[name] or name == "check", name
     return printed
 
@@ -98,7 +98,7 @@ def check_answers(folder: Path, commands: dict[str, tuple[list[str], int]]) -> d
 def test_every_command_prints_json_of_its_schema(folder: Path) -> None:
     """One JSON text alone is on stdout, also after a failure, and the schema admits no other key."""
     printed = check_answers(folder, COMMANDS)
-    assert {*COMMANDS, *SLOW, *SERVERS} >= set(list_command_names(Project.of("drawloom")))
+    assert {*COMMANDS, *SLOW, *SERVERS} >= set(list_command_names(Project.from_package("drawloom")))
     assert [problem["code"] for problem in printed["check"]["problems"]] == ["DL302"]
     assert printed["run"]["outcome"]["run"] == {"folder": RUN}
     assert printed["run"]["outcome"]["trainer"] == {"step": 4, "steps": 4, "stop_reason": ""}
@@ -118,7 +118,7 @@ def test_commands_that_start_processes_print_json_too(folder: Path) -> None:
 
 def test_a_schema_refuses_other_keys() -> None:
     """A result with a key more or less, or a value of another type, is not valid."""
-    schema = read_result_schema(Project.of("drawloom"), "export")
+    schema = read_result_schema(Project.from_package("drawloom"), "export")
     jsonschema.validate({"folder": "f", "step": 1}, schema)
     cases: list[dict[str, Any]] = [{"folder": "f"}, {"folder": "f", "step": 1, "more": 0}]
     for wrong in [*cases, {"folder": "f", "step": "1"}, {"error": {}}]:

@@ -10,7 +10,9 @@ from drawloom.components.checkpoint.state_hashes import hash_states
 from drawloom.graph.registry.registry import Registry
 from support.runs import drawloom, series, take_back, write_corpus
 
-SCHEDULES = [name for name in Registry.of("drawloom.components").names() if name.startswith("pipeline.schedules.")]
+SCHEDULES = [
+    name for name in Registry.from_package("drawloom.components").names() if name.startswith("pipeline.schedules.")
+]
 COMMON = (
     "run",
     "tiny.toml",

@@ -24,7 +24,8 @@ from drawloom.components.checkpoint.staging.copy_plan import Pool
 from drawloom.components.checkpoint.state_hashes import hash_states
 from drawloom.components.listeners import profiler
 from drawloom.components.phases.report import Report
-from drawloom.components.ports.run import Step, Value
+from drawloom.components.ports.run import Step
+from drawloom.components.ports.tracking import Value
 from drawloom.components.run.locks import FolderLock
 from drawloom.components.trackers.aim import AimTracker
 from drawloom.components.trackers.aim_repository import AimRun
@@ -315,7 +316,7 @@ def test_a_run_on_one_machine_listens_nowhere_and_unpickles_nothing(folder: Path
 def _open_with_failing_nodes(folder: Path) -> dict[str, list[str]]:
     """Open a run's graph once per node with this node failing; return the files and threads left open."""
     os.chdir(folder)
-    project = Project.of("drawloom")
+    project = Project.from_package("drawloom")
     graph = project.graph(project.load("tiny.toml", [], ["data.workers=1"])).require_valid()
     left: dict[str, list[str]] = {}
     with project.container(graph):  # opens the files that the process keeps for good

@@ -142,8 +142,8 @@ def run_source(folder: Path, source: str, recipes: Path) -> Outcome:
 
 
 def _use_recipes(recipes: Path) -> None:
-    own = Project(Registry.of("drawloom.components"), recipes)
-    Project.of = classmethod(lambda cls, package: own)  # type: ignore[method-assign,assignment]
+    own = Project(Registry.from_package("drawloom.components"), recipes)
+    Project.from_package = classmethod(lambda cls, package: own)  # type: ignore[method-assign,assignment]
 
 
 def _python(folder: Path, words: Sequence[str]) -> Outcome:

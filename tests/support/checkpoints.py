@@ -10,8 +10,9 @@ import torch
 from drawloom.components.checkpoint.checkpointer import Checkpointer
 from drawloom.components.distributed.mesh_layout import MeshView
 from drawloom.components.distributed.process_group import SingleProcess
+from drawloom.components.ports.checkpoint import Stateful
 from drawloom.components.ports.distributed import Group, PerDimension
-from drawloom.components.ports.run import Stateful, Step
+from drawloom.components.ports.run import Step
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.staging import Stager
 from drawloom.graph import Every, ResolvedRecipe

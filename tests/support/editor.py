@@ -23,7 +23,7 @@ Point = Callable[[str], Meaning]
 
 ROOT = Path(__file__).parents[2]
 SHOP = "from drawloom.graph.project import Project; from drawloom.graph.lsp.server import serve_language_server;"
-SHOP += "serve_language_server(Project.of('support.shop'))"
+SHOP += "serve_language_server(Project.from_package('support.shop'))"
 SECONDS = 60
 """For one answer; the first imports components."""
 

@@ -44,7 +44,7 @@ def resolve_recipe(recipe: Path) -> str:
 
 def project_of(recipe: Path) -> Project:
     """Return the project of a recipe."""
-    return Project.of({"": "drawloom", "shop": "support.shop"}[_directive(recipe, "project")])
+    return Project.from_package({"": "drawloom", "shop": "support.shop"}[_directive(recipe, "project")])
 
 
 def _directive(recipe: Path, name: str) -> str:

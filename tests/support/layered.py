@@ -27,7 +27,7 @@ def recipe_text(nodes: int) -> str:
 
 def by_recipe(project: Project, text: str) -> int:
     """Read, check and build a recipe; return its object count."""
-    container = project.container(project.graph(MergedRecipe.of(parse(text))))
+    container = project.container(project.graph(MergedRecipe.from_values(parse(text))))
     container.build()
     return len(container)
 

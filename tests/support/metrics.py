@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drawloom.components.ports.run import Accumulator, Metric, Step, Value
+from drawloom.components.ports.run import Step
+from drawloom.components.ports.tracking import Accumulator, Metric, Value
 from support.checkpoints import SingleRankMesh
 
 MESH = SingleRankMesh()

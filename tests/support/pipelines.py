@@ -60,7 +60,7 @@ from support.steps import evaluate, train
 
 TRAINING = [
     name.rpartition(".")[2]
-    for name in Registry.of("drawloom.components").names()
+    for name in Registry.from_package("drawloom.components").names()
     if name.startswith("pipeline.schedules.")
 ]
 """The names of all schedules."""
@@ -98,7 +98,7 @@ class FreezeAllButNorms:
 
 def schedule(name: str, **settings: Any) -> Any:
     """Build a schedule by the last part of its name."""
-    spec = Registry.of("drawloom.components").find(f"pipeline.schedules.{name}")
+    spec = Registry.from_package("drawloom.components").find(f"pipeline.schedules.{name}")
     assert not isinstance(spec, Problem), spec
     return spec.cls(**settings)
 

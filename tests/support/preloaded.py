@@ -20,7 +20,7 @@ with suppress(ImportError):
     import_module("transformers.modeling_utils")  # a second, too, in every rank that trains or exports such a model
 import_module("numpy.ma")  # torch imports it in the first step
 with suppress(Exception):  # the test of a broken component reports it
-    workshop = Project.of("drawloom")
+    workshop = Project.from_package("drawloom")
     graph = workshop.graph(workshop.load("first_run", [], []))
     graph.require_valid()
     classes = [node.spec.cls for node in graph.nodes.values()]

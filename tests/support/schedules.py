@@ -11,7 +11,7 @@ from drawloom.graph.problems import Problem
 from drawloom.graph.registry.registry import Registry
 
 FOLDER = "pipeline.schedules."
-CATALOGUE = Registry.of("drawloom.components")
+CATALOGUE = Registry.from_package("drawloom.components")
 NAMES = [name.removeprefix(FOLDER) for name in CATALOGUE.names() if name.startswith(FOLDER)]
 
 

@@ -158,7 +158,7 @@ def _warm() -> None:
     import torch._dynamo
 
     torch.set_num_threads(1)
-    project = Project.of("drawloom")
+    project = Project.from_package("drawloom")
     for job in (Job(1, "blocking"), Job(1, "overlapped"), Job(1, "none")):
         project.graph(project.load("tiny.toml", [], job.command("warm")[2:])).require_valid()
     gc.collect()

@@ -27,7 +27,7 @@ class Weights:
         self._others: Collection[str] = ()
 
     @classmethod
-    def of(cls, parameters: Mapping[str, nn.Parameter], others: Collection[str] = ()) -> "Weights":
+    def from_parameters(cls, parameters: Mapping[str, nn.Parameter], others: Collection[str] = ()) -> "Weights":
         """Return these parameters; another rank counts `others`."""
         weights = cls({})
         weights.parameters, weights._others = dict(parameters), others

@@ -231,4 +231,4 @@ def build_forward_only_program(stage_to_rank: Sequence[int], microbatches: int) 
     lines: list[list[Action]] = [[] for _ in range(max(stage_to_rank) + 1)]
     for stage, number in passes:
         lines[stage_to_rank[stage]].append(Action(stage, "F", number))
-    return Program.of(lines, stage_to_rank)
+    return Program.from_rank_programs(lines, stage_to_rank)

@@ -24,7 +24,9 @@ def _parse_single_action(text: str) -> Action:
 
 def parse_program(text: str) -> Program:
     """Parse a program in `format_program`'s format; ValueError if the text is not a program."""
-    return Program.of([_parse_rank_program(row.partition(":")[2]) for row in text.splitlines() if row.strip()])
+    return Program.from_rank_programs(
+        [_parse_rank_program(row.partition(":")[2]) for row in text.splitlines() if row.strip()]
+    )
 
 
 def _parse_rank_program(text: str) -> RankProgram:
@@ -49,7 +51,7 @@ def parse_program_csv(text: str) -> Program:
         raise ValueError(str(error)) from error
     lines = [_parse_csv_row(cells, row) for row, cells in enumerate(rows, 1) if cells]
     _check_enough_actions(lines)
-    return Program.of(lines)
+    return Program.from_rank_programs(lines)
 
 
 def _check_enough_actions(rank_programs: list[RankProgram]) -> None:

@@ -56,7 +56,7 @@ Events = dict[EventKey, TimedEvent]
 
 
 def simulate_events(rank_programs: Sequence[RankProgram], costs: Costs, channels: Channels = "free") -> Events:
-    """Return the events of all ranks' lowered programs with their times; DeadlockError if they never end."""
+    """Simulate all ranks' lowered programs and return the timed events; DeadlockError if they never end."""
     events: Events = {}
     for rank_program in rank_programs:
         _add_rank_events(events, rank_program, costs, channels)

@@ -55,9 +55,9 @@ class Simulation:
     end: NDArray[np.float64]
     sharding: Sharding | None = None
     shard_bars: Sequence[Sequence[Bar]] = ()
-    """Actions that gather parameters and reduce gradients by rank, in order; empty without shards."""
+    """Parameter gathers and gradient reductions by rank, in order; empty without shards."""
     transfer_bars: Sequence[Sequence[Bar]] = ()
-    """Copies of activations to host memory and back by rank, in order; empty without offloading."""
+    """Activation copies to host memory and back by rank, in order; empty without offloading."""
 
     def iterate_bars(self, rank: int) -> Iterator[Bar]:
         """Yield a rank's actions with their times, in order."""
@@ -103,28 +103,28 @@ class Simulation:
 
     @property
     def peak_activations(self) -> list[int]:
-        """Return by rank the peak number of activations (one per stage and microbatch), kept from F until B or I."""
+        """Return every rank's peak activation count: one per stage and microbatch, from F until B or I."""
         return self._count_peak_open_ops(FORWARD, BACKWARD, BACKWARD_INPUT)
 
     @property
     def peak_microbatches_in_flight(self) -> list[int]:
-        """Return by rank the peak number of stages' microbatches between F and their weight gradients (B or W)."""
+        """Return every rank's peak microbatch count: one per stage, from F until the weight gradients (B or W)."""
         return self._count_peak_open_ops(FORWARD, BACKWARD, BACKWARD_WEIGHT)
 
     @property
     def peak_pending_weight_grads(self) -> list[int]:
-        """Return the peak of pending weight gradients, by rank."""
+        """Return every rank's peak count of weight gradients that are pending between I and W."""
         return self._count_peak_open_ops(BACKWARD_INPUT, BACKWARD_WEIGHT)
 
     @property
     def peak_p2p_tensors(self) -> list[int]:
-        """Return the peak of tensors in P2P buffers by rank: in flight, or received and not consumed yet."""
+        """Return every rank's peak tensor count in P2P buffers: in flight, or received and not consumed yet."""
         rank_programs = _lower_all_ranks(self.program, self.costs, self.sharding)
         events = simulate_events(rank_programs, self.costs, self.channels)
         return [_count_peak_p2p_tensors(rank_program, events) for rank_program in rank_programs]
 
     def _count_peak_open_ops(self, opening: int, *closing: int) -> list[int]:
-        """Return by rank the peak number of `opening` ops not followed yet by one of the `closing` ops."""
+        """Return every rank's peak count of open ops: an `opening` op is open until its `closing` op."""
         if not np.isin(self.program.op, closing).any():
             return [0] * self.program.ranks  # forward passes alone keep no activations
         change = (self.program.op == opening).astype(np.int64) - np.isin(self.program.op, closing)
@@ -133,12 +133,12 @@ class Simulation:
 
     @property
     def message_count(self) -> int:
-        """Return the number of tensors sent between ranks."""
+        """Count the tensors sent between ranks."""
         return int((find_consumer_ranks(self.program) != self.program.rank_by_action).sum())
 
     @property
     def action_counts(self) -> dict[str, int]:
-        """Return the number of actions by op."""
+        """Count the actions by op."""
         return {work: int((self.program.op == number).sum()) for number, work in enumerate(OPS)}
 
 
@@ -182,7 +182,7 @@ def _collect_bars(line: RankProgram, events: Events, ops: Sequence[str]) -> list
 
 
 def _count_peak_p2p_tensors(rank_program: RankProgram, events: Events) -> int:
-    """Return the peak number of tensors in one rank's P2P buffers."""
+    """Return the peak tensor count in one rank's P2P buffers."""
     peak, now = 0, 0.0
     sent: list[float] = []
     received: set[tuple[int, bool, int]] = set()

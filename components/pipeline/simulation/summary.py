@@ -12,7 +12,7 @@ from drawloom.components.pipeline.simulation.simulator import Simulation
 @attrs.frozen(eq=False)
 class Summary:
     """
-    Summary of a simulated schedule; `memory` is the peak bytes of activations by rank, if known.
+    Summary of a simulated schedule; `memory` is every rank's peak activation bytes, if known.
 
     `measured` is the timeline of the same actions in a run.
     """

@@ -48,9 +48,9 @@ PALEST = 0.62
 BAR, GAP, SIDE_BAR = 24, 5, 8
 LEFT, RIGHT, TOP, BOTTOM = 58, 66, 62, 68
 WIDEST, NARROWEST, LARGEST_UNIT = 2400, 620, 26
-"""Maximum and minimum pixels of all bars together, and maximum pixels of the shortest bar."""
+"""Pixels: WIDEST and NARROWEST bound all bars together, LARGEST_UNIT bounds the shortest bar."""
 SMALLEST_DIGITS = 5
-"""Minimum pixels of microbatch numbers: smaller numbers are omitted, because they are not readable."""
+"""Smallest readable font size for microbatch numbers, in pixels; smaller numbers are omitted."""
 
 
 def draw_svg(simulation: Simulation, title: str, caption: str, measured: Simulation | None = None) -> str:
@@ -88,7 +88,7 @@ class _Picture:
 
     @property
     def longest_makespan(self) -> float:
-        """Return the longer makespan of both timelines."""
+        """Return the longer makespan: simulated or measured."""
         return max(self.simulation.makespan, self.measured.makespan if self.measured else 0.0)
 
     @property

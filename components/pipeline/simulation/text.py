@@ -16,7 +16,7 @@ TRANSFER_LEGEND = "rows of the link: > activations leave for host memory, < they
 
 MAX_COLUMNS, MAX_COLUMNS_PER_ACTION = 10_000, 10
 """
-Limits of a timeline's columns: the larger of MAX_COLUMNS and MAX_COLUMNS_PER_ACTION times the actions of a rank.
+Limits for a timeline's width: MAX_COLUMNS, or MAX_COLUMNS_PER_ACTION for every action on a rank, whichever is larger.
 
 If some actions take seconds and others hours, a column per second would be gigabytes of text.
 """
@@ -58,7 +58,7 @@ def draw_text(simulation: Simulation, width: int = 120, measured: Simulation | N
 
 
 class _Labels:
-    """Labels of actions: lower case for a rank's second stage, with stage numbers if a rank has more than two."""
+    """Action labels: lower case for a rank's second stage, with stage numbers if a rank has more than two."""
 
     def __init__(self, simulation: Simulation, *, brief: bool = False) -> None:
         program = simulation.program
@@ -73,7 +73,7 @@ class _Labels:
 
     @property
     def legend(self) -> str:
-        """Return the explanation of how labels distinguish a rank's stages."""
+        """Explain how labels distinguish a rank's stages."""
         return {1: "", 2: "; small letters: the rank's second stage"}.get(
             self.stages_per_rank, "; stage before, microbatch behind"
         )

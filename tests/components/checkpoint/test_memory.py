@@ -98,7 +98,7 @@ def _copy(state: HeldState) -> NeighbourCopy:
 def test_a_damaged_copy_is_not_offered() -> None:
     """A single flipped bit in a neighbour's state is found by its digest."""
     memory = StateMemory()
-    copy = _copy(HeldState.of(key(1, 1, 2), {"node": Node()}, {"node": Node().state_dict()}))
+    copy = _copy(HeldState.from_nodes(key(1, 1, 2), {"node": Node()}, {"node": Node().state_dict()}))
     memory.add_neighbour(copy)
     assert [*memory.list_intact_parts()] == [key(1, 1, 2)]
     [tensor] = copy.packed.tensors.values()

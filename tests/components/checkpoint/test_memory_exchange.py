@@ -67,7 +67,7 @@ def _lose(lost: int, starts: list[int], ends: list[int]) -> tuple[dict[str, Any]
         rank = group.rank
         nodes = _nodes(divide_into_shares(7, 3)[rank], rank)
         states = {name: node.state_dict() for name, node in nodes.items()}
-        state = HeldState.of(PartKey(5, (1, 3, 1), (0, rank, 0)), nodes, states)
+        state = HeldState.from_nodes(PartKey(5, (1, 3, 1), (0, rank, 0)), nodes, states)
         copy = exchange_copies_with_neighbours(group, [2, 0, 1], state)
         assert copy.is_intact() and copy.key.indices[1] == (rank - 1) % 3
         own = {} if rank == lost else {part.key: part.pack() for part in (copy, state)}

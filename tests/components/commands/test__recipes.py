@@ -16,7 +16,7 @@ from drawloom.graph import UserError
 
 def test_a_recipe_has_a_pipeline() -> None:
     """Its schedule, its ranks, and the microbatches of one replica."""
-    pipeline = Pipeline.of(Recipe.load("pipeline", "mesh.data_replicate=2"))
+    pipeline = Pipeline.from_recipe(Recipe.load("pipeline", "mesh.data_replicate=2"))
     assert (pipeline.use, pipeline.ranks, pipeline.microbatches) == ("pipeline.schedules.one_f_one_b", 2, 4)
 
 

@@ -12,5 +12,5 @@ def test_elements_are_clamped() -> None:
     """Only elements beyond max_value change, and they keep their sign."""
     weight = nn.Parameter(torch.zeros(3))
     weight.grad = torch.tensor([-3.0, 0.5, 2.0])
-    ClipValue(parameters=Weights.of({"weight": weight}), max_value=1.0).run_phase(Step(1, 1))
+    ClipValue(parameters=Weights.from_parameters({"weight": weight}), max_value=1.0).run_phase(Step(1, 1))
     assert weight.grad.tolist() == [-1.0, 0.5, 1.0]

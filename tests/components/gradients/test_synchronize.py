@@ -29,7 +29,9 @@ class NoReduction:
 
 def weights_with(gradient: Tensor) -> Weights:
     """Return two parameters, the second without a gradient."""
-    weights = Weights.of({"first": nn.Parameter(torch.zeros_like(gradient)), "second": nn.Parameter(torch.zeros(2))})
+    weights = Weights.from_parameters(
+        {"first": nn.Parameter(torch.zeros_like(gradient)), "second": nn.Parameter(torch.zeros(2))}
+    )
     weights.parameters["first"].grad = gradient
     return weights
 

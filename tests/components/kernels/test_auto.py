@@ -158,7 +158,7 @@ def test_ranks_that_share_rows_gather_keys_and_values_of_different_widths() -> N
 
 
 def problems(*words: str) -> list[str]:
-    project = Project.of("drawloom")
+    project = Project.from_package("drawloom")
     return [str(problem) for problem in project.graph(project.load("first_run", (), words)).problems]
 
 
@@ -173,7 +173,7 @@ def test_check_refuses_gpu_kernels_on_a_cpu(choice: str) -> None:
 
 def test_explain_shows_the_choices_of_auto() -> None:
     """It gives the reasons too; operations chosen by the recipe are among the settings already."""
-    project = Project.of("drawloom")
+    project = Project.from_package("drawloom")
     graph = project.graph(project.load("first_run", (), ("device.kind=cpu", "kernels.rope=eager")))
     notes = list(AutoKernels.notes(graph.view("kernels")))
     assert "rms_norm: auto is eager, for the device is the CPU" in notes

@@ -3,7 +3,7 @@
 from drawloom.components.metrics.group import MetricGroup
 from drawloom.components.metrics.mean import Mean
 from drawloom.components.metrics.spread import Spread
-from drawloom.components.ports.run import Metric
+from drawloom.components.ports.tracking import Metric
 from support.metrics import MESH, measure, step_of
 
 

@@ -30,7 +30,7 @@ def test_norms_cover_all_parameters_of_a_layer(one_rank: Any) -> None:
         model__norm__weight=(5.0, None),
         lm_head__weight=(6.0, 1.0),
     )
-    metric = LayerNorms(parameters=Weights.of(parts, others=("lm_head.weight",)), mesh=one_rank)
+    metric = LayerNorms(parameters=Weights.from_parameters(parts, others=("lm_head.weight",)), mesh=one_rank)
     metric.open()
     step = Step(1, 1)
     metric.run_phase(step)

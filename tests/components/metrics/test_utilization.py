@@ -13,8 +13,9 @@ from drawloom.components.ports.data import TokenBatch
 from drawloom.components.ports.distributed import Precision
 from drawloom.components.ports.flops import CountsFlops, ForwardFlops
 from drawloom.components.ports.model import LayerRange
-from drawloom.components.ports.run import Step, Value
+from drawloom.components.ports.run import Step
 from drawloom.components.ports.stages import Stage, Stages
+from drawloom.components.ports.tracking import Value
 from drawloom.graph import Every
 from drawloom.graph.testing import fake
 from support.doubles import Machine

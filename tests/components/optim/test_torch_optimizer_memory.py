@@ -18,7 +18,7 @@ from support.weights import Weights
 def two_dtype_weights() -> Weights:
     """Return a matrix in bfloat16 and a vector in float32."""
     matrix, vector = torch.ones(3, 4, dtype=torch.bfloat16), torch.ones(4)
-    return Weights.of({"matrix": nn.Parameter(matrix), "vector": nn.Parameter(vector)})
+    return Weights.from_parameters({"matrix": nn.Parameter(matrix), "vector": nn.Parameter(vector)})
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,7 @@ def test_wide_gradients_reach_a_fused_optimizer() -> None:
     module = network().bfloat16()
     ParameterStore.from_modules([module], DtypePolicy(parameter="bfloat16", gradient="float32"))
     weights = [*module.named_parameters()]
-    optimizer = AdamW(parameters=Weights.of(dict(weights)), mesh=SingleRankMesh(), lr=0.1)
+    optimizer = AdamW(parameters=Weights.from_parameters(dict(weights)), mesh=SingleRankMesh(), lr=0.1)
     optimizer.open()
     weight = weights[0][1]
     for index in (1, 2):

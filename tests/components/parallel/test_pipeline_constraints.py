@@ -12,7 +12,7 @@ from support.schedules import schedule
 
 def problems(*words: str) -> list[Problem]:
     """Return the problems reported by `check` in the first run with these values."""
-    project = Project.of("drawloom")
+    project = Project.from_package("drawloom")
     return project.graph(project.load("first_run", overrides=words)).errors
 
 

@@ -30,7 +30,7 @@ def values(average: WeightAverage) -> dict[str, Any]:
 def test_averages_equal_those_of_torch(late: bool) -> None:
     """After every step they are bitwise equal to AveragedModel's; a step skipped by host or device does not count."""
     module = nn.Linear(3, 4)
-    weights = Weights.of(dict(module.named_parameters()))
+    weights = Weights.from_parameters(dict(module.named_parameters()))
     ours = WeightAverage(parameters=weights, decay=0.9)
     theirs = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.9))  # type: ignore[no-untyped-call]
     for number in range(1, 6):

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.phases.report import Report, format_step_line
-from drawloom.components.ports.run import Accumulator, Step, Value
-from drawloom.components.ports.tracking import Histogram
+from drawloom.components.ports.run import Step
+from drawloom.components.ports.tracking import Accumulator, Histogram, Value
 from drawloom.graph import ResolvedRecipe
 from drawloom.graph.project import Recipe
 from support.steps import LateState, make_skipped_step

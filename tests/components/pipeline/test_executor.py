@@ -96,7 +96,7 @@ class BreadthFirst:
         order = [(stage, number) for stage in reversed(stages) for number in range(microbatches)]
         works: list[Op] = ["I", "W"] if self.split else ["B"]
         backwards = [Action(stage, work, number) for work in works for stage, number in order]
-        return Program.of([[*forwards, *backwards]], self.stage_to_rank(ranks))
+        return Program.from_rank_programs([[*forwards, *backwards]], self.stage_to_rank(ranks))
 
 
 def batches(count: int) -> list[TokenBatch]:

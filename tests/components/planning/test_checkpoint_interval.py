@@ -21,7 +21,9 @@ def test_no_other_number_of_steps_loses_less() -> None:
     for ranks in (1, 32):
         recipe = RECIPE.with_values({"mesh": {"data_replicate": ranks}, "batch": {"global_size": 64}})
         planned = plan(recipe, find_device_model("h100"), ranks)
-        advised = propose_checkpoint_interval(Nodes.of(recipe), planned, host_mtbf_seconds=3.6e6, save_seconds=2.0)
+        advised = propose_checkpoint_interval(
+            Nodes.from_recipe(recipe), planned, host_mtbf_seconds=3.6e6, save_seconds=2.0
+        )
         assert advised.between_failures == 3.6e6 / -(-ranks // 8)
         intervals[ranks] = advised.every * advised.step
         for other in (advised.every * 2, advised.every // 2, advised.every * 1.1):
@@ -46,6 +48,6 @@ def test_a_save_takes_longer_without_staging() -> None:
     planned = plan(RECIPE, find_device_model("cpu"))
     kept = planned.memory[0].persistent
     size = kept["parameters"] + kept["optimizer_state"]
-    assert estimate_blocking_save_seconds(Nodes.of(RECIPE), planned) == pytest.approx(size / 10e9)
+    assert estimate_blocking_save_seconds(Nodes.from_recipe(RECIPE), planned) == pytest.approx(size / 10e9)
     with mock.patch.object(Nodes, "has_node_for", return_value=False):
-        assert estimate_blocking_save_seconds(Nodes.of(RECIPE), planned) == pytest.approx(size / 2e9)
+        assert estimate_blocking_save_seconds(Nodes.from_recipe(RECIPE), planned) == pytest.approx(size / 2e9)

@@ -7,7 +7,7 @@ from drawloom.components.planning.stage_costs import StageCosts
 from drawloom.components.planning.step_time import ReplicaTimes, StepTime, build_cost_table, estimate_step_time
 from drawloom.components.ports.program import Action, Program
 
-PROGRAM = Program.of(
+PROGRAM = Program.from_rank_programs(
     [
         [Action(0, "F", 0), Action(0, "F", 1), Action(0, "B", 0), Action(0, "B", 1)],
         [Action(1, "F", 0), Action(1, "B", 0), Action(1, "F", 1), Action(1, "B", 1)],
@@ -37,7 +37,7 @@ def test_passes_take_the_seconds_of_whichever_is_slower_over_all_of_them() -> No
     A host slower in one pass, but not in all, has issued it before the device gets there; a host slower in all sets the
     pace, and weights are updated while the device would wait for it.
     """
-    program = Program.of([[Action(0, "F", 0), Action(0, "B", 0), Action(0, "F", 1), Action(0, "B", 1)]])
+    program = Program.from_rank_programs([[Action(0, "F", 0), Action(0, "B", 0), Action(0, "F", 1), Action(0, "B", 1)]])
     update = [ReplicaTimes({}, {}, 0.0, 0.0, 1.5)]
 
     def time_with_update(forward: float, backward: float) -> StepTime:

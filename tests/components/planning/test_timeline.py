@@ -10,7 +10,7 @@ from drawloom.components.ports.program import Action, Program
 
 def program(*names: str) -> Program:
     """Return one rank's program of actions such as F0."""
-    return Program.of([[Action(0, name[0], int(name[1:])) for name in names]])  # type: ignore[arg-type]
+    return Program.from_rank_programs([[Action(0, name[0], int(name[1:])) for name in names]])  # type: ignore[arg-type]
 
 
 WHOLE = {0: StageCosts({"F": PassCost(peak_delta=12, kept_bytes={"x": 10}), "B": PassCost(peak_delta=3)}, 0)}

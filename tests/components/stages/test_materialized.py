@@ -92,7 +92,7 @@ class Loops:
         return tuple(range(ranks)) * self.stages_per_rank
 
     def program(self, ranks: int, microbatches: int) -> Program:
-        return Program.of([], self.stage_to_rank(ranks))
+        return Program.from_rank_programs([], self.stage_to_rank(ranks))
 
 
 @attrs.frozen

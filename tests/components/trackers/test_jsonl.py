@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drawloom.components.ports.run import KnownSteps
+from drawloom.components.ports.checkpoint import KnownSteps
 from drawloom.components.storage.step_log import StepLog, encode_row, read_step_log
 from drawloom.components.trackers.jsonl import JsonlTracker
 from drawloom.graph import Every

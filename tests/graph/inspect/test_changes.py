@@ -79,13 +79,13 @@ def test_a_difference_in_writing_is_cosmetic(shop: Shop, project: Project) -> No
 def test_the_order_of_tables_is_cosmetic(project: Project) -> None:
     """The same tables in another order are a cosmetic difference."""
     data = {"store": {"use": "stores.memory"}, "page": {"use": "pages.plain", "title": "x"}}
-    graph = project.graph(MergedRecipe.of(dict(reversed(data.items()))), root="")
-    assert lines(project, MergedRecipe.of(data), graph) == ["tables: reordered (cosmetic)"]
+    graph = project.graph(MergedRecipe.from_values(dict(reversed(data.items()))), root="")
+    assert lines(project, MergedRecipe.from_values(data), graph) == ["tables: reordered (cosmetic)"]
 
 
 def test_an_old_run_is_compared_as_it_was_written(shop: Shop, project: Project) -> None:
     """Components and settings that no longer exist are listed, and defaults of today are not."""
-    assert lines(project, MergedRecipe.of(tomli.loads(RENAMED)), shop()) == [
+    assert lines(project, MergedRecipe.from_values(tomli.loads(RENAMED)), shop()) == [
         "[store] swapped: stores.of_yesterday -> stores.memory (changes_training)",
         '[page] headline: "gone since" -> absent (changes_training)',
     ]
@@ -109,7 +109,7 @@ def test_problems_of_either_recipe_are_raised(shop: Shop, project: Project) -> N
 def test_true_and_1_are_different_values(project: Project) -> None:
     """Values that are equal in Python, but not in TOML, are different."""
     graphs = [
-        project.graph(MergedRecipe.of({"a": {"use": "stores.varied", "anything": [value]}}), root="")
+        project.graph(MergedRecipe.from_values({"a": {"use": "stores.varied", "anything": [value]}}), root="")
         for value in (1, True, 1.0)
     ]
     for one in graphs:
@@ -119,8 +119,8 @@ def test_true_and_1_are_different_values(project: Project) -> None:
 @given(recipes(), recipes())
 def test_diff_and_a_resuming_run_list_the_same_changes(one: dict[str, Any], other: dict[str, Any]) -> None:
     """`diff` without cosmetic changes equals the changes of a resumed run, and none means equal hashes."""
-    project = Project.of("support.shop")
-    graphs = [project.graph(MergedRecipe.of(data), root="") for data in (one, other)]
+    project = Project.from_package("support.shop")
+    graphs = [project.graph(MergedRecipe.from_values(data), root="") for data in (one, other)]
     resolved = [make_resolved_recipe(graph) for graph in graphs]
     changes = [change for change in diff(graphs[0].recipe, graphs[1]) if change.impact != "cosmetic"]
     assert changes == resolved[1].changes(resolved[0].text)

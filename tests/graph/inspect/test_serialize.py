@@ -79,7 +79,7 @@ SHIPPED = sorted(path.stem for path in (Path(__file__).parents[3] / "recipes").g
 
 def read_again(project: Project, resolved: ResolvedRecipe) -> Graph:
     """Return the graph of a resolved recipe's text."""
-    return project.graph(MergedRecipe.of(tomli.loads(resolved.text)), root="")
+    return project.graph(MergedRecipe.from_values(tomli.loads(resolved.text)), root="")
 
 
 def test_resolving_twice_gives_the_same_recipe(shop: Shop, project: Project) -> None:
@@ -92,8 +92,8 @@ def test_resolving_twice_gives_the_same_recipe(shop: Shop, project: Project) -> 
 @given(recipes())
 def test_made_up_recipes_come_back_the_same(data: dict[str, Any]) -> None:
     """With any settings, inline nodes and groups, the resolved text gives the same graph and hash."""
-    project = Project.of("support.shop")
-    graph = project.graph(MergedRecipe.of(data), root="")
+    project = Project.from_package("support.shop")
+    graph = project.graph(MergedRecipe.from_values(data), root="")
     assert graph.errors == []
     once = make_resolved_recipe(graph)
     other = read_again(project, once)
@@ -105,7 +105,7 @@ def test_made_up_recipes_come_back_the_same(data: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", [name for name in SHIPPED if not name.startswith("with_")])
 def test_shipped_recipes_come_back_the_same(name: str) -> None:
     """The resolved text of a shipped recipe with all overlays gives the same graph and hash."""
-    project = Project.of("drawloom")
+    project = Project.from_package("drawloom")
     # Frozen weights in nf4 multiply in bfloat16, so that this overlay excludes the one for float8.
     overlays = [overlay for overlay in SHIPPED if overlay.startswith("with_") and overlay != "with_nf4"]
     graph = project.graph(project.load(name, overlays), root="")

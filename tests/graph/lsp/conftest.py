@@ -44,6 +44,6 @@ def point(workspace: Workspace, write: Write) -> Point:
             workspace.analyse_and_list_problems(path)
         cursor = Cursor.at(before + after, len(before))
         assert cursor is not None
-        return Meaning.of(workspace, workspace.get_last_analysis_or_empty(path), cursor)
+        return Meaning.from_cursor(workspace, workspace.get_last_analysis_or_empty(path), cursor)
 
     return point

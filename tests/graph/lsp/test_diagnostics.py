@@ -21,7 +21,7 @@ def test_marks_are_the_problems_of_check(name: str, monkeypatch: pytest.MonkeyPa
     Problems of the machine are not marked, because no files are read while a recipe is typed.
     """
     monkeypatch.chdir(GOLDEN)
-    workspace, compared = Workspace(Project.of("support.shop" if name == "shop" else "drawloom")), set[str]()
+    workspace, compared = Workspace(Project.from_package("support.shop" if name == "shop" else "drawloom")), set[str]()
     for path in sorted(GOLDEN.resolve().glob("*.toml")):
         head, golden = path.read_bytes(), path.with_suffix(".txt").read_text("utf-8").splitlines()[1:]
         # Other recipes have values of the command line, or are not text.

@@ -43,7 +43,7 @@ after."@page" = ["@menu"]
 """
 TYPED = ["", "@", '"', "'", "[", "]]", "{", "}", "=", ".", "\n", "use = ", "$vars.", "\\", "[edit.a.b]\n", "\U0001f9f6"]
 POSITION = st.integers(0, len(RECIPE))
-WORKSPACE = Workspace(Project.of("support.shop"))
+WORKSPACE = Workspace(Project.from_package("support.shop"))
 
 
 @given(POSITION, st.integers(0, 9), st.sampled_from(TYPED), st.lists(POSITION, min_size=1, max_size=20))
@@ -56,7 +56,7 @@ def test_every_question_is_answered(start: int, removed: int, typed: str, positi
         cursor = Cursor.at(text, min(position, len(text)))
         if cursor is None:
             continue
-        meaning = Meaning.of(WORKSPACE, WORKSPACE.get_last_analysis_or_empty(path), cursor)
+        meaning = Meaning.from_cursor(WORKSPACE, WORKSPACE.get_last_analysis_or_empty(path), cursor)
         assert (
             cursor.start
             <= find_replaced_range(meaning, position)[0]

@@ -62,9 +62,9 @@ def test_references_cover_recipes_that_are_merged(shelf: Workspace) -> None:
     here = shelf.folders[0]
     expected = {"base.toml": [3, 7], "top.toml": [3, 4, 6, 7, 7, 8, 9, 12]}
     for name in ("base", "top"):
-        assert lines_by_file(shelf, References.of(shelf, here / f"{name}.toml", ("page2",))) == expected
-    assert lines_by_file(shelf, References.of(shelf, here / "apart.toml", ("page2",))) == {"apart.toml": [2]}
-    shipped = lines_by_file(shelf, References.of(shelf, here / "base.toml", ("page",)))
+        assert lines_by_file(shelf, References.find(shelf, here / f"{name}.toml", ("page2",))) == expected
+    assert lines_by_file(shelf, References.find(shelf, here / "apart.toml", ("page2",))) == {"apart.toml": [2]}
+    shipped = lines_by_file(shelf, References.find(shelf, here / "base.toml", ("page",)))
     assert shipped.keys() == {"small.toml", "base.toml"}
 
 
@@ -140,7 +140,7 @@ def test_a_variable_is_renamed_in_definition_and_uses(workspace: Workspace, writ
     workspace.analyse_and_list_problems(path)
     cursor = Cursor.at(text, text.index("n ="))
     assert cursor and find_symbol(
-        Meaning.of(workspace, workspace.get_last_analysis_or_empty(path), cursor), cursor.start
+        Meaning.from_cursor(workspace, workspace.get_last_analysis_or_empty(path), cursor), cursor.start
     ) == (
         "vars",
         "n",

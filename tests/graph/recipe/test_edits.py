@@ -22,7 +22,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def load(text: str, *words: str) -> MergedRecipe:
     """Load a text that extends the base, with overrides."""
     Path("top.toml").write_text(f'extends = "base.toml"\n{text}', "utf-8")
-    return Project.of("support.shop").load("top.toml", overrides=words)
+    return Project.from_package("support.shop").load("top.toml", overrides=words)
 
 
 def edit_list(text: str, *words: str, key: str = "list") -> list[object]:

@@ -25,7 +25,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def load(name: str, overlays: Sequence[str] = (), words: Sequence[str] = ()) -> MergedRecipe:
     """Load a recipe of the current directory."""
-    return Project.of("support.shop").load(name, overlays, words)
+    return Project.from_package("support.shop").load(name, overlays, words)
 
 
 def plain(recipe: MergedRecipe, node: str) -> dict[str, object]:
@@ -133,9 +133,9 @@ def test_values_merged_later_keep_other_problems() -> None:
     """After later values, used variables stay used, and earlier problems are reported once."""
     sizes = {"length": 3, "lengths": 4}
     node = {"use": "x", "of": "$vars.length", "all": "$vars.lengths"}
-    recipe = MergedRecipe.of({"vars": sizes, "a": node})
+    recipe = MergedRecipe.from_values({"vars": sizes, "a": node})
     assert recipe.problems == recipe.with_values({"a": {"more": 1}}).with_values({"vars": {"length": 5}}).problems == []
-    wrong = MergedRecipe.of({"vars": sizes | {"other": 1}, "a": node, "unset": ["nothing"]})
+    wrong = MergedRecipe.from_values({"vars": sizes | {"other": 1}, "a": node, "unset": ["nothing"]})
     again = wrong.with_values({"a": {"more": 1}}).with_values({"a": {"more": 2}})
     assert (
         [problem.code for problem in again.problems]

@@ -41,8 +41,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 )
 def test_a_file_or_a_folder_is_found_anywhere(here: Path, given: str, use: str) -> None:
     """A file or folder outside of Python's path is imported by path, or by name in the current folder."""
-    project = Project.of("support.shop").with_imports([given.format(here=here)])
-    assert project.graph(MergedRecipe.of({"store": {"use": use}}), root="").errors == []
+    project = Project.from_package("support.shop").with_imports([given.format(here=here)])
+    assert project.graph(MergedRecipe.from_values({"store": {"use": use}}), root="").errors == []
     assert use in project.registry.names()
     sys.modules.pop(use, None)
 
@@ -64,12 +64,12 @@ def test_an_invalid_import_is_refused(here: Path, given: str, message: str) -> N
         (here / name).touch()
     (here / "argparse.py").write_text(STORE, "utf-8")
     with pytest.raises(UserError, match=f"^--import {given}: .*{message}"):
-        Project.of("support.shop").with_imports([given])
+        Project.from_package("support.shop").with_imports([given])
 
 
 def test_two_components_in_a_file_are_a_problem(here: Path) -> None:
     """Two components in a file are a problem that names both classes."""
     (here / "two_of_imports.py").write_text(STORE + STORE.partition("\n")[2].replace("Small", "Large"), "utf-8")
-    project = Project.of("support.shop").with_imports(["two_of_imports.py"])
-    [problem] = project.graph(MergedRecipe.of({"store": {"use": "two_of_imports"}}), root="").errors
+    project = Project.from_package("support.shop").with_imports(["two_of_imports.py"])
+    [problem] = project.graph(MergedRecipe.from_values({"store": {"use": "two_of_imports"}}), root="").errors
     assert "contains the components Small and Large; move every class to a file of its own" in str(problem)

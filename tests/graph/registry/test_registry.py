@@ -86,8 +86,8 @@ def audit_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[li
         elif event.startswith(("os.system", "os.exec", "os.posix_spawn", "subprocess", "socket", "shutil")):
             seen.append(event)
 
-    Project.of("support.shop").graph(
-        MergedRecipe.of({"a": {"use": "nobody.knows"}})
+    Project.from_package("support.shop").graph(
+        MergedRecipe.from_values({"a": {"use": "nobody.knows"}})
     )  # imports the modules of any recipe
     sys.addaudithook(listen)
     yield seen
@@ -116,9 +116,9 @@ def recipes_with(text: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("text", HOSTILE, ids=lambda text: ascii(text)[:40])
 def test_a_recipe_imports_nothing_but_components(text: str, audit_events: list[str]) -> None:
     """No string in a recipe imports or runs anything but a shipped component."""
-    project = Project.of("support.shop")
+    project = Project.from_package("support.shop")
     for data in recipes_with(text):
-        project.graph(MergedRecipe.of(data), root="")
+        project.graph(MergedRecipe.from_values(data), root="")
     strange = [name for name in audit_events if not name.startswith("support.shop.")]
     assert strange == []
     assert not [name for name in audit_events if name.startswith("support.shop.secret")]
@@ -127,12 +127,12 @@ def test_a_recipe_imports_nothing_but_components(text: str, audit_events: list[s
 @pytest.mark.parametrize("text", HOSTILE, ids=lambda text: ascii(text)[:40])
 def test_no_hostile_name_is_found(text: str) -> None:
     """A hostile name has no candidates, because names are looked up among files before any import."""
-    assert PackageSource.of("support.shop.components").find_candidates(text) == []
+    assert PackageSource.from_package("support.shop.components").find_candidates(text) == []
 
 
 def test_a_name_leads_to_the_module_of_its_path() -> None:
     """A folder lists its components by dotted path, and each name loads its class."""
-    folder = PackageSource.of("support.shop.components")
+    folder = PackageSource.from_package("support.shop.components")
     assert "stores.memory" in folder.names() and "servers.table" not in folder.names()
     assert all(NAME.fullmatch(name) for name in folder.names())
     (holder,) = folder.find_candidates("stores.memory")
@@ -179,7 +179,10 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def problems(data: dict[str, Any]) -> list[str]:
     """Return a shop recipe's problems."""
-    return [f"{p.code} {p.text}" for p in Project.of("support.shop").graph(MergedRecipe.of(data), root="").errors]
+    return [
+        f"{p.code} {p.text}"
+        for p in Project.from_package("support.shop").graph(MergedRecipe.from_values(data), root="").errors
+    ]
 
 
 @pytest.mark.parametrize(
@@ -199,15 +202,15 @@ def problems(data: dict[str, Any]) -> list[str]:
 )
 def test_names_in_a_folder_are_compared_by_their_last_words(use: str, hint: str) -> None:
     """Names in a folder are compared by their last words; if none is near, the hint lists the folder."""
-    problem = Project.of("drawloom").registry.find(use)
+    problem = Project.from_package("drawloom").registry.find(use)
     assert isinstance(problem, Problem) and problem.hint == hint
 
 
 def test_an_entry_point_is_a_component(elsewhere: Path) -> None:
     """A component of an installed distribution is used by its name, and shows its distribution."""
     declare(elsewhere, "acme-sheds", garden__shed="third_party:Shed")
-    project = Project.of("support.shop")
-    graph = project.graph(MergedRecipe.of({"store": {"use": "garden.shed"}}), root="")
+    project = Project.from_package("support.shop")
+    graph = project.graph(MergedRecipe.from_values({"store": {"use": "garden.shed"}}), root="")
     assert graph.errors == []
     assert graph.nodes["store"].spec.distribution == "acme-sheds 1.0"
     assert "garden.shed" in project.registry.names()
@@ -216,7 +219,7 @@ def test_an_entry_point_is_a_component(elsewhere: Path) -> None:
 def test_an_entry_point_is_imported_only_when_it_is_used(elsewhere: Path) -> None:
     """Listing names and checking recipes without a third-party component do not import its module."""
     declare(elsewhere, "acme-sheds", garden__shed="third_party:Shed")
-    assert "garden.shed" in Project.of("support.shop").registry.names()
+    assert "garden.shed" in Project.from_package("support.shop").registry.names()
     assert problems({"store": {"use": "stores.memory"}}) == []
     assert "third_party" not in sys.modules
 
@@ -263,7 +266,9 @@ def test_names_that_no_component_can_have_are_left_out(elsewhere: Path) -> None:
 )
 def test_the_path_of_a_class_elsewhere_names_the_component_like_it(use: str, hint: str) -> None:
     """A class path with a known folder and name suggests the component, and another path suggests --import."""
-    [error] = Project.of("support.shop").graph(MergedRecipe.of({"store": {"use": use}}), root="").errors
+    [error] = (
+        Project.from_package("support.shop").graph(MergedRecipe.from_values({"store": {"use": use}}), root="").errors
+    )
     assert error.hint.startswith(hint)
 
 
@@ -272,8 +277,8 @@ def test_import_offers_the_components_of_a_package(elsewhere: Path) -> None:
     (elsewhere / "my_sheds").mkdir()
     (elsewhere / "my_sheds" / "__init__.py").write_text("", "utf-8")
     (elsewhere / "my_sheds" / "small.py").write_text(STORE, "utf-8")
-    recipe = MergedRecipe.of({"store": {"use": "my_sheds.small"}})
-    plain = Project.of("support.shop")
+    recipe = MergedRecipe.from_values({"store": {"use": "my_sheds.small"}})
+    plain = Project.from_package("support.shop")
     assert [p.code for p in plain.graph(recipe, root="").errors] == ["DL201"]
     importing = plain.with_imports(["my_sheds"])
     assert importing.graph(recipe, root="").errors == []

@@ -45,7 +45,7 @@ def test_a_wrong_component_under_the_expected_name_is_reported(shop: Shop, proje
         "it has no get() and no put()"
     )
     assert problem.hint == "`drawloom list --fits store` lists the components that do"
-    alone = project.graph(MergedRecipe.of({"page": {"use": "pages.plain", "title": "Shop"}}))
+    alone = project.graph(MergedRecipe.from_values({"page": {"use": "pages.plain", "title": "Shop"}}))
     [problem] = [problem for problem in alone.errors if problem.code == "DL316"]
     assert problem.text.endswith("no node implements it") and problem.hint == "add a node that implements it"
 
@@ -103,7 +103,7 @@ def test_closure_puts_needs_first(shop: Shop) -> None:
 
 def test_a_long_chain_needs_no_recursion(project: Project) -> None:
     """A chain of five thousand nodes is wired, ordered and built without a RecursionError."""
-    graph = project.graph(MergedRecipe.of(chain(5000)))
+    graph = project.graph(MergedRecipe.from_values(chain(5000)))
     assert graph.errors == []
     with project.container(graph) as objects:
         assert len(objects) == 5002
@@ -128,7 +128,7 @@ def test_many_paths_cost_no_more_than_many_nodes(project: Project) -> None:
         pages[f"left{number}"] = {"use": "pages.plain", "title": "l", "store": "@store", "filters": filters, **below}
     loop = {"use": "servers.loop", "pages": [f"@{name}" for name in pages], "store": "@store"}
     began = time.process_time()
-    graph = project.graph(MergedRecipe.of({"store": {"use": "stores.memory"}, **pages, "trainer": loop}))
+    graph = project.graph(MergedRecipe.from_values({"store": {"use": "stores.memory"}, **pages, "trainer": loop}))
     assert graph.errors == [] and len(graph.topological_order(["trainer"])) == 402
     assert time.process_time() - began < 5
 
@@ -145,7 +145,7 @@ def test_a_node_that_an_edit_removed_is_unused_without_a_warning(shop: Shop) -> 
     text = '[first]\nuse = "pages.parse"\n[second]\nuse = "pages.parse"\n[page]\nfilters = ["@first", "@second"]'
     assert shop(text).problems == ()
     recipe = shop(text).recipe.with_values({"edit": {"page": {"filters": {"remove": "@first"}}}})
-    graph = Graph.of(recipe, shop(text).registry, "trainer")
+    graph = Graph.build(recipe, shop(text).registry, "trainer")
     assert graph.problems == () and graph.nodes["page"].edges["filters"].targets == ("second",)
 
 

@@ -30,7 +30,7 @@ def make_pass(table: Timetable, weights: Tensor, inputs: list[Tensor]) -> Forwar
     return ForwardPass(table, Ring(), run_block, metas, buffers, sends, create_exchange_token(sends, cpu))
 
 
-def of(table: Timetable) -> tuple[Tensor, list[Tensor]]:
+def make_weights_and_inputs(table: Timetable) -> tuple[Tensor, list[Tensor]]:
     """Weights of all blocks, and inputs of different lengths."""
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(table.stages * table.repeats, generator=generator, dtype=torch.float64)
@@ -42,7 +42,7 @@ def of(table: Timetable) -> tuple[Tensor, list[Tensor]]:
 @pytest.mark.parametrize("table", TABLES, ids=repr)
 def test_outputs_and_gradients_equal_the_blocks_in_order(table: Timetable) -> None:
     """A pipeline with any size equals its blocks in sequence, for microbatches with any shapes."""
-    weights, inputs = of(table)
+    weights, inputs = make_weights_and_inputs(table)
     expected = []
     for number, tensor in enumerate(inputs):
         for weight in weights:

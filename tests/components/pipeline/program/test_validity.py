@@ -37,8 +37,8 @@ def test_violations_are_reported(text: str, fault: str) -> None:
 
 def test_actions_on_the_wrong_rank_are_reported() -> None:
     """An action of a stage on another rank is a violation."""
-    program = Program.of([[Action(0, "F", 0)], [Action(1, "F", 0)]], stage_to_rank=[0, 0])
+    program = Program.from_rank_programs([[Action(0, "F", 0)], [Action(1, "F", 0)]], stage_to_rank=[0, 0])
     assert "1F0 is on rank 1, but its stage belongs to rank 0" in find_violations(program)
     assert "5F0 on rank 0: there are stages 0 to 0" in find_violations(
-        Program.of([[Action(5, "F", 0)]], stage_to_rank=[0])
+        Program.from_rank_programs([[Action(5, "F", 0)]], stage_to_rank=[0])
     )

@@ -251,7 +251,7 @@ class Anywhere:
             [action for action in (*forwards, *backwards) if self.ranks_of_stages[action.stage] == rank]
             for rank in range(ranks)
         ]
-        return Program.of(lines, self.ranks_of_stages)
+        return Program.from_rank_programs(lines, self.ranks_of_stages)
 
 
 def test_stages_hand_over_between_any_two_ranks() -> None:

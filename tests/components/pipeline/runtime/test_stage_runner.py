@@ -134,7 +134,7 @@ class Folded:
             for line in lines:
                 if line and self._may_follow(line[0], folded):
                     folded.append(line.popleft())
-        return Program.of([folded], self.stage_to_rank(1))
+        return Program.from_rank_programs([folded], self.stage_to_rank(1))
 
     def _may_follow(self, action: Action, done: list[Action]) -> bool:
         """Return whether the input from another stage exists."""
