@@ -135,7 +135,8 @@ def test_a_machine_that_has_lost_all_workers_follows_the_others(monkeypatch: pyt
     monkeypatch.setattr(LocalElasticAgent, "_monitor_workers", lambda *_: RunResult(state=WorkerState.FAILED))
     killed = SimpleNamespace(proc=SimpleNamespace(poll=lambda: -9))
     agent = object.__new__(Agent)
-    agent._surviving, agent._pcontext = "attempt", SimpleNamespace(subprocess_handlers={0: killed})
+    workers: Any = SimpleNamespace(subprocess_handlers={0: killed})
+    agent._surviving, agent._pcontext = "attempt", workers
 
     def state_of(machines: int) -> WorkerState:
         spec = SimpleNamespace(max_restarts=1, local_world_size=1)
