@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from drawloom.components.distributed import processes as joining
 from drawloom.components.distributed.device import ComputeDevice
@@ -152,7 +153,7 @@ def test_settings_that_survive_no_loss_are_refused(
 
 def test_a_lost_store_is_named_when_processes_want_to_join(capsys: pytest.CaptureFixture[str]) -> None:
     """The message says why the run ends, not only that processes were to join."""
-    store = dist.HashStore()
+    store = HashStore()
     processes = TorchProcesses(device=ComputeDevice(kind="cpu"), on_failure="continue")
     processes._generation = Generation("run", 0, [RunProcess.of_this_process(), RunProcess("elsewhere", 1)])
     processes._spares = Spares(store)
