@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any
 from uuid import uuid4
 
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -29,12 +30,13 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from drawloom.components.commands._options import make_integer_parser
 from drawloom.components.distributed.cpu_threads import THREADS, count_threads_per_process
-from drawloom.components.distributed.generations import CURRENT, Generation
+from drawloom.components.distributed.generations import CURRENT, Generation, Spares
 from drawloom.components.distributed.launch_store import (
     call_store_with_timeout,
     connect_to_launch_store,
     set_short_dns_timeout_variable,
 )
+from drawloom.components.distributed.spare import count_heartbeats
 from drawloom.components.distributed.torchrun import CONTINUES, ROUND, SPARES
 from drawloom.graph import UserError
 from drawloom.graph.cli.exit_codes import INVALID, OK, STOPPED
@@ -48,6 +50,8 @@ AGENT_LOGS = ("agent.server.api", "multiprocessing.api", "rendezvous.dynamic_ren
 SPARES_INTERVAL = 0.5  # seconds between two questions whether the run has begun, which spares can join
 
 STORE_SECONDS = 3.0  # for the launch's store to answer
+
+HEARTBEAT_SECONDS = 5.0  # for a heartbeat of another machine, which may be reopening its recipe
 
 SHUTDOWN_SECONDS = 30 * 24 * 3600
 """Time for processes to end after a signal, long because `stop.grace` is the limit; torch 2.11's default is 30 s."""
@@ -104,6 +108,7 @@ class Agent(LocalElasticAgent):
     _replaced = 0  # lost workers that were started again
     _spares_missing = 0  # spares still to be started in this attempt
     _next_query = 0.0  # time of the next question whether spares may start
+    _continues_until = 0.0  # time until which a heartbeat of another machine counts
 
     def __init__(self, spares: int, **options: Any) -> None:
         super().__init__(**options)
@@ -127,10 +132,11 @@ class Agent(LocalElasticAgent):
         if INVALID in codes:
             self._remaining_restarts = 0  # another start would find the same fault in the recipe
         if any(codes) and self._workers_survive_loss(worker_group):
-            if None in codes:
+            if None in codes or (OK not in codes and self._run_continues_elsewhere(worker_group)):
                 self._restart_lost_workers(worker_group)
                 return RunResult(state=WorkerState.HEALTHY)
-            if OK in codes:  # of a worker that has completed the run without the lost ones
+            # completed by another worker, here or on another machine; killed workers alone report nothing themselves
+            if OK in codes or (max(codes) < 0 and self._find_exit_code(worker_group) == OK):
                 values = {worker.global_rank: None for worker in worker_group.workers}
                 return RunResult(state=WorkerState.SUCCEEDED, return_values=values)
         outcome: RunResult = super()._monitor_workers(worker_group)
@@ -184,6 +190,36 @@ class Agent(LocalElasticAgent):
             return bool(self._connect_to_store(worker_group, generation.name).check(["failure"]))
 
         return call_store_with_timeout(STORE_SECONDS, has_recorded_failure) is not False
+
+    def _run_continues_elsewhere(self, worker_group: WorkerGroup) -> bool:
+        """Return whether ranks on other machines send heartbeats, so that workers of this one can join them again."""
+        if time.monotonic() < self._continues_until:
+            return True
+        if worker_group.group_world_size == 1 or self._has_failed_or_lost_store(worker_group):
+            return False
+
+        def wait_for_heartbeat() -> bool:
+            store = self._connect_to_store(worker_group, self._surviving)
+            before, end = count_heartbeats(store), time.monotonic() + HEARTBEAT_SECONDS
+            while count_heartbeats(store) == before:
+                if time.monotonic() > end:
+                    return False
+                time.sleep(0.1)
+            return True
+
+        continues = call_store_with_timeout(STORE_SECONDS + HEARTBEAT_SECONDS, wait_for_heartbeat) is True
+        self._continues_until = time.monotonic() + HEARTBEAT_SECONDS * continues
+        return continues
+
+    def _find_exit_code(self, worker_group: WorkerGroup) -> int | None:
+        """Return the code with which the run has ended, also on other machines; None if it has not, or is unknown."""
+
+        def read_exit_code() -> int | None:
+            store = self._connect_to_store(worker_group, self._surviving)
+            run = Generation.from_json(store.get(CURRENT).decode()).run
+            return Spares(PrefixStore(run, store)).find_exit_code()
+
+        return call_store_with_timeout(STORE_SECONDS, read_exit_code)
 
     def _connect_to_store(self, worker_group: WorkerGroup, name: str) -> Any:
         group: Any = worker_group  # torch declares the address as None

@@ -223,8 +223,8 @@ class Spares:
         Return the run's exit code if the run has ended, and None if `is_alive` has returned False.
         """
         while not self.store.check([f"admitted/{number}"]):
-            if self.store.check(["ended"]):
-                return int(self.store.get("ended"))
+            if (exit_code := self.find_exit_code()) is not None:
+                return exit_code
             if not is_alive():
                 return None
             time.sleep(WAITING_TICK)
@@ -233,6 +233,10 @@ class Spares:
     def announce_run_end(self, exit_code: int) -> None:
         """Tell all spares that the run has ended with this exit code."""
         self.store.set("ended", str(exit_code))
+
+    def find_exit_code(self) -> int | None:
+        """Return the run's exit code; None if it has not ended."""
+        return int(self.store.get("ended")) if self.store.check(["ended"]) else None
 
 
 def agree_on_next_generation(

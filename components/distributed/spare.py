@@ -46,6 +46,14 @@ def import_early_and_freeze_gc() -> None:
     gc.freeze()
 
 
+def count_heartbeats(store: Any) -> tuple[str, int]:
+    """Return the name of the launch's newest generation, and the heartbeats of its first ranks so far."""
+    generation = Generation.from_json(store.get(CURRENT).decode())
+    beats = PrefixStore(f"drawloom/{generation.name}", store.underlying_store)
+    watched = range(min(MAX_WATCHED, len(generation.members)))  # some of them may be lost
+    return generation.name, sum(beats.add(f"beat/{rank}", 0) for rank in watched)
+
+
 @attrs.define
 class LifeSigns:
     """Check for heartbeats by the launch's newest generation, at least one in `timeout` seconds."""
@@ -57,10 +65,6 @@ class LifeSigns:
 
     def __call__(self) -> bool:
         """Return whether a watched rank has sent a heartbeat lately."""
-        generation = Generation.from_json(self.store.get(CURRENT).decode())
-        beats = PrefixStore(f"drawloom/{generation.name}", self.store.underlying_store)
-        watched = range(min(MAX_WATCHED, len(generation.members)))  # some of them may be lost
-        heard = generation.name, sum(beats.add(f"beat/{rank}", 0) for rank in watched)
-        if heard != self._heard:
+        if (heard := count_heartbeats(self.store)) != self._heard:
             self._heard, self._since = heard, time.monotonic()
         return time.monotonic() < self._since + self.timeout

@@ -21,6 +21,8 @@ Size from which memory is pinned where it is: torch's allocator of pinned memory
 Smaller memory may share pages with other memory, which can't be pinned twice; from 32 MiB on, glibc maps pages.
 """
 
+KEEP_ON_DEVICE = "keep more on the device (optimizer.states, stages.stream_frozen, or stages.offload)"
+
 
 @attrs.define(eq=False)
 class DeviceTransfers:
@@ -37,8 +39,8 @@ class DeviceTransfers:
     def allocate_pinned_host_memory(self, size: int) -> Tensor:
         if size > (total := os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")):
             raise UserError(
-                f"{size / 1e9:.1f} GB of state do not fit into the host's memory, {total / 1e9:.1f} GB; take a "
-                "narrower state_dtype, more ranks along data_shard, or keep the state on the device"
+                f"{size / 1e9:.1f} GB do not fit into the host's memory, {total / 1e9:.1f} GB; use more ranks, or "
+                f"{KEEP_ON_DEVICE}"
             )
         pins = self.device.type == "cuda" and size > 0
         if not pins or size < MIN_SLAB_BYTES:
@@ -48,7 +50,7 @@ class DeviceTransfers:
         if code := int(cudart.cudaHostRegister(memory.data_ptr(), size, 0)):
             raise UserError(
                 f"{size / 1e9:.1f} GB of host memory can't be pinned (CUDA error {code}); free memory of this "
-                "host, raise `ulimit -l`, or keep the optimizer's state on the device"
+                f"host, raise `ulimit -l`, or {KEEP_ON_DEVICE}"
             )
         self._registered.append(memory)
         return memory

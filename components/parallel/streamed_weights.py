@@ -131,5 +131,6 @@ def check_streamed_weights(nodes: StageNodes) -> Iterator[Problem]:
         text = "a CUDA graph has its weights in fixed places on the device"
         yield nodes.stages.problem("stream_frozen", text, "write capture = false, or stream_frozen = false")
     if nodes.sizes.data_shard * nodes.sizes.context > 1:
-        text = "sharded weights are gathered from other ranks' devices"
-        yield nodes.stages.problem("stream_frozen", text, f"write data_shard = 1 in [{nodes.mesh.name}], or false")
+        text = "weights sharded along data_shard and context are gathered from other ranks' devices"
+        hint = f"write stream_frozen = false, or data_shard = 1 and context = 1 in [{nodes.mesh.name}]"
+        yield nodes.stages.problem("stream_frozen", text, hint)

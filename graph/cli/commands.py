@@ -148,7 +148,10 @@ def _run_recipe(options: argparse.Namespace, project: Project) -> RunResult:
                 return _open_and_run_once(recipe, options, project.root, handed_over)
             except ReopenError as request:
                 handed_over = request.handed_over
-            gc.collect()  # frees the closed graph, whose nodes refer to one another
+            # Frees the closed graph, whose nodes refer to one another. The first collection frees what refers to cycles
+            # from outside of Python, such as autograd's nodes, and the second one those cycles, such as modules.
+            gc.collect()
+            gc.collect()
     finally:
         gc.unfreeze()
 

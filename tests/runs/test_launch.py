@@ -126,6 +126,37 @@ def test_processes_that_were_all_killed_start_again(folder: Path) -> None:
         assert process.wait(timeout=100) == 143, printed.read_text("utf-8")
 
 
+@pytest.mark.soak
+def test_a_machine_that_has_lost_all_workers_starts_them_again_alone(folder: Path) -> None:
+    """The other machine's process goes on meanwhile, and is joined by the new one; both launchers stop with the run."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    options = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "1", "--rdzv-endpoint", f"127.0.0.1:{port}"]
+    words = [*options, "run", "recipe.toml", "processes.on_failure=continue", "batch.global_size=4"]
+    (folder / "second").mkdir()
+    with (
+        _start([sys.executable, "-m", "drawloom", "launch", *words], folder) as first,
+        _start([sys.executable, "-m", "drawloom", "launch", *words], folder, printed="second/printed") as second,
+    ):
+        _wait_for_step(folder, 3, first)
+        workers = [_list_descendants(launcher.pid)[1] for launcher in (first, second)]
+        [lost] = [pid for pid in workers if "RANK=1" in Path(f"/proc/{pid}/environ").read_text("utf-8").split("\0")]
+        os.kill(lost, signal.SIGKILL)
+        end = time.monotonic() + 100
+        while "1 process joins" not in (text := _read_both(folder)):
+            assert time.monotonic() < end and first.poll() is second.poll() is None, text
+            time.sleep(0.02)
+        assert "1 of 2 processes continue" in text and _is_running(*{*workers} - {lost})
+        for launcher in (first, second):
+            launcher.terminate()
+        assert [launcher.wait(timeout=100) for launcher in (first, second)] == [143, 143], _read_both(folder)
+
+
+def _read_both(folder: Path) -> str:
+    """Return what two launchers have printed."""
+    return "".join((folder / name).read_text("utf-8") for name in ("printed", "second/printed"))
+
+
 def _write_commands(folder: Path, words: Sequence[str], processes: int, **texts: str) -> None:
     """Write the commands that a script calls into `bin`."""
     (folder / "bin").mkdir()
@@ -136,10 +167,12 @@ def _write_commands(folder: Path, words: Sequence[str], processes: int, **texts:
 
 
 @contextmanager
-def _start(command: Sequence[str], folder: Path, **more: str) -> Iterator["subprocess.Popen[bytes]"]:
+def _start(
+    command: Sequence[str], folder: Path, printed: str = "printed", **more: str
+) -> Iterator["subprocess.Popen[bytes]"]:
     """Start a command with its output in the file `printed`, and kill all its processes at the end."""
-    with (folder / "printed").open("wb") as printed:
-        files: Mapping[str, Any] = {"stdout": printed, "stderr": printed}
+    with (folder / printed).open("wb") as file:
+        files: Mapping[str, Any] = {"stdout": file, "stderr": file}
         environment = _environment(folder, **more)
         with subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True, **files) as process:
             try:

@@ -205,5 +205,5 @@ class ProgramRunner:
 
 def _get_peer_rank(action: Action) -> int:
     if action.peer is None:
-        raise ValueError(f"the message {action} has no peer rank; insert messages with `lower`")
+        raise ValueError(f"the message {action} has no peer rank; insert messages with `lower_to_rank_program`")
     return action.peer

@@ -4,15 +4,23 @@ import json
 import os
 import signal
 import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from drawloom.components.commands import launch
 from drawloom.components.commands.launch import Agent, print_failure_and_get_exit_code
 from drawloom.components.distributed.error_file import write_torchrun_error_file
+from drawloom.components.distributed.generations import CURRENT, Generation, RunProcess, Spares
 from drawloom.graph.cli.main import main
 
 
@@ -93,3 +101,55 @@ def test_stopped_workers_are_resumed_to_be_ended() -> None:
         agent._pcontext = workers
         agent._shutdown()
         assert process.wait(10) == -signal.SIGTERM
+
+
+@contextmanager
+def _heartbeats(store: Any) -> Iterator[None]:
+    """Let a rank on another machine send heartbeats in the context."""
+    ended = threading.Event()
+
+    def send() -> None:
+        while not ended.wait(0.02):
+            store.add("drawloom/run/0/beat/0", 1)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def test_a_machine_that_has_lost_all_workers_follows_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """
+    While ranks on other machines send heartbeats, killed workers are started again up to the limit, and the launcher
+    does not make all machines start again. It ends with the run, or fails when nobody sends heartbeats.
+    """
+    store, started = HashStore(), list[int]()
+    store.set(f"drawloom/attempt/{CURRENT}", Generation("run", 0, [RunProcess("elsewhere", 7)]).to_json())
+    monkeypatch.setattr(launch, "HEARTBEAT_SECONDS", 0.3)
+    monkeypatch.setattr(Agent, "_connect_to_store", lambda _self, _group, name: PrefixStore(f"drawloom/{name}", store))
+    monkeypatch.setattr(Agent, "_workers_survive_loss", lambda _self, _group: True)
+    monkeypatch.setattr(Agent, "_start_process", lambda _self, _group, slot: started.append(slot))
+    monkeypatch.setattr(LocalElasticAgent, "_monitor_workers", lambda *_: RunResult(state=WorkerState.FAILED))
+    killed = SimpleNamespace(proc=SimpleNamespace(poll=lambda: -9))
+    agent = object.__new__(Agent)
+    workers: Any = SimpleNamespace(subprocess_handlers={0: killed})
+    agent._surviving, agent._pcontext = "attempt", workers
+
+    def state_of(machines: int) -> WorkerState:
+        spec = SimpleNamespace(max_restarts=1, local_world_size=1)
+        group: Any = SimpleNamespace(group_world_size=machines, spec=spec, workers=[SimpleNamespace(global_rank=1)])
+        agent._continues_until = 0.0
+        return agent._monitor_workers(group).state
+
+    with _heartbeats(store):
+        assert state_of(machines=1) == WorkerState.FAILED and not started
+        assert [state_of(machines=2) for _ in range(2)] == [WorkerState.HEALTHY] * 2 and started == [0]
+        store.set("drawloom/run/0/failure", "{}")
+        assert state_of(machines=2) == WorkerState.FAILED
+        store.delete_key("drawloom/run/0/failure")
+    assert state_of(machines=2) == WorkerState.FAILED
+    Spares(PrefixStore("run", PrefixStore("drawloom/attempt", store))).announce_run_end(0)
+    assert state_of(machines=2) == WorkerState.SUCCEEDED and started == [0]

@@ -138,6 +138,7 @@ def test_a_plan_counts_streamed_weights_on_the_host_and_on_the_link(words: tuple
         (("stages.compile=true",), "does not trace copies"),
         (("stages.capture=true",), "fixed places on the device"),
         (("mesh.data_shard=2",), "gathered from other ranks"),
+        (("mesh.context=2",), "or data_shard = 1 and context = 1 in"),
     ],
 )
 def test_check_refuses_weights_that_can_not_be_streamed(words: tuple[str, ...], message: str) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,30 @@ def test_run_opens_the_graph_again_on_request(project: Project, monkeypatch: pyt
     monkeypatch.setattr(Container, "__enter__", enter)
     assert main(["run", "small"], project) == 0
     assert seen == [{}, {"page": 1}, {"page": 2}]
+
+
+def test_a_closed_graph_is_freed_before_the_next_one_opens(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This includes a cycle that another one refers to from outside of Python, as autograd's nodes refer to modules."""
+
+    class Cycle:
+        def __init__(self) -> None:
+            self.itself = self
+
+    def enter(container: Container) -> Container:
+        seen.append([cycle() for cycle in cycles])
+        if len(seen) == 1:
+            outer, inner = Cycle(), Cycle()
+            weakref.finalize(outer, id, inner)  # a strong reference outside of both, until `outer` is freed
+            cycles.extend([weakref.ref(outer), weakref.ref(inner)])
+            raise ReopenError("again")
+        return original(container)
+
+    seen: list[list[object]] = []
+    cycles: list[weakref.ref[Cycle]] = []
+    original = Container.__enter__
+    monkeypatch.setattr(Container, "__enter__", enter)
+    assert main(["run", "small"], project) == 0
+    assert seen == [[], [None, None]]
 
 
 @pytest.mark.parametrize(
