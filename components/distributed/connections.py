@@ -119,10 +119,12 @@ class Connections:
 
     def _shut_down_socket(self, inode: int, descriptor: int) -> bool:
         """Shut down a TCP connection, unless it is the store's end; return whether this was done."""
-        with socket.socket(fileno=os.dup(descriptor)) as connection:
-            # gloo may have closed the socket meanwhile, and another thread may have got its descriptor for a new one
-            if os.fstat(connection.fileno()).st_ino != inode:
-                return False
+        duplicate = os.dup(descriptor)
+        # gloo may have closed the socket meanwhile, and another thread may have got its descriptor for a new file
+        if os.fstat(duplicate).st_ino != inode:
+            os.close(duplicate)
+            return False
+        with socket.socket(fileno=duplicate) as connection:
             if connection.family not in (socket.AF_INET, socket.AF_INET6):
                 return False
             connection.getpeername()  # raises for a listening socket

@@ -363,12 +363,14 @@ class TorchProcesses:
             text = "; ".join(filter(None, changes))
             if log.hasHandlers():  # not while the graph opens, when Python would print the message a second time
                 log.warning("%s", text, extra={PRINTED: True})
+            monitor.stop_polling()  # it would kill ranks that have left this generation earlier
             if RunProcess.of_this_process() not in following.members:
                 self._next = "spare"
                 return ReopenError(f"{text}; rank {self.rank} waits as a spare")
-            monitor.wait_until_lost_processes_end()
             membership = self._start_membership(following, Connections(self._launch.port))
+            self._control.set(CURRENT, following.to_json())  # spares listen to the newest generation
             self._next = attrs.evolve(membership, control=self._control, hosted=self._hosted)
+            monitor.wait_until_lost_processes_end()  # the new monitor sends heartbeats meanwhile
         except RuntimeError:  # the store was in a lost process
             return None
         if self._next.monitor.rank == 0:

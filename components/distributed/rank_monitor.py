@@ -103,12 +103,16 @@ class RankMonitor:
 
     def close(self) -> None:
         """Stop answering requests and watching processes; a failure no longer kills this process."""
+        self.stop_polling()
+        self._deadline = math.inf
+        self._processes.close()
+
+    def stop_polling(self) -> None:
+        """Send no more heartbeats, and find no more losses: other ranks may have left this generation already."""
         self._closing.set()
         self._processes.end_all_waits()
         if self._thread is not None:
             self._thread.join(ANSWER_TIMEOUT)
-        self._deadline = math.inf
-        self._processes.close()
 
     @contextmanager
     def mark_blocked(self, operation: str, group: str) -> Iterator[None]:

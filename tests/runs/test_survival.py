@@ -1,5 +1,6 @@
 """Runs that continue in memory after the loss of processes (`processes.on_failure`)."""
 
+import os
 import re
 import socket
 import time
@@ -7,8 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from support.runs import drawloom, rows
-from support.survival import Deaths, assert_same_trajectory, replace_workers, survive, write_recipe
+from drawloom.components.distributed.rank_monitor import RankMonitor
+from support.mutations import put
+from support.processes import RanksFailedError, run_ranks
+from support.runs import Outcome, drawloom, rows
+from support.survival import (
+    Deaths,
+    assert_same_trajectory,
+    replace_workers,
+    run_with_deaths,
+    survive,
+    write_recipe,
+)
 
 EXPERTS = (
     "mesh.expert=2",
@@ -63,6 +74,23 @@ def test_hanging_ranks_and_a_loss_while_groups_are_made_are_survived(folder: Pat
     text = "".join(path.read_text("utf-8") for path in (folder / "runs/tiny/log").iterdir())
     assert "is stopped (SIGSTOP)" in text and "hangs in step 5, phase [report]" in text
     assert_same_trajectory(folder)
+
+
+def _run_and_wait_long(folder: Path, words: tuple[str, ...]) -> Outcome:
+    """Run a process; rank 0 is killed, and rank 1 waits for the end of its process for six seconds."""
+    if os.environ["RANK"] == "1":
+        put(RankMonitor, "wait_until_lost_processes_end", lambda _self: time.sleep(6))
+    return run_with_deaths(folder, words, {0: ("forward_backward", 3)}, 0, 0)
+
+
+@pytest.mark.soak
+def test_a_rank_that_waits_for_a_lost_process_costs_no_other_rank(folder: Path) -> None:
+    """It waits for longer than the timeout of heartbeats; neither is it lost, nor is the other one to it."""
+    words = ("processes.on_failure=continue", "processes.heartbeat_timeout=3")
+    with pytest.raises(RanksFailedError) as caught:
+        run_ranks(_run_and_wait_long, 3, folder, words, timeout=90, grace=60)
+    assert caught.value.failures == {0: "died with exit code -9"}
+    assert [outcome.code for outcome in caught.value.values.values()] == [0, 0]
 
 
 @pytest.mark.parametrize(

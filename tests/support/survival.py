@@ -65,7 +65,7 @@ def write_recipe(folder: Path) -> Path:
     return folder
 
 
-def _run(folder: Path, words: tuple[str, ...], deaths: Deaths, port: int, spares: int) -> Outcome:
+def run_with_deaths(folder: Path, words: tuple[str, ...], deaths: Deaths, port: int, spares: int) -> Outcome:
     """
     Run a process, which gets a fault at the nth call of a place if `deaths` has its first rank; kills are usual.
 
@@ -113,7 +113,7 @@ def survive(
     """
     words = ("processes.on_failure=continue", *words)
     with pytest.raises(RanksFailedError) as caught:
-        run_ranks(_run, ranks + spares, folder, words, deaths, port, spares, timeout=90, grace=60)
+        run_ranks(run_with_deaths, ranks + spares, folder, words, deaths, port, spares, timeout=90, grace=60)
     return caught.value.failures, caught.value.values
 
 

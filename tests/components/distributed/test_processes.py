@@ -10,8 +10,10 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from drawloom.components.distributed import processes as joining
+from drawloom.components.distributed.connections import Connections
 from drawloom.components.distributed.device import ComputeDevice
-from drawloom.components.distributed.generations import Generation, RunProcess, Spares
+from drawloom.components.distributed.generations import CURRENT, Generation, RunProcess, Spares
+from drawloom.components.distributed.membership import Membership
 from drawloom.components.distributed.process_group import SingleProcess
 from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.distributed.rank_monitor import RankMonitor
@@ -164,3 +166,27 @@ def test_a_lost_store_is_named_when_processes_want_to_join(capsys: pytest.Captur
         "processes join the run after step 3, and can't: the rendezvous store, which is in rank 0 or in torchrun, does"
     )
     assert text in capsys.readouterr().err
+
+
+def test_a_rank_that_waits_for_lost_processes_is_in_the_next_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """
+    Before it waits, its old monitor stops, to which ranks without a wait would be silent, and the new one starts.
+
+    Spares learn of the new generation at once, because nobody sends heartbeats for the old one.
+    """
+    events: list[str] = []
+
+    def start(_self: TorchProcesses, generation: Generation, connections: Connections) -> Membership:
+        events.append("start")
+        return Membership(generation, RankMonitor(rank=1), connections)
+
+    own = RunProcess.of_this_process()
+    monkeypatch.setattr(joining, "agree_on_next_generation", lambda *_, **__: Generation("run", 1, [own]))
+    monkeypatch.setattr(TorchProcesses, "_start_membership", start)
+    monkeypatch.setattr(RankMonitor, "stop_polling", lambda _self: events.append("stop"))
+    monkeypatch.setattr(RankMonitor, "wait_until_lost_processes_end", lambda _self: events.append("wait"))
+    processes = _processes()
+    processes._generation, processes._spares = Generation("run", 0, [own]), Spares(HashStore())
+    processes._control = HashStore()
+    assert isinstance(processes._agree_on_next_generation(), ReopenError) and events == ["stop", "start", "wait"]
+    assert Generation.from_json(processes._control.get(CURRENT).decode()).number == 1
