@@ -2,11 +2,13 @@
 Imports of most runs, made once in the fork server: they take seconds.
 
 Python 3.11 does not pass its search path on to this process, so it is passed by a variable, which is removed here.
+The path is then that of the processes to be forked, for which entry points are cached.
 """
 
 import atexit
 import gc
 import os
+import sys
 from contextlib import suppress
 from importlib import import_module
 from itertools import product
@@ -14,11 +16,14 @@ from itertools import product
 from drawloom.graph.project import Project
 from drawloom.graph.types.port_match import implements_any
 
-os.environ.pop("PYTHONPATH", None)
+if "PYTHONPATH" in os.environ:
+    sys.path[:] = os.environ.pop("PYTHONPATH").split(os.pathsep)
 import_module("torch._dynamo")  # takes a second of its own
 with suppress(ImportError):
     import_module("transformers.modeling_utils")  # a second, too, in every rank that trains or exports such a model
 import_module("numpy.ma")  # torch imports it in the first step
+for name in ("blocks", "pipelines", "processes", "runs", "survival"):  # whose functions most processes run
+    import_module(f"support.{name}")
 with suppress(Exception):  # the test of a broken component reports it
     workshop = Project.of("drawloom")
     graph = workshop.graph(workshop.load("first_run", [], []))
