@@ -13,6 +13,7 @@ from contextlib import suppress
 from importlib import import_module
 from itertools import product
 
+from drawloom.components.kernels.choosing import OPERATIONS, load_implementation
 from drawloom.graph.project import Project
 from drawloom.graph.types.port_match import implements_any
 
@@ -33,9 +34,10 @@ with suppress(Exception):  # the test of a broken component reports it
         classes, (field for node in graph.nodes.values() for field in node.spec.fields_of_kind_every)
     ):
         implements_any(cls, field.ports)  # is cached, as for the container of every run
-    choosing = import_module("drawloom.components.kernels.choosing")
-    for operation in choosing.OPERATIONS:
-        choosing.load(operation, "eager")  # as every run does on a CPU
+for operation in OPERATIONS:
+    load_implementation(operation, "eager")  # as every run does on a CPU
+for name in ("_strptime", "drawloom.components.data.text_files"):  # which most runs import later
+    import_module(name)
 gc.freeze()  # no collection of a forked process walks through, and copies, what all of them share
 gc.set_threshold(10_000)  # of 700, every 25th second of a rank would pass in collections
 os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # a thread that wakes preempts none that holds its lock
