@@ -111,8 +111,8 @@ def test_a_failure_of_every_process_is_one_message(folder: Path, word: str, code
     words = ("launch", "--nproc-per-node", "2", "--max-restarts", "2", "run", "recipe.toml", word)
     assert run_ranks(_run_with_output_in_files, 1, folder, words, timeout=120, variables=False) == [code]
     errors = (folder / "stderr").read_text("utf-8")
-    [line] = [line for line in errors.splitlines() if "warning: " not in line]
-    assert message in line and (folder / "stdout").read_text("utf-8") == ""
+    lines = [line for line in errors.splitlines() if "warning: " not in line]
+    assert len(lines) == 1 and message in lines[0] and (folder / "stdout").read_text("utf-8") == "", errors
 
 
 def _run_with_output_in_files(folder: Path, words: Sequence[str]) -> int:
