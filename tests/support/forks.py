@@ -6,6 +6,8 @@ and the fork server of `support.processes`.
 """
 
 import multiprocessing
+import os
+import signal
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from multiprocessing.connection import Connection, wait
@@ -13,6 +15,8 @@ from multiprocessing.context import ForkProcess
 from typing import Any
 
 import pytest
+
+GRACE = 10.0  # seconds for interrupted tests to end
 
 Files = Sequence[Sequence[pytest.Item]]
 
@@ -57,6 +61,10 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
                     _report(session, message)
     finally:
         for process in processes.values():
+            if process.pid is not None:
+                os.kill(process.pid, signal.SIGINT)  # a test then ends what it has started
+        for process in processes.values():
+            process.join(GRACE)
             process.kill()
     return True
 
