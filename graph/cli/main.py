@@ -174,14 +174,16 @@ def _make_parser(project: Project, arguments: Sequence[str]) -> argparse.Argumen
     version = f"%(prog)s {getattr(package, '__version__', '')}".rstrip()
     parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, (function, summary, add) in COMMANDS.items():
-        command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
-        add(command)
-        _add_format_option(command, function)
-    for name in _list_command_modules(project):
-        _add_command_module(
-            commands, project, name, is_called=bool(arguments) and name.replace("_", "-") == arguments[0]
-        )
+    names = list_command_names(project)
+    called = arguments[0] if arguments and arguments[0] in names else ""
+    for name in [called] if called else names:  # all parsers together would take longer than a short command
+        if name in COMMANDS:
+            function, summary, add = COMMANDS[name]
+            command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+            add(command)
+            _add_format_option(command, function)
+        else:
+            _add_command_module(commands, project, name.replace("-", "_"), is_called=name == called)
     return parser
 
 

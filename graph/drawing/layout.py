@@ -26,7 +26,7 @@ BOLD_FACTOR = 1.12
 Columns = list[list["ArrowPoint"]]
 
 
-@attrs.frozen
+@attrs.frozen(cache_hash=True)
 class ArrowPoint:
     """A point of an arrow: a box at its start or end, or a bend in a column between (Sugiyama's dummy vertex)."""
 

@@ -85,7 +85,9 @@ def make_svg_document(title: str, width: float, height: float, body: Iterable[st
 
 def escape_xml(words: str) -> str:
     """Escape text for XML. Characters not allowed in XML become U+FFFD."""
-    return html.escape("".join(letter if letter.isprintable() else "\ufffd" for letter in words))
+    if not words.isprintable():
+        words = "".join(letter if letter.isprintable() else "\ufffd" for letter in words)
+    return html.escape(words)
 
 
 def num(number: float) -> str:

@@ -1,6 +1,5 @@
 """Graphs as recipes: plain values, and the origin of every value."""
 
-import re
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from functools import reduce
@@ -55,10 +54,13 @@ def serialize_node(nodes: Mapping[str, Node], node: Node) -> dict[str, Any]:
 def _serialize_edge(nodes: Mapping[str, Node], node: Node, name: str) -> Any:
     edge = node.edges[name]
     # Only the place where an inline node is written has its table; other references name it.
-    own = re.compile(rf"{re.escape(node.name)}\.{re.escape(name)}(?![^.\[])")
+    own = f"{node.name}.{name}"
     targets = [
         serialize_node(nodes, nodes[target])
-        if nodes[target].owner and own.match(target) and target not in edge.targets[:number]
+        if nodes[target].owner
+        and target.startswith(own)
+        and target[len(own) : len(own) + 1] in ("", ".", "[")
+        and target not in edge.targets[:number]
         else f"@{target}"
         for number, target in enumerate(edge.targets)
     ]

@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 
 from drawloom.graph import lifecycle
 from drawloom.graph.testing.misspellings import find_capability_protocols
@@ -70,9 +71,11 @@ def test_only_constant_public_names_are_reported() -> None:
     assert list(find_undeclared(source)) == [(2, "b"), (4, "e")]
 
 
-def _reads(folder: str) -> Iterator[tuple[str, int, str]]:
-    for path in SOURCES:
-        relative = path.relative_to(ROOT)
-        if relative.parts[0] == folder:
-            for line, name in find_undeclared(path.read_text("utf-8")):
-                yield relative.as_posix(), line, name
+@cache
+def _reads(folder: str) -> list[tuple[str, int, str]]:
+    return [
+        (path.relative_to(ROOT).as_posix(), line, name)
+        for path in SOURCES
+        if path.relative_to(ROOT).parts[0] == folder
+        for line, name in find_undeclared(path.read_text("utf-8"))
+    ]

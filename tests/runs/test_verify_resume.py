@@ -20,23 +20,23 @@ TESTS = str(Path(__file__).parents[1])
 
 def _verify(folder: Path, *words: str, path: str = "") -> tuple[int, str]:
     write_corpus(folder)
-    [outcome] = run_ranks(_run_command, 1, folder, words, path, timeout=300, variables=False)
+    [outcome] = run_ranks(_run_command, 1, folder, words, path, not path, timeout=300, variables=False)
     return outcome.code, outcome.text
 
 
-def _run_command(folder: Path, words: Sequence[str], path: str) -> Outcome:
-    """Run the command; its runs import modules of `path` before these sources."""
+def _run_command(folder: Path, words: Sequence[str], path: str = "", forks: bool = False) -> Outcome:
+    """Run the command; its runs import modules of `path` before these sources, if it does not fork them."""
     os.environ |= {"PYTHONPATH": f"{path}:{SOURCE}:{TESTS}", "OMP_NUM_THREADS": "1"}
     tempfile.tempdir = str(folder)
-    return command(folder, ("verify-resume", "tiny.toml", "--steps", "20", *words), None)
+    return command(folder, ("verify-resume", "tiny.toml", "--steps", "60", *words), None, forks=forks)
 
 
 def test_a_recipe_resumes_bit_exactly(tmp_path: Path) -> None:
     """Metrics and state of every step equal an uninterrupted run's, and no files are left."""
     code, text = _verify(tmp_path)
     assert code == 0, text
-    assert "20 steps without interruption, and 10 steps, a kill after step " in text
-    assert "bit-identical: 20 steps, " in text
+    assert "60 steps without interruption, and 30 steps, a kill after step " in text
+    assert "bit-identical: 60 steps, " in text
     assert not list(tmp_path.glob("verify-resume-*"))
 
 
@@ -49,7 +49,7 @@ def _run_and_terminate(folder: Path) -> Outcome:
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=end, daemon=True).start()
-    return _run_command(folder, (), "")
+    return _run_command(folder, ())
 
 
 def test_a_signal_kills_the_run_and_removes_its_folder(tmp_path: Path) -> None:
@@ -94,4 +94,4 @@ def test_state_that_is_not_restored_is_named(tmp_path: Path, mutation: str, tens
     )
     code, text = _verify(tmp_path, path=str(tmp_path))
     assert code == 1, text
-    assert "step 11 differs: " in text and tensor in text
+    assert "step 31 differs: " in text and tensor in text

@@ -243,4 +243,5 @@ def lean_launches() -> dict[str, Any]:
 
 if __name__ == "__main__":
     found_out = {"failures": failures, "varieties": varieties, "report": report, "lean": lean_launches}
-    print(json.dumps(found_out[sys.argv[1]]()))
+    for name in sys.argv[1:]:
+        print(json.dumps(found_out[name]()))

@@ -2,23 +2,29 @@
 Imports of most runs, made once in the fork server: they take seconds.
 
 Python 3.11 does not pass its search path on to this process, so it is passed by a variable, which is removed here.
+The path is then that of the processes to be forked, for which entry points are cached.
 """
 
 import atexit
 import gc
 import os
+import sys
 from contextlib import suppress
 from importlib import import_module
 from itertools import product
 
+from drawloom.components.kernels.choosing import OPERATIONS, load_implementation
 from drawloom.graph.project import Project
 from drawloom.graph.types.port_match import implements_any
 
-os.environ.pop("PYTHONPATH", None)
+if "PYTHONPATH" in os.environ:
+    sys.path[:] = os.environ.pop("PYTHONPATH").split(os.pathsep)
 import_module("torch._dynamo")  # takes a second of its own
 with suppress(ImportError):
     import_module("transformers.modeling_utils")  # a second, too, in every rank that trains or exports such a model
 import_module("numpy.ma")  # torch imports it in the first step
+for name in ("blocks", "pipelines", "processes", "runs", "survival"):  # whose functions most processes run
+    import_module(f"support.{name}")
 with suppress(Exception):  # the test of a broken component reports it
     workshop = Project.from_package("drawloom")
     graph = workshop.graph(workshop.load("first_run", [], []))
@@ -28,9 +34,10 @@ with suppress(Exception):  # the test of a broken component reports it
         classes, (field for node in graph.nodes.values() for field in node.spec.fields_of_kind_every)
     ):
         implements_any(cls, field.ports)  # is cached, as for the container of every run
-    choosing = import_module("drawloom.components.kernels.choosing")
-    for operation in choosing.OPERATIONS:
-        choosing.load(operation, "eager")  # as every run does on a CPU
+for operation in OPERATIONS:
+    load_implementation(operation, "eager")  # as every run does on a CPU
+for name in ("_strptime", "drawloom.components.data.text_files"):  # which most runs import later
+    import_module(name)
 gc.freeze()  # no collection of a forked process walks through, and copies, what all of them share
 gc.set_threshold(10_000)  # of 700, every 25th second of a rank would pass in collections
 os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # a thread that wakes preempts none that holds its lock

@@ -10,7 +10,7 @@ import time
 import traceback
 from collections.abc import Callable, Set
 from contextlib import suppress
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -68,7 +68,7 @@ def run_ranks(
     seconds; ranks in `lost` are not waited for, and count as failed. After a failure the others have `grace` seconds.
     """
     context = multiprocessing.get_context("forkserver")
-    _start_fork_server()
+    start_fork_server()
     call = Call(
         function.__module__,
         str(sys.modules[function.__module__].__file__),
@@ -82,7 +82,8 @@ def run_ranks(
         for rank in range(world_size):
             receiver, sender = context.Pipe(duplex=False)
             environment = _torchrun_variables(rank, world_size, store.port) if variables else {}
-            process: BaseProcess = context.Process(target=_serve, args=(call, environment, sender))
+            arguments = call, environment, sender, _duplicate_output_streams()
+            process: BaseProcess = context.Process(target=_serve, args=arguments)
             process.start()
             sender.close()
             processes.append(process)
@@ -113,7 +114,7 @@ class Crew:
         self._pipes: dict[int, Connection] = {}
 
     def __enter__(self) -> "Crew":
-        _start_fork_server()
+        start_fork_server()
         for rank in range(self.world_size):
             self.start(rank)
         return self
@@ -140,7 +141,8 @@ class Crew:
             self._pipes.pop(rank).close()
         self._pipes[rank], sender = self._context.Pipe(duplex=False)
         environment = _torchrun_variables(rank, self.world_size, self.store.port)
-        self.processes[rank] = self._context.Process(target=_serve, args=(self._call, environment, sender))
+        arguments = self._call, environment, sender, _duplicate_output_streams()
+        self.processes[rank] = self._context.Process(target=_serve, args=arguments)
         self.processes[rank].start()
         self._groups.append(self.processes[rank].pid or 0)
         sender.close()
@@ -150,17 +152,27 @@ class Crew:
         return _receive(self.processes[rank], self._pipes[rank])[1]
 
 
-def _start_fork_server() -> None:
-    """Start the fork server, unless it runs already."""
+def start_fork_server() -> None:
+    """Start the fork server, unless it runs already. Processes forked from this one later use the same."""
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     try:
         forkserver.set_forkserver_preload(PRELOADED)
-        forkserver.ensure_running()
+        forkserver._forkserver.ensure_running()  # which a forked process replaces
     finally:
         del os.environ["PYTHONPATH"]
         if before is not None:
             os.environ["PYTHONPATH"] = before
+
+
+def _keep_fork_server() -> None:
+    """Let this forked process use the fork server of its parent; Python would wait for it as for a child process."""
+    server: Any = forkserver._forkserver
+    if server._forkserver_pid is not None:
+        server.ensure_running = resource_tracker.ensure_running
+
+
+os.register_at_fork(after_in_child=_keep_fork_server)
 
 
 def _torchrun_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
@@ -217,8 +229,16 @@ def _end(process: BaseProcess) -> None:
     process.close()
 
 
-def _serve(call: Call, environment: dict[str, str], pipe: Connection) -> None:
+def _duplicate_output_streams() -> list[Connection]:
+    """Return copies of this process's descriptors 1 and 2, as objects that can be sent to a forked process."""
+    return [Connection(os.dup(number), readable=False) for number in (1, 2)]
+
+
+def _serve(call: Call, environment: dict[str, str], pipe: Connection, streams: list[Connection]) -> None:
     os.setpgid(0, 0)
+    for number, stream in enumerate(streams, 1):
+        os.dup2(stream.fileno(), number)  # the fork server has those of the process that has started it
+        stream.close()
     os.environ |= environment
     torch.set_num_threads(1)
     try:

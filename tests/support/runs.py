@@ -18,6 +18,7 @@ from drawloom.components.commands.verify_resume import MACHINE_METRICS
 from drawloom.components.distributed.torchrun import create_rank_console
 from drawloom.components.storage.step_log import CHECKSUM
 from drawloom.graph.cli.main import main
+from support.forked_children import fork_children
 from support.processes import RanksFailedError, run_ranks
 
 SOURCE = str(Path(__file__).parents[2] / "src")
@@ -120,9 +121,17 @@ def run_and_kill(folder: Path, name: str, *arguments: str, after: float) -> bool
     return False
 
 
-def command(folder: Path, arguments: Sequence[str], kill_after: tuple[Path, float] | None, path: str = "") -> Outcome:
-    """Run one process of `drawloom`, which kills itself after this many lines of a file; for `run_ranks`."""
+def command(
+    folder: Path, arguments: Sequence[str], kill_after: tuple[Path, float] | None, path: str = "", forks: bool = True
+) -> Outcome:
+    """
+    Run one process of `drawloom`, which kills itself after this many lines of a file; for `run_ranks`.
+
+    If it `forks`, the processes that it starts are forked from it.
+    """
     os.chdir(folder)
+    if forks:
+        fork_children()
     if path:
         sys.path.append(path)
         os.environ["PYTHONPATH"] = os.pathsep.join([SOURCE, path])  # of the processes that it starts

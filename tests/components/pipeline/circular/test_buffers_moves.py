@@ -1,7 +1,5 @@
 """The moves between stages."""
 
-import pytest
-
 from drawloom.components.pipeline.circular.buffers import Move, list_moves_after_compute, list_moves_during_compute
 from drawloom.components.pipeline.circular.timetable import Timetable
 
@@ -14,54 +12,53 @@ TABLES = [
 ]
 
 
-@pytest.mark.parametrize("table", TABLES, ids=repr)
-def test_every_stage_finds_its_input(table: Timetable) -> None:
+def test_every_stage_finds_its_input() -> None:
     """
     In a simulation with block counts in place of tensors, items have passed all earlier blocks. Reading a slot twice,
     writing it twice before a read, or reading an empty one is an error.
     """
-    shift: dict[int, tuple[int, int]] = {}
-    storage: dict[int, tuple[int, int]] = {}
-    before: dict[int, tuple[int, int]] = {}
-    for iteration in range(table.iteration_count):
-        outputs = {}
-        for stage in range(table.stages):
-            item = table.find_item(iteration, stage)
-            if item is None:
-                continue
-            if stage == 0 and item.repeat == 0:
-                value = (item.microbatch, 0)
-            elif stage == 0 and table.uses_circ_storage:
-                value = storage.pop(item.microbatch)
-            else:
-                value = shift.pop(stage)
-            assert value == (item.microbatch, item.repeat * table.stages + stage)
-            outputs[stage] = (item.microbatch, value[1] + 1)
-        for moves, values in (
-            (list_moves_during_compute(table, iteration), before),
-            (list_moves_after_compute(table, iteration), outputs),
-        ):
-            for move in moves:
-                assert move.buffer == "state_io" or move.microbatch == values[move.source][0]
-                if move.buffer == "shift":
-                    assert move.target not in shift
-                    shift[move.target] = values[move.source]
-                elif move.buffer == "circ_storage":
-                    assert move.microbatch not in storage
-                    storage[move.microbatch] = values[move.source]
-        before = outputs
-    assert not shift
-    assert not storage
+    for table in TABLES:
+        shift: dict[int, tuple[int, int]] = {}
+        storage: dict[int, tuple[int, int]] = {}
+        before: dict[int, tuple[int, int]] = {}
+        for iteration in range(table.iteration_count):
+            outputs = {}
+            for stage in range(table.stages):
+                item = table.find_item(iteration, stage)
+                if item is None:
+                    continue
+                if stage == 0 and item.repeat == 0:
+                    value = (item.microbatch, 0)
+                elif stage == 0 and table.uses_circ_storage:
+                    value = storage.pop(item.microbatch)
+                else:
+                    value = shift.pop(stage)
+                assert value == (item.microbatch, item.repeat * table.stages + stage), table
+                outputs[stage] = (item.microbatch, value[1] + 1)
+            for moves, values in (
+                (list_moves_during_compute(table, iteration), before),
+                (list_moves_after_compute(table, iteration), outputs),
+            ):
+                for move in moves:
+                    assert move.buffer == "state_io" or move.microbatch == values[move.source][0], table
+                    if move.buffer == "shift":
+                        assert move.target not in shift, table
+                        shift[move.target] = values[move.source]
+                    elif move.buffer == "circ_storage":
+                        assert move.microbatch not in storage, table
+                        storage[move.microbatch] = values[move.source]
+            before = outputs
+        assert not shift and not storage, table
 
 
-@pytest.mark.parametrize("table", TABLES, ids=repr)
-def test_moves_go_to_neighbours_alone(table: Timetable) -> None:
+def test_moves_go_to_neighbours_alone() -> None:
     """Moves go to a neighbouring stage, in a ring, and at most one into each buffer between any two stages."""
-    for iteration in range(table.iteration_count):
-        moves = list_moves_during_compute(table, iteration) + list_moves_after_compute(table, iteration)
-        assert all((move.target - move.source) % table.stages in (0, 1, table.stages - 1) for move in moves)
-        kinds = [(move.source, move.target, move.buffer) for move in moves]
-        assert len(set(kinds)) == len(kinds)
+    for table in TABLES:
+        for iteration in range(table.iteration_count):
+            moves = list_moves_during_compute(table, iteration) + list_moves_after_compute(table, iteration)
+            assert all((move.target - move.source) % table.stages in (0, 1, table.stages - 1) for move in moves), table
+            kinds = [(move.source, move.target, move.buffer) for move in moves]
+            assert len(set(kinds)) == len(kinds), table
 
 
 def test_moves_of_a_known_iteration() -> None:

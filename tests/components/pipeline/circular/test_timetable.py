@@ -14,40 +14,44 @@ TABLES = [
 ]
 
 
-@pytest.mark.parametrize("table", TABLES, ids=repr)
-def test_every_block_sees_every_microbatch_once_and_in_order(table: Timetable) -> None:
+def test_every_block_sees_every_microbatch_once_and_in_order() -> None:
     """Stages take their blocks one after another, and all microbatches in a block, as in a looped pipeline."""
-    wanted = [Item(microbatch, repeat) for repeat in range(table.repeats) for microbatch in range(table.microbatches)]
-    for stage in range(table.stages):
-        items = [table.find_item(iteration, stage) for iteration in range(table.iteration_count)]
-        assert [item for item in items if item is not None] == wanted
-        empty = table.repeats * (table.slot_count - table.microbatches)
-        assert items.count(None) == table.latency * (table.stages - 1) + empty
+    for table in TABLES:
+        wanted = [
+            Item(microbatch, repeat) for repeat in range(table.repeats) for microbatch in range(table.microbatches)
+        ]
+        for stage in range(table.stages):
+            items = [table.find_item(iteration, stage) for iteration in range(table.iteration_count)]
+            assert [item for item in items if item is not None] == wanted, table
+            empty = table.repeats * (table.slot_count - table.microbatches)
+            assert items.count(None) == table.latency * (table.stages - 1) + empty, table
 
 
-@pytest.mark.parametrize("table", TABLES, ids=repr)
-def test_a_stage_lags_by_the_latency(table: Timetable) -> None:
+def test_a_stage_lags_by_the_latency() -> None:
     """Stage s + 1 has in iteration t + latency the item of stage s in t; no iteration is idle if slots are full."""
-    for iteration in range(table.iteration_count):
-        row = [table.find_item(iteration, stage) for stage in range(table.stages)]
-        assert any(item is not None for item in row) or table.slot_count > table.microbatches
-        if iteration + table.latency < table.iteration_count:
-            assert row[:-1] == [table.find_item(iteration + table.latency, stage) for stage in range(1, table.stages)]
+    for table in TABLES:
+        for iteration in range(table.iteration_count):
+            row = [table.find_item(iteration, stage) for stage in range(table.stages)]
+            assert any(item is not None for item in row) or table.slot_count > table.microbatches, table
+            if iteration + table.latency < table.iteration_count:
+                assert row[:-1] == [
+                    table.find_item(iteration + table.latency, stage) for stage in range(1, table.stages)
+                ]
 
 
-@pytest.mark.parametrize("table", TABLES, ids=repr)
-def test_reentering_outputs_arrive_in_time(table: Timetable) -> None:
+def test_reentering_outputs_arrive_in_time() -> None:
     """Stage 0 needs a reentering output when it arrives, or later if circ_storage is used."""
-    first = [table.find_item(iteration, 0) for iteration in range(table.iteration_count)]
-    for iteration in range(table.iteration_count):
-        item = table.find_reentering_item(iteration)
-        if item is None:
-            continue
-        needed = first.index(Item(item.microbatch, item.repeat + 1))
-        if table.uses_circ_storage:
-            assert needed >= iteration + 2  # one to travel, one to be put away
-        else:
-            assert needed == iteration + table.latency
+    for table in TABLES:
+        first = [table.find_item(iteration, 0) for iteration in range(table.iteration_count)]
+        for iteration in range(table.iteration_count):
+            item = table.find_reentering_item(iteration)
+            if item is None:
+                continue
+            needed = first.index(Item(item.microbatch, item.repeat + 1))
+            if table.uses_circ_storage:
+                assert needed >= iteration + 2, table  # one to travel, one to be put away
+            else:
+                assert needed == iteration + table.latency, table
 
 
 @pytest.mark.parametrize(
@@ -78,29 +82,29 @@ def test_counts_of_a_known_pipeline() -> None:
     ]
 
 
-@pytest.mark.parametrize("table", TABLES, ids=repr)
-def test_inputs_and_outputs_pass_through_the_columns(table: Timetable) -> None:
+def test_inputs_and_outputs_pass_through_the_columns() -> None:
     """With names in place of tensors, stage 0 has all inputs, and outputs end in their columns."""
-    stages, columns = table.stages, table.column_count
-    rows: list[list[object]] = [
-        [("in", number) if number < table.microbatches else None for number in range(first, first + columns)]
-        for first in range(0, table.slot_count, columns)
-    ]
-    for iteration in range(table.iteration_count):
-        column = iteration % columns
-        if iteration < table.microbatches:
-            assert rows[0][column] == ("in", iteration)
-        for stage in range(1, stages):
-            moved = table.find_moved_microbatch(iteration, stage)
-            assert moved is None or rows[stage][column] in (("in", moved), ("out", moved))
-            rows[stage - 1][column] = None if moved is None else rows[stage][column]
-        finished = table.find_finished_microbatch(iteration)
-        rows[-1][column] = None if finished is None else ("out", finished)
-    for stage in range(stages):
-        entries = [rows[stage][table.find_state_io_output_column(position)] for position in range(columns)]
-        assert [entry for entry in entries if entry is not None] == [
-            ("out", number) for number in table.get_microbatches_stored_on_stage(stage)
+    for table in TABLES:
+        stages, columns = table.stages, table.column_count
+        rows: list[list[object]] = [
+            [("in", number) if number < table.microbatches else None for number in range(first, first + columns)]
+            for first in range(0, table.slot_count, columns)
         ]
+        for iteration in range(table.iteration_count):
+            column = iteration % columns
+            if iteration < table.microbatches:
+                assert rows[0][column] == ("in", iteration), table
+            for stage in range(1, stages):
+                moved = table.find_moved_microbatch(iteration, stage)
+                assert moved is None or rows[stage][column] in (("in", moved), ("out", moved)), table
+                rows[stage - 1][column] = None if moved is None else rows[stage][column]
+            finished = table.find_finished_microbatch(iteration)
+            rows[-1][column] = None if finished is None else ("out", finished)
+        for stage in range(stages):
+            entries = [rows[stage][table.find_state_io_output_column(position)] for position in range(columns)]
+            assert [entry for entry in entries if entry is not None] == [
+                ("out", number) for number in table.get_microbatches_stored_on_stage(stage)
+            ]
 
 
 @pytest.mark.parametrize(
