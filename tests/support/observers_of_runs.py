@@ -21,6 +21,7 @@ from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-define
 
 from drawloom.components.checkpoint import commit
 from drawloom.components.data.bytes import Bytes
+from drawloom.components.distributed import membership
 from drawloom.components.distributed import processes as joining
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.device_model import find_device_model
@@ -272,6 +273,7 @@ def join_running(use: str, values: Values, _place: Path) -> tuple[int, float]:
     with (
         mock.patch.object(joining, "read_launch", lambda: Launch(address="localhost", agent_store=True)),
         mock.patch.object(joining, "connect_to_launch_store", lambda *_: store),
+        mock.patch.object(membership, "connect_to_launch_store", lambda *_: store),
         mock.patch.object(joining, "start_exit_with_parent_thread"),
         mock.patch.dict("os.environ"),
         open_node(node),
