@@ -6,8 +6,6 @@ and the fork server of `support.processes`.
 """
 
 import multiprocessing
-import os
-import signal
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from multiprocessing.connection import Connection, wait
@@ -15,8 +13,6 @@ from multiprocessing.context import ForkProcess
 from typing import Any
 
 import pytest
-
-GRACE = 10.0  # seconds for interrupted tests to end
 
 Files = Sequence[Sequence[pytest.Item]]
 
@@ -61,10 +57,6 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
                     _report(session, message)
     finally:
         for process in processes.values():
-            if process.pid is not None:
-                os.kill(process.pid, signal.SIGINT)  # a test then ends what it has started
-        for process in processes.values():
-            process.join(GRACE)
             process.kill()
     return True
 
