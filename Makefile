@@ -21,7 +21,7 @@ test: .venv/test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	@mkdir -p .mypy_cache; $(BIN)/mypy > .mypy_cache/printed & types=$$!; \
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m "not soak" --forks 4; tests=$$?; \
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m "not soak" -n 4 --dist loadfile --no-loadscope-reorder; tests=$$?; \
 	wait $$types; typed=$$?; cat .mypy_cache/printed; exit $$((tests | typed))
 
 # The site: open site/index.html, or with search: python3 -m http.server -d site. The build itself takes no network.
@@ -45,7 +45,7 @@ bench-ettr: .venv/test
 # are run with more examples than `make test` takes.
 soak: .venv/soak
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m soak
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m "hypothesis and not soak" --hypothesis-profile thorough --forks 2
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m "hypothesis and not soak" --hypothesis-profile thorough -n 2 --dist loadfile
 
 # On a machine with a GPU: kernels compiled and not interpreted, great sizes, and the benchmarks beside those of others.
 # What others need may stand in an environment of its own: make bench-gpu PEERS=/path/to/its/site-packages

@@ -39,9 +39,7 @@ FIRST = (
     "kernels",
     "contracts",
 )
-"""Slowest folders and files. Processes run files in order, so that short files fill the gaps at the end."""
-
-pytest_plugins = ("support.forks",)
+"""Slowest folders and files. xdist's workers run files in order, so that short files fill the gaps at the end."""
 
 
 @pytest.fixture
@@ -83,14 +81,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a GPU"))
-
-
-def pytest_collection(session: pytest.Session) -> None:
-    """Start the fork server that processes of `--forks` share, so that it imports torch while tests are collected."""
-    if session.config.getoption("forks") and not session.config.getoption("collectonly"):
-        from support.processes import start_fork_server  # a global import would import torch.distributed always
-
-        start_fork_server()
 
 
 def pytest_collection_finish() -> None:

@@ -10,7 +10,7 @@ import time
 import traceback
 from collections.abc import Callable, Set
 from contextlib import suppress
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -68,7 +68,7 @@ def run_ranks(
     seconds; ranks in `lost` are not waited for, and count as failed. After a failure the others have `grace` seconds.
     """
     context = multiprocessing.get_context("forkserver")
-    start_fork_server()
+    _start_fork_server()
     call = Call(
         function.__module__,
         str(sys.modules[function.__module__].__file__),
@@ -114,7 +114,7 @@ class Crew:
         self._pipes: dict[int, Connection] = {}
 
     def __enter__(self) -> "Crew":
-        start_fork_server()
+        _start_fork_server()
         for rank in range(self.world_size):
             self.start(rank)
         return self
@@ -152,27 +152,17 @@ class Crew:
         return _receive(self.processes[rank], self._pipes[rank])[1]
 
 
-def start_fork_server() -> None:
-    """Start the fork server, unless it runs already. Processes forked from this one later use the same."""
+def _start_fork_server() -> None:
+    """Start the fork server, unless it runs already."""
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     try:
         forkserver.set_forkserver_preload(PRELOADED)
-        forkserver._forkserver.ensure_running()  # which a forked process replaces
+        forkserver.ensure_running()
     finally:
         del os.environ["PYTHONPATH"]
         if before is not None:
             os.environ["PYTHONPATH"] = before
-
-
-def _keep_fork_server() -> None:
-    """Let this forked process use the fork server of its parent; Python would wait for it as for a child process."""
-    server: Any = forkserver._forkserver
-    if server._forkserver_pid is not None:
-        server.ensure_running = resource_tracker.ensure_running
-
-
-os.register_at_fork(after_in_child=_keep_fork_server)
 
 
 def _torchrun_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
