@@ -242,8 +242,7 @@ class AutoKernels:
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if self.batch_invariant:
-            if x.is_cuda and x.dtype.itemsize > 2:
-                raise UserError(f"kernels.auto: {WIDE_PRODUCTS}", 2)
+            _refuse_wide_products(x)
             product = linear_with_aligned_outputs if x.is_cuda else linear_eager
             return apply_with_padded_rows(lambda rows: product(rows, weight, bias), x)
         with accept_rounded_inputs():
@@ -286,6 +285,7 @@ class AutoKernels:
             return linear_quantized_float8(self._get_float8_implementation("linear_float8"), unpack, x, stored, bias)
         dequantize = self._functions_by_operation["dequantize"]
         if self.batch_invariant:
+            _refuse_wide_products(x)
             return apply_with_padded_rows(
                 lambda rows: linear_quantized(dequantize, rows, stored, weight_format, bias), x
             )
@@ -490,6 +490,12 @@ class PartMask(NamedTuple):
 
     whole: Any
     part: RowPart
+
+
+def _refuse_wide_products(x: Tensor) -> None:
+    """Raise UserError for products of x that are not batch-invariant on its device."""
+    if x.is_cuda and x.dtype.itemsize > 2:
+        raise UserError(f"kernels.auto: {WIDE_PRODUCTS}", 2)
 
 
 def _gather_keys_and_values(part: RowPart, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
