@@ -7,8 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,7 @@ import pytest
 import yaml
 
 from drawloom.components.checkpoint.manifest import list_checkpoints, step_of_checkpoint
-from drawloom.graph.cli.main import main
 from support.blocks import blocks
-from support.forked_children import fork_children
-from support.processes import run_ranks
 from support.runs import SOURCE, rows, write_corpus
 
 CLUSTERS = Path(__file__).parents[2] / "docs" / "clusters.md"
@@ -108,54 +104,26 @@ def _environment(folder: Path, **more: str) -> dict[str, str]:
 )
 def test_a_failure_of_every_process_is_one_message(folder: Path, word: str, code: int, message: str) -> None:
     """An error in the recipe or the run is printed once and starts nothing again, with a single process's exit code."""
-    words = ("launch", "--nproc-per-node", "2", "--max-restarts", "2", "run", "recipe.toml", word)
-    assert run_ranks(_run_with_output_in_files, 1, folder, words, timeout=120, variables=False) == [code]
-    errors = (folder / "stderr").read_text("utf-8")
-    lines = [line for line in errors.splitlines() if "warning: " not in line]
-    assert len(lines) == 1 and message in lines[0] and (folder / "stdout").read_text("utf-8") == "", errors
-
-
-def _run_with_output_in_files(folder: Path, words: Sequence[str]) -> int:
-    """
-    Run a command in this process, and return its exit code.
-
-    Its process id, its output and its child processes' are in the files `pid`, `stdout` and `stderr`.
-    """
-    os.chdir(folder)
-    Path("pid").write_text(str(os.getpid()), "utf-8")
-    fork_children()
-    for number, name in ((1, "stdout"), (2, "stderr")):
-        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
-    code = main(words)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    return code
+    launch = [sys.executable, "-m", "drawloom", "launch", "--nproc-per-node", "2", "--max-restarts", "2"]
+    words = [*launch, "run", "recipe.toml", word]
+    done = subprocess.run(words, cwd=folder, env=_environment(folder), capture_output=True, text=True, timeout=120)
+    [line] = [line for line in done.stderr.splitlines() if "warning: " not in line]
+    assert message in line and done.stdout == "" and done.returncode == code
 
 
 def test_processes_that_were_all_killed_start_again(folder: Path) -> None:
     """The store of the launcher keeps the addresses of the killed ones, to which the new ones do not connect."""
-    words = ("launch", "--nproc-per-node", "2", "--max-restarts", "1", "run", "recipe.toml")
-    printed = folder / "stdout"
-    with ThreadPoolExecutor(1) as pool:
-        launch = pool.submit(run_ranks, _run_with_output_in_files, 1, folder, words, timeout=100, variables=False)
-        try:
-            _wait_until(lambda: printed.exists() and "\nstep 1/" in printed.read_text("utf-8"), launch)
-            launcher = int((folder / "pid").read_text("utf-8"))
-            for pid in _list_descendants(launcher)[1:]:
-                os.kill(pid, signal.SIGKILL)
-            _wait_until(lambda: printed.read_text("utf-8").count("\nstep 1/") == 2, launch)
-            os.kill(launcher, signal.SIGTERM)
-            assert launch.result() == [143], printed.read_text("utf-8")
-        finally:
-            for pid in _list_descendants(int((folder / "pid").read_text("utf-8"))):
-                os.kill(pid, signal.SIGKILL)
-
-
-def _wait_until(is_done: Callable[[], bool], launch: Future[Any]) -> None:
-    """Wait until a condition holds; fail if the launch ends."""
-    while not is_done():
-        assert not launch.done(), launch.result()
-        time.sleep(0.02)
+    launch = [sys.executable, "-m", "drawloom", "launch", "--nproc-per-node", "2", "--max-restarts", "1"]
+    with _start([*launch, "run", "recipe.toml"], folder) as process:
+        _wait_for_step(folder, 1, process)
+        for pid in _list_descendants(process.pid)[1:]:
+            os.kill(pid, signal.SIGKILL)
+        printed, end = folder / "printed", time.monotonic() + 100
+        while (text := printed.read_text("utf-8")).count("\nstep 1/") < 2:
+            assert time.monotonic() < end and process.poll() is None, text
+            time.sleep(0.02)
+        process.terminate()
+        assert process.wait(timeout=100) == 143, printed.read_text("utf-8")
 
 
 @pytest.mark.soak
