@@ -2,7 +2,7 @@
 Imports of most runs, made once in the fork server: they take seconds.
 
 Python 3.11 does not pass its search path on to this process, so it is passed by a variable, which is removed here.
-The path is then that of the processes to be forked, for which entry points are cached.
+Forked processes have the same path, so the entry points that are cached here are theirs, too.
 """
 
 import atexit

@@ -227,7 +227,7 @@ def _duplicate_output_streams() -> list[Connection]:
 def _serve(call: Call, environment: dict[str, str], pipe: Connection, streams: list[Connection]) -> None:
     os.setpgid(0, 0)
     for number, stream in enumerate(streams, 1):
-        os.dup2(stream.fileno(), number)  # the fork server has those of the process that has started it
+        os.dup2(stream.fileno(), number)  # not the fork server's, which may be another test's
         stream.close()
     os.environ |= environment
     torch.set_num_threads(1)
