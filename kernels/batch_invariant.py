@@ -27,17 +27,10 @@ from drawloom.kernels.grouped_gemm import (
     count_row_product_flops,
     list_expert_slices,
 )
-from drawloom.kernels.linear import linear_eager
 from drawloom.kernels.operation import upcast
 
 MIN_ROWS = 16
 """Rows from which on a row of a product keeps its bits: 12 in MKL, oneDNN and cuBLAS without split-K; with a margin."""
-
-OUTPUTS = 64
-"""
-Outputs of a product on a GPU are a multiple of this number: rows begin at aligned addresses, and cuBLAS has the kernels
-that were measured, also for an odd vocabulary.
-"""
 
 QUERIES = 8
 """
@@ -59,19 +52,6 @@ def apply_with_padded_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> T
         return function(x)
     result = function(F.pad(x.reshape(rows, x.shape[-1]), (0, 0, 0, MIN_ROWS - rows)))
     return result[:rows].view(*x.shape[:-1], result.shape[-1])
-
-
-def linear_with_aligned_outputs(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """
-    Compute `linear_eager` as if it had a multiple of `OUTPUTS` outputs.
-
-    x (..., inputs), weight (outputs, inputs), bias (outputs,), result (..., outputs).
-    """
-    missing = -len(weight) % OUTPUTS
-    if not missing:
-        return linear_eager(x, weight, bias)
-    wider = None if bias is None else F.pad(bias, (0, missing))
-    return linear_eager(x, F.pad(weight, (0, 0, 0, missing)), wider)[..., : len(weight)]
 
 
 def attend_in_blocks(

@@ -35,7 +35,6 @@ from drawloom.kernels.batch_invariant import (
     apply_with_padded_rows,
     attend_in_blocks,
     cut_cross_entropy_with_padded_rows,
-    linear_with_aligned_outputs,
     multiply_groups_with_padded_rows,
 )
 from drawloom.kernels.cut_cross_entropy import LogitCut, cut_cross_entropy_eager
@@ -170,7 +169,7 @@ class AutoKernels:
         _ = self._functions_by_operation
 
     def close(self) -> None:
-        """Restore cuBLAS's settings."""
+        """Restore torch's settings for products."""
         self._settings_before.close()
 
     def choose_implementation_of(self, operation: str) -> ImplementationChoice:
@@ -243,8 +242,7 @@ class AutoKernels:
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if self.batch_invariant:
             _refuse_wide_products(x)
-            product = linear_with_aligned_outputs if x.is_cuda else linear_eager
-            return apply_with_padded_rows(lambda rows: product(rows, weight, bias), x)
+            return apply_with_padded_rows(lambda rows: linear_eager(rows, weight, bias), x)
         with accept_rounded_inputs():
             return linear_eager(x, weight, bias)
 

@@ -2,28 +2,32 @@
 Matrix products on GPUs without split-K.
 
 Split-K divides a product's inner dimension among programs, into more parts if there are fewer rows, so that a row's
-bits depend on the number of rows. cuBLAS needs a workspace for the parts. With the least one, rows in 16 bits have the
-same bits from 16 rows on (measured on H100 and H200 with torch 2.11).
+bits depend on the number of rows. cuBLASLt can be told not to use it: rows in 16 bits then have the same bits from 16
+rows on, for any number of outputs (measured on an H200 with torch 2.11; `tests/gpu/test_batch_invariant.py`).
 """
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-WORKSPACES = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
-"""Environment variables for workspaces in KiB; torch reads them at the first product on a device."""
+import torch
+
+REDUCTIONS = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
+"""torch's settings for sums of products in 16 bits: whether they are in 16 bits, and whether split-K is allowed."""
 
 
 @contextmanager
 def forbid_split_k() -> Iterator[None]:
-    """Give cuBLAS no workspace for split-K; a process with earlier products, such as a notebook, keeps its own."""
-    before = {name: os.environ.get(name) for name in WORKSPACES}
-    os.environ.update(WORKSPACES)
+    """Let cuBLASLt compute products, without split-K in 16 bits; restore torch's settings at the end."""
+    matmul = torch.backends.cuda.matmul
+    before = {name: (getattr(matmul, name), getattr(matmul, f"{name}_split_k")) for name in REDUCTIONS}
+    library = torch.backends.cuda.preferred_blas_library()
     try:
+        if torch.version.cuda is not None:  # torch for CPUs refuses the choice
+            torch.backends.cuda.preferred_blas_library("cublaslt")
+        for name in REDUCTIONS:
+            setattr(matmul, name, (False, False))
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name, allowed in before.items():
+            setattr(matmul, name, allowed)
+        torch.backends.cuda.preferred_blas_library(library)

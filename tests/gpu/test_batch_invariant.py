@@ -135,10 +135,18 @@ def test_float32_products_are_refused(kernels: AutoKernels) -> None:
 
 @pytest.mark.parametrize("kernels_are_invariant", [True, False])
 def test_cuda_graphs_draw_the_same_completions(tmp_path: Path, kernels_are_invariant: bool) -> None:
-    """GRPO with a CUDA graph for passes over one token has the bits of passes launched kernel by kernel."""
+    """
+    Samples of passes over one token, launched as CUDA graphs, have the bits of passes launched kernel by kernel.
+
+    So does the second step, whose weights come from a step without graphs; training passes launched as graphs round
+    bfloat16's sums of gradients in another order.
+    """
     (tmp_path / "tiny.toml").write_text(RECIPE, "utf-8")
     invariant = str(kernels_are_invariant).lower()
-    words = (f"kernels.batch_invariant={invariant}", f"rollouts.exact={invariant}", "randomness.deterministic=true")
+    words = (
+        *(f"kernels.batch_invariant={invariant}", f"rollouts.exact={invariant}"),
+        *("randomness.deterministic=true", "trainer.steps=2"),
+    )
     rows = []
     for capture in ("false", "true"):
         name = f"capture_{capture}"
@@ -163,4 +171,4 @@ def test_ratios_are_exactly_1_in_bfloat16(tmp_path: Path, changes: str) -> None:
     assert outcome.code == 0, outcome.text
     measured = series(tmp_path / "runs/tiny", "sampler_difference", "ratio", "clip_fraction")
     assert measured == [(0.0, 1.0, 0.0)] * 3
-    assert min(norm for (norm,) in series(tmp_path / "runs/tiny", "grad_norm")) > 0
+    assert series(tmp_path / "runs/tiny", "grad_norm")[0] > (0,)  # later, all rewards of each group may be equal

@@ -14,7 +14,6 @@ from drawloom.kernels.batch_invariant import (
     BLOCK,
     apply_with_padded_rows,
     attend_in_blocks,
-    linear_with_aligned_outputs,
 )
 from support.qwen3 import cpu_kernels
 
@@ -82,18 +81,6 @@ def test_rows_of_products_do_not_depend_on_their_number(dtype: torch.dtype) -> N
                 ours = kernels.linear_cross_entropy(x[part], weight, targets[part])
                 assert all(one.equal(other[part]) for one, other in zip(ours, losses, strict=True))
         torch.testing.assert_close(losses, cpu_kernels().linear_cross_entropy(x, weight, targets), rtol=1e-2, atol=1e-2)
-
-
-@pytest.mark.parametrize("outputs", [5, 64, 257])
-def test_aligned_outputs_are_those_of_a_linear_layer(outputs: int) -> None:
-    """Results and gradients are plain linear layers', with and without a bias, for any number of outputs."""
-    x, weight, bias = (
-        torch.randn(*shape, dtype=torch.float64).requires_grad_() for shape in ((2, 3, 8), (outputs, 8), (outputs,))
-    )
-    for inputs in ((x, weight), (x, weight, bias)):
-        pairs = [product(*inputs) for product in (linear_with_aligned_outputs, torch.nn.functional.linear)]
-        torch.testing.assert_close(*pairs)
-        torch.testing.assert_close(*(torch.autograd.grad(result.sin().sum(), inputs) for result in pairs))
 
 
 def test_padding_of_few_rows_has_no_effect() -> None:
