@@ -78,14 +78,23 @@ CASES = {
     "8B, LoRA on NF4 in host memory": Case(
         "llama3_8b", (*ONE_GPU, *QLORA, *STREAMED, "batch.global_size=4", "batch.micro_size=2")
     ),
+    "8B, LoRA on bfloat16": Case(
+        "llama3_8b", (*ONE_GPU, *QLORA[:2], "stages.recompute=blocks", "batch.global_size=4", "batch.micro_size=2")
+    ),
     "8B, LoRA on bfloat16 in host memory": Case(
         "llama3_8b",
         (*ONE_GPU, *QLORA[:2], *STREAMED, "stages.recompute=blocks", "batch.global_size=4", "batch.micro_size=2"),
     ),
-    "8B, 16 layers, activations in 8 bits": Case(
-        "llama3_8b",
-        (*ONE_GPU, *WITHOUT_MASTERS, "model.num_hidden_layers=16", "stages.recompute=quantized", "batch.global_size=4"),
-    ),
+    **{
+        f"8B, 16 layers, recompute = {policy}": Case(
+            "llama3_8b",
+            (
+                *(*ONE_GPU, *WITHOUT_MASTERS, "model.num_hidden_layers=16", "batch.global_size=4"),
+                f"stages.recompute={policy}",
+            ),
+        )
+        for policy in ("selective", "quantized")
+    },
     "14B, bfloat16 states on the host": Case("qwen2_5_14b_one_gpu", (*LIMITS, "batch.global_size=4")),
     "30B-A3B, LoRA on NF4": Case("qwen3_30b_a3b_lora", ("batch.global_size=4",)),
 }
