@@ -6,6 +6,7 @@ assembled for any layout of ranks, such as one with fewer shards.
 """
 
 import hashlib
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -159,19 +160,27 @@ def exchange_tensors(
         for source in range(group.size)
     }
     for number in range(max(map(len, by_pair.values()), default=0)):
-        outgoing: list[Tensor] = []
-        sent = [0] * group.size
-        for receiver in range(group.size):
-            for index in _get_round_or_empty(by_pair[receiver, group.rank], number):
-                data = _view_as_cpu_bytes(_select_requested_rows(tensors, requests[receiver][index]))
-                outgoing.append(data)
-                sent[receiver] += data.numel()
+        parts = [
+            [
+                _view_as_bytes(_select_requested_rows(tensors, requests[receiver][index]))
+                for index in _get_round_or_empty(by_pair[receiver, group.rank], number)
+            ]
+            for receiver in range(group.size)
+        ]
+        sent = [sum(map(len, listed)) for listed in parts]
+        outgoing = torch.empty(sum(sent), dtype=torch.uint8, device=group.device)
+        for target, part in zip(
+            torch.split(outgoing, [len(part) for listed in parts for part in listed]),
+            itertools.chain.from_iterable(parts),
+            strict=True,
+        ):
+            target.copy_(part)
         incoming = [_get_round_or_empty(by_pair[group.rank, source], number) for source in range(group.size)]
         sizes = [sum(requests[group.rank][index].bytes for index in indices) for indices in incoming]
-        data = group.all_to_all(torch.cat([torch.empty(0, dtype=torch.uint8), *outgoing]), sent, sizes)
+        data = group.all_to_all(outgoing, sent, sizes)
         order = [index for indices in incoming for index in indices]
         for index, part in zip(order, torch.split(data, [received[index].nbytes for index in order]), strict=True):
-            _view_as_cpu_bytes(received[index]).copy_(part)
+            _view_as_bytes(received[index]).copy_(part)
     return received
 
 
@@ -366,6 +375,6 @@ def _select_requested_rows(tensors: Mapping[str, Tensor], request: TensorRequest
     return tensor if tensor.shape == request.shape else tensor[request.first : request.first + request.shape[0]]
 
 
-def _view_as_cpu_bytes(tensor: Tensor) -> Tensor:
-    """Return a tensor's bytes in CPU memory, uint8 (bytes,); copies only if necessary."""
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+def _view_as_bytes(tensor: Tensor) -> Tensor:
+    """Return a tensor's bytes, uint8 (bytes,); copies only if necessary."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)

@@ -75,6 +75,7 @@ class PeerMemory:
     def reference_and_send_to_neighbour(self, step: Step) -> None:
         """Reference the state after a step, and start to send a copy to the neighbour, if it is due."""
         self._wait_and_keep_neighbour_state()  # a skipped update has not waited for it
+        self.mesh.world.wait_and_raise_if_broken()
         state = self.memory.reference_states(PartKey.of_this_rank(step.index, self.mesh), self.states)
         if self.sources and not step.is_last and is_due(self.neighbour_every, step):
             self._copy = submit_in_new_thread("neighbour", partial(self._exchange_copies_with_neighbours, state))
@@ -82,6 +83,7 @@ class PeerMemory:
     def wait_until_copied(self) -> None:
         """Wait until the state after the last step is copied, here and at the neighbour; it may change from then on."""
         self._wait_and_keep_neighbour_state()
+        self.mesh.world.wait_and_raise_if_broken()  # an update must not use gradients of an aborted collective
         self.memory.replace_reference_by_copy()
 
     def restore(self, newest_on_disk: int) -> int:

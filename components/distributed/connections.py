@@ -1,18 +1,23 @@
 """
-Connections of this process's gloo groups, which a call from another thread can break.
+Connections of this process's groups, which a call from another thread can break.
 
 A gloo collective waits for its peers without a way to cancel it, and only ranks connected to a killed process notice
 the death. Shutting down this process's own ends makes every waiting collective raise within milliseconds, and the peers
 see a broken connection in turn. Listening sockets must stay open: gloo ends the process otherwise.
 
-While a group is made, a rank may wait for a lost one to connect, without any socket that could be shut down. So groups
-are made in a thread, which is abandoned.
+While a group is made, a rank may wait for a lost one to connect, without any socket that could be shut down. And if a
+connection breaks while a message is partly written or read, gloo does not wake the operation waiting for the message
+(torch 2.13; `Pair::signalException` in gloo/transport/tcp/pair.cc). So helper threads make groups and wait for
+operations, and are abandoned after a loss.
+
+NCCL's communicators are aborted, which ends kernels waiting for lost ranks; their results are wrong.
 """
 
 import os
 import re
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -20,8 +25,13 @@ from typing import Any
 import attrs
 import torch.distributed as dist
 
+from drawloom.components.distributed.helper_threads import HelperThreads
+
 DESCRIPTORS = "/proc/self/fd"  # only Linux has it; elsewhere no connection is recorded
 LOST = "a rank is lost, and no new group can be made with it"
+STUCK = "a rank is lost, and this operation did not notice it"
+STUCK_AFTER = 1.0  # seconds after a loss, in which gloo ends other waits itself
+WORK: Any = dist.distributed_c10d.Work
 INODE = re.compile(r"socket:\[(\d+)\]")
 
 
@@ -30,19 +40,24 @@ class Connections:
     """
     Recorder for sockets opened by gloo, and by this process's own clients of the launch's store at `port`.
 
-    The store's own ends are left alone: the store may be in this process.
+    The store's own ends are left alone: the store may be in this process. `abort_communicators` is called once, in a
+    thread, because NCCL may take a moment.
     """
 
     port: int = 0
     is_broken: bool = False
+    abort_communicators: Callable[[], object] | None = None
+    has_stuck_operations: bool = attrs.field(init=False, default=False)
+    _helpers: HelperThreads = attrs.field(init=False, factory=HelperThreads)
     _inodes: set[int] = attrs.field(init=False, factory=set)
+    _abort: threading.Thread | None = attrs.field(init=False, default=None)
     _before: set[int] | None = attrs.field(init=False, default=None)  # sockets before a recording in progress
-    _is_settled: threading.Event = attrs.field(init=False, factory=threading.Event)  # broken, or a group is made
+    _waiting: set[threading.Event] = attrs.field(init=False, factory=set)  # of the callers of helper threads
 
     @contextmanager
-    def record_sockets(self) -> Iterator[None]:
+    def record_sockets(self, *, keep: bool = True) -> Iterator[None]:
         """
-        Record the sockets opened in the body. Another thread's new sockets are recorded, too.
+        Record the sockets opened in the body, also another thread's; without `keep`, forget them at its end.
 
         Raises RuntimeError if the connections are broken: the body would wait for lost ranks.
         """
@@ -52,7 +67,7 @@ class Connections:
         try:
             yield
         finally:
-            self._inodes, self._before = self._find_recorded_inodes(), None
+            self._inodes, self._before = self._find_recorded_inodes() if keep else self._inodes, None
 
     @contextmanager
     def make_gloo_connecting_interruptible(self) -> Iterator[None]:
@@ -62,7 +77,7 @@ class Connections:
 
         class Breakable(type):
             def __call__(cls, *arguments: Any, **options: Any) -> Any:
-                return self.connect_in_thread_until_broken(lambda: original(*arguments, **options))
+                return self.call_until_broken(lambda: original(*arguments, **options))
 
             def __instancecheck__(cls, instance: Any) -> bool:
                 return isinstance(instance, original)
@@ -73,44 +88,74 @@ class Connections:
         finally:
             module.ProcessGroupGloo = original
 
-    def connect_in_thread_until_broken(self, connect: Callable[[], Any]) -> Any:
+    @contextmanager
+    def make_waits_interruptible(self) -> Iterator[None]:
         """
-        Return the result of a function that connects ranks; it runs in another thread.
+        In the body, `break_all_connections` ends every wait for an operation of torch.distributed, with a RuntimeError.
 
-        Raises RuntimeError as soon as the connections are broken; the abandoned thread ends after gloo's timeout.
+        The errors of most operations come from gloo; the others are stuck until their timeout, in a helper thread.
         """
-        outcome: list[Any] = []
-        self._is_settled.clear()
+        original = WORK.wait
 
-        def connect_and_store_outcome() -> None:
-            try:
-                outcome.append((connect(), None))
-            except Exception as error:
-                outcome.append((None, error))
-            self._is_settled.set()
+        def wait(work: Any, *arguments: Any) -> Any:
+            if arguments or work.is_completed():
+                return original(work, *arguments)
+            return self.call_until_broken(lambda: original(work), STUCK_AFTER)
 
-        threading.Thread(target=connect_and_store_outcome, name="gloo-connect", daemon=True).start()
-        while not (self.is_broken or outcome):
-            self._is_settled.wait()
-        if not outcome:
-            raise RuntimeError(LOST)
-        [(result, error)] = outcome
-        if error is not None:
-            raise error
-        return result
+        WORK.wait = wait  # FSDP2 has no argument for it
+        try:
+            yield
+        finally:
+            WORK.wait = original
+
+    def call_until_broken(self, function: Callable[[], Any], seconds: float = 0.0) -> Any:
+        """
+        Call a function in a helper thread, and return its result; it may wait for ranks.
+
+        Raises RuntimeError if the function still waits `seconds` after the connections are broken.
+        """
+        settled = threading.Event()
+        self._waiting.add(settled)
+        call = self._helpers.start(function, settled)
+        while not (self.is_broken or call.is_done):
+            settled.wait()
+        end = time.monotonic() + seconds
+        while not call.is_done and (left := end - time.monotonic()) > 0:
+            settled.clear()
+            settled.wait(left * (not call.is_done))
+        self._waiting.discard(settled)
+        if not self._helpers.finish_or_abandon(call):
+            self.has_stuck_operations |= seconds > 0
+            raise dist.DistNetworkError(STUCK if seconds else LOST)
+        return call.get_result()
 
     def break_all_connections(self) -> int:
         """
         Shut down every open recorded connection, also of a recording in progress, and return their number.
         """
         self.is_broken = True
-        self._is_settled.set()
+        abort, self.abort_communicators = self.abort_communicators, None
+        if abort is not None:
+            self._abort = threading.Thread(target=abort, name="abort", daemon=True)
+            self._abort.start()
+        for settled in [*self._waiting]:
+            settled.set()
         count, recorded = 0, self._find_recorded_inodes()
         for inode, descriptor in _list_sockets_by_inode().items():
             if inode in recorded:
                 with suppress(OSError):  # closed meanwhile, or without a peer, like a listening socket
                     count += self._shut_down_socket(inode, descriptor)
         return count
+
+    def wait_until_aborted(self, seconds: float) -> bool:
+        """Wait up to `seconds` for the abort, if there is one; return whether it has ended."""
+        if self._abort is not None:
+            self._abort.join(seconds)
+        return self._abort is None or not self._abort.is_alive()
+
+    def end_helper_threads(self) -> None:
+        """End idle helper threads."""
+        self._helpers.end()
 
     def _find_recorded_inodes(self) -> set[int]:
         """Return the recorded sockets, also from a recording in progress."""

@@ -68,7 +68,7 @@ class ComputeDevice:
         if kind == "cpu":
             return torch.device("cpu")
         index = read_launch().local_rank
-        return torch.device("cuda", index % torch.cuda.device_count() if self._shares_gpu else index)
+        return torch.device("cuda", index % torch.cuda.device_count() if self.shares_gpu else index)
 
     def list_versions_and_choices(self) -> dict[str, str]:
         """Return the versions of torch and CUDA, and the device."""
@@ -77,7 +77,7 @@ class ComputeDevice:
         return {"torch": torch.__version__, "cuda": str(torch.version.cuda or "none"), "name": name}
 
     @property
-    def _shares_gpu(self) -> bool:
+    def shares_gpu(self) -> bool:
         """Whether this machine has GPUs, but fewer than processes, and the recipe lets them share."""
         return self.share and 0 < torch.cuda.device_count() < read_launch().local_world_size
 
@@ -102,7 +102,7 @@ class ComputeDevice:
     def open(self) -> None:
         """Make the device torch's current device, and set torch's product precision (TF32) and thread count."""
         if self.device.type == "cuda":
-            if self._shares_gpu:
+            if self.shares_gpu:
                 self._set_gpu_sharing_environment()
             self._cuda_before = torch.cuda.current_device()
             torch.cuda.set_device(self.device)

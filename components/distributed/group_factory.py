@@ -1,10 +1,13 @@
 """Maker of torch's process groups and point-to-point communicators for this process."""
 
+import ctypes
+import logging
 import sys
+import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -13,18 +16,27 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from drawloom.components.distributed.connections import Connections
+from drawloom.components.distributed.connections import LOST, STUCK_AFTER, Connections
 from drawloom.components.distributed.p2p_links import TorchCommunicator, TorchP2PChannel, connect_two_ranks_by_nccl
-from drawloom.components.distributed.process_group import SingleProcess, TorchGroup, mark_blocked_and_convert_errors
+from drawloom.components.distributed.process_group import (
+    SingleProcess,
+    TorchGroup,
+    call_directly,
+    mark_blocked_and_convert_errors,
+)
 from drawloom.components.distributed.rank_monitor import RankMonitor
 from drawloom.components.ports.distributed import Device, Group, P2PChannel
 from drawloom.graph import UserError
+
+log = logging.getLogger("drawloom.distributed")
 
 NO_TIMEOUT = timedelta(days=30)  # torch has no unlimited timeout
 # Timeout for ranks that have met to connect by gloo. After a loss, an abandoned thread waits five times as long
 # (measured: 15.0 s for 3 s, torch 2.13).
 CONNECT_LIMIT = timedelta(seconds=30)
 MEETING_TICK = 0.002  # seconds between two looks for other ranks
+CONTROL = "control "  # begins the names of groups over gloo, whatever the backend
+ABORT_LIMIT = 10.0  # seconds for NCCL to abort communicators
 NCCL_MARGIN = timedelta(seconds=30)  # on top of ours, before torch's NCCL watchdog kills the process
 
 
@@ -50,7 +62,9 @@ class GroupFactory:
     _limit: timedelta = attrs.field(init=False)
     # torch's process groups by the sets of ranks for which they were made
     _handles: dict[tuple[tuple[int, ...], ...], Any] = attrs.field(init=False, factory=dict)
+    _control_handles: list[Any] = attrs.field(init=False, factory=list)
     _communicators: dict[str, TorchCommunicator] = attrs.field(init=False, factory=dict)
+    _patches: ExitStack = attrs.field(init=False, factory=ExitStack)
     _meetings: Counter[str] = attrs.field(init=False, factory=Counter)
 
     def __attrs_post_init__(self) -> None:
@@ -58,7 +72,7 @@ class GroupFactory:
 
     def join(self, store: Any = None) -> None:
         """Make torch's default process group over a store; None: torch connects to the store in its variables."""
-        bound = self.device.device if self.device.backend == "nccl" else None
+        bound = self.device.device if self._uses_nccl else None
         arguments: Mapping[str, Any] = {}
         hook = sys.excepthook
         try:
@@ -78,11 +92,19 @@ class GroupFactory:
         finally:
             sys.excepthook = hook  # torch adds a prefix to it in each process group
         self.is_joined = True
+        if self.survives_rank_losses and self._uses_nccl:
+            self.connections.abort_communicators = self._abort_communicators
+        elif self.survives_rank_losses:
+            self._patches.enter_context(self.connections.make_waits_interruptible())
+
+    @property
+    def _uses_nccl(self) -> bool:
+        return self.device.backend == "nccl"
 
     @property
     def tensor_device(self) -> torch.device:
         """The device whose tensors the backend accepts."""
-        return self.device.device if self.device.backend == "nccl" else torch.device("cpu")
+        return self.device.device if self._uses_nccl else torch.device("cpu")
 
     def make_group(self, name: str, rank_sets: Sequence[Sequence[int]]) -> Group:
         """Make one process group per set of ranks, and return this process's (`Processes.make_group`)."""
@@ -109,10 +131,12 @@ class GroupFactory:
         if not self.is_joined:
             return SingleProcess()
         ranks = list(range(self.world_size))
-        with self._wait_for_ranks_and_record_connections(f"control {name}", ranks, NO_TIMEOUT) as timeout:
+        with self._wait_for_ranks_and_record_connections(f"{CONTROL}{name}", ranks, NO_TIMEOUT) as timeout:
             handle = dist.new_group(ranks, backend="gloo", timeout=timeout)
         _set_group_timeout(handle, NO_TIMEOUT)
-        return TorchGroup(name, ranks, handle, torch.device("cpu"), self.monitor)
+        self._control_handles.append(handle)
+        call = self._call_until_broken if self.survives_rank_losses and self._uses_nccl else call_directly
+        return TorchGroup(name, ranks, handle, torch.device("cpu"), self.monitor, call)
 
     def set_timeout(self, seconds: float) -> None:
         """Set the timeout of existing and future groups and channels."""
@@ -128,19 +152,52 @@ class GroupFactory:
         """Shut down all communicators, and destroy the groups."""
         if not self.is_joined:
             return
-        self.is_joined, self._handles = False, {}
+        self._patches.close()
+        self.connections.end_helper_threads()
+        if self.connections.has_stuck_operations:
+            self._keep_groups_for_good()
+        self.is_joined, self._handles, self._control_handles = False, {}, []
         communicators, self._communicators = self._communicators, {}
+        if self._uses_nccl and self.connections.is_broken:
+            if not self.connections.wait_until_aborted(ABORT_LIMIT):
+                log.warning("NCCL has not aborted its communicators within %g s; waiting for it", ABORT_LIMIT)
+            dist.distributed_c10d._abort_process_group()  # destroy_process_group would wait for the groups
+            return
         # destroy_process_group does not know these backends; gloo's backends close when they are freed
-        for communicator in communicators.values() if self.device.backend == "nccl" else ():
+        for communicator in communicators.values() if self._uses_nccl else ():
             communicator.backend.shutdown()
         dist.destroy_process_group()
+
+    def _abort_communicators(self) -> None:
+        """Abort all NCCL communicators at once: one by one, they could wait for one another (pytorch#119797)."""
+        groups = dict.fromkeys(filter(None, [dist.group.WORLD, *self._handles.values()]))
+        backends: list[Any] = [group._get_backend(self.device.device) for group in groups]
+        backends += [communicator.backend for communicator in self._communicators.values()]
+        threads = [threading.Thread(target=backend.abort, name="abort", daemon=True) for backend in backends]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def _call_until_broken(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        """Call a blocking gloo function, which may get stuck after a loss."""
+        return self.connections.call_until_broken(lambda: function(*arguments, **named), STUCK_AFTER)
+
+    def _keep_groups_for_good(self) -> None:
+        """Never free gloo's groups: it would wait for their operations, also at the process's end."""
+        groups = [*self._control_handles]
+        if not self._uses_nccl:
+            backends = [communicator.backend for communicator in self._communicators.values()]
+            groups += [dist.group.WORLD, *self._handles.values(), *backends]
+        for group in groups:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
     def _add_nccl_margin_to_timeout(self, seconds: float) -> timedelta:
         """Return torch's timeout: `seconds`, and with NCCL a margin, because our own diagnosis must come first."""
         # With NCCL no host thread waits, and torch's watchdog kills a process whose device waits too long. The margin
         # lets the timeouts listener end the run first, with a diagnosis.
         limit = timedelta(seconds=seconds)
-        return limit + NCCL_MARGIN if self.device.backend == "nccl" else limit
+        return limit + NCCL_MARGIN if self._uses_nccl else limit
 
     @contextmanager
     def _wait_for_ranks_and_record_connections(
@@ -153,7 +210,7 @@ class GroupFactory:
         the body's, with a RuntimeError.
         """
         if not self.survives_rank_losses or self.store is None:
-            with self.connections.record_sockets():
+            with self.connections.record_sockets(keep=not self._uses_nccl):
                 yield limit
             return
         self._meetings[name] += 1
@@ -165,14 +222,17 @@ class GroupFactory:
                 if time.monotonic() > end:
                     raise RuntimeError(f"not all ranks came to make group {name} within {self.timeout:g} s")
                 time.sleep(MEETING_TICK)
-            with self.connections.record_sockets(), self.connections.make_gloo_connecting_interruptible():
-                yield min(limit, CONNECT_LIMIT) if self.device.backend == "gloo" else limit
+            is_gloo = not self._uses_nccl or name.startswith(CONTROL)
+            with self.connections.record_sockets(keep=is_gloo), self.connections.make_gloo_connecting_interruptible():
+                yield min(limit, CONNECT_LIMIT) if is_gloo else limit
+            if self.connections.is_broken:
+                raise RuntimeError(LOST)  # the abort may have missed the group
 
     def _make_torch_group(self, name: str, own_ranks: Sequence[int], rank_sets: Sequence[Sequence[int]]) -> Any:
         """Make torch's process group for the set with this rank, and return it; None if the set is this rank alone."""
         if len(own_ranks) == self.world_size:
             return dist.group.WORLD
-        if self.device.backend == "nccl":
+        if self._uses_nccl:
             # one split makes the groups of all sets; new_group would split the world's communicator once for each set
             parts = [list(ranks) for ranks in rank_sets]
             with self._wait_for_ranks_and_record_connections(name, range(self.world_size), self._limit) as timeout:
@@ -189,11 +249,11 @@ class GroupFactory:
         """Return the one-way communicator with this name between two ranks, connected at the first call."""
         key = f"{name} {sender}->{receiver}"
         if key not in self._communicators:
-            self._communicators[key] = self._connect_ranks(key, (sender, receiver))
+            self._connect_ranks(key, (sender, receiver))
         return self._communicators[key]
 
-    def _connect_ranks(self, name: str, ranks: tuple[int, int]) -> TorchCommunicator:
-        """Connect a one-way communicator by one transfer between its two ranks, and return it."""
+    def _connect_ranks(self, name: str, ranks: tuple[int, int]) -> None:
+        """Connect a one-way communicator by one transfer between its two ranks."""
         if self.tensor_device.type != self.device.device.type:
             text = f"ranks on {self.device.device.type} can't send tensors to one another over"
             raise UserError(f"{text} {self.device.backend!r}; write backend = 'nccl' in [device]", exit_code=2)
@@ -203,17 +263,17 @@ class GroupFactory:
         ):
             store, rank = PrefixStore(name, self.store), ranks.index(self.rank)
             if self.device.backend == "gloo":
-                backend = self.connections.connect_in_thread_until_broken(
-                    lambda: dist.ProcessGroupGloo(store, rank, 2, timeout)
-                )
+                backend = self.connections.call_until_broken(lambda: dist.ProcessGroupGloo(store, rank, 2, timeout))
             else:
                 backend = connect_two_ranks_by_nccl(store, rank, ranks, timeout, self.tensor_device)
         backend._set_default_timeout(self._limit)
         communicator = TorchCommunicator(name, ranks, backend, self.tensor_device, self.monitor)
+        self._communicators[name] = communicator  # before the transfer: a loss must abort it
+        if self.connections.is_broken:
+            raise RuntimeError(LOST)
         # the first transfer connects the two ranks, so it happens here, where all ranks follow one order
         probe = torch.zeros(1, device=self.tensor_device)
         (communicator.send(probe) if self.rank == ranks[0] else communicator.receive(probe)).wait()
-        return communicator
 
 
 def _set_group_timeout(group: Any, timeout: timedelta) -> None:

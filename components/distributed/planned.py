@@ -1,7 +1,7 @@
 """Planned ranks and devices: a mesh layout without processes, and a device without memory."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 import torch
@@ -19,6 +19,8 @@ class PlannedGroup:
 
     ranks: tuple[int, ...]
     rank: int
+    device: ClassVar[torch.device] = torch.device("meta")
+    may_break: ClassVar[bool] = False
 
     @property
     def size(self) -> int:
@@ -58,6 +60,9 @@ class PlannedGroup:
         return rows.new_empty(sum(received), *rows.shape[1:])
 
     def raise_if_broken(self) -> None:
+        """Return at once."""
+
+    def wait_and_raise_if_broken(self) -> None:
         """Return at once."""
 
     def allocate_symmetric_memory(self, size: int) -> SymmetricMemory:
@@ -101,6 +106,7 @@ class PlannedDevice:
 
     device: torch.device
     backend: str = "gloo"
+    shares_gpu: ClassVar[bool] = False
 
     def get_peak_memory_so_far(self) -> int:
         """Return 0, because nothing is allocated."""

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -26,6 +26,11 @@ ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_in
 REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+def call_directly(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """Call a function, and return its result."""
+    return function(*arguments, **named)
+
+
 class Done:
     """An operation without work left: completed from the start."""
 
@@ -42,6 +47,8 @@ class SingleProcess:
 
     rank = 0
     size = 1
+    device = torch.device("cpu")
+    may_break = False
 
     def sum(self, tensor: Tensor) -> None:
         """Leave a tensor (any shape) unchanged: it is its own sum."""
@@ -79,6 +86,9 @@ class SingleProcess:
     def raise_if_broken(self) -> None:
         """Return at once: no other rank can be lost."""
 
+    def wait_and_raise_if_broken(self) -> None:
+        """Return at once."""
+
     def allocate_symmetric_memory(self, size: int) -> SymmetricMemory:
         """Return `size` bytes on the CPU."""
         return HostMemory([torch.zeros(size, dtype=torch.uint8)], self)
@@ -89,7 +99,8 @@ class TorchGroup:
     Group with several processes, in torch.distributed.
 
     `name` and `ranks` appear in messages. Tensors on other devices than the backend's `device` are copied there and
-    back. If a process fails or dies, the others raise a UserError that names it, with the help of the monitor.
+    back. If a process fails or dies, the others raise a UserError that names it, with the help of the monitor. `call`
+    calls a blocking function of torch with its arguments.
     """
 
     def __init__(
@@ -99,12 +110,14 @@ class TorchGroup:
         handle: Any,
         device: torch.device,
         monitor: RankMonitor | None = None,
+        call: Callable[..., Any] = call_directly,
     ) -> None:
         self.name = name
         self.ranks = tuple(ranks)
         self._handle = handle
         self.device = device
         self._monitor = monitor or RankMonitor()
+        self._call = call
 
     @property
     def rank(self) -> int:
@@ -128,8 +141,8 @@ class TorchGroup:
     def broadcast(self, tensor: Tensor, source: int) -> None:
         sent = tensor.detach().to(self.device).contiguous()
         with self._mark_blocked_and_convert_errors("a broadcast"):
-            dist.broadcast(sent, group=self._handle, group_src=source)
-        self._copy_result_back(sent, tensor)
+            self._call(dist.broadcast, sent, group=self._handle, group_src=source)
+            self._copy_result_back(sent, tensor)
 
     def gather_json(self, value: Any) -> list[Any]:
         text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
@@ -140,8 +153,8 @@ class TorchGroup:
         # Flattened, because gloo joins tensors along their first dimension, and a scalar has none.
         gathered = moved.new_empty(self.size * moved.numel())
         with self._mark_blocked_and_convert_errors("an all-gather"):
-            ALL_GATHER(gathered, moved.view(-1), group=self._handle)
-        return gathered.view(self.size, *tensor.shape).to(tensor.device)
+            self._call(ALL_GATHER, gathered, moved.view(-1), group=self._handle)
+            return self._move_result(gathered.view(self.size, *tensor.shape), tensor.device)
 
     def gather_unequal_shapes(self, tensor: Tensor) -> Sequence[Tensor]:
         # Two collectives, the shapes first, because all_gather needs tensors of equal size.
@@ -155,21 +168,38 @@ class TorchGroup:
         moved = parts.detach().to(self.device).contiguous()
         output = torch.empty_like(moved[0])
         with self._mark_blocked_and_convert_errors("a reduce-scatter"):
-            REDUCE_SCATTER(output.view(-1), moved.view(-1), group=self._handle)
-        return output.to(parts.device)
+            self._call(REDUCE_SCATTER, output.view(-1), moved.view(-1), group=self._handle)
+            return self._move_result(output, parts.device)
 
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         moved = rows.detach().to(self.device).contiguous()
         output = moved.new_empty(sum(received), *moved.shape[1:])
         with self._mark_blocked_and_convert_errors("an all-to-all"):
-            dist.all_to_all_single(output, moved, list(received), list(sent), group=self._handle)
-        return output.to(rows.device)
+            self._call(dist.all_to_all_single, output, moved, list(received), list(sent), group=self._handle)
+            return self._move_result(output, rows.device)
+
+    @property
+    def may_break(self) -> bool:
+        return self._monitor.on_loss is not None
 
     def raise_if_broken(self) -> None:
         if self._monitor.is_broken:
             raise UserError(f"{self._monitor.describe_lost_ranks()}; rank {self._monitor.rank} repeats its step")
 
+    def wait_and_raise_if_broken(self) -> None:
+        if self.may_break and self.device.type == "cuda":
+            with self._mark_blocked_and_convert_errors("its GPU's work"):
+                torch.cuda.synchronize(self.device)
+                self._raise_if_results_are_wrong()
+        self.raise_if_broken()
+
     def allocate_symmetric_memory(self, size: int) -> SymmetricMemory:
+        if self.may_break and self.device.type == "cuda":
+            raise UserError(
+                "kernels reading other GPUs' memory do not end when a rank is lost; write "
+                "processes.on_failure = 'stop', or for experts dispatcher.use = 'experts.all_to_all'",
+                exit_code=2,
+            )
         with self._mark_blocked_and_convert_errors("a mapping of memory"):
             return (
                 allocate_symmetric_gpu_memory(size, self._handle, self.device)
@@ -192,13 +222,29 @@ class TorchGroup:
         # a tensor on another device, or with gaps, is reduced as a copy and written back
         reduced = tensor.detach().to(self.device).contiguous()
         with self._mark_blocked_and_convert_errors("an all-reduce"):
-            dist.all_reduce(reduced, operation, group=self._handle)
-        self._copy_result_back(reduced, tensor)
+            self._call(dist.all_reduce, reduced, operation, group=self._handle)
+            self._copy_result_back(reduced, tensor)
 
     def _copy_result_back(self, changed: Tensor, tensor: Tensor) -> None:
         """Copy a collective's result `changed` into the original `tensor`, unless they share memory."""
         if changed.data_ptr() != tensor.data_ptr() or changed.device != tensor.device:
-            tensor.copy_(changed)
+            tensor.copy_(self._move_result(changed, tensor.device))
+
+    def _move_result(self, result: Tensor, device: torch.device) -> Tensor:
+        """Return a collective's result on another device. Raises UserError if a lost rank has made it invalid."""
+        moved = result.to(device)
+        if self.device.type == "cuda" and moved.device != result.device:  # the host has waited for the GPU
+            self._raise_if_results_are_wrong()
+        return moved
+
+    def _raise_if_results_are_wrong(self) -> None:
+        """
+        Raise UserError if any rank has published a loss; call this after waiting for the GPU.
+
+        Aborted kernels also send wrong results to ranks without a notice of the loss, but never before it is published.
+        """
+        if self.may_break and self._monitor.find_published_loss():
+            self.raise_if_broken()
 
 
 @attrs.frozen(eq=False)

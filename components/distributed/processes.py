@@ -52,7 +52,6 @@ from drawloom.graph.problems import ReopenError, ReportedError
 log = logging.getLogger("drawloom.distributed")
 
 NCCL_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-SURVIVING_BACKENDS = ("gloo",)  # docs/faults.md says what NCCL can't do
 
 
 @component(impact="safe")
@@ -62,7 +61,7 @@ class TorchProcesses:
 
     With `on_failure` "continue", the ranks left after a loss agree on the next generation of processes, and raise a
     ReopenError: the graph is opened again with these processes, renumbered, and perhaps with fewer shards. A process
-    that starts later waits in `open` until a generation admits it. This works with gloo.
+    that starts later waits in `open` until a generation admits it. With NCCL each process needs a GPU of its own.
     """
 
     device: Device
@@ -73,7 +72,7 @@ class TorchProcesses:
     _on_failure: Literal["stop", "continue"] = setting(
         default="stop",
         alias="on_failure",
-        doc="after the loss of a process: end the run, or continue it with the processes that are left (gloo)",
+        doc="after the loss of a process: end the run, or continue it with the processes that are left",
     )
     heartbeat_timeout: float = setting(
         default=15.0,
@@ -123,7 +122,7 @@ class TorchProcesses:
         """Join the process group, if there are other processes. Raises UserError if they do not join in time."""
         self._launch = read_launch()
         if self.survives_rank_losses:
-            self._check_backend_survives_losses()
+            self._check_gpus_survive_losses()
             set_short_dns_timeout_variable()
             os.environ[NCCL_ERROR_HANDLING] = "0"  # by default, NCCL's watchdog ends a process that loses a peer
         elif self._launch.spares:
@@ -245,13 +244,20 @@ class TorchProcesses:
         self._monitor.report_failure(text)
         return True
 
-    def _check_backend_survives_losses(self) -> None:
-        """Raise UserError if the backend's groups can't be made again after a loss."""
-        backend = self.device.backend
-        if backend not in SURVIVING_BACKENDS and not self._launch.is_single_process:
+    def _check_gpus_survive_losses(self) -> None:
+        """Raise UserError if processes share a GPU: its kernels waiting for a lost rank do not end."""
+        if self.device.backend != "nccl":
+            return
+        if self._launch.spares:
             raise UserError(
-                f"on_failure: 'continue' needs device.backend = 'gloo', and the backend is {backend!r}; write "
-                "on_failure = 'stop'",
+                f"the launcher has {self._launch.spares} spare(s), which would start on other processes' GPUs; leave "
+                "out --spares: --max-restarts starts a lost process again, on its GPU",
+                exit_code=2,
+            )
+        if self.device.shares_gpu and not self._launch.is_single_process:
+            raise UserError(
+                "on_failure: 'continue' needs a GPU for each process, and some share one; start fewer processes, or "
+                "write on_failure = 'stop'",
                 exit_code=2,
             )
 

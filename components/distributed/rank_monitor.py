@@ -166,6 +166,17 @@ class RankMonitor:
             self.store.compare_set(f"lost/{rank}", "", reason)
             self.store.set("broken", b"1")
 
+    def find_published_loss(self) -> bool:
+        """
+        Return whether a rank is lost; ask the store, because this rank's next poll may be late.
+
+        Raises RuntimeError if the store is gone.
+        """
+        if not self.is_broken and self.store is not None and self.store.check(["broken"]):
+            while not (self.is_broken or self.is_lost or self._closing.is_set()):
+                time.sleep(TICK / 10)
+        return self.is_broken
+
     def wait_until_lost_processes_end(self) -> None:
         """
         Wait until lost processes on this machine, which are killed, have ended, so that their files are unlocked.

@@ -112,8 +112,9 @@ class Report:
         self._newest = step.index
         self._report_initial_validation(step)
         reduce_metrics_over_ranks(self.metrics, step, self.mesh, self.device)
+        self.mesh.world.wait_and_raise_if_broken()  # a wrong number would be tracked
         self._waiting = step
-        if step.state.is_on_host or step.is_last:
+        if step.state.is_on_host or step.is_last or self.mesh.world.may_break:  # a lost rank would keep its numbers
             self._report_waiting_step()
 
     def flush(self) -> None:

@@ -63,6 +63,11 @@ class Group(Protocol):
         """Rank count."""
         ...
 
+    @property
+    def device(self) -> torch.device:
+        """Device of exchanged tensors; others are copied there and back."""
+        ...
+
     def sum(self, tensor: Tensor) -> None:
         """All-reduce a tensor, in place and with any shape, to the sum over ranks."""
         ...
@@ -113,11 +118,24 @@ class Group(Protocol):
         """
         ...
 
+    @property
+    def may_break(self) -> bool:
+        """Whether the run survives a lost rank; collectives on a GPU then have wrong results, and raise nothing."""
+        ...
+
     def raise_if_broken(self) -> None:
         """
         Raise UserError if ranks are lost, and the run continues without them; no communication.
 
         Long computations call this between their parts: their result would be of no use.
+        """
+        ...
+
+    def wait_and_raise_if_broken(self) -> None:
+        """
+        Raise UserError if ranks are lost, and the run survives it; otherwise all results so far are right.
+
+        If results may be wrong without an error, this waits for the rank's device.
         """
         ...
 
@@ -410,6 +428,11 @@ class Device(Protocol):
     @property
     def backend(self) -> str:
         """Backend for torch.distributed: `gloo` or `nccl`."""
+        ...
+
+    @property
+    def shares_gpu(self) -> bool:
+        """Whether processes on this machine share GPUs."""
         ...
 
     def get_peak_memory_so_far(self) -> int:

@@ -104,6 +104,7 @@ class World:
     owners: tuple[int, ...]
     device: torch.device = attrs.field(factory=lambda: torch.device("cpu"))
     backend: str = "gloo"
+    shares_gpu: bool = False
     between: Tensor = attrs.field(factory=lambda: torch.empty(16, 32, device="meta"))
 
     def get_peak_memory_so_far(self) -> int:

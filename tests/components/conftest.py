@@ -23,7 +23,11 @@ class OneRankGroup:
 
     def max(self, tensor: Tensor) -> None: ...
 
+    may_break: bool = False
+
     def raise_if_broken(self) -> None: ...
+
+    def wait_and_raise_if_broken(self) -> None: ...
 
     def gather_json(self, value: Any) -> list[Any]:
         return [value]

@@ -18,6 +18,7 @@ class Machine:
     device: torch.device = torch.device("cpu")
     used: int = 0
     backend: str = "gloo"
+    shares_gpu: bool = False
 
     def get_peak_memory_so_far(self) -> int:
         return self.used

@@ -5,14 +5,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from drawloom.components.distributed import processes as joining
 from drawloom.components.distributed.generations import CURRENT, Generation, Spares
 from drawloom.components.distributed.group_factory import GroupFactory
 from drawloom.components.distributed.launch_store import connect_to_launch_store
@@ -71,7 +71,6 @@ def run_with_deaths(folder: Path, words: tuple[str, ...], deaths: Deaths, port: 
 
     The last `spares` processes start when the others have begun.
     """
-    put(joining, "SURVIVING_BACKENDS", ("gloo", "nccl"))
     if spares:
         _start_as_member_or_spare(spares)
     if port:
@@ -163,29 +162,65 @@ def replace_workers(folder: Path, count: int, words: tuple[str, ...]) -> tuple[i
     When the process joins that the launcher starts instead of the first one, kill rank 0's. Return the exit code and
     the output.
     """
+    errors, path = folder / "errors", folder / "runs/tiny/metrics.jsonl"
+    options = "--spares", "1", "--max-restarts", "1"
+    with errors.open("wb") as file, _launch_waiting_run(folder, count, options, words, file) as launcher:
+        _wait(lambda: path.exists() and len(_list_workers(launcher)) == count + 1, launcher)
+        spare = _list_workers(launcher)[-1]
+        _wait(lambda: spare in find_waiting_spares(spare), launcher)
+        os.kill(_list_workers(launcher)[1], signal.SIGKILL)
+        _wait(lambda: "1 process joins" in errors.read_text("utf-8"), launcher)
+        os.kill(spare, signal.SIGKILL)
+        _wait(lambda: errors.read_text("utf-8").count("join") == 2, launcher)
+        (folder / "go").touch()
+        lines = path.read_bytes().count(b"\n")
+        _wait(lambda: path.read_bytes().count(b"\n") >= lines + 3, launcher)
+        os.kill(_list_workers(launcher)[0], signal.SIGKILL)
+        launcher.wait(60)
+    return launcher.returncode, errors.read_text("utf-8")
+
+
+def restart_workers(folder: Path, count: int, words: tuple[str, ...]) -> tuple[int, str]:
+    """
+    Run `drawloom launch`, kill rank 1's process, and when it has been started again and has joined, rank 0's.
+
+    Return the exit code and the output.
+    """
+    errors, path = folder / "errors", folder / "runs/tiny/metrics.jsonl"
+    with (
+        errors.open("wb") as file,
+        _launch_waiting_run(folder, count, ["--max-restarts", "2"], words, file) as launcher,
+    ):
+        for rank, joined in ((1, 0), (0, 1)):
+            lines = path.read_bytes().count(b"\n") if path.exists() else 0
+            _wait(partial(_has_more_lines, path, lines + 1), launcher)
+            os.kill(_list_workers(launcher)[rank], signal.SIGKILL)
+            _wait(partial(_has_joined_more_often, errors, joined), launcher)
+        (folder / "go").touch()
+        launcher.wait(60)
+    return launcher.returncode, errors.read_text("utf-8")
+
+
+def _has_more_lines(path: Path, count: int) -> bool:
+    return path.exists() and path.read_bytes().count(b"\n") > count
+
+
+def _has_joined_more_often(errors: Path, count: int) -> bool:
+    return errors.read_text("utf-8").count("process joins") > count
+
+
+def _launch_waiting_run(
+    folder: Path, count: int, options: Sequence[str], words: Sequence[str], output: IO[bytes]
+) -> "subprocess.Popen[bytes]":
+    """Start a run that survives losses, whose steps take long until the file `go` exists."""
     code, _, recipe = WAITING.partition("[waiting]")
     (folder / "waiting.py").write_text(code, "utf-8")
     (folder / "recipe.toml").write_text(f"{RECIPE}\n[waiting]{recipe}", "utf-8")
-    start = [sys.executable, "-m", "drawloom", "launch", "--nproc-per-node", str(count), "--max-restarts", "1"]
+    start = [sys.executable, "-m", "drawloom", "launch", "--nproc-per-node", str(count), *options]
     libraries = os.pathsep.join([SOURCE, os.environ.get("PYTHONPATH", "")])  # which may have the libraries
     environment = {"PYTHONPATH": libraries, "OMP_NUM_THREADS": "1", "PATH": os.environ["PATH"]}
-    errors, path = folder / "errors", folder / "runs/tiny/metrics.jsonl"
-    with errors.open("wb") as file:
-        command = [*start, "--spares", "1", "run", "recipe.toml", "processes.on_failure=continue", *words]
-        with subprocess.Popen(command, cwd=folder, env=environment, stdout=file, stderr=file) as launcher:
-            _wait(lambda: path.exists() and len(_list_workers(launcher)) == count + 1, launcher)
-            spare = _list_workers(launcher)[-1]
-            _wait(lambda: spare in find_waiting_spares(spare), launcher)
-            os.kill(_list_workers(launcher)[1], signal.SIGKILL)
-            _wait(lambda: "1 process joins" in errors.read_text("utf-8"), launcher)
-            os.kill(spare, signal.SIGKILL)
-            _wait(lambda: errors.read_text("utf-8").count("join") == 2, launcher)
-            (folder / "go").touch()
-            lines = path.read_bytes().count(b"\n")
-            _wait(lambda: path.read_bytes().count(b"\n") >= lines + 3, launcher)
-            os.kill(_list_workers(launcher)[0], signal.SIGKILL)
-            launcher.wait(60)
-    return launcher.returncode, errors.read_text("utf-8")
+    command = [*start, "run", "recipe.toml", "processes.on_failure=continue", *words]
+    return subprocess.Popen(command, cwd=folder, env=environment, stdout=output, stderr=output)
 
 
 def _wait(is_done: Callable[[], bool], process: "subprocess.Popen[bytes]") -> None:

@@ -1,10 +1,10 @@
 """
 Effective training time ratio (ETTR) under faults: `make bench-ettr`, or with arguments RANKS SECONDS MODES...
 
-A run on the CPU, with steps of about half a second, loses a random process every 30 s: by SIGKILL, or by SIGSTOP. The
-mode `spare` has `processes.on_failure = "continue"` and a hot spare (`drawloom launch --spares 1`), the mode `continue`
-has no spare, and with `restart` all processes start again from the newest checkpoint. Figures are printed every minute,
-and before the run is stopped.
+A run with steps of about half a second, on the CPU or with a GPU for each process, loses a random process every 30 s:
+by SIGKILL, or by SIGSTOP. The mode `spare` has `processes.on_failure = "continue"` and a hot spare (`drawloom launch
+--spares 1`, on a CPU only), the mode `continue` has no spare, and with `restart` all processes start again from the
+newest checkpoint. Figures are printed every minute, and before the run is stopped.
 
 ETTR is a job's productive time divided by its wall-clock time; starts, and the work repeated after a fault, are not
 productive (Kokolis et al., "Revisiting Reliability in Large-Scale Machine Learning Research Clusters", HPCA 2025,
@@ -34,6 +34,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import attrs
+import torch
 
 from drawloom.components.distributed.generations import CURRENT, Generation
 from drawloom.components.distributed.launch_store import connect_to_launch_store
@@ -65,9 +66,6 @@ num_key_value_heads = 4
 head_dim = 64
 intermediate_size = 768
 
-[batch]
-micro_size = 2
-
 [trainer]
 steps = 1000000
 on_finish = []
@@ -78,7 +76,14 @@ every = "never"
 [metrics.recovery]
 use = "metrics.recovery"
 """
-MICROBATCHES = 6  # of every rank in a step
+ON_GPUS = (
+    *("vars.length=1024", "model.num_hidden_layers=12", "model.hidden_size=1024", "model.num_attention_heads=16"),
+    *("model.num_key_value_heads=16", "model.intermediate_size=3072", "precision.compute=bfloat16"),
+)
+"""About 150 million parameters."""
+
+HAS_GPUS = torch.cuda.is_available()
+MICRO_SIZE, MICROBATCHES = (8, 24) if HAS_GPUS else (2, 6)  # microbatches of every rank in a step
 SURVIVING = ("processes.on_failure=continue", "checkpoint.every=100")
 WORDS = {
     "spare": SURVIVING,
@@ -102,7 +107,8 @@ class Run:
         """Run for this time, and print the ratio every minute and at the end."""
         start = [sys.executable, "-m", "drawloom", "launch", "--nproc-per-node", str(self.ranks)]
         spares = ["--spares", "1"] if self.mode == "spare" else []
-        words = ["run", "recipe.toml", f"batch.global_size={2 * MICROBATCHES * self.ranks}", *WORDS[self.mode]]
+        sizes = [f"batch.micro_size={MICRO_SIZE}", f"batch.global_size={MICRO_SIZE * MICROBATCHES * self.ranks}"]
+        words = ["run", "recipe.toml", *sizes, *(ON_GPUS if HAS_GPUS else ()), *WORDS[self.mode]]
         with (
             (self.folder / "printed").open("wb") as printed,
             subprocess.Popen(

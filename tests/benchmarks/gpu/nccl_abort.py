@@ -1,9 +1,10 @@
 """
 What NCCL can do after the loss of a rank: `python tests/benchmarks/gpu/nccl_abort.py`, 45 s.
 
-Three processes share one GPU, or have one each if there are three, and the first is killed during an all-reduce. The
-others abort their communicator from another thread, ask the device for a result, and make a group of two. Every line
-has a process's rank and its seconds; a process that hangs prints its stack after LIMIT seconds.
+Three processes have a GPU each, and the first is killed during an all-reduce. The others abort their communicator from
+another thread, ask the device for a result, and make a group of two. With two GPUs, the third process is a spare, which
+joins the second group on the killed one's GPU; with one GPU, all share it. Every line has a process's rank and its
+seconds; a process that hangs prints its stack after LIMIT seconds.
 """
 
 import faulthandler
@@ -40,8 +41,9 @@ def run_rank(port: int, rank: int) -> None:
     """Lose rank 0, abort the communicator, and make another one."""
     faulthandler.dump_traceback_later(LIMIT, exit=True)
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # errors must not end the process
-    shares_device = torch.cuda.device_count() < RANKS
-    if shares_device:  # refused unless the ranks seem to be on different hosts
+    devices = torch.cuda.device_count()
+    size = 2 if devices == 2 else RANKS
+    if devices == 1:  # refused unless the ranks seem to be on different hosts
         os.environ["NCCL_HOSTID"] = str(os.getpid())
     begin = time.monotonic()
 
@@ -53,32 +55,37 @@ def run_rank(port: int, rank: int) -> None:
             "nccl", store=PrefixStore(name, store), rank=own_rank, world_size=size, device_id=device, timeout=minute
         )
 
-    device, minute = torch.device("cuda", 0 if shares_device else rank), timedelta(seconds=60)
+    device, minute = torch.device("cuda", rank % devices), timedelta(seconds=60)
     torch.cuda.set_device(device)
     store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    make_group("three", rank, RANKS)
     x = torch.ones(4, device=device)
-    dist.all_reduce(x)
-    say("the sum over three ranks is", x[0].item())
-    if rank == 0:
-        store.wait(["ready 1", "ready 2"])
-        time.sleep(1)
-        os.kill(os.getpid(), signal.SIGKILL)
-    group = dist.group.WORLD
-    assert group is not None
-    abort = threading.Timer(ABORT_AFTER, group.abort)
-    abort.start()
-    store.set(f"ready {rank}", "")
-    dist.all_reduce(x)
-    torch.cuda.synchronize()
-    abort.join()
-    say("aborted")
-    dist.distributed_c10d._abort_process_group()
-    say("the device answers", torch.ones(3, device=device).sum().item())
+    if rank < size:
+        make_group("first", rank, size)
+        dist.all_reduce(x)
+        say(f"the sum over {size} ranks is", x[0].item())
+        others = [f"ready {other}" for other in range(1, size)]
+        if rank == 0:
+            store.wait(others)
+            time.sleep(1)
+            os.kill(os.getpid(), signal.SIGKILL)
+        group = dist.group.WORLD
+        assert group is not None
+        abort = threading.Timer(ABORT_AFTER, group.abort)
+        abort.start()
+        store.set(f"ready {rank}", "")
+        dist.all_reduce(x)
+        torch.cuda.synchronize()
+        abort.join()
+        say("aborted")
+        dist.distributed_c10d._abort_process_group()
+        say("the device answers", torch.ones(3, device=device).sum().item())
+        store.set("aborted", "")
+    store.wait(["aborted"])
+    x = torch.full((4,), float(rank), device=device)
     make_group("two", rank - 1, RANKS - 1)
     say("made another group")
     dist.all_reduce(x)
-    say("the sum over two ranks is", x[0].item())
+    say("the sum over ranks 1 and 2 is", x[0].item())
 
 
 if __name__ == "__main__":

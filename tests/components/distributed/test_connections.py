@@ -1,7 +1,9 @@
 """Breaking gloo's connections from another thread."""
 
 import contextlib
+import ctypes
 import os
+import signal
 import socket
 import threading
 import time
@@ -15,7 +17,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from drawloom.components.distributed import connections as module
 from drawloom.components.distributed.connections import Connections
-from support.processes import run_ranks
+from support.processes import RanksFailedError, run_ranks
 
 
 def _broken() -> tuple[float, int, int]:
@@ -48,6 +50,33 @@ def test_a_waiting_collective_raises_and_new_groups_can_be_made() -> None:
     """Rank 0 stops waiting for a busy rank at once, and both make another group over the same store."""
     (seconds, broken, total), (_, _, other) = run_ranks(_broken, 2)
     assert 0.2 <= seconds < 5 and broken >= 1 and total == other == 2
+
+
+def _interrupt_a_partly_written_message() -> tuple[str, float]:
+    """Rank 0 sends more than sockets hold to rank 1, which stops; return the error and the seconds."""
+    rank, store = int(os.environ["RANK"]), TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
+    connections, big = Connections(), torch.zeros(100_000_000, dtype=torch.uint8)
+    with connections.record_sockets():
+        group: Any = dist.ProcessGroupGloo(PrefixStore("pair", store), rank, 2, timedelta(seconds=30))
+    if rank == 1:
+        group.recv([big], 0, 0)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    timer, start = threading.Timer(0.5, connections.break_all_connections), time.monotonic()
+    with connections.make_waits_interruptible():
+        work = group.send([big], 1, 0)
+        timer.start()
+        with pytest.raises(dist.DistNetworkError) as caught:
+            work.wait()
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    return str(caught.value), time.monotonic() - start
+
+
+def test_an_operation_with_a_partly_written_message_is_interrupted() -> None:
+    """Gloo does not wake its waiting thread when the connection breaks, but the caller raises a second later."""
+    with pytest.raises(RanksFailedError) as caught:
+        run_ranks(_interrupt_a_partly_written_message, 2, timeout=25, lost={1}, grace=25)
+    [(text, seconds)] = caught.value.values.values()
+    assert "did not notice" in text and 1.4 < seconds < 6
 
 
 def test_connections_being_made_are_broken_and_no_more_are_made() -> None:
@@ -87,6 +116,22 @@ def test_a_descriptor_reused_since_the_sockets_were_listed_stays_open(monkeypatc
         assert connections.break_all_connections() == 0
         accepted = [stack.enter_context(server.accept()[0]) for _ in range(2)]
         assert unrelated.send(b"open") == 4 and accepted[1].recv(4) == b"open"
+
+
+def test_communicators_are_aborted_once_in_another_thread() -> None:
+    """The thread that breaks the connections, which sends heartbeats, does not wait for an abort in progress."""
+    may_end, threads = threading.Event(), []
+
+    def abort() -> None:
+        threads.append(threading.get_ident())
+        may_end.wait(10)
+
+    connections = Connections(abort_communicators=abort)
+    for _ in range(2):
+        connections.break_all_connections()
+    may_end.set()
+    connections.wait_until_aborted(10)
+    assert len(threads) == 1 and threads[0] != threading.get_ident()
 
 
 def _wait_for_absent() -> float:

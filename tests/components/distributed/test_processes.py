@@ -137,16 +137,18 @@ def test_a_changed_timeout_holds_for_groups_that_exist() -> None:
 @pytest.mark.parametrize(
     ("launch", "backend", "on_failure", "words"),
     [
-        (Launch(world_size=2), "nccl", "continue", "on_failure: 'continue' needs device.backend = 'gloo'.*'nccl'"),
+        (Launch(world_size=2), "nccl", "continue", "'continue' needs a GPU for each process.*start fewer"),
+        (Launch(world_size=2, spares=1), "nccl", "continue", r"1 spare\(s\), which.*GPUs; leave out --spares"),
         (Launch(world_size=2, spares=1), "gloo", "stop", r"1 spare.*--spares.*write on_failure = 'continue'"),
     ],
-    ids=["backend", "spares"],
+    ids=["shared GPU", "spares without a GPU", "spares"],
 )
 def test_settings_that_survive_no_loss_are_refused(
     launch: Launch, backend: Any, on_failure: Any, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The message names the setting and the reason, and no process group is made."""
     monkeypatch.setattr(joining, "read_launch", lambda: launch)
+    monkeypatch.setattr(ComputeDevice, "shares_gpu", not launch.spares)
     processes = TorchProcesses(device=ComputeDevice(kind="cpu", backend=backend), on_failure=on_failure)
     with pytest.raises(UserError, match=words):
         processes.open()

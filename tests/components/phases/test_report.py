@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import attrs
@@ -13,7 +14,7 @@ from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.phases.report import Report, format_step_line
 from drawloom.components.ports.run import Step
 from drawloom.components.ports.tracking import Accumulator, Histogram, Value
-from drawloom.graph import ResolvedRecipe
+from drawloom.graph import ResolvedRecipe, UserError
 from drawloom.graph.project import Recipe
 from support.steps import LateState, make_skipped_step
 
@@ -254,3 +255,28 @@ def test_trackers_with_files_are_flushed(one_rank: Any) -> None:
     durable, plain = OnDisk(), Recorder()
     report_of(one_rank, trackers=[plain, durable], every="never").flush()
     assert (durable.calls, plain.calls) == (["flush"], [])
+
+
+@attrs.frozen
+class BreakableGroup:
+    """A group whose ranks may be lost; nothing is summed."""
+
+    is_broken: bool
+    rank: ClassVar[int] = 0
+    may_break: ClassVar[bool] = True
+
+    def wait_and_raise_if_broken(self) -> None:
+        if self.is_broken:
+            raise UserError("rank 1 is gone")
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_a_step_that_may_be_lost_is_tracked_at_once_or_never(one_rank: Any, is_broken: bool) -> None:
+    """If ranks may be lost, a step does not wait until its numbers are on the host; after a loss they are wrong."""
+    tracker, mesh = Recorder(), attrs.evolve(one_rank, world=BreakableGroup(is_broken))
+    report = report_of(mesh, metrics=[Fixed({"a": 1.0})], trackers=[tracker])
+    step = Step(2, 9, state=LateState({"loss": torch.tensor(1.0)}))
+    with pytest.raises(UserError, match="rank 1 is gone") if is_broken else nullcontext():
+        report.run_phase(step)
+    report.close()
+    assert tracker.calls == ["rewind 1", *([] if is_broken else [(2, [("a", 1.0)])])]

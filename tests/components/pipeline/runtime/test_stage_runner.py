@@ -99,6 +99,7 @@ class SingleRank:
     local: list[Stage]
     device: torch.device = torch.device("cpu")
     backend: str = "gloo"
+    shares_gpu: bool = False
 
     def cast_weights(self, only_if_changed: bool = False) -> None:
         pass
