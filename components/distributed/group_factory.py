@@ -1,6 +1,5 @@
 """Maker of torch's process groups and point-to-point communicators for this process."""
 
-import ctypes
 import logging
 import sys
 import threading
@@ -8,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from ctypes import py_object, pythonapi
 from datetime import timedelta
 from typing import Any
 
@@ -190,7 +190,7 @@ class GroupFactory:
             backends = [communicator.backend for communicator in self._communicators.values()]
             groups += [dist.group.WORLD, *self._handles.values(), *backends]
         for group in groups:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+            pythonapi.Py_IncRef(py_object(group))
 
     def _add_nccl_margin_to_timeout(self, seconds: float) -> timedelta:
         """Return torch's timeout: `seconds`, and with NCCL a margin, because our own diagnosis must come first."""

@@ -277,10 +277,12 @@ class TorchProcesses:
                 import_early_and_freeze_gc()
                 self._control = connect_to_launch_store(launch.address, launch.port, launch.attempt, self.timeout)
             self._connect_stores(self._generation)
-            if self.survives_rank_losses and not launch.agent_store:
-                self._hosted = dist.distributed_c10d._get_default_store()
-            if self.survives_rank_losses and launch.agent_store:
-                self._control.set(CONTINUES, b"1")
+            if self.survives_rank_losses:
+                self._control.set(CURRENT, self._generation.to_json())
+                if launch.agent_store:
+                    self._control.set(CONTINUES, b"1")
+                else:
+                    self._hosted = dist.distributed_c10d._get_default_store()
         return monitor
 
     def _start_membership(self, generation: Generation, connections: Connections) -> Membership:
@@ -295,7 +297,6 @@ class TorchProcesses:
         if self.survives_rank_losses:
             # before the connection below, which a loss may break: the next agreement needs it
             self._spares = Spares(PrefixStore(generation.run, self._control))
-            self._control.set(CURRENT, generation.to_json())
         with self._groups.connections.record_sockets():  # broken at a loss: a rank may wait for a lost one to connect
             store = connect_to_launch_store(launch.address, launch.port, f"{generation.name}/p2p", self.timeout)
         self._groups.store = store
