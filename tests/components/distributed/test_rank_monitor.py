@@ -255,3 +255,17 @@ def test_the_rank_for_which_all_others_wait_is_declared_lost(store: Any) -> None
     assert zero.describe_lost_ranks() == "rank 2 hangs in step 2"
     for monitor in monitors:
         monitor.close()
+
+
+def test_a_loss_published_by_another_rank_counts_before_the_next_poll(store: Any) -> None:
+    """A rank without a notice of a loss returns once its own monitor has read the loss, so that a message has it."""
+    zero, two = (RankMonitor(rank, 3, store, on_loss=lambda: None) for rank in (0, 2))
+    assert not zero.find_published_loss()
+    two.declare_lost({1: "is gone"})
+    assert not zero.is_broken
+    zero.start()
+    try:
+        assert zero.find_published_loss() and zero.describe_lost_ranks() == "rank 1 is gone"
+    finally:
+        zero.close()
+    assert not RankMonitor().find_published_loss()
