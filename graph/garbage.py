@@ -1,4 +1,4 @@
-"""Pause Python's garbage collection while many long-lived objects are created."""
+"""Garbage collection: a pause while many long-lived objects are created, and the freeing of closed graphs."""
 
 import gc
 from collections.abc import Iterator
@@ -20,3 +20,11 @@ def pause_garbage_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def free_closed_graphs() -> None:
+    """Free what is left of closed graphs: cycles, for example of FSDP, that an automatic collection would find late."""
+    # The first collection frees what refers to cycles from outside of Python, such as autograd's nodes, and the second
+    # one those cycles, such as modules.
+    gc.collect()
+    gc.collect()

@@ -13,7 +13,8 @@ from drawloom.components.distributed.spare import wait_as_spare
 from drawloom.components.distributed.torchrun import Launch
 
 RECOVERY_MARGIN = 5.0  # seconds after the heartbeats' timeout, to publish a loss and to read it
-RUNS: set[str] = set()  # names of this process's runs
+RUNS: dict[str, Any] = {}
+"""This process's runs by name, equal on all ranks, with the launch's store, kept alive, if the process hosts it."""
 
 
 @attrs.frozen
@@ -21,15 +22,14 @@ class Membership:
     """
     A generation, and this process's monitor and connections in it, which exist before its groups.
 
-    `control` is a connection to the launch's store, and `hosted` keeps the store alive if this process hosts it. There
-    are few connections, because the store looks up a name for every new one.
+    `control` is a connection to the launch's store. There are few of them, because the store looks up a name for every
+    new one.
     """
 
     generation: Generation
     monitor: RankMonitor
     connections: Connections
     control: Any = None
-    hosted: Any = None
 
 
 def start_membership(

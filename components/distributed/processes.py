@@ -47,6 +47,7 @@ from drawloom.components.ports.distributed import Device, Group, P2PChannel, Rep
 from drawloom.components.ports.log_records import PRINTED
 from drawloom.graph import Every, UserError, above, component, setting
 from drawloom.graph.cli.terminal import print_escaped_text
+from drawloom.graph.garbage import free_closed_graphs
 from drawloom.graph.problems import ReopenError, ReportedError
 
 log = logging.getLogger("drawloom.distributed")
@@ -92,7 +93,6 @@ class TorchProcesses:
     # a membership in the next generation, or "spare" for a process without one; None unless the graph is reopened
     _next: Membership | Literal["spare"] | None = attrs.field(init=False, default=None)
     _exit_code: int = attrs.field(init=False, default=0)
-    _hosted: Any = attrs.field(init=False, default=None)
 
     @property
     def rank(self) -> int:
@@ -146,6 +146,8 @@ class TorchProcesses:
         if isinstance(membership, Membership):
             self._join_generation_groups(membership)
         else:
+            if RUNS:
+                free_closed_graphs()  # with the groups of earlier runs, whose threads poll their connections
             self._groups = self._create_group_factory(Connections(self._launch.port))
             if not self._launch.is_single_process:
                 self._groups.join(self._connect_store_of_attempt())
@@ -272,6 +274,7 @@ class TorchProcesses:
             # a store may outlive a launch, and a process may open several runs
             members = [RunProcess(machine, pid) for _, machine, pid in processes]
             self._generation = Generation(processes[0][0], 0, members)
+            RUNS[self._generation.run] = None if launch.agent_store else dist.distributed_c10d._get_default_store()
             monitor = self._start_membership(self._generation, self._groups.connections).monitor
             if self.survives_rank_losses:
                 import_early_and_freeze_gc()
@@ -281,8 +284,6 @@ class TorchProcesses:
                 self._control.set(CURRENT, self._generation.to_json())
                 if launch.agent_store:
                     self._control.set(CONTINUES, b"1")
-                else:
-                    self._hosted = dist.distributed_c10d._get_default_store()
         return monitor
 
     def _start_membership(self, generation: Generation, connections: Connections) -> Membership:
@@ -293,7 +294,6 @@ class TorchProcesses:
     def _connect_stores(self, generation: Generation) -> None:
         """Connect to the launch's store for point-to-point channels and, if losses are survived, for spares."""
         launch = self._launch
-        RUNS.add(generation.run)
         if self.survives_rank_losses:
             # before the connection below, which a loss may break: the next agreement needs it
             self._spares = Spares(PrefixStore(generation.run, self._control))
@@ -304,7 +304,8 @@ class TorchProcesses:
     def _join_generation_groups(self, membership: Membership) -> None:
         """Join the groups of a generation after the first one."""
         self._generation, self._monitor = membership.generation, membership.monitor
-        self._control, self._hosted = membership.control, membership.hosted
+        RUNS.setdefault(self._generation.run)
+        self._control = membership.control
         self._generation.set_rank_environment(self._monitor.rank)
         self._launch = read_launch()
         self._groups = self._create_group_factory(membership.connections)
@@ -314,13 +315,14 @@ class TorchProcesses:
             self._groups.join(self._groups.store)
 
     def _connect_store_of_attempt(self) -> Any:
-        """Connect to the launcher's store, with keys for this start of the workers; None if torch has to connect."""
+        """Connect to the launcher's store, with keys for this run or start; None if torch has to connect."""
         launch = self._launch
-        if not (launch.agent_store and launch.has_own_keys):
+        keys = f"{next(reversed(RUNS))}/next" if RUNS else launch.attempt
+        if not (RUNS or (launch.agent_store and launch.has_own_keys)):
             return None
-        # torch would read addresses from before a restart, because its keys stay the same (torch 2.13)
+        # torch would read addresses from an earlier run, or from before a restart: its keys stay the same (torch 2.13)
         with self._groups.connections.record_sockets():
-            return connect_to_launch_store(launch.address, launch.port, launch.attempt, self.timeout)
+            return connect_to_launch_store(launch.address, launch.port, keys, self.timeout)
 
     def _create_group_factory(self, connections: Connections) -> GroupFactory:
         """Return a factory for this process's groups, with these connections to break after a loss."""
@@ -376,7 +378,7 @@ class TorchProcesses:
                 return ReopenError(f"{text}; rank {self.rank} waits as a spare")
             membership = self._start_membership(following, Connections(self._launch.port))
             self._control.set(CURRENT, following.to_json())  # spares listen to the newest generation
-            self._next = attrs.evolve(membership, control=self._control, hosted=self._hosted)
+            self._next = attrs.evolve(membership, control=self._control)
             monitor.wait_until_lost_processes_end()  # the new monitor sends heartbeats meanwhile
         except RuntimeError:  # the store was in a lost process
             return None

@@ -20,6 +20,7 @@ from drawloom.graph.cli.results import (
     format_schema,
 )
 from drawloom.graph.cli.terminal import print_escaped_text
+from drawloom.graph.garbage import free_closed_graphs
 from drawloom.graph.inspect.listing import (
     find_component_names,
     find_fitting_components,
@@ -148,10 +149,7 @@ def _run_recipe(options: argparse.Namespace, project: Project) -> RunResult:
                 return _open_and_run_once(recipe, options, project.root, handed_over)
             except ReopenError as request:
                 handed_over = request.handed_over
-            # Frees the closed graph, whose nodes refer to one another. The first collection frees what refers to cycles
-            # from outside of Python, such as autograd's nodes, and the second one those cycles, such as modules.
-            gc.collect()
-            gc.collect()
+            free_closed_graphs()
     finally:
         gc.unfreeze()
 

@@ -278,12 +278,6 @@ class Container(Mapping[str, Any]):
                 members = {key: item for key, item in self._objects.items() if type(item) in fitting}
                 getattr(self._objects[node.name], field.attribute).update(members)
 
-    def _empty_every_fields(self) -> None:
-        """Break the cycles between nodes, so they are freed with their memory even if the collector ignores them."""
-        for name in self._objects_except_replacements:
-            for field in self.graph.nodes[name].spec.fields_of_kind_every:
-                getattr(self._objects[name], field.attribute).clear()
-
     def __enter__(self) -> "Container":
         try:
             self.build()
@@ -337,7 +331,7 @@ class Container(Mapping[str, Any]):
 
     def __exit__(self, _kind: type | None, error: BaseException | None, _trace: TracebackType | None) -> None:
         if error is None:
-            self._opened.close_all(None)
+            self._close_all_and_break_cycles(None)
         else:
             self._handle_failure_and_close_all(error)
 
@@ -358,11 +352,18 @@ class Container(Mapping[str, Any]):
                 name: item for name, item in self._objects_except_replacements.items() if hasattr(item, "hand_over")
             }
             replacement.handed_over = {name: item.hand_over() for name, item in predecessors.items()}
-        self._opened.close_all(replacement)
-        if isinstance(replacement, ReopenError):
-            self._empty_every_fields()
+        self._close_all_and_break_cycles(replacement)
         if replacement is not error:
             raise replacement from error
+
+    def _close_all_and_break_cycles(self, cause: BaseException | None) -> None:
+        """Close everything, and empty the `Every` fields: without them nodes make no cycles, and are freed at once."""
+        try:
+            self._opened.close_all(cause)
+        finally:
+            for name in self._objects_except_replacements:
+                for field in self.graph.nodes[name].spec.fields_of_kind_every:
+                    getattr(self._objects[name], field.attribute).clear()
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._objects:

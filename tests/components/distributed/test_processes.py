@@ -1,6 +1,7 @@
 """Joining and leaving the process group."""
 
 import os
+import socket
 import time
 from typing import Any
 
@@ -77,6 +78,35 @@ def test_a_process_gets_its_own_groups() -> None:
     """A process gets its own group among several sets, in the set's order."""
     expected = [([0, 1], [0, 2]), ([0, 1], [1, 3]), ([2, 3], [0, 2]), ([2, 3], [1, 3])]
     assert run_ranks(_halves, 4) == expected
+
+
+def _open_three_times(port: int) -> list[tuple[list[int], int]]:
+    if port:  # rank 0 hosts the store, as without torchrun
+        del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
+        os.environ["MASTER_PORT"] = str(port)
+    return [_gather_in_a_run() for _ in range(3)]
+
+
+def _gather_in_a_run() -> tuple[list[int], int]:
+    processes = _processes()
+    processes.open()
+    cycle: list[Any] = [processes.make_group("pair", [[0, 1]]), processes.open_channel("link", 0, 1)]
+    cycle.append(cycle)  # FSDP makes such cycles
+    names = cycle[0].gather_json(processes.rank)
+    threads = len(os.listdir("/proc/self/task"))
+    processes.close()
+    return names, threads
+
+
+@pytest.mark.parametrize("port", [0, 1], ids=["a launcher's store", "the store of rank 0"])
+def test_processes_open_several_runs(port: int) -> None:
+    """The ranks of a later run meet one another, not addresses of the first, and its threads have ended."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port *= free.getsockname()[1]
+    for first, *later in run_ranks(_open_three_times, 2, port):
+        assert all(names == [0, 1] for names, _ in [first, *later])
+        assert all(threads <= first[1] + 2 for _, threads in later)  # of the first run's store
 
 
 def test_one_process_needs_no_group() -> None:

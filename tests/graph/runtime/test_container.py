@@ -220,16 +220,18 @@ def test_nodes_hand_values_over_to_their_successors(
         assert happened[6:] == ["gets a value", "open", "open"] and successor.handed_over == {}
 
 
-def test_reopened_nodes_are_freed_without_a_collection(shop: Shop, project: Project) -> None:
+@pytest.mark.parametrize("error", [None, ReopenError("again"), UserError("full")])
+def test_closed_nodes_are_freed_without_a_collection(shop: Shop, project: Project, error: Exception | None) -> None:
     """Fields of type Every make no cycle any more, so nodes hidden from the collector (`gc.freeze`) are freed, too."""
     container = project.container(shop())
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        with suppress(ReopenError), container:
+        with suppress(ReopenError, UserError), container:
             container["trainer"].counted["trainer"] = container["trainer"]
             trainer = weakref.ref(container["trainer"])
-            raise ReopenError("again")
+            if error is not None:
+                raise error.with_traceback(None)
         del container
         assert trainer() is None
     finally:
