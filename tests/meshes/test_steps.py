@@ -130,24 +130,8 @@ def count_elements(rank: Mapping[str, Any]) -> int:
     return count
 
 
-@pytest.fixture(scope="module")
-def steps_by_mesh() -> dict[str, list[list[dict[str, Any]]]]:
-    """
-    Return each rank's steps by mesh name. Meshes with equal layers and settings share four processes, because the first
-    steps of a process take longest.
-    """
-    results: dict[str, list[list[dict[str, Any]]]] = {}
-    for layers, settings in ((4, {}), (2, {}), (4, {"sync_each_microbatch": True})):
-        meshes = [mesh for mesh in MESHES if (mesh.layers, mesh.settings) == (layers, settings)]
-        jobs = [(mesh.cases, mesh.sizes, mesh.lengths) for mesh in meshes]
-        common = jobs, "cpu", pipelines.FLOAT64, 3, layers, 0, ("none",), settings, 1
-        ranks = run_ranks(pipelines.steps_on_meshes, 4, *common, timeout=240)
-        results |= {mesh.name: [rank[number] for rank in ranks] for number, mesh in enumerate(meshes)}
-    return results
-
-
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: mesh.name)
-def test_three_steps_match_one_process(mesh: MeshCases, steps_by_mesh: dict[str, list[list[dict[str, Any]]]]) -> None:
+def test_three_steps_match_one_process(mesh: MeshCases) -> None:
     """
     Losses, norms, gradients and updated weights equal one process's in float64, to 1e-10, and the first case's
     validation loss.
@@ -155,7 +139,8 @@ def test_three_steps_match_one_process(mesh: MeshCases, steps_by_mesh: dict[str,
     Only replicas duplicate weights and moments. Other ranks together hold at most a tenth more than one process, for
     parameters that tensor ranks or the ends of a pipeline share, such as norms. Small adapters are on every rank.
     """
-    ranks = steps_by_mesh[mesh.name]
+    common = mesh.sizes, "cpu", pipelines.FLOAT64, 3, mesh.layers, mesh.lengths, 0, ("none",), mesh.settings, 1
+    ranks = run_ranks(pipelines.steps, 4, mesh.cases, *common, timeout=120)
     for number, case in enumerate(mesh.cases):
         steps, expected = [rank[number] for rank in ranks], whole(("gpipe", *case[1:]), mesh.lengths, mesh.layers)
         pipelines.assert_same_steps(steps, expected)
