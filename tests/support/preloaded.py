@@ -22,6 +22,7 @@ if "PYTHONPATH" in os.environ:
 import_module("torch._dynamo")  # takes a second of its own
 with suppress(ImportError):
     import_module("transformers.modeling_utils")  # a second, too, in every rank that trains or exports such a model
+import_module("torch.distributed.tensor.debug")  # every rank of a sharded mesh imports it
 import_module("numpy.ma")  # torch imports it in the first step
 for name in ("blocks", "pipelines", "processes", "runs", "survival"):  # whose functions most processes run
     import_module(f"support.{name}")
