@@ -263,7 +263,8 @@ class GroupFactory:
         ):
             store, rank = PrefixStore(name, self.store), ranks.index(self.rank)
             if self.device.backend == "gloo":
-                backend = self.connections.call_until_broken(lambda: dist.ProcessGroupGloo(store, rank, 2, timeout))
+                module: Any = dist.distributed_c10d  # its class can be interrupted if the run survives losses
+                backend = module.ProcessGroupGloo(store, rank, 2, timeout)
             else:
                 backend = connect_two_ranks_by_nccl(store, rank, ranks, timeout, self.tensor_device)
         backend._set_default_timeout(self._limit)

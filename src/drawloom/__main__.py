@@ -1,5 +1,6 @@
 """Entry point of `python -m drawloom`: install signal handlers, and then run the command line."""
 
+import faulthandler
 import io
 import os
 import signal
@@ -16,6 +17,7 @@ THREAD_SECONDS = 5.0  # time for threads to end after the command
 def main() -> int:
     """Install signal handlers, run the command line, and return its exit code."""
     _reopen_closed_streams()
+    faulthandler.enable()  # a crash of C code prints the Python stacks
     # Before the imports below: they take seconds, and a signal or a dead parent must be noticed meanwhile.
     parent = os.getppid()
     _install_handler(signal.SIGTERM, _exit_on_signal)

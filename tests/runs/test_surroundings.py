@@ -5,8 +5,10 @@ import errno
 import json
 import os
 import resource
+import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -36,7 +38,7 @@ from support.disk import Call, watch_calls
 from support.mutations import put
 from support.power import is_possible
 from support.processes import RanksFailedError, run_ranks
-from support.runs import Outcome, command, drawloom, rows, series
+from support.runs import SOURCE, Outcome, command, drawloom, rows, series
 
 LEARNED = ("step", "loss", "grad_norm", "lr", "tokens", "validation_loss")
 TINY = ("run", "tiny.toml", "trainer.on_finish=[]")
@@ -422,3 +424,23 @@ def _run_with_variables(folder: Path, arguments: Sequence[str], variables: dict[
     """Run with these environment variables."""
     os.environ |= variables
     return command(folder, arguments, None)
+
+
+CRASHING = """import ctypes
+from drawloom import component
+ctypes.string_at(0)
+
+@component
+class Rate:
+    pass
+"""
+
+
+def test_a_crash_of_c_code_prints_the_line_that_called_it(tmp_path: Path) -> None:
+    """A segmentation fault, of which a shell prints only its name, is reported with the file and line in Python."""
+    (tmp_path / "crashing.py").write_text(CRASHING, "utf-8")
+    words = [sys.executable, "-m", "drawloom", "check", "first_run", "lr.use=crashing", "--import", "crashing"]
+    environment = {"PYTHONPATH": os.pathsep.join([SOURCE, str(tmp_path)]), "PATH": os.environ["PATH"]}
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == -signal.SIGSEGV
+    assert f'File "{tmp_path}/crashing.py", line 3' in done.stderr

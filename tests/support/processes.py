@@ -1,5 +1,6 @@
 """Runs a function of a test module in several real processes, like torchrun, and ends all of them."""
 
+import faulthandler
 import importlib.util
 import multiprocessing
 import os
@@ -229,6 +230,7 @@ def _serve(call: Call, environment: dict[str, str], pipe: Connection, streams: l
     for number, stream in enumerate(streams, 1):
         os.dup2(stream.fileno(), number)  # not the fork server's, which may be another test's
         stream.close()
+    faulthandler.enable(2)  # to see in a test where a rank crashed
     os.environ |= environment
     torch.set_num_threads(1)
     try:
