@@ -17,6 +17,8 @@ import yaml
 
 from drawloom.components.checkpoint.manifest import list_checkpoints, step_of_checkpoint
 from support.blocks import blocks
+from support.forked_children import fork_children
+from support.processes import run_ranks
 from support.runs import SOURCE, rows, write_corpus
 
 CLUSTERS = Path(__file__).parents[2] / "docs" / "clusters.md"
@@ -104,11 +106,17 @@ def _environment(folder: Path, **more: str) -> dict[str, str]:
 )
 def test_a_failure_of_every_process_is_one_message(folder: Path, word: str, code: int, message: str) -> None:
     """An error in the recipe or the run is printed once and starts nothing again, with a single process's exit code."""
-    launch = [sys.executable, "-m", "drawloom", "launch", "--nproc-per-node", "2", "--max-restarts", "2"]
-    words = [*launch, "run", "recipe.toml", word]
-    done = subprocess.run(words, cwd=folder, env=_environment(folder), capture_output=True, text=True, timeout=120)
+    words = ["launch", "--nproc-per-node", "2", "--max-restarts", "2", "run", "recipe.toml", word]
+    done = run_ranks(_run_forked, 1, folder, words, timeout=120, variables=False)[0]
     [line] = [line for line in done.stderr.splitlines() if "warning: " not in line]
     assert message in line and done.stdout == "" and done.returncode == code
+
+
+def _run_forked(folder: Path, words: Sequence[str]) -> "subprocess.CompletedProcess[str]":
+    """Run `drawloom` in a fork of this process, and its children in forks of that one."""
+    fork_children()
+    command = [sys.executable, "-m", "drawloom", *words]
+    return subprocess.run(command, cwd=folder, env=_environment(folder), capture_output=True, text=True, timeout=100)
 
 
 def test_processes_that_were_all_killed_start_again(folder: Path) -> None:

@@ -410,15 +410,20 @@ def test_a_run_that_learns_nothing_ends_in_words(folder: Path, norm: str) -> Non
 
 def test_a_port_in_use_is_an_error(folder: Path) -> None:
     """Processes started without torchrun on a port in use end within the timeout."""
-    environment = {"PYTHONPATH": os.pathsep.join(sys.path), "PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()
         launch = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
         launch |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1])}
-        words = [sys.executable, "-m", "drawloom", *TINY, "batch.micro_size=2", "processes.timeout=2"]
-        done = subprocess.run(words, cwd=folder, env=environment | launch, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1 and "did not reach all 2 ranks" in done.stderr and "Traceback" not in done.stderr
+        words = (*TINY, "batch.micro_size=2", "processes.timeout=2")
+        [outcome] = run_ranks(_run_with_variables, 1, folder, words, launch, variables=False)
+    assert outcome.code == 1 and "did not reach all 2 ranks" in outcome.text and "Traceback" not in outcome.text
+
+
+def _run_with_variables(folder: Path, arguments: Sequence[str], variables: dict[str, str]) -> Outcome:
+    """Run with these environment variables."""
+    os.environ |= variables
+    return command(folder, arguments, None)
 
 
 CRASHING = """import ctypes

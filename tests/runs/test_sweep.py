@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from drawloom.components.report.run_table import read_run_rows
+from support.forked_children import fork_children
+from support.processes import run_ranks
 from support.runs import deterministic_rows, drawloom
 
 SWEEP = ["sweep", "tiny.toml", "trainer.steps=8", "optimizer.lr=1e-3,3e-4"]
@@ -22,14 +24,9 @@ def test_a_sweep_is_resumed_as_a_whole(folder: Path) -> None:
     """
     runs = folder / "runs/tiny-sweep"
     first = runs / "lr=0.001"
-    sweep = subprocess.Popen([sys.executable, "-m", "drawloom", *SWEEP], cwd=folder, stderr=subprocess.PIPE, text=True)
-    while sweep.poll() is None and not (
-        (first / "metrics.jsonl").exists() and (first / "metrics.jsonl").stat().st_size
-    ):
-        time.sleep(0.01)
-    sweep.send_signal(signal.SIGTERM)
-    assert "the sweep is stopped; the same command resumes it" in sweep.communicate(timeout=100)[1]
-    assert sweep.returncode == 128 + signal.SIGTERM
+    [(code, printed)] = run_ranks(_sweep_and_terminate, 1, folder, first, timeout=120, variables=False)
+    assert "the sweep is stopped; the same command resumes it" in printed
+    assert code == 128 + signal.SIGTERM
     assert [row.run for row in read_run_rows(runs)] == ["lr=0.001"]
     dry = drawloom(folder, *SWEEP, "--dry-run")[0]
     assert "lr=0.001  stopped" in dry.text and "lr=0.0003  new" in dry.text, dry.text
@@ -43,6 +40,17 @@ def test_a_sweep_is_resumed_as_a_whole(folder: Path) -> None:
     straight = drawloom(folder, "run", "tiny.toml", "trainer.steps=8", "optimizer.lr=1e-3")[0]
     assert straight.code == 0, straight.text
     assert deterministic_rows(first) == deterministic_rows(folder / "runs/tiny")
+
+
+def _sweep_and_terminate(folder: Path, run: Path) -> tuple[int, str]:
+    """Sweep in forks of this process until a run has a step, and return the exit code and standard error."""
+    fork_children()
+    sweep = subprocess.Popen([sys.executable, "-m", "drawloom", *SWEEP], cwd=folder, stderr=subprocess.PIPE, text=True)
+    while sweep.poll() is None and not ((run / "metrics.jsonl").exists() and (run / "metrics.jsonl").stat().st_size):
+        time.sleep(0.01)
+    sweep.send_signal(signal.SIGTERM)
+    printed = sweep.communicate(timeout=100)[1]
+    return sweep.returncode, printed
 
 
 def test_all_points_are_checked_before_the_first_run(folder: Path) -> None:

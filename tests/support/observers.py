@@ -43,7 +43,7 @@ from support import chat
 from support.checkpoints import SingleRankMesh, save_steps
 from support.losses import sample
 from support.metrics import MESH, combine, measure, step_of
-from support.qwen3 import SIZES, SPARSE_SIZES, cpu_kernels
+from support.qwen3 import SIZES, SPARSE_SIZES, cpu_kernels, whole
 
 Values = Mapping[str, Any]
 JOB = {"name": "test", "seed": 7, "folder_path": Path("runs/test")}
@@ -70,16 +70,29 @@ def model_of(use: str, values: Values, _place: Path) -> Any:
     module = model.build(LayerRange(0, model.num_hidden_layers, True, True))
     for name, parameter in module.named_parameters():
         model.initialize_parameter(name, parameter.data, 1)
+    logits = _compute_logits(module)
+    logits.sin().sum().backward()
+    sums = {name: (tuple(p.shape), _number(p.grad)) for name, p in module.named_parameters()}
+    return sums, logits.tolist()
+
+
+def logits_of(use: str, values: Values, _place: Path) -> Any:
+    """Return a model's logits with seeded random weights: less than `model_of` observes, in half the time."""
+    torch.manual_seed(1)
+    module = whole(build(use, kernels=cpu_kernels(), **values))
+    with torch.no_grad():
+        return _compute_logits(module).tolist()
+
+
+def _compute_logits(module: nn.Module) -> Any:
+    """Return logits (2, 20, vocabulary) of fixed rows, one document apiece."""
     tokens = torch.arange(40).reshape(2, 20) % 29
-    shared = TokenContext(torch.arange(20).repeat(2, 1), torch.zeros_like(tokens), torch.ones(2, 20))
+    context = TokenContext(torch.arange(20).repeat(2, 1), torch.zeros_like(tokens), torch.ones(2, 20))
 
     def finish(hidden: Tensor, head: Head) -> Tensor:
         return head.logits(hidden)
 
-    logits = module(tokens, shared, finish)
-    logits.sin().sum().backward()
-    sums = {name: (tuple(p.shape), _number(p.grad)) for name, p in module.named_parameters()}
-    return sums, logits.tolist()
+    return module(tokens, context, finish)
 
 
 def _number(tensor: Tensor | None) -> float:

@@ -130,7 +130,7 @@ ROPE = {
 def rope_changes(changes: dict[str, Any], refused: tuple[str, ...] = ()) -> dict[str, Change]:
     """Return changes to keys in both rotary tables, from pairs: a table before and after."""
     return {
-        f"{name}.{key}": Change(after, {name: before}, refused=key in refused)
+        f"{name}.{key}": Change(after, {name: before}, parts.logits_of, refused=key in refused)
         for name in ("rope_scaling", "rope_parameters")
         for key, (before, after) in changes.items()
     }
