@@ -26,13 +26,15 @@ def test_an_idle_thread_is_used_again_and_errors_reach_the_caller() -> None:
 
 def test_an_abandoned_thread_ends_with_its_call() -> None:
     """It is not used for another call meanwhile, and ends as soon as the function returns."""
-    helpers, may_end, threads = HelperThreads(), threading.Event(), []
+    helpers, started, may_end, threads = HelperThreads(), threading.Event(), threading.Event(), []
 
     def wait() -> None:
         threads.append(threading.current_thread())
+        started.set()
         may_end.wait()
 
     abandoned = helpers.start(wait, threading.Event())
+    assert started.wait(10)
     assert not helpers.finish_or_abandon(abandoned)
     settled = threading.Event()
     call = helpers.start(lambda: threads.append(threading.current_thread()), settled)
