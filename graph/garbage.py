@@ -23,8 +23,8 @@ def pause_garbage_collection() -> Iterator[None]:
 
 
 def free_closed_graphs() -> None:
-    """Free what is left of closed graphs: cycles, for example of FSDP, that an automatic collection would find late."""
-    # The first collection frees what refers to cycles from outside of Python, such as autograd's nodes, and the second
-    # one those cycles, such as modules.
+    """Free closed graphs' cycles, for example of FSDP, which an automatic collection would find late."""
+    # The first collection frees objects that refer to cycles from outside of Python, such as autograd's nodes, and the
+    # second one those cycles, such as modules.
     gc.collect()
     gc.collect()

@@ -18,7 +18,7 @@ import pytest
 from drawloom.components.phases.forward_backward import ForwardBackward
 from drawloom.components.ports.run import Step
 from support.mutations import put
-from support.processes import RanksFailedError, run_ranks
+from support.processes import RanksFailedError, is_alive, run_ranks
 from support.runs import Outcome, command, drawloom, rows, series, write_corpus
 
 SOURCE = str(Path(__file__).parents[2] / "src")
@@ -185,13 +185,6 @@ def _list_workers(agent: int) -> list[int]:
     return workers
 
 
-def _is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 def _start_torchrun(
     folder: Path, options: Sequence[str], words: Sequence[str], **files: Any
 ) -> "subprocess.Popen[bytes]":
@@ -249,9 +242,9 @@ def test_workers_of_a_dead_torchrun_end_themselves(folder: Path) -> None:
         agent.kill()
         agent.wait()
     end = time.monotonic() + 2
-    while any(map(_is_alive, workers)) and time.monotonic() < end:
+    while any(map(is_alive, workers)) and time.monotonic() < end:
         time.sleep(0.02)
-    left = list(filter(_is_alive, workers))
+    left = list(filter(is_alive, workers))
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     assert len(workers) == 2 and not left

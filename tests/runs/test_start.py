@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from support.processes import is_alive
+
 SOURCE = str(Path(__file__).parents[2] / "src")
 RUN = [sys.executable, "-m", "drawloom", "run", "tiny.toml", "trainer.steps=1000000"]
 ENVIRONMENT = {"PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1", "PATH": os.environ["PATH"]}
@@ -53,13 +55,6 @@ def _has_loaded(pid: int, library: str) -> bool:
         return False
 
 
-def _is_gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
-
-
 @pytest.mark.parametrize(
     ("library", "number", "code"), [("libtorch_cpu", signal.SIGTERM, 143), ("_multiarray_umath", signal.SIGINT, 130)]
 )
@@ -94,7 +89,7 @@ def test_a_worker_ends_when_torchrun_is_killed_at_once(folder: Path, library: st
         assert _wait_until(lambda: library == "libpython" or _has_loaded(pid, library), 60)
         parent.kill()
         parent.wait()
-    gone = _wait_until(lambda: _is_gone(pid), 5)
+    gone = _wait_until(lambda: not is_alive(pid), 5)
     if not gone:
         os.kill(pid, signal.SIGKILL)
     assert gone

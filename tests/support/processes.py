@@ -153,6 +153,13 @@ class Crew:
         return _receive(self.processes[rank], self._pipes[rank])[1]
 
 
+def is_alive(pid: int) -> bool:
+    """Return whether a process runs; a zombie does not count."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
 def _start_fork_server() -> None:
     """Start the fork server, unless it runs already."""
     before = os.environ.get("PYTHONPATH")

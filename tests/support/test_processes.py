@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.processes import RanksFailedError, run_ranks
+from support.processes import RanksFailedError, is_alive, run_ranks
 
 
 @attrs.frozen
@@ -76,14 +76,6 @@ def test_no_process_survives_timeout(tmp_path: object) -> None:
         pids = [int(word) for word in lines.read().split()]
     assert len(pids) == 4
     end = time.monotonic() + 5
-    while any(_lives(pid) for pid in pids) and time.monotonic() < end:
+    while any(is_alive(pid) for pid in pids) and time.monotonic() < end:
         time.sleep(0.01)
-    assert not any(_lives(pid) for pid in pids)
-
-
-def _lives(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    assert not any(is_alive(pid) for pid in pids)

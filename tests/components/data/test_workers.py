@@ -19,6 +19,7 @@ from drawloom.components.data.tokenized import Tokenized
 from drawloom.components.data.workers import Workers
 from drawloom.graph import UserError
 from support.clips import ClipRows, Clips, clips
+from support.processes import is_alive
 from support.stores import store_of
 
 RowsOf = Callable[..., Any]
@@ -126,7 +127,7 @@ def test_closing_ends_every_process(rows_of: RowsOf) -> None:
     workers = Workers(rows_of(train=50), "train", 2)
     pids = [member.child.process.pid or 0 for member in workers.members]
     workers.close()
-    assert not any(alive(pid) for pid in pids)
+    assert not any(is_alive(pid) for pid in pids)
 
 
 RUN = """
@@ -154,21 +155,12 @@ def test_workers_end_when_the_run_is_killed() -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen([sys.executable, "-c", RUN], stdout=subprocess.PIPE, text=True, env=environment) as run:
         pids = [int(word) for word in run.stdout.readline().split()] if run.stdout else []
-        assert len(pids) == 3 and all(alive(pid) for pid in pids)
+        assert len(pids) == 3 and all(is_alive(pid) for pid in pids)
         run.kill()
     deadline = time.monotonic() + 5
-    while any(alive(pid) for pid in pids):
+    while any(is_alive(pid) for pid in pids):
         assert time.monotonic() < deadline
         time.sleep(0.01)
-
-
-def alive(pid: int) -> bool:
-    """Whether a process runs; a zombie does not count."""
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def test_a_file_that_a_worker_cannot_read_is_named(tmp_path: Path, job: Any) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from support.processes import is_alive
+
 ORPHAN = """
 import os, sys, time
 from drawloom.components.distributed.device import ComputeDevice
@@ -29,11 +31,7 @@ PARENT = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.arg
 def _gone(pid: int, seconds: float) -> bool:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except FileNotFoundError:
-            return True
-        if state == "Z":
+        if not is_alive(pid):
             return True
         time.sleep(0.02)
     return False
