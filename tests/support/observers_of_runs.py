@@ -257,7 +257,7 @@ def join_timeouts(use: str, values: Values, _place: Path) -> Any:
     node = build(use, device=fake(Device, device=torch.device("cpu"), backend="gloo"), **values)
     with (
         mock.patch.object(joining, "read_launch", lambda: launch),
-        mock.patch.dict(joining.RUNS, clear=True),
+        mock.patch.dict(membership.RUNS, clear=True),
         mock.patch("torch.distributed.init_process_group", join),
         suppress(UserError),
     ):
@@ -273,7 +273,7 @@ def join_running(use: str, values: Values, _place: Path) -> tuple[int, float]:
     node = build(use, device=fake(Device, device=torch.device("cpu"), backend="gloo"), **values)
     with (
         mock.patch.object(joining, "read_launch", lambda: Launch(address="localhost", agent_store=True)),
-        mock.patch.dict(joining.RUNS),
+        mock.patch.dict(membership.RUNS),
         mock.patch.object(joining, "connect_to_launch_store", lambda *_: store),
         mock.patch.object(membership, "connect_to_launch_store", lambda *_: store),
         mock.patch.object(joining, "start_exit_with_parent_thread"),
