@@ -133,7 +133,8 @@ def port_needs_named_nodes(port: type) -> bool:
 
 class Every(dict[str, P]):
     """
-    All built nodes implementing a port, by node name. The container fills it after building.
+    All built nodes implementing a port, by node name. The container fills it after building, and empties it after
+    closing.
 
     It is not an edge, so it makes no cycle: a checkpointer sees every stateful node, and stateful nodes may use it.
     """

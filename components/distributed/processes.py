@@ -1,5 +1,6 @@
 """The processes in a torchrun launch, or a single process; owns torch's default process group."""
 
+import gc
 import logging
 import os
 import secrets
@@ -150,13 +151,15 @@ class TorchProcesses:
                 free_closed_graphs()  # with the groups of earlier runs, whose threads poll their connections
             self._groups = self._create_group_factory(Connections(self._launch.port))
             if not self._launch.is_single_process:
-                self._groups.join(self._connect_store_of_attempt())
+                self._groups.join(self._connect_store_with_own_keys())
             self._monitor = self._groups.monitor = self._start_monitor_and_connect_stores()
 
     def close(self) -> None:
         """Destroy the process group and stop the monitor."""
         if self._next is None:
             self._monitor.announce_exit()
+            if self.survives_rank_losses:
+                gc.unfreeze()  # frozen in `open` for recoveries; kept for good, groups would outlive their run
             if self._spares is not None and self.rank == 0:
                 call_store_with_timeout(STORE_TIMEOUT, partial(self._spares.announce_run_end, self._exit_code))
         self._groups.close()
@@ -314,7 +317,7 @@ class TorchProcesses:
         if not self._launch.is_single_process:
             self._groups.join(self._groups.store)
 
-    def _connect_store_of_attempt(self) -> Any:
+    def _connect_store_with_own_keys(self) -> Any:
         """Connect to the launcher's store, with keys for this run or start; None if torch has to connect."""
         launch = self._launch
         keys = f"{next(reversed(RUNS))}/next" if RUNS else launch.attempt

@@ -357,7 +357,7 @@ class Container(Mapping[str, Any]):
             raise replacement from error
 
     def _close_all_and_break_cycles(self, cause: BaseException | None) -> None:
-        """Close everything, and empty the `Every` fields: without them nodes make no cycles, and are freed at once."""
+        """Close everything, and empty the `Every` fields: without them nodes make no cycles."""
         try:
             self._opened.close_all(cause)
         finally:

@@ -437,7 +437,7 @@ class Rate:
 
 
 def test_a_crash_of_c_code_prints_the_line_that_called_it(tmp_path: Path) -> None:
-    """A segmentation fault, of which a shell prints only its name, is reported with the file and line in Python."""
+    """A segmentation fault is reported with the file and line in Python, and not by its name alone."""
     (tmp_path / "crashing.py").write_text(CRASHING, "utf-8")
     words = [sys.executable, "-m", "drawloom", "check", "first_run", "lr.use=crashing", "--import", "crashing"]
     environment = {"PYTHONPATH": os.pathsep.join([SOURCE, str(tmp_path)]), "PATH": os.environ["PATH"]}
