@@ -28,6 +28,7 @@ from drawloom.graph.testing import check_port
 from support.adapted import fill_from_seed, lora
 from support.families import CLOSE, gradients
 from support.qwen3 import cpu_kernels, logits_of, losses_of, one_document, pack_documents
+from support.versions import needs_transformers
 
 LENGTHS = [[9, 10], [19]]
 HEAD_DIM = {"hunyuan_v1_dense": {"head_dim": 16}}
@@ -63,6 +64,7 @@ def loaded(model: Transformers) -> Any:
 
 
 @pytest.mark.parametrize("model_type", ["phi", "gpt2", "gemma2", "glm4_moe", "gpt_oss", "starcoder2"])
+@pytest.mark.usefixtures("float64")
 def test_losses_and_gradients_equal_those_of_transformers(model_type: str, tmp_path: Path) -> None:
     """Packed documents' losses, and the gradient of every parameter, equal those of each document alone."""
     model, reference = saved(tmp_path, model_type)
@@ -108,6 +110,7 @@ def test_a_type_with_other_computations_is_refused(model_type: str, check: str) 
     assert caught.value.check == check
 
 
+@needs_transformers("5.23")
 def test_the_scan_has_a_result_for_every_type_and_is_in_the_documentation() -> None:
     """Verdicts found in processes equal those in the table of types, which has at least 80 types that pass."""
     rows = re.findall(r"^\| ([a-z, ]+) \| \d+: .* \| (.*) \|$", transformers_types.PAGE.read_text("utf-8"), re.M)
