@@ -1,7 +1,7 @@
 """Conversation corpus, rendered by a chat template, with a choice of trained turns."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from drawloom.components.data.chat.corpus import ChatCorpus, check_messages, copy_without_key
 from drawloom.components.data.chat.encode import Encoded, encode_prompt_and_completion, encode_rendered_conversation
@@ -22,6 +22,8 @@ class Conversations(ChatCorpus):
     turn is trained up to its end token, and only if the template renders it the same way in every position
     (`components/data/chat/turns.py`). A line without a trained token is dropped, with a warning.
     """
+
+    answers_prompts: ClassVar[bool] = True
 
     turns: Literal["all", "last", "one_row_per_turn"] = setting(
         default="all",

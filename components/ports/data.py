@@ -194,6 +194,18 @@ def uses_preference_pairs(component: object) -> bool:
 
 
 @runtime_checkable
+class PromptedDocuments(Protocol):
+    """Documents whose trained tokens answer a prompt before them: a cut separates the two."""
+
+    answers_prompts: ClassVar[bool]
+
+
+def answers_prompts(component: object) -> bool:
+    """Return whether a source of documents, an object or a class, has trained tokens that answer a prompt."""
+    return isinstance(component, PromptedDocuments) and component.answers_prompts
+
+
+@runtime_checkable
 class UnpairedAnswers(Protocol):
     """
     A corpus in which a pair is a judged answer and one to another prompt, or a loss for such pairs (KTO).
