@@ -25,7 +25,10 @@ def measure() -> dict[str, int]:
     files = [path for name in FOLDERS for path in (ROOT / name).rglob("*.py")]
     texts = {path: path.read_text("utf-8") for path in files}
     outside = [path for path, text in texts.items() if "float8" in text and path.parent.name != "float8"]
-    source = {"tokens of the source": sum(map(tokens, texts.values())), "files that name float8 outside its folder": len(outside)}
+    source = {
+        "tokens of the source": sum(map(tokens, texts.values())),
+        "files that name float8 outside its folder": len(outside),
+    }
     paths = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
     run = subprocess.run(
         [sys.executable, __file__], env=os.environ | paths, stdout=subprocess.PIPE, text=True, check=True
@@ -46,7 +49,6 @@ def main() -> None:
         command_line(["check", "first_run"])
     imported = {"code lines imported by check": _count_imported_lines(list(sys.modules))}
     import journeys
-
 
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         functions = journeys.trace(Path(folder) / "run")

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import budgets
+
 from support import prose, structure
 from support.imports import count_circles, module_name
 

@@ -1,5 +1,5 @@
 """
-Recipes of known models on the available GPUs: `make bench-shelf-gpu`.
+Recipes of known models on the available GPUs: `make bench NAME=shelf`.
 
 A byte-pair tokenizer is trained on Python's standard library, and `drawloom tokenize` converts its source to a token
 store. Then every recipe that the GPUs can hold trains for some steps with the mesh from MODELS. A line reports the last
