@@ -33,7 +33,8 @@ def measure() -> dict[str, int]:
     run = subprocess.run(
         [sys.executable, __file__], env=os.environ | paths, stdout=subprocess.PIPE, text=True, check=True
     )
-    return source | json.loads(run.stdout.splitlines()[-1])
+    imported: dict[str, int] = json.loads(run.stdout.splitlines()[-1])
+    return source | imported
 
 
 def _count_imported_lines(names: Iterable[str]) -> int:
@@ -48,7 +49,7 @@ def main() -> None:
     with contextlib.redirect_stdout(io.StringIO()):
         command_line(["check", "first_run"])
     imported = {"code lines imported by check": _count_imported_lines(list(sys.modules))}
-    import journeys
+    from house import journeys
 
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         functions = journeys.trace(Path(folder) / "run")

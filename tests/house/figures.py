@@ -18,8 +18,7 @@ import tokenize
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import budgets
-
+from house import budgets
 from support import prose, structure
 from support.imports import count_circles, module_name
 

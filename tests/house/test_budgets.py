@@ -1,6 +1,6 @@
 """Budgets of the whole tree: numbers that may only fall."""
 
-import budgets
+from house import budgets
 
 BUDGETS = {
     "tokens of the source": 634_637,
