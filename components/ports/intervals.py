@@ -35,7 +35,7 @@ def compute_seconds_between(start: Mark, end: Mark) -> float:
     if isinstance(start, float) and isinstance(end, float):
         return end - start
     end.synchronize()  # type: ignore[union-attr]
-    return float(start.elapsed_time(end)) / 1000  # type: ignore[union-attr]
+    return float(start.elapsed_time(end)) / 1000  # type: ignore[union-attr, arg-type]
 
 
 @attrs.frozen

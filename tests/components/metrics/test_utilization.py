@@ -46,7 +46,7 @@ def values(metric: Utilization, ranks: int = 1) -> dict[str, Value]:
     """Measure a step over 2 seconds, with a row with two documents, 3 and 1 tokens long, on every rank."""
     ids = torch.tensor([[0, 0, 0, 1]])
     batch = TokenBatch(ids, ids, ids, ids, torch.ones(1, 4))
-    batch = batch.evolve(padding=1)
+    batch = batch.evolve(padding=torch.tensor([[False, False, False, True]]))
     state = {"tokens": float(3 * ranks), "batches": [batch]}
     step = Step(1, 9, state, interval=Interval(10.0, 13.0, [(11.0, 12.0)]))
     parts = [metric.measure_on_rank(step) for _ in range(ranks)]
