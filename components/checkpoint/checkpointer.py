@@ -21,7 +21,8 @@ from drawloom.components.checkpoint.snapshot import ShardPlan, Snapshot
 from drawloom.components.checkpoint.threads import run_in_current_thread, submit_in_new_thread
 from drawloom.components.distributed.rank_errors import RankError, run_and_gather_on_all_ranks, run_on_rank0
 from drawloom.components.ports.checkpoint import Durable, GrowingState, Stateful
-from drawloom.components.ports.distributed import Group, Mesh, Processes, SurvivingProcesses
+from drawloom.components.ports.distributed import Device, Group, Mesh, Processes, SurvivingProcesses
+from drawloom.components.ports.intervals import exclude_from_rates
 from drawloom.components.ports.run import Cadence, RunFolder, Step, describe_cadence_fault, is_due
 from drawloom.components.ports.staging import Stager
 from drawloom.graph import Every, ResolvedRecipe, UserError, at_least, component, setting
@@ -60,6 +61,7 @@ class Checkpointer:
 
     folder: RunFolder
     mesh: Mesh
+    device: Device
     processes: Processes
     states: Every[Stateful]
     growing: Every[GrowingState]
@@ -138,9 +140,10 @@ class Checkpointer:
         if self._pending is not None and self._is_done_on_all_ranks(self._pending):
             self._wait_for_pending_save()
         if self.saves_after(step):
-            self._stage_and_start_write(step)
-            if step.is_last or not self._saves_in_background:
-                self._wait_for_pending_save(required=step.is_last)
+            with exclude_from_rates(step, self.mesh, self.device.device):
+                self._stage_and_start_write(step)
+                if step.is_last or not self._saves_in_background:
+                    self._wait_for_pending_save(required=step.is_last)
 
     def saves_after(self, step: Step) -> bool:
         """

@@ -215,7 +215,8 @@ def supports_expert_parallel(dispatcher: object) -> bool:
 ObserveRouting = Callable[[Tensor, Tensor], None]
 """
 Callback for the routing of a microbatch: the number of choices of each expert, int64 (experts,), and the scores, at
-least float32 (tokens, experts), which add up to 1 by token and have no autograd graph.
+least float32 (tokens, experts), which add up to 1 by token and have no autograd graph. Padding is not counted, and its
+scores are 0.
 """
 
 

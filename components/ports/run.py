@@ -10,6 +10,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from drawloom.components.ports.intervals import Interval, Span
 from drawloom.components.state.step_state import StepState
 from drawloom.graph import Problem, port
 
@@ -64,8 +65,9 @@ class Step:
     One optimizer step on its way through the phases: step `index`, counted from 1, of `total` steps.
 
     `state` maps names to the values that phases read and write; a plain mapping is converted to a StepState. `started`
-    is the start on the monotonic clock; `excluded_seconds` is the time spent on other work than training since then,
-    such as evaluation and saving. If a phase sets `goes_back` on all ranks, this step is skipped and the run continues
+    is the start on the host's monotonic clock. Rates are computed from the `interval` that ends when the step is
+    measured; `excluded` has the spans of other work, such as evaluation and saving, since the last measurement. If a
+    phase sets `goes_back` on all ranks, this step is skipped and the run continues
     from its newest checkpoint. A phase that ends the run calls `stop`; the phases after it see the last step.
 
     The state's value `skip`, float32 () on the gradients' device, is 1 if the update is skipped, else 0. On a GPU
@@ -79,7 +81,8 @@ class Step:
     total: int
     state: StepState = attrs.field(factory=StepState, converter=_as_state)
     started: float = attrs.field(factory=time.monotonic)
-    excluded_seconds: float = 0.0
+    excluded: list[Span] = attrs.field(factory=list)
+    interval: Interval | None = None
     goes_back: bool = False
     before_update: Callable[[], object] = lambda: None
     defers_scaling: bool = False

@@ -104,6 +104,12 @@ from drawloom.components.ports.flops import (
     UpdateFlops as UpdateFlops,
     count_attended_pairs as count_attended_pairs,
 )
+from drawloom.components.ports.intervals import (
+    Interval as Interval,
+    Span as Span,
+    exclude_from_rates as exclude_from_rates,
+    mark_time as mark_time,
+)
 from drawloom.components.ports.log_records import (
     PRINTED as PRINTED,
     STEP_LINE as STEP_LINE,

@@ -15,7 +15,9 @@ class Parts:
 
     def next_step(self) -> list[Batch]:
         row = torch.zeros(2, 3, dtype=torch.int64)
-        return [TokenBatch(row, row, row, row, row.float(), padding=2), TokenBatch(row, row, row, row, row.float())]
+        padding = torch.tensor([[False, False, True]] * 2)
+        batch = TokenBatch(row, row, row, row, row.float())
+        return [batch.evolve(padding=padding), batch]
 
     def run_forward_and_backward(self, state: StepState) -> None:
         for number in range(state.microbatches):

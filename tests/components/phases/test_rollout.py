@@ -20,6 +20,7 @@ from drawloom.components.ports.run import Batching, Events, Step
 from drawloom.graph import Ordered, UserError
 from drawloom.graph.project import Recipe
 from drawloom.graph.testing import fake
+from support.doubles import Machine
 from support.observers_of_runs import TINY
 
 NAN = torch.nan
@@ -241,6 +242,7 @@ def test_held_out_prompts_are_completed_alike_at_each_evaluation(mesh_of: Any) -
         tokenizer=Bytes(),
         batching=fake(Batching, dp_rank=1, dp_size=2),
         mesh=mesh,
+        device=Machine(),
         rewards={"count": Count()},  # type: ignore[arg-type]
         samples=3,
         every=2,

@@ -345,6 +345,7 @@ def test_a_best_checkpoint_needs_a_numeric_output_of_a_phase() -> None:
         "lr_factor",
         "skip",
         "tokens",
+        "validation_cross_entropy",
         "validation_loss",
     )
     for name in ("batches", "gradients", "local_gradients", "losses", "weights"):
