@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from drawloom.components.data.chat.template import ChatTemplate, RenderError, read_chat_template_and_special_tokens
+from drawloom.components.data.chat.template import ChatTemplate, RenderError, read_chat_templates_and_special_tokens
 from drawloom.graph import UserError
 from support.chat import BRACKETS, CHATML, HEADERS, THINKING, TOOLS, say, tokenizer_folder
 
@@ -18,7 +18,7 @@ TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 @contextmanager
 def process(text: str, **settings: Any) -> Iterator[ChatTemplate]:
     """Yield a template in its process."""
-    template = ChatTemplate(text, TOKENS, **settings)
+    template = ChatTemplate({} if text is None else {"default": text}, TOKENS, **settings)
     template.open()
     try:
         yield template
@@ -74,7 +74,7 @@ def test_hostile_templates_reach_nothing_and_the_next_conversation_is_rendered()
                 assert "class" not in rendered and "root:" not in rendered, what
             except RenderError as error:
                 assert len(str(error)) < 600, what
-            assert template.render([{"messages": [1]}]) == ["ok"], what
+            assert template.render([{"messages": [{}]}]) == ["ok"], what
 
 
 def test_an_endless_template_is_ended() -> None:
@@ -95,10 +95,10 @@ def test_an_invalid_template_is_refused() -> None:
 
 def test_the_template_of_a_folder_is_in_a_file_or_in_the_configuration(tmp_path: Path) -> None:
     """The file comes first; of several by name the default counts; tokens are text or objects."""
-    assert read_chat_template_and_special_tokens(tmp_path) == (None, {})
+    assert read_chat_templates_and_special_tokens(tmp_path) == ({}, {})
     folder = tokenizer_folder(tmp_path / "a")
-    assert read_chat_template_and_special_tokens(folder) == (CHATML, TOKENS)
+    assert read_chat_templates_and_special_tokens(folder) == ({"default": CHATML}, TOKENS)
     (folder / "chat_template.jinja").unlink()
     config = '{"chat_template": [{"name": "default", "template": "x"}], "bos_token": {"content": "<s>"}}'
     (folder / "tokenizer_config.json").write_text(config)
-    assert read_chat_template_and_special_tokens(folder) == ("x", {"bos_token": "<s>"})
+    assert read_chat_templates_and_special_tokens(folder) == ({"default": "x"}, {"bos_token": "<s>"})
