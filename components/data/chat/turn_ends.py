@@ -34,23 +34,20 @@ def extend_answers_to_end_tokens(
     spans: list[Span] = []
     for span in rendered.trained:
         content_end = rendered.contents.get(span.turn, (span.first, span.first))[1]
-        if messages[span.turn]["role"] != "assistant" or _ends_with_control_token(
-            text[content_end : span.last], control_tokens
-        ):
+        is_ended = _get_control_token_at_end(text[content_end : span.last], control_tokens) is not None
+        if messages[span.turn]["role"] != "assistant" or is_ended:
             spans.append(span)
             continue
         is_last = span.turn == len(messages) - 1
         continued = _render_with_next_turn(template, messages, tools) if is_last else text
-        end = (
-            _match_control_token(continued, span.last, control_tokens)
-            if continued.startswith(text[: span.last])
-            else None
-        )
+        end = _match_control_token_after(text[: span.last], continued, control_tokens)
         if end is None and not is_last:
             reason = "no control token ends it or begins the next turn, so a model would not learn to stop"
             raise EarlierTurnError(f"turn {span.turn + 1}: {reason}")
-        if is_last:
-            text, end_weight = continued[: end or span.last], 0.0 if end else span.weight
+        if is_last and end is None:
+            text, end_weight = text[: span.last], span.weight
+        elif is_last:
+            text = continued[:end]
         spans.append(attrs.evolve(span, last=end or span.last))
     return attrs.evolve(rendered, text=text, trained=tuple(spans), end_weight=end_weight)
 
@@ -78,17 +75,15 @@ def _find_end_token(
         return None
     if nonce not in text:
         return None
-    is_call = "tool_calls" in messages[-1]
-    start = text.index(nonce) + len(nonce)
-    if is_call:
-        if token := _ends_with_control_token(text[start:], control_tokens):
+    begin = text[: text.index(nonce) + len(nonce)]
+    if "tool_calls" in messages[-1]:
+        if token := _get_control_token_at_end(text[len(begin) :], control_tokens):
             return token
-        start = len(text.rstrip())
-    continued = text
-    if (end := _match_control_token(text, start, control_tokens)) is None:
-        continued = _render_with_next_turn(template, messages, None)
-        end = _match_control_token(continued, start, control_tokens) if continued.startswith(text[:start]) else None
-    return None if end is None else continued[start:end].lstrip()
+        begin = text.rstrip()
+    for continued in (text, _render_with_next_turn(template, messages, None)):
+        if end := _match_control_token_after(begin, continued, control_tokens):
+            return continued[len(begin) : end].lstrip()
+    return None
 
 
 def _render_with_next_turn(template: ChatTemplate, messages: Sequence[Message], tools: Tools) -> str:
@@ -113,7 +108,7 @@ def _make_request(messages: Sequence[Message], tools: Tools) -> dict[str, Any]:
     return {"messages": list(messages), "tools": tools, "add_generation_prompt": False}
 
 
-def _ends_with_control_token(text: str, control_tokens: Sequence[str]) -> str | None:
+def _get_control_token_at_end(text: str, control_tokens: Sequence[str]) -> str | None:
     """Return the control token at the end of an answer's text; None for one that closes a part, such as `</think>`."""
     stripped = text.rstrip()
     token = max((token for token in control_tokens if stripped.endswith(token)), key=len, default=None)
@@ -121,8 +116,10 @@ def _ends_with_control_token(text: str, control_tokens: Sequence[str]) -> str | 
     return None if closes else token
 
 
-def _match_control_token(text: str, start: int, control_tokens: Sequence[str]) -> int | None:
-    """Return the end of the control token that follows `start` and white space; None for any other text."""
+def _match_control_token_after(begin: str, text: str, control_tokens: Sequence[str]) -> int | None:
+    """Return the end of the control token that follows `begin` and white space in a text; None without any."""
+    if not text.startswith(begin):
+        return None
     alternatives = "|".join(map(re.escape, sorted(control_tokens, key=len, reverse=True))) or "(?!)"
-    match = re.compile(rf"\s*(?:{alternatives})").match(text, start)
+    match = re.compile(rf"\s*(?:{alternatives})").match(text, len(begin))
     return match and match.end()
