@@ -60,7 +60,7 @@ BRACKETS = """
 
 ROLES = """
 {%- for message in messages %}
-{%- if message.role == 'assistant' %}{{- '<|assistant|>' }}{% generation %}{{- '\\n' + message.content }}
+{%- if message.role == 'assistant' %}{{- '<|assistant|>' }}{% generation %}{{- '\\n<plan></plan>' + message.content }}
 {%- for call in message.tool_calls or [] %}{{- '<tool>' + call.function.name + '</tool>' }}{%- endfor %}
 END{% endgeneration %}
 {%- else %}{{- '<|' + message.role + '|>\\n' + message.content }}
@@ -73,6 +73,8 @@ UNENDED = ROLES.replace("END", "")
 """A template in the style of GLM: only the next turn's token ends an answer."""
 
 CONTROL = [
+    "<plan>",
+    "</plan>",
     *(f"<|{role}|>" for role in ("system", "user", "assistant", "tool")),
     "<s>",
     "</s>",

@@ -63,7 +63,7 @@ def mask_like_trl(messages: Sequence[Any]) -> list[str]:
         say("hi", "one", system="be brief"),
         [*say("hi"), CALL, {"role": "tool", "content": "found"}, {"role": "assistant", "content": "good"}],
         [*say("hi"), CALL],
-        say("hi", "one", "and", "", "so", "</think>"),
+        say("hi", "one", "and", "", "so", ""),
     ],
     ids=["two answers", "system", "tool", "last call", "empty"],
 )
