@@ -19,7 +19,7 @@ class Conversations(ChatCorpus):
 
     A line has `messages` and optionally `tools`, in the format for Hugging Face's chat templates; or a `prompt` and
     a trained `completion`, either both text or both messages. A message's `weight` overrides its role's weight. An
-    answer is trained up to the control token that ends it, or begins the next turn, and only if the template renders
+    answer is trained up to its end token, or the first control token of the next turn, and only if the template renders
     it the same way in every position (`components/data/chat/turns.py`). A line without a trained token is dropped, with
     a warning.
     """

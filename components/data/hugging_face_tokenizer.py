@@ -22,7 +22,7 @@ COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json")
 """Other tokenizer files that transformers reads from the same folder, beside chat templates."""
 
 MODEL_FILES = ("generation_config.json", "config.json")
-"""A model's files that may name several end tokens."""
+"""A model's files with one or several end tokens."""
 
 BYTE = re.compile("<0x[0-9A-F]{2}>")
 
@@ -159,7 +159,7 @@ class HuggingFaceTokenizer:
 
     @property
     def _companions(self) -> list[Path]:
-        """The companion files that transformers reads."""
+        """Existing companion files, for transformers."""
         folder = self._tokenizer_file.parent
         files = [folder / name for name in COMPANIONS]
         return [*(path for path in files if path.is_file()), *list_chat_template_files(folder)]

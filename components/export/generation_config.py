@@ -12,7 +12,7 @@ TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 def add_end_ids_to_generation_config(folder: Path, end_ids: Collection[int]) -> None:
     """
-    Add ids to `eos_token_id` of an exported folder's generation_config.json, after the ids that it has.
+    Add ids to `eos_token_id` of an exported folder's generation_config.json, after its own ids.
 
     A folder without the file gets one, with the token ids of its config.json. Nothing changes without new ids.
     """

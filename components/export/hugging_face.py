@@ -33,7 +33,7 @@ class HuggingFaceExport:
     trainer_state.json has the weights' step as `global_step`, as in checkpoints from Hugging Face's Trainer. With an
     `average`, the averaged weights are exported. A loss with a head, such as a reward model's, makes it a folder for
     AutoModelForSequenceClassification. After a run on conversations, `eos_token_id` in generation_config.json also has
-    the ids that end an answer.
+    the ids at the end of answers.
     """
 
     model: LanguageModel

@@ -72,16 +72,16 @@ class Tokenizer(Protocol):
 
 @runtime_checkable
 class SeveralEnds(Protocol):
-    """A tokenizer that knows all ids at which its model ends a text."""
+    """A tokenizer with all ids at which its model ends a text."""
 
     @property
     def end_ids(self) -> frozenset[int]:
-        """Ids that end a text, with `eos_id`."""
+        """Ids at the end of a text, `eos_id` among them."""
         ...
 
 
 def find_end_ids(tokenizer: Tokenizer) -> frozenset[int]:
-    """Return the ids that end a text: all that the tokenizer knows, or its `eos_id`."""
+    """Return the ids at the end of a text: the tokenizer's `end_ids`, or its `eos_id`."""
     return tokenizer.end_ids if isinstance(tokenizer, SeveralEnds) else frozenset({tokenizer.eos_id})
 
 
@@ -119,7 +119,7 @@ class ChatTokenizer(Tokenizer, Protocol):
 @port
 @runtime_checkable
 class EndsAnswers(Protocol):
-    """A reader of conversations that knows the ids at which an answer ends."""
+    """A reader of conversations with the ids at which an answer ends."""
 
     @property
     def answer_end_ids(self) -> frozenset[int]:
@@ -128,8 +128,13 @@ class EndsAnswers(Protocol):
 
 
 @port
-class ChatPrompts(EndsAnswers, Protocol):
+class ChatPrompts(Protocol):
     """An encoder from conversations to prompts for an answer."""
+
+    @property
+    def answer_end_ids(self) -> frozenset[int]:
+        """Ids to end an answer."""
+        ...
 
     def encode_messages_as_prompt(self, messages: Sequence[Mapping[str, Any]]) -> np.ndarray:
         """

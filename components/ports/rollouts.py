@@ -19,8 +19,8 @@ class PromptBatch(Batch):
     """
     Prompts, padded on the right: `tokens` is int64 (rows, length), and `lengths`, int64 (rows,), counts their tokens.
 
-    `examples` are the data that the prompts come from, by row, for rewards. `end_ids` are the ids that end a row's
-    completion; if left out, the tokenizer's. A prompt of weight 0 is not scored.
+    `examples` are the data that the prompts come from, by row, for rewards. `end_ids` end a row's completion; if left
+    out, the tokenizer's do. A prompt of weight 0 is not scored.
     """
 
     tokens: Tensor = leaf("tokens")
@@ -72,7 +72,7 @@ class Prompts:
     end_ids: tuple[frozenset[int], ...] = ()
 
     def end_ids_by_row(self, tokenizer: Tokenizer) -> tuple[frozenset[int], ...]:
-        """Return the ids that end a row's completion, by row."""
+        """Return the ids at the end of a completion, by row."""
         return self.end_ids or (find_end_ids(tokenizer),) * len(self.keys)
 
 

@@ -64,7 +64,7 @@ def _list_vllm_reload_calls() -> list[ServerCall]:
 
 
 class _RowToComplete(NamedTuple):
-    """A request's prompt, its seed, and the ids that end its completion."""
+    """A request's prompt, its seed, and the end ids of its completion."""
 
     prompt: list[int]
     seed: int

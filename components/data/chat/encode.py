@@ -43,8 +43,8 @@ def encode_conversation(
     """
     Render and encode a conversation; turns with a weight above 0 are trained, answers with their end token.
 
-    Every text path calls this function or `encode_prompt_messages`. Raises ValueError for messages or tools that can't
-    be rendered without losing text.
+    Every text path calls this function or `encode_prompt_messages`. Raises ValueError for messages or tools with text
+    or values lost in the rendering.
     """
     check_messages(messages)
     tools = parse_tools(tools)

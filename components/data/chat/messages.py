@@ -1,5 +1,5 @@
 """
-Messages and tools of a line: the JSON that is accepted, and the form of content that a template reads.
+Messages and tools of a line: accepted JSON, and the form of content in a template's view.
 
 Templates read a message's content as a string, as a list of parts such as `{"type": "text", "text": "..."}`, or as
 both. With the other form, jinja2 drops the text or writes a Python list, and raises no error.
@@ -33,7 +33,7 @@ def parse_tools(tools: Any) -> Tools:
 
 
 def check_messages(messages: Sequence[Any]) -> None:
-    """Raise ValueError for a message that has no role, or neither text nor tool calls."""
+    """Raise ValueError for a message without a role, or with neither text nor tool calls."""
     for number, message in enumerate(messages, 1):
         if not (isinstance(message, dict) and isinstance(message.get("role"), str)):
             raise ValueError(f'turn {number} is not an object with a role; write {{"role": "user", "content": "..."}}')
@@ -65,7 +65,7 @@ def _find_tool_calls_fault(calls: Any) -> str | None:
 
 
 def get_tool_name(call: Any) -> Any:
-    """Return the name in a tool call, which may be under `function`; None if it has none."""
+    """Return the name in a tool call or its `function`; None if it has none."""
     function = call.get("function", call) if isinstance(call, dict) else None
     return function.get("name") if isinstance(function, dict) else None
 
@@ -84,7 +84,7 @@ def replace_text(messages: Sequence[Message], turn_index: int, text: str) -> lis
 
 
 def join_parts_unless_read(render: Render, messages: Sequence[Message]) -> Sequence[Message]:
-    """Return the messages, with a string in place of all parts that the template does not read as parts."""
+    """Return the messages, with a string in place of parts, unless the template reads parts."""
     lists = [index for index, message in enumerate(messages) if isinstance(message.get("content"), list)]
     if not lists:
         return messages
@@ -96,7 +96,7 @@ def join_parts_unless_read(render: Render, messages: Sequence[Message]) -> Seque
 
 
 def split_strings_read_as_parts(render: Render, messages: Sequence[Message], turns: Sequence[int]) -> list[Message]:
-    """Return the messages, with one part in place of the strings in `turns` that the template reads as parts only."""
+    """Return the messages, with one part in place of the strings in `turns`, if the template reads only parts."""
     changed = _find_turns_read_as_parts(render, messages, turns)
     return [
         {**message, "content": [{"type": "text", "text": get_text(message)}]} if index in changed else message

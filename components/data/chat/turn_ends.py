@@ -1,8 +1,8 @@
 """
 End tokens of answers.
 
-Most templates end an answer with a control token, such as `<|im_end|>`. In others (GLM-4, ChatGLM3, Hunyuan) the token
-that begins the next turn ends the answer: a model stops there, so the answer is trained up to this token, as by the
+Most templates end an answer with a control token, such as `<|im_end|>`. In others (GLM-4, ChatGLM3, Hunyuan) the next
+turn's first token ends the answer: a model stops there, so the answer is trained up to this token, as by the
 training templates of TRL. After a conversation's last answer, this is the token of a user's turn, or of a tool's after
 a tool call; without such a token it is the tokenizer's end token.
 """
@@ -26,9 +26,9 @@ def extend_answers_to_end_tokens(
     template: ChatTemplate, rendered: Rendered, tools: Tools, control_tokens: Sequence[str]
 ) -> Rendered:
     """
-    Return the conversation with every trained answer extended to the control token that ends it.
+    Return the conversation with every trained answer extended to its end token.
 
-    Text is added only after the last turn. Raises EarlierTurnError for an answer that no control token ends.
+    Text is added only after the last turn. Raises EarlierTurnError for an answer without an end token.
     """
     text, messages, end_weight = rendered.text, rendered.messages, 0.0
     spans: list[Span] = []
@@ -54,21 +54,21 @@ def extend_answers_to_end_tokens(
 
 def find_turn_end_ids(tokenizer: ChatTokenizer, template: ChatTemplate) -> frozenset[int]:
     """
-    Return the control tokens that end a template's answers and tool calls; empty if there are none.
+    Return the control tokens at the ends of a template's answers and tool calls; empty if there are none.
 
     Models trained on conversations predict these tokens, and stop.
     """
     nonce = secrets.token_hex(12)
     call = {"id": "call00000", "type": "function", "function": {"name": nonce, "arguments": {}}}
     answers = ({"role": "assistant", "content": nonce}, {"role": "assistant", "content": "", "tool_calls": [call]})
-    found = (_find_end_token(template, [QUESTION, answer], nonce, tokenizer.control_tokens) for answer in answers)
-    return frozenset(int(tokenizer.encode_with_control_tokens(token)[0]) for token in found if token)
+    tokens = (_find_end_token(template, [QUESTION, answer], nonce, tokenizer.control_tokens) for answer in answers)
+    return frozenset(int(tokenizer.encode_with_control_tokens(token)[0]) for token in tokens if token)
 
 
 def _find_end_token(
     template: ChatTemplate, messages: Sequence[Message], nonce: str, control_tokens: Sequence[str]
 ) -> str | None:
-    """Return the control token that ends the last message, which has the nonce; None if unknown."""
+    """Return the end token of the last message, whose text or call is the nonce; None if unknown."""
     try:
         (text,) = template.render([_make_request(messages, None)])
     except RenderError:  # a template may require more than a question and an answer
@@ -109,7 +109,7 @@ def _make_request(messages: Sequence[Message], tools: Tools) -> dict[str, Any]:
 
 
 def _get_control_token_at_end(text: str, control_tokens: Sequence[str]) -> str | None:
-    """Return the control token at the end of an answer's text; None for one that closes a part, such as `</think>`."""
+    """Return the control token at the end of an answer's text; None for the end of a part, such as `</think>`."""
     stripped = text.rstrip()
     token = max((token for token in control_tokens if stripped.endswith(token)), key=len, default=None)
     closes = token is not None and token.startswith("</") and f"<{token[2:]}" in stripped
@@ -117,7 +117,7 @@ def _get_control_token_at_end(text: str, control_tokens: Sequence[str]) -> str |
 
 
 def _match_control_token_after(begin: str, text: str, control_tokens: Sequence[str]) -> int | None:
-    """Return the end of the control token that follows `begin` and white space in a text; None without any."""
+    """Return the end of the control token after `begin` and white space in a text; None without any."""
     if not text.startswith(begin):
         return None
     alternatives = "|".join(map(re.escape, sorted(control_tokens, key=len, reverse=True))) or "(?!)"

@@ -33,7 +33,7 @@ MAX_QUOTED = 40
 
 
 class EarlierTurnError(ValueError):
-    """A turn that can't be trained with other turns after it, but possibly as the last one."""
+    """A turn unsuitable for training with other turns after it, but possibly suitable as the last one."""
 
 
 @attrs.frozen
@@ -51,7 +51,7 @@ class Rendered:
     """
     A conversation's text, with the spans to train, and the content spans, which the template did not write.
 
-    `messages` have their contents in the form that the template reads. `contents` is by message number, from 0; a
+    `messages` have their contents in the template's form. `contents` is by message number, from 0; a
     message whose content can't be located is absent. After the text, an end token is trained with weight `end_weight`.
     """
 
@@ -125,7 +125,7 @@ def _find_turn_span(
     """
     Return a turn's span, given the text rendered up to its beginning and to its end.
 
-    Raises EarlierTurnError, or ValueError if the turn does not continue the text that a model answers.
+    Raises EarlierTurnError, or ValueError if the turn does not continue the generation prompt.
     """
     if not text_through_turn.startswith(text_before_turn):
         same = next(

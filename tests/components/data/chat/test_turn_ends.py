@@ -100,5 +100,5 @@ def test_answers_and_tool_calls_end_with_the_trained_tokens(
     tokenizer: Any, template: ChatTemplate, ends: set[str]
 ) -> None:
     """The ids at which generation stops are the last trained ones."""
-    found = find_turn_end_ids(tokenizer, template)
-    assert {tokenizer.decode_with_control_tokens([token]) for token in found} == ends
+    ids = find_turn_end_ids(tokenizer, template)
+    assert {tokenizer.decode_with_control_tokens([token]) for token in ids} == ends
