@@ -9,7 +9,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 
 from drawloom.components.distributed.rng import create_generator
-from drawloom.components.ports.corpus import Tokenizer
+from drawloom.components.ports.corpus import Tokenizer, find_end_ids
 from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.model import TokenContext
 from drawloom.components.ports.pipeline import Predictor
@@ -117,7 +117,7 @@ class RunModel(TemplateLM):  # type: ignore[misc]
             model=self.predictor,
             pipeline=self.pipeline,
             generator=create_generator(self.seed, "sample"),
-            ends=frozenset({self.eot_token_id}),
+            ends=find_end_ids(self.tokens),
             context=self.context,
             temperature=generation_options.get("temperature", 1.0) if generation_options.get("do_sample") else 0.0,
             top_k=generation_options.get("top_k"),

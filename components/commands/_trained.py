@@ -20,6 +20,7 @@ from drawloom.components.checkpoint.reader import find_newest_valid_checkpoint, 
 from drawloom.components.checkpoint.remote import fetch_run
 from drawloom.components.commands._recipes import find_only_node
 from drawloom.components.export.hf_writer import read_exported_step
+from drawloom.components.ports.corpus import TokenCorpus
 from drawloom.components.ports.pipeline import Executor
 from drawloom.components.ports.run import FILES
 from drawloom.components.ports.stages import AveragedWeights, FrozenModel, Stages
@@ -75,11 +76,12 @@ def open_trained_run(
     Open a run with a checkpoint's weights in this process, and return the container and the checkpoint's step.
 
     Open the nodes that implement `ports`, and their dependencies, after applying `change` to the recipe; for the port
-    `every`, open all nodes. The run folder is only read, and the run may continue meanwhile.
+    `every`, open all nodes but corpora. The run folder is only read, and the run may continue meanwhile.
     """
     with replace_remote_run_by_local_copy(options):
         step, recipe, names, weights = _read_checkpoint_recipe_and_weights(project, options, (Stages, *ports), change)
-        others = [] if every is None else recipe.graph.implementers(every)
+        data = recipe.graph.implementers(TokenCorpus)  # a command need not have the run's data
+        others = [] if every is None else [name for name in recipe.graph.implementers(every) if name not in data]
         # A teacher or reference model is needed for a loss alone.
         unused = () if Executor in ports else recipe.graph.implementers(FrozenModel)
         with recipe.open([*names, *others], dict.fromkeys(unused)) as run:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from drawloom.components.commands._options import add_batch_size_option, convert_write_errors, parse_writable_path
 from drawloom.components.commands._trained import add_run_and_checkpoint_arguments, open_trained_run
-from drawloom.components.data.chat.template import ChatTemplate
+from drawloom.components.data.chat.template import ChatTemplate, create_chat_template
 from drawloom.components.data.feedback import encode_prompt_completion_row
 from drawloom.components.data.labelled_texts import encode_text_or_messages
 from drawloom.components.data.sources.rows import Line, read_json_lines_or_table_rows
@@ -64,8 +64,7 @@ def main(options: argparse.Namespace, project: Project) -> ScoreResult:
     written = []
     with open_trained_run(project, options, ProgramExecutor, ChatTokenizer, Scorer) as (run, step):
         tokenizer = run.get(ChatTokenizer)
-        text = options.template.read_text("utf-8") if options.template else tokenizer.chat_template
-        with closing(ChatTemplate(text, tokenizer.special_tokens_by_name)) as template:
+        with closing(create_chat_template(tokenizer, options.template)) as template:
             encoded = (
                 (line, _encode_line(tokenizer, line, template)) for line in read_json_lines_or_table_rows(options.paths)
             )

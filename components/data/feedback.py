@@ -6,10 +6,10 @@ from typing import Any, ClassVar
 import attrs
 import numpy as np
 
-from drawloom.components.data.chat.corpus import ChatCorpus, check_messages
-from drawloom.components.data.chat.encode import Encoded, encode_prompt_and_completion, encode_rendered_conversation
+from drawloom.components.data.chat.corpus import ChatCorpus
+from drawloom.components.data.chat.encode import Encoded, encode_conversation, encode_prompt_and_completion
+from drawloom.components.data.chat.messages import check_messages
 from drawloom.components.data.chat.template import ChatTemplate
-from drawloom.components.data.chat.turns import render_and_locate_turns
 from drawloom.components.ports.corpus import ChatTokenizer, Split
 from drawloom.graph import UserError, component
 
@@ -67,8 +67,7 @@ def encode_prompt_completion_row(tokenizer: ChatTokenizer, row: Mapping[str, Any
     messages = [*prompt, *completion]
     check_messages(messages)
     weights = [float(n >= len(prompt) and turn["role"] == "assistant") for n, turn in enumerate(messages)]
-    rendered = render_and_locate_turns(template, messages, weights, row.get("tools"))
-    return encode_rendered_conversation(tokenizer, rendered, messages, row.get("tools"))
+    return encode_conversation(tokenizer, template, messages, weights, row.get("tools"))
 
 
 def _find_answer_start(document: Encoded) -> int:

@@ -15,11 +15,14 @@ from drawloom.components.data.auto_tokenizer import (
     edit_config_until_transformers_ids_match,
     warn_if_transformers_ids_differ,
 )
-from drawloom.components.data.chat.template import read_chat_template_and_special_tokens
+from drawloom.components.data.chat.template import list_chat_template_files, read_chat_templates_and_special_tokens
 from drawloom.graph import UserError, component, setting
 
-COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-"""Other tokenizer files that transformers reads from the same folder."""
+COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json")
+"""Other tokenizer files that transformers reads from the same folder, beside chat templates."""
+
+MODEL_FILES = ("generation_config.json", "config.json")
+"""A model's files with one or several end tokens."""
 
 BYTE = re.compile("<0x[0-9A-F]{2}>")
 
@@ -86,18 +89,26 @@ class HuggingFaceTokenizer:
             )
         return int(token_id)
 
+    @cached_property
+    def end_ids(self) -> frozenset[int]:
+        """`eos_id`, and eos_token_id of `generation_config.json` and `config.json` beside the file."""
+        ends = {self.eos_id}
+        for name in MODEL_FILES:
+            ends |= read_eos_ids(self._tokenizer_file.parent / name)
+        return frozenset(end for end in ends if end < self.vocab_size)
+
     def encode(self, text: str) -> np.ndarray:
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
 
     @property
-    def chat_template(self) -> str | None:
-        """The template in `chat_template.jinja` or `tokenizer_config.json` beside the file."""
-        return read_chat_template_and_special_tokens(self._tokenizer_file.parent)[0]
+    def chat_templates(self) -> Mapping[str, str]:
+        """The templates in files or `tokenizer_config.json` beside the file, by name."""
+        return read_chat_templates_and_special_tokens(self._tokenizer_file.parent)[0]
 
     @property
     def special_tokens_by_name(self) -> Mapping[str, str]:
         """The special tokens in `tokenizer_config.json`, by name."""
-        return read_chat_template_and_special_tokens(self._tokenizer_file.parent)[1]
+        return read_chat_templates_and_special_tokens(self._tokenizer_file.parent)[1]
 
     @property
     def control_tokens(self) -> list[str]:
@@ -142,9 +153,16 @@ class HuggingFaceTokenizer:
         return table
 
     def list_input_files(self) -> dict[str, list[Path]]:
-        """Return the file and the companion files that transformers reads."""
-        companions = [self._tokenizer_file.parent / name for name in COMPANIONS]
-        return {"path": [self._tokenizer_file, *(path for path in companions if path.is_file())]}
+        """Return the file, the companion files that transformers reads, and files with end tokens."""
+        models = [self._tokenizer_file.parent / name for name in MODEL_FILES]
+        return {"path": [self._tokenizer_file, *self._companions, *(path for path in models if path.is_file())]}
+
+    @property
+    def _companions(self) -> list[Path]:
+        """Existing companion files, for transformers."""
+        folder = self._tokenizer_file.parent
+        files = [folder / name for name in COMPANIONS]
+        return [*(path for path in files if path.is_file()), *list_chat_template_files(folder)]
 
     def save(self, folder: Path) -> None:
         """
@@ -153,10 +171,11 @@ class HuggingFaceTokenizer:
 
         Logs a warning if transformers still returns other ids.
         """
-        source, *companions = self.list_input_files()["path"]
-        shutil.copyfile(source, folder / "tokenizer.json")
-        for path in companions:
-            shutil.copyfile(path, folder / path.name)
+        shutil.copyfile(self._tokenizer_file, folder / "tokenizer.json")
+        for path in self._companions:
+            copy = folder / path.relative_to(self._tokenizer_file.parent)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, copy)
         if not (folder / COMPANIONS[0]).is_file():
             config = {"tokenizer_class": CLASSES_OF_FILES[0], "eos_token": self._eos_token}
             (folder / COMPANIONS[0]).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
@@ -187,6 +206,16 @@ def read_eos_token(folder: Path) -> str | None:
         return None
     text = token.get("content") if isinstance(token, dict) else token  # transformers 4 writes an object
     return text if isinstance(text, str) else None
+
+
+def read_eos_ids(path: Path) -> set[int]:
+    """Return eos_token_id in a model's configuration file, one id or a list; empty without any."""
+    try:
+        config = json.loads(path.read_text("utf-8"))
+        ids = config.get("eos_token_id", config.get("text_config", {}).get("eos_token_id"))
+    except (OSError, ValueError, AttributeError):
+        return set()
+    return {end for end in (ids if isinstance(ids, list) else [ids]) if type(end) is int and end >= 0}
 
 
 def _is_byte_level(tokenizer: Any) -> bool:

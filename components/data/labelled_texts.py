@@ -5,10 +5,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from drawloom.components.data.chat.corpus import ChatCorpus, check_messages
-from drawloom.components.data.chat.encode import Encoded, encode_rendered_conversation
+from drawloom.components.data.chat.corpus import ChatCorpus
+from drawloom.components.data.chat.encode import Encoded, encode_conversation
 from drawloom.components.data.chat.template import ChatTemplate
-from drawloom.components.data.chat.turns import render_and_locate_turns
 from drawloom.components.ports.corpus import ChatTokenizer
 from drawloom.graph import component, setting
 
@@ -52,7 +51,5 @@ def encode_text_or_messages(tokenizer: ChatTokenizer, row: Mapping[str, Any], te
     if isinstance(text, str):
         return np.append(tokenizer.encode(text), np.int32(tokenizer.eos_id))
     if isinstance(messages, list):
-        check_messages(messages)
-        rendered = render_and_locate_turns(template, messages, [0.0] * len(messages), row.get("tools"))
-        return encode_rendered_conversation(tokenizer, rendered, messages, row.get("tools")).ids
+        return encode_conversation(tokenizer, template, messages, [0.0] * len(messages), row.get("tools")).ids
     raise ValueError(f"it has {', '.join(row) or 'no keys'}; write {FORMS}")

@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 import attrs
 import numpy as np
 
-from drawloom.components.data.chat.corpus import ChatCorpus, check_messages
-from drawloom.components.data.chat.encode import Encoded, encode_prompt_and_completion, encode_rendered_conversation
+from drawloom.components.data.chat.corpus import ChatCorpus
+from drawloom.components.data.chat.encode import Encoded, encode_conversation, encode_prompt_and_completion
+from drawloom.components.data.chat.messages import Message, check_messages
 from drawloom.components.data.chat.template import ChatTemplate
-from drawloom.components.data.chat.turns import Message, render_and_locate_turns
 from drawloom.graph import component
 
 MARGIN = "margin"
@@ -65,9 +65,7 @@ class Preferences(ChatCorpus):
         """Encode a conversation, with trained assistant turns after the prompt."""
         check_messages(messages)
         weights = [float(index >= prompt_turns and turn["role"] == "assistant") for index, turn in enumerate(messages)]
-        return encode_rendered_conversation(
-            self.tokenizer, render_and_locate_turns(template, messages, weights, tools), messages, tools
-        )
+        return encode_conversation(self.tokenizer, template, messages, weights, tools)
 
 
 def _are_messages_equal(pair: tuple[Message, Message]) -> bool:

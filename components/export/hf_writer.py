@@ -2,13 +2,14 @@
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from drawloom.components.distributed.process_group import SingleProcess
+from drawloom.components.export.generation_config import add_end_ids_to_generation_config
 from drawloom.components.export.origin import find_folder_with_unloaded_parts
 from drawloom.components.export.shard_writer import (
     loss_parameters_by_name,
@@ -67,15 +68,16 @@ def write_hugging_face_folder(
     max_shard: int = MAX_SHARD,
     dtype: torch.dtype | None = None,
     step: int | None = None,
+    end_ids: Collection[int] = (),
 ) -> None:
     """
     Write safetensors, `config.json` and the tokenizer files; the folder appears complete or not at all.
 
     The group's stages together form the model. All ranks call this, and exchange their parameters through `workspace`,
     a folder visible to all ranks, or through their machine's shared memory. `max_shard` is in bytes; without `dtype`
-    tensors keep their dtypes; `step` is the weights' step, if known. Adapters are merged into the
-    weights. With `head`, the folder is for AutoModelForSequenceClassification: the loss's head replaces the
-    language model's. Raises UserError if the stages are not the whole model or the target exists.
+    tensors keep their dtypes; `step` is the weights' step, if known; generation ends at `end_ids`, too. Adapters are
+    merged into the weights. With `head`, the folder is for AutoModelForSequenceClassification: the loss's head replaces
+    the language model's. Raises UserError if the stages are not the whole model or the target exists.
     """
     group = SingleProcess() if group is None else group
     config = model.hugging_face_config()
@@ -111,6 +113,8 @@ def write_hugging_face_folder(
             origin.copy_processor_files(folder)
         if tokenizer is not None:  # after the config, which determines the tokenizer class of transformers
             tokenizer.save(folder)
+        if head is None:
+            add_end_ids_to_generation_config(folder, end_ids)
         if step is not None:
             (folder / STATE).write_text(json.dumps({"global_step": step}) + "\n", "utf-8")
 

@@ -70,14 +70,29 @@ class Tokenizer(Protocol):
         ...
 
 
+@runtime_checkable
+class SeveralEnds(Protocol):
+    """A tokenizer with all ids at which its model ends a text."""
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """Ids at the end of a text, `eos_id` among them."""
+        ...
+
+
+def find_end_ids(tokenizer: Tokenizer) -> frozenset[int]:
+    """Return the ids at the end of a text: the tokenizer's `end_ids`, or its `eos_id`."""
+    return tokenizer.end_ids if isinstance(tokenizer, SeveralEnds) else frozenset({tokenizer.eos_id})
+
+
 @port
 @runtime_checkable
 class ChatTokenizer(Tokenizer, Protocol):
     """A tokenizer with control tokens, which separate messages in a chat template."""
 
     @property
-    def chat_template(self) -> str | None:
-        """The tokenizer's own template, in jinja2; None if it has no template."""
+    def chat_templates(self) -> Mapping[str, str]:
+        """The tokenizer's own templates, in jinja2, by name: `tool_use` is for requests with tools, else `default`."""
         ...
 
     @property
@@ -102,12 +117,23 @@ class ChatTokenizer(Tokenizer, Protocol):
 
 
 @port
+@runtime_checkable
+class EndsAnswers(Protocol):
+    """A reader of conversations with the ids at which an answer ends."""
+
+    @property
+    def answer_end_ids(self) -> frozenset[int]:
+        """Ids to end an answer: the ends of a text, and the chat template's; empty without conversations."""
+        ...
+
+
+@port
 class ChatPrompts(Protocol):
     """An encoder from conversations to prompts for an answer."""
 
     @property
     def answer_end_ids(self) -> frozenset[int]:
-        """Ids to end an answer. Raises UserError if the tokenizer has no chat template."""
+        """Ids to end an answer."""
         ...
 
     def encode_messages_as_prompt(self, messages: Sequence[Mapping[str, Any]]) -> np.ndarray:

@@ -183,10 +183,16 @@ def update_lock_and_log_changes(folder: Path, recipe: ResolvedRecipe, changes: l
 
 
 def copy_files(folder: Path, paths: Sequence[Path]) -> None:
-    """Copy files into the run folder, to make the run independent of the originals."""
+    """
+    Copy files into the run folder, to make the run independent of the originals.
+
+    A file in a folder beside the first file stays in such a folder.
+    """
     create_folder_unless_link(folder)
     for path in paths:
-        content, copy = path.read_bytes(), folder / path.name
+        inside = path.parent.parent == paths[0].parent
+        parent = create_folder_unless_link(folder / path.parent.name) if inside else folder
+        content, copy = path.read_bytes(), parent / path.name
         if _read_file_content(copy) != content:
             replace_file(copy, content)
 

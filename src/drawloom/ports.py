@@ -31,11 +31,14 @@ from drawloom.components.ports.corpus import (
     ChatTokenizer as ChatTokenizer,
     Corpus as Corpus,
     DocumentPart as DocumentPart,
+    EndsAnswers as EndsAnswers,
     KnownDocuments as KnownDocuments,
+    SeveralEnds as SeveralEnds,
     Split as Split,
     TokenCorpus as TokenCorpus,
     TokenDocuments as TokenDocuments,
     Tokenizer as Tokenizer,
+    find_end_ids as find_end_ids,
 )
 from drawloom.components.ports.data import (
     Collator as Collator,

@@ -12,7 +12,7 @@ from drawloom.components.data.bytes import Bytes
 from drawloom.components.phases.advantages import STD_FLOOR, Advantages, compute_group_advantages
 from drawloom.components.phases.evaluate_rewards import EvaluateRewards
 from drawloom.components.phases.policy_gradient import PolicyGradient
-from drawloom.components.phases.rollout import Rollout
+from drawloom.components.phases.rollout import Rollout, repeat_prompts
 from drawloom.components.ports.data import IGNORE_INDEX, TrainingData, ValidationData
 from drawloom.components.ports.pipeline import Executor
 from drawloom.components.ports.rollouts import Answer, Completions, PolicyBatch, PromptBatch, Prompts, Scored
@@ -203,6 +203,13 @@ def test_scaled_advantages_are_those_of_grpo() -> None:
     rewards = torch.rand(4, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     expected = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + STD_FLOOR)
     torch.testing.assert_close(compute_group_advantages(rewards.flatten(), 5, "mean", "std")[0], expected.flatten())
+
+
+def test_completions_of_a_prompt_have_its_end_ids() -> None:
+    """Every completion in a group ends where its prompt's answers end."""
+    ends = (frozenset({1, END}), frozenset({END}))
+    repeated = repeat_prompts(prompts_of("a", "b").evolve(end_ids=ends), [0, 1], 2)
+    assert repeated.end_ids == (ends[0], ends[0], ends[1], ends[1])
 
 
 def test_equal_groups_are_dropped_on_demand() -> None:
