@@ -102,7 +102,7 @@ class Connections:
                 return original(work, *arguments)
             return self.call_until_broken(lambda: original(work), STUCK_AFTER)
 
-        WORK.wait = wait  # FSDP2 has no argument for it
+        WORK.wait = wait  # DTensors have no argument for it
         try:
             yield
         finally:

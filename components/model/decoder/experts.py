@@ -61,7 +61,6 @@ class SparseMoeBlock(nn.Module):
         """
         chosen, probabilities = self.get_submodule(self.spec.router)(hidden, context.weights, context.padding)
         choices, scale = (tensor.flatten(0, -2) for tensor in (chosen, probabilities))
-        # The view of the experts' output is made here, since FSDP warns of modules that return views.
         mixed: Tensor = self.experts(hidden, choices, scale).view_as(hidden)
         if not self.spec.shared_expert_width:
             return mixed
