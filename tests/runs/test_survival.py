@@ -76,6 +76,16 @@ def test_hanging_ranks_and_a_loss_while_groups_are_made_are_survived(folder: Pat
     assert_same_trajectory(folder)
 
 
+def test_a_stop_is_not_forgotten_if_a_process_is_lost_in_the_same_step(folder: Path) -> None:
+    """Rank 1 receives SIGTERM, and rank 0 dies; the others repeat the step, save it, and exit with 143."""
+    deaths: Deaths = {0: ("forward_backward", 3), 1: ("forward_backward", 3, "terminated")}
+    failures, outcomes = survive(folder, 3, deaths)
+    assert failures == {0: "died with exit code -9"}
+    assert [outcome.code for outcome in outcomes.values()] == [143, 143], outcomes
+    assert [row["step"] for row in rows(folder / "runs/tiny")] == [1, 2, 3]
+    assert (folder / "runs/tiny/checkpoints/step-3").is_dir()
+
+
 def _run_and_wait_long(folder: Path, words: tuple[str, ...]) -> Outcome:
     """Run a process; rank 0 is killed, and rank 1 waits for the end of its process for six seconds."""
     if os.environ["RANK"] == "1":

@@ -53,6 +53,7 @@ FAULTS: dict[str, Callable[[], object]] = {
     "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "stuck": lambda: time.sleep(60),
+    "terminated": lambda: os.kill(os.getpid(), signal.SIGTERM),
 }
 
 Deaths = Mapping[int, tuple[str, int] | tuple[str, int, str]]
