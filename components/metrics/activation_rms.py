@@ -64,6 +64,9 @@ class ActivationRms:
         """Sums of squares and element counts, by layer."""
         return {"sums": Accumulator(shape=(len(self._layers), 2), scope="activations")}
 
+    def forget_passes(self) -> None:
+        self._sums.zero_()
+
     def measure_on_rank(self, step: Step) -> Mapping[str, Tensor]:
         """Return sums of squares and counts over the forward passes since the last step: float64 (layers, 2)."""
         sums = self._sums.clone()

@@ -66,6 +66,9 @@ class ExpertLoad:
         """Token counts by expert, the entropy sum and the token count, by layer."""
         return {"sums": Accumulator(shape=(len(self._names), self._experts + 2), scope="activations")}
 
+    def forget_passes(self) -> None:
+        self._sums.zero_()
+
     def measure_on_rank(self, step: Step) -> Mapping[str, Tensor]:
         """Return sums over the forward passes since the last step: float64 (layers, experts + 2)."""
         sums = self._sums.clone()

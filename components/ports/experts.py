@@ -200,6 +200,19 @@ class Dispatcher(Protocol):
         ...
 
 
+@port
+class RowLimit(Protocol):
+    """A dispatcher with room for a limited number of rows, which come without being counted first."""
+
+    def grow_if_rows_were_dropped(self) -> bool:
+        """
+        Return whether passes had more rows than room on any rank, and make room for them. A collective.
+
+        The gradients of such passes are wrong; they are not finite.
+        """
+        ...
+
+
 @runtime_checkable
 class ExpertParallelDispatcher(Protocol):
     """A dispatcher between ranks along the mesh dimension `expert`."""

@@ -17,6 +17,7 @@ from drawloom.components.ports.data import IGNORE_INDEX, TrainingData, Validatio
 from drawloom.components.ports.pipeline import Executor
 from drawloom.components.ports.rollouts import Answer, Completions, PolicyBatch, PromptBatch, Prompts, Scored
 from drawloom.components.ports.run import Batching, Events, Step
+from drawloom.components.ports.stages import SpreadParameters
 from drawloom.graph import Ordered, UserError
 from drawloom.graph.project import Recipe
 from drawloom.graph.testing import fake
@@ -270,7 +271,8 @@ def test_the_policy_gradient_is_of_the_step_s_batches() -> None:
     """The executor trains on the state from earlier phases."""
     seen: list[Any] = []
     step = Step(1, 1)
-    PolicyGradient(executor=fake(Executor, run_forward_and_backward=seen.append)).run_phase(step)
+    executor = fake(Executor, run_forward_and_backward=seen.append)
+    PolicyGradient(executor=executor, parameters=fake(SpreadParameters)).run_phase(step)
     assert seen == [step.state]
 
 
