@@ -66,6 +66,15 @@ class Transformers:
                 yield node.warning("path", text, f'write use = "model.auto", or use = "{native}"')
 
     @classmethod
+    def has_sequence_classifier(cls, node: Any) -> bool:
+        from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+
+        with suppress(UserError):  # reported elsewhere
+            kind = read_config_json(locate_config_json(node.settings["path"])).get("model_type")
+            return kind in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+        return True
+
+    @classmethod
     def find_tensor_parallel_faults(cls, node: Any, ranks: int) -> Iterator[str]:
         yield "model.transformers can't partition its layers over ranks"
 

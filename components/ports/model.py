@@ -302,7 +302,7 @@ class LanguageModel(Model, Protocol):
         ...
 
     def hugging_face_config(self) -> dict[str, Any]:
-        """Return the equivalent model's `config.json`."""
+        """Return the equivalent model's `config.json`, in which token ids may be null."""
         ...
 
     def hugging_face_mapper(self) -> Mapper:
@@ -312,13 +312,14 @@ class LanguageModel(Model, Protocol):
 
 @runtime_checkable
 class KeepsConfig(Protocol):
-    """A language model that may be a part of a larger model in a folder."""
+    """A language model that may replace the one in a folder, or the text part of a larger model in a folder."""
 
-    def build_updated_folder_config(self, path: Path) -> dict[str, Any]:
+    def build_updated_folder_config(self, path: Path, text_only: bool = False) -> dict[str, Any]:
         """
-        Return the `config.json` of a folder with this model in place of the old one.
+        Return the `config.json` of a folder with this language model in place of the old one.
 
-        It is unchanged if both models are equal. Raises UserError if it is not a config of the model's family.
+        It is unchanged if both models are equal. With `text_only` it leaves out the other parts of a larger model.
+        Raises UserError if it is not a config of the model's family.
         """
         ...
 
@@ -373,6 +374,16 @@ class UncastParameters(Protocol):
 
     def uncast_parameter_patterns(self) -> Sequence[str]:
         """Return name patterns (fnmatch) for parameters without a cast to the compute dtype."""
+        ...
+
+
+@runtime_checkable
+class ClassifiableModel(Protocol):
+    """A model class that knows whether transformers has a sequence classifier for it."""
+
+    @classmethod
+    def has_sequence_classifier(cls, node: Any) -> bool:
+        """Return whether AutoModelForSequenceClassification loads an export of a node's model."""
         ...
 
 

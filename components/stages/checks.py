@@ -12,10 +12,18 @@ from drawloom.components.parallel.dimensions import DIMENSIONS
 from drawloom.components.parallel.pipeline import build_schedule_or_none
 from drawloom.components.pipeline.program.recomputation import describe_recompute_policies
 from drawloom.components.ports.distributed import PerDimension
-from drawloom.components.ports.pipeline import OuterLayersSchedule, PartitioningSchedule, embeds_on_every_rank
+from drawloom.components.ports.model import Model, PretrainedModel
+from drawloom.components.ports.pipeline import (
+    Loss,
+    OuterLayersSchedule,
+    PartitioningSchedule,
+    SequenceHead,
+    embeds_on_every_rank,
+)
 from drawloom.components.ports.program import Program
 from drawloom.components.ports.stages import Recompute
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
+from drawloom.components.weights.heads import check_language_model_head
 from drawloom.graph import Problem, UserError
 from drawloom.graph.wiring.node import NodeView
 
@@ -28,6 +36,18 @@ def find_stage_nodes(stages: NodeView) -> StageNodes | None:
     return StageNodes(
         stages=stages, mesh=mesh, model=stages.neighbour("model"), precision=stages.neighbour("precision")
     )
+
+
+def check_initial_folder(weights: Path | None, model: Model, loss: Loss | None) -> None:
+    """Raise UserError if `weights` can't be read, or if the initial weights lack the head that the loss uses."""
+    try:
+        if weights is not None:
+            open_safetensors_folder(weights)
+        folder = weights or (model.initial_weights if isinstance(model, PretrainedModel) else None)
+        if folder is not None and not isinstance(loss, SequenceHead):
+            check_language_model_head(folder)
+    except UserError as error:
+        raise UserError(f"weights: {error}") from error
 
 
 def warn_narrowed_weights(stages: NodeView) -> Iterator[Problem]:

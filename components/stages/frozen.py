@@ -16,9 +16,8 @@ from drawloom.components.ports.model import BatchContext, Finish, LayerRange, Mo
 from drawloom.components.ports.pipeline import Schedule
 from drawloom.components.ports.run import RunInfo
 from drawloom.components.ports.stages import ForwardStages
-from drawloom.components.stages.checks import find_stage_nodes
+from drawloom.components.stages.checks import check_initial_folder, find_stage_nodes
 from drawloom.components.stages.materialized import FROZEN, MaterializedStages
-from drawloom.components.storage.safetensors.reader import open_safetensors_folder
 from drawloom.graph import Problem, UserError, component, setting
 from drawloom.graph.wiring.node import NodeView
 
@@ -60,12 +59,8 @@ class FrozenStages:
                     yield from dimension.check(nodes)
 
     def check_before_open(self) -> None:
-        """Raise UserError if `weights` is not a folder of readable safetensors files."""
-        if self.weights is not None:
-            try:
-                open_safetensors_folder(self.weights)
-            except UserError as error:
-                raise UserError(f"weights: {error}") from error
+        """Raise UserError if `weights` is not a folder of readable safetensors files, or the weights have no head."""
+        check_initial_folder(self.weights, self.model, None)
 
     def open(self) -> None:
         """Build and partition this rank's stages, and load their weights."""

@@ -145,6 +145,7 @@ from drawloom.components.ports.model import (
     BufferOwner as BufferOwner,
     is_batch_invariant as is_batch_invariant,
     ContextParallelModel as ContextParallelModel,
+    ClassifiableModel as ClassifiableModel,
     ExpertModel as ExpertModel,
     Finish as Finish,
     Head as Head,
