@@ -1,7 +1,6 @@
 """write a teacher's likeliest next tokens for the rows of a recipe's data"""
 
 import argparse
-import json
 import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -26,7 +25,7 @@ from drawloom.components.ports.stages import LoadedStages
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.components.weights.token_ids import TokenIds, compare_folder_ids, read_tokenizer_ids
 from drawloom.graph import UserError
-from drawloom.graph.cli.result import Result, output, output_class
+from drawloom.graph.cli.result import Result, dump_json, output, output_class
 from drawloom.graph.project import Project, Recipe
 
 MAX_CHUNK_LOGITS = 2**26
@@ -89,7 +88,7 @@ def main(options: argparse.Namespace, project: Project) -> TeacherResult:
                         logps.write(row_logps.tobytes())
             identity = {"rows": rows.identity(), "tokenizer": known_ids and known_ids.fingerprint}
             manifest = {**identity, "length": rows.length, "top_k": options.top_k}
-            replace_file(options.to / MANIFEST, json.dumps(manifest, indent=1).encode())
+            replace_file(options.to / MANIFEST, dump_json(manifest).encode())
     return TeacherResult(options.to, counts, options.top_k)
 
 
