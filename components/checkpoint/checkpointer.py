@@ -49,7 +49,7 @@ class PendingSave:
 @component(reads=("weights", "loss?", "validation_loss?", "skip?"), impact="safe")
 class Checkpointer:
     """
-    Checkpointer for all stateful nodes at a cadence and after the last step; restores the newest valid checkpoint.
+    Checkpointer for all stateful nodes at a cadence; restores the newest valid checkpoint.
 
     With `staging`, a copy is written while training continues; otherwise training waits for the disk. Training
     continues after an I/O error, up to `failures` consecutive failed saves. If the run survives losses, the newest
@@ -69,7 +69,9 @@ class Checkpointer:
     recipe: ResolvedRecipe
     staging: Stager | None = None
     every: Cadence = setting(
-        default="last", check=describe_cadence_fault, doc="steps between checkpoints; the last step is always saved"
+        default="last",
+        check=describe_cadence_fault,
+        doc="steps between checkpoints, the last step included; 'last': only there; 'never': none, without disk space",
     )
     keep: int = setting(default=3, check=at_least(1), doc="how many of the newest checkpoints to keep")
     keep_every: int | None = setting(
@@ -147,20 +149,24 @@ class Checkpointer:
 
     def saves_after(self, step: Step) -> bool:
         """
-        Return whether `run_phase` saves a step: at the cadence and at the last step, unless the run goes back.
+        Return whether `run_phase` saves a step: at the cadence, which has the last step, unless the run goes back.
 
         A save that was interrupted by a loss is made after the next step.
         """
-        return not step.goes_back and (step.is_last or is_due(self.every, step) or self._is_save_overdue)
+        return not step.goes_back and (is_due(self.every, step) or self._is_save_overdue)
 
-    def save(self, step: Step) -> None:
+    def save(self, step: Step) -> bool:
         """
         Commit a step's checkpoint, unless it is already committed, and wait for it. All ranks call this.
 
+        Returns False, and does nothing, if `every` is "never".
         Raises UserError on every rank if the save fails on any rank; earlier checkpoints are unchanged.
         """
+        if self.every == "never":
+            return False
         self._stage_and_start_write(step)
         self._wait_for_pending_save(required=True)
+        return True
 
     def wait_until_staged(self) -> None:
         """Wait until the stager has copied the state, which may change from then on."""
@@ -208,7 +214,8 @@ class Checkpointer:
                 "no newer step is complete in the remaining ranks' memory; the run continues from %s", start
             )
         self._saved = loaded.manifest.step if loaded else 0
-        self._check_free_disk_space_on_all_ranks(loaded.manifest.total_file_bytes if loaded else 0)
+        if self.every != "never":
+            self._check_free_disk_space_on_all_ranks(loaded.manifest.total_file_bytes if loaded else 0)
         return self._saved
 
     def recorded_step_values(self) -> Iterator[tuple[int, Mapping[str, float | None]]]:

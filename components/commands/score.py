@@ -1,7 +1,6 @@
 """score answers with a run's reward model, or texts with its classifier"""
 
 import argparse
-import json
 from collections.abc import Sequence
 from contextlib import closing
 from itertools import islice
@@ -23,7 +22,7 @@ from drawloom.components.ports.model import Head, TokenContext
 from drawloom.components.ports.pipeline import Scorer
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import UserError
-from drawloom.graph.cli.result import Result, output, output_class
+from drawloom.graph.cli.result import Result, dump_json_line, output, output_class
 from drawloom.graph.project import Project
 
 
@@ -78,7 +77,7 @@ def main(options: argparse.Namespace, project: Project) -> ScoreResult:
                     for (line, _), row in zip(batch, scores, strict=True)
                 ]
     with convert_write_errors(options.to):
-        replace_file(options.to, "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in written).encode())
+        replace_file(options.to, "".join(f"{dump_json_line(row)}\n" for row in written).encode())
     return ScoreResult(options.run_folder, step, options.to, len(written))
 
 

@@ -56,6 +56,9 @@ class Preferences(ChatCorpus):
             [self._encode_conversation(side, shared, tools, template) for side in sides], row
         )
 
+    def select_ids_that_decide_split(self, row: Mapping[str, Any], documents: Sequence[Encoded]) -> np.ndarray:
+        return select_prompt_ids(row, documents)
+
     def format_nothing_trained_error(self) -> str:
         return f"no line has two different answers to compare; write {FORMS}"
 
@@ -66,6 +69,18 @@ class Preferences(ChatCorpus):
         check_messages(messages)
         weights = [float(index >= prompt_turns and turn["role"] == "assistant") for index, turn in enumerate(messages)]
         return encode_conversation(self.tokenizer, template, messages, weights, tools)
+
+
+def select_prompt_ids(row: Mapping[str, Any], documents: Sequence[Encoded]) -> np.ndarray:
+    """Return the ids before the first document's answer (ids,), or without a prompt all documents' ids."""
+    if row.get("prompt") == "":
+        return np.concatenate([document.ids for document in documents])
+    return documents[0].ids[: find_answer_start(documents[0])]
+
+
+def find_answer_start(document: Encoded) -> int:
+    """Return the index of the first trained token, at least 1, because nothing predicts the first token."""
+    return 1 + int(np.argmax(document.weights[1:] > 0))
 
 
 def _are_messages_equal(pair: tuple[Message, Message]) -> bool:

@@ -182,7 +182,7 @@ class SchemaResult(Result):
 
 def format_schema(schema: Mapping[str, Any]) -> str:
     """Return a schema as JSON for people: with all letters as they are."""
-    return json.dumps(schema, indent=1, ensure_ascii=False)
+    return json.dumps(schema, indent=1, ensure_ascii=False, allow_nan=False)
 
 
 @output_class

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import attrs
+import numpy as np
 
 from drawloom.components.data.chat.encode import Encoded
 from drawloom.components.data.chat.messages import Message
@@ -65,6 +66,10 @@ class ChatCorpus:
         """Return a split's documents, given its lines' documents: unchanged here, while subclasses may add some."""
         return documents
 
+    def select_ids_that_decide_split(self, row: Mapping[str, Any], documents: Sequence[Encoded]) -> np.ndarray:
+        """Return the ids that a line shares only with lines in its split (ids,): here all ids of its documents."""
+        return np.concatenate([document.ids for document in documents])
+
     def check_before_open(self) -> None:
         """
         Encode the first line. Raises UserError for a glob without a file, a malformed line, or a missing
@@ -80,7 +85,9 @@ class ChatCorpus:
         rows: dict[Split, list[Encoded]] = {"train": [], "validation": []}
         for line, kept in self.encode_trained_documents_by_line():
             self._untrained += not kept
-            rows[choose_split(line.key, self.validation_fraction)] += kept
+            if kept:
+                ids = self.select_ids_that_decide_split(line.row, kept)
+                rows[choose_split(ids.astype(np.int64).tobytes(), self.validation_fraction)] += kept
         if not any(rows.values()):
             raise UserError(f"paths: {self.format_nothing_trained_error()}")
         self._splits = {

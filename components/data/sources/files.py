@@ -28,7 +28,7 @@ class File:
     """
     Corpus file.
 
-    `name`, the path below the glob's first wildcard, determines its position and split; `version` changes with
+    `name`, the path below the glob's first wildcard, determines its position; `version` changes with
     its content.
     """
 

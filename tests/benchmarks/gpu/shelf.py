@@ -21,13 +21,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 GPUS = torch.cuda.device_count()
 STEPS = 6
 STEPS_ONLY = """
-unset = ["trainer.checkpointer"]
-
-[trainer]
-on_finish = []
-
-[edit.trainer.phases]
-remove = ["@checkpoint", "@evaluate"]
+checkpoint.every = "never"
+evaluate.every = "never"
+trainer.on_finish = []
 """
 """Overlay without checkpoints, which have some 100 GB, and would take longer than the steps."""
 
