@@ -36,6 +36,8 @@ from drawloom.components.ports.corpus import (
     TokenCorpus as TokenCorpus,
     TokenDocuments as TokenDocuments,
     Tokenizer as Tokenizer,
+    complete_document as complete_document,
+    complete_prompt as complete_prompt,
 )
 from drawloom.components.ports.data import (
     Collator as Collator,
