@@ -8,7 +8,7 @@ import numpy as np
 from drawloom.components.data.chat.corpus import ChatCorpus
 from drawloom.components.data.chat.encode import Encoded, encode_conversation
 from drawloom.components.data.chat.template import ChatTemplate
-from drawloom.components.ports.corpus import ChatTokenizer
+from drawloom.components.ports.corpus import ChatTokenizer, complete_document
 from drawloom.graph import component, setting
 
 FORMS = '{"text": ..., "label": ...}, or messages in place of the text'
@@ -49,7 +49,7 @@ def encode_text_or_messages(tokenizer: ChatTokenizer, row: Mapping[str, Any], te
     """Return the ids of a line's text or messages, int32 (tokens,). Raises ValueError for a malformed line."""
     text, messages = row.get("text"), row.get("messages")
     if isinstance(text, str):
-        return np.append(tokenizer.encode(text), np.int32(tokenizer.eos_id))
+        return complete_document(tokenizer, tokenizer.encode(text))
     if isinstance(messages, list):
         return encode_conversation(tokenizer, template, messages, [0.0] * len(messages), row.get("tools")).ids
     raise ValueError(f"it has {', '.join(row) or 'no keys'}; write {FORMS}")

@@ -8,7 +8,7 @@ import torch
 
 from drawloom.components.data.chat.encode import encode_prompt_messages
 from drawloom.components.data.chat.prompt_renderer import PromptRenderer
-from drawloom.components.ports.corpus import ChatTokenizer, find_end_ids
+from drawloom.components.ports.corpus import ChatTokenizer, complete_prompt, find_end_ids
 from drawloom.components.ports.data import Example
 from drawloom.components.ports.rollouts import PromptBatch
 from drawloom.components.state.batch import Batch
@@ -48,6 +48,8 @@ class PromptCollator(PromptRenderer):
         prompt = example.get("prompt")
         if isinstance(prompt, str):
             ids = self.tokenizer.encode(prompt)
+            if len(ids):
+                ids = complete_prompt(self.tokenizer, ids)
         elif isinstance(prompt, list):
             ids = self._encode_prompt_messages(prompt, example.get("tools"))
         else:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from drawloom.components.data.store.shard import choose_id_dtype
-from drawloom.components.ports.corpus import Corpus, DocumentPart, Split, Tokenizer
+from drawloom.components.ports.corpus import Corpus, DocumentPart, Split, Tokenizer, complete_document
 
 
 @attrs.frozen(eq=False)
@@ -87,8 +87,7 @@ class TokenArrays:
 
 
 def tokenize_split(corpus: Corpus, tokenizer: Tokenizer, split: Split) -> TokenArrays:
-    """Tokenize a split's documents, and append end tokens; empty documents are dropped."""
-    end = np.array([tokenizer.eos_id], np.int32)
+    """Tokenize a split's documents; empty documents are dropped."""
     encoded = (tokenizer.encode(text) for text in corpus.documents(split))
-    documents = (np.concatenate([ids, end]) for ids in encoded if len(ids))
+    documents = (complete_document(tokenizer, ids) for ids in encoded if len(ids))
     return TokenArrays.concatenate(documents, choose_id_dtype(tokenizer.vocab_size), name=f"{split} document")

@@ -41,8 +41,18 @@ class Tokenizer(Protocol):
         """End-of-document token id."""
         ...
 
+    @property
+    def prefix_ids(self) -> Sequence[int]:
+        """Ids before the text of documents and prompts, such as a BOS token; often none."""
+        ...
+
+    @property
+    def suffix_ids(self) -> Sequence[int]:
+        """Ids between a document's text and its `eos_id`; rarely any."""
+        ...
+
     def encode(self, text: str) -> np.ndarray:
-        """Encode a text as ids, int32 (tokens,), without `eos_id`."""
+        """Encode a text as ids, int32 (tokens,), without `prefix_ids`, `suffix_ids` and `eos_id`."""
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -83,6 +93,22 @@ class SeveralEnds(Protocol):
 def find_end_ids(tokenizer: Tokenizer) -> frozenset[int]:
     """Return the ids at the end of a text: the tokenizer's `end_ids`, or its `eos_id`."""
     return tokenizer.end_ids if isinstance(tokenizer, SeveralEnds) else frozenset({tokenizer.eos_id})
+
+
+def complete_prompt(tokenizer: Tokenizer, ids: np.ndarray) -> np.ndarray:
+    """
+    Return a prompt, int32 (tokens,), from the ids of a text to continue: `prefix_ids` and the text.
+
+    A prompt without a token would begin like a document after another one: it is `eos_id`.
+    """
+    prompt = np.concatenate([np.array(tokenizer.prefix_ids, np.int32), ids])
+    return prompt if len(prompt) else np.array([tokenizer.eos_id], np.int32)
+
+
+def complete_document(tokenizer: Tokenizer, ids: np.ndarray) -> np.ndarray:
+    """Return a document, int32 (tokens,), from its text's ids: `prefix_ids`, the text, `suffix_ids` and `eos_id`."""
+    end = [*tokenizer.suffix_ids, tokenizer.eos_id]
+    return np.concatenate([np.array(tokenizer.prefix_ids, np.int32), ids, np.array(end, np.int32)])
 
 
 @port

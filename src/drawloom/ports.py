@@ -38,6 +38,8 @@ from drawloom.components.ports.corpus import (
     TokenCorpus as TokenCorpus,
     TokenDocuments as TokenDocuments,
     Tokenizer as Tokenizer,
+    complete_document as complete_document,
+    complete_prompt as complete_prompt,
     find_end_ids as find_end_ids,
 )
 from drawloom.components.ports.data import (

@@ -13,7 +13,7 @@ from drawloom.components.data.chat.messages import Tools, check_messages, get_te
 from drawloom.components.data.chat.template import ChatTemplate
 from drawloom.components.data.chat.turn_ends import extend_answers_to_end_tokens
 from drawloom.components.data.chat.turns import Rendered, render_and_locate_turns
-from drawloom.components.ports.corpus import ChatTokenizer
+from drawloom.components.ports.corpus import ChatTokenizer, complete_document
 
 
 @attrs.frozen
@@ -127,10 +127,11 @@ def _find_forged_control_spans(control: re.Pattern[str], rendered: Rendered, too
 
 def encode_prompt_and_completion(tokenizer: ChatTokenizer, prompt: str, completion: str) -> Encoded:
     """
-    Encode a prompt, its completion, both plain text, and the end token; the completion and the end token are
-    trained.
+    Encode a prompt and its completion, both plain text, as a document; the completion and the end are trained.
     """
-    prompt_ids, completion_ids = tokenizer.encode(prompt), tokenizer.encode(completion)
-    ids = np.concatenate([prompt_ids, completion_ids, np.array([tokenizer.eos_id], np.int32)])
-    weights = np.concatenate([np.zeros(len(prompt_ids), np.float32), np.ones(len(completion_ids) + 1, np.float32)])
-    return Encoded(ids, weights, not np.array_equal(tokenizer.encode(prompt + completion), ids[:-1]))
+    prompt_ids = tokenizer.encode(prompt)
+    text_ids = np.concatenate([prompt_ids, tokenizer.encode(completion)])
+    ids = complete_document(tokenizer, text_ids)
+    weights = np.ones(len(ids), np.float32)
+    weights[: len(tokenizer.prefix_ids) + len(prompt_ids)] = 0.0
+    return Encoded(ids, weights, not np.array_equal(tokenizer.encode(prompt + completion), text_ids))
