@@ -20,7 +20,7 @@ BOTH = CHATML.replace(
 FIELDS = TOOLS.replace(
     "(message.content or '')", "(message.content or '') + (message.reasoning_content or '') ~ message.name"
 )
-CALL = {"type": "function", "function": {"name": "find", "arguments": {"q": [1, None, "é"]}}}
+CALL: dict[str, Any] = {"type": "function", "function": {"name": "find", "arguments": {"q": [1, None, "é"]}}}
 TOOL = {"type": "function", "function": {"name": "find", "parameters": {"é": 1.5}}}
 
 
