@@ -4,9 +4,9 @@ import argparse
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import tomli
 
@@ -229,6 +229,29 @@ def _remove_initial_weight_settings(data: dict[str, Any], stages: dict[str, Any]
         model["weights"] = False
     if not stages.get("adapters") and stages["use"] == "stages.materialized":
         stages.pop("weights", None)  # the initial weights are not needed, and may be gone
+
+
+def find_base_folder_of_run(run_folder: Path) -> Path | None:
+    """Return the folder of the initial weights in a run's recipe; None if they were random."""
+    data: dict[str, Any] = tomli.loads(_read_text(run_folder / LOCK))
+    for node in data.values():
+        if isinstance(node, dict) and node.get("use") == "stages.materialized":
+            model = node.get("model")
+            model = model if isinstance(model, dict) else data.get(str(model).removeprefix("@"), {})
+            own = model.get("path") if model.get("use") in FOLDER_MODELS and model.get("weights", True) else None
+            folder = node.get("weights") or own
+            return None if folder is None else Path(folder)
+    return None
+
+
+T = TypeVar("T")
+
+
+def get_if_any(run: Container, port: Callable[..., T]) -> T | None:
+    """Return the only open object that implements a port; None if there is none, as for a model without tokens."""
+    with suppress(LookupError):
+        return run.get(port)
+    return None
 
 
 def _point_path_to_copy(data: dict[str, Any], copies: Path) -> None:

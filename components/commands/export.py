@@ -3,7 +3,12 @@
 import argparse
 from pathlib import Path
 
-from drawloom.components.commands._trained import add_run_and_checkpoint_arguments, open_trained_run
+from drawloom.components.commands._trained import (
+    add_run_and_checkpoint_arguments,
+    find_base_folder_of_run,
+    get_if_any,
+    open_trained_run,
+)
 from drawloom.components.export.hf_writer import write_hugging_face_folder
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.model import LanguageModel
@@ -33,9 +38,15 @@ class ExportResult(Result):
 
 def main(options: argparse.Namespace, project: Project) -> ExportResult:
     """Export the weights."""
-    with open_trained_run(project, options, LanguageModel, Stages, Tokenizer, Loss) as (run, step):
+    with open_trained_run(project, options, LanguageModel, Stages, Loss, every=Tokenizer) as (run, step):
         loss = run.get(Loss)
-        head = loss if isinstance(loss, SequenceHead) else None
-        stages, tokenizer = run.get(Stages), run.get(Tokenizer)
-        write_hugging_face_folder(options.to, run.get(LanguageModel), stages, tokenizer, head=head, step=step)
+        write_hugging_face_folder(
+            options.to,
+            run.get(LanguageModel),
+            run.get(Stages),
+            get_if_any(run, Tokenizer),
+            head=loss if isinstance(loss, SequenceHead) else None,
+            base=find_base_folder_of_run(options.run_folder),
+            step=step,
+        )
     return ExportResult(options.to, step)
