@@ -12,7 +12,7 @@ from drawloom.components.data.packing.packed_rows import check_rows_are_unchange
 from drawloom.components.data.record import compute_row_digests
 from drawloom.components.ports.corpus import Split
 from drawloom.components.ports.data import MAX_LENGTH, Collator, Example, Examples, TokenBatch
-from drawloom.components.ports.model import LanguageModel
+from drawloom.components.ports.model import LanguageModel, find_length_fault
 from drawloom.components.state.batch import Batch
 from drawloom.graph import Every, ResolvedRecipe, UserError, between, component, setting
 
@@ -56,6 +56,8 @@ class Collated:
             counts = [self._count_example_tokens(split, index) for index in range(len(self._splits[split]))]
             longest, self._tokens[split] = max([longest, *counts]), sum(counts)
         self.length = min(-(-longest // self.multiple) * self.multiple, self.max_length)
+        if fault := find_length_fault(self.models, self.length):
+            raise UserError(f"examples: {fault}")
         warn_of_long_texts(longest, self.models)
 
     def close(self) -> None:

@@ -135,13 +135,15 @@ class _CombinedSource:
         return (self.folder if name in self.carried else self.own).tensor(name)
 
 
-def find_base_folder(model: LanguageModel, stages: Stages, group: Group, text_only: bool) -> BaseFolder | None:
+def find_base_folder(
+    model: LanguageModel, stages: Stages, group: Group, base: Path | None, text_only: bool
+) -> BaseFolder | None:
     """
-    Return the initial weights' folder, without other parts than the text model if `text_only`; None if there is none.
+    Return the folder `base`, or the initial weights' folder, without other parts than the text model if `text_only`.
 
-    A collective: rank 0 reads the folder.
+    None if there is none. A collective: rank 0 reads the folder.
     """
-    folder = stages.initial_folder if isinstance(stages, LoadedStages) else None
+    folder = base or (stages.initial_folder if isinstance(stages, LoadedStages) else None)
     if folder is None:
         return None
     fields = run_on_rank0(group, lambda: _describe_base_folder_as_json(model, folder, text_only))
@@ -165,7 +167,7 @@ def _describe_base_folder_as_json(model: LanguageModel, folder: Path, text_only:
         return {**others, "config": config, "dtypes": dtypes}
     except UserError as error:
         # The end of a run is too late to refuse the folder.
-        log.warning("the export has the text model alone, without other parts of the folder of its weights: %s", error)
+        log.warning("the export has the trained model alone, and no other files of the base folder: %s", error)
         return None
 
 

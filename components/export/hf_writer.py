@@ -63,6 +63,7 @@ def write_hugging_face_folder(
     tokenizer: Tokenizer | None = None,
     *,
     head: SequenceHead | None = None,
+    base: Path | None = None,
     group: Group | None = None,
     workspace: Path | None = None,
     max_shard: int = MAX_SHARD,
@@ -76,8 +77,9 @@ def write_hugging_face_folder(
     The group's stages together form the model. All ranks call this, and exchange their parameters through `workspace`,
     a folder visible to all ranks, or through their machine's shared memory. `max_shard` is in bytes; without `dtype`
     tensors keep their dtypes; `step` is the weights' step, if known; generation ends at `end_ids`, too. Adapters are
-    merged into the weights. With `head`, the folder is for AutoModelForSequenceClassification: the loss's head replaces
-    the language model's. Raises UserError if the stages are not the whole model or the target exists.
+    merged into the weights. Other files and keys are those of the folder `base`, by default the folder of the initial
+    weights. With `head`, the folder is for AutoModelForSequenceClassification: the loss's head replaces the language
+    model's. Raises UserError if the stages are not the whole model or the target exists.
     """
     group = SingleProcess() if group is None else group
     config = model.hugging_face_config()
@@ -86,9 +88,9 @@ def write_hugging_face_folder(
     if adapters:
         merged = make_merge_mapper(build_meta_model_with_adapters(model, adapters), tied)
     mapper = sequential(merged, model.hugging_face_mapper())
-    base = find_base_folder(model, stages, group, text_only=head is not None)  # other parts have no classifier
+    origin = find_base_folder(model, stages, group, base, text_only=head is not None)  # other parts have no classifier
     ids = read_token_ids(tokenizer)
-    config = {**config, **ids} if base is None else base.config
+    config = {**config, **ids} if origin is None else origin.config
     _add_end_of_training(config, ids)
     if head is not None:
         config = make_sequence_classifier_config(config, head)
@@ -98,21 +100,21 @@ def write_hugging_face_folder(
     elif tied and HEAD in mapper.outputs:
         for part in list_config_and_text_config(config):
             part["tie_word_embeddings"] = False
-    if base is not None:
-        mapper = base.map_to_names_in_folder(mapper)
+    if origin is not None:
+        mapper = origin.map_to_names_in_folder(mapper)
     if adapters:
         _gather_and_log_merge_rounding_loss(
             gather_and_measure_rounding_loss(merged, model_parameters_by_name(stages), dtype), group
         )
 
     def write_other_files(folder: Path, files: list[PlannedFile]) -> None:
-        carried = () if base is None else base.carried
+        carried = () if origin is None else origin.carried
         specs = {name: spec for file in files for name, spec in file.specs.items() if name not in carried}
         written = _write_config_with_dtype(folder, config, specs)
-        if base is not None:
-            base.copy_other_files(folder, tokenizer)
+        if origin is not None:
+            origin.copy_other_files(folder, tokenizer)
             if dtype is None:
-                base.log_wider_dtype(written)
+                origin.log_wider_dtype(written)
         if tokenizer is not None:
             others = [] if head is not None else sorted({*end_ids} - {tokenizer.eos_id})  # a classifier ends no text
             add_end_ids_to_generation_config(folder, [tokenizer.eos_id, *others])
@@ -122,8 +124,8 @@ def write_hugging_face_folder(
 
     others = None if head is None else loss_parameters_by_name(stages)
     own = make_share_on_all_ranks(stages, mapper, group, workspace, dtype, only_inputs=head is not None, others=others)
-    if base is not None and base.carried and group.rank == 0:
-        own = base.add_unloaded_tensors_to(own)
+    if origin is not None and origin.carried and group.rank == 0:
+        own = origin.add_unloaded_tensors_to(own)
     write_safetensors_folder_collectively(target, own, group, max_shard, write_other_files)
 
 

@@ -156,6 +156,14 @@ class Transformers:
         longest: int | None = first_config_value(self._config, "max_position_embeddings")
         return longest
 
+    @property
+    def position_count(self) -> int | None:
+        longest = self.max_sequence_length
+        parts = [self._meta_model.get_submodule(name) for name in self._self_check_result.parts.before]
+        tables = [part for whole in parts for part in whole.modules() if isinstance(part, nn.Embedding)]
+        # OPT's table has two more rows; other tables, such as for types of tokens, are smaller.
+        return longest if longest and any(longest <= table.num_embeddings <= longest + 2 for table in tables) else None
+
     def build(self, span: LayerRange) -> nn.Module:
         reason = self._self_check_result.no_stages
         if reason and not (span.embedding and span.head):

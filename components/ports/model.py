@@ -311,6 +311,26 @@ class LanguageModel(Model, Protocol):
 
 
 @runtime_checkable
+class LimitedPositions(Protocol):
+    """A language model that may be unable to compute positions beyond a number."""
+
+    @property
+    def position_count(self) -> int | None:
+        """Number of learned positions, beyond which a text can't be computed; None if positions are computed."""
+        ...
+
+
+def find_length_fault(models: Mapping[str, LanguageModel], length: int) -> str:
+    """Return why a model can't compute rows of this length, with a remedy; empty if all models can."""
+    for name, model in models.items():
+        count = model.position_count if isinstance(model, LimitedPositions) else None
+        if count is not None and length > count:
+            text = f"[{name}] has a table of {count} learned positions, and a row has {length} tokens"
+            return f"{text}; write a length of at most {count}, or use a model with rotary positions"
+    return ""
+
+
+@runtime_checkable
 class KeepsConfig(Protocol):
     """A language model that may replace the one in a folder, or the text part of a larger model in a folder."""
 

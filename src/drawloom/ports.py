@@ -148,6 +148,7 @@ from drawloom.components.ports.model import (
     is_batch_invariant as is_batch_invariant,
     ContextParallelModel as ContextParallelModel,
     ClassifiableModel as ClassifiableModel,
+    LimitedPositions as LimitedPositions,
     ExpertModel as ExpertModel,
     Finish as Finish,
     Head as Head,

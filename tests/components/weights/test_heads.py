@@ -92,4 +92,5 @@ def test_a_head_that_is_not_used_is_warned_of(tmp_path: Path) -> None:
         node.settings = {"head": head}
         node.neighbour = {"model": SimpleNamespace(settings={"path": path, "weights": True})}.get
         hints = [f'write head = "{base}" to train it further'] * is_warned
-        assert list(warn_unused_head(node, outputs)) == hints
+        found: list[Any] = list(warn_unused_head(node, outputs))
+        assert found == hints
