@@ -67,6 +67,7 @@ from drawloom.components.stages.initial_values import InitialValues, check_param
 from drawloom.components.stages.model_precision import add_model_uncast_patterns
 from drawloom.components.stages.parameters import StageParameters
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
+from drawloom.components.weights.adapted import build_meta_model_with_adapters
 from drawloom.graph import Problem, UserError, above, at_least, component, setting
 from drawloom.graph.wiring.node import NodeView
 from drawloom.kernels.recompute_policy import make_recomputable
@@ -218,7 +219,12 @@ class MaterializedStages:
                 yield from describe_chosen_layer_partition(schedule, nodes.mesh, nodes.model)
 
     def check_before_open(self) -> None:
-        """Raise UserError if `weights` is not a folder of readable safetensors files, or the GPU lacks float8."""
+        """
+        Raise UserError if `weights` is not a folder of readable safetensors files, if adapters match nothing, or if the
+        GPU lacks float8.
+        """
+        if self.adapters:
+            build_meta_model_with_adapters(self.model, self.adapters)
         if self.precision.linear == "float8":
             check_gpu_supports_float8(self.device.device)
         if self.weights is not None:
