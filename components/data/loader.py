@@ -16,6 +16,7 @@ from drawloom.components.ports.data import (
     MAX_LENGTH,
     PackedDataset,
     RowOrder,
+    RowsOfTokens,
     TokenBatch,
     find_batch_types,
     require_token_batch,
@@ -105,6 +106,10 @@ class Loader:
     def open(self) -> None:
         """Lay out the row stream, and start the workers. Raises UserError if there are no rows."""
         if self.rows.count_rows("train") == 0:
+            if isinstance(self.rows, RowsOfTokens) and len(self.rows.tokens.documents("train").lengths):
+                raise UserError(
+                    f"rows: no training document fits into a row of {self.rows.length} tokens; raise `length`"
+                )
             raise UserError("rows: the training split is empty; add text, or lower `validation_fraction` in the corpus")
         self._build_stream_from_share_segments([])
         if self.workers:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from drawloom.components.data.sources.endless import warn_while_reading
 from drawloom.components.data.store.shard import choose_id_dtype
 from drawloom.components.ports.corpus import Corpus, DocumentPart, Split, Tokenizer, complete_document
 
@@ -88,6 +89,7 @@ class TokenArrays:
 
 def tokenize_split(corpus: Corpus, tokenizer: Tokenizer, split: Split) -> TokenArrays:
     """Tokenize a split's documents; empty documents are dropped."""
-    encoded = (tokenizer.encode(text) for text in corpus.documents(split))
+    texts = warn_while_reading(corpus.documents(split), f"{type(corpus).__name__}.documents({split!r})")
+    encoded = (tokenizer.encode(text) for text in texts)
     documents = (complete_document(tokenizer, ids) for ids in encoded if len(ids))
     return TokenArrays.concatenate(documents, choose_id_dtype(tokenizer.vocab_size), name=f"{split} document")

@@ -94,6 +94,9 @@ class LockedFolder:
     def _acquire_folder(self) -> bool:
         """Create and lock the folder, check the recipe, and return whether the folder is new."""
         is_new = not self.folder.exists()
+        if is_new and self.folder.is_symlink():
+            target = self.folder.readlink()
+            raise UserError(f"{self.folder} is a link to {target}, which does not exist; create it, or remove the link")
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = FolderLock(self.folder)
         self._changes = list_recipe_changes_if_safe(self.folder, self.recipe) if _has_step_results(self.folder) else []

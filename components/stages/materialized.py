@@ -67,6 +67,7 @@ from drawloom.components.stages.compilation import (
 from drawloom.components.stages.initial_values import InitialValues, check_parameters_fit_device
 from drawloom.components.stages.model_precision import add_model_uncast_patterns
 from drawloom.components.stages.parameters import StageParameters
+from drawloom.components.weights.adapted import build_meta_model_with_adapters
 from drawloom.graph import Problem, UserError, above, at_least, component, setting
 from drawloom.graph.wiring.node import NodeView
 from drawloom.kernels.recompute_policy import make_recomputable
@@ -219,9 +220,11 @@ class MaterializedStages:
 
     def check_before_open(self) -> None:
         """
-        Raise UserError if `weights` is not a folder of readable safetensors files, its head is of another kind, or the
-        GPU lacks float8.
+        Raise UserError if `weights` is not a folder of readable safetensors files, its head is of another kind, adapters
+        match nothing, or the GPU lacks float8.
         """
+        if self.adapters:
+            build_meta_model_with_adapters(self.model, self.adapters)
         if self.precision.linear == "float8":
             check_gpu_supports_float8(self.device.device)
         check_initial_folder(self.weights, self.model, self.loss)

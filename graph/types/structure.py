@@ -215,6 +215,8 @@ def _explain_invalid_value(value: Any, kind: Any) -> str:
         return "expected a finite number"
     if kind is float and float(value) != value:
         return "expected a number that a float represents exactly"
+    if kind is Path and value.startswith("~"):
+        return "expected the path in full, because only a shell expands ~"
     if kind is Path and (not value or "\0" in value or "\n" in value):
         return "expected a path without newline and NUL" if value else "expected a path"
     if kind is Path and max(len(os.fsencode(part)) for part in value.split("/")) > MAX_FILE_NAME_BYTES:

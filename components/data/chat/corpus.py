@@ -1,5 +1,6 @@
 """Base class for conversation corpora: files, the chat template, splits, and the summary in the log."""
 
+import datetime
 import logging
 from abc import abstractmethod
 from collections.abc import Generator, Mapping, Sequence
@@ -41,7 +42,7 @@ class ChatCorpus:
     template: Path | None = setting(
         default=None, doc="file with a jinja2 chat template; default: the tokenizer's template"
     )
-    date: str | None = setting(
+    date: datetime.date | None = setting(
         default=None, doc="date for templates with today's date, such as 2025-01-31; without it they fail"
     )
     validation_fraction: float = setting(
@@ -99,7 +100,7 @@ class ChatCorpus:
     def encode_trained_documents_by_line(self) -> Generator[tuple[Line, list[Encoded]]]:
         """Yield every line with its encoded documents, without documents in which no token is trained."""
         # The template starts its process at the first rendering: lines of plain text need none.
-        template = create_chat_template(self.tokenizer, self.template, self.date)
+        template = create_chat_template(self.tokenizer, self.template, self.date and f"{self.date}")
         try:
             for line in read_json_lines_or_table_rows(self.paths):
                 yield (

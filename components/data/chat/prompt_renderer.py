@@ -1,5 +1,6 @@
 """Base class for components that render prompts by a chat template."""
 
+import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ class PromptRenderer:
     template: Path | None = setting(
         default=None, doc="file with a jinja2 chat template; default: the tokenizer's template"
     )
-    date: str | None = setting(
+    date: datetime.date | None = setting(
         default=None, doc="date for templates with today's date, such as 2025-01-31; without it they fail"
     )
     _renderer: ChatTemplate | None = attrs.field(init=False, default=None)
@@ -37,7 +38,7 @@ class PromptRenderer:
     def get_or_create_chat_template(self, tokenizer: ChatTokenizer) -> ChatTemplate:
         """Return the renderer, started once. Raises UserError if the template is missing or unreadable."""
         if self._renderer is None:
-            self._renderer = create_chat_template(tokenizer, self.template, self.date)
+            self._renderer = create_chat_template(tokenizer, self.template, self.date and f"{self.date}")
         return self._renderer
 
     @cached_property

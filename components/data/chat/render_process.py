@@ -46,7 +46,7 @@ def create_sandboxed_environment(date: str | None) -> Any:
     def strftime_now(form: str) -> str:
         """Format the date given by the user, because today's date would make runs differ."""
         if date is None:
-            raise jinja2.exceptions.TemplateError('it needs today\'s date; write date = "2025-01-31", for example')
+            raise jinja2.exceptions.TemplateError("it needs today's date; write date = 2025-01-31, for example")
         return datetime.fromisoformat(date).strftime(form)
 
     def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:

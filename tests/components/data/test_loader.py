@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -195,6 +196,12 @@ def test_an_empty_training_split_is_an_error(rows_of: RowsOf, one_rank: Any, job
     """It is refused when the loader opens, before a worker starts."""
     with pytest.raises(UserError, match="the training split is empty"), loading(rows_of(validation=3), one_rank, job):
         pass
+    documents = SimpleNamespace(lengths=[9, 9])
+    tokens = SimpleNamespace(documents=lambda _split: documents)
+    too_long: Any = SimpleNamespace(tokens=tokens, count_rows=lambda _split: 0, length=8)
+    none: Any = None
+    with pytest.raises(UserError, match="no training document fits into a row of 8 tokens; raise `length`"):
+        Loader(rows=too_long, order=none, batching=none, mesh=none).open()
 
 
 def generators() -> list[Any]:

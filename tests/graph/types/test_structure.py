@@ -157,6 +157,7 @@ def test_a_value_of_the_right_type_is_accepted(value: Any, kind: Any, result: An
         (datetime(2020, 1, 2), date, "expected a date, got the date-time 2020-01-02T00:00:00", ""),
         ("\udce4", str, "expected text without lone surrogates, got the string '\\udce4'", ""),
         ("", Path, 'expected a path, got the string ""', ""),
+        ("~/a", Path, 'expected the path in full, because only a shell expands ~, got the string "~/a"', ""),
         ("a\nb", Path, 'expected a path without newline and NUL, got the string "a\\nb"', ""),
         (f"a/{'b' * 256}", Path, "expected a path whose names have at most 255 bytes, got the string", ""),
         ("a\0", Path, 'expected a path without newline and NUL, got the string "a\\u0000"', ""),
