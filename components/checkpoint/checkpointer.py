@@ -22,8 +22,7 @@ from drawloom.components.checkpoint.threads import run_in_current_thread, submit
 from drawloom.components.distributed.rank_errors import RankError, run_and_gather_on_all_ranks, run_on_rank0
 from drawloom.components.ports.checkpoint import Durable, GrowingState, Stateful
 from drawloom.components.ports.distributed import Device, Group, Mesh, Processes, SurvivingProcesses
-from drawloom.components.ports.intervals import exclude_from_rates
-from drawloom.components.ports.run import Cadence, RunFolder, Step, describe_cadence_fault, is_due
+from drawloom.components.ports.run import Cadence, RunFolder, Step, describe_cadence_fault, exclude_from_rates, is_due
 from drawloom.components.ports.staging import Stager
 from drawloom.graph import Every, ResolvedRecipe, UserError, at_least, component, setting
 from drawloom.graph.problems import Problem, ReopenError

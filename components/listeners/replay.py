@@ -13,10 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.ports.distributed import Device, Group, Mesh, PerDimension
-from drawloom.components.ports.intervals import exclude_from_rates
 from drawloom.components.ports.model import Model
 from drawloom.components.ports.pipeline import LOSSES, MeasuresStep, RepeatingExecutor, create_step_state
-from drawloom.components.ports.run import Cadence, Event, EventKind, Step, describe_cadence_fault, is_due
+from drawloom.components.ports.run import (
+    Cadence,
+    Event,
+    EventKind,
+    Step,
+    describe_cadence_fault,
+    exclude_from_rates,
+    is_due,
+)
 from drawloom.components.ports.stages import Parameters, Stages
 from drawloom.components.state.batch import Batch
 from drawloom.components.state.step_state import StepState

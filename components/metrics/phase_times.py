@@ -24,10 +24,10 @@ class PhaseTimes:
     Seconds by part of a step: `seconds/data`, `forward_backward`, `sync`, `update`, and every other phase by its name.
 
     `data` is how long the phase that computes gradients waits for data, `sync` the phase that sums gradients over
-    ranks, and `update` all later phases that change gradients or weights. A step is the interval from one report to
-    the next, which is `seconds/step`; phases after the report belong to the next step. `other` is the time between
-    phases, so that all parts add up to the step. `excluded` is the time in some of these parts, such as evaluations and
-    saving, which counts in no rate. Times are measured on rank 0; on a GPU by events, without blocking the host, so
+    ranks, and `update` all later phases that change gradients or weights. A step, `seconds/step`, is the interval from
+    one report to the next; phases after the report belong to the next step. `other` is the time between phases, so that
+    all parts add up to the step. `excluded` is the time in some of these parts, such as evaluations and saving, that
+    counts in no rate. Times are measured on rank 0; on a GPU by events, without blocking the host, so
     `data` is the GPU's idle time.
     """
 
@@ -55,7 +55,7 @@ class PhaseTimes:
         self._marks.append((part, mark_time(self.device.device, self.clock)))
 
     def measure_on_rank(self, step: Step) -> Mapping[str, Tensor]:
-        """Keep the marks since the last measurement until `compute`, which on a GPU is a step later."""
+        """Keep the marks since the last measurement until `compute`, on a GPU a step later."""
         self._measured, self._marks = self._marks, []
         self._measuring, self._goes_back = self._phase, step.goes_back
         return {}

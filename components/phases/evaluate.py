@@ -5,9 +5,8 @@ import torch
 
 from drawloom.components.ports.data import ValidationData
 from drawloom.components.ports.distributed import Device, Mesh
-from drawloom.components.ports.intervals import exclude_from_rates
 from drawloom.components.ports.pipeline import LOSSES, Executor, create_step_state
-from drawloom.components.ports.run import Cadence, Step, describe_cadence_fault, is_due
+from drawloom.components.ports.run import Cadence, Step, describe_cadence_fault, exclude_from_rates, is_due
 from drawloom.components.ports.stages import AveragedWeights, use_averages_if_any
 from drawloom.graph import component, setting
 

@@ -11,9 +11,8 @@ from drawloom.components.phases.rollout import repeat_prompts, require_prompts, 
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.data import ValidationData
 from drawloom.components.ports.distributed import Device, Group, Mesh
-from drawloom.components.ports.intervals import exclude_from_rates
 from drawloom.components.ports.rollouts import PromptBatch, Reward, RewardMeans, Rollouts
-from drawloom.components.ports.run import Batching, Cadence, Step, describe_cadence_fault, is_due
+from drawloom.components.ports.run import Batching, Cadence, Step, describe_cadence_fault, exclude_from_rates, is_due
 from drawloom.components.ports.stages import AveragedWeights, use_averages_if_any
 from drawloom.components.state.batch import Batch
 from drawloom.graph import Every, between, component, setting

@@ -39,7 +39,7 @@ class TokenBatch(Batch):
     tokens, and their log-probabilities with that of all others last. `teacher_states`, floating (rows, length, width),
     are a teacher model's last hidden states.
 
-    `padding`, bool, is true at positions without a document's token, which no count or mean of tokens includes; None
+    `padding`, bool, is true at positions without a document's token: no count or mean of tokens includes them. None
     without padding.
     """
 

@@ -1,17 +1,10 @@
-"""Points in time on a device, and the interval from one measured step to the next, from which all rates follow."""
+"""Points in time on a device, and the interval from one measured step to the next: the clock of all rates."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 import attrs
 import torch
-
-from drawloom.components.ports.distributed import Mesh
-
-if TYPE_CHECKING:
-    from drawloom.components.ports.run import Step
 
 MIN_SECONDS = 1e-9  # a coarse clock may return the same time twice
 
@@ -64,21 +57,3 @@ class Interval:
     def training_seconds(self) -> float:
         """The seconds that count in rates, above 0."""
         return max(self.total_seconds - self.excluded_seconds, MIN_SECONDS)
-
-
-@contextmanager
-def exclude_from_rates(step: "Step", mesh: Mesh, device: torch.device) -> Iterator[None]:
-    """
-    Exclude the time within this context from the rates. A collective over all ranks at both ends.
-
-    Without the collectives the waiting for a slower rank, which still trains, would be excluded, too.
-    """
-    start = _mark_time_of_slowest_rank(mesh, device)
-    yield
-    step.excluded.append((start, _mark_time_of_slowest_rank(mesh, device)))
-
-
-def _mark_time_of_slowest_rank(mesh: Mesh, device: torch.device) -> Mark:
-    """Return the time at which the last rank calls this. A collective."""
-    mesh.world.max(torch.zeros((), device=device))
-    return mark_time(device)

@@ -96,8 +96,8 @@ class TokenContext(BatchContext):
     Context for a decoder's microbatch: positions and document ids, int64 (rows, length).
 
     `mean_weights`, non-negative, bool or floating (rows, length), weights tokens in means over hidden states;
-    default: 1. `padding`, bool (rows, length), is true where there is no document's token, which no sum over tokens
-    counts; None without padding.
+    default: 1. `padding`, bool (rows, length), is true where there is no document's token and no sum over
+    tokens counts; None without padding.
     """
 
     positions: Tensor

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, get_args, runtime_checkable
 
@@ -10,7 +10,8 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.ports.intervals import Interval, Span
+from drawloom.components.ports.distributed import Mesh
+from drawloom.components.ports.intervals import Interval, Mark, Span, mark_time
 from drawloom.components.state.step_state import StepState
 from drawloom.graph import Problem, port
 
@@ -170,6 +171,24 @@ class Step:
             update(flag)
         elif flag is None or not flag.item():
             update(None)
+
+
+@contextmanager
+def exclude_from_rates(step: Step, mesh: Mesh, device: torch.device) -> Iterator[None]:
+    """
+    Exclude the time within this context from the rates. A collective over all ranks at both ends.
+
+    Without the collectives the time in which a slower rank still trains would be excluded, too.
+    """
+    start = _mark_time_of_slowest_rank(mesh, device)
+    yield
+    step.excluded.append((start, _mark_time_of_slowest_rank(mesh, device)))
+
+
+def _mark_time_of_slowest_rank(mesh: Mesh, device: torch.device) -> Mark:
+    """Return the time at which the last rank calls this. A collective."""
+    mesh.world.max(torch.zeros((), device=device))
+    return mark_time(device)
 
 
 @port

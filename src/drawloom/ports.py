@@ -110,9 +110,11 @@ from drawloom.components.ports.flops import (
     count_attended_pairs as count_attended_pairs,
 )
 from drawloom.components.ports.intervals import (
+    MIN_SECONDS as MIN_SECONDS,
     Interval as Interval,
+    Mark as Mark,
     Span as Span,
-    exclude_from_rates as exclude_from_rates,
+    compute_seconds_between as compute_seconds_between,
     mark_time as mark_time,
 )
 from drawloom.components.ports.log_records import (
@@ -277,6 +279,7 @@ from drawloom.components.ports.run import (
     StoppingPhase as StoppingPhase,
     describe_cadence_fault as describe_cadence_fault,
     accepts_deferred_factors as accepts_deferred_factors,
+    exclude_from_rates as exclude_from_rates,
     is_due as is_due,
     list_observed_event_kinds as list_observed_event_kinds,
 )

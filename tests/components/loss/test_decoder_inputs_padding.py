@@ -152,10 +152,10 @@ def test_padding_on_both_sides_is_the_same_to_routers() -> None:
     torch.manual_seed(0)
     model = sparse(num_hidden_layers=1, router_aux_loss_coef=0.7)
     module, examples = whole(model).double(), [{"input_ids": [3, 1, 4, 1, 5, 9]}, {"input_ids": [2, 6, 5]}]
-    found = []
+    results = []
     for side, length in (("right", 6), ("right", 15), ("left", 15)):
         batch: Any = PadCollator(side=side).collate(examples, length)  # type: ignore[arg-type]
         assert isinstance(batch, TokenBatch) and batch.token_count == 9
-        found.append(compute_values_and_gradients(module, NextToken(), batch))
-    torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=1e-9)
-    torch.testing.assert_close(found[2], found[0], rtol=1e-6, atol=1e-9)
+        results.append(compute_values_and_gradients(module, NextToken(), batch))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(results[2], results[0], rtol=1e-6, atol=1e-9)
