@@ -220,8 +220,8 @@ class MaterializedStages:
 
     def check_before_open(self) -> None:
         """
-        Raise UserError if `weights` is not a folder of readable safetensors files, its head is of another kind, adapters
-        match nothing, or the GPU lacks float8.
+        Raise UserError if `weights` is not a folder of readable safetensors files, its head is of another kind,
+        adapters match nothing, or the GPU lacks float8.
         """
         if self.adapters:
             build_meta_model_with_adapters(self.model, self.adapters)

@@ -100,7 +100,7 @@ class ChatCorpus:
     def encode_trained_documents_by_line(self) -> Generator[tuple[Line, list[Encoded]]]:
         """Yield every line with its encoded documents, without documents in which no token is trained."""
         # The template starts its process at the first rendering: lines of plain text need none.
-        template = create_chat_template(self.tokenizer, self.template, self.date and f"{self.date}")
+        template = create_chat_template(self.tokenizer, self.template, self.date)
         try:
             for line in read_json_lines_or_table_rows(self.paths):
                 yield (

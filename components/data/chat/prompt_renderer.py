@@ -38,7 +38,7 @@ class PromptRenderer:
     def get_or_create_chat_template(self, tokenizer: ChatTokenizer) -> ChatTemplate:
         """Return the renderer, started once. Raises UserError if the template is missing or unreadable."""
         if self._renderer is None:
-            self._renderer = create_chat_template(tokenizer, self.template, self.date and f"{self.date}")
+            self._renderer = create_chat_template(tokenizer, self.template, self.date)
         return self._renderer
 
     @cached_property

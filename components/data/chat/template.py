@@ -1,5 +1,6 @@
 """Chat template renderer, in a process with limited memory and time."""
 
+import datetime
 import importlib.util
 import json
 import os
@@ -119,7 +120,7 @@ class ChatTemplate:
         return line
 
 
-def create_chat_template(tokenizer: ChatTokenizer, file: Path | None, date: str | None = None) -> ChatTemplate:
+def create_chat_template(tokenizer: ChatTokenizer, file: Path | None, date: datetime.date | None = None) -> ChatTemplate:
     """Return a renderer for the template in a file, or for the tokenizer's. Raises UserError for an unreadable file."""
     texts = tokenizer.chat_templates
     if file is not None:
@@ -127,7 +128,7 @@ def create_chat_template(tokenizer: ChatTokenizer, file: Path | None, date: str 
             texts = {"default": file.read_text("utf-8")}
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"template: {file} can't be read ({error}); name a jinja2 file", 2) from error
-    return ChatTemplate(texts, tokenizer.special_tokens_by_name, date)
+    return ChatTemplate(texts, tokenizer.special_tokens_by_name, None if date is None else str(date))
 
 
 def list_chat_template_files(folder: Path) -> list[Path]:
