@@ -119,8 +119,7 @@ def _print_continuation(run: Container, options: argparse.Namespace) -> str:
 def _run_chat(run: Container, options: argparse.Namespace) -> list[ChatMessage]:
     """Answer the user's messages, and return the conversation."""
     tokenizer = run.get(Tokenizer)
-    today = date.today().isoformat()
-    prompts = TemplatePrompts(tokenizer=tokenizer, template=options.template, date=today, system=options.system)
+    prompts = TemplatePrompts(tokenizer=tokenizer, template=options.template, date=date.today(), system=options.system)
     with closing(prompts):
         sampler = _make_sampler(
             run, options, context=_choose_chat_context_length(run, options), ends=prompts.answer_end_ids

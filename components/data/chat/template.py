@@ -120,7 +120,9 @@ class ChatTemplate:
         return line
 
 
-def create_chat_template(tokenizer: ChatTokenizer, file: Path | None, date: datetime.date | None = None) -> ChatTemplate:
+def create_chat_template(
+    tokenizer: ChatTokenizer, file: Path | None, date: datetime.date | None = None
+) -> ChatTemplate:
     """Return a renderer for the template in a file, or for the tokenizer's. Raises UserError for an unreadable file."""
     texts = tokenizer.chat_templates
     if file is not None:
