@@ -51,7 +51,7 @@ class Interval:
     @property
     def excluded_seconds(self) -> float:
         """The seconds in excluded spans."""
-        return sum(compute_seconds_between(*span) for span in self.excluded)
+        return sum(compute_seconds_between(start, end) for start, end in self.excluded)
 
     @property
     def training_seconds(self) -> float:

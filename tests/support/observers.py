@@ -32,6 +32,7 @@ from drawloom.components.pipeline.program.notation import format_program_csv
 from drawloom.components.ports.corpus import TokenCorpus
 from drawloom.components.ports.data import Examples, MeasuredRows, MovableData, PackedDataset, RowSource, TokenBatch
 from drawloom.components.ports.distributed import Device, Mesh, PerDimension, Precision
+from drawloom.components.ports.intervals import Interval
 from drawloom.components.ports.model import Head, LayerRange, TokenContext
 from drawloom.components.ports.parameter_roles import Role, default_role
 from drawloom.components.ports.pipeline import OuterLayersSchedule
@@ -398,12 +399,11 @@ def utilization_of(use: str, values: Values, _place: Path) -> Any:
     """Return the names and sizes of a step's metrics; the step takes one second."""
     model = build("model.qwen3.dense", kernels=cpu_kernels(), **SIZES)
     edges: Values = {"mesh": SingleRankMesh(), "device": ComputeDevice(kind="cpu"), "models": Every({"model": model})}
-    node = build(use, precision=fake(Precision), stages=fake(Stages, local=[]), **edges, **values)
-    node.clock = lambda: 1.0
+    node = build(use, precision=fake(Precision, linear="compute"), stages=fake(Stages, local=[]), **edges, **values)
     node.open()
     ids = torch.zeros(1, 3, dtype=torch.int64)
     batch = TokenBatch(ids, ids, ids, ids, torch.ones(1, 3))
-    return measure(node, Step(1, 9, started=0.0, state={"tokens": float(3), "batches": [batch]}))
+    return measure(node, Step(1, 9, {"tokens": float(3), "batches": [batch]}, interval=Interval(0.0, 1.0)))
 
 
 def documents(use: str, values: Values, _place: Path) -> Any:

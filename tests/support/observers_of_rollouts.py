@@ -21,6 +21,7 @@ from drawloom.graph.testing import build, fake
 from support.chat import say, tokenizer_folder
 from support.checkpoints import SingleRankMesh
 from support.completion_server import get_shared_server
+from support.doubles import Machine
 from support.losses import sample
 from support.observers_of_runs import TINY
 
@@ -193,7 +194,7 @@ def rollouts_of(use: str, values: Values, _place: Path) -> Any:
     rewards = Ordered([Fixed()], ["fixed"]) if is_training else {"fixed": Fixed()}
     positions = {"first_row_position": lambda step: step - 1, "microbatch_row_positions": lambda step: [[step - 1]]}
     batching = fake(Batching, dp_size=1, **positions)
-    edges: Values = {"events": fake(Events)} if is_training else {}
+    edges: Values = {"events": fake(Events)} if is_training else {"device": Machine()}
     edges |= {"rollouts": sampler, "tokenizer": Bytes(), "mesh": SingleRankMesh(), "rewards": rewards}
     phase = build(use, data=data, batching=batching, **edges, **values)
     phase.open()

@@ -332,9 +332,11 @@ def steps_of_phase(use: str, values: Values, _place: Path) -> Any:
     def evaluate(state: StepState) -> None:
         state["losses"] = losses_of(1.0, 1.0)
 
+    device = fake(Device, device=torch.device("cpu"))
+    executor = fake(Executor, evaluate=evaluate)
     edges: dict[str, Any] = {
-        "phases.evaluate": {"data": fake(ValidationData), "executor": fake(Executor, evaluate=evaluate)},
-        "phases.report": {"device": fake(Device, device=torch.device("cpu"))},
+        "phases.evaluate": {"data": fake(ValidationData), "executor": executor, "device": device},
+        "phases.report": {"device": device},
     }.get(use, {})
     if use != "phases.garbage_collection":
         edges["mesh"] = SingleRankMesh()
