@@ -14,7 +14,7 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.data.chat.messages import Message, Tools, get_tool_name
+from drawloom.components.data.chat.messages import Message, Tools, get_tool_name, split_strings_read_as_parts
 from drawloom.components.data.chat.template import ChatTemplate, RenderError
 from drawloom.components.data.chat.turns import EarlierTurnError, Rendered, Span
 from drawloom.components.ports.corpus import ChatTokenizer
@@ -69,8 +69,16 @@ def _find_end_token(
     template: ChatTemplate, messages: Sequence[Message], nonce: str, control_tokens: Sequence[str]
 ) -> str | None:
     """Return the end token of the last message, whose text or call is the nonce; None if unknown."""
+
+    def render(part: Sequence[Message]) -> str:
+        (text,) = template.render([_make_request(part, None)])
+        return text
+
     try:
-        (text,) = template.render([_make_request(messages, None)])
+        text = render(messages)
+        if nonce not in text:
+            messages = split_strings_read_as_parts(render, messages, range(len(messages)))
+            text = render(messages)
     except RenderError:  # a template may require more than a question and an answer
         return None
     if nonce not in text:
