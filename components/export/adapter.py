@@ -60,7 +60,7 @@ class AdapterExport:
         """Yield problems for adapters without LoRA, and for new tokens, which PEFT would look for in the base model."""
         stages = node.neighbour("stages")
         adapters = stages.neighbours("adapters") if stages else []
-        if adapters and all(trains_base_weights(adapter.component) for adapter in adapters):
+        if stages and adapters and all(trains_base_weights(adapter.component) for adapter in adapters):
             text = f"an adapter for PEFT needs LoRA, and [{stages.name}] tunes only whole modules"
             yield node.problem(
                 "use", text, f'write unset = ["{node.name}"], leave it out of on_finish, and take the export'

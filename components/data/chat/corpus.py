@@ -96,7 +96,9 @@ class ChatCorpus:
         """Yield every line with its encoded documents, without documents in which no token is trained."""
         # The template starts its process at the first rendering: lines of plain text need none.
         template = ChatTemplate(
-            self._read_file_or_tokenizer_template(), self.tokenizer.special_tokens_by_name, self.date and f"{self.date}"
+            self._read_file_or_tokenizer_template(),
+            self.tokenizer.special_tokens_by_name,
+            None if self.date is None else f"{self.date}",
         )
         try:
             for line in read_json_lines_or_table_rows(self.paths):

@@ -36,7 +36,7 @@ class PromptRenderer:
     def get_or_create_chat_template(self, tokenizer: ChatTokenizer) -> ChatTemplate:
         """Return the renderer, started once. Raises UserError if the template is missing or unreadable."""
         if self._renderer is None:
-            date = self.date and f"{self.date}"
+            date = None if self.date is None else f"{self.date}"
             self._renderer = ChatTemplate(self._read_template(tokenizer), tokenizer.special_tokens_by_name, date)
         return self._renderer
 
