@@ -6,7 +6,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint const
 
 unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of processes, and each would compile every module
 
-.PHONY: train test docs figures journeys bench bench-ettr soak clean test-gpu bench-gpu bench-train-gpu bench-precision-gpu \
+.PHONY: train test test-versions docs figures journeys bench bench-ettr soak clean test-gpu bench-gpu bench-train-gpu bench-precision-gpu \
 	bench-pipeline-gpu bench-mesh-gpu bench-finetune-gpu bench-recompute-gpu bench-launches-gpu bench-start-gpu \
 	bench-capture-gpu bench-plan bench-plan-gpu bench-dispatch-gpu bench-shelf-gpu \
 	bench-makespan-gpu bench-titan-gpu bench-breakdown-gpu bench-idle-gpu bench-fp8-gpu bench-loss-gpu \
@@ -46,6 +46,12 @@ bench-ettr: .venv/test
 soak: .venv/soak
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m soak
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m "hypothesis and not soak" --hypothesis-profile thorough -n 2 --dist loadfile
+
+# The oldest, pinned and newest torch, and all Pythons, each in an environment of its own; the table is docs/versions.md.
+# Hours on two cores. FOLDERS="--folders tests/meshes" runs fewer tests.
+VERSIONS ?= 3.11:2.11 3.11:2.13 3.11:2.15 3.12:2.15 3.13:2.15
+test-versions:
+	$(PYTHON) tests/house/versions.py $(VERSIONS) $(FOLDERS)
 
 # On a machine with a GPU: kernels compiled and not interpreted, great sizes, and the benchmarks beside those of others.
 # What others need may stand in an environment of its own: make bench-gpu PEERS=/path/to/its/site-packages
@@ -145,7 +151,7 @@ bench-start-gpu: .venv/test
 	PYTHONPATH=tests $(BIN)/python tests/benchmarks/gpu/start.py $(ONLY)
 
 clean:
-	rm -rf .venv runs dist site .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .versions runs dist site .mypy_cache .pytest_cache .ruff_cache
 
 $(BIN)/python:
 	$(PYTHON) -m venv .venv
