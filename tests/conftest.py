@@ -28,6 +28,7 @@ gc.disable()  # until tests are collected: collections would take a quarter of t
 
 LONG_COMPONENTS = ("components/pipeline", "components/checkpoint", "components/distributed")
 FIRST = (
+    "gpu",
     "docs",
     "house/test_settings.py",
     "meshes",

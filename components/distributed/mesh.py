@@ -89,7 +89,7 @@ class RankMesh(MeshView):
         for names in (DIMENSIONS, *single, SHARDS, DATA, MODEL, *expert_groups):
             self.group(*names)
         if isinstance(self.processes, SurvivingProcesses):
-            self.processes.replica_shape = self.pipeline, self.data_shard, self.context * self.tensor, expert
+            self.processes.set_replica_shape(self.pipeline, self.data_shard, self.context * self.tensor, expert)
 
     @property
     def rank(self) -> int:

@@ -11,7 +11,7 @@ from support.gpu import drawloom_run
 from support.processes import run_ranks
 from support.runs import series, write_corpus
 
-pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("capture")]
+pytestmark = pytest.mark.gpu
 
 CASES: list[pipelines.Case] = [
     ("one_f_one_b", 4, True, False, "smoothed"),

@@ -8,7 +8,7 @@ import pytest
 from support.gpu import drawloom_run
 from support.runs import series
 
-pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("runs")]
+pytestmark = pytest.mark.gpu
 
 COMMON = (
     *("tiny.toml", "randomness.deterministic=true", "trainer.steps=6", "trainer.on_finish=[]", "batch.micro_size=2"),

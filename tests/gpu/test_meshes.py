@@ -9,7 +9,7 @@ import torch
 from support import pipelines
 from support.processes import run_ranks
 
-pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("pipelines")]
+pytestmark = pytest.mark.gpu
 
 CASES: list[pipelines.Case] = [
     ("gpipe", 4, True, False, "tempered"),

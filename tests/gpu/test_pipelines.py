@@ -12,7 +12,7 @@ from support import pipelines
 from support.processes import RanksFailedError, run_ranks
 from support.runs import drawloom, run_and_strike, series, take_back, write_corpus
 
-pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("pipelines")]
+pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("pipelines")]  # the module's runs are shared
 
 LOSSES = {1: "dft", 5: "smoothed", 8: "tempered"}
 CASES: list[pipelines.Case] = [

@@ -14,7 +14,8 @@ from support.aborts import WHERE, output_lines, run_with_fault
 from support.gpu import drawloom_run
 from support.runs import series
 
-pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("runs")]  # some tests limit the seconds until the end
+pytestmark = pytest.mark.gpu
+limits_seconds = pytest.mark.xdist_group("seconds")  # tests that limit the seconds until the end do not compete
 
 LEARNED = ("step", "loss", "grad_norm", "lr", "tokens", "validation_loss")
 COMMON = ("tiny.toml", "randomness.deterministic=true", "batch.micro_size=2", "trainer.steps=12")
@@ -94,6 +95,7 @@ def test_offloaded_run_has_the_bits_of_a_resident_run(folder: Path) -> None:
         assert_same(*(run.result() for run in pair))
 
 
+@limits_seconds
 @pytest.mark.parametrize("mesh", ["mesh.data_replicate=2", "mesh.pipeline=2"])
 @pytest.mark.parametrize(("deed", "exit_code"), [("refuse", 2), ("refuse and hang", 2), ("fault", 1)])
 def test_failing_rank_ends_the_other(folder: Path, deed: str, exit_code: int, mesh: str) -> None:
@@ -107,6 +109,7 @@ def test_failing_rank_ends_the_other(folder: Path, deed: str, exit_code: int, me
         assert output_lines(outcomes)[-1].startswith(f"rank 1, {WHERE}: ")
 
 
+@limits_seconds
 def test_killed_rank_ends_the_other(folder: Path) -> None:
     """NCCL does not report a dead process, but the other rank notices and names it."""
     _failures, _outcomes, seconds = run_with_fault(folder, 2, "kill", "mesh.data_replicate=2")

@@ -5,7 +5,7 @@ import pytest
 from support.processes import run_ranks
 from support.sharded_sums import Case, alone, assert_same, on_shards
 
-pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("pipelines")]
+pytestmark = pytest.mark.gpu
 
 SIZES = {
     "hidden_size": 1024,

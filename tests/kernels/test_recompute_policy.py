@@ -169,7 +169,7 @@ def losses_of(model: Any, policy: Recompute) -> tuple[Any, Any]:
 
 def count_kept_bytes(losses: Any) -> int:
     """Return the bytes that a forward pass does not free, as the profiler counts them."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as running:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as running:
         output = losses()
     kept: int = sum(event.self_cpu_memory_usage for event in running.key_averages())
     del output

@@ -59,7 +59,7 @@ class SparseMoeBlock(nn.Module):
 
         With weights of tokens in the context, the backward pass adds gradients of the router's losses.
         """
-        chosen, probabilities = self.get_submodule(self.spec.router)(hidden, context.weights)
+        chosen, probabilities = self.get_submodule(self.spec.router)(hidden, context.weights, context.padding)
         choices, scale = (tensor.flatten(0, -2) for tensor in (chosen, probabilities))
         mixed: Tensor = self.experts(hidden, choices, scale).view_as(hidden)
         if not self.spec.shared_expert_width:

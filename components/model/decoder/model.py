@@ -141,7 +141,9 @@ class Decoder(TensorParallel):
         if self.is_recurrent:
             recurrent: Any = self.kernels
             recurrence = recurrent.recurrence_mask(shared.document_ids, shared.part, shared.cache)
-        without = LayerContext(shared.document_ids, weights=shared.weights, recurrence=recurrence)
+        without = LayerContext(
+            shared.document_ids, weights=shared.weights, padding=shared.padding, recurrence=recurrence
+        )
         return [
             without if layer is None else without._replace(angles=angles[rope], mask=masks[layer.window])
             for layer, rope in zip(self.attention, self.rope_indices, strict=True)

@@ -55,6 +55,7 @@ WORDS = (
     "batch.global_size=12",
     "batch.micro_size=2",
     "trainer.on_finish=[]",
+    "randomness.deterministic=true",  # a GPU is not replayed otherwise
 )
 REPLAY = ("listeners.replay.use=listeners.replay", "listeners.replay.every=1")
 FAULT = ("--import=fault.py", "fault.use=fault", "edit.trainer.phases.before.@forward_backward=@fault")

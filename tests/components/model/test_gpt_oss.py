@@ -22,6 +22,7 @@ from support.families import (
     small,
 )
 from support.qwen3 import SIZES, whole
+from support.versions import needs_transformers
 
 YARN = RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=16, truncate=False)
 EXPERTS: dict[str, Any] = {
@@ -50,12 +51,14 @@ def gpt_oss(kind: str, **changes: Any) -> GptOss:
     return small(GptOss, **SIZES | KINDS[kind] | changes)  # type: ignore[return-value]
 
 
+@needs_transformers("5.23")
 @pytest.mark.parametrize("kind", KINDS)
 def test_numbers_equal_those_of_transformers(kind: str) -> None:
     """Logits, packed documents' losses and gradients, also for sinks and biases, equal transformers'."""
     assert_equal_to_transformers(gpt_oss(kind))
 
 
+@needs_transformers("5.23")
 @pytest.mark.parametrize("kind", KINDS)
 def test_files_go_both_ways(kind: str, tmp_path: Path) -> None:
     """transformers and drawloom read each other's folders."""
