@@ -6,7 +6,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint const
 
 unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of processes, and each would compile every module
 
-.PHONY: train test docs figures journeys bench soak clean test-gpu
+.PHONY: train test test-versions docs figures journeys bench soak clean test-gpu
 
 train: .venv/train
 	$(BIN)/drawloom run first_run --overlay with_aim
@@ -40,6 +40,12 @@ soak: .venv/soak
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m soak
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m "hypothesis and not soak" --hypothesis-profile thorough -n 2 --dist loadfile
 
+# The oldest, pinned and newest torch, and all Pythons, each in an environment of its own; the table is docs/versions.md.
+# Hours on two cores. FOLDERS="--folders tests/meshes" runs fewer tests.
+VERSIONS ?= 3.11:2.11 3.11:2.13 3.11:2.15 3.12:2.15 3.13:2.15
+test-versions:
+	$(PYTHON) tests/house/versions.py $(VERSIONS) $(FOLDERS)
+
 # On a machine with a GPU: kernels compiled and not interpreted, great sizes, and runs.
 GPU_TESTS := tests/gpu tests/kernels tests/components/kernels tests/components/optim tests/components/model
 GPU_TESTS += tests/components/checkpoint tests/components/run tests/components/listeners
@@ -57,7 +63,7 @@ endif
 	$(PYTEST) -v -p xdist -p hypothesispytest -m "not soak" -n $(WORKERS) --dist loadgroup $(GPU_TESTS)
 
 clean:
-	rm -rf .venv runs dist site .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .versions runs dist site .mypy_cache .pytest_cache .ruff_cache
 
 $(BIN)/python:
 	$(PYTHON) -m venv .venv

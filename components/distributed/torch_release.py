@@ -32,6 +32,7 @@ PRIVATE_NAMES = (
     "Tensor._is_view",
     "Tensor._post_accumulate_grad_hooks",
     "Tensor._version",
+    "distributed.distributed_c10d.ProcessGroupGloo._Options",
     "ops.aten._flash_attention_backward",
     "ops.aten._flash_attention_forward",
     "ops.aten._grouped_mm",

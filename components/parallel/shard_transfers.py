@@ -59,7 +59,7 @@ def start_gather(slices: Sequence[Tensor], outputs: Sequence[Tensor], group: Any
 
     A slice may be smaller than n elements: it is padded.
     """
-    inputs = _cast_and_pad(slices, [len(output) // group.size() for output in outputs], outputs[0].dtype)
+    inputs = _cast_and_pad(slices, [output.numel() // group.size() for output in outputs], outputs[0].dtype)
     return StartedGather(group.allgather_into_tensor_coalesced(outputs, inputs), inputs)
 
 
@@ -73,8 +73,8 @@ def start_gather_in_float8(
     `widths` are row widths by slice, and 0 for slices sent in the outputs' dtype.
     """
     ranks = group.size()
-    own = pack_weights(_cast_and_pad(slices, [len(output) // ranks for output in outputs], outputs[0].dtype), widths)
-    gathered = own.new_empty(ranks, len(own))
+    own = pack_weights(_cast_and_pad(slices, [output.numel() // ranks for output in outputs], outputs[0].dtype), widths)
+    gathered = own.new_empty(ranks, own.numel())
     work = group.allgather_into_tensor_coalesced([gathered.view(-1)], [own])
     by_rank = [output.view(ranks, -1) for output in outputs]
     return StartedGather(work, [own], partial(unpack_weights, gathered, by_rank, widths))
@@ -83,13 +83,13 @@ def start_gather_in_float8(
 def _cast_and_pad(slices: Sequence[Tensor], sizes: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
     """Return flat slices with these sizes in a dtype, copied only if necessary."""
     flat = [part.view(-1) for part in slices]
-    copied = [index for index, part in enumerate(flat) if len(part) < sizes[index] or part.dtype != dtype]
+    copied = [index for index, part in enumerate(flat) if part.numel() < sizes[index] or part.dtype != dtype]
     if copied:
         padded = torch.split(
             flat[0].new_empty(sum(sizes[index] for index in copied), dtype=dtype), [sizes[index] for index in copied]
         )
         torch._foreach_copy_(
-            [part[: len(flat[index])] for index, part in zip(copied, padded, strict=True)],
+            [part[: flat[index].numel()] for index, part in zip(copied, padded, strict=True)],
             [flat[index] for index in copied],
         )
         for index, part in zip(copied, padded, strict=True):
@@ -147,7 +147,7 @@ class _Message:
 
     def split_per_sum(self, row: Tensor) -> Sequence[Tensor]:
         """Split a message's row (n,), or rows (any, n), into its gradients' parts, one per output in `sums`."""
-        return torch.split(row, [len(out) for out in self.sums], dim=-1)
+        return torch.split(row, [out.numel() for out in self.sums], dim=-1)
 
 
 def _pack_gradients_into_messages(
@@ -159,7 +159,7 @@ def _pack_gradients_into_messages(
     for gradient, shape, out in zip(gradients, shapes, sums, strict=True):
         # The choice depends only on the shape, so that it is equal on all ranks.
         if gradient is None:
-            parts = output.new_zeros(ranks, len(out))
+            parts = output.new_zeros(ranks, out.numel())
         else:
             rows = gradient.to(out.dtype).contiguous().view(shape[0], -1)
             missing = -shape[0] % ranks

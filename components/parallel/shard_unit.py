@@ -70,6 +70,7 @@ class ShardedParameter:
     unsharded: nn.Parameter = attrs.field(init=False)
     message: Tensor = attrs.field(init=False)
     """All ranks' slices (ranks * n,), padded to equal sizes: the memory of `unsharded`."""
+    _storage: Any = attrs.field(init=False)
 
     @classmethod
     def shard(
@@ -107,15 +108,16 @@ class ShardedParameter:
             self.unsharded.grad_dtype = gradient_dtype
         # `data` has a version counter of its own: a gather does not invalidate tensors that a backward pass needs.
         self.message = padded.data.view(-1)
+        self._storage = padded.untyped_storage()
         self.free()
 
     def allocate(self) -> None:
         """Allocate the memory of `unsharded`."""
-        self.message.untyped_storage().resize_(self.message.nbytes)
+        self._storage.resize_(self.message.nbytes)
 
     def free(self) -> None:
         """Free the memory of `unsharded`."""
-        self.message.untyped_storage().resize_(0)
+        self._storage.resize_(0)
 
     def set_in_modules(self, parameter: nn.Parameter) -> None:
         """Set the sharded or the gathered parameter in the modules."""
