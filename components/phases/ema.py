@@ -12,7 +12,8 @@ from drawloom.components.ports.memory import MemoryKind
 from drawloom.components.ports.run import Step
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.stages import Parameters
-from drawloom.graph import between, component, setting
+from drawloom.graph import Problem, between, component, setting
+from drawloom.graph.wiring.node import NodeView
 
 
 @component(reads=("weights", "skip?"))
@@ -29,6 +30,17 @@ class WeightAverage:
     decay: float = setting(default=0.999, check=between(0, 1), doc="decay rate of the average per step")
 
     _averages: dict[str, Tensor] = attrs.field(init=False, factory=dict)
+
+    @classmethod
+    def constraints(cls, node: NodeView) -> Iterator[Problem]:
+        """Warn if some nodes that are used have an edge to this average, and others could have one."""
+        used = {name for other in node.nodes.values() for name in other.needs}
+        able = {name: other for name, other in node.nodes.items() if name in used and _may_have_average(other.spec.cls)}
+        averaging = [name for name, other in able.items() if (edge := other.edges.get("average")) and edge.targets]
+        for name in able if averaging else ():
+            if name not in averaging:
+                text = f"[{averaging[0]}] uses the average of [{node.name}], and [{name}] the last weights"
+                yield NodeView(able[name], node.nodes).warning("average", text, f'write average = "@{node.name}"')
 
     @torch.no_grad()
     def run_phase(self, step: Step) -> None:
@@ -114,3 +126,8 @@ def _cast_to_float32_or_wider(tensor: Tensor) -> Tensor:
 def _copy_into_parameter(parameter: nn.Parameter, value: Tensor) -> None:
     """Copy a value into a parameter in place, so its version counter marks its casts as outdated."""
     parameter.copy_(value)
+
+
+def _may_have_average(kind: type) -> bool:
+    """Return whether a component has the optional edge `average`."""
+    return attrs.has(kind) and any(field.name == "average" for field in attrs.fields(kind))

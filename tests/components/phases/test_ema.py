@@ -11,6 +11,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from drawloom.components.phases.ema import WeightAverage
 from drawloom.components.ports.run import Step
 from drawloom.components.state.step_state import StepState
+from drawloom.graph.project import Recipe
 from support.equality import assert_equal
 from support.steps import LateState
 from support.weights import Weights
@@ -81,3 +82,14 @@ def test_a_resumed_average_is_the_one_that_was_interrupted() -> None:
     assert second.averages()["matrix"].data_ptr() != first.averages()["matrix"].data_ptr()
     with pytest.raises(KeyError, match="averages differ"):
         second.load_state_dict({"other": {}})
+
+
+def test_nodes_that_would_use_other_weights_are_warned_of() -> None:
+    """If one used node has the average, all others that may have it are named; a node that is not used is not."""
+    words = ("ema.use=phases.ema", "edit.trainer.phases.after.@optimizer=@ema")
+    edges = ("export.average=@ema", "evaluate.average=@ema", "sample.average=@ema")
+    warned = []
+    for count in range(4):
+        problems = Recipe.load("first_run", *words, *edges[:count]).graph.problems
+        warned.append([problem.node for problem in problems if "uses the average" in problem.text])
+    assert warned == [[], ["evaluate", "sample"], ["sample"], []]
