@@ -29,7 +29,7 @@ from drawloom.components.gradients.norm import compute_exact_norm
 from drawloom.components.kernels.auto import AutoKernels
 from drawloom.components.kernels.choosing import OPERATIONS
 from drawloom.components.pipeline.program.notation import format_program_csv
-from drawloom.components.ports.corpus import TokenCorpus
+from drawloom.components.ports.corpus import TokenCorpus, complete_document
 from drawloom.components.ports.data import Examples, MeasuredRows, MovableData, PackedDataset, RowSource, TokenBatch
 from drawloom.components.ports.distributed import Device, Mesh, PerDimension, Precision
 from drawloom.components.ports.intervals import Interval
@@ -413,10 +413,10 @@ def documents(use: str, values: Values, _place: Path) -> Any:
 
 
 def tokens_of(use: str, values: Values, _place: Path) -> Any:
-    """Return the ids of a text and its end."""
+    """Return the ids of a document."""
     tokenizer = build(use, **values)
     tokenizer.open()
-    return tokenizer.encode("the quick fox").tolist(), tokenizer.eos_id
+    return complete_document(tokenizer, tokenizer.encode("the quick fox")).tolist()
 
 
 def first_tokens(use: str, values: Values, _place: Path) -> Any:

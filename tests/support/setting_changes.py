@@ -296,7 +296,7 @@ ROWS: dict[str, Row] = {
     "data.hugging_face_tokenizer": Row(
         parts.tokens_of,
         {"path": "one_tokenizer.json", "end_token": "<a>"},
-        {"path": "other_tokenizer.json"} | {"end_token": "<b>"},
+        {"path": "other_tokenizer.json", "end_token": "<b>", "begin_token": "<b>"},
     ),
     "data.jsonl": Row(parts.documents, {"paths": ["one.jsonl"]}, SPLIT | {"paths": ["*.jsonl"], "field": "other"}),
     "data.hugging_face_dataset": Row(
