@@ -41,7 +41,7 @@ log = logging.getLogger("drawloom.run")  # rank 0 prints its messages
 @component(impact="safe")
 class AdapterExport:
     """
-    Writer for `<run folder>/adapter/`, which PEFT loads over the run's base model; without adapters it writes nothing.
+    Writer for `<run folder>/adapter/`, for PEFT to load over the run's base model; without adapters it writes nothing.
 
     The export is exact, while merging adapters into narrow weights rounds their changes. Fully tuned modules are in
     `modules_to_save`. All experts share one tensor, as in transformers 5. With an `average`, the averaged weights are
@@ -57,7 +57,7 @@ class AdapterExport:
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Yield problems for adapters without LoRA, and for new tokens, which PEFT would look for in the base model."""
+        """Yield problems for adapters without LoRA, and for new tokens, as PEFT would look for them in the base model."""
         stages = node.neighbour("stages")
         adapters = stages.neighbours("adapters") if stages else []
         if stages and adapters and all(trains_base_weights(adapter.component) for adapter in adapters):

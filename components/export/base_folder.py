@@ -73,9 +73,9 @@ NOT_EXPORTED_KEYS = ("quantization_config", "compression_config")
 @attrs.frozen
 class BaseFolder:
     """
-    Folder with a model's initial weights; exports keep its tensors that are not loaded, `carried`.
+    Folder with a model's initial weights; exports keep its unloaded tensors, `carried`.
 
-    `style` are the prefixes of the text model's tensors, `config` is the folder's config with the exported model, and
+    `style` are the text model's tensor prefixes, `config` is the folder's config with the exported model, and
     `dtypes` are its matrices' dtypes by name.
     """
 
@@ -91,12 +91,12 @@ class BaseFolder:
         return sequential(mapper, rename(names)) if self.style else mapper
 
     def add_unloaded_tensors_to(self, share: Share) -> Share:
-        """Return a rank's share of the export with the tensors not loaded."""
+        """Return a rank's share in the export with the tensors not loaded."""
         source = _CombinedSource(share.source, _open_source(self.folder), frozenset(self.carried))
         return Share(source, parallel(share.mapper, identity(*self.carried)), {*share.writes, *self.carried})
 
     def copy_other_files(self, target: Path, tokenizer: Tokenizer | None) -> None:
-        """Copy the files that an export keeps, and log the names of the others."""
+        """Copy the files to keep, and log the other names."""
         kept: tuple[str, ...] = KEPT
         if tokenizer is None:
             kept = (*kept, *WRITTEN_BY_TOKENIZER, *KEPT_WITH_TOKENIZER)
@@ -181,7 +181,7 @@ def list_config_and_text_config(config: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _list_files(folder: Path) -> Iterator[str]:
-    """Yield the names of a folder's files, and of files in its folders, without hidden ones."""
+    """Yield the names of a folder's files, also inside its folders, without hidden ones."""
     for path in folder.iterdir():
         inner = path.iterdir() if path.is_dir() else ()
         for file in (path, *inner):

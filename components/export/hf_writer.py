@@ -130,7 +130,7 @@ def write_hugging_face_folder(
 
 
 def _add_end_of_training(config: dict[str, Any], ids: Mapping[str, int | None]) -> None:
-    """Add the id that ends a text in training to a config, or to the parts of it that have such ids."""
+    """Add training's end id to a config, or to its parts with such ids."""
     parts = [part for part in list_config_and_text_config(config) if "eos_token_id" in part] or [config]
     if (end := ids["eos_token_id"]) is not None:
         for part in parts:

@@ -302,7 +302,7 @@ class LanguageModel(Model, Protocol):
         ...
 
     def hugging_face_config(self) -> dict[str, Any]:
-        """Return the equivalent model's `config.json`, in which token ids may be null."""
+        """Return the equivalent model's `config.json`, perhaps with null token ids."""
         ...
 
     def hugging_face_mapper(self) -> Mapper:
@@ -316,7 +316,7 @@ class LimitedPositions(Protocol):
 
     @property
     def position_count(self) -> int | None:
-        """Number of learned positions, beyond which a text can't be computed; None if positions are computed."""
+        """Number of learned positions, a text's greatest length; None if positions are computed."""
         ...
 
 

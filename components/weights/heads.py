@@ -45,7 +45,7 @@ def read_score_head(folder: Path, outputs: Sequence[str], width: int) -> Tensor:
 
 
 def find_score_head_rows(folder: Path, outputs: Sequence[str]) -> list[int]:
-    """Return the rows of a folder's head for `outputs`, by their names. Raises UserError if its outputs are others."""
+    """Return a folder's head's rows for `outputs`, by their names. Raises UserError if its outputs are others."""
     spec = open_safetensors_folder(folder).specs().get(SCORE)
     if spec is None or spec.shape[0] != len(outputs):
         content = "no" if spec is None else f"{spec.shape[0]} outputs in"
@@ -61,7 +61,7 @@ def find_score_head_rows(folder: Path, outputs: Sequence[str]) -> list[int]:
 
 
 def _read_output_names(folder: Path, count: int) -> list[str] | None:
-    """Return a classifier's names of outputs; None if it has none, or transformers' numbers."""
+    """Return a classifier's output names; None if it has none, or transformers' numbers."""
     names = _read_config_or_empty(folder).get("id2label")
     if not isinstance(names, Mapping) or {*names} != {str(number) for number in range(count)}:
         return None

@@ -83,7 +83,7 @@ class Watch:
         pass
 """,
 }
-"""A package of components, most of which are slow on one rank and less slow on the others."""
+"""A package of components, mostly slow on one rank and less slow on the others."""
 
 PHASES = {
     "first": ["forward_backward"],
@@ -146,7 +146,7 @@ def run_twice(folder: Path, ranks: int) -> list[Outcome]:
 
 
 def read_times(folder: Path, ranks: int) -> Callable[[str, int], float]:
-    """Return a function of an event and a step: the time at which the last rank has reached it."""
+    """Return a function of an event and a step: the time when the last rank has reached it."""
     times: dict[Any, list[float]] = defaultdict(list)
     for rank in range(ranks):
         for line in (folder / f"times-{rank}").read_text("utf-8").splitlines():
