@@ -51,7 +51,7 @@ class Phase:
 
     def run_phase(self, step):
         if self.turn >= 0:
-            sleep(0.02, self.turn)
+            sleep(0.04, self.turn)
         note(self.name, step.index)
 
     def state_dict(self):
@@ -133,7 +133,7 @@ phases = [{", ".join(f'"@{name}"' for slow, names in PHASES.items() for name in 
 """ + "".join(
     f'\n[{name}]\nuse = "slow.phase"\nname = "{name}"\nturn = {turn}\n'
     for turn, name in [
-        *enumerate(PHASES),
+        *enumerate(PHASES, 3),  # rank 0, whose clock counts, is not the last one before an evaluation
         *((-1, name) for names in PHASES.values() for name in names if name.startswith(("before", "after"))),
     ]
 )
