@@ -1,4 +1,4 @@
-"""Folders with a run's initial weights: exports keep their other files, keys of their config, and other tensors."""
+"""Folders with a run's initial weights: exports keep their other files, config keys and tensors."""
 
 import json
 import logging
@@ -37,10 +37,10 @@ WRITTEN = (
     "model.safetensors.index.json",
     "trainer_state.json",
 )
-"""Name patterns (fnmatch) of files that an export writes anew."""
+"""Name patterns (fnmatch) for the files an export writes."""
 
 WRITTEN_BY_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-"""Files that the run's tokenizer writes, if there is one."""
+"""Files written by the run's tokenizer, if there is one."""
 
 KEPT_WITH_TOKENIZER = (
     "added_tokens.json",
@@ -52,7 +52,7 @@ KEPT_WITH_TOKENIZER = (
     "*.tiktoken",
     "additional_chat_templates/*.jinja",
 )
-"""Other forms of a tokenizer, which are right if the run's tokenizer is the folder's."""
+"""Other tokenizer files, which are right if the run's tokenizer is the folder's."""
 
 KEPT = (
     "generation_config.json",
@@ -71,13 +71,13 @@ KEPT = (
 MAX_VALUES = 2**16  # of a generation_config.json, which has tens
 
 NOT_EXPORTED_KEYS = ("quantization_config", "compression_config")
-"""Keys of a config for the format of weights: exported weights are dequantized."""
+"""Config keys for quantized weights: exported weights are dequantized."""
 
 
 @attrs.frozen
 class BaseFolder:
     """
-    Folder with a model's initial weights; exports keep its tensors that are not loaded, `carried`.
+    Folder with a model's initial weights; exports keep its other tensors, `carried`.
 
     `style` are the prefixes of the text model's tensors, `config` is the folder's config with the exported model, and
     `dtypes` are its matrices' dtypes by name.
@@ -100,7 +100,7 @@ class BaseFolder:
         return Share(source, parallel(share.mapper, identity(*self.carried)), {*share.writes, *self.carried})
 
     def copy_other_files(self, target: Path, tokenizer: Tokenizer | None) -> None:
-        """Copy the files that an export keeps, and log the names of the others."""
+        """Copy the files to keep, and log the other names."""
         kept: tuple[str, ...] = KEPT
         if tokenizer is None:
             kept = (*kept, *WRITTEN_BY_TOKENIZER, *KEPT_WITH_TOKENIZER)
@@ -117,7 +117,7 @@ class BaseFolder:
             log.info("the export has no copies of these files in %s: %s", self.folder, format_names(dropped))
 
     def log_wider_dtype(self, exported: str | None) -> None:
-        """Log the dtype of exported matrices if it is float32, and the folder's is another one."""
+        """Log it if exported matrices are float32, and the folder's are narrower."""
         if exported == "float32" and len(self.dtypes) == 1 and self.dtypes[0] in ("bfloat16", "float16"):
             text = 'the export is in float32, as trained, and %s in %s; dtype = "%s" in [export] writes that'
             log.info(text, self.folder, self.dtypes[0], self.dtypes[0])
@@ -185,7 +185,7 @@ def list_config_and_text_config(config: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _list_files(folder: Path) -> Iterator[str]:
-    """Yield the names of a folder's files, and of files in its folders, without hidden ones."""
+    """Yield the names of a folder's files, also in its folders, without hidden ones."""
     for path in folder.iterdir():
         inner = path.iterdir() if path.is_dir() else ()
         for file in (path, *inner):
@@ -221,7 +221,7 @@ def read_token_ids(tokenizer: Tokenizer | None) -> dict[str, int | None]:
 
 def add_end_ids(config: dict[str, Any], ids: Collection[int]) -> bool:
     """
-    Add ids to the ones that end a text, in a `config.json` or `generation_config.json`; return whether it changed.
+    Add end ids to a `config.json` or `generation_config.json`; return whether it changed.
     """
     ends = config.get("eos_token_id")
     known = ends if isinstance(ends, list) else [] if ends is None else [ends]
@@ -232,7 +232,7 @@ def add_end_ids(config: dict[str, Any], ids: Collection[int]) -> bool:
 
 
 def add_end_ids_to_generation_config(folder: Path, ids: Collection[int]) -> None:
-    """Add ids to the ones that end a text for transformers' `generate`, if the folder has a file for it."""
+    """Add end ids for transformers' `generate`, if the folder has a file for it."""
     path = folder / "generation_config.json"
     if not path.is_file():
         return
