@@ -250,7 +250,7 @@ T = TypeVar("T")
 
 
 def get_if_any(run: Container, port: Callable[..., T]) -> T | None:
-    """Return the only open object that implements a port; None if there is none, as for a model without tokens."""
+    """Return the only open object for a port; None if there is none, as for a model without tokens."""
     with suppress(LookupError):
         return run.get(port)
     return None

@@ -1,4 +1,4 @@
-"""Folders with a run's initial weights: exports keep their other files, keys of their config, and other tensors."""
+"""Folders with a run's initial weights: exports keep their other files, config keys and tensors."""
 
 import logging
 import shutil
@@ -35,10 +35,10 @@ WRITTEN = (
     "model.safetensors.index.json",
     "trainer_state.json",
 )
-"""Name patterns (fnmatch) of files that an export writes anew."""
+"""Name patterns (fnmatch) for the files an export writes."""
 
 WRITTEN_BY_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-"""Files that the run's tokenizer writes, if there is one."""
+"""Files written by the run's tokenizer, if there is one."""
 
 KEPT_WITH_TOKENIZER = (
     "added_tokens.json",
@@ -50,7 +50,7 @@ KEPT_WITH_TOKENIZER = (
     "*.tiktoken",
     "additional_chat_templates/*.jinja",
 )
-"""Other forms of a tokenizer, which are right if the run's tokenizer is the folder's."""
+"""Other tokenizer files, which are right if the run's tokenizer is the folder's."""
 
 KEPT = (
     "generation_config.json",
@@ -67,7 +67,7 @@ KEPT = (
 """Files that an export has unchanged. All files without a pattern here, such as other formats, are named in the log."""
 
 NOT_EXPORTED_KEYS = ("quantization_config", "compression_config")
-"""Keys of a config for the format of weights: exported weights are dequantized."""
+"""Config keys for quantized weights: exported weights are dequantized."""
 
 
 @attrs.frozen
@@ -113,7 +113,7 @@ class BaseFolder:
             log.info("the export has no copies of these files in %s: %s", self.folder, format_names(dropped))
 
     def log_wider_dtype(self, exported: str | None) -> None:
-        """Log the dtype of exported matrices if it is float32, and the folder's is another one."""
+        """Log it if exported matrices are float32, and the folder's are narrower."""
         if exported == "float32" and len(self.dtypes) == 1 and self.dtypes[0] in ("bfloat16", "float16"):
             text = 'the export is in float32, as trained, and %s in %s; dtype = "%s" in [export] writes that'
             log.info(text, self.folder, self.dtypes[0], self.dtypes[0])

@@ -165,7 +165,7 @@ def _gather_and_log_merge_rounding_loss(loss: MergeRoundingLoss, group: Group) -
 
 
 def _write_config_with_dtype(folder: Path, config: dict[str, Any], specs: Mapping[str, TensorSpec]) -> str | None:
-    """Write `config.json`, and return the dtype of all matrices, or None if they have several."""
+    """Write `config.json`, and return the matrices' dtype, or None if they have several."""
     # vectors may have a wider dtype, such as the bias of a router
     dtypes = {str(spec.dtype).removeprefix("torch.") for spec in specs.values() if len(spec.shape) > 1}
     dtype = dtypes.pop() if len(dtypes) == 1 else None

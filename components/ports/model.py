@@ -312,7 +312,7 @@ class LanguageModel(Model, Protocol):
 
 @runtime_checkable
 class LimitedPositions(Protocol):
-    """A language model that may be unable to compute positions beyond a number."""
+    """A language model whose positions may be limited."""
 
     @property
     def position_count(self) -> int | None:
@@ -399,7 +399,7 @@ class UncastParameters(Protocol):
 
 @runtime_checkable
 class ClassifiableModel(Protocol):
-    """A model class that knows whether transformers has a sequence classifier for it."""
+    """A model class with or without a sequence classifier in transformers."""
 
     @classmethod
     def has_sequence_classifier(cls, node: Any) -> bool:
