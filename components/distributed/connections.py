@@ -177,12 +177,14 @@ def run_gloo_collectives_in_one_thread() -> Iterator[None]:
     """
     original: Any = dist.distributed_c10d.ProcessGroupGloo
 
-    def create(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    def create(store: Any, rank: int, size: int, timeout: timedelta, **named: Any) -> Any:
         names = os.environ.get("GLOO_SOCKET_IFNAME", "") if size > 1 else ""
         devices = [original.create_device(interface=name) for name in names.split(",") if name]
         options = original._Options()  # torch has no public argument
         options._devices, options._timeout = devices or [original.create_default_device()], timeout
         options._threads = 1
+        for name, value in named.items():  # torch 2.14 has one: enable_reconfigure
+            setattr(options, name, value)
         return original(store, rank, size, options)
 
     with _replace_gloo_groups(create):

@@ -17,7 +17,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 FOLDERS = [
     *("tests/meshes", "tests/schedules", "tests/kernels"),
-    *(f"tests/components/{name}" for name in ("checkpoint", "kernels", "model", "parallel", "pipeline", "stages")),
+    *(
+        f"tests/components/{name}"
+        for name in ("checkpoint", "distributed", "kernels", "model", "parallel", "pipeline", "stages")
+    ),
 ]
 EXTRA = {"2.11": ["numpy<2.4"]}
 """Further requirements by release of torch: Triton 3.6 interprets kernels (only in tests) with NumPy below 2.4."""
