@@ -1,13 +1,10 @@
 """SwiGLU's gate: silu(gate) * up (Shazeer 2020, arXiv 2002.05202)."""
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import Function
 
-from drawloom.kernels.operation import as_new_alias, once_differentiable, upcast
+from drawloom.kernels.operation import as_new_alias, make_differentiable, upcast
 
 
 def swiglu_eager(gate: Tensor, up: Tensor, scale: Tensor | None = None) -> Tensor:
@@ -17,9 +14,7 @@ def swiglu_eager(gate: Tensor, up: Tensor, scale: Tensor | None = None) -> Tenso
     `scale` (...,) multiplies each vector before rounding. An expert's output can be weighted here instead of after its
     down projection, which is linear; this saves a pass over memory.
     """
-    if scale is None:
-        return _SwiGlu.apply(gate, up)  # type: ignore[no-untyped-call, no-any-return]
-    return _ScaledSwiGlu.apply(gate, up, scale)  # type: ignore[no-untyped-call, no-any-return]
+    return _differentiable_swiglu(gate, up) if scale is None else _differentiable_scaled_swiglu(gate, up, scale)
 
 
 def swiglu_halves_eager(gate_and_up: Tensor, scale: Tensor | None = None) -> Tensor:
@@ -30,37 +25,21 @@ def swiglu_halves_eager(gate_and_up: Tensor, scale: Tensor | None = None) -> Ten
     return swiglu_eager(gate, up, scale)
 
 
-class _SwiGlu(Function):
-    """SwiGLU that saves only gate and up, and recomputes silu(gate) in the backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        """Return a tensor like gate, for gate and up (..., width) in one dtype."""
-        ctx.save_for_backward(gate, up)
-        return as_new_alias(F.silu(upcast(gate)).mul_(up).to(gate.dtype))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        gate, up = ctx.saved_tensors
-        return compute_swiglu_gradients(gate, up, upcast(grad))
+def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return as_new_alias(F.silu(upcast(gate)).mul_(up).to(gate.dtype))
 
 
-class _ScaledSwiGlu(Function):
-    """SwiGLU with a scale per vector."""
+def _swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    return compute_swiglu_gradients(gate, up, upcast(grad))
 
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, scale: Tensor) -> Tensor:
-        """Return a tensor like gate, for gate and up (..., width) in one dtype and scale (...)."""
-        ctx.save_for_backward(gate, up, scale)
-        return as_new_alias(F.silu(upcast(gate)).mul_(up).mul_(scale.unsqueeze(-1)).to(gate.dtype))
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        gate, up, scale = ctx.saved_tensors
-        grad_scale = F.silu(upcast(gate)).mul_(up).mul_(grad).sum(-1).to(scale.dtype)
-        return *compute_swiglu_gradients(gate, up, upcast(grad) * scale.unsqueeze(-1)), grad_scale
+def _scaled_swiglu(gate: Tensor, up: Tensor, scale: Tensor) -> Tensor:
+    return as_new_alias(F.silu(upcast(gate)).mul_(up).mul_(scale.unsqueeze(-1)).to(gate.dtype))
+
+
+def _scaled_swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    grad_scale = F.silu(upcast(gate)).mul_(up).mul_(grad).sum(-1).to(scale.dtype)
+    return *compute_swiglu_gradients(gate, up, upcast(grad) * scale.unsqueeze(-1)), grad_scale
 
 
 def compute_swiglu_gradients(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
@@ -69,3 +48,7 @@ def compute_swiglu_gradients(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Te
     grad_up = F.silu(wide_gate).mul_(grad)
     grad_gate = torch.ops.aten.silu_backward(grad * up, wide_gate)
     return grad_gate.to(gate.dtype), grad_up.to(up.dtype)
+
+
+_differentiable_swiglu = make_differentiable(_swiglu, _swiglu_backward)
+_differentiable_scaled_swiglu = make_differentiable(_scaled_swiglu, _scaled_swiglu_backward)
