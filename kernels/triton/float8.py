@@ -117,11 +117,12 @@ def _allocate_ones(device: torch.device) -> Tensor:
     return torch.ones(ONES, device=device)
 
 
-def _allocate_quantized_rows(x: Tensor, rows: int, width: int) -> tuple[Tensor, Tensor]:
+def allocate_quantized_rows(x: Tensor, rows: int, width: int) -> tuple[Tensor, Tensor]:
+    """Return empty float8 elements (rows, width) and scales (rows,) on the device of x (any shape)."""
     return x.new_empty(rows, width, dtype=E4M3), x.new_empty(rows, dtype=torch.float32)
 
 
-@register_kernel("float8_quantize", lambda x: _allocate_quantized_rows(x, *x.shape))
+@register_kernel("float8_quantize", lambda x: allocate_quantized_rows(x, *x.shape))
 def _quantize_rows(rows: tuple[Tensor, Tensor], x: Tensor) -> None:
     _quantize_rows_into(x, None, *rows)
 
@@ -144,13 +145,13 @@ def _quantize_weights_into(rows: tuple[Tensor, Tensor], weights: list[Tensor]) -
 
 _quantize_weights = register_kernel(
     "float8_quantize_weights",
-    lambda weights: _allocate_quantized_rows(weights[0], sum(map(len, weights)), weights[0].shape[1]),
+    lambda weights: allocate_quantized_rows(weights[0], sum(map(len, weights)), weights[0].shape[1]),
 )(_quantize_weights_into)
 
 
 @register_kernel(
     "float8_swiglu",
-    lambda gate_and_up: _allocate_quantized_rows(gate_and_up, len(gate_and_up), gate_and_up.shape[1] // 2),
+    lambda gate_and_up: allocate_quantized_rows(gate_and_up, len(gate_and_up), gate_and_up.shape[1] // 2),
 )
 def _quantize_swiglu(rows: tuple[Tensor, Tensor], gate_and_up: Tensor) -> None:
     gate, up = gate_and_up.chunk(2, 1)
@@ -173,7 +174,7 @@ QuantizedTensors = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def _allocate_quantized_gradient(grad: Tensor, factor: Tensor, row_scale: Tensor | None) -> QuantizedTensors:
-    data, scale = _allocate_quantized_rows(grad, len(grad), len(factor))
+    data, scale = allocate_quantized_rows(grad, len(grad), len(factor))
     count, width = data.shape if row_scale is not None else (0, 0)
     return data, scale, data.new_empty(width, compute_padded_row_count(count)), scale.new_empty(width)
 

@@ -28,6 +28,7 @@ from drawloom.kernels.triton import tma
 from drawloom.kernels.triton.float8 import (
     INFINITY,
     TritonFloat8,
+    allocate_quantized_rows,
     compute_scale_and_inverse,
     get_magnitude_bits,
     sigmoid,
@@ -201,12 +202,10 @@ def _launch_scale_and_cast_experts(weight: Tensor, parts: Tensor | None, scale: 
         )
 
 
-def _allocate_quantized_swiglu(gate_and_up: Tensor) -> tuple[Tensor, Tensor]:
-    count, width = gate_and_up.shape
-    return gate_and_up.new_empty(count, width // 2, dtype=E4M3), gate_and_up.new_empty(count, dtype=torch.float32)
-
-
-@register_kernel("float8_expert_swiglu", _allocate_quantized_swiglu)
+@register_kernel(
+    "float8_expert_swiglu",
+    lambda gate_and_up: allocate_quantized_rows(gate_and_up, len(gate_and_up), gate_and_up.shape[1] // 2),
+)
 def _quantize_swiglu(quantized: tuple[Tensor, Tensor], gate_and_up: Tensor, probabilities: Tensor) -> None:
     data, scale = quantized
     count, width = data.shape
@@ -231,8 +230,7 @@ def _quantize_swiglu(quantized: tuple[Tensor, Tensor], gate_and_up: Tensor, prob
 @register_kernel(
     "float8_expert_swiglu_gradient",
     lambda gate_and_up, probabilities: (
-        gate_and_up.new_empty(gate_and_up.shape, dtype=E4M3),
-        gate_and_up.new_empty(len(gate_and_up), dtype=torch.float32),
+        *allocate_quantized_rows(gate_and_up, *gate_and_up.shape),
         probabilities.new_empty(probabilities.shape),
     ),
 )

@@ -14,11 +14,11 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd import Function
 
-from drawloom.kernels.float8 import E4M3, Float8Rows
+from drawloom.kernels.float8 import Float8Rows
 from drawloom.kernels.linear_float8 import attach_quantized_rows
 from drawloom.kernels.operation import once_differentiable, register_kernel
 from drawloom.kernels.results import NormAndSum
-from drawloom.kernels.triton.float8 import compute_scale_and_inverse, get_magnitude_bits
+from drawloom.kernels.triton.float8 import allocate_quantized_rows, compute_scale_and_inverse, get_magnitude_bits
 from drawloom.kernels.triton.launch import cache_launches
 from drawloom.kernels.triton.primitives import (
     cdiv,
@@ -98,8 +98,7 @@ def _allocate_forward(x: Tensor, residual: Tensor | None, float8: bool) -> tuple
     normed = x.new_empty(x.shape)
     summed = x.new_empty(x.shape if residual is not None else 0)
     count, width = (x.shape[:-1].numel(), x.shape[-1]) if float8 else (0, 0)
-    rows = x.new_empty(count, width, dtype=E4M3), x.new_empty(count, dtype=torch.float32)
-    return normed, summed, x.new_empty(x.shape[:-1], dtype=torch.float32), *rows
+    return normed, summed, x.new_empty(x.shape[:-1], dtype=torch.float32), *allocate_quantized_rows(x, count, width)
 
 
 @register_kernel("rms_norm", _allocate_forward)
