@@ -6,12 +6,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint const
 
 unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of processes, and each would compile every module
 
-.PHONY: train test docs figures journeys bench bench-ettr soak clean test-gpu bench-gpu bench-train-gpu bench-precision-gpu \
-	bench-pipeline-gpu bench-mesh-gpu bench-finetune-gpu bench-recompute-gpu bench-launches-gpu bench-start-gpu \
-	bench-capture-gpu bench-plan bench-plan-gpu bench-dispatch-gpu bench-shelf-gpu \
-	bench-makespan-gpu bench-titan-gpu bench-breakdown-gpu bench-idle-gpu bench-fp8-gpu bench-loss-gpu \
-	bench-qlora-gpu bench-offload-gpu bench-memory-gpu bench-grpo-gpu \
-	bench-recurrence-gpu
+.PHONY: train test docs figures journeys bench soak clean test-gpu
 
 train: .venv/train
 	$(BIN)/drawloom run first_run --overlay with_aim
@@ -34,12 +29,10 @@ figures:
 journeys: .venv/test
 	OMP_NUM_THREADS=1 $(BIN)/python tests/house/journeys.py $(ONLY)
 
+# One benchmark, or all that need no GPU: make bench NAME=titan PEERS=/path/to/site-packages. PEERS has what others need
+# in an environment of its own, RANKS the number of processes, and ONLY the benchmark's own words.
 bench: .venv/test
-	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python tests/benchmarks $(ONLY)
-
-# Ten minutes for each mode: RANKS=4 MODES="continue restart"
-bench-ettr: .venv/test
-	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python tests/benchmarks/elastic/ettr.py $(or $(RANKS),2) 600 $(MODES)
+	OMP_NUM_THREADS=1 PYTHONPATH=tests:$(PEERS) $(if $(RANKS),RANKS=$(RANKS)) $(BIN)/python tests/benchmarks $(NAME) $(ONLY)
 
 # A quarter of an hour on two cores, and half an hour at most: every part of it has a limit of its own. Property tests
 # are run with more examples than `make test` takes.
@@ -47,8 +40,7 @@ soak: .venv/soak
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m soak
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m "hypothesis and not soak" --hypothesis-profile thorough -n 2 --dist loadfile
 
-# On a machine with a GPU: kernels compiled and not interpreted, great sizes, and the benchmarks beside those of others.
-# What others need may stand in an environment of its own: make bench-gpu PEERS=/path/to/its/site-packages
+# On a machine with a GPU: kernels compiled and not interpreted, great sizes, and runs.
 GPU_TESTS := tests/gpu tests/kernels tests/components/kernels tests/components/optim tests/components/model
 GPU_TESTS += tests/components/checkpoint tests/components/run tests/components/listeners
 
@@ -63,86 +55,6 @@ test-gpu: .venv/test
 endif
 	PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 \
 	$(PYTEST) -v -p xdist -p hypothesispytest -m "not soak" -n $(WORKERS) --dist loadgroup $(GPU_TESTS)
-
-bench-gpu: .venv/test
-	PYTHONPATH=tests:$(PEERS) $(BIN)/python tests/benchmarks/gpu $(ONLY)
-
-bench-train-gpu: .venv/test
-ifdef RANKS
-	RANKS=$(RANKS) PYTHONPATH=tests:$(PEERS) $(BIN)/python tests/benchmarks/gpu/meshes.py --wide $(ONLY)
-else
-	PYTHONPATH=tests:$(PEERS) $(BIN)/python tests/benchmarks/gpu/training.py $(ONLY)
-endif
-
-bench-precision-gpu: .venv/test
-	PYTHONPATH=tests $(BIN)/python tests/benchmarks/gpu/precision.py $(ONLY)
-
-bench-fp8-gpu: .venv/test
-	PYTHONPATH=tests $(BIN)/python tests/benchmarks/gpu/float8.py $(ONLY)
-
-bench-qlora-gpu: .venv/test
-	PYTHONPATH=tests $(BIN)/python tests/benchmarks/gpu/qlora.py $(ONLY)
-
-bench-offload-gpu: .venv/test
-	PYTHONPATH=tests $(BIN)/python tests/benchmarks/gpu/offload.py $(ONLY)
-
-bench-memory-gpu: .venv/test
-	PYTHONPATH=tests $(BIN)/python tests/benchmarks/gpu/memory.py $(ONLY)
-
-bench-grpo-gpu: .venv/test
-	PYTHONPATH=tests:$(PEERS) $(BIN)/python tests/benchmarks/gpu/grpo.py $(ONLY)
-
-bench-loss-gpu: .venv/test
-	PYTHONPATH=tests $(BIN)/python tests/benchmarks/gpu/matched_loss.py $(ONLY)
-
-bench-plan: .venv/test
-	$(BIN)/python tests/benchmarks/plan.py $(ONLY)
-
-bench-plan-gpu: .venv/test
-	$(BIN)/drawloom plan --calibrate
-	$(BIN)/python tests/benchmarks/plan.py --gpu $(ONLY)
-
-bench-dispatch-gpu: .venv/test
-	PYTHONPATH=tests $(BIN)/python tests/benchmarks/gpu/dispatch.py $(ONLY)
-
-bench-shelf-gpu: .venv/test
-	$(BIN)/python tests/benchmarks/gpu/shelf.py $(ONLY)
-
-bench-recompute-gpu: .venv/test
-	PYTHONPATH=tests $(BIN)/python tests/benchmarks/gpu/recompute.py $(ONLY)
-
-bench-launches-gpu: .venv/test
-	PYTHONPATH=tests $(BIN)/python tests/benchmarks/gpu/launches.py
-
-bench-pipeline-gpu: .venv/test
-	PYTHONPATH=tests $(BIN)/python tests/benchmarks/gpu/pipeline.py $(ONLY)
-
-bench-makespan-gpu: .venv/test
-	PYTHONPATH=tests $(BIN)/python tests/benchmarks/gpu/makespan.py $(ONLY)
-
-bench-titan-gpu: .venv/test
-	PYTHONPATH=tests:$(PEERS) $(BIN)/python tests/benchmarks/gpu/titan.py
-
-bench-breakdown-gpu: .venv/test
-	RANKS=$(or $(RANKS),1) PYTHONPATH=tests $(BIN)/python tests/benchmarks/gpu/breakdown.py $(ONLY)
-
-bench-idle-gpu: .venv/test
-	PYTHONPATH=tests $(BIN)/python tests/benchmarks/gpu/idle.py $(ONLY)
-
-bench-recurrence-gpu: .venv/test
-	PYTHONPATH=tests:$(PEERS) $(BIN)/python tests/benchmarks/gpu/recurrence.py
-
-bench-mesh-gpu: .venv/test
-	RANKS=$(or $(RANKS),2) PYTHONPATH=tests:$(PEERS) $(BIN)/python tests/benchmarks/gpu/meshes.py $(ONLY)
-
-bench-finetune-gpu: .venv/test
-	PYTHONPATH=tests:$(PEERS) $(BIN)/python tests/benchmarks/gpu/meshes.py --finetuning $(ONLY)
-
-bench-capture-gpu: .venv/test
-	PYTHONPATH=tests $(BIN)/python tests/benchmarks/gpu/meshes.py --capture $(ONLY)
-
-bench-start-gpu: .venv/test
-	PYTHONPATH=tests $(BIN)/python tests/benchmarks/gpu/start.py $(ONLY)
 
 clean:
 	rm -rf .venv runs dist site .mypy_cache .pytest_cache .ruff_cache

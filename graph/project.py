@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from drawloom.graph.drawing.draw import Format, draw
+from drawloom.graph.drawing import Format
 from drawloom.graph.inspect.changes import diff, make_resolved_recipe
 from drawloom.graph.inspect.explain import explain
 from drawloom.graph.inspect.serialize import serialize_recipe
@@ -214,6 +214,8 @@ class Recipe:
         """
         Draw a run's nodes, or the surroundings of the node `focus`. With `step`, draw the dataflow in a training step.
         """
+        from drawloom.graph.drawing.draw import draw  # other commands do without pictures
+
         title = Path(self.merged.source).stem
         return draw(self.graph.require_valid(), title, self.project.root, format, focus, step=step)
 

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import math
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import date, datetime, time
@@ -93,15 +94,16 @@ def make_key_annotations(doc: str, default: Any) -> Schema:
 
 
 def _to_json(value: Any) -> Any:
-    """Convert a default to JSON. Values without a JSON form become strings."""
-    return json.loads(json.dumps(convert_to_toml_types(value), default=str))
+    """Convert a default to JSON. Values without a JSON form, such as infinity, become strings, as in TOML."""
+    names = {"Infinity": "inf", "-Infinity": "-inf", "NaN": "nan"}
+    return json.loads(json.dumps(convert_to_toml_types(value), default=str), parse_constant=names.get)
 
 
 def _make_bounds_schema(check: Any) -> Schema:
     if not isinstance(check, Bound):
         return {}
     keys = {"minimum": check.at_least, "exclusiveMinimum": check.above, "exclusiveMaximum": check.below}
-    return {key: bound for key, bound in keys.items() if bound is not None}
+    return {key: bound for key, bound in keys.items() if bound is not None and math.isfinite(bound)}
 
 
 DIALECT = "http://json-schema.org/draft-07/schema#"

@@ -21,8 +21,8 @@ from drawloom.components.checkpoint.snapshot import ShardPlan, Snapshot
 from drawloom.components.checkpoint.threads import run_in_current_thread, submit_in_new_thread
 from drawloom.components.distributed.rank_errors import RankError, run_and_gather_on_all_ranks, run_on_rank0
 from drawloom.components.ports.checkpoint import Durable, GrowingState, Stateful
-from drawloom.components.ports.distributed import Group, Mesh, Processes, SurvivingProcesses
-from drawloom.components.ports.run import Cadence, RunFolder, Step, describe_cadence_fault, is_due
+from drawloom.components.ports.distributed import Device, Group, Mesh, Processes, SurvivingProcesses
+from drawloom.components.ports.run import Cadence, RunFolder, Step, describe_cadence_fault, exclude_from_rates, is_due
 from drawloom.components.ports.staging import Stager
 from drawloom.graph import Every, ResolvedRecipe, UserError, at_least, component, setting
 from drawloom.graph.problems import Problem, ReopenError
@@ -48,7 +48,7 @@ class PendingSave:
 @component(reads=("weights", "loss?", "validation_loss?", "skip?"), impact="safe")
 class Checkpointer:
     """
-    Checkpointer for all stateful nodes at a cadence and after the last step; restores the newest valid checkpoint.
+    Checkpointer for all stateful nodes at a cadence; restores the newest valid checkpoint.
 
     With `staging`, a copy is written while training continues; otherwise training waits for the disk. Training
     continues after an I/O error, up to `failures` consecutive failed saves. If the run survives losses, the newest
@@ -60,6 +60,7 @@ class Checkpointer:
 
     folder: RunFolder
     mesh: Mesh
+    device: Device
     processes: Processes
     states: Every[Stateful]
     growing: Every[GrowingState]
@@ -67,7 +68,9 @@ class Checkpointer:
     recipe: ResolvedRecipe
     staging: Stager | None = None
     every: Cadence = setting(
-        default="last", check=describe_cadence_fault, doc="steps between checkpoints; the last step is always saved"
+        default="last",
+        check=describe_cadence_fault,
+        doc="steps between checkpoints, the last step included; 'last': only there; 'never': none, without disk space",
     )
     keep: int = setting(default=3, check=at_least(1), doc="how many of the newest checkpoints to keep")
     keep_every: int | None = setting(
@@ -138,26 +141,31 @@ class Checkpointer:
         if self._pending is not None and self._is_done_on_all_ranks(self._pending):
             self._wait_for_pending_save()
         if self.saves_after(step):
-            self._stage_and_start_write(step)
-            if step.is_last or not self._saves_in_background:
-                self._wait_for_pending_save(required=step.is_last)
+            with exclude_from_rates(step, self.mesh, self.device.device):
+                self._stage_and_start_write(step)
+                if step.is_last or not self._saves_in_background:
+                    self._wait_for_pending_save(required=step.is_last)
 
     def saves_after(self, step: Step) -> bool:
         """
-        Return whether `run_phase` saves a step: at the cadence and at the last step, unless the run goes back.
+        Return whether `run_phase` saves a step: at the cadence, which has the last step, unless the run goes back.
 
         A save that was interrupted by a loss is made after the next step.
         """
-        return not step.goes_back and (step.is_last or is_due(self.every, step) or self._is_save_overdue)
+        return not step.goes_back and (is_due(self.every, step) or self._is_save_overdue)
 
-    def save(self, step: Step) -> None:
+    def save(self, step: Step) -> bool:
         """
         Commit a step's checkpoint, unless it is already committed, and wait for it. All ranks call this.
 
+        Returns False, and does nothing, if `every` is "never".
         Raises UserError on every rank if the save fails on any rank; earlier checkpoints are unchanged.
         """
+        if self.every == "never":
+            return False
         self._stage_and_start_write(step)
         self._wait_for_pending_save(required=True)
+        return True
 
     def wait_until_staged(self) -> None:
         """Wait until the stager has copied the state, which may change from then on."""
@@ -205,7 +213,8 @@ class Checkpointer:
                 "no newer step is complete in the remaining ranks' memory; the run continues from %s", start
             )
         self._saved = loaded.manifest.step if loaded else 0
-        self._check_free_disk_space_on_all_ranks(loaded.manifest.total_file_bytes if loaded else 0)
+        if self.every != "never":
+            self._check_free_disk_space_on_all_ranks(loaded.manifest.total_file_bytes if loaded else 0)
         return self._saved
 
     def recorded_step_values(self) -> Iterator[tuple[int, Mapping[str, float | None]]]:

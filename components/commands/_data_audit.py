@@ -80,7 +80,7 @@ class _DigestCache:
 def _compare_rows(recorded: dict[int, list[str]], rows: PackedDataset, loader: Loader) -> Audit:
     """Compare recorded digests with the loader's rows."""
     expected, seen, faults = _DigestCache(rows, loader), Counter[int](), []
-    for step in range(loader.last_resized_step + 1, max(recorded) + 1):
+    for step in range(loader.last_changed_step + 1, max(recorded) + 1):
         indices = loader.list_rows_on_all_ranks(step)
         seen.update(indices)
         digests = Counter(expected.compute_row_digest(row, step) for row in indices)
@@ -94,8 +94,8 @@ def _compare_rows(recorded: dict[int, list[str]], rows: PackedDataset, loader: L
     verdict = "differs from what it should be" if faults else "is what it should be"
     counts = "; ".join(_describe_repetitions(source, seen) for source in list_row_sources(rows))
     before = (
-        f" (the first {loader.last_resized_step} had other batch sizes and are not compared)"
-        if loader.last_resized_step
+        f" (the first {loader.last_changed_step} had another batch size, order or corpus, and are not compared)"
+        if loader.last_changed_step
         else ""
     )
     return Audit(faults[:MAX_FAULTS] + more, f"{max(recorded)} steps{before}: the data {verdict}: {counts}")

@@ -1,6 +1,7 @@
 """Text for rows and statistics of packed data."""
 
 from collections.abc import Iterator, Sequence
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ from rich.text import Text
 
 from drawloom.components.data.mixture import list_document_sources
 from drawloom.components.data.order.stream import convert_token_weights_to_shares, list_row_sources
-from drawloom.components.ports.corpus import ChatTokenizer, Split, Tokenizer
+from drawloom.components.ports.corpus import ChatTokenizer, Split, TokenDocuments, Tokenizer
 from drawloom.components.ports.data import IGNORE_INDEX, PackedDataset, RowsOfTokens, TracedRows, require_token_batch
 from drawloom.graph.cli.result import output, output_class
 from drawloom.graph.cli.terminal import escape_control_characters
@@ -20,11 +21,12 @@ SPLITS: tuple[Split, ...] = ("train", "validation")
 VISIBLE = {"\n": "⏎\n", "\t": "⇥"}
 
 
-def format_statistics(rows: PackedDataset) -> str:
+def format_statistics(rows: PackedDataset, copies: int | None) -> str:
     """
     Return a table with one line per split: rows, fill rate, documents, tokens, and document lengths.
 
-    Mixtures add a line per source; training lines include the source's share of tokens and rows.
+    Mixtures add a line per source; training lines include the source's share of tokens and rows. The last line has the
+    number of validation documents with copies in the training split, if known.
     """
     head = f"{'split':<12} {'rows':<11} {'fill rate':<11} {'documents':<11} {'tokens':<15} {LENGTHS:<33}"
     mixed = any(source.name for source in list_row_sources(rows))
@@ -35,6 +37,8 @@ def format_statistics(rows: PackedDataset) -> str:
         )
         if mixed:
             lines += _format_source_lines(rows, split)
+    if copies is not None:
+        lines.append(f"{copies:,} validation documents are also in the training split")
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -47,6 +51,7 @@ class SplitData:
     fill_rate: float = output("fraction of a row's tokens that are not padding")
     documents: int | None = output("number of documents, if known")
     tokens: int | None = output("number of tokens, if known")
+    copies: int | None = output("number of validation documents that are also in the training split, if counted")
 
 
 @output_class
@@ -62,8 +67,24 @@ class RowData:
     sources: Sequence[str] = output("sources of the documents, if the data has them")
 
 
-def summarize_splits(rows: PackedDataset) -> list[SplitData]:
-    """Return the statistics of all splits."""
+def count_validation_documents_in_training(rows: PackedDataset) -> int | None:
+    """Count the validation documents whose ids a training document has, too; None if rows are not tokens."""
+    if not isinstance(rows, RowsOfTokens):
+        return None
+    train, validation = (rows.tokens.documents(split) for split in SPLITS)
+    candidates = np.flatnonzero(np.isin(train.lengths, validation.lengths)).tolist()
+    trained = {_hash_document(train, number) for number in candidates}
+    return sum(_hash_document(validation, number) in trained for number in range(len(validation.lengths)))
+
+
+def _hash_document(documents: TokenDocuments, number: int) -> bytes:
+    """Return a hash over a document's ids."""
+    ids = documents.read(number, 0, int(documents.lengths[number])).ids
+    return blake2b(ids.astype(np.uint32).data, digest_size=16).digest()
+
+
+def summarize_splits(rows: PackedDataset, copies: int | None) -> list[SplitData]:
+    """Return the statistics of all splits; `copies` counts the validation documents in the training split."""
     lengths = {split: _document_lengths(rows, split) for split in SPLITS}
     return [
         SplitData(
@@ -72,6 +93,7 @@ def summarize_splits(rows: PackedDataset) -> list[SplitData]:
             rows.fill_rate(split),
             None if (known := lengths[split]) is None else len(known),
             None if known is None else int(known.sum(dtype=np.int64)),
+            copies if split == "validation" else None,
         )
         for split in SPLITS
     ]
@@ -121,7 +143,7 @@ def print_row(rows: PackedDataset, split: Split, row: int, tokenizer: Tokenizer 
     Print a row: a line per document with its source, followed by its tokens.
 
     Tokens alternate between two colours, and tokens without target weight are dim. Without colours, `|` separates
-    tokens, and ⟦ ⟧ enclose tokens with target weight. Without a tokenizer, tokens are numbers.
+    tokens, and ⟦ ⟧ enclose tokens with target weight. Without a tokenizer, tokens are numbers. Padding has one line.
     """
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
     batch = require_token_batch(rows.batch(split, [row]), "data show")
@@ -134,13 +156,16 @@ def print_row(rows: PackedDataset, split: Split, row: int, tokenizer: Tokenizer 
     sources = rows.describe_row_origins(split, row) if isinstance(rows, TracedRows) else []
     for number in range(int(ids.max()) + 1):
         indices = np.flatnonzero(ids == number)
-        source = sources[number] if number < len(sources) else "padding" if sources else f"document {number}"
+        is_padding = bool(sources) and number >= len(sources)
+        source = "padding" if is_padding else sources[number] if sources else f"document {number}"
         first, last = batch.positions[0][indices[0]], batch.positions[0][indices[-1]]
         console.print(
             f"[{indices[0]}:{indices[-1] + 1}] {escape_control_characters(source)}, positions {first} to {last}, "
             f"weights add up to {weights[indices].sum():g}",
             style="bold",
         )
+        if is_padding:
+            continue
         console.print(_colour_tokens(tokens[indices], own[indices], tokenizer, colours=console.is_terminal))
 
 

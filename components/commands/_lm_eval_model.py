@@ -3,13 +3,14 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 
 from drawloom.components.distributed.rng import create_generator
-from drawloom.components.ports.corpus import Tokenizer
+from drawloom.components.ports.corpus import Tokenizer, complete_prompt, find_end_ids
 from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.model import TokenContext
 from drawloom.components.ports.pipeline import Predictor
@@ -31,8 +32,8 @@ class RunModel(TemplateLM):  # type: ignore[misc]
     """
     Model for lm-eval-harness, computed by a predictor in this process.
 
-    `context` is the sequence length limit in tokens. As in training, texts begin after an end-of-text token. Batches
-    have `rows` requests with similar lengths.
+    `context` is the sequence length limit in tokens. Texts begin as in training: with the tokenizer's `prefix_ids`, or
+    after an end-of-text token. Batches have `rows` requests with similar lengths.
     """
 
     def __init__(
@@ -51,15 +52,28 @@ class RunModel(TemplateLM):  # type: ignore[misc]
         """End-of-text token id."""
         return self.tokens.eos_id
 
+    @property
+    def prefix_token_id(self) -> int:
+        """The last id before a text."""
+        return self._text_start[-1]
+
+    @property
+    def _text_start(self) -> list[int]:
+        """All ids before a text."""
+        ids: list[int] = complete_prompt(self.tokens, np.empty(0, np.int32)).tolist()
+        return ids
+
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Return a text's token ids, without special tokens."""
-        return [int(token) for token in self.tokens.encode(string)]
+        """Return a text's token ids, after the tokenizer's `prefix_ids` unless `add_special_tokens` is False."""
+        ids = self.tokens.encode(string)
+        return [int(token) for token in (ids if add_special_tokens is False else complete_prompt(self.tokens, ids))]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Return log-likelihoods for whole texts, computed in disjoint context windows."""
         totals = []
         for (text,) in (request.args for request in requests):
-            windows = get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.context, 1)
+            ids = self.tok_encode(text, add_special_tokens=False)
+            windows = get_rolling_token_windows(ids, self.prefix_token_id, self.context, 1)
             pairs = [(("", ""), *make_disjoint_window(window)) for window in windows]
             totals.append(sum(total for total, _ in self._loglikelihood_tokens(pairs)))
         return totals
@@ -73,7 +87,11 @@ class RunModel(TemplateLM):  # type: ignore[misc]
     ) -> list[_TargetScore]:
         """Return for (texts, context ids, target ids) the targets' log-likelihood, and whether all are likeliest."""
         # The model does not see the last token, so that one token more than the context fits.
-        texts = [([*before, *after][-self.context - 1 :], len(after)) for _, before, after in requests]
+        starts = [self._text_start if before == [self.prefix_token_id] else before for _, before, _ in requests]
+        texts = [
+            ([*start, *after][-self.context - 1 :], len(after))
+            for start, (_, _, after) in zip(starts, requests, strict=True)
+        ]
         order = sorted(range(len(texts)), key=lambda number: -len(texts[number][0]))
         scores: dict[int, _TargetScore] = {}
         for start in range(0, len(order), self.rows):
@@ -112,12 +130,12 @@ class RunModel(TemplateLM):  # type: ignore[misc]
             raise UserError(
                 f"the context has no room for a task's {max_tokens} tokens; write --context {max_tokens + 1} or more"
             )
-        prompt = self.tok_encode(text)[-(self.context - max_tokens) :] or [self.prefix_token_id]
+        prompt = self.tok_encode(text)[-(self.context - max_tokens) :]
         sampler = Sampler(
             model=self.predictor,
             pipeline=self.pipeline,
             generator=create_generator(self.seed, "sample"),
-            ends=frozenset({self.eot_token_id}),
+            ends=find_end_ids(self.tokens),
             context=self.context,
             temperature=generation_options.get("temperature", 1.0) if generation_options.get("do_sample") else 0.0,
             top_k=generation_options.get("top_k"),

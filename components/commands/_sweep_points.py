@@ -209,9 +209,13 @@ def _read_axes(table: Mapping[str, Any], file: str) -> Iterator[Axis]:
 
 
 def _flatten_table(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted keys and values of nested tables; an interval's table stays whole."""
+    """
+    Yield dotted keys and values of nested tables; an interval's table stays whole.
+
+    `"optimizer.lr" = [...]` is taken as `optimizer.lr = [...]`: no node has a dot in its name.
+    """
     for name, value in table.items():
-        key = f"{prefix}{dump_key(name)}"
+        key = f"{prefix}{dump_key(name)}" if prefix else ".".join(map(dump_key, name.split(".")))
         if isinstance(value, dict) and not {"low", "high"} <= value.keys():
             yield from _flatten_table(value, f"{key}.")
         else:

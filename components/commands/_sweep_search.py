@@ -66,7 +66,7 @@ class SweepSearch:
             values = [word.partition("=")[2] for word in point.words[len(self.common) :]]
         self.folder.mkdir(parents=True, exist_ok=True)
         content = {"keys": [axis.key for axis in self.axes], "points": [*known, values]}
-        replace_file(self.folder / FILE, json.dumps(content, indent=1).encode())
+        replace_file(self.folder / FILE, json.dumps(content, indent=1, allow_nan=False).encode())
         return point
 
     def _suggest_values(self, known: Sequence[Sequence[str]]) -> list[str]:

@@ -4,9 +4,9 @@ import argparse
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import tomli
 
@@ -20,6 +20,7 @@ from drawloom.components.checkpoint.reader import find_newest_valid_checkpoint, 
 from drawloom.components.checkpoint.remote import fetch_run
 from drawloom.components.commands._recipes import find_only_node
 from drawloom.components.export.hf_writer import read_exported_step
+from drawloom.components.ports.corpus import TokenCorpus
 from drawloom.components.ports.pipeline import Executor
 from drawloom.components.ports.run import FILES
 from drawloom.components.ports.stages import AveragedWeights, FrozenModel, Stages
@@ -68,18 +69,19 @@ def open_trained_run(
     project: Project,
     options: argparse.Namespace,
     *ports: type,
-    every: type | None = None,
+    every: Sequence[type] = (),
     change: Callable[[Recipe], Recipe] | None = None,
 ) -> Iterator[tuple[Container, int]]:
     """
     Open a run with a checkpoint's weights in this process, and return the container and the checkpoint's step.
 
-    Open the nodes that implement `ports`, and their dependencies, after applying `change` to the recipe; for the port
-    `every`, open all nodes. The run folder is only read, and the run may continue meanwhile.
+    Open the nodes that implement `ports`, and their dependencies, after applying `change` to the recipe; for the ports
+    in `every`, open all nodes but corpora. The run folder is only read, and the run may continue meanwhile.
     """
     with replace_remote_run_by_local_copy(options):
         step, recipe, names, weights = _read_checkpoint_recipe_and_weights(project, options, (Stages, *ports), change)
-        others = [] if every is None else recipe.graph.implementers(every)
+        data = recipe.graph.implementers(TokenCorpus)  # a command need not have the run's data
+        others = [name for port in every for name in recipe.graph.implementers(port) if name not in data]
         # A teacher or reference model is needed for a loss alone.
         unused = () if Executor in ports else recipe.graph.implementers(FrozenModel)
         with recipe.open([*names, *others], dict.fromkeys(unused)) as run:
@@ -229,6 +231,29 @@ def _remove_initial_weight_settings(data: dict[str, Any], stages: dict[str, Any]
         model["weights"] = False
     if not stages.get("adapters") and stages["use"] == "stages.materialized":
         stages.pop("weights", None)  # the initial weights are not needed, and may be gone
+
+
+def find_base_folder_of_run(run_folder: Path) -> Path | None:
+    """Return the folder of the initial weights in a run's recipe; None if they were random."""
+    data: dict[str, Any] = tomli.loads(_read_text(run_folder / LOCK))
+    for node in data.values():
+        if isinstance(node, dict) and node.get("use") == "stages.materialized":
+            model = node.get("model")
+            model = model if isinstance(model, dict) else data.get(str(model).removeprefix("@"), {})
+            own = model.get("path") if model.get("use") in FOLDER_MODELS and model.get("weights", True) else None
+            folder = node.get("weights") or own
+            return None if folder is None else Path(folder)
+    return None
+
+
+T = TypeVar("T")
+
+
+def get_if_any(run: Container, port: Callable[..., T]) -> T | None:
+    """Return the only open object that implements a port; None if there is none, as for a model without tokens."""
+    with suppress(LookupError):
+        return run.get(port)
+    return None
 
 
 def _point_path_to_copy(data: dict[str, Any], copies: Path) -> None:

@@ -8,6 +8,7 @@ from drawloom.components.commands._data_audit import audit_recorded_rows
 from drawloom.components.commands._data_show import (
     RowData,
     SplitData,
+    count_validation_documents_in_training,
     format_statistics,
     print_row,
     read_row,
@@ -108,7 +109,8 @@ def _print_rows_or_summarize(options: argparse.Namespace, recipe: Recipe) -> Row
                 raise UserError(f"--row {row}: {options.split} has {known}", 2)
             print_row(rows, options.split, row, tokenizer)
         shown = [read_row(rows, options.split, row) for row in options.row]
-        return RowsResult(summarize_splits(rows), shown, "" if shown else format_statistics(rows))
+        copies = None if shown else count_validation_documents_in_training(rows)
+        return RowsResult(summarize_splits(rows, copies), shown, "" if shown else format_statistics(rows, copies))
 
 
 def _verify_store(folder: Path) -> FaultsResult:

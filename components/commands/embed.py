@@ -18,7 +18,7 @@ from drawloom.components.commands._trained import add_run_and_checkpoint_argumen
 from drawloom.components.data.sources.files import find_files
 from drawloom.components.data.sources.parts import split_files_into_parts
 from drawloom.components.pipeline.executor import ProgramExecutor
-from drawloom.components.ports.corpus import Tokenizer
+from drawloom.components.ports.corpus import Tokenizer, complete_prompt
 from drawloom.components.ports.model import HiddenStates, Model, TokenContext
 from drawloom.components.storage.safetensors.writer import write_safetensors_file
 from drawloom.graph import UserError
@@ -98,7 +98,7 @@ def main(options: argparse.Namespace, project: Project) -> EmbedResult:
         request = HiddenStates(_resolve_negative_layers(options.layers, run.get(Model).num_hidden_layers), documents=1)
         pooled, empty = [], 0
         while batch := [*islice(texts, options.rows)]:
-            ids = [[int(token) for token in run.get(Tokenizer).encode(text)][: options.context] for text in batch]
+            ids = [_encode_document_start(run.get(Tokenizer), text, options.context) for text in batch]
             pooled.append(_pool_hidden_states(run.get(ProgramExecutor), ids, request, options.pool))
             empty += sum(not text_ids for text_ids in ids)
     if not pooled:
@@ -109,6 +109,12 @@ def main(options: argparse.Namespace, project: Project) -> EmbedResult:
     with convert_write_errors(options.to):
         write_safetensors_file(options.to, {"hidden_states": states})
     return EmbedResult(options.run_folder, step, options.to, list(states.shape), empty)
+
+
+def _encode_document_start(tokenizer: Tokenizer, text: str, token_count: int) -> list[int]:
+    """Return a document's first ids, without its end; none if the text has none."""
+    ids = tokenizer.encode(text)
+    return [int(token) for token in complete_prompt(tokenizer, ids)[:token_count]] if len(ids) else []
 
 
 def _resolve_negative_layers(numbers: Sequence[int], layer_count: int) -> tuple[int, ...]:

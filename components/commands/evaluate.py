@@ -11,7 +11,7 @@ import attrs
 import torch
 
 from drawloom.components.commands._options import make_integer_parser
-from drawloom.components.commands._trained import add_run_and_checkpoint_arguments, open_trained_run
+from drawloom.components.commands._trained import add_run_and_checkpoint_arguments, get_if_any, open_trained_run
 from drawloom.components.data.packing.windows import Windows
 from drawloom.components.data.sources.files import find_files
 from drawloom.components.data.sources.parts import FORMATS
@@ -101,8 +101,8 @@ def main(options: argparse.Namespace, project: Project) -> EvaluateResult | Eval
     split: Split = "train" if options.corpus else "validation"  # all of --corpus is in the training split
     corpus = _make_corpus_node(options.corpus) if options.corpus else None
     change = partial(_replace_data_by_corpus, corpus=corpus, stride=options.stride) if corpus else None
-    ports = (Executor, PackedDataset, Batching, Tokenizer, *([TokenCorpus] if corpus else []))
-    with open_trained_run(project, options, *ports, change=change) as (run, step):
+    ports = (Executor, PackedDataset, Batching, *([TokenCorpus] if corpus else []))
+    with open_trained_run(project, options, *ports, every=(Tokenizer,), change=change) as (run, step):
         rows = run.get(PackedDataset)
         if not rows.count_rows(split) and options.corpus:
             raise UserError(f"--corpus: there is nothing to predict in {' '.join(options.corpus)}", 2)
@@ -117,7 +117,7 @@ def _measure_rewards(options: argparse.Namespace, project: Project) -> EvaluateR
         raise UserError("--generate completes the prompts of the run; leave --corpus out", 2)
     change = partial(_sample_from_stages_and_set_count, samples=options.samples)
     ports = (RewardEvaluation, PackedDataset, Batching)
-    with open_trained_run(project, options, *ports, every=Reward, change=change) as (run, step):
+    with open_trained_run(project, options, *ports, every=(Reward,), change=change) as (run, step):
         rows, size = run.get(PackedDataset), run.get(Batching).micro_size
         count = rows.count_rows("validation")
         if not count:
@@ -148,7 +148,8 @@ def _sample_from_stages_and_set_count(recipe: Recipe, samples: int | None) -> Re
 
 def _measure_loss(run: Container, split: Split, folder: Path, step: int) -> EvaluateResult:
     """Evaluate all rows of a split, and return the mean loss per token, or per pair with preference data."""
-    rows, sizes = run.get(PackedDataset), torch.as_tensor(run.get(Tokenizer).token_byte_counts()).double()
+    rows, tokenizer = run.get(PackedDataset), get_if_any(run, Tokenizer)
+    sizes = None if tokenizer is None else torch.as_tensor(tokenizer.token_byte_counts()).double()
     total, weight, nats, text_bytes = 0.0, 0.0, 0.0, 0.0
     for batches in _load_microbatch_lists(rows, split, run.get(Batching).micro_size):
         state = create_step_state(batches)
@@ -157,7 +158,8 @@ def _measure_loss(run: Container, split: Split, folder: Path, step: int) -> Eval
         total, weight = total + sums[0], weight + sums[1]
         named = state[LOSSES]["sums"]
         nats = nats + float(named["cross_entropy"].double().sum()) if "cross_entropy" in named else math.nan
-        text_bytes += sum(float(count_target_bytes(batch.targets, batch.weights, sizes)) for batch in batches)
+        if sizes is not None:
+            text_bytes += sum(float(count_target_bytes(batch.targets, batch.weights, sizes)) for batch in batches)
     unit = "pairs" if uses_preference_pairs(type(rows)) else "tokens"
     has_nats = not math.isnan(nats)  # other losses have no cross entropy
     # Tokens at the end of a document stand for no byte, and are part of the loss.

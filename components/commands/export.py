@@ -3,9 +3,14 @@
 import argparse
 from pathlib import Path
 
-from drawloom.components.commands._trained import add_run_and_checkpoint_arguments, open_trained_run
+from drawloom.components.commands._trained import (
+    add_run_and_checkpoint_arguments,
+    find_base_folder_of_run,
+    get_if_any,
+    open_trained_run,
+)
 from drawloom.components.export.hf_writer import write_hugging_face_folder
-from drawloom.components.ports.corpus import Tokenizer
+from drawloom.components.ports.corpus import EndsAnswers, Tokenizer
 from drawloom.components.ports.model import LanguageModel
 from drawloom.components.ports.pipeline import Loss, SequenceHead
 from drawloom.components.ports.stages import Stages
@@ -33,9 +38,18 @@ class ExportResult(Result):
 
 def main(options: argparse.Namespace, project: Project) -> ExportResult:
     """Export the weights."""
-    with open_trained_run(project, options, LanguageModel, Stages, Tokenizer, Loss) as (run, step):
+    ports = (LanguageModel, Stages, Loss)
+    with open_trained_run(project, options, *ports, every=(Tokenizer, EndsAnswers)) as (run, step):
         loss = run.get(Loss)
-        head = loss if isinstance(loss, SequenceHead) else None
-        stages, tokenizer = run.get(Stages), run.get(Tokenizer)
-        write_hugging_face_folder(options.to, run.get(LanguageModel), stages, tokenizer, head=head, step=step)
+        ends = [node.answer_end_ids for node in run.values() if isinstance(node, EndsAnswers)]
+        write_hugging_face_folder(
+            options.to,
+            run.get(LanguageModel),
+            run.get(Stages),
+            get_if_any(run, Tokenizer),
+            head=loss if isinstance(loss, SequenceHead) else None,
+            base=find_base_folder_of_run(options.run_folder),
+            step=step,
+            end_ids=frozenset().union(*ends),
+        )
     return ExportResult(options.to, step)

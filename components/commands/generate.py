@@ -14,7 +14,7 @@ from drawloom.components.commands._options import make_integer_parser, parse_tem
 from drawloom.components.commands._trained import add_run_and_checkpoint_arguments, open_trained_run_or_model_folder
 from drawloom.components.data.template_prompts import TemplatePrompts
 from drawloom.components.distributed.rng import create_generator
-from drawloom.components.ports.corpus import Tokenizer
+from drawloom.components.ports.corpus import Tokenizer, complete_prompt, find_end_ids
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.model import LanguageModel
 from drawloom.components.ports.pipeline import Predictor
@@ -108,9 +108,8 @@ def main(options: argparse.Namespace, project: Project) -> GenerateResult | Chat
 def _print_continuation(run: Container, options: argparse.Namespace) -> str:
     """Print the prompt and its continuation as it comes; return the continuation."""
     tokenizer, context = run.get(Tokenizer), options.context or TEXT_CONTEXT
-    sampler = _make_sampler(run, options, context=context, ends=frozenset({tokenizer.eos_id}))
-    # An empty prompt starts like a document: after the end of the previous one.
-    prompt = [int(token) for token in tokenizer.encode(options.prompt)] or [tokenizer.eos_id]
+    sampler = _make_sampler(run, options, context=context, ends=find_end_ids(tokenizer))
+    prompt = complete_prompt(tokenizer, tokenizer.encode(options.prompt)).tolist()
     pieces = stream_decoded_text(tokenizer, sampler.sample_continuation(prompt, options.tokens or TEXT_TOKENS))
     first = next(pieces, "")  # an error is raised before anything is printed
     print_escaped_text(options.prompt, end="")

@@ -36,7 +36,7 @@ from drawloom.components.distributed.launch_store import (
     connect_to_launch_store,
     set_short_dns_timeout_variable,
 )
-from drawloom.components.distributed.spare import count_heartbeats
+from drawloom.components.distributed.spare import read_and_count_heartbeats
 from drawloom.components.distributed.torchrun import CONTINUES, ROUND, SPARES
 from drawloom.graph import UserError
 from drawloom.graph.cli.exit_codes import INVALID, OK, STOPPED
@@ -200,8 +200,8 @@ class Agent(LocalElasticAgent):
 
         def wait_for_heartbeat() -> bool:
             store = self._connect_to_store(worker_group, self._surviving)
-            before, end = count_heartbeats(store), time.monotonic() + HEARTBEAT_SECONDS
-            while count_heartbeats(store) == before:
+            before, end = read_and_count_heartbeats(store), time.monotonic() + HEARTBEAT_SECONDS
+            while read_and_count_heartbeats(store) == before:
                 if time.monotonic() > end:
                     return False
                 time.sleep(0.1)

@@ -19,7 +19,7 @@ from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.pipeline import Predictor
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import UserError
-from drawloom.graph.cli.result import Result, output, output_class
+from drawloom.graph.cli.result import Result, dump_json, output, output_class
 from drawloom.graph.project import Project
 
 
@@ -93,8 +93,10 @@ def main(options: argparse.Namespace, project: Project) -> LmEvalResult:
             raise UserError(f"--tasks: the data of a task can't be downloaded ({error}); {hint}") from error
     if options.to is not None:
         summary = {name: value for name, value in results.items() if name != "samples"}
+        # The harness puts functions into it, and NaN.
+        plain = json.loads(json.dumps({"step": step, **summary}, default=str), parse_constant=lambda _name: None)
         with convert_write_errors(options.to):
-            replace_file(options.to, json.dumps({"step": step, **summary}, indent=2, default=str).encode() + b"\n")
+            replace_file(options.to, f"{dump_json(plain)}\n".encode())
     return LmEvalResult(options.run_folder, step, results["results"])
 
 

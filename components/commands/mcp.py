@@ -65,7 +65,9 @@ async def _serve(project: Project, imports: Sequence[str]) -> None:
         data, text = await _run_command_and_get_json_and_stderr(
             project, [params.name, *words, *options, "--format=json"]
         )
-        content: list[Any] = [types.TextContent(text=part) for part in (json.dumps(data), text) if part]
+        content: list[Any] = [
+            types.TextContent(text=part) for part in (json.dumps(data, allow_nan=False), text) if part
+        ]
         return types.CallToolResult(content=content, structured_content=data, is_error="error" in data)
 
     server = Server(

@@ -1,7 +1,6 @@
 """write DPO reference log-probabilities of preferences, computed by a recipe's initial model"""
 
 import argparse
-import json
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -20,7 +19,7 @@ from drawloom.components.data.token_arrays import TokenArrays
 from drawloom.components.pipeline.executor import ProgramExecutor
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import UserError
-from drawloom.graph.cli.result import Result, output, output_class
+from drawloom.graph.cli.result import Result, dump_json_line, output, output_class
 from drawloom.graph.project import Project, Recipe
 
 
@@ -55,7 +54,7 @@ def main(options: argparse.Namespace, project: Project) -> ReferenceResult:
     names = [_find_only_node_of_class(recipe, port) for port in (ProgramExecutor, Preferences)]
     with recipe.open(names) as run:
         rows = _add_reference_logps(run.get(Preferences), run.get(ProgramExecutor), options.pairs)
-        lines = [json.dumps(row, ensure_ascii=False, default=str) for row in rows]
+        lines = [dump_json_line(row) for row in rows]
     with convert_write_errors(options.to):
         replace_file(options.to, "".join(f"{line}\n" for line in lines).encode())
     return ReferenceResult(options.to, len(lines))

@@ -1,7 +1,6 @@
 """score answers with a run's reward model, or texts with its classifier"""
 
 import argparse
-import json
 from collections.abc import Sequence
 from contextlib import closing
 from itertools import islice
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from drawloom.components.commands._options import add_batch_size_option, convert_write_errors, parse_writable_path
 from drawloom.components.commands._trained import add_run_and_checkpoint_arguments, open_trained_run
-from drawloom.components.data.chat.template import ChatTemplate
+from drawloom.components.data.chat.template import ChatTemplate, create_chat_template
 from drawloom.components.data.feedback import encode_prompt_completion_row
 from drawloom.components.data.labelled_texts import encode_text_or_messages
 from drawloom.components.data.sources.rows import Line, read_json_lines_or_table_rows
@@ -23,7 +22,7 @@ from drawloom.components.ports.model import Head, TokenContext
 from drawloom.components.ports.pipeline import Scorer
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import UserError
-from drawloom.graph.cli.result import Result, output, output_class
+from drawloom.graph.cli.result import Result, dump_json_line, output, output_class
 from drawloom.graph.project import Project
 
 
@@ -64,8 +63,7 @@ def main(options: argparse.Namespace, project: Project) -> ScoreResult:
     written = []
     with open_trained_run(project, options, ProgramExecutor, ChatTokenizer, Scorer) as (run, step):
         tokenizer = run.get(ChatTokenizer)
-        text = options.template.read_text("utf-8") if options.template else tokenizer.chat_template
-        with closing(ChatTemplate(text, tokenizer.special_tokens_by_name)) as template:
+        with closing(create_chat_template(tokenizer, options.template)) as template:
             encoded = (
                 (line, _encode_line(tokenizer, line, template)) for line in read_json_lines_or_table_rows(options.paths)
             )
@@ -79,7 +77,7 @@ def main(options: argparse.Namespace, project: Project) -> ScoreResult:
                     for (line, _), row in zip(batch, scores, strict=True)
                 ]
     with convert_write_errors(options.to):
-        replace_file(options.to, "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in written).encode())
+        replace_file(options.to, "".join(f"{dump_json_line(row)}\n" for row in written).encode())
     return ScoreResult(options.run_folder, step, options.to, len(written))
 
 

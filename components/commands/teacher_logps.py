@@ -1,7 +1,7 @@
 """write a teacher's likeliest next tokens for the rows of a recipe's data"""
 
 import argparse
-import json
+import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -19,15 +19,19 @@ from drawloom.components.commands._recipes import add_overlay_option, find_only_
 from drawloom.components.data.packing.packed_rows import SPLITS, PackedRows
 from drawloom.components.data.teacher_logps import MANIFEST
 from drawloom.components.pipeline.executor import ProgramExecutor
-from drawloom.components.ports.corpus import Split
+from drawloom.components.ports.corpus import Split, Tokenizer
 from drawloom.components.ports.model import Head, TokenContext
+from drawloom.components.ports.stages import LoadedStages
 from drawloom.components.storage.durable_files import replace_file
+from drawloom.components.weights.token_ids import TokenIds, compare_folder_ids, read_tokenizer_ids
 from drawloom.graph import UserError
-from drawloom.graph.cli.result import Result, output, output_class
+from drawloom.graph.cli.result import Result, dump_json, output, output_class
 from drawloom.graph.project import Project, Recipe
 
 MAX_CHUNK_LOGITS = 2**26
 """Logits that exist together: 256 MiB of float32."""
+
+log = logging.getLogger("drawloom.data")
 
 FLOOR = float(np.finfo(np.float16).min)
 """Log-probability of no token at all, where the k likeliest tokens are the whole vocabulary."""
@@ -65,8 +69,10 @@ def main(options: argparse.Namespace, project: Project) -> TeacherResult:
     recipe = Recipe.load(options.recipe, *options.words, overlays=options.overlay, project=project)
     graph = recipe.graph.require_valid()
     names = [find_only_node(graph, port, options.recipe) for port in (ProgramExecutor, PackedRows)]
-    with recipe.open(names) as run:
+    tokenizers = graph.implementers(Tokenizer)[:1]
+    with recipe.open([*names, *tokenizers]) as run:
         rows, executor = run.get(PackedRows), run.get(ProgramExecutor)
+        known_ids = _read_ids_in_common(executor, run[tokenizers[0]]) if tokenizers else None
         counts: dict[str, int] = {split: rows.count_rows(split) for split in SPLITS}
         with convert_write_errors(options.to):
             options.to.mkdir(parents=True)
@@ -80,9 +86,22 @@ def main(options: argparse.Namespace, project: Project) -> TeacherResult:
                     ):
                         ids.write(row_ids.tobytes())
                         logps.write(row_logps.tobytes())
-            manifest = {"rows": rows.identity(), "length": rows.length, "top_k": options.top_k}
-            replace_file(options.to / MANIFEST, json.dumps(manifest, indent=1).encode())
+            identity = {"rows": rows.identity(), "tokenizer": known_ids and known_ids.fingerprint}
+            manifest = {**identity, "length": rows.length, "top_k": options.top_k}
+            replace_file(options.to / MANIFEST, dump_json(manifest).encode())
     return TeacherResult(options.to, counts, options.top_k)
+
+
+def _read_ids_in_common(executor: ProgramExecutor, tokenizer: Tokenizer) -> TokenIds | None:
+    """
+    Return the tokenizer's ids, which the teacher's folder must have, too; None if they are unknown.
+
+    Raises UserError if the folder has another tokenizer.
+    """
+    folder = executor.stages.initial_folder if isinstance(executor.stages, LoadedStages) else None
+    if folder is not None and (warning := compare_folder_ids(folder, tokenizer)):
+        log.warning("%s", warning)
+    return read_tokenizer_ids(tokenizer)
 
 
 def _predict_top_ids_and_logps(
@@ -91,7 +110,9 @@ def _predict_top_ids_and_logps(
     """Yield ids, int32 (rows, length, k), and logps, float16 (rows, length, k + 1), for `rows_at_a_time` rows."""
 
     def compute_top_ids_and_logps(hidden: Tensor, head: Head) -> Tensor:
-        return torch.stack([_compute_top_ids_logps_and_rest_logp(row, head, top_k) for row in hidden])
+        # Padding rows of the vocabulary are nobody's prediction.
+        ids = rows.tokens.vocab_size
+        return torch.stack([_compute_top_ids_logps_and_rest_logp(row, head, top_k, ids) for row in hidden])
 
     for first in range(0, rows.count_rows(split), rows_at_a_time):
         batch = rows.batch(split, range(first, min(first + rows_at_a_time, rows.count_rows(split))))
@@ -107,11 +128,13 @@ def _predict_top_ids_and_logps(
         yield ids.numpy().astype(np.int32), logps.clamp_min(FLOOR).numpy().astype(np.float16)
 
 
-def _compute_top_ids_logps_and_rest_logp(hidden: Tensor, head: Head, top_k: int) -> Tensor:
-    """Return the k likeliest ids, their logps, and the logp for all other tokens: float64 (length, 2 k + 1)."""
+def _compute_top_ids_logps_and_rest_logp(hidden: Tensor, head: Head, top_k: int, id_count: int) -> Tensor:
+    """
+    Return the k likeliest ids, their logps, and the logp for the others of `id_count`: float64 (length, 2 k + 1).
+    """
     parts, step = [], max(1, MAX_CHUNK_LOGITS // head.logits(hidden[:1]).shape[-1])
     for chunk in torch.split(hidden, step):
-        logits = head.logits(chunk).float()
+        logits = head.logits(chunk)[:, :id_count].float()
         if top_k > logits.shape[-1]:
             raise UserError(f"--top-k {top_k} is more than the vocabulary of {logits.shape[-1]}; write less", 2)
         logps = logits.log_softmax(-1).double()

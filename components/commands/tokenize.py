@@ -24,6 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="folder of the token store")
     parser.add_argument("--tokenizer", type=Path, metavar="PATH", help="tokenizer.json (default: one token per byte)")
     parser.add_argument("--end-token", metavar="TOKEN", help="end-of-document token (default: the tokenizer's)")
+    help = "first token of documents; '': none (default: as the tokenizer's post-processor says)"
+    parser.add_argument("--begin-token", metavar="TOKEN", help=help)
     parser.add_argument("--field", default="text", metavar="NAME", help="field or column with the text (default: text)")
     parser.add_argument("--workers", type=make_integer_parser(), metavar="N", help="processes (default: one per core)")
 
@@ -60,14 +62,15 @@ def main(options: argparse.Namespace, _project: Project) -> TokenizeResult:
 def _load_tokenizer_or_bytes(options: argparse.Namespace) -> Tokenizer:
     """Return the tokenizer for the options, or bytes. Raises UserError if its end token is unknown."""
     if options.tokenizer is None:
-        if options.end_token is not None:
-            raise UserError("--end-token needs --tokenizer: without it tokens are bytes, which have an end token", 2)
+        if options.end_token is not None or options.begin_token is not None:
+            name = "--begin-token" if options.end_token is None else "--end-token"
+            raise UserError(f"{name} needs --tokenizer: without it tokens are bytes, which have an end token", 2)
         return Bytes()
     path = options.tokenizer / "tokenizer.json" if options.tokenizer.is_dir() else options.tokenizer
     read_tokenizer(path)
     if (end := options.end_token or read_eos_token(path.parent)) is None:
         config = path.with_name("tokenizer_config.json")
         raise UserError(f"{config} names no eos_token; write --end-token, the token that ends a document", 2)
-    tokenizer = HuggingFaceTokenizer(path=path, end_token=end)
+    tokenizer = HuggingFaceTokenizer(path=path, end_token=end, begin_token=options.begin_token)
     tokenizer.open()
     return tokenizer

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from drawloom.components.ports.corpus import Tokenizer
+from drawloom.components.ports.corpus import Tokenizer, complete_document
 
 CONFIG, MODEL = "tokenizer_config.json", "config.json"
 
@@ -102,7 +102,7 @@ def _transformers_ignores_declared_class(folder: Path) -> bool:
 
 def describe_difference_from_transformers_ids(folder: Path, tokenizer: Tokenizer) -> str:
     """
-    Compare a tokenizer's ids with the ids from transformers' AutoTokenizer for a folder.
+    Compare a tokenizer's documents with the ids from transformers' AutoTokenizer for a folder; the end may be missing.
 
     Returns a description of the difference; empty if all samples agree, or if transformers is not installed.
     """
@@ -116,7 +116,9 @@ def describe_difference_from_transformers_ids(folder: Path, tokenizer: Tokenizer
     except Exception as error:  # transformers raises many kinds: a missing package, an unexpected value
         return f"transformers can't read it ({type(error).__name__}: {error})"
     for text in (*SAMPLES, _sample_vocabulary_text(tokenizer)):
-        our_ids, other_ids = tokenizer.encode(text).tolist(), auto_tokenizer.encode(text, add_special_tokens=False)
+        document = complete_document(tokenizer, tokenizer.encode(text)).tolist()
+        other_ids = auto_tokenizer.encode(text)
+        our_ids = document[: max(len(other_ids), len(document) - 1 - len(tokenizer.suffix_ids))]
         if our_ids != other_ids:
             name = f"transformers reads it as {type(auto_tokenizer).__name__}"
             return f"{name}, which gives other ids: {_describe_first_differing_id(text, tokenizer, our_ids, other_ids)}"

@@ -28,6 +28,16 @@ class Bytes:
         """The end token, 256."""
         return END
 
+    @property
+    def prefix_ids(self) -> Sequence[int]:
+        """None: documents and prompts begin with their text."""
+        return ()
+
+    @property
+    def suffix_ids(self) -> Sequence[int]:
+        """None: the end token follows a document's text."""
+        return ()
+
     def encode(self, text: str) -> np.ndarray:
         """Return a text's UTF-8 bytes, int32 (bytes,). Raises UserError for half a surrogate pair."""
         try:

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from drawloom.components.data.packing.packed_rows import check_rows_are_unchanged, warn_of_long_texts
 from drawloom.components.data.record import compute_row_digests
+from drawloom.components.data.sources.endless import warn_while_reading
 from drawloom.components.ports.corpus import Split
 from drawloom.components.ports.data import MAX_LENGTH, Collator, Example, Examples, TokenBatch
-from drawloom.components.ports.model import LanguageModel
+from drawloom.components.ports.model import LanguageModel, find_length_fault
 from drawloom.components.state.batch import Batch
 from drawloom.graph import Every, ResolvedRecipe, UserError, between, component, setting
 
@@ -51,11 +52,16 @@ class Collated:
         longest = 2
         for split in SPLITS:
             rows: Any = self.data.examples(split)
+            name = f"{type(self.data).__name__}.examples({split!r})"
             # a dataset of Hugging Face is indexable, but not a Sequence
-            self._splits[split] = rows if hasattr(rows, "__getitem__") and hasattr(rows, "__len__") else list(rows)
-            counts = [self._count_example_tokens(split, index) for index in range(len(self._splits[split]))]
+            is_indexable = hasattr(rows, "__getitem__") and hasattr(rows, "__len__")
+            self._splits[split] = rows if is_indexable else list(warn_while_reading(rows, name))
+            indices = warn_while_reading(range(len(self._splits[split])), name)
+            counts = [self._count_example_tokens(split, index) for index in indices]
             longest, self._tokens[split] = max([longest, *counts]), sum(counts)
         self.length = min(-(-longest // self.multiple) * self.multiple, self.max_length)
+        if fault := find_length_fault(self.models, self.length):
+            raise UserError(f"examples: {fault}")
         warn_of_long_texts(longest, self.models)
 
     def close(self) -> None:

@@ -1,12 +1,12 @@
 """Conversation corpus, rendered by a chat template, with a choice of trained turns."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from drawloom.components.data.chat.corpus import ChatCorpus, check_messages, copy_without_key
-from drawloom.components.data.chat.encode import Encoded, encode_prompt_and_completion, encode_rendered_conversation
+from drawloom.components.data.chat.corpus import ChatCorpus, copy_without_key
+from drawloom.components.data.chat.encode import Encoded, encode_conversation, encode_prompt_and_completion
+from drawloom.components.data.chat.messages import Message, check_messages
 from drawloom.components.data.chat.template import ChatTemplate
-from drawloom.components.data.chat.turns import Message, render_and_locate_turns
 from drawloom.graph import component, setting
 
 FORMS = '{"messages": [{"role": "user", "content": "..."}, ...]} or {"prompt": ..., "completion": ...}'
@@ -18,10 +18,14 @@ class Conversations(ChatCorpus):
     Conversations in JSON-lines, Parquet and Arrow files, with a loss weight per token.
 
     A line has `messages` and optionally `tools`, in the format for Hugging Face's chat templates; or a `prompt` and
-    a trained `completion`, either both text or both messages. A message's `weight` overrides its role's weight. A
-    turn is trained up to its end token, and only if the template renders it the same way in every position
-    (`components/data/chat/turns.py`). A line without a trained token is dropped, with a warning.
+    a trained `completion`, either both text or both messages. A message's `weight` overrides its role's weight. An
+    answer is trained up to its end token, or the first control token of the next turn, and only if the template renders
+    it the same way in every position (`components/data/chat/turns.py`). A line without a trained token is dropped, with
+    a warning.
     """
+
+    answers_prompts: ClassVar[bool] = True
+    earlier_turn_remedy: ClassVar[str] = 'write turns = "last" or turns = "one_row_per_turn"'
 
     turns: Literal["all", "last", "one_row_per_turn"] = setting(
         default="all",
@@ -36,11 +40,8 @@ class Conversations(ChatCorpus):
         if isinstance(prompt, str) and isinstance(completion, str):
             return [encode_prompt_and_completion(self.tokenizer, prompt, completion)]
         messages, weights = self._read_messages_and_weights(row)
-        tools = row.get("tools")
         return [
-            encode_rendered_conversation(
-                self.tokenizer, render_and_locate_turns(template, part, part_weights, tools), part, tools
-            )
+            encode_conversation(self.tokenizer, template, part, part_weights, row.get("tools"))
             for part, part_weights in self._split_into_trained_conversations(messages, weights)
         ]
 

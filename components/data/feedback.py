@@ -6,10 +6,11 @@ from typing import Any, ClassVar
 import attrs
 import numpy as np
 
-from drawloom.components.data.chat.corpus import ChatCorpus, check_messages
-from drawloom.components.data.chat.encode import Encoded, encode_prompt_and_completion, encode_rendered_conversation
+from drawloom.components.data.chat.corpus import ChatCorpus
+from drawloom.components.data.chat.encode import Encoded, encode_conversation, encode_prompt_and_completion
+from drawloom.components.data.chat.messages import check_messages
 from drawloom.components.data.chat.template import ChatTemplate
-from drawloom.components.data.chat.turns import render_and_locate_turns
+from drawloom.components.data.preferences import find_answer_start, select_prompt_ids
 from drawloom.components.ports.corpus import ChatTokenizer, Split
 from drawloom.graph import UserError, component
 
@@ -36,6 +37,9 @@ class Feedback(ChatCorpus):
         if not isinstance(label := row.get("label"), bool):
             raise ValueError(f"its label is {label!r}; write {FORMS}")
         return [attrs.evolve(encode_prompt_completion_row(self.tokenizer, row, template), label=1.0 if label else -1.0)]
+
+    def select_ids_that_decide_split(self, row: Mapping[str, Any], documents: Sequence[Encoded]) -> np.ndarray:
+        return select_prompt_ids(row, documents)
 
     def format_nothing_trained_error(self) -> str:
         return f"no line has an answer; write {FORMS}"
@@ -67,18 +71,12 @@ def encode_prompt_completion_row(tokenizer: ChatTokenizer, row: Mapping[str, Any
     messages = [*prompt, *completion]
     check_messages(messages)
     weights = [float(n >= len(prompt) and turn["role"] == "assistant") for n, turn in enumerate(messages)]
-    rendered = render_and_locate_turns(template, messages, weights, row.get("tools"))
-    return encode_rendered_conversation(tokenizer, rendered, messages, row.get("tools"))
-
-
-def _find_answer_start(document: Encoded) -> int:
-    """Return the index of the first trained token, at least 1, because nothing predicts the first token."""
-    return 1 + int(np.argmax(document.weights[1:] > 0))
+    return encode_conversation(tokenizer, template, messages, weights, row.get("tools"))
 
 
 def _replace_answer(document: Encoded, answer_document: Encoded) -> Encoded:
     """Return one document's prompt with another's answer."""
-    first, second = _find_answer_start(document), _find_answer_start(answer_document)
+    first, second = find_answer_start(document), find_answer_start(answer_document)
     ids = np.concatenate([document.ids[:first], answer_document.ids[second:]])
     return Encoded(ids, np.concatenate([document.weights[:first], answer_document.weights[second:]]), label=0.0)
 

@@ -1,13 +1,15 @@
 """Trained tokenizer: a `tokenizer.json`, read by the package `tokenizers`."""
 
 import json
+import logging
 import re
 import shutil
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import attrs
 import numpy as np
 
 from drawloom.components.data.auto_tokenizer import (
@@ -15,21 +17,35 @@ from drawloom.components.data.auto_tokenizer import (
     edit_config_until_transformers_ids_match,
     warn_if_transformers_ids_differ,
 )
-from drawloom.components.data.chat.template import read_chat_template_and_special_tokens
+from drawloom.components.data.chat.template import list_chat_template_files, read_chat_templates_and_special_tokens
 from drawloom.graph import UserError, component, setting
 
-COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-"""Other tokenizer files that transformers reads from the same folder."""
+COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json")
+"""Other tokenizer files that transformers reads from the same folder, beside chat templates."""
+
+MODEL_FILES = ("generation_config.json", "config.json")
+"""A model's files with one or several end tokens."""
 
 BYTE = re.compile("<0x[0-9A-F]{2}>")
+
+log = logging.getLogger("drawloom.data")
+
+
+class AddedIds(NamedTuple):
+    """The ids that a tokenizer's post-processor adds to a text."""
+
+    before: tuple[int, ...]
+    after: tuple[int, ...]
 
 
 @component(needs={"tokenizers": "drawloom[tokenizers]"})
 class HuggingFaceTokenizer:
     """
-    Tokenizer from a `tokenizer.json`, without special tokens around a text.
+    Tokenizer from a `tokenizer.json`.
 
-    A special token spelled out in a text is encoded as text: no document can forge an end.
+    Documents and prompts begin as the file's post-processor says: models such as Llama 3 and Gemma need their BOS
+    token. A special token spelled out in a text is encoded as text: no document can forge an end. BPE dropout is
+    switched off: a text would have other ids at every start.
     """
 
     path: Path = setting(doc="path of `tokenizer.json` or its folder, relative to the current directory")
@@ -37,24 +53,38 @@ class HuggingFaceTokenizer:
         default=None,
         doc="end-of-document token, as spelled in the file; default: eos_token of `tokenizer_config.json`",
     )
+    begin_token: str | None = setting(
+        default=None,
+        doc='first token of documents and prompts (BOS), as spelled in the file; "": none; default: as the file\'s '
+        "post-processor says",
+    )
+    _dropout: float | None = attrs.field(init=False, default=None)
 
     def open(self) -> None:
         """
         Read the file once.
 
-        Logs a warning if the file is in a model folder, and transformers returns other ids for this folder.
+        Logs a warning if the file has BPE dropout, or if it is in a model folder, and transformers returns other ids
+        for this folder.
         """
         self.check_before_open()
-        warn_if_transformers_ids_differ(self._tokenizer_file.parent, self)
+        if self._dropout:
+            text = "%s: BPE dropout of %g is off, also in exports: a text would have other ids every time"
+            log.warning(text, self._tokenizer_file, self._dropout)
+        elif self.begin_token is None:
+            warn_if_transformers_ids_differ(self._tokenizer_file.parent, self)
 
     def check_before_open(self) -> None:
-        """Read the file. Raises UserError if the package, the file or the end token is missing."""
-        _ = self.eos_id
+        """Read the file. Raises UserError if the package, the file, the end token or the begin token is missing."""
+        _ = self.eos_id, self.prefix_ids
 
     @cached_property
     def _tokenizer(self) -> Any:
-        """The tokenizer in the file, read once."""
-        return read_tokenizer(self._tokenizer_file)
+        """The tokenizer in the file, read once, without BPE dropout."""
+        tokenizer = read_tokenizer(self._tokenizer_file)
+        if isinstance(tokenizer.model, _import_tokenizers().models.BPE):
+            self._dropout, tokenizer.model.dropout = tokenizer.model.dropout, None
+        return tokenizer
 
     @cached_property
     def _eos_token(self) -> str:
@@ -78,26 +108,54 @@ class HuggingFaceTokenizer:
     @cached_property
     def eos_id(self) -> int:
         """The id of `end_token`."""
-        tokenizer, token = self._tokenizer, self._eos_token
-        token_id = tokenizer.token_to_id(token)
+        return self._find_id("end_token", self._eos_token)
+
+    @cached_property
+    def prefix_ids(self) -> tuple[int, ...]:
+        """The id of `begin_token`, or the ids that the post-processor adds before a text."""
+        if self.begin_token is None:
+            return self._added_ids.before
+        return (self._find_id("begin_token", self.begin_token),) if self.begin_token else ()
+
+    @cached_property
+    def suffix_ids(self) -> tuple[int, ...]:
+        """The ids that the post-processor adds after a text, without the end token if this is the last."""
+        after = self._added_ids.after
+        return after[:-1] if after[-1:] == (self.eos_id,) else after
+
+    @cached_property
+    def _added_ids(self) -> AddedIds:
+        """The ids that the file's post-processor adds."""
+        return find_added_ids(self._tokenizer)
+
+    def _find_id(self, setting_name: str, token: str) -> int:
+        """Return a token's id. Raises UserError with the setting's name if there is no such token."""
+        token_id = self._tokenizer.token_to_id(token)
         if token_id is None:
-            raise UserError(
-                f'end_token: {self._tokenizer_file} has no token "{token}"; {_suggest_special_tokens(tokenizer)}'
-            )
+            where = f'{setting_name}: {self._tokenizer_file} has no token "{token}"'
+            raise UserError(f"{where}; {_suggest_special_tokens(self._tokenizer)}")
         return int(token_id)
+
+    @cached_property
+    def end_ids(self) -> frozenset[int]:
+        """`eos_id`, and eos_token_id of `generation_config.json` and `config.json` beside the file."""
+        ends = {self.eos_id}
+        for name in MODEL_FILES:
+            ends |= read_eos_ids(self._tokenizer_file.parent / name)
+        return frozenset(end for end in ends if end < self.vocab_size)
 
     def encode(self, text: str) -> np.ndarray:
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
 
     @property
-    def chat_template(self) -> str | None:
-        """The template in `chat_template.jinja` or `tokenizer_config.json` beside the file."""
-        return read_chat_template_and_special_tokens(self._tokenizer_file.parent)[0]
+    def chat_templates(self) -> Mapping[str, str]:
+        """The templates in files or `tokenizer_config.json` beside the file, by name."""
+        return read_chat_templates_and_special_tokens(self._tokenizer_file.parent)[0]
 
     @property
     def special_tokens_by_name(self) -> Mapping[str, str]:
         """The special tokens in `tokenizer_config.json`, by name."""
-        return read_chat_template_and_special_tokens(self._tokenizer_file.parent)[1]
+        return read_chat_templates_and_special_tokens(self._tokenizer_file.parent)[1]
 
     @property
     def control_tokens(self) -> list[str]:
@@ -142,26 +200,70 @@ class HuggingFaceTokenizer:
         return table
 
     def list_input_files(self) -> dict[str, list[Path]]:
-        """Return the file and the companion files that transformers reads."""
-        companions = [self._tokenizer_file.parent / name for name in COMPANIONS]
-        return {"path": [self._tokenizer_file, *(path for path in companions if path.is_file())]}
+        """Return the file, the companion files that transformers reads, and files with end tokens."""
+        models = [self._tokenizer_file.parent / name for name in MODEL_FILES]
+        return {"path": [self._tokenizer_file, *self._companions, *(path for path in models if path.is_file())]}
+
+    @property
+    def _companions(self) -> list[Path]:
+        """Existing companion files, for transformers."""
+        folder = self._tokenizer_file.parent
+        files = [folder / name for name in COMPANIONS]
+        return [*(path for path in files if path.is_file()), *list_chat_template_files(folder)]
 
     def save(self, folder: Path) -> None:
         """
         Copy the file and its companions. In a model folder, change them so that transformers returns the same
         ids.
 
-        Logs a warning if transformers still returns other ids.
+        The copy has no BPE dropout, and its post-processor adds `begin_token`. Logs a warning if transformers still
+        returns other ids.
         """
-        source, *companions = self.list_input_files()["path"]
-        shutil.copyfile(source, folder / "tokenizer.json")
-        for path in companions:
-            shutil.copyfile(path, folder / path.name)
+        (folder / "tokenizer.json").write_bytes(self._read_file_with_edits())
+        for path in self._companions:
+            copy = folder / path.relative_to(self._tokenizer_file.parent)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, copy)
         if not (folder / COMPANIONS[0]).is_file():
             config = {"tokenizer_class": CLASSES_OF_FILES[0], "eos_token": self._eos_token}
             (folder / COMPANIONS[0]).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
         if (folder / "config.json").is_file():
             edit_config_until_transformers_ids_match(folder, self)
+
+    def _read_file_with_edits(self) -> bytes:
+        """Return the file's content, changed only if it would give other ids than this tokenizer."""
+        content = self._tokenizer_file.read_bytes()
+        is_prefix_kept = self.prefix_ids == self._added_ids.before
+        if is_prefix_kept and not self._dropout:
+            return content
+        edited = json.loads(content)
+        if self._dropout:
+            edited["model"]["dropout"] = None
+        if not is_prefix_kept:
+            edited["post_processor"] = self._make_post_processor(AddedIds(self.prefix_ids, self._added_ids.after))
+        return (json.dumps(edited, indent=2, ensure_ascii=False) + "\n").encode()
+
+    def _make_post_processor(self, added: AddedIds) -> dict[str, Any]:
+        """Return a post-processor that adds ids to a text, for `tokenizer.json`."""
+        names = {token_id: self._tokenizer.id_to_token(token_id) for token_id in (*added.before, *added.after)}
+        before, after = (
+            [{"SpecialToken": {"id": names[token_id], "type_id": 0}} for token_id in ids]
+            for ids in (added.before, added.after)
+        )
+        texts = {name: [*before, {"Sequence": {"id": name, "type_id": 0}}, *after] for name in ("A", "B")}
+        tokens = {name: {"id": name, "ids": [token_id], "tokens": [name]} for token_id, name in names.items()}
+        pair = [*texts["A"], *texts["B"]]
+        return {"type": "TemplateProcessing", "single": texts["A"], "pair": pair, "special_tokens": tokens}
+
+
+def find_added_ids(tokenizer: Any) -> AddedIds:
+    """Return the ids that a tokenizer's post-processor adds before and after a text."""
+    for text in ("a", *tokenizer.get_vocab()):
+        encoding = tokenizer.encode(text)
+        indices = [index for index, is_added in enumerate(encoding.special_tokens_mask) if not is_added]
+        if indices:  # the text has an id
+            return AddedIds(tuple(encoding.ids[: indices[0]]), tuple(encoding.ids[indices[-1] + 1 :]))
+    return AddedIds((), ())
 
 
 def read_tokenizer(path: Path) -> Any:
@@ -187,6 +289,16 @@ def read_eos_token(folder: Path) -> str | None:
         return None
     text = token.get("content") if isinstance(token, dict) else token  # transformers 4 writes an object
     return text if isinstance(text, str) else None
+
+
+def read_eos_ids(path: Path) -> set[int]:
+    """Return eos_token_id in a model's configuration file, one id or a list; empty without any."""
+    try:
+        config = json.loads(path.read_text("utf-8"))
+        ids = config.get("eos_token_id", config.get("text_config", {}).get("eos_token_id"))
+    except (OSError, ValueError, AttributeError):
+        return set()
+    return {end for end in (ids if isinstance(ids, list) else [ids]) if type(end) is int and end >= 0}
 
 
 def _is_byte_level(tokenizer: Any) -> bool:

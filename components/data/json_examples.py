@@ -1,5 +1,7 @@
 """Token id examples in JSON-lines, Parquet or Arrow files."""
 
+import json
+
 import attrs
 
 from drawloom.components.data.sources.documents import choose_split
@@ -14,7 +16,8 @@ class JsonExamples:
     """
     One example per row or non-blank line: an object with `input_ids` and other keys for the collator.
 
-    An example's split depends only on its line. All examples stay in memory; `.gz` and `.zst` are decompressed.
+    An example's split depends only on its `prompt`, or without one on its `input_ids`, or else on the whole line. All
+    examples stay in memory; `.gz` and `.zst` are decompressed.
     """
 
     paths: list[str] = setting(
@@ -35,7 +38,9 @@ class JsonExamples:
         self._splits = {"train": [], "validation": []}
         for line in read_json_lines_or_table_rows(self.paths):
             example = {**line.row, "source": line.position}
-            self._splits[choose_split(line.key, self.validation_fraction)].append(example)
+            content = next((line.row[key] for key in ("prompt", "input_ids") if key in line.row), line.row)
+            key = json.dumps(content, sort_keys=True, default=str).encode()
+            self._splits[choose_split(key, self.validation_fraction)].append(example)
 
     def close(self) -> None:
         """Free the examples."""

@@ -5,11 +5,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from drawloom.components.data.chat.corpus import ChatCorpus, check_messages
-from drawloom.components.data.chat.encode import Encoded, encode_rendered_conversation
+from drawloom.components.data.chat.corpus import ChatCorpus
+from drawloom.components.data.chat.encode import Encoded, encode_conversation
 from drawloom.components.data.chat.template import ChatTemplate
-from drawloom.components.data.chat.turns import render_and_locate_turns
-from drawloom.components.ports.corpus import ChatTokenizer
+from drawloom.components.ports.corpus import ChatTokenizer, complete_document
 from drawloom.graph import component, setting
 
 FORMS = '{"text": ..., "label": ...}, or messages in place of the text'
@@ -50,9 +49,7 @@ def encode_text_or_messages(tokenizer: ChatTokenizer, row: Mapping[str, Any], te
     """Return the ids of a line's text or messages, int32 (tokens,). Raises ValueError for a malformed line."""
     text, messages = row.get("text"), row.get("messages")
     if isinstance(text, str):
-        return np.append(tokenizer.encode(text), np.int32(tokenizer.eos_id))
+        return complete_document(tokenizer, tokenizer.encode(text))
     if isinstance(messages, list):
-        check_messages(messages)
-        rendered = render_and_locate_turns(template, messages, [0.0] * len(messages), row.get("tools"))
-        return encode_rendered_conversation(tokenizer, rendered, messages, row.get("tools")).ids
+        return encode_conversation(tokenizer, template, messages, [0.0] * len(messages), row.get("tools")).ids
     raise ValueError(f"it has {', '.join(row) or 'no keys'}; write {FORMS}")

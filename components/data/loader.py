@@ -10,11 +10,13 @@ import attrs
 import torch
 
 from drawloom.components.data.order.stream import RowStream, Segment, convert_token_weights_to_shares, list_row_sources
+from drawloom.components.data.record import compute_row_digests
 from drawloom.components.data.workers import Workers
 from drawloom.components.ports.data import (
     MAX_LENGTH,
     PackedDataset,
     RowOrder,
+    RowsOfTokens,
     TokenBatch,
     find_batch_types,
     require_token_batch,
@@ -23,6 +25,7 @@ from drawloom.components.ports.data import (
 from drawloom.components.ports.distributed import Group, Mesh, PerDimension
 from drawloom.components.ports.run import Batching
 from drawloom.components.state.batch import Batch
+from drawloom.components.storage.strict_json import hash_canonical
 from drawloom.components.storage.tensor_source import view_bytes
 from drawloom.graph import Problem, UserError, above, at_least, between, component, setting
 from drawloom.graph.wiring.node import NodeView
@@ -59,6 +62,9 @@ def split_long_documents(batch: TokenBatch, max_length: int) -> TokenBatch:
 
 log = logging.getLogger("drawloom.data")
 
+MAX_HASHED_ROWS = 64
+"""Numbers of rows that tell whether an order is the one that a run began with."""
+
 
 @component
 class Loader:
@@ -91,7 +97,7 @@ class Loader:
     )
     _step: int = attrs.field(init=False, default=0)
     _offset: int = attrs.field(init=False, default=0)  # rows consumed beyond those of as many steps of the present size
-    _last_resized_step: int = attrs.field(init=False, default=0)
+    _last_changed_step: int = attrs.field(init=False, default=0)
     _workers: Workers | None = attrs.field(init=False, default=None)
     _stream: Iterator[Batch] | None = attrs.field(init=False, default=None)
     _checked: bool = attrs.field(init=False, default=False)
@@ -100,6 +106,10 @@ class Loader:
     def open(self) -> None:
         """Lay out the row stream, and start the workers. Raises UserError if there are no rows."""
         if self.rows.count_rows("train") == 0:
+            if isinstance(self.rows, RowsOfTokens) and len(self.rows.tokens.documents("train").lengths):
+                raise UserError(
+                    f"rows: no training document fits into a row of {self.rows.length} tokens; raise `length`"
+                )
             raise UserError("rows: the training split is empty; add text, or lower `validation_fraction` in the corpus")
         self._build_stream_from_share_segments([])
         if self.workers:
@@ -150,9 +160,9 @@ class Loader:
         return self._rows.rows_at(range(self._compute_start_position(step), self._compute_start_position(step + 1)))
 
     @property
-    def last_resized_step(self) -> int:
-        """Last step taken with a different batch size; `list_rows_on_all_ranks` is valid only for later steps."""
-        return self._last_resized_step
+    def last_changed_step(self) -> int:
+        """Last step taken with another batch size, order or corpus; `list_rows_on_all_ranks` is valid after it."""
+        return self._last_changed_step
 
     def cumulative_tokens_by_source(self, step: int) -> dict[str, float]:
         """
@@ -175,15 +185,19 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """
-        Return the steps and rows consumed (`step`, `position`), and a mixture's row shares by start
-        position (`shares`).
+        Return the steps and rows consumed (`step`, `position`), a digest of the order's first rows (`first_rows`), and
+        a mixture's row shares by start position (`shares`).
 
-        After the batch size has changed, `since` is the last step with the old size, and `offset` the rows
+        After the batch size or the rows have changed, `since` is the last step before, and `offset` the rows
         consumed beyond as many steps with the new size.
         """
-        state: dict[str, Any] = {"step": self._step, "position": self.next_row_position}
-        if self._last_resized_step:
-            state |= {"since": self._last_resized_step, "offset": self._offset}
+        state: dict[str, Any] = {
+            "step": self._step,
+            "position": self.next_row_position,
+            "first_rows": self._compute_first_rows_digest(),
+        }
+        if self._last_changed_step:
+            state |= {"since": self._last_changed_step, "offset": self._offset}
         mixed = [segment for segment in self._rows.segments if segment.shares.keys() != {""}]
         if mixed:
             state["shares"] = {str(segment.start): dict(segment.shares) for segment in mixed}
@@ -197,10 +211,18 @@ class Loader:
                 raise ValueError(f"{key}: {number!r} is not an integer of 0 or more")
         self._step, self._stream = step, None
         self._offset = position - self.batching.first_row_position(step + 1)
-        self._last_resized_step = state.get("since", 0) if self._offset == state.get("offset", 0) else step
         self._build_stream_from_share_segments(
             [Segment(int(start), shares) for start, shares in state.get("shares", {}).items()]
         )
+        has_old_rows = state.get("first_rows", digest := self._compute_first_rows_digest()) == digest
+        is_unchanged = has_old_rows and self._offset == state.get("offset", 0)
+        self._last_changed_step = state.get("since", 0) if is_unchanged else step
+
+    def _compute_first_rows_digest(self) -> str:
+        """Return a digest of the numbers of the order's first rows, and of the first one's content."""
+        numbers = self._rows.rows_at(range(MAX_HASHED_ROWS))
+        contents = compute_row_digests(self.rows.batch("train", numbers[:1]))
+        return hash_canonical([[int(number) for number in numbers], contents])
 
     def _compute_start_position(self, step: int) -> int:
         """Return the position where a step begins."""

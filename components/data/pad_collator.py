@@ -41,6 +41,7 @@ class PadCollator:
         """Return rows for examples with at most `length` tokens; every tensor is (examples, length)."""
         shape = len(examples), length
         tokens, targets = np.full(shape, self.pad_id, np.int64), np.full(shape, IGNORE_INDEX, np.int64)
+        padding = np.ones(shape, np.bool_)
         weights, positions, documents = (
             np.zeros(shape, np.float32),
             np.zeros(shape, np.int64),
@@ -57,9 +58,9 @@ class PadCollator:
             for span in (example_span, padding_span):
                 positions[row, span] = np.arange(span.stop - span.start)
             documents[row, max(example_span.start, padding_span.start) :] = 1
+            padding[row, example_span] = False
             if count == length:
                 documents[row] = 0
-        padding = tokens.size - sum(self.count_tokens(example) for example in examples)
         return TokenBatch.from_numpy(
             tokens=tokens,
             targets=targets,

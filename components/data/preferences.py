@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 import attrs
 import numpy as np
 
-from drawloom.components.data.chat.corpus import ChatCorpus, check_messages
-from drawloom.components.data.chat.encode import Encoded, encode_prompt_and_completion, encode_rendered_conversation
+from drawloom.components.data.chat.corpus import ChatCorpus
+from drawloom.components.data.chat.encode import Encoded, encode_conversation, encode_prompt_and_completion
+from drawloom.components.data.chat.messages import Message, check_messages
 from drawloom.components.data.chat.template import ChatTemplate
-from drawloom.components.data.chat.turns import Message, render_and_locate_turns
 from drawloom.graph import component
 
 MARGIN = "margin"
@@ -56,6 +56,9 @@ class Preferences(ChatCorpus):
             [self._encode_conversation(side, shared, tools, template) for side in sides], row
         )
 
+    def select_ids_that_decide_split(self, row: Mapping[str, Any], documents: Sequence[Encoded]) -> np.ndarray:
+        return select_prompt_ids(row, documents)
+
     def format_nothing_trained_error(self) -> str:
         return f"no line has two different answers to compare; write {FORMS}"
 
@@ -65,9 +68,19 @@ class Preferences(ChatCorpus):
         """Encode a conversation, with trained assistant turns after the prompt."""
         check_messages(messages)
         weights = [float(index >= prompt_turns and turn["role"] == "assistant") for index, turn in enumerate(messages)]
-        return encode_rendered_conversation(
-            self.tokenizer, render_and_locate_turns(template, messages, weights, tools), messages, tools
-        )
+        return encode_conversation(self.tokenizer, template, messages, weights, tools)
+
+
+def select_prompt_ids(row: Mapping[str, Any], documents: Sequence[Encoded]) -> np.ndarray:
+    """Return the ids before the first document's answer (ids,), or without a prompt all documents' ids."""
+    if row.get("prompt") == "":
+        return np.concatenate([document.ids for document in documents])
+    return documents[0].ids[: find_answer_start(documents[0])]
+
+
+def find_answer_start(document: Encoded) -> int:
+    """Return the index of the first trained token, at least 1, because nothing predicts the first token."""
+    return 1 + int(np.argmax(document.weights[1:] > 0))
 
 
 def _are_messages_equal(pair: tuple[Message, Message]) -> bool:

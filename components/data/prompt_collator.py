@@ -6,10 +6,9 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from drawloom.components.data.chat.corpus import check_messages
-from drawloom.components.data.chat.prompt import encode_prompt_messages
+from drawloom.components.data.chat.encode import encode_prompt_messages
 from drawloom.components.data.chat.prompt_renderer import PromptRenderer
-from drawloom.components.ports.corpus import ChatTokenizer
+from drawloom.components.ports.corpus import ChatTokenizer, complete_prompt, find_end_ids
 from drawloom.components.ports.data import Example
 from drawloom.components.ports.rollouts import PromptBatch
 from drawloom.components.state.batch import Batch
@@ -22,7 +21,7 @@ class PromptCollator(PromptRenderer):
     Rows of prompts, one per example, with the example for the rewards.
 
     An example has a `prompt`: a text, or a list of messages; the chat template renders them up to
-    the answer's beginning.
+    the answer's beginning. A completion of messages ends at the template's control token after an answer, too.
     """
 
     batch_type: ClassVar[type[Batch]] = PromptBatch
@@ -38,13 +37,19 @@ class PromptCollator(PromptRenderer):
         for row, prompt in zip(tokens, ids, strict=True):
             row[: len(prompt)] = prompt
         lengths = torch.tensor([len(prompt) for prompt in ids])
-        return PromptBatch(torch.from_numpy(tokens), lengths, torch.ones(len(ids)), examples=tuple(examples))
+        ends = tuple(
+            self.answer_end_ids if isinstance(example["prompt"], list) else find_end_ids(self.tokenizer)
+            for example in examples
+        )
+        return PromptBatch(torch.from_numpy(tokens), lengths, torch.ones(len(ids)), tuple(examples), ends)
 
     def _encode_prompt(self, example: Mapping[str, Any]) -> np.ndarray:
         """Encode a prompt, int32 (tokens,). Raises ValueError if it is missing or empty."""
         prompt = example.get("prompt")
         if isinstance(prompt, str):
             ids = self.tokenizer.encode(prompt)
+            if len(ids):
+                ids = complete_prompt(self.tokenizer, ids)
         elif isinstance(prompt, list):
             ids = self._encode_prompt_messages(prompt, example.get("tools"))
         else:
@@ -57,5 +62,4 @@ class PromptCollator(PromptRenderer):
         """Render messages up to the answer's beginning, and encode the text, int32 (tokens,)."""
         if not isinstance(self.tokenizer, ChatTokenizer):
             raise ValueError("its prompt has messages, and the tokenizer has no chat template; write a text")
-        check_messages(messages)
         return encode_prompt_messages(self.tokenizer, self.get_or_create_chat_template(self.tokenizer), messages, tools)

@@ -4,11 +4,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import attrs
+import numpy as np
 import torch
 
 from drawloom.components.data.sources.documents import choose_split
 from drawloom.components.distributed.rng import create_generator
-from drawloom.components.ports.corpus import Split, Tokenizer
+from drawloom.components.ports.corpus import Split, Tokenizer, complete_document
 from drawloom.components.ports.data import IGNORE_INDEX, Example
 from drawloom.components.ports.run import RunInfo
 from drawloom.graph import between, component, setting
@@ -56,8 +57,8 @@ class SortDigits:
     def _make_example(self, number: str) -> Mapping[str, Any]:
         """Return a number's example, with prompt and answer as text and as ids."""
         prompt, answer = f"{number}>", "".join(sorted(number))
-        prompt_ids, answer_ids = (self.tokenizer.encode(text).tolist() for text in (prompt, answer))
-        answer_ids.append(self.tokenizer.eos_id)
-        labels = [IGNORE_INDEX] * len(prompt_ids) + answer_ids
-        ids = prompt_ids + answer_ids
+        prompt_ids, answer_ids = (self.tokenizer.encode(text) for text in (prompt, answer))
+        ids = complete_document(self.tokenizer, np.concatenate([prompt_ids, answer_ids])).tolist()
+        untrained = len(self.tokenizer.prefix_ids) + len(prompt_ids)
+        labels = [IGNORE_INDEX] * untrained + ids[untrained:]
         return {"prompt": prompt, "answer": answer, "input_ids": ids, "labels": labels, "source": f"number {number}"}

@@ -8,8 +8,9 @@ from typing import Any
 import attrs
 import numpy as np
 
-from drawloom.components.ports.corpus import Split
-from drawloom.graph import UserError, component, setting
+from drawloom.components.ports.corpus import Split, Tokenizer
+from drawloom.components.weights.token_ids import read_tokenizer_ids
+from drawloom.graph import UserError, component, setting, wired
 
 MANIFEST = "teacher.json"
 
@@ -23,17 +24,23 @@ class TeacherLogps:
     packing and seed.
     """
 
+    tokenizer: Tokenizer | None = wired(default=None)
     path: Path = setting(doc="folder that `drawloom teacher-logps` has written")
     _manifest: Mapping[str, Any] = attrs.field(init=False, factory=dict)
     _files: dict[Split, tuple[np.ndarray, np.ndarray]] = attrs.field(init=False, factory=dict)
 
     def check_before_open(self) -> None:
-        """Read the manifest. Raises UserError if there is none."""
-        self.manifest()
+        """Read the manifest. Raises UserError if there is none, or if the tokenizer has other ids."""
+        written, ids = self.manifest()["tokenizer"], self.tokenizer and read_tokenizer_ids(self.tokenizer)
+        if written and ids and written != ids.fingerprint:
+            text = f"path: {self.path} was written with another tokenizer, in which tokens have other ids"
+            raise UserError(f"{text}; run `drawloom teacher-logps` with this tokenizer, and a teacher that has it")
 
     def manifest(self) -> Mapping[str, Any]:
         """
-        Return the manifest: the rows' identity (`rows`), `length` and `top_k`. Raises UserError if it is unreadable.
+        Return the manifest: the rows' identity (`rows`), `length`, `top_k`, and a digest of token ids (`tokenizer`).
+
+        Raises UserError if it is unreadable.
         """
         if not self._manifest:
             try:
@@ -65,4 +72,4 @@ class TeacherLogps:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what worker processes need; each maps the files itself."""
-        return {**self.__dict__, "_files": {}}
+        return {**self.__dict__, "tokenizer": None, "_files": {}}

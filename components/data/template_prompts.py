@@ -1,12 +1,11 @@
 """Encoder from conversations to prompts, by a chat template."""
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from drawloom.components.data.chat.prompt import encode_prompt_messages, find_answer_end_id
+from drawloom.components.data.chat.encode import encode_prompt_messages
 from drawloom.components.data.chat.prompt_renderer import PromptRenderer
 from drawloom.components.data.chat.template import RenderError
 from drawloom.components.ports.corpus import ChatTokenizer
@@ -18,20 +17,10 @@ class TemplatePrompts(PromptRenderer):
     """
     Prompts for answers: a conversation rendered by the tokenizer's chat template.
 
-    An answer ends with the tokenizer's end token, or with the template's control token after an answer.
+    An answer ends with an end token of the model folder, or with the template's control token after an answer.
     """
 
     system: str | None = setting(default=None, doc="system prompt, the first message of every conversation")
-
-    @cached_property
-    def answer_end_ids(self) -> frozenset[int]:
-        tokenizer = self._chat_tokenizer
-        template = self.get_or_create_chat_template(tokenizer)
-        try:
-            end = find_answer_end_id(tokenizer, template)
-        except RenderError:  # a template may require more than a question and an answer
-            end = None
-        return frozenset({tokenizer.eos_id} if end is None else {tokenizer.eos_id, end})
 
     def encode_messages_as_prompt(self, messages: Sequence[Mapping[str, Any]]) -> np.ndarray:
         first = [] if self.system is None else [{"role": "system", "content": self.system}]

@@ -15,8 +15,8 @@ class TextFiles:
     """
     Text files selected by globs, one document per file; `.gz` and `.zst` are decompressed.
 
-    A file's split depends only on its name below the glob's first wildcard: other files and the corpus's location
-    have no effect. If there are only a few files, their ends are validation data.
+    A document's split depends only on its text: files can be moved and added, and copies are never in both splits. If
+    there are only a few files, their ends are validation data.
     """
 
     paths: list[str] = setting(

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from drawloom.components.data.sources.endless import warn_while_reading
 from drawloom.components.data.store.shard import choose_id_dtype
-from drawloom.components.ports.corpus import Corpus, DocumentPart, Split, Tokenizer
+from drawloom.components.ports.corpus import Corpus, DocumentPart, Split, Tokenizer, complete_document
 
 
 @attrs.frozen(eq=False)
@@ -87,8 +88,8 @@ class TokenArrays:
 
 
 def tokenize_split(corpus: Corpus, tokenizer: Tokenizer, split: Split) -> TokenArrays:
-    """Tokenize a split's documents, and append end tokens; empty documents are dropped."""
-    end = np.array([tokenizer.eos_id], np.int32)
-    encoded = (tokenizer.encode(text) for text in corpus.documents(split))
-    documents = (np.concatenate([ids, end]) for ids in encoded if len(ids))
+    """Tokenize a split's documents; empty documents are dropped."""
+    texts = warn_while_reading(corpus.documents(split), f"{type(corpus).__name__}.documents({split!r})")
+    encoded = (tokenizer.encode(text) for text in texts)
+    documents = (complete_document(tokenizer, ids) for ids in encoded if len(ids))
     return TokenArrays.concatenate(documents, choose_id_dtype(tokenizer.vocab_size), name=f"{split} document")

@@ -6,8 +6,8 @@ import attrs
 
 from drawloom.components.data.store.splits import select_split_documents
 from drawloom.components.data.store.store import Store
-from drawloom.components.ports.corpus import Split, TokenDocuments
-from drawloom.graph import UserError, between, component, setting
+from drawloom.components.ports.corpus import Split, TokenDocuments, Tokenizer
+from drawloom.graph import UserError, between, component, setting, wired
 
 
 @component
@@ -18,6 +18,7 @@ class Tokenized:
     A document's split depends only on its ids, so duplicates are never in both splits.
     """
 
+    tokenizer: Tokenizer | None = wired(default=None)
     path: Path = setting(doc="the token store's folder, relative to the current directory")
     validation_fraction: float = setting(
         default=0.05, check=between(0, 1), doc="fraction of documents held out for evaluation; 0: none"
@@ -34,8 +35,15 @@ class Tokenized:
             self.check_before_open()
 
     def check_before_open(self) -> None:
-        """Open the stores. Raises UserError if one is damaged, or if their tokenizers differ."""
+        """
+        Open the stores. Raises UserError if one is damaged, if their tokenizers differ, or if the run's tokenizer
+        begins documents differently.
+        """
         self._train = _open_store("path", self.path)
+        if self.tokenizer is not None and [*self.tokenizer.prefix_ids] != self._train.prefix_ids:
+            stored, own = [*self._train.prefix_ids], [*self.tokenizer.prefix_ids]
+            text = f"path: {self.path} begins documents with the ids {stored}, and the run's tokenizer with {own}"
+            raise UserError(f"{text}; set the tokenizer's begin_token, or make the store anew", 2)
         if self.validation_path is not None:
             self._validation = _open_store("validation_path", self.validation_path)
             if self._validation.tokenizer != self._train.tokenizer:

@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import Any
 
 import attrs
@@ -72,21 +73,9 @@ class Connections:
     @contextmanager
     def make_gloo_connecting_interruptible(self) -> Iterator[None]:
         """In the body, `break_all_connections` ends a new gloo group's wait for its ranks, with a RuntimeError."""
-        module: Any = dist.distributed_c10d
-        original: Any = module.ProcessGroupGloo
-
-        class Breakable(type):
-            def __call__(cls, *arguments: Any, **options: Any) -> Any:
-                return self.call_until_broken(lambda: original(*arguments, **options))
-
-            def __instancecheck__(cls, instance: Any) -> bool:
-                return isinstance(instance, original)
-
-        module.ProcessGroupGloo = Breakable("ProcessGroupGloo", (), {})  # torch has no argument for the class
-        try:
+        original: Any = dist.distributed_c10d.ProcessGroupGloo
+        with _replace_gloo_groups(lambda *given, **named: self.call_until_broken(lambda: original(*given, **named))):
             yield
-        finally:
-            module.ProcessGroupGloo = original
 
     @contextmanager
     def make_waits_interruptible(self) -> Iterator[None]:
@@ -102,7 +91,7 @@ class Connections:
                 return original(work, *arguments)
             return self.call_until_broken(lambda: original(work), STUCK_AFTER)
 
-        WORK.wait = wait  # FSDP2 has no argument for it
+        WORK.wait = wait  # DTensors have no argument for it
         try:
             yield
         finally:
@@ -177,6 +166,50 @@ class Connections:
                 return False
             connection.shutdown(socket.SHUT_RDWR)
         return True
+
+
+@contextmanager
+def run_gloo_collectives_in_one_thread() -> Iterator[None]:
+    """
+    In the body, new gloo groups have one thread for their collectives, which run in order.
+
+    torch gives a group two threads that share gloo's context, which has once freed a buffer twice (torch 2.13).
+    """
+    original: Any = dist.distributed_c10d.ProcessGroupGloo
+
+    def create(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+        names = os.environ.get("GLOO_SOCKET_IFNAME", "") if size > 1 else ""
+        devices = [original.create_device(interface=name) for name in names.split(",") if name]
+        options = original._Options()  # torch has no public argument
+        options._devices, options._timeout = devices or [original.create_default_device()], timeout
+        options._threads = 1
+        return original(store, rank, size, options)
+
+    with _replace_gloo_groups(create):
+        yield
+
+
+@contextmanager
+def _replace_gloo_groups(create: Callable[..., Any]) -> Iterator[None]:
+    """In the body, torch makes gloo groups by `create`; it has no argument for the class."""
+    module: Any = dist.distributed_c10d
+    original: Any = module.ProcessGroupGloo
+
+    class Replacement(type):
+        def __call__(cls, *arguments: Any, **options: Any) -> Any:
+            return create(*arguments, **options)
+
+        def __instancecheck__(cls, instance: Any) -> bool:
+            return isinstance(instance, original)
+
+        def __getattr__(cls, name: str) -> Any:
+            return getattr(original, name)
+
+    module.ProcessGroupGloo = Replacement("ProcessGroupGloo", (), {})
+    try:
+        yield
+    finally:
+        module.ProcessGroupGloo = original
 
 
 def _list_sockets_by_inode() -> dict[int, int]:

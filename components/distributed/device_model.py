@@ -26,10 +26,10 @@ class Reached:
     packed rows reaches the fraction `packed` of it. `memory` is the fraction of the memory bandwidth, `messages` of the
     links. `launch` is an operation's least time on the device, `host` the host's time to issue an operation, both in
     seconds. The defaults are fitted to steps of two dense models, Qwen3-0.6B and a Llama-3-8B shape, in rows of one
-    document of 4096 tokens on one H200 and of 8,192 and 32,768 on one H100 (`make bench-breakdown-gpu`), whose plans
+    document of 4096 tokens on one H200 and of 8,192 and 32,768 on one H100 (`make bench NAME=breakdown`), whose plans
     are 0.1 to 4.9 % off; `host` is fitted to Qwen3-0.6B in microbatches of one row, whose plan is 3.5 % off, and
-    `packed` to kernels alone (`make bench-gpu ONLY=attention`). `drawloom plan --calibrate` measures these numbers on a
-    machine.
+    `packed` to kernels alone (`make bench NAME=kernels ONLY=attention`). `drawloom plan --calibrate` measures these
+    numbers on a machine.
     """
 
     products: float = 0.71

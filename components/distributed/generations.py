@@ -5,7 +5,7 @@ After a loss, all live ranks break their collectives, unwind, and meet in the la
 every other one as arrived or lost proposes the next generation's members, and all ranks use the proposal in the store,
 so that no two groups exist. Processes that start later, and ranks in incomplete replicas, are spares: they wait in the
 store, and form new replicas as soon as they are enough. Without a complete replica, all live ranks and spares form one
-with as many shards as they are enough for.
+with as many shards as they are enough for. If all ranks are lost, the spares propose the next generation.
 """
 
 import itertools
@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from drawloom.components.distributed.torchrun import get_boot_and_namespace_id
 
 TICK = 0.02  # seconds between two looks into the store
-WAITING_TICK = 0.1  # the same for a spare
 CURRENT = "current_generation"
 """Key in the launch's store: the newest generation of the launch's run."""
 
@@ -63,9 +63,7 @@ class ReplicaShape:
     def with_fitting_counts(
         cls, world_size: int, shape: tuple[int, int, int, int], fits: Callable[[int], bool]
     ) -> "ReplicaShape":
-        """
-        Return the shape for `SurvivingProcesses.replica_shape`, with the fitting counts, and the one for all ranks.
-        """
+        """Return the shape for `SurvivingProcesses.set_replica_shape`, with the fitting numbers of ranks."""
         stages, shards, shard_size, expert = shape
         largest = world_size // (stages * shard_size)
         counts = [count for count in range(1, largest + 1) if count == largest or fits(count)]
@@ -118,6 +116,10 @@ class Generation:
     def name(self) -> str:
         """This generation's prefix in the store."""
         return f"{self.run}/{self.number}"
+
+    def get_store(self, launch_store: Any) -> Any:
+        """Return this generation's keys in the launch's store."""
+        return PrefixStore(f"drawloom/{self.name}", launch_store.underlying_store)
 
     def to_json(self) -> str:
         """Return the generation as JSON."""
@@ -211,24 +213,16 @@ class Spares:
                 self._settled.add(number)
         return {number: self._known[number] for number in sorted(self._known.keys() - self._settled)}
 
+    def find_admission(self, number: int) -> Generation | None:
+        """Return the generation that has admitted a spare; None until then."""
+        if not self.store.check([f"admitted/{number}"]):
+            return None
+        return Generation.from_json(self.store.get(f"admitted/{number}").decode())
+
     def announce_admission(self, numbers: Iterable[int], generation: Generation) -> None:
         """Tell spares that they are members in this generation; a second call changes nothing."""
         for number in numbers:
             self.store.set(f"admitted/{number}", generation.to_json())
-
-    def await_admission(self, number: int, is_alive: Callable[[], bool]) -> Generation | int | None:
-        """
-        Wait until a spare is admitted, and return its generation.
-
-        Return the run's exit code if the run has ended, and None if `is_alive` has returned False.
-        """
-        while not self.store.check([f"admitted/{number}"]):
-            if (exit_code := self.find_exit_code()) is not None:
-                return exit_code
-            if not is_alive():
-                return None
-            time.sleep(WAITING_TICK)
-        return Generation.from_json(self.store.get(f"admitted/{number}").decode())
 
     def announce_run_end(self, exit_code: int) -> None:
         """Tell all spares that the run has ended with this exit code."""
@@ -259,10 +253,16 @@ def agree_on_next_generation(
         if is_over():
             return None
         time.sleep(TICK)
-    following = generation.choose_next_generation(losses().keys(), spares.find_waiting_spares().values())
+    chosen = propose_next_generation(generation, losses().keys(), store, spares)
+    return chosen if chosen.members else None
+
+
+def propose_next_generation(generation: Generation, lost: Set[int], store: Any, spares: Spares) -> Generation:
+    """Propose a next generation in this generation's store, unless there is one; return it and tell its spares."""
+    following = generation.choose_next_generation(lost, spares.find_waiting_spares().values())
     chosen = Generation.from_json(store.compare_set("following", "", following.to_json()).decode())
-    # every rank does this, because the one that has proposed may be lost meanwhile
+    # every process does this, because the one that has proposed may be lost meanwhile
     spares.announce_admission(
         [number for number, spare in spares.find_waiting_spares().items() if spare in chosen.members], chosen
     )
-    return chosen if chosen.members else None
+    return chosen

@@ -16,7 +16,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from drawloom.components.distributed.connections import LOST, STUCK_AFTER, Connections
+from drawloom.components.distributed.connections import (
+    LOST,
+    STUCK_AFTER,
+    Connections,
+    run_gloo_collectives_in_one_thread,
+)
 from drawloom.components.distributed.p2p_links import TorchCommunicator, TorchP2PChannel, connect_two_ranks_by_nccl
 from drawloom.components.distributed.process_group import (
     SingleProcess,
@@ -210,7 +215,7 @@ class GroupFactory:
         the body's, with a RuntimeError.
         """
         if not self.survives_rank_losses or self.store is None:
-            with self.connections.record_sockets(keep=not self._uses_nccl):
+            with self.connections.record_sockets(keep=not self._uses_nccl), run_gloo_collectives_in_one_thread():
                 yield limit
             return
         self._meetings[name] += 1
@@ -223,7 +228,11 @@ class GroupFactory:
                     raise RuntimeError(f"not all ranks came to make group {name} within {self.timeout:g} s")
                 time.sleep(MEETING_TICK)
             is_gloo = not self._uses_nccl or name.startswith(CONTROL)
-            with self.connections.record_sockets(keep=is_gloo), self.connections.make_gloo_connecting_interruptible():
+            with (
+                self.connections.record_sockets(keep=is_gloo),
+                run_gloo_collectives_in_one_thread(),
+                self.connections.make_gloo_connecting_interruptible(),
+            ):
                 yield min(limit, CONNECT_LIMIT) if is_gloo else limit
             if self.connections.is_broken:
                 raise RuntimeError(LOST)  # the abort may have missed the group

@@ -18,6 +18,7 @@ from drawloom.components.distributed.mesh_layout import (
     resolve_layout,
 )
 from drawloom.components.distributed.p2p_links import Edge, connect_p2p_links
+from drawloom.components.distributed.torch_release import import_private_name
 from drawloom.components.ports.distributed import DIMENSIONS, Group, P2PChannel, Processes, SurvivingProcesses
 from drawloom.graph import between, component, setting
 from drawloom.graph.problems import Problem
@@ -88,7 +89,7 @@ class RankMesh(MeshView):
         for names in (DIMENSIONS, *single, SHARDS, DATA, MODEL, *expert_groups):
             self.group(*names)
         if isinstance(self.processes, SurvivingProcesses):
-            self.processes.replica_shape = self.pipeline, self.data_shard, self.context * self.tensor, expert
+            self.processes.set_replica_shape(self.pipeline, self.data_shard, self.context * self.tensor, expert)
 
     @property
     def rank(self) -> int:
@@ -104,11 +105,10 @@ class RankMesh(MeshView):
     def create_torch_mesh(self, *dimensions: Sequence[str]) -> Any:
         # imported here, because the import takes half a second, which runs without shards need not spend
         from torch.distributed.device_mesh import DeviceMesh
-        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
         # Results of operations on DTensors are cached by mesh, and include it. An equal mesh that this process had
         # before a loss has other groups, and this rank may have had another place in it.
-        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+        import_private_name("torch.distributed.tensor.debug", "_clear_sharding_prop_cache")()
         groups: list[Any] = [self.group(*names) for names in dimensions]
         if len(groups) == 1:
             return DeviceMesh.from_group(groups[0].handle, groups[0].device.type)

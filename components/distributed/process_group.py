@@ -278,7 +278,7 @@ def mark_blocked_and_convert_errors(
 
 def convert_if_collective_error(error: Exception, monitor: RankMonitor) -> Exception:
     """
-    Return a UserError with a diagnosis for a gloo or NCCL error in torch's own collectives, such as FSDP2's, else
+    Return a UserError with a diagnosis for a gloo or NCCL error in collectives without a Group, such as FSDP's, else
     `error`.
     """
     is_collective = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))

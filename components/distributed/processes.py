@@ -87,7 +87,6 @@ class TorchProcesses:
         init=False, default=attrs.Factory(lambda self: GroupFactory(self.device), takes_self=True)
     )
     _monitor: RankMonitor = attrs.field(init=False, factory=RankMonitor)
-    replica_shape: tuple[int, int, int, int] | None = attrs.field(init=False, default=None)
     _generation: Generation | None = attrs.field(init=False, default=None)
     _control: Any = attrs.field(init=False, default=None)  # connection to the launch's store
     _spares: Spares | None = attrs.field(init=False, default=None)
@@ -179,14 +178,24 @@ class TorchProcesses:
     def remaining_shards(self) -> int | None:
         return self._generation.shards if self._generation else None
 
+    def set_replica_shape(self, stages: int, shards: int, shard_size: int, expert: int) -> None:
+        if (before := self._generation) is None or before.shape:
+            return
+        limits = self.limits.values()
+        shape = ReplicaShape.with_fitting_counts(
+            self.world_size,
+            (stages, shards, shard_size, expert),
+            lambda count: all(limit.supports_replica_count(count) for limit in limits),
+        )
+        self._generation = attrs.evolve(before, shape=shape)
+        if self.survives_rank_losses:  # spares need the shape if all members are lost
+            self._control.compare_set(CURRENT, before.to_json(), self._generation.to_json())
+
     def can_grow_with_spares(self) -> bool:
         if self._generation is None or self._spares is None or self.rank > 0:
             return False
-        generation = attrs.evolve(self._generation, shape=self._find_replica_shape())
-        return (
-            len(generation.choose_next_generation(set(), self._spares.find_waiting_spares().values()).members)
-            > self.world_size
-        )
+        following = self._generation.choose_next_generation(set(), self._spares.find_waiting_spares().values())
+        return len(following.members) > self.world_size
 
     def hand_over(self) -> Membership | Literal["spare"] | None:
         """Return the membership in the next generation, for the reopened node; "spare" for a process without one."""
@@ -343,18 +352,6 @@ class TorchProcesses:
             time.sleep(0.02)
         return monitor.is_broken
 
-    def _find_replica_shape(self) -> ReplicaShape | None:
-        """Return the shape of replicas; the first generation finds it, once its graph is open."""
-        assert self._generation is not None
-        if self._generation.shape or self.replica_shape is None:
-            return self._generation.shape
-        limits = self.limits.values()
-        return ReplicaShape.with_fitting_counts(
-            self.world_size,
-            self.replica_shape,
-            lambda count: all(limit.supports_replica_count(count) for limit in limits),
-        )
-
     def _agree_on_next_generation(self) -> ReopenError | None:
         """Agree with the other live ranks on the next generation; return the error to raise, None to end the run."""
         end, monitor = time.monotonic() + self.timeout, self._monitor
@@ -362,7 +359,7 @@ class TorchProcesses:
         monitor.is_recovering = True
         try:
             following = agree_on_next_generation(
-                attrs.evolve(self._generation, shape=self._find_replica_shape()),
+                self._generation,
                 self.rank,
                 monitor.store,
                 self._spares,

@@ -10,6 +10,7 @@ Exchanges alternate between the memory's halves. A rank writes to a half again o
 before that barrier all ranks have read the first half.
 """
 
+import logging
 import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -25,6 +26,11 @@ from drawloom.components.ports.distributed import Group, Mesh, SymmetricMemory
 from drawloom.components.ports.experts import Dispatched, ExpertKernels, PeerTensors, Routes
 from drawloom.graph import UserError, at_least, between, component, setting
 
+log = logging.getLogger("drawloom.experts")
+
+ROOM_MARGIN = 1.125
+"""Room after rows were dropped, relative to the rows that came, so that a slow drift repeats few steps."""
+
 ALIGNMENT = 256
 """Alignment in bytes of tensors in shared memory, for wide loads."""
 
@@ -34,9 +40,10 @@ class SymmetricExperts:
     """
     Dispatcher for experts partitioned over one host's ranks, which read tokens from other ranks' GPU memory.
 
-    The host waits once per layer for the row count, or never with a `capacity`. In evaluation and sampling, which have
-    no gradients, ranks agree on the token count in every layer and make room for all rows, so results do not depend on
-    the first microbatch.
+    The host waits once per layer for the row count, or once per step with a `capacity`. If more rows come than fit,
+    there is more room from then on, and the step's passes are repeated. In evaluation and sampling, which have no
+    gradients, ranks agree on the token count in every layer and make room for all rows, so results do not depend on the
+    first microbatch.
     """
 
     supports_expert_parallel: ClassVar[bool] = True
@@ -51,16 +58,18 @@ class SymmetricExperts:
     capacity: float | None = setting(
         default=None,
         check=at_least(1),
-        doc="rows to make room for, relative to balanced experts; default: all rows, counted while the host waits",
+        doc="rows to make room for at first, relative to balanced experts; default: all rows, counted while the host "
+        "waits",
     )
     _exchanges: dict[int, "SharedSlots"] = attrs.field(init=False, factory=dict)
+    _room: float | None = attrs.field(init=False, default=attrs.Factory(lambda self: self.capacity, takes_self=True))
 
     def dispatch(self, hidden: Tensor, chosen: Tensor, probabilities: Tensor, num_experts: int) -> Dispatched:
         """
         Copy all ranks' tokens to rows for this rank's experts.
 
-        hidden is (tokens, width), chosen and probabilities (tokens, choices). Raises UserError for more tokens or rows
-        than the settings allow.
+        hidden is (tokens, width), chosen and probabilities (tokens, choices). Raises UserError for more tokens than the
+        settings allow.
         """
         group = self.mesh.expert_group
         local_experts = num_experts // group.size
@@ -85,13 +94,29 @@ class SymmetricExperts:
         )
         local = self.kernels.moe_peers.localize_choices(choices, group.rank * local_experts, local_experts)
         all_routes = self.kernels.moe_routes(local, local_experts)
-        routes, overflow = exchange.limit_routes_and_flag_overflow(all_routes, self.capacity if is_training else None)
-        slot_routes = SlotRoutes(exchange, chosen, local_experts, routes)
+        routes, overflow = exchange.limit_routes_and_flag_overflow(all_routes, self._room if is_training else None)
+        slot_routes = SlotRoutes(exchange, chosen, local_experts, routes, overflow)
         rows, scale = _GatherRows.apply(slot_routes, tokens, scalars, hidden, probabilities)  # type: ignore[no-untyped-call]
-        if overflow is not None:
-            # NaN if rows were dropped, so that the step is skipped even if it ends before the host knows.
-            scale = scale + overflow
         return Dispatched(rows, scale, routes[2], lambda results: _SumByToken.apply(slot_routes, results))  # type: ignore[no-untyped-call]
+
+    def grow_if_rows_were_dropped(self) -> bool:
+        if self._room is None or self.mesh.expert_group.size == 1:
+            return False
+        needed = max((exchange.find_needed_capacity(self._room) for exchange in self._exchanges.values()), default=0.0)
+        if needed:
+            before, self._room = self._room, ROOM_MARGIN * needed
+            log.warning(
+                "rank %d of %d received %.3g times the rows of balanced experts, and had room for %.3g times as many; "
+                "the step is repeated with room for %.3g times, which a larger capacity saves",
+                self.mesh.expert_group.rank,
+                self.mesh.expert_group.size,
+                needed,
+                before,
+                self._room,
+            )
+        has_grown = torch.tensor(int(needed > 0))
+        self.mesh.world.max(has_grown)
+        return bool(has_grown)
 
 
 class SharedSlots:
@@ -110,7 +135,7 @@ class SharedSlots:
         self._outgrown: list[SymmetricMemory] = []  # kept, because other ranks may still read it
         self._half = 0
         self._views: dict[Any, list[PeerTensors]] = {}
-        self._max_rows: tuple[Tensor, Tensor] | None = None  # on the device, and the last copy on the host
+        self._max_rows: dict[int, Tensor] = {}  # (1,) on the device, by a balanced rank's rows
 
     def agree_on_training_slots(self, hidden: Tensor) -> int:
         """
@@ -177,33 +202,31 @@ class SharedSlots:
         Cut routes to the rows in use, or to the rows that fit `capacity`. Without a capacity the host waits for the
         count.
 
-        With a capacity, also return a tensor (1,) on the device: NaN if rows were dropped, else 0. Raises UserError if
-        an earlier layer dropped rows.
+        With a capacity, also return a tensor (1,) on the device: NaN if rows were dropped, else 0.
         """
         dest, source, ends = routes
         if capacity is None:
             return (dest, source[: int(ends[-1])], ends), None
-        even = dest.numel() // self.group.size
-        room = min(math.ceil(capacity * even), len(source))
-        if self._max_rows is None:
+        balanced = dest.numel() // self.group.size
+        if balanced not in self._max_rows:
             with torch.inference_mode(False):
-                on_device = torch.zeros(1, dtype=ends.dtype, device=ends.device)
-                self._max_rows = on_device, torch.zeros(1, dtype=ends.dtype, pin_memory=ends.is_cuda)
-        on_device, on_host = self._max_rows
-        # The host's copy may be old, but reading it does not wait for the device.
-        self._check_row_limit(int(on_host), room, even)
-        limited = self.kernels.moe_peers.limit_routes_and_flag_overflow(routes, room, on_device)
-        on_host.copy_(on_device, non_blocking=True)
-        return limited
+                self._max_rows[balanced] = torch.zeros(1, dtype=ends.dtype, device=ends.device)
+        room = min(_compute_room(capacity, balanced), len(source))
+        return self.kernels.moe_peers.limit_routes_and_flag_overflow(routes, room, self._max_rows[balanced])
 
-    def _check_row_limit(self, rows: int, room: int, even: int) -> None:
-        """Raise UserError if an earlier layer had more rows than room; balanced experts have `even` rows."""
-        if rows > room:
-            needed = math.ceil(10 * rows / even) / 10
-            raise UserError(
-                f"experts.symmetric: rank {self.group.rank} of {self.group.size} received {rows} rows for its experts, "
-                f"and capacity makes room for {room} rows; set capacity = {needed}, or leave it out"
-            )
+    def find_needed_capacity(self, capacity: float) -> float:
+        """Return the capacity for the most rows so far, 0 if it is no larger than `capacity`. The host waits."""
+        ratios = [
+            rows / balanced
+            for balanced, peak in self._max_rows.items()
+            if (rows := int(peak)) > _compute_room(capacity, balanced)
+        ]
+        return max(ratios, default=0.0)
+
+
+def _compute_room(capacity: float, balanced: int) -> int:
+    """Return the rows to make room for; balanced experts have `balanced` rows."""
+    return math.ceil(capacity * balanced)
 
 
 @attrs.frozen(eq=False)
@@ -212,13 +235,14 @@ class SlotRoutes:
     A microbatch's routes to a layer's experts and back.
 
     `chosen` (tokens, choices) are this rank's choices, `experts` is the expert count per rank, and `routes` lead from
-    all ranks' tokens to the rows of this rank's experts.
+    all ranks' tokens to the rows of this rank's experts. `overflow` (1,) is NaN if rows were dropped, else 0.
     """
 
     exchange: SharedSlots
     chosen: Tensor
     experts: int
     routes: Routes
+    overflow: Tensor | None = None
 
     def read_rows_and_scalars(self, tokens: PeerTensors, scalars: PeerTensors | None) -> tuple[Tensor, Tensor | None]:
         """Return this rank's expert rows (rows, width) and their scalars (rows,)."""
@@ -257,7 +281,11 @@ class _GatherRows(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, grad_scale: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, *ctx.routes.exchange_token_sums_and_scalars(grad, grad_scale)
+        hidden_grad, probabilities_grad = ctx.routes.exchange_token_sums_and_scalars(grad, grad_scale)
+        if ctx.routes.overflow is not None:
+            # Not in the forward pass: later layers' routers would send all tokens to the same experts.
+            (probabilities_grad if ctx.needs_input_grad[4] else hidden_grad).add_(ctx.routes.overflow)
+        return None, None, None, hidden_grad, probabilities_grad
 
 
 class _SumByToken(Function):

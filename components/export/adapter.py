@@ -1,6 +1,7 @@
 """Exports a run's adapters in PEFT's format."""
 
 import json
+import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -16,11 +17,11 @@ from drawloom.components.distributed.rank_errors import run_and_gather_on_all_ra
 from drawloom.components.export.hf_writer import STATE, read_exported_step
 from drawloom.components.export.joined_adapters import PREFIX, find_layers_joined_in_files
 from drawloom.components.export.shard_writer import make_share_on_all_ranks
-from drawloom.components.ports.adapters import AdaptedLayer, LowRank
+from drawloom.components.ports.adapters import AdaptedLayer, Adapter, LowRank, trains_base_weights
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.model import KeepsConfig, LanguageModel
 from drawloom.components.ports.run import RunFolder
-from drawloom.components.ports.stages import AveragedWeights, LoadedStages, Stages, use_averages_if_any
+from drawloom.components.ports.stages import AdaptedStages, AveragedWeights, LoadedStages, Stages, use_averages_if_any
 from drawloom.components.ports.weights import Convert, Mapper, TensorGroup
 from drawloom.components.storage.durable_files import create_temp_folder, remove_folder_atomically
 from drawloom.components.storage.safetensors.writer import write_safetensors_file
@@ -34,15 +35,17 @@ from drawloom.graph.wiring.node import NodeView
 
 WEIGHTS = "adapter_model.safetensors"
 
+log = logging.getLogger("drawloom.run")  # rank 0 prints its messages
+
 
 @component(impact="safe")
 class AdapterExport:
     """
-    Writer for `<run folder>/adapter/`, which PEFT loads over the run's base model.
+    Writer for `<run folder>/adapter/`, which PEFT loads over the run's base model; without adapters it writes nothing.
 
-    The export is exact, while merging adapters into narrow weights rounds their changes. Fully tuned
-    modules are included as `modules_to_save`. All experts share one tensor, as in transformers 5. With an `average`,
-    the averaged weights are exported.
+    The export is exact, while merging adapters into narrow weights rounds their changes. Fully tuned modules are in
+    `modules_to_save`. All experts share one tensor, as in transformers 5. With an `average`, the averaged weights are
+    exported.
     """
 
     model: LanguageModel
@@ -54,19 +57,41 @@ class AdapterExport:
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Yield a problem for new tokens, because PEFT would look for them in the base model."""
+        """Yield problems for adapters without LoRA, and for new tokens, which PEFT would look for in the base model."""
+        stages = node.neighbour("stages")
+        adapters = stages.neighbours("adapters") if stages else []
+        if adapters and all(trains_base_weights(adapter.component) for adapter in adapters):
+            text = f"an adapter for PEFT needs LoRA, and [{stages.name}] tunes only whole modules"
+            yield node.problem(
+                "use", text, f'write unset = ["{node.name}"], leave it out of on_finish, and take the export'
+            )
         if (model := node.neighbour("model")) and model.settings.get("new_tokens"):
             text = f"[{model.name}] has new tokens, which are no part of an adapter for PEFT"
             remedy = f'write unset = ["{node.name}"], leave it out of on_finish, and take the export'
             yield node.problem("use", text, remedy)
 
+    def check_before_open(self) -> None:
+        """Raise UserError if PEFT does not support the adapters."""
+        if self._adapters:
+            self._make_mapper_and_config()
+
     def open(self) -> None:
-        """Raise UserError, before the first step, if PEFT does not support the adapters."""
-        self._make_mapper_and_config()
+        """Log if there is nothing to export."""
+        if not self._adapters:
+            log.info("all weights are trained, without adapters, so there is no folder %s", self._adapter_folder)
+
+    @property
+    def _adapters(self) -> Sequence[Adapter]:
+        return self.stages.adapters if isinstance(self.stages, AdaptedStages) else ()
 
     def has_result_of_step(self, step: int) -> bool:
-        """Return whether the folder is from this step; it is never incomplete. A collective, with equal results."""
-        return bool(run_on_rank0(self.mesh.world, lambda: read_exported_step(self._adapter_folder) == step))
+        """
+        Return whether the folder is from this step, or there are no adapters; it is never incomplete. A collective,
+        with equal results.
+        """
+        return not self._adapters or bool(
+            run_on_rank0(self.mesh.world, lambda: read_exported_step(self._adapter_folder) == step)
+        )
 
     def run_after_training(self, step: int) -> None:
         """Write the folder with all ranks' tensors. A collective over all ranks."""
@@ -90,7 +115,7 @@ class AdapterExport:
 
     def _make_mapper_and_config(self) -> tuple[Mapper, dict[str, Any]]:
         """Return the mapper from parameters to PEFT's tensors, and the content for `adapter_config.json`."""
-        whole = build_meta_model_with_adapters(self.model, self.stages.local[0].adapters)
+        whole = build_meta_model_with_adapters(self.model, self._adapters)
         tied = bool(self.model.hugging_face_config().get("tie_word_embeddings"))
         files = self.model.hugging_face_mapper()
         mapper, config = make_mapper_to_peft(whole, files, tied), make_peft_config(whole, files, tied, self.base_model)

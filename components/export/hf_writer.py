@@ -2,14 +2,15 @@
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from drawloom.components.distributed.process_group import SingleProcess
-from drawloom.components.export.origin import find_folder_with_unloaded_parts
+from drawloom.components.export.base_folder import find_base_folder, list_config_and_text_config, read_token_ids
+from drawloom.components.export.generation_config import add_end_ids, add_end_ids_to_generation_config
 from drawloom.components.export.shard_writer import (
     loss_parameters_by_name,
     make_share_on_all_ranks,
@@ -62,20 +63,23 @@ def write_hugging_face_folder(
     tokenizer: Tokenizer | None = None,
     *,
     head: SequenceHead | None = None,
+    base: Path | None = None,
     group: Group | None = None,
     workspace: Path | None = None,
     max_shard: int = MAX_SHARD,
     dtype: torch.dtype | None = None,
     step: int | None = None,
+    end_ids: Collection[int] = (),
 ) -> None:
     """
     Write safetensors, `config.json` and the tokenizer files; the folder appears complete or not at all.
 
     The group's stages together form the model. All ranks call this, and exchange their parameters through `workspace`,
     a folder visible to all ranks, or through their machine's shared memory. `max_shard` is in bytes; without `dtype`
-    tensors keep their dtypes; `step` is the weights' step, if known. Adapters are merged into the
-    weights. With `head`, the folder is for AutoModelForSequenceClassification: the loss's head replaces the
-    language model's. Raises UserError if the stages are not the whole model or the target exists.
+    tensors keep their dtypes; `step` is the weights' step, if known; generation ends at `end_ids`, too. Adapters are
+    merged into the weights. Other files and keys are those of the folder `base`, by default the folder of the initial
+    weights. With `head`, the folder is for AutoModelForSequenceClassification: the loss's head replaces the language
+    model's. Raises UserError if the stages are not the whole model or the target exists.
     """
     group = SingleProcess() if group is None else group
     config = model.hugging_face_config()
@@ -84,17 +88,17 @@ def write_hugging_face_folder(
     if adapters:
         merged = make_merge_mapper(build_meta_model_with_adapters(model, adapters), tied)
     mapper = sequential(merged, model.hugging_face_mapper())
+    origin = find_base_folder(model, stages, group, base, text_only=head is not None)  # other parts have no classifier
+    ids = read_token_ids(tokenizer)
+    config = {**config, **ids} if origin is None else origin.config
+    _add_end_of_training(config, ids)
     if head is not None:
         config = make_sequence_classifier_config(config, head)
+        config["pad_token_id"] = _choose_padding_id(config, ids)
         body = select_outputs(mapper, {*mapper.outputs} - {HEAD})
         mapper = parallel(body, rename({f"{LOSS}.weight": SCORE}))
-    origin = (
-        find_folder_with_unloaded_parts(model, stages, group) if head is None else None
-    )  # other parts have no such class
-    if origin is not None:
-        config = origin.config
-    if tied and HEAD in mapper.outputs:
-        for part in _list_config_and_text_config(config):
+    elif tied and HEAD in mapper.outputs:
+        for part in list_config_and_text_config(config):
             part["tie_word_embeddings"] = False
     if origin is not None:
         mapper = origin.map_to_names_in_folder(mapper)
@@ -106,19 +110,41 @@ def write_hugging_face_folder(
     def write_other_files(folder: Path, files: list[PlannedFile]) -> None:
         carried = () if origin is None else origin.carried
         specs = {name: spec for file in files for name, spec in file.specs.items() if name not in carried}
-        _write_config_with_dtype(folder, config, specs)
+        written = _write_config_with_dtype(folder, config, specs)
         if origin is not None:
-            origin.copy_processor_files(folder)
-        if tokenizer is not None:  # after the config, which determines the tokenizer class of transformers
-            tokenizer.save(folder)
+            origin.copy_other_files(folder, tokenizer)
+            if dtype is None:
+                origin.log_wider_dtype(written)
+        if tokenizer is not None:
+            others = [] if head is not None else sorted({*end_ids} - {tokenizer.eos_id})  # a classifier ends no text
+            add_end_ids_to_generation_config(folder, [tokenizer.eos_id, *others])
+            tokenizer.save(folder)  # after the config, which determines the tokenizer class of transformers
         if step is not None:
             (folder / STATE).write_text(json.dumps({"global_step": step}) + "\n", "utf-8")
 
     others = None if head is None else loss_parameters_by_name(stages)
     own = make_share_on_all_ranks(stages, mapper, group, workspace, dtype, only_inputs=head is not None, others=others)
-    if origin is not None and group.rank == 0:
+    if origin is not None and origin.carried and group.rank == 0:
         own = origin.add_unloaded_tensors_to(own)
     write_safetensors_folder_collectively(target, own, group, max_shard, write_other_files)
+
+
+def _add_end_of_training(config: dict[str, Any], ids: Mapping[str, int | None]) -> None:
+    """Add the id that ends a text in training to a config, or to the parts of it that have such ids."""
+    parts = [part for part in list_config_and_text_config(config) if "eos_token_id" in part] or [config]
+    if (end := ids["eos_token_id"]) is not None:
+        for part in parts:
+            add_end_ids(part, [end])
+
+
+def _choose_padding_id(config: Mapping[str, Any], ids: Mapping[str, int | None]) -> int | None:
+    """
+    Return a classifier's padding id: the config's, or the tokenizer's.
+
+    transformers reads the score at the last token that is not padding, so the end of a text can't be padding.
+    """
+    own: int | None = config.get("pad_token_id")
+    return own if own is not None or ids["pad_token_id"] == ids["eos_token_id"] else ids["pad_token_id"]
 
 
 def make_sequence_classifier_config(config: dict[str, Any], head: SequenceHead) -> dict[str, Any]:
@@ -126,9 +152,7 @@ def make_sequence_classifier_config(config: dict[str, Any], head: SequenceHead) 
     classes = [name.replace("ForCausalLM", "ForSequenceClassification") for name in config["architectures"]]
     names = {str(number): label for number, label in enumerate(head.output_names)}
     numbers = {label: number for number, label in enumerate(head.output_names)}
-    # There is no lm_head: a language model of this folder would use its embedding.
-    others = {"architectures": classes, "tie_word_embeddings": True}
-    return {**config, **others, "num_labels": len(names), "id2label": names, "label2id": numbers}
+    return {**config, "architectures": classes, "num_labels": len(names), "id2label": names, "label2id": numbers}
 
 
 def _gather_and_log_merge_rounding_loss(loss: MergeRoundingLoss, group: Group) -> None:
@@ -140,18 +164,16 @@ def _gather_and_log_merge_rounding_loss(loss: MergeRoundingLoss, group: Group) -
         log.info(text, 100 * total.relative_rounding_loss)
 
 
-def _list_config_and_text_config(config: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the config, and its `text_config` table if it has one (multimodal models)."""
-    return [config, config["text_config"]] if isinstance(config.get("text_config"), dict) else [config]
-
-
-def _write_config_with_dtype(folder: Path, config: dict[str, Any], specs: Mapping[str, TensorSpec]) -> None:
+def _write_config_with_dtype(folder: Path, config: dict[str, Any], specs: Mapping[str, TensorSpec]) -> str | None:
+    """Write `config.json`, and return the dtype of all matrices, or None if they have several."""
     # vectors may have a wider dtype, such as the bias of a router
     dtypes = {str(spec.dtype).removeprefix("torch.") for spec in specs.values() if len(spec.shape) > 1}
-    if len(dtypes) == 1:
-        (dtype,) = dtypes
-        if not any(key in part for part in _list_config_and_text_config(config) for key in DTYPE_KEYS):
+    dtype = dtypes.pop() if len(dtypes) == 1 else None
+    if dtype is not None:
+        parts = list_config_and_text_config(config)
+        if not any(key in part for part in parts for key in DTYPE_KEYS):
             config["torch_dtype"] = dtype
-        for part in _list_config_and_text_config(config):
+        for part in parts:
             part |= dict.fromkeys([key for key in DTYPE_KEYS if key in part], dtype)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+    return dtype

@@ -1,23 +1,26 @@
 """Export from the trained model to a folder for Hugging Face's libraries."""
 
 import logging
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
+import attrs
 import torch
 
 from drawloom.components.distributed.rank_errors import run_on_rank0
 from drawloom.components.export.hf_writer import read_exported_step, write_hugging_face_folder
-from drawloom.components.ports.corpus import Tokenizer
+from drawloom.components.ports.corpus import EndsAnswers, Tokenizer
 from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.model import LanguageModel
+from drawloom.components.ports.model import ClassifiableModel, LanguageModel
 from drawloom.components.ports.pipeline import Loss, SequenceHead
 from drawloom.components.ports.run import RunFolder
 from drawloom.components.ports.stages import AveragedWeights, Stages, use_averages_if_any
 from drawloom.components.storage.durable_files import remove_folder_atomically
 from drawloom.components.weights.save import MAX_SHARD
-from drawloom.graph import at_least, component, setting, wired
+from drawloom.graph import Every, Problem, at_least, component, setting, wired
+from drawloom.graph.wiring.node import NodeView
 
 log = logging.getLogger("drawloom.run")
 
@@ -31,7 +34,8 @@ class HuggingFaceExport:
 
     trainer_state.json has the weights' step as `global_step`, as in checkpoints from Hugging Face's Trainer. With an
     `average`, the averaged weights are exported. A loss with a head, such as a reward model's, makes it a folder for
-    AutoModelForSequenceClassification.
+    AutoModelForSequenceClassification. After a run on conversations, `eos_token_id` in generation_config.json also has
+    the ids at the end of answers.
     """
 
     model: LanguageModel
@@ -41,10 +45,21 @@ class HuggingFaceExport:
     tokenizer: Tokenizer | None = wired(default=None)
     loss: Loss | None = wired(default=None)
     average: AveragedWeights | None = None
+    chats: Every[EndsAnswers] = attrs.field(factory=Every)
     max_shard: int = setting(default=MAX_SHARD, check=at_least(1), doc="maximum tensor bytes per file")
     dtype: Literal["float32", "bfloat16", "float16"] | None = setting(
         default=None, doc="dtype for exported tensors; default: as trained"
     )
+
+    @classmethod
+    def constraints(cls, node: NodeView) -> Iterator[Problem]:
+        """Warn if transformers has no class for a model with a loss's head."""
+        model, loss = node.neighbour("model"), node.neighbour("loss")
+        if model is None or loss is None or not loss.implements(SequenceHead):
+            return
+        if issubclass(model.component, ClassifiableModel) and not model.component.has_sequence_classifier(model):
+            text = f"transformers has no sequence classifier of [{model.name}]'s family, so it can't load the export"
+            yield node.warning("use", text, "score with `drawloom score`, or take a model of another family")
 
     def has_result_of_step(self, step: int) -> bool:
         """Return whether the folder is from this step; it is never incomplete. A collective, with equal results."""
@@ -79,6 +94,7 @@ class HuggingFaceExport:
             max_shard=self.max_shard,
             dtype=None if self.dtype is None else DTYPES[self.dtype],
             step=step,
+            end_ids=frozenset().union(*(chat.answer_end_ids for chat in self.chats.values())),
         )
         if workspace is not None and self.mesh.world.rank == 0:
             with suppress(OSError):  # an empty folder does no harm

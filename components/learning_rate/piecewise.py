@@ -69,7 +69,11 @@ class Piecewise:
 
     batching: Batching | None = None
     rows: PackedDataset | None = None
-    start: float = setting(default=0.0, check=at_least(0), doc="learning-rate multiplier before the first step")
+    start: float | None = setting(
+        default=None,
+        check=at_least(0),
+        doc="learning-rate multiplier at the first step; default: the first phase's `to` / its steps",
+    )
     phases: list[SchedulePiece] = setting(
         doc="phases in order, with steps, until_tokens or until_percent; without any the last phase takes the rest"
     )
@@ -87,10 +91,11 @@ class Piecewise:
         value, begin = self.start, 0
         for phase in self.phases:
             end = max(begin, phase.compute_end_step(begin, total, self._token_counts))
+            value = phase.to / max(end, 1) if value is None else value
             if done < end:
                 return interpolate(phase.curve, value, phase.to, (done - begin) / (end - begin), phase.power)
             value, begin = phase.to, end
-        return value
+        return value or 0.0
 
     @classmethod
     def depends_on_total_steps(cls, node: Any) -> bool:

@@ -27,13 +27,18 @@ class AfterWarmup:
     """
     Learning rate schedule that rises linearly from `start` to 1, and then follows a curve.
 
-    A warm-up's first step has the factor `start`, as in transformers. A length in tokens needs `batching = "@batch"`
-    and `rows = "@packing"`, and ends with the step at which the tokens are reached.
+    A warm-up's first step has the factor `start`, and the step after the warm-up 1. A length in tokens needs
+    `batching = "@batch"` and `rows = "@packing"`, and ends with the step at which the tokens are reached.
     """
 
     batching: Batching | None = None
     rows: PackedDataset | None = None
-    start: float = setting(default=0.0, check=between(0, 1), doc="learning-rate multiplier at the first step")
+    start: float | None = setting(
+        default=None,
+        check=between(0, 1),
+        doc="learning-rate multiplier at the first step; default: 1 / warm-up steps; transformers has 0, which trains "
+        "nothing in this step",
+    )
     warmup_steps: int | None = setting(default=None, check=at_least(0), doc="warm-up length in steps")
     warmup_tokens: int | None = setting(
         default=None, check=at_least(0), doc="warm-up length in tokens, counted in full rows"
@@ -52,7 +57,8 @@ class AfterWarmup:
         """Return the factor after `done` out of `total` steps."""
         warmup = self.count_warmup_steps(total)
         if done < warmup:
-            return self.start + (1 - self.start) * done / warmup
+            start = 1 / warmup if self.start is None else self.start
+            return start + (1 - start) * done / warmup
         return self.factor_after_warmup(done - warmup, max(total - warmup, 1), total)
 
     def count_warmup_steps(self, total: int) -> int:

@@ -38,8 +38,8 @@ class ProgressBar:
     _bar: Progress | None = attrs.field(init=False, default=None)
     _task: TaskID = attrs.field(init=False, default=TaskID(0))
     _refreshed: float = attrs.field(init=False, default=0.0)
-    _ended: tuple[Step, float] | None = attrs.field(init=False, default=None)
-    _shown: tuple[Step, float] | None = attrs.field(init=False, default=None)
+    _ended: Step | None = attrs.field(init=False, default=None)
+    _shown: Step | None = attrs.field(init=False, default=None)
     _values: dict[str, str] = attrs.field(init=False, factory=dict)
     _filtered: list[logging.Handler] = attrs.field(init=False, factory=list)
 
@@ -82,7 +82,7 @@ class ProgressBar:
         if self._bar is None:
             return
         now = self.clock()
-        before, self._ended = self._ended, (step, now - step.started - step.excluded_seconds)
+        before, self._ended = self._ended, step
         # On a GPU the host does not know this step's loss yet, and does not wait for it.
         self._shown = self._ended if step.state.is_on_host or step.is_last else before
         if "validation_loss" in step.state:
@@ -98,9 +98,9 @@ class ProgressBar:
     def _show_newest_values(self, bar: Progress) -> None:
         """Put the newest known values into the bar's text."""
         if self._shown is not None:
-            step, seconds = self._shown
-            self._values |= format_loss_and_learning_rate(step)
-            self._values["speed"] = f"{step.tokens / max(seconds, 1e-9):,.0f} tokens/s"
+            self._values |= format_loss_and_learning_rate(self._shown)
+            if interval := self._shown.interval:
+                self._values["speed"] = f"{self._shown.tokens / interval.training_seconds:,.0f} tokens/s"
             self._values["memory"] = f"{self.device.get_peak_memory_so_far() / 1e6:,.0f} MB"
             bar.update(self._task, values="  ".join(self._values[name] for name in ORDER if name in self._values))
 

@@ -2,7 +2,6 @@
 
 import hashlib
 import logging
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +15,15 @@ from torch import Tensor, nn
 from drawloom.components.ports.distributed import Device, Group, Mesh, PerDimension
 from drawloom.components.ports.model import Model
 from drawloom.components.ports.pipeline import LOSSES, MeasuresStep, RepeatingExecutor, create_step_state
-from drawloom.components.ports.run import Cadence, Event, EventKind, Step, describe_cadence_fault, is_due
+from drawloom.components.ports.run import (
+    Cadence,
+    Event,
+    EventKind,
+    Step,
+    describe_cadence_fault,
+    exclude_from_rates,
+    is_due,
+)
 from drawloom.components.ports.stages import Parameters, Stages
 from drawloom.components.state.batch import Batch
 from drawloom.components.state.step_state import StepState
@@ -128,10 +135,9 @@ class Replay:
         elif event.kind == "step_started":
             self._digests = {} if self._is_on and is_due(self.every, step) else None
         elif self._digests is not None and LOSSES in step.state:
-            began = time.monotonic()
             own, self._digests = self._digests, None
-            self._replay_previous_rank_and_compare(step, {**own, **_hash_first_microbatch_loss(step.state)})
-            step.excluded_seconds += time.monotonic() - began
+            with exclude_from_rates(step, self.mesh, self.device.device):
+                self._replay_previous_rank_and_compare(step, {**own, **_hash_first_microbatch_loss(step.state)})
 
     def _is_deterministic_else_warn(self) -> bool:
         """Return whether passes are repeatable; if they are not, log a warning."""

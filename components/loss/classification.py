@@ -9,11 +9,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drawloom.components.loss.decoder_inputs import DecoderInputs
-from drawloom.components.loss.reward import make_score_head_on_meta, mark_last_tokens, report_tensor_parallelism
+from drawloom.components.loss.reward import (
+    make_score_head_on_meta,
+    mark_last_tokens,
+    report_tensor_parallelism,
+    warn_unused_head,
+)
 from drawloom.components.ports.data import TokenBatch
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.model import Head, LanguageModel
 from drawloom.components.ports.pipeline import LossSums
+from drawloom.components.weights.heads import find_score_head_rows
 from drawloom.graph import Problem, UserError, component, setting
 from drawloom.graph.wiring.node import NodeView
 
@@ -35,18 +41,26 @@ class Classifier(DecoderInputs):
         doc="names of the classes",
     )
     head: Path | None = setting(
-        default=None, doc="model folder with the initial head, such as a classifier's export; default: random"
+        default=None,
+        doc="model folder with the initial head, such as a classifier's export, whose classes have the names in "
+        "`labels`, in any order; default: random",
     )
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Report tensor parallelism, and data with other labels."""
+        """Report tensor parallelism, and the model folder's own head."""
         yield from report_tensor_parallelism(node)
+        yield from warn_unused_head(node, node.settings["labels"])
+
+    def check_before_open(self) -> None:
+        """Raise UserError if the folder of the head has no such head."""
+        if self.head is not None:
+            find_score_head_rows(self.head, self.labels)
 
     @cached_property
     def module(self) -> nn.Module | None:
         """The head's parameters, on the meta device until the stages are materialized."""
-        return make_score_head_on_meta(self.model, len(self.labels), self.head)
+        return make_score_head_on_meta(self.model, self.labels, self.head)
 
     @property
     def output_names(self) -> list[str]:

@@ -15,7 +15,8 @@ class DecoderInputs:
 
     def inputs(self, batch: TokenBatch) -> tuple[Tensor, TokenContext]:
         """Return token ids, int64 (rows, length), for the first stage, and the context for all stages."""
-        return batch.tokens, TokenContext(batch.positions, batch.document_ids, batch.weights)
+        context = TokenContext(batch.positions, batch.document_ids, batch.weights, padding=batch.padding)
+        return batch.tokens, context
 
 
 def compute_target_logps(hidden: Tensor, head: Head, batch: TokenBatch) -> Tensor:

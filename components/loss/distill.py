@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from drawloom.components.loss.decoder_inputs import DecoderInputs
+from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.data import TokenBatch
 from drawloom.components.ports.model import Head
 from drawloom.components.ports.pipeline import LossSums
-from drawloom.graph import Problem, UserError, above, between, component, setting
+from drawloom.graph import Problem, UserError, above, between, component, setting, wired
 from drawloom.graph.wiring.node import NodeView
 
 Divergence = Literal["forward", "reverse", "jsd"]
@@ -36,10 +37,13 @@ class Distill(DecoderInputs):
     mixture M = beta teacher + (1 - beta) student. Both models' logits are computed chunk by chunk, and again in the
     backward pass; a teacher model's last hidden states wait for the loss on the last stage. Named sums are `divergence`
     and `cross_entropy`; the latter costs a product with the head if `task_weight` is 0.
+
+    The divergence is over the tokenizer's ids: padding rows of either model's vocabulary are in neither softmax.
     """
 
     batch_leaves: ClassVar[tuple[str, ...]] = (*DecoderInputs.batch_leaves, "teacher_ids", "teacher_logps")
 
+    tokenizer: Tokenizer | None = wired(default=None)
     reference: Literal["model", "data"] = setting(
         default="model", doc="teacher: the recipe's frozen model, or predictions in the data (`drawloom teacher-logps`)"
     )
@@ -95,30 +99,44 @@ class Distill(DecoderInputs):
     def _compute_token_divergences(self, hidden: Tensor, head: Head, batch: TokenBatch) -> Tensor:
         """Return the divergence by token, at least float32 (rows, length)."""
         kind, beta = self.divergence, 0.5 if self.beta is None else self.beta
+        ids = None if self.tokenizer is None else self.tokenizer.vocab_size
         if self.reference == "model":
             if self._teacher_head is None or batch.teacher_states is None:
                 raise UserError('the batch has no teacher; add a node with use = "stages.frozen"', 2)
             teacher, temperature = self._teacher_head, self.temperature
             whole = partial(
-                compute_full_vocabulary_divergence, head=teacher, temperature=temperature, kind=kind, beta=beta
+                compute_full_vocabulary_divergence,
+                head=teacher,
+                temperature=temperature,
+                kind=kind,
+                beta=beta,
+                id_count=ids,
             )
             return head.map_logits(whole, hidden, batch.teacher_states)
         if batch.teacher_ids is None or batch.teacher_logps is None:
             raise UserError('the rows contain no teacher predictions; write teacher = "@teacher" in the packing', 2)
-        coarse = partial(compute_top_k_divergence, kind=kind, beta=beta)
+        coarse = partial(compute_top_k_divergence, kind=kind, beta=beta, id_count=ids)
         return head.map_logits(coarse, hidden, batch.teacher_ids, batch.teacher_logps)
 
 
 def compute_full_vocabulary_divergence(
-    logits: Tensor, teacher_states: Tensor, head: Head, temperature: float, kind: Divergence, beta: float
+    logits: Tensor,
+    teacher_states: Tensor,
+    head: Head,
+    temperature: float,
+    kind: Divergence,
+    beta: float,
+    id_count: int | None = None,
 ) -> Tensor:
     """
-    Return a divergence over the vocabulary, at least float32 (tokens,), times the temperature's square.
+    Return a divergence over the first `id_count` ids, at least float32 (tokens,), times the temperature's square.
 
     logits: (tokens, vocab_size); teacher_states: the last hidden states (tokens, width) for the teacher's `head`.
+    `id_count` is the tokenizer's number of ids, if known.
     """
     with torch.no_grad():
-        teacher_logits = head.logits(teacher_states)
+        teacher_logits = head.logits(teacher_states)[..., :id_count]
+    logits = logits[..., :id_count]
     if teacher_logits.shape != logits.shape:
         sizes = f"{teacher_logits.shape[-1]} ids, and the student {logits.shape[-1]}"
         raise UserError(f"the teacher's vocabulary has {sizes}; use models with one tokenizer", 2)
@@ -128,15 +146,15 @@ def compute_full_vocabulary_divergence(
 
 
 def compute_top_k_divergence(
-    logits: Tensor, ids: Tensor, teacher_logps: Tensor, kind: Divergence, beta: float
+    logits: Tensor, ids: Tensor, teacher_logps: Tensor, kind: Divergence, beta: float, id_count: int | None = None
 ) -> Tensor:
     """
-    Return a divergence over k tokens and the rest of the vocabulary, at least float32 (tokens,).
+    Return a divergence over k tokens and the rest of the first `id_count` ids, at least float32 (tokens,).
 
     logits: (tokens, vocab_size); ids: int64 (tokens, k); teacher_logps: float32 (tokens, k + 1), the rest last. If k is
-    the size of the vocabulary, there is no rest.
+    `id_count`, or without it the vocabulary's size, there is no rest.
     """
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = logits[..., :id_count].to(torch.promote_types(logits.dtype, torch.float32))
     normalizer = logits.logsumexp(-1, keepdim=True)
     student = logits.gather(-1, ids) - normalizer
     teacher = teacher_logps.to(logits.dtype)

@@ -6,7 +6,8 @@ Touvron et al. 2023, "Llama 2", arXiv 2307.09288, equation 2, and with centred s
 arXiv 2312.09244, equation 2.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
@@ -21,7 +22,7 @@ from drawloom.components.ports.data import TokenBatch
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.model import Head, LanguageModel
 from drawloom.components.ports.pipeline import SCORE, LossSums
-from drawloom.components.storage.safetensors.reader import open_safetensors_folder
+from drawloom.components.weights.heads import find_score_head_rows, read_score_head
 from drawloom.components.weights.load import convert_tensors
 from drawloom.components.weights.mapper_ops import distribute_like
 from drawloom.graph import Problem, UserError, at_least, component, setting
@@ -30,15 +31,15 @@ from drawloom.graph.wiring.node import NodeView
 
 class ScoreHead(nn.Module):
     """
-    A linear layer without bias from hidden states to the outputs `labels`, in float32.
+    A linear layer without bias from hidden states to `outputs`, in float32.
 
-    Its weight, (labels, width), comes from a `folder` with such a head, or is random.
+    Its weight, (outputs, width), comes from a `folder` with such a head, or is random.
     """
 
-    def __init__(self, width: int, labels: int = 1, folder: Path | None = None) -> None:
+    def __init__(self, width: int, outputs: Sequence[str] = ("reward",), folder: Path | None = None) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(labels, width))
-        self.folder = folder
+        self.weight = nn.Parameter(torch.empty(len(outputs), width))
+        self.outputs, self.folder = outputs, folder
 
     def reset_parameters(self) -> None:
         """
@@ -50,35 +51,36 @@ class ScoreHead(nn.Module):
             if self.folder is None:
                 self.weight.normal_(std=(self.weight.shape[1] + 1) ** -0.5)
             else:
-                weight = read_score_head_weight(self.folder, tuple(self.weight.shape)).to(
+                weight = read_score_head(self.folder, self.outputs, self.weight.shape[1]).to(
                     self.weight.device, self.weight.dtype
                 )
                 self.weight.copy_(convert_tensors(distribute_like(SCORE, self.weight), {SCORE: weight})[SCORE])
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return outputs (..., labels), at least float32, from hidden states (..., width)."""
+        """Return outputs (..., outputs), at least float32, from hidden states (..., width)."""
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         return hidden.to(dtype) @ self.weight.to(dtype).T
 
 
-def read_score_head_weight(folder: Path, shape: tuple[int, ...]) -> Tensor:
-    """Return a folder's head weight. Raises UserError if the folder has no head with this shape."""
-    source = open_safetensors_folder(folder)
-    spec = source.specs().get(SCORE)
-    if spec is None or spec.shape != shape:
-        content = "no" if spec is None else f"{spec.shape[0]} x {spec.shape[1]} numbers in"
-        text = f"head: {folder} has {content} {SCORE}, and the loss has {shape[0]} x {shape[1]}"
-        raise UserError(f"{text}; name the export of such a model, or leave head out", 2)
-    return source.tensor(SCORE)
-
-
-def make_score_head_on_meta(model: LanguageModel, labels: int, folder: Path | None) -> ScoreHead:
+def make_score_head_on_meta(model: LanguageModel, outputs: Sequence[str], folder: Path | None) -> ScoreHead:
     """Return a head for a model, on the meta device. Raises UserError if the model has no hidden_size."""
     width = model.hugging_face_config().get("hidden_size")
     if not isinstance(width, int):
         raise UserError("a score needs hidden_size, but the model's config.json has no such key", 2)
     with torch.device("meta"):
-        return ScoreHead(width, labels, folder)
+        return ScoreHead(width, outputs, folder)
+
+
+def warn_unused_head(node: NodeView, outputs: Sequence[str]) -> Iterator[Problem]:
+    """Warn if the model's folder has a head with these outputs, and the loss has a random one."""
+    model = node.neighbour("model")
+    folder = model.settings.get("path") if model is not None and model.settings.get("weights") else None
+    if folder is None or node.settings["head"] is not None:
+        return
+    with suppress(UserError):  # there is no such head, or the folder is reported elsewhere
+        find_score_head_rows(folder, outputs)
+        text = f"{folder} has a head with these outputs, and this one begins with random weights"
+        yield node.warning("head", text, f'write head = "{folder}" to train it further')
 
 
 def report_tensor_parallelism(node: NodeView) -> Iterator[Problem]:
@@ -112,13 +114,19 @@ class RewardModel(DecoderInputs):
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Report tensor parallelism."""
+        """Report tensor parallelism, and the model folder's own head."""
         yield from report_tensor_parallelism(node)
+        yield from warn_unused_head(node, cls.output_names)
+
+    def check_before_open(self) -> None:
+        """Raise UserError if the folder of the head has no such head."""
+        if self.head is not None:
+            find_score_head_rows(self.head, self.output_names)
 
     @cached_property
     def module(self) -> nn.Module | None:
         """The head's parameters, on the meta device until the stages are materialized."""
-        return make_score_head_on_meta(self.model, len(self.output_names), self.head)
+        return make_score_head_on_meta(self.model, self.output_names, self.head)
 
     def score_tokens(self, hidden: Tensor) -> Tensor:
         assert self.module is not None

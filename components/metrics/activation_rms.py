@@ -24,8 +24,8 @@ class ActivationRms:
     """
     `activation_rms/<layer>`: the root mean square over a layer's outputs, for all tokens and channels in a step.
 
-    Layers are the modules `layers.<number>`, numbered as in the whole model, on all stages. Padding counts like other
-    tokens; evaluations do not count. The values depend neither on the batch size nor on gradient accumulation.
+    Layers are the modules `layers.<number>`, numbered as in the whole model, on all stages. Neither padding nor
+    evaluations count. The values depend neither on the batch size nor on gradient accumulation.
     """
 
     stages: Stages
@@ -35,8 +35,8 @@ class ActivationRms:
     _layers: list[int] = attrs.field(init=False, factory=list)
     _sums: Tensor = attrs.field(init=False, default=None)
     _hooks: list[Any] = attrs.field(init=False, factory=list)
-    # tokens of the current microbatch; None if its rows do not consist of tokens
-    _tokens: int | None = attrs.field(init=False, default=0)
+    # whether a position of the current microbatch has a token, (positions,); None if its rows do not consist of tokens
+    _is_token: Tensor | None = attrs.field(init=False, default=None)
 
     def open(self) -> None:
         """Gather all stages' layers, and observe this rank's. Raises UserError if there are none."""
@@ -51,7 +51,7 @@ class ActivationRms:
         if not self._layers:
             raise UserError("no module of the model is called layers.<number>; leave out metrics.activation_rms", 2)
         self._sums = torch.zeros(len(self._layers), 2, dtype=torch.float64, device=self.device.device)
-        self._hooks = [stage.module.register_forward_pre_hook(self._note_token_count) for stage in self.stages.local]
+        self._hooks = [stage.module.register_forward_pre_hook(self._note_padding) for stage in self.stages.local]
         self._hooks += [self._add_layer_hook(module, self._layers.index(number)) for number, module in local.items()]
 
     def close(self) -> None:
@@ -63,6 +63,9 @@ class ActivationRms:
     def accumulators(self) -> Mapping[str, Accumulator]:
         """Sums of squares and element counts, by layer."""
         return {"sums": Accumulator(shape=(len(self._layers), 2), scope="activations")}
+
+    def forget_passes(self) -> None:
+        self._sums.zero_()
 
     def measure_on_rank(self, step: Step) -> Mapping[str, Tensor]:
         """Return sums of squares and counts over the forward passes since the last step: float64 (layers, 2)."""
@@ -79,10 +82,12 @@ class ActivationRms:
             for layer, value, is_known in zip(self._layers, means.tolist(), known, strict=True)
         }
 
-    def _note_token_count(self, _module: nn.Module, inputs: tuple[Any, BatchContext]) -> None:
-        """Note the microbatch's token count before a forward pass, to exclude padding along `tensor`."""
-        shared = inputs[1]
-        self._tokens = shared.positions.numel() if isinstance(shared, TokenContext) else None
+    def _note_padding(self, _module: nn.Module, inputs: tuple[Any, BatchContext]) -> None:
+        """Note the microbatch's padding before a forward pass."""
+        shared, self._is_token = inputs[1], None
+        if isinstance(shared, TokenContext):
+            padding = torch.zeros_like(shared.positions, dtype=torch.bool) if shared.padding is None else shared.padding
+            self._is_token = ~padding.flatten()
 
     def _add_layer_hook(self, module: nn.Module, index: int) -> Any:
         """Add a hook to sum a layer's squared outputs."""
@@ -91,17 +96,19 @@ class ActivationRms:
             # Evaluations run without gradients. A recomputed forward pass changes sum and count alike.
             if torch.is_grad_enabled():
                 hidden = next(leaf for leaf in list_leaves(output) if isinstance(leaf, Tensor)).detach().flatten(0, -2)
-                if self._tokens is not None:
-                    # The last ranks along `tensor` have padding if tokens do not divide evenly.
-                    hidden = hidden[: max(self._tokens - self.mesh.indices.tensor * len(hidden), 0)]
-                self._sums[index, 0] += _sum_squares_in_float32(hidden)
-                self._sums[index, 1] += hidden.numel()
+                squares, counted = _sum_squares_by_token(hidden), hidden.new_ones((), dtype=torch.bool)
+                if self._is_token is not None:
+                    # The last ranks along `tensor` have fewer tokens, and more padding, if tokens do not divide evenly.
+                    counted = self._is_token[self.mesh.indices.tensor * len(hidden) :][: len(hidden)]
+                    squares = squares[: len(counted)]
+                self._sums[index, 0] += squares.where(counted, 0).sum()
+                self._sums[index, 1] += counted.expand_as(squares).sum() * hidden.shape[-1]
 
         return module.register_forward_hook(add)
 
 
-def _sum_squares_in_float32(tensor: Tensor) -> Tensor:
-    """Sum the squares, float64 (), without a wider copy of the tensor."""
-    dtype = torch.promote_types(tensor.dtype, torch.float32)
-    norm: Tensor = torch.linalg.vector_norm(tensor, dtype=dtype)
-    return norm.double().square()
+def _sum_squares_by_token(hidden: Tensor) -> Tensor:
+    """Sum the squares of hidden states (tokens, channels): float64 (tokens,), without a wider copy."""
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    norms: Tensor = torch.linalg.vector_norm(hidden, dim=-1, dtype=dtype)
+    return norms.double().square()

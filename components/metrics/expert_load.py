@@ -25,8 +25,8 @@ class ExpertLoad:
     The imbalance is an expert's maximum token count divided by the mean: 1 for balanced experts, and experts divided by
     choices per token if all tokens choose the same experts. The entropy is the mean over the tokens' score entropies,
     in nats, at most log(experts). `expert_tokens` are the tokens sent to an expert. Values cover a whole step, all
-    microbatches and ranks, without evaluations. No token is dropped: the token counts of a layer's experts add up to
-    all tokens times the choices per token.
+    microbatches and ranks, without padding and evaluations. No token is dropped: the token counts of a layer's experts
+    add up to all tokens times the choices per token.
     """
 
     stages: Stages
@@ -66,6 +66,9 @@ class ExpertLoad:
         """Token counts by expert, the entropy sum and the token count, by layer."""
         return {"sums": Accumulator(shape=(len(self._names), self._experts + 2), scope="activations")}
 
+    def forget_passes(self) -> None:
+        self._sums.zero_()
+
     def measure_on_rank(self, step: Step) -> Mapping[str, Tensor]:
         """Return sums over the forward passes since the last step: float64 (layers, experts + 2)."""
         sums = self._sums.clone()
@@ -97,7 +100,7 @@ class ExpertLoad:
             row = self._sums[layer_index]
             row[:-2] += tokens
             row[-2] -= torch.special.xlogy(scores, scores).sum(dtype=torch.float64)
-            row[-1] += scores[..., 0].numel()
+            row[-1] += scores.any(-1).sum()  # padding has no scores
 
         return add
 

@@ -1,4 +1,4 @@
-"""Perplexity, exp(loss)."""
+"""Perplexity, exp(cross entropy)."""
 
 import math
 from collections.abc import Mapping
@@ -16,7 +16,11 @@ MAX_NATS = 700.0  # exp of more overflows float64
 
 @component(impact="safe")
 class Perplexity:
-    """`perplexity`, exp(mean cross entropy per token), and `validation_perplexity` if a step evaluates."""
+    """
+    `perplexity`, exp(mean cross entropy per token), and `validation_perplexity` if a step evaluates.
+
+    Both omit label smoothing, z-loss and other parts of the loss.
+    """
 
     of: str = setting(default="cross_entropy", doc="name of the loss's cross entropy sum, in nats")
 
@@ -34,8 +38,8 @@ class Perplexity:
     def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
         """Return the values, None without tokens or if infinite."""
         values: dict[str, Value] = {"perplexity": _exp_or_none(float(totals["total"] / totals["weight"]))}
-        if "validation_loss" in step.state:
-            values["validation_perplexity"] = _exp_or_none(step.state.number("validation_loss"))
+        if (name := f"validation_{self.of}") in step.state:
+            values["validation_perplexity"] = _exp_or_none(step.state.number(name))
         return values
 
 

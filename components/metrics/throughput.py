@@ -1,7 +1,6 @@
 """Token count, and tokens per second."""
 
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import attrs
@@ -11,22 +10,19 @@ from drawloom.components.ports.run import Step
 from drawloom.components.ports.tracking import Accumulator, Value
 from drawloom.graph import component
 
-MIN_SECONDS = 1e-9  # a coarse clock may return the same time twice
-
 
 @component(impact="safe")
 class Throughput:
     """
     `tokens` since the run's beginning, including skipped steps, and `tokens_per_second` in the step.
 
-    Padding does not count as tokens. Seconds excluded from a step, such as evaluations, do not count.
+    Padding does not count as tokens. The seconds are the time of the slowest rank from one report to the next, without
+    evaluations, replays and saving.
     """
 
-    clock: Callable[[], float] = attrs.field(init=False, default=time.monotonic)
     accumulators: ClassVar[Mapping[str, Accumulator]] = {}
     _tokens: int = attrs.field(init=False, default=0)
     _measured: Step | None = attrs.field(init=False, default=None)
-    _seconds: float = attrs.field(init=False, default=0.0)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the token count so far."""
@@ -37,17 +33,15 @@ class Throughput:
         self._tokens, self._measured = int(state["tokens"]), None
 
     def measure_on_rank(self, step: Step) -> Mapping[str, Tensor]:
-        """Remember the step and its seconds; return nothing to sum, because `tokens` is summed over ranks already."""
+        """Remember the step; return nothing to sum, because `tokens` is summed over ranks already."""
         self._add_tokens_of_last_step()
-        self._measured, self._seconds = step, self.clock() - step.started - step.excluded_seconds
+        self._measured = step
         return {}
 
     def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
-        """Return the values; `step.tokens` is a sum over ranks already."""
-        return {
-            "tokens": self._add_tokens_of_last_step(),
-            "tokens_per_second": step.tokens / max(self._seconds, MIN_SECONDS),
-        }
+        """Return the values; there is no rate without an interval."""
+        rate = step.tokens / step.interval.training_seconds if step.interval else None
+        return {"tokens": self._add_tokens_of_last_step(), "tokens_per_second": rate}
 
     def _add_tokens_of_last_step(self) -> int:
         """Add the last measured step's tokens once, and return the token count so far."""

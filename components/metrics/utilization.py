@@ -1,7 +1,7 @@
 """Model FLOPs utilization (MFU)."""
 
-import time
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Mapping
 
 import attrs
 import torch
@@ -17,7 +17,10 @@ from drawloom.components.ports.tracking import Accumulator, Value
 from drawloom.components.state.batch import Batch
 from drawloom.graph import Every, above, component, setting
 
-MIN_SECONDS = 1e-9  # a coarse clock may return the same time twice
+FLOAT8_FACTOR = 2
+"""Peak of products in float8, divided by the peak in bfloat16, on every GPU with both."""
+
+log = logging.getLogger("drawloom.run")
 
 
 @component(impact="safe")
@@ -29,8 +32,7 @@ class Utilization:
     causal attention within documents, no recomputation by activation checkpointing, and no gradients for frozen
     weights. The seconds are the same as for `tokens_per_second`. The peak for dense products in the compute dtype, even
     with float8, comes from `distributed/devices.toml`; for an unknown device there is no `mfu`. On a CPU there are no
-    values unless
-    `peak_tflops` is set.
+    values unless `peak_tflops` is set. A value above the peak is impossible: it is reported as an error, and left out.
     """
 
     device: Device
@@ -42,11 +44,10 @@ class Utilization:
         default=None, check=above(0), doc="the device's peak TFLOP/s; default: a table with known devices"
     )
 
-    clock: Callable[[], float] = attrs.field(init=False, default=time.monotonic)
     _flops: ForwardFlops | None = attrs.field(init=False, default=None)
     _peak: float | None = attrs.field(init=False, default=None)
     _frozen: set[str] = attrs.field(init=False, factory=set)
-    _seconds: float = attrs.field(init=False, default=0.0)
+    _has_warned: bool = attrs.field(init=False, default=False)
 
     def open(self) -> None:
         """Look up the model's FLOPs, if a model counts them, and the device's peak."""
@@ -81,11 +82,10 @@ class Utilization:
 
     def measure_on_rank(self, step: Step) -> Mapping[str, Tensor]:
         """
-        Measure the step's time, and return float64 counts: positions (), and query-key pairs by window (windows,).
+        Return float64 counts: positions (), and query-key pairs by window (windows,).
 
         Pipeline ranks after the first return nothing, because all pipeline ranks have the same microbatches.
         """
-        self._seconds = max(self.clock() - step.started - step.excluded_seconds, MIN_SECONDS)
         if self._flops is None or self.mesh.indices.pipeline:
             return {}
         batches = step.state["batches"]
@@ -97,21 +97,35 @@ class Utilization:
         }
 
     def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
-        """Return the values per device, as means over ranks."""
-        if self._flops is None:
+        """Return the values per device, as means over ranks; None if they exceed the device's peak."""
+        if self._flops is None or step.interval is None:
             return {}
-        ranks = self.mesh.world.size
+        device_seconds = self.mesh.world.size * step.interval.training_seconds
         pairs = dict(zip(self._flops.per_pair, totals["pairs"].tolist(), strict=True))
-        tflops = (
-            self._flops.count_training_flops(int(totals["positions"]), pairs, self._frozen)
-            / self._seconds
-            / ranks
-            / 1e12
-        )
-        values: dict[str, Value] = (
-            {"device_tokens_per_second": step.tokens / self._seconds / ranks} if ranks > 1 else {}
-        )
-        return values | {"tflops": tflops} | ({} if self._peak is None else {"mfu": tflops / self._peak})
+        flops = self._flops.count_training_flops(int(totals["positions"]), pairs, self._frozen)
+        values: dict[str, Value] = {"tflops": flops / device_seconds / 1e12}
+        if self.mesh.world.size > 1:
+            values = {"device_tokens_per_second": step.tokens / device_seconds, **values}
+        if self._peak is None:
+            return values
+        values["mfu"] = mfu = flops / device_seconds / 1e12 / self._peak
+        if mfu <= (FLOAT8_FACTOR if self.precision.linear == "float8" else 1):
+            return values
+        self._report_impossible_rate(step.index, mfu)
+        return dict.fromkeys(values)
+
+    def _report_impossible_rate(self, step: int, mfu: float) -> None:
+        """Log once that the measured rate exceeds the device's peak."""
+        if not self._has_warned:
+            self._has_warned = True
+            log.error(
+                "step %d: the meter of metrics.utilization is wrong, it measured %.3g times the device's peak of %g "
+                "TFLOP/s; such steps have no tflops and mfu; correct metrics.utilization.peak_tflops if this is not "
+                "the device's peak, otherwise report the error",
+                step,
+                mfu,
+                self._peak,
+            )
 
 
 def _count_query_key_pairs(batch: Batch, window: int | None) -> float:

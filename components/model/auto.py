@@ -143,6 +143,12 @@ class AutoModel:
             )
 
     @classmethod
+    def has_sequence_classifier(cls, node: Any) -> bool:
+        with suppress(UserError):  # a problem of its own
+            return _find_builder_class(node.settings["path"]).family.has_classifier
+        return True
+
+    @classmethod
     def expert_count(cls, node: Any) -> int:
         with suppress(UserError):  # a problem of its own
             path = node.settings["path"]
@@ -200,8 +206,8 @@ class AutoModel:
     def hugging_face_config(self) -> dict[str, Any]:
         return self.builder.hugging_face_config()
 
-    def build_updated_folder_config(self, path: Path) -> dict[str, Any]:
-        return self.builder.build_updated_folder_config(path)
+    def build_updated_folder_config(self, path: Path, text_only: bool = False) -> dict[str, Any]:
+        return self.builder.build_updated_folder_config(path, text_only)
 
     def find_decoder_prefix(self, path: Path) -> str:
         return self.builder.find_decoder_prefix(path)

@@ -148,6 +148,7 @@ GLM4_MOE_LITE = attrs.evolve(
     called="a GLM-4.7-Flash model",
     model_type="glm4_moe_lite",
     class_name="Glm4MoeLiteForCausalLM",
+    has_classifier=False,
     hf_defaults={
         "max_position_embeddings": 202_752,
         "rope_theta": 1e4,

@@ -39,6 +39,7 @@ DOTS1 = Family(
     fixed={"attention_bias": False},
     nullable=("sliding_window",),
     renamed=RENAMED,
+    has_classifier=False,
 )
 
 

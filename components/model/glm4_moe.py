@@ -55,6 +55,7 @@ GLM4_MOE = Family(
     },
     renamed=RENAMED,
     ignored=("model.layers.{layers}.*",),
+    has_classifier=False,
 )
 
 

@@ -41,6 +41,7 @@ GRANITE = Family(
     "granite",
     "GraniteForCausalLM",
     hf_defaults={"max_position_embeddings": 2048, "rope_theta": 1e4, "rms_norm_eps": 1e-6},
+    has_classifier=False,
 )
 
 

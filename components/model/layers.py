@@ -241,7 +241,7 @@ class LinearHead(_Chunked):
     weight: Tensor
     vocab_size: int
     kernels: Kernels
-    ranks: TensorRanks = ALONE
+    ranks: TensorRanks
 
     def token_losses(self, hidden: Tensor, targets: Tensor, weights: Tensor | None = None) -> TokenLosses:
         part = self.ranks.get_vocabulary_part(self.vocab_size)

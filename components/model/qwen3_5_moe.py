@@ -55,6 +55,7 @@ QWEN3_5_MOE = Family(
     ignored=("mtp.*", "model.visual.*"),
     read=_convert_config_from_hf,
     mapper=create_qwen3_5_mapper,
+    has_classifier=False,
 )
 
 

@@ -66,6 +66,15 @@ class Transformers:
                 yield node.warning("path", text, f'write use = "model.auto", or use = "{native}"')
 
     @classmethod
+    def has_sequence_classifier(cls, node: Any) -> bool:
+        from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+
+        with suppress(UserError):  # reported elsewhere
+            kind = read_config_json(locate_config_json(node.settings["path"])).get("model_type")
+            return kind in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+        return True
+
+    @classmethod
     def find_tensor_parallel_faults(cls, node: Any, ranks: int) -> Iterator[str]:
         yield "model.transformers can't partition its layers over ranks"
 
@@ -146,6 +155,14 @@ class Transformers:
     def max_sequence_length(self) -> int | None:
         longest: int | None = first_config_value(self._config, "max_position_embeddings")
         return longest
+
+    @property
+    def position_count(self) -> int | None:
+        longest = self.max_sequence_length
+        parts = [self._meta_model.get_submodule(name) for name in self._self_check_result.parts.before]
+        tables = [part for whole in parts for part in whole.modules() if isinstance(part, nn.Embedding)]
+        # OPT's table has two more rows; other tables, such as for types of tokens, are smaller.
+        return longest if longest and any(longest <= table.num_embeddings <= longest + 2 for table in tables) else None
 
     def build(self, span: LayerRange) -> nn.Module:
         reason = self._self_check_result.no_stages

@@ -12,15 +12,14 @@ from functools import partial
 from typing import Any, ClassVar
 
 import attrs
-import torch
 from torch import Tensor, nn
 
 from drawloom.components.parallel.buckets import BucketedSums
 from drawloom.components.parallel.dimension import Dimension, RankParameters
+from drawloom.components.parallel.gradient_hooks import call_when_gradients_are_final
 from drawloom.components.parallel.master_weights import Blocks, ParameterStore
 from drawloom.components.ports.distributed import Group, Precision
 from drawloom.components.ports.stages import ReductionUnit, get_or_create_gradient
-from drawloom.components.state.trees import list_leaves
 
 
 @attrs.define(eq=False)
@@ -115,14 +114,8 @@ class ReplicatedModule:
         Before a block's forward pass, hook its input: once the input's gradient exists, the block's weight gradients
         are sent.
         """
-        if not torch.is_grad_enabled():
-            return
-        # Autograd adds the weight gradients of a block before it runs the node that made the block's input. A leaf,
-        # such as the input of a stage, has no such node, and its hook may run before the last gradients are added. So
-        # the first block of a stage, or a block after frozen blocks, is sent at the end of the step.
-        tensors = (leaf for leaf in list_leaves(inputs) if isinstance(leaf, Tensor) and leaf.grad_fn is not None)
-        if (hidden := next(tensors, None)) is not None:
-            hidden.register_hook(partial(self._send_block_gradients, index))  # type: ignore[no-untyped-call]
+        # The first block of a stage, or a block after frozen blocks, is sent at the end of the step.
+        call_when_gradients_are_final(inputs, partial(self._send_block_gradients, index))
 
     def _send_block_gradients(self, index: int, _grad: Tensor) -> None:
         """Send a block's gradients, if this backward pass is the step's last."""

@@ -1,10 +1,10 @@
 """
 FSDP: every rank keeps a slice of every parameter, and gathers a block's parameters to compute with it (ZeRO-3).
 
-torch's `fully_shard` (FSDP2) does the work: Zhao et al. 2023, "PyTorch FSDP", arXiv 2304.11277. Its hooks assume one
-forward and one backward at a time. A pipeline's program has several microbatches in flight and may split a backward
-pass, so the program announces when gradients are final; until then every rank accumulates its own, as without shards.
-Only this file and shard_transfers.py use private names from torch's FSDP2 (tried on 2.11, 2.13 and 2.14).
+The design follows torch's `fully_shard` (FSDP2; Zhao et al. 2023, "PyTorch FSDP", arXiv 2304.11277), but its hooks
+assume one forward and one backward pass at a time. A pipeline's program has several microbatches in flight and may
+split a backward pass, so the program announces when gradients are final; until then every rank accumulates its own, as
+without shards.
 """
 
 from collections import Counter
@@ -19,18 +19,24 @@ from torch import Tensor, nn
 
 from drawloom.components.parallel.dimension import Dimension, RankParameters, StageNodes
 from drawloom.components.parallel.expert import ExpertParallel
+from drawloom.components.parallel.gradient_hooks import call_when_gradients_are_final
 from drawloom.components.parallel.master_weights import Blocks, ParameterStore, choose_layer_dtype
-from drawloom.components.parallel.shard_transfers import (
-    DirectAllGather,
-    DirectReduceScatter,
-    Float8AllGather,
-    choose_gradient_message_dtype,
+from drawloom.components.parallel.shard_transfers import choose_gradient_message_dtype
+from drawloom.components.parallel.shard_unit import (
+    ShardedParameter,
+    ShardGroups,
+    ShardUnit,
+    StartedReduction,
+    UnitDtypes,
+    count_gathered_bytes,
+    get_local_slice,
 )
 from drawloom.components.ports.distributed import Precision
 from drawloom.components.ports.memory import MemoryKind
-from drawloom.components.ports.model import HeadLayer, LinearLayer
+from drawloom.components.ports.model import HeadLayer
 from drawloom.components.ports.slices import TensorSlice, is_dtensor
 from drawloom.components.ports.stages import LOSS, ReductionUnit
+from drawloom.components.state.trees import list_leaves
 from drawloom.components.weights.adapted import adapter_parameter_names
 from drawloom.graph import Problem
 
@@ -76,7 +82,7 @@ def should_gather_per_block(setting: bool | None, pipeline_ranks: int) -> bool:
     return pipeline_ranks == 1 if setting is None else setting
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class ShardedModule:
     """
     A stage's module with sharded parameters (FSDP).
@@ -85,113 +91,97 @@ class ShardedModule:
     block computes and whose gradient is reduced first; every block; and in a block its experts, if they are sharded
     over other ranks than the rest.
 
-    With `gathers_per_block`, a block is gathered when it is used and freed afterwards, in forward and backward.
-    Otherwise the program gathers the whole stage before its first use in a step, and frees it when it reduces the
-    gradients. With `reduces_per_microbatch`, gradients are reduced after every microbatch, so only one microbatch's
-    gradients are unsharded.
+    With `gathers_per_block`, a block is gathered when it is used and freed afterwards, in forward and backward; the
+    next block is gathered meanwhile. Otherwise the program gathers the whole stage before its first use in a step, and
+    frees it when it reduces the gradients. With `reduces_per_microbatch`, gradients are reduced after every microbatch,
+    so only one microbatch's gradients are unsharded.
     """
 
-    root: Any
-    heads: Sequence[Any]
-    blocks: Sequence[Sequence[Any]]
+    module: nn.Module
+    root: ShardUnit
+    heads: Sequence[ShardUnit]
+    blocks: Sequence[Sequence[ShardUnit]]
     gathers_per_block: bool
     reduces_per_microbatch: bool = False
+    _reduces: bool = False
+    _is_last_in_step: bool = False
+    _unreduced: dict[ShardUnit, None] = attrs.field(factory=dict)
+    _reductions: list[StartedReduction] = attrs.field(factory=list)
+    _blocks_with_backward: set[int] = attrs.field(factory=set)
 
     @classmethod
     def shard(
         cls,
         module: nn.Module,
-        blocks: Blocks,
+        blocks: Sequence[nn.Module],
         unsharded: set[nn.Parameter],
         *,
-        mesh: Any,
-        expert_mesh: Any,
-        policy: Any,
+        groups: ShardGroups,
+        expert_groups: ShardGroups | None,
+        dtypes: UnitDtypes,
         gathers_per_block: bool,
         reduces_per_microbatch: bool,
-        gathers_float8: bool,
     ) -> "ShardedModule":
         """
-        Shard a module on the meta device, except for the parameters in `unsharded`.
+        Shard a module's parameters, except for the parameters in `unsharded`.
 
-        Experts are sharded over `expert_mesh`, if there is one. If `gathers_float8`, weights of layers that multiply in
-        float8 are gathered in float8.
+        Experts are sharded over `expert_groups`, if there are some.
         """
-        # Imported here, because the import takes a second, which runs without shards need not spend.
-        from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
-
-        inner: list[list[Any]] = [
-            [block, *(_find_expert_modules(block) if expert_mesh is not None else [])] for block in blocks(module)
-        ]
         heads = find_untied_heads(module)
-        # A parameter belongs to the innermost unit around it, which must be sharded first.
-        for unit in reversed([module, *heads, *chain(*inner)]):
-            # Parameters outside of blocks are used first and last: freeing them in between would save nothing.
-            reshards = gathers_per_block and unit is not module and unit not in heads
-            fully_shard(
-                unit,
-                mesh=expert_mesh if isinstance(unit, ExpertParallel) else mesh,
-                reshard_after_forward=reshards,
-                mp_policy=policy,
-                ignored_params=unsharded,
-            )
-            sharded: Any = unit
-            # Sums instead of means: the loss is divided by the weight of all tokens, once. gloo has no scaled sum.
-            sharded.set_gradient_divide_factor(1.0)
-            sharded.set_force_sum_reduction_for_comms(True)
-            sharded.set_custom_reduce_scatter(DirectReduceScatter())
-            if gathers_float8 and any(_list_float8_row_widths(sharded)):
-                sharded.set_custom_all_gather(Float8AllGather(partial(_list_float8_row_widths, sharded)))
-            elif not gathers_per_block:
-                sharded.set_custom_all_gather(DirectAllGather(partial(_allocate_gathered_tensors, sharded)))
-            # Otherwise ranks would deadlock if different weights get no gradient on them (not in torch 2.11).
-            if hasattr(sharded, "set_reduce_scatter_unused_params"):
-                sharded.set_reduce_scatter_unused_params(True)
-        for head in heads:
-            register_fsdp_forward_method(head, "finish_with_head")
-        for index, (block, *experts) in enumerate(inner):
-            prefetched = [*experts, *(heads if index == len(inner) - 1 else [])]
-            if prefetched:  # gathered while the block, or its attention, computes
-                block.set_modules_to_forward_prefetch(prefetched)
-        return cls(module, heads, inner, gathers_per_block, reduces_per_microbatch)
+        parts = [[block, *(_find_expert_modules(block) if expert_groups else [])] for block in blocks]
+        owners_by_part = _group_owners_by_part(module, [*heads, *chain(*parts)], unsharded)
+
+        def create_unit(part: nn.Module) -> ShardUnit:
+            is_dense = expert_groups is None or not isinstance(part, ExpertParallel)
+            own = groups if is_dense or expert_groups is None else expert_groups
+            parameters = [
+                ShardedParameter.shard(parameter, owners, own.mesh, dtypes.float8)
+                for parameter, owners in owners_by_part[part].items()
+            ]
+            return ShardUnit(parameters, own, dtypes)
+
+        sharded = cls(
+            module,
+            create_unit(module),
+            [*map(create_unit, heads)],
+            [[*map(create_unit, block_parts)] for block_parts in parts],
+            gathers_per_block,
+            reduces_per_microbatch,
+        )
+        sharded._register_hooks(heads, blocks)
+        return sharded
+
+    def _register_hooks(self, heads: Sequence[nn.Module], blocks: Sequence[nn.Module]) -> None:
+        """Let passes of the module gather parameters, and reduce gradients."""
+        self.module.register_forward_pre_hook(self._gather_root)
+        for index, block in enumerate(blocks):
+            block.register_forward_pre_hook(partial(self._gather_block, index))
+            if self.gathers_per_block:
+                block.register_forward_hook(partial(self._free_block_after_forward, index))
+        for unit, head in zip(self.heads, heads, strict=True):
+            head.register_forward_pre_hook(partial(self._gather_head, unit))
+            layer: Any = head
+            # Losses call this method instead of the module, so that no hook runs.
+            layer.finish_with_head = partial(self._gather_and_finish_with_head, unit, layer.finish_with_head)
 
     @property
-    def units(self) -> list[Any]:
-        """Modules gathered and reduced one by one, outer ones before inner ones."""
+    def units(self) -> list[ShardUnit]:
+        """All units, outer ones before inner ones."""
         return [self.root, *self.heads, *chain(*self.blocks)]
-
-    def initialize_fsdp_buffers(self, gradient_dtype: torch.dtype) -> None:
-        """Allocate torch's buffers before the first use; gradients are accumulated in `gradient_dtype`."""
-        for group in chain(*map(_get_fsdp_param_groups, self.units)):
-            group.lazy_init()
-            for param in group.fsdp_params:
-                # A first use in inference mode would make parameters that can't be trained. Nothing is gathered here,
-                # because that would take the memory of a whole unit, twice, on each rank.
-                inputs = param.all_gather_inputs
-                sizes, dtypes = [tensor.numel() for tensor in inputs], [tensor.dtype for tensor in inputs]
-                param.init_all_gather_outputs(sizes, dtypes, group._all_gather_process_group.size(), group.device)
-                param.init_unsharded_param()
-                if param.sharded_param.requires_grad:
-                    param.unsharded_param.grad_dtype = gradient_dtype
-                param.free_unsharded_param()
 
     def drop_gathered_and_delay_reduction(self) -> None:
         """Drop parameters gathered from old slices; reduce gradients only after `reduce_in_next_backward`."""
         self.reshard()
-        self._set_gradient_reduction(False)
+        self._reduces = False
 
     def start_unshard(self) -> None:
         """Start to gather the whole stage in order; a part of the forward pass waits for its own parameters."""
         for unit in (self.root, *chain(*self.blocks), *self.heads):
-            unit.unshard(async_op=True)
+            unit.start_gather()
 
     def reshard(self) -> None:
         for unit in self.units:
-            for group in _get_fsdp_param_groups(unit):
-                # Otherwise torch would use unused gathered parameters, of an evaluation without a layer, in a later
-                # step.
-                group.wait_for_unshard()
-            unit.reshard()
+            unit.free()
 
     def reduce_in_next_backward(self, is_last_in_step: bool) -> None:
         """
@@ -200,51 +190,129 @@ class ShardedModule:
         The reduced gradients are added to the slices' gradients. Before the step's last reduction (`is_last_in_step`),
         they are not summed over replicas, and the stage's gathered parameters stay.
         """
-        self._set_gradient_reduction(True, is_last_in_step)
+        self._reduces, self._is_last_in_step = True, is_last_in_step
+        # Heads first, because they are large; the root last, because the embedding's gradient is last.
+        self._unreduced = dict.fromkeys((*self.heads, *reversed([*chain(*self.blocks)]), self.root))
 
     def stop_reducing_in_backward(self) -> None:
-        """Accumulate gradients on this rank again, in case another pass follows in the step."""
-        if self.reduces_per_microbatch:
-            self._set_gradient_reduction(False)
+        """Reduce the remaining gradients, wait for the sums, and accumulate gradients on this rank again."""
+        if self._reduces:
+            self.reduce_remaining_gradients()
+        self._reduces = False
 
     def list_reduction_units(self) -> list[ReductionUnit]:
-        """Return the units, for a pass with weight gradients alone, which runs no torch hooks."""
-        # Heads first, because they are large; the root last, because the embedding's gradient is last.
-        ordered = (*self.heads, *reversed([*chain(*self.blocks)]), self.root)
+        """Return the units, for a pass with weight gradients alone, which calls no input hooks."""
         return [
-            ReductionUnit(
-                {id(param.unsharded_param) for param in _iterate_fsdp_params(unit)},
-                partial(_reduce_unit_gradients, unit),
-            )
-            for unit in ordered
+            ReductionUnit({id(param.unsharded) for param in unit.parameters}, partial(self._reduce, unit))
+            for unit in self._unreduced
         ]
 
     def reduce_remaining_gradients(self) -> None:
-        """End all units' reductions."""
-        self.root._get_fsdp_state()._root_post_backward_final_callback()
+        """Reduce all remaining gradients, and wait for the sums; on a GPU only the stream waits."""
+        for unit in list(self._unreduced):
+            self._reduce(unit)
+        while self._reductions:
+            self._continue_reductions()
 
     def peak_gathered_bytes(self) -> int:
         """Return the most bytes gathered at one time; among blocks, the one in use and the next."""
-        block_bytes = [sum(map(_count_gathered_bytes, units)) for units in self.blocks]
-        other_bytes = sum(map(_count_gathered_bytes, (self.root, *self.heads)))
+        block_bytes = [count_gathered_bytes(units) for units in self.blocks]
+        other_bytes = count_gathered_bytes((self.root, *self.heads))
         return other_bytes + (2 * max(block_bytes, default=0) if self.gathers_per_block else sum(block_bytes))
 
-    def iterate_sharded_parameters(self) -> Iterator[tuple[str, Any]]:
-        """Yield the names and sharded parameters (DTensors), while they are not gathered."""
-        for name, parameter in self.root.named_parameters():
-            if is_dtensor(parameter):
-                yield name, parameter
+    def named_sharded_parameters(self) -> Iterator[tuple[str, ShardedParameter]]:
+        """Yield the sharded parameters with their names in the module, in its order; while they are not gathered."""
+        by_tensor = {parameter.sharded: parameter for unit in self.units for parameter in unit.parameters}
+        for name, tensor in self.module.named_parameters():
+            if tensor in by_tensor:
+                yield name, by_tensor[tensor]
 
-    def _set_gradient_reduction(self, reduces_now: bool, is_last_in_step: bool = True) -> None:
-        """Set whether the next backward passes reduce gradients, and whether they end the step's reduction."""
-        self.root.set_is_last_backward(reduces_now and is_last_in_step)
-        for unit in self.units:  # without `recurse`, which walks through all modules
-            unit.set_requires_gradient_sync(reduces_now, recurse=False)
-            unit.set_requires_all_reduce(reduces_now and is_last_in_step, recurse=False)
-            frees = (reduces_now and is_last_in_step) or (
-                self.gathers_per_block and unit is not self.root and unit not in self.heads
-            )
-            unit.set_reshard_after_backward(frees, recurse=False)
+    def _gather_root(self, _module: nn.Module, _inputs: Any) -> None:
+        """Before a forward pass, gather the parameters outside of blocks, and start with the first block's."""
+        self.root.gather()
+        self._start_block_gather(0)
+
+    def _gather_block(self, index: int, _block: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """
+        Before a block's forward pass, gather its parameters, and start to gather the next block while this one
+        computes. Once the gradient of the block's input exists, its weights' gradients are final.
+        """
+        for unit in self.blocks[index]:
+            unit.gather()
+        self._start_block_gather(index + 1)
+        call_when_gradients_are_final(inputs, partial(self._end_block_backward, index))
+
+    def _free_block_after_forward(self, index: int, _block: nn.Module, _inputs: Any, outputs: Any) -> None:
+        """After a block's forward pass, free its parameters, and let its backward pass gather them again."""
+        for unit in self.blocks[index]:
+            unit.free()
+        if not torch.is_grad_enabled():
+            return
+        self._blocks_with_backward.discard(index)
+        for leaf in list_leaves(outputs):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                self._blocks_with_backward.add(index)
+                leaf.register_hook(partial(self._gather_block_in_backward, index))  # type: ignore[no-untyped-call]
+
+    def _gather_block_in_backward(self, index: int, _grad: Tensor) -> None:
+        """Before a block's backward pass, gather its parameters; usually the pass of the block after it has started."""
+        if index + 1 == len(self.blocks) or self.blocks[index + 1][0].state == "freed":
+            for unit in self.blocks[index]:
+                unit.start_gather()
+            self._start_gather_before(index)
+        for unit in self.blocks[index]:
+            unit.gather()
+
+    def _end_block_backward(self, index: int, _grad: Tensor) -> None:
+        """After a block's backward pass, reduce its gradients if they are final, and free its parameters."""
+        for unit in reversed(self.blocks[index]):
+            if self._reduces:
+                self._reduce(unit)
+            elif self.gathers_per_block:
+                unit.free()
+        if self.gathers_per_block:
+            # The block before it is gathered already, and computes next.
+            self._start_gather_before(index - 1)
+
+    def _start_gather_before(self, index: int) -> None:
+        """Start to gather the block before block `index`, if it has a backward pass."""
+        if index - 1 in self._blocks_with_backward:
+            for unit in self.blocks[index - 1]:
+                unit.start_gather()
+
+    def _start_block_gather(self, index: int) -> None:
+        """Start to gather a block, or after the last one the heads."""
+        for unit in self.blocks[index] if index < len(self.blocks) else self.heads:
+            unit.start_gather()
+
+    def _gather_head(self, unit: ShardUnit, _head: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """Before a head's forward pass, gather its parameters; its gradient is final before its input's exists."""
+        unit.gather()
+        call_when_gradients_are_final(inputs, partial(self._end_head_backward, unit))
+
+    def _gather_and_finish_with_head(self, unit: ShardUnit, finish_with_head: Any, hidden: Any, finish: Any) -> Any:
+        self._gather_head(unit, self.module, (hidden,))
+        return finish_with_head(hidden, finish)
+
+    def _end_head_backward(self, unit: ShardUnit, _grad: Tensor) -> None:
+        """After a head's backward pass, reduce its gradient if it is final."""
+        if self._reduces:
+            self._reduce(unit)
+
+    def _reduce(self, unit: ShardUnit) -> None:
+        """Start to reduce a unit's gradients, once, and free its parameters if they are no longer used."""
+        if unit not in self._unreduced:
+            return
+        del self._unreduced[unit]
+        self._continue_reductions()  # so that few gradients are in messages at a time
+        if unit.trained:
+            self._reductions.append(unit.start_reduction(over_replicas=self._is_last_in_step))
+        if self._is_last_in_step or (self.gathers_per_block and unit is not self.root and unit not in self.heads):
+            unit.free()
+
+    def _continue_reductions(self) -> None:
+        """Wait for the collectives of started reductions, and start the reductions' next ones."""
+        self._reductions = [reduction for reduction in self._reductions if reduction.wait_and_continue()]
 
 
 @attrs.define(eq=False)
@@ -261,23 +329,20 @@ class ShardedStore:
     masters: dict[str, nn.Parameter]
     slices: Mapping[str, TensorSlice]
     _whole: ParameterStore
-    _pairs: Sequence[tuple[nn.Parameter, Any]]
     _gathered_at: list[int] = attrs.field(factory=list)
 
     @classmethod
     def from_modules(cls, modules: Sequence[ShardedModule], precision: Precision) -> "ShardedStore":
         """Take over sharded modules whose parameters have memory and values."""
-        whole = ParameterStore.from_modules((module.root for module in modules), precision)
-        masters, slices, pairs = dict(whole.masters), dict[str, TensorSlice](), []
-        for module in modules:
-            module.initialize_fsdp_buffers(precision.gradient)
-            for name, parameter in module.iterate_sharded_parameters():
-                # A plain parameter that shares the memory of torch's DTensor, so that optimizers, clippers and stagers
-                # need not know about shards.
-                masters[name] = nn.Parameter(get_local_slice(parameter), parameter.requires_grad)
-                slices[name] = get_tensor_slice(parameter)
-                pairs.append((masters[name], parameter))
-        return cls(modules, masters, slices, whole, pairs)
+        whole = ParameterStore.from_modules((sharded.module for sharded in modules), precision)
+        masters, slices = dict(whole.masters), dict[str, TensorSlice]()
+        for sharded in modules:
+            for unit in sharded.units:
+                unit.create_parameters(precision.gradient)
+            # Optimizers, clippers and stagers need not know about shards: they see plain parameters.
+            for name, parameter in sharded.named_sharded_parameters():
+                masters[name], slices[name] = parameter.master, parameter.tensor_slice
+        return cls(modules, masters, slices, whole)
 
     def cast_masters_to_copies(self, only_if_changed: bool = False) -> None:
         """
@@ -286,19 +351,17 @@ class ShardedStore:
         With `only_if_changed`, only if a parameter may have changed.
         """
         self._whole.cast_masters_to_copies(only_if_changed)
-        versions = [master._version for master, _ in self._pairs]
+        versions = [self.masters[name]._version for name in self.slices]
         if not (only_if_changed and versions == self._gathered_at):
             for module in self.modules:
                 module.drop_gathered_and_delay_reduction()
         self._gathered_at = versions
 
     def move_gradients_to_masters(self) -> None:
-        """Move the reduced gradients to the slices."""
+        """End the reductions, which add to the slices' gradients, and move the other parameters' gradients."""
         self._whole.move_gradients_to_masters()
-        for master, parameter in self._pairs:
-            if parameter.grad is not None:
-                gradient, parameter.grad = get_local_slice(parameter.grad), None
-                master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+        for module in self.modules:
+            module.stop_reducing_in_backward()
         # Fused optimizers change parameters without a new version number.
         self._gathered_at = []
 
@@ -318,7 +381,7 @@ class ShardedStore:
 
     def get_shards(self, module: nn.Module) -> ShardedModule:
         """Return one module's shards."""
-        return next(sharded for sharded in self.modules if sharded.root is module)
+        return next(sharded for sharded in self.modules if sharded.module is module)
 
     def device_bytes(self) -> dict[MemoryKind, int]:
         """Return three byte counts: masters with copies, these copies, and the parameters gathered at one time."""
@@ -338,35 +401,54 @@ def shard_with_fsdp(
     expert_mesh: Any = None,
 ) -> list[ShardedModule]:
     """
-    Shard meta modules over the ranks of a torch mesh.
+    Shard modules over the ranks of a torch mesh.
 
     A two-dimensional mesh has replicas along the first dimension (HSDP); gradient slices are summed over them, too.
     `experts` are expert ranks' slices: they are sharded over `expert_mesh`, or not at all.
     """
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
     modules = list(modules)
-    policy = MixedPrecisionPolicy(
-        param_dtype=precision.compute,
-        reduce_dtype=choose_gradient_message_dtype(precision, replicas=mesh.ndim > 1),
-        # Layers cast the inputs of products; positions and weights of tokens must keep their dtype.
-        cast_forward_inputs=False,
+    dtypes = UnitDtypes(
+        gathered=precision.compute,
+        message=choose_gradient_message_dtype(precision, replicas=mesh.ndim > 1),
+        float8=precision.gather == "float8",
     )
     whole_by_module = find_unsharded_parameters(modules, precision, experts if expert_mesh is None else frozenset())
     return [
         ShardedModule.shard(
             module,
-            blocks,
+            blocks(module),
             whole,
-            mesh=mesh,
-            expert_mesh=expert_mesh,
-            policy=policy,
+            groups=ShardGroups.from_torch_mesh(mesh),
+            expert_groups=None if expert_mesh is None else ShardGroups.from_torch_mesh(expert_mesh),
+            dtypes=dtypes,
             gathers_per_block=gathers_per_block,
             reduces_per_microbatch=reduces_per_microbatch,
-            gathers_float8=precision.gather == "float8",
         )
         for module, whole in zip(modules, whole_by_module, strict=True)
     ]
+
+
+def _group_owners_by_part(
+    module: nn.Module, parts: Sequence[nn.Module], unsharded: set[nn.Parameter]
+) -> dict[nn.Module, dict[nn.Parameter, list[tuple[nn.Module, str]]]]:
+    """
+    Return by part, and for the rest of the module, the sharded parameters with their modules and names.
+
+    A parameter belongs to the innermost part around it; parameters of several parts belong to the module itself.
+    """
+    part_of = dict.fromkeys(module.modules(), module)
+    for part in parts:  # outer ones before inner ones
+        part_of |= dict.fromkeys(part.modules(), part)
+    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for owner in module.modules():
+        for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
+            if parameter not in unsharded:
+                owners.setdefault(parameter, []).append((owner, name))
+    grouped: dict[nn.Module, dict[nn.Parameter, list[tuple[nn.Module, str]]]] = {part: {} for part in (module, *parts)}
+    for parameter, places in owners.items():
+        own_parts = {part_of[owner] for owner, _ in places}
+        grouped[own_parts.pop() if len(own_parts) == 1 else module][parameter] = places
+    return grouped
 
 
 def find_untied_heads(module: nn.Module) -> list[nn.Module]:
@@ -405,65 +487,3 @@ def _select_unsharded_parameters(module: nn.Module, precision: Precision, names:
         or parameter.ndim == 0
         or choose_layer_dtype(name, precision) != precision.compute
     }
-
-
-def _get_fsdp_param_groups(unit: Any) -> list[Any]:
-    """Return a unit's FSDP parameter groups: none if it has no parameters of its own; one in torch 2.11."""
-    state = unit._get_fsdp_state()
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    return [state._fsdp_param_group] if state._fsdp_param_group else []
-
-
-def _reduce_unit_gradients(unit: Any) -> None:
-    """Reduce a unit's gradients now, as torch's hook after a backward pass does."""
-    for group in _get_fsdp_param_groups(unit):
-        group.post_backward()
-
-
-def _iterate_fsdp_params(unit: Any) -> Iterator[Any]:
-    """Yield a unit's FSDP parameters."""
-    for group in _get_fsdp_param_groups(unit):
-        yield from group.fsdp_params
-
-
-def _list_float8_row_widths(unit: Any) -> list[int]:
-    """Return row widths for a unit's weights in float8 layers, and 0 for other parameters."""
-    return [_get_float8_row_width(param) for param in _iterate_fsdp_params(unit)]
-
-
-def _get_float8_row_width(param: Any) -> int:
-    """Return a weight's row width if its layer multiplies in float8, else 0."""
-    owner = param._module_info
-    layer = owner.module
-    in_float8 = isinstance(layer, LinearLayer) and layer.uses_float8 and owner.param_name == "weight"
-    return int(param._orig_size[1]) if in_float8 and not layer.weight_formats else 0
-
-
-def _allocate_gathered_tensors(unit: Any) -> list[Tensor]:
-    """Allocate and return tensors for a unit's gathered parameters, (ranks * n,) for slices (n,)."""
-    params = [*_iterate_fsdp_params(unit)]
-    for param in params:
-        param.alloc_all_gather_outputs()
-    return [param.all_gather_outputs[0] for param in params]
-
-
-def _count_gathered_bytes(unit: Any) -> int:
-    """Return a unit's bytes while its parameters are gathered."""
-    sizes: list[int] = [param.unsharded_param.nbytes for param in _iterate_fsdp_params(unit)]
-    return sum(sizes)
-
-
-def get_local_slice(tensor: Any) -> Tensor:
-    """Return this rank's slice of a DTensor (any shape), sharing its memory, without a graph."""
-    with torch.no_grad():
-        part: Tensor = tensor.to_local().detach()
-    return part
-
-
-def get_tensor_slice(tensor: Any) -> TensorSlice:
-    """Return this rank's slice position in a DTensor (any shape)."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    size, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return TensorSlice(tuple(tensor.shape), tuple(offsets), tuple(size))

@@ -22,23 +22,23 @@ class RowSums(TensorParallel):
 
     context: Group = SingleProcess()
 
-    def get_length_over_context_ranks(self, weights: Tensor) -> int:
-        """Return the whole rows' sequence length, from this rank's weights (rows, length)."""
-        return weights.shape[1] * self.context.size
-
     def sum_row_weights(self, weights: Tensor) -> Tensor:
         """Sum the weights (rows, length) over whole rows: float64 (rows,)."""
         return _all_reduce_in_place(weights.sum(1, dtype=torch.float64), [self.context])
 
-    def count_row_choices_over_ranks(self, chosen: Tensor, weights: Tensor, experts: int) -> Tensor:
+    def count_row_choices_over_ranks(
+        self, chosen: Tensor, weights: Tensor, experts: int, is_token: Tensor | None = None
+    ) -> Tensor:
         """
         Count choices by whole row and expert: float32 (rows, experts).
 
-        chosen: int64 (tokens, choices) or (rows, length, choices); only the weights' shape (rows, length) is used.
+        chosen: int64 (tokens, choices) or (rows, length, choices); only the weights' shape (rows, length) is used;
+        is_token: float32 (tokens,) or (rows, length), 0 for tokens that do not count; default: all count.
         """
         slots = self.remove_padding(chosen, weights) + experts * self._find_row_of_tokens(weights).unsqueeze(1)
         counts = torch.zeros(len(weights) * experts, device=chosen.device)
-        counts.scatter_add_(0, slots.flatten(), counts.new_ones(()).expand(slots.numel()))
+        ones = counts.new_ones(()) if is_token is None else is_token.flatten()[: len(slots)].unsqueeze(1)
+        counts.scatter_add_(0, slots.flatten(), ones.expand(slots.shape).flatten())
         return _all_reduce_in_place(counts.view(-1, experts), [self.context, self.ranks.group])
 
     def repeat_by_token(self, values: Tensor, weights: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """
 Sizes of this rank's parameter slices: `ShardedStore`'s memory without other ranks, for plans.
 
-FSDP2 assigns the r-th of n parts of the first dimension to rank r; all but the last parts have the same size.
+Rank r has the r-th of n parts of the first dimension; all but the last parts have the same size.
 """
 
 from collections import Counter
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from drawloom.components.parallel.data_shard import find_unsharded_parameters, find_untied_heads
 from drawloom.components.parallel.expert import ExpertParallel
 from drawloom.components.parallel.master_weights import Blocks, ParameterStore
+from drawloom.components.parallel.shard_unit import slice_rows
 from drawloom.components.ports.distributed import Group, Precision
 from drawloom.components.ports.memory import MemoryKind
 from drawloom.components.ports.slices import TensorSlice
@@ -64,7 +65,7 @@ class SlicedStore(ParameterStore):
                 if parameter in whole:
                     continue
                 shards = expert_ranks if name in experts else group.size
-                tensor_slice = _slice_rows(tuple(parameter.shape), shards, group.rank % shards)
+                tensor_slice = slice_rows(tuple(parameter.shape), shards, group.rank % shards)
                 masters[name] = nn.Parameter(parameter.detach().new_empty(tensor_slice.size), parameter.requires_grad)
                 slices[name], local_bytes[parameter] = tensor_slice, masters[name].nbytes
                 parameter.data = parameter.data.to(precision.compute)
@@ -86,14 +87,6 @@ class SlicedStore(ParameterStore):
         whole = super().device_bytes()
         gathered = sum(stage.peak_bytes(self.gathers_per_block) for stage in self.gathered)
         return {**whole, "compute_copies": whole["compute_copies"] + gathered}
-
-
-def _slice_rows(shape: tuple[int, ...], ranks: int, rank: int) -> TensorSlice:
-    """Return a rank's slice of a parameter, divided along its first dimension."""
-    share = -(-shape[0] // ranks)
-    first = min(rank * share, shape[0])
-    size = (min(share, shape[0] - first), *shape[1:])
-    return TensorSlice(shape, (first, *[0] * (len(shape) - 1)), size)
 
 
 def _count_gathered_bytes_by_block(

@@ -74,7 +74,7 @@ class Advantages:
             "logps": completions.logps.where(is_target, 0.0),
             "advantages": advantages.float()[:, None].where(is_target, 0.0),
             "temperature": None if scored.temperature == 1 else torch.tensor(scored.temperature),
-            "padding": rows * length - int(completions.ends.sum()),
+            "padding": torch.arange(length) >= completions.ends[:, None],
         }
         return PolicyBatch(**arguments)
 

@@ -1,28 +1,33 @@
 """Evaluation: the loss on the validation split."""
 
-import time
-
 import attrs
+import torch
 
 from drawloom.components.ports.data import ValidationData
-from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.pipeline import Executor, create_step_state, sum_losses_and_weights
-from drawloom.components.ports.run import Cadence, Step, describe_cadence_fault, is_due
+from drawloom.components.ports.distributed import Device, Mesh
+from drawloom.components.ports.pipeline import LOSSES, Executor, create_step_state
+from drawloom.components.ports.run import Cadence, Step, describe_cadence_fault, exclude_from_rates, is_due
 from drawloom.components.ports.stages import AveragedWeights, use_averages_if_any
 from drawloom.graph import component, setting
 
 
-@component(reads=("weights",), writes=("validation_loss", "initial_validation_loss"), impact="safe")
+@component(
+    reads=("weights",),
+    writes=("validation_loss", "validation_cross_entropy", "initial_validation_loss"),
+    impact="safe",
+)
 class Evaluate:
     """
     Mean loss per token over some validation rows, equal on every rank and for every mesh.
 
-    With an `average`, the loss under the averaged weights.
+    If the loss sums its `cross_entropy`, `validation_cross_entropy` has the mean. With an `average`, the losses under
+    the averaged weights.
     """
 
     data: ValidationData
     executor: Executor
     mesh: Mesh
+    device: Device
     average: AveragedWeights | None = None
     every: Cadence = setting(
         default=100, check=describe_cadence_fault, doc='steps between evaluations, or "last" or "never"'
@@ -40,11 +45,11 @@ class Evaluate:
     def after_restore(self, restored_step: int) -> None:
         """Evaluate a new run's initial weights."""
         if self.at_start and self.every != "never":
-            self._initial = self._measure_loss_per_token() if restored_step == 0 else None
+            self._initial = self._measure_means_per_token().get("loss") if restored_step == 0 else None
 
     def run_phase(self, step: Step) -> None:
         """
-        Write `validation_loss`, in nats per token, at `every`'s steps.
+        Write `validation_loss` and `validation_cross_entropy`, in nats per token, at `every`'s steps.
 
         A new run's first step also gets the `initial_validation_loss`.
         """
@@ -52,19 +57,22 @@ class Evaluate:
             step.state["initial_validation_loss"], self._initial = self._initial, None
         if not is_due(self.every, step):
             return
-        began = time.monotonic()
-        if (loss := self._measure_loss_per_token()) is not None:
-            step.state["validation_loss"] = loss
-        step.excluded_seconds += time.monotonic() - began
+        with exclude_from_rates(step, self.mesh, self.device.device):
+            for name, mean in self._measure_means_per_token().items():
+                step.state[f"validation_{name}"] = mean
 
-    def _measure_loss_per_token(self) -> float | None:
-        """Return the mean loss per token; None if the split is empty. A collective."""
+    def _measure_means_per_token(self) -> dict[str, float]:
+        """Return the means of the loss and of its cross entropy, without those that are unknown. A collective."""
         with use_averages_if_any(self.average):
             state = create_step_state(self.data.batches())
             self.executor.evaluate(state)
+        losses = state[LOSSES]
+        own = [losses["loss"], losses["weight"], torch.zeros(()), torch.zeros(())]
+        if (cross_entropies := losses["sums"].get("cross_entropy")) is not None:
+            own[2:] = cross_entropies, losses["weight"]
         # sums are reduced, not means, because ranks may have different numbers of tokens
-        sums = sum_losses_and_weights(state)
+        sums = torch.stack([part.double().sum().to(losses["loss"].device) for part in own])
         self.mesh.pipeline_group.sum(sums)
         self.mesh.data_group.sum(sums)
-        total, weight = sums.tolist()
-        return total / weight if weight > 0 else None
+        pairs = zip(("loss", "cross_entropy"), sums.view(2, 2).tolist(), strict=True)
+        return {name: total / weight for name, (total, weight) in pairs if weight > 0}

@@ -1,6 +1,5 @@
 """Evaluation by rewards: the policy completes held-out prompts."""
 
-import time
 from collections.abc import Iterable, Sequence
 from itertools import islice
 
@@ -11,9 +10,9 @@ from torch import Tensor
 from drawloom.components.phases.rollout import repeat_prompts, require_prompts, score_completions_on_first_rank
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.data import ValidationData
-from drawloom.components.ports.distributed import Group, Mesh
+from drawloom.components.ports.distributed import Device, Group, Mesh
 from drawloom.components.ports.rollouts import PromptBatch, Reward, RewardMeans, Rollouts
-from drawloom.components.ports.run import Batching, Cadence, Step, describe_cadence_fault, is_due
+from drawloom.components.ports.run import Batching, Cadence, Step, describe_cadence_fault, exclude_from_rates, is_due
 from drawloom.components.ports.stages import AveragedWeights, use_averages_if_any
 from drawloom.components.state.batch import Batch
 from drawloom.graph import Every, between, component, setting
@@ -35,6 +34,7 @@ class EvaluateRewards:
     tokenizer: Tokenizer
     batching: Batching
     mesh: Mesh
+    device: Device
     rewards: Every[Reward] = attrs.field(factory=Every)
     average: AveragedWeights | None = None
     samples: int = setting(default=4, check=between(1, 10_001), doc="completions of each prompt")
@@ -61,10 +61,9 @@ class EvaluateRewards:
             step.state["initial_validation_reward"], self._initial = self._initial, None
         if not is_due(self.every, step):
             return
-        began = time.monotonic()
-        if (reward := self._measure_mean_reward_over_ranks()) is not None:
-            step.state["validation_reward"] = reward
-        step.excluded_seconds += time.monotonic() - began
+        with exclude_from_rates(step, self.mesh, self.device.device):
+            if (reward := self._measure_mean_reward_over_ranks()) is not None:
+                step.state["validation_reward"] = reward
 
     def _measure_mean_reward_over_ranks(self) -> float | None:
         """Return the validation prompts' mean reward; None if no completion has one. A collective."""

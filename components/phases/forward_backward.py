@@ -2,10 +2,15 @@
 
 from collections.abc import Iterator
 
+import attrs
+
+from drawloom.components.phases.training_passes import run_passes_until_rows_fit
 from drawloom.components.ports.data import TrainingData, uses_preference_pairs, uses_unpaired_answers
-from drawloom.components.ports.pipeline import STEP_SPECS, Executor
+from drawloom.components.ports.experts import RowLimit
+from drawloom.components.ports.pipeline import STEP_SPECS, Executor, PassObserver
 from drawloom.components.ports.run import Event, Events, Step
-from drawloom.graph import Problem, component
+from drawloom.components.ports.stages import SpreadParameters
+from drawloom.graph import Every, Problem, component
 from drawloom.graph.wiring.node import NodeView
 
 
@@ -15,7 +20,10 @@ class ForwardBackward:
 
     data: TrainingData
     executor: Executor
+    parameters: SpreadParameters
     events: Events
+    limits: Every[RowLimit] = attrs.field(factory=Every)
+    observers: Every[PassObserver] = attrs.field(factory=Every)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
@@ -44,4 +52,4 @@ class ForwardBackward:
         self.events.emit(Event("data_loaded", step))
         step.state.clear_for_new_step(len(microbatches), STEP_SPECS)
         step.state["batches"] = microbatches
-        self.executor.run_forward_and_backward(step.state)
+        run_passes_until_rows_fit(step.state, self.executor, self.parameters, self.limits, self.observers)

@@ -1,8 +1,13 @@
 """The forward and backward pass over batches that earlier phases of the step have made."""
 
-from drawloom.components.ports.pipeline import Executor
+import attrs
+
+from drawloom.components.phases.training_passes import run_passes_until_rows_fit
+from drawloom.components.ports.experts import RowLimit
+from drawloom.components.ports.pipeline import Executor, PassObserver
 from drawloom.components.ports.run import Step
-from drawloom.graph import component
+from drawloom.components.ports.stages import SpreadParameters
+from drawloom.graph import Every, component
 
 
 @component(reads=("batches",), writes=("local_gradients", "losses"))
@@ -10,7 +15,10 @@ class PolicyGradient:
     """Forward and backward pass that accumulates gradients over the step's sampled completions."""
 
     executor: Executor
+    parameters: SpreadParameters
+    limits: Every[RowLimit] = attrs.field(factory=Every)
+    observers: Every[PassObserver] = attrs.field(factory=Every)
 
     def run_phase(self, step: Step) -> None:
         """Run the pipeline program on the batches, and write this rank's `losses`."""
-        self.executor.run_forward_and_backward(step.state)
+        run_passes_until_rows_fit(step.state, self.executor, self.parameters, self.limits, self.observers)

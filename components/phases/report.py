@@ -5,7 +5,7 @@ import threading
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 
@@ -16,8 +16,9 @@ from drawloom.components.phases.metric_totals import (
 )
 from drawloom.components.ports.checkpoint import Durable
 from drawloom.components.ports.distributed import Device, Mesh
+from drawloom.components.ports.intervals import Interval, Mark, Span, mark_time
 from drawloom.components.ports.log_records import STEP_LINE
-from drawloom.components.ports.run import Cadence, Step, describe_cadence_fault, is_due
+from drawloom.components.ports.run import Cadence, Event, EventKind, Step, describe_cadence_fault, is_due
 from drawloom.components.ports.tracking import (
     METRIC_TOTALS,
     ContextTracker,
@@ -44,6 +45,7 @@ log = logging.getLogger("drawloom.run")
         "grad_norm?",
         "lr?",
         "validation_loss?",
+        "validation_cross_entropy?",
         "initial_validation_loss?",
         "validation_reward?",
         "initial_validation_reward?",
@@ -64,7 +66,13 @@ class Report:
 
     On a GPU a step is reported when the next step is measured, so the host does not wait for its numbers. The last
     step, and a step before a checkpoint, are reported at once.
+
+    Every step is measured, whatever `every` says. A step is measured when all ranks have reached this phase, on a GPU
+    by an event; rates follow from the interval since the last measurement, or since the start of a process's first
+    step.
     """
+
+    observes: ClassVar[tuple[EventKind, ...]] = ("step_started",)
 
     mesh: Mesh
     device: Device
@@ -79,6 +87,8 @@ class Report:
     _first: Step | None = attrs.field(init=False, default=None)
     _second: Step | None = attrs.field(init=False, default=None)
     _newest: int = attrs.field(init=False, default=0)
+    _interval_start: Mark | None = attrs.field(init=False, default=None)
+    _excluded: list[Span] = attrs.field(init=False, factory=list)  # spans since the last measurement
     _dropped: set[int] = attrs.field(init=False, factory=set)
     _waiting: Step | None = attrs.field(init=False, default=None)
     # A checkpoint that is written in the background flushes from its own thread.
@@ -93,6 +103,11 @@ class Report:
         for metric in [] if trackers else filter(_measures_distributions, node.neighbours("metrics")):
             text = f"no tracker takes the distributions of [{metric.name}]"
             yield node.warning("trackers", text, 'add one that does, such as use = "trackers.tensorboard"')
+
+    def on_event(self, event: Event) -> None:
+        """Start an interval with the first step, and with the first after the run went back."""
+        if self._interval_start is None:
+            self._interval_start = mark_time(self.device.device)
 
     def run_phase(self, step: Step) -> None:
         """Measure the step; at a process's first step, or after the run went back, rewind the trackers before."""
@@ -112,6 +127,7 @@ class Report:
         self._newest = step.index
         self._report_initial_validation(step)
         reduce_metrics_over_ranks(self.metrics, step, self.mesh, self.device)
+        self._end_interval(step)
         self.mesh.world.wait_and_raise_if_broken()  # a wrong number would be tracked
         self._waiting = step
         if step.state.is_on_host or step.is_last or self.mesh.world.may_break:  # a lost rank would keep its numbers
@@ -127,6 +143,14 @@ class Report:
     def close(self) -> None:
         """Report a waiting step, the last one in a stopped run."""
         self._report_waiting_step()
+
+    def _end_interval(self, step: Step) -> None:
+        """End the step's interval; the collective before was the slowest rank's, so all ranks have the same one."""
+        now = mark_time(self.device.device)
+        if self._interval_start is not None:
+            step.interval = Interval(self._interval_start, now, (*self._excluded, *step.excluded))
+        step.excluded = self._excluded = []  # the step goes on: a save after it belongs to the next interval
+        self._interval_start = None if step.goes_back else now
 
     def _report_initial_validation(self, step: Step) -> None:
         """Report the evaluation before the first step, as step 0."""

@@ -218,7 +218,8 @@ def repeat_prompts(batch: PromptBatch, prompt_numbers: Sequence[int], group_size
     """Return every prompt `group_size` times in succession; `prompt_numbers`, unique by prompt, make the keys."""
     keys = torch.tensor(prompt_numbers)[:, None] * group_size + torch.arange(group_size)
     tokens, lengths = (column.repeat_interleave(group_size, 0) for column in (batch.tokens, batch.lengths))
-    return Prompts(tokens, lengths, keys.flatten())
+    end_ids = tuple(ids for ids in batch.end_ids for _ in range(group_size))
+    return Prompts(tokens, lengths, keys.flatten(), end_ids)
 
 
 def score_completions_on_first_rank(

@@ -72,6 +72,10 @@ class RouterBias:
         while self._observers:
             routers[len(self._observers) - 1].remove_routing_observer(self._observers.pop())
 
+    def forget_passes(self) -> None:
+        if self._routers:
+            self._tokens.zero_()
+
     def run_phase(self, step: Step) -> None:
         """Move the biases, and reset the counts."""
         if self._repeated:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import cached_property, partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, ClassVar
 
 import attrs
@@ -425,9 +426,11 @@ def check_frozen_model(executor: NodeView, loss: NodeView, stages: NodeView) -> 
     if not (model and other):
         return
     sizes = [_find_vocab_size(node) for node in (model, other)]
-    if None not in sizes and sizes[0] != sizes[1]:
+    folder = frozen.settings.get("weights") or other.settings.get("path")
+    if None not in sizes and sizes[0] != sizes[1] and not (folder and (Path(folder) / "tokenizer.json").is_file()):
         text = f"[{other.name}] has a vocabulary of {sizes[1]} ids, and [{model.name}] of {sizes[0]}"
-        yield frozen.problem("model", text, "use models with one tokenizer")
+        hint = "use models with one tokenizer; if only padding differs, copy tokenizer.json into the folder of weights"
+        yield frozen.problem("model", text, hint)
     mesh, schedule = executor.neighbour("mesh"), executor.neighbour("schedule")
     if mesh and schedule:
         known = [*find_layer_conflicts(schedule, mesh, model)]

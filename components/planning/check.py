@@ -2,7 +2,6 @@
 
 import logging
 import statistics
-import time
 import tomllib
 from collections.abc import Callable
 
@@ -14,6 +13,7 @@ from drawloom.components.planning.plan import Plan, plan
 from drawloom.components.planning.remedies import describe_excess
 from drawloom.components.planning.text import format_time_percentages
 from drawloom.components.ports.distributed import Device, Processes
+from drawloom.components.ports.intervals import Interval
 from drawloom.components.ports.run import Event, RunFolder
 from drawloom.components.storage.byte_size import format_decimal_byte_size
 from drawloom.components.storage.durable_files import replace_file
@@ -47,9 +47,8 @@ class PlanCheck:
     folder: RunFolder
     refuse: bool = setting(default=True, doc="refuse a run that can't fit its GPUs, before it allocates")
 
-    clock: Callable[[], float] = attrs.field(init=False, default=time.monotonic)
     _plan: Plan | None = attrs.field(init=False, default=None)
-    _started: float = attrs.field(init=False, default=0.0)
+    _interval: Interval | None = attrs.field(init=False, default=None)  # of the last step
     _seconds: list[float] = attrs.field(init=False, factory=list)
     _text: str = attrs.field(init=False, default="")
 
@@ -70,14 +69,20 @@ class PlanCheck:
 
     def on_event(self, event: Event) -> None:
         """Measure steps, and write the comparison before the final tasks write the report."""
-        if event.kind == "step_started":
-            self._started = self.clock()
-        elif event.kind == "step_ended" and event.step is not None:
-            self._seconds.append(self.clock() - self._started - event.step.excluded_seconds)
+        if event.kind == "step_ended" and event.step is not None:
+            self._read_seconds()
+            self._interval = event.step.interval
             if event.step.is_last and self.processes.rank == 0:
+                self._read_seconds()
                 self._write_comparison_file()
         elif event.kind == "run_ended" and self._text:
             log.info("%s", self._text)
+
+    def _read_seconds(self) -> None:
+        """Read the seconds of the last step that ended; a step later, so that the host does not wait for a GPU."""
+        if self._interval is not None:
+            self._seconds.append(self._interval.training_seconds)
+            self._interval = None
 
     def _write_comparison_file(self) -> None:
         """Compare the plan with measured memory and median step time, and write the line to `plan.txt`."""
@@ -86,7 +91,7 @@ class PlanCheck:
             return
         measured = self.device.get_peak_memory_so_far() if self.device.device.type == "cuda" else None
         steps = self._seconds[WARM_UP_STEPS:] or self._seconds
-        self._text = compare_with_plan(self._plan, measured, statistics.median(steps))
+        self._text = compare_with_plan(self._plan, measured, statistics.median(steps) if steps else 0.0)
         replace_file(self.folder.folder / PLAN, f"{self._text}\n".encode())
 
     def _try_to_plan(self) -> Plan | None:

@@ -91,8 +91,8 @@ class Restorer(Protocol):
         """Load the newest checkpoint into every stateful node and return its step, 0 if there is none."""
         ...
 
-    def save(self, step: Step) -> None:
-        """Save a checkpoint after a step, unless it is already saved."""
+    def save(self, step: Step) -> bool:
+        """Save a checkpoint after a step, unless it is already saved; return False if no step is ever saved."""
         ...
 
     def wait_until_staged(self) -> None:

@@ -41,8 +41,18 @@ class Tokenizer(Protocol):
         """End-of-document token id."""
         ...
 
+    @property
+    def prefix_ids(self) -> Sequence[int]:
+        """Ids before the text of documents and prompts, such as a BOS token; often none."""
+        ...
+
+    @property
+    def suffix_ids(self) -> Sequence[int]:
+        """Ids between a document's text and its `eos_id`; rarely any."""
+        ...
+
     def encode(self, text: str) -> np.ndarray:
-        """Encode a text as ids, int32 (tokens,), without `eos_id`."""
+        """Encode a text as ids, int32 (tokens,), without `prefix_ids`, `suffix_ids` and `eos_id`."""
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -70,14 +80,45 @@ class Tokenizer(Protocol):
         ...
 
 
+@runtime_checkable
+class SeveralEnds(Protocol):
+    """A tokenizer with all ids at which its model ends a text."""
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """Ids at the end of a text, `eos_id` among them."""
+        ...
+
+
+def find_end_ids(tokenizer: Tokenizer) -> frozenset[int]:
+    """Return the ids at the end of a text: the tokenizer's `end_ids`, or its `eos_id`."""
+    return tokenizer.end_ids if isinstance(tokenizer, SeveralEnds) else frozenset({tokenizer.eos_id})
+
+
+def complete_prompt(tokenizer: Tokenizer, ids: np.ndarray) -> np.ndarray:
+    """
+    Return a prompt, int32 (tokens,), from the ids of a text to continue: `prefix_ids` and the text.
+
+    A prompt without a token would begin like a document after another one: it is `eos_id`.
+    """
+    prompt = np.concatenate([np.array(tokenizer.prefix_ids, np.int32), ids])
+    return prompt if len(prompt) else np.array([tokenizer.eos_id], np.int32)
+
+
+def complete_document(tokenizer: Tokenizer, ids: np.ndarray) -> np.ndarray:
+    """Return a document, int32 (tokens,), from its text's ids: `prefix_ids`, the text, `suffix_ids` and `eos_id`."""
+    end = [*tokenizer.suffix_ids, tokenizer.eos_id]
+    return np.concatenate([np.array(tokenizer.prefix_ids, np.int32), ids, np.array(end, np.int32)])
+
+
 @port
 @runtime_checkable
 class ChatTokenizer(Tokenizer, Protocol):
     """A tokenizer with control tokens, which separate messages in a chat template."""
 
     @property
-    def chat_template(self) -> str | None:
-        """The tokenizer's own template, in jinja2; None if it has no template."""
+    def chat_templates(self) -> Mapping[str, str]:
+        """The tokenizer's own templates, in jinja2, by name: `tool_use` is for requests with tools, else `default`."""
         ...
 
     @property
@@ -102,12 +143,23 @@ class ChatTokenizer(Tokenizer, Protocol):
 
 
 @port
+@runtime_checkable
+class EndsAnswers(Protocol):
+    """A reader of conversations with the ids at which an answer ends."""
+
+    @property
+    def answer_end_ids(self) -> frozenset[int]:
+        """Ids to end an answer: the ends of a text, and the chat template's; empty without conversations."""
+        ...
+
+
+@port
 class ChatPrompts(Protocol):
     """An encoder from conversations to prompts for an answer."""
 
     @property
     def answer_end_ids(self) -> frozenset[int]:
-        """Ids to end an answer. Raises UserError if the tokenizer has no chat template."""
+        """Ids to end an answer."""
         ...
 
     def encode_messages_as_prompt(self, messages: Sequence[Mapping[str, Any]]) -> np.ndarray:

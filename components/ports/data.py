@@ -39,7 +39,8 @@ class TokenBatch(Batch):
     tokens, and their log-probabilities with that of all others last. `teacher_states`, floating (rows, length, width),
     are a teacher model's last hidden states.
 
-    `padding` is the number of positions in all rows without a document's token; they are not counted as tokens.
+    `padding`, bool, is true at positions without a document's token: no count or mean of tokens includes them. None
+    without padding.
     """
 
     tokens: Tensor = leaf("tokens")
@@ -53,7 +54,7 @@ class TokenBatch(Batch):
     teacher_ids: Tensor | None = leaf("tokens", default=None)
     teacher_logps: Tensor | None = leaf("tokens", default=None)
     teacher_states: Tensor | None = leaf("tokens", default=None)
-    padding: int = leaf("host", default=0, kw_only=True)
+    padding: Tensor | None = leaf("tokens", default=None, kw_only=True)
 
     @classmethod
     def from_numpy(
@@ -66,7 +67,7 @@ class TokenBatch(Batch):
         weights: np.ndarray,
         reference: np.ndarray | None = None,
         labels: np.ndarray | None = None,
-        padding: int = 0,
+        padding: np.ndarray | None = None,
     ) -> Self:
         """Return a batch that shares memory with these arrays, (rows, length)."""
         return cls(
@@ -77,7 +78,7 @@ class TokenBatch(Batch):
             weights=torch.from_numpy(weights),
             reference=None if reference is None else torch.from_numpy(reference),
             labels=None if labels is None else torch.from_numpy(labels),
-            padding=padding,
+            padding=None if padding is None else torch.from_numpy(padding),
         )
 
     @classmethod
@@ -98,12 +99,14 @@ class TokenBatch(Batch):
     def with_zero_weights(self) -> Self:
         """Return a copy to fill up a microbatch: the same rows without targets, counted as padding."""
         targets = torch.full_like(self.targets, IGNORE_INDEX)
-        return super().with_zero_weights().evolve(targets=targets, padding=self.tokens.numel())
+        return (
+            super().with_zero_weights().evolve(targets=targets, padding=torch.ones_like(self.tokens, dtype=torch.bool))
+        )
 
     @property
     def token_count(self) -> int:
         """Number of tokens in all rows, without padding."""
-        return self.tokens.numel() - self.padding
+        return self.tokens.numel() - (0 if self.padding is None else int(np.count_nonzero(self.padding.cpu().numpy())))
 
 
 def require_token_batch(batch: Batch, reader: str) -> TokenBatch:
@@ -191,6 +194,18 @@ class PairedDocuments(Protocol):
 def uses_preference_pairs(component: object) -> bool:
     """Return whether a component, an object or a class, has or compares document pairs."""
     return isinstance(component, PairedDocuments) and component.pairs
+
+
+@runtime_checkable
+class PromptedDocuments(Protocol):
+    """Documents whose trained tokens answer a prompt before them: a cut separates the two."""
+
+    answers_prompts: ClassVar[bool]
+
+
+def answers_prompts(component: object) -> bool:
+    """Return whether a source of documents, an object or a class, has trained tokens that answer a prompt."""
+    return isinstance(component, PromptedDocuments) and component.answers_prompts
 
 
 @runtime_checkable

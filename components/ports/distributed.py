@@ -256,14 +256,7 @@ class Processes(Protocol):
 
 @runtime_checkable
 class SurvivingProcesses(Protocol):
-    """
-    Processes that may continue without lost ranks, and let new processes join.
-
-    `replica_shape` is a replica's number of pipeline stages, its `data_shard`, the number of ranks in a shard, and the
-    number of ranks over which experts are partitioned; the mesh sets it.
-    """
-
-    replica_shape: tuple[int, int, int, int] | None
+    """Processes that may continue without lost ranks, and let new processes join."""
 
     @property
     def survives_rank_losses(self) -> bool:
@@ -280,6 +273,15 @@ class SurvivingProcesses(Protocol):
         """The number of shards that are left in a replica, in place of the mesh's `data_shard`; None if all are."""
         ...
 
+    def set_replica_shape(self, stages: int, shards: int, shard_size: int, expert: int) -> None:
+        """
+        Set the shape of a replica, as the mesh does in the first generation.
+
+        It has `stages` pipeline stages of `shards` shards (`data_shard`) with `shard_size` ranks. Experts are
+        partitioned over `expert` ranks.
+        """
+        ...
+
     def can_grow_with_spares(self) -> bool:
         """Return whether enough processes wait to join; False on all ranks but the first."""
         ...
@@ -290,7 +292,7 @@ class ReplicaLimit(Protocol):
     """A node whose work can't be shared by every number of replicas, such as a batch of rows."""
 
     def supports_replica_count(self, count: int) -> bool:
-        """Return whether `count` data-parallel ranks (DDP × FSDP) can share the work; called on an open node."""
+        """Return whether `count` data-parallel ranks (DDP × FSDP) can share the work; called before the node opens."""
         ...
 
 

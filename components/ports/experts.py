@@ -200,6 +200,19 @@ class Dispatcher(Protocol):
         ...
 
 
+@port
+class RowLimit(Protocol):
+    """A dispatcher with room for a limited number of rows, which come without being counted first."""
+
+    def grow_if_rows_were_dropped(self) -> bool:
+        """
+        Return whether passes had more rows than room on any rank, and make room for them. A collective.
+
+        The gradients of such passes are wrong; they are not finite.
+        """
+        ...
+
+
 @runtime_checkable
 class ExpertParallelDispatcher(Protocol):
     """A dispatcher between ranks along the mesh dimension `expert`."""
@@ -215,7 +228,8 @@ def supports_expert_parallel(dispatcher: object) -> bool:
 ObserveRouting = Callable[[Tensor, Tensor], None]
 """
 Callback for the routing of a microbatch: the number of choices of each expert, int64 (experts,), and the scores, at
-least float32 (tokens, experts), which add up to 1 by token and have no autograd graph.
+least float32 (tokens, experts), which add up to 1 by token and have no autograd graph. Padding is not counted, and its
+scores are 0.
 """
 
 

@@ -96,12 +96,14 @@ class TokenContext(BatchContext):
     Context for a decoder's microbatch: positions and document ids, int64 (rows, length).
 
     `mean_weights`, non-negative, bool or floating (rows, length), weights tokens in means over hidden states;
-    default: 1.
+    default: 1. `padding`, bool (rows, length), is true where there is no document's token and no sum over
+    tokens counts; None without padding.
     """
 
     positions: Tensor
     document_ids: Tensor
     weights: Tensor | None = None
+    padding: Tensor | None = attrs.field(default=None, kw_only=True)
     mean_weights: Tensor | None = attrs.field(default=None, kw_only=True)
 
 
@@ -300,7 +302,7 @@ class LanguageModel(Model, Protocol):
         ...
 
     def hugging_face_config(self) -> dict[str, Any]:
-        """Return the equivalent model's `config.json`."""
+        """Return the equivalent model's `config.json`, in which token ids may be null."""
         ...
 
     def hugging_face_mapper(self) -> Mapper:
@@ -309,14 +311,35 @@ class LanguageModel(Model, Protocol):
 
 
 @runtime_checkable
+class LimitedPositions(Protocol):
+    """A language model that may be unable to compute positions beyond a number."""
+
+    @property
+    def position_count(self) -> int | None:
+        """Number of learned positions, beyond which a text can't be computed; None if positions are computed."""
+        ...
+
+
+def find_length_fault(models: Mapping[str, LanguageModel], length: int) -> str:
+    """Return why a model can't compute rows of this length, with a remedy; empty if all models can."""
+    for name, model in models.items():
+        count = model.position_count if isinstance(model, LimitedPositions) else None
+        if count is not None and length > count:
+            text = f"[{name}] has a table of {count} learned positions, and a row has {length} tokens"
+            return f"{text}; write a length of at most {count}, or use a model with rotary positions"
+    return ""
+
+
+@runtime_checkable
 class KeepsConfig(Protocol):
-    """A language model that may be a part of a larger model in a folder."""
+    """A language model that may replace the one in a folder, or the text part of a larger model in a folder."""
 
-    def build_updated_folder_config(self, path: Path) -> dict[str, Any]:
+    def build_updated_folder_config(self, path: Path, text_only: bool = False) -> dict[str, Any]:
         """
-        Return the `config.json` of a folder with this model in place of the old one.
+        Return the `config.json` of a folder with this language model in place of the old one.
 
-        It is unchanged if both models are equal. Raises UserError if it is not a config of the model's family.
+        It is unchanged if both models are equal. With `text_only` it leaves out the other parts of a larger model.
+        Raises UserError if it is not a config of the model's family.
         """
         ...
 
@@ -371,6 +394,16 @@ class UncastParameters(Protocol):
 
     def uncast_parameter_patterns(self) -> Sequence[str]:
         """Return name patterns (fnmatch) for parameters without a cast to the compute dtype."""
+        ...
+
+
+@runtime_checkable
+class ClassifiableModel(Protocol):
+    """A model class that knows whether transformers has a sequence classifier for it."""
+
+    @classmethod
+    def has_sequence_classifier(cls, node: Any) -> bool:
+        """Return whether AutoModelForSequenceClassification loads an export of a node's model."""
         ...
 
 

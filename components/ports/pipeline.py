@@ -281,6 +281,15 @@ class Executor(Protocol):
 
 
 @port
+class PassObserver(Protocol):
+    """A node that adds up values over the training passes of a step."""
+
+    def forget_passes(self) -> None:
+        """Drop what the step's passes have added, because they are repeated."""
+        ...
+
+
+@port
 class RepeatingExecutor(Executor, Protocol):
     """An executor that can repeat passes, for a comparison of their results."""
 

@@ -68,7 +68,8 @@ class Program:
     The ranks' programs are concatenated in equally long columns, one row per action: its `stage`, its `op` as an index
     into OPS, its `microbatch`, and whether it `overlaps_previous`. Rank r has rows `bounds[r]` to `bounds[r + 1]`.
     `stage_to_rank` has ranks by stage, and `recompute` activation checkpointing policies by stage; if `recompute` is
-    empty, the stages' own policies apply. The activations of the stages in `offloaded` wait in host memory.
+    empty, the stages' own policies apply. The activations of the stages in `offloaded` wait in host memory. If a
+    schedule has compared others, `choice` names the one whose program this is, or "search".
     """
 
     stage_to_rank: tuple[int, ...]
@@ -80,6 +81,7 @@ class Program:
     overlaps_previous: NDArray[np.bool_]
     recompute: tuple[Recompute, ...] = ()
     offloaded: frozenset[int] = frozenset()
+    choice: str = ""
 
     @classmethod
     def from_rank_programs(

@@ -7,6 +7,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from drawloom.components.ports.corpus import Tokenizer, find_end_ids
 from drawloom.components.ports.data import IGNORE_INDEX, Example, TokenBatch
 from drawloom.components.ports.model import Head
 from drawloom.components.state.batch import Batch, leaf
@@ -18,13 +19,15 @@ class PromptBatch(Batch):
     """
     Prompts, padded on the right: `tokens` is int64 (rows, length), and `lengths`, int64 (rows,), counts their tokens.
 
-    `examples` are the data that the prompts come from, by row, for rewards. A prompt of weight 0 is not scored.
+    `examples` are the data that the prompts come from, by row, for rewards. `end_ids` end a row's completion; if left
+    out, the tokenizer's do. A prompt of weight 0 is not scored.
     """
 
     tokens: Tensor = leaf("tokens")
     lengths: Tensor = leaf("rows")
     weights: Tensor = leaf("rows")
     examples: tuple[Example, ...] = leaf("host", default=())
+    end_ids: tuple[frozenset[int], ...] = leaf("host", default=())
 
     @classmethod
     def make_meta_batch(cls, rows: int, length: int) -> Self:
@@ -60,11 +63,17 @@ class Prompts:
     Prompts to complete: `tokens`, int64 (rows, length), padded on the right, and `lengths`, int64 (rows,).
 
     `keys`, int64 (rows,), at least 0, determine a row's random numbers: they do not depend on the rows beside it.
+    `end_ids`, by row, end a completion; if left out, the tokenizer's do.
     """
 
     tokens: Tensor
     lengths: Tensor
     keys: Tensor
+    end_ids: tuple[frozenset[int], ...] = ()
+
+    def end_ids_by_row(self, tokenizer: Tokenizer) -> tuple[frozenset[int], ...]:
+        """Return the ids at the end of a completion, by row."""
+        return self.end_ids or (find_end_ids(tokenizer),) * len(self.keys)
 
 
 @attrs.frozen(eq=False)

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, get_args, runtime_checkable
 
@@ -10,6 +10,8 @@ import attrs
 import torch
 from torch import Tensor
 
+from drawloom.components.ports.distributed import Mesh
+from drawloom.components.ports.intervals import Interval, Mark, Span, mark_time
 from drawloom.components.state.step_state import StepState
 from drawloom.graph import Problem, port
 
@@ -64,8 +66,9 @@ class Step:
     One optimizer step on its way through the phases: step `index`, counted from 1, of `total` steps.
 
     `state` maps names to the values that phases read and write; a plain mapping is converted to a StepState. `started`
-    is the start on the monotonic clock; `excluded_seconds` is the time spent on other work than training since then,
-    such as evaluation and saving. If a phase sets `goes_back` on all ranks, this step is skipped and the run continues
+    is the start on the host's monotonic clock. Rates are computed from the `interval` that ends when the step is
+    measured; `excluded` has the spans of other work, such as evaluation and saving, since the last measurement. If a
+    phase sets `goes_back` on all ranks, this step is skipped and the run continues
     from its newest checkpoint. A phase that ends the run calls `stop`; the phases after it see the last step.
 
     The state's value `skip`, float32 () on the gradients' device, is 1 if the update is skipped, else 0. On a GPU
@@ -79,7 +82,8 @@ class Step:
     total: int
     state: StepState = attrs.field(factory=StepState, converter=_as_state)
     started: float = attrs.field(factory=time.monotonic)
-    excluded_seconds: float = 0.0
+    excluded: list[Span] = attrs.field(factory=list)
+    interval: Interval | None = None
     goes_back: bool = False
     before_update: Callable[[], object] = lambda: None
     defers_scaling: bool = False
@@ -167,6 +171,24 @@ class Step:
             update(flag)
         elif flag is None or not flag.item():
             update(None)
+
+
+@contextmanager
+def exclude_from_rates(step: Step, mesh: Mesh, device: torch.device) -> Iterator[None]:
+    """
+    Exclude the time within this context from the rates. A collective over all ranks at both ends.
+
+    Without the collectives the time in which a slower rank still trains would be excluded, too.
+    """
+    start = _mark_time_of_slowest_rank(mesh, device)
+    yield
+    step.excluded.append((start, _mark_time_of_slowest_rank(mesh, device)))
+
+
+def _mark_time_of_slowest_rank(mesh: Mesh, device: torch.device) -> Mark:
+    """Return the time at which the last rank calls this. A collective."""
+    mesh.world.max(torch.zeros((), device=device))
+    return mark_time(device)
 
 
 @port

@@ -238,6 +238,16 @@ class LoadedStages(Protocol):
         ...
 
 
+@runtime_checkable
+class AdaptedStages(Protocol):
+    """Stages of a model with adapters, which are known before anything is built."""
+
+    @property
+    def adapters(self) -> Sequence[Adapter]:
+        """The adapters; empty if all weights are trained."""
+        ...
+
+
 @port
 class AveragedWeights(Protocol):
     """Averages over steps for trained weights."""

@@ -8,9 +8,7 @@ from drawloom.components.distributed.rank_errors import run_on_rank0
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.pipeline import Schedule
 from drawloom.components.ports.run import Batching, RunFolder
-from drawloom.components.report.drawings import draw_schedule_svg
 from drawloom.components.report.ettr import TIME_FORMAT, compute_ettr
-from drawloom.components.report.page import render_page
 from drawloom.components.report.run_record import REPORT, Drawings, read_run_record
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.components.storage.regular_file import open_regular_file
@@ -48,6 +46,8 @@ class HtmlReport:
 
     def _write_report(self, step: int) -> None:
         """Write the report, and log its path and the ETTR."""
+        from drawloom.components.report.page import render_page  # a run needs the page at its end
+
         folder = self.folder.folder
         run = read_run_record(folder, folder.resolve().name, self._draw_run_or_explain(step))
         run.log.add_training_end(time.strftime(TIME_FORMAT), step)
@@ -58,6 +58,8 @@ class HtmlReport:
 
     def _draw_run_or_explain(self, step: int) -> Drawings:
         """Draw the run's graph, step and schedule, or return why they can't be drawn."""
+        from drawloom.components.report.drawings import draw_schedule_svg
+
         pictures = [
             draw_schedule_svg(
                 type(schedule).__module__.rpartition(".")[2],

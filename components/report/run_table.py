@@ -52,13 +52,31 @@ COLUMNS = ("run", "state", "step", "steps", "loss", "best", "best_step", "tokens
 
 
 def find_run_folders(folder: Path) -> Iterator[Path]:
-    """Yield the run folders in a folder and in its subfolders, by name; a run folder is not searched."""
+    """
+    Yield the run folders in a folder and in its subfolders, by name; a run folder is not searched.
+
+    A folder that several links lead to is searched once, under its own name if that is below `folder`.
+    """
+    paths: list[Path] = []
+    links, seen = [folder], set[Path]()
+    while links:
+        if (link := links.pop(0)).resolve() not in seen:
+            paths += _search_without_links(link, links, seen)
+    yield from sorted(paths)
+
+
+def _search_without_links(folder: Path, links: list[Path], seen: set[Path]) -> Iterator[Path]:
+    """Yield the run folders in and below a folder; add links in it to `links`, and real paths to `seen`."""
+    seen.add(folder.resolve())
     if any((folder / file).is_file() for file in (LOCK, METRICS)):
         yield folder
         return
     for path in sorted(folder.iterdir()):
-        if path.is_dir() and not path.is_symlink() and not path.name.startswith("."):
-            yield from find_run_folders(path)
+        if path.is_dir() and not path.name.startswith("."):
+            if path.is_symlink():
+                links.append(path)
+            elif path.resolve() not in seen:
+                yield from _search_without_links(path, links, seen)
 
 
 def read_run_rows(folder: Path) -> list[RunRow]:

@@ -32,7 +32,7 @@ PLAIN_SAMPLING: Mapping[str, Any] = {
     "repetition_penalty": 1.0,
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
-    # A folder's generation_config.json may name other end tokens than the tokenizer's.
+    # A request names all ends, while the server's folder may name others.
     "ignore_eos": True,
 }
 """Fields of a request for the model's own distribution, whatever the server's defaults are."""
@@ -74,19 +74,32 @@ class CompletionServer:
         )
 
     def complete(
-        self, model: str, prompt: Sequence[int], *, max_tokens: int, temperature: float, seed: int, end: int
+        self,
+        model: str,
+        prompt: Sequence[int],
+        *,
+        max_tokens: int,
+        temperature: float,
+        seed: int,
+        end_ids: frozenset[int],
     ) -> Sampled:
-        """Sample one completion for a prompt of ids; it ends at the token `end`, or has `max_tokens` tokens."""
-        fields = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed, "stop_token_ids": [end]}
+        """Sample one completion for a prompt of ids; it ends at one of `end_ids`, or has `max_tokens` tokens."""
+        fields = {
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+            "seed": seed,
+            "stop_token_ids": sorted(end_ids),
+        }
         choice = self._request_choice(model, prompt, fields, logprobs=1)
         ids, logps = self._read_ids(choice), self._read_logps(choice)
         if len(ids) != len(logps):  # log-probabilities are never empty
             raise self._make_unusable_answer_error(
                 f"{len(ids)} token ids and {len(logps)} log-probabilities", "update the server"
             )
-        count = ids.index(end) + 1 if end in ids else len(ids)
-        if ids[count - 1] != end and count != max_tokens:
-            text = f"a completion ends after {count} of {max_tokens} tokens with the token {ids[-1]}, not with {end}"
+        count = next((index for index, token in enumerate(ids, 1) if token in end_ids), len(ids))
+        if ids[count - 1] not in end_ids and count != max_tokens:
+            ends = " or ".join(map(str, sorted(end_ids)))
+            text = f"a completion ends after {count} of {max_tokens} tokens with the token {ids[-1]}, not with {ends}"
             raise self._make_unusable_answer_error(
                 text, "correct the tokenizer's end token, or the server's stop settings"
             )

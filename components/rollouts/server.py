@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import attrs
@@ -61,6 +61,14 @@ def _list_vllm_reload_calls() -> list[ServerCall]:
     """Return vLLM's requests for a weight update."""
     reload = {"method": "reload_weights", "kwargs": {"weights_path": FOLDER}}
     return [ServerCall(path="/collective_rpc", body=reload), ServerCall(path="/reset_prefix_cache")]
+
+
+class _RowToComplete(NamedTuple):
+    """A request's prompt, its seed, and the end ids of its completion."""
+
+    prompt: list[int]
+    seed: int
+    end_ids: frozenset[int]
 
 
 @component
@@ -164,9 +172,15 @@ class ServerRollouts:
             self.update_weights(purpose, step)
         seed = derive_seed(self.job.seed, "rollouts", purpose, step)
         rows = [
-            (tokens[:length].tolist(), derive_seed(seed, key) % 2**SEED_BITS)
+            _RowToComplete(tokens[:length].tolist(), derive_seed(seed, key) % 2**SEED_BITS, end_ids)
             for part in prompts
-            for tokens, length, key in zip(part.tokens, part.lengths, part.keys.tolist(), strict=True)
+            for tokens, length, key, end_ids in zip(
+                part.tokens,
+                part.lengths,
+                part.keys.tolist(),
+                part.end_ids_by_row(self.tokenizer),
+                strict=True,
+            )
         ]
         sampled = iter(run_on_rank0(self._copy, lambda: [attrs.asdict(row) for row in self._request_completions(rows)]))
         return [self._make_completions(part, [Sampled(**next(sampled)) for _ in part.keys]) for part in prompts]
@@ -189,15 +203,18 @@ class ServerRollouts:
         for call in self.reload:
             self._server.request("POST", call.path, _fill_in_folder(call.body, str(target)) or None)
 
-    def _request_completions(self, rows: Sequence[tuple[list[int], int]]) -> list[Sampled]:
-        """Return a completion by row; rows are prompts with their seeds."""
-        server, name, end = self._server, str(self._name), self.tokenizer.eos_id
+    def _request_completions(self, rows: Sequence[_RowToComplete]) -> list[Sampled]:
+        """Return a completion by row."""
+        server, name = self._server, str(self._name)
         if rows and self.temperature != 1 and not self._has_checked_temperature:
-            server.check_scaled_logps(name, rows[0][0], self.temperature)
+            server.check_scaled_logps(name, rows[0].prompt, self.temperature)
             self._has_checked_temperature = True
-        limits: dict[str, Any] = {"max_tokens": self.max_tokens, "temperature": self.temperature, "end": end}
+        limits: dict[str, Any] = {"max_tokens": self.max_tokens, "temperature": self.temperature}
         with ThreadPoolExecutor(min(self.connections, len(rows)) or 1, "rollouts") as pool:
-            futures = [pool.submit(server.complete, name, prompt, seed=seed, **limits) for prompt, seed in rows]
+            futures = [
+                pool.submit(server.complete, name, row.prompt, seed=row.seed, end_ids=row.end_ids, **limits)
+                for row in rows
+            ]
             try:
                 sampled = [future.result() for future in futures]
             except BaseException:
@@ -220,7 +237,8 @@ class ServerRollouts:
             tokens[row, start:last] = torch.tensor(completion.ids)
             logps[row, start - 1 : last - 1] = torch.tensor(completion.logps)
         ends = prompts.lengths + torch.tensor([len(completion.ids) for completion in sampled])
-        is_ended = torch.tensor([completion.ids[-1] == end for completion in sampled])
+        end_ids = prompts.end_ids_by_row(self.tokenizer)
+        is_ended = torch.tensor([row.ids[-1] in ids for row, ids in zip(sampled, end_ids, strict=True)])
         return Completions(tokens, prompts.lengths, ends, logps, -logps, is_ended)
 
 

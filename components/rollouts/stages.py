@@ -12,6 +12,7 @@ from operator import itemgetter
 import attrs
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from drawloom.components.distributed.rng import derive_seed, draw_splitmix64_bits
 from drawloom.components.ports.cache import KeyValueCache
@@ -87,6 +88,7 @@ class StageRollouts:
             tokens=torch.cat([microbatch.tokens for microbatch in prompts]),
             lengths=torch.cat([microbatch.lengths for microbatch in prompts]),
             keys=torch.cat([microbatch.keys for microbatch in prompts]),
+            end_ids=tuple(ids for microbatch in prompts for ids in microbatch.end_ids_by_row(self.tokenizer)),
         )
         return _split_completions(
             self._sample_completions_on_all_ranks(together, key), [len(microbatch.lengths) for microbatch in prompts]
@@ -101,6 +103,7 @@ class StageRollouts:
         """Sample completions for a batch of prompts; `seed` is for all draws. A collective over all ranks."""
         rows, prompt_length = prompts.tokens.shape
         length, end = prompt_length + self.max_tokens, self.tokenizer.eos_id
+        end_ids = pad_sequence([torch.tensor([*ids]) for ids in prompts.end_ids_by_row(self.tokenizer)], True, -1)
         tokens = torch.full((rows, length), end)
         tokens[:, :prompt_length] = torch.where(
             torch.arange(prompt_length) < prompts.lengths[:, None], prompts.tokens, end
@@ -119,7 +122,7 @@ class StageRollouts:
             tokens[:, position] = torch.where(is_sampled, ids, tokens[:, position])
             logps[:, position - 1] = torch.where(is_sampled, drawn[:, 1], 0.0)
             entropies[:, position - 1] = torch.where(is_sampled, drawn[:, 2], 0.0)
-            now_ended = is_sampled & (ids == end)
+            now_ended = is_sampled & (ids[:, None] == end_ids).any(1)
             is_ended |= now_ended
             ends = torch.where(now_ended, position + 1, ends)
             position += 1

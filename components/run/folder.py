@@ -94,6 +94,9 @@ class LockedFolder:
     def _acquire_folder(self) -> bool:
         """Create and lock the folder, check the recipe, and return whether the folder is new."""
         is_new = not self.folder.exists()
+        if is_new and self.folder.is_symlink():
+            target = self.folder.readlink()
+            raise UserError(f"{self.folder} is a link to {target}, which does not exist; create it, or remove the link")
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = FolderLock(self.folder)
         self._changes = list_recipe_changes_if_safe(self.folder, self.recipe) if _has_step_results(self.folder) else []
@@ -183,10 +186,16 @@ def update_lock_and_log_changes(folder: Path, recipe: ResolvedRecipe, changes: l
 
 
 def copy_files(folder: Path, paths: Sequence[Path]) -> None:
-    """Copy files into the run folder, to make the run independent of the originals."""
+    """
+    Copy files into the run folder, to make the run independent of the originals.
+
+    A file in a folder beside the first file stays in such a folder.
+    """
     create_folder_unless_link(folder)
     for path in paths:
-        content, copy = path.read_bytes(), folder / path.name
+        inside = path.parent.parent == paths[0].parent
+        parent = create_folder_unless_link(folder / path.parent.name) if inside else folder
+        content, copy = path.read_bytes(), parent / path.name
         if _read_file_content(copy) != content:
             replace_file(copy, content)
 

@@ -7,6 +7,8 @@ from typing import Any
 
 from drawloom.graph import UserError, between, component, setting
 
+MAX_NAME_BYTES = 240  # file systems allow 255, and a sweep adds a suffix
+
 
 def _describe_name_fault(name: str) -> str | None:
     if not name or name.startswith(".") or not name.isprintable() or set(name) & set("/\\"):
@@ -15,6 +17,8 @@ def _describe_name_fault(name: str) -> str | None:
         if last != name and _describe_name_fault(last) is None:
             return f'{why}; write name = "{last}", and the path of the run folder as folder = "runs/{name}"'
         return f"{why}; write one without slashes and without a leading dot"
+    if (size := len(name.encode())) > MAX_NAME_BYTES:
+        return f"the name has {size} bytes, and a folder's name may have {MAX_NAME_BYTES}; write a shorter one"
     return None
 
 

@@ -40,7 +40,7 @@ class SkippedSteps:
             raise UserError(
                 f"{self._count} steps in a row were skipped, at last step {step.index}: {step.skip_reason}; "
                 "to go back, remove the checkpoints saved since then (the newest with a finite loss is always kept), "
-                "lower the learning rate or clip more, and start the run again"
+                f"{_suggest_remedy(step)}, and start the run again"
             )
 
     def fail_if_last_step_skipped(self) -> None:
@@ -49,6 +49,13 @@ class SkippedSteps:
             skipped = "step was" if self._count == 1 else f"{self._count} steps were"
             raise UserError(
                 f"the last {skipped} skipped, at last step {self._last.index}: {self._last.skip_reason}; "
-                "the results are made from earlier weights; lower the learning rate or clip more, and start again "
-                "under another run name"
+                f"the results are made from earlier weights; {_suggest_remedy(self._last)}, and start again under "
+                "another run name"
             )
+
+
+def _suggest_remedy(step: Step) -> str:
+    """Return what helps against a skipped step's reason."""
+    if "loss_weight" in step.state and step.state.number("loss_weight") <= 0:
+        return "raise the length of rows or batch.global_size until all steps have tokens to learn from"
+    return "lower the learning rate or clip more"

@@ -98,7 +98,8 @@ class Trainer:
         Train from the newest checkpoint, or from the start, to the last step.
 
         Calls every callback after every step, as in a loop over `run_and_yield_steps`. Returns 0, or the stopping
-        signal's number, such as SIGINT for Ctrl-C. A stopped run is saved, and the same command resumes it.
+        signal's number, such as SIGINT for Ctrl-C. A stopped run is saved, unless `checkpoint.every` is "never", and
+        the same command resumes it.
         """
         for step in self.run_and_yield_steps() if callbacks else self._iterate_until_stopped(is_watched=False):
             for callback in callbacks:
@@ -263,13 +264,15 @@ class Trainer:
             self.events.emit(Event("saving_ended", step))
 
     def _save_and_stop(self, step: Step, signal: int) -> None:
-        """Save the step, log the signal, and raise StoppedError."""
+        """Save the step, unless the recipe saves none, log the signal, and raise StoppedError."""
+        resumes = self.checkpointer is not None
         if self.checkpointer and not step.goes_back:  # a step that goes back resumes from its older checkpoint
             with self._emit_saving_events(step):
-                self.checkpointer.save(step)
+                resumes = self.checkpointer.save(step)
         self._last_step = step.index
         by = "Ctrl-C" if signal == signals.SIGINT else signals.Signals(signal).name
-        log.info("stopped by %s after step %d; the same command resumes the run", by, step.index)
+        then = "the same command resumes the run" if resumes else "the recipe saves no checkpoint"
+        log.info("stopped by %s after step %d; %s", by, step.index, then)
         raise StoppedError(signal)
 
     @classmethod

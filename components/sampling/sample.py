@@ -4,7 +4,7 @@ import logging
 from pathlib import Path
 
 from drawloom.components.distributed.rank_errors import run_on_rank0
-from drawloom.components.ports.corpus import ChatPrompts, Tokenizer
+from drawloom.components.ports.corpus import ChatPrompts, Tokenizer, complete_prompt, find_end_ids
 from drawloom.components.ports.data import MAX_LENGTH
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.pipeline import Predictor
@@ -67,9 +67,9 @@ class Sample:
             return f"({error})"
 
     def _sample_text(self) -> str:
-        """Return the prompt with its continuation. An empty prompt starts after the end of a document."""
-        prompt = [int(token) for token in self.tokenizer.encode(self.prompt)] or [self.tokenizer.eos_id]
-        sampler = self._make_sampler(frozenset({self.tokenizer.eos_id}))
+        """Return the prompt with its continuation."""
+        prompt = complete_prompt(self.tokenizer, self.tokenizer.encode(self.prompt)).tolist()
+        sampler = self._make_sampler(find_end_ids(self.tokenizer))
         return self.prompt + self.tokenizer.decode([*sampler.sample_continuation(prompt, self.tokens)])
 
     def _sample_conversation(self, chat: ChatPrompts) -> str:

@@ -12,9 +12,18 @@ from drawloom.components.parallel.dimensions import DIMENSIONS
 from drawloom.components.parallel.pipeline import build_schedule_or_none
 from drawloom.components.pipeline.program.recomputation import describe_recompute_policies
 from drawloom.components.ports.distributed import PerDimension
-from drawloom.components.ports.pipeline import OuterLayersSchedule, PartitioningSchedule, embeds_on_every_rank
+from drawloom.components.ports.model import Model, PretrainedModel
+from drawloom.components.ports.pipeline import (
+    Loss,
+    OuterLayersSchedule,
+    PartitioningSchedule,
+    SequenceHead,
+    embeds_on_every_rank,
+)
+from drawloom.components.ports.program import Program
 from drawloom.components.ports.stages import Recompute
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
+from drawloom.components.weights.heads import check_language_model_head
 from drawloom.graph import Problem, UserError
 from drawloom.graph.wiring.node import NodeView
 
@@ -27,6 +36,18 @@ def find_stage_nodes(stages: NodeView) -> StageNodes | None:
     return StageNodes(
         stages=stages, mesh=mesh, model=stages.neighbour("model"), precision=stages.neighbour("precision")
     )
+
+
+def check_initial_folder(weights: Path | None, model: Model, loss: Loss | None) -> None:
+    """Raise UserError if `weights` can't be read, or if the initial weights lack the head that the loss uses."""
+    try:
+        if weights is not None:
+            open_safetensors_folder(weights)
+        folder = weights or (model.initial_weights if isinstance(model, PretrainedModel) else None)
+        if folder is not None and not isinstance(loss, SequenceHead):
+            check_language_model_head(folder)
+    except UserError as error:
+        raise UserError(f"weights: {error}") from error
 
 
 def warn_narrowed_weights(stages: NodeView) -> Iterator[Problem]:
@@ -108,15 +129,16 @@ def check_embedding_and_head_costs_are_used(stages: NodeView, schedule: NodeView
 
 def check_recompute_is_set_once(stages: NodeView, schedule: NodeView, mesh: NodeView) -> Iterator[Problem]:
     """Yield a problem for a recompute policy if the schedule also has a policy by stage."""
-    if stages.settings["recompute"] != "none" and (
-        schedule.settings.get("recompute") or _find_recompute_policy_by_stage(schedule, mesh)
-    ):
+    if stages.settings["recompute"] == "none":
+        return
+    program = _build_program_or_none(schedule, mesh)
+    if schedule.settings.get("recompute") or (program and program.recompute):
         text = f"[{schedule.name}] sets recompute policies by stage"
         yield stages.problem("recompute", text, f'write recompute = "none", or leave it out in [{schedule.name}]')
 
 
 def describe_chosen_layer_partition(schedule: NodeView, mesh: NodeView, model: NodeView) -> Iterator[str]:
-    """Yield the schedule's own layer partition and recompute policies."""
+    """Yield the schedule's own layer partition, its choice and its recompute policies."""
     built, layers = build_schedule_or_none(schedule), model.settings.get("num_hidden_layers")
     if isinstance(built, PartitioningSchedule) and isinstance(layers, int):
         with suppress(UserError):  # a problem of its own
@@ -127,9 +149,12 @@ def describe_chosen_layer_partition(schedule: NodeView, mesh: NodeView, model: N
             in_stages = built.get_pipelined_layer_count(PerDimension.from_settings(mesh.settings).pipeline, layers)
             if in_stages < layers:
                 yield f"layers {in_stages} to {layers - 1}: on every pipeline rank, for its share of the microbatches"
-    if policies := describe_recompute_policies(_find_recompute_policy_by_stage(schedule, mesh)):
-        microbatches = _get_microbatch_count(schedule, mesh)
-        yield f"recomputed, by [{schedule.name}] if a step has {microbatches} microbatches: {policies}"
+    if program := _build_program_or_none(schedule, mesh):
+        count = f"if a step has {program.microbatches} microbatches"
+        if program.choice:
+            yield f"chosen by [{schedule.name}] {count}: {program.choice}"
+        if policies := describe_recompute_policies(program.recompute):
+            yield f"recomputed, by [{schedule.name}] {count}: {policies}"
 
 
 def _get_microbatch_count(schedule: NodeView, mesh: NodeView) -> int:
@@ -137,17 +162,15 @@ def _get_microbatch_count(schedule: NodeView, mesh: NodeView) -> int:
     return schedule.settings.get("microbatches") or 4 * PerDimension.from_settings(mesh.settings).pipeline
 
 
-def _find_recompute_policy_by_stage(schedule: NodeView, mesh: NodeView) -> tuple[Recompute, ...]:
-    """
-    Return recompute policies by stage in the schedule's program; () if there are none, or the schedule has problems.
-    """
+def _build_program_or_none(schedule: NodeView, mesh: NodeView) -> Program | None:
+    """Return the schedule's program for its microbatch count; None if the schedule has problems."""
     built = build_schedule_or_none(schedule)
     with suppress(UserError, ValueError):
         if built is not None:
             return built.program(
                 PerDimension.from_settings(mesh.settings).pipeline, _get_microbatch_count(schedule, mesh)
-            ).recompute
-    return ()
+            )
+    return None
 
 
 def check_loss_is_not_module(stages: NodeView, loss: NodeView) -> Iterator[Problem]:

@@ -1,5 +1,6 @@
 """A frozen second model, with stages on the same ranks as the trained one: a teacher, or a reference model."""
 
+import logging
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from drawloom.components.parallel.dimensions import DIMENSIONS
+from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.distributed import Device, Mesh, Precision
 from drawloom.components.ports.experts import Dispatcher
 from drawloom.components.ports.memory import MemoryKind
@@ -16,11 +18,13 @@ from drawloom.components.ports.model import BatchContext, Finish, LayerRange, Mo
 from drawloom.components.ports.pipeline import Schedule
 from drawloom.components.ports.run import RunInfo
 from drawloom.components.ports.stages import ForwardStages
-from drawloom.components.stages.checks import find_stage_nodes
+from drawloom.components.stages.checks import check_initial_folder, find_stage_nodes
 from drawloom.components.stages.materialized import FROZEN, MaterializedStages
-from drawloom.components.storage.safetensors.reader import open_safetensors_folder
-from drawloom.graph import Problem, UserError, component, setting
+from drawloom.components.weights.token_ids import compare_folder_ids
+from drawloom.graph import Problem, UserError, component, setting, wired
 from drawloom.graph.wiring.node import NodeView
+
+log = logging.getLogger("drawloom.run")
 
 
 @component
@@ -31,6 +35,8 @@ class FrozenStages:
     Its layers are partitioned over the ranks like those of the trained model: into as many pipeline stages, over the
     same tensor-parallel ranks, and with FSDP, which gathers them layer by layer. Weights have the dtype for products,
     or the format of `precision.frozen`. Checkpoints contain a fingerprint of the folder, and no weights.
+
+    Its folder must have the data's token ids in its `tokenizer.json`, and may have more of them.
     """
 
     model: Model
@@ -39,6 +45,7 @@ class FrozenStages:
     device: Device
     precision: Precision
     job: RunInfo
+    tokenizer: Tokenizer | None = wired(default=None)
     dispatcher: Dispatcher | None = None
     weights: Path | None = setting(
         default=None, doc="Hugging Face folder with the weights; default: the folder of `model.auto`"
@@ -60,15 +67,23 @@ class FrozenStages:
                     yield from dimension.check(nodes)
 
     def check_before_open(self) -> None:
-        """Raise UserError if `weights` is not a folder of readable safetensors files."""
-        if self.weights is not None:
-            try:
-                open_safetensors_folder(self.weights)
-            except UserError as error:
-                raise UserError(f"weights: {error}") from error
+        """
+        Raise UserError if `weights` is not a folder of readable safetensors files, has no head, or differs in token ids
+        from the data.
+        """
+        check_initial_folder(self.weights, self.model, None)
+        self._compare_token_ids()
+
+    def _compare_token_ids(self) -> str | None:
+        """Return a warning about the folder's token ids, or None. Raises UserError for ids of another tokenizer."""
+        own = self.model.initial_weights if isinstance(self.model, PretrainedModel) else None
+        folder = self.weights or own
+        return compare_folder_ids(folder, self.tokenizer) if folder and self.tokenizer else None
 
     def open(self) -> None:
-        """Build and partition this rank's stages, and load their weights."""
+        """Build and partition this rank's stages, load their weights, and warn about other control tokens."""
+        if warning := self._compare_token_ids():
+            log.warning("%s", warning)
         self._stages = self._create_stages()
         self._stages.open()
         self._fingerprint = str(self._stages.state_dict()[FROZEN])

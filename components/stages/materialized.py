@@ -48,6 +48,7 @@ from drawloom.components.stages.build import ParallelModules, StageBuilder, tie_
 from drawloom.components.stages.checks import (
     check_cuda_graphs,
     check_embedding_and_head_costs_are_used,
+    check_initial_folder,
     check_loss_is_not_module,
     check_memory_policy,
     check_offload,
@@ -66,7 +67,7 @@ from drawloom.components.stages.compilation import (
 from drawloom.components.stages.initial_values import InitialValues, check_parameters_fit_device
 from drawloom.components.stages.model_precision import add_model_uncast_patterns
 from drawloom.components.stages.parameters import StageParameters
-from drawloom.components.storage.safetensors.reader import open_safetensors_folder
+from drawloom.components.weights.adapted import build_meta_model_with_adapters
 from drawloom.graph import Problem, UserError, above, at_least, component, setting
 from drawloom.graph.wiring.node import NodeView
 from drawloom.kernels.recompute_policy import make_recomputable
@@ -218,14 +219,15 @@ class MaterializedStages:
                 yield from describe_chosen_layer_partition(schedule, nodes.mesh, nodes.model)
 
     def check_before_open(self) -> None:
-        """Raise UserError if `weights` is not a folder of readable safetensors files, or the GPU lacks float8."""
+        """
+        Raise UserError if `weights` is not a folder of readable safetensors files, its head is of another kind, adapters
+        match nothing, or the GPU lacks float8.
+        """
+        if self.adapters:
+            build_meta_model_with_adapters(self.model, self.adapters)
         if self.precision.linear == "float8":
             check_gpu_supports_float8(self.device.device)
-        if self.weights is not None:
-            try:
-                open_safetensors_folder(self.weights)
-            except UserError as error:
-                raise UserError(f"weights: {error}") from error
+        check_initial_folder(self.weights, self.model, self.loss)
 
     def open(self) -> None:
         """Build, parallelize and materialize this rank's stages, with initial or loaded values."""

@@ -139,11 +139,16 @@ def _shard_list(items: list[Any], count: int) -> list[list[Any]]:
 def _get_size_along_spec_dim(value: Any, spec: Shard | Stack, path: str) -> int:
     """Return the size of a tensor or list along the dimension of the spec."""
     if isinstance(value, list):
-        if spec.dim != 0:
-            raise _make_error(path, f"a list only has dimension 0, but the specification is {spec}")
+        _check_list_dimension(spec, path)
         return len(value)
     _check_dimension(value, spec, 0, path)
     return int(value.size(spec.dim))
+
+
+def _check_list_dimension(spec: Shard | Stack, path: str) -> None:
+    """Raise ValueError for a dimension other than a list's only one."""
+    if spec.dim != 0:
+        raise _make_error(path, f"a list only has dimension 0, but the specification is {spec}")
 
 
 def _join_microbatch_nodes(values: list[Any], spec: SpecTree, path: str) -> Any:
@@ -173,6 +178,7 @@ def _unshard_leaf(values: list[Any], spec: SpecTree, path: str) -> Any:
     if len(kinds) > 1:
         raise _make_error(path, f"microbatches have values of different forms: {_describe_kinds(values)}")
     if isinstance(spec, Stack) and Tensor not in kinds:
+        _check_list_dimension(spec, path)
         return list(values)
     if list in kinds:
         _get_size_along_spec_dim(values[0], spec, path)

@@ -115,6 +115,11 @@ class StepState:
         for derived in (self._joined, self._shards, self._inferred):
             derived.pop(key, None)
 
+    def drop(self, key: str) -> None:
+        """Remove a value from all views, if it was written."""
+        for values in (self._written, self._joined, self._shards, self._inferred):
+            values.pop(key, None)
+
     def __contains__(self, key: str) -> bool:
         return key in self._written or 0 < self.microbatches == len(self._shards.get(key, ()))
 

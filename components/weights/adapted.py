@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from drawloom.components.ports.adapters import AdaptedLayer, Adapter, Fill
-from drawloom.components.ports.model import LayerRange, Model
+from drawloom.components.ports.model import LayerRange, LinearLayer, Model
 from drawloom.components.ports.slices import ModelParameter
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.weights.load import convert_tensors
@@ -35,12 +35,12 @@ def build_meta_model_with_adapters(model: Model, adapters: Sequence[Adapter]) ->
     """Build the whole model with adapters on the meta device. Raises UserError for a pattern that matches nothing."""
     with torch.device("meta"):
         module = model.build(LayerRange(0, model.num_hidden_layers, embedding=True, head=True))
-        names = [name for name, _ in module.named_modules() if name.count(".") > 2]
+        layers = [name.rpartition(".")[2] for name, part in module.named_modules() if isinstance(part, LinearLayer)]
         matched = freeze_adapt_and_list_targets(adapters, module)
     for adapter in adapters:
         for target in adapter.targets:
             if target not in matched:
-                example = f"; a module of the model is called {names[0]}" if names else ""
+                example = f"; linear layers are {', '.join(dict.fromkeys(layers))}" if layers else ""
                 raise UserError(f"adapters: {target!r} matches nothing that can be adapted{example}", exit_code=2)
     return module
 

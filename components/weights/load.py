@@ -26,6 +26,9 @@ from drawloom.components.weights.stacked import StackedExperts
 from drawloom.graph import UserError
 from drawloom.kernels.weight_formats import STORAGE, WeightFormat
 
+COMPUTED = ("*.rotary_emb.inv_freq", "*.rotary_emb.cos_cached", "*.rotary_emb.sin_cached")
+"""Patterns (fnmatch) for buffers in old folders, which follow from the config; transformers ignores them, too."""
+
 
 def persistent_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return a module's parameters and persistent buffers, any shape, by name; a tied tensor is listed once."""
@@ -249,7 +252,7 @@ def _find_mismatches(source: TensorSource, mapper: Mapper, shapes: Mapping[str, 
         yield f"parameters without a tensor in the folder: {format_names(nameless)}"
     if missing := [name for name in mapper.inputs if name not in specs]:
         yield f"missing {format_names(missing)}"
-    ignored = (*mapper.ignored, SCORE)  # the head is the loss's
+    ignored = (*mapper.ignored, SCORE, *COMPUTED)  # the head is the loss's
     extra = [name for name in specs if name not in used and not any(fnmatchcase(name, p) for p in ignored)]
     if extra and not _is_tied_copy(source, extra, used):
         yield f"unexpected {format_names(extra)}"

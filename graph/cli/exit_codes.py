@@ -1,5 +1,6 @@
 """Exit codes, and a console printing problems and failures once for several processes."""
 
+import errno
 from collections.abc import Callable, Iterable
 
 import attrs
@@ -28,8 +29,8 @@ def format_problems(problems: Iterable[Problem]) -> str:
     )
 
 
-def describe_lack_of_memory_or_threads(error: Exception) -> str:
-    """Return a message about a lack of memory or threads on this machine. Empty for other errors."""
+def describe_machine_limit(error: Exception) -> str:
+    """Return a message about a limit of this machine: memory, threads or file names. Empty for other errors."""
     text = str(error).strip()
     # torch raises a RuntimeError for CPU memory, and an OutOfMemoryError for GPU memory.
     lacks_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
@@ -37,6 +38,8 @@ def describe_lack_of_memory_or_threads(error: Exception) -> str:
         return f"not enough memory: {text or 'an allocation failed'}; use a smaller model or batch"
     if isinstance(error, RuntimeError) and "can't start new thread" in text:
         return "no more threads can be started; raise the limit of processes (`ulimit -u`, or pids.max of the cgroup)"
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return f"{error.filename}: the file system allows no name as long as this one; write a shorter one"
     return ""
 
 

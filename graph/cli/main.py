@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from drawloom.graph.cli.commands import COMMANDS, Main, add_import_option
-from drawloom.graph.cli.exit_codes import FAILED, INTERRUPTED, INVALID, OK, Console, describe_lack_of_memory_or_threads
+from drawloom.graph.cli.exit_codes import FAILED, INTERRUPTED, INVALID, OK, Console, describe_machine_limit
 from drawloom.graph.cli.result import (
     JSON,
     CommandFailure,
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None, project: Project | None = None,
         redirect_to_null("stdout")  # its reader, such as `head`, has closed it
         return OK
     except Exception as error:
-        if reason := describe_lack_of_memory_or_threads(error):
+        if reason := describe_machine_limit(error):
             return _print_failure(CommandFailure(FAILED, reason), arguments, console)
         if console.is_first(repr(error)):
             raise

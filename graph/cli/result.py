@@ -126,6 +126,11 @@ def dump_json(data: Any) -> str:
     return json.dumps(data, indent=1, allow_nan=False)
 
 
+def dump_json_line(data: Any) -> str:
+    """Return data as JSON in one line, with all letters as they are, and null for infinities and NaN."""
+    return json.dumps(as_data(data), ensure_ascii=False, allow_nan=False)
+
+
 def find_result_classes(function: Callable[..., Any]) -> list[type[Result]]:
     """Return the result classes in a command's return annotation. Empty for a server, whose stdout is a protocol."""
     kind = typing.get_type_hints(function)["return"]

@@ -9,7 +9,7 @@ import attrs
 
 from drawloom.graph.cli.exit_codes import INVALID, OK, STOPPED
 from drawloom.graph.cli.result import JSON, ProblemData, Result, internal, output, output_class
-from drawloom.graph.drawing.draw import FORMATS, Format
+from drawloom.graph.drawing import FORMATS, Format
 from drawloom.graph.inspect.listing import PortListing
 from drawloom.graph.inspect.serialize import convert_to_toml_types, serialize_nodes
 from drawloom.graph.problems import Problem
@@ -182,7 +182,7 @@ class SchemaResult(Result):
 
 def format_schema(schema: Mapping[str, Any]) -> str:
     """Return a schema as JSON for people: with all letters as they are."""
-    return json.dumps(schema, indent=1, ensure_ascii=False)
+    return json.dumps(schema, indent=1, ensure_ascii=False, allow_nan=False)
 
 
 @output_class

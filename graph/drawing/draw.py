@@ -1,16 +1,14 @@
 """`drawloom draw`: the wiring, or the dataflow of a sequence, as a text tree, Mermaid, DOT or SVG."""
 
 from collections.abc import Callable, Iterator
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
+from drawloom.graph.drawing import FORMATS, Format
 from drawloom.graph.drawing.diagram import Diagram, SequenceDrawing, make_sequence_drawing, make_wiring_diagram
 from drawloom.graph.drawing.svg import assign_colours, draw_step, draw_wiring
 from drawloom.graph.inspect.explain import collect_notes
 from drawloom.graph.problems import UserError, did_you_mean
 from drawloom.graph.wiring.graph import Graph
-
-Format = Literal["tree", "mermaid", "dot", "svg"]
-FORMATS: tuple[Format, ...] = get_args(Format)
 
 
 def draw_tree(graph: Graph, root: str) -> str:

@@ -8,7 +8,6 @@ from typing import Any
 import attrs
 
 from drawloom.graph.component import Impact
-from drawloom.graph.drawing.draw import draw
 from drawloom.graph.inspect.serialize import (
     Plain,
     describe_provenance,
@@ -32,12 +31,19 @@ MAX_ALIGNED_WIDTH = 60
 
 def make_resolved_recipe(graph: Graph, *, accept_changes: bool = False) -> ResolvedRecipe:
     """Return a valid graph's resolved recipe."""
+
+    def draw_svg(step: bool) -> str:
+        """Draw the graph, or the dataflow in a training step."""
+        from drawloom.graph.drawing.draw import draw  # few runs need pictures
+
+        return draw(graph, Path(graph.recipe.source).stem, graph.root, "svg", step=step)
+
     return ResolvedRecipe(
         lambda: format_resolved_recipe(graph),
         lambda: hash_recipe(serialize_nodes(graph.nodes)),
         accept_changes,
         lambda older: compare_with_text(older, graph),
-        lambda step: draw(graph, Path(graph.recipe.source).stem, graph.root, "svg", step=step),
+        draw_svg,
     )
 
 

@@ -1,7 +1,7 @@
 """A merged recipe: layers combined into nodes, groups and variables. Every value knows its origin."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -89,7 +89,9 @@ def _merge_over_tree(
     recipe = _classify_tables(source, tree)
     all_layers = [*layers_of_tree, *layers]
     unused = _check_unused_variables(recipe.vars, all_layers)
-    return attrs.evolve(recipe, layers=all_layers, merging=problems, problems=[*recipe.problems, *problems, *unused])
+    variables, faults = _resolve_variables(recipe.vars)
+    problems_of_all = [*recipe.problems, *problems, *faults, *unused]
+    return attrs.evolve(recipe, vars=variables, layers=all_layers, merging=problems, problems=problems_of_all)
 
 
 def _check_value_replaces_no_table(tree: Table, key: str, value: object) -> Problem | None:
@@ -190,6 +192,51 @@ def _add_variables(recipe: MergedRecipe, item: Leaf | Table) -> None:
             recipe.problems.append(Problem("DL112", text, position=leaf.position))
         else:
             recipe.vars[key] = leaf
+
+
+def _resolve_variables(variables: Mapping[str, Leaf]) -> tuple[dict[str, Leaf], list[Problem]]:
+    """Return the variables with the values of the variables they refer to, and problems with their references."""
+    resolved: dict[str, Leaf] = {}
+    problems: list[Problem] = []
+    for name, leaf in variables.items():
+        try:
+            value = _substitute_variables(leaf.value, variables, (name,))
+        except _ReferenceError as error:
+            problems.append(Problem("DL307", f"vars.{name}: {error}", error.hint, position=leaf.position))
+            value = leaf.value
+        resolved[name] = leaf if value == leaf.value else attrs.evolve(leaf, value=value)
+    return resolved, problems
+
+
+class _ReferenceError(Exception):
+    """Error for a reference from one variable to another that can't be resolved, with a hint."""
+
+    def __init__(self, text: str, hint: str) -> None:
+        super().__init__(text)
+        self.hint = hint
+
+
+def _substitute_variables(value: Any, variables: Mapping[str, Leaf], names: tuple[str, ...]) -> Any:
+    """Return a value with variables' values in place of references; `names` are the variables that contain it."""
+    if isinstance(value, list):
+        return [_substitute_variables(part, variables, names) for part in value]
+    if isinstance(value, dict):
+        return {key: _substitute_variables(part, variables, names) for key, part in value.items()}
+    if not (isinstance(value, str) and value.startswith(VARIABLE)):
+        return value
+    name = value.removeprefix(VARIABLE)
+    if name in names:
+        circle = " = ".join(f"{VARIABLE}{part}" for part in (*names[names.index(name) :], name))
+        raise _ReferenceError(f"it refers to itself, {circle}", "write the value itself in one of them")
+    if name not in variables:
+        raise _ReferenceError(f"there is no variable {value!r}", describe_missing_variable(name, variables))
+    return _substitute_variables(variables[name].value, variables, (*names, name))
+
+
+def describe_missing_variable(name: str, variables: Iterable[str]) -> str:
+    """Return a hint for a reference to a variable that does not exist."""
+    near = find_nearest(name, variables)
+    return f"did you mean {near!r}?" if near else f"write {name} = ... in [vars], or add vars.{name}=... to the command"
 
 
 def _check_incomplete_table(name: str, item: Table, top: Table) -> Iterator[Problem]:

@@ -137,10 +137,11 @@ class Container(Mapping[str, Any]):
     `close()` in reverse order, on objects with these methods. `replacements` are objects for some nodes. They are
     checked like nodes, but neither opened nor closed. None leaves out a node reached only by optional edges.
 
-    After a failure, the container calls `on_failure(error)` of open objects before it closes any object. `on_failure`
+    After a failure, the container calls `FailureHandler.on_failure` of open objects before it closes any object; they
     may return another exception to raise instead. If it is a ReopenError, nodes hand values over to their successors
-    (`hand_over`), and the next container passes them on (`take_over`) before it opens a node. The container enters the
-    contexts from `lifecycle_context(stage, node)` of all other objects, open or not, around every open() and close().
+    (`Predecessor.hand_over`), and the next container passes them on (`Predecessor.take_over`) before it opens a node.
+    The container enters the contexts from `LifecycleWatcher.lifecycle_context` of all other objects, open or not,
+    around every open() and close().
     """
 
     graph: Graph

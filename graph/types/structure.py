@@ -3,6 +3,7 @@ Strict conversion of TOML values to the types of settings, by cattrs. All proble
 """
 
 import math
+import os
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -188,6 +189,10 @@ class _MismatchError(ValueError):
         self.value, self.kind, self.reason = value, kind, reason
 
 
+MAX_FILE_NAME_BYTES = 255
+"""Limit for a file's or a folder's name in all usual file systems."""
+
+
 def _structure_scalar(value: Any, kind: Any) -> Any:
     if _is_choice(kind):
         return _structure_choice(value, kind)
@@ -210,8 +215,12 @@ def _explain_invalid_value(value: Any, kind: Any) -> str:
         return "expected a finite number"
     if kind is float and float(value) != value:
         return "expected a number that a float represents exactly"
+    if kind is Path and value.startswith("~"):
+        return "expected the path in full, because only a shell expands ~"
     if kind is Path and (not value or "\0" in value or "\n" in value):
         return "expected a path without newline and NUL" if value else "expected a path"
+    if kind is Path and max(len(os.fsencode(part)) for part in value.split("/")) > MAX_FILE_NAME_BYTES:
+        return f"expected a path whose names have at most {MAX_FILE_NAME_BYTES} bytes"
     return ""
 
 

@@ -11,7 +11,7 @@ from drawloom.graph.problems import KeyPath, Problem, did_you_mean
 from drawloom.graph.recipe.layers import Leaf, Table
 from drawloom.graph.recipe.merged import VARIABLE, MergedRecipe
 from drawloom.graph.registry.registry import Registry
-from drawloom.graph.registry.spec import Field
+from drawloom.graph.registry.spec import Field, Spec
 from drawloom.graph.types.describe import describe
 from drawloom.graph.types.port_match import find_mismatches, implements, implements_any, join_mismatches
 from drawloom.graph.wiring.node import Edge, Node, format_path
@@ -38,7 +38,7 @@ class GraphBuilder:
         """Make every node with its settings, and then resolve and check every edge."""
         for name, table in self.recipe.nodes.items():
             self._make_node(name, table)
-        edges = EdgeResolver(self.recipe, self.nodes, self._settings, self._make_node)
+        edges = EdgeResolver(self.recipe, self.registry, self.nodes, self._settings, self._make_node)
         for node in list(self.nodes.values()):  # a copy: resolving edges adds inline nodes
             edges.resolve_edges(node)
         edges.report_unnamed_inline_nodes()
@@ -75,6 +75,7 @@ class EdgeResolver:
     """Resolver of the nodes' edges. `make` makes a node from an inline table, or returns None for an invalid table."""
 
     recipe: MergedRecipe
+    registry: Registry
     nodes: dict[str, Node]
     settings: SettingsResolver
     make: Callable[[str, Table, str], Node | None]
@@ -254,7 +255,10 @@ class EdgeResolver:
         port = " or ".join(port.__name__ for port in field.ports)
         if not fitting:
             text = f"{node.spec.use!r} needs a {port} for {field.name!r}, but no node implements it"
-            hint = "add a node that implements it"
+            uses = self._list_fitting_components(field)
+            more = " or another" if len(uses) > MAX_CANDIDATES_SHOWN else ""
+            named = " or ".join(f'"{use}"' for use in uses[:MAX_CANDIDATES_SHOWN])
+            hint = f"add a node with use = {named}{more}" if uses else "add a node that implements it"
             if (namesake := self.nodes.get(field.name)) is not None:  # another component was written there
                 text += f": {_explain_misfit(namesake, field)}"
                 hint = f"`drawloom list --fits {namesake.name}` lists the components that do"
@@ -265,6 +269,11 @@ class EdgeResolver:
         hint = "write " + " or ".join(f'{field.name} = "@{name}"' for name in fitting[:MAX_CANDIDATES_SHOWN])
         quantifier = "both" if len(fitting) == 2 else "all"
         node.add_problem("DL316", f"{field.name!r} needs one {port}, but {names} {quantifier} implement it", hint)
+
+    def _list_fitting_components(self, field: Field) -> list[str]:
+        """Return the components that implement a field's port, by `use`."""
+        specs = ((use, self.registry.find(use)) for use in self.registry.names())
+        return [use for use, spec in specs if isinstance(spec, Spec) and implements_any(spec.cls, field.ports)]
 
     def report_unnamed_inline_nodes(self) -> None:
         """

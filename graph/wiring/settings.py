@@ -4,9 +4,9 @@ from typing import Any
 
 import attrs
 
-from drawloom.graph.problems import COMMAND_LINE, KeyPath, Position, Problem, did_you_mean, find_nearest
+from drawloom.graph.problems import COMMAND_LINE, KeyPath, Position, Problem, did_you_mean
 from drawloom.graph.recipe.layers import Leaf, Table
-from drawloom.graph.recipe.merged import DIRECTIVES, VARIABLE
+from drawloom.graph.recipe.merged import DIRECTIVES, VARIABLE, describe_missing_variable
 from drawloom.graph.recipe.overrides import quote_override
 from drawloom.graph.registry.spec import Field
 from drawloom.graph.types.describe import describe_type, make_ellipsis_placeholder
@@ -124,13 +124,7 @@ class SettingsResolver:
         """Return a variable's value, written `$vars.name`, or INVALID_VALUE if it does not exist."""
         leaf = self.vars.get(text.removeprefix(VARIABLE))
         if leaf is None:
-            name = text.removeprefix(VARIABLE)
-            near = find_nearest(name, self.vars)
-            hint = (
-                f"did you mean {near!r}?"
-                if near
-                else f"write {name} = ... in [vars], or add vars.{name}=... to the command"
-            )
+            hint = describe_missing_variable(text.removeprefix(VARIABLE), self.vars)
             node.add_problem("DL307", f"there is no variable {text!r}", hint, path)
             return INVALID_VALUE
         return leaf.value

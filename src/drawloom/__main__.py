@@ -30,6 +30,8 @@ def main() -> int:
         from drawloom.components.distributed.parent import start_exit_with_parent_thread
 
         start_exit_with_parent_thread(parent)
+        # torch's C++ code warns with 20 lines of stack frames if the launcher is killed, which hosts the store
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from drawloom.components.distributed.cpu_threads import shorten_thread_spinning
 
     shorten_thread_spinning(os.environ, os.getloadavg()[0])

@@ -31,11 +31,16 @@ from drawloom.components.ports.corpus import (
     ChatTokenizer as ChatTokenizer,
     Corpus as Corpus,
     DocumentPart as DocumentPart,
+    EndsAnswers as EndsAnswers,
     KnownDocuments as KnownDocuments,
+    SeveralEnds as SeveralEnds,
     Split as Split,
     TokenCorpus as TokenCorpus,
     TokenDocuments as TokenDocuments,
     Tokenizer as Tokenizer,
+    complete_document as complete_document,
+    complete_prompt as complete_prompt,
+    find_end_ids as find_end_ids,
 )
 from drawloom.components.ports.data import (
     Collator as Collator,
@@ -104,6 +109,14 @@ from drawloom.components.ports.flops import (
     UpdateFlops as UpdateFlops,
     count_attended_pairs as count_attended_pairs,
 )
+from drawloom.components.ports.intervals import (
+    MIN_SECONDS as MIN_SECONDS,
+    Interval as Interval,
+    Mark as Mark,
+    Span as Span,
+    compute_seconds_between as compute_seconds_between,
+    mark_time as mark_time,
+)
 from drawloom.components.ports.log_records import (
     PRINTED as PRINTED,
     STEP_LINE as STEP_LINE,
@@ -136,6 +149,8 @@ from drawloom.components.ports.model import (
     BufferOwner as BufferOwner,
     is_batch_invariant as is_batch_invariant,
     ContextParallelModel as ContextParallelModel,
+    ClassifiableModel as ClassifiableModel,
+    LimitedPositions as LimitedPositions,
     ExpertModel as ExpertModel,
     Finish as Finish,
     Head as Head,
@@ -264,6 +279,7 @@ from drawloom.components.ports.run import (
     StoppingPhase as StoppingPhase,
     describe_cadence_fault as describe_cadence_fault,
     accepts_deferred_factors as accepts_deferred_factors,
+    exclude_from_rates as exclude_from_rates,
     is_due as is_due,
     list_observed_event_kinds as list_observed_event_kinds,
 )

@@ -1,5 +1,5 @@
 """
-Tokenizing and data loading compared with other libraries, in one run: `make bench ONLY=data_others PEERS=/path`.
+Tokenizing and data loading compared with other libraries, in one run: `make bench NAME=data_others PEERS=/path`.
 
 PEERS is a folder with an environment for each of datatrove, litdata, streaming (mosaicml-streaming) and megatron
 (megatron-core): PEERS/litdata/bin/python. A missing library is reported and skipped. The text repeats Python's standard

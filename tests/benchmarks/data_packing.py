@@ -63,7 +63,14 @@ def read_store(count: int) -> None:
             for length in draw_lengths(count):
                 writer.append_document(random.integers(2**16, size=length, dtype=np.uint16), "drawn", 0)
         shard = TokenShard.open_from_json(ShardFiles(folder, 0), np.dtype("<u2"), weighted=False)
-        index = {"format": FORMAT, "dtype": "uint16", "weighted": False, "vocab_size": 2**16, "eos_id": 0}
+        index = {
+            "format": FORMAT,
+            "dtype": "uint16",
+            "weighted": False,
+            "vocab_size": 2**16,
+            "eos_id": 0,
+            "prefix_ids": [],
+        }
         index |= {"tokenizer": "", "fingerprint": "", "shards": [[shard.documents, shard.tokens, shard.digest]]}
         (folder / STORE).write_bytes(encode_index_with_digest(index))
         start = time.perf_counter()

@@ -1,5 +1,5 @@
 """
-Plans compared with runs: `make bench-plan`, and on a GPU `make bench-plan-gpu`.
+Plans compared with runs: `make bench NAME=plan`, and on a GPU `make bench NAME=plan ONLY=--gpu`.
 
 13 recipes train for some steps with `planning.check`, which reports planned and measured figures: the median step time
 and, on a GPU, torch's peak allocated bytes. The plan uses the built-in device table or, after

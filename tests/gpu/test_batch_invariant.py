@@ -11,6 +11,7 @@ from torch import Tensor
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.kernels.auto import AutoKernels
 from drawloom.components.model.layers import LinearHead
+from drawloom.components.parallel.tensor import ALONE
 from drawloom.components.ports.rollouts import compute_policy_logps
 from drawloom.graph import UserError
 from drawloom.kernels.attention_options import AttentionOptions
@@ -45,7 +46,7 @@ def make_operations(kernels: AutoKernels) -> dict[str, tuple[Callable[..., Tenso
     x, wide, heads = (torch.randn(1500, *shape, **GPU) for shape in ((1024,), (3072,), (24, 128)))
     table, up = torch.randn(50_001, 1024, **GPU) / 8, torch.randn(3072, 1024, **GPU) / 32
     ids, scale = torch.randint(50_001, (1500,), device="cuda"), torch.tensor(0.7, device="cuda")
-    head, one, small = LinearHead(table, len(table), kernels), torch.ones(1024, **GPU), torch.ones(128, **GPU)
+    head, one, small = LinearHead(table, len(table), kernels, ALONE), torch.ones(1024, **GPU), torch.ones(128, **GPU)
     cos, sin = compute_rope_cos_and_sin(torch.arange(1500, device="cuda"), 128, 1e6)
 
     def rotate(h: Tensor, c: Tensor, s: Tensor) -> Tensor:

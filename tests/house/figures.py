@@ -18,6 +18,7 @@ import tokenize
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from house import budgets
 from support import prose, structure
 from support.imports import count_circles, module_name
 
@@ -46,6 +47,8 @@ def main() -> None:
     for name, sites in SITES.items():
         where = sites(trees)
         print(f"{name:<22}{len(where):>6}", *(where if "--sites" in sys.argv[1:] else ()), sep="\n    ")
+    for name, value in budgets.measure().items():
+        print(f"{name:<45}{value:>9,}")
     counts = {room: prose.measure(prose.trees(room)) for room in prose.ROOMS}
     print(f"{'per 1000':<22}" + "".join(f"{room:>12}" for room in counts))
     for word in counts["graph"]:

@@ -10,7 +10,6 @@ from drawloom.graph.types.port_match import list_protocol_members
 from house.test_floors import ROOT, SOURCES
 
 LIBRARY_ATTRIBUTES = {
-    ("components/parallel/data_shard.py", "set_reduce_scatter_unused_params"): "a method of later releases of torch",
     ("components/ports/slices.py", "placements"): "DTensor, whose import takes a second",
 }
 """File and attribute of a library's object -> reason for the exception."""

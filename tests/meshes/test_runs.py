@@ -144,6 +144,23 @@ def test_sample_after_kill_equals_uninterrupted_sample(runs_folder: Path) -> Non
     assert texts[0] == texts[1] and b"experts.symmetric" not in texts[0]
 
 
+def test_uneven_routing_repeats_steps_bitwise(runs_folder: Path) -> None:
+    """With room for balanced experts only, numbers, expert loads and weights are those of a run with enough room."""
+    (runs_folder / "uneven.toml").write_text(EXPERTS.replace("all_to_all", "symmetric"), "utf-8")
+    words = ("run", "uneven.toml", *COMMON[2:4], "mesh.data_shard=2", "mesh.expert=2", "trainer.steps=3")
+    words = (*words, "metrics.load.use=metrics.expert_load", "metrics.load.by_expert=true")
+    names = (*LEARNED, *(f"expert_tokens/{layer}/{expert}" for layer in range(2) for expert in range(4)))
+    for name, capacity in (("narrow", 1.0), ("wide", 4.0)):
+        codes = drawloom(runs_folder, *words, f"run.name={name}", f"stages.dispatcher.capacity={capacity}", ranks=2)
+        assert {outcome.code for outcome in codes} == {0}, codes
+    narrow, wide = runs_folder / "runs/narrow", runs_folder / "runs/wide"
+    assert series(narrow, *names) == series(wide, *names) and len(series(wide, *names)) == 3
+    weights, others = map(load_export, (narrow, wide))
+    assert weights and all(torch.equal(weight, others[name]) for name, weight in weights.items())
+    log = "".join(path.read_text("utf-8") for path in (runs_folder / "runs/narrow/log").iterdir())
+    assert "the step is repeated with room for" in log
+
+
 def test_explain_and_draw_say_how_ranks_share_the_parameters() -> None:
     """Every mesh dimension that divides parameters has a line, on any machine."""
     sizes = ("mesh.pipeline=2", "mesh.tensor=2", "mesh.data_shard=4", "batch.micro_size=4")

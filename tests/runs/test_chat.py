@@ -48,7 +48,11 @@ def chat(lab: Path, monkeypatch: pytest.MonkeyPatch, stdin: str, *words: str) ->
 def test_runs_and_exports_answer_several_messages(
     lab: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Answers end at the template's end of a turn, see earlier turns, and are the ones of transformers."""
+    """
+    Answers end at the template's end of a turn, see earlier turns, and are the ones of transformers.
+
+    The export's generation_config.json has the ends: transformers, which is not told of them, stops there.
+    """
     for folder in ("runs/sft", "runs/sft/export"):
         assert chat(lab, monkeypatch, "hello\n\nthere\n", folder) == 0
         assert capsys.readouterr().out == "good day é\nhello user\n"
@@ -60,7 +64,9 @@ def test_runs_and_exports_answer_several_messages(
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=False)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     model = AutoModelForCausalLM.from_pretrained(export)
-    theirs = model.generate(ids, max_length=64, do_sample=False, eos_token_id=[end, tokenizer.eos_token_id])
+    assert model.generation_config.eos_token_id == [tokenizer.eos_token_id, end]
+    theirs = model.generate(ids, max_length=64, do_sample=False, pad_token_id=end)
+    assert int(theirs[0, -1]) == end and theirs.shape[1] < 64
     assert answer["content"] == tokenizer.decode(theirs[0, ids.shape[1] :], skip_special_tokens=True)
 
 

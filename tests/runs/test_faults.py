@@ -234,9 +234,14 @@ def test_two_torchruns_are_one_run(folder: Path) -> None:
 
 
 def test_workers_of_a_dead_torchrun_end_themselves(folder: Path) -> None:
-    """After torchrun is killed, its workers end, the folder is unlocked and the run resumes."""
-    words, silent = (*LONG, "checkpoint.every=1"), {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    with _start_torchrun(folder, ["--standalone", "--nproc-per-node=2"], words, **silent) as agent:
+    """After torchrun is killed, its workers end with one line, the folder is unlocked and the run resumes."""
+    words, errors = (*LONG, "checkpoint.every=1"), folder / "errors"
+    with (
+        errors.open("wb") as file,
+        _start_torchrun(
+            folder, ["--standalone", "--nproc-per-node=2"], words, stdout=subprocess.DEVNULL, stderr=file
+        ) as agent,
+    ):
         _wait_for(folder / "runs/tiny/checkpoints", "step-*")
         workers = _list_workers(agent.pid)
         agent.kill()
@@ -248,6 +253,8 @@ def test_workers_of_a_dead_torchrun_end_themselves(folder: Path) -> None:
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     assert len(workers) == 2 and not left
+    ends = [line for line in errors.read_text("utf-8").splitlines() if "is gone" in line or "frame #" in line]
+    assert len(ends) == 1 and f"process {agent.pid}, which started this process, is gone" in ends[0], ends
     written = _last_step(folder / "runs/tiny")  # may include steps after the last commit, of before the next run
     outcomes = run_ranks(_run_and_signal, 2, folder, LONG, (0, 1), written + 2, int(signal.SIGTERM), timeout=40)
     assert [outcome.code for outcome in outcomes] == [143, 143]

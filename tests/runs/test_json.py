@@ -4,6 +4,8 @@ import contextlib
 import io
 import json
 import os
+import shutil
+import subprocess
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -89,7 +91,7 @@ def check_answers(folder: Path, commands: dict[str, tuple[list[str], int]]) -> d
     printed = {}
     for (name, (_, code)), given in zip(commands.items(), answers, strict=True):
         assert given.code == code, (name, given)
-        printed[name] = json.loads(given.text)
+        printed[name] = json.loads(given.text, parse_constant=pytest.fail)
         jsonschema.validate(printed[name], read_result_schema(Project.from_package("drawloom"), name))
         assert (code == 0) or "error" in printed[name] or name == "check", name
     return printed
@@ -107,6 +109,26 @@ def test_every_command_prints_json_of_its_schema(folder: Path) -> None:
     assert printed["evaluate"]["unit"] == "tokens" and printed["evaluate"]["perplexity"] > 1
     assert len(printed["data"]["rows"][0]["tokens"]) == 32
     assert printed["lm-eval"]["error"]["exit_code"] == COMMANDS["lm-eval"][1]
+
+
+def test_schemas_are_json_for_other_languages(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Python reads and writes Infinity, which editors refuse: node or jq reads the schemas of recipes and commands."""
+    parsers = {
+        "node": ["-e", "process.argv.slice(1).forEach(path => JSON.parse(require('fs').readFileSync(path)))"],
+        "jq": ["empty"],
+    }
+    if not (found := next(filter(shutil.which, parsers), None)):
+        pytest.skip("needs node or jq")
+    words = [[], *(["--result", name] for name in list_command_names(Project.from_package("drawloom")))]
+    for number, extra in enumerate(words):
+        main(["schema", *extra])
+        (tmp_path / f"{number}.json").write_text(capfd.readouterr().out or "{}", "utf-8")
+        main(["schema", *extra, "--format", "json"])
+        (tmp_path / f"{number}_as_data.json").write_text(capfd.readouterr().out, "utf-8")
+    command = [found, *parsers[found], *map(str, sorted(tmp_path.glob("*.json")))]
+    read = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert not read.returncode, read.stderr[-500:]
+    assert 'exclusiveMaximum": 1' in (tmp_path / "0.json").read_text("utf-8")
 
 
 @pytest.mark.soak  # they start processes of their own

@@ -41,6 +41,7 @@ class OwnBytes:
 
     vocab_size = property(lambda self: 257)
     eos_id = property(lambda self: 256)
+    prefix_ids = suffix_ids = ()
 
     def encode(self, text: str):
         return Bytes().encode(text)

@@ -69,7 +69,7 @@ def test_scores_learn_the_preference_on_every_mesh(tmp_path: Path) -> None:
     assert sum(is_right) > 0.7 * len(is_right)
     export = tmp_path / "runs/one/export"
     model, tokenizer = AutoModelForSequenceClassification.from_pretrained(export), open_tokenizer(export)
-    with closing(ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens_by_name)) as template:
+    with closing(ChatTemplate(tokenizer.chat_templates, tokenizer.special_tokens_by_name)) as template:
         encoded = [encode_prompt_completion_row(tokenizer, answer, template).ids.tolist() for answer in answers[:4]]
     for ids, score in zip(encoded, scores["1"], strict=False):
         assert model(torch.tensor([ids])).logits.tolist() == [[pytest.approx(score, rel=1e-4, abs=1e-5)]]

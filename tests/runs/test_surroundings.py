@@ -426,9 +426,9 @@ def _run_with_variables(folder: Path, arguments: Sequence[str], variables: dict[
     return command(folder, arguments, None)
 
 
-CRASHING = """import ctypes
+CRASHING = """import ctypes, resource
 from drawloom import component
-ctypes.string_at(0)
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0)), ctypes.string_at(0)
 
 @component
 class Rate:

@@ -76,6 +76,16 @@ def test_hanging_ranks_and_a_loss_while_groups_are_made_are_survived(folder: Pat
     assert_same_trajectory(folder)
 
 
+def test_a_stop_is_not_forgotten_if_a_process_is_lost_in_the_same_step(folder: Path) -> None:
+    """Rank 1 receives SIGTERM, and rank 0 dies; the others repeat the step, save it, and exit with 143."""
+    deaths: Deaths = {0: ("forward_backward", 3), 1: ("forward_backward", 3, "terminated")}
+    failures, outcomes = survive(folder, 3, deaths)
+    assert failures == {0: "died with exit code -9"}
+    assert [outcome.code for outcome in outcomes.values()] == [143, 143], outcomes
+    assert [row["step"] for row in rows(folder / "runs/tiny")] == [1, 2, 3]
+    assert (folder / "runs/tiny/checkpoints/step-3").is_dir()
+
+
 def _run_and_wait_long(folder: Path, words: tuple[str, ...]) -> Outcome:
     """Run a process; rank 0 is killed, and rank 1 waits for the end of its process for six seconds."""
     if os.environ["RANK"] == "1":
@@ -171,16 +181,29 @@ def test_the_launcher_replaces_lost_workers(folder: Path, count: int, replica: i
     """
     A spare replaces a killed worker at once; when it is killed, too, the run shrinks, and grows by a new process.
 
-    Then the first worker is killed, and the others go on. Every step's numbers are those of an undisturbed run, and the
-    launcher exits with 0.
+    Then all workers are killed but a new one that waits, which goes on from the newest checkpoint. Every step's numbers
+    are those of an undisturbed run, and the launcher exits with 0.
     """
-    words = ("trainer.steps=60", "--import=waiting.py", *words)
+    words = ("trainer.steps=60", "checkpoint.every=2", "--import=waiting.py", *words)
     code, errors = replace_workers(folder, count, words)
     assert code == 0 and "Traceback" not in errors, errors
     assert errors.count(f"{count - 1} of {count} processes continue; 1 process joins") == 1, errors
-    assert errors.count(f"{replica} of {count} processes continue\n") == 2, errors  # each is printed once
+    assert errors.count(f"{replica} of {count} processes continue\n") == 1, errors  # each is printed once
+    assert f"all processes are gone; 0 of {count} processes continue; 1 process joins\n" in errors, errors
+    log = "".join(path.read_text("utf-8") for path in (folder / "runs/tiny/log").iterdir())
+    assert re.search(r"the run continues from the state after step \d+ on disk", log)
     assert errors.count(f"{replica} of {replica} processes continue; {replica} process") == 1, errors
     assert_same_trajectory(folder, *words)
+
+
+def test_a_spare_continues_without_any_member(folder: Path) -> None:
+    """Both members die at once: the spare goes on from the newest checkpoint."""
+    dead = ("forward_backward", 6)
+    failures, outcomes = survive(folder, 2, {0: dead, 1: dead}, "checkpoint.every=2", spares=1)
+    assert failures == dict.fromkeys((0, 1), "died with exit code -9") and outcomes[2].code == 0, outcomes
+    assert "all processes are gone; 0 of 2 processes continue; 1 process joins" in outcomes[2].text
+    assert "the run continues from the state after step 4 on disk" in outcomes[2].text
+    assert_same_trajectory(folder)
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,34 @@ BRACKETS = """
 {%- endfor %}
 """
 
-CONTROL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start|>", "<|end|>", "<|eot|>", "[INST]", "[/INST]"]
+ROLES = """
+{%- for message in messages %}
+{%- if message.role == 'assistant' %}{{- '<|assistant|>' }}{% generation %}{{- '\\n<plan></plan>' + message.content }}
+{%- for call in message.tool_calls or [] %}{{- '<tool>' + call.function.name + '</tool>' }}{%- endfor %}
+END{% endgeneration %}
+{%- else %}{{- '<|' + message.role + '|>\\n' + message.content }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}
+"""
+
+UNENDED = ROLES.replace("END", "")
+"""A template in the style of GLM: only the next turn's token ends an answer."""
+
+CONTROL = [
+    "<plan>",
+    "</plan>",
+    *(f"<|{role}|>" for role in ("system", "user", "assistant", "tool")),
+    "<s>",
+    "</s>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|start|>",
+    "<|end|>",
+    "<|eot|>",
+    "[INST]",
+    "[/INST]",
+]
 
 
 def tokenizer_folder(folder: Path, template: str | None = CHATML) -> Path:

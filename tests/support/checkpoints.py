@@ -16,6 +16,7 @@ from drawloom.components.ports.run import Step
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.staging import Stager
 from drawloom.graph import Every, ResolvedRecipe
+from support.doubles import Machine
 
 
 @attrs.define
@@ -105,6 +106,7 @@ def checkpointer(folder: Path, states: Mapping[str, Stateful], mesh: Any = None,
     node = Checkpointer(
         folder=FixedFolder(folder),
         mesh=mesh or SingleRankMesh(),
+        device=Machine(),
         processes=processes,
         states=Every(states),
         growing=Every({name: node for name, node in grown.items() if hasattr(node, "forecast_state_after_first_step")}),

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from drawloom.components.model.layers import LinearHead
+from drawloom.components.parallel.tensor import ALONE
 from drawloom.components.ports.data import IGNORE_INDEX, TokenBatch
 from support.qwen3 import kernels_on
 
@@ -23,7 +24,7 @@ class Sample:
 
     def head(self, device: torch.device = CPU, **choices: Any) -> LinearHead:
         """Return the head with these kernels."""
-        return LinearHead(self.weight, len(self.weight), kernels_on(device, **choices))
+        return LinearHead(self.weight, len(self.weight), kernels_on(device, **choices), ALONE)
 
     def logits(self) -> Tensor:
         """Return all logits (3, 5, 11)."""

@@ -129,13 +129,16 @@ def batches(count: int, shortest: int = 4, step: int = 1) -> list[TokenBatch]:
         tokens = torch.randint(0, VOCABULARY, (2, length), generator=generator)
         targets = torch.randint(0, VOCABULARY, (2, length), generator=generator)
         targets[:, 1] = IGNORE_INDEX
+        padding = torch.zeros(2, length, dtype=torch.bool)
+        padding[1, length - number % 3 :] = True
+        targets[padding] = IGNORE_INDEX
         positions = torch.arange(length).expand(2, length).contiguous()
         weights = torch.rand(targets.shape, generator=generator).masked_fill(targets == IGNORE_INDEX, 0)
         documents = torch.zeros_like(tokens)
         if step > 1:  # two documents, of which the second begins inside of a part of a row
             documents[:, 3:] = 1
             positions[:, 3:] -= 3
-        microbatches.append(TokenBatch(tokens, targets, positions, documents, weights, padding=number))
+        microbatches.append(TokenBatch(tokens, targets, positions, documents, weights, padding=padding))
     return microbatches
 
 

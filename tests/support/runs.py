@@ -85,10 +85,10 @@ intermediate_size = 32
 
 
 def write_corpus(folder: Path, files: int = 12, lines: int = 5) -> None:
-    """Write a corpus of small programs, and the recipe `tiny.toml`."""
+    """Write a corpus of small programs, 2 of 12 for validation, and the recipe `tiny.toml`."""
     (folder / "corpus").mkdir()
     for number in range(files):
-        text = "".join(f"def f{number}_{line}(x):\n    return x * {line} + {number}\n\n" for line in range(lines))
+        text = "".join(f"def f{number}_{line}(k):\n    return k * {line} + {number}\n\n" for line in range(lines))
         (folder / "corpus" / f"part{number}.py").write_text(text, "utf-8")
     (folder / "tiny.toml").write_text(TINY, "utf-8")
 

@@ -1,6 +1,7 @@
 """Another value of every setting of every component, and how its effect is observed; used by test_settings."""
 
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -222,7 +223,7 @@ LATENT = (
     }
 )
 WARMUP = {
-    "start": 0.5,
+    "start": 0.75,
     "warmup_steps": 3,
     "warmup_tokens": Change(130, {"warmup_steps": None}),
     "warmup_percent": Change(50.0, {"warmup_steps": None}),
@@ -786,16 +787,16 @@ ROWS: dict[str, Row] = {
         policy.encode_prompts,
         {},
         {
-            "template": Change("other.jinja", {"template": "one.jinja", "date": "2025-01-31"}),
-            "date": Change("2026-01-31", {"template": "other.jinja", "date": "2025-01-31"}),
+            "template": Change("other.jinja", {"template": "one.jinja", "date": date(2025, 1, 31)}),
+            "date": Change(date(2026, 1, 31), {"template": "other.jinja", "date": date(2025, 1, 31)}),
         },
     ),
     "data.template_prompts": Row(
         policy.encode_messages_as_prompt,
         {},
         {
-            "template": Change("other.jinja", {"template": "one.jinja", "date": "2025-01-31"}),
-            "date": Change("2026-01-31", {"template": "other.jinja", "date": "2025-01-31"}),
+            "template": Change("other.jinja", {"template": "one.jinja", "date": date(2025, 1, 31)}),
+            "date": Change(date(2026, 1, 31), {"template": "other.jinja", "date": date(2025, 1, 31)}),
             "system": "good day",
         },
     ),

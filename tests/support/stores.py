@@ -36,7 +36,7 @@ class Texts:
 
     def documents(self) -> Iterator[Document]:
         for number, text in enumerate(self.texts):
-            yield Document(text, self.name, number, text.encode("utf-8", "replace"))
+            yield Document(text, self.name, number)
 
 
 def store_of(folder: Path, parts: Sequence[Sequence[str]]) -> Store:

@@ -26,6 +26,13 @@ def code_lines(text: str) -> int:
     return len(lines - docstrings)
 
 
+def tokens(text: str) -> int:
+    """Return the number of a module's tokens without comments, docstrings, blank lines and indentation."""
+    docstrings = {node.lineno for node in _docstrings(ast.parse(text))}
+    read = tokenize.generate_tokens(io.StringIO(text).readline)
+    return sum(token.type not in BLANK and token.start[0] not in docstrings for token in read)
+
+
 def family_lines(texts: Mapping[Path, str]) -> dict[str, int]:
     """Return the code lines by model family: by module with a component that has a class variable `family`."""
     return {

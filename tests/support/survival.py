@@ -53,6 +53,7 @@ FAULTS: dict[str, Callable[[], object]] = {
     "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "stuck": lambda: time.sleep(60),
+    "terminated": lambda: os.kill(os.getpid(), signal.SIGTERM),
 }
 
 Deaths = Mapping[int, tuple[str, int] | tuple[str, int, str]]
@@ -159,11 +160,11 @@ def replace_workers(folder: Path, count: int, words: tuple[str, ...]) -> tuple[i
     """
     Run `drawloom launch` with a spare, and kill rank 1's process, then the spare that has replaced it.
 
-    When the process joins that the launcher starts instead of the first one, kill rank 0's. Return the exit code and
-    the output.
+    When the process has joined that the launcher starts instead of the first one, and the one instead of the spare
+    waits, kill all others. Return the exit code and the output.
     """
     errors, path = folder / "errors", folder / "runs/tiny/metrics.jsonl"
-    options = "--spares", "1", "--max-restarts", "1"
+    options = "--spares", "1", "--max-restarts", "2"
     with errors.open("wb") as file, _launch_waiting_run(folder, count, options, words, file) as launcher:
         _wait(lambda: path.exists() and len(_list_workers(launcher)) == count + 1, launcher)
         spare = _list_workers(launcher)[-1]
@@ -172,10 +173,13 @@ def replace_workers(folder: Path, count: int, words: tuple[str, ...]) -> tuple[i
         _wait(lambda: "1 process joins" in errors.read_text("utf-8"), launcher)
         os.kill(spare, signal.SIGKILL)
         _wait(lambda: errors.read_text("utf-8").count("join") == 2, launcher)
-        (folder / "go").touch()
         lines = path.read_bytes().count(b"\n")
-        _wait(lambda: path.read_bytes().count(b"\n") >= lines + 3, launcher)
-        os.kill(_list_workers(launcher)[0], signal.SIGKILL)
+        _wait(lambda: path.read_bytes().count(b"\n") > lines, launcher)
+        _wait(lambda: len(find_waiting_spares(_list_workers(launcher)[0])) == 1, launcher)
+        for member in {*_list_workers(launcher)} - {*find_waiting_spares(_list_workers(launcher)[0])}:
+            os.kill(member, signal.SIGKILL)
+        _wait(lambda: "all processes are gone" in errors.read_text("utf-8"), launcher)
+        (folder / "go").touch()
         launcher.wait(60)
     return launcher.returncode, errors.read_text("utf-8")
 

@@ -22,7 +22,8 @@ def make_schedule(name: str, ranks: int, stages_per_rank: int, microbatches: int
     schedule.microbatches_per_round = microbatches // schedule.number_of_rounds
     style = "v" if name in V else "loop"
     schedule.stage_index_to_group_rank = generate_stage_to_rank_mapping(ranks, schedule.num_stages, style=style)
-    schedule._defer_pp_recv = False
+    schedule._defer_pp_recv = schedule._defer_reduce_grad_wait = False  # as torch 2.15 has them by default
+    schedule._max_active_stages, schedule._unshard_lookahead, schedule._max_outstanding_sends = 3, "full", None
     return schedule
 
 
@@ -49,6 +50,6 @@ def lower(table: str, ranks: int, stages_per_rank: int, microbatches: int) -> tu
 
 
 def _label(action: Any) -> str:
-    if action is None or action.computation_type == schedules.REDUCE_GRAD:
+    if action is None or action.computation_type.value in ("REDUCE_GRAD", "WAIT_REDUCE_GRAD"):
         return ""
     return "|".join(map(repr, action.sub_actions)) if action.sub_actions else repr(action)

@@ -1,5 +1,6 @@
 """Base class for conversation corpora: files, the chat template, splits, and the summary in the log."""
 
+import datetime
 import logging
 from abc import abstractmethod
 from collections.abc import Generator, Mapping, Sequence
@@ -8,15 +9,18 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import attrs
+import numpy as np
 
 from drawloom.components.data.chat.encode import Encoded
-from drawloom.components.data.chat.template import ChatTemplate, RenderError
-from drawloom.components.data.chat.turns import Message
+from drawloom.components.data.chat.messages import Message
+from drawloom.components.data.chat.template import ChatTemplate, RenderError, create_chat_template
+from drawloom.components.data.chat.turn_ends import find_turn_end_ids
+from drawloom.components.data.chat.turns import EarlierTurnError
 from drawloom.components.data.sources.documents import choose_split
 from drawloom.components.data.sources.rows import Line, read_json_lines_or_table_rows
 from drawloom.components.data.store.shard import choose_id_dtype
 from drawloom.components.data.token_arrays import TokenArrays
-from drawloom.components.ports.corpus import ChatTokenizer, Split
+from drawloom.components.ports.corpus import ChatTokenizer, Split, find_end_ids
 from drawloom.graph import UserError, between, component_base_class, setting
 
 log = logging.getLogger("drawloom.data")
@@ -28,6 +32,7 @@ class ChatCorpus:
 
     kind: ClassVar[str] = "conversation"
     label: ClassVar[str] = "label"
+    earlier_turn_remedy: ClassVar[str] = "write one line for each answer, with the earlier turns in its prompt"
 
     tokenizer: ChatTokenizer
     paths: list[str] = setting(
@@ -37,7 +42,7 @@ class ChatCorpus:
     template: Path | None = setting(
         default=None, doc="file with a jinja2 chat template; default: the tokenizer's template"
     )
-    date: str | None = setting(
+    date: datetime.date | None = setting(
         default=None, doc="date for templates with today's date, such as 2025-01-31; without it they fail"
     )
     validation_fraction: float = setting(
@@ -46,6 +51,7 @@ class ChatCorpus:
     _splits: dict[Split, TokenArrays] = attrs.field(init=False, factory=dict)
     _straddling: int = attrs.field(init=False, default=0)
     _untrained: int = attrs.field(init=False, default=0)
+    _answer_end_ids: frozenset[int] = attrs.field(init=False, default=frozenset())
 
     @abstractmethod
     def encode_row(self, row: Mapping[str, Any], template: ChatTemplate) -> Sequence[Encoded]:
@@ -61,6 +67,10 @@ class ChatCorpus:
         """Return a split's documents, given its lines' documents: unchanged here, while subclasses may add some."""
         return documents
 
+    def select_ids_that_decide_split(self, row: Mapping[str, Any], documents: Sequence[Encoded]) -> np.ndarray:
+        """Return the ids that a line shares only with lines in its split (ids,): here all ids of its documents."""
+        return np.concatenate([document.ids for document in documents])
+
     def check_before_open(self) -> None:
         """
         Encode the first line. Raises UserError for a glob without a file, a malformed line, or a missing
@@ -72,10 +82,13 @@ class ChatCorpus:
     def open(self) -> None:
         """Render and tokenize all lines. Raises UserError with file and line number for a bad line."""
         self._untrained = self._straddling = 0
+        self._answer_end_ids = frozenset()
         rows: dict[Split, list[Encoded]] = {"train": [], "validation": []}
         for line, kept in self.encode_trained_documents_by_line():
             self._untrained += not kept
-            rows[choose_split(line.key, self.validation_fraction)] += kept
+            if kept:
+                ids = self.select_ids_that_decide_split(line.row, kept)
+                rows[choose_split(ids.astype(np.int64).tobytes(), self.validation_fraction)] += kept
         if not any(rows.values()):
             raise UserError(f"paths: {self.format_nothing_trained_error()}")
         self._splits = {
@@ -87,15 +100,15 @@ class ChatCorpus:
     def encode_trained_documents_by_line(self) -> Generator[tuple[Line, list[Encoded]]]:
         """Yield every line with its encoded documents, without documents in which no token is trained."""
         # The template starts its process at the first rendering: lines of plain text need none.
-        template = ChatTemplate(
-            self._read_file_or_tokenizer_template(), self.tokenizer.special_tokens_by_name, self.date
-        )
+        template = create_chat_template(self.tokenizer, self.template, self.date and f"{self.date}")
         try:
             for line in read_json_lines_or_table_rows(self.paths):
                 yield (
                     line,
                     [row for row in self._encode_line_and_count_straddling(line, template) if row.weights[1:].any()],
                 )
+            if template.has_rendered:
+                self._answer_end_ids = find_end_ids(self.tokenizer) | find_turn_end_ids(self.tokenizer, template)
         finally:
             template.close()
 
@@ -113,6 +126,10 @@ class ChatCorpus:
         """The tokenizer's end token."""
         return self.tokenizer.eos_id
 
+    @property
+    def answer_end_ids(self) -> frozenset[int]:
+        return self._answer_end_ids
+
     def documents(self, split: Split) -> TokenArrays:
         return self._splits[split]
 
@@ -120,22 +137,14 @@ class ChatCorpus:
         """Return the template file, if there is one."""
         return {} if self.template is None else {"template": [self.template]}
 
-    def _read_file_or_tokenizer_template(self) -> str | None:
-        """Return the template's text from the file, or from the tokenizer. Raises UserError if it is unreadable."""
-        if self.template is None:
-            return self.tokenizer.chat_template
-        try:
-            return self.template.read_text("utf-8")
-        except OSError as error:
-            raise UserError(f"template: {self.template} can't be read ({error.strerror})") from error
-
     def _encode_line_and_count_straddling(self, line: Line, template: ChatTemplate) -> Sequence[Encoded]:
         """Encode a line, and count its straddling documents. Raises UserError with the line's position."""
         try:
             encoded = self.encode_row(line.row, template)
         except (ValueError, RecursionError) as error:
             prefix = "the template refuses it: " if isinstance(error, RenderError) else ""
-            raise UserError(f"{line.position}: {prefix}{error}") from error
+            remedy = f"; {self.earlier_turn_remedy}" if isinstance(error, EarlierTurnError) else ""
+            raise UserError(f"{line.position}: {prefix}{error}{remedy}") from error
         self._straddling += sum(document.straddles for document in encoded)
         return encoded
 
@@ -171,13 +180,6 @@ class ChatCorpus:
                 self._straddling,
                 self.kind,
             )
-
-
-def check_messages(messages: Sequence[Any]) -> None:
-    """Raise ValueError if a turn is not an object with a role."""
-    for number, message in enumerate(messages, 1):
-        if not (isinstance(message, dict) and isinstance(message.get("role"), str)):
-            raise ValueError(f'turn {number} is not an object with a role; write {{"role": "user", "content": "..."}}')
 
 
 def copy_without_key(message: Message, key: str) -> Message:

@@ -9,8 +9,11 @@ from typing import Any
 import attrs
 import numpy as np
 
-from drawloom.components.data.chat.turns import Message, Rendered
-from drawloom.components.ports.corpus import ChatTokenizer
+from drawloom.components.data.chat.messages import Tools, check_messages, get_text, parse_tools
+from drawloom.components.data.chat.template import ChatTemplate
+from drawloom.components.data.chat.turn_ends import extend_answers_to_end_tokens
+from drawloom.components.data.chat.turns import Rendered, render_and_locate_turns
+from drawloom.components.ports.corpus import ChatTokenizer, complete_document
 
 
 @attrs.frozen
@@ -30,9 +33,47 @@ class Encoded:
     label: float | None = None
 
 
-def encode_rendered_conversation(
-    tokenizer: ChatTokenizer, rendered: Rendered, messages: Sequence[Message], tools: Any
+def encode_conversation(
+    tokenizer: ChatTokenizer,
+    template: ChatTemplate,
+    messages: Sequence[Any],
+    weights: Sequence[float],
+    tools: Any = None,
 ) -> Encoded:
+    """
+    Render and encode a conversation; turns with a weight above 0 are trained, answers with their end token.
+
+    Every text path calls this function or `encode_prompt_messages`. Raises ValueError for messages or tools with text
+    or values lost in the rendering.
+    """
+    check_messages(messages)
+    tools = parse_tools(tools)
+    rendered = render_and_locate_turns(template, messages, weights, tools)
+    return encode_rendered_conversation(
+        tokenizer, extend_answers_to_end_tokens(template, rendered, tools, tokenizer.control_tokens), tools
+    )
+
+
+def encode_prompt_messages(
+    tokenizer: ChatTokenizer, template: ChatTemplate, messages: Sequence[Any], tools: Any = None
+) -> np.ndarray:
+    """
+    Render messages up to the answer's beginning, and encode the text: int32 (tokens,).
+
+    Control tokens spelled out in a message are encoded as text. Raises ValueError as `encode_conversation` does, or if
+    the template renders the messages differently before an answer.
+    """
+    check_messages(messages)
+    tools = parse_tools(tools)
+    rendered = render_and_locate_turns(template, messages, [0.0] * len(messages), tools)
+    request = {"messages": list(rendered.messages), "tools": tools, "add_generation_prompt": True}
+    (whole,) = template.render([request])
+    if not whole.startswith(rendered.text):
+        raise ValueError("the template renders the messages differently before an answer; use another template")
+    return encode_rendered_conversation(tokenizer, attrs.evolve(rendered, text=whole), tools).ids
+
+
+def encode_rendered_conversation(tokenizer: ChatTokenizer, rendered: Rendered, tools: Tools) -> Encoded:
     """
     Encode a conversation. The text before a trained part is encoded separately, as it is when a model answers.
 
@@ -40,7 +81,7 @@ def encode_rendered_conversation(
     ValueError if a spelled-out control token can't be distinguished from the template's text.
     """
     control = re.compile("|".join(map(re.escape, tokenizer.control_tokens)) or "(?!)")
-    forged = _find_forged_control_spans(control, rendered, messages, tools)
+    forged = _find_forged_control_spans(control, rendered, tools)
     cuts = {0, len(rendered.text)}
     cuts |= {cut for span in rendered.trained for cut in (span.first, span.last)}
     cuts |= {cut for span in forged for cut in span}
@@ -54,24 +95,26 @@ def encode_rendered_conversation(
         weights.append(np.full(len(part_ids), weight, np.float32))
     joined = np.concatenate(ids)
     whole_text_ids = joined if forged else tokenizer.encode_with_control_tokens(rendered.text)
-    return Encoded(joined, np.concatenate(weights), not np.array_equal(whole_text_ids, joined))
+    straddles = not np.array_equal(whole_text_ids, joined)
+    if rendered.end_weight:
+        joined = np.append(joined, np.int32(tokenizer.eos_id))
+        weights.append(np.full(1, rendered.end_weight, np.float32))
+    return Encoded(joined, np.concatenate(weights), straddles)
 
 
-def _find_forged_control_spans(
-    control: re.Pattern[str], rendered: Rendered, messages: Sequence[Message], tools: Any
-) -> list[tuple[int, int]]:
+def _find_forged_control_spans(control: re.Pattern[str], rendered: Rendered, tools: Tools) -> list[tuple[int, int]]:
     """
     Return the spans in `rendered.text` for contents with a spelled-out control token. Raises ValueError if such a token
     is outside of a located content.
     """
     forged = []
-    for number, message in enumerate(messages):
-        content = message.get("content")
-        other_keys = {key: value for key, value in message.items() if key != "content" or not isinstance(content, str)}
+    for number, message in enumerate(rendered.messages):
+        content = get_text(message)
+        other_keys = {key: value for key, value in message.items() if key != "content"}
         if match := control.search(json.dumps(other_keys, ensure_ascii=False)):
             text = f"turn {number + 1} contains the control token {match[0]} outside of its content"
             raise ValueError(f"{text}; remove it there")
-        if isinstance(content, str) and (match := control.search(content)):
+        if match := control.search(content):
             if number not in rendered.contents:
                 text = f"turn {number + 1} contains the control token {match[0]}"
                 reason = "the template changes this turn's content, so the token can't be distinguished from its own"
@@ -84,10 +127,11 @@ def _find_forged_control_spans(
 
 def encode_prompt_and_completion(tokenizer: ChatTokenizer, prompt: str, completion: str) -> Encoded:
     """
-    Encode a prompt, its completion, both plain text, and the end token; the completion and the end token are
-    trained.
+    Encode a prompt and its completion, both plain text, as a document; the completion and the end are trained.
     """
-    prompt_ids, completion_ids = tokenizer.encode(prompt), tokenizer.encode(completion)
-    ids = np.concatenate([prompt_ids, completion_ids, np.array([tokenizer.eos_id], np.int32)])
-    weights = np.concatenate([np.zeros(len(prompt_ids), np.float32), np.ones(len(completion_ids) + 1, np.float32)])
-    return Encoded(ids, weights, not np.array_equal(tokenizer.encode(prompt + completion), ids[:-1]))
+    prompt_ids = tokenizer.encode(prompt)
+    text_ids = np.concatenate([prompt_ids, tokenizer.encode(completion)])
+    ids = complete_document(tokenizer, text_ids)
+    weights = np.ones(len(ids), np.float32)
+    weights[: len(tokenizer.prefix_ids) + len(prompt_ids)] = 0.0
+    return Encoded(ids, weights, not np.array_equal(tokenizer.encode(prompt + completion), text_ids))

@@ -1,12 +1,15 @@
 """Base class for components that render prompts by a chat template."""
 
+import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import attrs
 
-from drawloom.components.data.chat.template import ChatTemplate
-from drawloom.components.ports.corpus import ChatTokenizer, Tokenizer
+from drawloom.components.data.chat.template import ChatTemplate, create_chat_template
+from drawloom.components.data.chat.turn_ends import find_turn_end_ids
+from drawloom.components.ports.corpus import ChatTokenizer, Tokenizer, find_end_ids
 from drawloom.graph import UserError, component_base_class, setting
 
 
@@ -18,7 +21,7 @@ class PromptRenderer:
     template: Path | None = setting(
         default=None, doc="file with a jinja2 chat template; default: the tokenizer's template"
     )
-    date: str | None = setting(
+    date: datetime.date | None = setting(
         default=None, doc="date for templates with today's date, such as 2025-01-31; without it they fail"
     )
     _renderer: ChatTemplate | None = attrs.field(init=False, default=None)
@@ -35,17 +38,18 @@ class PromptRenderer:
     def get_or_create_chat_template(self, tokenizer: ChatTokenizer) -> ChatTemplate:
         """Return the renderer, started once. Raises UserError if the template is missing or unreadable."""
         if self._renderer is None:
-            self._renderer = ChatTemplate(self._read_template(tokenizer), tokenizer.special_tokens_by_name, self.date)
+            self._renderer = create_chat_template(tokenizer, self.template, self.date and f"{self.date}")
         return self._renderer
 
-    def _read_template(self, tokenizer: ChatTokenizer) -> str | None:
-        """Return the template's text. Raises UserError if the file can't be read."""
-        if self.template is None:
-            return tokenizer.chat_template
+    @cached_property
+    def answer_end_ids(self) -> frozenset[int]:
+        if not isinstance(self.tokenizer, ChatTokenizer):
+            return frozenset()
         try:
-            return self.template.read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"template: {self.template} can't be read ({error}); name a jinja2 file", 2) from error
+            template = self.get_or_create_chat_template(self.tokenizer)
+            return find_end_ids(self.tokenizer) | find_turn_end_ids(self.tokenizer, template)
+        except UserError:  # without a template there are no conversations
+            return frozenset()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what worker processes need; each starts a renderer of its own."""

@@ -2,8 +2,8 @@
 Process for rendering chat templates like transformers, with limited memory.
 
 A template is untrusted data. Jinja2's sandbox keeps it from Python, but bounds neither memory nor time: this
-process bounds memory, its parent bounds time. The input is JSON lines: first the template, its special tokens and
-its date, then rendering lists. This file is run by its path and imports neither drawloom nor torch.
+process bounds memory, its parent bounds time. The input is JSON lines: first the templates by name, their special
+tokens and their date, then rendering lists. This file is run by its path and imports neither drawloom nor torch.
 """
 
 import json
@@ -46,7 +46,7 @@ def create_sandboxed_environment(date: str | None) -> Any:
     def strftime_now(form: str) -> str:
         """Format the date given by the user, because today's date would make runs differ."""
         if date is None:
-            raise jinja2.exceptions.TemplateError('it needs today\'s date; write date = "2025-01-31", for example')
+            raise jinja2.exceptions.TemplateError("it needs today's date; write date = 2025-01-31, for example")
         return datetime.fromisoformat(date).strftime(form)
 
     def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
@@ -71,10 +71,28 @@ def create_sandboxed_environment(date: str | None) -> Any:
     return sandbox
 
 
-def render_request(template: Any, request: dict[str, Any], special_tokens: dict[str, str]) -> dict[str, str]:
-    """Render a request. Return {"text": ...}, or {"error": ...} with the reason for a failure."""
+def prepare_message_like_transformers(message: dict[str, Any]) -> dict[str, Any]:
+    """Drop keys with null, and copy the reasoning to its names in templates, like `apply_chat_template`."""
+    kept = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((kept[key] for key in ("reasoning_content", "thinking", "reasoning") if key in kept), None)
+    return kept if reasoning is None else {"thinking": reasoning, **kept, "reasoning_content": reasoning}
+
+
+def render_request(
+    templates: dict[str, Any], request: dict[str, Any], special_tokens: dict[str, str]
+) -> dict[str, str]:
+    """
+    Render a request, with the template `tool_use`, if there is one, for a request with tools.
+
+    Return {"text": ...}, or {"error": ...} with the reason for a failure.
+    """
+    has_tools = request.get("tools") is not None
+    template = templates.get("tool_use" if has_tools and "tool_use" in templates else "default")
+    if template is None:
+        return {"error": f"none of its templates, {', '.join(templates)}, is named default"}
     try:
-        text = template.render(**special_tokens, **request)
+        messages = [prepare_message_like_transformers(message) for message in request["messages"]]
+        text = template.render(**special_tokens, documents=None, **{**request, "messages": messages})
     except MemoryError:
         return {"error": f"it takes more than {MAX_MEMORY >> 20} MiB"}
     except Exception as error:  # a template can raise anything
@@ -85,16 +103,17 @@ def render_request(template: Any, request: dict[str, Any], special_tokens: dict[
 
 
 def serve_rendering_requests(read: Callable[[], bytes], write: Callable[[bytes], Any]) -> None:
-    """Read the template and confirm it, or answer with its error; then answer rendering lists until the input ends."""
+    """Read the templates and confirm them, or answer with an error; then answer rendering lists until the end."""
     opening = json.loads(read())
     try:
-        template = create_sandboxed_environment(opening["date"]).from_string(opening["template"])
+        sandbox = create_sandboxed_environment(opening["date"])
+        templates = {name: sandbox.from_string(text) for name, text in opening["templates"].items()}
         answer: dict[str, Any] = {"ready": True}
     except Exception as error:  # a template can raise anything when it is parsed
         answer = {"error": f"{error}"[:500]}
     write(json.dumps(answer).encode() + b"\n")
     while line := read():
-        answers = [render_request(template, request, opening["special_tokens"]) for request in json.loads(line)]
+        answers = [render_request(templates, request, opening["special_tokens"]) for request in json.loads(line)]
         write(json.dumps(answers).encode() + b"\n")
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import attrs
 
 from drawloom.components.data.chat import render_process
+from drawloom.components.ports.corpus import ChatTokenizer
 from drawloom.graph import UserError
 
 TIMEOUT = 10.0
@@ -29,10 +30,11 @@ class ChatTemplate:
     """
     Chat template, rendered in a child process; `special_tokens` are its variables, such as bos_token.
 
-    `text` None raises an error at the first rendering. `date`, such as 2025-01-31, is for templates with today's date.
+    `texts` are by name: `tool_use` renders requests with tools, and `default` all others. Without any, the first
+    rendering raises an error. `date`, such as 2025-01-31, is for templates with today's date.
     """
 
-    text: str | None
+    texts: Mapping[str, str]
     special_tokens: Mapping[str, str] = attrs.field(factory=dict)
     date: str | None = None
     seconds: float = TIMEOUT
@@ -41,7 +43,7 @@ class ChatTemplate:
 
     def open(self) -> None:
         """Start the process, if no rendering has started it. Raises UserError if the template is invalid."""
-        if self.text is None:
+        if not self.texts:
             remedy = (
                 'write template = "chat.jinja", a file that has one, or take a model that was trained on conversations'
             )
@@ -52,13 +54,18 @@ class ChatTemplate:
         command = [sys.executable, "-I", render_process.__file__]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         os.set_blocking(self._process.stdout.fileno(), False)
-        opening = {"template": self.text, "special_tokens": dict(self.special_tokens), "date": self.date}
+        opening = {"templates": dict(self.texts), "special_tokens": dict(self.special_tokens), "date": self.date}
         answer = self._send_request_and_wait_for_answer(opening, 60.0)
         if "error" in answer:
             self.close()
             raise UserError(
                 f"the chat template can't be read: {answer['error']}; use the chat template in the model's tokenizer"
             )
+
+    @property
+    def has_rendered(self) -> bool:
+        """Whether the process is running: it starts at the first rendering."""
+        return self._process is not None
 
     def close(self) -> None:
         """Kill the process."""
@@ -112,19 +119,41 @@ class ChatTemplate:
         return line
 
 
-def read_chat_template_and_special_tokens(folder: Path) -> tuple[str | None, dict[str, str]]:
-    """Return the chat template in a tokenizer folder, or None, and the special tokens by name."""
+def create_chat_template(tokenizer: ChatTokenizer, file: Path | None, date: str | None = None) -> ChatTemplate:
+    """Return a renderer for the template in a file, or for the tokenizer's. Raises UserError for an unreadable file."""
+    texts = tokenizer.chat_templates
+    if file is not None:
+        try:
+            texts = {"default": file.read_text("utf-8")}
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"template: {file} can't be read ({error}); name a jinja2 file", 2) from error
+    return ChatTemplate(texts, tokenizer.special_tokens_by_name, date)
+
+
+def list_chat_template_files(folder: Path) -> list[Path]:
+    """Return the files with chat templates in a tokenizer folder."""
+    files = [folder / "chat_template.jinja", *sorted((folder / "additional_chat_templates").glob("*.jinja"))]
+    return [file for file in files if file.is_file()]
+
+
+def read_chat_templates_and_special_tokens(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the chat templates in a tokenizer folder, and the special tokens, both by name."""
     try:
         config = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
     except (FileNotFoundError, ValueError):
         config = {}
-    file = folder / "chat_template.jinja"
-    template = file.read_text("utf-8") if file.is_file() else config.get("chat_template")
-    if isinstance(template, list):  # named templates; "default" is for conversations
-        template = {entry.get("name"): entry.get("template") for entry in template}.get("default")
+    # As in transformers, files replace the templates in the configuration.
+    templates = {
+        "default" if file.parent == folder else file.stem: file.read_text("utf-8")
+        for file in list_chat_template_files(folder)
+    }
+    if not templates and isinstance(declared := config.get("chat_template"), str):
+        templates = {"default": declared}
+    elif not templates and isinstance(declared, list):
+        templates = {entry["name"]: entry["template"] for entry in declared}
     tokens = {}
     for name, value in config.items():
         text = value.get("content") if isinstance(value, dict) else value
         if name.endswith("_token") and isinstance(text, str):
             tokens[name] = text
-    return template, tokens
+    return templates, tokens

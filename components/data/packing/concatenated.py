@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drawloom.components.data.conversations import Conversations
 from drawloom.components.data.order.permutation import Permutation
 from drawloom.components.data.packing.groups import select_trainable_documents
 from drawloom.components.data.packing.packed_rows import PackedRows, find_document_nodes
 from drawloom.components.data.packing.rows import RowIndex, RowPiece
+from drawloom.components.ports.data import answers_prompts
 from drawloom.graph import Problem, component
 from drawloom.graph.wiring.node import NodeView
 
@@ -30,7 +30,7 @@ class Concatenated(PackedRows):
         """Warn of conversations, because a cut separates an answer from its question."""
         yield from super().constraints(node)
         for source in find_document_nodes(node):
-            if issubclass(source.component, Conversations):
+            if answers_prompts(source.component):
                 text = (
                     f"a row's end cuts conversations of [{source.name}], and an answer is trained without its question"
                 )

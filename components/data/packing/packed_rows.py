@@ -15,7 +15,7 @@ from drawloom.components.data.order.permutation import Permutation
 from drawloom.components.data.packing.rows import JoinedIndexes, RowIndex, build_batch
 from drawloom.components.ports.corpus import Split, TokenCorpus, TokenDocuments
 from drawloom.components.ports.data import MAX_LENGTH, RowSource, TokenBatch, uses_preference_pairs
-from drawloom.components.ports.model import LanguageModel
+from drawloom.components.ports.model import LanguageModel, find_length_fault
 from drawloom.components.ports.run import RunInfo
 from drawloom.components.ports.teacher import TeacherPredictions
 from drawloom.components.state.batch import Batch
@@ -116,7 +116,9 @@ class PackedRows:
         self._fingerprints.clear()
 
     def check_before_open(self) -> None:
-        """Raise UserError if the tokenizer has more ids than every model's vocabulary."""
+        """Raise UserError if the tokenizer has more ids than every model, or a model too few learned positions."""
+        if fault := find_length_fault(self.models, self.length):
+            raise UserError(f"length: {fault}")
         sizes = [model.vocab_size for model in self.models.values()]
         if sizes and max(sizes) < self.tokens.vocab_size:
             ids = self.tokens.vocab_size

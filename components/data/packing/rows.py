@@ -88,7 +88,8 @@ def build_batch(
     starts = np.zeros((len(pieces_by_row), length), np.int64)  # 1 where a piece or the padding begins
     references = np.zeros((len(pieces_by_row), length), np.float64)
     labels = np.zeros((len(pieces_by_row), length), np.float32)
-    has_references, has_labels, padding = any(pieces_by_row), any(pieces_by_row), 0
+    padding = np.zeros((len(pieces_by_row), length), np.bool_)
+    has_references, has_labels = any(pieces_by_row), any(pieces_by_row)
     for row, pieces in enumerate(pieces_by_row):
         begin = 0
         for document, first, last in pieces:
@@ -105,7 +106,7 @@ def build_batch(
             labels[row, begin] = label or 0
             begin = end
         starts[row, begin : begin + 1] = 1
-        padding += length - begin
+        padding[row, begin:] = True
     columns = np.arange(length)
     positions = columns - np.maximum.accumulate(np.where(starts > 0, columns, 0), axis=1)
     return TokenBatch.from_numpy(

@@ -14,16 +14,11 @@ PART_BYTES = 2**26
 
 @attrs.frozen
 class Document:
-    """
-    A document's text, its file, and its offset there: a byte in a text file, or a table row's number.
-
-    The hash over `key` determines its split.
-    """
+    """A document's text, its file, and its offset there: a byte in a text file, or a table row's number."""
 
     text: str
     source: str
     offset: int
-    key: bytes
 
 
 class Part(Protocol):
@@ -39,9 +34,13 @@ class Part(Protocol):
         ...
 
 
-def choose_split(document_key: bytes, validation_fraction: float) -> Split:
-    """Return a document's split, from a hash of its key; `validation_fraction` is 0 to 1."""
-    fraction = int.from_bytes(blake2b(document_key, digest_size=8).digest(), "big") / 2**64
+def choose_split(content: bytes, validation_fraction: float) -> Split:
+    """
+    Return a document's split, from a hash of its content; `validation_fraction` is 0 to 1.
+
+    The content is all that training sees, so copies are never in both splits: of answers, their prompt alone.
+    """
+    fraction = int.from_bytes(blake2b(content, digest_size=8).digest(), "big") / 2**64
     return "validation" if fraction < validation_fraction else "train"
 
 
@@ -80,7 +79,7 @@ class SplitPart:
         for document in self.part.documents():
             if self.within:
                 yield attrs.evolve(document, text=self._cut_text_to_split(document.text))
-            elif choose_split(document.key, self.fraction) == self.split:
+            elif choose_split(document.text.encode(), self.fraction) == self.split:
                 yield document
 
     def _cut_text_to_split(self, text: str) -> str:
@@ -94,7 +93,7 @@ def _do_both_splits_have_text(parts: Iterable[Part], validation_fraction: float)
     missing = set(get_args(Split))
     for document in (document for part in parts for document in part.documents()):
         if document.text:
-            missing.discard(choose_split(document.key, validation_fraction))
+            missing.discard(choose_split(document.text.encode(), validation_fraction))
         if not missing:
             return True
     return False

@@ -28,7 +28,7 @@ class File:
     """
     Corpus file.
 
-    `name`, the path below the glob's first wildcard, determines its position and split; `version` changes with
+    `name`, the path below the glob's first wildcard, determines its position; `version` changes with
     its content.
     """
 
@@ -141,7 +141,8 @@ def _find_local_files(pattern: str) -> list[File]:
     paths = [Path(match) for match in iglob(pattern, recursive=True)]
     files = [stat_local_file(path.relative_to(folder).as_posix(), path) for path in paths if path.is_file()]
     if not files:
-        raise UserError(f'paths: no file matches "{pattern}" (relative to {Path.cwd()}); write a glob that matches one')
+        where = "only a shell expands ~" if pattern.startswith("~") else f"relative to {Path.cwd()}"
+        raise UserError(f'paths: no file matches "{pattern}" ({where}); write a glob that matches one')
     return sorted(files, key=lambda file: file.name)
 
 

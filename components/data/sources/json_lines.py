@@ -31,7 +31,7 @@ class JsonLinesPart:
         with open_file(self.file) as stream:
             for offset, line in self._iterate_lines(stream):
                 text = self._read_text(line, offset)
-                yield Document(text, self.file.path, offset, text.encode())
+                yield Document(text, self.file.path, offset)
 
     def _iterate_lines(self, stream: IO[bytes]) -> Iterator[tuple[int, bytes]]:
         """Yield the non-blank lines with their offsets."""

@@ -15,14 +15,9 @@ TABLES = (".parquet", ".arrow")
 
 @attrs.frozen
 class Line:
-    """
-    Line in a file, or row in a table.
-
-    `position` is its file and number, for messages; the bytes in `key` determine its split.
-    """
+    """Line in a file, or row in a table; `position` is its file and number, for messages."""
 
     position: str
-    key: bytes
     row: dict[str, Any]
 
 
@@ -40,8 +35,7 @@ def _read_json_lines(file: File) -> Iterator[Line]:
         for number, line in enumerate(stream, 1):
             if line.strip():
                 position = f"{file.path}:{number}"
-                # The key excludes the line end, which the last line may lack, so a line has the same split anywhere.
-                yield Line(position, line.strip(), _parse_object(line, position))
+                yield Line(position, _parse_object(line, position))
 
 
 def _parse_object(line: bytes, position: str) -> dict[str, Any]:
@@ -56,11 +50,9 @@ def _parse_object(line: bytes, position: str) -> dict[str, Any]:
 
 
 def _read_table_lines(file: File) -> Iterator[Line]:
-    """Yield a table's rows; the hash over all values determines a row's split."""
+    """Yield a table's rows."""
     for number, row in enumerate(read_table_rows(file)):
-        cleaned = _drop_null_values(row)
-        key = json.dumps(cleaned, sort_keys=True, default=str).encode()
-        yield Line(f"{file.path}: row {number}", key, cleaned)
+        yield Line(f"{file.path}: row {number}", _drop_null_values(row))
 
 
 def _drop_null_values(value: Any) -> Any:

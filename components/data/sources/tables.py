@@ -125,7 +125,7 @@ def _read_documents(batches: Any, file: File, field: str, first_row: int) -> Ite
             if not isinstance(text, str):
                 kind = "null" if text is None else type(text).__name__
                 raise UserError(f'{file.path}: row {first_row}: field "{field}" is {kind}; a document must be a string')
-            yield Document(text, file.path, first_row, text.encode())
+            yield Document(text, file.path, first_row)
             first_row += 1
 
 

@@ -1,6 +1,5 @@
 """Text files, one document per file."""
 
-import os
 from collections.abc import Iterator, Sequence
 
 import attrs
@@ -23,11 +22,11 @@ class TextPart:
         return sum(file.size for file in self.files)
 
     def documents(self) -> Iterator[Document]:
-        """Yield the files' texts, with unchanged line ends; the key is the file name."""
+        """Yield the files' texts, with unchanged line ends."""
         for file in self.files:
             with open_file(file) as stream:
                 content = stream.read()
-            yield Document(_decode_utf8(content, file.path, self.replace), file.path, 0, os.fsencode(file.name))
+            yield Document(_decode_utf8(content, file.path, self.replace), file.path, 0)
 
 
 def group_text_files(files: Sequence[File], replace_invalid: bool = False) -> list[TextPart]:

@@ -90,6 +90,7 @@ def make_store_plan(parts: Sequence[Part], tokenizer: Tokenizer) -> dict[str, An
         "tokenizer": hash_tokenizer(tokenizer),
         "vocab_size": tokenizer.vocab_size,
         "eos_id": tokenizer.eos_id,
+        "prefix_ids": [*tokenizer.prefix_ids],
         "dtype": np.dtype(choose_id_dtype(tokenizer.vocab_size)).name,
         "weighted": False,
         "parts": len(parts),
@@ -97,8 +98,9 @@ def make_store_plan(parts: Sequence[Part], tokenizer: Tokenizer) -> dict[str, An
 
 
 def hash_tokenizer(tokenizer: Tokenizer) -> str:
-    """Hash a tokenizer's saved files and its end token with SHA-256."""
-    digest = hashlib.sha256(f"{tokenizer.vocab_size} {tokenizer.eos_id}\n".encode())
+    """Hash a tokenizer's saved files, and the ids that it adds to a document, with SHA-256."""
+    added = [*tokenizer.prefix_ids], [*tokenizer.suffix_ids], tokenizer.eos_id
+    digest = hashlib.sha256(f"{tokenizer.vocab_size} {added}\n".encode())
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save(Path(folder))
         for path in sorted(Path(folder).iterdir()):

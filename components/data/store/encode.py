@@ -8,7 +8,7 @@ import numpy as np
 
 from drawloom.components.data.sources.documents import Document, Part
 from drawloom.components.data.store.shard import ShardWriter, choose_id_dtype
-from drawloom.components.ports.corpus import Tokenizer
+from drawloom.components.ports.corpus import Tokenizer, complete_document
 from drawloom.graph import UserError
 
 BATCH = 2**18  # characters; longer documents are cut into pieces of about this size
@@ -20,14 +20,13 @@ Report = Callable[[int, int], None]
 
 
 def tokenize_part_into_shard(folder: Path, number: int, part: Part, tokenizer: Tokenizer, report: Report) -> None:
-    """Tokenize a part into a shard; documents get end tokens, and empty documents are dropped."""
-    end = np.array([tokenizer.eos_id], np.int64)
+    """Tokenize a part into a shard; empty documents are dropped."""
     with ShardWriter(folder, number, np.dtype(choose_id_dtype(tokenizer.vocab_size)), weighted=False) as shard:
         for batch in batch_documents_by_characters(part.documents()):
             before = shard.tokens
             for document, ids in zip(batch, _encode_batch(batch, tokenizer), strict=True):
                 if len(ids):
-                    shard.append_document(np.concatenate([ids, end]), document.source, document.offset)
+                    shard.append_document(complete_document(tokenizer, ids), document.source, document.offset)
             report(sum(len(document.text) for document in batch), shard.tokens - before)
 
 

@@ -17,7 +17,7 @@ from drawloom.components.ports.corpus import DocumentPart
 from drawloom.components.storage.strict_json import parse_strict_json
 from drawloom.graph import UserError
 
-FORMAT = 2
+FORMAT = 3
 MAX_PARTS = 2**26  # values in `store.json`: three for each shard
 STORE, LOCK = "store.json", "lock"
 
@@ -27,12 +27,13 @@ class Store:
     """
     TokenDocuments in a token store; a shard is mapped when a document is first read.
 
-    `vocab_size` and `eos_id` come from the tokenizer, `tokenizer` is its digest.
+    `vocab_size`, `eos_id` and `prefix_ids` come from the tokenizer, `tokenizer` is its digest.
     """
 
     folder: Path
     vocab_size: int
     eos_id: int
+    prefix_ids: list[int]
     tokenizer: str
     fingerprint: str
     shards: list[TokenShard]
@@ -54,7 +55,15 @@ class Store:
             TokenShard(ShardFiles(folder, number), documents, tokens, dtype, index["weighted"], digest)
             for number, (documents, tokens, digest) in enumerate(index["shards"])
         ]
-        return cls(folder, index["vocab_size"], index["eos_id"], index["tokenizer"], index["fingerprint"], shards)
+        return cls(
+            folder=folder,
+            vocab_size=index["vocab_size"],
+            eos_id=index["eos_id"],
+            prefix_ids=index["prefix_ids"],
+            tokenizer=index["tokenizer"],
+            fingerprint=index["fingerprint"],
+            shards=shards,
+        )
 
     def find_faults(self) -> list[str]:
         """Verify all files. Describe changed files, and files foreign to the store."""

@@ -201,6 +201,10 @@ class DecoderBuilder:
         yield from find_rope_context_parallel_faults(rope)
 
     @classmethod
+    def has_sequence_classifier(cls, node: Any) -> bool:
+        return cls.family.has_classifier
+
+    @classmethod
     def expert_count(cls, node: Any) -> int:
         config = node.settings["config"]
         if (given := node.settings.get("num_experts")) or config is None:
@@ -291,13 +295,11 @@ class DecoderBuilder:
 
     def hugging_face_config(self) -> dict[str, Any]:
         written = attrs.evolve(self.architecture, vocab_size=self.vocab_size)
-        return build_hugging_face_config(
-            self.family, written, None if self.tokenizer is None else self.tokenizer.eos_id
-        )
+        return build_hugging_face_config(self.family, written)
 
-    def build_updated_folder_config(self, path: Path) -> dict[str, Any]:
+    def build_updated_folder_config(self, path: Path, text_only: bool = False) -> dict[str, Any]:
         written = attrs.evolve(self.architecture, vocab_size=self.vocab_size)
-        return build_updated_folder_config(self.family, path, written, self.hugging_face_config())
+        return build_updated_folder_config(self.family, path, written, text_only)
 
     def find_decoder_prefix(self, path: Path) -> str:
         return self.family.nested_types.get(str(read_config_json(path).get("model_type")), "model.")

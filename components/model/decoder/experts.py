@@ -59,9 +59,8 @@ class SparseMoeBlock(nn.Module):
 
         With weights of tokens in the context, the backward pass adds gradients of the router's losses.
         """
-        chosen, probabilities = self.get_submodule(self.spec.router)(hidden, context.weights)
+        chosen, probabilities = self.get_submodule(self.spec.router)(hidden, context.weights, context.padding)
         choices, scale = (tensor.flatten(0, -2) for tensor in (chosen, probabilities))
-        # The view of the experts' output is made here, since FSDP warns of modules that return views.
         mixed: Tensor = self.experts(hidden, choices, scale).view_as(hidden)
         if not self.spec.shared_expert_width:
             return mixed

@@ -71,7 +71,8 @@ class Family:
     causal language modeling. `read` converts a `config.json` to the config class's keys, before defaults are filled in,
     and raises ValueError, with a reason that follows the path, for a config that can't be built; `write` is its
     inverse, for a complete `config.json`. `mapper` maps parameters to tensors in files; `ignored` are patterns
-    (fnmatch) for tensors that are not loaded, in which {layers} is the number of layers.
+    (fnmatch) for tensors that are not loaded, in which {layers} is the number of layers. `has_classifier` tells whether
+    transformers has a sequence classifier for `model_type`.
     """
 
     component: str
@@ -91,6 +92,7 @@ class Family:
     read: Callable[[dict[str, Any]], dict[str, Any]] = _return_unchanged
     write: Callable[[dict[str, Any]], dict[str, Any]] = _return_unchanged
     mapper: Callable[[Iterable[str], DecoderConfig], Mapper] = create_decoder_mapper
+    has_classifier: bool = True
 
     @property
     def config_keys(self) -> list[str]:
@@ -113,16 +115,19 @@ FIXED = {"attention_dropout": 0.0, "hidden_act": "silu"}
 """The `fixed` values of all families."""
 
 
-def build_hugging_face_config(family: Family, architecture: DecoderConfig, eos_id: int | None) -> dict[str, Any]:
-    """Return the `config.json` for a model; `eos_id` is the id that ends a text, if there is a tokenizer."""
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""Keys for token ids: null, as transformers' defaults of a family may lie outside of the vocabulary."""
+
+
+def build_hugging_face_config(family: Family, architecture: DecoderConfig) -> dict[str, Any]:
+    """Return the `config.json` for a model; an export fills in the token ids."""
     numbers = {
         family.renamed.get(key, key): _convert_tuple_to_list(getattr(architecture, key)) for key in family.config_keys
     }
-    # transformers' defaults of a family may lie outside of a smaller vocabulary.
-    known_end = {"pad_token_id": None} | ({} if eos_id is None else {"eos_token_id": eos_id})
     named = {"architectures": [family.class_name], "model_type": family.model_type}
     rope = build_rope_parameters(architecture.rope_scaling, architecture.rope_theta, architecture.rotary_dim)
-    return family.write({**named, **FIXED, **family.fixed, **numbers, **rope, **known_end, "use_cache": True})
+    no_ids = dict.fromkeys(TOKEN_IDS)
+    return family.write({**named, **FIXED, **family.fixed, **numbers, **rope, **no_ids, "use_cache": True})
 
 
 def read_config(family: Family, path: Path) -> DecoderConfig:
@@ -137,40 +142,80 @@ def text_config(family: Family, config: Mapping[str, Any]) -> Mapping[str, Any]:
 
     A sequence classifier has no lm_head, so its language model uses the embedding.
     """
-    if any("ForSequenceClassification" in str(name) for name in config.get("architectures") or ()):
+    if is_sequence_classifier(config):
         return {**config, "tie_word_embeddings": True}
-    text = config.get("text_config")
-    if config.get("model_type") not in family.nested_types or not isinstance(text, Mapping):
+    if not _is_multimodal(family, config):
         return config
     tied = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
-    return {**text, **tied}
+    return {**config["text_config"], **tied}
+
+
+def is_sequence_classifier(config: Mapping[str, Any]) -> bool:
+    """Return whether a `config.json` is for transformers' AutoModelForSequenceClassification."""
+    return any("ForSequenceClassification" in str(name) for name in config.get("architectures") or ())
+
+
+def _is_multimodal(family: Family, config: Mapping[str, Any]) -> bool:
+    """Return whether a `config.json` has a config of the family as its text config."""
+    return config.get("model_type") in family.nested_types and isinstance(config.get("text_config"), Mapping)
 
 
 OF_IMAGES = ("mrope_section", "mrope_interleaved")
 """Keys in `rope_parameters` for positions in images, which do not matter to text."""
 
+ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
+
+OF_CLASSIFIERS = ("num_labels", "id2label", "label2id", "problem_type")
+"""Keys of a sequence classifier, which a language model does not have."""
+
 
 def build_updated_folder_config(
-    family: Family, path: Path, architecture: DecoderConfig, written: Mapping[str, Any]
+    family: Family, path: Path, architecture: DecoderConfig, text_only: bool
 ) -> dict[str, Any]:
     """
-    Replace a folder's text config by a model's `written` config; return it unchanged if it describes the same model.
+    Return the `config.json` at `path`, as a language model's config, with the keys changed that differ for a model.
 
-    Raises UserError if the config at `path` can't be read.
+    With `text_only` a multimodal model's text config is returned, and the family's main type and class are named.
+    Raises UserError if the config can't be read.
     """
     original = read_config_json(path)
-    old = text_config(family, original)
-    if _build_architecture(family, old, path) == architecture:
-        return dict(original)
-    rope = dict(written.get("rope_parameters") or {"rope_type": "default", "rope_theta": written["rope_theta"]})
-    if isinstance(old_rope := old.get("rope_parameters"), Mapping):
-        rope |= {key: old_rope[key] for key in OF_IMAGES if key in old_rope}
-    kept = {key: value for key, value in old.items() if key != "rope_scaling"}
-    if old is original:
-        return {**kept, **written, "rope_parameters": rope}
-    text = {key: value for key, value in written.items() if key != "architectures"}
-    tied = {key: written[key] for key in ("tie_word_embeddings",) if key in original}
-    return {**original, "text_config": {**kept, **text, "rope_parameters": rope}, **tied}
+    before = build_hugging_face_config(family, _build_architecture(family, text_config(family, original), path))
+    written = build_hugging_face_config(family, architecture)
+    is_multimodal = _is_multimodal(family, original)
+    text = _replace_changed_keys(family, original["text_config"] if is_multimodal else original, before, written)
+    if text_only or not is_multimodal:
+        ids = {key: original[key] for key in TOKEN_IDS if key in original}
+        return _make_language_model_config({**ids, **text}, written, renames=text_only)
+    both = ("tie_word_embeddings", "vocab_size")
+    changed = {key: written[key] for key in both if key in original and written[key] != before[key]}
+    return {**original, "text_config": text, **changed}
+
+
+def _replace_changed_keys(
+    family: Family, config: Mapping[str, Any], before: Mapping[str, Any], written: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return a config with the keys that differ between two written ones, and without their other names."""
+    changed = {key: value for key, value in written.items() if key not in before or before[key] != value}
+    if changed.keys() & set(ROPE_KEYS) or before.keys() - written.keys():
+        rope = dict(written.get("rope_parameters") or {"rope_type": "default", "rope_theta": written["rope_theta"]})
+        if isinstance(old_rope := config.get("rope_parameters"), Mapping):
+            rope |= {key: old_rope[key] for key in OF_IMAGES if key in old_rope}
+        changed |= {key: written[key] for key in ROPE_KEYS if key in written} | {"rope_parameters": rope}
+        config = {key: value for key, value in config.items() if key not in ROPE_KEYS}
+    names = OTHER_KEYS | {theirs: ours for ours, theirs in family.renamed.items()}
+    replaced = {names.get(key, key) for key in changed}
+    return {key: value for key, value in config.items() if names.get(key, key) not in replaced} | changed
+
+
+def _make_language_model_config(config: dict[str, Any], written: Mapping[str, Any], renames: bool) -> dict[str, Any]:
+    """
+    Return a config with a causal language model's class, without keys of classifiers; `written` has the class, which
+    also replaces another such class if `renames`.
+    """
+    if not renames and any(str(name).endswith("ForCausalLM") for name in config.get("architectures") or ()):
+        return config
+    named = {key: written[key] for key in ("architectures", "model_type")}
+    return {key: value for key, value in config.items() if key not in OF_CLASSIFIERS} | named
 
 
 def locate_config_json(path: Path) -> Path:

@@ -70,6 +70,9 @@ class Decoder(TensorParallel):
             self.embed_tokens = Embedding(architecture.vocab_size, architecture.hidden_size, kernels)
         branches = {number: architecture.branches_of(number) for number in range(span.first, span.last)}
         self.attention = [find_attention_spec(layer) for layer in branches.values()]
+        # By index, because torch 2.11 can't compile a dict with rotary positions as keys.
+        self.ropes = [*dict.fromkeys(None if layer is None else layer.rope for layer in self.attention)]
+        self.rope_indices = [self.ropes.index(None if layer is None else layer.rope) for layer in self.attention]
         specs = [branch.spec for layer in branches.values() for branch in layer]
         self.is_recurrent = any(isinstance(spec, DeltaSpec) for spec in specs)
         self.layers = nn.ModuleDict(
@@ -133,16 +136,17 @@ class Decoder(TensorParallel):
             )
             for window in dict.fromkeys(attention.window for attention in specs)
         }
-        ropes = dict.fromkeys(attention.rope for attention in specs)
-        angles = {rope: None if rope is None else rope.compute_cos_sin(shared.positions) for rope in ropes}
+        angles = [None if rope is None else rope.compute_cos_sin(shared.positions) for rope in self.ropes]
         recurrence = None
         if self.is_recurrent:
             recurrent: Any = self.kernels
             recurrence = recurrent.recurrence_mask(shared.document_ids, shared.part, shared.cache)
-        without = LayerContext(shared.document_ids, weights=shared.weights, recurrence=recurrence)
+        without = LayerContext(
+            shared.document_ids, weights=shared.weights, padding=shared.padding, recurrence=recurrence
+        )
         return [
-            without if layer is None else without._replace(angles=angles[layer.rope], mask=masks[layer.window])
-            for layer in self.attention
+            without if layer is None else without._replace(angles=angles[rope], mask=masks[layer.window])
+            for layer, rope in zip(self.attention, self.rope_indices, strict=True)
         ]
 
 

@@ -61,17 +61,18 @@ class _AttachLoss(Function):
         return grad, torch.ones_like(loss)
 
 
-def compute_aux_loss_grad(counts: Tensor, weights: Tensor, length: int) -> Tensor:
+def compute_aux_loss_grad(counts: Tensor, weights: Tensor, choices: int) -> Tensor:
     """
     Return the gradients of the rows' load-balancing losses with respect to a token's probabilities, (rows, experts).
 
-    `counts`: how many choices by a row's tokens fell on an expert, (rows, experts); `weights`: the weights of the rows'
-    losses, (rows,). A row with `length` tokens has the loss experts * sum over experts of (share of tokens sent to it)
-    * (mean probability), and only the probability has a gradient. Fedus et al. 2021, "Switch Transformers", arXiv
-    2101.03961, equation 4; by rows, DeepSeek-AI 2024, arXiv 2412.19437, equation 17. As in transformers, shares add up
-    to a token's choices.
+    `counts`: how many choices by a row's tokens fell on an expert, (rows, experts), without padding; `weights`: the
+    weights of the rows' losses, (rows,); `choices`: a token's choices. A row has the loss experts * sum over experts of
+    (share of tokens sent to it) * (mean probability), and only the probability has a gradient. Fedus et al. 2021,
+    "Switch Transformers", arXiv 2101.03961, equation 4; by rows, DeepSeek-AI 2024, arXiv 2412.19437, equation 17. As in
+    transformers, shares add up to a token's choices.
     """
-    return counts * (weights * (counts.shape[1] / max(length, 1) ** 2)).unsqueeze(1)
+    tokens = (counts.sum(1, dtype=torch.float64) / choices).clamp(min=1)
+    return counts * (weights * counts.shape[1] / tokens.square()).unsqueeze(1)
 
 
 def sum_weighted_router_z_loss(logits: Tensor, weights: Tensor) -> Tensor:
@@ -142,15 +143,19 @@ class Router(Linear, RowSums):
         """Stop calling `observer`."""
         self._observers.remove(observer)
 
-    def forward(self, hidden: Tensor, weights: Tensor | None = None) -> ExpertChoices:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        self, hidden: Tensor, weights: Tensor | None = None, padding: Tensor | None = None
+    ) -> ExpertChoices:
         """
         Choose experts for all tokens.
 
         hidden is (rows, length, hidden_size), the results (rows, length, choices); if several `ranks` split the tokens,
         (tokens, hidden_size) and (tokens, choices). Given token weights, float32 (rows, length), the backward pass adds
         the gradients of the auxiliary and z losses as weighted sums, since after a step's microbatches all gradients
-        are divided by the total token weight.
+        are divided by the total token weight. Tokens in `padding`, bool (rows, length), are routed and count in neither
+        a loss nor an observer.
         """
+        is_token = None if padding is None else self.select_own_token_weights((~padding).float())
         wide = torch.promote_types(self.weight.dtype, torch.float32)
         if self.routing.wide_logits:
             logits = self.kernels.linear(hidden.to(wide), self.weight.to(wide))
@@ -165,10 +170,10 @@ class Router(Linear, RowSums):
         # Which experts are the best has no gradient; only their scores do.
         chosen = self._choose_experts(scores.detach())
         if weights is not None and self.aux_loss_coef:
-            scores = attach_loss_gradient(scores, self._compute_aux_loss_surrogate(scores, chosen, weights))
+            scores = attach_loss_gradient(scores, self._compute_aux_loss_surrogate(scores, chosen, weights, is_token))
         if weights is not None and self._observers:
             self._report_token_counts_to_observers(
-                self.remove_padding(chosen, weights), self.remove_padding(scores, weights)
+                self.remove_padding(chosen, weights), self.remove_padding(scores, weights), is_token
             )
         best = scores.gather(-1, chosen)
         if self.routing.norm_topk_prob:
@@ -176,15 +181,18 @@ class Router(Linear, RowSums):
         factor = self.routing.routed_scaling_factor
         return ExpertChoices(chosen, best if factor == 1.0 else best * factor)
 
-    def _compute_aux_loss_surrogate(self, scores: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    def _compute_aux_loss_surrogate(
+        self, scores: Tensor, chosen: Tensor, weights: Tensor, is_token: Tensor | None
+    ) -> Tensor:
         """
         Return a scalar, linear in the probabilities, whose gradients equal the rows' load-balancing losses' gradients.
         """
-        counts = self.count_row_choices_over_ranks(chosen, weights, self.num_experts)
-        grad = compute_aux_loss_grad(
-            counts, self.sum_row_weights(weights) * self.aux_loss_coef, self.get_length_over_context_ranks(weights)
-        )
-        return (self.repeat_by_token(grad.to(scores.dtype), weights) * self._normalise_unless_softmax(scores)).sum()
+        counts = self.count_row_choices_over_ranks(chosen, weights, self.num_experts, is_token)
+        grad = compute_aux_loss_grad(counts, self.sum_row_weights(weights) * self.aux_loss_coef, chosen.shape[-1])
+        grad = self.repeat_by_token(grad.to(scores.dtype), weights)
+        if is_token is not None:
+            grad = grad * is_token.unsqueeze(-1)
+        return (grad * self._normalise_unless_softmax(scores)).sum()
 
     def _choose_experts(self, scores: Tensor) -> Tensor:
         """Choose the experts with the best scores (..., experts) plus bias in the best groups: int64 (..., choices)."""
@@ -206,13 +214,16 @@ class Router(Linear, RowSums):
         total = scores.sum(-1, keepdim=True)
         return scores / (total if self.routing.scoring_func == "softmax" else total + 1e-20)  # sigmoids may all be 0
 
-    def _report_token_counts_to_observers(self, chosen: Tensor, scores: Tensor) -> None:
+    def _report_token_counts_to_observers(self, chosen: Tensor, scores: Tensor, is_token: Tensor | None) -> None:
         """
         Call the observers with token counts by expert and the probabilities; only in training, not in recomputation.
         """
         # Evaluations have no gradients; what is computed again was counted before.
         if torch.is_grad_enabled() and not is_recomputing():
-            flat = chosen.flatten()
-            tokens = flat.new_zeros(self.num_experts).scatter_add_(0, flat, torch.ones_like(flat))
+            scores, counted = self._normalise_unless_softmax(scores.detach()), torch.ones_like(chosen)
+            if is_token is not None:
+                own = is_token.flatten()[: len(chosen)].unsqueeze(1)
+                scores, counted = scores * own, counted * own.to(chosen.dtype)
+            tokens = counted.new_zeros(self.num_experts).scatter_add_(0, chosen.flatten(), counted.flatten())
             for observer in self._observers:
-                observer(tokens, self._normalise_unless_softmax(scores.detach()))
+                observer(tokens, scores)

@@ -39,8 +39,8 @@ def format_program(program: Program) -> str:
 
 
 OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
-# torch's actions for FSDP, which programs here do not schedule.
-IGNORED_ACTION = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_SCATTER|REDUCE_GRAD|OFFLOAD|RELOAD)\d*")
+# torch's actions for FSDP, and its waits for reductions and messages, which programs here do not schedule.
+IGNORED_ACTION = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_SCATTER|REDUCE_GRAD|OFFLOAD|RELOAD|WAIT_\w+?)\d*")
 
 
 def parse_program_csv(text: str) -> Program:

@@ -275,7 +275,7 @@ class CapturedRunner(StageRunner):
             cache.begin_fixed_pass(inputs.device)
             if (token_pass := self.graphs.get_token_pass_or_prepare(cache)) is not None:
                 return token_pass.run(cache, inputs, shared, finish)
-        # Graphs must serve batches with other counts, such as padding, which only the host reads.
+        # Graphs must serve batches with other counts, which only the host reads.
         given = inputs, shared, None if batch is None else batch.without_host_values()
         slot = (
             self.graphs.take_slot(given, self.stage, self.split) if torch.is_grad_enabled() and finish is None else None

@@ -29,7 +29,7 @@ class MicrobatchInputs:
     """
     Microbatch for the stages: the first stage's inputs, such as token ids, and the context for all stages.
 
-    The last stage computes the loss with `batch`; without a batch it returns `wait_for_sends`'s result.
+    The last stage computes the loss with `batch`; without a batch it returns `finish`'s result.
     """
 
     inputs: Any

@@ -5,7 +5,8 @@ Every published schedule is simulated with costs for the model's slices and for 
 into stages for the shortest makespan (`pipeline/program/partition.py`). Then programs are searched within the same
 memory (`pipeline/program/policy_search.py`), as Qi et al. do in "Zero Bubble Pipeline Parallelism", ICLR 2024, section
 3, and in "Pipeline Parallelism with Controllable Memory", NeurIPS 2024. The result is the shortest program overall, so
-it is never slower than a published schedule. All ranks find the same program.
+it is never slower than a published schedule, and among equals the one with the fewest messages. `drawloom schedule` and
+`drawloom explain RECIPE stages` say which schedule it is. All ranks find the same program.
 
 If memory is short, stages may recompute activations (activation checkpointing), on every rank as little as makes a
 program fit (`pipeline/program/recomputation.py`): such a program can be faster than all programs that fit without. Or
@@ -21,6 +22,7 @@ import numpy as np
 
 from drawloom.components.pipeline.program.builders import assign_stages_in_loop, assign_stages_in_vee
 from drawloom.components.pipeline.program.list_scheduling import ROUNDING, build_list_schedule
+from drawloom.components.pipeline.program.lowering import find_consumer_ranks
 from drawloom.components.pipeline.program.offloading import offload_until_fit
 from drawloom.components.pipeline.program.partition import (
     FittedProgram,
@@ -62,6 +64,13 @@ def list_published_schedules(stages_per_rank: int) -> list[Schedule]:
         LoopedBreadthFirst(stages_per_rank=stages_per_rank),
     ]
     return [*schedules, ZeroBubbleV(), DualPipeV(), VHalf(), VMin()] if stages_per_rank == 2 else schedules
+
+
+def build_published_programs(stages_per_rank: int, ranks: int, microbatches: int) -> Iterator[Program]:
+    """Yield the published schedules' programs, with the schedules' names as `choice`."""
+    for schedule in list_published_schedules(stages_per_rank):
+        name = type(schedule).__module__.rpartition(".")[2]
+        yield attrs.evolve(schedule.program(ranks, microbatches), choice=name)
 
 
 Cost = float | Sequence[float]
@@ -241,7 +250,9 @@ class Auto:
                     for count in counts
                     for fitted in self._iterate_offloading_programs(ranks, microbatches, count, planned)
                 ]
-            shortest = min(candidates, key=lambda fitted: fitted.makespan)  # the first of equals
+            least_time = min(fitted.makespan for fitted in candidates)
+            equal = [fitted for fitted in candidates if fitted.makespan <= least_time * (1 + ROUNDING)]
+            shortest = min(equal, key=_rank_equally_fast_programs)
             if shortest.makespan == math.inf:
                 least = min(fitted.microbatch_peak_memory for fitted in candidates)
                 text = f"a microbatch's activations are {least:g} on a rank"
@@ -263,9 +274,9 @@ class Auto:
         if not recomputes:
             slices = attrs.evolve(slices, recomputed=())
         comparable = []
-        for schedule in list_published_schedules(stages_per_rank):
-            if planned is None or schedule.stage_to_rank(ranks) == placement:
-                fitted = PartitionSearch(schedule.program(ranks, microbatches), slices, limit).search_best_partition()
+        for program in build_published_programs(stages_per_rank, ranks, microbatches):
+            if planned is None or program.stage_to_rank == placement:
+                fitted = PartitionSearch(program, slices, limit).search_best_partition()
                 comparable += [fitted] if fitted.program.stage_to_rank == placement else []
                 yield fitted
         # If no program fits, the search starts from the stages with the least memory.
@@ -283,9 +294,8 @@ class Auto:
         policy = None
         for number, task in enumerate(select_promising_tasks(tasks) if recomputes else tasks):
             policy = search_best_policy(task, (policy, *STARTS) if policy else STARTS, self.trials // (1 + 3 * number))
-            yield PartitionSearch(build_list_schedule(task, policy), slices, limit).search_best_partition(
-                [*cuts, *starts]
-            )
+            program = attrs.evolve(build_list_schedule(task, policy), choice="search")
+            yield PartitionSearch(program, slices, limit).search_best_partition([*cuts, *starts])
 
     def _iterate_offloading_programs(
         self, ranks: int, microbatches: int, stages_per_rank: int, planned: FittedProgram | None
@@ -294,8 +304,7 @@ class Auto:
         slices, copies = attrs.evolve(self._build_slices(ranks, stages_per_rank), recomputed=()), self.offload
         share = 1.0 if self._consistent_slice_count else ranks / len(slices)
         times = [*copies] if isinstance(copies, Sequence) else [share * (copies or 0.0)] * len(slices)
-        for schedule in list_published_schedules(stages_per_rank):
-            program = schedule.program(ranks, microbatches)
+        for program in build_published_programs(stages_per_rank, ranks, microbatches):
             if planned is None:
                 fitted = PartitionSearch(program, slices, math.inf).search_best_partition()
             elif program.stage_to_rank == planned.program.stage_to_rank:
@@ -365,3 +374,11 @@ class Auto:
             return numbers
         unit = self.forward, self.backward_input + self.backward_weight, self.backward_input, self.backward_weight
         return [numbers[0] * seconds for seconds in unit]
+
+
+def _rank_equally_fast_programs(fitted: FittedProgram) -> tuple[bool, bool, int]:
+    """Return a sort key: programs without recomputation and copies come first, then those with fewer messages."""
+    program = fitted.program
+    recomputes = any(policy != "none" for policy in program.recompute)
+    messages = int((find_consumer_ranks(program) != program.rank_by_action).sum())
+    return recomputes, bool(program.offloaded), messages

@@ -37,7 +37,8 @@ class Summary:
         """Return the schedule's name and size."""
         ranks, stages = format_count(self.ranks, "rank"), format_count(self.stages_per_rank, "stage")
         microbatches = format_count(self.simulation.program.microbatches, "microbatch", "es")
-        return f"{self.schedule}: {ranks} × {stages}, {microbatches}"
+        chosen = f" ({choice})" if (choice := self.simulation.program.choice) else ""
+        return f"{self.schedule}{chosen}: {ranks} × {stages}, {microbatches}"
 
     @property
     def caption(self) -> str:
@@ -72,6 +73,7 @@ class Summary:
             "peak_activations": run.peak_activations,
             "peak_live_weights": run.peak_microbatches_in_flight,
             "messages": run.message_count,
+            **({"choice": run.program.choice} if run.program.choice else {}),
             **({"recompute": list(run.program.recompute)} if run.program.recompute else {}),
             **({} if self.measured is None else {"measured_makespan": self.measured.makespan}),
             **({} if self.memory is None else {"activation_bytes": list(self.memory)}),

@@ -42,7 +42,7 @@ class SplitBackward:
 
     Microbatches of one stage take less time if they share `weights`, if all backward passes run in one stream.
 
-    A forward pass within `forward` can have a full backward pass instead: `torch.autograd.backward(output, grad)`.
+    A forward pass within `forward_context` can have a full backward pass: `torch.autograd.backward(output, grad)`.
     A pass that raises an error leaves no state behind, except for gradients that W has already accumulated.
     """
 

@@ -1,5 +1,5 @@
 """
-Effective training time ratio (ETTR) under faults: `make bench-ettr`, or with arguments RANKS SECONDS MODES...
+Effective training time ratio (ETTR) under faults: `make bench NAME=ettr`, with ONLY="ranks seconds modes".
 
 A run with steps of about half a second, on the CPU or with a GPU for each process, loses a random process every 30 s:
 by SIGKILL, or by SIGSTOP. The mode `spare` has `processes.on_failure = "continue"` and a hot spare (`drawloom launch
@@ -192,15 +192,16 @@ def measure_undisturbed_interval(log: str) -> float:
     )
 
 
-def main(ranks: int = 2, seconds: float = 600.0, *modes: str) -> None:
+def main() -> None:
     """Measure every mode after the other; without `spare` on GPUs, unless it is named."""
+    ranks, seconds, *modes = sys.argv[1:] or ("2", "600")
     for mode in modes or [mode for mode in WORDS if not (HAS_GPUS and mode == "spare")]:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             write_corpus(folder, files=60)
             (folder / "recipe.toml").write_text(RECIPE, "utf-8")
-            Run(folder, ranks, mode, random.Random(0)).measure(seconds)
+            Run(folder, int(ranks), mode, random.Random(0)).measure(float(seconds))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), float(sys.argv[2]), *sys.argv[3:])
+    main()

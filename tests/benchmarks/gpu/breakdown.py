@@ -1,5 +1,5 @@
 """
-GPU time of a training step by kind of operation: `make bench-breakdown-gpu`; RANKS=2 shards over two GPUs (FSDP).
+GPU time of a training step by kind of operation: `make bench NAME=breakdown`; RANKS=2 shards over two GPUs (FSDP).
 
 The models are Qwen3-0.6B, the shape of Llama 3 8B and a billion parameters with 64 experts, trained as in `meshes.py`.
 The first line has tokens per second and GPU and the step's milliseconds without tracing. Then follow, for consecutive

@@ -1,5 +1,5 @@
 """
-Token dispatch to experts on other GPUs and back (expert parallelism): `make bench-dispatch-gpu RANKS=2`.
+Token dispatch to experts on other GPUs and back (expert parallelism): `make bench NAME=dispatch RANKS=2`.
 
 Every GPU has 4096 tokens (width 4096, bfloat16). A token chooses 1, 2 or 8 of 16 experts at random. `dispatch` ends
 with rows sorted by expert; `combine` starts from such rows and ends with sums by token; both run without gradients.

@@ -1,5 +1,5 @@
 """
-Training steps with products in bfloat16 and in float8, in one run on one GPU: `make bench-fp8-gpu`.
+Training steps with products in bfloat16 and in float8, in one run on one GPU: `make bench NAME=float8`.
 
 The shape of Llama 3 8B, Qwen3-1.7B, Qwen3-0.6B and a billion parameters with 64 experts, with parameters in bfloat16;
 the smaller ones also with passes as CUDA graphs, since float8 has three times as many operations for the host to issue.

@@ -1,5 +1,5 @@
 """
-A step of GRPO compared with TRL, in one run: `make bench-grpo-gpu`.
+A step of GRPO compared with TRL, in one run: `make bench NAME=grpo`.
 
 Both sample the same number of completions for the same prompts, learn from them once, and take an AdamW step, with the
 shapes of Qwen3-0.6B, random weights in bfloat16, and no recomputation. TRL generates with transformers. The random

@@ -1,5 +1,5 @@
 """
-GPU idle time in 20 steps of a run, and how often the host waits for the GPU: `make bench-idle-gpu`.
+GPU idle time in 20 steps of a run, and how often the host waits for the GPU: `make bench NAME=idle`.
 
 `drawloom run first_run` trains in the shape of Qwen3-0.6B on 4 rows of 4096 bytes from the standard library's source,
 with float32 master weights, clipping, AdamW and metrics at every step. The profiler traces 20 consecutive steps, one

@@ -1,5 +1,5 @@
 """
-Host time of a kernel launch, with and without Triton's JIT, in one run: `make bench-launches-gpu`.
+Host time of a kernel launch, with and without Triton's JIT, in one run: `make bench NAME=launches`.
 
 A line reports one operation, forward or both ways: the host's microseconds per call in the fastest batch, for our lean
 launches, for the JIT's, and without any launch. The device has so little work that the host is the limit.

@@ -1,5 +1,5 @@
 """
-Measured and simulated step time of a two-GPU pipeline, for every schedule: `make bench-makespan-gpu`.
+Measured and simulated step time of a two-GPU pipeline, for every schedule: `make bench NAME=makespan`.
 
 The model is Qwen3-0.6B in bfloat16; a step is 8 microbatches of 4 rows (ROWS) of 4096 tokens, forward and backward
 passes alone. A schedule's line reports, in milliseconds,

@@ -1,5 +1,5 @@
 """
-Training losses in float8 compared with bfloat16, on one GPU in a few minutes: `make bench-loss-gpu`.
+Training losses in float8 compared with bfloat16, on one GPU in a few minutes: `make bench NAME=matched_loss`.
 
 One recipe, a decoder with 14 million parameters over the bytes in the sources for Python and torch, runs with three
 seeds in both formats; runs with one seed have the same initial weights and row order. Every tenth of the steps gets a

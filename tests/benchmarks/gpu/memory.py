@@ -1,5 +1,5 @@
 """
-Plans of recipes that use host memory or quantized weights, compared with runs on one GPU: `make bench-memory-gpu`.
+Plans of recipes that use host memory or quantized weights, compared with runs on one GPU: `make bench NAME=memory`.
 
 Each case is a short run of a shipped recipe at its real widths, from random weights, on packed source code. Its output
 is printed as it comes. Then follow the last step's loss, tokens per second and MFU, planned and measured peak memory,

@@ -1,14 +1,15 @@
 """
-Meshes of several GPUs compared with one GPU and with plain FSDP2, in one run: `make bench-mesh-gpu RANKS=2`.
+Meshes of several GPUs compared with one GPU and with plain FSDP2, in one run: `make bench NAME=meshes RANKS=2`.
 
 The models are Qwen3-0.6B, the shape of Llama 3 8B and a billion parameters with 64 experts, in bfloat16, with rows of
 4096 tokens. A step is forward, backward, gradient norm, clipping and AdamW. Data-parallel ranks have as many rows as
 the single GPU; tensor-parallel ranks share their rows. Ideal scaling keeps the single GPU's tokens per second on every
 GPU. The peer is Hugging Face transformers, with Liger's kernels if installed, under torch's `fully_shard` with one unit
 per layer, as here. Experts are drawn at random, so that all ranks get even shares, as with a balanced router. A line
-reports tokens per second and GPU, their ratio to one GPU, and peak GiB per GPU. `make bench-finetune-gpu` measures
-fine-tuning on one GPU, `make bench-capture-gpu` CUDA graphs on one GPU, and `make bench-train-gpu RANKS=8` the meshes
-of a whole host, with Qwen3-8B's shape at a million tokens and Qwen3-30B-A3B.
+reports tokens per second and GPU, their ratio to one GPU, and peak GiB per GPU.
+
+`ONLY=--finetuning` measures fine-tuning on one GPU, `ONLY=--capture` CUDA graphs on one GPU, and `ONLY=--wide RANKS=8`
+the meshes of a whole host, with Qwen3-8B's shape at a million tokens and Qwen3-30B-A3B.
 """
 
 import gc

@@ -1,5 +1,5 @@
 """
-Full training steps with the optimizer's state on the GPU and in host memory: `make bench-offload-gpu`.
+Full training steps with the optimizer's state on the GPU and in host memory: `make bench NAME=offload`.
 
 The shape of Llama 3 8B in bfloat16, 16 microbatches of 4096 tokens a step: stochastic rounding with means in bfloat16
 on the GPU and on the host, split master weights with means in float32 on the host, too large for a GPU of 80 GB;

@@ -1,5 +1,5 @@
 """
-A two-GPU pipeline compared with one GPU, in one run: `make bench-pipeline-gpu`.
+A two-GPU pipeline compared with one GPU, in one run: `make bench NAME=pipeline`.
 
 The model is Qwen3-0.6B in bfloat16; a step is 8 microbatches of 2 or 4 rows with 4096 tokens, all gradients and AdamW
 included. Every schedule and every head cost in layers (`stages.head_layer_cost`) gets a line with

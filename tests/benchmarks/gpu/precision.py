@@ -1,5 +1,5 @@
 """
-Cost of precision, in one run of less than five minutes: `make bench-precision-gpu`.
+Cost of precision, in one run of less than five minutes: `make bench NAME=precision`.
 
 The components of a run train Qwen3-0.6B, gradient norm, clipping and AdamW included: all in bfloat16, with float32
 master weights and bfloat16 compute, and all in float32 with TF32 and without. Then follows the float32 cross entropy

@@ -1,5 +1,5 @@
 """
-Training steps with LoRA on frozen weights in bfloat16 and in quantized formats, on one GPU: `make bench-qlora-gpu`.
+Training steps with LoRA on frozen weights in bfloat16 and in quantized formats, on one GPU: `make bench NAME=qlora`.
 
 First the time to dequantize one large weight, then steps with the shape of Llama 3 8B and LoRA of rank 16 on all
 projections, with the peak memory and, relative to bfloat16, the speed, with products in bfloat16 and in float8.

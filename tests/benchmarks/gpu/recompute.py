@@ -1,5 +1,5 @@
 """
-Savings and cost of activation checkpointing, in training steps by the components of a run: `make bench-recompute-gpu`.
+Savings and cost of activation checkpointing, in training steps by the components of a run: `make bench NAME=recompute`.
 
 Every policy of `[stages] recompute` gets a line: tokens per second from the median of consecutive steps (the host
 issues a step while the GPU computes the step before); the ratio to no recomputation; the host's time in the fastest

@@ -1,5 +1,5 @@
 """
-The gated delta rule compared with flash-linear-attention 0.6.0, in one run: `make bench-recurrence-gpu`.
+The gated delta rule compared with flash-linear-attention 0.6.0, in one run: `make bench NAME=recurrence`.
 
 Every shape gets the forward milliseconds of both on the same packed documents, their ratio, our backward milliseconds
 and the ratio to our forward pass, and the errors against float32. `--backward` measures fla's backward pass, too, which

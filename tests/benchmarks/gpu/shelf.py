@@ -1,5 +1,5 @@
 """
-Recipes of known models on the available GPUs: `make bench-shelf-gpu`.
+Recipes of known models on the available GPUs: `make bench NAME=shelf`.
 
 A byte-pair tokenizer is trained on Python's standard library, and `drawloom tokenize` converts its source to a token
 store. Then every recipe that the GPUs can hold trains for some steps with the mesh from MODELS. A line reports the last
@@ -21,13 +21,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 GPUS = torch.cuda.device_count()
 STEPS = 6
 STEPS_ONLY = """
-unset = ["trainer.checkpointer"]
-
-[trainer]
-on_finish = []
-
-[edit.trainer.phases]
-remove = ["@checkpoint", "@evaluate"]
+checkpoint.every = "never"
+evaluate.every = "never"
+trainer.on_finish = []
 """
 """Overlay without checkpoints, which have some 100 GB, and would take longer than the steps."""
 

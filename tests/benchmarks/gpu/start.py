@@ -1,5 +1,5 @@
 """
-Time for a model to start on one GPU, or on the CPU if there is none: `make bench-start-gpu`.
+Time for a model to start on one GPU, or on the CPU if there is none: `make bench NAME=start`.
 
 A model with the shape of Llama 3 8B in bfloat16 is initialized at random, written to a local folder (FOLDER=/path, 17
 GB; default: a temporary folder), and read twice: after its files were dropped from the page cache, and from the cache.

@@ -1,5 +1,5 @@
 """
-torchtitan compared with drawloom on one GPU, in one run: `make bench-titan-gpu`.
+torchtitan compared with drawloom on one GPU, in one run: `make bench NAME=titan`.
 
 torchtitan's part is its Qwen3 model, its compilation per block, its loss, clipping and fused AdamW; drawloom's part is
 the step of a run, as `meshes.py` takes it. Both have bfloat16 weights and the same shapes. torchtitan's Trainer needs a

@@ -1,5 +1,5 @@
 """
-One training step of whole models, compared with Hugging Face transformers, in one run: `make bench-train-gpu`.
+One training step of whole models, compared with Hugging Face transformers, in one run: `make bench NAME=training`.
 
 Every contender gets the same tokens, the same weight shapes in bfloat16, and an AdamW step. Tokens per second are from
 the median of consecutive steps: the host issues a step while the GPU computes the step before. MFU is

@@ -47,7 +47,7 @@ def test_scale_is_alpha_by_rank_or_by_its_root() -> None:
 @pytest.mark.parametrize(
     ("adapters", "text"),
     [
-        ([lora("q_prj")], "'q_prj' matches nothing that can be adapted; a module of the model is called model.layers"),
+        ([lora("q_prj")], "'q_prj' matches nothing that can be adapted; linear layers are q_proj"),
         ([lora("norm")], "'norm' matches nothing"),
         ([lora("q_proj"), lora("layers.0.*")], "layers.0.self_attn.q_proj is named by two adapters"),
         ([lora("q_proj"), FullTuning(targets=["layers.0"])], "layers.0.self_attn.q_proj is named by two adapters"),

@@ -18,6 +18,7 @@ from drawloom.components.checkpoint.peer_memory import PeerMemory
 from drawloom.components.checkpoint.reader import load_node_state
 from drawloom.components.distributed.process_group import SingleProcess
 from drawloom.components.ports.run import Cadence, Step
+from drawloom.components.storage import durable_files
 from drawloom.graph import ResolvedRecipe, UserError
 from drawloom.graph.recipe.lockfile import RecipeChange
 from support.checkpoints import SingleRankMesh, StateNode, checkpointer, restore_step, save_steps, state_of
@@ -64,14 +65,22 @@ class TorchOptimizer:
 
 
 @pytest.mark.parametrize(
-    ("every", "steps"), [(2, [2, 4, 5]), (5, [5]), (7, [5]), (1, [1, 2, 3, 4, 5]), ("last", [5]), ("never", [5])]
+    ("every", "steps"), [(2, [2, 4, 5]), (5, [5]), (7, [5]), (1, [1, 2, 3, 4, 5]), ("last", [5]), ("never", [])]
 )
-def test_the_last_step_is_always_saved(tmp_path: Path, every: Cadence, steps: list[int]) -> None:
-    """The cadence adds steps; the last is saved with any cadence."""
+def test_every_cadence_but_never_has_the_last_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: Cadence, steps: list[int]
+) -> None:
+    """The cadence adds steps; with "never" a full disk is no obstacle, and a stop saves nothing either."""
+    if every == "never":
+        monkeypatch.setattr(durable_files, "count_free_bytes", lambda _: 0)
     memory = StateNode()
-    _train(checkpointer(tmp_path, {"memory": memory}, every=every, keep=9), memory, 5)
+    node = checkpointer(tmp_path, {"memory": memory}, every=every, keep=9)
+    assert node.restore() == 0
+    _train(node, memory, 5)
+    assert node.save(Step(5, 9)) == bool(steps)
     assert _steps(tmp_path) == steps
-    assert restore_step(tmp_path) == 5
+    if steps:
+        assert restore_step(tmp_path) == 5
 
 
 def test_a_skipped_step_is_saved_too(tmp_path: Path) -> None:

@@ -64,6 +64,25 @@ def test_answers_are_in_the_order_of_requests() -> None:
     assert [likeliest for _, likeliest in model().loglikelihood(greedy, disable_tqdm=True)] == [True, False]
 
 
+class Begun(Bytes):
+    """Bytes after two ids, like GLM-4's."""
+
+    prefix_ids = (1, 2)
+
+
+def test_texts_begin_with_the_ids_of_the_tokenizer() -> None:
+    """Contexts, answers without a context, and whole texts are scored after `prefix_ids`."""
+    made = RunModel(Table(), Begun(), Alone(), 9, 2)  # type: ignore[arg-type]
+    pairs = [("ab", "cd"), ("", "xy")]
+    answers = made.loglikelihood([request("loglikelihood", *pair) for pair in pairs], disable_tqdm=True)
+    wanted = [by_hand([1, 2, *one.encode(), *other.encode()], 2) for one, other in pairs]
+    assert [total for total, _ in answers] == pytest.approx(wanted, rel=1e-5)
+    (whole,) = made.loglikelihood_rolling([request("loglikelihood_rolling", "abcd")])
+    assert whole == pytest.approx(by_hand([1, 2, *b"abcd"], 4), rel=1e-5)
+    prompts = [made.tok_encode(text) for text in ("", "a")]
+    assert prompts == [[1, 2], [1, 2, 97]]
+
+
 def test_the_model_sees_no_more_than_its_context() -> None:
     """The model sees the end of long texts; in rolling windows every token is scored once."""
     made = model(context=5)

@@ -44,13 +44,15 @@ def test_random_points_are_in_their_intervals_and_more_of_them_keep_the_first() 
 
 
 def test_axes_are_read_from_a_table(tmp_path: Path) -> None:
-    """Lists, ranges, intervals and single values; words of the command line are further axes."""
+    """Lists, ranges, intervals and single values, also with quoted keys; words are further axes."""
     file = tmp_path / "axes.toml"
     text = '[axes]\noptimizer.lr = [1e-3, 3e-4]\nrun.seed = "0..1"\nmodel.activation = "silu"\n'
     file.write_text(text, "utf-8")
     points = make_sweep_points(["trainer.steps=1,2"], file)
     assert len(points) == 8 and points[0].name == "lr=0.001,seed=0,steps=1"
     assert points[0].words[0] == 'model.activation="silu"'
+    file.write_text(text.replace("optimizer.lr", '"optimizer.lr"').replace("run.seed", "'run.seed'"), "utf-8")
+    assert make_sweep_points(["trainer.steps=1,2"], file) == points
     file.write_text('[axes]\noptimizer.lr = { low = 1e-4, high = 1e-2, scale = "log" }\n', "utf-8")
     assert make_sweep_points([], file, count=3) == make_sweep_points(["optimizer.lr=1e-4..1e-2:log"], count=3)
 

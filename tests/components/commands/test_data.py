@@ -22,11 +22,21 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_statistics_are_shown(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without a row there is a line for each split: rows, fill rate, documents, tokens, lengths."""
+    """Without a row there is a line for each split: rows, fill rate, documents, tokens, lengths; then the overlap."""
     assert main(["data", "show", recipe]) == 0
-    _, train, validation = capsys.readouterr().out.splitlines()
+    _, train, validation, copies = capsys.readouterr().out.splitlines()
+    assert copies == "0 validation documents are also in the training split"
     assert train.split() == ["train", "56", "99.330", "10", "1,780", "176,", "176,", "178.0,", "186"]
     assert validation.split()[:5] == ["validation", "11", "100.000", "2", "352"]
+
+
+def test_copies_in_both_splits_are_counted(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With a store for either split, validation documents that training has, too, are counted, each copy once."""
+    store_of(tmp_path / "one", [["abc", "abd", "abcd", "abc"]])
+    store_of(tmp_path / "other", [["abd", "abe", "abc", "abd", "abcde"]])
+    words = ["tokens.use=data.tokenized", "tokens.path=one", "tokens.validation_path=other", "packing.length=4"]
+    assert main(["data", "show", recipe, *words]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "3 validation documents are also in the training split"
 
 
 def test_the_sources_of_a_mixture_are_shown(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,12 +58,11 @@ def test_the_sources_of_a_mixture_are_shown(recipe: str, tmp_path: Path, capsys:
 def test_a_row_is_shown_with_its_documents(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Each document has its file, positions and weights, and its tokens as text, apart from one another."""
     assert main(["data", "show", recipe, "packing.use=data.packing.padded", "packing.length=200", "--row", "1"]) == 0
-    head, document, *text, padding, ends = capsys.readouterr().out.splitlines()
+    head, document, *text, padding = capsys.readouterr().out.splitlines()
     assert head == "train row 1: 200 tokens, 175 targets"
     assert document.startswith("[0:176] corpus/part") and document.endswith("positions 0 to 175, weights add up to 175")
     assert text[0].startswith("d|⟦e|f| |f") and text[-1].endswith("<end>⟧")
     assert padding == "[176:200] padding, positions 0 to 23, weights add up to 0"
-    assert ends == "|".join(["<end>"] * 24)
 
 
 def test_trained_parts_of_a_conversation_are_marked(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -43,7 +43,7 @@ def test_warm_ups_in_tokens_are_drawn_without_the_data(capsys: Capture, tmp_path
     more = (f"corpus.paths=['{tmp_path}/none.txt']", "corpus.use=data.text_files", "mesh.data_replicate=8")
     curves = data(capsys, "first_run", *words, *more, "batch.micro_size=2", "trainer.steps=100000")
     points = curves["lr of [optimizer]"]
-    assert len(points) == 2000 and points[0] == [1, 0.0] and points[-1] == [100000, 4e-3]
+    assert len(points) == 2000 and points[0] == [1, 4e-3 / 25] and points[-1] == [100000, 4e-3]
 
 
 def test_pictures_have_all_curves(capsys: Capture) -> None:

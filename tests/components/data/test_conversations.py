@@ -78,6 +78,16 @@ def test_which_turns_are_trained(tmp_path: Path) -> None:
         corpus(tmp_path, row, template=THINKING)
 
 
+def test_a_prompt_that_the_answer_does_not_continue_is_explained(tmp_path: Path) -> None:
+    """The reason quotes both texts, and does not propose a value of `turns`, which would not help."""
+    template = CHATML.replace("assistant\\n' }}{%- endif", "assistant\\n<think>' }}{%- endif")
+    for turns in ("all", "last"):
+        with pytest.raises(UserError) as error:
+            corpus(tmp_path, {"messages": say("a", "one")}, template=template, turns=turns)
+        assert "rows.jsonl:1: turn 2: a model answers after '<think>', and" in str(error.value)
+        assert "'one<|im_end|>" in str(error.value) and "turns =" not in str(error.value)
+
+
 def test_roles_have_weights(tmp_path: Path) -> None:
     """A role without a weight is not trained."""
     made = corpus(tmp_path, {"messages": say("a", "b", "c")}, roles={"assistant": 0.5, "user": 0.0})

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from drawloom.components.data.hugging_face_tokenizer import HuggingFaceTokenizer
+from drawloom.components.ports.corpus import complete_document, complete_prompt
 from drawloom.graph import UserError
 
 
@@ -31,6 +32,128 @@ def open_tokenizer(path: Path, end_token: str = "<end>") -> HuggingFaceTokenizer
     tokenizer = HuggingFaceTokenizer(path=path, end_token=end_token)
     tokenizer.open()
     return tokenizer
+
+
+LAYOUTS = {
+    "none": None,
+    "Gemma": processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)]),
+    "Llama 3": processors.Sequence(
+        [
+            processors.ByteLevel(trim_offsets=False),
+            processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)]),
+        ]
+    ),
+    "GLM-4": processors.TemplateProcessing(single="<x> <s> $A", special_tokens=[("<s>", 0), ("<x>", 2)]),
+    "with an end": processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]),
+    "with another end": processors.TemplateProcessing(single="$A <x>", special_tokens=[("<x>", 2)]),
+    "RoBERTa": processors.RobertaProcessing(("</s>", 1), ("<s>", 0)),
+    "BERT": processors.BertProcessing(("</s>", 1), ("<s>", 0)),
+}
+"""Post-processors by the model or the layout that has them."""
+
+
+def make_bpe() -> Tokenizer:
+    """Return a byte-level BPE whose letters can be merged."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<s>", "</s>", "<x>"], initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(["the cat sat on the mat"] * 20, trainer)
+    return tokenizer
+
+
+def make_unigram() -> Tokenizer:
+    """Return a tokenizer in the style of SentencePiece, with a space before the first word."""
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    special = ["<s>", "</s>", "<x>", "<unk>"]
+    trainer = trainers.UnigramTrainer(vocab_size=60, special_tokens=special, unk_token="<unk>")
+    tokenizer.train_from_iterator(["the cat sat on the mat, 12 def(x): was here"] * 20, trainer)
+    return tokenizer
+
+
+def write_base(folder: Path, tokenizer: Tokenizer) -> Path:
+    """Write a Llama model's folder with a tokenizer."""
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def read_auto_ids(folder: Path, text: str) -> list[int]:
+    """Return a text's ids from transformers."""
+    from transformers import AutoTokenizer
+
+    ids: list[int] = AutoTokenizer.from_pretrained(folder)(text)["input_ids"]
+    return ids
+
+
+@pytest.mark.parametrize("make", [make_bpe, make_unigram])
+@pytest.mark.parametrize("begin_token", [None, "", "<s>", "<x>"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_documents_and_prompts_begin_like_transformers(
+    layout: str, begin_token: str | None, make: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """
+    A document has AutoTokenizer's ids and one end token, a prompt the ids without the end; so has the export of a
+    tokenizer with another begin token, and transformers agrees with it.
+    """
+    base, export, text = tmp_path / "base", tmp_path / "export", "the cat sat <s> on"
+    base.mkdir()
+    export.mkdir()
+    backend = make()
+    if (processor := LAYOUTS[layout]) is not None:
+        backend.post_processor = processor
+    tokenizer = HuggingFaceTokenizer(path=write_base(base, backend), begin_token=begin_token)
+    tokenizer.open()
+    (export / "config.json").write_text((base / "config.json").read_text())
+    tokenizer.save(export)
+    ids = tokenizer.encode(text)
+    document, prompt = complete_document(tokenizer, ids).tolist(), complete_prompt(tokenizer, ids).tolist()
+    expected = read_auto_ids(export, text.replace("<s>", "cat"))
+    plain = complete_document(tokenizer, tokenizer.encode(text.replace("<s>", "cat"))).tolist()
+    assert plain == expected + [1] * (expected[-1] != 1)
+    assert document == prompt + [2] * (layout == "with another end") + [1]
+    if begin_token is None:
+        assert expected == read_auto_ids(base, text.replace("<s>", "cat"))
+        assert (export / "tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
+    else:
+        start = [] if begin_token == "" else [backend.token_to_id(begin_token)]
+        assert prompt == [*start, *ids.tolist()]
+    assert not caplog.records
+    empty = complete_prompt(tokenizer, tokenizer.encode("")).tolist()
+    assert empty == (prompt[: len(prompt) - len(ids)] or [1])
+
+
+def test_a_begin_token_that_is_missing_is_refused(tmp_path: Path) -> None:
+    """The message has the setting, the file and the candidates, and comes before anything is opened."""
+    tokenizer = HuggingFaceTokenizer(path=write(tmp_path), end_token="<end>", begin_token="<bos>")
+    with pytest.raises(UserError, match=r'begin_token: .*has no token "<bos>"; write one of "<end>"'):
+        tokenizer.check_before_open()
+
+
+def test_dropout_is_switched_off(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """
+    A file with BPE dropout gives the ids of the same file without it, in training and from the export, and one warning
+    names the file.
+    """
+    folders = base, plain, export = [tmp_path / name for name in ("base", "plain", "export")]
+    for folder in folders:
+        folder.mkdir()
+    write_base(plain, make_bpe())
+    backend = make_bpe()
+    backend.model.dropout = 0.5
+    tokenizer = HuggingFaceTokenizer(path=write_base(base, backend))
+    tokenizer.open()
+    (export / "config.json").write_text((base / "config.json").read_text())
+    tokenizer.save(export)
+    (message,) = caplog.messages
+    assert f"{base / 'tokenizer.json'}: BPE dropout of 0.5" in message
+    text = "the cat sat on the mat " * 9
+    assert tokenizer.encode(text).tolist() == read_auto_ids(plain, text) == read_auto_ids(export, text)
 
 
 def test_only_the_text_is_encoded(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -84,9 +85,10 @@ def test_state_can_be_loaded_into_a_running_loader(
 def test_state_is_the_number_of_steps(rows_of: RowsOf, one_rank: Any, job: Any, names: Any) -> None:
     """The state counts steps and rows taken without prefetched ones; other states are refused."""
     with loading(rows_of(train=ROWS), one_rank, job, workers=1, prefetch=3) as loader:
-        assert loader.state_dict() == {"step": 0, "position": 0}
+        first_rows = loader.state_dict()["first_rows"]
+        assert loader.state_dict() == {"step": 0, "position": 0, "first_rows": first_rows}
         steps(loader, names, 2)
-        assert loader.state_dict() == {"step": 2, "position": 2 * STEP}
+        assert loader.state_dict() == {"step": 2, "position": 2 * STEP, "first_rows": first_rows}
         wrong: list[tuple[Any, Any]] = [(-1, 0), ("2", 0), (2, -1), (2, 8.0)]
         refused: list[tuple[Any, Any]] = [
             ({"step": step, "position": position}, ValueError) for step, position in wrong
@@ -154,7 +156,18 @@ def test_steps_of_another_size_continue_the_order(rows_of: RowsOf, one_rank: Any
             state = loader.state_dict()
             assert [loader.list_rows_on_all_ranks(step) for step in (state["step"] - 1, state["step"])] == taken[-2:]
     assert [*chain(*taken)] == Permutation(job.seed, "rows", 0, 40).permute_all().tolist()[:28]
-    assert state == {"step": 8, "position": 28, "since": 4, "offset": 12}
+    assert state == {"step": 8, "position": 28, "since": 4, "offset": 12, "first_rows": state["first_rows"]}
+
+
+def test_steps_in_another_order_are_counted_as_such(rows_of: RowsOf, one_rank: Any, job: Any, names: Any) -> None:
+    """The last step before a change of seed is known, also after later resumes; without a change there is none."""
+    rows, state = rows_of(train=40), {"step": 0, "position": 0}
+    for seed, changed in ((1, 0), (1, 0), (2, 4), (2, 4)):
+        with loading(rows, one_rank, attrs.evolve(job, seed=seed), global_size=4) as loader:
+            loader.load_state_dict(state)
+            steps(loader, names, 2)
+            state = loader.state_dict()
+            assert loader.last_changed_step == changed
 
 
 def test_epochs_and_seeds_are_shuffled_differently(rows_of: RowsOf, one_rank: Any, job: Any, names: Any) -> None:
@@ -183,6 +196,12 @@ def test_an_empty_training_split_is_an_error(rows_of: RowsOf, one_rank: Any, job
     """It is refused when the loader opens, before a worker starts."""
     with pytest.raises(UserError, match="the training split is empty"), loading(rows_of(validation=3), one_rank, job):
         pass
+    documents = SimpleNamespace(lengths=[9, 9])
+    tokens = SimpleNamespace(documents=lambda _split: documents)
+    too_long: Any = SimpleNamespace(tokens=tokens, count_rows=lambda _split: 0, length=8)
+    none: Any = None
+    with pytest.raises(UserError, match="no training document fits into a row of 8 tokens; raise `length`"):
+        Loader(rows=too_long, order=none, batching=none, mesh=none).open()
 
 
 def generators() -> list[Any]:

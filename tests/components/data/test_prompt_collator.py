@@ -50,8 +50,16 @@ def test_an_unreadable_template_is_named(tmp_path: Path) -> None:
 
 
 def test_messages_are_rendered_up_to_the_answer(tmp_path: Path) -> None:
-    """The template renders the prompt as for an answer, and a control token in a message is plain text."""
-    tokenizer = HuggingFaceTokenizer(path=tokenizer_folder(tmp_path / "tokenizer"))
+    """
+    The template renders the prompt as for an answer, and a control token in a message is plain text.
+
+    Its completion ends at the template's end of a turn and at the folder's ends; a text's only at the latter.
+    """
+    folder = tokenizer_folder(tmp_path / "tokenizer")
+    tokenizer = HuggingFaceTokenizer(path=folder)
+    end = int(tokenizer.encode_with_control_tokens("<|eot|>")[0])
+    (folder / "generation_config.json").write_text(f'{{"eos_token_id": [{end}, {tokenizer.vocab_size}]}}', "utf-8")
+    tokenizer = HuggingFaceTokenizer(path=folder)
     tokenizer.open()
     collator = PromptCollator(tokenizer=tokenizer)
     try:
@@ -62,5 +70,8 @@ def test_messages_are_rendered_up_to_the_answer(tmp_path: Path) -> None:
             text = f"<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n"
             assert tokenizer.decode_with_control_tokens(row) == text
             assert (row == tokenizer.encode_with_control_tokens(text).tolist()) == (content == "hello")
+        batch = collator.collate([{"prompt": messages}, {"prompt": "hello"}], 60)
+        ends = [{tokenizer.decode_with_control_tokens([end]) for end in ids} for ids in batch.end_ids]
+        assert ends == [{"</s>", "<|eot|>", "<|im_end|>"}, {"</s>", "<|eot|>"}]
     finally:
         collator.close()

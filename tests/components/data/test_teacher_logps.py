@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from drawloom.components.data.bytes import Bytes
 from drawloom.components.data.teacher_logps import TeacherLogps
+from drawloom.components.weights.token_ids import read_tokenizer_ids
 from drawloom.graph import UserError
 
 ROWS: dict[str, Any] = {"seed": 5, "train": {"rows": 3, "sha256": "a"}, "validation": {"rows": 0, "sha256": "b"}}
@@ -20,7 +22,7 @@ def write(folder: Path) -> np.ndarray:
     (folder / "train.ids").write_bytes(ids.tobytes())
     logps = -np.arange(18, dtype=np.float16).reshape(3, 2, 3)
     (folder / "train.logps").write_bytes(logps.tobytes())
-    (folder / "teacher.json").write_text(json.dumps({"rows": ROWS, "length": 2, "top_k": 2}))
+    (folder / "teacher.json").write_text(json.dumps({"rows": ROWS, "tokenizer": "a", "length": 2, "top_k": 2}))
     return ids
 
 
@@ -35,11 +37,18 @@ def test_rows_are_read_by_number(tmp_path: Path) -> None:
 
 
 def test_predictions_of_other_rows_are_refused(tmp_path: Path) -> None:
-    """Equal fingerprints pass; others end with the split and what has to be the same; a missing folder is named."""
+    """Equal fingerprints of rows and ids pass; others end with what has to be the same; a missing folder is named."""
     write(tmp_path)
     teacher = TeacherLogps(path=tmp_path)
     teacher.check_written_for_rows(ROWS)
     with pytest.raises(UserError, match="seed is 5 there, and 6 here"):
         teacher.check_written_for_rows(ROWS | {"seed": 6})
+    with pytest.raises(UserError, match="was written with another tokenizer"):
+        TeacherLogps(path=tmp_path, tokenizer=Bytes()).check_before_open()
+    ids = read_tokenizer_ids(Bytes())
+    assert ids is not None
+    manifest = json.loads((tmp_path / "teacher.json").read_text()) | {"tokenizer": ids.fingerprint}
+    (tmp_path / "teacher.json").write_text(json.dumps(manifest))
+    TeacherLogps(path=tmp_path, tokenizer=Bytes()).check_before_open()
     with pytest.raises(UserError, match="write them with `drawloom teacher-logps`"):
         TeacherLogps(path=tmp_path / "none").check_before_open()

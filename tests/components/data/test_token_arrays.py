@@ -1,10 +1,15 @@
 """Documents of token ids in memory."""
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 
+from drawloom.components.data.bytes import Bytes
+from drawloom.components.data.sources import endless
 from drawloom.components.data.store.shard import choose_id_dtype
-from drawloom.components.data.token_arrays import TokenArrays
+from drawloom.components.data.token_arrays import TokenArrays, tokenize_split
+from drawloom.components.ports.corpus import Split
 
 
 def arrays(*documents: list[int], weights: list[list[float]] | None = None) -> TokenArrays:
@@ -35,6 +40,19 @@ def test_the_fingerprint_is_of_everything() -> None:
 def test_ids_have_the_least_width(size: int, width: int) -> None:
     """Two bytes up to 65,536 ids, else four."""
     assert np.dtype(choose_id_dtype(size)).itemsize == width
+
+
+def test_a_corpus_that_does_not_end_is_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """While documents come, warnings say who yields them, and how data without an end is read."""
+
+    class Endless:
+        def documents(self, split: Split) -> Iterator[str]:
+            yield from ("one", "two")
+            assert "Endless.documents('train') has yielded 2 items" in caplog.text
+            assert "write a component with `next_step` for [data]" in caplog.text
+
+    monkeypatch.setattr(endless, "WARN_SECONDS", 0.0)
+    assert len(tokenize_split(Endless(), Bytes(), "train").lengths) == 2
 
 
 def test_an_empty_corpus_has_no_documents() -> None:

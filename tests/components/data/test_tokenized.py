@@ -37,6 +37,21 @@ def test_the_validation_split_may_have_a_store(drawloom_opened: Any, tmp_path: P
     assert [len(corpus.documents(split).lengths) for split in ("train", "validation")] == [2, 1]
 
 
+def test_a_store_with_another_beginning_is_refused(tmp_path: Path) -> None:
+    """A store's documents begin with the ids of the tokenizer that made it, and a run with other ids is refused."""
+
+    class Begun(Bytes):
+        prefix_ids = (7,)
+
+    build_store(tmp_path / "store", [Texts(("a", "", "bc"))], Begun())
+    corpus = Tokenized(path=tmp_path / "store", tokenizer=Begun(), validation_fraction=0.0)
+    corpus.open()
+    documents = [corpus.documents("train").read(number, 0, 9).ids.tolist() for number in (0, 1)]
+    assert documents == [[7, 97, 256], [7, 98, 99, 256]]
+    with pytest.raises(UserError, match=r"begins documents with the ids \[7\], and the run's tokenizer with \[\]"):
+        Tokenized(path=tmp_path / "store", tokenizer=Bytes()).check_before_open()
+
+
 def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
     """Two stores of different tokenizers are an error."""
 

@@ -115,21 +115,22 @@ def test_agreement_ends_when_it_is_over() -> None:
 
 
 def test_spares_are_admitted_once_and_learn_the_end_of_the_run() -> None:
-    """Of two spares the live one is admitted with its generation; a later one gets the run's exit code."""
+    """Of two spares the live one is admitted with its generation; others find the run's exit code."""
     store = HashStore()
     spares = Spares(store)
     with subprocess.Popen([sys.executable, "-c", "pass"]) as process:
         spares.register(RunProcess(RunProcess.of_this_process().machine, process.pid))
     number = spares.register(RunProcess.of_this_process())
     assert spares.find_waiting_spares() == {number: RunProcess.of_this_process()}
-    assert spares.await_admission(number, lambda: False) is None
+    assert spares.find_admission(number) is None
     for rank in range(4):
         store.set(f"joined/{rank}", "1")
     assert _agree(store, 0, [2]) == [0, 1, 3, os.getpid()] and spares.find_waiting_spares() == {}
-    generation = spares.await_admission(number, lambda: True)
-    assert isinstance(generation, Generation) and generation.members[3] == RunProcess.of_this_process()
+    generation = spares.find_admission(number)
+    assert generation is not None and generation.members[3] == RunProcess.of_this_process()
+    assert spares.find_exit_code() is None
     spares.announce_run_end(3)
-    assert spares.await_admission(spares.register(SPARES[0]), lambda: True) == 3
+    assert Spares(store).find_exit_code() == 3
 
 
 def test_a_generation_renumbers_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import os
 import socket
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,14 +38,15 @@ def _numbers() -> tuple[int, int, int, int, bool]:
     return (*numbers, before == (1, False) and not dist.is_initialized())
 
 
-def _halves() -> tuple[list[int], list[int]]:
+def _halves() -> tuple[list[int], list[int], int]:
     processes = _processes()
     processes.open()
     pair = processes.make_group("pair", [[0, 1], [2, 3]])
     across = processes.make_group("across", [[0, 2], [1, 3]])
     gathered = pair.gather_json(processes.rank), across.gather_json(processes.rank)
+    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
     processes.close()
-    return gathered
+    return (*gathered, names.count("pt_gloo_runloop"))
 
 
 def _open_twice() -> str:
@@ -75,8 +77,8 @@ def test_open_joins_and_close_destroys_the_process_group() -> None:
 
 
 def test_a_process_gets_its_own_groups() -> None:
-    """A process gets its own group among several sets, in the set's order."""
-    expected = [([0, 1], [0, 2]), ([0, 1], [1, 3]), ([2, 3], [0, 2]), ([2, 3], [1, 3])]
+    """A process gets its own group among several sets, in the set's order; a group has one thread, as the world."""
+    expected = [([0, 1], [0, 2], 3), ([0, 1], [1, 3], 3), ([2, 3], [0, 2], 3), ([2, 3], [1, 3], 3)]
     assert run_ranks(_halves, 4) == expected
 
 

@@ -90,41 +90,51 @@ def test_an_evaluation_does_not_depend_on_earlier_microbatches() -> None:
             assert torch.equal(one, other)
 
 
-def _refusals() -> list[str]:
+def _crowd_first_rank() -> list[Any]:
+    """
+    Return this rank's results with room for balanced experts, after it has grown, and with room for all rows; and
+    the message for too many tokens.
+    """
     processes = TorchProcesses(device=ComputeDevice(kind="cpu"), timeout=30.0)
     processes.open()
     try:
         mesh = RankMesh(processes=processes, data_shard=2, expert=2)
         mesh.open()
-        messages = []
         # All tokens choose the first rank's expert.
         hidden, _, probabilities = inputs([[[0, 0]] * 4] * 2, mesh.world.rank)
         chosen = torch.tensor([[0, 0]] * 4)
-        narrow = SymmetricExperts(kernels=cpu_kernels(), mesh=mesh, capacity=1.0)
-        learned = narrow.dispatch(hidden, chosen, probabilities, 2)
-        messages.append(str(learned.scale.isnan().any().item()))
-        combined: Tensor = learned.combine(learned.rows * learned.scale[:, None].nan_to_num())
-        torch.autograd.backward(combined.sum())
-        for dispatcher, count in ((narrow, 4), (SymmetricExperts(kernels=cpu_kernels(), mesh=mesh, max_tokens=3), 4)):
-            try:
-                dispatcher.dispatch(hidden[:count], chosen[:count], probabilities[:count], 2)
-                messages.append("")
-            except UserError as error:
-                messages.append(str(error))
-        return messages
+
+        def run(dispatcher: SymmetricExperts) -> list[Tensor]:
+            there = dispatcher.dispatch(hidden, chosen, probabilities, 2)
+            combined = there.combine(there.rows * there.scale[:, None])
+            return [combined.detach(), *torch.autograd.grad(combined.sum(), (hidden, probabilities))]
+
+        narrow, wide = (SymmetricExperts(kernels=cpu_kernels(), mesh=mesh, capacity=room) for room in (1.0, None))
+        crowded, has_grown = run(narrow), narrow.grow_if_rows_were_dropped()
+        again, grows_again = run(narrow), narrow.grow_if_rows_were_dropped()
+        results = [crowded, has_grown, again, grows_again, run(wide), wide.grow_if_rows_were_dropped()]
+        try:
+            SymmetricExperts(kernels=cpu_kernels(), mesh=mesh, max_tokens=3).dispatch(hidden, chosen, probabilities, 2)
+        except UserError as error:
+            results.append(str(error))
+        return results
     finally:
         processes.close()
 
 
-def test_too_many_rows_and_tokens_are_refused_in_words() -> None:
+def test_dropped_rows_make_gradients_nan_and_make_more_room() -> None:
     """
-    Rows beyond the capacity make the microbatch's loss NaN, then an error with a sufficient capacity; tokens beyond the
-    memory are refused at once. Nothing is dropped in silence.
+    Gradients are NaN on the rank that has dropped the other rank's rows, and values are finite. Then both repeat the
+    pass, with the bits of one with room for all rows. Tokens beyond the memory are refused at once.
     """
-    crowded, empty = run_ranks(_refusals, 2)
-    assert crowded[0] == "True" and empty[0] == "False"
-    assert "rank 0 of 2 received 16 rows for its experts" in crowded[1] and "set capacity = 2.0," in crowded[1]
-    assert "rank 0 of 2 has 4 tokens, and memory for 3 tokens; set max_tokens = 4 or more" in crowded[2]
+    for rank, (crowded, has_grown, again, grows_again, expected, wide_grows, refusal) in enumerate(
+        run_ranks(_crowd_first_rank, 2)
+    ):
+        assert has_grown and not grows_again and not wide_grows
+        assert crowded[0].isfinite().all() and torch.equal(crowded[0], expected[0]) == (rank == 0)
+        assert bool(crowded[2].isnan().any()) == (rank == 0)
+        assert all(torch.equal(one, other) for one, other in zip(again, expected, strict=True))
+        assert "has 4 tokens, and memory for 3 tokens; set max_tokens = 4 or more" in refusal
 
 
 def test_shapes_are_known_without_an_exchange() -> None:

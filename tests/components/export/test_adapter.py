@@ -37,7 +37,7 @@ def open_exporter(folder: Path, world: Any, model: Any, *adapters: Any) -> Adapt
     mesh: Any = SimpleNamespace(world=world)
     run: Any = SimpleNamespace(folder=folder)
     exporter = AdapterExport(model=model, stages=stages, folder=run, mesh=mesh, base_model="base")
-    exporter.open()
+    exporter.check_before_open()
     return exporter
 
 

@@ -40,6 +40,8 @@ class FakeStages:
 class FakeTokenizer:
     """Writes one file."""
 
+    eos_id: int = 5
+
     def save(self, folder: Path) -> None:
         (folder / "tokenizer.json").write_text("{}")
 
@@ -181,11 +183,12 @@ def test_part_of_a_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_tokenizer_goes_along(tmp_path: Path) -> None:
-    """The tokenizer's files are in the folder."""
+    """The tokenizer's files are in the folder, and its end of text in the config."""
     tokenizer: Any = FakeTokenizer()
     model = dense()
     write_hugging_face_folder(tmp_path / "export", model, FakeStages([whole(model)]), tokenizer)
     assert json.loads((tmp_path / "export" / "tokenizer.json").read_text()) == {}
+    assert json.loads((tmp_path / "export" / "config.json").read_text())["eos_token_id"] == 5
 
 
 def test_a_pipe_in_an_export_says_no_step(tmp_path: Path) -> None:
@@ -198,6 +201,8 @@ def test_failure_leaves_nothing(tmp_path: Path) -> None:
     """When the tokenizer can't be saved, no folder appears."""
 
     class Broken:
+        eos_id = 5
+
         def save(self, folder: Path) -> None:
             raise OSError("disk full")
 

@@ -1,8 +1,10 @@
 """Exporting at the end of a run."""
 
+import json
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -11,10 +13,13 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from drawloom.components.distributed.process_group import TorchGroup
 from drawloom.components.export.hugging_face import HuggingFaceExport
+from drawloom.components.model.auto import FAMILIES, AutoModel
 from drawloom.components.ports.model import LayerRange
+from drawloom.components.ports.pipeline import SequenceHead
 from drawloom.components.ports.run import FinalTask
 from drawloom.components.ports.stages import Stage
 from drawloom.graph.types.port_match import find_mismatches
@@ -108,6 +113,20 @@ def test_settings_reach_the_files(tmp_path: Path, one_rank: Any) -> None:
     files = sorted((tmp_path / "export").glob("*.safetensors"))
     assert len(files) > 1
     assert {tensor.dtype for file in files for tensor in load_file(file).values()} == {torch.float16}
+
+
+def test_check_warns_of_classifiers_that_transformers_lacks(tmp_path: Path) -> None:
+    """A reward model's export has a warning exactly if transformers has no sequence classifier of the family."""
+    node: Any = SimpleNamespace(warning=lambda *words: words)
+    model = SimpleNamespace(component=AutoModel, settings={"path": tmp_path}, name="model")
+    for has_head in (True, False):
+        loss = SimpleNamespace(implements=lambda port: has_head and port is SequenceHead)  # noqa: B023
+        node.neighbour = {"model": model, "loss": loss}.get
+        for kind in FAMILIES.values():
+            name = kind.family.model_type
+            (tmp_path / "config.json").write_text(json.dumps({"model_type": name}))
+            lacks = name not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+            assert len(list(HuggingFaceExport.constraints(node))) == (has_head and lacks), name
 
 
 def test_max_shard_is_at_least_a_byte(tmp_path: Path, one_rank: Any) -> None:

@@ -20,20 +20,20 @@ def factors(lr: Piecewise, total: int) -> list[float]:
 
 def test_warm_up_and_cosine_equal_values_by_hand() -> None:
     """A tenth-step warm-up and a cosine have the values computed on paper."""
-    lr = Piecewise(phases=[SchedulePiece(until_percent=20, to=1.0), SchedulePiece(to=0.1, curve="cosine")])
+    lr = Piecewise(start=0.0, phases=[SchedulePiece(until_percent=20, to=1.0), SchedulePiece(to=0.1, curve="cosine")])
     expected = [0, 0.5, 1, 0.9657, 0.8682, 0.7222, 0.55, 0.3778, 0.2318, 0.1343, 0.1]
     assert factors(lr, 10) == pytest.approx(expected, abs=5e-5)
 
 
 def test_exponential_is_linear_in_the_logarithm() -> None:
     """All steps in an exponential phase multiply by the same factor; zero is taken as 1e-8."""
-    lr = Piecewise(phases=[SchedulePiece(to=1.0, curve="exponential")])
+    lr = Piecewise(start=0.0, phases=[SchedulePiece(to=1.0, curve="exponential")])
     assert factors(lr, 4) == pytest.approx([1e-8, 1e-6, 1e-4, 1e-2, 1.0])
 
 
 def test_polynomial_bends_by_its_power() -> None:
     """A polynomial phase follows progress to its power."""
-    lr = Piecewise(phases=[SchedulePiece(to=1.0, curve="polynomial", power=3.0)])
+    lr = Piecewise(start=0.0, phases=[SchedulePiece(to=1.0, curve="polynomial", power=3.0)])
     assert factors(lr, 4) == pytest.approx([0, 1 / 64, 8 / 64, 27 / 64, 1])
 
 
@@ -41,6 +41,11 @@ def test_phases_in_steps_do_not_depend_on_the_total() -> None:
     """A phase of so many steps is as long in a longer run, and its end value holds afterwards."""
     lr = Piecewise(start=1.0, phases=[SchedulePiece(steps=2, to=3.0)])
     assert factors(lr, 4)[:5] == factors(lr, 100)[:5] == [1, 2, 3, 3, 3]
+
+
+def test_the_first_step_trains_by_default() -> None:
+    """The first phase begins with its end value by its number of steps, and not with 0."""
+    assert factors(Piecewise(phases=[SchedulePiece(steps=4, to=2.0)]), 4) == [0.5, 0.875, 1.25, 1.625, 2.0]
 
 
 def test_an_empty_phase_is_a_jump() -> None:

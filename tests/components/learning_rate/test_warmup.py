@@ -32,7 +32,11 @@ def factors(lr: AfterWarmup, total: int) -> list[float]:
 
 @pytest.mark.parametrize("name", THEIRS)
 def test_factors_equal_those_of_transformers(name: str) -> None:
-    """They agree step by step, for a warm-up of 4 steps, with and without a decay of 5, and for percentages."""
+    """
+    They agree step by step, for a warm-up of 4 steps, with and without a decay of 5, and for percentages.
+
+    By default the warm-up begins with a quarter instead of 0, so that the first step trains.
+    """
     from transformers import optimization  # takes seconds
 
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
@@ -40,7 +44,9 @@ def test_factors_equal_those_of_transformers(name: str) -> None:
     expected = [theirs.lr_lambdas[0](done) for done in range(20)]
     for given in ({"warmup_steps": 4, "decay_steps": 5}, {"warmup_percent": 20.0, "decay_percent": 25.0}):
         settings = {key: value for key, value in given.items() if name == "wsd" or key.startswith("warmup")}
-        assert factors(schedule(name, **settings), 20) == pytest.approx(expected)
+        assert factors(schedule(name, start=0.0, **settings), 20) == pytest.approx(expected)
+        after = factors(schedule(name, **settings), 20)
+        assert after[:4] == [0.25, 0.4375, 0.625, 0.8125] and after[4:] == pytest.approx(expected[4:])
 
 
 @pytest.mark.parametrize("name", THEIRS)
@@ -61,7 +67,7 @@ def test_ends_are_reached_and_kept() -> None:
 
 def test_a_decay_longer_than_the_rest_is_shortened_to_it() -> None:
     """It begins after the warm-up, and reaches `end` at the last step."""
-    assert factors(schedule("wsd", warmup_steps=1, decay_steps=9), 5) == pytest.approx([0, 1, 0.75, 0.5, 0.25])
+    assert factors(schedule("wsd", warmup_steps=1, decay_steps=9), 5) == pytest.approx([1, 1, 0.75, 0.5, 0.25])
 
 
 @pytest.mark.parametrize("what", ["warmup", "decay"])

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from drawloom.components.listeners.logging import RunLogging
 from drawloom.components.listeners.progress import ProgressBar
+from drawloom.components.ports.intervals import Interval
 from drawloom.components.ports.run import Event, Step
 from drawloom.graph import Every
 from support.doubles import Machine
@@ -61,15 +62,16 @@ def _terminal(screen: io.StringIO, is_one: bool = True) -> Console:
 
 def _take(bar: ProgressBar, step: Step, seconds: float = 2.0) -> None:
     bar.on_event(Event("step_started", step))
+    start = bar.clock()
     bar.clock.now += seconds  # type: ignore[attr-defined]
+    step.interval = Interval(start, bar.clock())
     bar.on_event(Event("step_ended", step))
 
 
 def test_the_bar_shows_step_loss_speed_and_time_remaining(bar: ProgressBar, screen: io.StringIO) -> None:
     """After 4 of 10 steps with 2 seconds and 1000 tokens apiece, 12 seconds remain."""
     for index in range(1, 5):
-        start = bar.clock()
-        _take(bar, Step(index, 10, started=start, state={"tokens": float(1000), "loss": 2.34567}))
+        _take(bar, Step(index, 10, state={"tokens": float(1000), "loss": 2.34567}))
     drawn = screen.getvalue().rsplit("\r", 1)[-1]
     for part in ("step 4/10", "loss 2.3457", "500 tokens/s", "0:00:12"):
         assert part in drawn
@@ -78,15 +80,15 @@ def test_the_bar_shows_step_loss_speed_and_time_remaining(bar: ProgressBar, scre
 def test_validation_loss_rate_and_memory_stay_beside_the_bar(bar: ProgressBar, screen: io.StringIO) -> None:
     """The validation loss of an earlier step is shown until there is another; all fit into 100 columns."""
     outputs = {"loss": 2.34567, "lr": 0.0004}
-    _take(bar, Step(1, 10, started=0.0, state={"tokens": float(1000), **outputs, "validation_loss": 3.5}))
-    _take(bar, Step(2, 10, started=2.0, state={"tokens": 1000.0, **outputs}))
+    _take(bar, Step(1, 10, state={"tokens": float(1000), **outputs, "validation_loss": 3.5}))
+    _take(bar, Step(2, 10, state={"tokens": 1000.0, **outputs}))
     drawn = screen.getvalue().rsplit("\r", 1)[-1]
     assert "loss 2.3457  val 3.5000  lr 0.00040  800 MB  500 tokens/s" in drawn
 
 
 def test_a_resumed_bar_starts_at_the_resumed_step(bar: ProgressBar, screen: io.StringIO) -> None:
     """The first step is shown at its position, with its own speed."""
-    _take(bar, Step(8, 10, started=0.0))
+    _take(bar, Step(8, 10))
     assert "step 8/10" in screen.getvalue()
     assert "step 1/10" not in screen.getvalue()
 
@@ -101,7 +103,7 @@ def test_a_late_step_shows_the_loss_of_the_one_before(bar: ProgressBar, screen: 
     """The bar does not wait for a GPU, but for the last step."""
     for index in (1, 2, 3):
         state = LateState({"loss": torch.tensor(float(index)), "tokens": torch.tensor(20.0)})
-        step = Step(index, 3, state, started=2.0 * (index - 1))
+        step = Step(index, 3, state)
         _take(bar, step)
         if index == 2:
             assert not state.is_on_host and "step 2/3" in screen.getvalue()
@@ -112,7 +114,7 @@ def test_a_late_step_shows_the_loss_of_the_one_before(bar: ProgressBar, screen: 
 def test_fast_steps_do_not_each_refresh_the_bar(bar: ProgressBar, screen: io.StringIO) -> None:
     """A thousand steps of a millisecond are about ten refreshes, including the last step's."""
     for index in range(1, 1001):
-        _take(bar, Step(index, 1000, started=0.0), seconds=0.001)
+        _take(bar, Step(index, 1000), seconds=0.001)
     assert 5 < screen.getvalue().count("step ") < 20
     assert "step 1000/1000" in screen.getvalue()
 
@@ -120,7 +122,7 @@ def test_fast_steps_do_not_each_refresh_the_bar(bar: ProgressBar, screen: io.Str
 def test_a_stopped_run_leaves_its_last_step_shown(bar: ProgressBar, screen: io.StringIO) -> None:
     """The last step is shown even if it was too fast to be refreshed."""
     for index in (1, 2):
-        _take(bar, Step(index, 9, started=0.0), seconds=0.001)
+        _take(bar, Step(index, 9), seconds=0.001)
     bar.close()
     assert screen.getvalue().rsplit("\r", 1)[-1].startswith("\x1b[2Kstep 2/9")
 
@@ -171,7 +173,7 @@ def test_only_rank_0_on_a_terminal_has_a_bar(
     bar.console = _terminal(screen, is_one=case != "no terminal")
     bar.clock = FakeClock()
     bar.open()
-    _take(bar, Step(1, 1, started=0.0))
+    _take(bar, Step(1, 1))
     bar.close()
     assert screen.getvalue() == ""
 

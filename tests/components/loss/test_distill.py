@@ -10,8 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drawloom.components.loss.distill import Distill
+from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.data import TokenBatch
 from drawloom.graph import UserError
+from drawloom.testing import fake
 from support.losses import Sample, sample
 
 VOCAB = 11
@@ -68,8 +70,38 @@ def test_a_teacher_model_gives_the_divergence_over_the_vocabulary(kind: Any, tem
     assert abs(float(total.detach())) < 1e-9 and float(torch.autograd.grad(total, case.hidden)[0].abs().max()) < 1e-9
 
 
+@pytest.mark.parametrize("kind", ["forward", "reverse", "jsd"])
+@pytest.mark.parametrize("reference", ["model", "data"])
+def test_padding_rows_of_either_vocabulary_are_in_neither_softmax(kind: Any, reference: Any) -> None:
+    """
+    With 9 ids in the tokenizer, a table of 14 rows and one of 11 have the divergence of the first 9 rows of both.
+
+    The padding rows get no gradient. This also holds for stored predictions, by top 3 and the rest.
+    """
+    ids, beta = 9, 0.3 if kind == "jsd" else None
+    tokenizer = fake(Tokenizer, vocab_size=ids)
+    case, batch, loss, logits = make_taught(1.0, divergence=kind, beta=beta, tokenizer=tokenizer)
+    teacher = logits[..., :ids].log_softmax(-1)
+    student = case.logits()[..., :ids].log_softmax(-1)
+    assert loss._teacher_head is not None
+    if reference == "model":
+        padded = attrs.evolve(case, weight=F.pad(loss._teacher_head.weight, (0, 0, 0, 3), value=9.0))  # type: ignore[attr-defined]
+        loss.reference_values(case.hidden, padded.head(), batch)
+    else:
+        top = teacher.topk(3).indices
+        teacher, student = (torch.cat([part.gather(-1, top), rest_of(part, top)], -1) for part in (teacher, student))
+        batch = batch.evolve(teacher_ids=top, teacher_logps=teacher)
+        loss = Distill(reference="data", divergence=kind, beta=beta, tokenizer=tokenizer)
+    expected = (DIVERGENCES[kind][1](teacher, student) * batch.weights).sum()
+    total, _, _ = loss.loss(case.hidden, case.head(), batch)
+    torch.testing.assert_close(total, expected, rtol=1e-9, atol=0)
+    ours, theirs = (torch.autograd.grad(value, (case.hidden, case.weight)) for value in (total, expected))
+    torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=1e-9)
+    assert not ours[1][ids:].any()
+
+
 def test_a_teacher_with_another_vocabulary_is_refused() -> None:
-    """The message has both sizes."""
+    """Without a tokenizer, nothing says which ids are padding. The message has both sizes."""
     case, batch, loss, _ = make_taught(1.0)
     small = attrs.evolve(case, weight=case.weight[:-1])
     with pytest.raises(UserError, match="the teacher's vocabulary has 11 ids, and the student 10"):

@@ -1,6 +1,7 @@
 """The loss as a number of choices."""
 
 import math
+from typing import Any
 
 import pytest
 
@@ -15,10 +16,13 @@ def test_perplexity_is_exp_of_the_mean_over_all_tokens() -> None:
     assert measure(Perplexity(), first, second) == {"perplexity": pytest.approx(16.0)}
 
 
-def test_the_validation_loss_has_one_too() -> None:
-    """A step with an evaluation has the perplexity of its validation loss."""
-    step = step_of([0.0], [1.0], {"cross_entropy": [0.0]}, validation_loss=math.log(5.0))
+def test_validation_perplexity_is_exp_of_the_cross_entropy() -> None:
+    """It is not exp of the validation loss, and a loss without cross entropy has none."""
+    values: Any = {"validation_loss": 7.0, "validation_cross_entropy": math.log(5.0)}
+    step = step_of([0.0], [1.0], {"cross_entropy": [0.0]}, **values)
     assert measure(Perplexity(), step) == {"perplexity": 1.0, "validation_perplexity": pytest.approx(5.0)}
+    other = step_of([0.0], [1.0], {"cross_entropy": [0.0]}, validation_loss=7.0)
+    assert measure(Perplexity(), other) == {"perplexity": 1.0}
 
 
 @pytest.mark.parametrize("total", [float("nan"), float("inf"), 1e6])

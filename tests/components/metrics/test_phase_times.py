@@ -1,6 +1,6 @@
 """Where the time of a step goes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -13,10 +13,10 @@ from drawloom.components.metrics.phase_times import PhaseTimes
 from drawloom.components.optim.sgd import SGD
 from drawloom.components.phases.evaluate import Evaluate
 from drawloom.components.phases.forward_backward import ForwardBackward
+from drawloom.components.ports.intervals import Interval, mark_time
 from drawloom.components.ports.run import Event, Step
 from drawloom.graph import Every
 from support.doubles import Machine
-from support.metrics import measure
 
 PHASES: dict[str, Any] = {
     "fb": ForwardBackward,
@@ -60,45 +60,69 @@ def metric(kind: str = "cpu") -> PhaseTimes:
 
 
 def run(made: PhaseTimes, step: Step) -> None:
-    """Run a step up to the measuring phase."""
+    """Run a step up to the end of its measurement."""
     made.on_event(Event("step_started", step))
+    start: Any = mark_time(made.device.device, made.clock)
     for name in PHASES:
         made.on_event(Event("phase_started", step, name))
         if name == "fb":
             made.on_event(Event("data_loaded", step))
         made.on_event(Event("phase_ended", step, name))
     made.on_event(Event("phase_started", step, "report"))
+    made.measure_on_rank(step)
+    step.interval = Interval(start, mark_time(made.device.device, made.clock))
+    made.on_event(Event("phase_ended", step, "report"))  # belongs to the next step
 
 
-EXPECTED = {"data": 1, "forward_backward": 2, "sync": 4, "update": 6 + 8, "evaluate": 10}
+def seconds_by_part(made: PhaseTimes, step: Step) -> dict[str, float]:
+    """Return the metric's values without their prefix."""
+    values: Mapping[str, Any] = made.compute({}, step)
+    return {name.removeprefix("seconds/"): value for name, value in values.items()}
+
+
+# ticks between marks grow by one; the first is before the first phase
+EXPECTED = {"other": 1 + 4 + 6 + 8 + 10 + 12, "data": 2, "forward_backward": 3, "sync": 5, "update": 7 + 9}
+EXPECTED |= {"evaluate": 11, "report": 13, "step": sum(range(1, 14))}
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
-def test_times_are_grouped_by_declared_actions(kind: str) -> None:
-    """Names do not matter: data until it is loaded, sync for gradients, update for all changes of weights."""
+def test_times_are_grouped_by_declared_actions_and_add_up_to_the_step(kind: str) -> None:
+    """
+    Names do not matter: data until it is loaded, sync for gradients, update for all changes of weights. The rest is in
+    `other`.
+    """
     GpuEvent.made, GpuEvent.time = 0, 0.0
     made, step = metric(kind), Step(1, 9)
-    scale = 1e-3 if kind == "cuda" else 1.0
     with mock.patch.object(torch.cuda, "Event", GpuEvent):
         run(made, step)
-        parts = made.measure_on_rank(step)
-        made.on_event(Event("phase_ended", step, "report"))  # later than what is measured
-        seconds = made.compute(parts, step)
+        made.on_event(Event("phase_started", step, "checkpoint"))  # the numbers are read in another phase
+        seconds = seconds_by_part(made, step)
     # On a GPU, where the clock of this test begins with 1, differences begin with 2.
-    shift = scale if kind == "cuda" else 0.0
-    counts = {"update": 2}
+    shift, scale = (1, 1e-3) if kind == "cuda" else (0, 1)
+    counts = {"other": 6, "update": 2, "step": 13}
     assert seconds == pytest.approx(
-        {f"seconds/{name}": value * scale + shift * counts.get(name, 1) for name, value in EXPECTED.items()}
+        {name: (value + shift * counts.get(name, 1)) * scale for name, value in EXPECTED.items()}
     )
+    assert sum(seconds.values()) == pytest.approx(2 * seconds["step"])
 
 
-def test_each_step_is_measured_by_itself() -> None:
-    """The second step's times are not added to the first's."""
-    made = metric()
-    for number in (1, 2):
-        step = Step(number, 9)
-        run(made, step)
-        seconds = measure(made, step)
-    ticks = 12  # between two marks in the step before
-    assert seconds["seconds/data"] == ticks + 1
-    assert seconds.keys() == {f"seconds/{name}" for name in EXPECTED}
+def test_phases_after_the_report_belong_to_the_next_step() -> None:
+    """A save's seconds are in the next step and excluded there; after a step that goes back, time starts anew."""
+    made, step = metric(), Step(1, 9)
+    run(made, step)
+    made.on_event(Event("phase_started", step, "checkpoint"))
+    made.on_event(Event("phase_ended", step, "checkpoint"))
+    assert step.interval is not None
+    after = Step(2, 9, goes_back=True)
+    start = step.interval.end
+    run(made, after)
+    assert after.interval is not None
+    after.interval = Interval(start, after.interval.end, [(0.0, 4.0)])
+    parts = seconds_by_part(made, after)
+    total, excluded = parts.pop("step"), parts.pop("excluded")
+    assert parts.keys() == {*EXPECTED, "checkpoint"} - {"step"}
+    assert (sum(parts.values()), excluded) == (total, 4.0)
+    again = Step(3, 9)
+    run(made, again)
+    seconds = seconds_by_part(made, again)
+    assert seconds.keys() == EXPECTED.keys() and all(value > 0 for value in seconds.values())

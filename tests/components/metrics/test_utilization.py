@@ -12,6 +12,7 @@ from drawloom.components.metrics.utilization import Utilization
 from drawloom.components.ports.data import TokenBatch
 from drawloom.components.ports.distributed import Precision
 from drawloom.components.ports.flops import CountsFlops, ForwardFlops
+from drawloom.components.ports.intervals import Interval
 from drawloom.components.ports.model import LayerRange
 from drawloom.components.ports.run import Step
 from drawloom.components.ports.stages import Stage, Stages
@@ -30,11 +31,11 @@ class Counted:
         return ForwardFlops({"a.weight": 10.0, "b.weight": 10.0}, {None: 100.0, 2: 1000.0})
 
 
-def make_metric(mesh: Any, kind: str = "cpu", models: int = 1, **settings: Any) -> Utilization:
+def make_metric(mesh: Any, kind: str = "cpu", models: int = 1, linear: str = "compute", **settings: Any) -> Utilization:
     """Return the metric of a module whose second weight is frozen."""
     module = nn.ModuleDict({"a": nn.Linear(1, 1, bias=False), "b": nn.Linear(1, 1, bias=False).requires_grad_(False)})
     stages = fake(Stages, local=[Stage(0, 1, LayerRange(0, 0, False, False), module)])
-    precision = fake(Precision, compute=torch.bfloat16)
+    precision = fake(Precision, compute=torch.bfloat16, linear=linear)
     every: Every[CountsFlops] = Every({str(number): Counted() for number in range(models)})
     return Utilization(
         device=Machine(torch.device(kind)), mesh=mesh, precision=precision, stages=stages, models=every, **settings
@@ -45,9 +46,9 @@ def values(metric: Utilization, ranks: int = 1) -> dict[str, Value]:
     """Measure a step over 2 seconds, with a row with two documents, 3 and 1 tokens long, on every rank."""
     ids = torch.tensor([[0, 0, 0, 1]])
     batch = TokenBatch(ids, ids, ids, ids, torch.ones(1, 4))
-    batch = batch.evolve(padding=1)
-    step = Step(1, 9, started=10.0, excluded_seconds=1.0, state={"tokens": float(3 * ranks), "batches": [batch]})
-    metric.clock = lambda: 13.0
+    batch = batch.evolve(padding=torch.tensor([[False, False, False, True]]))
+    state = {"tokens": float(3 * ranks), "batches": [batch]}
+    step = Step(1, 9, state, interval=Interval(10.0, 13.0, [(11.0, 12.0)]))
     parts = [metric.measure_on_rank(step) for _ in range(ranks)]
     return dict(metric.compute(combine(metric.accumulators, parts), step))
 
@@ -66,6 +67,18 @@ def test_operations_of_all_ranks_are_divided_by_seconds_ranks_and_peak(mesh_of: 
         if ranks == 2:
             expected["device_tokens_per_second"] = 1.5
         assert values(metric, ranks) == pytest.approx(expected)
+
+
+def test_a_rate_above_the_peak_is_an_error_of_the_meter(one_rank: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """It is logged once and has no value; products in float8 may be twice as fast as the peak in bfloat16."""
+    metric = make_metric(one_rank, peak_tflops=1e-8)
+    metric.open()
+    assert values(metric) == values(metric) == {"tflops": None, "mfu": None}
+    [message] = caplog.messages
+    assert "it measured 1.01 times the device's peak of 1e-08 TFLOP/s" in message
+    rounded = make_metric(one_rank, peak_tflops=1e-8, linear="float8")
+    rounded.open()
+    assert values(rounded)["mfu"] == pytest.approx(1.015)
 
 
 def test_pipeline_ranks_do_not_count_a_batch_again(mesh_of: Any) -> None:
@@ -93,8 +106,7 @@ def test_a_gpu_has_the_peak_of_the_table_for_the_dtype_of_layers(one_rank: Any) 
         with mock.patch.object(torch.cuda, "get_device_name", return_value=name):
             metric.open()
         parts = [{"pairs": torch.tensor([7.0, 6.0])}]
-        step = Step(1, 9, state={"tokens": float(4), "batches": []})
-        metric._seconds = 2.0
+        step = Step(1, 9, state={"tokens": float(4), "batches": []}, interval=Interval(0.0, 2.0))
         values = metric.compute(combine(metric.accumulators, parts), step)
         tflops = values["tflops"]
         assert isinstance(tflops, float)

@@ -1,7 +1,9 @@
 """Models of transformers without a family in drawloom, compared with transformers itself."""
 
 import re
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from benchmarks import transformers_types
+from drawloom.components.data.packing.concatenated import Concatenated
 from drawloom.components.distributed.precision import DtypePolicy
 from drawloom.components.model.fallback.build import build_transformers_model
 from drawloom.components.model.fallback.checks import run_self_check
@@ -18,11 +21,11 @@ from drawloom.components.model.fallback.shrink import shrink_config
 from drawloom.components.model.layers import Linear
 from drawloom.components.model.transformers import Transformers
 from drawloom.components.parallel.master_weights import choose_layer_dtype
-from drawloom.components.ports.model import LanguageModel, LayerRange
+from drawloom.components.ports.model import LanguageModel, LayerRange, find_length_fault
 from drawloom.components.stages.model_precision import add_model_uncast_patterns
 from drawloom.components.weights.adapted import freeze_adapt_and_list_targets, materialize_and_initialize_adapters
 from drawloom.components.weights.load import convert_tensors, fill_module_from_folder, persistent_tensors
-from drawloom.graph import UserError
+from drawloom.graph import Every, UserError
 from drawloom.graph.project import Recipe
 from drawloom.graph.testing import check_port
 from support.adapted import fill_from_seed, lora
@@ -191,6 +194,20 @@ def test_it_keeps_the_contract_of_language_models(model_type: str, tmp_path: Pat
     """Among others, slices start like the whole, losses are the head's, and a text in parts is the whole text."""
     saved(tmp_path, model_type)
     check_port(lambda: Transformers(kernels=cpu_kernels(), path=tmp_path, weights=False), LanguageModel)
+
+
+def test_rows_longer_than_learned_positions_are_refused(tmp_path: Path) -> None:
+    """GPT-2's table has max_position_embeddings rows, which `check` compares with rows; angles have no end."""
+    for model_type, limit in (("gpt2", True), ("gemma2", False)):
+        saved(tmp_path / model_type, model_type)
+        model = Transformers(kernels=cpu_kernels(), path=tmp_path / model_type, weights=False)
+        longest = model.max_sequence_length
+        assert longest is not None and model.position_count == (longest if limit else None)
+        assert not find_length_fault({"model": model}, longest)
+        tokens: Any = SimpleNamespace(vocab_size=29)
+        rows = Concatenated(tokens=tokens, job=tokens, length=longest + 1, models=Every({"model": model}))
+        with pytest.raises(UserError, match="learned positions") if limit else nullcontext():
+            rows.check_before_open()
 
 
 def test_a_tied_table_that_exports_of_adapters_do_not_know_is_not_adapted(tmp_path: Path) -> None:

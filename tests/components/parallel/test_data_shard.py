@@ -6,14 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from drawloom.components.adapters.full_tuning import FullTuning
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.distributed.precision import DtypePolicy
 from drawloom.components.model.qwen3.dense import Qwen3Dense
-from drawloom.components.parallel.data_shard import ShardedModule, _iterate_fsdp_params
-from drawloom.components.parallel.shard_transfers import DirectReduceScatter
+from drawloom.components.parallel import shard_unit
+from drawloom.components.parallel.data_shard import ShardedModule
+from drawloom.components.parallel.shard_transfers import start_sum
 from drawloom.components.pipeline.runtime.stage_runner import StageRunner
 from drawloom.components.ports.model import TokenContext
 from drawloom.components.ports.slices import is_dtensor
@@ -126,12 +128,9 @@ def _gradients_between() -> dict[bool, list[list[int]]]:
                 context = TokenContext(tokens, torch.zeros_like(tokens))
                 stage.module(tokens, context, lambda hidden, head: head.logits(hidden)).square().sum().backward()
                 shards.stop_reducing_in_backward()
-                whole = [
-                    _numel(part.unsharded_param.grad) for unit in shards.units for part in _iterate_fsdp_params(unit)
-                ]
-                sliced = [
-                    _numel(part.sharded_param.grad) for unit in shards.units for part in _iterate_fsdp_params(unit)
-                ]
+                parameters = [part for unit in shards.units for part in unit.parameters]
+                whole = [_numel(part.unsharded.grad) for part in parameters]
+                sliced = [_numel(part.master.grad) for part in parameters]
                 sums[sync].append([sum(whole), sum(sliced)])
         return sums
 
@@ -142,37 +141,40 @@ def _numel(grad: Any) -> int:
 
 def test_gradients_of_earlier_microbatches_are_kept_in_slices_where_the_setting_says_so() -> None:
     """Without the setting ranks keep whole gradients until the last microbatch, with it none at any time."""
-    for sums in run_ranks(_gradients_between, 2):
-        every = sums[True][0][1]
-        assert sums == {False: [[every, 0], [every, 0], [0, every]], True: [[0, every]] * 3}
+    both = run_ranks(_gradients_between, 2)
+    every = sum(sums[True][0][1] for sums in both)
+    for sums in both:
+        own = sums[True][0][1]
+        assert sums == {False: [[every, 0], [every, 0], [0, own]], True: [[0, own]] * 3}
 
 
-def _check_reduction_with_head() -> dict[str, list[bool]]:
-    """Return which gradients are slices when the last block's backward pass begins: the head's, and the rest."""
-    is_reduced: dict[str, list[bool]] = {}
+def _find_gradients_sent_before_blocks() -> list[list[int]]:
+    """Return the shapes of the gradients that are on their way when the last block's backward pass begins."""
+    before: list[list[int]] = []
     with mesh_along("data_shard") as (mesh, device):
         [stage] = (stages := _stages(mesh, device, True)).local
         shards: Any = stage.shards
-        [head] = shards.heads
+        sent: list[list[int]] = []
 
-        def look(_grad: torch.Tensor) -> None:
-            for name, unit in (("head", head), ("rest", shards.root)):
-                is_reduced[name] = [_numel(part.sharded_param.grad) > 0 for part in _iterate_fsdp_params(unit)]
+        def look(gradients: Any, shapes: Any, *rest: Any) -> Any:
+            sent.extend(map(list, shapes))
+            return start_sum(gradients, shapes, *rest)
 
-        shards.blocks[-1][0].register_forward_hook(lambda _block, _inputs, hidden: hidden.register_hook(look) and None)
+        put(shard_unit, "start_sum", look)
+        last = stage.module.get_submodule("model.layers.2")
+        last.register_forward_hook(lambda _, __, hidden: hidden.register_hook(lambda _: before.extend(sent)) and None)
         tokens = torch.arange(6).view(1, 6)
         stages.cast_weights()
         shards.reduce_in_next_backward(is_last_in_step=True)
         context = TokenContext(tokens, torch.zeros_like(tokens))
         stage.module(tokens, context, lambda hidden, head: head.logits(hidden)).square().sum().backward()
-        return is_reduced
+        shards.stop_reducing_in_backward()
+        return before
 
 
 def test_the_gradient_of_a_head_is_reduced_while_blocks_compute_theirs() -> None:
     """It is ready first, and would wait for the embedding's if both were one unit."""
-    for is_reduced in run_ranks(_check_reduction_with_head, 2):
-        assert is_reduced["head"] == [True]
-        assert not any(is_reduced["rest"])
+    assert run_ranks(_find_gradients_sent_before_blocks, 2) == [[[21, 16]]] * 2
 
 
 def _check_reduction_in_weight_pass() -> list[tuple[int, bool]]:
@@ -183,17 +185,15 @@ def _check_reduction_in_weight_pass() -> list[tuple[int, bool]]:
         [stage] = stages.local
         shards: Any = stage.shards
         runner = StageRunner(stage, stages.loss, split=True)
-        scatter = DirectReduceScatter.__call__
 
-        def look(self: Any, **how: Any) -> None:
-            left = [part.unsharded_param.grad for unit in shards.units for part in _iterate_fsdp_params(unit)]
-            sent = how["input_tensor"].listed.tensors
+        def look(sent: Any, *rest: Any) -> Any:
+            left = [part.unsharded.grad for unit in shards.units for part in unit.parameters]
             reductions.append(
                 (sum(gradient is not None for gradient in left), any(not gradient.any() for gradient in sent))
             )
-            scatter(self, **how)
+            return start_sum(sent, *rest)
 
-        put(DirectReduceScatter, "__call__", look)
+        put(shard_unit, "start_sum", look)
         stages.cast_weights()
         [batch] = pipelines.batches(1)
         tokens, context = stages.loss.inputs(batch)
@@ -215,10 +215,10 @@ def test_a_whole_stage_is_gathered_in_the_order_of_use() -> None:
     started: list[str] = []
 
     def unit(name: str) -> Any:
-        return SimpleNamespace(unshard=lambda async_op: started.append(name) if async_op else None)
+        return SimpleNamespace(start_gather=lambda: started.append(name))
 
     blocks = [[unit("block 0"), unit("experts 0")], [unit("block 1")]]
-    ShardedModule(unit("embedding"), [unit("head")], blocks, gathers_per_block=False).start_unshard()
+    ShardedModule(nn.Module(), unit("embedding"), [unit("head")], blocks, gathers_per_block=False).start_unshard()
     assert started == ["embedding", "block 0", "experts 0", "block 1", "head"]
 
 

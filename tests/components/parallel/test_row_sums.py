@@ -27,11 +27,13 @@ class Recorder(SingleProcess):
 @pytest.mark.parametrize("tensors", [1, 2, 4])
 def test_parts_of_all_ranks_add_up_to_whole_rows(contexts: int, tensors: int) -> None:
     """
-    Counts, weights and lengths belong to whole rows, however context and tensor ranks divide and pad their tokens.
+    Counts and weights belong to whole rows, however context and tensor ranks divide and pad their tokens. A row's
+    padding, in which ranks may begin and end, counts nothing.
     """
     torch.manual_seed(contexts + 10 * tensors)
     chosen, weights = torch.randint(0, EXPERTS, (ROWS, LENGTH, 2)), torch.rand(ROWS, LENGTH)
     values = torch.rand(ROWS, EXPERTS)
+    is_token = (torch.arange(LENGTH) < torch.tensor([[LENGTH - number * 5 % LENGTH] for number in range(ROWS)])).float()
     counts, sums, seen = torch.zeros(ROWS, EXPERTS), torch.zeros(ROWS, dtype=torch.float64), 0
     for context in range(contexts):
         part = slice(context * LENGTH // contexts, (context + 1) * LENGTH // contexts)
@@ -44,9 +46,11 @@ def test_parts_of_all_ranks_add_up_to_whole_rows(contexts: int, tensors: int) ->
             tokens = mine[rank * rank_tokens : (rank + 1) * rank_tokens]
             real = len(tokens)
             tokens = torch.cat([tokens, tokens.new_zeros(rank_tokens - real, 2)])
-            counts += module.count_row_choices_over_ranks(tokens if tensors > 1 else chosen[:, part], own, EXPERTS)
+            given = tokens if tensors > 1 else chosen[:, part]
+            is_own_token = module.select_own_token_weights(is_token[:, part])
+            counts += module.count_row_choices_over_ranks(given, own, EXPERTS, is_own_token)
             sums += module.sum_row_weights(own) / tensors
-            assert module.get_length_over_context_ranks(own) == LENGTH and len(peers.given) == 2
+            assert len(peers.given) == 2
             spread, of_each = module.repeat_by_token(values, own), module.select_own_token_weights(own).flatten()
             assert torch.equal(of_each[:real], own.flatten()[rank * rank_tokens : rank * rank_tokens + real])
             assert not of_each[real:].any() and len(module.remove_padding(tokens, own)) == real
@@ -57,7 +61,9 @@ def test_parts_of_all_ranks_add_up_to_whole_rows(contexts: int, tensors: int) ->
                 assert torch.equal(spread.expand(ROWS, own.shape[1], EXPERTS).flatten(0, 1), expected)
             seen += real
     assert seen == ROWS * LENGTH
-    expected = torch.stack([row.flatten().bincount(minlength=EXPERTS) for row in chosen])
+    expected = torch.stack(
+        [row[real.bool()].flatten().bincount(minlength=EXPERTS) for row, real in zip(chosen, is_token, strict=True)]
+    )
     assert torch.equal(counts, expected.float())
     torch.testing.assert_close(sums, weights.double().sum(1), rtol=1e-14, atol=0.0)
 

@@ -4,10 +4,13 @@ from typing import Any
 
 import attrs
 import pytest
+import torch
 
 from drawloom.components.phases.evaluate import Evaluate
+from drawloom.components.ports.intervals import compute_seconds_between
 from drawloom.components.ports.run import Step
 from drawloom.components.state.step_state import StepState
+from support.doubles import Machine
 from support.steps import losses_of, values_of
 
 
@@ -17,6 +20,7 @@ class Model:
 
     total: float
     weight: float
+    cross_entropy: float | None = None
 
     def count_evaluated_and_total_rows(self) -> tuple[int, int]:
         return 0, 0
@@ -28,12 +32,13 @@ class Model:
         raise AssertionError("evaluation must not train")
 
     def evaluate(self, state: StepState) -> None:
-        state["losses"] = losses_of(self.total, self.weight)
+        sums = {} if self.cross_entropy is None else {"cross_entropy": torch.tensor([self.cross_entropy])}
+        state["losses"] = losses_of(self.total, self.weight) | {"sums": sums}
 
 
 def run_phase(model: Model, mesh: Any, every: Any, step: Step) -> Step:
     """Return the step after the phase."""
-    Evaluate(data=model, executor=model, mesh=mesh, every=every).run_phase(step)
+    Evaluate(data=model, executor=model, mesh=mesh, device=Machine(), every=every).run_phase(step)
     return step
 
 
@@ -62,7 +67,7 @@ def test_a_new_run_evaluates_before_its_first_step(
     """Only its first step has the loss, and a resumed run has none; `never` leaves this evaluation out, too."""
     model = Model(6.0, 4.0)
     phase, steps = (
-        Evaluate(data=model, executor=model, mesh=one_rank, **settings),
+        Evaluate(data=model, executor=model, mesh=one_rank, device=Machine(), **settings),
         [Step(done + 1, 9), Step(done + 2, 9)],
     )
     phase.after_restore(done)
@@ -72,9 +77,17 @@ def test_a_new_run_evaluates_before_its_first_step(
     assert [values_of(step).get("initial_validation_loss") for step in steps] == [1.5 if has_loss else None, None]
 
 
+def test_the_cross_entropy_has_its_own_mean(one_rank: Any) -> None:
+    """It is the loss's named sum by token, for perplexity; the loss may have label smoothing and other parts."""
+    values = values_of(run_phase(Model(6.0, 4.0, cross_entropy=5.0), one_rank, 1, Step(1, 7)))
+    assert values == {"validation_loss": 1.5, "validation_cross_entropy": 1.25}
+
+
 def test_evaluation_time_is_excluded(one_rank: Any) -> None:
     """Its seconds are excluded, so tokens per second are about training alone."""
-    assert run_phase(Model(6.0, 4.0), one_rank, 1, Step(1, 7)).excluded_seconds > 0
+    [(start, end)] = run_phase(Model(6.0, 4.0), one_rank, 1, Step(1, 7)).excluded
+    assert compute_seconds_between(start, end) >= 0
+    assert not run_phase(Model(6.0, 4.0), one_rank, 2, Step(1, 7)).excluded
 
 
 def test_an_empty_validation_split_has_no_loss(one_rank: Any) -> None:

@@ -12,14 +12,16 @@ from drawloom.components.data.bytes import Bytes
 from drawloom.components.phases.advantages import STD_FLOOR, Advantages, compute_group_advantages
 from drawloom.components.phases.evaluate_rewards import EvaluateRewards
 from drawloom.components.phases.policy_gradient import PolicyGradient
-from drawloom.components.phases.rollout import Rollout
+from drawloom.components.phases.rollout import Rollout, repeat_prompts
 from drawloom.components.ports.data import IGNORE_INDEX, TrainingData, ValidationData
 from drawloom.components.ports.pipeline import Executor
 from drawloom.components.ports.rollouts import Answer, Completions, PolicyBatch, PromptBatch, Prompts, Scored
 from drawloom.components.ports.run import Batching, Events, Step
+from drawloom.components.ports.stages import SpreadParameters
 from drawloom.graph import Ordered, UserError
 from drawloom.graph.project import Recipe
 from drawloom.graph.testing import fake
+from support.doubles import Machine
 from support.observers_of_runs import TINY
 
 NAN = torch.nan
@@ -204,6 +206,13 @@ def test_scaled_advantages_are_those_of_grpo() -> None:
     torch.testing.assert_close(compute_group_advantages(rewards.flatten(), 5, "mean", "std")[0], expected.flatten())
 
 
+def test_completions_of_a_prompt_have_its_end_ids() -> None:
+    """Every completion in a group ends where its prompt's answers end."""
+    ends = (frozenset({1, END}), frozenset({END}))
+    repeated = repeat_prompts(prompts_of("a", "b").evolve(end_ids=ends), [0, 1], 2)
+    assert repeated.end_ids == (ends[0], ends[0], ends[1], ends[1])
+
+
 def test_equal_groups_are_dropped_on_demand() -> None:
     """Dynamic sampling: rows in a group with one reward have no weight, and others keep theirs."""
     (completions,) = Echo().sample([Prompts(torch.full((4, 2), 65), torch.full((4,), 2), torch.arange(4))], "train", 1)
@@ -241,6 +250,7 @@ def test_held_out_prompts_are_completed_alike_at_each_evaluation(mesh_of: Any) -
         tokenizer=Bytes(),
         batching=fake(Batching, dp_rank=1, dp_size=2),
         mesh=mesh,
+        device=Machine(),
         rewards={"count": Count()},  # type: ignore[arg-type]
         samples=3,
         every=2,
@@ -261,7 +271,8 @@ def test_the_policy_gradient_is_of_the_step_s_batches() -> None:
     """The executor trains on the state from earlier phases."""
     seen: list[Any] = []
     step = Step(1, 1)
-    PolicyGradient(executor=fake(Executor, run_forward_and_backward=seen.append)).run_phase(step)
+    executor = fake(Executor, run_forward_and_backward=seen.append)
+    PolicyGradient(executor=executor, parameters=fake(SpreadParameters)).run_phase(step)
     assert seen == [step.state]
 
 

@@ -85,13 +85,24 @@ def test_rows_are_sorted_by_number_with_missing_values_last(tmp_path: Path) -> N
         sort_run_rows(rows, "speed")
 
 
+def test_links_to_runs_are_followed_once(tmp_path: Path) -> None:
+    """Runs on another disk are in the table; a second link to a run, and a link to a folder above, add nothing."""
+    write_run(tmp_path / "disk/old/a")
+    write_run(tmp_path / "runs/b")
+    for name, target in (("older", "disk/old"), ("best", "runs/b"), ("newest", "disk/old/a"), ("all", "runs")):
+        (tmp_path / "runs" / name).symlink_to(tmp_path / target)
+    names = [str(path.relative_to(tmp_path / "runs")) for path in find_run_folders(tmp_path / "runs")]
+    assert names == ["b", "newest"]
+    (tmp_path / "runs/newest").unlink()
+    assert [row.run for row in read_run_rows(tmp_path / "runs")] == ["b", "older/a"]
+
+
 def test_an_unreadable_run_hides_no_other(tmp_path: Path) -> None:
-    """Its row says so, with the problem; hidden folders, links and folders in a run are not searched."""
+    """Its row says so, with the problem; hidden folders and folders in a run are not searched."""
     write_run(tmp_path / "a")
     write_run(tmp_path / "b")
     write_run(tmp_path / ".tokens/c")
     write_run(tmp_path / "a/d")
-    (tmp_path / "link").symlink_to(tmp_path / "a")
     (tmp_path / "b/metrics.jsonl").unlink()
     (tmp_path / "b/metrics.jsonl").symlink_to("/dev/zero")
     assert [path.name for path in find_run_folders(tmp_path)] == ["a", "b"]

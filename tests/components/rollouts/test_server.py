@@ -89,6 +89,19 @@ def test_a_row_is_drawn_by_its_key_alone(sampler: Any) -> None:
         assert not other[0].tokens.equal(together.tokens)
 
 
+def test_a_row_ends_at_its_own_end_ids(sampler: Any, server: ServedModel) -> None:
+    """A request names all ends of its row, and a completion that stops at any of them is ended."""
+    (plain,) = sample(sampler, make_prompts([0, 1, 2, 3]))
+    token = int(plain.tokens[1, plain.starts[1] + 1])
+    server.requests.clear()
+    ends = (frozenset({END}), frozenset({END, token}), frozenset({END}), frozenset({END}))
+    (cut,) = sample(sampler, attrs.evolve(make_prompts([0, 1, 2, 3]), end_ids=ends))
+    stops = [body["stop_token_ids"] for path, body in server.requests if path == "/v1/completions"]
+    assert sorted(stops) == sorted([[END], sorted([END, token]), [END], [END]])
+    assert int(cut.ends[1] - cut.starts[1]) <= 2 and cut.is_ended[1] and int(cut.tokens[1, cut.ends[1] - 1]) == token
+    assert cut.tokens[0].equal(plain.tokens[0])
+
+
 def read_norm(server: ServedModel) -> float:
     """Return a weight of the served model's last norm."""
     assert server.module is not None

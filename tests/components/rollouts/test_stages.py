@@ -21,6 +21,7 @@ from support.recorders import use_recorder
 
 PROMPTS = ["31044>", "9>", "5512345>", "0>"]
 NEW = 6
+END = 256
 
 
 @pytest.fixture(scope="module")
@@ -187,6 +188,22 @@ def test_uniform_numbers_are_spread_over_the_interval() -> None:
     assert 0 <= float(numbers.min()) < 1e-4 and 1 - 1e-4 < float(numbers.max()) < 1
     assert abs(float(numbers.mean()) - 0.5) < 0.005 and abs(float(numbers.var()) - 1 / 12) < 0.002
     assert abs(float(torch.corrcoef(torch.stack([numbers[1:], numbers[:-1]]))[0, 1])) < 0.02
+
+
+def test_a_row_ends_at_its_own_end_ids(run: Any) -> None:
+    """Rows with an end id are the rows without it, cut after this id, beside rows with other ends."""
+    prompts = prompts_of(PROMPTS * 2, [*range(8)])
+    (plain,) = sample(run, prompts)
+    ids = [int(plain.tokens[row, plain.starts[row] + 2]) for row in range(8)]
+    ends = tuple(frozenset({token, END} if row % 2 else {END}) for row, token in enumerate(ids))
+    (cut,) = sample(run, attrs.evolve(prompts, end_ids=ends))
+    for row, token in enumerate(ids):
+        start, end = int(plain.starts[row]), int(plain.ends[row])
+        sampled = plain.tokens[row, start:end].tolist()
+        count = sampled.index(token) + 1 if row % 2 else len(sampled)
+        assert cut.tokens[row, start : int(cut.ends[row])].tolist() == sampled[:count]
+        assert bool(cut.is_ended[row]) == (row % 2 == 1 or bool(plain.is_ended[row]))
+        assert not cut.logps[row, start + count :].any()
 
 
 def test_logits_that_are_not_finite_end_the_run(run: Any) -> None:

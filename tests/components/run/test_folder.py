@@ -84,6 +84,14 @@ def test_a_folder_that_cannot_be_made_is_an_error_on_every_rank(tmp_path: Path) 
         assert not holds
 
 
+def test_a_link_to_a_missing_folder_is_named(tmp_path: Path, one_rank: Any) -> None:
+    """The message has the link's target: a folder on a disk that is not mounted, for example."""
+    (tmp_path / "link").symlink_to(tmp_path / "disk/run")
+    job = NamedRun(name="x", folder=tmp_path / "link")
+    with pytest.raises(UserError, match=r"link is a link to .*disk/run, which does not exist; create it"):
+        LockedFolder(job=job, mesh=one_rank, recipe=ResolvedRecipe("", "")).open()
+
+
 def test_ranks_with_different_recipes_are_refused(tmp_path: Path) -> None:
     """Before anything is written, both ranks raise an error naming the differing rank."""
     for text, code, _ in run_ranks(_open_on_ranks, 2, tmp_path / "x", True):

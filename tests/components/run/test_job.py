@@ -21,6 +21,13 @@ def test_a_name_is_a_plain_file_name(name: str) -> None:
         NamedRun(name=name)
 
 
+def test_a_name_is_not_longer_than_names_of_folders() -> None:
+    """Bytes count, and the suffix of a sweep's folder fits, too."""
+    assert NamedRun(name="é" * 120).name
+    with pytest.raises(ValueError, match="the name has 242 bytes, and a folder's name may have 240"):
+        NamedRun(name="é" * 121)
+
+
 def test_a_path_as_a_name_is_answered_with_the_folder() -> None:
     """The message has both settings to write."""
     with pytest.raises(ValueError, match='write name = "b", and the path of the run folder as folder = "runs/a/b"'):

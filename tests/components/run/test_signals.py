@@ -100,20 +100,20 @@ def test_a_second_signal_exits_at_once_if_one_is_ctrl_c(signals: Signals, first:
 
 def test_a_forwarded_interrupt_counts_once(signals: Signals) -> None:
     """A terminal sends Ctrl-C to every process, and a launcher forwards it; only a later one exits."""
-    reader: Any = signals._reader
-    reader._debounce = 60.0  # however late a busy machine sends the second one
+    handlers: Any = signals._handlers
+    handlers.debounce = 60.0  # however late a busy machine sends the second one
     _send(signal.SIGINT)
     _send(signal.SIGINT)
     assert not signals.exit.called.wait(ECHO_HERE)  # type: ignore[attr-defined]
-    reader._debounce = ECHO_HERE
+    handlers.debounce = ECHO_HERE
     _send_until_exit(signals, signal.SIGINT)
 
 
 @pytest.mark.parametrize("later", [signal.SIGTERM, signal.SIGUSR1])
 def test_signals_of_a_cluster_count_once_however_late_they_repeat(signals: Signals, later: int) -> None:
     """A warning before SIGTERM, and a SIGTERM forwarded seconds later, cost no checkpoint."""
-    reader: Any = signals._reader
-    reader._debounce = 0.0
+    handlers: Any = signals._handlers
+    handlers.debounce = 0.0
     for number in (signal.SIGTERM, later, later):
         _send(number)
     assert not signals.exit.called.wait(0.2)  # type: ignore[attr-defined]
@@ -182,6 +182,36 @@ def test_closing_cancels_the_deadline(one_rank: Any) -> None:
     signals.close()
     assert not signals.exit.called.wait(0.5)
     assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_a_signal_while_a_graph_is_opened_again_stops_its_successor(one_rank: Any) -> None:
+    """Its grace period counts from the signal, and closing the successor restores the handlers."""
+    before = signal.getsignal(signal.SIGTERM)
+    first, successor = Signals(mesh=one_rank, grace=0.3), Signals(mesh=one_rank, grace=0.3)
+    first.exit = called = Exit()
+    first.open()
+    handlers = first.hand_over()
+    first.close()
+    _send(signal.SIGTERM)
+    successor.take_over(handlers)
+    successor.open()
+    assert successor.agree_on_signal() == signal.SIGTERM
+    assert called.called.wait(30) and called.codes == [143]
+    successor.close()
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_an_agreed_signal_is_kept_if_the_rank_that_received_it_is_lost(mesh_of: Callable[..., Any]) -> None:
+    """It may be lost while the ranks save."""
+    worlds = World(rank=1, others=signal.SIGTERM), World(rank=0, others=0)
+    first, successor = (Signals(mesh=mesh_of(world=world)) for world in worlds)
+    first.open()
+    assert first.agree_on_signal() == signal.SIGTERM
+    successor.take_over(first.hand_over())
+    first.close()
+    successor.open()
+    assert successor.agree_on_signal() == signal.SIGTERM
+    successor.close()
 
 
 def _hang(grace: float, signals_sent: int) -> None:

@@ -38,8 +38,9 @@ class Record:
     def after_restore(self, restored_step: int) -> None:
         self.calls.append(f"after restore of {restored_step}")
 
-    def save(self, step: Step) -> None:
+    def save(self, step: Step) -> bool:
         self.calls.append(f"save {step.index}")
+        return True
 
     def saves_after(self, step: Step) -> bool:
         return False
@@ -345,6 +346,7 @@ def test_a_best_checkpoint_needs_a_numeric_output_of_a_phase() -> None:
         "lr_factor",
         "skip",
         "tokens",
+        "validation_cross_entropy",
         "validation_loss",
     )
     for name in ("batches", "gradients", "local_gradients", "losses", "weights"):

@@ -8,8 +8,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from drawloom.components.data.bytes import Bytes
+from drawloom.components.data.hugging_face_tokenizer import HuggingFaceTokenizer
 from drawloom.components.distributed.device_model import find_device_model
 from drawloom.components.planning.plan import plan
+from drawloom.components.weights.token_ids import compare_folder_ids
+from drawloom.graph import RecipeError
 from drawloom.graph.project import Recipe
 from support.qwen3 import SIZES, dense, whole
 
@@ -71,6 +75,43 @@ def test_wrong_loops_are_refused(base: Path) -> None:
         others = {name: table for name, table in tables.items() if name != "model"}
         found = problems(taught(base, **others).with_values(changed))
         assert any(text in problem for problem in found), (text, found)
+
+
+def test_a_teacher_must_have_the_ids_of_the_data(base: Path) -> None:
+    """
+    `check` compares tokens and ids. A table with more rows or more tokens passes, as padding; other ids don't, though
+    as many.
+
+    Other control tokens, or a folder without a tokenizer, are a warning of the run.
+    """
+    Bytes().save(base)
+    path = base / "tokenizer.json"
+    content = json.loads(path.read_text())
+    vocabulary = content["model"]["vocab"]
+    recipe = taught(base).with_values({"model": {"vocab_size": 300}})
+    assert recipe.check() == []
+
+    def write(ids: Any, *added: dict[str, Any]) -> None:
+        model = {"type": "BPE", "vocab": ids, "merges": []}
+        path.write_text(json.dumps({**content, "model": model, "added_tokens": added}))
+
+    write([[token, 0.0] for token in [*vocabulary, "more"]])  # of the kind Unigram
+    assert recipe.check() == []
+    others = {"turned": dict(zip(vocabulary, [*range(1, 257), 0], strict=True)), "short": {"a": ord("a")}}
+    for ids, said in zip(others.values(), ("is 1 there, and is 0", "has no id there"), strict=True):
+        write(ids)
+        with pytest.raises(RecipeError, match=said):
+            recipe.check()
+    tokenizer = HuggingFaceTokenizer(path=base / "own")
+    (base / "own").mkdir()
+    Bytes().save(base / "own")
+    own = json.loads((base / "own/tokenizer.json").read_text())
+    own["added_tokens"] = [{"id": 256, "content": "<|end|>", "special": True}]
+    (base / "own/tokenizer.json").write_text(json.dumps(own))
+    write({token: number for token, number in vocabulary.items() if number != 256}, {"id": 256, "content": "<e>"})
+    assert "other control tokens than the data: the token '<|end|>'" in (compare_folder_ids(base, tokenizer) or "")
+    path.unlink()
+    assert "has no tokenizer.json" in (compare_folder_ids(base, tokenizer) or "")
 
 
 @pytest.mark.parametrize("mesh", [{}, {"data_shard": 2}, {"pipeline": 2}], ids=["one", "shards", "stages"])

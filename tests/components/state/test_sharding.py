@@ -185,6 +185,14 @@ FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: shard_tree(["a", "b"], Shard(1), 2),
         "a list only has dimension 0, but the specification is Shard(dim=1)",
     ),
+    "numbers along 1": (
+        lambda: unshard_tree([10, 11], Stack(1)),
+        "a list only has dimension 0, but the specification is Stack(dim=1)",
+    ),
+    "cut of numbers along 1": (
+        lambda: shard_tree([10, 11], Stack(1), 2),
+        "a list only has dimension 0, but the specification is Stack(dim=1)",
+    ),
     "shapes": (
         lambda: unshard_tree([torch.ones(1, 2), torch.ones(1, 3)], Shard()),
         "Shard(dim=0) can't join the microbatches' tensors, a tensor of shape (1, 2), a tensor of shape "

@@ -140,6 +140,19 @@ def test_a_tied_copy_is_fine(tmp_path: Path) -> None:
                 fill_module_from_folder(folder, module, MAPPER)
 
 
+def test_computed_buffers_of_old_folders_are_ignored(tmp_path: Path) -> None:
+    """Rotary frequencies, which Llama's first folders have, follow from the config."""
+    tensors = {
+        "model.a": torch.ones(2),
+        "model.b": torch.ones(3),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    module = module_of(a=torch.zeros(3), b=torch.zeros(3))
+    fill_module_from_folder(tmp_path, module, MAPPER)
+    assert bool(module.a.all() and module.b.all())
+
+
 def test_experts_of_a_folder_are_stacked_and_transposed(tmp_path: Path) -> None:
     """Experts stored one by one in a folder become one parameter, transposed."""
     experts = [torch.randn(3, 2) for _ in range(4)]

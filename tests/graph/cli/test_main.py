@@ -1,5 +1,6 @@
 """The command line."""
 
+import errno
 import json
 import sys
 import weakref
@@ -350,12 +351,13 @@ def test_importing_a_missing_package_is_a_user_error(
         (MemoryError(), "not enough memory: an allocation failed"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 9 bytes."), "not enough memory: Default"),
         (RuntimeError("can't start new thread"), "no more threads can be started"),
+        (OSError(errno.ENAMETOOLONG, "File name too long", "aaa"), "aaa: the file system allows no name as long as"),
     ],
 )
-def test_missing_memory_and_threads_are_reported_without_a_traceback(
+def test_limits_of_a_machine_are_reported_without_a_traceback(
     project: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception, words: str
 ) -> None:
-    """Missing memory and threads are reported in one line, with exit code 1."""
+    """Missing memory and threads, and long file names, are reported in one line, with exit code 1."""
 
     def fail(*_: object) -> None:
         raise error

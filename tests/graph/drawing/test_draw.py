@@ -6,8 +6,9 @@ from collections.abc import Callable
 import pytest
 
 from drawloom.graph.cli.main import main
+from drawloom.graph.drawing import FORMATS, Format
 from drawloom.graph.drawing.diagram import Arrow, Box, Diagram, make_wiring_diagram
-from drawloom.graph.drawing.draw import FORMATS, Format, draw, draw_dot, draw_mermaid
+from drawloom.graph.drawing.draw import draw, draw_dot, draw_mermaid
 from drawloom.graph.problems import UserError
 from drawloom.graph.project import Project
 from drawloom.graph.wiring.graph import Graph

@@ -143,3 +143,18 @@ def test_values_merged_later_keep_other_problems() -> None:
         == ["DL109", "DL116"]
     )
     assert wrong.with_values({"a": {"more": "$vars.other"}}).problems == wrong.problems[:1]
+
+
+def test_variables_refer_to_variables() -> None:
+    """A later layer's value counts, inside of arrays, too; a circle and a missing variable are named once each."""
+    variables = {"a": "$vars.b", "b": "$vars.c", "c": 1, "list": ["$vars.a", {"of": "$vars.c"}], "text": "$$vars.c"}
+    recipe = MergedRecipe.from_values({"vars": variables}).with_values({"vars": {"c": 7}})
+    values = {name: leaf.value for name, leaf in recipe.vars.items()}
+    assert values == {"a": 7, "b": 7, "c": 7, "list": [7, {"of": 7}], "text": "$$vars.c"}
+    circle = {"a": ["$vars.b"], "b": "$vars.a", "length": 1, "other": "$vars.lenght"}
+    faults = [problem for problem in MergedRecipe.from_values({"vars": circle}).problems if problem.code == "DL307"]
+    assert [(fault.text, fault.hint) for fault in faults] == [
+        ("vars.a: it refers to itself, $vars.a = $vars.b = $vars.a", "write the value itself in one of them"),
+        ("vars.b: it refers to itself, $vars.b = $vars.a = $vars.b", "write the value itself in one of them"),
+        ("vars.other: there is no variable '$vars.lenght'", "did you mean 'length'?"),
+    ]

@@ -5,9 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from drawloom.components.data.chat.encode import encode_prompt_and_completion, encode_rendered_conversation
+from drawloom.components.data.chat.encode import encode_conversation, encode_prompt_and_completion
 from drawloom.components.data.chat.template import ChatTemplate
-from drawloom.components.data.chat.turns import render_and_locate_turns
 from support.chat import CHATML, open_tokenizer, say, tokenizer_folder
 
 
@@ -19,13 +18,11 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def encode_chat(tokenizer: Any, messages: Any, template: str = CHATML, tools: Any = None) -> Any:
     """Return a conversation whose assistant is trained."""
-    process = ChatTemplate(template)
+    process = ChatTemplate({"default": template})
     process.open()
     try:
         weights = [float(message["role"] == "assistant") for message in messages]
-        return encode_rendered_conversation(
-            tokenizer, render_and_locate_turns(process, messages, weights, tools), messages, tools
-        )
+        return encode_conversation(tokenizer, process, messages, weights, tools)
     finally:
         process.close()
 
@@ -65,7 +62,7 @@ def test_a_user_cannot_forge_a_turn(tokenizer: Any) -> None:
     ("messages", "template", "tools", "text"),
     [
         ([{"role": "user<|im_end|>", "content": "a"}, *say("b", "c")[1:]], CHATML, None, "turn 1 contains the control"),
-        (say("x<|im_end|>", "c"), CHATML.replace("message.content", "message.content | upper"), None, "turn 1 contain"),
+        (say("x<|im_end|>", "C"), CHATML.replace("message.content", "message.content | upper"), None, "turn 1 contain"),
         (say("a", "b"), CHATML, [{"name": "<|eot|>"}], "a tool contains the control token <|eot|>"),
     ],
 )

@@ -1,14 +1,22 @@
 """Chat templates beside transformers, and hostile ones."""
 
+import json
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from drawloom.components.data.chat.template import ChatTemplate, RenderError, read_chat_template_and_special_tokens
+from drawloom.components.data.chat.template import (
+    ChatTemplate,
+    RenderError,
+    create_chat_template,
+    read_chat_templates_and_special_tokens,
+)
+from drawloom.components.data.hugging_face_tokenizer import HuggingFaceTokenizer
+from drawloom.components.run.folder import copy_files
 from drawloom.graph import UserError
 from support.chat import BRACKETS, CHATML, HEADERS, THINKING, TOOLS, say, tokenizer_folder
 
@@ -18,7 +26,7 @@ TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 @contextmanager
 def process(text: str, **settings: Any) -> Iterator[ChatTemplate]:
     """Yield a template in its process."""
-    template = ChatTemplate(text, TOKENS, **settings)
+    template = ChatTemplate({"default": text}, TOKENS, **settings)
     template.open()
     try:
         yield template
@@ -74,7 +82,7 @@ def test_hostile_templates_reach_nothing_and_the_next_conversation_is_rendered()
                 assert "class" not in rendered and "root:" not in rendered, what
             except RenderError as error:
                 assert len(str(error)) < 600, what
-            assert template.render([{"messages": [1]}]) == ["ok"], what
+            assert template.render([{"messages": [{}]}]) == ["ok"], what
 
 
 def test_an_endless_template_is_ended() -> None:
@@ -94,11 +102,39 @@ def test_an_invalid_template_is_refused() -> None:
 
 
 def test_the_template_of_a_folder_is_in_a_file_or_in_the_configuration(tmp_path: Path) -> None:
-    """The file comes first; of several by name the default counts; tokens are text or objects."""
-    assert read_chat_template_and_special_tokens(tmp_path) == (None, {})
+    """Files come first; tokens are text or objects."""
+    assert read_chat_templates_and_special_tokens(tmp_path) == ({}, {})
     folder = tokenizer_folder(tmp_path / "a")
-    assert read_chat_template_and_special_tokens(folder) == (CHATML, TOKENS)
+    assert read_chat_templates_and_special_tokens(folder) == ({"default": CHATML}, TOKENS)
     (folder / "chat_template.jinja").unlink()
-    config = '{"chat_template": [{"name": "default", "template": "x"}], "bos_token": {"content": "<s>"}}'
+    config = '{"chat_template": "x", "bos_token": {"content": "<s>"}}'
     (folder / "tokenizer_config.json").write_text(config)
-    assert read_chat_template_and_special_tokens(folder) == ("x", {"bos_token": "<s>"})
+    assert read_chat_templates_and_special_tokens(folder) == ({"default": "x"}, {"bos_token": "<s>"})
+
+
+@pytest.mark.parametrize("in_files", [False, True])
+def test_named_templates_are_chosen_as_by_transformers(tmp_path: Path, in_files: bool) -> None:
+    """
+    `tool_use` renders lines with tools, `default` all others, from the configuration or from files; both are saved.
+    """
+    from transformers import AutoTokenizer  # takes seconds
+
+    folder, tool_use = tokenizer_folder(tmp_path / "a"), "{{ tools | tojson }} " + CHATML
+    if in_files:
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "additional_chat_templates/tool_use.jinja").write_text(tool_use)
+    else:
+        (folder / "chat_template.jinja").unlink()
+        templates = [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": tool_use}]
+        config = json.loads((folder / "tokenizer_config.json").read_text())
+        (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": templates}))
+    (tmp_path / "saved").mkdir()
+    tokenizer = HuggingFaceTokenizer(path=folder)
+    tokenizer.save(tmp_path / "saved")
+    copy_files(tmp_path / "copies", tokenizer.list_input_files()["path"])
+    for path in (folder, tmp_path / "saved", tmp_path / "copies"):
+        theirs = AutoTokenizer.from_pretrained(path)
+        with closing(create_chat_template(HuggingFaceTokenizer(path=path), None)) as template:
+            for tools in (None, [], [{"type": "function", "function": {"name": "find"}}]):
+                wanted = theirs.apply_chat_template(say("a", "b"), tools=tools, tokenize=False)
+                assert template.render([{"messages": say("a", "b"), "tools": tools}]) == [wanted]

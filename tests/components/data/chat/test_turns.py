@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from drawloom.components.data.chat.template import ChatTemplate
-from drawloom.components.data.chat.turns import AmbiguousTurnError, Rendered, render_and_locate_turns
+from drawloom.components.data.chat.turns import EarlierTurnError, Rendered, render_and_locate_turns
 from support.chat import BRACKETS, CHATML, HEADERS, THINKING, TOOLS, say
 
 
 @contextmanager
 def process(text: str) -> Iterator[ChatTemplate]:
     """Yield a template in its process."""
-    template = ChatTemplate(text, {"bos_token": "<s>", "eos_token": "</s>"})
+    template = ChatTemplate({"default": text}, {"bos_token": "<s>", "eos_token": "</s>"})
     template.open()
     try:
         yield template
@@ -61,7 +61,7 @@ def test_a_repeated_text_is_not_mistaken_for_the_turn() -> None:
 def test_a_template_that_changes_earlier_turns_is_refused_and_the_last_turn_is_not() -> None:
     """Thinking stripped from earlier turns makes their text ambiguous; in the last turn it is trained."""
     messages = say("a", "<think>\nwhy\n</think>\n\none", "b", "<think>\nso\n</think>\n\ntwo")
-    with pytest.raises(AmbiguousTurnError, match=r"turn 2: .*write turns = \"last\" or turns = \"one_row_per_turn\""):
+    with pytest.raises(EarlierTurnError, match="turn 2: the template renders it differently when other turns follow"):
         render_chat(THINKING, messages)
     assert trained_texts(render_chat(THINKING, messages, [0, 0, 0, 1])) == ["<think>\nso\n</think>\n\ntwo<|im_end|>"]
     assert trained_texts(render_chat(THINKING, messages[:2])) == ["<think>\nwhy\n</think>\n\none<|im_end|>"]
@@ -69,7 +69,7 @@ def test_a_template_that_changes_earlier_turns_is_refused_and_the_last_turn_is_n
 
 def test_a_template_that_drops_the_system_turn_from_the_prompt_is_refused() -> None:
     """With an answer behind it the template drops the system's text, so training would differ from generation."""
-    with pytest.raises(AmbiguousTurnError, match="turn 3"):
+    with pytest.raises(ValueError, match="turn 3: a model answers after 'be brief"):
         render_chat(BRACKETS, say("a", "one", system="be brief"))
 
 

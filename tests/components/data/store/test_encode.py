@@ -41,7 +41,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> HuggingFaceTokenizer:
 def test_batches_are_counted_in_characters(monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch has at most so many characters; a longer document is alone, and none is lost."""
     monkeypatch.setattr(encode, "BATCH", 10)
-    documents = [Document("x" * size, "", 0, b"") for size in (4, 5, 2, 30, 1, 0, 9)]
+    documents = [Document("x" * size, "", 0) for size in (4, 5, 2, 30, 1, 0, 9)]
     batch_lengths = [
         [len(document.text) for document in batch] for batch in batch_documents_by_characters(iter(documents))
     ]

@@ -104,7 +104,7 @@ def test_a_folder_that_is_not_a_store_is_refused(tmp_path: Path) -> None:
     metadata = path.read_text()
     for text, reason in (
         (metadata[:-9], "can't be read"),
-        (metadata.replace('"format": 2', '"format": 7'), "format 7"),
+        (metadata.replace('"format": 3', '"format": 7'), "format 7"),
     ):
         path.write_text(text)
         with pytest.raises(UserError, match=rf"store\.json .*{reason}"):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from drawloom.components.model.decoder.config import Qwen3MoeConfig
-from drawloom.components.model.decoder.hugging_face import build_hugging_face_config, read_config
+from drawloom.components.model.decoder.hugging_face import read_config
 from drawloom.components.model.decoder.rope import RopeScaling, convert_to_kernel_scaling
 from drawloom.components.model.qwen3.dense import DENSE
 from drawloom.components.model.qwen3.moe import MOE
@@ -326,9 +326,3 @@ def test_a_missing_config_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "other.json"):
         with pytest.raises(UserError, match="can't be read"):
             read_config(DENSE, path)
-
-
-def test_the_end_of_text_is_written_only_if_known() -> None:
-    """Without a tokenizer the config has no end-of-text id."""
-    assert "eos_token_id" not in build_hugging_face_config(DENSE, dense().architecture, None)
-    assert build_hugging_face_config(DENSE, dense().architecture, 0)["eos_token_id"] == 0

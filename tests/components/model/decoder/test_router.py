@@ -37,7 +37,7 @@ def test_balance_adds_the_gradient_of_the_formula(
     chosen = probabilities.topk(choices).indices
     weights = torch.rand(rows, dtype=torch.float64)  # in float32 the reference would round its own products
     incoming = torch.randn_like(probabilities)
-    grad = compute_aux_loss_grad(count_choices_by_row(chosen, experts), weights, length)
+    grad = compute_aux_loss_grad(count_choices_by_row(chosen, experts), weights, choices)
     actual = attach_loss_gradient(probabilities, (grad.unsqueeze(1) * probabilities).sum())
     assert torch.equal(actual, probabilities)
     loss = (probabilities * incoming).sum()
@@ -72,7 +72,7 @@ def test_balance_loss_evens_out_experts() -> None:
         optimizer.zero_grad()
         probabilities = (noise + bias).softmax(-1)
         chosen = probabilities.detach().topk(2).indices
-        grad = compute_aux_loss_grad(count_choices_by_row(chosen, 5), torch.ones(4), 64).unsqueeze(1)
+        grad = compute_aux_loss_grad(count_choices_by_row(chosen, 5), torch.ones(4), 2).unsqueeze(1)
         bias.grad = torch.autograd.grad(probabilities, bias, grad.expand(4, 64, 5))[0]
         optimizer.step()
         counts.append(chosen.flatten().bincount(minlength=5))

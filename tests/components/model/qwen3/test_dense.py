@@ -222,11 +222,10 @@ def with_tokenizer(**changes: Any) -> Qwen3Dense:
 
 
 def test_vocabulary_size_defaults_to_the_tokenizers() -> None:
-    """Without a vocabulary size the model uses the tokenizer's, rounded up on request, and its end of text."""
+    """Without a vocabulary size the model uses the tokenizer's, rounded up on request."""
     assert with_tokenizer().vocab_size == 61
     assert with_tokenizer(vocabulary_multiple=64).vocab_size == 64
     assert with_tokenizer(vocab_size=80).vocab_size == 80
-    assert with_tokenizer().hugging_face_config()["eos_token_id"] == 60
 
 
 def test_a_vocabulary_too_small_for_the_tokenizer_is_refused() -> None:

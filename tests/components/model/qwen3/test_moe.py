@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import attrs
 import pytest
 import torch
 import torch.nn.functional as F
@@ -110,6 +111,7 @@ def assert_gradients_equal(module: nn.Module, theirs: nn.Module, our_loss: Tenso
     """Assert that parameters have transformers' names and gradients."""
     ours, others = dict(module.named_parameters()), dict(theirs.named_parameters())
     assert sorted(ours) == sorted(others)
+    ours = {name: parameter for name, parameter in ours.items() if parameter.requires_grad}
     actual = torch.autograd.grad(our_loss, list(ours.values()))
     expected = torch.autograd.grad(their_loss, [others[name] for name in ours], materialize_grads=True)
     for gradient, reference in zip(actual, expected, strict=True):
@@ -134,16 +136,31 @@ def test_packed_documents_equal_each_alone() -> None:
             start += length
 
 
+@pytest.mark.parametrize("padded", [0, 46])
 @pytest.mark.parametrize("normalised", [True, False])
-def test_balance_gradients_equal_those_of_transformers(normalised: bool) -> None:
-    """With one row and one layer with experts, gradients are transformers' for its loss plus its auxiliary loss."""
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_balance_gradients_equal_those_of_transformers(normalised: bool, padded: int, is_frozen: bool) -> None:
+    """
+    With one row and one layer with experts, gradients are transformers' for its loss plus its auxiliary loss under an
+    attention mask: padding does not count. A frozen router's loss still changes the layers below.
+    """
     torch.manual_seed(1)
     model = sparse(num_hidden_layers=1, router_aux_loss_coef=0.7, norm_topk_prob=normalised)
-    module, (tokens, targets) = whole(model), random_rows(model, 1, 23)
+    module, (tokens, targets) = whole(model), random_rows(model, 1, 23 + padded)
     theirs = twin(model, dict(module.named_parameters()), output_router_logits=True)
+    mask = torch.arange(23 + padded)[None] < 23
+    tokens, targets = tokens.where(mask, 3), targets.where(mask, IGNORE_INDEX)
+    context = attrs.evolve(pack_documents([[23, padded] if padded else [23]]), padding=~mask)
     count = (targets != IGNORE_INDEX).sum()
-    actual = losses_of(module, tokens, one_document(1, 23), targets).sum() / count
-    expected = theirs(tokens, labels=F.pad(tokens, (0, 1), value=IGNORE_INDEX)[:, 1:])  # for its auxiliary loss alone
+    for router in [
+        layer
+        for name, layer in [*module.named_modules(), *theirs.named_modules()]
+        if is_frozen and name.endswith("mlp.gate")
+    ]:
+        router.requires_grad_(False)
+    actual = losses_of(module, tokens, context, targets).sum() / count
+    # labels: for its auxiliary loss alone
+    expected = theirs(tokens, attention_mask=mask, labels=F.pad(tokens, (0, 1), value=IGNORE_INDEX)[:, 1:])
     of_tokens = F.cross_entropy(expected.logits[0], targets[0], ignore_index=IGNORE_INDEX)
     whole_loss = of_tokens + 0.7 * expected.aux_loss
     torch.testing.assert_close(actual, of_tokens, **CLOSE)

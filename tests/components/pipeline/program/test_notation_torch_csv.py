@@ -22,9 +22,10 @@ def test_overlaps_have_torchs_notation() -> None:
 
 
 def test_cells_without_compute_are_skipped() -> None:
-    """Empty cells and rows, messages and FSDP actions are not part of a program."""
+    """Empty cells and rows, messages, FSDP actions and waits are not part of a program."""
     program = parse_program_csv(
-        "0UNSHARD,0F0,,0SEND_F0, 0RECV_B0 ,0B0,0REDUCE_GRAD,0RESHARD\n\n,1RECV_F0,1F0,1B0,1SEND_B0\n"
+        "0UNSHARD,0F0,,0SEND_F0, 0RECV_B0 ,0B0,0REDUCE_GRAD,0RESHARD,0WAIT_REDUCE_GRAD\n\n"
+        ",1RECV_F0,1F0,1B0,1SEND_B0,1WAIT_SEND_B0\n"
     )
     assert [texts(program.rank_program(rank)) for rank in range(2)] == [["0F0", "0B0"], ["1F0", "1B0"]]
 

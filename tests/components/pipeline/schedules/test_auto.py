@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from itertools import combinations, pairwise, product
+from pathlib import Path
 from typing import Any, Literal
 
 import attrs
@@ -16,6 +17,7 @@ from drawloom.components.pipeline.program.list_scheduling import compute_peak_ac
 from drawloom.components.pipeline.program.notation import format_program
 from drawloom.components.pipeline.program.timing import Costs, CostTable, compute_timing
 from drawloom.components.pipeline.program.validity import find_violations
+from drawloom.components.pipeline.schedules import auto
 from drawloom.components.pipeline.schedules.auto import Auto, Recomputation, list_published_schedules
 from drawloom.components.pipeline.simulation.simulator import simulate
 from drawloom.components.planning.recorder import PassCost
@@ -281,6 +283,27 @@ def test_no_published_schedule_that_fits_is_faster(last: float, latency: float) 
         ):
             if max(simulate(other, Costs()).peak_microbatches_in_flight) <= limit * other.stages // ranks:
                 assert ours <= compute_timing(other, _costs(other, last, latency)).makespan + 1e-9
+
+
+def test_every_schedule_for_the_executor_is_compared() -> None:
+    """All components of the folder, except itself and the circular pipeline's schedule, which has its own executor."""
+    names = {path.stem for path in Path(auto.__file__).parent.glob("[a-z]*.py")} - {"auto", "circular"}
+    programs = [program for count in (1, 2) for program in auto.build_published_programs(count, 2, 4)]
+    assert {program.choice for program in programs} == names
+
+
+def test_the_fewest_messages_decide_among_equally_fast_programs() -> None:
+    """With equal stages the interleaved zero bubble is as fast as zero bubble V, and sends more tensors."""
+    program = Auto().program(2, 8)
+    published = list(auto.build_published_programs(2, 2, 8))
+    chosen, other = (
+        next(made for made in published if made.choice == name) for name in ("zero_bubble_v", "zero_bubble_1p")
+    )
+    assert program.choice == "zero_bubble_v" and program.stage_to_rank == chosen.stage_to_rank
+    costs = Costs(factors=(0.5,) * 4)
+    assert compute_timing(program, costs).makespan == compute_timing(other, costs).makespan
+    assert simulate(program, costs).message_count == 32 < simulate(other, costs).message_count == 48
+    assert Auto(slices=[0.5] * 15 + [0.8], comm=0.25).program(8, 32).choice == "search"
 
 
 def test_a_costly_last_stage_and_slow_messages_are_made_up_for() -> None:

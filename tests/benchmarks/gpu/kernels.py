@@ -1,5 +1,5 @@
 """
-Kernels compared with other libraries, in one run: `make bench-gpu`.
+Kernels compared with other libraries, in one run: `make bench NAME=kernels`.
 
 A line reports one implementation of an operation: median forward and backward times, the share of the device's peak
 (measured here by a copy and a matrix product), host time, memory beyond the inputs, and the relative error against

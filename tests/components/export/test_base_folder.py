@@ -1,6 +1,7 @@
-"""Exports from folders with more than a text model: vision towers, and multi-token prediction."""
+"""Exports from folders with more than a text model: other files and keys, vision towers, multi-token prediction."""
 
 import json
+import logging
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from drawloom import Recipe
 from drawloom.components.export.adapter import AdapterExport
 from drawloom.components.export.hf_writer import write_hugging_face_folder
-from drawloom.components.model.auto import AutoModel
+from drawloom.components.model.auto import FAMILIES, AutoModel
 from drawloom.components.model.deepseek_v3 import DeepseekV3
 from drawloom.components.storage.tensor_source import InMemoryTensors
 from drawloom.components.weights.stacked import StackedExperts
@@ -31,6 +32,7 @@ TEXT: dict[str, Any] = {
     "head_dim": 8,
     "intermediate_size": 40,
     "pad_token_id": None,
+    "eos_token_id": 256,  # as the tokenizer's
 }
 DELTA: dict[str, Any] = {
     "linear_key_head_dim": 6,
@@ -91,6 +93,91 @@ class LoadedStage(OneStage):
     """A whole model with weights from a folder."""
 
     initial_folder: Path | None = None
+
+
+@attrs.frozen
+class FakeTokenizer:
+    """Chat tokenizer that writes one file; ids of control tokens are their texts."""
+
+    eos_id: int = 5
+    vocab_size: int = 29
+    chat_template: None = None
+    special_tokens_by_name: dict[str, str] = attrs.field(factory=lambda: {"bos_token": "3", "pad_token": "6"})
+    control_tokens: tuple[str, ...] = ("3", "5", "6")
+
+    def encode(self, text: str) -> Any:
+        raise NotImplementedError
+
+    encode_batch = decode = token_byte_counts = decode_with_control_tokens = encode
+
+    def encode_with_control_tokens(self, text: str) -> list[int]:
+        return [int(text)]
+
+    def save(self, folder: Path) -> None:
+        (folder / "tokenizer.json").write_text('{"of": "the run"}')
+
+
+def read_ids(config: Any) -> list[Any]:
+    """Return the begin, end and padding ids of a config."""
+    return [config.bos_token_id, config.eos_token_id, config.pad_token_id]
+
+
+@pytest.mark.parametrize("kind", dict.fromkeys(FAMILIES.values()), ids=lambda kind: kind.family.model_type)
+def test_transformers_reads_the_ids_of_the_tokenizer_and_of_the_base(kind: Any, tmp_path: Path) -> None:
+    """No default of a class in transformers comes in; a base keeps its ids and keys, and learns the run's end."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    kinds: Any = AutoModelForCausalLM
+    sizes = SPARSE_SIZES | {"num_key_value_heads": 4}
+    model = small(kind, **{key: size for key, size in sizes.items() if key in kind.family.config_keys})
+    module = whole(model)
+    tokenizer: Any = FakeTokenizer()
+    assert read_ids(AutoConfig.for_model(**model.hugging_face_config())) == [None, None, None]
+    write_hugging_face_folder(tmp_path / "base", model, OneStage(module), tokenizer)
+    assert read_ids(AutoConfig.from_pretrained(tmp_path / "base")) == [3, 5, 6]
+    path, own = tmp_path / "base/config.json", {"own_key": 1, "quantization_config": {"a": 1}}
+    ids = {"bos_token_id": 7, "eos_token_id": [0, 2], "pad_token_id": 2}
+    path.write_text(json.dumps(json.loads(path.read_text()) | ids | own))
+    (tmp_path / "base/generation_config.json").write_text('{"eos_token_id": 2, "top_k": 9}')
+    longer = kind(kernels=cpu_kernels(), config=path, max_position_embeddings=999)
+    write_hugging_face_folder(tmp_path / "export", longer, LoadedStage(module, initial_folder=path.parent), tokenizer)
+    loaded = kinds.from_pretrained(tmp_path / "export")
+    config, generation = loaded.config, loaded.generation_config
+    assert read_ids(config) == [7, [0, 2, 5], 2] and generation.eos_token_id == [2, 5] and generation.top_k == 9
+    assert config.own_key == 1 and config.max_position_embeddings == 999
+    assert not hasattr(config, "quantization_config")
+
+
+def test_every_file_of_a_base_is_kept_written_or_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Settings and code are copied, tokenizer files only beside the same tokenizer, and all others are in the log."""
+    model = small(FAMILIES["qwen3"])
+    module = whole(model)
+    write_hugging_face_folder(tmp_path / "base", model, OneStage(module), dtype=torch.bfloat16)
+    kept = {"generation_config.json", "preprocessor_config.json", "modeling_own.py", "LICENSE", "1_Pooling/config.json"}
+    of_tokenizer = {"merges.txt", "additional_chat_templates/tool_use.jinja"}
+    dropped = {"optimizer.pt", "pytorch_model.bin", "onnx/model.onnx"}
+    for name in {"tokenizer.json", ".cache/x", *kept, *of_tokenizer, *dropped}:
+        (tmp_path / "base" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "base" / name).write_text('{"of": "the base"}')
+    stages = LoadedStage(module, initial_folder=tmp_path / "base")
+    caplog.set_level(logging.INFO)
+    run_tokenizer: Any = FakeTokenizer()
+    for tokenizer, expected in ((None, {*kept, *of_tokenizer}), (run_tokenizer, kept)):
+        caplog.clear()
+        target = tmp_path / f"export{len(expected)}"
+        write_hugging_face_folder(target, model, stages, tokenizer)
+        names = {str(path.relative_to(target)) for path in target.rglob("*") if path.is_file()}
+        assert names == {"config.json", "model.safetensors", "tokenizer.json", *expected}
+        named = ", ".join(sorted({*dropped, *of_tokenizer} - expected))
+        assert caplog.messages == [
+            f"the export has no copies of these files in {tmp_path / 'base'}: {named}",
+            f"the export is in float32, as trained, and {tmp_path / 'base'} in bfloat16; "
+            'dtype = "bfloat16" in [export] writes that',
+        ]
+    (tmp_path / "base/tokenizer.json").write_text('{"of": "the run"}')
+    write_hugging_face_folder(tmp_path / "same", model, stages, run_tokenizer, dtype=torch.bfloat16)
+    assert (tmp_path / "same/merges.txt").is_file()
+    assert len([line for line in caplog.messages if "float32" in line]) == 1
 
 
 def write_multimodal(kind: str, folder: Path, is_old: bool) -> Any:
