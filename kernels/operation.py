@@ -177,10 +177,7 @@ def make_differentiable(
         ctx.save_for_backward(*arguments)
         return compute(*arguments)
 
-    @once_differentiable
-    def compute_gradients(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return backward(*grads, *ctx.saved_tensors)
-
+    compute_gradients = once_differentiable(lambda ctx, *grads: backward(*grads, *ctx.saved_tensors))
     methods = {"forward": staticmethod(save_and_compute), "backward": staticmethod(compute_gradients)}
     function: Any = type(forward.__name__, (Function,), methods)
     differentiable: Callable[Arguments, Results] = function.apply

@@ -14,7 +14,7 @@ def swiglu_eager(gate: Tensor, up: Tensor, scale: Tensor | None = None) -> Tenso
     `scale` (...,) multiplies each vector before rounding. An expert's output can be weighted here instead of after its
     down projection, which is linear; this saves a pass over memory.
     """
-    return _differentiable_swiglu(gate, up) if scale is None else _differentiable_scaled_swiglu(gate, up, scale)
+    return _differentiable_swiglu(gate, up) if scale is None else _differentiable_swiglu_with_scale(gate, up, scale)
 
 
 def swiglu_halves_eager(gate_and_up: Tensor, scale: Tensor | None = None) -> Tensor:
@@ -29,26 +29,22 @@ def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return as_new_alias(F.silu(upcast(gate)).mul_(up).to(gate.dtype))
 
 
-def _swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    return compute_swiglu_gradients(gate, up, upcast(grad))
-
-
-def _scaled_swiglu(gate: Tensor, up: Tensor, scale: Tensor) -> Tensor:
-    return as_new_alias(F.silu(upcast(gate)).mul_(up).mul_(scale.unsqueeze(-1)).to(gate.dtype))
-
-
-def _scaled_swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    grad_scale = F.silu(upcast(gate)).mul_(up).mul_(grad).sum(-1).to(scale.dtype)
-    return *compute_swiglu_gradients(gate, up, upcast(grad) * scale.unsqueeze(-1)), grad_scale
-
-
-def compute_swiglu_gradients(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of gate and up from the output's gradient in at least float32."""
-    wide_gate = upcast(gate)
-    grad_up = F.silu(wide_gate).mul_(grad)
-    grad_gate = torch.ops.aten.silu_backward(grad * up, wide_gate)
+def compute_swiglu_gradients(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of gate and up, computed in at least float32; all tensors are (..., width)."""
+    wide_gate, wide_grad = upcast(gate), upcast(grad)
+    grad_up = F.silu(wide_gate).mul_(wide_grad)
+    grad_gate = torch.ops.aten.silu_backward(wide_grad * up, wide_gate)
     return grad_gate.to(gate.dtype), grad_up.to(up.dtype)
 
 
-_differentiable_swiglu = make_differentiable(_swiglu, _swiglu_backward)
-_differentiable_scaled_swiglu = make_differentiable(_scaled_swiglu, _scaled_swiglu_backward)
+def _swiglu_with_scale(gate: Tensor, up: Tensor, scale: Tensor) -> Tensor:
+    return as_new_alias(F.silu(upcast(gate)).mul_(up).mul_(scale.unsqueeze(-1)).to(gate.dtype))
+
+
+def _swiglu_with_scale_backward(grad: Tensor, gate: Tensor, up: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    grad_scale = F.silu(upcast(gate)).mul_(up).mul_(grad).sum(-1).to(scale.dtype)
+    return *compute_swiglu_gradients(upcast(grad) * scale.unsqueeze(-1), gate, up), grad_scale
+
+
+_differentiable_swiglu = make_differentiable(_swiglu, compute_swiglu_gradients)
+_differentiable_swiglu_with_scale = make_differentiable(_swiglu_with_scale, _swiglu_with_scale_backward)
