@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from drawloom.kernels.costs import register_costs, return_zero_scratch_bytes
+from drawloom.kernels.costs import register_costs
 from drawloom.kernels.operation import once_differentiable
 
 
@@ -95,9 +95,7 @@ def _count_backward_scratch_bytes(q: Tensor, k: Tensor, v: Tensor) -> int:
     return q.numel() * 4 + (by_query_head if k.shape[2] < q.shape[2] else 0)
 
 
-register_costs(
-    torch.ops.drawloom.attention, flops=_count_forward_flops, scratch=return_zero_scratch_bytes, is_attention=True
-)
+register_costs(torch.ops.drawloom.attention, flops=_count_forward_flops, is_attention=True)
 register_costs(
     torch.ops.drawloom.attention_backward,
     flops=_count_backward_flops,

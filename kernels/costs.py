@@ -9,7 +9,7 @@ from `torch.utils.flop_counter`.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
@@ -21,14 +21,16 @@ ScratchFunction = Callable[..., int]
 """Return the most bytes that exist only while an operation runs, from some of its arguments by name."""
 
 
-def return_zero_flops() -> float:
-    """Return 0, for an operation without matrix products, such as a pointwise one."""
-    return 0.0
+class CostFunctions(TypedDict, total=False):
+    """
+    An operation's cost functions; left out, a cost is zero.
 
+    `equivalent_flops` returns the FLOPs of a large product that takes as long, if tiles do more than the operation's.
+    """
 
-def return_zero_scratch_bytes() -> int:
-    """Return 0, for an operation that allocates its results and little else."""
-    return 0
+    flops: FlopsFunction
+    scratch: ScratchFunction
+    equivalent_flops: FlopsFunction
 
 
 @dataclass(frozen=True)
@@ -68,15 +70,14 @@ _REGISTERED: dict[OpOverloadPacket, _Registration] = {}
 def register_costs(
     operation: OpOverloadPacket,
     *,
-    flops: FlopsFunction,
-    scratch: ScratchFunction,
-    is_attention: bool = False,
+    flops: FlopsFunction = lambda: 0.0,
+    scratch: ScratchFunction = lambda: 0,
     equivalent_flops: FlopsFunction | None = None,
+    is_attention: bool = False,
 ) -> None:
     """
     Register an operation's cost functions, whose parameters name some of the operation's arguments.
 
-    `equivalent_flops` returns the FLOPs of a large product that takes as long, if tiles do more than the operation's.
     Raises TypeError if a parameter is not an argument in the operation's schema.
     """
     known = {argument.name for argument in operation.default._schema.arguments}

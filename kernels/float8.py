@@ -185,7 +185,7 @@ class EagerFloat8:
         self, grad: Tensor, gate_and_up: Tensor, factor: Tensor, row_scale: Tensor | None
     ) -> QuantizedGradient:
         gate, up = gate_and_up.float().chunk(2, -1)
-        return self.quantize_gradient(compute_swiglu_gradients(gate, up, grad.float()), factor, row_scale)
+        return self.quantize_gradient(compute_swiglu_gradients(grad, gate, up), factor, row_scale)
 
     def quantize_gradient(self, grads: Sequence[Tensor], factor: Tensor, row_scale: Tensor | None) -> QuantizedGradient:
         data, scale, empty = self.quantize_rows(torch.cat([*grads], 1).float() * factor, False)

@@ -196,7 +196,7 @@ class EagerGroupedFloat8(EagerFloat8):
     ) -> QuantizedSwigluGradient:
         (gate, up), wide = gate_and_up.float().chunk(2, -1), upcast(grad)
         grad_probabilities = (swiglu_eager(gate, up) * wide).sum(-1).to(probabilities.dtype)
-        gradients = compute_swiglu_gradients(gate, up, wide * probabilities.float().unsqueeze(-1))
+        gradients = compute_swiglu_gradients(wide * probabilities.float().unsqueeze(-1), gate, up)
         data, scale, _ = self.quantize_rows(torch.cat(gradients, 1), False)
         return QuantizedSwigluGradient(data, scale, grad_probabilities)
 

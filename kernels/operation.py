@@ -4,16 +4,20 @@ Custom operators: functions that launch kernels, registered with torch so that t
 The module also decides whether Triton can run on a device, and in which dtype kernels accumulate.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from importlib.util import find_spec
-from typing import Any
+from inspect import Signature, signature
+from operator import itemgetter
+from typing import Any, Concatenate, ParamSpec, TypeVar, Unpack
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.autograd.function import once_differentiable as differentiable_once
+from torch.compiler import is_dynamo_compiling
 
-from drawloom.kernels.costs import FlopsFunction, ScratchFunction, register_costs
+from drawloom.kernels.costs import CostFunctions, register_costs
 
 MIN_CAPABILITY = (8, 0)
 """Minimum compute capability, that of Ampere: older GPUs have no bfloat16."""
@@ -46,17 +50,18 @@ def _is_interpreted() -> bool:
 CONCRETE_TYPES = (Tensor, torch.nn.Parameter)
 """Types of tensors with data; subclasses, such as fake tensors and DTensor, must go through the dispatcher."""
 
-KernelFunction = Callable[..., Any]
+Arguments = ParamSpec("Arguments")
+Results = TypeVar("Results")
 
 
-def once_differentiable(backward: KernelFunction) -> KernelFunction:
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     """
     Decorate an autograd Function's `backward`, below `staticmethod`, like torch's decorator of this name.
 
     It takes less host time: torch's enters a no_grad context, but a backward pass without `create_graph` already runs
     in one.
     """
-    checked: KernelFunction = differentiable_once(backward)
+    checked: Callable[..., Any] = differentiable_once(backward)
 
     @wraps(backward)
     def call(ctx: Any, *grads: Any) -> Any:
@@ -86,38 +91,94 @@ def as_new_alias(result: Tensor) -> Tensor:
 
 
 def register_kernel(
-    schema: str,
-    *,
-    fake: KernelFunction,
-    flops: FlopsFunction,
-    scratch: ScratchFunction,
-    equivalent_flops: FlopsFunction | None = None,
-) -> Callable[[KernelFunction], KernelFunction]:
+    name: str, results: Callable[..., Any], **costs: Unpack[CostFunctions]
+) -> Callable[[Callable[Concatenate[Results, Arguments], None]], Callable[Arguments, Results]]:
     """
-    Register a kernel launcher as the operator `drawloom::<name>`, which torch.compile does not trace.
+    Register a function that launches kernels as the operator `drawloom::<name>`.
 
-    `schema` is torch's, such as "swiglu(Tensor gate, Tensor up) -> Tensor"; `fake` returns empty results for the same
-    arguments. `flops`, `scratch` and `equivalent_flops` return its costs, from the arguments they name
-    (`kernels/costs.py`). Under torch.compile, and for fake and meta tensors, the decorated function calls the operator;
-    otherwise it calls the function directly.
+    The function fills its first parameter, a tensor or a tuple of tensors, which `results` allocates; the others are
+    the operator's arguments. Otherwise this is `register_operator`, with `results` as `fake`.
     """
 
-    def register(function: KernelFunction) -> KernelFunction:
-        name = schema.partition("(")[0]
-        torch.library.define(f"drawloom::{name}", schema.removeprefix(name))
-        torch.library.impl(f"drawloom::{name}", ("CPU", "CUDA"), function)
-        torch.library.register_fake(f"drawloom::{name}", fake)
+    def register(launch: Callable[..., None]) -> Any:
+        filled, *parameters = signature(launch).parameters.values()
+        select = _create_argument_selector(results, [parameter.name for parameter in parameters])
+
+        @wraps(launch)
+        def allocate_and_launch(*arguments: Any) -> Any:
+            allocated = results(*select(arguments))
+            launch(allocated, *arguments)
+            return allocated
+
+        schema = Signature(parameters, return_annotation=filled.annotation)
+        allocate_and_launch.__signature__ = schema  # type: ignore[attr-defined]
+        return register_operator(name, results, **costs)(allocate_and_launch)
+
+    return register
+
+
+def register_operator(
+    name: str, fake: Callable[..., Any], mutates: Sequence[str] = (), **costs: Unpack[CostFunctions]
+) -> Callable[[Callable[Arguments, Results]], Callable[Arguments, Results]]:
+    """
+    Register a function as the operator `drawloom::<name>`, which torch.compile does not trace.
+
+    The schema follows from the function's types and from `mutates`, the arguments that change in place. `fake` returns
+    empty results. The parameters of `fake`, and of the functions in `costs`, name some of the operator's arguments.
+    Under torch.compile, and for fake and meta tensors, the decorated function calls the operator; otherwise it calls
+    the function directly. It takes positional arguments.
+    """
+
+    def register(function: Callable[..., Any]) -> Any:
+        qualified_name = f"drawloom::{name}"
+        select = _create_argument_selector(fake, [*signature(function).parameters])
+        torch.library.define(qualified_name, torch.library.infer_schema(function, mutates_args=mutates))
+        torch.library.impl(qualified_name, ("CPU", "CUDA"), function)
+        torch.library.register_fake(qualified_name, lambda *arguments: fake(*select(arguments)))
         operation = getattr(torch.ops.drawloom, name)
-        register_costs(operation, flops=flops, scratch=scratch, equivalent_flops=equivalent_flops)
-        registered: KernelFunction = operation.default
+        register_costs(operation, **costs)
+        operator = operation.default
 
         @wraps(function)
-        def call_kernel_or_operator(*arguments: Any) -> Any:
+        def call_function_or_operator(*arguments: Any) -> Any:
             # torch's dispatcher takes longer than a launch, so eager code avoids it.
             first = arguments[0][0] if isinstance(arguments[0], list) else arguments[0]
             is_concrete = type(first) in CONCRETE_TYPES and not first.is_meta
-            return function(*arguments) if is_concrete and not torch.compiler.is_compiling() else registered(*arguments)
+            return function(*arguments) if is_concrete and not is_dynamo_compiling() else operator(*arguments)
 
-        return call_kernel_or_operator
+        return call_function_or_operator
 
     return register
+
+
+def _create_argument_selector(
+    function: Callable[..., Any], names: list[str]
+) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """Return a function that selects the arguments named like the parameters of `function`, from arguments `names`."""
+    positions = [names.index(parameter) for parameter in signature(function).parameters]
+    if len(positions) > 1:
+        return itemgetter(*positions)
+    first = sum(positions)
+    return itemgetter(slice(first, first + len(positions)))  # a tuple, unlike that of one position
+
+
+def make_differentiable(
+    forward: Callable[Arguments, Results], backward: Callable[..., tuple[Tensor | None, ...]]
+) -> Callable[Arguments, Results]:
+    """
+    Return `forward` with gradients: autograd saves its arguments, which are tensors or None.
+
+    `backward` takes the results' gradients and the arguments, and returns a gradient, or None, for every argument.
+    """
+
+    compute: Callable[..., Any] = forward
+
+    def save_and_compute(ctx: Any, *arguments: Any) -> Any:
+        ctx.save_for_backward(*arguments)
+        return compute(*arguments)
+
+    compute_gradients = once_differentiable(lambda ctx, *grads: backward(*grads, *ctx.saved_tensors))
+    methods = {"forward": staticmethod(save_and_compute), "backward": staticmethod(compute_gradients)}
+    function: Any = type(forward.__name__, (Function,), methods)
+    differentiable: Callable[Arguments, Results] = function.apply
+    return differentiable

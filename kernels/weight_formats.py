@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drawloom.kernels.costs import register_costs, return_zero_flops, return_zero_scratch_bytes
+from drawloom.kernels.costs import register_costs
 
 STORAGE = torch.bfloat16
 """Dtype of storage and of dequantized weights."""
@@ -231,7 +231,7 @@ def _fake_fetch(stored: Tensor) -> Tensor:
     return torch.empty_like(stored)
 
 
-register_costs(FETCH, flops=return_zero_flops, scratch=return_zero_scratch_bytes)
+register_costs(FETCH)
 
 
 def trace_weight_fetch_on_meta(stored: Tensor) -> Tensor:

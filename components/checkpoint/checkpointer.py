@@ -148,7 +148,7 @@ class Checkpointer:
 
     def saves_after(self, step: Step) -> bool:
         """
-        Return whether `run_phase` saves a step: at the cadence, which has the last step, unless the run goes back.
+        Return whether `run_phase` saves a step: at the cadence, unless the run goes back.
 
         A save that was interrupted by a loss is made after the next step.
         """

@@ -26,7 +26,7 @@ def format_statistics(rows: PackedDataset, copies: int | None) -> str:
     Return a table with one line per split: rows, fill rate, documents, tokens, and document lengths.
 
     Mixtures add a line per source; training lines include the source's share of tokens and rows. The last line has the
-    number of validation documents with copies in the training split, if known.
+    validation documents' number with copies in the training split, if known.
     """
     head = f"{'split':<12} {'rows':<11} {'fill rate':<11} {'documents':<11} {'tokens':<15} {LENGTHS:<33}"
     mixed = any(source.name for source in list_row_sources(rows))

@@ -40,7 +40,7 @@ class ScheduleData:
     actions: Mapping[str, int] = output("number of actions by kind")
     shard_actions: Sequence[Sequence[ActionData]] = output("gathers and reductions by rank")
     transfers: Sequence[Sequence[ActionData]] = output("copies of activations to host memory and back by rank")
-    choice: str = output('schedule that was chosen among others, or "search"', default="")
+    choice: str | None = output('schedule that was chosen among others, or "search"', default=None)
     recompute: Sequence[str] | None = output("recomputation by stage, if the schedule chooses it", default=None)
     measured_makespan: float | None = output("time of the step in a run, with --run only", default=None)
     activation_bytes: Sequence[int] | None = output("peak bytes of activations by rank, if known", default=None)

@@ -234,7 +234,7 @@ def _remove_initial_weight_settings(data: dict[str, Any], stages: dict[str, Any]
 
 
 def find_base_folder_of_run(run_folder: Path) -> Path | None:
-    """Return the folder of the initial weights in a run's recipe; None if they were random."""
+    """Return the initial weights' folder in a run's recipe; None if they were random."""
     data: dict[str, Any] = tomli.loads(_read_text(run_folder / LOCK))
     for node in data.values():
         if isinstance(node, dict) and node.get("use") == "stages.materialized":
@@ -250,7 +250,7 @@ T = TypeVar("T")
 
 
 def get_if_any(run: Container, port: Callable[..., T]) -> T | None:
-    """Return the only open object that implements a port; None if there is none, as for a model without tokens."""
+    """Return the only open object for a port; None if there is none, as for a model without tokens."""
     with suppress(LookupError):
         return run.get(port)
     return None

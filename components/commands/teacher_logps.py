@@ -94,7 +94,7 @@ def main(options: argparse.Namespace, project: Project) -> TeacherResult:
 
 def _read_ids_in_common(executor: ProgramExecutor, tokenizer: Tokenizer) -> TokenIds | None:
     """
-    Return the tokenizer's ids, which the teacher's folder must have, too; None if they are unknown.
+    Check that the teacher's folder has the tokenizer's ids, and return them; None if they are unknown.
 
     Raises UserError if the folder has another tokenizer.
     """

@@ -3,6 +3,8 @@
 FRAMEWORK_ONLY = {
     "FrozenModel": "it has weights and stages on the ranks of a run, so runs test it",
     "RepeatingExecutor": "it repeats the passes of a run's step, so runs test it",
+    "PassObserver": "it observes the passes of a run's step, so runs test it",
+    "RowLimit": "it needs several ranks with different tokens, so runs test it",
     "HybridKernels": "it adds nothing to RecurrentKernels and ExpertKernels, whose contracts its kernels keep",
     "RewardEvaluation": "its completions and rewards are those of a run's other components, so runs test it",
     "TeacherPredictions": "it belongs to the rows of one packing, so runs test it",

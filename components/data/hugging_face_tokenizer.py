@@ -32,7 +32,7 @@ log = logging.getLogger("drawloom.data")
 
 
 class AddedIds(NamedTuple):
-    """The ids that a tokenizer's post-processor adds to a text."""
+    """Ids around a text, added by a tokenizer's post-processor."""
 
     before: tuple[int, ...]
     after: tuple[int, ...]
@@ -112,20 +112,20 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def prefix_ids(self) -> tuple[int, ...]:
-        """The id of `begin_token`, or the ids that the post-processor adds before a text."""
+        """The id for `begin_token`, or the post-processor's ids before a text."""
         if self.begin_token is None:
             return self._added_ids.before
         return (self._find_id("begin_token", self.begin_token),) if self.begin_token else ()
 
     @cached_property
     def suffix_ids(self) -> tuple[int, ...]:
-        """The ids that the post-processor adds after a text, without the end token if this is the last."""
+        """The post-processor's ids after a text, without the end token if this is the last."""
         after = self._added_ids.after
         return after[:-1] if after[-1:] == (self.eos_id,) else after
 
     @cached_property
     def _added_ids(self) -> AddedIds:
-        """The ids that the file's post-processor adds."""
+        """The file's post-processor's ids."""
         return find_added_ids(self._tokenizer)
 
     def _find_id(self, setting_name: str, token: str) -> int:
@@ -257,7 +257,7 @@ class HuggingFaceTokenizer:
 
 
 def find_added_ids(tokenizer: Any) -> AddedIds:
-    """Return the ids that a tokenizer's post-processor adds before and after a text."""
+    """Return a post-processor's ids before and after a text."""
     for text in ("a", *tokenizer.get_vocab()):
         encoding = tokenizer.encode(text)
         indices = [index for index, is_added in enumerate(encoding.special_tokens_mask) if not is_added]

@@ -63,7 +63,7 @@ def split_long_documents(batch: TokenBatch, max_length: int) -> TokenBatch:
 log = logging.getLogger("drawloom.data")
 
 MAX_HASHED_ROWS = 64
-"""Numbers of rows that tell whether an order is the one that a run began with."""
+"""An order is recognized by its first rows."""
 
 
 @component
@@ -219,7 +219,7 @@ class Loader:
         self._last_changed_step = state.get("since", 0) if is_unchanged else step
 
     def _compute_first_rows_digest(self) -> str:
-        """Return a digest of the numbers of the order's first rows, and of the first one's content."""
+        """Return a digest for the order's first row numbers and the first row's content."""
         numbers = self._rows.rows_at(range(MAX_HASHED_ROWS))
         contents = compute_row_digests(self.rows.batch("train", numbers[:1]))
         return hash_canonical([[int(number) for number in numbers], contents])

@@ -74,7 +74,11 @@ class Connections:
     def make_gloo_connecting_interruptible(self) -> Iterator[None]:
         """In the body, `break_all_connections` ends a new gloo group's wait for its ranks, with a RuntimeError."""
         original: Any = dist.distributed_c10d.ProcessGroupGloo
-        with _replace_gloo_groups(lambda *given, **named: self.call_until_broken(lambda: original(*given, **named))):
+
+        def create(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+            return self.call_until_broken(lambda: original(store, rank, size, timeout))
+
+        with _replace_gloo_groups(create):
             yield
 
     @contextmanager
@@ -173,16 +177,18 @@ def run_gloo_collectives_in_one_thread() -> Iterator[None]:
     """
     In the body, new gloo groups have one thread for their collectives, which run in order.
 
-    torch gives a group two threads that share gloo's context, which has once freed a buffer twice (torch 2.13).
+    torch gives a group two threads for gloo's context, and once a buffer was freed twice (torch 2.13).
     """
     original: Any = dist.distributed_c10d.ProcessGroupGloo
 
-    def create(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    def create(store: Any, rank: int, size: int, timeout: timedelta, **named: Any) -> Any:
         names = os.environ.get("GLOO_SOCKET_IFNAME", "") if size > 1 else ""
         devices = [original.create_device(interface=name) for name in names.split(",") if name]
         options = original._Options()  # torch has no public argument
         options._devices, options._timeout = devices or [original.create_default_device()], timeout
         options._threads = 1
+        for name, value in named.items():  # torch 2.14 has one: enable_reconfigure
+            setattr(options, name, value)
         return original(store, rank, size, options)
 
     with _replace_gloo_groups(create):
@@ -196,8 +202,8 @@ def _replace_gloo_groups(create: Callable[..., Any]) -> Iterator[None]:
     original: Any = module.ProcessGroupGloo
 
     class Replacement(type):
-        def __call__(cls, *arguments: Any, **options: Any) -> Any:
-            return create(*arguments, **options)
+        def __call__(cls, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+            return create(store, rank, size, timeout)
 
         def __instancecheck__(cls, instance: Any) -> bool:
             return isinstance(instance, original)

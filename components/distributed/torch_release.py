@@ -53,7 +53,7 @@ def check_torch_has_private_names() -> None:
 
 
 def import_private_name(module: str, name: str) -> Any:
-    """Return a private name of a module whose import takes long; UserError if this torch lacks it."""
+    """Return a private name from a module with a long import; UserError if this torch lacks it."""
     try:
         return getattr(import_module(module), name)
     except (ImportError, AttributeError):

@@ -41,7 +41,7 @@ log = logging.getLogger("drawloom.run")  # rank 0 prints its messages
 @component(impact="safe")
 class AdapterExport:
     """
-    Writer for `<run folder>/adapter/`, which PEFT loads over the run's base model; without adapters it writes nothing.
+    Writer for `<run folder>/adapter/`, for PEFT to load over the run's base model; without adapters it writes nothing.
 
     The export is exact, while merging adapters into narrow weights rounds their changes. Fully tuned modules are in
     `modules_to_save`. All experts share one tensor, as in transformers 5. With an `average`, the averaged weights are
@@ -57,7 +57,7 @@ class AdapterExport:
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Yield problems for adapters without LoRA, and for new tokens, which PEFT would look for in the base model."""
+        """Yield problems for adapters without LoRA, and for new tokens, as PEFT would look for them in the base model."""
         stages = node.neighbour("stages")
         adapters = stages.neighbours("adapters") if stages else []
         if stages and adapters and all(trains_base_weights(adapter.component) for adapter in adapters):
@@ -72,8 +72,13 @@ class AdapterExport:
 
     def check_before_open(self) -> None:
         """Raise UserError if PEFT does not support the adapters."""
-        if self._adapters:
-            self._make_mapper_and_config()
+        if not self._adapters:
+            return
+        try:
+            whole = build_meta_model_with_adapters(self.model, self._adapters)
+        except UserError:
+            return  # a problem of the stages
+        self._make_mapper_and_config(whole)
 
     def open(self) -> None:
         """Log if there is nothing to export."""
@@ -98,7 +103,7 @@ class AdapterExport:
         if self.has_result_of_step(step):
             return
         group = self.mesh.world
-        mapper, config = self._make_mapper_and_config()
+        mapper, config = self._make_mapper_and_config(build_meta_model_with_adapters(self.model, self._adapters))
         run_on_rank0(
             group, lambda: remove_folder_atomically(self._adapter_folder)
         )  # it may have the adapter of an earlier step
@@ -113,9 +118,8 @@ class AdapterExport:
             with suppress(OSError):  # an empty folder does no harm
                 workspace.rmdir()
 
-    def _make_mapper_and_config(self) -> tuple[Mapper, dict[str, Any]]:
-        """Return the mapper from parameters to PEFT's tensors, and the content for `adapter_config.json`."""
-        whole = build_meta_model_with_adapters(self.model, self._adapters)
+    def _make_mapper_and_config(self, whole: nn.Module) -> tuple[Mapper, dict[str, Any]]:
+        """Return the mapper from a model's parameters to PEFT's tensors, and the content for `adapter_config.json`."""
         tied = bool(self.model.hugging_face_config().get("tie_word_embeddings"))
         files = self.model.hugging_face_mapper()
         mapper, config = make_mapper_to_peft(whole, files, tied), make_peft_config(whole, files, tied, self.base_model)

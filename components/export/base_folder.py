@@ -1,4 +1,4 @@
-"""Folders with a run's initial weights: exports keep their other files, keys of their config, and other tensors."""
+"""Folders with a run's initial weights: exports keep their other files, config keys and tensors."""
 
 import logging
 import shutil
@@ -35,10 +35,10 @@ WRITTEN = (
     "model.safetensors.index.json",
     "trainer_state.json",
 )
-"""Name patterns (fnmatch) of files that an export writes anew."""
+"""Name patterns (fnmatch) for the files an export writes."""
 
 WRITTEN_BY_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-"""Files that the run's tokenizer writes, if there is one."""
+"""Files written by the run's tokenizer, if there is one."""
 
 KEPT_WITH_TOKENIZER = (
     "added_tokens.json",
@@ -50,7 +50,7 @@ KEPT_WITH_TOKENIZER = (
     "*.tiktoken",
     "additional_chat_templates/*.jinja",
 )
-"""Other forms of a tokenizer, which are right if the run's tokenizer is the folder's."""
+"""Other tokenizer files, which are right if the run's tokenizer is the folder's."""
 
 KEPT = (
     "generation_config.json",
@@ -67,15 +67,15 @@ KEPT = (
 """Files that an export has unchanged. All files without a pattern here, such as other formats, are named in the log."""
 
 NOT_EXPORTED_KEYS = ("quantization_config", "compression_config")
-"""Keys of a config for the format of weights: exported weights are dequantized."""
+"""Config keys for quantized weights: exported weights are dequantized."""
 
 
 @attrs.frozen
 class BaseFolder:
     """
-    Folder with a model's initial weights; exports keep its tensors that are not loaded, `carried`.
+    Folder with a model's initial weights; exports keep its unloaded tensors, `carried`.
 
-    `style` are the prefixes of the text model's tensors, `config` is the folder's config with the exported model, and
+    `style` are the text model's tensor prefixes, `config` is the folder's config with the exported model, and
     `dtypes` are its matrices' dtypes by name.
     """
 
@@ -91,12 +91,12 @@ class BaseFolder:
         return sequential(mapper, rename(names)) if self.style else mapper
 
     def add_unloaded_tensors_to(self, share: Share) -> Share:
-        """Return a rank's share of the export with the tensors not loaded."""
+        """Return a rank's share in the export with the tensors not loaded."""
         source = _CombinedSource(share.source, _open_source(self.folder), frozenset(self.carried))
         return Share(source, parallel(share.mapper, identity(*self.carried)), {*share.writes, *self.carried})
 
     def copy_other_files(self, target: Path, tokenizer: Tokenizer | None) -> None:
-        """Copy the files that an export keeps, and log the names of the others."""
+        """Copy the files to keep, and log the other names."""
         kept: tuple[str, ...] = KEPT
         if tokenizer is None:
             kept = (*kept, *WRITTEN_BY_TOKENIZER, *KEPT_WITH_TOKENIZER)
@@ -113,7 +113,7 @@ class BaseFolder:
             log.info("the export has no copies of these files in %s: %s", self.folder, format_names(dropped))
 
     def log_wider_dtype(self, exported: str | None) -> None:
-        """Log the dtype of exported matrices if it is float32, and the folder's is another one."""
+        """Log it if exported matrices are float32, and the folder's are narrower."""
         if exported == "float32" and len(self.dtypes) == 1 and self.dtypes[0] in ("bfloat16", "float16"):
             text = 'the export is in float32, as trained, and %s in %s; dtype = "%s" in [export] writes that'
             log.info(text, self.folder, self.dtypes[0], self.dtypes[0])
@@ -181,7 +181,7 @@ def list_config_and_text_config(config: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _list_files(folder: Path) -> Iterator[str]:
-    """Yield the names of a folder's files, and of files in its folders, without hidden ones."""
+    """Yield the names of a folder's files, also inside its folders, without hidden ones."""
     for path in folder.iterdir():
         inner = path.iterdir() if path.is_dir() else ()
         for file in (path, *inner):

@@ -17,7 +17,7 @@ TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 def add_end_ids(config: dict[str, Any], ids: Collection[int]) -> bool:
     """
-    Add ids to the ones that end a text, in a `config.json` or `generation_config.json`; return whether it changed.
+    Add ids to a text's ends, in a `config.json` or `generation_config.json`; return whether it changed.
     """
     ends = config.get("eos_token_id")
     known = ends if isinstance(ends, list) else [] if ends is None else [ends]

@@ -130,7 +130,7 @@ def write_hugging_face_folder(
 
 
 def _add_end_of_training(config: dict[str, Any], ids: Mapping[str, int | None]) -> None:
-    """Add the id that ends a text in training to a config, or to the parts of it that have such ids."""
+    """Add training's end id to a config, or to its parts with such ids."""
     parts = [part for part in list_config_and_text_config(config) if "eos_token_id" in part] or [config]
     if (end := ids["eos_token_id"]) is not None:
         for part in parts:
@@ -165,7 +165,7 @@ def _gather_and_log_merge_rounding_loss(loss: MergeRoundingLoss, group: Group) -
 
 
 def _write_config_with_dtype(folder: Path, config: dict[str, Any], specs: Mapping[str, TensorSpec]) -> str | None:
-    """Write `config.json`, and return the dtype of all matrices, or None if they have several."""
+    """Write `config.json`, and return the matrices' dtype, or None if they have several."""
     # vectors may have a wider dtype, such as the bias of a router
     dtypes = {str(spec.dtype).removeprefix("torch.") for spec in specs.values() if len(spec.shape) > 1}
     dtype = dtypes.pop() if len(dtypes) == 1 else None

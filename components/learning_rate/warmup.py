@@ -36,7 +36,7 @@ class AfterWarmup:
     start: float | None = setting(
         default=None,
         check=between(0, 1),
-        doc="learning-rate multiplier at the first step; default: 1 / warm-up steps; transformers has 0, which trains "
+        doc="learning-rate multiplier at the first step; default: 1 / warm-up steps; 0, as in transformers, trains "
         "nothing in this step",
     )
     warmup_steps: int | None = setting(default=None, check=at_least(0), doc="warm-up length in steps")

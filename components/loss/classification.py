@@ -53,7 +53,7 @@ class Classifier(DecoderInputs):
         yield from warn_unused_head(node, node.settings["labels"])
 
     def check_before_open(self) -> None:
-        """Raise UserError if the folder of the head has no such head."""
+        """Raise UserError if the folder `head` has no such head."""
         if self.head is not None:
             find_score_head_rows(self.head, self.labels)
 

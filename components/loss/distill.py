@@ -132,7 +132,7 @@ def compute_full_vocabulary_divergence(
     Return a divergence over the first `id_count` ids, at least float32 (tokens,), times the temperature's square.
 
     logits: (tokens, vocab_size); teacher_states: the last hidden states (tokens, width) for the teacher's `head`.
-    `id_count` is the tokenizer's number of ids, if known.
+    `id_count` is the tokenizer's id count, if known.
     """
     with torch.no_grad():
         teacher_logits = head.logits(teacher_states)[..., :id_count]

@@ -25,7 +25,7 @@ class PhaseTimes:
 
     `data` is how long the phase that computes gradients waits for data, `sync` the phase that sums gradients over
     ranks, and `update` all later phases that change gradients or weights. A step, `seconds/step`, is the interval from
-    one report to the next; phases after the report belong to the next step. `other` is the time between phases, so that
+    one report to the next; phases after the report belong to the next step. `other` is the time between phases, and
     all parts add up to the step. `excluded` is the time in some of these parts, such as evaluations and saving, that
     counts in no rate. Times are measured on rank 0; on a GPU by events, without blocking the host, so
     `data` is the GPU's idle time.

@@ -16,6 +16,7 @@ from drawloom.components.model.fallback.build import (
     allocate_parameters,
     build_transformers_model_on_meta,
     find_float32_patterns,
+    has_transformers_classifier,
     load_transformers_config,
 )
 from drawloom.components.model.fallback.checks import Verdict, run_self_check
@@ -67,11 +68,8 @@ class Transformers:
 
     @classmethod
     def has_sequence_classifier(cls, node: Any) -> bool:
-        from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
-
         with suppress(UserError):  # reported elsewhere
-            kind = read_config_json(locate_config_json(node.settings["path"])).get("model_type")
-            return kind in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+            return has_transformers_classifier(node.settings["path"])
         return True
 
     @classmethod

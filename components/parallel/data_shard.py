@@ -228,7 +228,7 @@ class ShardedModule:
                 yield name, by_tensor[tensor]
 
     def _gather_root(self, _module: nn.Module, _inputs: Any) -> None:
-        """Before a forward pass, gather the parameters outside of blocks, and start with the first block's."""
+        """Before a forward pass, gather the parameters outside blocks, and start with the first block's."""
         self.root.gather()
         self._start_block_gather(0)
 
@@ -311,7 +311,7 @@ class ShardedModule:
             unit.free()
 
     def _continue_reductions(self) -> None:
-        """Wait for the collectives of started reductions, and start the reductions' next ones."""
+        """Wait for started reductions' collectives, and start their next ones."""
         self._reductions = [reduction for reduction in self._reductions if reduction.wait_and_continue()]
 
 
@@ -358,7 +358,7 @@ class ShardedStore:
         self._gathered_at = versions
 
     def move_gradients_to_masters(self) -> None:
-        """End the reductions, which add to the slices' gradients, and move the other parameters' gradients."""
+        """End the reductions, adding to the slices' gradients, and move the other parameters' gradients."""
         self._whole.move_gradients_to_masters()
         for module in self.modules:
             module.stop_reducing_in_backward()
@@ -401,7 +401,7 @@ def shard_with_fsdp(
     expert_mesh: Any = None,
 ) -> list[ShardedModule]:
     """
-    Shard modules over the ranks of a torch mesh.
+    Shard modules over a torch mesh's ranks.
 
     A two-dimensional mesh has replicas along the first dimension (HSDP); gradient slices are summed over them, too.
     `experts` are expert ranks' slices: they are sharded over `expert_mesh`, or not at all.

@@ -208,7 +208,7 @@ def _start_exchange(sums: Tensor, messages: Sequence[_Message], group: Any) -> _
 
 @attrs.frozen(eq=False)
 class _ReduceScatter:
-    """A reduce-scatter of all messages, with one output each."""
+    """A reduce-scatter for all messages, with one output each."""
 
     sums: Tensor
     messages: Sequence[_Message]

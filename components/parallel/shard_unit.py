@@ -38,7 +38,7 @@ class ShardGroups:
 
     @classmethod
     def from_torch_mesh(cls, mesh: Any) -> "ShardGroups":
-        """Return the groups of a mesh, whose last dimension shards, and whose first of two has replicas (HSDP)."""
+        """Return a mesh's groups: the last dimension shards, and the first of two has replicas (HSDP)."""
         replicas = mesh.get_group(0) if mesh.ndim > 1 else None
         return cls(mesh=mesh, shards=mesh.get_group(mesh.ndim - 1), replicas=replicas)
 
@@ -69,7 +69,7 @@ class ShardedParameter:
     master: nn.Parameter = attrs.field(init=False)
     unsharded: nn.Parameter = attrs.field(init=False)
     message: Tensor = attrs.field(init=False)
-    """All ranks' slices (ranks * n,), padded to equal sizes: the memory of `unsharded`."""
+    """All ranks' slices (ranks * n,), padded to equal sizes: `unsharded`'s memory."""
     _storage: Any = attrs.field(init=False)
 
     @classmethod
@@ -112,11 +112,11 @@ class ShardedParameter:
         self.free()
 
     def allocate(self) -> None:
-        """Allocate the memory of `unsharded`."""
+        """Allocate `unsharded`'s memory."""
         self._storage.resize_(self.message.nbytes)
 
     def free(self) -> None:
-        """Free the memory of `unsharded`."""
+        """Free `unsharded`'s memory."""
         self._storage.resize_(0)
 
     def set_in_modules(self, parameter: nn.Parameter) -> None:

@@ -33,7 +33,7 @@ class WeightAverage:
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Warn if some nodes that are used have an edge to this average, and others could have one."""
+        """Warn if some used nodes have an edge to this average, and others could have one."""
         used = {name for other in node.nodes.values() for name in other.needs}
         able = {name: other for name, other in node.nodes.items() if name in used and _may_have_average(other.spec.cls)}
         averaging = [name for name, other in able.items() if (edge := other.edges.get("average")) and edge.targets]

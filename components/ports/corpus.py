@@ -43,7 +43,7 @@ class Tokenizer(Protocol):
 
     @property
     def prefix_ids(self) -> Sequence[int]:
-        """Ids before the text of documents and prompts, such as a BOS token; often none."""
+        """Ids before a document's or prompt's text, such as a BOS token; often none."""
         ...
 
     @property
@@ -97,7 +97,7 @@ def find_end_ids(tokenizer: Tokenizer) -> frozenset[int]:
 
 def complete_prompt(tokenizer: Tokenizer, ids: np.ndarray) -> np.ndarray:
     """
-    Return a prompt, int32 (tokens,), from the ids of a text to continue: `prefix_ids` and the text.
+    Return a prompt, int32 (tokens,), from the ids to continue: `prefix_ids` and these.
 
     A prompt without a token would begin like a document after another one: it is `eos_id`.
     """
@@ -149,7 +149,7 @@ class EndsAnswers(Protocol):
 
     @property
     def answer_end_ids(self) -> frozenset[int]:
-        """Ids to end an answer: the ends of a text, and the chat template's; empty without conversations."""
+        """Ids to end an answer: a text's ends, and the chat template's; empty without conversations."""
         ...
 
 

@@ -202,7 +202,7 @@ class Dispatcher(Protocol):
 
 @port
 class RowLimit(Protocol):
-    """A dispatcher with room for a limited number of rows, which come without being counted first."""
+    """A dispatcher with room for a limited number of rows, without a count before they come."""
 
     def grow_if_rows_were_dropped(self) -> bool:
         """

@@ -302,7 +302,7 @@ class LanguageModel(Model, Protocol):
         ...
 
     def hugging_face_config(self) -> dict[str, Any]:
-        """Return the equivalent model's `config.json`, in which token ids may be null."""
+        """Return the equivalent model's `config.json`, perhaps with null token ids."""
         ...
 
     def hugging_face_mapper(self) -> Mapper:
@@ -312,11 +312,11 @@ class LanguageModel(Model, Protocol):
 
 @runtime_checkable
 class LimitedPositions(Protocol):
-    """A language model that may be unable to compute positions beyond a number."""
+    """A language model whose positions may be limited."""
 
     @property
     def position_count(self) -> int | None:
-        """Number of learned positions, beyond which a text can't be computed; None if positions are computed."""
+        """Number of learned positions, a text's greatest length; None if positions are computed."""
         ...
 
 
@@ -399,7 +399,7 @@ class UncastParameters(Protocol):
 
 @runtime_checkable
 class ClassifiableModel(Protocol):
-    """A model class that knows whether transformers has a sequence classifier for it."""
+    """A model class with or without a sequence classifier in transformers."""
 
     @classmethod
     def has_sequence_classifier(cls, node: Any) -> bool:

@@ -240,7 +240,7 @@ class LoadedStages(Protocol):
 
 @runtime_checkable
 class AdaptedStages(Protocol):
-    """Stages of a model with adapters, which are known before anything is built."""
+    """Stages with a list of adapters, known before anything is built."""
 
     @property
     def adapters(self) -> Sequence[Adapter]:

@@ -160,7 +160,7 @@ class Signals:
             self._handlers = None
 
     def hand_over(self) -> _SignalHandlers | None:
-        """Return the installed handlers, which `close` then keeps."""
+        """Return the installed handlers; `close` then keeps them."""
         handlers, self._handlers = self._handlers, None
         if handlers is not None:
             handlers.received = handlers.received or self._agreed

@@ -39,7 +39,7 @@ def find_stage_nodes(stages: NodeView) -> StageNodes | None:
 
 
 def check_initial_folder(weights: Path | None, model: Model, loss: Loss | None) -> None:
-    """Raise UserError if `weights` can't be read, or if the initial weights lack the head that the loss uses."""
+    """Raise UserError if `weights` can't be read, or if the initial weights lack the loss's head."""
     try:
         if weights is not None:
             open_safetensors_folder(weights)

@@ -1,4 +1,4 @@
-"""Heads in model folders: a language model's, and a sequence classifier's with the names of its outputs."""
+"""Heads in model folders: a language model's, and a sequence classifier's with its output names."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ from drawloom.components.weights.adapted import HEAD
 from drawloom.graph import UserError
 
 MAX_CONFIG = 2**20
-"""Maximum size of a config in bytes."""
+"""Maximum config size in bytes."""
 
 
 def check_language_model_head(folder: Path) -> None:
@@ -35,7 +35,7 @@ def check_language_model_head(folder: Path) -> None:
 
 
 def read_score_head(folder: Path, outputs: Sequence[str], width: int) -> Tensor:
-    """Return a folder's head, (outputs, width), in the order of `outputs`. Raises UserError if it has another head."""
+    """Return a folder's head, (outputs, width), ordered like `outputs`. Raises UserError if it has another head."""
     order = find_score_head_rows(folder, outputs)
     weight = open_safetensors_folder(folder).tensor(SCORE)
     if weight.shape[1] != width:
@@ -45,7 +45,7 @@ def read_score_head(folder: Path, outputs: Sequence[str], width: int) -> Tensor:
 
 
 def find_score_head_rows(folder: Path, outputs: Sequence[str]) -> list[int]:
-    """Return the rows of a folder's head for `outputs`, by their names. Raises UserError if its outputs are others."""
+    """Return a folder's head's rows for `outputs`, by their names. Raises UserError if its outputs are others."""
     spec = open_safetensors_folder(folder).specs().get(SCORE)
     if spec is None or spec.shape[0] != len(outputs):
         content = "no" if spec is None else f"{spec.shape[0]} outputs in"
@@ -61,7 +61,7 @@ def find_score_head_rows(folder: Path, outputs: Sequence[str]) -> list[int]:
 
 
 def _read_output_names(folder: Path, count: int) -> list[str] | None:
-    """Return a classifier's names of outputs; None if it has none, or transformers' numbers."""
+    """Return a classifier's output names; None if it has none, or transformers' numbers."""
     names = _read_config_or_empty(folder).get("id2label")
     if not isinstance(names, Mapping) or {*names} != {str(number) for number in range(count)}:
         return None

@@ -21,7 +21,7 @@ FILE = "tokenizer.json"
 
 @attrs.frozen
 class TokenIds:
-    """Ids by token: those of text, and those of control tokens such as the end of a document."""
+    """Ids by token, for text and for control tokens such as a document's end."""
 
     text: Mapping[str, int]
     control: Mapping[str, int]
@@ -59,7 +59,7 @@ def read_tokenizer_ids(tokenizer: Tokenizer) -> TokenIds | None:
 
 def compare_folder_ids(folder: Path, tokenizer: Tokenizer) -> str | None:
     """
-    Compare a model folder's ids with the ids of the data's tokenizer; the folder may have more.
+    Compare a model folder's ids with the data's tokenizer's; the folder may have more.
 
     Returns a warning if there is nothing to compare, or if only control tokens differ, else None. Raises UserError if a
     token of text has another id.

@@ -209,7 +209,7 @@ def _resolve_variables(variables: Mapping[str, Leaf]) -> tuple[dict[str, Leaf], 
 
 
 class _ReferenceError(Exception):
-    """Error for a reference from one variable to another that can't be resolved, with a hint."""
+    """Error for an unresolvable reference from one variable to another, with a hint."""
 
     def __init__(self, text: str, hint: str) -> None:
         super().__init__(text)
@@ -217,7 +217,7 @@ class _ReferenceError(Exception):
 
 
 def _substitute_variables(value: Any, variables: Mapping[str, Leaf], names: tuple[str, ...]) -> Any:
-    """Return a value with variables' values in place of references; `names` are the variables that contain it."""
+    """Return a value with variables' values in place of references; `names` are the variables around it."""
     if isinstance(value, list):
         return [_substitute_variables(part, variables, names) for part in value]
     if isinstance(value, dict):
@@ -234,7 +234,7 @@ def _substitute_variables(value: Any, variables: Mapping[str, Leaf], names: tupl
 
 
 def describe_missing_variable(name: str, variables: Iterable[str]) -> str:
-    """Return a hint for a reference to a variable that does not exist."""
+    """Return a hint for a reference to a missing variable."""
     near = find_nearest(name, variables)
     return f"did you mean {near!r}?" if near else f"write {name} = ... in [vars], or add vars.{name}=... to the command"
 

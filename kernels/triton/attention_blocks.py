@@ -18,7 +18,6 @@ from torch.autograd import Function
 from drawloom.kernels.attention import AttentionImplementation
 from drawloom.kernels.attention_meta import attention_flops, attention_on_meta
 from drawloom.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
-from drawloom.kernels.costs import return_zero_scratch_bytes
 from drawloom.kernels.operation import once_differentiable, register_kernel
 from drawloom.kernels.triton.launch import cache_launches
 from drawloom.kernels.triton.primitives import cdiv, check_floats, contiguous_last_dim, next_power_of_2
@@ -118,35 +117,16 @@ def attend_in_blocks_triton(
     """
     check_floats("attend_in_blocks_triton", q, k, v)
     scale, softcap = options.scale_for(q.shape[-1]), options.softcap or 0.0
-    return _attend(q, k, v, mask.documents, sinks, mask.key_count, mask.window or 0, scale, softcap)  # type: ignore[no-any-return]
-
-
-def _allocate(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    documents: Tensor | None,
-    sinks: Tensor | None,
-    key_count: Tensor | None,
-    window: int,
-    scale: float,
-    softcap: float,
-) -> Tensor:
-    return q.new_empty(*q.shape[:3], v.shape[3])
-
-
-def _count_flops(q: Tensor, k: Tensor, v: Tensor) -> float:
-    return attention_flops(q.shape[:3].numel() * k.shape[1], q.shape[3], v.shape[3])
+    return _attend(q, k, v, mask.documents, sinks, mask.key_count, mask.window or 0, scale, softcap)
 
 
 @register_kernel(
-    "block_attention(Tensor q, Tensor k, Tensor v, Tensor? documents, Tensor? sinks, Tensor? key_count, int window, "
-    "float scale, float softcap) -> Tensor",
-    fake=_allocate,
-    flops=_count_flops,
-    scratch=return_zero_scratch_bytes,
+    "block_attention",
+    lambda q, v: q.new_empty(*q.shape[:3], v.shape[3]),
+    flops=lambda q, k, v: attention_flops(q.shape[:3].numel() * k.shape[1], q.shape[3], v.shape[3]),
 )
 def _attend(
+    result: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -156,10 +136,9 @@ def _attend(
     window: int,
     scale: float,
     softcap: float,
-) -> Tensor:
-    result = _allocate(q, k, v, documents, sinks, key_count, window, scale, softcap)
+) -> None:
     if not result.numel():
-        return result
+        return
     q, k, v = (contiguous_last_dim(x) for x in (q, k, v))
     (rows, length, heads, head_dim), keys, kv_heads, v_dim = q.shape, k.shape[1], k.shape[2], v.shape[3]
     group, head_block, v_block = heads // kv_heads, max(16, next_power_of_2(head_dim)), max(16, next_power_of_2(v_dim))
@@ -192,7 +171,6 @@ def _attend(
         num_warps=4,
         num_stages=1 if is_wide else 2,
     )
-    return result
 
 
 # fmt: off

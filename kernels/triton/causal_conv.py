@@ -5,16 +5,12 @@ The backward pass has two kernels: one computes the gradient before SiLU, and th
 one is the convolution in the other direction. Sums over tokens have a fixed order.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd import Function
 
-from drawloom.kernels.costs import return_zero_flops, return_zero_scratch_bytes
-from drawloom.kernels.operation import once_differentiable, register_kernel
+from drawloom.kernels.operation import make_differentiable, register_kernel
 from drawloom.kernels.triton.launch import cache_launches
 from drawloom.kernels.triton.primitives import cdiv, check_floats, next_power_of_2, sum_partials
 
@@ -29,53 +25,20 @@ def causal_conv_triton(x: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
     x (rows, length, channels), weight (channels, taps), ids int32 (rows, length).
     """
     check_floats("causal_conv_triton", x, weight)
-    return _CausalConv.apply(x, weight, ids)  # type: ignore[no-untyped-call, no-any-return]
+    return _differentiable_causal_conv(x, weight, ids)
 
 
-class _CausalConv(Function):
-    """Causal convolution; saves its inputs."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
-        """Return a tensor like x (rows, length, channels); weight is (channels, taps), ids (rows, length)."""
-        ctx.save_for_backward(x, weight, ids)
-        return _forward(x, weight, ids)  # type: ignore[no-any-return]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        x, weight, ids = ctx.saved_tensors
-        grad_x, grad_weight = _backward(grad, x, weight, ids)
-        needs_x, needs_weight, _ = ctx.needs_input_grad
-        return grad_x if needs_x else None, grad_weight if needs_weight else None, None
-
-
-def _allocate_forward(x: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-@register_kernel(
-    "causal_conv(Tensor x, Tensor weight, Tensor ids) -> Tensor",
-    fake=_allocate_forward,
-    flops=return_zero_flops,
-    scratch=return_zero_scratch_bytes,
-)
-def _forward(x: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
-    result = _allocate_forward(x, weight, ids)
+@register_kernel("causal_conv", lambda x: x.new_empty(x.shape))
+def _causal_conv(result: Tensor, x: Tensor, weight: Tensor, ids: Tensor) -> None:
     if x.numel():
         rows, length, channels = x.shape
         grid = rows * cdiv(length, TOKENS), cdiv(channels, CHANNELS)
         _forward_kernel[grid](x.contiguous(), weight.contiguous(), ids, result, length, **_kernel_constants(weight))
-    return result
 
 
 def _kernel_constants(weight: Tensor) -> dict[str, int]:
     channels, taps = weight.shape
     return {"SIZE": channels, "TAPS": taps, "TOKENS": TOKENS, "BLOCK": CHANNELS, "num_warps": 4}
-
-
-def _allocate_backward(grad: Tensor, x: Tensor, weight: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), weight.new_empty(weight.shape)
 
 
 def _count_backward_scratch_bytes(x: Tensor, weight: Tensor) -> int:
@@ -84,15 +47,15 @@ def _count_backward_scratch_bytes(x: Tensor, weight: Tensor) -> int:
 
 
 @register_kernel(
-    "causal_conv_backward(Tensor grad, Tensor x, Tensor weight, Tensor ids) -> (Tensor, Tensor)",
-    fake=_allocate_backward,
-    flops=return_zero_flops,
+    "causal_conv_backward",
+    lambda x, weight: (x.new_empty(x.shape), weight.new_empty(weight.shape)),
     scratch=_count_backward_scratch_bytes,
 )
-def _backward(grad: Tensor, x: Tensor, weight: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    grad_x, (rows, length, channels) = x.new_empty(x.shape), x.shape
+def _causal_conv_backward(grads: tuple[Tensor, Tensor], grad: Tensor, x: Tensor, weight: Tensor, ids: Tensor) -> None:
+    (grad_x, grad_weight), (rows, length, channels) = grads, x.shape
     if not x.numel():
-        return grad_x, weight.new_zeros(weight.shape)
+        grad_weight.zero_()
+        return
     grad, x, weight = grad.contiguous(), x.contiguous(), weight.contiguous()
     grid = rows * cdiv(length, TOKENS), cdiv(channels, CHANNELS)
     before_gate = torch.empty_like(x)
@@ -101,7 +64,14 @@ def _backward(grad: Tensor, x: Tensor, weight: Tensor, ids: Tensor) -> tuple[Ten
     block = next_power_of_2(weight.shape[1])
     _gate_gradient_kernel[grid](grad, x, weight, ids, before_gate, parts, length, TAP_BLOCK=block, **constants)
     _input_gradient_kernel[grid](before_gate, weight, ids, grad_x, length, **constants)
-    return grad_x, sum_partials(parts, weight.dtype).view(weight.shape)
+    sum_partials(parts, grad_weight)
+
+
+def _compute_gradients(grad: Tensor, x: Tensor, weight: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, None]:
+    return *_causal_conv_backward(grad, x, weight, ids), None
+
+
+_differentiable_causal_conv = make_differentiable(_causal_conv, _compute_gradients)
 
 
 @triton.jit

@@ -25,7 +25,7 @@ from drawloom.kernels.cut_cross_entropy import (
     split_token_chunks,
 )
 from drawloom.kernels.logsumexp import logsumexp_in_fixed_order
-from drawloom.kernels.operation import register_kernel
+from drawloom.kernels.operation import register_operator
 from drawloom.kernels.results import TokenLosses
 from drawloom.kernels.triton import cut_cross_entropy_kernels as kernels
 from drawloom.kernels.triton import tma
@@ -56,27 +56,15 @@ def cut_cross_entropy_triton(
     return apply_cut_cross_entropy(TRITON, hidden, weight, targets, cut, token_weights)
 
 
-def _fake_forward(
-    hidden: Tensor, weight: Tensor, targets: Tensor, tokens: int, words: int, max_logits: int
-) -> tuple[Tensor, Tensor]:
-    lse = hidden.new_empty(len(hidden), dtype=torch.float32)
-    return lse, torch.empty_like(lse)
-
-
-def _count_forward_flops(hidden: Tensor, weight: Tensor) -> float:
-    return 2.0 * hidden.numel() * len(weight)
-
-
 def _count_forward_scratch_bytes(hidden: Tensor, weight: Tensor, max_logits: int) -> int:
     # In other dtypes no logits are written.
     return count_logits_bytes(hidden, weight, max_logits) if _multiplies_by_torch(hidden) else 0
 
 
-@register_kernel(
-    "cut_cross_entropy(Tensor hidden, Tensor weight, Tensor targets, int tokens, int words, int max_logits) "
-    "-> (Tensor, Tensor)",
-    fake=_fake_forward,
-    flops=_count_forward_flops,
+@register_operator(
+    "cut_cross_entropy",
+    lambda hidden: tuple(hidden.new_empty(len(hidden), dtype=torch.float32) for _ in ("lse", "target_logit")),
+    flops=lambda hidden, weight: 2.0 * hidden.numel() * len(weight),
     scratch=_count_forward_scratch_bytes,
 )
 def _forward(
@@ -140,26 +128,16 @@ def _allocate_padded_logits(hidden: Tensor, weight: Tensor, tile_width: int) -> 
     return hidden.new_empty(len(hidden), cdiv(len(weight), tile_width) * tile_width)[:, : len(weight)]
 
 
-def _fake_backward(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    lse: Tensor,
-    grad: Tensor,
-    grad_lse: Tensor | None,
-    filter_eps: float,
-    tokens: int,
-    words: int,
-    max_logits: int,
-    needs_hidden: bool,
-    needs_weight: bool,
+def _allocate_gradients(
+    hidden: Tensor, weight: Tensor, needs_hidden: bool, needs_weight: bool
 ) -> tuple[Tensor, Tensor]:
     """Return hidden state and weight gradients, empty if they are not needed."""
     grad_hidden = hidden.new_empty(hidden.shape if needs_hidden else 0)
     return grad_hidden, weight.new_empty(weight.shape if needs_weight else 0)
 
 
-def _count_backward_flops(hidden: Tensor, weight: Tensor, needs_hidden: bool, needs_weight: bool) -> float:
+def count_gradient_flops(hidden: Tensor, weight: Tensor, needs_hidden: bool, needs_weight: bool) -> float:
+    """Return the FLOPs for logits and the needed gradients: hidden (tokens, width), weight (vocabulary, width)."""
     return 2.0 * hidden.numel() * len(weight) * (1 + needs_hidden + needs_weight)
 
 
@@ -171,12 +149,10 @@ def _count_backward_scratch_bytes(
     return count_logits_bytes(hidden, weight, max_logits) + sums + (weight.nbytes if filter_eps else 0)
 
 
-@register_kernel(
-    "cut_cross_entropy_backward(Tensor hidden, Tensor weight, Tensor targets, Tensor lse, Tensor grad, "
-    "Tensor? grad_lse, float filter_eps, int tokens, int words, int max_logits, bool needs_hidden, bool needs_weight) "
-    "-> (Tensor, Tensor)",
-    fake=_fake_backward,
-    flops=_count_backward_flops,
+@register_operator(
+    "cut_cross_entropy_backward",
+    _allocate_gradients,
+    flops=count_gradient_flops,
     scratch=_count_backward_scratch_bytes,
 )
 def _backward(
@@ -311,7 +287,7 @@ def _sort_and_count_active_tiles(active: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _run_forward(hidden: Tensor, weight: Tensor, targets: Tensor, cut: LogitCut) -> tuple[Tensor, Tensor]:
-    return _forward(hidden, weight, targets, *_choose_tile(hidden, cut), cut.max_logits)  # type: ignore[no-any-return]
+    return _forward(hidden, weight, targets, *_choose_tile(hidden, cut), cut.max_logits)
 
 
 def _choose_tile(hidden: Tensor, cut: LogitCut) -> tuple[int, int]:

@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from drawloom.kernels.costs import return_zero_flops, return_zero_scratch_bytes
 from drawloom.kernels.operation import register_kernel
 from drawloom.kernels.triton.launch import cache_launches
 from drawloom.kernels.triton.primitives import cdiv
@@ -21,22 +20,15 @@ VALUES = {"nf4": NF4_VALUES, "mxfp4": FP4_VALUES, "float8": (0.0,)}
 
 def dequantize_triton(stored: Tensor, name: str) -> Tensor:
     """Compute dequantize_eager, bitwise equal, for storage (..., outputs, units) in bfloat16."""
-    return _dequantize(stored, name)  # type: ignore[no-any-return]
-
-
-def _allocate_result(stored: Tensor, name: str) -> Tensor:
-    return stored.new_empty(FORMATS[name].weight_shape(tuple(stored.shape)), dtype=STORAGE)
+    return _dequantize(stored, name)
 
 
 @register_kernel(
-    "dequantize(Tensor stored, str name) -> Tensor",
-    fake=_allocate_result,
-    flops=return_zero_flops,
-    scratch=return_zero_scratch_bytes,
+    "dequantize",
+    lambda stored, name: stored.new_empty(FORMATS[name].weight_shape(tuple(stored.shape)), dtype=STORAGE),
 )
-def _dequantize(stored: Tensor, name: str) -> Tensor:
-    result, weight_format = _allocate_result(stored, name), FORMATS[name]
-    halves = stored.contiguous()
+def _dequantize(result: Tensor, stored: Tensor, name: str) -> None:
+    halves, weight_format = stored.contiguous(), FORMATS[name]
     blocks, per_program = halves.numel() // weight_format.units, ELEMENTS // weight_format.block
     if blocks:
         _dequantize_kernel[(cdiv(blocks, per_program),)](
@@ -50,7 +42,6 @@ def _dequantize(stored: Tensor, name: str) -> Tensor:
             UNITS=weight_format.units,
             PER_PROGRAM=per_program,
         )
-    return result
 
 
 @cache

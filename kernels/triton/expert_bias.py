@@ -5,9 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from drawloom.kernels.costs import return_zero_flops, return_zero_scratch_bytes
 from drawloom.kernels.expert_bias import ExpertBiasImplementation, add_expert_bias
-from drawloom.kernels.operation import register_kernel
+from drawloom.kernels.operation import register_kernel, register_operator
 from drawloom.kernels.triton.launch import cache_launches
 from drawloom.kernels.triton.primitives import cdiv, check_floats, contiguous_last_dim, next_power_of_2
 
@@ -28,18 +27,8 @@ def add_expert_bias_triton(rows: Tensor, bias: Tensor, offsets: Tensor, scale: T
     return add_expert_bias(TRITON, rows, bias, offsets, scale)
 
 
-def _allocate_rows(rows: Tensor, bias: Tensor, offsets: Tensor, scale: Tensor | None) -> Tensor:
-    return rows.new_empty(rows.shape)
-
-
-@register_kernel(
-    "add_expert_bias(Tensor rows, Tensor bias, Tensor offsets, Tensor? scale) -> Tensor",
-    fake=_allocate_rows,
-    flops=return_zero_flops,
-    scratch=return_zero_scratch_bytes,
-)
-def _add_bias_by_expert(rows: Tensor, bias: Tensor, offsets: Tensor, scale: Tensor | None) -> Tensor:
-    result = _allocate_rows(rows, bias, offsets, scale)
+@register_kernel("add_expert_bias", lambda rows: rows.new_empty(rows.shape))
+def _add_bias_by_expert(result: Tensor, rows: Tensor, bias: Tensor, offsets: Tensor, scale: Tensor | None) -> None:
     count, width = rows.shape
     if result.numel():
         x, bias = contiguous_last_dim(rows), contiguous_last_dim(bias)
@@ -51,27 +40,17 @@ def _add_bias_by_expert(rows: Tensor, bias: Tensor, offsets: Tensor, scale: Tens
             COLUMNS=COLUMNS,
             num_warps=4,
         )
-    return result
 
 
-def _allocate_sums(grad: Tensor, offsets: Tensor, scale: Tensor | None) -> Tensor:
-    return grad.new_empty(len(offsets), grad.shape[1])
-
-
-def _count_sums_scratch_bytes(grad: Tensor, offsets: Tensor) -> int:
-    return 4 * PARTS * len(offsets) * grad.shape[1]
-
-
-@register_kernel(
-    "expert_bias_sums(Tensor grad, Tensor offsets, Tensor? scale) -> Tensor",
-    fake=_allocate_sums,
-    flops=return_zero_flops,
-    scratch=_count_sums_scratch_bytes,
+@register_operator(
+    "expert_bias_sums",
+    lambda grad, offsets: grad.new_empty(len(offsets), grad.shape[1]),
+    scratch=lambda grad, offsets: 4 * PARTS * len(offsets) * grad.shape[1],
 )
 def _sum_rows_by_expert(grad: Tensor, offsets: Tensor, scale: Tensor | None) -> Tensor:
     experts, width = len(offsets), grad.shape[1]
     if not grad.numel():
-        return _allocate_sums(grad, offsets, scale).zero_()
+        return grad.new_zeros(experts, width)
     sums = grad.new_empty(PARTS, experts, width, dtype=torch.float32)
     grad = contiguous_last_dim(grad)
     _sum_rows_by_expert_kernel[(experts * PARTS, cdiv(width, COLUMNS))](
@@ -84,18 +63,8 @@ def _sum_rows_by_expert(grad: Tensor, offsets: Tensor, scale: Tensor | None) -> 
     return sums.sum(0).to(grad.dtype)
 
 
-def _allocate_row_products(grad: Tensor, bias: Tensor, offsets: Tensor, scale: Tensor) -> Tensor:
-    return scale.new_empty(scale.shape)
-
-
-@register_kernel(
-    "expert_bias_products(Tensor grad, Tensor bias, Tensor offsets, Tensor scale) -> Tensor",
-    fake=_allocate_row_products,
-    flops=return_zero_flops,
-    scratch=return_zero_scratch_bytes,
-)
-def _sum_bias_products_by_row(grad: Tensor, bias: Tensor, offsets: Tensor, scale: Tensor) -> Tensor:
-    result = _allocate_row_products(grad, bias, offsets, scale)
+@register_kernel("expert_bias_products", lambda scale: scale.new_empty(scale.shape))
+def _sum_bias_products_by_row(result: Tensor, grad: Tensor, bias: Tensor, offsets: Tensor, scale: Tensor) -> None:
     count, width = grad.shape
     if count:
         grad, bias = contiguous_last_dim(grad), contiguous_last_dim(bias)
@@ -106,7 +75,6 @@ def _sum_bias_products_by_row(grad: Tensor, bias: Tensor, offsets: Tensor, scale
             COLUMNS=COLUMNS,
             num_warps=4,
         )
-    return result
 
 
 @triton.jit

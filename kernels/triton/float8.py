@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from drawloom.kernels.costs import return_zero_flops, return_zero_scratch_bytes
 from drawloom.kernels.float8 import (
     E4M3,
     MIN_SCALE_EXPONENT,
@@ -63,20 +62,20 @@ class TritonFloat8:
         return Float8Rows(data, scale, _transpose(data) if transposed else data.new_empty(0))
 
     def dequantize_rows(self, data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-        return _dequantize(data, scale, dtype)  # type: ignore[no-any-return]
+        return _dequantize(data, scale, dtype)
 
     def transpose(self, data: Tensor) -> Tensor:
-        return _transpose(data)  # type: ignore[no-any-return]
+        return _transpose(data)
 
     def quantize_weights(self, weights: Sequence[Tensor]) -> ScaledRows:
         return ScaledRows._make(_quantize_weights([*weights]))
 
     def quantize_transposed_weights(self, weights: Sequence[Tensor], scale: Tensor) -> Tensor:
-        return _quantize_transposed_weights([*weights], scale)  # type: ignore[no-any-return]
+        return _quantize_transposed_weights([*weights], scale)
 
     def quantize_weights_into(self, weights: Sequence[Tensor], rows: Float8Rows) -> None:
         if not weights[0].is_meta:
-            _quantize_weights_into([*weights], rows.data, rows.scale)
+            _quantize_weights_into((rows.data, rows.scale), [*weights])
             _scale_and_transpose_into(rows.data, rows.transposed, None, None, None)
 
     def quantize_swiglu(self, gate_and_up: Tensor, transposed: bool) -> Float8Rows:
@@ -84,7 +83,7 @@ class TritonFloat8:
         return Float8Rows(data, scale, _transpose(data) if transposed else data.new_empty(0))
 
     def quantize_gradient(self, grads: Sequence[Tensor], factor: Tensor, row_scale: Tensor | None) -> QuantizedGradient:
-        return QuantizedGradient(*_quantize_gradient_rows_and_columns([*grads], factor, row_scale))
+        return QuantizedGradient(*_quantize_gradient([*grads], factor, row_scale))
 
     def quantize_swiglu_gradient(
         self, grad: Tensor, gate_and_up: Tensor, factor: Tensor, row_scale: Tensor | None
@@ -118,83 +117,45 @@ def _allocate_ones(device: torch.device) -> Tensor:
     return torch.ones(ONES, device=device)
 
 
-def _allocate_quantized_rows(x: Tensor, rows: int, width: int) -> tuple[Tensor, Tensor]:
+def allocate_quantized_rows(x: Tensor, rows: int, width: int) -> tuple[Tensor, Tensor]:
+    """Return empty float8 elements (rows, width) and scales (rows,) on the device of x (any shape)."""
     return x.new_empty(rows, width, dtype=E4M3), x.new_empty(rows, dtype=torch.float32)
 
 
-def _allocate_quantized(x: Tensor) -> tuple[Tensor, Tensor]:
-    return _allocate_quantized_rows(x, *x.shape)
+@register_kernel("float8_quantize", lambda x: allocate_quantized_rows(x, *x.shape))
+def _quantize_rows(rows: tuple[Tensor, Tensor], x: Tensor) -> None:
+    _quantize_rows_into(x, None, *rows)
 
 
-@register_kernel(
-    "float8_quantize(Tensor x) -> (Tensor, Tensor)",
-    fake=_allocate_quantized,
-    flops=return_zero_flops,
-    scratch=return_zero_scratch_bytes,
-)
-def _quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    data, scale = _allocate_quantized(x)
-    _quantize_rows_into(x, None, data, scale)
-    return data, scale
-
-
-def _allocate_dequantized(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    return data.new_empty(data.shape, dtype=dtype)
-
-
-@register_kernel(
-    "float8_dequantize(Tensor data, Tensor scale, ScalarType dtype) -> Tensor",
-    fake=_allocate_dequantized,
-    flops=return_zero_flops,
-    scratch=return_zero_scratch_bytes,
-)
-def _dequantize(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    result = _allocate_dequantized(data, scale, dtype)
+@register_kernel("float8_dequantize", lambda data, dtype: data.new_empty(data.shape, dtype=dtype))
+def _dequantize(result: Tensor, data: Tensor, scale: Tensor, dtype: torch.dtype) -> None:
     count, width = data.shape
     if data.numel():
         grid = cdiv(count, DEQUANTIZED_ROWS), cdiv(width, DEQUANTIZED_COLUMNS)
         _dequantize_kernel[grid](data, scale, result, count, width, ROWS=DEQUANTIZED_ROWS, COLUMNS=DEQUANTIZED_COLUMNS)
-    return result
 
 
-def _allocate_quantized_weights(weights: list[Tensor]) -> tuple[Tensor, Tensor]:
-    return _allocate_quantized_rows(weights[0], sum(map(len, weights)), weights[0].shape[1])
-
-
-@register_kernel(
-    "float8_quantize_weights(Tensor[] weights) -> (Tensor, Tensor)",
-    fake=_allocate_quantized_weights,
-    flops=return_zero_flops,
-    scratch=return_zero_scratch_bytes,
-)
-def _quantize_weights(weights: list[Tensor]) -> tuple[Tensor, Tensor]:
-    data, scale = _allocate_quantized_weights(weights)
-    _quantize_weights_into(weights, data, scale)
-    return data, scale
-
-
-def _quantize_weights_into(weights: list[Tensor], data: Tensor, scale: Tensor) -> None:
+def _quantize_weights_into(rows: tuple[Tensor, Tensor], weights: list[Tensor]) -> None:
     """Fill data (all outputs, inputs) and scale (all outputs,) with quantized weights."""
+    data, scale = rows
     sizes = [*map(len, weights)]
     for weight, part, part_scale in zip(weights, torch.split(data, sizes), torch.split(scale, sizes), strict=True):
         _quantize_rows_into(weight, None, part, part_scale)
 
 
-def _allocate_quantized_swiglu(gate_and_up: Tensor) -> tuple[Tensor, Tensor]:
-    return _allocate_quantized_rows(gate_and_up, len(gate_and_up), gate_and_up.shape[1] // 2)
+_quantize_weights = register_kernel(
+    "float8_quantize_weights",
+    lambda weights: allocate_quantized_rows(weights[0], sum(map(len, weights)), weights[0].shape[1]),
+)(_quantize_weights_into)
 
 
 @register_kernel(
-    "float8_swiglu(Tensor gate_and_up) -> (Tensor, Tensor)",
-    fake=_allocate_quantized_swiglu,
-    flops=return_zero_flops,
-    scratch=return_zero_scratch_bytes,
+    "float8_swiglu",
+    lambda gate_and_up: allocate_quantized_rows(gate_and_up, len(gate_and_up), gate_and_up.shape[1] // 2),
 )
-def _quantize_swiglu(gate_and_up: Tensor) -> tuple[Tensor, Tensor]:
-    data, scale = _allocate_quantized_swiglu(gate_and_up)
+def _quantize_swiglu(rows: tuple[Tensor, Tensor], gate_and_up: Tensor) -> None:
     gate, up = gate_and_up.chunk(2, 1)
-    _quantize_rows_into(gate, up, data, scale)
-    return data, scale
+    _quantize_rows_into(gate, up, *rows)
 
 
 def _quantize_rows_into(x: Tensor, up: Tensor | None, data: Tensor, scale: Tensor) -> None:
@@ -208,50 +169,45 @@ def _quantize_rows_into(x: Tensor, up: Tensor | None, data: Tensor, scale: Tenso
         )
 
 
-def _allocate_quantized_gradient(grads: list[Tensor], factor: Tensor, row_scale: Tensor | None) -> tuple[Tensor, ...]:
-    data, scale = _allocate_quantized_rows(grads[0], len(grads[0]), len(factor))
+QuantizedTensors = tuple[Tensor, Tensor, Tensor, Tensor]
+"""A gradient's elements and scales by rows, and then by columns, transposed; those are empty if not wanted."""
+
+
+def _allocate_quantized_gradient(grad: Tensor, factor: Tensor, row_scale: Tensor | None) -> QuantizedTensors:
+    data, scale = allocate_quantized_rows(grad, len(grad), len(factor))
     count, width = data.shape if row_scale is not None else (0, 0)
     return data, scale, data.new_empty(width, compute_padded_row_count(count)), scale.new_empty(width)
 
 
 @register_kernel(
-    "float8_quantize_gradient(Tensor[] grads, Tensor factor, Tensor? row_scale) -> (Tensor, Tensor, Tensor, Tensor)",
-    fake=_allocate_quantized_gradient,
-    flops=return_zero_flops,
-    scratch=return_zero_scratch_bytes,
+    "float8_quantize_gradient",
+    lambda grads, factor, row_scale: _allocate_quantized_gradient(grads[0], factor, row_scale),
 )
-def _quantize_gradient_rows_and_columns(
-    grads: list[Tensor], factor: Tensor, row_scale: Tensor | None
-) -> tuple[Tensor, ...]:
-    return _quantize_gradient_rows(grads, None, factor, row_scale)
+def _quantize_gradient(
+    quantized: QuantizedTensors, grads: list[Tensor], factor: Tensor, row_scale: Tensor | None
+) -> None:
+    _quantize_gradient_rows_and_columns(quantized, grads, None, factor, row_scale)
 
 
-def _allocate_quantized_swiglu_gradient(
-    grad: Tensor, gate_and_up: Tensor, factor: Tensor, row_scale: Tensor | None
-) -> tuple[Tensor, ...]:
-    return _allocate_quantized_gradient([grad], factor, row_scale)
-
-
-@register_kernel(
-    "float8_swiglu_gradient(Tensor grad, Tensor gate_and_up, Tensor factor, Tensor? row_scale) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
-    fake=_allocate_quantized_swiglu_gradient,
-    flops=return_zero_flops,
-    scratch=return_zero_scratch_bytes,
-)
+@register_kernel("float8_swiglu_gradient", _allocate_quantized_gradient)
 def _quantize_swiglu_gradient(
-    grad: Tensor, gate_and_up: Tensor, factor: Tensor, row_scale: Tensor | None
-) -> tuple[Tensor, ...]:
-    return _quantize_gradient_rows([grad], gate_and_up, factor, row_scale)
+    quantized: QuantizedTensors, grad: Tensor, gate_and_up: Tensor, factor: Tensor, row_scale: Tensor | None
+) -> None:
+    _quantize_gradient_rows_and_columns(quantized, [grad], gate_and_up, factor, row_scale)
 
 
-def _quantize_gradient_rows(
-    grads: list[Tensor], gate_and_up: Tensor | None, factor: Tensor, row_scale: Tensor | None
-) -> tuple[Tensor, ...]:
+def _quantize_gradient_rows_and_columns(
+    quantized: QuantizedTensors,
+    grads: list[Tensor],
+    gate_and_up: Tensor | None,
+    factor: Tensor,
+    row_scale: Tensor | None,
+) -> None:
     """Quantize the gradients, or with `gate_and_up` SwiGLU's gradient, by rows, and with row_scale by columns."""
-    data, scale, columns, column_scale = _allocate_quantized_gradient(grads, factor, row_scale)
+    data, scale, columns, column_scale = quantized
     if not data.numel():
-        return data, scale, columns, column_scale.fill_(1.0)
+        column_scale.fill_(1.0)
+        return
     count, width = data.shape
     parts = row_factor = None
     programs = _choose_program_count(
@@ -281,43 +237,23 @@ def _quantize_gradient_rows(
             enable_fp_fusion=True,
         )
         _scale_and_transpose_into(data, columns, None, row_factor, inverse)
-    return data, scale, columns, column_scale
 
 
-def _allocate_transpose(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape[1], compute_padded_row_count(len(x)), dtype=E4M3)
-
-
-@register_kernel(
-    "float8_transpose(Tensor x) -> Tensor",
-    fake=_allocate_transpose,
-    flops=return_zero_flops,
-    scratch=return_zero_scratch_bytes,
-)
-def _transpose(x: Tensor) -> Tensor:
-    result = _allocate_transpose(x)
+@register_kernel("float8_transpose", lambda x: x.new_empty(x.shape[1], compute_padded_row_count(len(x)), dtype=E4M3))
+def _transpose(result: Tensor, x: Tensor) -> None:
     if result.numel():
         _scale_and_transpose_into(x, result, None, None, None)
-    return result
-
-
-def _allocate_transposed_weights(weights: list[Tensor], scale: Tensor) -> Tensor:
-    return weights[0].new_empty(weights[0].shape[1], len(scale), dtype=E4M3)
 
 
 @register_kernel(
-    "float8_transpose_weights(Tensor[] weights, Tensor scale) -> Tensor",
-    fake=_allocate_transposed_weights,
-    flops=return_zero_flops,
-    scratch=return_zero_scratch_bytes,
+    "float8_transpose_weights",
+    lambda weights, scale: weights[0].new_empty(weights[0].shape[1], len(scale), dtype=E4M3),
 )
-def _quantize_transposed_weights(weights: list[Tensor], scale: Tensor) -> Tensor:
-    result = _allocate_transposed_weights(weights, scale)
+def _quantize_transposed_weights(result: Tensor, weights: list[Tensor], scale: Tensor) -> None:
     sizes = [*map(len, weights)]
     for weight, part, part_scale in zip(weights, torch.split(result, sizes, 1), torch.split(scale, sizes), strict=True):
         if part.numel():
             _scale_and_transpose_into(view_as_rows(weight), part, part_scale, None, None)
-    return result
 
 
 def _scale_and_transpose_into(

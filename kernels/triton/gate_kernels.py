@@ -57,6 +57,11 @@ def launch_gate_forward(gate: Gate, tensors: tuple[Tensor, ...], scale: Tensor |
     )
 
 
+def allocate_scale_gradient(grad: Tensor, scale: Tensor | None) -> Tensor:
+    """Return an empty tensor (...) like the scale, or without elements if there is no scale; grad is (..., width)."""
+    return grad.new_empty(0) if scale is None else scale.new_empty(scale.shape)
+
+
 def launch_gate_backward(gate: Gate, tensors: tuple[Tensor, ...], scale: Tensor | None, grad_scale: Tensor) -> None:
     """Fill grad_gate, grad_up and grad_scale; `tensors` are grad, gate, up, grad_gate and grad_up."""
     if not tensors[0].numel():

@@ -59,20 +59,10 @@ class _GatedDelta(Function):
     """The gated delta rule; saves its inputs, decay sums, inverse systems and written values."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        ids: Tensor,
-        before: Tensor,
-        state: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return results (rows, length, value_heads, V) and states (rows, value_heads, K, V)."""
-        mixed, last, decays, inverse, written = _forward(q, k, v, g, beta, ids, before, state)
-        ctx.save_for_backward(q, k, v, g, beta, ids, before, state, decays, inverse, written)
+        mixed, last, *kept = _forward(*inputs)
+        ctx.save_for_backward(*inputs, *kept)
         return mixed, last
 
     @staticmethod
@@ -82,9 +72,7 @@ class _GatedDelta(Function):
         return *grads[:5], None, None, grads[5] if ctx.needs_input_grad[7] else None
 
 
-def _allocate_forward(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, ids: Tensor, before: Tensor, state: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _allocate_forward(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return results, last states, decay sums, inverse systems and written values."""
     last = v.new_empty(v.shape[0], v.shape[2], k.shape[3], v.shape[3], dtype=torch.float32)
     decays, inverse = v.new_empty(v.shape[:3], dtype=torch.float32), v.new_empty(*v.shape[:3], CHUNK)
@@ -127,19 +115,23 @@ def _count_backward_scratch_bytes(k: Tensor, v: Tensor) -> int:
 
 
 @register_kernel(
-    "gated_delta_rule(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor ids, Tensor before, Tensor? state) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    fake=_allocate_forward,
-    flops=_count_forward_flops,
-    scratch=_count_forward_scratch_bytes,
+    "gated_delta_rule", _allocate_forward, flops=_count_forward_flops, scratch=_count_forward_scratch_bytes
 )
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, ids: Tensor, before: Tensor, state: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    results, last, decays, inverse, written = _allocate_forward(q, k, v, g, beta, ids, before, state)
+    results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    ids: Tensor,
+    before: Tensor,
+    state: Tensor | None,
+) -> None:
+    mixed, last, decays, inverse, written = results
     if not v.shape[:3].numel():
         last.zero_() if state is None else last.copy_(state)
-        return results, last, decays, inverse, written
+        return
     sizes = _Sizes.from_keys_and_values(k, v)
     q, k, v, g, beta, ids = (x.contiguous() for x in (q, k, v, g, beta, ids))
     state = None if state is None else state.contiguous()
@@ -158,12 +150,11 @@ def _forward(
         num_stages=(4 if block < MIN_BLOCK else 2) if sizes.fits_several_chunks else 1,
     )
     kernels.compute_results[(sizes.chunk_head_count * cdiv(sizes.v_width, MIN_BLOCK),)](
-        *(q, k, written, states, decays, ids, before, results, sizes.length, sizes.chunks),
+        *(q, k, written, states, decays, ids, before, mixed, sizes.length, sizes.chunks),
         **sizes.constants,
         num_warps=4,
         **sizes.limit_registers_for_small_tiles(128),
     )
-    return results, last, decays, inverse, written
 
 
 class _Sizes(NamedTuple):
@@ -239,34 +230,21 @@ class _Sizes(NamedTuple):
         }
 
 
-def _allocate_backward(
-    grad: Tensor,
-    grad_state: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    ids: Tensor,
-    before: Tensor,
-    state: Tensor | None,
-    decays: Tensor,
-    inverse: Tensor,
-    written: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _allocate_gradients(
+    grad_state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None
+) -> tuple[Tensor, ...]:
     grads = (x.new_empty(x.shape) for x in (q, k, v, g, beta))
-    return *grads, grad_state.new_empty(grad_state.shape if state is not None else 0)  # type: ignore[return-value]
+    return *grads, grad_state.new_empty(grad_state.shape if state is not None else 0)
 
 
 @register_kernel(
-    "gated_delta_rule_backward(Tensor grad, Tensor grad_state, Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, "
-    "Tensor ids, Tensor before, Tensor? state, Tensor decays, Tensor inverse, Tensor written) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    fake=_allocate_backward,
+    "gated_delta_rule_backward",
+    _allocate_gradients,
     flops=_count_backward_flops,
     scratch=_count_backward_scratch_bytes,
 )
 def _backward(
+    grads: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
     grad: Tensor,
     grad_state: Tensor,
     q: Tensor,
@@ -280,12 +258,11 @@ def _backward(
     decays: Tensor,
     inverse: Tensor,
     written: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    grads = _allocate_backward(grad, grad_state, q, k, v, g, beta, ids, before, state, decays, inverse, written)
+) -> None:
     if not v.shape[:3].numel():
         if state is not None:
             grads[5].copy_(grad_state)
-        return grads
+        return
     sizes = _Sizes.from_keys_and_values(k, v)
     grad, q, k, v, beta, ids = (x.contiguous() for x in (grad, q, k, v, beta, ids))
     keys = v.new_empty(*v.shape[:3], sizes.width)
@@ -354,7 +331,6 @@ def _backward(
     )
     if sizes.groups > 1:
         _sum_over_value_heads(grad_k, grads[1], sizes)
-    return grads
 
 
 def _sum_over_value_heads(grad: Tensor, summed: Tensor, sizes: _Sizes) -> None:

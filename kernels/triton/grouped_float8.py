@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from drawloom.kernels.costs import return_zero_flops, return_zero_scratch_bytes
 from drawloom.kernels.float8 import E4M3, Float8Rows, ScaledRows
 from drawloom.kernels.grouped_float8 import (
     GROUP,
@@ -29,6 +28,7 @@ from drawloom.kernels.triton import tma
 from drawloom.kernels.triton.float8 import (
     INFINITY,
     TritonFloat8,
+    allocate_quantized_rows,
     compute_scale_and_inverse,
     get_magnitude_bits,
     sigmoid,
@@ -72,17 +72,17 @@ class TritonGroupedFloat8(TritonFloat8):
     def sum_rows_and_gather_scalars(
         self, rows: Tensor, scalars: Tensor | None, dest_row: Tensor
     ) -> tuple[Tensor, Tensor]:
-        return sum_rows_and_gather_scalars(rows, None, scalars, dest_row)  # type: ignore[no-any-return]
+        return sum_rows_and_gather_scalars(rows, None, scalars, dest_row)
 
     def quantize_experts(self, weight: Tensor) -> ScaledRows:
         return ScaledRows._make(_quantize_experts(weight))
 
     def quantize_transposed_experts(self, weight: Tensor, scale: Tensor) -> Tensor:
-        return _quantize_transposed_experts(weight, scale)  # type: ignore[no-any-return]
+        return _quantize_transposed_experts(weight, scale)
 
     def quantize_experts_into(self, weight: Tensor, rows: Float8Rows) -> None:
         if not weight.is_meta:
-            _launch_quantize_experts(weight, rows.data, rows.scale)
+            _quantize_experts_into((rows.data, rows.scale), weight)
             _launch_scale_and_cast_experts(weight, None, rows.scale, rows.transposed)
 
     def quantize_expert_swiglu(self, gate_and_up: Tensor, probabilities: Tensor) -> ScaledRows:
@@ -101,34 +101,33 @@ class TritonGroupedFloat8(TritonFloat8):
     def multiply_rows_by_expert(
         self, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, ends: Tensor, fast: bool
     ) -> Tensor:
-        return _multiply_rows(a, a_scale, b, b_scale, ends, fast)  # type: ignore[no-any-return]
+        return _multiply_rows(a, a_scale, b, b_scale, ends, fast)
 
     def sum_outer_products(self, left: Tensor, right: Tensor, scale: Tensor, ends: Tensor) -> Tensor:
-        return _sum_outer_products(left, right, scale, ends)  # type: ignore[no-any-return]
+        return _sum_outer_products(left, right, scale, ends)
 
 
 TRITON: GroupedFloat8Kernels = TritonGroupedFloat8()
 
 
 def _allocate_expert_rows(
-    data: Tensor, scale: Tensor, probabilities: Tensor | None, choices: Tensor, top_k: int
+    data: Tensor, scale: Tensor, probabilities: Tensor | None, choices: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     count = len(choices)
     by_row = scale.new_empty(0) if probabilities is None else probabilities.new_empty(count)
     return data.new_empty(count, data.shape[1]), scale.new_empty(count), by_row
 
 
-@register_kernel(
-    "float8_take(Tensor data, Tensor scale, Tensor? probabilities, Tensor choices, int top_k)"
-    " -> (Tensor, Tensor, Tensor)",
-    fake=_allocate_expert_rows,
-    flops=return_zero_flops,
-    scratch=return_zero_scratch_bytes,
-)
+@register_kernel("float8_take", _allocate_expert_rows)
 def _copy_tokens_to_expert_rows(
-    data: Tensor, scale: Tensor, probabilities: Tensor | None, choices: Tensor, top_k: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    rows, row_scale, by_row = _allocate_expert_rows(data, scale, probabilities, choices, top_k)
+    results: tuple[Tensor, Tensor, Tensor],
+    data: Tensor,
+    scale: Tensor,
+    probabilities: Tensor | None,
+    choices: Tensor,
+    top_k: int,
+) -> None:
+    rows, row_scale, by_row = results
     count, width = rows.shape
     if rows.numel():
         _copy_tokens_to_experts_kernel[(cdiv(count, TAKEN_ROWS),)](
@@ -147,27 +146,11 @@ def _copy_tokens_to_expert_rows(
             num_warps=4,
             enable_fp_fusion=True,
         )
-    return rows, row_scale, by_row
 
 
-def _allocate_quantized_experts(weight: Tensor) -> tuple[Tensor, Tensor]:
-    return weight.new_empty(weight.shape, dtype=E4M3), weight.new_empty(len(weight), dtype=torch.float32)
-
-
-@register_kernel(
-    "float8_quantize_experts(Tensor weight) -> (Tensor, Tensor)",
-    fake=_allocate_quantized_experts,
-    flops=return_zero_flops,
-    scratch=return_zero_scratch_bytes,
-)
-def _quantize_experts(weight: Tensor) -> tuple[Tensor, Tensor]:
-    data, scale = _allocate_quantized_experts(weight)
-    _launch_quantize_experts(weight, data, scale)
-    return data, scale
-
-
-def _launch_quantize_experts(weight: Tensor, data: Tensor, scale: Tensor) -> None:
+def _quantize_experts_into(quantized: tuple[Tensor, Tensor], weight: Tensor) -> None:
     """Fill data (experts, outputs, inputs) and scale (experts,) with a quantized weight."""
+    data, scale = quantized
     if not data.numel():
         scale.fill_(1.0)
         return
@@ -186,21 +169,18 @@ def _launch_quantize_experts(weight: Tensor, data: Tensor, scale: Tensor) -> Non
     _launch_scale_and_cast_experts(weight, parts, scale, data)
 
 
-def _allocate_transposed_experts(weight: Tensor, scale: Tensor) -> Tensor:
-    experts, outputs, inputs = weight.shape
-    return weight.new_empty(experts, inputs, outputs, dtype=E4M3)
+_quantize_experts = register_kernel(
+    "float8_quantize_experts",
+    lambda weight: (weight.new_empty(weight.shape, dtype=E4M3), weight.new_empty(len(weight), dtype=torch.float32)),
+)(_quantize_experts_into)
 
 
 @register_kernel(
-    "float8_transpose_experts(Tensor weight, Tensor scale) -> Tensor",
-    fake=_allocate_transposed_experts,
-    flops=return_zero_flops,
-    scratch=return_zero_scratch_bytes,
+    "float8_transpose_experts",
+    lambda weight: weight.new_empty(len(weight), weight.shape[2], weight.shape[1], dtype=E4M3),
 )
-def _quantize_transposed_experts(weight: Tensor, scale: Tensor) -> Tensor:
-    result = _allocate_transposed_experts(weight, scale)
+def _quantize_transposed_experts(result: Tensor, weight: Tensor, scale: Tensor) -> None:
     _launch_scale_and_cast_experts(weight.contiguous(), None, scale, result)
-    return result
 
 
 def _launch_scale_and_cast_experts(weight: Tensor, parts: Tensor | None, scale: Tensor, result: Tensor) -> None:
@@ -222,19 +202,12 @@ def _launch_scale_and_cast_experts(weight: Tensor, parts: Tensor | None, scale: 
         )
 
 
-def _allocate_quantized_swiglu(gate_and_up: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
-    count, width = gate_and_up.shape
-    return gate_and_up.new_empty(count, width // 2, dtype=E4M3), gate_and_up.new_empty(count, dtype=torch.float32)
-
-
 @register_kernel(
-    "float8_expert_swiglu(Tensor gate_and_up, Tensor probabilities) -> (Tensor, Tensor)",
-    fake=_allocate_quantized_swiglu,
-    flops=return_zero_flops,
-    scratch=return_zero_scratch_bytes,
+    "float8_expert_swiglu",
+    lambda gate_and_up: allocate_quantized_rows(gate_and_up, len(gate_and_up), gate_and_up.shape[1] // 2),
 )
-def _quantize_swiglu(gate_and_up: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
-    data, scale = _allocate_quantized_swiglu(gate_and_up, probabilities)
+def _quantize_swiglu(quantized: tuple[Tensor, Tensor], gate_and_up: Tensor, probabilities: Tensor) -> None:
+    data, scale = quantized
     count, width = data.shape
     if data.numel():
         gate_and_up, block = view_as_rows(gate_and_up), next_power_of_2(width)
@@ -252,29 +225,19 @@ def _quantize_swiglu(gate_and_up: Tensor, probabilities: Tensor) -> tuple[Tensor
             num_warps=_choose_warp_count(rows * block),
             enable_fp_fusion=True,
         )
-    return data, scale
-
-
-def _allocate_quantized_swiglu_gradient(
-    grad: Tensor, gate_and_up: Tensor, probabilities: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    data, scale = (
-        gate_and_up.new_empty(gate_and_up.shape, dtype=E4M3),
-        gate_and_up.new_empty(len(gate_and_up), dtype=torch.float32),
-    )
-    return data, scale, probabilities.new_empty(probabilities.shape)
 
 
 @register_kernel(
-    "float8_expert_swiglu_gradient(Tensor grad, Tensor gate_and_up, Tensor probabilities) -> (Tensor, Tensor, Tensor)",
-    fake=_allocate_quantized_swiglu_gradient,
-    flops=return_zero_flops,
-    scratch=return_zero_scratch_bytes,
+    "float8_expert_swiglu_gradient",
+    lambda gate_and_up, probabilities: (
+        *allocate_quantized_rows(gate_and_up, *gate_and_up.shape),
+        probabilities.new_empty(probabilities.shape),
+    ),
 )
 def _quantize_swiglu_gradient(
-    grad: Tensor, gate_and_up: Tensor, probabilities: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    data, scale, grad_probabilities = _allocate_quantized_swiglu_gradient(grad, gate_and_up, probabilities)
+    results: tuple[Tensor, Tensor, Tensor], grad: Tensor, gate_and_up: Tensor, probabilities: Tensor
+) -> None:
+    data, scale, grad_probabilities = results
     count, width = grad.shape
     if data.numel():
         grad, gate_and_up, block = view_as_rows(grad), view_as_rows(gate_and_up), next_power_of_2(width)
@@ -295,7 +258,6 @@ def _quantize_swiglu_gradient(
             num_warps=_choose_warp_count(rows * block),
             enable_fp_fusion=True,
         )
-    return data, scale, grad_probabilities
 
 
 def _choose_warp_count(elements: int) -> int:
@@ -303,28 +265,15 @@ def _choose_warp_count(elements: int) -> int:
     return max(1, min(elements // 512, 32))
 
 
-def _allocate_factors(
-    left: Tensor,
-    left_scale: Tensor,
-    right: Tensor,
-    right_scale: Tensor,
-    choices: Tensor | None,
-    top_k: int,
-    ends: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _allocate_factors(left: Tensor, left_scale: Tensor, right: Tensor, ends: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     columns = count_padded_columns(len(left), len(ends))
     left_factor, right_factor = (left.new_empty(x.shape[1], columns) for x in (left, right))
     return left_factor, right_factor, left_scale.new_empty(len(ends))
 
 
-@register_kernel(
-    "float8_factors(Tensor left, Tensor left_scale, Tensor right, Tensor right_scale, Tensor? choices, int top_k,"
-    " Tensor ends) -> (Tensor, Tensor, Tensor)",
-    fake=_allocate_factors,
-    flops=return_zero_flops,
-    scratch=return_zero_scratch_bytes,
-)
+@register_kernel("float8_factors", _allocate_factors)
 def _prepare_outer_product_factors(
+    factors: tuple[Tensor, Tensor, Tensor],
     left: Tensor,
     left_scale: Tensor,
     right: Tensor,
@@ -332,10 +281,12 @@ def _prepare_outer_product_factors(
     choices: Tensor | None,
     top_k: int,
     ends: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    left_factor, right_factor, scale = _allocate_factors(left, left_scale, right, right_scale, choices, top_k, ends)
+) -> None:
+    left_factor, right_factor, scale = factors
     if not len(left) or not len(ends):
-        return left_factor.view(torch.uint8).zero_().view(E4M3), right_factor, scale.fill_(MIN_SCALE)
+        left_factor.view(torch.uint8).zero_()
+        scale.fill_(MIN_SCALE)
+        return
     _largest_scale_product_kernel[(len(ends),)](
         left_scale, right_scale, ends, scale, STEP=1024, num_warps=4, enable_fp_fusion=True
     )
@@ -361,27 +312,19 @@ def _prepare_outer_product_factors(
         num_warps=4,
         enable_fp_fusion=True,
     )
-    return left_factor, right_factor, scale
-
-
-def _allocate_product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, ends: Tensor, fast: bool) -> Tensor:
-    return a.new_empty(len(a), b.shape[1], dtype=torch.bfloat16)
-
-
-def _count_row_product_flops(a: Tensor, b: Tensor) -> float:
-    return 2.0 * a.numel() * b.shape[1]
 
 
 @register_kernel(
-    "float8_multiply_rows(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor ends, bool fast) -> Tensor",
-    fake=_allocate_product,
-    flops=_count_row_product_flops,
-    scratch=return_zero_scratch_bytes,
+    "float8_multiply_rows",
+    lambda a, b: a.new_empty(len(a), b.shape[1], dtype=torch.bfloat16),
+    flops=lambda a, b: 2.0 * a.numel() * b.shape[1],
 )
-def _multiply_rows(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, ends: Tensor, fast: bool) -> Tensor:
-    result = _allocate_product(a, a_scale, b, b_scale, ends, fast)
+def _multiply_rows(
+    result: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, ends: Tensor, fast: bool
+) -> None:
     if not result.numel() or not a.numel():
-        return result.zero_()
+        result.zero_()
+        return
     experts, columns, inner = b.shape
     settings = TILES | (FAST if fast else SLOW)
     height = settings["HEIGHT"]
@@ -398,27 +341,17 @@ def _multiply_rows(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, ends:
         EXPERTS=next_power_of_2(experts),
         **settings,
     )
-    return result
-
-
-def _allocate_outer_products(left: Tensor, right: Tensor, scale: Tensor, ends: Tensor) -> Tensor:
-    return left.new_empty(len(ends), len(left), len(right), dtype=torch.bfloat16)
-
-
-def _count_outer_product_flops(left: Tensor, right: Tensor) -> float:
-    return 2.0 * left.numel() * len(right)
 
 
 @register_kernel(
-    "float8_multiply_groups(Tensor left, Tensor right, Tensor scale, Tensor ends) -> Tensor",
-    fake=_allocate_outer_products,
-    flops=_count_outer_product_flops,
-    scratch=return_zero_scratch_bytes,
+    "float8_multiply_groups",
+    lambda left, right, ends: left.new_empty(len(ends), len(left), len(right), dtype=torch.bfloat16),
+    flops=lambda left, right: 2.0 * left.numel() * len(right),
 )
-def _sum_outer_products(left: Tensor, right: Tensor, scale: Tensor, ends: Tensor) -> Tensor:
-    result = _allocate_outer_products(left, right, scale, ends)
+def _sum_outer_products(result: Tensor, left: Tensor, right: Tensor, scale: Tensor, ends: Tensor) -> None:
     if not result.numel() or not left.numel():
-        return result.zero_()
+        result.zero_()
+        return
     experts, height, width = result.shape
     tile_height = SLOW["HEIGHT"]
     down, across = cdiv(height, tile_height), cdiv(width, WIDTH)
@@ -437,7 +370,6 @@ def _sum_outer_products(left: Tensor, right: Tensor, scale: Tensor, ends: Tensor
         **TILES,
         **SLOW,
     )
-    return result
 
 
 LEAST = tl.constexpr(MIN_SCALE)

@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from drawloom.kernels.costs import return_zero_scratch_bytes
 from drawloom.kernels.grouped_gemm import (
     GroupedGemmImplementation,
     apply_grouped_gemm,
@@ -87,45 +86,35 @@ def _check_inputs(name: str, x: Tensor, weight: Tensor) -> None:
         )
 
 
-def _allocate_rows(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    return x.new_empty(len(x), weight.shape[2])
-
-
 @register_kernel(
-    "grouped_gemm_rows(Tensor x, Tensor weight, Tensor offsets) -> Tensor",
-    fake=_allocate_rows,
+    "grouped_gemm_rows",
+    lambda x, weight: x.new_empty(len(x), weight.shape[2]),
     flops=count_row_product_flops,
-    scratch=return_zero_scratch_bytes,
     equivalent_flops=_estimate_row_product_equivalent_flops,
 )
-def _multiply_rows_by_expert(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    result = _allocate_rows(x, weight, offsets)
+def _multiply_rows_by_expert(result: Tensor, x: Tensor, weight: Tensor, offsets: Tensor) -> None:
     if not result.numel() or not weight.numel():
-        return result.zero_()
-    num_experts = len(weight)
-    if blocks.is_faster_by_tma(num_experts, x, weight):
+        result.zero_()
+    elif blocks.is_faster_by_tma(len(weight), x, weight):
         blocks.multiply_rows_by_tma(x, weight, offsets, result)
-        return result
-    _launch_rows_kernel(x, weight, offsets, result, _choose_tile_rows(len(x), num_experts))
-    return result
+    else:
+        _multiply_rows_in_tiles(result, x, weight, offsets, _choose_tile_rows(len(x), len(weight)))
 
 
 @register_kernel(
-    "grouped_gemm_fixed_tiles(Tensor x, Tensor weight, Tensor offsets) -> Tensor",
-    fake=_allocate_rows,
+    "grouped_gemm_fixed_tiles",
+    lambda x, weight: x.new_empty(len(x), weight.shape[2]),
     flops=count_row_product_flops,
-    scratch=return_zero_scratch_bytes,
 )
-def _multiply_rows_in_fixed_tiles(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    result = _allocate_rows(x, weight, offsets)
-    if not result.numel() or not weight.numel():
-        return result.zero_()
-    _launch_rows_kernel(x, weight, offsets, result, FIXED_ROWS)
-    return result
+def _multiply_rows_in_fixed_tiles(result: Tensor, x: Tensor, weight: Tensor, offsets: Tensor) -> None:
+    _multiply_rows_in_tiles(result, x, weight, offsets, FIXED_ROWS)
 
 
-def _launch_rows_kernel(x: Tensor, weight: Tensor, offsets: Tensor, result: Tensor, rows: int) -> None:
+def _multiply_rows_in_tiles(result: Tensor, x: Tensor, weight: Tensor, offsets: Tensor, rows: int) -> None:
     """Fill result (rows, outputs) by tiles with so many rows."""
+    if not result.numel() or not weight.numel():
+        result.zero_()
+        return
     num_experts, inputs, outputs = weight.shape
     tiles = len(x) // rows + num_experts
     _multiply_rows_kernel[(tiles * cdiv(outputs, COLUMNS),)](
@@ -148,25 +137,20 @@ def _launch_rows_kernel(x: Tensor, weight: Tensor, offsets: Tensor, result: Tens
     )
 
 
-def _allocate_matrices(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    return a.new_empty(len(offsets), a.shape[1], b.shape[1])
-
-
 @register_kernel(
-    "grouped_gemm_matrices(Tensor a, Tensor b, Tensor offsets) -> Tensor",
-    fake=_allocate_matrices,
+    "grouped_gemm_matrices",
+    lambda a, b, offsets: a.new_empty(len(offsets), a.shape[1], b.shape[1]),
     flops=count_outer_product_flops,
-    scratch=return_zero_scratch_bytes,
     equivalent_flops=_estimate_outer_product_equivalent_flops,
 )
-def _sum_outer_products_by_expert(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    result = _allocate_matrices(a, b, offsets)
+def _sum_outer_products_by_expert(result: Tensor, a: Tensor, b: Tensor, offsets: Tensor) -> None:
     if not result.numel() or not len(a):
-        return result.zero_()
+        result.zero_()
+        return
     num_experts, height, width = result.shape
     if blocks.is_faster_by_tma(num_experts, a, b):
         blocks.sum_outer_products_by_tma(a, b, offsets, result)
-        return result
+        return
     down, across = cdiv(height, COLUMNS), cdiv(width, COLUMNS)
     _outer_products_kernel[(num_experts * down * across,)](
         a,
@@ -186,7 +170,6 @@ def _sum_outer_products_by_expert(a: Tensor, b: Tensor, offsets: Tensor) -> Tens
         num_warps=WARPS,
         enable_fp_fusion=True,
     )
-    return result
 
 
 def _choose_tile_rows(rows: int, num_experts: int) -> int:

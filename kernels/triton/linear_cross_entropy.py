@@ -34,9 +34,9 @@ from drawloom.kernels.deferred_grads import (
     compute_at_once_if_hooked,
     get_weight_gradient_function,
 )
-from drawloom.kernels.operation import once_differentiable, register_kernel
+from drawloom.kernels.operation import once_differentiable, register_kernel, register_operator
 from drawloom.kernels.results import TokenLosses
-from drawloom.kernels.triton.cut_cross_entropy import TRITON
+from drawloom.kernels.triton.cut_cross_entropy import TRITON, count_gradient_flops
 from drawloom.kernels.triton.launch import cache_launches
 from drawloom.kernels.triton.primitives import addmm_fp32, check_floats, next_power_of_2
 from drawloom.kernels.vocab_parallel import find_local_target_rows
@@ -179,9 +179,9 @@ class _InChunks(Function):
         factors: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Return losses and lse like `_WholeLogits`; `factors`, float32 (tokens,), multiply losses and gradients."""
-        needed = [wants_gradients and needs_grad for needs_grad in ctx.needs_input_grad[:2]]
+        needs_hidden, needs_weight = (wants_gradients and needs_grad for needs_grad in ctx.needs_input_grad[:2])
         inputs = hidden, weight, targets, factors, ignore_index
-        losses, lse, grad_hidden, grad_weight = _forward(*inputs, *needed, MAX_LOGITS)
+        losses, lse, grad_hidden, grad_weight = _forward(*inputs, needs_hidden, needs_weight, MAX_LOGITS)
         ctx.save_for_backward(hidden, weight, targets, factors, lse, grad_hidden, grad_weight)
         ctx.ignore_index, ctx.weight_gradient = ignore_index, weight_gradient
         pass_none_for_unused_grads(ctx)
@@ -242,16 +242,10 @@ def _recompute_weight_gradient(
     return grad_weight  # type: ignore[return-value]
 
 
-def _fake_losses_and_grad_logits(
-    hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, needed: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def _allocate_losses_and_grad_logits(hidden: Tensor, weight: Tensor, needed: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return losses and lse by token, and the logits' gradients, empty if not needed."""
     losses = hidden.new_empty(len(hidden), dtype=torch.float32)
     return losses, torch.empty_like(losses), hidden.new_empty((len(hidden), len(weight)) if needed else 0)
-
-
-def _count_grad_logits_flops(hidden: Tensor, weight: Tensor) -> float:
-    return 2.0 * hidden.numel() * len(weight)
 
 
 def _count_unreturned_logits_bytes(hidden: Tensor, weight: Tensor, needed: bool) -> int:
@@ -259,11 +253,10 @@ def _count_unreturned_logits_bytes(hidden: Tensor, weight: Tensor, needed: bool)
     return 0 if needed else count_logits_bytes(hidden, weight, MAX_LOGITS)
 
 
-@register_kernel(
-    "linear_cross_entropy_grad_logits(Tensor hidden, Tensor weight, Tensor targets, int ignore_index, bool needed)"
-    " -> (Tensor, Tensor, Tensor)",
-    fake=_fake_losses_and_grad_logits,
-    flops=_count_grad_logits_flops,
+@register_operator(
+    "linear_cross_entropy_grad_logits",
+    _allocate_losses_and_grad_logits,
+    flops=lambda hidden, weight: 2.0 * hidden.numel() * len(weight),
     scratch=_count_unreturned_logits_bytes,
 )
 def _compute_losses_and_grad_logits(
@@ -276,15 +269,8 @@ def _compute_losses_and_grad_logits(
     return losses, lse, logits if needed else hidden.new_empty(0)
 
 
-def _fake_forward(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    factors: Tensor,
-    ignore_index: int,
-    needs_hidden: bool,
-    needs_weight: bool,
-    max_logits: int,
+def _allocate_forward(
+    hidden: Tensor, weight: Tensor, needs_hidden: bool, needs_weight: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return losses and lse by token, and gradients for the sum of losses, empty if not needed."""
     losses = hidden.new_empty(len(hidden), dtype=torch.float32)
@@ -293,18 +279,9 @@ def _fake_forward(
     return losses, torch.empty_like(losses), grad_hidden, grad_weight
 
 
-def _count_forward_flops(hidden: Tensor, weight: Tensor, needs_hidden: bool, needs_weight: bool) -> float:
-    return 2.0 * hidden.numel() * len(weight) * (1 + needs_hidden + needs_weight)
-
-
-@register_kernel(
-    "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor targets, Tensor factors, int ignore_index, "
-    "bool needs_hidden, bool needs_weight, int max_logits) -> (Tensor, Tensor, Tensor, Tensor)",
-    fake=_fake_forward,
-    flops=_count_forward_flops,
-    scratch=count_logits_bytes,
-)
+@register_kernel("linear_cross_entropy", _allocate_forward, flops=count_gradient_flops, scratch=count_logits_bytes)
 def _forward(
+    results: tuple[Tensor, Tensor, Tensor, Tensor],
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
@@ -313,8 +290,7 @@ def _forward(
     needs_hidden: bool,
     needs_weight: bool,
     max_logits: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    results = _fake_forward(hidden, weight, targets, factors, ignore_index, needs_hidden, needs_weight, max_logits)
+) -> None:
     losses, lse, grad_hidden, grad_weight = results
     grad_weight.zero_()
     wants_gradients = needs_hidden or needs_weight
@@ -329,7 +305,6 @@ def _forward(
         if needs_weight:
             addmm_fp32(grad_weight, logits.T, part)
         del logits  # or they would live until the next chunk's are computed
-    return results
 
 
 def _split_token_chunks(tokens: int, vocab: int, max_logits: int) -> Iterator[slice]:

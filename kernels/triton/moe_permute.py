@@ -13,7 +13,6 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd import Function
 
-from drawloom.kernels.costs import return_zero_flops, return_zero_scratch_bytes
 from drawloom.kernels.moe import Routes
 from drawloom.kernels.operation import once_differentiable, register_kernel
 from drawloom.kernels.results import PermutedRows
@@ -81,7 +80,7 @@ class _Unpermute(Function):
         """Return (tokens, hidden_size) in the dtype of rows (rows, hidden_size); probabilities are (tokens, top_k)."""
         ctx.needs_probabilities, ctx.count = ctx.needs_input_grad[1], len(choices)
         ctx.save_for_backward(rows if ctx.needs_probabilities else None, probabilities, dest_row, offsets)
-        return sum_rows_and_gather_scalars(rows, probabilities, None, dest_row)[0]  # type: ignore[no-any-return]
+        return sum_rows_and_gather_scalars(rows, probabilities, None, dest_row)[0]
 
     @staticmethod
     @once_differentiable
@@ -97,7 +96,6 @@ def _allocate_copied_rows(
     others: Tensor | None,
     probabilities: Tensor | None,
     dest_row: Tensor,
-    offsets: Tensor,
     count: int,
     weighted: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -109,15 +107,9 @@ def _allocate_copied_rows(
     return x.new_empty(count, x.shape[1]), row_scalars, products
 
 
-@register_kernel(
-    "moe_spread(Tensor x, Tensor? others, Tensor? probabilities, Tensor dest_row, Tensor offsets, SymInt count,"
-    " bool weighted)"
-    " -> (Tensor, Tensor, Tensor)",
-    fake=_allocate_copied_rows,
-    flops=return_zero_flops,
-    scratch=return_zero_scratch_bytes,
-)
+@register_kernel("moe_spread", _allocate_copied_rows)
 def _copy_tokens_to_rows(
+    results: tuple[Tensor, Tensor, Tensor],
     x: Tensor,
     others: Tensor | None,
     probabilities: Tensor | None,
@@ -125,13 +117,15 @@ def _copy_tokens_to_rows(
     offsets: Tensor,
     count: int,
     weighted: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> None:
     """Copy tokens to their choices' rows, times probabilities if `weighted`; `others` are rows, too."""
-    rows, row_scalars, products = _allocate_copied_rows(x, others, probabilities, dest_row, offsets, count, weighted)
+    rows, row_scalars, products = results
     if not dest_row.numel():
-        return rows, row_scalars, products
+        return
     if not len(offsets):
-        return rows.zero_(), row_scalars.zero_(), products.zero_()
+        for result in results:
+            result.zero_()
+        return
     x, tokens = view_as_rows(x) if x.numel() else x, len(dest_row)
     _copy_tokens_zero_unused_kernel[(tokens + FILLERS,)](
         x,
@@ -151,35 +145,31 @@ def _copy_tokens_to_rows(
         WEIGHTED=weighted,
         **choose_tile_constants(dest_row.shape[1], x.shape[1]),
     )
-    return rows, row_scalars, products
 
 
-def _allocate_sums(
-    rows: Tensor, probabilities: Tensor | None, row_scalars: Tensor | None, dest_row: Tensor
-) -> tuple[Tensor, Tensor]:
+def _allocate_sums(rows: Tensor, row_scalars: Tensor | None, dest_row: Tensor) -> tuple[Tensor, Tensor]:
     """Return the sums by token, and row scalars by choice."""
     summed = rows.new_empty(len(dest_row), rows.shape[1])
     return summed, rows.new_empty(0) if row_scalars is None else row_scalars.new_empty(dest_row.shape)
 
 
-@register_kernel(
-    "moe_gather(Tensor rows, Tensor? probabilities, Tensor? row_scalars, Tensor dest_row) -> (Tensor, Tensor)",
-    fake=_allocate_sums,
-    flops=return_zero_flops,
-    scratch=return_zero_scratch_bytes,
-)
+@register_kernel("moe_gather", _allocate_sums)
 def sum_rows_and_gather_scalars(
-    rows: Tensor, probabilities: Tensor | None, row_scalars: Tensor | None, dest_row: Tensor
-) -> tuple[Tensor, Tensor]:
+    results: tuple[Tensor, Tensor],
+    rows: Tensor,
+    probabilities: Tensor | None,
+    row_scalars: Tensor | None,
+    dest_row: Tensor,
+) -> None:
     """Sum rows by token, times the choices' probabilities if any; `row_scalars` has a scalar per row."""
-    summed, scalars_by_choice = _allocate_sums(rows, probabilities, row_scalars, dest_row)
+    summed, scalars_by_choice = results
     if not dest_row.numel():
-        return summed.zero_(), scalars_by_choice
+        summed.zero_()
+        return
     rows = view_as_rows(rows) if rows.numel() else rows
     sum_rows_by_token_into(
         rows, probabilities, row_scalars, dest_row, summed, None if row_scalars is None else scalars_by_choice
     )
-    return summed, scalars_by_choice
 
 
 def sum_rows_by_token_into(

@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from drawloom.kernels.costs import return_zero_flops, return_zero_scratch_bytes
 from drawloom.kernels.moe import DROPPED, Routes
 from drawloom.kernels.operation import register_kernel
 from drawloom.kernels.triton.launch import cache_launches
@@ -38,22 +37,20 @@ def moe_routes_triton(expert_indices: Tensor, num_experts: int) -> Routes:
 
 
 def _allocate_tables(expert_indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return uninitialized tables for `Routes`: dest_row, source_choice and offsets."""
     rows = expert_indices.new_empty(expert_indices.shape, dtype=torch.int32)
     return rows, rows.new_empty(expert_indices.numel()), rows.new_empty(num_experts)
 
 
-@register_kernel(
-    "moe_routes(Tensor expert_indices, int num_experts) -> (Tensor, Tensor, Tensor)",
-    fake=_allocate_tables,
-    flops=return_zero_flops,
-    scratch=return_zero_scratch_bytes,
-)
-def _compute_routes(expert_indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    rows, choices, offsets = _allocate_tables(expert_indices, num_experts)
+@register_kernel("moe_routes", _allocate_tables)
+def _compute_routes(tables: tuple[Tensor, Tensor, Tensor], expert_indices: Tensor, num_experts: int) -> None:
+    """Fill the tables of `Routes`: dest_row, source_choice and offsets."""
+    rows, choices, offsets = tables
     count = expert_indices.numel()
     if not count or not num_experts:
-        return rows.fill_(DROPPED), choices.fill_(DROPPED), offsets.zero_()
+        rows.fill_(DROPPED)
+        choices.fill_(DROPPED)
+        offsets.zero_()
+        return
     flat, width = expert_indices.contiguous(), next_power_of_2(num_experts)
     parts = cdiv(count, ENTRIES)
     counts, totals = rows.new_empty(parts, width), rows.new_empty(width)
@@ -79,7 +76,6 @@ def _compute_routes(expert_indices: Tensor, num_experts: int) -> tuple[Tensor, T
         num_warps=8,
         enable_fp_fusion=True,
     )
-    return rows, choices, offsets
 
 
 @cache_launches

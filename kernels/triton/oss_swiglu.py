@@ -5,9 +5,14 @@ from typing import Any
 from torch import Tensor
 from torch.autograd import Function
 
-from drawloom.kernels.costs import return_zero_flops, return_zero_scratch_bytes
 from drawloom.kernels.operation import once_differentiable, register_kernel
-from drawloom.kernels.triton.gate_kernels import CLAMPED, Gate, launch_gate_backward, launch_gate_forward
+from drawloom.kernels.triton.gate_kernels import (
+    CLAMPED,
+    Gate,
+    allocate_scale_gradient,
+    launch_gate_backward,
+    launch_gate_forward,
+)
 from drawloom.kernels.triton.primitives import check_floats
 
 
@@ -30,7 +35,7 @@ class _ClampedSwiGlu(Function):
         """Return (..., width) in the dtype of gate_and_up (..., 2 * width); scale is (...)."""
         ctx.save_for_backward(gate_and_up, scale)
         ctx.bounds = alpha, limit
-        return _forward(gate_and_up, scale, alpha, limit)  # type: ignore[no-any-return]
+        return _forward(gate_and_up, scale, alpha, limit)
 
     @staticmethod
     @once_differentiable
@@ -39,42 +44,26 @@ class _ClampedSwiGlu(Function):
         return grad_both, grad_scale if ctx.needs_input_grad[1] else None, None, None
 
 
-def _allocate_forward(gate_and_up: Tensor, scale: Tensor | None, alpha: float, limit: float) -> Tensor:
-    return gate_and_up.new_empty(*gate_and_up.shape[:-1], gate_and_up.shape[-1] // 2)
-
-
 @register_kernel(
-    "oss_swiglu_halves(Tensor gate_and_up, Tensor? scale, float alpha, float limit) -> Tensor",
-    fake=_allocate_forward,
-    flops=return_zero_flops,
-    scratch=return_zero_scratch_bytes,
+    "oss_swiglu_halves",
+    lambda gate_and_up: gate_and_up.new_empty(*gate_and_up.shape[:-1], gate_and_up.shape[-1] // 2),
 )
-def _forward(gate_and_up: Tensor, scale: Tensor | None, alpha: float, limit: float) -> Tensor:
-    result = _allocate_forward(gate_and_up, scale, alpha, limit)
+def _forward(result: Tensor, gate_and_up: Tensor, scale: Tensor | None, alpha: float, limit: float) -> None:
     launch_gate_forward(Gate(CLAMPED, alpha, limit), (*gate_and_up.chunk(2, -1), result), scale)
-    return result
-
-
-def _allocate_backward(
-    grad: Tensor, gate_and_up: Tensor, scale: Tensor | None, alpha: float, limit: float
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of both halves in one tensor, and of the scale (empty without a scale)."""
-    return gate_and_up.new_empty(gate_and_up.shape), grad.new_empty(0) if scale is None else scale.new_empty(
-        scale.shape
-    )
 
 
 @register_kernel(
-    "oss_swiglu_halves_backward(Tensor grad, Tensor gate_and_up, Tensor? scale, float alpha, float limit) "
-    "-> (Tensor, Tensor)",
-    fake=_allocate_backward,
-    flops=return_zero_flops,
-    scratch=return_zero_scratch_bytes,
+    "oss_swiglu_halves_backward",
+    lambda grad, gate_and_up, scale: (gate_and_up.new_empty(gate_and_up.shape), allocate_scale_gradient(grad, scale)),
 )
 def _backward(
-    grad: Tensor, gate_and_up: Tensor, scale: Tensor | None, alpha: float, limit: float
-) -> tuple[Tensor, Tensor]:
-    grad_both, grad_scale = _allocate_backward(grad, gate_and_up, scale, alpha, limit)
+    grads: tuple[Tensor, Tensor],
+    grad: Tensor,
+    gate_and_up: Tensor,
+    scale: Tensor | None,
+    alpha: float,
+    limit: float,
+) -> None:
+    grad_both, grad_scale = grads
     tensors = (grad, *gate_and_up.chunk(2, -1), *grad_both.chunk(2, -1))
     launch_gate_backward(Gate(CLAMPED, alpha, limit), tensors, scale, grad_scale)
-    return grad_both, grad_scale

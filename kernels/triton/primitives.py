@@ -87,14 +87,12 @@ BLOCK, PARTS_PER_STEP = 32, 64
 """Columns that a program sums, 128 bytes of float32 (a cache line), and partial results that it loads at a time."""
 
 
-def sum_partials(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sum parts, float32 (count, width) and contiguous, over the first dimension: (width,) in `dtype`."""
+def sum_partials(parts: Tensor, result: Tensor) -> None:
+    """Sum parts, float32 (count, width), over the first dimension into `result`, with `width` elements."""
     count, width = parts.shape
-    result = parts.new_empty(width, dtype=dtype)
     _sum_partials_kernel[(cdiv(width, BLOCK),)](
         parts, result, count, width, BLOCK=BLOCK, PARTS_PER_STEP=PARTS_PER_STEP, num_warps=4, enable_fp_fusion=True
     )
-    return result
 
 
 @cache_launches

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from drawloom.kernels.costs import return_zero_flops, return_zero_scratch_bytes
 from drawloom.kernels.operation import once_differentiable, register_kernel
 from drawloom.kernels.triton.primitives import (
     cdiv,
@@ -63,27 +62,25 @@ class _QkNormRope(Function):
         return *_backward(q_grad, k_grad, *ctx.saved_tensors), None, None, None
 
 
-def _allocate_forward(
-    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, cos: Tensor, sin: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _allocate_forward(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return empty tensors for rotated queries and keys, and for 1 / rms by vector."""
     q_rstd, k_rstd = (x.new_empty(x.shape[:-1], dtype=torch.float32) for x in (q, k))
     return q.new_empty(q.shape), k.new_empty(k.shape), q_rstd, k_rstd
 
 
-@register_kernel(
-    "qk_norm_rope(Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, float eps, Tensor cos, Tensor sin)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
-    fake=_allocate_forward,
-    flops=return_zero_flops,
-    scratch=return_zero_scratch_bytes,
-)
+@register_kernel("qk_norm_rope", _allocate_forward)
 def _forward(
-    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, cos: Tensor, sin: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    results = _allocate_forward(q, k, q_weight, k_weight, eps, cos, sin)
+    results: tuple[Tensor, Tensor, Tensor, Tensor],
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+) -> None:
     if not q.numel():
-        return results
+        return
     q, k, (cos, sin) = contiguous_last_dim(q), contiguous_last_dim(k), unify_angle_strides(cos, sin)
     rows, length, _, channels = q.shape
     block = next_power_of_2(channels // 2)
@@ -113,34 +110,14 @@ def _forward(
         num_warps=8,
         enable_fp_fusion=True,
     )
-    return results
-
-
-def _allocate_backward(
-    q_grad: Tensor,
-    k_grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    q_rstd: Tensor,
-    k_rstd: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients for queries, keys and both weights."""
-    q_result, k_result, grad_q_weight, grad_k_weight = (x.new_empty(x.shape) for x in (q, k, q_weight, k_weight))
-    return q_result, k_result, grad_q_weight, grad_k_weight
 
 
 @register_kernel(
-    "qk_norm_rope_backward(Tensor q_grad, Tensor k_grad, Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, "
-    "Tensor q_rstd, Tensor k_rstd, Tensor cos, Tensor sin) -> (Tensor, Tensor, Tensor, Tensor)",
-    fake=_allocate_backward,
-    flops=return_zero_flops,
-    scratch=return_zero_scratch_bytes,
+    "qk_norm_rope_backward",
+    lambda q, k, q_weight, k_weight: tuple(x.new_empty(x.shape) for x in (q, k, q_weight, k_weight)),
 )
 def _backward(
+    results: tuple[Tensor, Tensor, Tensor, Tensor],
     q_grad: Tensor,
     k_grad: Tensor,
     q: Tensor,
@@ -151,9 +128,12 @@ def _backward(
     k_rstd: Tensor,
     cos: Tensor,
     sin: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> None:
+    q_result, k_result, grad_q_weight, grad_k_weight = results
     if not q.numel():
-        return q.new_empty(q.shape), k.new_empty(k.shape), torch.zeros_like(q_weight), torch.zeros_like(k_weight)
+        grad_q_weight.zero_()
+        grad_k_weight.zero_()
+        return
     q_grad, k_grad, q, k = (contiguous_last_dim(x) for x in (q_grad, k_grad, q, k))
     cos, sin = unify_angle_strides(cos, sin)
     rows, length, _, channels = q.shape
@@ -161,7 +141,6 @@ def _backward(
     vectors = max(1, TILE // (4 * block))
     q_tiles, k_tiles = (cdiv(length * x.shape[2], vectors) for x in (q, k))
     q_programs, k_programs = _divide_programs(rows * q_tiles, rows * k_tiles, PROGRAMS * sm_count(q.device))
-    q_result, k_result = q.new_empty(q.shape), k.new_empty(k.shape)
     parts = q.new_empty(q_programs + k_programs, channels, dtype=torch.float32)
     backward_kernel[(q_programs + k_programs,)](
         q_grad,
@@ -196,8 +175,8 @@ def _backward(
         num_warps=4,
         enable_fp_fusion=True,
     )
-    grad_q_weight = sum_partials(parts[:q_programs], q_weight.dtype)
-    return q_result, k_result, grad_q_weight, sum_partials(parts[q_programs:], k_weight.dtype)
+    sum_partials(parts[:q_programs], grad_q_weight)
+    sum_partials(parts[q_programs:], grad_k_weight)
 
 
 def _divide_programs(q_tiles: int, k_tiles: int, programs: int) -> tuple[int, int]:

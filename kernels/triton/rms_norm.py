@@ -14,12 +14,11 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd import Function
 
-from drawloom.kernels.costs import return_zero_flops, return_zero_scratch_bytes
-from drawloom.kernels.float8 import E4M3, Float8Rows
+from drawloom.kernels.float8 import Float8Rows
 from drawloom.kernels.linear_float8 import attach_quantized_rows
 from drawloom.kernels.operation import once_differentiable, register_kernel
 from drawloom.kernels.results import NormAndSum
-from drawloom.kernels.triton.float8 import compute_scale_and_inverse, get_magnitude_bits
+from drawloom.kernels.triton.float8 import allocate_quantized_rows, compute_scale_and_inverse, get_magnitude_bits
 from drawloom.kernels.triton.launch import cache_launches
 from drawloom.kernels.triton.primitives import (
     cdiv,
@@ -40,8 +39,8 @@ PROGRAMS = 2
 def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False, float8: bool = False) -> Tensor:
     """Compute rms_norm_eager for float32, bfloat16 and float16: x (..., hidden_size), weight (hidden_size,)."""
     check_floats("rms_norm_triton", x, weight)
-    normed, *rows = _RmsNorm.apply(x, weight, eps, zero_centered, float8)  # type: ignore[no-untyped-call]
-    return _attach_quantized_rows_if_any(normed, rows)
+    normed, _, *rows = _RmsNorm.apply(x, None, weight, eps, zero_centered, float8)  # type: ignore[no-untyped-call]
+    return _attach_quantized_rows_if_any(normed, *rows)
 
 
 def add_rms_norm_triton(
@@ -53,59 +52,34 @@ def add_rms_norm_triton(
     x and residual (..., hidden_size), weight (hidden_size,); returns the norm and the sum, both (..., hidden_size).
     """
     check_floats("add_rms_norm_triton", x, residual, weight)
-    normed, summed, *rows = _AddRmsNorm.apply(x, residual, weight, eps, zero_centered, float8)  # type: ignore[no-untyped-call]
-    return NormAndSum(_attach_quantized_rows_if_any(normed, rows), summed)
+    normed, summed, *rows = _RmsNorm.apply(x, residual, weight, eps, zero_centered, float8)  # type: ignore[no-untyped-call]
+    return NormAndSum(_attach_quantized_rows_if_any(normed, *rows), summed)
 
 
-def _attach_quantized_rows_if_any(normed: Tensor, rows: list[Tensor]) -> Tensor:
+def _attach_quantized_rows_if_any(normed: Tensor, data: Tensor, scale: Tensor) -> Tensor:
     """Return the norm, and keep its quantized rows and scales if there are any."""
-    data, scale = rows
     if scale.numel():
         attach_quantized_rows(normed, Float8Rows(data, scale, data.new_empty(0)))
     return normed
 
 
 class _RmsNorm(Function):
-    """RMSNorm that saves x and one float32 per row."""
+    """RMSNorm, perhaps after an addition; saves one float32 per row, and x or the sum, which exist anyway."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, eps: float, zero_centered: bool, float8: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return a tensor like x (..., hidden_size), and its quantized rows and scales; weight is (hidden_size,)."""
-        normed, _, rstd, *rows = _forward(x, None, weight, eps, zero_centered, float8)
-        ctx.save_for_backward(x, weight, rstd)
-        ctx.zero_centered = zero_centered
-        ctx.mark_non_differentiable(*rows)
-        ctx.set_materialize_grads(False)  # the quantized rows have none
-        return normed, *rows
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-        if grad is None:
-            return (None,) * 5
-        grad_x, grad_weight = _backward(grad, None, *ctx.saved_tensors, ctx.zero_centered, ctx.needs_input_grad[1])
-        return grad_x, grad_weight if ctx.needs_input_grad[1] else None, None, None, None
-
-
-class _AddRmsNorm(Function):
-    """Addition and RMSNorm that saves one float32 per row, and the sum, which takes no memory as it is a result."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centered: bool, float8: bool
+        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, zero_centered: bool, float8: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """
         Return the norm and the sum, both like x and residual (..., hidden_size), and the norm's quantized rows and
         scales; weight is (hidden_size,).
         """
-        normed, summed, rstd, *rows = _forward(x, residual, weight, eps, zero_centered, float8)
-        ctx.save_for_backward(summed, weight, rstd)
+        normed, summed, rstd, data, scale = _forward(x, residual, weight, eps, zero_centered, float8)
+        ctx.save_for_backward(x if residual is None else summed, weight, rstd)
         ctx.zero_centered = zero_centered
-        ctx.mark_non_differentiable(*rows)
+        ctx.mark_non_differentiable(data, scale)
         ctx.set_materialize_grads(False)  # the quantized rows have none
-        return normed, summed, *rows
+        return normed, summed, data, scale
 
     @staticmethod
     @once_differentiable
@@ -114,35 +88,32 @@ class _AddRmsNorm(Function):
             if grad_summed is None:
                 return (None,) * 6
             grad = torch.zeros_like(grad_summed)
-        needs = ctx.needs_input_grad[2]
-        grad_x, grad_weight = _backward(grad, grad_summed, *ctx.saved_tensors, ctx.zero_centered, needs)
-        return grad_x, grad_x, grad_weight if needs else None, None, None, None
+        (x, weight, rstd), (_, has_residual, needs_weight, *_) = ctx.saved_tensors, ctx.needs_input_grad
+        grad_x, grad_weight = _backward(grad, grad_summed, x, weight, rstd, ctx.zero_centered, needs_weight)
+        return grad_x, grad_x if has_residual else None, grad_weight if needs_weight else None, None, None, None
 
 
-def _allocate_forward(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, zero_centered: bool, float8: bool
-) -> tuple[Tensor, ...]:
+def _allocate_forward(x: Tensor, residual: Tensor | None, float8: bool) -> tuple[Tensor, ...]:
     """Return the norm, the sum if there is a residual, 1 / rms by row, and with `float8` quantized rows and scales."""
     normed = x.new_empty(x.shape)
     summed = x.new_empty(x.shape if residual is not None else 0)
     count, width = (x.shape[:-1].numel(), x.shape[-1]) if float8 else (0, 0)
-    rows = x.new_empty(count, width, dtype=E4M3), x.new_empty(count, dtype=torch.float32)
-    return normed, summed, x.new_empty(x.shape[:-1], dtype=torch.float32), *rows
+    return normed, summed, x.new_empty(x.shape[:-1], dtype=torch.float32), *allocate_quantized_rows(x, count, width)
 
 
-@register_kernel(
-    "rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps, bool zero_centered, bool float8) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    fake=_allocate_forward,
-    flops=return_zero_flops,
-    scratch=return_zero_scratch_bytes,
-)
+@register_kernel("rms_norm", _allocate_forward)
 def _forward(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, zero_centered: bool, float8: bool
-) -> tuple[Tensor, ...]:
-    normed, summed, rstd, data, q_scale = _allocate_forward(x, residual, weight, eps, zero_centered, float8)
+    results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    zero_centered: bool,
+    float8: bool,
+) -> None:
+    normed, summed, rstd, data, q_scale = results
     if not x.numel():
-        return normed, summed, rstd, data, q_scale
+        return
     rows, added = view_as_rows(x), None if residual is None else view_as_rows(residual)
     count, width = rows.shape
     block = next_power_of_2(width)
@@ -167,30 +138,17 @@ def _forward(
         num_warps=_choose_warp_count(tile_rows * block),
         enable_fp_fusion=True,
     )
-    return normed, summed, rstd, data, q_scale
-
-
-def _allocate_backward(
-    grad: Tensor,
-    grad_summed: Tensor | None,
-    x: Tensor,
-    weight: Tensor,
-    rstd: Tensor,
-    zero_centered: bool,
-    needs_weight: bool,
-) -> tuple[Tensor, Tensor]:
-    """Return gradients of x and of the weight (empty if it is not needed)."""
-    return x.new_empty(x.shape), weight.new_empty(weight.shape if needs_weight else 0)
 
 
 @register_kernel(
-    "rms_norm_backward(Tensor grad, Tensor? grad_summed, Tensor x, Tensor weight, Tensor rstd, bool zero_centered, "
-    "bool needs_weight) -> (Tensor, Tensor)",
-    fake=_allocate_backward,
-    flops=return_zero_flops,
-    scratch=return_zero_scratch_bytes,
+    "rms_norm_backward",
+    lambda x, weight, needs_weight: (
+        x.new_empty(x.shape),
+        weight.new_empty(weight.shape if needs_weight else 0),
+    ),
 )
 def _backward(
+    input_grads: tuple[Tensor, Tensor],
     grad: Tensor,
     grad_summed: Tensor | None,
     x: Tensor,
@@ -198,15 +156,16 @@ def _backward(
     rstd: Tensor,
     zero_centered: bool,
     needs_weight: bool,
-) -> tuple[Tensor, Tensor]:
+) -> None:
+    grad_x, grad_weight = input_grads
     if not x.numel():
-        return x.new_empty(x.shape), weight.new_zeros(weight.shape if needs_weight else 0)
+        grad_weight.zero_()
+        return
     rows, grads, more = view_as_rows(x), view_as_rows(grad), None if grad_summed is None else view_as_rows(grad_summed)
     count, width = rows.shape
     block = next_power_of_2(width)
     tile_rows = max(1, min(BACKWARD_TILE // block, next_power_of_2(count)))
     programs = min(cdiv(count, tile_rows), PROGRAMS * sm_count(x.device))
-    grad_x = x.new_empty(x.shape)
     parts = x.new_empty(programs, width, dtype=torch.float32) if needs_weight else None
     _backward_kernel[(programs,)](
         grads,
@@ -227,7 +186,8 @@ def _backward(
         num_warps=_choose_warp_count(tile_rows * block),
         enable_fp_fusion=True,
     )
-    return grad_x, weight.new_empty(0) if parts is None else sum_partials(parts, weight.dtype)
+    if parts is not None:
+        sum_partials(parts, grad_weight)
 
 
 def _choose_warp_count(elements: int) -> int:

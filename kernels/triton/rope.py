@@ -12,8 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd import Function
 
-from drawloom.kernels.costs import return_zero_flops, return_zero_scratch_bytes
-from drawloom.kernels.operation import register_kernel
+from drawloom.kernels.operation import register_kernel, register_operator
 from drawloom.kernels.triton.launch import cache_launches
 from drawloom.kernels.triton.primitives import (
     cdiv,
@@ -49,7 +48,7 @@ class _Rope(Function):
         ctx.save_for_backward(cos, sin)
         ctx.interleaved, ctx.reverse = interleaved, reverse
         if not in_place:
-            return _rotate(x, cos, sin, interleaved, reverse)  # type: ignore[no-any-return]
+            return _rotate(x, cos, sin, interleaved, reverse)
         ctx.mark_dirty(x)
         _rotate_in_place(x, cos, sin, interleaved, reverse)
         return x
@@ -61,32 +60,12 @@ class _Rope(Function):
         return rotated, None, None, None, None, None
 
 
-def _allocate_result(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, reverse: bool) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-@register_kernel(
-    "rope(Tensor x, Tensor cos, Tensor sin, bool interleaved, bool reverse) -> Tensor",
-    fake=_allocate_result,
-    flops=return_zero_flops,
-    scratch=return_zero_scratch_bytes,
-)
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, reverse: bool) -> Tensor:
-    result = _allocate_result(x, cos, sin, interleaved, reverse)
+@register_kernel("rope", lambda x: x.new_empty(x.shape))
+def _rotate(result: Tensor, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, reverse: bool) -> None:
     _launch_rotation(contiguous_last_dim(x), cos, sin, result, interleaved, reverse)
-    return result
 
 
-def _fake_rotate_in_place(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, reverse: bool) -> None:
-    pass
-
-
-@register_kernel(
-    "rope_(Tensor(a!) x, Tensor cos, Tensor sin, bool interleaved, bool reverse) -> ()",
-    fake=_fake_rotate_in_place,
-    flops=return_zero_flops,
-    scratch=return_zero_scratch_bytes,
-)
+@register_operator("rope_", lambda: None, mutates=["x"])
 def _rotate_in_place(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, reverse: bool) -> None:
     dense = contiguous_last_dim(x)
     _launch_rotation(dense, cos, sin, dense, interleaved, reverse)

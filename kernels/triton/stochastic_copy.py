@@ -5,8 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from drawloom.kernels.costs import return_zero_flops, return_zero_scratch_bytes
-from drawloom.kernels.operation import register_kernel
+from drawloom.kernels.operation import register_operator
 from drawloom.kernels.stochastic_copy import PER_DRAW
 from drawloom.kernels.triton.launch import cache_launches
 from drawloom.kernels.triton.primitives import cdiv, philox, round_stochastically, split_into_16bit_halves
@@ -26,16 +25,7 @@ def stochastic_copy_triton(target: Tensor, source: Tensor, key: int, counter: in
     _copy(target, source, key, counter, first)
 
 
-def _fake_copy(target: Tensor, source: Tensor, key: int, counter: int, first: int) -> None:
-    pass
-
-
-@register_kernel(
-    "stochastic_copy(Tensor(a!) target, Tensor source, int key, int counter, int first) -> ()",
-    fake=_fake_copy,
-    flops=return_zero_flops,
-    scratch=return_zero_scratch_bytes,
-)
+@register_operator("stochastic_copy", lambda: None, mutates=["target"])
 def _copy(target: Tensor, source: Tensor, key: int, counter: int, first: int) -> None:
     if not source.numel():
         return

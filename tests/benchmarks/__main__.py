@@ -15,7 +15,7 @@ def run(path: Path, words: list[str]) -> None:
 
 
 def main() -> None:
-    """Run the benchmark that the first word names, or all in this folder."""
+    """Run the benchmark named by the first word, or all in this folder."""
     paths = {path.stem: path for path in sorted(FOLDER.rglob("[a-z]*.py")) if "\ndef main(" in path.read_text("utf-8")}
     name, *words = sys.argv[1:] or [""]
     if name and name not in paths:

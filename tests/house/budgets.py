@@ -43,7 +43,7 @@ def _count_imported_lines(names: Iterable[str]) -> int:
 
 
 def main() -> None:
-    """Check and run first_run in this process, and print what it imported and passed as JSON."""
+    """Check and run first_run in this process, and print its imports and journeys as JSON."""
     from drawloom.graph.cli.main import main as command_line
 
     with contextlib.redirect_stdout(io.StringIO()):

@@ -1,4 +1,4 @@
-"""Methods that class docstrings name exist."""
+"""Methods in class docstrings exist."""
 
 import ast
 import re
@@ -12,7 +12,7 @@ NAME = re.compile(r"`(?:([A-Z]\w*)\.)?([a-z]\w*?_\w+)[`(]")
 
 
 def _find_misnamed(modules: list[ast.Module]) -> Iterator[str]:
-    """Yield class and name for methods in class docstrings that neither this class nor the named one has."""
+    """Yield class and name for methods in class docstrings without a definition in this class or the named one."""
     nodes = [node for module in modules for node in ast.walk(module)]
     classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
     by_name: dict[str, list[ast.ClassDef]] = {}
@@ -31,7 +31,7 @@ def _find_misnamed(modules: list[ast.Module]) -> Iterator[str]:
 
 
 def _list_members(node: ast.ClassDef, by_name: Mapping[str, list[ast.ClassDef]]) -> set[str]:
-    """Return the names that a class or one of its bases defines, parameters of its methods included."""
+    """Return the names in a class and its bases, parameters of methods included."""
     members = set[str]()
     for part in ast.walk(node):
         match part:

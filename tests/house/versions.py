@@ -17,7 +17,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 FOLDERS = [
     *("tests/meshes", "tests/schedules", "tests/kernels"),
-    *(f"tests/components/{name}" for name in ("checkpoint", "kernels", "model", "parallel", "pipeline", "stages")),
+    *(
+        f"tests/components/{name}"
+        for name in ("checkpoint", "distributed", "kernels", "model", "parallel", "pipeline", "stages")
+    ),
 ]
 EXTRA = {"2.11": ["numpy<2.4"]}
 """Further requirements by release of torch: Triton 3.6 interprets kernels (only in tests) with NumPy below 2.4."""
@@ -31,11 +34,11 @@ LIST_VERSIONS = (
 def make_environment(version: str) -> Path | None:
     """Install drawloom with one Python and torch, and return the interpreter; None without such a Python."""
     python, torch = version.split(":")
-    if (found := shutil.which(f"python{python}")) is None or subprocess.run([found, "-V"]).returncode:
+    if (program := shutil.which(f"python{python}")) is None or subprocess.run([program, "-V"]).returncode:
         return None
     interpreter = ROOT / f".versions/python{python}-torch{torch}/bin/python"
     if not interpreter.exists():
-        subprocess.run([found, "-m", "venv", interpreter.parents[1]], check=True)
+        subprocess.run([program, "-m", "venv", interpreter.parents[1]], check=True)
         requirements = [f"{ROOT}[dev]", f"torch=={torch}.*", *EXTRA.get(torch, ())]
         subprocess.run([interpreter, "-m", "pip", "install", "--quiet", *requirements], check=True)
     return interpreter

@@ -1,7 +1,7 @@
 """FLOPs and scratch memory registered by operations for plans."""
 
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from itertools import count
 from typing import Any
@@ -18,10 +18,8 @@ from drawloom.kernels.costs import (
     compute_operation_costs,
     has_costs,
     register_costs,
-    return_zero_flops,
-    return_zero_scratch_bytes,
 )
-from drawloom.kernels.operation import register_kernel
+from drawloom.kernels.operation import register_operator
 
 META = torch.device("meta")
 NUMBERS = count()
@@ -44,15 +42,23 @@ def test_every_operation_of_kernels_registers_its_costs() -> None:
     assert [str(operation) for operation in operations if not has_costs(operation)] == []
 
 
-def product(schema_of_arguments: str, *, leading: tuple[Any, ...] = ()) -> Any:
-    """Register a product of two matrices with these arguments, and return its costs for (3, 4) times (4, 5)."""
+def multiply(a: Tensor, b: Tensor) -> Tensor:
+    return a @ b
+
+
+def multiply_after_others(other: Tensor, size: int, a: Tensor, b: Tensor) -> Tensor:
+    return a @ b
+
+
+def product(function: Callable[..., Tensor], *leading: Any) -> Any:
+    """Register a product of two matrices, and return its costs for (3, 4) times (4, 5) after the leading arguments."""
     name = f"test_product_{next(NUMBERS)}"
-    register_kernel(
-        f"{name}({schema_of_arguments}) -> Tensor",
-        fake=lambda *arguments: arguments[-2].new_empty(3, 5),
+    register_operator(
+        name,
+        lambda a, b: a.new_empty(3, 5),
         flops=lambda a, b: 2.0 * a.numel() * b.shape[1],
         scratch=lambda b: b.nbytes,
-    )(lambda *arguments: arguments[-2] @ arguments[-1])
+    )(function)
     operator = getattr(torch.ops.drawloom, name).default
     arguments = *leading, torch.empty(3, 4, device=META), torch.empty(4, 5, device=META)
     return compute_operation_costs(operator, arguments, {}, operator(*arguments))
@@ -60,8 +66,8 @@ def product(schema_of_arguments: str, *, leading: tuple[Any, ...] = ()) -> Any:
 
 def test_an_argument_in_front_does_not_change_costs() -> None:
     """Costs read arguments by name, so that a plan cannot take one argument for another."""
-    before = product("Tensor a, Tensor b")
-    after = product("Tensor other, int size, Tensor a, Tensor b", leading=(torch.empty(7, 7, device=META), 9))
+    before = product(multiply)
+    after = product(multiply_after_others, torch.empty(7, 7, device=META), 9)
     assert before == after
     assert (before.flops, before.scratch, before.is_attention) == (2 * 3 * 4 * 5, 4 * 5 * 4, False)
 
@@ -69,12 +75,10 @@ def test_an_argument_in_front_does_not_change_costs() -> None:
 def test_a_cost_function_of_an_unknown_argument_is_an_error() -> None:
     """A renamed argument fails when the module is imported, and not in a plan."""
     with pytest.raises(TypeError, match=r"does not have the arguments \['queries'\]"):
-        register_costs(torch.ops.drawloom.attention, flops=lambda queries: 0.0, scratch=return_zero_scratch_bytes)
-    register = register_kernel(
-        "test_unknown(Tensor a) -> Tensor", fake=torch.empty_like, flops=return_zero_flops, scratch=len
-    )
+        register_costs(torch.ops.drawloom.attention, flops=lambda queries: 0.0)
+    register = register_operator("test_unknown", lambda a: a.new_empty(3, 5), scratch=len)
     with pytest.raises(TypeError, match="does not have the arguments"):
-        register(torch.clone)
+        register(multiply)
 
 
 def test_arguments_have_the_names_of_the_schema() -> None:

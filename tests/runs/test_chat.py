@@ -51,7 +51,7 @@ def test_runs_and_exports_answer_several_messages(
     """
     Answers end at the template's end of a turn, see earlier turns, and are the ones of transformers.
 
-    The export's generation_config.json has the ends: transformers, which is not told of them, stops there.
+    The export's generation_config.json has the ends: transformers stops there without further settings.
     """
     for folder in ("runs/sft", "runs/sft/export"):
         assert chat(lab, monkeypatch, "hello\n\nthere\n", folder) == 0

@@ -112,12 +112,12 @@ def test_every_command_prints_json_of_its_schema(folder: Path) -> None:
 
 
 def test_schemas_are_json_for_other_languages(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Python reads and writes Infinity, which editors refuse: node or jq reads the schemas of recipes and commands."""
+    """Python reads and writes Infinity, and editors refuse it: node or jq reads the schemas of recipes and commands."""
     parsers = {
         "node": ["-e", "process.argv.slice(1).forEach(path => JSON.parse(require('fs').readFileSync(path)))"],
         "jq": ["empty"],
     }
-    if not (found := next(filter(shutil.which, parsers), None)):
+    if not (parser := next(filter(shutil.which, parsers), None)):
         pytest.skip("needs node or jq")
     words = [[], *(["--result", name] for name in list_command_names(Project.from_package("drawloom")))]
     for number, extra in enumerate(words):
@@ -125,7 +125,7 @@ def test_schemas_are_json_for_other_languages(capfd: pytest.CaptureFixture[str],
         (tmp_path / f"{number}.json").write_text(capfd.readouterr().out or "{}", "utf-8")
         main(["schema", *extra, "--format", "json"])
         (tmp_path / f"{number}_as_data.json").write_text(capfd.readouterr().out, "utf-8")
-    command = [found, *parsers[found], *map(str, sorted(tmp_path.glob("*.json")))]
+    command = [parser, *parsers[parser], *map(str, sorted(tmp_path.glob("*.json")))]
     read = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert not read.returncode, read.stderr[-500:]
     assert 'exclusiveMaximum": 1' in (tmp_path / "0.json").read_text("utf-8")

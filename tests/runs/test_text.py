@@ -162,7 +162,7 @@ class Base:
 
     @property
     def folder_end_ids(self) -> set[int]:
-        """The ids that end a text by the folder's files."""
+        """A text's end ids by the folder's files."""
         ends = [self.config_ids, self.generation or {}]
         return {EOS}.union(*(_list_ids(settings.get("eos_token_id")) for settings in ends))
 
@@ -425,7 +425,7 @@ def measure_loss(model: LlamaForCausalLM, documents: Sequence[Sequence[int]]) ->
 
 
 def run_command(*words: str) -> Any:
-    """Return the JSON that a command prints in this process."""
+    """Return a command's JSON, printed in this process."""
     with redirect_stdout(io.StringIO()) as printed:
         assert main([*words, "--format", "json"]) == 0
     return json.loads(printed.getvalue())

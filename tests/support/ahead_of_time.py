@@ -136,8 +136,8 @@ def calls() -> dict[str, Callable[[int], object]]:
 
     weight, angles = torch.empty(2048), torch.empty(1, 400, 16)
     return {
-        "swiglu of any size": lambda size: swiglu._forward(torch.empty(size), torch.empty(size), None),
-        "swiglu backward": lambda size: swiglu._backward(*(torch.empty(size, 96) for _ in "123"), None),
+        "swiglu of any size": lambda size: swiglu._swiglu(torch.empty(size), torch.empty(size), None),
+        "swiglu backward": lambda size: (lambda x: swiglu._swiglu_backward(x, x, x, None))(torch.empty(size, 96)),
         "rms_norm of any rows": lambda size: rms_norm._forward(
             torch.empty(size, 2048), None, weight, 1e-6, False, False
         ),
@@ -149,11 +149,11 @@ def calls() -> dict[str, Callable[[int], object]]:
             torch.empty(size, 64), None, torch.empty(size, 8), torch.zeros(size, 8, dtype=torch.int32),
             torch.zeros(16, dtype=torch.int32), 7 * size, False,
         ),
-        "gated_delta_rule": lambda size: gated_delta._forward(
+        "gated_delta_rule": lambda size: gated_delta._forward(  # type: ignore[call-arg]
             *(torch.empty(1, size, 2, 64) for _ in "qkv"), *(torch.empty(1, size, 2) for _ in "gb"),
             torch.zeros(1, size, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), None,
         ),
-        "causal_conv": lambda size: causal_conv._forward(
+        "causal_conv": lambda size: causal_conv._causal_conv(
             torch.empty(1, size, 64), torch.empty(64, 4), torch.zeros(1, size, dtype=torch.int32)
         ),
         "grouped_gemm": lambda size: grouped_gemm._multiply_rows_by_expert(
@@ -236,7 +236,7 @@ def lean_launches() -> dict[str, Any]:
             call(sizes.randint(1, 400))
     for _, first, dtype in product("12", (0, 1), (torch.bfloat16, torch.float32)):
         x = torch.empty(64 * 64 + 8, dtype=dtype)[first : 64 * 64 + first].view(64, 64)
-        swiglu._forward(x, x, None)
+        swiglu._swiglu(x, x, None)
         rms_norm._forward(x, None, x[0], 1e-6, first == 0, False)
     return {**counts, "wrong": wrong}
 

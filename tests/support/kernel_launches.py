@@ -62,12 +62,12 @@ def norms() -> Iterator[tuple[str, Launch]]:
 def gates() -> Iterator[tuple[str, Launch]]:
     for dtype in (BF16, FLOAT):
         gate, gate_and_up, scale = empty(64, 1536, dtype=dtype), empty(64, 3072, dtype=dtype), empty(64, dtype=FLOAT)
-        yield f"swiglu {dtype}", lambda g=gate: swiglu._forward(g, g, None)
-        yield f"swiglu backward {dtype}", lambda g=gate: swiglu._backward(g, g, g, None)
-        yield f"swiglu scaled {dtype}", lambda b=gate_and_up, s=scale: swiglu._forward(*b.chunk(2, -1), s)
+        yield f"swiglu {dtype}", lambda g=gate: swiglu._swiglu(g, g, None)
+        yield f"swiglu backward {dtype}", lambda g=gate: swiglu._swiglu_backward(g, g, g, None)
+        yield f"swiglu scaled {dtype}", lambda b=gate_and_up, s=scale: swiglu._swiglu_halves(b, s)
         yield (
             f"swiglu of halves backward {dtype}",
-            lambda g=gate, b=gate_and_up, s=scale: swiglu._halves_backward(g, b, s),
+            lambda g=gate, b=gate_and_up, s=scale: swiglu._swiglu_halves_backward(g, b, s),
         )
 
 
@@ -171,9 +171,9 @@ def great_numbers() -> Iterator[tuple[str, Launch]]:
         )
     yield "rms_norm of far rows", lambda: rms_norm._forward(rows, rows, norm, 1e-6, False, False)
     yield "rms_norm backward of far rows", lambda: rms_norm._backward(rows, rows, rows, norm, numbers, False, True)
-    yield "swiglu of far rows", lambda: swiglu._forward(rows, rows, numbers)
-    yield "swiglu backward of far rows", lambda: swiglu._backward(rows, rows, rows, numbers)
-    yield "swiglu of many elements", lambda: swiglu._forward(storage, storage, None)
+    yield "swiglu of far rows", lambda: swiglu._swiglu(rows, rows, numbers)
+    yield "swiglu backward of far rows", lambda: swiglu._swiglu_backward(rows, rows, rows, numbers)
+    yield "swiglu of many elements", lambda: swiglu._swiglu(storage, storage, None)
     yield (
         "cut_cross_entropy of far rows",
         lambda: cut_cross_entropy._forward(rows, rows, targets, 128, 256, 2**28),
@@ -300,7 +300,7 @@ def casts() -> Iterator[tuple[str, Launch]]:
             )
             yield (
                 f"float8 gradient {name}",
-                lambda g=grad, f=factor[:width], s=scale: float8._quantize_gradient_rows_and_columns([g], f, s),
+                lambda g=grad, f=factor[:width], s=scale: float8._quantize_gradient([g], f, s),
             )
     tokens, rows, ends = empty(64, 1024, dtype=E4M3), empty(512, 384, dtype=E4M3), torch.zeros(16, dtype=torch.int32)
     scale, choices, both = empty(512, dtype=FLOAT), torch.zeros(512, dtype=torch.int32), empty(512, 768)
@@ -346,5 +346,8 @@ def recurrences() -> Iterator[tuple[str, Launch]]:
             )
     for dtype in (BF16, FLOAT):
         x, weight, ids = empty(2, 200, 4096, dtype=dtype), empty(4096, 4, dtype=dtype), empty(2, 200, dtype=torch.int32)
-        yield f"causal_conv {dtype}", lambda x=x, w=weight, ids=ids: causal_conv._forward(x, w, ids)
-        yield f"causal_conv {dtype} backward", lambda x=x, w=weight, ids=ids: causal_conv._backward(x, x, w, ids)
+        yield f"causal_conv {dtype}", lambda x=x, w=weight, ids=ids: causal_conv._causal_conv(x, w, ids)
+        yield (
+            f"causal_conv {dtype} backward",
+            lambda x=x, w=weight, ids=ids: causal_conv._causal_conv_backward(x, x, w, ids),
+        )

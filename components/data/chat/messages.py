@@ -42,7 +42,7 @@ def check_messages(messages: Sequence[Any]) -> None:
 
 
 def _find_content_fault(message: Message) -> str | None:
-    """Return the fault of a message's content, or None."""
+    """Return a message's fault in its content, or None."""
     content = message.get("content")
     if content is None:
         remedy = 'write content as text, or "" for an empty turn'
@@ -58,7 +58,7 @@ def _find_content_fault(message: Message) -> str | None:
 
 
 def _find_tool_calls_fault(calls: Any) -> str | None:
-    """Return the fault of a message's tool calls, or None."""
+    """Return a message's fault in its tool calls, or None."""
     is_valid = isinstance(calls, list) and all(isinstance(get_tool_name(call), str) for call in calls)
     remedy = '[{"type": "function", "function": {"name": "...", "arguments": {...}}}]'
     return None if calls is None or is_valid else f"its tool_calls are not a list of named calls; write {remedy}"

@@ -54,7 +54,7 @@ def extend_answers_to_end_tokens(
 
 def find_turn_end_ids(tokenizer: ChatTokenizer, template: ChatTemplate) -> frozenset[int]:
     """
-    Return the control tokens at the ends of a template's answers and tool calls; empty if there are none.
+    Return the control tokens after a template's answers and tool calls; empty if there are none.
 
     Models trained on conversations predict these tokens, and stop.
     """
@@ -68,7 +68,7 @@ def find_turn_end_ids(tokenizer: ChatTokenizer, template: ChatTemplate) -> froze
 def _find_end_token(
     template: ChatTemplate, messages: Sequence[Message], nonce: str, control_tokens: Sequence[str]
 ) -> str | None:
-    """Return the end token of the last message, whose text or call is the nonce; None if unknown."""
+    """Return the last message's end token; its text or call is the nonce. None if unknown."""
 
     def render(part: Sequence[Message]) -> str:
         (text,) = template.render([_make_request(part, None)])
@@ -117,7 +117,7 @@ def _make_request(messages: Sequence[Message], tools: Tools) -> dict[str, Any]:
 
 
 def _get_control_token_at_end(text: str, control_tokens: Sequence[str]) -> str | None:
-    """Return the control token at the end of an answer's text; None for the end of a part, such as `</think>`."""
+    """Return an answer's last control token; None for a part's end, such as `</think>`."""
     stripped = text.rstrip()
     token = max((token for token in control_tokens if stripped.endswith(token)), key=len, default=None)
     closes = token is not None and token.startswith("</") and f"<{token[2:]}" in stripped

@@ -38,7 +38,7 @@ def choose_split(content: bytes, validation_fraction: float) -> Split:
     """
     Return a document's split, from a hash of its content; `validation_fraction` is 0 to 1.
 
-    The content is all that training sees, so copies are never in both splits: of answers, their prompt alone.
+    The content is all training sees, so copies are never in both splits: of answers, their prompt alone.
     """
     fraction = int.from_bytes(blake2b(content, digest_size=8).digest(), "big") / 2**64
     return "validation" if fraction < validation_fraction else "train"

@@ -116,7 +116,7 @@ FIXED = {"attention_dropout": 0.0, "hidden_act": "silu"}
 
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-"""Keys for token ids: null, as transformers' defaults of a family may lie outside of the vocabulary."""
+"""Keys for token ids: null, as transformers' defaults may lie outside the vocabulary."""
 
 
 def build_hugging_face_config(family: Family, architecture: DecoderConfig) -> dict[str, Any]:
@@ -156,7 +156,7 @@ def is_sequence_classifier(config: Mapping[str, Any]) -> bool:
 
 
 def _is_multimodal(family: Family, config: Mapping[str, Any]) -> bool:
-    """Return whether a `config.json` has a config of the family as its text config."""
+    """Return whether a `config.json` has a config for the family as its text config."""
     return config.get("model_type") in family.nested_types and isinstance(config.get("text_config"), Mapping)
 
 
@@ -166,14 +166,14 @@ OF_IMAGES = ("mrope_section", "mrope_interleaved")
 ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
 
 OF_CLASSIFIERS = ("num_labels", "id2label", "label2id", "problem_type")
-"""Keys of a sequence classifier, which a language model does not have."""
+"""Keys for sequence classifiers, which a language model does not have."""
 
 
 def build_updated_folder_config(
     family: Family, path: Path, architecture: DecoderConfig, text_only: bool
 ) -> dict[str, Any]:
     """
-    Return the `config.json` at `path`, as a language model's config, with the keys changed that differ for a model.
+    Return the `config.json` at `path`, as a language model's config, with a model's values for changed keys.
 
     With `text_only` a multimodal model's text config is returned, and the family's main type and class are named.
     Raises UserError if the config can't be read.
@@ -194,7 +194,7 @@ def build_updated_folder_config(
 def _replace_changed_keys(
     family: Family, config: Mapping[str, Any], before: Mapping[str, Any], written: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return a config with the keys that differ between two written ones, and without their other names."""
+    """Return a config with the differences between two written ones, and without the changed keys' other names."""
     changed = {key: value for key, value in written.items() if key not in before or before[key] != value}
     if changed.keys() & set(ROPE_KEYS) or before.keys() - written.keys():
         rope = dict(written.get("rope_parameters") or {"rope_type": "default", "rope_theta": written["rope_theta"]})

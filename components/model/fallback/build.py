@@ -34,6 +34,13 @@ def load_transformers_config(path: Path) -> Any:
     return config
 
 
+def has_transformers_classifier(path: Path) -> bool:
+    """Return whether transformers has a sequence classifier for a folder's model."""
+    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING  # takes seconds
+
+    return type(load_transformers_config(path)) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+
+
 def build_transformers_model(config: Any, attention: str = NAME, experts: str | None = None) -> Any:
     """
     Build transformers' causal LM in float32, with initial values of its own.

@@ -6,7 +6,7 @@ into stages for the shortest makespan (`pipeline/program/partition.py`). Then pr
 memory (`pipeline/program/policy_search.py`), as Qi et al. do in "Zero Bubble Pipeline Parallelism", ICLR 2024, section
 3, and in "Pipeline Parallelism with Controllable Memory", NeurIPS 2024. The result is the shortest program overall, so
 it is never slower than a published schedule, and among equals the one with the fewest messages. `drawloom schedule` and
-`drawloom explain RECIPE stages` say which schedule it is. All ranks find the same program.
+`drawloom explain RECIPE stages` name it. All ranks find the same program.
 
 If memory is short, stages may recompute activations (activation checkpointing), on every rank as little as makes a
 program fit (`pipeline/program/recomputation.py`): such a program can be faster than all programs that fit without. Or

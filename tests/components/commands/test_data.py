@@ -31,7 +31,7 @@ def test_statistics_are_shown(recipe: str, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_copies_in_both_splits_are_counted(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With a store for either split, validation documents that training has, too, are counted, each copy once."""
+    """With a store for either split, validation documents also in training are counted, each copy once."""
     store_of(tmp_path / "one", [["abc", "abd", "abcd", "abc"]])
     store_of(tmp_path / "other", [["abd", "abe", "abc", "abd", "abcde"]])
     words = ["tokens.use=data.tokenized", "tokens.path=one", "tokens.validation_path=other", "packing.length=4"]

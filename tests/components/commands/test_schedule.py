@@ -51,6 +51,7 @@ def test_a_schedule_is_simulated_by_its_name(capsys: Capture) -> None:
         "actions",
         "shard_actions",
         "transfers",
+        "choice",
         "recompute",
         "measured_makespan",
         "activation_bytes",

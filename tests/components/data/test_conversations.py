@@ -79,7 +79,7 @@ def test_which_turns_are_trained(tmp_path: Path) -> None:
 
 
 def test_a_prompt_that_the_answer_does_not_continue_is_explained(tmp_path: Path) -> None:
-    """The reason quotes both texts, and does not propose a value of `turns`, which would not help."""
+    """The reason quotes both texts, and does not propose a value of `turns`: none would help."""
     template = CHATML.replace("assistant\\n' }}{%- endif", "assistant\\n<think>' }}{%- endif")
     for turns in ("all", "last"):
         with pytest.raises(UserError) as error:

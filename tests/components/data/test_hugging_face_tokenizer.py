@@ -49,7 +49,7 @@ LAYOUTS = {
     "RoBERTa": processors.RobertaProcessing(("</s>", 1), ("<s>", 0)),
     "BERT": processors.BertProcessing(("</s>", 1), ("<s>", 0)),
 }
-"""Post-processors by the model or the layout that has them."""
+"""Post-processors by model or layout."""
 
 
 def make_bpe() -> Tokenizer:

@@ -37,7 +37,7 @@ def test_rows_are_read_by_number(tmp_path: Path) -> None:
 
 
 def test_predictions_of_other_rows_are_refused(tmp_path: Path) -> None:
-    """Equal fingerprints of rows and ids pass; others end with what has to be the same; a missing folder is named."""
+    """Equal fingerprints of rows and ids pass; others end with the differing part; a missing folder is named."""
     write(tmp_path)
     teacher = TeacherLogps(path=tmp_path)
     teacher.check_written_for_rows(ROWS)

@@ -78,7 +78,7 @@ def test_a_spare_replaces_all_lost_members(
 
 
 def test_silent_members_are_lost_when_a_spare_replaces_them(launch: LaunchStore) -> None:
-    """So members that were only suspended end themselves."""
+    """So suspended members end themselves."""
     lost = launch.write(0, [RunProcess("elsewhere", 1)])
     assert wait_as_spare(launch.store, "run", silence=0.2).members == [RunProcess.of_this_process()]
     assert lost.get_store(launch.store).check(["broken", "lost/0"])
@@ -90,7 +90,7 @@ def test_silent_members_are_lost_when_a_spare_replaces_them(launch: LaunchStore)
 def test_spares_do_not_repeat_a_run_whose_members_have_ended(
     launch: LaunchStore, key: str, value: str, code: int
 ) -> None:
-    """A member's failure or normal end counts, though the member that announces the run's end was killed."""
+    """A member's failure or normal end counts, though the announcing member was killed."""
     launch.write(0, [GONE, GONE]).get_store(launch.store).set(key, value)
     with pytest.raises(ReportedError) as caught:
         wait_as_spare(launch.store, "run", silence=60)

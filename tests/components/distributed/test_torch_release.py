@@ -30,7 +30,7 @@ def _import_gone(module: str) -> Callable[[], None]:
 def test_a_torch_without_a_private_name_is_refused(
     name: str, start: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error names what is missing and what to install, before the device or a mesh is opened."""
+    """The error has the missing name and the release to install, before the device or a mesh is opened."""
     monkeypatch.setattr(torch_release, "PRIVATE_NAMES", (*torch_release.PRIVATE_NAMES, "_C._gone"))
     with pytest.raises(UserError) as caught:
         start()
@@ -39,13 +39,13 @@ def test_a_torch_without_a_private_name_is_refused(
 
 
 def test_the_releases_of_torch_are_bounded_by_the_tested_ones() -> None:
-    """`pip install .` installs no release that the tests have not seen."""
+    """`pip install .` installs no release unknown to the tests."""
     dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     assert f"torch{torch_release.TESTED}" in dependencies
 
 
 def _find_private_names(tree: ast.Module) -> Iterator[str]:
-    """Yield the private names in torch that a module reads as attributes of `torch`."""
+    """Yield torch's private names in a module's attributes of `torch`."""
     for node in ast.walk(tree):
         names, inner = list[str](), node
         while isinstance(inner, ast.Attribute):

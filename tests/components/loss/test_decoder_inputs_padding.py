@@ -123,7 +123,7 @@ def compute_values_and_gradients(module: nn.Module, loss: Any, batch: Any) -> di
 @pytest.mark.parametrize("name", LOSSES)
 def test_padding_counts_in_no_loss_and_no_observer(name: str, one_rank: Any) -> None:
     """
-    Losses, their named sums, and gradients with those of the router's balancing and z-loss; token counts and entropies
+    Losses, their named sums, and gradients, also of the router's balancing and z-loss; token counts and entropies
     by router, which also move the experts' biases; activations; tokens and bytes.
     """
     torch.manual_seed(0)

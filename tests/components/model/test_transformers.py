@@ -197,7 +197,7 @@ def test_it_keeps_the_contract_of_language_models(model_type: str, tmp_path: Pat
 
 
 def test_rows_longer_than_learned_positions_are_refused(tmp_path: Path) -> None:
-    """GPT-2's table has max_position_embeddings rows, which `check` compares with rows; angles have no end."""
+    """GPT-2's table has max_position_embeddings rows, and `check` compares them with rows; angles have no end."""
     for model_type, limit in (("gpt2", True), ("gemma2", False)):
         saved(tmp_path / model_type, model_type)
         model = Transformers(kernels=cpu_kernels(), path=tmp_path / model_type, weights=False)

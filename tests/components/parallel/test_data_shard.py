@@ -149,7 +149,7 @@ def test_gradients_of_earlier_microbatches_are_kept_in_slices_where_the_setting_
 
 
 def _find_gradients_sent_before_blocks() -> list[list[int]]:
-    """Return the shapes of the gradients that are on their way when the last block's backward pass begins."""
+    """Return the shapes of gradients on their way when the last block's backward pass begins."""
     before: list[list[int]] = []
     with mesh_along("data_shard") as (mesh, device):
         [stage] = (stages := _stages(mesh, device, True)).local

@@ -43,7 +43,7 @@ def _gradients(rank: int, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
 
 
 def _sum_gradients(small: int, dtype: torch.dtype) -> list[Tensor]:
-    """Return a rank's sums, of two exchanges; rank 1 has no gradient for a weight that was not used."""
+    """Return a rank's sums, of two exchanges; rank 1 has no gradient for an unused weight."""
     shard_transfers.PACKED_BELOW_BYTES = small
     with join_processes() as (processes, _):
         ranks = processes.world_size

@@ -85,7 +85,7 @@ def test_a_resumed_average_is_the_one_that_was_interrupted() -> None:
 
 
 def test_nodes_that_would_use_other_weights_are_warned_of() -> None:
-    """If one used node has the average, all others that may have it are named; a node that is not used is not."""
+    """If one used node has the average, all other candidates are named; an unused node is not."""
     words = ("ema.use=phases.ema", "edit.trainer.phases.after.@optimizer=@ema")
     edges = ("export.average=@ema", "evaluate.average=@ema", "sample.average=@ema")
     warned = []

@@ -90,7 +90,7 @@ def test_a_row_is_drawn_by_its_key_alone(sampler: Any) -> None:
 
 
 def test_a_row_ends_at_its_own_end_ids(sampler: Any, server: ServedModel) -> None:
-    """A request names all ends of its row, and a completion that stops at any of them is ended."""
+    """A request names all ends of its row, and a completion with any of them is ended."""
     (plain,) = sample(sampler, make_prompts([0, 1, 2, 3]))
     token = int(plain.tokens[1, plain.starts[1] + 1])
     server.requests.clear()

@@ -1,4 +1,4 @@
-"""Skipped steps, and what helps against them."""
+"""Skipped steps, and their remedies."""
 
 import pytest
 import torch

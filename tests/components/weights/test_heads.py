@@ -68,13 +68,13 @@ def test_a_language_model_needs_a_head(names: Any, config: Any, is_refused: bool
     folder = folder_of(tmp_path / "base", {name: torch.ones(1, 4) for name in names}, **config)
     score: Any = SimpleNamespace(output_names=["reward"])
     model: Any = SimpleNamespace(initial_weights=folder)
-    for weights, of in ((folder, fake(Model)), (None, model)):
-        check_initial_folder(weights, of, score)
+    for weights, base in ((folder, fake(Model)), (None, model)):
+        check_initial_folder(weights, base, score)
         if is_refused:
             with pytest.raises(UserError, match="a sequence classifier's, without the lm_head"):
-                check_initial_folder(weights, of, None)
+                check_initial_folder(weights, base, None)
         else:
-            check_initial_folder(weights, of, None)
+            check_initial_folder(weights, base, None)
 
 
 def test_a_head_that_is_not_used_is_warned_of(tmp_path: Path) -> None:
@@ -92,5 +92,5 @@ def test_a_head_that_is_not_used_is_warned_of(tmp_path: Path) -> None:
         node.settings = {"head": head}
         node.neighbour = {"model": SimpleNamespace(settings={"path": path, "weights": True})}.get
         hints = [f'write head = "{base}" to train it further'] * is_warned
-        found: list[Any] = list(warn_unused_head(node, outputs))
-        assert found == hints
+        warnings: list[Any] = list(warn_unused_head(node, outputs))
+        assert warnings == hints

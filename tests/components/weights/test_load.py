@@ -141,7 +141,7 @@ def test_a_tied_copy_is_fine(tmp_path: Path) -> None:
 
 
 def test_computed_buffers_of_old_folders_are_ignored(tmp_path: Path) -> None:
-    """Rotary frequencies, which Llama's first folders have, follow from the config."""
+    """Rotary frequencies in Llama's first folders follow from the config."""
     tensors = {
         "model.a": torch.ones(2),
         "model.b": torch.ones(3),

@@ -79,7 +79,7 @@ def answer(**fields: Any) -> list[dict[str, Any]]:
 def test_messages_are_rendered_as_by_transformers(
     folders: dict[str, Folder], name: str, messages: Any, tools: Any
 ) -> None:
-    """Strings, parts that the template reads, nulls, tool calls, other fields and tools give the same text."""
+    """Strings, parts read by the template, nulls, tool calls, other fields and tools give the same text."""
     theirs = json.loads(tools) if isinstance(tools, str) else tools
     wanted = folders[name].theirs.apply_chat_template(messages, tools=theirs, tokenize=False)
     assert folders[name].encode(messages, tools) == wanted

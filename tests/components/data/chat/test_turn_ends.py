@@ -1,4 +1,4 @@
-"""Tokens that end answers."""
+"""End tokens in answers."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -42,7 +42,7 @@ def trained_texts(tokenizer: Any, template: ChatTemplate, messages: Sequence[Any
 
 
 def mask_like_trl(messages: Sequence[Any]) -> list[str]:
-    """Return the texts that transformers marks in the template that is repaired like glm4moe_training.jinja of TRL."""
+    """Return the texts marked by transformers, for a template repaired like TRL's glm4moe_training.jinja."""
     from transformers.utils.chat_template_utils import render_jinja_template  # takes seconds
 
     following = "messages[loop.index0 + 1].role if not loop.last else 'tool' if message.tool_calls else 'user'"
@@ -76,7 +76,7 @@ def test_answers_are_trained_up_to_the_token_that_trl_trains(
 
 @pytest.mark.parametrize("template", [PLAIN], indirect=True)
 def test_the_end_of_text_ends_only_the_last_answer(tokenizer: Any, template: ChatTemplate) -> None:
-    """A template without control tokens is refused for an earlier answer, which nothing would end."""
+    """A template without control tokens is refused for an earlier answer: nothing would end it."""
     assert trained_texts(tokenizer, template, say("hi", "one")) == ["assistant: one</s>"]
     with pytest.raises(EarlierTurnError, match="turn 2: no control token ends it"):
         trained_texts(tokenizer, template, say("hi", "one", "and", "two"))
@@ -99,6 +99,6 @@ def test_the_end_of_text_ends_only_the_last_answer(tokenizer: Any, template: Cha
 def test_answers_and_tool_calls_end_with_the_trained_tokens(
     tokenizer: Any, template: ChatTemplate, ends: set[str]
 ) -> None:
-    """The ids at which generation stops are the last trained ones."""
+    """Generation stops at the last trained ids."""
     ids = find_turn_end_ids(tokenizer, template)
     assert {tokenizer.decode_with_control_tokens([token]) for token in ids} == ends

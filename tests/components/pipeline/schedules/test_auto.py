@@ -286,7 +286,7 @@ def test_no_published_schedule_that_fits_is_faster(last: float, latency: float) 
 
 
 def test_every_schedule_for_the_executor_is_compared() -> None:
-    """All components of the folder, except itself and the circular pipeline's schedule, which has its own executor."""
+    """All components of the folder, except itself and the circular pipeline's schedule with its own executor."""
     names = {path.stem for path in Path(auto.__file__).parent.glob("[a-z]*.py")} - {"auto", "circular"}
     programs = [program for count in (1, 2) for program in auto.build_published_programs(count, 2, 4)]
     assert {program.choice for program in programs} == names

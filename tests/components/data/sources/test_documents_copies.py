@@ -41,7 +41,7 @@ def make_row(kind: str, text: str, copy: int) -> dict[str, Any]:
 
 
 def read_prompts(corpus: Any, split: Split) -> list[str]:
-    """Return the texts, or what comes before a number."""
+    """Return the texts, or the part before a number."""
     if isinstance(corpus, JsonExamples):
         return [example["prompt"] for example in corpus.examples(split)]
     if not hasattr(corpus, "tokenizer"):
@@ -69,7 +69,7 @@ def read_prompts(corpus: Any, split: Split) -> list[str]:
 def test_copies_and_answers_to_one_prompt_are_in_one_split(
     tmp_path: Path, kind: str, component: type, form: str
 ) -> None:
-    """Lines that differ in an id only, and all answers to a prompt, are in one split; both splits have some."""
+    """Lines with other ids only, and all answers to a prompt, are in one split; both splits have some."""
     rows = [make_row(kind, f"text {number}#", 10 * number + copy) for number in range(20) for copy in range(3)]
     path = tmp_path / f"rows.{form}"
     if form == "parquet":
