@@ -268,7 +268,7 @@ def draw_conversation(draw: st.DrawFn) -> tuple[dict[str, Any], bool]:
     for message in messages:
         if draw(st.integers(0, 3)) == 0:
             message["name"] = None
-    tools = draw(st.sampled_from([None, None, [TOOL], json.dumps([TOOL])]))
+    tools = draw(st.sampled_from([None, [TOOL], json.dumps([TOOL])]))
     is_invalid = draw(st.integers(0, 4)) == 0
     if is_invalid:
         draw(st.sampled_from(messages))["content"] = draw(INVALID)
