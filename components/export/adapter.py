@@ -57,7 +57,7 @@ class AdapterExport:
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Yield problems for adapters without LoRA, and for new tokens, as PEFT would look for them in the base model."""
+        """Yield problems for adapters without LoRA, and for new tokens: PEFT would look for them in the base model."""
         stages = node.neighbour("stages")
         adapters = stages.neighbours("adapters") if stages else []
         if stages and adapters and all(trains_base_weights(adapter.component) for adapter in adapters):

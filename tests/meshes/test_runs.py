@@ -147,8 +147,10 @@ def test_sample_after_kill_equals_uninterrupted_sample(runs_folder: Path) -> Non
 def test_uneven_routing_repeats_steps_bitwise(runs_folder: Path) -> None:
     """With room for balanced experts only, numbers, expert loads and weights equal a run's with enough room."""
     (runs_folder / "uneven.toml").write_text(EXPERTS.replace("all_to_all", "symmetric"), "utf-8")
-    words = ("run", "uneven.toml", *COMMON[2:4], "mesh.data_shard=2", "mesh.expert=2", "trainer.steps=3")
-    words = (*words, "metrics.load.use=metrics.expert_load", "metrics.load.by_expert=true")
+    words = (
+        *("run", "uneven.toml", *COMMON[2:4], "mesh.data_shard=2", "mesh.expert=2", "trainer.steps=3"),
+        *("metrics.load.use=metrics.expert_load", "metrics.load.by_expert=true"),
+    )
     names = (*LEARNED, *(f"expert_tokens/{layer}/{expert}" for layer in range(2) for expert in range(4)))
     for name, capacity in (("narrow", 1.0), ("wide", 4.0)):
         codes = drawloom(runs_folder, *words, f"run.name={name}", f"stages.dispatcher.capacity={capacity}", ranks=2)

@@ -49,7 +49,8 @@ def test_chunks_never_exceed_their_bound() -> None:
     """Except for inputs and gradients, neither pass makes a tensor larger than `max_bytes` of float32."""
     hidden, weight = torch.randn(4, 64, 2, requires_grad=True), torch.randn(1000, 2, requires_grad=True)
     case = sample(torch.float32)
-    head = type(case.head())(weight, 1000, case.head().kernels)
+    smaller: Any = case.head()
+    head = type(smaller)(weight, 1000, smaller.kernels, smaller.ranks)
     with LargestTensor() as largest:
         actual = head.map_logits(lambda logits: logits.logsumexp(-1), hidden, max_bytes=8 * 1000 * 4)
         torch.autograd.grad(actual.sum(), (hidden, weight))
