@@ -194,7 +194,7 @@ class Loader:
         state: dict[str, Any] = {
             "step": self._step,
             "position": self.next_row_position,
-            "first_rows": self._compute_first_rows_digest(),
+            "first_rows": self._compute_first_rows_digest(self._rows),
         }
         if self._last_changed_step:
             state |= {"since": self._last_changed_step, "offset": self._offset}
@@ -211,16 +211,17 @@ class Loader:
                 raise ValueError(f"{key}: {number!r} is not an integer of 0 or more")
         self._step, self._stream = step, None
         self._offset = position - self.batching.first_row_position(step + 1)
-        self._build_stream_from_share_segments(
-            [Segment(int(start), shares) for start, shares in state.get("shares", {}).items()]
-        )
-        has_old_rows = state.get("first_rows", digest := self._compute_first_rows_digest()) == digest
+        segments = [Segment(int(start), shares) for start, shares in state.get("shares", {}).items()]
+        self._build_stream_from_share_segments(segments)
+        # new shares hold from the next step on, and may be within the first rows
+        earlier = RowStream(self._rows.sources, self.order, segments) if segments else self._rows
+        has_old_rows = state.get("first_rows", digest := self._compute_first_rows_digest(earlier)) == digest
         is_unchanged = has_old_rows and self._offset == state.get("offset", 0)
         self._last_changed_step = state.get("since", 0) if is_unchanged else step
 
-    def _compute_first_rows_digest(self) -> str:
+    def _compute_first_rows_digest(self, stream: RowStream) -> str:
         """Return a digest for the order's first row numbers and the first row's content."""
-        numbers = self._rows.rows_at(range(MAX_HASHED_ROWS))
+        numbers = stream.rows_at(range(MAX_HASHED_ROWS))
         contents = compute_row_digests(self.rows.batch("train", numbers[:1]))
         return hash_canonical([[int(number) for number in numbers], contents])
 
