@@ -47,7 +47,19 @@ def make_environment(version: str) -> Path | None:
 def run_tests(interpreter: Path, folders: list[str], workers: int) -> str:
     """Run the tests with an interpreter, and return a row of the table."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    command = [interpreter, "-m", "pytest", "-q", "-m", "not soak", "-n", str(workers), "--dist", "loadfile", *folders]
+    command = [
+        str(interpreter),
+        "-m",
+        "pytest",
+        "-q",
+        "-m",
+        "not soak",
+        "-n",
+        str(workers),
+        "--dist",
+        "loadfile",
+        *folders,
+    ]
     versions = subprocess.run([interpreter, "-c", LIST_VERSIONS], capture_output=True, text=True, check=True).stdout
     tests = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     log = ROOT / f".versions/{'-'.join(versions.split())}.log"
