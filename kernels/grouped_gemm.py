@@ -21,7 +21,7 @@ from drawloom.kernels.deferred_grads import (
     compute_at_once_if_hooked,
     get_weight_gradient_function,
 )
-from drawloom.kernels.operation import once_differentiable, register_operator
+from drawloom.kernels.operation import once_differentiable
 
 ALIGNMENT = 16
 """Bytes at whose multiples the rows of matrices must begin for torch.nn.functional.grouped_mm."""
@@ -128,26 +128,29 @@ def _count_torch_flops(self: Tensor, mat2: Tensor) -> float:
     return 2.0 * self.numel() * mat2.shape[-1]
 
 
-@register_operator(
-    "grouped_gemm_rows_eager",
-    lambda x, weight: x.new_empty(len(x), weight.shape[2]),
-    flops=count_row_product_flops,
-)
+@torch.library.custom_op("drawloom::grouped_gemm_rows_eager", mutates_args=())
 def _multiply_rows_by_expert(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    # An operator, because neither torch.compile nor the meta device can slice by values of `offsets`.
+    # A custom op, because neither torch.compile nor the meta device can slice by values of `offsets`. Counters of
+    # operations see it as one operation.
     result = x.new_zeros(len(x), weight.shape[2])
     for matrix, rows in zip(weight, list_expert_slices(offsets), strict=True):
         result[rows] = x[rows] @ matrix
     return result
 
 
-@register_operator(
-    "grouped_gemm_matrices_eager",
-    lambda a, b, offsets: a.new_empty(len(offsets), a.shape[1], b.shape[1]),
-    flops=count_outer_product_flops,
-)
+@_multiply_rows_by_expert.register_fake
+def _fake_multiply_rows_by_expert(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    return x.new_empty(len(x), weight.shape[2])
+
+
+@torch.library.custom_op("drawloom::grouped_gemm_matrices_eager", mutates_args=())
 def _sum_outer_products_by_expert(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     return torch.stack([a[rows].T @ b[rows] for rows in list_expert_slices(offsets)])
+
+
+@_sum_outer_products_by_expert.register_fake
+def _fake_sum_outer_products_by_expert(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+    return a.new_empty(len(offsets), a.shape[1], b.shape[1])
 
 
 def list_expert_slices(offsets: Tensor) -> list[slice]:
@@ -181,6 +184,8 @@ def _pad_last_dim_to_alignment(x: Tensor, size_dim: int) -> Tensor:
     return F.pad(x, (0, -x.shape[size_dim] % multiple)) if x.shape[size_dim] % multiple else x
 
 
+register_costs(torch.ops.drawloom.grouped_gemm_rows_eager, flops=count_row_product_flops)
+register_costs(torch.ops.drawloom.grouped_gemm_matrices_eager, flops=count_outer_product_flops)
 register_costs(torch.ops.aten._grouped_mm, flops=_count_torch_flops)  # torch 2.11 does not count it
 
 EAGER = GroupedGemmImplementation(_multiply_rows_by_expert, _sum_outer_products_by_expert)

@@ -258,7 +258,9 @@ class HuggingFaceTokenizer:
 
 def find_added_ids(tokenizer: Any) -> AddedIds:
     """Return a post-processor's ids before and after a text."""
-    for text in ("a", *tokenizer.get_vocab()):
+    if not tokenizer.num_special_tokens_to_add(is_pair=False):
+        return AddedIds((), ())
+    for text in tokenizer.get_vocab():  # any other text may be refused
         encoding = tokenizer.encode(text)
         indices = [index for index, is_added in enumerate(encoding.special_tokens_mask) if not is_added]
         if indices:  # the text has an id

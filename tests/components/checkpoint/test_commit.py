@@ -28,7 +28,7 @@ def _bad(outcomes: list[Remains]) -> list[Remains]:
 @pytest.mark.parametrize("staging", [False, True])
 def test_a_kill_at_any_call_loses_no_committed_step(tmp_path: Path, staging: bool) -> None:
     """A process is killed at every call in two saves with retention: every committed step is restored."""
-    [outcomes] = run_ranks(kill_everywhere, 1, tmp_path, staging)
+    [outcomes] = run_ranks(kill_everywhere, 1, tmp_path, staging, timeout=180)
     steps = [remains.restored for remains in outcomes]
     assert len(steps) > 40
     assert not _bad(outcomes)
