@@ -161,9 +161,9 @@ def _backward(
     if not x.numel():
         grad_weight.zero_()
         return
-    # Compiled graphs pass zeros for the empty sum's gradient.
-    has_sum = grad_summed is not None and grad_summed.numel() > 0
-    rows, grads, more = view_as_rows(x), view_as_rows(grad), view_as_rows(grad_summed) if has_sum else None
+    rows, grads, more = view_as_rows(x), view_as_rows(grad), None
+    if grad_summed is not None and grad_summed.numel():  # compiled graphs pass a gradient of the empty sum
+        more = view_as_rows(grad_summed)
     count, width = rows.shape
     block = next_power_of_2(width)
     tile_rows = max(1, min(BACKWARD_TILE // block, next_power_of_2(count)))

@@ -52,6 +52,8 @@ from drawloom.components.ports.data import (
     MovableData as MovableData,
     PackedDataset as PackedDataset,
     PairedDocuments as PairedDocuments,
+    PromptedDocuments as PromptedDocuments,
+    answers_prompts as answers_prompts,
     RowOrder as RowOrder,
     RowSource as RowSource,
     ReadsLeaves as ReadsLeaves,
@@ -172,6 +174,7 @@ from drawloom.components.ports.model import (
     UncastParameters as UncastParameters,
     VocabularyPart as VocabularyPart,
     layers_keep_shapes as layers_keep_shapes,
+    find_length_fault as find_length_fault,
 )
 from drawloom.components.ports.parameter_roles import (
     BIAS_ROLE as BIAS_ROLE,
@@ -318,6 +321,7 @@ from drawloom.components.ports.stages import (
     get_or_create_gradient as get_or_create_gradient,
     use_averages_if_any as use_averages_if_any,
     ModelExport as ModelExport,
+    AdaptedStages as AdaptedStages,
 )
 from drawloom.components.ports.staging import (
     Stager as Stager,

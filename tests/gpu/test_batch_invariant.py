@@ -167,8 +167,8 @@ def test_ratios_are_exactly_1_in_bfloat16(tmp_path: Path, changes: str) -> None:
     """
     GRPO samples 32 rows with a cache, learns from 8 at a time, and its largest difference is 0 at every step.
 
-    A step has a gradient unless all rewards of each group are equal; the first one has unequal rewards. Experts also have
-    their balance's gradient.
+    A step has a gradient unless all rewards of each group are equal; the first one has unequal rewards. Experts also
+    have their balance's gradient.
     """
     recipe = f"{RECIPE}{EXPERTS}".replace("qwen3.dense", "qwen3.moe") if changes == "experts" else RECIPE
     (tmp_path / "tiny.toml").write_text(recipe, "utf-8")

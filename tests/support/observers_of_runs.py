@@ -298,15 +298,12 @@ def stops(use: str, values: Values, _place: Path) -> Any:
     codes: list[int] = []
     node = build(use, mesh=SingleRankMesh(), **values)
     node.exit = codes.append
+    before = {name: signal.getsignal(getattr(signal, name)) for name in ("SIGINT", "SIGTERM", "SIGUSR1")}
     with messages("drawloom.run"), mock.patch("os.write"), open_node(node):
-        handled = [name for name in ("SIGINT", "SIGTERM", "SIGUSR1") if _is_handled(getattr(signal, name), node)]
+        handled = [name for name, handler in before.items() if signal.getsignal(getattr(signal, name)) != handler]
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.3)
     return handled, codes
-
-
-def _is_handled(number: int, node: Any) -> bool:
-    return getattr(signal.getsignal(number), "__self__", None) is node
 
 
 def run_trainer(use: str, values: Values, _place: Path) -> Any:
