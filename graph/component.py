@@ -26,6 +26,7 @@ def setting(
     check: Check | None = None,
     doc: str = "",
     alias: str | None = None,
+    globs: bool = False,
 ) -> Any:
     """
     Declare a field that a recipe sets.
@@ -33,10 +34,11 @@ def setting(
     `impact` is the effect of another value on a resumed run: safe (training computes the same), changes_training
     (training continues with other results) or incompatible (saved state no longer fits). Default: the impact of the
     component. `check` receives the value and returns why it is invalid, or None. `alias` is the name in recipes and in
-    the constructor, for a field whose own name clashes with a method or property.
+    the constructor, for a field whose own name clashes with a method or property. `globs` is true if its strings are
+    paths or globs: like Paths, they are relative to the folder where a run was started.
     """
     default = attrs.Factory(factory) if factory is not None else default
-    meta = {"impact": impact, "check": check, "doc": doc}
+    meta = {"impact": impact, "check": check, "doc": doc, "globs": globs}
     return attrs.field(default=default, validator=check and _make_validator(check), metadata=meta, alias=alias)
 
 

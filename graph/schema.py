@@ -15,6 +15,7 @@ import attrs
 from drawloom.graph.component import Bound
 from drawloom.graph.inspect.serialize import convert_to_toml_types
 from drawloom.graph.problems import Problem
+from drawloom.graph.recipe.layers import STARTED_IN
 from drawloom.graph.recipe.merged import FORMAT, NAME
 from drawloom.graph.registry.registry import Registry
 from drawloom.graph.registry.spec import Field, Spec
@@ -179,6 +180,7 @@ def _make_directives_schema() -> Schema:
     names = {"type": "array", "items": {"type": "string"}}
     return {
         "format": {"const": FORMAT, "description": "the version of the recipe format, written in resolved recipes"},
+        STARTED_IN: {"type": "string", "description": "a lock file's folder for relative paths, where the run started"},
         "extends": {
             "anyOf": [{"type": "string"}, names],
             "description": "recipes that this one is merged over, left to right",

@@ -76,7 +76,7 @@ class CommitProtocol:
         self, temp: Path, checkpoint: Path, snapshot: Snapshot, written: list[dict[str, Any]]
     ) -> None:
         files = {name: FileDigest(**content) for by_name in written for name, content in by_name.items()}
-        files[LOCK] = durable_files.create_file_with_content(temp / LOCK, self.recipe.text.encode())
+        files[LOCK] = durable_files.create_file_with_content(temp / LOCK, self.recipe.lock.encode())
         manifest = Manifest(
             step=step_of_checkpoint(checkpoint),
             recipe=self.recipe.hash,

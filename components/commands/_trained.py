@@ -27,6 +27,7 @@ from drawloom.components.ports.stages import AveragedWeights, FrozenModel, Stage
 from drawloom.components.storage.regular_file import open_untrusted_file
 from drawloom.graph import UserError
 from drawloom.graph.project import Project, Recipe
+from drawloom.graph.recipe.layers import Layer
 from drawloom.graph.recipe.lockfile import LOCK
 from drawloom.graph.runtime.container import Container
 
@@ -235,14 +236,15 @@ def _remove_initial_weight_settings(data: dict[str, Any], stages: dict[str, Any]
 
 def find_base_folder_of_run(run_folder: Path) -> Path | None:
     """Return the initial weights' folder in a run's recipe; None if they were random."""
-    data: dict[str, Any] = tomli.loads(_read_text(run_folder / LOCK))
+    lock = run_folder / LOCK
+    data: dict[str, Any] = tomli.loads(_read_text(lock))
     for node in data.values():
         if isinstance(node, dict) and node.get("use") == "stages.materialized":
             model = node.get("model")
             model = model if isinstance(model, dict) else data.get(str(model).removeprefix("@"), {})
             own = model.get("path") if model.get("use") in FOLDER_MODELS and model.get("weights", True) else None
             folder = node.get("weights") or own
-            return None if folder is None else Path(folder)
+            return None if folder is None else Path(Layer(str(lock), data).folder, folder)
     return None
 
 
@@ -262,5 +264,6 @@ def _point_path_to_copy(data: dict[str, Any], copies: Path) -> None:
     for part in copies.parent.name.split("."):  # a member of a group is a table in the group's table
         node = node.get(part) if isinstance(node, dict) else None
     if isinstance(node, dict) and isinstance(named := node.get(copies.name), str):
+        copies = copies.absolute()  # relative paths of the lock file have another folder
         copy = copies / Path(named).name
         node[copies.name] = str(copy if copy.is_file() else copies)

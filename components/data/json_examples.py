@@ -21,6 +21,7 @@ class JsonExamples:
     """
 
     paths: list[str] = setting(
+        globs=True,
         check=lambda paths: None if paths else "an empty list names no file",
         doc="globs for JSON-lines, Parquet or Arrow files, relative to the current directory; `**` crosses folders",
     )

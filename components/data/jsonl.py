@@ -19,6 +19,7 @@ class JsonLines:
     """
 
     paths: list[str] = setting(
+        globs=True,
         check=lambda paths: None if paths else "an empty list names no file",
         doc="globs for UTF-8 files, relative to the current directory; `**` crosses folders",
     )

@@ -19,6 +19,7 @@ class Parquet:
     """
 
     paths: list[str] = setting(
+        globs=True,
         check=lambda paths: None if paths else "an empty list names no file",
         doc="globs for .parquet and .arrow files, relative to the current directory; `**` crosses folders",
     )

@@ -20,6 +20,7 @@ class TextFiles:
     """
 
     paths: list[str] = setting(
+        globs=True,
         check=lambda paths: None if paths else "an empty list names no file",
         doc="globs for UTF-8 files, relative to the current directory; `**` crosses folders",
     )

@@ -180,7 +180,7 @@ def update_lock_and_log_changes(folder: Path, recipe: ResolvedRecipe, changes: l
     """Write recipe.lock.toml unless it is up to date, and log the changes."""
     for change in changes:
         log.info("%s: the recipe changed: %s", folder, change)
-    path, text = folder / LOCK, recipe.text.encode()
+    path, text = folder / LOCK, recipe.lock.encode()
     if _read_file_content(path) != text:
         replace_file(path, text)
 

@@ -1,6 +1,7 @@
 """The resolved recipe of a graph, and the differences between two recipes by node and key."""
 
 import hashlib
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from drawloom.graph.inspect.serialize import (
     serialize_recipe,
 )
 from drawloom.graph.problems import Problem, RecipeError
-from drawloom.graph.recipe.layers import Leaf
+from drawloom.graph.recipe.layers import STARTED_IN, Leaf
 from drawloom.graph.recipe.lockfile import RecipeChange, ResolvedRecipe
 from drawloom.graph.recipe.merged import FORMAT, MergedRecipe
 from drawloom.graph.toml.emit import dump_canonical, dump_key, dump_toml
@@ -40,22 +41,25 @@ def make_resolved_recipe(graph: Graph, *, accept_changes: bool = False) -> Resol
 
     return ResolvedRecipe(
         lambda: format_resolved_recipe(graph),
-        lambda: hash_recipe(serialize_nodes(graph.nodes)),
+        lambda: hash_recipe(serialize_nodes(graph.nodes, recorded=True)),
         accept_changes,
         lambda older: compare_with_text(older, graph),
         draw_svg,
+        lock=lambda: format_resolved_recipe(graph, is_lock=True),
     )
 
 
-def format_resolved_recipe(graph: Graph) -> str:
+def format_resolved_recipe(graph: Graph, *, is_lock: bool = False) -> str:
     """
     Write every node with every setting and edge, as TOML 1.0 from which the same graph can be read.
 
     A comment on every line says where the value came from: so a run folder records which values were chosen and which
-    are defaults. Comments are not part of the hash.
+    are defaults. Comments are not part of the hash. A lock file has relative paths, and the folder for them.
     """
     lines = [f"format = {FORMAT}"]
-    for name, table in serialize_nodes(graph.nodes).items():
+    if is_lock:
+        lines.append(f"{STARTED_IN} = {dump_toml(graph.recipe.folder or os.getcwd())}")
+    for name, table in serialize_nodes(graph.nodes, recorded=is_lock).items():
         written = {key: f"{dump_key(key)} = {dump_toml(value)}" for key, value in table.items()}
         width = max(len(line) for key, line in written.items() if len(line) <= MAX_ALIGNED_WIDTH or key == "use")
         lines += ["", f"[{'.'.join(map(dump_key, name.split('.')))}]"]
@@ -101,9 +105,8 @@ def compare_with_nodes(old: Plain, graph: Graph) -> list[RecipeChange]:
 
     Only the written values are compared, because the components of `old` may have changed or no longer exist.
     """
-    return list(
-        _Comparison(flatten_inline_nodes(old), flatten_inline_nodes(serialize_nodes(graph.nodes)), graph).find_changes()
-    )
+    new = serialize_nodes(graph.nodes, recorded=True)
+    return list(_Comparison(flatten_inline_nodes(old), flatten_inline_nodes(new), graph).find_changes())
 
 
 @attrs.frozen
@@ -198,7 +201,7 @@ def diff(old: MergedRecipe, new: Graph) -> list[RecipeChange]:
         return compare_with_nodes(serialize_recipe(old), new)
     graph = Graph.build(old, new.registry).require_valid()
     cosmetic = [] if new.recipe.is_resolved else list(_find_cosmetic_changes(graph, new))
-    return compare_with_nodes(serialize_nodes(graph.nodes), new) + cosmetic
+    return compare_with_nodes(serialize_nodes(graph.nodes, recorded=True), new) + cosmetic
 
 
 def _find_cosmetic_changes(old: Graph, new: Graph) -> Iterator[RecipeChange]:

@@ -17,9 +17,13 @@ Plain = dict[str, dict[str, Any]]
 """Nodes by name, each with `use`. An edge is "@name", or the table of an inline node."""
 
 
-def serialize_nodes(nodes: Mapping[str, Node]) -> Plain:
-    """Serialize every node of a graph with a table of its own, with all settings and edges."""
-    return {name: serialize_node(nodes, node) for name, node in nodes.items() if not node.owner}
+def serialize_nodes(nodes: Mapping[str, Node], *, recorded: bool = False) -> Plain:
+    """
+    Serialize every node of a graph with a table of its own, with all settings and edges.
+
+    If `recorded`, relative paths are written as in the lock file.
+    """
+    return {name: serialize_node(nodes, node, recorded=recorded) for name, node in nodes.items() if not node.owner}
 
 
 def nest_groups(plain: Plain) -> dict[str, Any]:
@@ -40,23 +44,24 @@ def _serialize_item(item: Leaf | Table) -> Any:
     return {key: _serialize_item(part) for key, part in item.items.items()} if isinstance(item, Table) else item.value
 
 
-def serialize_node(nodes: Mapping[str, Node], node: Node) -> dict[str, Any]:
+def serialize_node(nodes: Mapping[str, Node], node: Node, *, recorded: bool = False) -> dict[str, Any]:
     """Serialize `use`, settings and edges as a recipe writes them, without None."""
     plain: dict[str, Any] = {"use": node.spec.use}
+    settings = node.recorded_settings if recorded else node.settings
     for name, field in node.spec.fields.items():
-        if field.kind == "setting" and node.settings.get(name) is not None:
-            plain[name] = convert_to_toml_types(node.settings[name])
+        if field.kind == "setting" and settings.get(name) is not None:
+            plain[name] = convert_to_toml_types(settings[name])
         elif name in node.edges:
-            plain[name] = _serialize_edge(nodes, node, name)
+            plain[name] = _serialize_edge(nodes, node, name, recorded)
     return plain
 
 
-def _serialize_edge(nodes: Mapping[str, Node], node: Node, name: str) -> Any:
+def _serialize_edge(nodes: Mapping[str, Node], node: Node, name: str, recorded: bool) -> Any:
     edge = node.edges[name]
     # Only the place where an inline node is written has its table; other references name it.
     own = f"{node.name}.{name}"
     targets = [
-        serialize_node(nodes, nodes[target])
+        serialize_node(nodes, nodes[target], recorded=recorded)
         if nodes[target].owner
         and target.startswith(own)
         and target[len(own) : len(own) + 1] in ("", ".", "[")

@@ -15,7 +15,7 @@ from drawloom.graph.lsp.meaning import Meaning
 from drawloom.graph.lsp.workspace import Workspace
 from drawloom.graph.problems import KeyPath
 from drawloom.graph.recipe.edits import EDIT, OPERATIONS
-from drawloom.graph.recipe.layers import Leaf, Table
+from drawloom.graph.recipe.layers import STARTED_IN, Leaf, Table
 from drawloom.graph.recipe.loading import RecipeFolder
 from drawloom.graph.recipe.merged import DIRECTIVES, VARIABLE
 from drawloom.graph.registry.spec import Field, Spec
@@ -77,7 +77,8 @@ def _complete_keys(meaning: Meaning) -> Iterator[Completion]:
     if path[:1] == (EDIT,):
         yield from _complete_edits(meaning, path)
     elif not path:
-        yield from (Completion(name, "key") for name in DIRECTIVES if name not in (*own_keys, "format", EDIT))
+        hidden = (*own_keys, "format", STARTED_IN, EDIT)
+        yield from (Completion(name, "key") for name in DIRECTIVES if name not in hidden)
     elif meaning.spec and not inside:
         fields = [field for field in meaning.spec.fields.values() if format_field(field)]
         yield from (

@@ -12,14 +12,14 @@ import tomli
 
 from drawloom.graph.problems import Problem, RecipeError
 from drawloom.graph.project import Project
-from drawloom.graph.recipe.layers import Layer
+from drawloom.graph.recipe.layers import STARTED_IN, Layer
 from drawloom.graph.recipe.loading import RecipeFolder
 from drawloom.graph.recipe.lockfile import LOCK
 from drawloom.graph.recipe.merged import DIRECTIVES, MergedRecipe
 from drawloom.graph.registry.registry import NAME
 from drawloom.graph.wiring.graph import Graph
 
-RECIPE_KEYS = {*DIRECTIVES, "vars"} - {"format"}
+RECIPE_KEYS = {*DIRECTIVES, "vars"} - {"format", STARTED_IN}
 """Top-level keys that other TOML files do not have; many have a `format`."""
 
 RECIPE_LINE = re.compile(r"^(use|extends)[ \t]*=[ \t]*[\"'\[]", re.MULTILINE)

@@ -1,6 +1,8 @@
 """Layers of a recipe: a tree of tables and leaves, where a leaf knows the values it overrides."""
 
+import os
 from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -8,6 +10,9 @@ import attrs
 
 from drawloom.graph.problems import KeyPath, Position
 from drawloom.graph.toml.positions import SourceMap
+
+STARTED_IN = "started_in"
+"""Top-level key of a lock file: the folder in which the run was started, for relative paths."""
 
 
 @attrs.define(eq=False)
@@ -31,6 +36,21 @@ class Layer:
         """Whether it is a shipped recipe, with a label of its own."""
         return self.label != self.source
 
+    @cached_property
+    def folder(self) -> str:
+        """
+        The folder for relative paths, if it is not the current directory: the one in which a lock file's run started.
+
+        Empty if it is the current directory, also in place of a folder that no longer exists, or is not the one of a
+        lock file below the current directory: then the project was moved or copied.
+        """
+        started_in = self.data.get(STARTED_IN)
+        if not isinstance(started_in, str) or not os.path.isdir(started_in):
+            return ""
+        lock, current, folder = (os.path.realpath(path) for path in (self.source, ".", started_in))
+        is_copy = os.path.isfile(lock) and _contains(current, lock) and not _contains(folder, lock)
+        return "" if is_copy or folder == current else started_in
+
     def key_position(self, path: KeyPath) -> Position:
         """Return the position where a value's key is written."""
         return self._find_position(path, lambda source_map: source_map.key_range(path))
@@ -47,6 +67,10 @@ class Layer:
         span = find(self._source_map) or self._source_map.nearest_range(path)
         line, column = self._source_map.line_and_column(span.start)
         return Position(self.source, line, column)
+
+
+def _contains(folder: str, path: str) -> bool:
+    return os.path.commonpath((folder, path)) == folder
 
 
 class Origin(NamedTuple):
@@ -203,7 +227,12 @@ def iterate_leaves(item: Leaf | Table) -> Iterator[Leaf]:
 
 def locate_part(item: Leaf | Table, path: KeyPath, *, key: bool = False) -> Position:
     """Return the position of a part of a value, or of the innermost part with a position around it."""
+    layer, whole = find_origin(item, path)
+    return layer.key_position(whole) if key else layer.value_position(whole)
+
+
+def find_origin(item: Leaf | Table, path: KeyPath) -> Origin:
+    """Return the layer of a part of a value, and its path there."""
     while path and isinstance(item, Table) and path[0] in item.items:
         item, path = item.items[str(path[0])], path[1:]
-    layer, whole = item.origin(path)
-    return layer.key_position(whole) if key else layer.value_position(whole)
+    return item.origin(path)

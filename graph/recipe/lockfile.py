@@ -54,10 +54,10 @@ class ResolvedRecipe:
     """
     The recipe of a graph. The container fills fields of this type.
 
-    Text and hash may be functions, called at the first use: writing a recipe takes as long as reading it, and most
-    commands need neither. `accept_changes` is true if the user wants to resume despite changes. `changes` lists the
-    differences from an older resolved recipe, passed as text, to this one. `draw` returns the graph, or with true the
-    dataflow of one step, as an SVG document.
+    Text, hash and lock file may be functions, called at the first use: writing a recipe takes as long as reading it,
+    and most commands need neither. `accept_changes` is true if the user wants to resume despite changes. `changes`
+    lists the differences from an older resolved recipe, passed as text, to this one. `draw` returns the graph, or with
+    true the dataflow of one step, as an SVG document.
     """
 
     _text: str | Callable[[], str]
@@ -65,11 +65,17 @@ class ResolvedRecipe:
     accept_changes: bool = False
     changes: Callable[[str], list[RecipeChange]] = _return_no_changes
     draw: Callable[[bool], str] = _draw_nothing
+    _lock: str | Callable[[], str] | None = attrs.field(default=None, kw_only=True)
 
     @cached_property
     def text(self) -> str:
         """TOML 1.0 from which the same graph can be read."""
         return self._text if isinstance(self._text, str) else self._text()
+
+    @cached_property
+    def lock(self) -> str:
+        """The content of a lock file: the recipe with relative paths as written, and the folder for them."""
+        return self._lock() if callable(self._lock) else self._lock or self.text
 
     @cached_property
     def hash(self) -> str:

@@ -9,7 +9,7 @@ import attrs
 from drawloom.graph.garbage import pause_garbage_collection
 from drawloom.graph.problems import MAX_CANDIDATES, Position, Problem, did_you_mean, find_nearest
 from drawloom.graph.recipe.edits import EDIT, apply_edits
-from drawloom.graph.recipe.layers import Layer, Leaf, Table
+from drawloom.graph.recipe.layers import STARTED_IN, Layer, Leaf, Table
 
 FORMAT = 1
 """Version of the recipe format, written in resolved recipes."""
@@ -20,7 +20,7 @@ NAME = re.compile("[A-Za-z][A-Za-z0-9_-]*")
 VARIABLE = "$vars."
 """Prefix of a reference to a variable. The reference is always a whole value."""
 
-DIRECTIVES = ("format", "extends", "unset", EDIT)
+DIRECTIVES = ("format", STARTED_IN, "extends", "unset", EDIT)
 """Top-level keys that control how a file is read. They are not part of the merged recipe."""
 
 
@@ -42,6 +42,11 @@ class MergedRecipe:
         """Whether it is complete by itself: output of `drawloom show`, or the lock file of a run."""
         written = [layer for layer in self.layers if layer.data]
         return len(written) == 1 and "format" in written[0].data and "extends" not in written[0].data
+
+    @property
+    def folder(self) -> str:
+        """The folder for relative paths of a run's lock file; empty if it is the current directory."""
+        return next((layer.folder for layer in self.layers if layer.folder), "")
 
     @property
     def own_layers(self) -> list[Layer]:
@@ -79,7 +84,7 @@ def _merge_over_tree(
     for layer in layers:
         # Before merging, so that a layer may unset a node and write it anew.
         problems += _apply_unset_directive(tree, layer)
-        problems += _check_format_version(layer)
+        problems += _check_format_and_folder(layer)
         checks = {key: _check_value_replaces_no_table(tree, key, value) for key, value in layer.data.items()}
         misplaced = {key: problem for key, problem in checks.items() if problem}
         problems += [attrs.evolve(problem, position=layer.key_position((key,))) for key, problem in misplaced.items()]
@@ -103,8 +108,11 @@ def _check_value_replaces_no_table(tree: Table, key: str, value: object) -> Prob
     return Problem("DL111", f"{key!r} is a table, not a value", hint)
 
 
-def _check_format_version(layer: Layer) -> Iterator[Problem]:
+def _check_format_and_folder(layer: Layer) -> Iterator[Problem]:
     number = layer.data.get("format", FORMAT)
+    if not isinstance(layer.data.get(STARTED_IN, ""), str):
+        text = f"{STARTED_IN} must be a string, the folder where the run was started"
+        yield Problem("DL107", text, position=layer.value_position((STARTED_IN,)))
     if number != FORMAT or isinstance(number, bool):  # True == 1
         text = f"recipe format {number!r} is not supported, only format {FORMAT}"
         yield Problem("DL107", text, position=layer.value_position(("format",)))

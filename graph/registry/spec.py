@@ -20,7 +20,8 @@ class Field:
     A field of a component: a setting, an edge, or a field filled by the container.
 
     An edge leads to one node, an optional node, a list, a mapping or a sequence. The container fills `every` node of a
-    port, or the resolved `recipe`. An optional edge with `is_wired` is found by type.
+    port, or the resolved `recipe`. An optional edge with `is_wired` is found by type. The strings of a setting with
+    `globs` are paths or globs.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Field:
     check: Check | None = None
     doc: str = ""
     is_wired: bool = False
+    globs: bool = False
     required: bool = attrs.field(init=False)
     is_edge: bool = attrs.field(init=False)
 
@@ -134,6 +136,7 @@ def _read_field(attribute: "attrs.Attribute[Any]", kind: Any, impact: Impact) ->
         check=meta.get("check"),
         doc=meta.get("doc", ""),
         is_wired=meta.get("wired", False),
+        globs=meta.get("globs", False),
     )
 
 

@@ -42,6 +42,7 @@ class Node:
     owner: str = ""
     problems: list[Problem] = attrs.field(factory=list, init=False)
     _settings: dict[str, Any] = attrs.field(factory=dict, init=False)
+    _recorded: dict[str, Any] = attrs.field(factory=dict, init=False)
     _edges: dict[str, Edge] = attrs.field(factory=dict, init=False)
     needs: tuple[str, ...] = attrs.field(default=(), init=False)
     """Names of its edges' target nodes, in order and without duplicates."""
@@ -50,6 +51,11 @@ class Node:
     def settings(self) -> Mapping[str, Any]:
         """Values by setting with defaults filled in, without invalid settings."""
         return MappingProxyType(self._settings)
+
+    @property
+    def recorded_settings(self) -> Mapping[str, Any]:
+        """The settings for a lock file: its relative paths stay as written."""
+        return MappingProxyType(self._settings | self._recorded) if self._recorded else self.settings
 
     @property
     def edges(self) -> Mapping[str, Edge]:
@@ -72,9 +78,11 @@ class Node:
             return locate_part(self.table, path, key=key)
         return self.position
 
-    def set_setting(self, key: str, value: Any) -> None:
-        """Record a setting's converted value."""
+    def set_setting(self, key: str, value: Any, recorded: Any = None) -> None:
+        """Set a setting's converted value, and its value for a lock file if it is another one."""
         self._settings[key] = value
+        if recorded is not None:
+            self._recorded[key] = recorded
 
     def set_edge(self, key: str, edge: Edge) -> None:
         """Add an edge, and its targets to the needs."""

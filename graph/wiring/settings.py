@@ -1,17 +1,19 @@
 """Settings of a node: substitute variables, remove escapes, and convert and check every value."""
 
+import os
 from typing import Any
 
 import attrs
 
 from drawloom.graph.problems import COMMAND_LINE, KeyPath, Position, Problem, did_you_mean
-from drawloom.graph.recipe.layers import Leaf, Table
+from drawloom.graph.recipe.layers import Leaf, Table, find_origin
 from drawloom.graph.recipe.merged import DIRECTIVES, VARIABLE, describe_missing_variable
 from drawloom.graph.recipe.overrides import quote_override
 from drawloom.graph.registry.spec import Field
 from drawloom.graph.types.describe import describe_type, make_ellipsis_placeholder
 from drawloom.graph.types.structure import ValueConverter
 from drawloom.graph.wiring.node import Node, format_path
+from drawloom.graph.wiring.paths import join_paths
 
 INVALID_VALUE = object()
 """Marker for a value with a problem, so that the problem is reported only once."""
@@ -19,9 +21,10 @@ INVALID_VALUE = object()
 
 @attrs.define(eq=False)
 class SettingsResolver:
-    """Resolver for the settings of nodes, with the variables of their recipe."""
+    """Resolver for the settings of nodes, with the variables of their recipe, and its folder for relative paths."""
 
     vars: dict[str, Leaf]
+    folder: str = ""
     values: ValueConverter = attrs.field(factory=ValueConverter)
 
     def resolve(self, node: Node) -> None:
@@ -70,6 +73,21 @@ class SettingsResolver:
             )
         if not problems:
             node.set_setting(field.name, value)
+            if self.folder:
+                self._join_paths(node, field, item, value)
+
+    def _join_paths(self, node: Node, field: Field, item: Leaf | Table, value: Any) -> None:
+        """Set a setting with relative paths below the folder of their layer, and as recorded for a lock file."""
+
+        def get_layer_folder(path: KeyPath) -> str:
+            return find_origin(item, path).layer.folder
+
+        def get_folder_unless_recorded(path: KeyPath) -> str:
+            folder = get_layer_folder(path)
+            return "" if folder == self.folder else folder or os.getcwd()
+
+        recorded = join_paths(value, get_folder_unless_recorded, globs=field.globs)
+        node.set_setting(field.name, join_paths(value, get_layer_folder, globs=field.globs), recorded)
 
     def _variable_position(self, item: Leaf | Table) -> Position | None:
         """Return the variable's position if the whole value is a variable, or None."""

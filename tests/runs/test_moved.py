@@ -1,12 +1,17 @@
 """Run folders have all files that their checkpoints need, in any directory and after a move."""
 
+import io
 import json
+import shutil
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
 import tokenizers
+import tomli
 from tokenizers import decoders, models, pre_tokenizers
 
+from drawloom.graph.cli.main import main
 from support.runs import drawloom, write_corpus
 
 CONFIG = {
@@ -89,3 +94,61 @@ def test_a_moved_run_works_without_its_source_files(folder: Path) -> None:
         assert outcome.code == 0, outcome.text
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         assert (other / "whole" / name).read_bytes() == (other / "kept/export" / name).read_bytes()
+
+
+TUNED = (
+    "finetune_lora",
+    "run.name=lora",
+    "vars.base=runs/tiny/export",
+    "vars.length=32",
+    'corpus.paths=["corpus/*.py"]',
+    "corpus.use=data.text_files",
+    "device.share=true",
+    "lr.phases=[{ to = 1.0 }]",
+    "lr.start=1.0",
+    "trainer.steps=1",
+)
+
+
+def run_command(*words: str) -> str:
+    """Return the standard output of a command in this process."""
+    with redirect_stdout(io.StringIO()) as printed:
+        assert main(list(words)) == 0
+    return printed.getvalue()
+
+
+def test_relative_paths_of_a_run_are_found_from_another_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """
+    Commands and a resume find the base and the data of a run's project from any folder, without a change of the recipe;
+    in a copied or moved project they read its own files.
+    """
+    project, other = folder / "project", folder / "elsewhere"
+    project.mkdir()
+    other.mkdir()
+    for name in ("corpus", "parts", "mine.toml"):
+        (folder / name).rename(project / name)
+    monkeypatch.chdir(project)
+    run_command("run", "mine.toml")
+    run_command("run", *TUNED)
+    run = project / "runs/lora"
+    evaluate = ("evaluate", str(run), "--format", "json")
+    generate = ("generate", str(run), "--prompt", "def ", "--tokens", "4", "--temperature", "0")
+    printed = [run_command(*evaluate), run_command(*generate)]
+    monkeypatch.chdir(other)
+    assert [run_command(*evaluate), run_command(*generate)] == printed
+    run_command("export", str(run), "--to", "whole")
+    assert (other / "whole/model.safetensors").is_file()
+    run_command("run", str(run), "trainer.steps=2", "tokens.cache=cache")
+    lock = tomli.loads((run / "recipe.lock.toml").read_text("utf-8"))
+    assert (run / "checkpoints/step-2").is_dir()
+    assert [lock["started_in"], lock["model"]["path"]] == [str(project), "runs/tiny/export"]
+    assert lock["tokens"]["cache"] == str(other / "cache") and (other / "cache").is_dir()
+    monkeypatch.chdir(project)
+    run_command("run", *TUNED, "trainer.steps=2")
+
+    shutil.copytree(project, folder / "copied")
+    (project / "corpus").rename(project / "gone")
+    monkeypatch.chdir(folder / "copied")
+    run_command("evaluate", "runs/lora")
+    shutil.rmtree(project)
+    run_command("evaluate", "runs/lora")

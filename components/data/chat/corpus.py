@@ -36,6 +36,7 @@ class ChatCorpus:
 
     tokenizer: ChatTokenizer
     paths: list[str] = setting(
+        globs=True,
         check=lambda paths: None if paths else "an empty list names no file",
         doc="globs for JSON-lines, .parquet and .arrow files, relative to the current directory; `**` crosses folders",
     )
