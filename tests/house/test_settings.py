@@ -64,7 +64,8 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pairs = [json.dumps({"prompt": f"{name} {n}", "chosen": "b", "rejected": "c"}) for n in range(9)]
         pairs.append(json.dumps({"prompt": say("a"), "chosen": say("a", "b")[1:], "rejected": say("a", name)[1:]}))
         (folder / f"{name}.pairs").write_text("\n".join(pairs), "utf-8")
-        judged = [{"prompt": say(f"a {n}"), "completion": say("a", f"{name} {n}")[1:], "label": n > 4} for n in range(9)]
+        answers = [say(f"a {n}", f"{name} {n}") for n in range(9)]
+        judged = [{"prompt": turns[:1], "completion": turns[1:], "label": n > 4} for n, turns in enumerate(answers)]
         (folder / f"{name}.judged").write_text("\n".join(map(json.dumps, judged)), "utf-8")
         labelled = [{"messages": say(f"{name} {n}"), "label": ("yes", "no")[n % 2]} for n in range(9)]
         (folder / f"{name}.labelled").write_text("\n".join(map(json.dumps, labelled)), "utf-8")
