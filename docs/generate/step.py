@@ -28,6 +28,7 @@ VALUES = {
     "skip": "float32 (): 1 if the update is skipped, else 0",
     "tokens": "float64 (): the tokens of the step on all ranks, without padding",
     "validation_loss": "float: the mean loss of the validation split, in nats for a token; in steps that evaluate",
+    "validation_cross_entropy": "float: the mean cross entropy of the validation split, if the loss sums it",
     "initial_validation_loss": "float: the same before the first step; in the first step of a run that evaluates then",
     "validation_reward": "float: the mean reward of completions of the validation prompts; in steps that evaluate",
     "initial_validation_reward": "float: the same before the first step",

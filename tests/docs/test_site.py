@@ -118,7 +118,7 @@ def test_values_and_events_of_a_step_are_all_described() -> None:
         (("DistributionTracker", "track_distributions"), "_send_measurements"),
         (("Kernels", "rms_norm"), "RMSNorm.forward"),
         (("Executor", "evaluate"), "_measure_loss"),
-        (("Group", "sum"), "Evaluate._measure_loss_per_token"),
+        (("Group", "sum"), "Evaluate._measure_means_per_token"),
         (("MemoryUser", "device_bytes"), "sum_memory_by_kind"),
     ],
 )

@@ -32,7 +32,7 @@ def folder_of(model_type: str, folder: Path) -> Path:
     config = shrink_config(default_config(model_type))
     values = config.to_dict()
     dropout = {key: 0.0 for key in values if key.endswith(("dropout", "pdrop"))}
-    ids = {"vocab_size": 300, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
+    ids = {"vocab_size": 306, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
     width = {"head_dim": 16} if model_type in HEAD_DIM_IN_FILES else {}
     if "text_config" in values:
         values["text_config"] |= ids

@@ -39,6 +39,24 @@ num_experts_per_tok = 2
 moe_intermediate_size = 4
 """
 
+CORPUS = '''
+from hashlib import blake2b
+from pathlib import Path
+
+from drawloom import component
+
+
+@component
+class ByName:
+    """The corpus of the earlier code, whose files' names decided the split."""
+
+    def documents(self, split):
+        for path in sorted(Path("corpus").glob("*.py")):
+            fraction = int.from_bytes(blake2b(path.name.encode(), digest_size=8).digest(), "big") / 2**64
+            if (fraction < 0.2) == (split == "validation"):
+                yield path.read_text().replace("(k)", "(x)").replace("return k", "return x")
+'''
+
 RECIPES = {"dense": SIZES, "moe": SIZES + EXPERTS}
 
 
@@ -52,7 +70,8 @@ def test_an_earlier_export_has_its_earlier_losses(name: str, tmp_path: Path) -> 
     """
     write_corpus(tmp_path)
     (tmp_path / "recipe.toml").write_text(RECIPES[name], "utf-8")
-    words = ["run", "recipe.toml", "trainer.steps=3", "evaluate.every=3", f"stages.weights={EXPORTS / name}"]
+    (tmp_path / "by_name.py").write_text(CORPUS, "utf-8")
+    words = ["run", "recipe.toml", "--import=by_name.py", "corpus.use=by_name", "trainer.steps=3", "evaluate.every=3", f"stages.weights={EXPORTS / name}"]
     words += [f"precision.{purpose}=float64" for purpose in ("parameter", "compute", "gradient")]
     (outcome,) = run_ranks(_run_with_rounded_weights, 1, tmp_path, words, timeout=60, variables=False)
     assert outcome.code == 0, outcome.text

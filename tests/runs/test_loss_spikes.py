@@ -30,7 +30,7 @@ def test_a_run_goes_back_past_the_rows_of_spikes(tmp_path: Path) -> None:
     """
     write_corpus(tmp_path)
     # Rows of bytes that no other text has, with a higher loss.
-    (tmp_path / "corpus" / "part20.py").write_bytes(bytes(range(128, 192)).decode("latin-1").encode())
+    (tmp_path / "corpus" / "part20.py").write_bytes(bytes(range(128, 190)).decode("latin-1").encode())
     (tmp_path / "spikes.toml").write_text(GOES_BACK)
     words = ("spikes.toml", "trainer.steps=30", "checkpoint.every=4", "checkpoint.keep=20", "batch.micro_size=2")
     run, other = tmp_path / "runs/tiny", tmp_path / "runs/other"
