@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import Tensor
@@ -66,12 +67,20 @@ def test_an_earlier_export_has_its_earlier_losses(name: str, tmp_path: Path) -> 
     A run from the export's weights has the losses, gradient norms and validation losses of the earlier code.
 
     In float64, processors that sum in another order differ in the last digits only, so 12 digits are compared. The
-    earlier code rounded a row's router loss weight to float32, and `_run_with_rounded_weights` does the same.
+    earlier code rounded a row's router loss weight to float32 and counted padding, as `_run_with_rounded_weights` does.
     """
     write_corpus(tmp_path)
     (tmp_path / "recipe.toml").write_text(RECIPES[name], "utf-8")
     (tmp_path / "by_name.py").write_text(CORPUS, "utf-8")
-    words = ["run", "recipe.toml", "--import=by_name.py", "corpus.use=by_name", "trainer.steps=3", "evaluate.every=3", f"stages.weights={EXPORTS / name}"]
+    words = [
+        "run",
+        "recipe.toml",
+        "--import=by_name.py",
+        "corpus.use=by_name",
+        "trainer.steps=3",
+        "evaluate.every=3",
+        f"stages.weights={EXPORTS / name}",
+    ]
     words += [f"precision.{purpose}=float64" for purpose in ("parameter", "compute", "gradient")]
     (outcome,) = run_ranks(_run_with_rounded_weights, 1, tmp_path, words, timeout=60, variables=False)
     assert outcome.code == 0, outcome.text
@@ -88,5 +97,11 @@ def _run_with_rounded_weights(folder: Path, words: Sequence[str]) -> Outcome:
         loss_weights = weights.sum(1) * self.aux_loss_coef  # float32, as the weights are
         return loss_weights.double() / self.aux_loss_coef
 
+    forward = Router.forward
+
+    def count_padding(self: Router, hidden: Tensor, weights: Tensor | None = None, _padding: Any = None) -> Any:
+        return forward(self, hidden, weights)
+
     put(Router, "sum_row_weights", round_row_weights)
+    put(Router, "forward", count_padding)
     return command(folder, words, None)

@@ -101,7 +101,9 @@ class FakeTokenizer:
 
     eos_id: int = 5
     vocab_size: int = 29
-    chat_template: None = None
+    chat_templates: dict[str, str] = attrs.field(factory=dict)
+    prefix_ids: tuple[int, ...] = ()
+    suffix_ids: tuple[int, ...] = ()
     special_tokens_by_name: dict[str, str] = attrs.field(factory=lambda: {"bos_token": "3", "pad_token": "6"})
     control_tokens: tuple[str, ...] = ("3", "5", "6")
 
