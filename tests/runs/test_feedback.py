@@ -17,7 +17,8 @@ batch = { global_size = 4, micro_size = 4 }
 evaluate.every = 3
 optimizer.lr = 3e-2
 loss.beta = 0.5
-trainer = { steps = 6, on_finish = [] }
+trainer = { steps = 4, on_finish = [] }
+run.seed = 2
 """
 LAYOUTS = {
     "microbatches": (1, ("batch.micro_size=1",)),
