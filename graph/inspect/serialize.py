@@ -47,7 +47,7 @@ def _serialize_item(item: Leaf | Table) -> Any:
 def serialize_node(nodes: Mapping[str, Node], node: Node, *, recorded: bool = False) -> dict[str, Any]:
     """Serialize `use`, settings and edges as a recipe writes them, without None."""
     plain: dict[str, Any] = {"use": node.spec.use}
-    settings = node.recorded_settings if recorded else node.settings
+    settings = node.settings_as_written if recorded else node.settings
     for name, field in node.spec.fields.items():
         if field.kind == "setting" and settings.get(name) is not None:
             plain[name] = convert_to_toml_types(settings[name])

@@ -53,7 +53,7 @@ class Node:
         return MappingProxyType(self._settings)
 
     @property
-    def recorded_settings(self) -> Mapping[str, Any]:
+    def settings_as_written(self) -> Mapping[str, Any]:
         """The settings for a lock file: its relative paths stay as written."""
         return MappingProxyType(self._settings | self._recorded) if self._recorded else self.settings
 
