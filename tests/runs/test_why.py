@@ -99,14 +99,14 @@ def test_another_seed_of_dropout_is_found_after_a_checkpoint(runs: Path) -> None
         (["kernels.use=kern"], "forward_backward", "gradient of model", "kernels.use"),
         (
             ["order.use=data.order.sorted_buffers", "order.buffer=16", "order.pack=4"],
-            "forward_backward",
-            "batches[0].tokens",
+            "the start of the step",
+            "data",
             "order.use",
         ),
     ],
 )
 def test_planted_differences_are_found(runs: Path, words: list[str], phase: str, tensor: str, cause: str) -> None:
-    """A changed kernel is seen first in gradients, and a changed row order in the batch."""
+    """A changed kernel is seen first in gradients, and a changed row order in the state of the data."""
     train(runs, "other", *words)
     answer = why(runs, "other")
     assert (answer["step"], answer["phase"]) == (1, phase)
