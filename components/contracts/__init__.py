@@ -6,6 +6,7 @@ FRAMEWORK_ONLY = {
     "PassObserver": "it observes the passes of a run's step, so runs test it",
     "RowLimit": "it needs several ranks with different tokens, so runs test it",
     "HybridKernels": "it adds nothing to RecurrentKernels and ExpertKernels, whose contracts its kernels keep",
+    "EndsAnswers": "its ids belong to a chat template and a tokenizer of the run, so runs test it",
     "RewardEvaluation": "its completions and rewards are those of a run's other components, so runs test it",
     "TeacherPredictions": "it belongs to the rows of one packing, so runs test it",
     "Scorer": "its hidden states have a width that only the run's model knows, so runs test it",

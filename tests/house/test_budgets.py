@@ -3,7 +3,7 @@
 from house import budgets
 
 BUDGETS = {
-    "tokens of the source": 649_041,
+    "tokens of the source": 649_045,
     "files that name float8 outside its folder": 40,
     "code lines imported by check": 32_423,
     "code lines imported by run": 32_827,

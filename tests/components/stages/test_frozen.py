@@ -77,6 +77,10 @@ def test_wrong_loops_are_refused(base: Path) -> None:
         assert any(text in problem for problem in found), (text, found)
 
 
+PLAIN = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+"""Options of an added token in tokenizer.json."""
+
+
 def test_a_teacher_must_have_the_ids_of_the_data(base: Path) -> None:
     """
     `check` compares tokens and ids. A table with more rows or more tokens passes, as padding; other ids don't, though
@@ -106,7 +110,7 @@ def test_a_teacher_must_have_the_ids_of_the_data(base: Path) -> None:
     (base / "own").mkdir()
     Bytes().save(base / "own")
     own = json.loads((base / "own/tokenizer.json").read_text())
-    own["added_tokens"] = [{"id": 256, "content": "<|end|>", "special": True}]
+    own["added_tokens"] = [{"id": 256, "content": "<|end|>", "special": True, **PLAIN}]
     (base / "own/tokenizer.json").write_text(json.dumps(own))
     write({token: number for token, number in vocabulary.items() if number != 256}, {"id": 256, "content": "<e>"})
     assert "other control tokens than the data: the token '<|end|>'" in (compare_folder_ids(base, tokenizer) or "")

@@ -148,7 +148,7 @@ def test_computed_buffers_of_old_folders_are_ignored(tmp_path: Path) -> None:
         "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),
     }
     save_file(tensors, tmp_path / "model.safetensors")
-    module = module_of(a=torch.zeros(3), b=torch.zeros(3))
+    module = module_of(a=torch.zeros(2), b=torch.zeros(3))
     fill_module_from_folder(tmp_path, module, MAPPER)
     assert bool(module.a.all() and module.b.all())
 
