@@ -17,7 +17,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.parallel.dimension import Dimension, RankParameters, StageNodes
+from drawloom.components.parallel.dimension import Dimension, RankParameters
 from drawloom.components.parallel.expert import ExpertParallel
 from drawloom.components.parallel.gradient_hooks import call_when_gradients_are_final
 from drawloom.components.parallel.master_weights import Blocks, ParameterStore, choose_layer_dtype
@@ -32,6 +32,7 @@ from drawloom.components.parallel.shard_unit import (
     get_local_slice,
 )
 from drawloom.components.ports.distributed import Precision
+from drawloom.components.ports.features import StageNodes
 from drawloom.components.ports.memory import MemoryKind
 from drawloom.components.ports.model import HeadLayer
 from drawloom.components.ports.slices import TensorSlice, is_dtensor

@@ -284,7 +284,7 @@ class Planner:
         kept = attrs.evolve(kept, choice=keeps_all, kept_seconds=kept.time.seconds)
         if kept.fits:
             return kept
-        compiled = bool(self.nodes.settings_of_node(self.nodes.stages_node).get("compile"))
+        compiled = self.nodes.has_feature("stages.compiled")
         costs_by_policy: dict[Recompute, Mapping[int, StageCosts]] = {
             policy: kept_costs
             if policy == "none"

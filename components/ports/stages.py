@@ -297,19 +297,10 @@ class SpreadParameters(Parameters, Protocol):
         ...
 
 
-@port
-class Transform(Protocol):
-    """Change to a stage's module on the meta device; see `FusedBackward`."""
-
-    def transform(self, module: nn.Module) -> nn.Module:
-        """Return the replacement for `module`."""
-        ...
-
-
 @runtime_checkable
 class FusedBackward(Protocol):
     """
-    A model or transform that computes weight gradients together with input gradients.
+    A model or feature that computes weight gradients together with input gradients.
 
     torch.utils.checkpoint (activation checkpointing) and torch.compile do so. `check` warns if the schedule delays
     weight gradients.
@@ -320,7 +311,7 @@ class FusedBackward(Protocol):
 
 def computes_both_gradients_at_once(component: object) -> bool:
     """
-    Return whether a model or transform, an object or a class, computes weight gradients together with input gradients.
+    Return whether a model or feature, an object or a class, computes weight gradients together with input gradients.
     """
     return isinstance(component, FusedBackward) and component.fuses_backward
 

@@ -7,11 +7,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from drawloom.components.parallel.dimension import StageNodes
 from drawloom.components.parallel.dimensions import DIMENSIONS
 from drawloom.components.parallel.pipeline import build_schedule_or_none
+from drawloom.components.pipeline.program.lowering import build_program_of_rank_and_neighbours
 from drawloom.components.pipeline.program.recomputation import describe_recompute_policies
 from drawloom.components.ports.distributed import PerDimension
+from drawloom.components.ports.features import StageNodes
 from drawloom.components.ports.model import Model, PretrainedModel
 from drawloom.components.ports.pipeline import (
     Loss,
@@ -20,8 +21,8 @@ from drawloom.components.ports.pipeline import (
     SequenceHead,
     embeds_on_every_rank,
 )
-from drawloom.components.ports.program import Program
-from drawloom.components.ports.stages import Recompute
+from drawloom.components.ports.program import BACKWARD_INPUT, Program
+from drawloom.components.ports.stages import Recompute, computes_both_gradients_at_once
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
 from drawloom.components.weights.heads import check_language_model_head
 from drawloom.graph import Problem, UserError
@@ -196,3 +197,26 @@ def describe_recompute_policy(policy: Recompute) -> Iterator[str]:
     elif policy != "none":
         blocks = "each block" if policy in ("blocks", 1) else f"one of {policy} blocks"
         yield f"recompute: of {blocks} only the input is kept, and its forward runs again in the backward pass"
+
+
+def warn_fused_split_backward(stages: NodeView, schedule: NodeView, mesh: NodeView) -> Iterator[Problem]:
+    """Warn if the schedule delays weight gradients, but model or features compute them with input gradients."""
+    if not _splits_backward(schedule, mesh):
+        return
+    effect = f"so W, which [{schedule.name}] schedules in the bubble, has nothing to compute"
+    alternative = f"or use a schedule without W in [{schedule.name}], such as pipeline.schedules.one_f_one_b"
+    for part in (*stages.neighbours("model"), *stages.neighbours("features")):
+        if computes_both_gradients_at_once(part.component):
+            text = f"{part.use!r} computes weight gradients together with input gradients, {effect}"
+            yield part.warning("use", text, f"use another component in [{part.name}], {alternative}")
+
+
+def _splits_backward(schedule: NodeView, mesh: NodeView) -> bool:
+    """Return whether a schedule splits stages' backward passes; False if the schedule has problems."""
+    built, ranks = build_schedule_or_none(schedule), PerDimension.from_settings(mesh.settings).pipeline
+    try:
+        # Rank 0 is enough: in a schedule that computes ranks separately, all ranks split or none.
+        program = None if built is None else build_program_of_rank_and_neighbours(built, 0, ranks, 2 * ranks)
+    except UserError:
+        return False
+    return program is not None and bool((program.op == BACKWARD_INPUT).any())

@@ -80,7 +80,7 @@ HYBRID = (
         HYBRID,
         ("stages.recompute=selective",),
         ("schedule.use=pipeline.schedules.zero_bubble_1p",),
-        ("stages.compile=true",),
+        ("compile.use=stages.compiled",),
     ],
     ids=["dense", "experts", "hybrid", "recompute", "split", "compiled"],
 )
@@ -92,7 +92,7 @@ def test_run_with_cuda_graphs_has_the_same_losses(tmp_path: Path, words: tuple[s
         outcome = drawloom_run(tmp_path, *COMMON, *KERNELS, *words, f"run.name={name}", capture)
         assert outcome.code == 0, outcome.text
         # torch's compiler prints its own warnings.
-        assert "stages.compile=true" in words or "arning" not in outcome.text, outcome.text
+        assert "compile.use=stages.compiled" in words or "arning" not in outcome.text, outcome.text
     ours, theirs = (series(tmp_path / "runs" / name, "loss", "grad_norm") for name in ("graphs", "kernels"))
     assert len(ours) == 8
     for mine, other in zip(ours, theirs, strict=True):

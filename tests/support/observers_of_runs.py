@@ -112,15 +112,6 @@ def count_recomputations(use: str, values: Values, folder: Path) -> Any:
     return runs
 
 
-def count_compilations(use: str, values: Values, folder: Path) -> Any:
-    """Count the functions torch compiles when stages open."""
-    with (
-        mock.patch.object(torch, "compile", side_effect=lambda forward: forward) as asked,
-        _recipe(folder, stages=dict(values)).open(only="stages"),
-    ):
-        return asked.call_count
-
-
 def bytes_in_host_memory(use: str, values: Values, folder: Path) -> Any:
     """Return the bytes of activations that leave the device in a step."""
     transfers = DelayedTransfers()

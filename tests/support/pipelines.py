@@ -45,6 +45,7 @@ from drawloom.components.pipeline.schedules.circular import Circular
 from drawloom.components.ports.adapters import Adapter
 from drawloom.components.ports.data import IGNORE_INDEX, TokenBatch
 from drawloom.components.ports.experts import Dispatcher
+from drawloom.components.ports.features import StageFeature
 from drawloom.components.ports.model import Head, HiddenStates, TokenContext
 from drawloom.components.ports.pipeline import Schedule, sum_losses_and_weights
 from drawloom.components.ports.program import Program
@@ -78,8 +79,8 @@ class Job:
     folder_path: Any = None
 
 
-class FreezeFirstLayer:
-    """A transform for freezing layer 0."""
+class FreezeFirstLayer(StageFeature):
+    """A feature for freezing layer 0."""
 
     def transform(self, module: Any) -> Any:
         for name, parameter in module.named_parameters():
@@ -87,8 +88,8 @@ class FreezeFirstLayer:
         return module
 
 
-class FreezeAllButNorms:
-    """A transform for training only the norms of the last layer, which one pipeline rank has."""
+class FreezeAllButNorms(StageFeature):
+    """A feature for training only the norms of the last layer, which one pipeline rank has."""
 
     def transform(self, module: Any) -> Any:
         for name, parameter in module.named_parameters():
@@ -440,7 +441,7 @@ def _steps(
         precision=precision,
         job=Job(),
         adapters=_adapters() if kind == "dora" else [],
-        transforms=[FreezeAllButNorms()] if kind == "norms" else [FreezeFirstLayer()] if frozen else [],
+        features=[FreezeAllButNorms()] if kind == "norms" else [FreezeFirstLayer()] if frozen else [],
         bucket_bytes=1000,
         recompute=recompute,
         **{name: value for name, value in settings.items() if name != "streams"},
