@@ -24,22 +24,23 @@ from drawloom.components.pipeline.program.lowering import (
 from drawloom.components.pipeline.runtime.capture import RankGraphs
 from drawloom.components.pipeline.runtime.offloads import Offloads
 from drawloom.components.pipeline.runtime.p2p import P2PBuffers
-from drawloom.components.pipeline.runtime.program_runner import MicrobatchInputs, ProgramRunner
+from drawloom.components.pipeline.runtime.program_runner import ProgramRunner
 from drawloom.components.pipeline.runtime.stage_runner import StageRunner
-from drawloom.components.pipeline.runtime.stage_streams import StageStreams
 from drawloom.components.pipeline.runtime.uploads import Uploads
 from drawloom.components.ports.adapters import trains_base_weights
 from drawloom.components.ports.data import uses_preference_pairs
 from drawloom.components.ports.distributed import Device, Mesh, Neighbours, P2PChannel, PerDimension
+from drawloom.components.ports.features import StageFeature, check_exclusions
 from drawloom.components.ports.memory import Transfers
 from drawloom.components.ports.model import BatchContext, ContextParallelModel, Finish, Head, build_meta_module_if_known
+from drawloom.components.ports.passes import MicrobatchInputs, PassFeature, PassKind
 from drawloom.components.ports.pipeline import LOSSES, Loss, MeasuresStep, Referenced, Schedule, embeds_on_every_rank
 from drawloom.components.ports.program import Action, Program, iterate_actions
 from drawloom.components.ports.stages import FrozenModel, Stage, StageInputs, TrainableStages
 from drawloom.components.state.batch import Batch
 from drawloom.components.state.step_state import StepState
 from drawloom.components.weights.adapted import disable_adapters
-from drawloom.graph import Problem, UserError, component, setting
+from drawloom.graph import Problem, UserError, component, wired
 from drawloom.graph.wiring.node import NodeView
 from drawloom.kernels.recompute import mark_as_recomputation
 
@@ -63,7 +64,10 @@ def _get_requested_hidden_states(last_and_requested: Any, _head: Head) -> Any:
     return last_and_requested[1]
 
 
-@component(impact="safe")
+STREAMS = 'a table [streams] with use = "pipeline.streams"'
+
+
+@component(impact="safe", replaced_keys={"streams": STREAMS})
 class ProgramExecutor:
     """Executor that runs programs on this rank's stages; on one rank, the plain training loop."""
 
@@ -75,10 +79,7 @@ class ProgramExecutor:
     neighbours: Neighbours
     device: Device
     frozen: FrozenModel | None = None
-    streams: bool = setting(
-        default=False,
-        doc="one CUDA stream per stage, to run overlapping passes of a schedule concurrently; GPU only",
-    )
+    features: list[PassFeature] = wired(factory=list)
     embeds_on_every_rank: ClassVar[bool] = False
     open_transfers: Callable[[torch.device], Transfers] = attrs.field(init=False, default=DeviceTransfers)
     _links: Mapping[int, P2PChannel] = attrs.field(init=False, factory=dict)
@@ -99,8 +100,7 @@ class ProgramExecutor:
         if model := stages.neighbour("model"):
             yield from find_layer_conflicts(schedule, mesh, model)
             yield from check_whole_row_conflicts(mesh, model, loss)
-        if node.settings["streams"]:
-            yield from check_streams(node, stages)
+        yield from check_features(node)
         yield from check_reference_adapters(loss, stages)
         yield from check_frozen_model(node, loss, stages)
         if (other := stages.neighbour("loss")) and other.name != loss.name:
@@ -128,13 +128,13 @@ class ProgramExecutor:
         inputs = self._run_forward_for_step_sums(self._upload_inputs_with_references(state["batches"]))
         if self._cuda_graphs is not None:
             inputs = self._cuda_graphs.unify_one_document_flags(inputs)
-        runner = self._create_runner(inputs, state, training.stages, training.split)
-        runner.streams, runner.before_action = self._streams, self.mesh.world.raise_if_broken
+        runner = self._create_runner("training", training.actions, inputs, state, training.stages, training.split)
+        runner.before_action = self.mesh.world.raise_if_broken
         if self._cuda_graphs is None:
-            runner.run(training.actions)
+            runner.run(self._features)
         else:
             self._cuda_graphs.record_missing_graphs(training.actions)
-            runner.run(training.actions)
+            runner.run(self._features)
             self._cuda_graphs.keep_gradients_for_next_step()
         self.stages.move_gradients_to_masters()
         self._reshard_frozen_model()
@@ -148,10 +148,11 @@ class ProgramExecutor:
         """Run the forward passes for the state's batches, and write its losses."""
         self.stages.cast_weights()
         inputs = self._run_forward_for_step_sums(self._upload_inputs_with_references(state["batches"]))
-        runner = self._create_runner(inputs, state, self.stages.local)
+        actions = self._build_forward_program(state.microbatches)
+        runner = self._create_runner("evaluation", actions, inputs, state, self.stages.local)
         # Cheaper than no_grad, because tensors get no version counters.
         with torch.inference_mode():
-            runner.run(self._build_forward_program(state.microbatches))
+            runner.run(self._features)
         self._reshard_frozen_model()
         self._write_empty_losses_if_missing(state)
 
@@ -205,10 +206,11 @@ class ProgramExecutor:
         self, inputs: Sequence[MicrobatchInputs], on_output: Callable[[int, Any], None]
     ) -> None:
         """Run microbatches forward without gradients, and pass numbers and results to `on_output`."""
-        runner = self._create_runner(inputs, StepState(), self.stages.local)
+        actions = self._build_forward_program(len(inputs))
+        runner = self._create_runner("inference", actions, inputs, StepState(), self.stages.local)
         runner.on_output = on_output
         with torch.inference_mode():
-            runner.run(self._build_forward_program(len(inputs)))
+            runner.run(self._features)
 
     def _upload_inputs_with_references(self, microbatches: Iterable[Batch]) -> list[MicrobatchInputs]:
         """Return the batches' inputs, on the last stage's rank with the reference model's values."""
@@ -267,11 +269,12 @@ class ProgramExecutor:
             ]
         stages.cast_weights(only_if_changed=True)
         runners = {stage.index: StageRunner(stage, self.objective) for stage in stages.local}
-        runner = ProgramRunner(runners, inputs, stages, P2PBuffers(self._links, self.device.device))
+        buffers = P2PBuffers(self._links, self.device.device)
+        runner = ProgramRunner(runners, inputs, stages, buffers, self._frozen_forward[len(inputs)])
         runner.on_output = outputs.__setitem__
         # Not in inference mode, whose tensors can't be part of the loss's autograd graph.
         with torch.no_grad():
-            runner.run(self._frozen_forward[len(inputs)])
+            runner.run()
         return outputs
 
     def _reshard_frozen_model(self) -> None:
@@ -283,6 +286,8 @@ class ProgramExecutor:
 
     def _create_runner(
         self,
+        kind: PassKind,
+        actions: Sequence[Action],
         inputs: Sequence[MicrobatchInputs],
         state: StepState,
         local_stages: Sequence[Stage],
@@ -295,7 +300,8 @@ class ProgramExecutor:
             else self._cuda_graphs.create_runner
         )
         stages = {stage.index: new(stage, state=state, split=stage.index in split_stages) for stage in local_stages}
-        return ProgramRunner(stages, inputs, self.boundaries, P2PBuffers(self._links, self.device.device))
+        buffers = P2PBuffers(self._links, self.device.device)
+        return ProgramRunner(stages, inputs, self.boundaries, buffers, actions, kind)
 
     def _upload_inputs(self, batch: Batch) -> MicrobatchInputs:
         """Copy this context rank's part of a batch to the device, and return it with the stages' inputs."""
@@ -327,11 +333,9 @@ class ProgramExecutor:
         return Offloads(self.open_transfers(self.device.device))
 
     @cached_property
-    def _streams(self) -> StageStreams | None:
-        """Return a CUDA stream per stage if `streams` is set, and the device is a GPU."""
-        if not self.streams or self.device.device.type != "cuda":
-            return None
-        return StageStreams.create(self.stages.local, partial(torch.cuda.Stream, self.device.device))
+    def _features(self) -> list[PassFeature]:
+        """Return the features from the inside to the outside."""
+        return sorted(self.features, key=lambda feature: feature.order)
 
     @cached_property
     def _uploads(self) -> Uploads:
@@ -446,20 +450,13 @@ def _find_vocab_size(model: NodeView) -> int | None:
     return tables[0].num_embeddings if tables else None
 
 
-def check_streams(executor: NodeView, stages: NodeView) -> Iterator[Problem]:
-    """Yield problems for `streams` with CUDA graphs, with offloading, or on the CPU."""
-    if stages.settings.get("capture"):
-        text = "CUDA graphs for passes share memory, so two passes can't run at the same time"
-        yield executor.problem("streams", text, f"write streams = false, or capture = false in [{stages.name}]")
-    if stages.settings.get("stream_frozen"):
-        text = "a frozen weight would be copied on another stream than the one that uses it"
-        yield executor.problem("streams", text, f"write streams = false, or stream_frozen = false in [{stages.name}]")
-    schedule = executor.neighbour("schedule")
-    if stages.settings.get("offload") or (schedule and schedule.settings.get("offload") is not None):
-        text = "offloaded activations would be freed on another stream than they were allocated on"
-        yield executor.problem("streams", text, "write streams = false, or offload nothing")
-    if (device := executor.neighbour("device")) and device.settings.get("kind") == "cpu":
-        yield executor.problem("streams", "the device is the CPU, which has no streams", "write streams = false")
+def check_features(executor: NodeView) -> Iterator[Problem]:
+    """Yield the features' problems with the executor, and with nodes that they exclude."""
+    for feature in executor.neighbours("features"):
+        component: type[PassFeature] = feature.component
+        yield from component.check_passes(feature, executor)
+        if not issubclass(component, StageFeature):  # the stages check its exclusions
+            yield from check_exclusions(feature)
 
 
 def check_embedding_and_head_ranks(executor: NodeView, on_all_ranks: bool) -> Iterator[Problem]:

@@ -476,12 +476,6 @@ def events_of_run(use: str, values: Values, folder: Path) -> Any:
         return [call.arguments for call in timed.calls], allow.call_args.args[0]
 
 
-def problems_of_executor(use: str, values: Values, folder: Path) -> Any:
-    """Return the problems reported by `check` for an executor on a CPU."""
-    recipe = _recipe(folder, executor={"use": use, **values}, device={"kind": "cpu"})
-    return [str(problem) for problem in recipe.graph.problems]
-
-
 def plan_refuses(use: str, values: Values, folder: Path) -> Any:
     """Whether a run is refused if it does not fit its GPU."""
     with on_a_gpu(2_000_000):

@@ -340,10 +340,11 @@ def steps(
     experts: int = 0,
     recompute: Sequence[Recompute] = ("none",),
     settings: Mapping[str, Any] = {},
+    features: Sequence[type] = (),
     evaluated: int | None = None,
 ) -> list[dict[str, Any]]:
     """Return the results of each case's steps on this rank of a mesh."""
-    common = kind, dtypes, step_count, layers, experts, recompute, settings, evaluated
+    common = kind, dtypes, step_count, layers, experts, recompute, settings, features, evaluated
     return steps_on_meshes([(cases, sizes, lengths)], *common)[0]
 
 
@@ -356,6 +357,7 @@ def steps_on_meshes(
     experts: int = 0,
     recompute: Sequence[Recompute] = ("none",),
     settings: Mapping[str, Any] = {},
+    features: Sequence[type] = (),
     evaluated: int | None = None,
 ) -> list[list[dict[str, Any]]]:
     """
@@ -364,8 +366,8 @@ def steps_on_meshes(
     A mesh has cases, sizes, and row lengths: the shortest, and by how much others are longer. Pipeline ranks take what
     the sizes leave. Each data-parallel rank has its part of the microbatches. `step_count` steps are taken with AdamW,
     and all but the last are followed by an update. The model has `layers` layers; with `experts`, every layer but the
-    second has this number of experts. All cases run with each `recompute` policy. `settings` are for the stages;
-    `streams` among them is the executor's. Of the cases on a mesh the first `evaluated` have a validation loss.
+    second has this number of experts. All cases run with each `recompute` policy, with `settings` for the stages, and
+    with features of these classes. Of the cases on a mesh the first `evaluated` have a validation loss.
     """
     with join_processes(kind) as (processes, device):
         results = []
@@ -378,7 +380,7 @@ def steps_on_meshes(
             mesh_results = []
             for policy in recompute:
                 for number, case in enumerate(cases):
-                    rest_of_case: Any = policy, settings, evaluated is None or number < evaluated
+                    rest_of_case: Any = policy, settings, features, evaluated is None or number < evaluated
                     mesh_results.append(_steps(*case, *common, *rest_of_case))
             results.append(mesh_results)
         return results
@@ -410,6 +412,7 @@ def _steps(
     experts: int,
     recompute: Recompute,
     settings: Mapping[str, Any],
+    features: Sequence[type],
     evaluated: bool,
 ) -> dict[str, Any]:
     """
@@ -444,11 +447,11 @@ def _steps(
         features=[FreezeAllButNorms()] if kind == "norms" else [FreezeFirstLayer()] if frozen else [],
         bucket_bytes=1000,
         recompute=recompute,
-        **{name: value for name, value in settings.items() if name != "streams"},
+        **settings,
     )
     stages.open()
     executor = (CircularExecutor if isinstance(stages.schedule, Circular) else ProgramExecutor)(
-        streams=bool(settings.get("streams")),
+        features=[feature(device=device) for feature in features],
         stages=stages,
         boundaries=stages,
         schedule=stages.schedule,

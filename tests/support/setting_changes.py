@@ -845,8 +845,6 @@ ROWS: dict[str, Row] = {
     "pipeline.schedules.zero_bubble_1p": STAGES_PER_RANK,
     "pipeline.schedules.v_half": Row(parts.program, {}, {"comm": 1.0}),
     "pipeline.schedules.v_min": Row(parts.program, {}, {"comm": 1.0}),
-    "pipeline.executor": Row(runs.problems_of_executor, {}, {"streams": True}),
-    "pipeline.circular.executor": Row(runs.problems_of_executor, {}, {"streams": True}),
     "stages.frozen": Row(runs.frozen_weights_of, {}, {"weights": Change("no_folder", refused=True)}),
     "stages.materialized": Row(
         runs.stages_of,

@@ -18,9 +18,9 @@ from drawloom.components.pipeline.circular.ring import PendingSends, Ring, Tenso
 from drawloom.components.pipeline.circular.stage_passes import StagePasses
 from drawloom.components.pipeline.circular.timetable import Timetable
 from drawloom.components.pipeline.executor import ProgramExecutor
-from drawloom.components.pipeline.runtime.program_runner import MicrobatchInputs
 from drawloom.components.pipeline.runtime.stage_runner import StageRunner
 from drawloom.components.ports.distributed import Group
+from drawloom.components.ports.passes import MicrobatchInputs
 from drawloom.components.ports.pipeline import LOSSES, MeasuresStep
 from drawloom.components.state.step_state import StepState
 from drawloom.graph import Problem, UserError, component, setting
@@ -44,9 +44,6 @@ class CircularExecutor(ProgramExecutor):
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
         """Yield the problems of every executor, and settings the circular pipeline does not support."""
         yield from super().constraints(node)
-        if node.settings["streams"]:
-            text = f"[{node.name}] runs one pass after another, so streams have no passes to overlap"
-            yield node.problem("streams", text, "write streams = false")
         stages, loss = node.neighbour("stages"), node.neighbour("objective")
         if stages and stages.settings.get("capture"):
             text = f"the passes of [{node.name}] are nodes of one autograd graph, which are not captured"

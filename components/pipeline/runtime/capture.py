@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.pipeline.runtime.cuda_graphs import CudaRecord, Record, Recorded
-from drawloom.components.pipeline.runtime.program_runner import MicrobatchInputs
 from drawloom.components.pipeline.runtime.stage_runner import (
     StageRunner,
     detach_leaf,
@@ -34,6 +33,7 @@ from drawloom.components.pipeline.runtime.stage_runner import (
 )
 from drawloom.components.ports.cache import KeyValueCache
 from drawloom.components.ports.model import BatchContext, Finish, Head
+from drawloom.components.ports.passes import MicrobatchInputs
 from drawloom.components.ports.pipeline import LOSSES, Loss
 from drawloom.components.ports.program import Action
 from drawloom.components.ports.stages import Stage

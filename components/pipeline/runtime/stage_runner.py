@@ -38,14 +38,7 @@ class InFlight:
 
 @attrs.define(eq=False)
 class StageRunner:
-    """
-    Runner for one stage on a step's microbatches; `split` divides its backward pass into two parts.
-
-    The last stage writes microbatch losses into `state`.
-
-    Every floating-point leaf between stages is differentiable: its gradient is sent back, as zeros if nothing depends
-    on the leaf, so both ranks know the messages in advance.
-    """
+    """Runner for one stage on a step's microbatches: the port `RunnableStage`."""
 
     stage: Stage
     objective: Loss
@@ -63,11 +56,6 @@ class StageRunner:
     def forward(
         self, microbatch: int, inputs: Any, shared: BatchContext, batch: Batch | None, finish: Finish | None = None
     ) -> Any:
-        """
-        Return the stage's output for a microbatch, detached from its graph: a tree of tensors, or the loss at the end.
-
-        Without a batch the last stage returns `finish`'s result for the last hidden states and the head.
-        """
         # Evaluation keeps nothing for a backward pass, so that activation checkpointing has no use.
         keeps = torch.is_grad_enabled()
         split = SplitBackward(self._weights) if self.split else None
@@ -106,11 +94,6 @@ class StageRunner:
         return result
 
     def backward(self, microbatch: int, grads: list[Tensor] | None) -> list[Tensor]:
-        """
-        Run the whole backward pass, and return gradients for the input's floating-point leaves.
-
-        `grads` are the gradients of the output's floating-point leaves, or None for a loss, whose gradient is 1.
-        """
         kept = self._in_flight.pop(microbatch)
         _make_backward_wait_for_reload(kept)
         output_grads: Sequence[Tensor | None] = grads or [None] * len(kept.outputs)
@@ -123,7 +106,6 @@ class StageRunner:
         return [_get_gradient_or_zeros(leaf, leaf.grad) for leaf in kept.inputs]
 
     def backward_input(self, microbatch: int, grads: list[Tensor] | None) -> list[Tensor]:
-        """Run I: like `backward`, with weight gradients left for W. Return the input leaves' gradients."""
         kept = self._in_flight[microbatch]
         _make_backward_wait_for_reload(kept)
         grads_of_inputs = _get_split_backward(kept).backward_input(kept.outputs, grads, kept.inputs)
@@ -135,7 +117,6 @@ class StageRunner:
         return input_grads
 
     def backward_weight(self, microbatch: int) -> None:
-        """Run W: accumulate the weight gradients, and reduce every part after `reduce_in_next_backward`."""
         split = _get_split_backward(self._in_flight.pop(microbatch))
         if not self._reduces_next:
             split.backward_weight()
@@ -163,15 +144,12 @@ class StageRunner:
         offloaded.reload()
 
     def start_unshard(self) -> None:
-        """Start gathering the stage's sharded parameters."""
         self._shards.start_unshard()
 
     def reshard(self) -> None:
-        """Free the gathered parameters."""
         self._shards.reshard()
 
     def reduce_in_next_backward(self, is_last_in_step: bool) -> None:
-        """Reduce gradients with the next backward pass; if `is_last_in_step`, they are then complete for the step."""
         self._shards.reduce_in_next_backward(is_last_in_step)
         self._reduces_next = True
 

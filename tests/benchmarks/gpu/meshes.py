@@ -54,6 +54,7 @@ from drawloom.components.model.qwen3.moe import Qwen3Moe  # noqa: E402
 from drawloom.components.optim.adamw import AdamW  # noqa: E402
 from drawloom.components.optim.stochastic_adamw import StochasticAdamW  # noqa: E402
 from drawloom.components.pipeline.executor import ProgramExecutor  # noqa: E402
+from drawloom.components.pipeline.streams import ConcurrentStages  # noqa: E402
 from drawloom.components.ports.distributed import FrozenFormat, LinearFormat  # noqa: E402
 from drawloom.components.ports.pipeline import create_step_state  # noqa: E402
 from drawloom.components.ports.run import Step  # noqa: E402
@@ -335,7 +336,7 @@ def our_step(case: Case, mesh: RankMesh, device: ComputeDevice) -> Callable[[], 
     stages.reshard_after_forward, stages.capture, stages.recompute = case.reshard, case.capture, case.recompute
     stages.open()
     edges: dict[str, Any] = {"stages": stages, "boundaries": stages, "objective": loss, "neighbours": mesh}
-    executor = ProgramExecutor(**edges, streams=case.streams, **common)
+    executor = ProgramExecutor(**edges, features=[ConcurrentStages(device=device)] if case.streams else [], **common)
     executor.open()
     phases: list[Any] = [
         Synchronize(parameters=stages, mesh=mesh, reduce=SumOverParameters(mesh=mesh)),

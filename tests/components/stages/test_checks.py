@@ -101,7 +101,7 @@ def test_passes_that_cannot_be_captured_are_refused(recipe: str, words: Any, why
     ("words", "why"),
     [
         (("stages.capture=true",), "passes in CUDA graphs keep their activations in place"),
-        (("executor.streams=true",), "freed on another stream than they were allocated on"),
+        (("streams.use=pipeline.streams",), "freed on another stream than they were allocated on"),
     ],
 )
 def test_activations_with_a_fixed_place_are_not_offloaded(words: tuple[str, ...], why: str) -> None:

@@ -1,0 +1,135 @@
+"""Port for features of passes: nodes composed around the programs that an executor runs."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Literal, Protocol
+
+import attrs
+from torch import Tensor
+
+from drawloom.components.ports.features import Feature, WrappingOrder
+from drawloom.components.ports.model import BatchContext, Finish
+from drawloom.components.ports.pipeline import Loss
+from drawloom.components.ports.program import Action
+from drawloom.components.ports.stages import Stage
+from drawloom.components.state.batch import Batch
+from drawloom.components.state.step_state import StepState
+from drawloom.graph import Problem, port
+from drawloom.graph.wiring.node import NodeView
+
+PassKind = Literal["training", "evaluation", "inference"]
+"""Purpose of a program: a step's passes, forward passes with the loss, or forward passes with another result."""
+
+Operation = Callable[[Action], None]
+"""Function that runs an action."""
+
+
+@attrs.frozen
+class MicrobatchInputs:
+    """
+    Microbatch for the stages: the first stage's inputs, such as token ids, and the context for all stages.
+
+    The last stage computes the loss with `batch`; without a batch it returns `finish`'s result.
+    """
+
+    inputs: Any
+    shared: BatchContext
+    batch: Batch | None = None
+    finish: Finish | None = None
+
+    def without_one_document_flag(self) -> "MicrobatchInputs":
+        """Return the microbatch with `one_document_per_row` false: rows may contain several documents."""
+        return attrs.evolve(self, shared=attrs.evolve(self.shared, one_document_per_row=False))
+
+
+class RunnableStage(Protocol):
+    """
+    One stage's passes in a program; `split` divides its backward pass into two parts.
+
+    The last stage writes microbatch losses into `state`. Every floating-point leaf between stages is differentiable:
+    its gradient is sent back, as zeros if nothing depends on the leaf, so both ranks know the messages in advance.
+    """
+
+    stage: Stage
+    objective: Loss
+    state: StepState
+    split: bool
+    last: bool
+    """Whether this is the last stage, which has the head."""
+
+    def forward(
+        self, microbatch: int, inputs: Any, shared: BatchContext, batch: Batch | None, finish: Finish | None = None
+    ) -> Any:
+        """
+        Return the stage's output for a microbatch, detached from its graph: a tree of tensors, or the loss at the end.
+
+        Without a batch the last stage returns `finish`'s result for the last hidden states and the head.
+        """
+        ...
+
+    def backward(self, microbatch: int, grads: list[Tensor] | None) -> list[Tensor]:
+        """
+        Run the whole backward pass, and return gradients for the input's floating-point leaves.
+
+        `grads` are the gradients of the output's floating-point leaves, or None for a loss, whose gradient is 1.
+        """
+        ...
+
+    def backward_input(self, microbatch: int, grads: list[Tensor] | None) -> list[Tensor]:
+        """Run I: like `backward`, with weight gradients left for W. Return the input leaves' gradients."""
+        ...
+
+    def backward_weight(self, microbatch: int) -> None:
+        """Run W: accumulate the weight gradients, and reduce every part after `reduce_in_next_backward`."""
+        ...
+
+    def start_unshard(self) -> None:
+        """Start gathering the stage's sharded parameters."""
+        ...
+
+    def reshard(self) -> None:
+        """Free the gathered parameters."""
+        ...
+
+    def reduce_in_next_backward(self, is_last_in_step: bool) -> None:
+        """Reduce gradients with the next backward pass; if `is_last_in_step`, they are then complete for the step."""
+        ...
+
+
+class PassRun(Protocol):
+    """A program's run on this rank's stages, by number."""
+
+    kind: PassKind
+    actions: Sequence[Action]
+    microbatches: Sequence[MicrobatchInputs]
+    stages: Mapping[int, RunnableStage]
+
+    def list_inputs_from_local_stage(self, action: Action) -> list[Tensor]:
+        """Return the tensors that a pass consumes from another stage on this rank; [] if they come as a message."""
+        ...
+
+
+@port
+class PassFeature(Feature):
+    """
+    A feature composed around the programs of an executor. Derive from this class: its members do nothing.
+
+    An executor calls the features of a recipe in the order of `order`, and of equal ones in the recipe's order. It
+    knows no feature; without its node, nothing of it is imported.
+    """
+
+    order: ClassVar[WrappingOrder] = WrappingOrder.LAUNCH
+
+    @classmethod
+    def check_passes(cls, feature: NodeView, executor: NodeView) -> Iterator[Problem]:
+        """Yield problems of a recipe whose executor can't have the feature."""
+        yield from ()
+
+    def start_run(self, run: PassRun) -> None:
+        """Act before a program's first action; microbatches and stages of `run` may be replaced."""
+
+    def wrap_operations(self, run: PassRun, operations: Mapping[str, Operation]) -> Mapping[str, Operation]:
+        """Return the functions that run a program's actions, by op."""
+        return operations
+
+    def end_run(self, run: PassRun) -> None:
+        """Act after a program's last action, and before gradients go to the optimizer's parameters."""
