@@ -1,7 +1,7 @@
 """Executor for schedules: runs a program on this rank's stages; on one rank, this is the plain training loop."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
@@ -10,7 +10,6 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.distributed.transfers import DeviceTransfers
 from drawloom.components.parallel.context import ContextPart
 from drawloom.components.parallel.pipeline import find_layer_conflicts
 from drawloom.components.pipeline.program.builders import build_forward_only_program
@@ -21,8 +20,6 @@ from drawloom.components.pipeline.program.lowering import (
     insert_shard_actions,
     lower_to_rank_program,
 )
-from drawloom.components.pipeline.runtime.capture import RankGraphs
-from drawloom.components.pipeline.runtime.offloads import Offloads
 from drawloom.components.pipeline.runtime.p2p import P2PBuffers
 from drawloom.components.pipeline.runtime.program_runner import ProgramRunner
 from drawloom.components.pipeline.runtime.stage_runner import StageRunner
@@ -31,7 +28,6 @@ from drawloom.components.ports.adapters import trains_base_weights
 from drawloom.components.ports.data import uses_preference_pairs
 from drawloom.components.ports.distributed import Device, Mesh, Neighbours, P2PChannel, PerDimension
 from drawloom.components.ports.features import StageFeature, check_exclusions
-from drawloom.components.ports.memory import Transfers
 from drawloom.components.ports.model import BatchContext, ContextParallelModel, Finish, Head, build_meta_module_if_known
 from drawloom.components.ports.passes import MicrobatchInputs, PassFeature, PassKind
 from drawloom.components.ports.pipeline import LOSSES, Loss, MeasuresStep, Referenced, Schedule, embeds_on_every_rank
@@ -47,11 +43,14 @@ from drawloom.kernels.recompute import mark_as_recomputation
 
 @attrs.frozen
 class _Training:
-    """Plan for a training step: this rank's actions, its stages, and the stages with a split backward pass."""
+    """
+    Plan for a training step: this rank's actions, its stages, the stages with a split backward pass, and the features.
+    """
 
     actions: list[Action]
     split: frozenset[int]
     stages: list[Stage]
+    features: list[PassFeature]
 
 
 def _compute_logits(hidden: Tensor, head: Head) -> Tensor:
@@ -81,7 +80,6 @@ class ProgramExecutor:
     frozen: FrozenModel | None = None
     features: list[PassFeature] = wired(factory=list)
     embeds_on_every_rank: ClassVar[bool] = False
-    open_transfers: Callable[[torch.device], Transfers] = attrs.field(init=False, default=DeviceTransfers)
     _links: Mapping[int, P2PChannel] = attrs.field(init=False, factory=dict)
     _training: dict[int, _Training] = attrs.field(init=False, factory=dict)
     # forward actions by microbatch count: the trained model's, and the frozen model's
@@ -89,6 +87,8 @@ class ProgramExecutor:
     _frozen_forward: dict[int, list[Action]] = attrs.field(init=False, factory=dict)
     # by sequence length: the context part on the CPU, where batches are cut, and on the device
     _parts: dict[int, tuple[ContextPart, ContextPart]] = attrs.field(init=False, factory=dict)
+    # host memory for activations, if a program has moved any
+    _offloads: Any = attrs.field(init=False, default=None)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
@@ -114,7 +114,8 @@ class ProgramExecutor:
 
     def close(self) -> None:
         """Release host memory for activations."""
-        self._offloads.transfers.close()
+        if self._offloads is not None:
+            self._offloads.transfers.close()
 
     @property
     def _stage_to_rank(self) -> tuple[int, ...]:
@@ -126,16 +127,9 @@ class ProgramExecutor:
         training = self._plan_training_and_compare_ranks(state.microbatches)
         self.stages.cast_weights()
         inputs = self._run_forward_for_step_sums(self._upload_inputs_with_references(state["batches"]))
-        if self._cuda_graphs is not None:
-            inputs = self._cuda_graphs.unify_one_document_flags(inputs)
         runner = self._create_runner("training", training.actions, inputs, state, training.stages, training.split)
         runner.before_action = self.mesh.world.raise_if_broken
-        if self._cuda_graphs is None:
-            runner.run(self._features)
-        else:
-            self._cuda_graphs.record_missing_graphs(training.actions)
-            runner.run(self._features)
-            self._cuda_graphs.keep_gradients_for_next_step()
+        runner.run(training.features)
         self.stages.move_gradients_to_masters()
         self._reshard_frozen_model()
         self._write_empty_losses_if_missing(state)
@@ -294,12 +288,10 @@ class ProgramExecutor:
         split_stages: Set[int] = frozenset(),
     ) -> ProgramRunner:
         """Return a runner that writes microbatch losses into `state`."""
-        new = (
-            partial(StageRunner, objective=self.objective, offloads=self._offloads)
-            if self._cuda_graphs is None
-            else self._cuda_graphs.create_runner
-        )
-        stages = {stage.index: new(stage, state=state, split=stage.index in split_stages) for stage in local_stages}
+        stages = {
+            stage.index: StageRunner(stage, self.objective, state, stage.index in split_stages)
+            for stage in local_stages
+        }
         buffers = P2PBuffers(self._links, self.device.device)
         return ProgramRunner(stages, inputs, self.boundaries, buffers, actions, kind)
 
@@ -322,17 +314,6 @@ class ProgramExecutor:
         return MicrobatchInputs(inputs, attrs.evolve(shared, part=device_part), moved)
 
     @cached_property
-    def _cuda_graphs(self) -> RankGraphs | None:
-        """Return CUDA graphs if a stage captures its passes."""
-        captured = any(stage.capture for stage in self.stages.local)
-        return RankGraphs.create_on_gpu(self.device.device, self.objective) if captured else None
-
-    @cached_property
-    def _offloads(self) -> Offloads:
-        """Return host memory for activations; it is allocated when a stage offloads them."""
-        return Offloads(self.open_transfers(self.device.device))
-
-    @cached_property
     def _features(self) -> list[PassFeature]:
         """Return the features from the inside to the outside."""
         return sorted(self.features, key=lambda feature: feature.order)
@@ -348,19 +329,27 @@ class ProgramExecutor:
             rank, ranks = self.mesh.indices.pipeline, self.mesh.sizes.pipeline
             program = build_program_of_rank_and_neighbours(self.schedule, rank, ranks, microbatches)
             check_ranks_agree_on_program(program, rank, self.mesh.pipeline_group)
-            policies = program.recompute
+            for feature in self._features:
+                program = feature.change_program(program)
+            policies = dict(enumerate(program.recompute))
             local = [
-                attrs.evolve(
-                    stage,
-                    recompute=policies[stage.index] if policies else stage.recompute,
-                    offload=stage.offload or stage.index in program.offloaded,
-                )
-                for stage in self.stages.local
+                attrs.evolve(stage, recompute=policies.get(stage.index, stage.recompute)) for stage in self.stages.local
             ]
-            offloaded = frozenset(stage.index for stage in local if stage.offload)
-            actions = self._lower_to_actions(attrs.evolve(program, offloaded=offloaded), local)
-            self._training[microbatches] = _Training(actions, find_stages_with_split_backward(actions), local)
+            actions = self._lower_to_actions(program, local)
+            split = find_stages_with_split_backward(actions)
+            features = [*self._list_offloading_features(program), *self._features]
+            self._training[microbatches] = _Training(actions, split, local, features)
         return self._training[microbatches]
+
+    def _list_offloading_features(self, program: Program) -> list[PassFeature]:
+        """Return the feature that moves activations, for a program that does; other programs do not import it."""
+        if not program.offloaded:
+            return []
+        from drawloom.components.distributed.transfers import DeviceTransfers
+        from drawloom.components.pipeline.runtime.offloads import Offloading, Offloads
+
+        self._offloads = self._offloads or Offloads(DeviceTransfers(self.device.device))
+        return [Offloading(self._offloads, program.offloaded)]
 
     def _build_forward_program(self, microbatches: int) -> list[Action]:
         """Return this rank's forward-only actions for this many microbatches; built once."""

@@ -90,23 +90,19 @@ class ConcurrentStages(PassFeature):
 
     @classmethod
     def check_passes(cls, feature: NodeView, executor: NodeView) -> Iterator[Problem]:
-        """Yield problems for streams with CUDA graphs, with copies of weights or activations, or on the CPU."""
+        """Yield problems for streams with copies of weights or activations, or on the CPU."""
         remove = f"or remove [{feature.name}]"
         stages, schedule, device = map(executor.neighbour, ("stages", "schedule", "device"))
-        if stages and stages.settings.get("capture"):
-            text = "CUDA graphs for passes share memory, so two passes can't run at the same time"
-            yield stages.problem("capture", text, f"write capture = false, {remove}")
         if stages and stages.settings.get("stream_frozen"):
             text = "a frozen weight would be copied on another stream than the one that uses it"
             yield stages.problem("stream_frozen", text, f"write stream_frozen = false, {remove}")
-        if any(node and node.settings.get("offload") for node in (stages, schedule)):
-            text = "offloaded activations would be freed on another stream than they were allocated on"
-            yield feature.problem("use", text, f"remove [{feature.name}], or offload nothing")
+        if schedule and schedule.settings.get("offload"):
+            yield schedule.problem("offload", cls.excludes["pipeline.offloaded"], f"remove it, {remove}")
         if device and device.settings.get("kind") == "cpu":
             text = "the device is the CPU, which has no streams"
             yield feature.problem("use", text, f"remove [{feature.name}]")
 
-    def wrap_operations(self, run: PassRun, operations: Mapping[str, Operation]) -> Mapping[str, Operation]:
+    def start_run(self, run: PassRun, operations: Mapping[str, Operation]) -> Mapping[str, Operation]:
         """Return operations that run in the stream of their stage."""
         if run.kind != "training" or self.device.device.type != "cuda":
             return operations

@@ -156,10 +156,8 @@ class Nodes:
     @property
     def may_offload_activations(self) -> bool:
         """Return whether activations can wait in host memory: not in CUDA graphs, or on several CUDA streams."""
-        nodes = [self.graph.nodes[name] for name in self.used]
-        if any(node.settings.get("capture") for node in nodes):
-            return False
-        features = [node.spec.cls for node in nodes if issubclass(node.spec.cls, PassFeature)]
+        classes = [self.graph.nodes[name].spec.cls for name in self.used]
+        features = [cls for cls in classes if issubclass(cls, PassFeature)]
         return not any("pipeline.offloaded" in feature.excludes for feature in features)
 
     @property

@@ -9,7 +9,7 @@ from torch import Tensor
 from drawloom.components.ports.features import Feature, WrappingOrder
 from drawloom.components.ports.model import BatchContext, Finish
 from drawloom.components.ports.pipeline import Loss
-from drawloom.components.ports.program import Action
+from drawloom.components.ports.program import Action, Program
 from drawloom.components.ports.stages import Stage
 from drawloom.components.state.batch import Batch
 from drawloom.components.state.step_state import StepState
@@ -35,10 +35,6 @@ class MicrobatchInputs:
     shared: BatchContext
     batch: Batch | None = None
     finish: Finish | None = None
-
-    def without_one_document_flag(self) -> "MicrobatchInputs":
-        """Return the microbatch with `one_document_per_row` false: rows may contain several documents."""
-        return attrs.evolve(self, shared=attrs.evolve(self.shared, one_document_per_row=False))
 
 
 class RunnableStage(Protocol):
@@ -124,11 +120,16 @@ class PassFeature(Feature):
         """Yield problems of a recipe whose executor can't have the feature."""
         yield from ()
 
-    def start_run(self, run: PassRun) -> None:
-        """Act before a program's first action; microbatches and stages of `run` may be replaced."""
+    def change_program(self, program: Program) -> Program:
+        """Return the program of a training step, in which stages may have another policy of recomputation."""
+        return program
 
-    def wrap_operations(self, run: PassRun, operations: Mapping[str, Operation]) -> Mapping[str, Operation]:
-        """Return the functions that run a program's actions, by op."""
+    def start_run(self, run: PassRun, operations: Mapping[str, Operation]) -> Mapping[str, Operation]:
+        """
+        Act before a program's first action, and return the functions that run its actions, by op.
+
+        Microbatches and stages of `run` may be replaced.
+        """
         return operations
 
     def end_run(self, run: PassRun) -> None:

@@ -46,7 +46,6 @@ from support.checkpoints import SingleRankMesh, StateNode, checkpointer
 from support.observers import JOB, Values, messages
 from support.plans import on_a_gpu, plan_check
 from support.steps import losses_of, train
-from support.transfers import DelayedTransfers
 
 TINY: dict[str, Any] = {
     "num_hidden_layers": 4,
@@ -110,24 +109,6 @@ def count_recomputations(use: str, values: Values, folder: Path) -> Any:
         tokens = torch.arange(6).unsqueeze(0)
         train(executor, [TokenBatch(tokens, tokens, tokens, torch.zeros_like(tokens), torch.ones(tokens.shape))])
     return runs
-
-
-def bytes_in_host_memory(use: str, values: Values, folder: Path) -> Any:
-    """Return the bytes of activations that leave the device in a step."""
-    transfers = DelayedTransfers()
-    tables = {"stages": dict(values), "schedule": {"use": "pipeline.schedules.gpipe"}}
-    with _recipe(folder, **tables).open(only="executor") as objects:
-        objects["executor"].open_transfers = lambda device: transfers
-        tokens = torch.arange(6).unsqueeze(0)
-        batch = TokenBatch(tokens, tokens, tokens, torch.zeros_like(tokens), torch.ones(tokens.shape))
-        train(objects["executor"], [batch] * 4)
-    return transfers.stored
-
-
-def captures_cuda_graphs(use: str, values: Values, folder: Path) -> Any:
-    """Whether the stages' passes become CUDA graphs, on a device that supports them."""
-    with _recipe(folder, stages=dict(values)).open(only="stages") as objects:
-        return [stage.capture for stage in objects["stages"].local]
 
 
 @attrs.define

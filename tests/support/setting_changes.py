@@ -855,8 +855,6 @@ ROWS: dict[str, Row] = {
             "weights": "exported",
             "bucket_bytes": Change(4, observer=runs.sums_over_replicas),
             "recompute": Change("blocks", observer=runs.count_recomputations),
-            "capture": Change(True, observer=runs.captures_cuda_graphs),
-            "offload": Change(True, observer=runs.bytes_in_host_memory),
             "stream_frozen": Change(True, observer=runs.bytes_of_streamed_weights),
         },
     ),

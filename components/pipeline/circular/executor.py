@@ -44,10 +44,7 @@ class CircularExecutor(ProgramExecutor):
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
         """Yield the problems of every executor, and settings the circular pipeline does not support."""
         yield from super().constraints(node)
-        stages, loss = node.neighbour("stages"), node.neighbour("objective")
-        if stages and stages.settings.get("capture"):
-            text = f"the passes of [{node.name}] are nodes of one autograd graph, which are not captured"
-            yield stages.problem("capture", text, "write capture = false")
+        loss = node.neighbour("objective")
         if loss and loss.settings.get("reference") in ("adapters", "model"):
             text = f"[{loss.name}] compares with another model on the last rank, and [{node.name}] "
             yield loss.problem("reference", f"{text}computes losses on all", 'write use = "pipeline.executor"')

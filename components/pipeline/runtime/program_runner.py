@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 from torch.autograd import profiler
 
-from drawloom.components.pipeline.runtime.offloads import OffloadedTensors
 from drawloom.components.pipeline.runtime.p2p import P2PBuffers, describe_tree_mismatch, list_tensors
 from drawloom.components.pipeline.runtime.stage_runner import list_floating_leaves, require_grad_in_place
 from drawloom.components.ports.passes import MicrobatchInputs, Operation, PassFeature, PassKind, RunnableStage
-from drawloom.components.ports.program import OPS, Action
+from drawloom.components.ports.program import Action
 from drawloom.components.ports.stages import StageInputs
 from drawloom.components.state.trees import list_leaves
 from drawloom.graph import UserError
@@ -41,13 +40,9 @@ class ProgramRunner:
     before_action: Callable[[], None] = lambda: None
     _outputs: dict[StageMicrobatch, Any] = attrs.field(factory=dict)
     _grads: dict[StageMicrobatch, list[Tensor]] = attrs.field(factory=dict)
-    # activations on their way to host memory, with the number of compute actions before their memory is freed
-    _leaving: list[tuple[int, OffloadedTensors]] = attrs.field(factory=list)
 
     def run(self, features: Sequence[PassFeature] = ()) -> None:
         """Run all actions in order, with the features around them."""
-        for feature in features:
-            feature.start_run(self)
         operations: Mapping[str, Operation] = {
             "F": self._run_forward,
             "B": self._run_backward,
@@ -61,15 +56,11 @@ class ProgramRunner:
             "RESHARD": lambda action: self.stages[action.stage].reshard(),
             "REDUCE_SCATTER": lambda action: self.stages[action.stage].reduce_in_next_backward(is_last_in_step=False),
             "REDUCE_GRAD": lambda action: self.stages[action.stage].reduce_in_next_backward(is_last_in_step=True),
-            "OFFLOAD": lambda action: self._leaving.append((2, self.stages[action.stage].offload(action.microbatch))),  # type: ignore[attr-defined]
-            "RELOAD": lambda action: self.stages[action.stage].reload(action.microbatch),  # type: ignore[attr-defined]
         }
         for feature in features:
-            operations = feature.wrap_operations(self, operations)
+            operations = feature.start_run(self, operations)
         for action in self.actions:
             self.before_action()
-            if self._leaving and action.op in OPS:
-                self._free_offloads_before_last_compute()
             # A traceback alone would not name the stage and microbatch among many identical ones.
             try:
                 if profiler._is_profiler_enabled:  # a range costs microseconds, which matter in an action
@@ -85,14 +76,6 @@ class ProgramRunner:
         self.p2p.wait_for_sends()
         for feature in reversed(features):
             feature.end_run(self)
-
-    def _free_offloads_before_last_compute(self) -> None:
-        """Free the device memory for activations whose offload began before the last compute action."""
-        waiting = [(actions - 1, tensors) for actions, tensors in self._leaving]
-        for actions, tensors in waiting:
-            if actions == 0:
-                tensors.free_device_memory()
-        self._leaving = [(actions, tensors) for actions, tensors in waiting if actions]
 
     def list_inputs_from_local_stage(self, action: Action) -> list[Tensor]:
         buffers: Mapping[StageMicrobatch, Any] = self._outputs if action.op == "F" else self._grads

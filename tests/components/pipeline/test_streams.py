@@ -108,8 +108,8 @@ CIRCULAR = ("schedule.use=pipeline.schedules.circular", "executor.use=pipeline.c
     ("words", "why"),
     [
         (("device.kind=cpu",), "the device is the CPU"),
-        (("stages.capture=true",), "CUDA graphs for passes share memory"),
-        (("stages.offload=true",), "freed on another stream than they were allocated on"),
+        (("capture.use=pipeline.captured",), "CUDA graphs for passes share memory"),
+        (("offload.use=pipeline.offloaded",), "freed on another stream than they were allocated on"),
         (CIRCULAR, "streams have no passes to overlap"),
     ],
 )

@@ -52,8 +52,7 @@ def settings_of(planned: Plan) -> list[str]:
     choice = planned.choice
     assert choice is not None
     [policy] = {*choice.recompute}
-    offload = str(bool(choice.offloaded)).lower()
-    words = [f"stages.recompute={policy}", f"stages.offload={offload}"]
+    words = [f"stages.recompute={policy}", *["offload.use=pipeline.offloaded"] * bool(choice.offloaded)]
     return [*words, *["optimizer.states=host", SLOTS] * (choice.host_states == (1.0,))]
 
 
@@ -145,6 +144,6 @@ def test_explain_has_the_choice_for_this_machine() -> None:
 
 def test_settings_that_a_policy_chooses_are_refused() -> None:
     """Recompute, offload and states belong to the policy."""
-    for word in ("stages.recompute=blocks", "stages.offload=true", "optimizer.states=host"):
+    for word in ("stages.recompute=blocks", "offload.use=pipeline.offloaded", "optimizer.states=host"):
         [problem] = Recipe.load("first_run", *SMALL, word).with_values(CHOSEN).graph.problems
-        assert "chooses" in str(problem) and "remove it" in str(problem)
+        assert "chooses" in str(problem) and "remove" in str(problem)
