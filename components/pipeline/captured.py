@@ -35,7 +35,6 @@ class CapturedPasses(StageFeature, PassFeature):
     order: ClassVar[WrappingOrder] = WrappingOrder.LAUNCH
     excludes: ClassVar[Mapping[str, str]] = {
         "listeners.replay": "it can't observe the layers in CUDA graphs",
-        "pipeline.circular.executor": "its passes are nodes of one autograd graph, which are not captured",
         "pipeline.offloaded": "passes in CUDA graphs keep their activations in place",
         "pipeline.streams": "CUDA graphs for passes share memory, so two passes can't run at the same time",
     }

@@ -19,7 +19,6 @@ class OffloadedActivations(PassFeature):
     """
 
     excludes: ClassVar[Mapping[str, str]] = {
-        "pipeline.schedules.circular": "its passes are not actions of a program, which could offload their activations",
         "planning.memory": "the policy chooses what is kept, recomputed and offloaded",
     }
 

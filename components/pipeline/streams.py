@@ -81,7 +81,6 @@ class ConcurrentStages(PassFeature):
     """CUDA stream for every stage, to run overlapping passes of a schedule concurrently; GPU only."""
 
     excludes: ClassVar[Mapping[str, str]] = {
-        "pipeline.circular.executor": "it runs one pass after another, so streams have no passes to overlap",
         "pipeline.offloaded": "offloaded activations would be freed on another stream than they were allocated on",
     }
 

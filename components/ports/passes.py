@@ -6,11 +6,12 @@ from typing import Any, ClassVar, Literal, Protocol
 import attrs
 from torch import Tensor
 
+from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.features import Feature, WrappingOrder
-from drawloom.components.ports.model import BatchContext, Finish
-from drawloom.components.ports.pipeline import Loss
+from drawloom.components.ports.model import BatchContext, Finish, Head
+from drawloom.components.ports.pipeline import Loss, Referenced
 from drawloom.components.ports.program import Action, Program
-from drawloom.components.ports.stages import Stage
+from drawloom.components.ports.stages import ForwardStages, Stage, TrainableStages
 from drawloom.components.state.batch import Batch
 from drawloom.components.state.step_state import StepState
 from drawloom.graph import Problem, port
@@ -104,6 +105,38 @@ class PassRun(Protocol):
         ...
 
 
+class ForwardRunner(Protocol):
+    """An executor, for features with passes before those of its programs."""
+
+    stages: TrainableStages
+    objective: Loss
+    mesh: Mesh
+
+    def run_forward(
+        self,
+        compute: Callable[[Tensor, Head, Any], Any],
+        microbatches: Sequence[MicrobatchInputs],
+        model: ForwardStages | None = None,
+    ) -> dict[int, Any]:
+        """
+        Run forward passes without gradients, and return `compute(hidden, head, batch)` by microbatch, in place of the
+        loss, on the last stage's rank; {} on others.
+
+        With other stages on the same ranks as `model`, the gathered parameters of its last stage stay, with the head.
+        """
+        ...
+
+
+def add_reference_values(
+    loss: Referenced, microbatches: Sequence[MicrobatchInputs], values: Mapping[int, Any]
+) -> list[MicrobatchInputs]:
+    """Return microbatches with a reference model's values in their batches, if there are any on this rank."""
+    return [
+        attrs.evolve(inputs, batch=loss.with_reference(inputs.batch, values[number])) if number in values else inputs
+        for number, inputs in enumerate(microbatches)
+    ]
+
+
 @port
 class PassFeature(Feature):
     """
@@ -123,6 +156,12 @@ class PassFeature(Feature):
     def change_program(self, program: Program) -> Program:
         """Return the program of a training step, in which stages may have another policy of recomputation."""
         return program
+
+    def prepare_inputs(
+        self, microbatches: Sequence[MicrobatchInputs], runner: ForwardRunner
+    ) -> Sequence[MicrobatchInputs]:
+        """Return microbatches with more in their batches, before training and evaluation."""
+        return microbatches
 
     def start_run(self, run: PassRun, operations: Mapping[str, Operation]) -> Mapping[str, Operation]:
         """

@@ -79,9 +79,6 @@ def check_memory_policy(stages: NodeView, schedule: NodeView) -> Iterator[Proble
         if schedule.settings.get(key):
             text = f"[{policy.name}] chooses what stages recompute and offload"
             yield schedule.problem(key, text, f"remove it, or [{policy.name}]")
-    if embeds_on_every_rank(schedule.component):
-        text = f"[{policy.name}] plans a program, and [{schedule.name}] has none"
-        yield schedule.problem("use", text, f"write another schedule, or remove [{policy.name}]")
 
 
 def check_embedding_and_head_costs_are_used(stages: NodeView, schedule: NodeView) -> Iterator[Problem]:

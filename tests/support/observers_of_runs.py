@@ -92,7 +92,7 @@ def stages_of(use: str, values: Values, folder: Path) -> Any:
 def frozen_weights_of(use: str, values: Values, folder: Path) -> Any:
     """Return a frozen model's weights, all of them added up."""
     teacher = {"use": use, "model": {"use": "model.auto", "path": str(Path("exported").absolute())}, **values}
-    tables = {"teacher": teacher, "executor": {"frozen": "@teacher"}, "loss": {"use": "loss.distill"}}
+    tables = {"teacher": teacher, "loss": {"use": "loss.distill"}}
     with _recipe(folder, **tables).open(only="teacher") as objects:
         (stage,) = objects["teacher"].forward_stages.local
         return sum(float(parameter.double().sum()) for parameter in stage.module.parameters())

@@ -110,7 +110,7 @@ CIRCULAR = ("schedule.use=pipeline.schedules.circular", "executor.use=pipeline.c
         (("device.kind=cpu",), "the device is the CPU"),
         (("capture.use=pipeline.captured",), "CUDA graphs for passes share memory"),
         (("offload.use=pipeline.offloaded",), "freed on another stream than they were allocated on"),
-        (CIRCULAR, "streams have no passes to overlap"),
+        (CIRCULAR, "acts around a program"),
     ],
 )
 def test_check_refuses_streams_without_concurrent_passes(words: tuple[str, ...], why: str) -> None:

@@ -8,10 +8,13 @@ import pytest
 
 from drawloom import Recipe
 from drawloom.components.distributed.device_model import find_device_model
+from drawloom.components.pipeline.schedules.gpipe import GPipe
 from drawloom.components.planning import memory
 from drawloom.components.planning.calibrate import load_local_device_model
+from drawloom.components.planning.memory import PlannedMemory
 from drawloom.components.planning.plan import Plan, plan
 from drawloom.components.planning.text import as_data, describe_memory_choice, format_plan
+from drawloom.components.ports.memory_policy import MemoryChoice
 from drawloom.graph import UserError
 
 SMALL = (
@@ -131,6 +134,17 @@ def test_a_run_uses_its_choice_and_refuses_what_never_fits(tmp_path: Path, monke
     tight = recipe.with_values({"memory": {"limit": 3e5}})
     with pytest.raises(UserError, match="300000 bytes"), tight.open("stages"):
         pass
+
+
+def test_a_run_offloads_the_stages_of_its_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The executor finds the policy by type, and runs programs that offload the chosen stages, and a schedule's own."""
+    recipe = Recipe.load("first_run", *SMALL).with_values(CHOSEN)
+    assert recipe.graph.nodes["executor"].edges["features"].targets == ("memory",)
+    monkeypatch.setattr(PlannedMemory, "_choice", MemoryChoice(("none",) * 2, frozenset({1}), (0.0,)))
+    nothing: Any = None
+    policy = PlannedMemory(recipe=nothing, device=nothing, processes=nothing)
+    program = attrs.evolve(GPipe().program(2, 4), offloaded=frozenset({0}))
+    assert policy.change_program(program).offloaded == {0, 1}
 
 
 def test_explain_has_the_choice_for_this_machine() -> None:
