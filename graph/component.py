@@ -44,11 +44,11 @@ def setting(
 
 def wired(*, default: Any = attrs.NOTHING, factory: Callable[[], Any] | None = None) -> Any:
     """
-    Declare an edge that is found by type unless the recipe writes it.
+    Declare an edge for the container to find by type unless the recipe writes it.
 
-    `tokenizer: Tokenizer | None = wired(default=None)` is the node that fits, like a required edge, and None only if no
-    node does. `features: list[StageFeature] = wired(factory=list)` are all nodes that fit, in the recipe's order. Other
-    edges with defaults keep them unless the recipe writes them.
+    `tokenizer: Tokenizer | None = wired(default=None)` is the only fitting node, like a required edge, and None without
+    one. `features: list[StageFeature] = wired(factory=list)` are all fitting nodes, in the recipe's order. Other edges
+    with defaults keep them unless the recipe writes them.
     """
     return attrs.field(default=attrs.Factory(factory) if factory else default, metadata={"wired": True})
 
@@ -217,8 +217,8 @@ def component(
     is read only if some member writes it. `impact` is the effect on a resumed run when this node is added, removed,
     swapped or changed: see `setting`. `needs` maps modules imported when the component opens to arguments for `pip
     install`: {"aim": "drawloom[aim]"}. The nodes of the edge `opens_first`, and their dependencies, are built and
-    opened before the nodes of all other edges, whatever the order of fields. `replaced_keys` maps keys that people may
-    look for here to the recipe lines that do it, for the message about an unknown key.
+    opened before the nodes of all other edges, whatever the order of fields. `replaced_keys` maps unknown keys to
+    the recipe lines in their place, for the message about the key.
 
     `check` calls these class methods, if the class has them, without building the component:
 

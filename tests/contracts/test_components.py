@@ -468,6 +468,7 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     "listeners.profiler": lambda folder: {"listeners": {"profiler": {"use": "listeners.profiler"}}},
     "listeners.replay": lambda folder: {"listeners": {"replay": {"use": "listeners.replay", "every": 1}}},
     "pipeline.captured": lambda folder: {"capture": {"use": "pipeline.captured"}},
+    "stages.compiled": lambda folder: {"compile": {"use": "stages.compiled"}},
     "planning.check": lambda folder: {"listeners": {"plan": {"use": "planning.check"}}},
     "planning.memory": lambda folder: {"stages": {"memory": {"use": "planning.memory"}}},
 }
