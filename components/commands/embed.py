@@ -140,7 +140,8 @@ def _pool_hidden_states(
         is_pooled[row, POOLS[pool](len(ids))] = True
     positions = torch.arange(length).repeat(len(texts), 1)
     context = TokenContext(positions, padding, hidden_states=request, mean_weights=is_pooled)
-    states = executor.infer_hidden_states_by_layer(tokens, context)
+    # The last stage returns a pair: the last hidden states, and the requested ones by layer.
+    states = executor.infer(tokens, context, lambda last_and_requested, _head: last_and_requested[1])
     if states is None:
         raise ValueError("the output is on another rank, because this process does not contain the last pipeline stage")
     return torch.stack([states[layer][:, 0] for layer in request.layers], 1).float().cpu()

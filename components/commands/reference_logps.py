@@ -17,7 +17,7 @@ from drawloom.components.data.preferences import REFERENCES, Preferences
 from drawloom.components.data.store.shard import choose_id_dtype
 from drawloom.components.data.token_arrays import TokenArrays
 from drawloom.components.pipeline.executor import ProgramExecutor
-from drawloom.components.pipeline.runtime.loss_passes import ReferenceWithoutAdapters
+from drawloom.components.pipeline.runtime.loss_passes import add_values_without_adapters
 from drawloom.components.ports.data import TokenBatch
 from drawloom.components.ports.pipeline import Referenced
 from drawloom.components.storage.durable_files import replace_file
@@ -96,7 +96,7 @@ def _sum_logps_by_answer(data: Preferences, executor: ProgramExecutor, pairs: Se
         raise UserError("the recipe's loss has no reference model; use a recipe with loss.dpo", 2)
     inputs = executor.prepare_inputs([batch])
     if loss.reference == "data":
-        inputs = ReferenceWithoutAdapters(loss).prepare_inputs(inputs, executor)
+        inputs = add_values_without_adapters(loss, inputs, executor)
     prepared = inputs[0].batch
     if not isinstance(prepared, TokenBatch) or prepared.reference is None:
         raise UserError("the last pipeline stage is on another rank; write mesh.pipeline=1", 2)

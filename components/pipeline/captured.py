@@ -1,6 +1,6 @@
 """CUDA graphs for the passes of a rank's stages: see `runtime/capture.py`."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -18,7 +18,7 @@ from drawloom.components.pipeline.runtime.capture import (
 from drawloom.components.pipeline.runtime.cuda_graphs import CudaRecord, Record
 from drawloom.components.ports.distributed import Device
 from drawloom.components.ports.features import StageFeature, StageNodes, WrappingOrder
-from drawloom.components.ports.passes import MicrobatchInputs, Operation, PassFeature, PassRun, RunnableStage
+from drawloom.components.ports.passes import Microbatches, Operation, PassFeature, PassRun, RunnableStage
 from drawloom.components.ports.program import Action
 from drawloom.graph import Problem, UserError, component
 from drawloom.graph.wiring.node import NodeView
@@ -64,14 +64,9 @@ class CapturedPasses(StageFeature, PassFeature):
                 text = cls.excludes["pipeline.offloaded"]
                 yield schedule.problem("offload", text, f"remove it, or [{feature.name}]")
 
-    @classmethod
-    def describe_stages(cls, feature: NodeView, nodes: StageNodes) -> Iterator[str]:
-        """Yield a sentence about the launches."""
-        yield f"[{feature.name}]: from the second step on a GPU gets each pass as a CUDA graph; a CPU has none"
-
     @cached_property
     def _new_record(self) -> Callable[[], Record] | None:
-        """The factory of recorders on a GPU; None on a CPU, whose kernels take longer than their launches."""
+        """Factory for recorders on a GPU; None on a CPU, whose kernels take longer than their launches."""
         if self.device.device.type == "cpu":
             return None
         stream: Any = torch.cuda.Stream(self.device.device)  # type: ignore[no-untyped-call]
@@ -99,7 +94,7 @@ class CapturedPasses(StageFeature, PassFeature):
         graphs = self._graphs.setdefault(stage.index, StageGraphs(stage, objective, new_record))
         return CapturedRunner(stage, objective, runnable.state, runnable.split, graphs=graphs)
 
-    def _unify_one_document_flags(self, microbatches: Sequence[MicrobatchInputs]) -> Sequence[MicrobatchInputs]:
+    def _unify_one_document_flags(self, microbatches: Microbatches) -> Microbatches:
         """
         Return a step's microbatches with one `one_document_per_row` flag: true until a row with several documents
         occurs.

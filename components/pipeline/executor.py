@@ -27,7 +27,7 @@ from drawloom.components.ports.data import uses_preference_pairs
 from drawloom.components.ports.distributed import Device, Mesh, Neighbours, P2PChannel, PerDimension
 from drawloom.components.ports.features import StageFeature, check_exclusions
 from drawloom.components.ports.model import BatchContext, ContextParallelModel, Finish, Head
-from drawloom.components.ports.passes import MicrobatchInputs, PassFeature, PassKind
+from drawloom.components.ports.passes import Compute, Microbatches, MicrobatchInputs, PassFeature, PassKind
 from drawloom.components.ports.pipeline import LOSSES, Loss, MeasuresStep, Referenced, Schedule, embeds_on_every_rank
 from drawloom.components.ports.program import Action, Program, iterate_actions
 from drawloom.components.ports.stages import ForwardStages, Stage, StageInputs, TrainableStages
@@ -53,11 +53,6 @@ class _Training:
 def _compute_logits(hidden: Tensor, head: Head) -> Tensor:
     """Return logits (rows, length, vocab_size) for hidden states (rows, length, hidden)."""
     return head.logits(hidden)
-
-
-def _get_requested_hidden_states(last_and_requested: Any, _head: Head) -> Any:
-    """Select the requested hidden states by layer from a pair: the last hidden states, and the requested ones."""
-    return last_and_requested[1]
 
 
 REPLACED_KEYS = {
@@ -154,17 +149,14 @@ class ProgramExecutor:
             none = torch.zeros(0, device=self.device.device)
             state[LOSSES] = {"loss": none, "weight": none, "sums": {}}
 
-    def infer(self, tokens: Tensor, shared: BatchContext) -> Tensor | None:
-        """Return logits (rows, length, vocab_size) for tokens (rows, length) on the last stage's rank, else None."""
-        logits: dict[int, Tensor] = {}
-        self.infer_microbatches([(tokens, shared)], logits.__setitem__)
-        return logits.get(0)
-
-    def infer_hidden_states_by_layer(self, tokens: Tensor, shared: BatchContext) -> dict[int, Tensor] | None:
-        """Return the hidden states requested by `shared`, by layer, on the last stage's rank; None on others."""
-        states: dict[int, dict[int, Tensor]] = {}
-        self.infer_microbatches([(tokens, shared)], states.__setitem__, _get_requested_hidden_states)
-        return states.get(0)
+    def infer(self, tokens: Tensor, shared: BatchContext, finish: Finish = _compute_logits) -> Any:
+        """
+        Return logits (rows, length, vocab_size) for tokens (rows, length), or `finish`'s result, on the last stage's
+        rank, else None.
+        """
+        outputs: dict[int, Any] = {}
+        self.infer_microbatches([(tokens, shared)], outputs.__setitem__, finish)
+        return outputs.get(0)
 
     def infer_microbatches(
         self,
@@ -184,9 +176,7 @@ class ProgramExecutor:
         inputs = [MicrobatchInputs(tokens, shared, finish=finish) for tokens, shared in moved]
         self._run_forward_in_inference_mode(inputs, on_output)
 
-    def _run_forward_in_inference_mode(
-        self, inputs: Sequence[MicrobatchInputs], on_output: Callable[[int, Any], None]
-    ) -> None:
+    def _run_forward_in_inference_mode(self, inputs: Microbatches, on_output: Callable[[int, Any], None]) -> None:
         """Run microbatches forward without gradients, and pass numbers and results to `on_output`."""
         actions = self._build_forward_program(len(inputs))
         runner = self._create_runner("inference", actions, inputs, StepState(), self.stages.local)
@@ -194,18 +184,19 @@ class ProgramExecutor:
         with torch.inference_mode():
             runner.run(self._features)
 
-    def prepare_inputs(self, batches: Iterable[Batch]) -> Sequence[MicrobatchInputs]:
-        """Return the batches' inputs on the device, as features prepare them."""
-        inputs: Sequence[MicrobatchInputs] = [self._upload_inputs(batch) for batch in batches]
+    def prepare_inputs(self, batches: Iterable[Batch]) -> Microbatches:
+        """Return the batches' inputs on the device, as features and a loss with passes of its own prepare them."""
+        inputs: Microbatches = [self._upload_inputs(batch) for batch in batches]
         for feature in self._features:
             inputs = feature.prepare_inputs(inputs, self)
+        if isinstance(self.objective, Referenced | MeasuresStep):
+            from drawloom.components.pipeline.runtime.loss_passes import prepare_loss_inputs
+
+            inputs = prepare_loss_inputs(inputs, self)
         return inputs
 
     def run_forward(
-        self,
-        compute: Callable[[Tensor, Head, Any], Any],
-        microbatches: Sequence[MicrobatchInputs],
-        model: ForwardStages | None = None,
+        self, compute: Compute, microbatches: Microbatches, model: ForwardStages | None = None
     ) -> dict[int, Any]:
         outputs = dict[int, Any]()
         inputs = [_replace_loss(compute, microbatch) for microbatch in microbatches]
@@ -218,8 +209,7 @@ class ProgramExecutor:
             for action in self._build_forward_program(len(inputs), model)
             if (action.op, action.stage) != resharding
         ]
-        stages = {stage.index: StageRunner(stage, self.objective) for stage in model.local}
-        runner = ProgramRunner(stages, inputs, model, P2PBuffers(self._links, self.device.device), actions)
+        runner = self._create_runner("inference", actions, inputs, StepState(), model.local, boundaries=model)
         runner.on_output = outputs.__setitem__
         # Not in inference mode, whose tensors can't be part of the loss's autograd graph.
         with torch.no_grad():
@@ -230,10 +220,11 @@ class ProgramExecutor:
         self,
         kind: PassKind,
         actions: Sequence[Action],
-        inputs: Sequence[MicrobatchInputs],
+        inputs: Microbatches,
         state: StepState,
         local_stages: Sequence[Stage],
         split_stages: Set[int] = frozenset(),
+        boundaries: StageInputs | None = None,
     ) -> ProgramRunner:
         """Return a runner that writes microbatch losses into `state`."""
         stages = {
@@ -241,7 +232,7 @@ class ProgramExecutor:
             for stage in local_stages
         }
         buffers = P2PBuffers(self._links, self.device.device)
-        return ProgramRunner(stages, inputs, self.boundaries, buffers, actions, kind)
+        return ProgramRunner(stages, inputs, boundaries or self.boundaries, buffers, actions, kind)
 
     def _upload_inputs(self, batch: Batch) -> MicrobatchInputs:
         """Copy this context rank's part of a batch to the device, and return it with the stages' inputs."""
@@ -263,13 +254,8 @@ class ProgramExecutor:
 
     @cached_property
     def _features(self) -> list[PassFeature]:
-        """Return the recipe's features and those of a loss with passes of its own, from the inside to the outside."""
-        features = [*self.features]
-        if isinstance(self.objective, Referenced | MeasuresStep):
-            from drawloom.components.pipeline.runtime.loss_passes import list_loss_features
-
-            features += list_loss_features(self.objective)
-        return sorted(features, key=lambda feature: feature.order)
+        """Return the features from the inside to the outside."""
+        return sorted(self.features, key=lambda feature: feature.order)
 
     @cached_property
     def _uploads(self) -> Uploads:
@@ -321,14 +307,14 @@ class ProgramExecutor:
         return [*iterate_actions(insert_shard_actions(line, gathered, shards.keys(), by_microbatch))]
 
 
-def _replace_loss(function: Callable[..., Any], inputs: MicrobatchInputs) -> MicrobatchInputs:
-    """Return the microbatch with `function(hidden, head, batch)` as its result instead of the loss."""
+def _replace_loss(compute: Compute, inputs: MicrobatchInputs) -> MicrobatchInputs:
+    """Return the microbatch with `compute`'s result instead of the loss."""
     if (batch := inputs.batch) is None:
         return inputs
 
     def finish(hidden: Tensor, head: Head) -> Any:
         """Compute the last stage's result, in place of the loss."""
-        return function(hidden, head, batch)
+        return compute(hidden, head, batch)
 
     # Without weights the model computes no losses of its own, such as a router's.
     return MicrobatchInputs(inputs.inputs, attrs.evolve(inputs.shared, weights=None), finish=finish)

@@ -1,4 +1,4 @@
-"""Activations of all stages in host memory; see `runtime/offloads.py`."""
+"""All stages' activations in host memory; see `runtime/offloads.py`."""
 
 from collections.abc import Mapping
 from typing import ClassVar

@@ -67,7 +67,7 @@ class StageNodes:
 
 
 class Feature:
-    """Declarations of every feature."""
+    """Declarations that all features have."""
 
     order: ClassVar[WrappingOrder]
     excludes: ClassVar[Mapping[str, str]] = {}

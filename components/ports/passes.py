@@ -1,4 +1,4 @@
-"""Port for features of passes: nodes composed around the programs that an executor runs."""
+"""Ports for features around passes: nodes composed around the programs that an executor runs."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Protocol
@@ -18,7 +18,10 @@ from drawloom.graph import Problem, port
 from drawloom.graph.wiring.node import NodeView
 
 PassKind = Literal["training", "evaluation", "inference"]
-"""Purpose of a program: a step's passes, forward passes with the loss, or forward passes with another result."""
+"""A program's purpose: a step's passes, forward passes with the loss, or forward passes with another result."""
+
+Compute = Callable[[Tensor, Head, Any], Any]
+"""Function that gets the last hidden states, the head and the batch, in place of the loss."""
 
 Operation = Callable[[Action], None]
 """Function that runs an action."""
@@ -36,6 +39,9 @@ class MicrobatchInputs:
     shared: BatchContext
     batch: Batch | None = None
     finish: Finish | None = None
+
+
+Microbatches = Sequence[MicrobatchInputs]
 
 
 class RunnableStage(Protocol):
@@ -79,6 +85,10 @@ class RunnableStage(Protocol):
         """Run W: accumulate the weight gradients, and reduce every part after `reduce_in_next_backward`."""
         ...
 
+    def list_inputs_and_outputs(self, microbatch: int) -> list[Tensor]:
+        """Return the leaves kept from a microbatch's forward pass until its backward pass."""
+        ...
+
     def start_unshard(self) -> None:
         """Start gathering the stage's sharded parameters."""
         ...
@@ -97,7 +107,7 @@ class PassRun(Protocol):
 
     kind: PassKind
     actions: Sequence[Action]
-    microbatches: Sequence[MicrobatchInputs]
+    microbatches: Microbatches
     stages: Mapping[int, RunnableStage]
 
     def list_inputs_from_local_stage(self, action: Action) -> list[Tensor]:
@@ -106,30 +116,25 @@ class PassRun(Protocol):
 
 
 class ForwardRunner(Protocol):
-    """An executor, for features with passes before those of its programs."""
+    """An executor, for features that run passes before its programs."""
 
     stages: TrainableStages
     objective: Loss
     mesh: Mesh
 
     def run_forward(
-        self,
-        compute: Callable[[Tensor, Head, Any], Any],
-        microbatches: Sequence[MicrobatchInputs],
-        model: ForwardStages | None = None,
+        self, compute: Compute, microbatches: Microbatches, model: ForwardStages | None = None
     ) -> dict[int, Any]:
         """
-        Run forward passes without gradients, and return `compute(hidden, head, batch)` by microbatch, in place of the
-        loss, on the last stage's rank; {} on others.
+        Run forward passes without gradients, and return `compute`'s results by microbatch on the last stage's rank; {}
+        on others.
 
         With other stages on the same ranks as `model`, the gathered parameters of its last stage stay, with the head.
         """
         ...
 
 
-def add_reference_values(
-    loss: Referenced, microbatches: Sequence[MicrobatchInputs], values: Mapping[int, Any]
-) -> list[MicrobatchInputs]:
+def add_reference_values(loss: Referenced, microbatches: Microbatches, values: Mapping[int, Any]) -> Microbatches:
     """Return microbatches with a reference model's values in their batches, if there are any on this rank."""
     return [
         attrs.evolve(inputs, batch=loss.with_reference(inputs.batch, values[number])) if number in values else inputs
@@ -140,26 +145,24 @@ def add_reference_values(
 @port
 class PassFeature(Feature):
     """
-    A feature composed around the programs of an executor. Derive from this class: its members do nothing.
+    A feature composed around an executor's programs. Derive from this class: its members do nothing.
 
-    An executor calls the features of a recipe in the order of `order`, and of equal ones in the recipe's order. It
-    knows no feature; without its node, nothing of it is imported.
+    An executor calls a recipe's features sorted by `order`, and else in the recipe's order. It knows no feature;
+    without the node, nothing is imported.
     """
 
     order: ClassVar[WrappingOrder] = WrappingOrder.LAUNCH
 
     @classmethod
     def check_passes(cls, feature: NodeView, executor: NodeView) -> Iterator[Problem]:
-        """Yield problems of a recipe whose executor can't have the feature."""
+        """Yield problems if the executor can't have the feature."""
         yield from ()
 
     def change_program(self, program: Program) -> Program:
-        """Return the program of a training step, in which stages may have another policy of recomputation."""
+        """Return the program for a training step, with other policies or stages to offload."""
         return program
 
-    def prepare_inputs(
-        self, microbatches: Sequence[MicrobatchInputs], runner: ForwardRunner
-    ) -> Sequence[MicrobatchInputs]:
+    def prepare_inputs(self, microbatches: Microbatches, runner: ForwardRunner) -> Microbatches:
         """Return microbatches with more in their batches, before training and evaluation."""
         return microbatches
 

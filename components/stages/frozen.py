@@ -23,7 +23,7 @@ from drawloom.components.ports.model import (
     PretrainedModel,
     build_meta_module_if_known,
 )
-from drawloom.components.ports.passes import ForwardRunner, MicrobatchInputs, PassFeature, PassRun, add_reference_values
+from drawloom.components.ports.passes import ForwardRunner, Microbatches, PassFeature, PassRun, add_reference_values
 from drawloom.components.ports.pipeline import Referenced, Schedule
 from drawloom.components.ports.run import RunInfo
 from drawloom.components.ports.stages import ForwardStages
@@ -144,9 +144,7 @@ class FrozenStages(PassFeature):
     def forward_stages(self) -> ForwardStages:
         return self._stages
 
-    def prepare_inputs(
-        self, microbatches: Sequence[MicrobatchInputs], runner: ForwardRunner
-    ) -> Sequence[MicrobatchInputs]:
+    def prepare_inputs(self, microbatches: Microbatches, runner: ForwardRunner) -> Microbatches:
         """Return the microbatches, on the last stage's rank with this model's values."""
         loss = runner.objective
         if not isinstance(loss, Referenced) or loss.reference != "model":

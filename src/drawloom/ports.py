@@ -306,6 +306,7 @@ from drawloom.components.ports.features import (
     WrappingOrder as WrappingOrder,
 )
 from drawloom.components.ports.passes import (
+    ForwardRunner as ForwardRunner,
     MicrobatchInputs as MicrobatchInputs,
     Operation as Operation,
     PassFeature as PassFeature,

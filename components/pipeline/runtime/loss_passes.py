@@ -1,63 +1,46 @@
 """
-Passes before those of a step, for losses that depend on them: of the model without adapters, and for sums over a step.
+Passes before a step's, for losses that depend on them: by the model without adapters, and for sums over the step.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import attrs
 import torch
 
 from drawloom.components.ports.adapters import trains_base_weights
-from drawloom.components.ports.passes import ForwardRunner, MicrobatchInputs, PassFeature, add_reference_values
-from drawloom.components.ports.pipeline import Loss, MeasuresStep, Referenced, embeds_on_every_rank
+from drawloom.components.ports.passes import ForwardRunner, Microbatches, add_reference_values
+from drawloom.components.ports.pipeline import MeasuresStep, Referenced, embeds_on_every_rank
 from drawloom.components.ports.stages import FrozenModel
 from drawloom.components.weights.adapted import disable_adapters
 from drawloom.graph import Problem
 from drawloom.graph.wiring.node import NodeView
 
 
-@attrs.frozen(eq=False)
-class ReferenceWithoutAdapters(PassFeature):
-    """Values of the model without its adapters, for a loss that compares the model with itself."""
-
-    loss: Referenced
-
-    def prepare_inputs(
-        self, microbatches: Sequence[MicrobatchInputs], runner: ForwardRunner
-    ) -> Sequence[MicrobatchInputs]:
-        with disable_adapters(stage.module for stage in runner.stages.local):
-            outputs = runner.run_forward(self.loss.reference_values, microbatches)
-        # A tensor of inference mode can't be part of an autograd graph, but its clone can.
-        values = {number: output.clone() for number, output in outputs.items()}
-        return add_reference_values(self.loss, microbatches, values)
-
-
-@attrs.frozen(eq=False)
-class StepSums(PassFeature):
-    """Sums over all microbatches and ranks of a step, for a loss that depends on them."""
-
-    loss: MeasuresStep
-
-    def prepare_inputs(
-        self, microbatches: Sequence[MicrobatchInputs], runner: ForwardRunner
-    ) -> Sequence[MicrobatchInputs]:
-        """Return the microbatches, on the last stage's rank with the sums. A collective."""
-        outputs = runner.run_forward(self.loss.compute_part_of_step_sums, microbatches)
-        if not outputs:  # alike on all ranks of the data group, which have the same stages
-            return microbatches
-        sums = torch.stack([outputs[number] for number in range(len(microbatches))]).sum(0)
-        runner.mesh.data_group.sum(sums)
-        return [attrs.evolve(inputs, batch=self.loss.with_step_sums(inputs.batch, sums)) for inputs in microbatches]
-
-
-def list_loss_features(loss: Loss) -> list[PassFeature]:
-    """Return the features that run a loss's own passes."""
-    features: list[PassFeature] = []
+def prepare_loss_inputs(microbatches: Microbatches, runner: ForwardRunner) -> Microbatches:
+    """Return microbatches with the values from the loss's own passes in their batches."""
+    loss = runner.objective
     if isinstance(loss, Referenced) and loss.reference == "adapters":
-        features.append(ReferenceWithoutAdapters(loss))
-    if isinstance(loss, MeasuresStep):
-        features.append(StepSums(loss))
-    return features
+        microbatches = add_values_without_adapters(loss, microbatches, runner)
+    return add_step_sums(loss, microbatches, runner) if isinstance(loss, MeasuresStep) else microbatches
+
+
+def add_values_without_adapters(loss: Referenced, microbatches: Microbatches, runner: ForwardRunner) -> Microbatches:
+    """Return microbatches, on the last stage's rank with reference values by the model without its adapters."""
+    with disable_adapters(stage.module for stage in runner.stages.local):
+        outputs = runner.run_forward(loss.reference_values, microbatches)
+    # A tensor of inference mode can't be part of an autograd graph, but its clone can.
+    values = {number: output.clone() for number, output in outputs.items()}
+    return add_reference_values(loss, microbatches, values)
+
+
+def add_step_sums(loss: MeasuresStep, microbatches: Microbatches, runner: ForwardRunner) -> Microbatches:
+    """Return microbatches, on the last stage's rank with the loss's sums over the step. A collective."""
+    outputs = runner.run_forward(loss.compute_part_of_step_sums, microbatches)
+    if not outputs:  # alike on all ranks of the data group, which have the same stages
+        return microbatches
+    sums = torch.stack([outputs[number] for number in range(len(microbatches))]).sum(0)
+    runner.mesh.data_group.sum(sums)
+    return [attrs.evolve(inputs, batch=loss.with_step_sums(inputs.batch, sums)) for inputs in microbatches]
 
 
 def check_loss_passes(executor: NodeView, loss: NodeView, stages: NodeView) -> Iterator[Problem]:
@@ -81,7 +64,7 @@ def check_loss_passes(executor: NodeView, loss: NodeView, stages: NodeView) -> I
 
 
 def _check_reference_adapters(loss: NodeView, stages: NodeView) -> Iterator[Problem]:
-    """Yield a problem if adapters are missing, or train weights of the base."""
+    """Yield a problem if adapters are missing, or train the base's weights."""
     adapters = stages.neighbours("adapters")
     if not adapters:
         other = ', or reference = "model" with a frozen model'

@@ -1,6 +1,7 @@
 """A stage's passes for a microbatch: forward, and backward as a whole or in two parts."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -51,12 +52,10 @@ class StageRunner:
         # Evaluation keeps nothing for a backward pass, so that activation checkpointing has no use.
         keeps = torch.is_grad_enabled()
         split = SplitBackward(self._weights) if self.split else None
-        with Accumulation() if split is None else split.forward_context():
-            if keeps and self.stage.recompute != "none":
-                with apply_recompute_policy(self.stage.recompute):
-                    outputs = self._run_module(microbatch, inputs, shared, batch, finish)
-            else:
-                outputs = self._run_module(microbatch, inputs, shared, batch, finish)
+        recomputes = keeps and self.stage.recompute != "none"
+        recomputing = apply_recompute_policy(self.stage.recompute) if recomputes else nullcontext()
+        with Accumulation() if split is None else split.forward_context(), recomputing:
+            outputs = self._run_module(microbatch, inputs, shared, batch, finish)
         if keeps:
             self._in_flight[microbatch] = InFlight(list_floating_leaves(inputs), list_floating_leaves(outputs), split)
         return outputs.detach() if isinstance(outputs, Tensor) else map_leaves(detach_leaf, outputs)
@@ -110,6 +109,10 @@ class StageRunner:
         split.backward_weight(self._shards.list_reduction_units())
         self._shards.reduce_remaining_gradients()
         self._stop_reducing_in_backward()
+
+    def list_inputs_and_outputs(self, microbatch: int) -> list[Tensor]:
+        in_flight = self._in_flight[microbatch]
+        return in_flight.inputs + in_flight.outputs
 
     def start_unshard(self) -> None:
         self._shards.start_unshard()

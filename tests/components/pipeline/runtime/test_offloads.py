@@ -25,7 +25,7 @@ def gradients(folder: Path, transfers: Any, is_everywhere: bool = True, **settin
     """
     Return the gradients of two steps, whose activations leave by these transfers, or by a run's if "real".
 
-    With `is_everywhere` those of all stages leave.
+    With `is_everywhere` the activations of all stages leave.
     """
     schedule = {"use": f"pipeline.schedules.{settings.pop('schedule', 'gpipe')}"}
     offload = {"offload": {"use": "pipeline.offloaded"}} if is_everywhere and transfers is not None else {}
