@@ -11,7 +11,7 @@ from drawloom.components.ports.features import Feature, WrappingOrder
 from drawloom.components.ports.model import BatchContext, Finish, Head
 from drawloom.components.ports.pipeline import Loss, Referenced
 from drawloom.components.ports.program import Action, Program
-from drawloom.components.ports.stages import ForwardStages, Stage, TrainableStages
+from drawloom.components.ports.stages import ForwardStages, Shards, Stage, TrainableStages
 from drawloom.components.state.batch import Batch
 from drawloom.components.state.step_state import StepState
 from drawloom.graph import Problem, port
@@ -89,12 +89,9 @@ class RunnableStage(Protocol):
         """Return the leaves kept from a microbatch's forward pass until its backward pass."""
         ...
 
-    def start_unshard(self) -> None:
-        """Start gathering the stage's sharded parameters."""
-        ...
-
-    def reshard(self) -> None:
-        """Free the gathered parameters."""
+    @property
+    def shards(self) -> Shards:
+        """The stage's shards, which gather parameters and reduce gradients; ValueError if it has none."""
         ...
 
     def reduce_in_next_backward(self, is_last_in_step: bool) -> None:

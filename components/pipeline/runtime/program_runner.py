@@ -52,8 +52,8 @@ class ProgramRunner:
             "RECV_F": self._start_receive_forward,
             "SEND_B": self._send_backward,
             "RECV_B": self._start_receive_backward,
-            "UNSHARD": lambda action: self.stages[action.stage].start_unshard(),
-            "RESHARD": lambda action: self.stages[action.stage].reshard(),
+            "UNSHARD": lambda action: self.stages[action.stage].shards.start_unshard(),
+            "RESHARD": lambda action: self.stages[action.stage].shards.reshard(),
             "REDUCE_SCATTER": lambda action: self.stages[action.stage].reduce_in_next_backward(is_last_in_step=False),
             "REDUCE_GRAD": lambda action: self.stages[action.stage].reduce_in_next_backward(is_last_in_step=True),
         }

@@ -106,32 +106,25 @@ class StageRunner:
         if not self._reduces_next:
             split.backward_weight()
             return
-        split.backward_weight(self._shards.list_reduction_units())
-        self._shards.reduce_remaining_gradients()
+        split.backward_weight(self.shards.list_reduction_units())
+        self.shards.reduce_remaining_gradients()
         self._stop_reducing_in_backward()
 
     def list_inputs_and_outputs(self, microbatch: int) -> list[Tensor]:
         in_flight = self._in_flight[microbatch]
         return in_flight.inputs + in_flight.outputs
 
-    def start_unshard(self) -> None:
-        self._shards.start_unshard()
-
-    def reshard(self) -> None:
-        self._shards.reshard()
-
     def reduce_in_next_backward(self, is_last_in_step: bool) -> None:
-        self._shards.reduce_in_next_backward(is_last_in_step)
+        self.shards.reduce_in_next_backward(is_last_in_step)
         self._reduces_next = True
 
     def _stop_reducing_in_backward(self) -> None:
         """End the gradient reduction requested by `reduce_in_next_backward`."""
-        self._shards.stop_reducing_in_backward()
+        self.shards.stop_reducing_in_backward()
         self._reduces_next = False
 
     @property
-    def _shards(self) -> Shards:
-        """Return the stage's shards, which gather parameters and reduce gradients; ValueError if it has none."""
+    def shards(self) -> Shards:
         if self.stage.shards is None:
             raise ValueError(
                 f"stage {self.stage.index} can't gather parameters or reduce gradients: the stage has no `shards`"
