@@ -106,7 +106,7 @@ def simulate_and_summarize(
 
 def offloads_activations(graph: Graph) -> bool:
     """Return whether stages offload activations to host memory."""
-    return any(node.settings.get("offload") for node in graph.nodes.values() if "recompute" in node.settings)
+    return any(node.spec.use == "pipeline.offloaded" for node in graph.nodes.values())
 
 
 def describe_parameter_sharding(graph: Graph) -> Sharding | None:

@@ -17,6 +17,9 @@ from drawloom.components.data.preferences import REFERENCES, Preferences
 from drawloom.components.data.store.shard import choose_id_dtype
 from drawloom.components.data.token_arrays import TokenArrays
 from drawloom.components.pipeline.executor import ProgramExecutor
+from drawloom.components.pipeline.runtime.loss_passes import ReferenceWithoutAdapters
+from drawloom.components.ports.data import TokenBatch
+from drawloom.components.ports.pipeline import Referenced
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import UserError
 from drawloom.graph.cli.result import Result, dump_json_line, output, output_class
@@ -89,6 +92,12 @@ def _sum_logps_by_answer(data: Preferences, executor: ProgramExecutor, pairs: Se
     documents = TokenArrays.concatenate(ids, choose_id_dtype(data.vocab_size), weights)
     rows = [[RowPiece(number, 0, len(answer_ids))] for number, answer_ids in enumerate(ids)]
     batch = build_batch(documents, rows, max(map(len, ids)), data.eos_id)
-    if (logps := executor.reference_token_logps(batch)) is None:
+    if not isinstance(loss := executor.objective, Referenced):
+        raise UserError("the recipe's loss has no reference model; use a recipe with loss.dpo", 2)
+    inputs = executor.prepare_inputs([batch])
+    if loss.reference == "data":
+        inputs = ReferenceWithoutAdapters(loss).prepare_inputs(inputs, executor)
+    prepared = inputs[0].batch
+    if not isinstance(prepared, TokenBatch) or prepared.reference is None:
         raise UserError("the last pipeline stage is on another rank; write mesh.pipeline=1", 2)
-    return logps.sum(1, dtype=torch.float64).view(-1, 2).cpu()
+    return prepared.reference.sum(1, dtype=torch.float64).view(-1, 2).cpu()

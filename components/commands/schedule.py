@@ -60,7 +60,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "costs of a rank's layers in any unit: forward (F), input gradients (I), weight gradients (W), whole backward "
     )
     costs += "(B, default I + W), a message (comm), with mesh.data_shard gathering parameters (unshard) and reducing "
-    costs += "gradients (reduce), and with stages.offload a copy of activations to host memory or back (offload); or "
+    costs += (
+        "gradients (reduce), and with pipeline.offloaded a copy of activations to host memory or back (offload); or "
+    )
     costs += "seconds: planned (plan), or traced by listeners.profiler in a run (RUN_FOLDER)"
     parser.add_argument("--costs", type=_costs.parse_costs, metavar=known, help=costs)
     devices = "with --costs plan: the device, as for `drawloom plan` (default: this machine's)"

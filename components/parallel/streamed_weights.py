@@ -127,9 +127,9 @@ def check_streamed_weights(nodes: StageNodes) -> Iterator[Problem]:
     if compiled := nodes.find_feature("stages.compiled"):
         text = "torch.compile does not trace copies from host memory"
         yield nodes.stages.problem("stream_frozen", text, f"remove [{compiled.name}], or write stream_frozen = false")
-    if nodes.stages.settings["capture"]:
+    if captured := nodes.find_feature("pipeline.captured"):
         text = "a CUDA graph has its weights in fixed places on the device"
-        yield nodes.stages.problem("stream_frozen", text, "write capture = false, or stream_frozen = false")
+        yield nodes.stages.problem("stream_frozen", text, f"remove [{captured.name}], or write stream_frozen = false")
     if nodes.sizes.data_shard * nodes.sizes.context > 1:
         text = "weights sharded along data_shard and context are gathered from other ranks' devices"
         hint = f"write stream_frozen = false, or data_shard = 1 and context = 1 in [{nodes.mesh.name}]"

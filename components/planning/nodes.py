@@ -16,6 +16,7 @@ from drawloom.components.ports.flops import CountsFlops
 from drawloom.components.ports.memory import HostMemoryUser, MemoryUser
 from drawloom.components.ports.memory_policy import MemoryPolicy
 from drawloom.components.ports.model import Kernels
+from drawloom.components.ports.passes import PassFeature
 from drawloom.components.ports.pipeline import Loss, Schedule
 from drawloom.components.ports.rollouts import MakesRows, RowGrowth
 from drawloom.components.ports.run import Batching, Phase, accepts_deferred_factors
@@ -155,8 +156,9 @@ class Nodes:
     @property
     def may_offload_activations(self) -> bool:
         """Return whether activations can wait in host memory: not in CUDA graphs, or on several CUDA streams."""
-        settings = [self.graph.nodes[name].settings for name in self.used]
-        return not any(values.get("capture") or values.get("streams") for values in settings)
+        classes = [self.graph.nodes[name].spec.cls for name in self.used]
+        features = [cls for cls in classes if issubclass(cls, PassFeature)]
+        return not any("pipeline.offloaded" in feature.excludes for feature in features)
 
     @property
     def nodes_needed_by_stages(self) -> list[str]:

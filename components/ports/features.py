@@ -66,8 +66,25 @@ class StageNodes:
         return bool(self.stages.neighbours("adapters")) or WrappingOrder.LAYERS in orders
 
 
+class Feature:
+    """Declarations of every feature."""
+
+    order: ClassVar[WrappingOrder]
+    excludes: ClassVar[Mapping[str, str]] = {}
+    """Components that can't be in a recipe with the feature, by the name after `use`, and why."""
+
+
+def check_exclusions(feature: NodeView) -> Iterator[Problem]:
+    """Yield problems with nodes that a feature excludes."""
+    excluded: Mapping[str, str] = feature.component.excludes  # type: ignore[attr-defined]
+    for node in feature.nodes.values():
+        if reason := excluded.get(node.spec.use):
+            text = f"[{feature.name}] and [{node.name}] exclude each other: {reason}"
+            yield feature.problem("use", text, f"remove [{feature.name}] or [{node.name}]")
+
+
 @port
-class StageFeature:
+class StageFeature(Feature):
     """
     A feature composed around a rank's stages. Derive from this class: its members do nothing.
 
@@ -77,8 +94,6 @@ class StageFeature:
     """
 
     order: ClassVar[WrappingOrder] = WrappingOrder.LAYERS
-    excludes: ClassVar[Mapping[str, str]] = {}
-    """Components that can't be in a recipe with the feature, by the name after `use`, and why."""
     keeps_layer_shapes: ClassVar[bool] = False
     """Whether all layers keep the shape and dtype of hidden states if the model's layers do."""
     fuses_backward: ClassVar[bool] = False

@@ -38,7 +38,7 @@ from drawloom.components.ports.distributed import Device, Mesh, Precision
 from drawloom.components.ports.experts import Dispatcher, supports_expert_parallel
 from drawloom.components.ports.features import StageFeature
 from drawloom.components.ports.memory import MemoryKind, Transfers
-from drawloom.components.ports.memory_policy import MemoryChoice, MemoryPolicy
+from drawloom.components.ports.memory_policy import MemoryPolicy
 from drawloom.components.ports.model import BatchContext, Model, layers_keep_shapes
 from drawloom.components.ports.parameter_roles import Role
 from drawloom.components.ports.pipeline import Loss, Schedule
@@ -48,12 +48,10 @@ from drawloom.components.ports.stages import Recompute, Stage
 from drawloom.components.stages.activation_specs import ActivationSpecs
 from drawloom.components.stages.build import ParallelModules, StageBuilder, tie_equally_named_parameters
 from drawloom.components.stages.checks import (
-    check_cuda_graphs,
     check_embedding_and_head_costs_are_used,
     check_initial_folder,
     check_loss_is_not_module,
     check_memory_policy,
-    check_offload,
     check_recompute_is_set_once,
     describe_chosen_layer_partition,
     describe_recompute_fault,
@@ -79,7 +77,9 @@ The entry of a state with the fingerprint of frozen weights, which the state omi
 
 @component(
     replaced_keys={
+        "capture": 'a table [capture] with use = "pipeline.captured"',
         "compile": 'a table [compile] with use = "stages.compiled"',
+        "offload": 'a table [offload] with use = "pipeline.offloaded"',
         "transforms": 'features = ["@name"], or a table with a feature, which is found by type',
     }
 )
@@ -144,17 +144,6 @@ class MaterializedStages:
             "which rounds gradients"
         ),
     )
-    capture: bool = setting(
-        default=False,
-        impact="safe",
-        doc="whether a stage's passes are launched as CUDA graphs on a GPU; faster for small microbatches and texts",
-    )
-    offload: bool = setting(
-        default=False,
-        impact="safe",
-        doc="whether activations wait in host memory between a microbatch's forward and backward pass, if two or more "
-        "passes of the rank are in between",
-    )
     stream_frozen: bool = setting(
         default=False,
         impact="safe",
@@ -185,7 +174,6 @@ class MaterializedStages:
                 yield from warn_fused_split_backward(node, schedule, nodes.mesh)
                 yield from check_recompute_is_set_once(node, schedule, nodes.mesh)
             yield from check_features(nodes)
-            yield from check_cuda_graphs(nodes)
             yield from check_float8(nodes)
             yield from check_frozen_weight_format(nodes)
             yield from check_streamed_weights(nodes)
@@ -194,7 +182,6 @@ class MaterializedStages:
             yield from check_loss_is_not_module(node, loss)
         if schedule := node.neighbour("schedule"):
             yield from check_embedding_and_head_costs_are_used(node, schedule)
-            yield from check_offload(node, schedule)
             yield from check_memory_policy(node, schedule)
 
     @classmethod
@@ -205,10 +192,8 @@ class MaterializedStages:
 
     @classmethod
     def notes(cls, node: NodeView) -> Iterator[str]:
-        """Yield sentences for `explain`: recomputation, CUDA graphs, formats, mesh dimensions and layers."""
+        """Yield sentences for `explain`: recomputation, features, formats, mesh dimensions and layers."""
         yield from describe_recompute_policy(node.settings["recompute"])
-        if node.settings["capture"]:
-            yield "capture: from the second step on a GPU gets each pass of a stage as a CUDA graph; a CPU has none"
         if nodes := find_stage_nodes(node):
             yield from describe_features(nodes)
             yield from describe_float8(nodes)
@@ -309,8 +294,8 @@ class MaterializedStages:
             gathers_per_block=should_gather_per_block(self.reshard_after_forward, self.mesh.sizes.pipeline),
             reduces_per_microbatch=self.sync_each_microbatch,
             bucket_bytes=self.bucket_bytes,
-            # A CUDA graph does not run the hooks with which replicas sum gradients during a backward pass.
-            overlaps=not self.capture and self._features.do_gradient_hooks_run,
+            # Replicas sum gradients in hooks during a backward pass.
+            overlaps=self._features.do_gradient_hooks_run,
             experts=parallel.experts,
         )
 
@@ -336,7 +321,7 @@ class MaterializedStages:
         self.store = store
         self._features.allocate([*parallel.modules.values()])
         self._float8 = CachedFloat8Layers.allocate(parallel.modules.values(), self.precision)
-        choice = self._choose_recompute_and_offload(len(parallel.spans))
+        policies = self._choose_recompute_policies(len(parallel.spans))
         self.local = [
             Stage(
                 index=index,
@@ -347,9 +332,7 @@ class MaterializedStages:
                 shards=store.get_shards(module),
                 adapters=self.adapters,
                 splits=parallel.splits,
-                recompute=choice.recompute[index],
-                capture=self.capture,
-                offload=index in choice.offloaded,
+                recompute=policies[index],
                 read_or_draw_frozen_values=None if self._values is None else self._values.read_or_draw_frozen_values,
             )
             for index, module in parallel.modules.items()
@@ -365,13 +348,9 @@ class MaterializedStages:
             experts=parallel.experts,
         )
 
-    def _choose_recompute_and_offload(self, stages: int) -> MemoryChoice:
-        """Return the memory policy's choice, or the settings'."""
-        if self.memory is not None:
-            return self.memory.choose()
-        kept = MemoryChoice.keep_all(stages, self.mesh.sizes.pipeline)
-        offloaded = frozenset(range(stages) if self.offload else ())
-        return attrs.evolve(kept, recompute=(self.recompute,) * stages, offloaded=offloaded)
+    def _choose_recompute_policies(self, stages: int) -> Sequence[Recompute]:
+        """Return the memory policy's choice by stage, or the setting."""
+        return (self.recompute,) * stages if self.memory is None else self.memory.choose().recompute
 
     @property
     def _do_layers_keep_shapes(self) -> bool:

@@ -299,9 +299,19 @@ from drawloom.components.ports.slices import (
     divide_into_shares as divide_into_shares,
 )
 from drawloom.components.ports.features import (
+    Feature as Feature,
     StageFeature as StageFeature,
+    check_exclusions as check_exclusions,
     StageNodes as StageNodes,
     WrappingOrder as WrappingOrder,
+)
+from drawloom.components.ports.passes import (
+    MicrobatchInputs as MicrobatchInputs,
+    Operation as Operation,
+    PassFeature as PassFeature,
+    PassKind as PassKind,
+    PassRun as PassRun,
+    RunnableStage as RunnableStage,
 )
 from drawloom.components.ports.stages import (
     LoadedStages as LoadedStages,

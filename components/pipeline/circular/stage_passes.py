@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from drawloom.components.pipeline.runtime.program_runner import MicrobatchInputs
 from drawloom.components.pipeline.runtime.stage_runner import StageRunner
+from drawloom.components.ports.passes import MicrobatchInputs
 
 
 @attrs.define(eq=False)

@@ -1,15 +1,23 @@
 """Activations that wait in host memory between a microbatch's forward and backward pass."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
 from weakref import ref
 
 import attrs
 import torch
 from torch import Tensor
 
+from drawloom.components.pipeline.runtime.stage_runner import StageRunner
 from drawloom.components.ports.memory import Ticket, Transfers
-from drawloom.kernels.recompute import KeptTensor
+from drawloom.components.ports.model import BatchContext, Finish
+from drawloom.components.ports.passes import Operation, PassFeature, PassRun
+from drawloom.components.ports.program import OPS, Action
+from drawloom.components.ports.slices import is_dtensor
+from drawloom.components.state.batch import Batch
+from drawloom.kernels.recompute import Collecting, KeptTensor
 
 
 @attrs.define(eq=False)
@@ -117,3 +125,93 @@ class OffloadedTensors:
         for memory in self._host:
             self._offloads.return_host_memory(memory, self._arrived)
         self._host, self._storages = [], []
+
+
+@attrs.define(eq=False)
+class OffloadingRunner(StageRunner):
+    """`StageRunner` whose microbatches' activations can leave the device between the passes."""
+
+    offloads: Offloads = attrs.field(kw_only=True)
+    _kept: dict[int, Sequence[ref[KeptTensor]]] = attrs.field(init=False, factory=dict)
+    _offloaded: dict[int, OffloadedTensors] = attrs.field(init=False, factory=dict)
+
+    def forward(
+        self, microbatch: int, inputs: Any, shared: BatchContext, batch: Batch | None, finish: Finish | None = None
+    ) -> Any:
+        with Collecting() as collecting:
+            output = super().forward(microbatch, inputs, shared, batch, finish)
+        self._kept[microbatch] = collecting.kept
+        return output
+
+    def backward(self, microbatch: int, grads: list[Tensor] | None) -> list[Tensor]:
+        self._make_backward_wait_for_reload(microbatch)
+        return super().backward(microbatch, grads)
+
+    def backward_input(self, microbatch: int, grads: list[Tensor] | None) -> list[Tensor]:
+        self._make_backward_wait_for_reload(microbatch)
+        return super().backward_input(microbatch, grads)
+
+    def offload(self, microbatch: int) -> OffloadedTensors:
+        """Start to copy a microbatch's activations to host memory; the caller frees the device memory."""
+        in_flight = self._in_flight[microbatch]
+        # The memory of inputs, outputs and parameters stays, whoever saved it.
+        parameters = (parameter for parameter in self.stage.module.parameters() if not is_dtensor(parameter))
+        others = (*in_flight.inputs, *in_flight.outputs, *parameters)
+        self._offloaded[microbatch] = self.offloads.start_offload(self._kept[microbatch], others)
+        return self._offloaded[microbatch]
+
+    def reload(self, microbatch: int) -> None:
+        """Start to copy a microbatch's activations back."""
+        self._offloaded[microbatch].reload()
+
+    def _make_backward_wait_for_reload(self, microbatch: int) -> None:
+        """Let the backward pass wait for a microbatch's offloaded activations."""
+        if (offloaded := self._offloaded.pop(microbatch, None)) is not None:
+            offloaded.wait_for_reload()
+
+
+@attrs.define(eq=False)
+class LeavingActivations:
+    """Activations on their way to host memory, each with the count of compute actions before their memory is freed."""
+
+    runners: Mapping[int, OffloadingRunner]
+    _leaving: list[tuple[int, OffloadedTensors]] = attrs.field(init=False, factory=list)
+
+    def offload(self, action: Action) -> None:
+        """Start to copy an action's activations to host memory."""
+        self._leaving.append((2, self.runners[action.stage].offload(action.microbatch)))
+
+    def reload(self, action: Action) -> None:
+        """Start to copy an action's activations back."""
+        self.runners[action.stage].reload(action.microbatch)
+
+    def free_and_compute(self, compute: Operation, action: Action) -> None:
+        """Free the device memory for activations whose offload began before the last compute action, and compute."""
+        waiting = [(actions - 1, tensors) for actions, tensors in self._leaving]
+        for actions, tensors in waiting:
+            if actions == 0:
+                tensors.free_device_memory()
+        self._leaving = [(actions, tensors) for actions, tensors in waiting if actions]
+        compute(action)
+
+
+@attrs.define(eq=False)
+class Offloading(PassFeature):
+    """Feature of programs with actions OFFLOAD and RELOAD, for the stages in `offloaded`."""
+
+    offloads: Offloads
+    offloaded: frozenset[int]
+
+    def start_run(self, run: PassRun, operations: Mapping[str, Operation]) -> Mapping[str, Operation]:
+        """Replace the runners of the stages, and return operations that also move activations."""
+        runners = {
+            index: OffloadingRunner(
+                runnable.stage, runnable.objective, runnable.state, runnable.split, offloads=self.offloads
+            )
+            for index, runnable in run.stages.items()
+            if index in self.offloaded
+        }
+        run.stages = {**run.stages, **runners}
+        leaving = LeavingActivations(runners)
+        computing: dict[str, Operation] = {op: partial(leaving.free_and_compute, operations[op]) for op in OPS}
+        return {**operations, **computing, "OFFLOAD": leaving.offload, "RELOAD": leaving.reload}

@@ -6,17 +6,20 @@ One pass's communication, such as token dispatch to experts, is then hidden behi
 its stage consumes the other stage's result.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar
 
 import attrs
 import torch
 from torch import Tensor
 
+from drawloom.components.ports.distributed import Device
+from drawloom.components.ports.passes import Operation, PassFeature, PassRun
 from drawloom.components.ports.program import Action
 from drawloom.components.ports.stages import Stage
-
-Operation = Callable[[Action], None]
+from drawloom.graph import Problem, component
+from drawloom.graph.wiring.node import NodeView
 
 NEIGHBOUR = {"F": -1, "B": 1, "I": 1}
 """Offset of the stage whose result a pass consumes."""
@@ -71,3 +74,47 @@ class StageStreams:
 def _get_direction(action: Action) -> str:
     """Return F for forward passes, and B for backward passes."""
     return "F" if action.op == "F" else "B"
+
+
+@component(impact="safe")
+class ConcurrentStages(PassFeature):
+    """CUDA stream for every stage, to run overlapping passes of a schedule concurrently; GPU only."""
+
+    excludes: ClassVar[Mapping[str, str]] = {
+        "pipeline.offloaded": "offloaded activations would be freed on another stream than they were allocated on",
+    }
+
+    device: Device
+    _streams: StageStreams | None = attrs.field(init=False, default=None)
+
+    @classmethod
+    def check_passes(cls, feature: NodeView, executor: NodeView) -> Iterator[Problem]:
+        """Yield problems for streams with copies of weights or activations, or on the CPU."""
+        remove = f"or remove [{feature.name}]"
+        stages, schedule, device = map(executor.neighbour, ("stages", "schedule", "device"))
+        if stages and stages.settings.get("stream_frozen"):
+            text = "a frozen weight would be copied on another stream than the one that uses it"
+            yield stages.problem("stream_frozen", text, f"write stream_frozen = false, {remove}")
+        if schedule and schedule.settings.get("offload"):
+            yield schedule.problem("offload", cls.excludes["pipeline.offloaded"], f"remove it, {remove}")
+        if device and device.settings.get("kind") == "cpu":
+            text = "the device is the CPU, which has no streams"
+            yield feature.problem("use", text, f"remove [{feature.name}]")
+
+    def start_run(self, run: PassRun, operations: Mapping[str, Operation]) -> Mapping[str, Operation]:
+        """Return operations that run in the stream of their stage."""
+        if run.kind != "training" or self.device.device.type != "cuda":
+            return operations
+        if self._streams is None:
+            stages = [runnable.stage for runnable in run.stages.values()]
+            self._streams = StageStreams.create(stages, partial(torch.cuda.Stream, self.device.device))
+        run_in_stream = self._streams.run_in_stream
+        self._streams.wait_for_current_stream()
+        return {
+            op: partial(run_in_stream, operation, run.list_inputs_from_local_stage)
+            for op, operation in operations.items()
+        }
+
+    def end_run(self, run: PassRun) -> None:
+        if run.kind == "training" and self._streams is not None:
+            self._streams.make_current_stream_wait()

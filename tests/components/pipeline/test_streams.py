@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.pipeline.runtime.stage_streams import StageStreams
+import drawloom
 from drawloom.components.pipeline.schedules.dual_pipe_v import DualPipeV
+from drawloom.components.pipeline.streams import StageStreams
 from drawloom.components.ports.program import Action, iterate_actions
 from drawloom.components.ports.stages import Stage
 
@@ -98,3 +99,28 @@ def test_stages_that_share_parameters_share_a_stream() -> None:
     assert len({id(stream) for stream in streams.values()}) == 1
     apart = StageStreams.create(stages(nn.Linear(2, 2), nn.Linear(2, 2)), Stream).streams
     assert apart[0] is not apart[1]
+
+
+CIRCULAR = ("schedule.use=pipeline.schedules.circular", "executor.use=pipeline.circular.executor")
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("device.kind=cpu",), "the device is the CPU"),
+        (("capture.use=pipeline.captured",), "CUDA graphs for passes share memory"),
+        (("offload.use=pipeline.offloaded",), "freed on another stream than they were allocated on"),
+        (CIRCULAR, "acts around a program"),
+    ],
+)
+def test_check_refuses_streams_without_concurrent_passes(words: tuple[str, ...], why: str) -> None:
+    """Streams are refused on a CPU, with passes that share memory or copy activations, and without a program."""
+    assert drawloom.Recipe.load("pipeline", "streams.use=pipeline.streams").graph.problems == ()
+    problems = drawloom.Recipe.load("pipeline", "streams.use=pipeline.streams", *words).graph.problems
+    assert [why in str(problem) for problem in problems] == [True]
+
+
+def test_check_names_the_new_place_of_streams() -> None:
+    """The executor's former setting is explained by the table that replaces it."""
+    (problem,) = drawloom.Recipe.load("pipeline", "executor.streams=true").graph.problems
+    assert 'write a table [streams] with use = "pipeline.streams"' in str(problem)
