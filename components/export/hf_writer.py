@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from drawloom.components.distributed.process_group import SingleProcess
+from drawloom.components.distributed.single_process import SingleProcess
 from drawloom.components.export.base_folder import find_base_folder, list_config_and_text_config, read_token_ids
 from drawloom.components.export.generation_config import add_end_ids, add_end_ids_to_generation_config
 from drawloom.components.export.shard_writer import (

@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from drawloom.components.distributed.process_group import SingleProcess, TorchGroup
+from drawloom.components.distributed.process_group import TorchGroup
 from drawloom.components.distributed.rank_errors import run_and_gather_on_all_ranks
+from drawloom.components.distributed.single_process import SingleProcess
 from drawloom.components.distributed.torchrun import read_launch
 from drawloom.components.ports.distributed import Group
 from drawloom.components.storage.state_tree import pack_state, unpack_state

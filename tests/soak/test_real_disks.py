@@ -12,7 +12,7 @@ import torch
 from drawloom.components.checkpoint.restore_newest import read_newest_valid
 from drawloom.components.checkpoint.retention import Retention, RetentionPolicy
 from drawloom.components.checkpoint.staging.blocking import Blocking
-from drawloom.components.distributed.process_group import SingleProcess
+from drawloom.components.distributed.single_process import SingleProcess
 from drawloom.components.ports.run import Step
 from drawloom.graph import UserError
 from support.checkpoints import StateNode, checkpointer, restore_step, state_of

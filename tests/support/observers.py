@@ -22,8 +22,7 @@ from drawloom.components.data.pad_collator import PadCollator
 from drawloom.components.data.text_files import TextFiles
 from drawloom.components.data.token_arrays import TokenArrays
 from drawloom.components.distributed.device import ComputeDevice
-from drawloom.components.distributed.process_group import SingleProcess
-from drawloom.components.distributed.symmetric_memory import HostMemory
+from drawloom.components.distributed.single_process import HostMemory, SingleProcess
 from drawloom.components.gradients import synchronize
 from drawloom.components.gradients.norm import compute_exact_norm
 from drawloom.components.kernels.auto import AutoKernels

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from drawloom.components.distributed.process_group import SingleProcess, TorchGroup
+from drawloom.components.distributed.process_group import TorchGroup
+from drawloom.components.distributed.single_process import SingleProcess
 from drawloom.components.export.shard_writer import Share, make_share, write_safetensors_folder_collectively
 from drawloom.components.ports.slices import ModelParameter
 from drawloom.components.ports.weights import Mapper

@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from drawloom.components.distributed.process_group import SingleProcess, TorchGroup
+from drawloom.components.distributed.process_group import TorchGroup
 from drawloom.components.distributed.rank_errors import run_on_rank0
+from drawloom.components.distributed.single_process import SingleProcess
 from drawloom.components.workspace import workspace
 from drawloom.components.workspace.workspace import NFSWorkspace, get_configs_parallel, get_tensors_parallel
 from drawloom.graph import UserError
