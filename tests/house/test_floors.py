@@ -19,7 +19,6 @@ LIBRARIES = {
     "components.weights",
     "components.distributed",
     "components.parallel",
-    "components.workspace",
 }
 BELOW = {"graph", *LIBRARIES}
 
@@ -74,11 +73,6 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
             "kernels.weight_formats",
         },
         {"attrs", "torch"},
-    ),
-    # Ranks hand each other tensors as files.
-    "components.workspace": (
-        {"graph", "components.ports", "components.state", "components.storage", "components.distributed"},
-        {"attrs", "safetensors", "torch"},
     ),
     "components.kernels": (BELOW | {"kernels"}, {"attrs", "torch"}),
     "components.optim": (BELOW | {"kernels"}, {"attrs", "torch"}),

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.checkpoint import mirror as mirrors
-from drawloom.components.data import loader as loading
 from drawloom.components.data.bytes import Bytes
 from drawloom.components.data.order.sequential import Sequential
 from drawloom.components.data.pad_collator import PadCollator
@@ -495,7 +494,7 @@ def load_microbatches(use: str, values: Values, _place: Path) -> Any:
 
         def close(self) -> None: ...
 
-    with mock.patch.object(loading, "Workers", Workers):
+    with mock.patch("drawloom.components.data.workers.Workers", Workers):
         edges = {"rows": _rows(), "batching": _batching(), "order": Sequential(), "mesh": SingleRankMesh()}
         loader = build(use, **edges, **values)
         loader.open()
