@@ -7,8 +7,9 @@ from pathlib import Path
 from drawloom.components.commands._options import convert_write_errors, parse_writable_path
 from drawloom.components.commands._recipes import Pipeline, require_microbatches
 from drawloom.components.report.drawings import draw_schedule_svg
+from drawloom.components.report.html import REPORT
 from drawloom.components.report.page import render_page
-from drawloom.components.report.run_record import REPORT, Drawings, check_is_run, make_unique_run_names, read_run_record
+from drawloom.components.report.run_record import Drawings, check_is_run, make_unique_run_names, read_run_record
 from drawloom.components.storage.byte_size import format_decimal_byte_size
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import RecipeError, UserError
