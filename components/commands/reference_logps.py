@@ -1,6 +1,5 @@
 """write DPO reference log-probabilities of preferences, computed by a recipe's initial model"""
 
-import argparse
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -9,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drawloom.components.commands._options import add_batch_size_option, convert_write_errors, parse_writable_path
-from drawloom.components.commands._recipes import add_overlay_option
+from drawloom.components.commands._options import check_new_file, convert_write_errors
 from drawloom.components.data.chat.encode import Encoded
 from drawloom.components.data.packing.rows import RowPiece, build_batch
 from drawloom.components.data.preferences import REFERENCES, Preferences
@@ -19,18 +17,10 @@ from drawloom.components.data.token_arrays import TokenArrays
 from drawloom.components.pipeline.executor import ProgramExecutor
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import UserError
+from drawloom.graph.cli.command import RecipeCommand, argument, command, option
 from drawloom.graph.cli.result import Result, dump_json_line, output, output_class
+from drawloom.graph.component import at_least
 from drawloom.graph.project import Project, Recipe
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command-line arguments."""
-    parser.add_argument("recipe", metavar="RECIPE", help="a recipe with loss.dpo: a path, or a shipped name")
-    add_overlay_option(parser)
-    parser.add_argument(
-        "--to", type=parse_writable_path, metavar="FILE", required=True, help="JSON-lines file to write"
-    )
-    add_batch_size_option(parser, "--pairs", "preference pairs")
 
 
 @output_class
@@ -46,18 +36,23 @@ class ReferenceResult(Result):
         return f"wrote {self.path}, {self.lines} lines; train with {words}"
 
 
-def main(options: argparse.Namespace, project: Project) -> ReferenceResult:
-    """Write the lines of the recipe's data with `ref_chosen_logps` and `ref_rejected_logps`."""
-    if options.to.exists():
-        raise UserError(f"--to: {options.to} exists; give the name of a new file", 2)
-    recipe = Recipe.load(options.recipe, *options.words, overlays=options.overlay, project=project)
-    names = [_find_only_node_of_class(recipe, port) for port in (ProgramExecutor, Preferences)]
-    with recipe.open(names) as run:
-        rows = _add_reference_logps(run.get(Preferences), run.get(ProgramExecutor), options.pairs)
-        lines = [dump_json_line(row) for row in rows]
-    with convert_write_errors(options.to):
-        replace_file(options.to, "".join(f"{line}\n" for line in lines).encode())
-    return ReferenceResult(options.to, len(lines))
+@command("data")
+class ReferenceLogpsCommand(RecipeCommand):
+    """A file with the lines of the recipe's data, `ref_chosen_logps` and `ref_rejected_logps`."""
+
+    recipe: str = argument("a recipe with loss.dpo: a path, or a shipped name")
+    to: Path = option("JSON-lines file to write", metavar="FILE", check=check_new_file)
+    pairs: int = option("preference pairs per batch", default=8, check=at_least(1))
+
+    def run(self, project: Project) -> ReferenceResult:
+        recipe = self.load_recipe(project, self.recipe)
+        names = [_find_only_node_of_class(recipe, port) for port in (ProgramExecutor, Preferences)]
+        with recipe.open(names) as run:
+            rows = _add_reference_logps(run.get(Preferences), run.get(ProgramExecutor), self.pairs)
+            lines = [dump_json_line(row) for row in rows]
+        with convert_write_errors(self.to):
+            replace_file(self.to, "".join(f"{line}\n" for line in lines).encode())
+        return ReferenceResult(self.to, len(lines))
 
 
 def _find_only_node_of_class(recipe: Recipe, kind: type) -> str:
