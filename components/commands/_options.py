@@ -1,11 +1,14 @@
-"""Checks of files to write, and errors of writing them."""
+"""Files that commands write: checks before the work, and errors."""
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import UserError
+from drawloom.graph.cli.result import dump_json_line
 
 
 def check_writable_file(path: Path) -> str | None:
@@ -33,3 +36,14 @@ def convert_write_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(f"{path} can't be written: {error.strerror}; write another file with --to", 2) from error
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file at once. Raises UserError that names `--to`."""
+    with convert_write_errors(path):
+        replace_file(path, content)
+
+
+def write_json_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write a file with a row per line, as `write_file` does."""
+    write_file(path, "".join(f"{dump_json_line(row)}\n" for row in rows).encode())

@@ -5,12 +5,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from drawloom.components.commands._curve_text import draw_curves
-from drawloom.components.commands._options import check_writable_file, convert_write_errors
+from drawloom.components.commands._options import check_writable_file, write_file
 from drawloom.components.report.page import render_page
 from drawloom.components.report.run_record import Drawings, RunRecord, make_unique_run_names, read_run_record
 from drawloom.components.report.run_table import find_run_folders
 from drawloom.components.report.seed_groups import SeedGroup, SeedSpread, find_last_common_step, group_runs_by_settings
-from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import UserError
 from drawloom.graph.cli.command import Command, argument, command, option
 from drawloom.graph.cli.result import Result, internal, output, output_class
@@ -104,8 +103,7 @@ class CompareCommand(Command):
             why = "the runs with this metric have no step in common" if has_metric else "no run has this metric"
             raise UserError(f"--metric {unknown[0]}: {why}; they have {', '.join(known)}", 2)
         if self.to is not None:
-            with convert_write_errors(self.to):
-                replace_file(self.to, render_page(runs).encode())
+            write_file(self.to, render_page(runs).encode())
         return CompareResult(
             groups=[_compare_at_last_steps(group, ends) for group in groups],
             last_steps=ends,

@@ -1,20 +1,22 @@
 """write hidden states of documents, computed with a run's weights"""
 
 from collections.abc import Callable, Sequence
-from itertools import islice
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
+import attrs
 import torch
 from torch import Tensor
 
+from drawloom.components.commands._documents import infer_documents, pad_documents
 from drawloom.components.commands._options import check_new_file, convert_write_errors
 from drawloom.components.commands._trained import CheckpointCommand
 from drawloom.components.data.sources.files import find_files
 from drawloom.components.data.sources.parts import split_files_into_parts
 from drawloom.components.pipeline.executor import ProgramExecutor
 from drawloom.components.ports.corpus import Tokenizer, complete_prompt
-from drawloom.components.ports.model import HiddenStates, Model, TokenContext
+from drawloom.components.ports.model import HiddenStates, Model
 from drawloom.components.storage.safetensors.writer import write_safetensors_file
 from drawloom.graph import UserError
 from drawloom.graph.cli.command import argument, command, option
@@ -69,16 +71,15 @@ class EmbedCommand(CheckpointCommand):
         with self.open_run(project, ProgramExecutor, Tokenizer, Model) as run:
             layer_count = run.nodes.get(Model).num_hidden_layers
             request = HiddenStates(_resolve_negative_layers(self.layers, layer_count), documents=1)
-            pooled, empty = [], 0
-            while batch := [*islice(texts, self.rows)]:
-                ids = [_encode_document_start(run.nodes.get(Tokenizer), text, self.context) for text in batch]
-                pooled.append(_pool_hidden_states(run.nodes.get(ProgramExecutor), ids, request, self.pool))
-                empty += sum(not text_ids for text_ids in ids)
+            ids = (_encode_document_start(run.nodes.get(Tokenizer), text, self.context) for text in texts)
+            infer = partial(_pool_hidden_states, run.nodes.get(ProgramExecutor), request, POOLS[self.pool])
+            pooled = [*infer_documents(ids, self.rows, infer)]
         if not pooled:
             raise UserError(f"{' '.join(self.paths)}: the files contain no document; name other files", 2)
+        empty = sum(not ids for ids, _ in pooled)
         if empty:
             print_escaped_text(f"documents without a token: {empty}; their hidden states are 0", "stderr")
-        states = torch.cat(pooled)
+        states = torch.stack([document_states for _, document_states in pooled])
         with convert_write_errors(self.to):
             write_safetensors_file(self.to, {"hidden_states": states})
         return EmbedResult(self.run_folder, run.step, self.to, list(states.shape), empty)
@@ -100,20 +101,16 @@ def _resolve_negative_layers(numbers: Sequence[int], layer_count: int) -> tuple[
 
 
 def _pool_hidden_states(
-    executor: ProgramExecutor, texts: Sequence[Sequence[int]], request: HiddenStates, pool: str
-) -> Tensor:
-    """Pool hidden states over each text's token ids: float32 (texts, layers, hidden_size), zeros without ids."""
-    length = max(1, *(len(ids) for ids in texts))
-    tokens = torch.zeros(len(texts), length, dtype=torch.int64)
-    padding = torch.ones_like(tokens)  # padding is a separate document
+    executor: ProgramExecutor, request: HiddenStates, pool: Callable[[int], slice], documents: Sequence[Sequence[int]]
+) -> Tensor | None:
+    """Pool hidden states over documents' ids: float32 (documents, layers, hidden_size), zeros without ids."""
+    tokens, context = pad_documents(documents)
     is_pooled = torch.zeros_like(tokens, dtype=torch.bool)
-    for row, ids in enumerate(texts):
-        tokens[row, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
-        padding[row, : len(ids)] = 0
-        is_pooled[row, POOLS[pool](len(ids))] = True
-    positions = torch.arange(length).repeat(len(texts), 1)
-    context = TokenContext(positions, padding, hidden_states=request, mean_weights=is_pooled)
-    states = executor.infer_hidden_states_by_layer(tokens, context)
+    for row, ids in zip(is_pooled, documents, strict=True):
+        row[pool(len(ids))] = True
+    context = attrs.evolve(context, hidden_states=request, mean_weights=is_pooled)
+    # of a pair: the last hidden states, and the requested ones by layer
+    states = executor.infer(tokens, context, lambda last_and_requested, _head: last_and_requested[1])
     if states is None:
-        raise ValueError("the output is on another rank, because this process does not contain the last pipeline stage")
+        return None
     return torch.stack([states[layer][:, 0] for layer in request.layers], 1).float().cpu()

@@ -14,11 +14,10 @@ from typing import Any, ClassVar, Literal
 
 from drawloom.components.commands._ladder_plot import Panel, draw_svg_panels
 from drawloom.components.commands._ladder_sizes import Dimension, Values, format_overlay, make_scaled_model_overlay
-from drawloom.components.commands._options import convert_write_errors
+from drawloom.components.commands._options import write_file
 from drawloom.components.commands._power_law import PowerLaw, fit_power_law
 from drawloom.components.ports.flops import CountsFlops
 from drawloom.components.report.metrics import Column, read_metrics
-from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import UserError
 from drawloom.graph.cli.command import RecipeCommand, argument, command, option
 from drawloom.graph.cli.exit_codes import FAILED, OK
@@ -243,5 +242,4 @@ def _write_overlays(folder: Path, rungs: Sequence[LadderRung]) -> None:
     """Write the overlay for every size, x<multiple>.toml."""
     folder.mkdir(parents=True, exist_ok=True)
     for rung in rungs:
-        with convert_write_errors(folder / f"x{rung.multiple}.toml"):
-            replace_file(folder / f"x{rung.multiple}.toml", rung.overlay.encode())
+        write_file(folder / f"x{rung.multiple}.toml", rung.overlay.encode())

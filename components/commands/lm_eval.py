@@ -5,13 +5,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from drawloom.components.commands._options import check_writable_file, convert_write_errors
+from drawloom.components.commands._options import check_writable_file, write_file
 from drawloom.components.commands._trained import CheckpointCommand
 from drawloom.components.data.sources.files import import_optional_package
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.pipeline import Predictor
-from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import UserError
 from drawloom.graph.cli.command import command, option
 from drawloom.graph.cli.result import Result, dump_json, output, output_class
@@ -73,8 +72,7 @@ class LmEvalCommand(CheckpointCommand):
             # The harness puts functions into it, and NaN.
             text = json.dumps({"step": run.step, **summary}, default=str)
             plain = json.loads(text, parse_constant=lambda _name: None)
-            with convert_write_errors(self.to):
-                replace_file(self.to, f"{dump_json(plain)}\n".encode())
+            write_file(self.to, f"{dump_json(plain)}\n".encode())
         return LmEvalResult(self.run_folder, run.step, results["results"])
 
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from drawloom.components.commands._options import check_writable_file, convert_write_errors
+from drawloom.components.commands._options import check_writable_file, write_file
 from drawloom.components.commands._plan_result import CalibrationResult, PlanResult, SearchResult
 from drawloom.components.distributed.device_model import DeviceModel, find_device_model
 from drawloom.components.planning.calibrate import (
@@ -15,7 +15,6 @@ from drawloom.components.planning.nodes import Nodes
 from drawloom.components.planning.plan import plan
 from drawloom.components.planning.remedies import find_remedies
 from drawloom.components.planning.search import format_search_table, search_fastest_plans
-from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import UserError
 from drawloom.graph.cli.command import OverlayCommand, argument, command, option
 from drawloom.graph.cli.terminal import print_escaped_text
@@ -79,8 +78,7 @@ class PlanCommand(OverlayCommand):
         if overlay is not None:
             head = f"# For {ranks} ranks of {device.name}, by `drawloom plan {self.recipe} --search`."
             try:
-                with convert_write_errors(overlay):
-                    replace_file(overlay, f"{head}\n{choices[0].overlay_toml}\n".encode())
+                write_file(overlay, f"{head}\n{choices[0].overlay_toml}\n".encode())
             except UserError:
                 print_escaped_text(format_search_table(choices))
                 raise

@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.commands._options import check_new_file, convert_write_errors
+from drawloom.components.commands._options import check_new_file, write_file
 from drawloom.components.commands._recipes import find_only_node
 from drawloom.components.parallel.float8_layers import find_float8_candidates
 from drawloom.components.ports.distributed import Precision
@@ -19,7 +19,6 @@ from drawloom.components.ports.pipeline import Executor, create_step_state, sum_
 from drawloom.components.ports.run import Step
 from drawloom.components.ports.stages import Parameters, Stages
 from drawloom.components.state.batch import Batch
-from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import UserError
 from drawloom.graph.cli.command import RecipeCommand, argument, command, option
 from drawloom.graph.cli.result import Result, output, output_class
@@ -60,8 +59,7 @@ class PrecisionCommand(RecipeCommand):
         effects = _train_and_measure_float8_effects(recipe.with_values({node: float8}), self.steps)
         text = format_float8_overlay(effects, node, self.recipe, self.steps, self.tolerance)
         if self.to is not None:
-            with convert_write_errors(self.to):
-                replace_file(self.to, text.encode())
+            write_file(self.to, text.encode())
         return PrecisionResult(text, self.to)
 
 

@@ -3,13 +3,12 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from drawloom.components.commands._options import check_writable_file, convert_write_errors
+from drawloom.components.commands._options import check_writable_file, write_file
 from drawloom.components.commands._recipes import Pipeline, require_microbatches
 from drawloom.components.report.drawings import draw_schedule_svg
 from drawloom.components.report.page import render_page
 from drawloom.components.report.run_record import REPORT, Drawings, check_is_run, make_unique_run_names, read_run_record
 from drawloom.components.storage.byte_size import format_decimal_byte_size
-from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import RecipeError, UserError
 from drawloom.graph.cli.command import Command, argument, command, option
 from drawloom.graph.cli.exit_codes import format_problems
@@ -55,8 +54,7 @@ class ReportCommand(Command):
         ]
         target = self.to or (folders[0] / REPORT if len(folders) == 1 else Path(REPORT))
         content = render_page(runs).encode()
-        with convert_write_errors(target):
-            replace_file(target, content)
+        write_file(target, content)
         return ReportResult(target, len(content), [run.name for run in runs])
 
 

@@ -2,14 +2,15 @@
 
 from collections.abc import Sequence
 from contextlib import closing
-from itertools import islice
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from drawloom.components.commands._options import check_new_file, convert_write_errors
+from drawloom.components.commands._documents import infer_documents, pad_documents
+from drawloom.components.commands._options import check_new_file, write_json_lines
 from drawloom.components.commands._trained import CheckpointCommand
 from drawloom.components.data.chat.template import ChatTemplate, create_chat_template
 from drawloom.components.data.feedback import encode_prompt_completion_row
@@ -17,12 +18,10 @@ from drawloom.components.data.labelled_texts import encode_text_or_messages
 from drawloom.components.data.sources.rows import Line, read_json_lines_or_table_rows
 from drawloom.components.pipeline.executor import ProgramExecutor
 from drawloom.components.ports.corpus import ChatTokenizer
-from drawloom.components.ports.model import Head, TokenContext
 from drawloom.components.ports.pipeline import Scorer
-from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import UserError
 from drawloom.graph.cli.command import argument, command, option
-from drawloom.graph.cli.result import Result, dump_json_line, output, output_class
+from drawloom.graph.cli.result import Result, output, output_class
 from drawloom.graph.component import at_least
 from drawloom.graph.project import Project
 
@@ -56,24 +55,17 @@ class ScoreCommand(CheckpointCommand):
     rows: int = option("answers per batch", default=8, check=at_least(1))
 
     def run(self, project: Project) -> ScoreResult:
-        written = []
         with self.open_run(project, ProgramExecutor, ChatTokenizer, Scorer) as run:
             tokenizer, scorer = run.nodes.get(ChatTokenizer), run.nodes.get(Scorer)
             with closing(create_chat_template(tokenizer, self.template)) as template:
-                encoded = (
-                    (line, _encode_line(tokenizer, line, template))
-                    for line in read_json_lines_or_table_rows(self.paths)
-                )
-                while batch := [*islice(encoded, self.rows)]:
-                    scores = _score_documents_at_last_token(
-                        run.nodes.get(ProgramExecutor), scorer, [ids for _, ids in batch]
-                    )
-                    written += [
-                        line.row | _make_score_or_label_fields(row, scorer.output_names)
-                        for (line, _), row in zip(batch, scores, strict=True)
-                    ]
-        with convert_write_errors(self.to):
-            replace_file(self.to, "".join(f"{dump_json_line(row)}\n" for row in written).encode())
+                lines = read_json_lines_or_table_rows(self.paths)
+                encoded = ((line, _encode_line(tokenizer, line, template)) for line in lines)
+                infer = partial(_score_at_last_token, run.nodes.get(ProgramExecutor), scorer)
+                written = [
+                    line.row | _make_score_or_label_fields(scores, scorer.output_names)
+                    for (line, _), scores in infer_documents(encoded, self.rows, infer)
+                ]
+        write_json_lines(self.to, written)
         return ScoreResult(self.run_folder, run.step, self.to, len(written))
 
 
@@ -97,18 +89,11 @@ def _make_score_or_label_fields(scores: Tensor, names: Sequence[str]) -> dict[st
     return {"label": names[int(scores.argmax())], "probabilities": probabilities}
 
 
-def _score_documents_at_last_token(executor: ProgramExecutor, scorer: Scorer, documents: Sequence[Tensor]) -> Tensor:
+def _score_at_last_token(
+    executor: ProgramExecutor, scorer: Scorer, documents: Sequence[tuple[Line, Tensor]]
+) -> Tensor | None:
     """Return documents' scores, float32 (documents, names), from their ids, int64 (tokens,)."""
-    lengths = torch.tensor([len(ids) for ids in documents])
-    tokens = torch.nn.utils.rnn.pad_sequence(list(documents), batch_first=True)
-    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-    context = TokenContext(positions, (positions >= lengths[:, None]).long())  # padding is a separate document
-    outputs: dict[int, Tensor] = {}
-
-    def score_labels_by_token(hidden: Tensor, head: Head) -> Tensor:
-        return scorer.score_tokens(hidden)
-
-    executor.infer_microbatches([(tokens, context)], outputs.__setitem__, score_labels_by_token)
-    if not outputs:
-        raise UserError("the last pipeline stage is on another rank; start the command in one process", 2)
-    return outputs[0].float().cpu()[torch.arange(len(documents)), lengths - 1]
+    tokens, context = pad_documents([ids for _, ids in documents])
+    scores = executor.infer(tokens, context, lambda hidden, _head: scorer.score_tokens(hidden))
+    last = [len(ids) - 1 for _, ids in documents]
+    return None if scores is None else scores.float().cpu()[torch.arange(len(last)), last]

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import attrs
 
-from drawloom.components.commands._options import check_writable_file, convert_write_errors
+from drawloom.components.commands._options import check_writable_file, write_file
 from drawloom.components.commands._process_pool import open_pool_with_signal_forwarding
 from drawloom.components.commands._slurm import format_array_script
 from drawloom.components.commands._sweep_points import Point, make_sweep_points, read_axes_and_common_words
@@ -23,7 +23,6 @@ from drawloom.components.planning.plan import plan
 from drawloom.components.report.events import read_log
 from drawloom.components.report.run_table import RunRow, determine_run_state, read_run_rows, sort_run_rows
 from drawloom.components.storage.byte_size import format_decimal_byte_size
-from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import Problem, RecipeError, UserError
 from drawloom.graph.cli.command import RecipeCommand, command, option
 from drawloom.graph.cli.exit_codes import FAILED, OK, STOPPED
@@ -172,8 +171,7 @@ class SweepCommand(RecipeCommand):
         limit = self.jobs if self.jobs > 1 else None
         script = format_array_script(folder.name, commands, folder, max_parallel_tasks=limit, options=self.sbatch)
         folder.mkdir(parents=True, exist_ok=True)  # SLURM does not create it for its output
-        with convert_write_errors(file):
-            replace_file(file, script.encode())
+        write_file(file, script.encode())
         print_escaped_text(f"submit {len(commands)} runs with: sbatch {file}")
 
     def _load_queue(self, project: Project) -> "SweepQueue":

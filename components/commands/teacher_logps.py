@@ -1,13 +1,15 @@
 """write a teacher's likeliest next tokens for the rows of a recipe's data"""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from drawloom.components.commands._documents import infer_documents
 from drawloom.components.commands._options import check_new_file, convert_write_errors
 from drawloom.components.commands._recipes import find_only_node
 from drawloom.components.data.packing.packed_rows import SPLITS, PackedRows
@@ -68,15 +70,15 @@ class TeacherLogpsCommand(RecipeCommand):
             with convert_write_errors(self.to):
                 self.to.mkdir(parents=True)
                 for split in SPLITS:
+                    infer = partial(_predict_top_ids_and_logps, executor, rows, split, self.top_k)
                     with (
                         (self.to / f"{split}.ids").open("wb") as ids,
                         (self.to / f"{split}.logps").open("wb") as logps,
                     ):
-                        for row_ids, row_logps in _predict_top_ids_and_logps(
-                            executor, rows, split, self.top_k, self.rows
-                        ):
-                            ids.write(row_ids.tobytes())
-                            logps.write(row_logps.tobytes())
+                        for _, row in infer_documents(range(rows.count_rows(split)), self.rows, infer):
+                            ids.write(row[:, : self.top_k].numpy().astype(np.int32).tobytes())
+                            top_logps = row[:, self.top_k :].clamp_min(FLOOR).numpy().astype(np.float16)
+                            logps.write(top_logps.tobytes())
                 identity = {"rows": rows.identity(), "tokenizer": known_ids and known_ids.fingerprint}
                 manifest = {**identity, "length": rows.length, "top_k": self.top_k}
                 replace_file(self.to / MANIFEST, dump_json(manifest).encode())
@@ -96,27 +98,19 @@ def _read_ids_in_common(executor: ProgramExecutor, tokenizer: Tokenizer) -> Toke
 
 
 def _predict_top_ids_and_logps(
-    executor: ProgramExecutor, rows: PackedRows, split: Split, top_k: int, rows_at_a_time: int
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield ids, int32 (rows, length, k), and logps, float16 (rows, length, k + 1), for `rows_at_a_time` rows."""
+    executor: ProgramExecutor, rows: PackedRows, split: Split, top_k: int, indices: Sequence[int]
+) -> Tensor | None:
+    """Return ids and logps of rows: float64 (rows, length, 2 k + 1)."""
 
     def compute_top_ids_and_logps(hidden: Tensor, head: Head) -> Tensor:
         # Padding rows of the vocabulary are nobody's prediction.
         ids = rows.tokens.vocab_size
         return torch.stack([_compute_top_ids_logps_and_rest_logp(row, head, top_k, ids) for row in hidden])
 
-    for first in range(0, rows.count_rows(split), rows_at_a_time):
-        batch = rows.batch(split, range(first, min(first + rows_at_a_time, rows.count_rows(split))))
-        outputs: dict[int, Tensor] = {}
-        executor.infer_microbatches(
-            [(batch.tokens, TokenContext(batch.positions, batch.document_ids))],
-            outputs.__setitem__,
-            compute_top_ids_and_logps,
-        )
-        if not outputs:
-            raise UserError("the last pipeline stage is on another rank; write mesh.pipeline=1", 2)
-        ids, logps = outputs[0][..., :top_k].cpu(), outputs[0][..., top_k:].cpu()
-        yield ids.numpy().astype(np.int32), logps.clamp_min(FLOOR).numpy().astype(np.float16)
+    batch = rows.batch(split, indices)
+    context = TokenContext(batch.positions, batch.document_ids)
+    outputs = executor.infer(batch.tokens, context, compute_top_ids_and_logps)
+    return None if outputs is None else outputs.cpu()
 
 
 def _compute_top_ids_logps_and_rest_logp(hidden: Tensor, head: Head, top_k: int, id_count: int) -> Tensor:
