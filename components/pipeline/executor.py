@@ -55,11 +55,6 @@ def _compute_logits(hidden: Tensor, head: Head) -> Tensor:
     return head.logits(hidden)
 
 
-def _get_requested_hidden_states(last_and_requested: Any, _head: Head) -> Any:
-    """Select the requested hidden states by layer from a pair: the last hidden states, and the requested ones."""
-    return last_and_requested[1]
-
-
 REPLACED_KEYS = {
     "frozen": 'a table with use = "stages.frozen", which is found by type',
     "streams": 'a table [streams] with use = "pipeline.streams"',
@@ -154,17 +149,15 @@ class ProgramExecutor:
             none = torch.zeros(0, device=self.device.device)
             state[LOSSES] = {"loss": none, "weight": none, "sums": {}}
 
-    def infer(self, tokens: Tensor, shared: BatchContext) -> Tensor | None:
-        """Return logits (rows, length, vocab_size) for tokens (rows, length) on the last stage's rank, else None."""
-        logits: dict[int, Tensor] = {}
-        self.infer_microbatches([(tokens, shared)], logits.__setitem__)
-        return logits.get(0)
+    def infer(self, tokens: Tensor, shared: BatchContext, finish: Finish = _compute_logits) -> Any:
+        """
+        Return logits (rows, length, vocab_size) for tokens (rows, length) on the last stage's rank, else None.
 
-    def infer_hidden_states_by_layer(self, tokens: Tensor, shared: BatchContext) -> dict[int, Tensor] | None:
-        """Return the hidden states requested by `shared`, by layer, on the last stage's rank; None on others."""
-        states: dict[int, dict[int, Tensor]] = {}
-        self.infer_microbatches([(tokens, shared)], states.__setitem__, _get_requested_hidden_states)
-        return states.get(0)
+        With another `finish`, return its result.
+        """
+        outputs: dict[int, Any] = {}
+        self.infer_microbatches([(tokens, shared)], outputs.__setitem__, finish)
+        return outputs.get(0)
 
     def infer_microbatches(
         self,

@@ -220,7 +220,7 @@ def test_codes_beside_midpoints_are_the_nearest(signed: bool) -> None:
         codes = [torch.full_like(gradient, code, dtype=torch.uint8) for code in (ZERO_CODE, 0)]
         scales = [torch.zeros(compute_scales_shape(tuple(gradient.shape)), device=DEVICE) for _ in codes]
         zeros = torch.zeros_like(gradient)
-        return ParamState(zeros, *codes, 0.1, exp_avg_scale=scales[0], exp_avg_sq_scale=scales[1])
+        return ParamState(zeros, codes[0], codes[1], 0.1, exp_avg_scale=scales[0], exp_avg_sq_scale=scales[1])
 
     ours, theirs = make_state(), make_state()
     scalars = compute_step_scalars(1e-3, (0.0, 0.0), 1e-8, 1)
