@@ -4,9 +4,10 @@ The vocabulary for components: `@component`, `setting` and its bounds, `@port`, 
 A component is an attrs class. A field whose type is a port is an edge; every other field is a setting.
 """
 
+import inspect
 import typing
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, TypeVar, dataclass_transform, overload
 
 import attrs
@@ -121,6 +122,20 @@ def port(cls: Any = None, /, *, named: bool = False) -> Any:
         return cls
 
     return mark if cls is None else mark(cls)
+
+
+def read_annotations(cls: type, names: Collection[str]) -> dict[str, Any]:
+    """
+    Return the annotated types of a class's attributes with these names.
+
+    Other attributes, such as private ones, may have a type that only type checkers import. Raises NameError for a name
+    in an annotation that is not defined.
+    """
+    types: dict[str, Any] = {}
+    for base in reversed(cls.__mro__):
+        own = {name: kind for name, kind in inspect.get_annotations(base).items() if name in names}
+        types |= typing.get_type_hints(type(base.__name__, (), {"__annotations__": own, "__module__": base.__module__}))
+    return types
 
 
 def is_port_or_component(kind: object) -> bool:

@@ -30,6 +30,8 @@ from drawloom.components.ports.checkpoint import Stateful
 from drawloom.components.ports.distributed import Group, Mesh, Processes
 from drawloom.components.ports.run import Cadence, Step, is_due
 
+CLOSE_TIMEOUT = 20.0  # seconds
+
 log = logging.getLogger("drawloom.checkpoint")
 run_log = logging.getLogger("drawloom.run")  # rank 0 prints its messages
 
@@ -54,22 +56,23 @@ class PeerMemory:
     @classmethod
     def choose_neighbours_and_create(
         cls,
-        memory: StateMemory,
+        memory: StateMemory | None,
         mesh: Mesh,
         processes: Processes,
         states: Mapping[str, Stateful],
         neighbour_every: Cadence,
     ) -> "PeerMemory":
-        """Choose neighbours if there are copies. All ranks call this."""
+        """Choose neighbours if there are copies; `memory` is that of a failed attempt. All ranks call this."""
+        memory = memory or StateMemory()
         sources = [] if neighbour_every == "never" else _choose_copy_source_by_rank(mesh, processes.node_rank)
         memory.copies_each_step = not sources or mesh.replica_group.size > 1
         copies = processes.make_control_group("neighbours") if sources else mesh.world
         return cls(memory, mesh, states, neighbour_every, copies, sources)
 
-    def close(self, timeout: float) -> None:
-        """Wait up to `timeout` seconds for a copy in progress."""
+    def close(self) -> None:
+        """Wait up to CLOSE_TIMEOUT for a copy in progress."""
         if self._copy is not None:
-            wait([self._copy], timeout)
+            wait([self._copy], CLOSE_TIMEOUT)
             self._copy = None
 
     def reference_and_send_to_neighbour(self, step: Step) -> None:

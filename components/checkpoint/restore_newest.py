@@ -1,12 +1,12 @@
 """Restore of the newest checkpoint that is valid on all ranks."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from drawloom.components.checkpoint.manifest import CorruptCheckpointError, list_checkpoints, step_of_checkpoint
+from drawloom.components.checkpoint.manifest import CorruptCheckpointError
 from drawloom.components.checkpoint.reader import no_valid_checkpoint_error
 from drawloom.components.checkpoint.restore import (
     LoadedCheckpoint,
@@ -17,7 +17,7 @@ from drawloom.components.checkpoint.restore import (
 )
 from drawloom.components.checkpoint.retention import Retention
 from drawloom.components.checkpoint.snapshot import slices_by_sharded_entry
-from drawloom.components.distributed.rank_errors import run_and_gather_on_all_ranks, run_on_rank0
+from drawloom.components.distributed.rank_errors import run_and_gather_on_all_ranks
 from drawloom.components.ports.checkpoint import Stateful
 from drawloom.components.ports.distributed import Group
 from drawloom.components.storage.regular_file import read_file
@@ -29,22 +29,16 @@ MAX_RECIPE_SIZE = 2**26  # bytes
 log = logging.getLogger("drawloom.checkpoint")
 
 
-def list_steps_on_disk(world: Group, folder: Path) -> list[int]:
-    """Return the steps with a checkpoint in a folder, ascending, as rank 0 sees them."""
-    steps: list[int] = run_on_rank0(world, lambda: [step_of_checkpoint(path) for path in list_checkpoints(folder)])
-    return steps
-
-
 def read_newest_valid(
-    world: Group, folder: Path, states: Mapping[str, Stateful], retention: Retention
-) -> LoadedCheckpoint | None:
+    world: Group, folder: Path, steps: Sequence[int], states: Mapping[str, Stateful], retention: Retention
+) -> LoadedCheckpoint:
     """
-    Return the newest checkpoint that is valid on all ranks, with this rank's states; None if there is none.
+    Return the newest checkpoint that is valid on all ranks, with this rank's states; `steps` have one, in order.
 
     Corrupt ones are skipped with a warning. Raises UserError if all are corrupt.
     """
     corrupt = dict[Path, str]()
-    for step in reversed(list_steps_on_disk(world, folder)):
+    for step in reversed(steps):
         checkpoint = folder / f"step-{step}"
         loaded, faults = _read_and_collect_faults_on_all_ranks(world, checkpoint, states)
         if loaded is not None:
@@ -53,9 +47,7 @@ def read_newest_valid(
         corrupt[checkpoint] = "; ".join(filter(None, dict.fromkeys(faults)))
         retention.remember_as_corrupt(checkpoint)
         log.warning("%s is corrupt and skipped: %s", checkpoint, corrupt[checkpoint])
-    if corrupt:
-        raise no_valid_checkpoint_error(folder, corrupt)
-    return None
+    raise no_valid_checkpoint_error(folder, corrupt)
 
 
 def load_checkpoint(

@@ -1,6 +1,5 @@
 """run a recipe twice, once killed half-way and resumed, and compare the two runs bit by bit"""
 
-import argparse
 import os
 import re
 import shutil
@@ -19,16 +18,16 @@ from typing import Any
 import attrs
 import torch
 
-from drawloom.components.commands._options import make_integer_parser
-from drawloom.components.commands._recipes import add_overlay_option
 from drawloom.components.ports.distributed import Device
 from drawloom.components.ports.run import Randomness
 from drawloom.components.ports.tracking import Tracker
 from drawloom.components.storage.step_log import read_step_log
 from drawloom.graph import UserError
+from drawloom.graph.cli.command import RecipeCommand, command, option
 from drawloom.graph.cli.exit_codes import FAILED, OK
 from drawloom.graph.cli.result import Result, output, output_class
-from drawloom.graph.project import Project, Recipe
+from drawloom.graph.component import at_least
+from drawloom.graph.project import Project
 from drawloom.graph.wiring.graph import Graph
 
 DIGESTS = "digests_of_verify_resume"
@@ -36,16 +35,6 @@ DIGESTS = "digests_of_verify_resume"
 MACHINE_METRICS = {"tokens_per_second", "device_tokens_per_second", "tflops", "mfu", "memory", "seconds"}
 TORCHRUN_LOG = re.compile(r"[WE]\d{4} \S+ \d+ torch/")  # log lines; only torchrun's report follows its first error
 MAX_TRIES = 3  # a short run may end before it can be killed
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command-line arguments."""
-    parser.add_argument("recipe", metavar="RECIPE", help="a path, or the name of a shipped recipe")
-    add_overlay_option(parser)
-    parser.add_argument(
-        "--steps", type=make_integer_parser(4), default=20, metavar="N", help="steps to train, at least 4 (default: 20)"
-    )
-    parser.add_argument("--ranks", type=make_integer_parser(), default=1, metavar="R", help="processes (default: 1)")
 
 
 @output_class
@@ -74,29 +63,48 @@ class VerifyResumeResult(Result):
         return "\n".join([*lines, f"bit-identical: {self.summary}"])
 
 
-def main(options: argparse.Namespace, project: Project) -> VerifyResumeResult:
-    """Run the recipe twice, and compare the runs: every step and tensor."""
-    recipe = Recipe.load(options.recipe, *options.words, overlays=options.overlay, project=project)
-    recipe.check()
-    graph = recipe.graph
-    with _intercept_termination_signals() as signals:
-        folder = Path(tempfile.mkdtemp(prefix="verify-resume-"))
-        try:
-            runs = Runs(folder, _make_train_command(options, graph), options.steps, signals)
-            runs.run_without_interruption()
-            killed = runs.kill_resume_and_get_step()
-        except BaseException:
-            shutil.rmtree(folder)
-            raise
-    half = options.steps // 2
-    own = graph.implementers(Tracker)  # trackers keep a series per run
-    difference = next(find_run_differences(folder / "straight", folder / "resumed", own), None)
-    if difference is not None:
-        reasons = list(_explain_other_causes(difference.step <= half, _is_device_nondeterministic(graph)))
-        return VerifyResumeResult(options.steps, killed, str(difference), reasons, folder, "")
-    summary = _describe_compared_steps_and_tensors(folder / "straight")
-    shutil.rmtree(folder)
-    return VerifyResumeResult(options.steps, killed, "", [], None, summary)
+@command("runs")
+class VerifyResumeCommand(RecipeCommand):
+    """A comparison of two runs, at every step and tensor."""
+
+    steps: int = option("steps to train, at least 4", default=20, check=at_least(4))
+    ranks: int = option("processes", default=1, metavar="R", check=at_least(1))
+
+    def run(self, project: Project) -> VerifyResumeResult:
+        recipe = self.load_recipe(project, self.recipe)
+        recipe.check()
+        graph = recipe.graph
+        with _intercept_termination_signals() as signals:
+            folder = Path(tempfile.mkdtemp(prefix="verify-resume-"))
+            try:
+                runs = Runs(folder, self._make_train_command(graph), self.steps, signals)
+                runs.run_without_interruption()
+                killed = runs.kill_resume_and_get_step()
+            except BaseException:
+                shutil.rmtree(folder)
+                raise
+        half = self.steps // 2
+        own = graph.implementers(Tracker)  # trackers keep a series per run
+        difference = next(find_run_differences(folder / "straight", folder / "resumed", own), None)
+        if difference is not None:
+            reasons = list(_explain_other_causes(difference.step <= half, _is_device_nondeterministic(graph)))
+            return VerifyResumeResult(self.steps, killed, str(difference), reasons, folder, "")
+        summary = _describe_compared_steps_and_tensors(folder / "straight")
+        shutil.rmtree(folder)
+        return VerifyResumeResult(self.steps, killed, "", [], None, summary)
+
+    def _make_train_command(self, graph: Graph) -> list[str]:
+        """Return the command for both runs, without the run folder."""
+        phases = ", ".join(f'"@{name}"' for name in (*graph.nodes["trainer"].edges["phases"].targets, DIGESTS))
+        words = [
+            *(f"trainer.steps={self.steps}", f"trainer.phases=[{phases}]", "trainer.on_finish=[]"),
+            *(f"checkpoint.every={self.steps // 2}", f"{DIGESTS}.use=checkpoint.state_hashes"),
+        ]
+        overlays = [word for path in self.overlay for word in ("--overlay", path)]
+        imports = [word for package in self.imports for word in ("--import", package)]
+        launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={self.ranks}", "-m"]
+        module = [*(launcher if self.ranks > 1 else []), "drawloom"]
+        return [sys.executable, "-m", *module, "run", self.recipe, *overlays, *imports, *self.words, *words]
 
 
 @contextmanager
@@ -265,20 +273,6 @@ def _explain_other_causes(differs_before_kill: bool, device_is_nondeterministic:
     if device_is_nondeterministic:
         cause = "the cause may be" if differs_before_kill else "resuming need not be the cause, it may be"
         yield f"{cause} the GPU, with randomness.deterministic off; try again with randomness.deterministic=true"
-
-
-def _make_train_command(options: argparse.Namespace, graph: Graph) -> list[str]:
-    """Return the command for both runs, without the run folder."""
-    phases = ", ".join(f'"@{name}"' for name in (*graph.nodes["trainer"].edges["phases"].targets, DIGESTS))
-    words = [
-        *(f"trainer.steps={options.steps}", f"trainer.phases=[{phases}]", "trainer.on_finish=[]"),
-        *(f"checkpoint.every={options.steps // 2}", f"{DIGESTS}.use=checkpoint.state_hashes"),
-    ]
-    overlays = [word for path in options.overlay for word in ("--overlay", path)]
-    imports = [word for package in options.imports for word in ("--import", package)]
-    launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={options.ranks}", "-m"]
-    module = [*(launcher if options.ranks > 1 else []), "drawloom"]
-    return [sys.executable, "-m", *module, "run", options.recipe, *overlays, *imports, *options.words, *words]
 
 
 def _describe_compared_steps_and_tensors(run: Path) -> str:

@@ -1,6 +1,5 @@
 """find out why two runs differ: the first step, phase and tensor, and the edit of the recipe that causes it"""
 
-import argparse
 import json
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -29,6 +28,7 @@ from drawloom.components.commands._replay import (
 from drawloom.components.report.metrics import read_lines
 from drawloom.components.report.run_record import OWN_SETTINGS, find_differing_settings
 from drawloom.graph import RecipeError, UserError
+from drawloom.graph.cli.command import Command, argument, command, option
 from drawloom.graph.cli.result import Result, output, output_class
 from drawloom.graph.project import Project
 from drawloom.graph.recipe.lockfile import LOCK
@@ -39,14 +39,6 @@ MAX_NAMES_SHOWN = 5
 ENVIRONMENT = "environment.json"
 OBSERVERS = ("listeners", "trackers", "metrics")
 """Subjects whose nodes are tried last, because they only observe."""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command-line arguments."""
-    parser.add_argument("one", metavar="A", type=Path, help="a run folder")
-    parser.add_argument("other", metavar="B", type=Path, help="the run folder to compare it with")
-    help = "compare only what both runs have recorded, without repeating steps"
-    parser.add_argument("--recorded", action="store_true", help=help)
 
 
 @output_class
@@ -97,20 +89,27 @@ def _format_settings_section(title: str, settings: Sequence[WhySetting]) -> list
     return [title, *rows] if rows else []
 
 
-def main(options: argparse.Namespace, project: Project) -> WhyResult:
-    """Compare the records of two runs, and repeat their steps if these do not tell phase and tensor."""
-    pair = Pair(options.one, read_recipe_nodes(options.one), options.other, read_recipe_nodes(options.other))
-    recorded = [read_recorded_hashes(run) for run in (pair.one, pair.other)]
-    if all(recorded) and (difference := find_first_difference(recorded[0], recorded[1])):
-        return pair.make_result(difference, "recorded hashes")
-    if options.recorded or pair.first_differing_step is None:
-        return pair.make_result(
-            None, "metrics", notes=[] if pair.first_differing_step else [pair.describe_equal_steps()]
-        )
-    with tempfile.TemporaryDirectory(prefix="why-") as folder:
-        return _replay_both_and_find_causes(
-            pair, pair.first_differing_step, Replayer(project, Path(folder), options.imports)
-        )
+@command("runs")
+class WhyCommand(Command):
+    """A comparison of two runs' records, and of repeated steps if these do not tell phase and tensor."""
+
+    one: Path = argument("a run folder", metavar="A")
+    other: Path = argument("the run folder to compare it with", metavar="B")
+    recorded: bool = option("compare only what both runs have recorded, without repeating steps")
+
+    def run(self, project: Project) -> WhyResult:
+        pair = Pair(self.one, read_recipe_nodes(self.one), self.other, read_recipe_nodes(self.other))
+        recorded = [read_recorded_hashes(run) for run in (pair.one, pair.other)]
+        if all(recorded) and (difference := find_first_difference(recorded[0], recorded[1])):
+            return pair.make_result(difference, "recorded hashes")
+        if self.recorded or pair.first_differing_step is None:
+            return pair.make_result(
+                None, "metrics", notes=[] if pair.first_differing_step else [pair.describe_equal_steps()]
+            )
+        with tempfile.TemporaryDirectory(prefix="why-") as folder:
+            return _replay_both_and_find_causes(
+                pair, pair.first_differing_step, Replayer(project, Path(folder), self.imports)
+            )
 
 
 def _replay_both_and_find_causes(pair: "Pair", step: int, replayer: Replayer) -> WhyResult:

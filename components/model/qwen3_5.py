@@ -3,26 +3,20 @@
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import attrs
-
+from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.decoder.config import DecoderConfig
 from drawloom.components.model.decoder.hugging_face import Family
 from drawloom.components.model.decoder.hybrid import (
     HYBRID_DEFAULTS,
-    HybridBuilder,
     HybridConfig,
     convert_hybrid_config_from_hf,
     find_delta_net_paths,
 )
+from drawloom.components.ports.recurrence import RecurrentKernels
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.weights.mapper import parallel, sequential
 from drawloom.components.weights.mapper_ops import concatenate, identity, unsqueeze
 from drawloom.graph import component
-
-
-@attrs.frozen(kw_only=True)
-class Qwen35Config(HybridConfig):
-    """Config of Qwen3.5."""
 
 
 def create_joined_convolution_mapper(net: str, config: HybridConfig) -> Mapper:
@@ -54,23 +48,20 @@ def _create_joined_projection_mappers(net: str, config: Any) -> Iterator[Mapper]
     yield create_joined_convolution_mapper(net, config)
 
 
-QWEN3_5 = Family(
-    "model.qwen3_5",
-    "a Qwen3.5 text model",
-    Qwen35Config,
-    "qwen3_5_text",
-    "Qwen3_5ForCausalLM",
-    hf_defaults=HYBRID_DEFAULTS | {"num_key_value_heads": 4},
-    derives_head_dim=False,
-    nested_types={"qwen3_5": "model."},
-    ignored=("mtp.*", "model.visual.*"),
-    read=convert_hybrid_config_from_hf,
-    mapper=create_qwen3_5_mapper,
-)
-
-
 @component(impact="incompatible")
-class Qwen35(HybridBuilder):
+class Qwen35(DecoderBuilder):
     """A dense Qwen3.5 language model for text, with sizes from this table or a Hugging Face `config.json`."""
 
-    family = QWEN3_5
+    family = Family(
+        HybridConfig,
+        "qwen3_5_text",
+        "Qwen3_5ForCausalLM",
+        hf_defaults=HYBRID_DEFAULTS | {"num_key_value_heads": 4},
+        derives_head_dim=False,
+        nested_types={"qwen3_5": "model."},
+        ignored=("mtp.*", "model.visual.*"),
+        read=convert_hybrid_config_from_hf,
+        mapper=create_qwen3_5_mapper,
+    )
+
+    kernels: RecurrentKernels

@@ -62,7 +62,7 @@ class Transformers:
         with suppress(UserError):  # reported elsewhere
             kind = read_config_json(locate_config_json(node.settings["path"])).get("model_type")
             if kind in FAMILIES:
-                native = FAMILIES[kind].family.component
+                native = FAMILIES[kind].__module__.removeprefix("drawloom.components.")
                 text = f"{kind} has the component {native}, which is faster and has every mesh dimension"
                 yield node.warning("path", text, f'write use = "model.auto", or use = "{native}"')
 

@@ -151,8 +151,9 @@ class ProgramExecutor:
 
     def infer(self, tokens: Tensor, shared: BatchContext, finish: Finish = _compute_logits) -> Any:
         """
-        Return logits (rows, length, vocab_size) for tokens (rows, length), or `finish`'s result, on the last stage's
-        rank, else None.
+        Return logits (rows, length, vocab_size) for tokens (rows, length) on the last stage's rank, else None.
+
+        With another `finish`, return its result.
         """
         outputs: dict[int, Any] = {}
         self.infer_microbatches([(tokens, shared)], outputs.__setitem__, finish)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.distributed.rng import derive_seed, fill_normal
-from drawloom.components.parallel.shard_unit import get_local_slice, get_tensor_slice
+from drawloom.components.parallel.data_shard import get_local_slice, get_tensor_slice
 from drawloom.components.ports.model import (
     BufferOwner,
     LanguageModel,

@@ -5,7 +5,7 @@ from fnmatch import fnmatchcase
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
@@ -15,7 +15,7 @@ from drawloom.components.distributed.rank_errors import run_and_gather_on_all_ra
 from drawloom.components.distributed.transfers import DeviceTransfers
 from drawloom.components.parallel.buckets import BUCKET_BYTES
 from drawloom.components.parallel.data_parallel import DataParallel
-from drawloom.components.parallel.data_shard import ShardedStore, should_gather_per_block
+from drawloom.components.parallel.data_shard import should_gather_per_block
 from drawloom.components.parallel.dimension import Dimension
 from drawloom.components.parallel.dimensions import DIMENSIONS
 from drawloom.components.parallel.expert import NO_DISPATCHER, WRITE_DISPATCHER
@@ -68,6 +68,9 @@ from drawloom.components.weights.adapted import build_meta_model_with_adapters
 from drawloom.graph import Problem, UserError, above, at_least, component, setting, wired
 from drawloom.graph.wiring.node import NodeView
 from drawloom.kernels.recompute_policy import make_recomputable
+
+if TYPE_CHECKING:
+    from drawloom.components.parallel.fsdp import ShardedStore
 
 FROZEN = "frozen"
 """
@@ -156,7 +159,7 @@ class MaterializedStages:
     )
     _values: InitialValues = attrs.field(init=False, default=None)
     local: list[Stage] = attrs.field(init=False, factory=list)  # this rank's stages, in order
-    store: ParameterStore | ShardedStore = attrs.field(init=False, default=None)
+    store: "ParameterStore | ShardedStore" = attrs.field(init=False, default=None)
     _activations: ActivationSpecs = attrs.field(init=False, default=None)
     _parameters: StageParameters = attrs.field(init=False, default=None)
     _float8: CachedFloat8Layers = attrs.field(init=False, default=None)
@@ -299,7 +302,7 @@ class MaterializedStages:
             experts=parallel.experts,
         )
 
-    def _materialize(self, parallel: ParallelModules) -> ParameterStore | ShardedStore:
+    def _materialize(self, parallel: ParallelModules) -> "ParameterStore | ShardedStore":
         """Shard modules, allocate and initialize them, and return their parameter store."""
         modules = [*parallel.modules.values()]
         if self.stream_frozen:
@@ -316,7 +319,7 @@ class MaterializedStages:
         tie_equally_named_parameters(modules)
         return data_parallel.create_store(modules, sharded)
 
-    def _set_stages(self, parallel: ParallelModules, store: ParameterStore | ShardedStore) -> None:
+    def _set_stages(self, parallel: ParallelModules, store: "ParameterStore | ShardedStore") -> None:
         """Set this rank's stages from the modules, with parameters in `store`."""
         self.store = store
         self._features.allocate([*parallel.modules.values()])

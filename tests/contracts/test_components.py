@@ -114,7 +114,7 @@ def dispatching(use: str) -> Mapping[str, Any]:
 
 def config_file(folder: Path) -> Path:
     """Return the config.json of a small model."""
-    model = Qwen3Dense(kernels=cpu_kernels(), vocab_size=257, **TINY["model"])
+    model = Qwen3Dense(kernels=cpu_kernels(), **TINY["model"] | {"vocab_size": 257})
     (folder / "config.json").write_text(json.dumps(model.hugging_face_config()))
     return folder
 

@@ -21,13 +21,13 @@ from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-define
 
 from drawloom.components.checkpoint import commit
 from drawloom.components.data.bytes import Bytes
-from drawloom.components.distributed import membership
+from drawloom.components.distributed import launched_ranks, membership
 from drawloom.components.distributed import processes as joining
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.device_model import find_device_model
 from drawloom.components.distributed.generations import CURRENT, Generation, RunProcess
 from drawloom.components.distributed.guard import guard
-from drawloom.components.distributed.process_group import SingleProcess
+from drawloom.components.distributed.single_process import SingleProcess
 from drawloom.components.distributed.torchrun import Launch
 from drawloom.components.parallel.float8_layers import find_float8_candidates
 from drawloom.components.planning.plan import plan
@@ -246,13 +246,13 @@ def join_running(use: str, values: Values, _place: Path) -> tuple[int, float]:
     with (
         mock.patch.object(joining, "read_launch", lambda: Launch(address="localhost", agent_store=True)),
         mock.patch.dict(membership.RUNS),
-        mock.patch.object(joining, "connect_to_launch_store", lambda *_: store),
+        mock.patch.object(launched_ranks, "connect_to_launch_store", lambda *_: store),
         mock.patch.object(membership, "connect_to_launch_store", lambda *_: store),
-        mock.patch.object(joining, "start_exit_with_parent_thread"),
+        mock.patch.object(launched_ranks, "start_exit_with_parent_thread"),
         mock.patch.dict("os.environ"),
         open_node(node),
     ):
-        return node.generation, node._monitor.heartbeat_timeout
+        return node.generation, node._ranks.monitor.heartbeat_timeout
 
 
 def randomness_of(use: str, values: Values, _place: Path) -> Any:

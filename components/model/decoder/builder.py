@@ -51,7 +51,8 @@ from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.weights.load import persistent_tensors
 from drawloom.components.weights.mapper import sequential
-from drawloom.graph import Problem, UserError, above, component_base_class, setting, wired
+from drawloom.graph import Problem, UserError, component_base_class, setting, wired
+from drawloom.graph.toml.emit import dump_toml
 
 NEW_TOKENS_ARE_WHOLE = "the rows of new tokens can't be shared"
 
@@ -102,34 +103,6 @@ class DecoderBuilder:
     config: Path | None = setting(
         default=None, doc="Hugging Face config.json, or its folder; other settings replace its values"
     )
-    _num_hidden_layers: int | None = setting(
-        default=None, alias="num_hidden_layers", check=create_size_check("num_hidden_layers"), doc="number of layers"
-    )
-    hidden_size: int | None = setting(
-        default=None, check=create_size_check("hidden_size"), doc="width of the hidden states"
-    )
-    num_attention_heads: int | None = setting(
-        default=None, check=create_size_check("num_attention_heads"), doc="number of query heads"
-    )
-    num_key_value_heads: int | None = setting(
-        default=None,
-        check=create_size_check("num_key_value_heads"),
-        doc="number of key and value heads; default: num_attention_heads",
-    )
-    head_dim: int | None = setting(
-        default=None,
-        check=create_size_check("head_dim"),
-        doc="width of a head; default: hidden_size / num_attention_heads",
-    )
-    intermediate_size: int | None = setting(
-        default=None, check=create_size_check("intermediate_size"), doc="inner width of the feed-forward network"
-    )
-    _vocab_size: int | None = setting(
-        default=None,
-        alias="vocab_size",
-        check=create_size_check("vocab_size"),
-        doc="number of token ids; default: the tokenizer's",
-    )
     vocabulary_multiple: int = setting(
         default=1,
         check=create_size_check("vocab_size"),
@@ -141,41 +114,27 @@ class DecoderBuilder:
         doc="number of the tokenizer's last ids with separate rows in embedding and head, in a parameter new_tokens, "
         "which a folder may lack; or a table from parameter names to numbers of ids, in the order of ids",
     )
-    tie_word_embeddings: bool | None = setting(
-        default=None, doc="use the embedding's weight for the head; default: the family's"
-    )
-    max_position_embeddings: int | None = setting(
-        default=None,
-        check=create_size_check("max_position_embeddings"),
-        impact="safe",
-        doc="maximum sequence length in an export; default: the family's",
-    )
-    rope_theta: float | None = setting(
-        default=None,
-        check=above(1),
-        impact="changes_training",
-        doc="base of rotary positions; default: the family's",
-    )
-    rope_scaling: RopeScaling | None = setting(
-        default=None, impact="changes_training", doc="scaling of rotary positions for longer texts; default: none"
-    )
     rope_parameters: RopeScaling | None = setting(
         default=None,
         impact="changes_training",
         doc="rope_theta and rope_scaling in one table, as in transformers 5",
     )
-    rms_norm_eps: float | None = setting(
-        default=None,
-        check=above(0),
-        impact="changes_training",
-        doc="constant added to mean squares in norms; default: the family's",
-    )
-    initializer_range: float | None = setting(
-        default=None,
-        check=above(0),
-        impact="changes_training",
-        doc="standard deviation of initial weights; default: 0.02",
-    )
+
+    def __init_subclass__(cls) -> None:
+        """Declare a setting for every key of the family's config; None stands for the file's value or the default."""
+        super().__init_subclass__()
+        if "family" not in vars(cls):
+            return
+        kind: Any
+        for key, field in cls.family.keys.items():
+            default, doc = cls.family.constants.get(key), field.metadata["doc"]
+            if default is not None:
+                doc += f"; default: {f'{default:g}' if isinstance(default, float) else dump_toml(default)}"
+            # Some keys are also properties of the built model.
+            name = f"_{key}" if hasattr(cls, key) else key
+            setattr(cls, name, setting(default=None, alias=key, **{**field.metadata, "doc": doc}))
+            kind = field.type
+            cls.__annotations__[name] = kind | None
 
     @classmethod
     def constraints(cls, node: Any) -> Iterator[Problem]:

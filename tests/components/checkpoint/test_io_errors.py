@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from drawloom.components.checkpoint.io_errors import describe_io_error_on_all_ranks
-from drawloom.components.distributed.process_group import SingleProcess
 from drawloom.components.distributed.rank_errors import RankError, run_on_rank0
+from drawloom.components.distributed.single_process import SingleProcess
 from drawloom.components.ports.run import Step
 from drawloom.components.storage import durable_files
 from drawloom.graph import UserError

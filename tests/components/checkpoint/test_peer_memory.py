@@ -45,7 +45,7 @@ def _keep_and_update() -> tuple[float, list[tuple[int, float]], int, float]:
         restored = peers.restore(0)
         return seconds, values, restored, node.state["weight"][0].item()
     finally:
-        peers.close(5)
+        peers.close()
         processes.close()
 
 

@@ -7,7 +7,7 @@ import torch
 
 import drawloom
 from drawloom.components.distributed.precision import DtypePolicy
-from drawloom.components.distributed.process_group import SingleProcess
+from drawloom.components.distributed.single_process import SingleProcess
 from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.model.qwen3.moe import Qwen3Moe
 from drawloom.components.parallel.frozen_formats import (

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.distributed.precision import DtypePolicy
-from drawloom.components.distributed.process_group import SingleProcess
-from drawloom.components.parallel.data_replicate import ReplicatedStore
+from drawloom.components.distributed.single_process import SingleProcess
+from drawloom.components.parallel.ddp import ReplicatedStore
 from drawloom.components.pipeline.split_backward.split_backward import SplitBackward
 from drawloom.components.ports.distributed import Pending
 
