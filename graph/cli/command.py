@@ -40,10 +40,11 @@ def option(
     """
     Declare an option, `--` with the name of its field, or another `name`.
 
-    The type of the field determines the words: a bool has none, `Literal` has choices, and a Sequence is an option that
-    may be repeated, or one with several words (`nargs`) or parts (`separator`). `parse` replaces the type; it raises
-    ValueError. `check` receives each value, and returns why it is invalid, or None. An option that `needs` another one
-    is refused without it, and of those with the same `exclusive` name, only one is accepted.
+    The type of the field determines the words: a bool has none and is false by default, a type with None has this
+    default, `Literal` has choices, and a Sequence is an option that may be repeated, or one with several words
+    (`nargs`) or parts (`separator`). `parse` replaces the type; it raises ValueError. `check` receives each value, and
+    returns why it is invalid, or None. An option that `needs` another one is refused without it, and of those with the
+    same `exclusive` name, only one is accepted.
     """
     words = {"positional": positional, "name": name, "metavar": metavar, "nargs": nargs, "separator": separator}
     rules = {"check": check, "parse": parse, "needs": needs, "exclusive": exclusive}
@@ -96,6 +97,7 @@ class Command(ABC):
     `words` are values such as trainer.steps=10, if the class accepts them. `format` is the chosen format of the result.
     """
 
+    group: ClassVar[str] = ""
     epilog: ClassVar[str] = ""
     accepts_words: ClassVar[bool] = False
 
