@@ -17,7 +17,7 @@ from drawloom.graph.cli.main import find_command_files
 from drawloom.graph.project import Project
 from generate.catalogue import specs
 from generate.results import results_page
-from generate.source import PORTS, modules
+from generate.source import PORTS, STATE, modules
 from generate.step import VALUES, step_page
 from generate.uses import uses
 from support.blocks import blocks
@@ -57,7 +57,9 @@ def test_every_component_and_setting_is_documented(site: Path) -> None:
 def test_every_public_name_is_explained(site: Path) -> None:
     """Ports are on the pages of ports, and all other public names on the page of the Python API."""
     ports = "".join(path.read_text("utf-8") for path in (site / "ports").glob("*.html"))
-    assert [name for name in drawloom.ports.__all__ if f'id="{name.lower()}"' not in ports] == []
+    sources = [module for file, module in modules().items() if file.startswith(PORTS) or file in STATE]
+    defined = [name for module in sources for name in (*module.classes, *module.functions) if name[0] != "_"]
+    assert [name for name in defined if f'id="{name.lower()}"' not in ports] == []
     python = (site / "reference" / "python.html").read_text("utf-8")
     names = [f"drawloom.{name}" for name in drawloom.__all__ if name[0] != "_"]
     names += [f"drawloom.testing.{name}" for name in drawloom.testing.__all__]
