@@ -30,7 +30,8 @@ from drawloom.components.ports.model import Kernels, LayerRange
 from drawloom.components.ports.parameter_roles import Role, parameter_roles
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.weights import Mapper
-from drawloom.components.weights.load import open_and_check_folder, persistent_tensors
+from drawloom.components.weights.convert import persistent_tensors
+from drawloom.components.weights.load import open_and_check_folder
 from drawloom.graph import Problem, UserError, component, setting, wired
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
