@@ -7,7 +7,8 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.parallel.dimension import Dimension, RankParameters, StageNodes
+from drawloom.components.parallel.dimension import Dimension, RankParameters
+from drawloom.components.ports.features import StageNodes
 from drawloom.components.ports.model import HeadLayer
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.graph import Problem

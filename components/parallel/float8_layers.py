@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from drawloom.components.parallel.data_shard import find_untied_heads
-from drawloom.components.parallel.dimension import StageNodes
 from drawloom.components.parallel.master_weights import choose_layer_dtype
 from drawloom.components.parallel.tensor import TensorParallel
 from drawloom.components.ports.distributed import Precision
+from drawloom.components.ports.features import StageNodes
 from drawloom.components.ports.model import Float8Layer, JointLayers, LinearLayer, build_meta_module_if_known
 from drawloom.graph import Problem, UserError
 from drawloom.graph.wiring.node import NodeView
@@ -142,9 +142,9 @@ def check_float8(nodes: StageNodes) -> Iterator[Problem]:
     """Yield problems of recipes whose linear layers can't multiply in float8."""
     if nodes.precision is None or nodes.precision.settings.get("linear") != "float8":
         return
-    if nodes.stages.settings["compile"]:
+    if compiled := nodes.find_feature("stages.compiled"):
         text = f"torch.compile does not trace products in float8, which [{nodes.precision.name}] asks for"
-        yield nodes.stages.problem("compile", text, 'write compile = false, or linear = "compute"')
+        yield compiled.problem("use", text, f'remove [{compiled.name}], or write linear = "compute"')
     if nodes.precision.settings["linear_weights"] == "step" and nodes.sizes.data_shard * nodes.sizes.context > 1:
         text = "shards are gathered for every use, so that nothing can keep their weights in float8"
         yield nodes.precision.problem("linear_weights", text, 'write linear_weights = "pass"')

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from drawloom.components.parallel.data_shard import find_untied_heads
-from drawloom.components.parallel.dimension import StageNodes
 from drawloom.components.parallel.float8_layers import build_precision
 from drawloom.components.parallel.master_weights import choose_layer_dtype
 from drawloom.components.parallel.tensor import TensorParallel
 from drawloom.components.ports.distributed import Precision
+from drawloom.components.ports.features import StageNodes
 from drawloom.components.ports.model import QuantizableLayer, build_meta_module_if_known
 from drawloom.components.ports.slices import RankSlice, TensorSlice
 from drawloom.graph import Problem, UserError
@@ -100,14 +100,14 @@ def check_frozen_weight_format(nodes: StageNodes) -> Iterator[Problem]:
     """Yield problems in recipes whose frozen weights can't be quantized."""
     if nodes.precision is None or nodes.precision.settings.get("frozen") in (None, "compute"):
         return
-    if not nodes.stages.neighbours("adapters") and not nodes.stages.neighbours("transforms"):
+    if not nodes.freezes_weights:
         text = f"no weight is frozen, since [{nodes.stages.name}] has no adapters"
         yield nodes.precision.problem(
             "frozen", text, "write adapters, as the recipe finetune_lora does, or remove frozen"
         )
-    if nodes.stages.settings["compile"]:
+    if compiled := nodes.find_feature("stages.compiled"):
         text = f"torch.compile does not trace quantized weights, which [{nodes.precision.name}] asks for"
-        yield nodes.stages.problem("compile", text, 'write compile = false, or frozen = "compute"')
+        yield compiled.problem("use", text, f'remove [{compiled.name}], or write frozen = "compute"')
     precision = build_precision(nodes.precision)
     module = None if nodes.model is None else build_meta_module_if_known(nodes.model)
     if precision is None or module is None:

@@ -20,7 +20,7 @@ class Field:
     A field of a component: a setting, an edge, or a field filled by the container.
 
     An edge leads to one node, an optional node, a list, a mapping or a sequence. The container fills `every` node of a
-    port, or the resolved `recipe`. An optional edge with `is_wired` is found by type. The strings of a setting with
+    port, or the resolved `recipe`. An edge with `is_wired` is found by type. The strings of a setting with
     `globs` are paths or globs.
     """
 
@@ -52,7 +52,7 @@ class Field:
         port = " or ".join(port.__name__ for port in self.ports)
         many = {
             "optional": f"{port}, if there is one" if self.is_wired else f"{port}, or none",
-            "list": f"any number of {port}",
+            "list": f"every {port}" if self.is_wired else f"any number of {port}",
             "mapping": f"named {port}",
             "ordered": f"a sequence of {port}",
         }

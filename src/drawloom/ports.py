@@ -298,6 +298,22 @@ from drawloom.components.ports.slices import (
     is_dtensor as is_dtensor,
     divide_into_shares as divide_into_shares,
 )
+from drawloom.components.ports.features import (
+    Feature as Feature,
+    StageFeature as StageFeature,
+    check_exclusions as check_exclusions,
+    StageNodes as StageNodes,
+    WrappingOrder as WrappingOrder,
+)
+from drawloom.components.ports.passes import (
+    ForwardRunner as ForwardRunner,
+    MicrobatchInputs as MicrobatchInputs,
+    Operation as Operation,
+    PassFeature as PassFeature,
+    PassKind as PassKind,
+    PassRun as PassRun,
+    RunnableStage as RunnableStage,
+)
 from drawloom.components.ports.stages import (
     LoadedStages as LoadedStages,
     AveragedWeights as AveragedWeights,
@@ -316,7 +332,6 @@ from drawloom.components.ports.stages import (
     StageInputs as StageInputs,
     Stages as Stages,
     TrainableStages as TrainableStages,
-    Transform as Transform,
     computes_both_gradients_at_once as computes_both_gradients_at_once,
     get_or_create_gradient as get_or_create_gradient,
     use_averages_if_any as use_averages_if_any,

@@ -125,10 +125,7 @@ def test_dpo_of_all_weights_uses_a_stored_reference(chat_base: Path, tmp_path: P
     assert outcome.code == 0, outcome.text
     [first, *_, last] = series(tmp_path / "runs/full", "loss", "reward_margin", "reward_accuracy")
     assert first == pytest.approx((math.log(2), 0.0, 0.5), abs=1e-5) and last[0] < first[0]
-    frozen = (
-        *("reference.use=stages.frozen", 'reference.model={use="model.auto", path="$vars.base"}'),
-        "executor.frozen=@reference",
-    )
+    frozen = ("reference.use=stages.frozen", 'reference.model={use="model.auto", path="$vars.base"}')
     more = ("loss.reference=model", *frozen, "run.name=frozen", f'tokens.paths=["{DATA}"]')
     [outcome] = drawloom(tmp_path, "run", "dpo", *words, *more)
     assert outcome.code == 0, outcome.text

@@ -845,8 +845,6 @@ ROWS: dict[str, Row] = {
     "pipeline.schedules.zero_bubble_1p": STAGES_PER_RANK,
     "pipeline.schedules.v_half": Row(parts.program, {}, {"comm": 1.0}),
     "pipeline.schedules.v_min": Row(parts.program, {}, {"comm": 1.0}),
-    "pipeline.executor": Row(runs.problems_of_executor, {}, {"streams": True}),
-    "pipeline.circular.executor": Row(runs.problems_of_executor, {}, {"streams": True}),
     "stages.frozen": Row(runs.frozen_weights_of, {}, {"weights": Change("no_folder", refused=True)}),
     "stages.materialized": Row(
         runs.stages_of,
@@ -857,9 +855,6 @@ ROWS: dict[str, Row] = {
             "weights": "exported",
             "bucket_bytes": Change(4, observer=runs.sums_over_replicas),
             "recompute": Change("blocks", observer=runs.count_recomputations),
-            "compile": Change(True, observer=runs.count_compilations),
-            "capture": Change(True, observer=runs.captures_cuda_graphs),
-            "offload": Change(True, observer=runs.bytes_in_host_memory),
             "stream_frozen": Change(True, observer=runs.bytes_of_streamed_weights),
         },
     ),

@@ -53,7 +53,9 @@ from drawloom.components.model.qwen3.dense import Qwen3Dense  # noqa: E402
 from drawloom.components.model.qwen3.moe import Qwen3Moe  # noqa: E402
 from drawloom.components.optim.adamw import AdamW  # noqa: E402
 from drawloom.components.optim.stochastic_adamw import StochasticAdamW  # noqa: E402
+from drawloom.components.pipeline.captured import CapturedPasses  # noqa: E402
 from drawloom.components.pipeline.executor import ProgramExecutor  # noqa: E402
+from drawloom.components.pipeline.streams import ConcurrentStages  # noqa: E402
 from drawloom.components.ports.distributed import FrozenFormat, LinearFormat  # noqa: E402
 from drawloom.components.ports.pipeline import create_step_state  # noqa: E402
 from drawloom.components.ports.run import Step  # noqa: E402
@@ -332,10 +334,12 @@ def our_step(case: Case, mesh: RankMesh, device: ComputeDevice) -> Callable[[], 
     )
     use: Any = SymmetricExperts if case.dispatcher in SYMMETRIC else AllToAllExperts
     stages.dispatcher = use(kernels=kernels, mesh=mesh, **SYMMETRIC.get(case.dispatcher, {}))
-    stages.reshard_after_forward, stages.capture, stages.recompute = case.reshard, case.capture, case.recompute
+    stages.reshard_after_forward, stages.recompute = case.reshard, case.recompute
+    stages.features = [CapturedPasses(device=device)] * case.capture
     stages.open()
     edges: dict[str, Any] = {"stages": stages, "boundaries": stages, "objective": loss, "neighbours": mesh}
-    executor = ProgramExecutor(**edges, streams=case.streams, **common)
+    features: list[Any] = [*stages.features, *[ConcurrentStages(device=device)] * case.streams]
+    executor = ProgramExecutor(**edges, features=features, **common)
     executor.open()
     phases: list[Any] = [
         Synchronize(parameters=stages, mesh=mesh, reduce=SumOverParameters(mesh=mesh)),

@@ -131,7 +131,7 @@ def test_transformers_reads_the_ids_of_the_tokenizer_and_of_the_base(kind: Any, 
 
     kinds: Any = AutoModelForCausalLM
     sizes = SPARSE_SIZES | {"num_key_value_heads": 4}
-    model = small(kind, **{key: size for key, size in sizes.items() if key in kind.family.config_keys})
+    model = small(kind, **{key: size for key, size in sizes.items() if key in kind.family.keys})
     module = whole(model)
     tokenizer: Any = FakeTokenizer()
     assert read_ids(AutoConfig.for_model(**model.hugging_face_config())) == [None, None, None]

@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.pipeline.runtime.stage_streams import StageStreams
+import drawloom
 from drawloom.components.pipeline.schedules.dual_pipe_v import DualPipeV
-from drawloom.components.ports.program import Action, iterate_actions
+from drawloom.components.pipeline.streams import ConcurrentStages, create_streams
+from drawloom.components.ports.passes import RunnableStage
+from drawloom.components.ports.program import OPS, Action, iterate_actions
 from drawloom.components.ports.stages import Stage
 
 MAIN = "main"
@@ -53,13 +55,15 @@ def current(monkeypatch: pytest.MonkeyPatch) -> list[Stream]:
         stack.pop()
 
     monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: stack[-1])
     return stack
 
 
-def stages(*modules: nn.Module) -> list[Any]:
+def stages(*modules: nn.Module) -> dict[int, Any]:
     """Stages with these modules."""
-    return [mock.Mock(spec=Stage, index=index, module=module) for index, module in enumerate(modules)]
+    parts = [mock.Mock(spec=Stage, index=index, module=module) for index, module in enumerate(modules)]
+    return {part.index: mock.Mock(spec=RunnableStage, stage=part) for part in parts}
 
 
 def test_a_pass_waits_only_for_its_input_and_its_stage(current: list[Stream]) -> None:
@@ -67,34 +71,69 @@ def test_a_pass_waits_only_for_its_input_and_its_stage(current: list[Stream]) ->
     Under DualPipeV on one rank, a pass comes after the pass that makes its input, and after its stage's earlier ones;
     some overlapping forward and backward passes do not wait for one another.
     """
-    streams = StageStreams.create(stages(nn.Linear(1, 1), nn.Linear(1, 1)), Stream)
-    streams.wait_for_current_stream()
+    feature = ConcurrentStages(device=mock.Mock(device=torch.device("cuda")))
     done: dict[tuple[str, int, int], tuple[Stream, int]] = {}
-    free, handed = 0, mock.Mock(spec=Tensor)
+    free, handed, used = 0, mock.Mock(spec=Tensor), set[Stream]()
 
     def carry_out(action: Action) -> None:
         nonlocal free
         here = current[-1]
+        used.add(here)
         kind = "F" if action.op == "F" else "B"
         before = (kind, action.stage + (-1 if kind == "F" else 1), action.microbatch)
         if action.op != "W" and before in done:
             stream, position = done[before]
             assert here.seen.get(id(stream), 0) >= position, f"{action} does not wait for {before}"
-        free += any(here.seen.get(id(other), 0) < len(other.work) for other in streams.streams.values())
+        free += any(here.seen.get(id(other), 0) < len(other.work) for other in used)
         here.work.append(action)
         done[kind, action.stage, action.microbatch] = here, len(here.work)
 
+    run: Any = mock.Mock(kind="training", stages=stages(nn.Linear(1, 1), nn.Linear(1, 1)))
+    run.list_inputs_from_local_stage = lambda _action: [handed]
+    operations = feature.start_run(run, dict.fromkeys(OPS, carry_out))
     for action in iterate_actions(DualPipeV().program(1, 6).rank_program(0)):
-        streams.run_in_stream(carry_out, lambda _action: [handed], action)
-    streams.make_current_stream_wait()
+        operations[action.op](action)
+    feature.end_run(run)
     assert free and handed.record_stream.call_count == 12  # forward and backward of six microbatches
-    assert all(current[0].seen[id(stage_stream)] == len(stage_stream.work) for stage_stream in streams.streams.values())
+    assert len(used) == 2 and all(current[0].seen[id(stream)] == len(stream.work) for stream in used)
+
+
+def test_evaluation_stays_in_one_stream(current: list[Stream]) -> None:
+    """Forward passes alone have nothing to overlap."""
+    operations: dict[str, Any] = {"F": print}
+    feature = ConcurrentStages(device=mock.Mock(device=torch.device("cuda")))
+    assert feature.start_run(mock.Mock(kind="evaluation"), operations) is operations
 
 
 def test_stages_that_share_parameters_share_a_stream() -> None:
     """The gradient of a tied weight is written by one stream."""
     tied = nn.Linear(2, 2)
-    streams = StageStreams.create(stages(nn.Sequential(tied), nn.Linear(2, 2), nn.Sequential(tied)), Stream).streams
+    streams = create_streams(stages(nn.Sequential(tied), nn.Linear(2, 2), nn.Sequential(tied)), Stream)
     assert len({id(stream) for stream in streams.values()}) == 1
-    apart = StageStreams.create(stages(nn.Linear(2, 2), nn.Linear(2, 2)), Stream).streams
+    apart = create_streams(stages(nn.Linear(2, 2), nn.Linear(2, 2)), Stream)
     assert apart[0] is not apart[1]
+
+
+CIRCULAR = ("schedule.use=pipeline.schedules.circular", "executor.use=pipeline.circular.executor")
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("device.kind=cpu",), "the device is the CPU"),
+        (("capture.use=pipeline.captured",), "CUDA graphs for passes share memory"),
+        (("offload.use=pipeline.offloaded",), "freed on another stream than they were allocated on"),
+        (CIRCULAR, "acts around a program"),
+    ],
+)
+def test_check_refuses_streams_without_concurrent_passes(words: tuple[str, ...], why: str) -> None:
+    """Streams are refused on a CPU, with passes that share memory or copy activations, and without a program."""
+    assert drawloom.Recipe.load("pipeline", "streams.use=pipeline.streams").graph.problems == ()
+    problems = drawloom.Recipe.load("pipeline", "streams.use=pipeline.streams", *words).graph.problems
+    assert [why in str(problem) for problem in problems] == [True]
+
+
+def test_check_names_the_new_place_of_streams() -> None:
+    """The executor's former setting is explained by the table that replaces it."""
+    (problem,) = drawloom.Recipe.load("pipeline", "executor.streams=true").graph.problems
+    assert 'write a table [streams] with use = "pipeline.streams"' in str(problem)

@@ -1,7 +1,9 @@
 """Compiled blocks, and `check`'s messages about them."""
 
 from functools import partial
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ import drawloom
 from drawloom.components.pipeline.split_backward.split_backward import SplitBackward
 from drawloom.components.ports.model import Head, LayerRange, TokenContext
 from drawloom.components.ports.stages import Recompute
-from drawloom.components.stages.compilation import compile_blocks
+from drawloom.components.stages.compiled import CompiledBlocks
 from drawloom.kernels.recompute_policy import apply_recompute_policy, make_recomputable
 from support.qwen3 import cpu_kernels, dense, sparse
 
@@ -26,7 +28,7 @@ def built(compiled: bool) -> Any:
     for name, parameter in module.named_parameters():
         model.initialize_parameter(name, parameter, 1)
     if compiled:
-        compile_blocks(model.blocks(module))
+        CompiledBlocks().finish([module], model.blocks(module))
     make_recomputable(model.blocks(module))
     return module
 
@@ -37,8 +39,19 @@ def test_tokens_that_travel_are_not_compiled() -> None:
         model: Any = sparse()
         block: Any = model.blocks(model.build(LayerRange(0, 1, embedding=True, head=False)))[0]
         block.mlp.experts.dispatcher = dispatcher
-        compile_blocks([block])
+        CompiledBlocks().finish([], [block])
         assert hasattr(block.mlp.experts.forward, "_torchdynamo_disable") == (dispatcher is not None)
+
+
+def test_a_run_compiles_every_layer(tmp_path: Path) -> None:
+    """The stages of a recipe with the node, and of no other, ask torch to compile each of their layers."""
+    for words, layers in (("compile.use=stages.compiled",), 2), ((), 0):
+        recipe = drawloom.Recipe.load("first_run", "model.num_hidden_layers=2", f"folder.path={tmp_path}", *words)
+        with (
+            mock.patch.object(torch, "compile", side_effect=lambda forward: forward) as compiled,
+            recipe.open(only="stages"),
+        ):
+            assert compiled.call_count == layers
 
 
 def loss_of(module: Any, policy: Recompute) -> Any:
@@ -100,7 +113,11 @@ def test_a_compiled_block_can_be_split(frames: list[int]) -> None:
 def warnings_of(*words: str) -> list[str]:
     """Return `check`'s warnings on a pipeline's stages."""
     recipe = drawloom.Recipe.load("first_run", *words)
-    return [str(problem) for problem in recipe.graph.problems if problem.warning and "[stages]" in str(problem)]
+    return [
+        str(problem)
+        for problem in recipe.graph.problems
+        if problem.warning and ("[stages]" in str(problem) or "[compile]" in str(problem))
+    ]
 
 
 ZERO_BUBBLE = "schedule.use=pipeline.schedules.zero_bubble_v"
@@ -108,13 +125,16 @@ ZERO_BUBBLE = "schedule.use=pipeline.schedules.zero_bubble_v"
 
 def test_check_warns_of_compiled_blocks_under_split_backward() -> None:
     """A schedule with W and compiled blocks is a warning; so is a policy that compiled blocks do not follow."""
-    assert warnings_of(ZERO_BUBBLE) == warnings_of("stages.compile=true") == []
-    (warning,) = warnings_of(ZERO_BUBBLE, "stages.compile=true")
-    assert "a compiled block computes weight gradients together with input gradients" in warning
-    assert "which [schedule] schedules in the bubble, has nothing to compute; write compile = false" in warning
-    (warning,) = warnings_of("stages.compile=true", "stages.recompute='selective'")
+    assert warnings_of(ZERO_BUBBLE) == warnings_of("compile.use=stages.compiled") == []
+    (warning,) = warnings_of(ZERO_BUBBLE, "compile.use=stages.compiled")
+    assert "'stages.compiled' computes weight gradients together with input gradients" in warning
+    assert (
+        "which [schedule] schedules in the bubble, has nothing to compute; use another component in [compile]"
+        in warning
+    )
+    (warning,) = warnings_of("compile.use=stages.compiled", "stages.recompute='selective'")
     assert "torch chooses what compiled blocks recompute" in warning
-    assert warnings_of("stages.compile=true", "stages.recompute='blocks'") == []
+    assert warnings_of("compile.use=stages.compiled", "stages.recompute='blocks'") == []
 
 
 def test_check_warns_of_a_schedule_whose_policies_compiled_blocks_do_not_follow() -> None:
@@ -122,8 +142,8 @@ def test_check_warns_of_a_schedule_whose_policies_compiled_blocks_do_not_follow(
     auto = ("schedule.use=pipeline.schedules.auto", "schedule.trials=0", "schedule.stages_per_rank=1")
     again = "{ again = 0.1, kept = 0.6 }"
     chosen = [f"schedule.recompute={{ {policy} = {again} }}" for policy in ("selective", "blocks")]
-    warnings = [warnings_of(*auto, values, "stages.compile=true") for values in chosen]
+    warnings = [warnings_of(*auto, values, "compile.use=stages.compiled") for values in chosen]
     about = [[text for text in texts if "torch chooses what compiled blocks recompute" in text] for texts in warnings]
     assert [len(texts) for texts in about] == [1, 0]
-    assert "leave recompute.selective out, or write compile = false in [stages]" in about[0][0]
+    assert "leave recompute.selective out, or remove [compile]" in about[0][0]
     assert warnings_of(*auto, chosen[0]) == []
