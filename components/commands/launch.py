@@ -218,7 +218,7 @@ def _get_rendezvous_round(worker_group: WorkerGroup) -> str:
 
 @command("training")
 class LaunchCommand(Command):
-    """A launch of another command in all processes."""
+    """Another command, launched in all processes."""
 
     accepts_words: ClassVar[bool] = True
 

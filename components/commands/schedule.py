@@ -49,7 +49,7 @@ EXCLUDED_BY_RUN = "recipe", "words", "overlay", "ranks", "microbatches", "stages
 
 @command("planning")
 class ScheduleCommand(OverlayCommand):
-    """A simulation of one schedule, or of all schedules."""
+    """A simulation for one schedule, or for all schedules."""
 
     epilog: ClassVar[str] = (
         "Set single values with node.key=value; in a schedule by its name, the node is called schedule."

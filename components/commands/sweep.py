@@ -93,7 +93,7 @@ class SweepResult(Result):
 
 @command("training")
 class SweepCommand(RecipeCommand):
-    """Runs of a recipe with different values, checked and planned before the first one starts."""
+    """A recipe's runs with different values, checked and planned before the first one starts."""
 
     epilog: ClassVar[str] = (
         "Write several values as node.key=a,b,c, whole numbers as node.key=0..2, and with --random or --search "

@@ -83,15 +83,16 @@ class VerifyStepCommand(Command):
             metrics, phase = recorded.find_different_metrics(replayed), recorded.find_different_phase(replayed)
             first = min([difference.step for difference in (metrics, phase) if difference], default=None)
             again = None if first is None else replayer.replay(run, earlier.get(start), step)
-        is_phase_first, is_metric_first = phase and phase.step == first, metrics and metrics.step == first
+        phase = phase if phase and phase.step == first else None
+        metrics = metrics if metrics and metrics.step == first else None
         return VerifyStepResult(
             step=step,
             start=start,
             different_step=first,
-            phase=phase.phase if phase and is_phase_first else "",
-            tensors=phase.names if phase and is_phase_first else [],
-            metrics=[MetricDifference(name, *values) for name, values in metrics.values.items()]
-            if metrics and is_metric_first
+            phase=phase.phase if phase else "",
+            tensors=phase.names if phase else [],
+            metrics=[MetricDifference(name, one, other) for name, (one, other) in metrics.values.items()]
+            if metrics
             else [],
             compared=sum(len(recorded.metrics[index]) for index in replayed.metrics.keys() & recorded.metrics.keys())
             + sum(len(recorded.hashes[index]) for index in replayed.hashes.keys() & recorded.hashes.keys()),
