@@ -1,5 +1,5 @@
 """
-Records of runs, their first difference, and replays that repeat a run's steps with hashes after every phase.
+Runs' records, their first difference, and replays that repeat a run's steps with hashes after every phase.
 
 `python -m torch.distributed.run -m drawloom.components.commands._replay` is a replay's rank.
 """
@@ -46,12 +46,12 @@ Nodes = dict[str, Any]
 """Tables of a resolved recipe, as tomllib reads them."""
 
 Phase = tuple[int, str]
-"""A step and the name of a phase."""
+"""A step and a phase's name."""
 
 
 @attrs.frozen
 class PhaseDifference:
-    """The first phase after which hashes differ, and the names of the differing ones in their order."""
+    """The first phase after which hashes differ, and the differing names in their order."""
 
     step: int
     phase: str
@@ -67,20 +67,22 @@ class MetricsDifference:
 
 
 @attrs.frozen
-class Record:
+class RecordedSteps:
     """
     A run's metrics by step, without the machine's, and hashes of its state by step and phase.
 
-    The hashes are in the order of rank 0's steps and phases; names on other ranks begin with the rank. The newest line
-    of a repeated step or phase counts.
+    The hashes are in rank 0's order; names on other ranks begin with the rank. For a repeated step or phase, the newest
+    line counts.
     """
 
     metrics: Mapping[int, Mapping[str, Any]]
     hashes: Mapping[Phase, Mapping[str, str]]
 
     @classmethod
-    def read(cls, run: Path, hashes: str = get_hashes_file_name("{}"), skipped_nodes: Collection[str] = ()) -> "Record":
-        """Read a run's record, with each rank's file of `hashes` and without the state of `skipped_nodes`."""
+    def read(
+        cls, run: Path, hashes: str = get_hashes_file_name("{}"), skipped_nodes: Collection[str] = ()
+    ) -> "RecordedSteps":
+        """Read a run's record, with every rank's file `hashes`, without the state of `skipped_nodes`."""
         metrics = {
             row["step"]: {name: value for name, value in row.items() if name.partition("/")[0] not in UNCOMPARED}
             for row in read_json_rows(run / METRICS)
@@ -96,7 +98,7 @@ class Record:
                 )
         return cls(metrics, phases)
 
-    def find_different_metrics(self, other: "Record", *, complete: bool = False) -> MetricsDifference | None:
+    def find_different_metrics(self, other: "RecordedSteps", *, complete: bool = False) -> MetricsDifference | None:
         """Return the first difference; if both records should be `complete`, also for a step that one of them lacks."""
         for step in sorted(_list_compared_keys(self.metrics, other.metrics, complete)):
             one, theirs = self.metrics.get(step, {}), other.metrics.get(step, {})
@@ -108,7 +110,7 @@ class Record:
                 )
         return None
 
-    def find_different_phase(self, other: "Record", *, complete: bool = False) -> PhaseDifference | None:
+    def find_different_phase(self, other: "RecordedSteps", *, complete: bool = False) -> PhaseDifference | None:
         """
         Return the first difference; if both records should be `complete`, also for a phase that one of them lacks.
 
@@ -127,7 +129,7 @@ def _list_compared_keys(one: Mapping[Any, Any], other: Mapping[Any, Any], comple
 
 
 def read_json_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects with a step in a file of JSON lines; not those that a kill left incomplete."""
+    """Yield the objects with a step in a file with JSON lines; no line that a kill left incomplete."""
     for line in b"".join(read_lines(path)).split(b"\n"):
         try:
             row = json.loads(line)
@@ -139,11 +141,11 @@ def read_json_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 @attrs.frozen
 class RecordedRun:
-    """A run folder, the tables of its recipe, and its record."""
+    """A run folder, its recipe's tables, and its record."""
 
     folder: Path
     nodes: Nodes
-    record: Record
+    record: RecordedSteps
 
     @classmethod
     def read(cls, folder: Path) -> "RecordedRun":
@@ -155,7 +157,7 @@ class RecordedRun:
             nodes = tomli.loads(b"".join(read_lines(path)).decode("utf-8"))
         except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
             raise UserError(f"{path} can't be read: {error}; give another run folder", 2) from error
-        return cls(folder, nodes, Record.read(folder))
+        return cls(folder, nodes, RecordedSteps.read(folder))
 
     def find_checkpoints_before(self, step: int) -> dict[int, Path]:
         """Return the checkpoints before a step, by step."""
@@ -183,13 +185,14 @@ class Replayer:
     folder: Path
     imports: Sequence[str] = ()
 
-    def replay(self, run: RecordedRun, checkpoint: Path | None, last_step: int) -> Record:
+    def replay(self, run: RecordedRun, checkpoint: Path | None, last_step: int) -> RecordedSteps:
         """
         Repeat a run from a checkpoint, or from the start, to a step, and return the record.
 
         Raises UserError if the recipe can't run here.
         """
         target = self.folder / "run"
+        shutil.rmtree(target, ignore_errors=True)  # of the replay before
         if checkpoint is not None:
             shutil.copytree(checkpoint, target / CHECKPOINTS / checkpoint.name)
         recipe = self._make_replay_recipe(run.nodes, target)
@@ -199,10 +202,9 @@ class Replayer:
                 train_until_step(recipe, last_step)
         else:
             self._replay_in_processes(recipe, last_step, ranks)
-        record = Record.read(target)
+        record = RecordedSteps.read(target)
         if not record.hashes:
             raise UserError("the replay has no hashes; its log shows why the listener checkpoint.phase_hashes failed")
-        shutil.rmtree(target)
         return record
 
     def _make_replay_recipe(self, nodes: Nodes, target: Path) -> Recipe:

@@ -17,13 +17,13 @@ import attrs
 import torch
 
 from drawloom.components.checkpoint.state_hashes import FOLDER
-from drawloom.components.commands._replay import Record, make_rank_command, read_json_rows
+from drawloom.components.commands._replay import RecordedSteps, make_rank_command, read_json_rows
 from drawloom.components.ports.distributed import Device
 from drawloom.components.ports.run import Randomness
 from drawloom.components.ports.tracking import Tracker
 from drawloom.components.report.metrics import METRICS
 from drawloom.graph import UserError
-from drawloom.graph.cli.command import RecipeCommand, command, option
+from drawloom.graph.cli.command import Count, RecipeCommand, command, option
 from drawloom.graph.cli.exit_codes import FAILED, OK
 from drawloom.graph.cli.result import Result, output, output_class
 from drawloom.graph.component import at_least
@@ -65,10 +65,10 @@ class VerifyResumeResult(Result):
 
 @command("runs")
 class VerifyResumeCommand(RecipeCommand):
-    """A comparison of two runs, at every step and tensor."""
+    """A comparison between two runs, at every step and tensor."""
 
     steps: int = option("steps to train, at least 4", default=20, check=at_least(4))
-    ranks: int = option("processes", default=1, metavar="R", check=at_least(1))
+    ranks: Count = option("processes", default=1, metavar="R")
 
     def run(self, project: Project) -> VerifyResumeResult:
         recipe = self.load_recipe(project, self.recipe)
@@ -85,7 +85,7 @@ class VerifyResumeCommand(RecipeCommand):
                 raise
         half = self.steps // 2
         own = graph.implementers(Tracker)  # trackers keep a series per run
-        straight, resumed = (Record.read(folder / name, HASHES, own) for name in ("straight", "resumed"))
+        straight, resumed = (RecordedSteps.read(folder / name, HASHES, own) for name in ("straight", "resumed"))
         if (difference := describe_first_difference(straight, resumed)) is not None:
             step, text = difference
             reasons = list(_explain_other_causes(step <= half, _is_device_nondeterministic(graph)))
@@ -102,16 +102,13 @@ class VerifyResumeCommand(RecipeCommand):
             *(f"trainer.steps={self.steps}", f"trainer.phases=[{phases}]", "trainer.on_finish=[]"),
             *(f"checkpoint.every={self.steps // 2}", f"{DIGESTS}.use=checkpoint.state_hashes"),
         ]
-        overlays = [word for path in self.overlay for word in ("--overlay", path)]
-        imports = [word for package in self.imports for word in ("--import", package)]
-        start = make_rank_command(self.ranks, "drawloom")
-        return [*start, "run", self.recipe, *overlays, *imports, *self.words, *words]
+        return [*make_rank_command(self.ranks, "drawloom"), *self.make_run_words([*self.words, *words])]
 
 
 @contextmanager
 def _intercept_termination_signals() -> Iterator[list[int]]:
     """
-    Record terminating signals in order of arrival.
+    RecordedSteps terminating signals in order of arrival.
 
     The run is in its own session, does not receive the signals, and must be killed. A raising handler could skip the
     lines that kill a run that has just started.
@@ -214,7 +211,7 @@ def _kill_process_group(group: int) -> None:
         os.killpg(group, signal.SIGKILL)
 
 
-def describe_first_difference(straight: Record, resumed: Record) -> tuple[int, str] | None:
+def describe_first_difference(straight: RecordedSteps, resumed: RecordedSteps) -> tuple[int, str] | None:
     """Return the first differing step and what differs, metrics before tensors; None for equal records."""
     metrics = straight.find_different_metrics(resumed, complete=True)
     phase = straight.find_different_phase(resumed, complete=True)

@@ -11,10 +11,9 @@ from pathlib import Path
 
 from drawloom.components.commands._replay import RecordedRun, Replayer
 from drawloom.graph import UserError
-from drawloom.graph.cli.command import Command, argument, command, option
+from drawloom.graph.cli.command import Command, Count, argument, command, option
 from drawloom.graph.cli.exit_codes import FAILED, OK
 from drawloom.graph.cli.result import Result, output, output_class
-from drawloom.graph.component import at_least
 from drawloom.graph.project import Project
 
 
@@ -67,7 +66,7 @@ class VerifyStepCommand(Command):
     """A replay from the newest checkpoint before a step, with every replayed step compared with the record."""
 
     run_folder: Path = argument("a run folder, such as runs/first_run")
-    step: int = option("the step to verify, from 1", check=at_least(1))
+    step: Count = option("the step to verify, from 1")
 
     def run(self, project: Project) -> VerifyStepResult:
         run, step = RecordedRun.read(self.run_folder), self.step
@@ -83,15 +82,16 @@ class VerifyStepCommand(Command):
             metrics, phase = recorded.find_different_metrics(replayed), recorded.find_different_phase(replayed)
             first = min([difference.step for difference in (metrics, phase) if difference], default=None)
             again = None if first is None else replayer.replay(run, earlier.get(start), step)
-        is_phase_first, is_metric_first = phase and phase.step == first, metrics and metrics.step == first
+        phase = phase if phase and phase.step == first else None
+        metrics = metrics if metrics and metrics.step == first else None
         return VerifyStepResult(
             step=step,
             start=start,
             different_step=first,
-            phase=phase.phase if phase and is_phase_first else "",
-            tensors=phase.names if phase and is_phase_first else [],
-            metrics=[MetricDifference(name, *values) for name, values in metrics.values.items()]
-            if metrics and is_metric_first
+            phase=phase.phase if phase else "",
+            tensors=phase.names if phase else [],
+            metrics=[MetricDifference(name, one, other) for name, (one, other) in metrics.values.items()]
+            if metrics
             else [],
             compared=sum(len(recorded.metrics[index]) for index in replayed.metrics.keys() & recorded.metrics.keys())
             + sum(len(recorded.hashes[index]) for index in replayed.hashes.keys() & recorded.hashes.keys()),

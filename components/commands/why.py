@@ -16,8 +16,8 @@ from drawloom.components.commands._replay import (
     MetricsDifference,
     Nodes,
     PhaseDifference,
-    Record,
     RecordedRun,
+    RecordedSteps,
     Replayer,
 )
 from drawloom.components.report.metrics import read_lines
@@ -86,7 +86,7 @@ def _format_settings_section(title: str, settings: Sequence[WhySetting]) -> list
 
 @command("runs")
 class WhyCommand(Command):
-    """A comparison of two runs' records, and of repeated steps if these do not tell phase and tensor."""
+    """A comparison between two runs' records, and between repeated steps if no hashes name phase and tensor."""
 
     one: Path = argument("a run folder", metavar="A")
     other: Path = argument("the run folder to compare it with", metavar="B")
@@ -131,7 +131,7 @@ def _replay_both_and_find_causes(pair: "Pair", step: int, replayer: Replayer) ->
 
 
 def _find_causes_by_edits(
-    pair: "Pair", one: Record, difference: PhaseDifference, start: Path | None, replayer: Replayer
+    pair: "Pair", one: RecordedSteps, difference: PhaseDifference, start: Path | None, replayer: Replayer
 ) -> Iterator[str]:
     """Yield the keys, or nodes, whose value from the second run makes the first run differ at the same phase."""
     keys = sorted((setting.key for setting in pair.differing_settings), key=lambda key: key.startswith(OBSERVERS))
@@ -140,8 +140,8 @@ def _find_causes_by_edits(
             replayed = replayer.replay(attrs.evolve(pair.one, nodes=edited), start, difference.step)
         except (RecipeError, UserError):  # this edit needs others
             continue
-        found = one.find_different_phase(replayed)
-        if found is not None and (found.step, found.phase) == (difference.step, difference.phase):
+        edit = one.find_different_phase(replayed)
+        if edit is not None and (edit.step, edit.phase) == (difference.step, difference.phase):
             yield key
 
 
@@ -183,20 +183,20 @@ class Pair:
         metrics_step = metrics.step if metrics else None
         # a swapped component is a cause as a whole node
         shown = [s for s in self.differing_settings if s.key in causes or s.key.rpartition(".")[0] in causes]
-        one, other = (_read_versions_and_choices(run.folder) for run in (self.one, self.other))
+        versions, others = (_read_versions_and_choices(run.folder) for run in (self.one, self.other))
         return WhyResult(
             step=difference.step if difference else metrics_step,
             phase=difference.phase if difference else "",
             tensors=difference.names if difference else [],
             metrics_step=metrics_step,
-            metrics=[WhySetting(name, *values) for name, values in metrics.values.items()] if metrics else [],
+            metrics=[WhySetting(name, one, other) for name, (one, other) in metrics.values.items()] if metrics else [],
             source=source,
             causes=shown,
             settings=self.differing_settings,
             environment=[
-                WhySetting(key, one.get(key, ""), other.get(key, ""))
-                for key in {**one, **other}
-                if one.get(key) != other.get(key)
+                WhySetting(key, versions.get(key, ""), others.get(key, ""))
+                for key in {**versions, **others}
+                if versions.get(key) != others.get(key)
             ],
             notes=list(notes),
         )

@@ -101,7 +101,7 @@ def _run_command(arguments: Sequence[str], project: Project, console: Console) -
 
 @attrs.frozen
 class CommandFile:
-    """The file of a command, which is imported only by `load`: its module, group, and docstring's first line."""
+    """A command's file, imported only by `load`: its module, group, and docstring's first line."""
 
     module: str
     group: str
@@ -114,7 +114,7 @@ class CommandFile:
 
 
 def find_command_files(project: Project) -> dict[str, CommandFile]:
-    """Return the commands for any graph and those of the package by name, ordered as in `drawloom --help`."""
+    """Return the commands for any graph and the package's commands by name, ordered as in `drawloom --help`."""
     folders = {
         f"{__package__}.commands": Path(__file__).parent / "commands",
         f"{project.registry.package}.commands": project.registry.folder / "commands",
@@ -124,13 +124,14 @@ def find_command_files(project: Project) -> dict[str, CommandFile]:
         for path in folder.glob("[a-z]*.py"):
             text = path.read_text("utf-8")
             summary = text.partition('"""')[2].partition('"""')[0].strip().partition("\n")[0]
-            group = found[1] if (found := GROUP.search(text)) else ""
-            files[path.stem.replace("_", "-")] = CommandFile(f"{package}.{path.stem}", group, summary)
+            group = GROUP.search(text)
+            name = path.stem.replace("_", "-")
+            files[name] = CommandFile(f"{package}.{path.stem}", group[1] if group else "", summary)
     return dict(sorted(files.items(), key=lambda item: ((*GROUPS, item[1].group).index(item[1].group), item[0])))
 
 
 def load_command(project: Project, name: str) -> type[Command]:
-    """Return the class of a command. Raises UserError for an unknown name."""
+    """Return a command's class. Raises UserError for an unknown name."""
     files = find_command_files(project)
     if name not in files:
         raise UserError(f"there is no command {name!r}; {did_you_mean(name, files)}".rstrip("; "), INVALID)
@@ -174,7 +175,7 @@ def split_off_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]
 
 
 def _make_main_parser(project: Project, files: Mapping[str, CommandFile]) -> Parser:
-    """Return the parser of a command line without a command, whose help lists all by group."""
+    """Return the parser for a command line without a command; its help lists all by group."""
     width = max(shutil.get_terminal_size().columns - 2, 40)
     lines = []
     for group, members in groupby(files.items(), lambda item: item[1].group):
@@ -197,7 +198,7 @@ def _make_main_parser(project: Project, files: Mapping[str, CommandFile]) -> Par
 
 
 def _print_help_or_version_or_refuse(project: Project, files: Mapping[str, CommandFile], arguments: list[str]) -> None:
-    """Parse a command line that begins with no command. Raises UserError if it has neither --help nor --version."""
+    """Parse a command line without a command. Raises UserError if it has neither --help nor --version."""
     parser = _make_main_parser(project, files)
     if arguments and arguments[0][:1] != "-":
         near = find_nearest(arguments[0], files)

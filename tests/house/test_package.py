@@ -21,9 +21,10 @@ def test_src_contains_public_modules_and_folder_links() -> None:
 
 
 def test_graph_needs_no_torch() -> None:
-    """Importing the graph layer or drawloom.Recipe does not import torch."""
-    code = "import sys, drawloom.graph, drawloom.graph.cli.main, drawloom.testing; drawloom.Recipe;"
-    code += "sys.exit('torch' in sys.modules)"
+    """Importing the graph layer or drawloom.Recipe does not import torch; listing the commands imports none."""
+    code = "import sys, contextlib, drawloom.graph, drawloom.graph.cli.main, drawloom.testing; drawloom.Recipe\n"
+    code += "with contextlib.suppress(SystemExit): drawloom.graph.cli.main.main(['--help'])\n"
+    code += "sys.exit('torch' in sys.modules or any('.commands.' in name for name in sys.modules))"
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": str(ROOT / "src")})
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from drawloom.components.commands._replay import Record
+from drawloom.components.commands._replay import RecordedSteps
 from drawloom.components.commands.verify_resume import HASHES, Runs, describe_first_difference
 from drawloom.graph import UserError
 from drawloom.graph.cli.main import main
@@ -130,7 +130,7 @@ def _run(run: Path, **changes: Any) -> Path:
 def test_the_first_difference_is_named(tmp_path: Path, changes: dict[str, Any], words: str | None) -> None:
     """A difference names step, metric or tensor, and rank; machine metrics and trackers' state are ignored."""
     runs = _run(tmp_path / "a"), _run(tmp_path / "b", **changes)
-    one, other = (Record.read(run, HASHES, ["aim"]) for run in runs)
+    one, other = (RecordedSteps.read(run, HASHES, ["aim"]) for run in runs)
     assert describe_first_difference(one, other) == (None if words is None else (3, words))
 
 
