@@ -10,7 +10,6 @@ import attrs
 
 from drawloom.graph.drawing import Format
 from drawloom.graph.inspect.changes import diff, make_resolved_recipe
-from drawloom.graph.inspect.explain import explain
 from drawloom.graph.inspect.serialize import serialize_recipe
 from drawloom.graph.problems import COMMAND_LINE, Problem, RecipeError, UserError, did_you_mean
 from drawloom.graph.recipe.layers import Layer, Leaf
@@ -208,6 +207,8 @@ class Recipe:
         Explain a value such as "optimizer.lr", a node, or the whole recipe: where values come from, why nodes are
         connected.
         """
+        from drawloom.graph.inspect.explain import explain  # for people, as the pictures below
+
         return explain(self.graph.require_valid(), target, self.project.root)
 
     def draw(self, format: Format = "tree", focus: str = "", *, step: bool = False) -> str:

@@ -16,8 +16,7 @@ from drawloom.graph.problems import Problem, ReopenError
 from drawloom.graph.wiring.node import NodeView
 
 if TYPE_CHECKING:
-    from drawloom.components.checkpoint.memory import StateMemory
-    from drawloom.components.checkpoint.peer_memory import PeerMemory
+    from drawloom.components.checkpoint.peer_memory import PeerMemory, StateMemory
     from drawloom.components.checkpoint.saves import Saves
 
 run_log = logging.getLogger("drawloom.run")  # rank 0 prints its messages
@@ -70,7 +69,6 @@ class Checkpointer:
     _memory: "StateMemory | None" = attrs.field(init=False, default=None)  # of a failed attempt
     _peers: "PeerMemory | None" = attrs.field(init=False, default=None)  # None unless the run survives losses
     _joins_others: bool = attrs.field(init=False, default=False)  # the state may be in another process's memory
-    _is_save_overdue: bool = attrs.field(init=False, default=False)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
@@ -130,7 +128,7 @@ class Checkpointer:
         self._saves.wait_if_done_on_all_ranks()
         if self.saves_after(step):
             with exclude_from_rates(step, self.mesh, self.device.device):
-                self._stage_and_start_write(step)
+                self._saves.stage_and_start_write(step)
                 if step.is_last or not self._saves.is_in_background:
                     self._saves.wait_for_pending_save(required=step.is_last)
 
@@ -140,7 +138,7 @@ class Checkpointer:
 
         A save that was interrupted by a loss is made after the next step.
         """
-        return not step.goes_back and (is_due(self.every, step) or self._is_save_overdue)
+        return not step.goes_back and (is_due(self.every, step) or self._saves.is_overdue)
 
     def save(self, step: Step) -> bool:
         """
@@ -151,7 +149,7 @@ class Checkpointer:
         """
         if self.every == "never":
             return False
-        self._stage_and_start_write(step)
+        self._saves.stage_and_start_write(step)
         self._saves.wait_for_pending_save(required=True)
         return True
 
@@ -189,12 +187,12 @@ class Checkpointer:
             newest = max(steps, default=0)
             if joins_others and (done := self._peers.restore(newest)):
                 saves.saved_step = done if done == newest else 0
-                self._is_save_overdue = isinstance(self.every, int) and done // self.every * self.every > newest
+                saves.is_overdue = isinstance(self.every, int) and done // self.every * self.every > newest
                 return done
             self._peers.drop_all_states()  # a run that goes back repeats no later step
         loaded = None
         if steps:
-            from drawloom.components.checkpoint.restore_newest import load_checkpoint, read_newest_valid
+            from drawloom.components.checkpoint.restore import load_checkpoint, read_newest_valid
 
             loaded = read_newest_valid(world, saves.folder, steps, self.states, saves.retention)
             load_checkpoint(world, loaded, self.states, self.recipe)
@@ -213,7 +211,3 @@ class Checkpointer:
     def recorded_step_values(self) -> Iterable[tuple[int, Mapping[str, float | None]]]:
         """Yield the steps with a valid manifest, with the metrics in it."""
         return self._saves.list_recorded_values()
-
-    def _stage_and_start_write(self, step: Step) -> None:
-        self._saves.stage_and_start_write(step)
-        self._is_save_overdue = False

@@ -1,5 +1,6 @@
 """A run's saves: snapshot, staging, background write, commit, and removal of expired checkpoints."""
 
+import errno
 import logging
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, wait
@@ -10,7 +11,6 @@ import attrs
 import torch
 
 from drawloom.components.checkpoint import commit
-from drawloom.components.checkpoint.io_errors import check_space_on_all_ranks, describe_io_error_on_all_ranks
 from drawloom.components.checkpoint.manifest import list_checkpoints, read_manifest_if_sizes_match, step_of_checkpoint
 from drawloom.components.checkpoint.retention import Retention, RetentionPolicy
 from drawloom.components.checkpoint.snapshot import ShardPlan, Snapshot
@@ -20,6 +20,8 @@ from drawloom.components.ports.checkpoint import Durable, GrowingState, Stateful
 from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.run import Step
 from drawloom.components.ports.staging import Stager
+from drawloom.components.storage import durable_files
+from drawloom.components.storage.byte_size import format_decimal_byte_size
 from drawloom.graph import ResolvedRecipe, UserError
 
 CLOSE_TIMEOUT = 20.0  # seconds that a failing run waits for a pending checkpoint
@@ -27,6 +29,56 @@ REMEDY = "repair the disk or free space, and start the run again: it resumes fro
 
 log = logging.getLogger("drawloom.checkpoint")
 run_log = logging.getLogger("drawloom.run")  # rank 0 prints its messages
+
+
+FULL = {errno.ENOSPC, errno.EDQUOT}
+
+
+def describe_io_error_on_all_ranks(error: RankError, checkpoints: Path, needed_bytes: int, world: Group) -> str:
+    """
+    Describe an I/O error in one line, equal on all ranks; for a full disk with the bytes needed and free.
+
+    A collective over `world`: the free bytes are those on the failed rank's machine.
+    """
+    if error.errno == errno.EFBIG:
+        return f"{error}: a limit on the size of files, which `ulimit -f` shows, or one of the file system"
+    if error.errno not in FULL:
+        return str(error)
+    try:
+        own_free = format_decimal_byte_size(durable_files.count_free_bytes(checkpoints))
+    except OSError:  # the folder may be gone
+        own_free = "an unknown number of bytes"
+    free = world.gather_json(own_free)[error.rank]
+    return f"disk full: needs {format_decimal_byte_size(needed_bytes)}, {free} free in {checkpoints} ({error})"
+
+
+def check_space_on_all_ranks(world: Group, checkpoints: Path, expected_bytes: int, last_checkpoint_bytes: int) -> None:
+    """
+    Raise UserError on all ranks if the disk has no space for one checkpoint; warn if it has no space for two.
+
+    `expected_bytes` is this rank's part once all state exists. `last_checkpoint_bytes` is the newest checkpoint's size
+    over all ranks, or 0: a state may exceed its forecast.
+    """
+    total = sum(world.gather_json(expected_bytes))
+    run_on_rank0(world, lambda: _check_free_bytes(checkpoints, total, max(total, last_checkpoint_bytes)))
+
+
+def _check_free_bytes(checkpoints: Path, expected_bytes: int, likely_bytes: int) -> None:
+    """Raise UserError if fewer than `expected_bytes` are free; warn if fewer than twice `likely_bytes` are."""
+    free = durable_files.count_free_bytes(checkpoints)
+    if free < expected_bytes:
+        raise UserError(
+            f"{checkpoints}: a checkpoint needs about {format_decimal_byte_size(expected_bytes)}, and "
+            f"{format_decimal_byte_size(free)} are free; free some space, or set run.folder to another disk"
+        )
+    # space for two, because the last checkpoint is removed only after the next commit
+    if free < 2 * likely_bytes:
+        log.warning(
+            "%s: a checkpoint will need about %s, and %s are free; without space for two, saving may fail",
+            checkpoints,
+            format_decimal_byte_size(likely_bytes),
+            format_decimal_byte_size(free),
+        )
 
 
 @attrs.define
@@ -44,7 +96,8 @@ class Saves:
     Writer of checkpoints in `folder`, one at a time; with `staging`, it writes while training continues.
 
     `world` and `group` have all ranks; `group` is for the thread that writes. `saved_step` is the step of the newest
-    successful or pending save. The run fails after `failures` consecutive failed saves.
+    successful or pending save; `is_overdue` is True if a loss has interrupted a save. The run fails after `failures`
+    consecutive failed saves.
     """
 
     folder: Path
@@ -57,6 +110,7 @@ class Saves:
     policy: RetentionPolicy
     failures: int
     saved_step: int = attrs.field(init=False, default=0)
+    is_overdue: bool = attrs.field(init=False, default=False)
     _failed: int = attrs.field(init=False, default=0)  # consecutive failed saves
     _pending: PendingSave | None = attrs.field(init=False, default=None)
 
@@ -107,7 +161,7 @@ class Saves:
         run = submit_in_new_thread if self.is_in_background else run_in_current_thread
         done = run("checkpoint", lambda: self._commit_and_remove_expired(checkpoint, snapshot))
         self._pending = PendingSave(step.index, sum(sizes), done)
-        self.saved_step = step.index
+        self.saved_step, self.is_overdue = step.index, False
 
     def wait_if_done_on_all_ranks(self) -> None:
         """End the pending save if it is done on all ranks."""

@@ -30,7 +30,7 @@ def infer_documents(
 
 
 def pad_documents(documents: Sequence[Tensor] | Sequence[Sequence[int]]) -> tuple[Tensor, TokenContext]:
-    """Return documents' ids as rows, int64 (documents, length), with their context. Padding is a separate document."""
+    """Return documents as rows, int64 (documents, length), with their context; padding is a separate document."""
     lengths = torch.tensor([len(ids) for ids in documents])
     tokens = torch.zeros(len(documents), max(1, int(lengths.max())), dtype=torch.int64)
     for row, ids in zip(tokens, documents, strict=True):

@@ -13,6 +13,7 @@ from drawloom.components.report.seed_groups import SeedGroup, SeedSpread, find_l
 from drawloom.graph import UserError
 from drawloom.graph.cli.command import Command, argument, command, option
 from drawloom.graph.cli.result import Result, internal, output, output_class
+from drawloom.graph.cli.terminal import format_table
 from drawloom.graph.project import Project
 
 METRICS = ("loss", "validation_loss")
@@ -75,16 +76,14 @@ class CompareResult(Result):
             metric = group.metrics.get(name)
             cells = [str(spread or "") for spread in ((metric.end, metric.best) if metric else ("", ""))]
             rows.append((group.name, str(len(group.runs)), *cells))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         curves = {group.name: curve for group in self.groups_of_runs if (curve := group.curves_over_seeds().get(name))}
         width = min(shutil.get_terminal_size((MAX_WIDTH, 0)).columns, MAX_WIDTH)
-        return "\n".join([*lines, "", draw_curves(name, curves, width)])
+        return f"{format_table(rows, left=range(4))}\n\n{draw_curves(name, curves, width)}"
 
 
 @command("runs")
 class CompareCommand(Command):
-    """A comparison of runs, grouped by their recipes."""
+    """A comparison between runs, grouped by their recipes."""
 
     folders: Sequence[Path] = argument("run folders, or folders of runs such as that of a sweep", metavar="FOLDER")
     metric: Sequence[str] = option(

@@ -60,7 +60,7 @@ class FaultsResult(Result):
 
 @command("data")
 class DataCommand(OverlayCommand):
-    """A look at rows and statistics, or a verification of a run's rows or of a store."""
+    """Rows and statistics, or verdicts about a run's rows or a store."""
 
     action: Literal["show", "audit", "verify"] = argument("show rows and statistics, audit a run, or verify a store")
     subject: str = argument(

@@ -27,7 +27,7 @@ class ExportResult(Result):
 
 @command("models")
 class ExportCommand(CheckpointCommand):
-    """An export of a checkpoint's weights."""
+    """An export with a checkpoint's weights."""
 
     to: Path = option("folder to write; it must not exist", metavar="DIR")
 

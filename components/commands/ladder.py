@@ -19,10 +19,11 @@ from drawloom.components.commands._power_law import PowerLaw, fit_power_law
 from drawloom.components.ports.flops import CountsFlops
 from drawloom.components.report.metrics import Column, read_metrics
 from drawloom.graph import UserError
-from drawloom.graph.cli.command import RecipeCommand, argument, command, option
+from drawloom.graph.cli.command import Count, RecipeCommand, argument, command, option
 from drawloom.graph.cli.exit_codes import FAILED, OK
 from drawloom.graph.cli.result import JSON, Result, output, output_class
-from drawloom.graph.component import above, at_least
+from drawloom.graph.cli.terminal import format_table
+from drawloom.graph.component import above
 from drawloom.graph.project import Project, Recipe
 
 MEASURE = "coordinates_of_ladder"
@@ -77,7 +78,7 @@ class LadderResult(Result):
             for layer, slope in self.slopes.items()
         ]
         yield f"{self._title}: {'flat' if self.flat else 'not flat'}"
-        yield _format_table(rows)
+        yield format_table(rows, left=())
         if self.rungs[0].losses:
             rates = list(self.rungs[0].losses)
             rows = [["lr", *sizes]]
@@ -85,14 +86,15 @@ class LadderResult(Result):
                 [rate, *(_format_loss_starring_smallest(rung.losses, rate) for rung in self.rungs)] for rate in rates
             ]
             yield f"\nloss by learning rate, * is the lowest of its {self.dimension}"
-            yield _format_table(rows)
+            yield format_table(rows, left=())
         yield "\nloss by compute"
-        yield _format_table(
+        yield format_table(
             [
                 ["", *sizes],
                 ["flops", *(f"{rung.flops:.3g}" for rung in self.rungs)],
                 ["loss", *(f"{rung.loss:.4f}" for rung in self.rungs)],
-            ]
+            ],
+            left=(),
         )
         if (fit := self.fit) is not None:
             interval = f"95% interval {fit.exponent_low:+.4f} to {fit.exponent_high:+.4f}"
@@ -123,27 +125,19 @@ def _format_loss_starring_smallest(losses: Mapping[str, float], rate: str) -> st
     return f"{losses[rate]:.4f}{'*' if losses[rate] == min(losses.values()) else ' '}"
 
 
-def _format_table(rows: Sequence[Sequence[str]]) -> str:
-    """Align cells to the right, in columns."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-
-
 @command("planning")
 class LadderCommand(RecipeCommand):
-    """A training of all sizes, with fitted slopes and losses."""
+    """A training for every size, with fitted slopes and losses."""
 
     epilog: ClassVar[str] = (
         "Set single values with node.key=value. --format svg draws the coordinate check and the fit."
     )
 
     recipe: str = argument("the smallest model: model.granite, model.llama or model.qwen3.dense")
-    multiples: Sequence[int] = option(
-        "sizes as multiples of the recipe's", default=(1, 2, 4, 8), separator=",", check=at_least(1)
-    )
+    multiples: Sequence[Count] = option("sizes as multiples of the recipe's", default=(1, 2, 4, 8), separator=",")
     dimension: Dimension = option("size to multiply: width (heads) or depth (layers)", default="width")
     parametrization: Literal["mup", "completep", "standard"] = option("scaling of the model", default="mup")
-    steps: int = option("steps of every size", default=8, check=at_least(1))
+    steps: Count = option("steps of every size", default=8)
     lr: Sequence[float] = option(
         "also compare these learning rates", default=(), metavar="X,X", separator=",", check=above(0)
     )

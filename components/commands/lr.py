@@ -133,7 +133,7 @@ class LrResult(Result):
 
 @command("planning")
 class LrCommand(RecipeCommand):
-    """Curves of the learning rate and the batch size, without training."""
+    """Curves for the learning rate and the batch size, without training."""
 
     def run(self, project: Project) -> LrResult:
         curves = _compute_lr_and_batch_size_curves(self.load_recipe(project, self.recipe))

@@ -76,7 +76,7 @@ def _describe_tool(types: Any, project: Project, name: str) -> Any:
     """Return the tool for a command: its name, summary, arguments and result schema."""
     return types.Tool(
         name=name,
-        description=find_command_files(project)[name].summary_and_group[0],
+        description=find_command_files(project)[name].summary,
         input_schema=make_arguments_schema(load_command(project, name)),
         output_schema=read_result_schema(project, name),
         annotations=types.ToolAnnotations(read_only_hint=name in READ_ONLY),

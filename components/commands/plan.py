@@ -24,7 +24,7 @@ from drawloom.graph.project import Project, Recipe
 
 @command("planning")
 class PlanCommand(OverlayCommand):
-    """A plan of a recipe, after a calibration if asked for."""
+    """A recipe's plan, after a calibration if asked for."""
 
     recipe: str = argument("a path, the name of a shipped recipe, or a run folder", default="")
     ranks: int | None = option("processes (default: the fewest the mesh allows)", check=between(1, 10_000_000))

@@ -19,9 +19,8 @@ from drawloom.components.pipeline.runtime.loss_passes import add_values_without_
 from drawloom.components.ports.data import TokenBatch
 from drawloom.components.ports.pipeline import Referenced
 from drawloom.graph import UserError
-from drawloom.graph.cli.command import RecipeCommand, argument, command, option
+from drawloom.graph.cli.command import Count, RecipeCommand, argument, command, option
 from drawloom.graph.cli.result import Result, output, output_class
-from drawloom.graph.component import at_least
 from drawloom.graph.project import Project, Recipe
 
 
@@ -44,7 +43,7 @@ class ReferenceLogpsCommand(RecipeCommand):
 
     recipe: str = argument("a recipe with loss.dpo: a path, or a shipped name")
     to: Path = option("JSON-lines file to write", metavar="FILE", check=check_new_file)
-    pairs: int = option("preference pairs per batch", default=8, check=at_least(1))
+    pairs: Count = option("preference pairs per batch", default=8)
 
     def run(self, project: Project) -> ReferenceResult:
         recipe = self.load_recipe(project, self.recipe)

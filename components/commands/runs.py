@@ -17,7 +17,7 @@ from drawloom.components.report.run_table import (
 from drawloom.graph import UserError
 from drawloom.graph.cli.command import Command, argument, command, option
 from drawloom.graph.cli.result import JSON, Result, output, output_class
-from drawloom.graph.cli.terminal import print_escaped_text
+from drawloom.graph.cli.terminal import format_table, print_escaped_text
 from drawloom.graph.project import Project
 
 MAX_SETTINGS_SHOWN = 6
@@ -68,8 +68,7 @@ def format_run_table(rows: Sequence[RunRow]) -> str:
     if not rows:
         return "no runs"
     lines = [("run", "state", "step", "loss", "best", "tokens/s", "differs in"), *map(_make_table_cells, rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(_align_cells(line, widths) for line in lines)
+    return format_table(lines, left=(0, 1, 6))
 
 
 def format_run_csv(rows: Sequence[RunRow]) -> str:
@@ -97,12 +96,3 @@ def _make_table_cells(row: RunRow) -> tuple[str, ...]:
 def _shorten_value(value: str) -> str:
     """Cut a long value at MAX_VALUE_LENGTH characters."""
     return value if len(value) <= MAX_VALUE_LENGTH else f"{value[:MAX_VALUE_LENGTH]}..."
-
-
-def _align_cells(line: Sequence[str], widths: Sequence[int]) -> str:
-    """Align the name, the state and the settings on the left, and numbers on the right."""
-    cells = [
-        cell.rjust(width) if 2 <= number <= 5 else cell.ljust(width)
-        for number, (cell, width) in enumerate(zip(line, widths, strict=True))
-    ]
-    return "  ".join(cells).rstrip()

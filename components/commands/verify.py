@@ -46,7 +46,7 @@ class VerifyResult(Result):
 
 @command("runs")
 class VerifyCommand(Command):
-    """A verification of every checkpoint; the run may continue meanwhile."""
+    """A verification for every checkpoint; the run may continue meanwhile."""
 
     run_folder: Path = argument("a run folder, such as runs/first_run")
 

@@ -10,7 +10,6 @@ import attrs
 import torch
 
 from drawloom.components.data.order.stream import RowStream, Segment, convert_token_weights_to_shares, list_row_sources
-from drawloom.components.data.record import compute_row_digests
 from drawloom.components.ports.data import (
     MAX_LENGTH,
     PackedDataset,
@@ -289,6 +288,18 @@ def _check_batch_has_token_dimension(
         yield writer.problem("use", text, "write mesh.context = 1")
     if loader.settings["lengths"] and not issubclass(batch_type, TokenBatch):
         yield loader.problem("lengths", f"lengths only applies to batches of tokens, and {text}", "leave lengths out")
+
+
+def compute_row_digests(batch: Batch) -> list[str]:
+    """Return a digest for every row in a batch, over all tensors except replicated ones."""
+    rows = batch.row_count
+    tensors = [tensor for _, spec, tensor in batch.named_tensors() if spec != "replicated"]
+    contents = [(view_bytes(tensor), tensor.nbytes // rows) for tensor in tensors if rows]
+    return [_hash_content(b"".join(content[row * size :][:size] for content, size in contents)) for row in range(rows)]
+
+
+def _hash_content(content: bytes) -> str:
+    return blake2b(content, digest_size=8).hexdigest()
 
 
 def check_batch(rows: PackedDataset, batch: Any) -> None:

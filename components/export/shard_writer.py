@@ -17,7 +17,7 @@ from drawloom.components.storage.durable_files import TempFolder, create_temp_fo
 from drawloom.components.storage.safetensors.header import CODES, DTYPES, format_names
 from drawloom.components.storage.state_tree import PackedState, pack_state, unpack_state
 from drawloom.components.storage.tensor_source import TensorSource, TensorSpec
-from drawloom.components.weights.load import stream_converted_tensors
+from drawloom.components.weights.convert import stream_converted_tensors
 from drawloom.components.weights.mapper import parallel, sequential
 from drawloom.components.weights.mapper_ops import to_dtype
 from drawloom.components.weights.save import (

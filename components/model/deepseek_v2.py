@@ -10,8 +10,8 @@ from drawloom.components.model.decoder.router import Routing
 from drawloom.components.model.deepseek_v3 import (
     LATENT_RENAMED,
     LatentConfig,
-    convert_null_q_lora_rank_to_zero,
-    convert_zero_q_lora_rank_to_null,
+    read_latent_config,
+    write_latent_config,
 )
 from drawloom.components.ports.experts import ExpertKernels
 from drawloom.graph import component, setting
@@ -48,14 +48,12 @@ def _convert_config_from_hf(config: dict[str, Any]) -> dict[str, Any]:
     method = config.get("topk_method", METHODS[False])
     if method not in METHODS.values():
         raise ValueError(f"says topk_method = {method!r}, where only {' and '.join(METHODS.values())} can be built")
-    return convert_null_q_lora_rank_to_zero(config) | (
-        {"n_group": 1, "topk_group": 1} if method == METHODS[False] else {}
-    )
+    return read_latent_config(config) | ({"n_group": 1, "topk_group": 1} if method == METHODS[False] else {})
 
 
 def _convert_config_to_hf(config: dict[str, Any]) -> dict[str, Any]:
     """Convert a `q_lora_rank` of 0 to null, and add the topk_method for the number of groups."""
-    return convert_zero_q_lora_rank_to_null(config) | {"topk_method": METHODS[config["n_group"] > 1]}
+    return write_latent_config(config) | {"topk_method": METHODS[config["n_group"] > 1]}
 
 
 @component(impact="incompatible")

@@ -88,12 +88,12 @@ class DeepseekV3Config(LatentConfig, SigmoidExpertsConfig):
     )
 
 
-def convert_null_q_lora_rank_to_zero(config: dict[str, Any]) -> dict[str, Any]:
+def read_latent_config(config: dict[str, Any]) -> dict[str, Any]:
     """Return a config whose `q_lora_rank` is 0 instead of null, because recipes have no null."""
     return {**config, "q_lora_rank": config["q_lora_rank"] or 0} if "q_lora_rank" in config else config
 
 
-def convert_zero_q_lora_rank_to_null(config: dict[str, Any]) -> dict[str, Any]:
+def write_latent_config(config: dict[str, Any]) -> dict[str, Any]:
     """Return a config whose `q_lora_rank` is null instead of 0."""
     return {**config, "q_lora_rank": config["q_lora_rank"] or None}
 
@@ -131,8 +131,8 @@ class DeepseekV3(DecoderBuilder):
         other_types=("kimi_k2",),
         nested_types={"kimi_k25": "model.language_model."},
         ignored=(MTP, "vision_tower.*", "mm_projector.*", "model.vision_tower.*", "model.mm_projector.*"),
-        read=convert_null_q_lora_rank_to_zero,
-        write=convert_zero_q_lora_rank_to_null,
+        read=read_latent_config,
+        write=write_latent_config,
     )
 
     kernels: ExpertKernels

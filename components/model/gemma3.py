@@ -1,7 +1,7 @@
 """The component `model.gemma3`: Gemma 3 for text (Gemma team 2025, arXiv 2503.19786)."""
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import attrs
 import torch
@@ -10,12 +10,13 @@ from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.decoder.config import (
     ATTENTION_BIAS,
     LayerTypesConfig,
+    SlidingTypes,
     alternate_layer_types,
     create_size_check,
     layer_types_setting,
 )
-from drawloom.components.model.decoder.hugging_face import Family
-from drawloom.components.model.decoder.rope import Rope, join_rope_by_layer_type, split_rope_by_layer_type
+from drawloom.components.model.decoder.hugging_face import Family, fill_layer_list
+from drawloom.components.model.decoder.rope import Rope, join_rope_by_type, split_rope_by_type
 from drawloom.components.model.decoder.specs import Branch
 from drawloom.graph import above, component, setting
 
@@ -31,7 +32,7 @@ class Gemma3Config(LayerTypesConfig):
     activation = "gelu_tanh"
 
     tie_word_embeddings: bool = True
-    layer_types: list[Literal["full_attention", "sliding_attention"]] = layer_types_setting(6)
+    layer_types: SlidingTypes = layer_types_setting(6)
     rope_local_base_freq: float = setting(
         default=SLIDING_THETA,
         check=above(1),
@@ -68,16 +69,13 @@ class Gemma3Config(LayerTypesConfig):
 
 def _convert_config_from_hf(config: dict[str, Any]) -> dict[str, Any]:
     """Convert rope_parameters by layer type, and derive missing layer types from `sliding_window_pattern`."""
-    config = split_rope_by_layer_type(config, "rope_local_base_freq", SLIDING_THETA)
-    interval, layers = config.pop("sliding_window_pattern", None), config.get("num_hidden_layers")
-    if config.get("layer_types") is None and type(interval) is int and type(layers) is int and interval > 0:
-        config["layer_types"] = alternate_layer_types(layers, interval)
-    return config
+    config = split_rope_by_type(config, "rope_local_base_freq", SLIDING_THETA)
+    return fill_layer_list(config, "layer_types", config.pop("sliding_window_pattern", None), alternate_layer_types)
 
 
 def _convert_config_to_hf(config: dict[str, Any]) -> dict[str, Any]:
     """Convert rotary positions to rope_parameters by layer type."""
-    return join_rope_by_layer_type(config, config["rope_local_base_freq"])
+    return join_rope_by_type(config, config["rope_local_base_freq"])
 
 
 GELU = "gelu_pytorch_tanh"

@@ -8,16 +8,16 @@ from drawloom.components.model.deepseek_v3 import (
     LATENT_RENAMED,
     MTP,
     DeepseekV3Config,
-    convert_null_q_lora_rank_to_zero,
-    convert_zero_q_lora_rank_to_null,
+    read_latent_config,
+    write_latent_config,
 )
 from drawloom.components.ports.experts import ExpertKernels
 from drawloom.graph import component
 
 
-def _convert_layer_types_to_dense_count(config: dict[str, Any]) -> dict[str, Any]:
+def _convert_config_from_hf(config: dict[str, Any]) -> dict[str, Any]:
     """Convert `mlp_layer_types` to `first_k_dense_replace`. Raises ValueError unless dense layers are first."""
-    config, types = convert_null_q_lora_rank_to_zero(config), config.get("mlp_layer_types")
+    config, types = read_latent_config(config), config.get("mlp_layer_types")
     if types is None:
         return config
     dense = types.index("sparse") if isinstance(types, list) and "sparse" in types else 0
@@ -26,11 +26,11 @@ def _convert_layer_types_to_dense_count(config: dict[str, Any]) -> dict[str, Any
     return {**config, "first_k_dense_replace": dense}
 
 
-def _convert_dense_count_to_layer_types(config: dict[str, Any]) -> dict[str, Any]:
+def _convert_config_to_hf(config: dict[str, Any]) -> dict[str, Any]:
     """Convert `first_k_dense_replace` to `mlp_layer_types`."""
     dense = config["first_k_dense_replace"]
     types = ["dense"] * dense + ["sparse"] * (config["num_hidden_layers"] - dense)
-    return {**convert_zero_q_lora_rank_to_null(config), "mlp_layer_types": types}
+    return {**write_latent_config(config), "mlp_layer_types": types}
 
 
 @component(impact="incompatible")
@@ -55,8 +55,8 @@ class Glm4MoeLite(DecoderBuilder):
         },
         renamed=LATENT_RENAMED,
         ignored=(MTP,),
-        read=_convert_layer_types_to_dense_count,
-        write=_convert_dense_count_to_layer_types,
+        read=_convert_config_from_hf,
+        write=_convert_config_to_hf,
         has_classifier=False,
     )
 

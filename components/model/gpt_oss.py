@@ -1,7 +1,7 @@
 """The component `model.gpt_oss`: gpt-oss 20B and 120B (OpenAI 2025, arXiv 2508.10925)."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import attrs
 import torch
@@ -13,6 +13,7 @@ from drawloom.components.model.decoder.config import (
     DecoderConfig,
     ExpertsConfig,
     LayerTypesConfig,
+    SlidingTypes,
     create_size_check,
     layer_types_setting,
 )
@@ -34,7 +35,7 @@ class GptOssConfig(LayerTypesConfig, ExpertsConfig):
     rope_theta: float = 150_000.0
     rms_norm_eps: float = 1e-5
     sliding_window: int = 128
-    layer_types: list[Literal["full_attention", "sliding_attention"]] = layer_types_setting(2)
+    layer_types: SlidingTypes = layer_types_setting(2)
     attention_bias: bool = setting(default=True, doc=ATTENTION_BIAS)
     swiglu_alpha: float = setting(
         default=1.702, check=above(0), impact="changes_training", doc="slope of the experts' gate"
@@ -72,10 +73,10 @@ def _create_interleave_mapper(name: str, dim: int) -> Mapper:
 
 def _create_family_mapper(names: Iterable[str], architecture: DecoderConfig) -> Mapper:
     """Return the mapper from parameters to tensors in files."""
-    return parallel(*map(_create_parameter_to_files_mapper, names))
+    return parallel(*map(_create_parameter_mapper, names))
 
 
-def _create_parameter_to_files_mapper(name: str) -> Mapper:
+def _create_parameter_mapper(name: str) -> Mapper:
     """Return the mapper for one parameter; expert matrices are transposed and interleaved."""
     if name.endswith(".experts.gate_up_proj"):
         return sequential(_create_interleave_mapper(name, 1), transpose(name, 1, 2))

@@ -7,7 +7,7 @@ import attrs
 from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.decoder.config import LayerTypesConfig
 from drawloom.components.model.decoder.hugging_face import Family
-from drawloom.components.model.decoder.rope import Rope, join_rope_by_layer_type, split_rope_by_layer_type
+from drawloom.components.model.decoder.rope import Rope, join_rope_by_type, split_rope_by_type
 from drawloom.components.model.olmo2 import Olmo2Config
 from drawloom.graph import component
 
@@ -27,7 +27,7 @@ class Olmo3Config(LayerTypesConfig, Olmo2Config):
 
 def _convert_config_from_hf(config: dict[str, Any]) -> dict[str, Any]:
     """Replace the rotary bases by layer type by a single base. Raises ValueError if they differ."""
-    config = split_rope_by_layer_type(config, "sliding_theta", THETA)
+    config = split_rope_by_type(config, "sliding_theta", THETA)
     full = config.get("rope_parameters") or {}
     theta = full.get("rope_theta", config.get("rope_theta", THETA)) if isinstance(full, dict) else THETA
     if (sliding := config.pop("sliding_theta", theta)) != theta:
@@ -37,9 +37,9 @@ def _convert_config_from_hf(config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-def _join_rope_parameters_for_hf(config: dict[str, Any]) -> dict[str, Any]:
+def _convert_config_to_hf(config: dict[str, Any]) -> dict[str, Any]:
     """Convert rotary positions to rope_parameters by layer type, with one base."""
-    return join_rope_by_layer_type(config, config["rope_theta"])
+    return join_rope_by_type(config, config["rope_theta"])
 
 
 @component(impact="incompatible")
@@ -52,5 +52,5 @@ class Olmo3(DecoderBuilder):
         "Olmo3ForCausalLM",
         hf_defaults={"max_position_embeddings": 2048, "rope_theta": THETA, "rms_norm_eps": 1e-5},
         read=_convert_config_from_hf,
-        write=_join_rope_parameters_for_hf,
+        write=_convert_config_to_hf,
     )

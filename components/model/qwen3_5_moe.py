@@ -10,7 +10,7 @@ from drawloom.components.model.decoder.hugging_face import Family
 from drawloom.components.model.decoder.hybrid import (
     HYBRID_DEFAULTS,
     HybridConfig,
-    convert_hybrid_config_from_hf,
+    read_hybrid_config,
 )
 from drawloom.components.model.decoder.specs import ExpertSpec
 from drawloom.components.model.qwen3_5 import create_qwen3_5_mapper
@@ -42,7 +42,7 @@ def _convert_config_from_hf(config: dict[str, Any]) -> dict[str, Any]:
     choices, width = config.get("num_experts_per_tok"), config.get("moe_intermediate_size")
     if "intermediate_size" not in config and type(choices) is int and type(width) is int:
         config = {**config, "intermediate_size": choices * width}
-    return convert_hybrid_config_from_hf(config)
+    return read_hybrid_config(config)
 
 
 @component(impact="incompatible")

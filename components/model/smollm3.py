@@ -7,7 +7,7 @@ import attrs
 
 from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.decoder.config import WINDOW, find_short_list_faults
-from drawloom.components.model.decoder.hugging_face import Family
+from drawloom.components.model.decoder.hugging_face import Family, fill_layer_list
 from drawloom.components.model.decoder.rope import InvalidSetting, Rope
 from drawloom.components.model.llama import LlamaConfig
 from drawloom.graph import at_least, component, setting
@@ -58,10 +58,7 @@ class SmolLm3Config(LlamaConfig):
 
 def _convert_config_from_hf(config: dict[str, Any]) -> dict[str, Any]:
     """Add `no_rope_layers`, if a config lacks it, computed from `no_rope_layer_interval`."""
-    interval, layers = config.get("no_rope_layer_interval", 4), config.get("num_hidden_layers")
-    if config.get("no_rope_layers") is None and type(layers) is int and type(interval) is int and interval > 0:
-        return {**config, "no_rope_layers": _compute_rope_flags(layers, interval)}
-    return config
+    return fill_layer_list(config, "no_rope_layers", config.get("no_rope_layer_interval", 4), _compute_rope_flags)
 
 
 @component(impact="incompatible")

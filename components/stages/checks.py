@@ -22,8 +22,6 @@ from drawloom.components.ports.pipeline import (
 )
 from drawloom.components.ports.program import BACKWARD_INPUT, Program
 from drawloom.components.ports.stages import Recompute, computes_both_gradients_at_once
-from drawloom.components.storage.safetensors.reader import open_safetensors_folder
-from drawloom.components.weights.heads import check_language_model_head
 from drawloom.graph import Problem, UserError
 from drawloom.graph.wiring.node import NodeView
 
@@ -40,11 +38,17 @@ def find_stage_nodes(stages: NodeView) -> StageNodes | None:
 
 def check_initial_folder(weights: Path | None, model: Model, loss: Loss | None) -> None:
     """Raise UserError if `weights` can't be read, or if the initial weights lack the loss's head."""
+    folder = weights or (model.initial_weights if isinstance(model, PretrainedModel) else None)
+    if folder is None:
+        return
+    # imported here: few recipes name a folder
+    from drawloom.components.storage.safetensors.reader import open_safetensors_folder
+    from drawloom.components.weights.heads import check_language_model_head
+
     try:
         if weights is not None:
             open_safetensors_folder(weights)
-        folder = weights or (model.initial_weights if isinstance(model, PretrainedModel) else None)
-        if folder is not None and not isinstance(loss, SequenceHead):
+        if not isinstance(loss, SequenceHead):
             check_language_model_head(folder)
     except UserError as error:
         raise UserError(f"weights: {error}") from error
@@ -60,6 +64,8 @@ def warn_narrowed_weights(stages: NodeView) -> Iterator[Problem]:
     parameter_dtype = getattr(torch, str(precision.settings["parameter"]))
     weight_dtypes: set[torch.dtype] = set()
     if folder is not None:
+        from drawloom.components.storage.safetensors.reader import open_safetensors_folder
+
         with suppress(UserError):  # reported elsewhere
             weight_dtypes = {spec.dtype for spec in open_safetensors_folder(folder).specs().values()}
     wider_dtypes = {dtype for dtype in weight_dtypes if torch.promote_types(dtype, parameter_dtype) != parameter_dtype}

@@ -15,7 +15,7 @@ from drawloom.components.ports.memory import MemoryKind
 from drawloom.components.ports.parameter_roles import Role, parameter_roles
 from drawloom.components.ports.slices import RankSlice, TensorSlice
 from drawloom.components.ports.stages import Stage
-from drawloom.components.weights.load import persistent_buffers
+from drawloom.components.weights.convert import persistent_buffers
 
 if TYPE_CHECKING:
     from drawloom.components.parallel.fsdp import ShardedStore

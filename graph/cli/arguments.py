@@ -5,7 +5,7 @@ import math
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 import attrs
 
@@ -31,7 +31,7 @@ class Parser(argparse.ArgumentParser):
 
 @attrs.frozen
 class Argument:
-    """An argument of a command, as its field declares it with `option`; `kind` is the type of one value."""
+    """A command's argument, as its field declares it with `option`; `kind` is the type for a single value."""
 
     field: str
     kind: Any
@@ -63,7 +63,7 @@ class Argument:
         return f"{needs}{self.doc}{f' (default: {text})' if text else ''}"
 
     def parse_word(self, text: str) -> Any:
-        """Return the value of a word, or the values of its parts. Raises ArgumentTypeError with the reason."""
+        """Return a word's value, or its parts' values. Raises ArgumentTypeError with the reason."""
         return [*map(self._parse_value, text.split(self.separator))] if self.separator else self._parse_value(text)
 
     def _parse_value(self, text: str) -> Any:
@@ -94,13 +94,16 @@ def _format_option(field: str) -> str:
 
 def _list_arguments(cls: type) -> Iterator[Argument]:
     """Yield a command's arguments; `--import`, which all commands have, last."""
-    hints = typing.get_type_hints(cls)
+    hints = typing.get_type_hints(cls, include_extras=True)
     for field in sorted(attrs.fields(cls), key=lambda field: field.name == "imports"):
         if field.metadata:
             kind = union_members_except_none(hints[field.name])[0]
             is_list = typing.get_origin(kind) is Sequence
             kind = typing.get_args(kind)[0] if is_list else kind
-            yield Argument(field.name, kind, is_list, field.default, **field.metadata)
+            declared = dict(field.metadata)
+            if typing.get_origin(kind) is Annotated:
+                kind, declared["check"] = typing.get_args(kind)
+            yield Argument(field.name, kind, is_list, field.default, **declared)
 
 
 def make_parser(cls: type[Command], name: str, summary: str) -> Parser:
@@ -153,7 +156,7 @@ def parse_command(
     cls: type[C], name: str, arguments: Sequence[str], words: Sequence[str] = (), summary: str = "", **given: Any
 ) -> C:
     """
-    Return a command with the values of its arguments, and its overrides `words`.
+    Return a command with its arguments' values, and its overrides `words`.
 
     Raises UserError for a wrong argument, and RecipeError if the command accepts no overrides.
     """
@@ -169,7 +172,7 @@ def parse_command(
 
 
 def make_arguments_schema(cls: type[Command]) -> Schema:
-    """Return the JSON Schema of a command's arguments by name; `words` has the overrides."""
+    """Return the JSON Schema for a command's arguments by name; `words` has the overrides."""
     properties: Schema = {}
     for argument in _list_arguments(cls):
         kind = str if argument.parse else argument.kind
@@ -183,7 +186,7 @@ def make_arguments_schema(cls: type[Command]) -> Schema:
 
 
 def format_words(cls: type[Command], values: Mapping[str, Any]) -> list[str]:
-    """Return the words of a command line for arguments by name, as `make_arguments_schema` describes them."""
+    """Return a command line's words for arguments by name, as `make_arguments_schema` describes them."""
     positional, options = [], []
     for argument in _list_arguments(cls):
         value, name = values.get(argument.field), argument.option

@@ -1,23 +1,26 @@
 """
 The vocabulary for commands: `@command`, `argument` and `option`.
 
-A command is an attrs class in a file of its name. Its fields are its arguments, from which parser, checks, help and the
-tools for agents follow.
+A command is an attrs class in a file with its name. Its fields are its arguments; parser, checks, help and the tools
+for agents follow from them.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from types import NoneType
-from typing import Any, ClassVar, TypeVar, dataclass_transform, get_args
+from typing import Annotated, Any, ClassVar, TypeVar, dataclass_transform, get_args
 
 import attrs
 
 from drawloom.graph.cli.exit_codes import Console
 from drawloom.graph.cli.result import Result
-from drawloom.graph.component import Check
+from drawloom.graph.component import Check, at_least
 from drawloom.graph.project import Project, Recipe
 
 T = TypeVar("T")
+
+Count = Annotated[int, at_least(1)]
+"""Type of a positive number of things; the check in an annotation is that of `option`."""
 
 GROUPS = ("recipes", "training", "runs", "models", "data", "planning", "tools")
 """Groups of commands, in the order of `--help`."""
@@ -38,12 +41,12 @@ def option(
     exclusive: str = "",
 ) -> Any:
     """
-    Declare an option, `--` with the name of its field, or another `name`.
+    Declare an option, `--` with its field's name, or another `name`.
 
-    The type of the field determines the words: a bool has none, `Literal` has choices, and a Sequence is an option that
-    may be repeated, or one with several words (`nargs`) or parts (`separator`). `parse` replaces the type; it raises
-    ValueError. `check` receives each value, and returns why it is invalid, or None. An option that `needs` another one
-    is refused without it, and of those with the same `exclusive` name, only one is accepted.
+    The field's type determines the words: a bool has none and is false by default, a type with None has this default,
+    `Literal` has choices, and a Sequence is repeated, or has several words (`nargs`) or parts (`separator`). `parse`
+    replaces the type, and raises ValueError. `check` receives every value, and returns why it is invalid, or None. An
+    option is refused without the option that it `needs`, and with another one in its `exclusive` group.
     """
     words = {"positional": positional, "name": name, "metavar": metavar, "nargs": nargs, "separator": separator}
     rules = {"check": check, "parse": parse, "needs": needs, "exclusive": exclusive}
@@ -56,7 +59,7 @@ def argument(doc: str, **keywords: Any) -> Any:
 
 
 def _add_default(field: "attrs.Attribute[Any]") -> "attrs.Attribute[Any]":
-    """Make False the default of a flag, and None that of a field whose type has it."""
+    """Make False the default for a flag, and None for a field whose type has it."""
     if field.default is not attrs.NOTHING:
         return field
     if field.type is bool:
@@ -66,7 +69,7 @@ def _add_default(field: "attrs.Attribute[Any]") -> "attrs.Attribute[Any]":
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(argument, option, attrs.field))
 def command_base_class(cls: type[T]) -> type[T]:
-    """Let commands inherit the arguments of a class that is not a command."""
+    """Let commands inherit arguments from a class that is not a command."""
     return attrs.frozen(
         cls, kw_only=True, slots=False, field_transformer=lambda _, fields: [*map(_add_default, fields)]
     )
@@ -75,7 +78,7 @@ def command_base_class(cls: type[T]) -> type[T]:
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(argument, option, attrs.field))
 def command(group: str) -> Callable[[type[T]], type[T]]:
     """
-    Make a class a command of a group in `--help`. The first line of its module's docstring is the summary.
+    Make a class a command, in a group in `--help`. Its summary is the first line in its module's docstring.
 
     The command line finds commands by their files, `plan` in `commands/plan.py`, and imports only the called one.
     """
@@ -91,11 +94,12 @@ def command(group: str) -> Callable[[type[T]], type[T]]:
 @command_base_class
 class Command(ABC):
     """
-    A command: its arguments, and what the command line gives every command.
+    A command with its arguments, and with fields set for every command.
 
-    `words` are values such as trainer.steps=10, if the class accepts them. `format` is the chosen format of the result.
+    `words` are values such as trainer.steps=10, if the class accepts them; `format` is the chosen result format.
     """
 
+    group: ClassVar[str] = ""
     epilog: ClassVar[str] = ""
     accepts_words: ClassVar[bool] = False
 
@@ -144,3 +148,8 @@ class RecipeCommand(OverlayCommand):
     """A command with one recipe."""
 
     recipe: str = argument("a path, the name of a shipped recipe, or a run folder")
+
+    def make_run_words(self, words: Sequence[str]) -> list[str]:
+        """Return a command line that runs the recipe with the same overlays and imports, and other values."""
+        overlays = [f"--overlay={path}" for path in self.overlay]
+        return ["run", self.recipe, *overlays, *(f"--import={path}" for path in self.imports), *words]

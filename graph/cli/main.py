@@ -7,10 +7,9 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from functools import cached_property
-from itertools import islice, pairwise
+from itertools import groupby, islice, pairwise
 from pathlib import Path
 
 import attrs
@@ -80,13 +79,13 @@ def _run_command(arguments: Sequence[str], project: Project, console: Console) -
     rest, words = split_off_overrides(arguments)
     name, files = rest[0] if rest else "", find_command_files(project)
     if name not in files:
-        _print_help_or_version_or_refuse(project, rest)
+        _print_help_or_version_or_refuse(project, files, rest)
         return OK
     if "=" in rest[1:-1]:
         index = rest.index("=", 1)
-        _make_main_parser(project).error(f"write {rest[index - 1]}={rest[index + 1]}, without spaces")
+        _make_main_parser(project, files).error(f"write {rest[index - 1]}={rest[index + 1]}, without spaces")
     cls = files[name].load()
-    command = parse_command(cls, name, rest[1:], words, files[name].summary_and_group[0], console=console)
+    command = parse_command(cls, name, rest[1:], words, files[name].summary, console=console)
     project = project.with_imports(command.imports)
     with redirect_stdout_to_stderr() if command.format == JSON else nullcontext():
         result = command.run(project)
@@ -100,55 +99,39 @@ def _run_command(arguments: Sequence[str], project: Project, console: Console) -
     return result.exit_code
 
 
-@attrs.frozen(slots=False)
+@attrs.frozen
 class CommandFile:
-    """The file of a command, which is imported only by `load`."""
+    """A command's file, imported only by `load`: its module, group, and docstring's first line."""
 
     module: str
-    path: Path
-
-    @cached_property
-    def summary_and_group(self) -> tuple[str, str]:
-        """The first line of the module's docstring, and the command's group."""
-        text = self.path.read_text("utf-8")
-        summary = text.partition('"""')[2].partition('"""')[0].strip().partition("\n")[0]
-        return summary, found[1] if (found := GROUP.search(text)) else ""
+    group: str
+    summary: str
 
     def load(self) -> type[Command]:
         """Import the file, and return its command."""
-        module = importlib.import_module(self.module)
-        classes = [cls for cls in vars(module).values() if isinstance(cls, type) and issubclass(cls, Command)]
-        return next(cls for cls in classes if "group" in vars(cls))
+        classes = [cls for cls in vars(importlib.import_module(self.module)).values() if isinstance(cls, type)]
+        return next(cls for cls in classes if issubclass(cls, Command) and cls.group and cls.__module__ == self.module)
 
 
 def find_command_files(project: Project) -> dict[str, CommandFile]:
-    """Return the files with the commands for any graph and with the package's commands, by name."""
+    """Return the commands for any graph and the package's commands by name, ordered as in `drawloom --help`."""
     folders = {
         f"{__package__}.commands": Path(__file__).parent / "commands",
         f"{project.registry.package}.commands": project.registry.folder / "commands",
     }
-    return {
-        path.stem.replace("_", "-"): CommandFile(f"{package}.{path.stem}", path)
-        for package, folder in folders.items()
-        for path in sorted(folder.glob("[a-z]*.py"))
-    }
-
-
-def list_commands_by_group(project: Project) -> dict[str, dict[str, str]]:
-    """Return the summaries of all commands by group and name."""
-    files = find_command_files(project)
-    found = {name: file.summary_and_group for name, file in sorted(files.items())}
-    groups = sorted({group for _, group in found.values()}, key=lambda group: (*GROUPS, group).index(group))
-    return {group: {name: summary for name, (summary, own) in found.items() if own == group} for group in groups}
-
-
-def list_command_names(project: Project) -> list[str]:
-    """Return all command names, ordered as in `drawloom --help`."""
-    return [name for commands in list_commands_by_group(project).values() for name in commands]
+    files = {}
+    for package, folder in folders.items():
+        for path in folder.glob("[a-z]*.py"):
+            text = path.read_text("utf-8")
+            summary = text.partition('"""')[2].partition('"""')[0].strip().partition("\n")[0]
+            group = GROUP.search(text)
+            name = path.stem.replace("_", "-")
+            files[name] = CommandFile(f"{package}.{path.stem}", group[1] if group else "", summary)
+    return dict(sorted(files.items(), key=lambda item: ((*GROUPS, item[1].group).index(item[1].group), item[0])))
 
 
 def load_command(project: Project, name: str) -> type[Command]:
-    """Return the class of a command. Raises UserError for an unknown name."""
+    """Return a command's class. Raises UserError for an unknown name."""
     files = find_command_files(project)
     if name not in files:
         raise UserError(f"there is no command {name!r}; {did_you_mean(name, files)}".rstrip("; "), INVALID)
@@ -191,17 +174,20 @@ def split_off_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]
     return rest, words
 
 
-def _make_main_parser(project: Project) -> Parser:
-    """Return the parser of a command line without a command, whose help lists all."""
-    groups = [
-        "\n".join([f"{group}:", *(_format_summary(name, summary) for name, summary in commands.items())])
-        for group, commands in list_commands_by_group(project).items()
-    ]
+def _make_main_parser(project: Project, files: Mapping[str, CommandFile]) -> Parser:
+    """Return the parser for a command line without a command; its help lists all by group."""
+    width = max(shutil.get_terminal_size().columns - 2, 40)
+    lines = []
+    for group, members in groupby(files.items(), lambda item: item[1].group):
+        lines.append(f"{group}:")
+        for name, file in members:
+            lines.append(textwrap.fill(f"  {name:<16}{file.summary}", width, subsequent_indent=" " * 18))
+        lines.append("")
     parser = Parser(
         prog="drawloom",
         usage="drawloom [-h] [--version] COMMAND ...",
         description="Train language models from recipes of components.",
-        epilog="\n\n".join([*groups, "`drawloom COMMAND --help` describes a command."]),
+        epilog="\n".join([*lines, "`drawloom COMMAND --help` describes a command."]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     package = importlib.import_module(project.registry.package.partition(".")[0])
@@ -211,18 +197,11 @@ def _make_main_parser(project: Project) -> Parser:
     return parser
 
 
-def _format_summary(name: str, summary: str) -> str:
-    """Return a command's lines in the help, as wide as the terminal."""
-    width = max(shutil.get_terminal_size().columns - 2, 40)
-    return textwrap.fill(f"  {name:<16}{summary}", width, subsequent_indent=" " * 18)
-
-
-def _print_help_or_version_or_refuse(project: Project, arguments: list[str]) -> None:
-    """Parse a command line that begins with no command. Raises UserError if it has neither --help nor --version."""
-    parser = _make_main_parser(project)
+def _print_help_or_version_or_refuse(project: Project, files: Mapping[str, CommandFile], arguments: list[str]) -> None:
+    """Parse a command line without a command. Raises UserError if it has neither --help nor --version."""
+    parser = _make_main_parser(project, files)
     if arguments and arguments[0][:1] != "-":
-        names = list_command_names(project)
-        near = find_nearest(arguments[0], names)
-        hint = f"did you mean {near!r}?" if near else f"available: {', '.join(names)}"
+        near = find_nearest(arguments[0], files)
+        hint = f"did you mean {near!r}?" if near else f"available: {', '.join(files)}"
         parser.error(f"there is no command {arguments[0]!r}; {hint}")
     parser.parse_args(arguments[:1])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from drawloom.components.checkpoint.restore_newest import read_newest_valid
+from drawloom.components.checkpoint.restore import read_newest_valid
 from drawloom.components.checkpoint.retention import Retention, RetentionPolicy
 from drawloom.components.checkpoint.staging.blocking import Blocking
 from drawloom.components.distributed.single_process import SingleProcess

@@ -29,14 +29,14 @@ from drawloom.components.model.decoder.hugging_face import (
 )
 from drawloom.components.model.decoder.layer import Block
 from drawloom.components.model.decoder.model import CausalLM
-from drawloom.components.model.decoder.rope import BY_LENGTH, RopeScaling, find_rope_context_parallel_faults
+from drawloom.components.model.decoder.rope import BY_LENGTH, RopeScaling, find_context_parallel_faults
 from drawloom.components.model.decoder.settings import build_architecture_from_settings, find_setting_faults
 from drawloom.components.model.decoder.specs import DeltaSpec, MixerSpec
 from drawloom.components.model.layers import Linear
 from drawloom.components.model.split_vocabulary import (
     NewTokens,
     NewTokenSplit,
-    count_new_rows_by_parameter,
+    count_new_rows,
     count_new_tokens,
     create_vocabulary_join_mapper,
     find_new_tokens_fault,
@@ -49,7 +49,7 @@ from drawloom.components.ports.parameter_roles import Role, default_role, parame
 from drawloom.components.ports.parametrization import ModelScaling
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.weights import Mapper
-from drawloom.components.weights.load import persistent_tensors
+from drawloom.components.weights.convert import persistent_tensors
 from drawloom.components.weights.mapper import sequential
 from drawloom.graph import Problem, UserError, component_base_class, setting, wired
 from drawloom.graph.toml.emit import dump_toml
@@ -157,7 +157,7 @@ class DecoderBuilder:
         if rope is None and (config := node.settings["config"]) is not None:
             with suppress(UserError):  # a problem of its own
                 rope = read_config(cls.family, config).rope_scaling
-        yield from find_rope_context_parallel_faults(rope)
+        yield from find_context_parallel_faults(rope)
 
     @classmethod
     def has_sequence_classifier(cls, node: Any) -> bool:
@@ -178,7 +178,7 @@ class DecoderBuilder:
         ids = {} if node.settings["config"] or node.settings["vocab_size"] else {"vocab_size": 1}
         kernels: Any = None
         with suppress(UserError):  # a problem of its own
-            return cls(kernels=kernels, **{**node.settings, **ids}).build_whole_model_on_meta()
+            return cls(kernels=kernels, **{**node.settings, **ids}).build_on_meta()
         return None
 
     @classmethod
@@ -215,7 +215,7 @@ class DecoderBuilder:
             return None
         rows, count = self.architecture.vocab_size, count_new_tokens(self.new_tokens)
         end = rows + count if self.tokenizer is None else self.tokenizer.vocab_size
-        return NewTokenSplit(end - count, count_new_rows_by_parameter(self.new_tokens), rows)
+        return NewTokenSplit(end - count, count_new_rows(self.new_tokens), rows)
 
     def list_input_files(self) -> dict[str, list[Path]]:
         if self.config is None:
@@ -250,7 +250,7 @@ class DecoderBuilder:
         fill_with_initial_weights(name, parameter, role, seed=seed, layers=layers, std=std, tensor_slice=tensor_slice)
 
     def forward_flops(self) -> ForwardFlops:
-        return forward_flops(self.build_whole_model_on_meta(), self.architecture)
+        return forward_flops(self.build_on_meta(), self.architecture)
 
     def hugging_face_config(self) -> dict[str, Any]:
         written = attrs.evolve(self.architecture, vocab_size=self.vocab_size)
@@ -264,7 +264,7 @@ class DecoderBuilder:
         return self.family.nested_types.get(str(read_config_json(path).get("model_type")), "model.")
 
     def hugging_face_mapper(self) -> Mapper:
-        names = [*persistent_tensors(self.build_whole_model_on_meta())]
+        names = [*persistent_tensors(self.build_on_meta())]
         joined = (
             Mapper(()) if self.new_token_split is None else create_vocabulary_join_mapper(names, self.new_token_split)
         )
@@ -275,9 +275,9 @@ class DecoderBuilder:
 
     @cached_property
     def _roles_by_parameter_name(self) -> dict[str, Role]:
-        return dict(parameter_roles(self.build_whole_model_on_meta()))
+        return dict(parameter_roles(self.build_on_meta()))
 
-    def build_whole_model_on_meta(self) -> nn.Module:
+    def build_on_meta(self) -> nn.Module:
         """Build the whole model on the meta device, where nothing is allocated."""
         with torch.device("meta"):
             return self.build(LayerRange(0, self.num_hidden_layers, embedding=True, head=True))

@@ -222,6 +222,9 @@ def rotary_factor_setting(default: float) -> Any:
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
+SlidingTypes = list[Literal["full_attention", "sliding_attention"]]
+"""Types of layers with full attention and with a window."""
+
 
 def alternate_layer_types(layers: int, interval: int, other: str = SLIDING) -> list[str]:
     """Return a type for every layer: full attention for the last of every `interval` layers, `other` for the rest."""
@@ -257,7 +260,7 @@ class LayerTypesConfig(DecoderConfig):
     """
 
     sliding_window: int = setting(default=4096, check=at_least(1), impact="changes_training", doc=WINDOW)
-    layer_types: list[Literal["full_attention", "sliding_attention"]] = layer_types_setting(4)
+    layer_types: SlidingTypes = layer_types_setting(4)
 
     def window_of(self, layer: int) -> int | None:
         return self.sliding_window if self.layer_types[layer] == SLIDING else None

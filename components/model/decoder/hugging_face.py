@@ -1,13 +1,14 @@
 """Decoders in Hugging Face's form: parameter names, and reading and writing `config.json`."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
 import attrs
 
 from drawloom.components.model.decoder.config import (
+    FULL,
     SLIDING,
     DecoderConfig,
     config_fields,
@@ -15,10 +16,11 @@ from drawloom.components.model.decoder.config import (
     num_experts,
 )
 from drawloom.components.model.decoder.rope import (
+    CONVERTER,
     InvalidSetting,
     build_rope_parameters,
     find_rope_faults,
-    parse_rope_theta_and_scaling,
+    parse_theta_and_scaling,
 )
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.storage.regular_file import open_untrusted_file
@@ -26,31 +28,25 @@ from drawloom.components.storage.strict_json import parse_strict_json
 from drawloom.components.weights.mapper import parallel, sequential
 from drawloom.components.weights.mapper_ops import chunk, identity, unstack
 from drawloom.graph import UserError
-from drawloom.graph.types.structure import ValueConverter
 
 
 def create_decoder_mapper(names: Iterable[str], architecture: DecoderConfig) -> Mapper:
     """Return the mapper from parameters with these names to tensors in files."""
     count = num_experts(architecture)
-    return parallel(*(_create_parameter_to_files_mapper(name, count) for name in names))
+    return parallel(*(_create_parameter_mapper(name, count) for name in names))
 
 
-def _create_parameter_to_files_mapper(name: str, num_experts: int) -> Mapper:
+def _create_parameter_mapper(name: str, num_experts: int) -> Mapper:
     """Return the mapper from one parameter to its tensors in files, where experts are separate."""
     layer, _, projection = name.rpartition(".")
     experts = [f"{layer}.{expert}" for expert in range(num_experts)]
     # Experts are stacked in one parameter here, and are separate tensors in published files.
     if name.endswith(".experts.gate_up_proj"):
-        return sequential(unstack(name, experts), parallel(*_create_gate_up_split_mappers(experts)))
+        parts = [(expert, [f"{expert}.{part}_proj.weight" for part in ("gate", "up")]) for expert in experts]
+        return sequential(unstack(name, experts), parallel(*(chunk(expert, names) for expert, names in parts)))
     if name.endswith(".experts.down_proj"):
         return unstack(name, [f"{expert}.{projection}.weight" for expert in experts])
     return identity(name)
-
-
-def _create_gate_up_split_mappers(experts: Iterable[str]) -> Iterator[Mapper]:
-    """Yield mappers that split every expert's joined matrix into its gate and up projections."""
-    for expert in experts:
-        yield chunk(expert, [f"{expert}.gate_proj.weight", f"{expert}.up_proj.weight"])
 
 
 def _return_unchanged(config: dict[str, Any]) -> dict[str, Any]:
@@ -99,6 +95,16 @@ class Family:
     def constants(self) -> dict[str, Any]:
         """The keys' defaults, except those that depend on other keys or on the tokenizer."""
         return {key: field.default for key, field in self.keys.items() if isinstance(field.default, int | float | None)}
+
+
+def fill_layer_list(
+    config: dict[str, Any], key: str, interval: Any, create: Callable[[int, int], Sequence[Any]]
+) -> dict[str, Any]:
+    """Return a `config.json` in which a missing list by layer is `create(layers, interval)`, if both are numbers."""
+    layers = config.get("num_hidden_layers")
+    if config.get(key) is None and type(interval) is int and type(layers) is int and interval > 0:
+        return {**config, key: create(layers, interval)}
+    return config
 
 
 MAX_CONFIG = 2**20
@@ -237,43 +243,43 @@ def read_config_json(path: Path) -> dict[str, Any]:
 
 def _build_architecture(family: Family, config: Mapping[str, Any], path: Path) -> DecoderConfig:
     """Build a config object from a `config.json`; `path` is for messages. Raises UserError for an invalid one."""
-    instead = f"use the config.json of a {family.class_name} instead"
+    try:
+        return _convert_to_architecture(family, config)
+    except ValueError as error:
+        instead = f"use the config.json of a {family.class_name} instead"
+        raise UserError(f"config: {path} {error}; {instead}") from error
+
+
+def _convert_to_architecture(family: Family, config: Mapping[str, Any]) -> DecoderConfig:
+    """Build a config object. Raises ValueError with a reason that follows the path."""
     # transformers 5 writes newer names, and folders of either age are read.
     names = OTHER_KEYS | {theirs: ours for ours, theirs in family.renamed.items()}
     config = {names.get(key, key): value for key, value in config.items()}
-    try:
-        config = family.read(_hoist_partial_rotary_factor(config, family.keys))
-        base, rope = parse_rope_theta_and_scaling(config, "partial_rotary_factor" in family.keys)
-    except ValueError as error:
-        raise UserError(f"config: {path} {error}; {instead}") from error
+    config = family.read(_hoist_partial_rotary_factor(config, family.keys))
+    base, rope = parse_theta_and_scaling(config, "partial_rotary_factor" in family.keys)
     config |= {"rope_theta": base}
     if config.get("use_sliding_window") and config.get("sliding_window", 0) is None:
         config["use_sliding_window"] = False  # as to transformers; a missing window is the default
-    config = {**family.hf_defaults, **{key: value for key, value in config.items() if value is not None}} | {
-        key: None for key, field in family.keys.items() if key in config and config[key] is None and _is_optional(field)
-    }
+    nullable = {key for key, field in family.keys.items() if type(None) in get_args(field.type)}
+    given = {key: value for key, value in config.items() if value is not None or key in nullable}
+    config = {**family.hf_defaults, **given}
     values = {key: config[key] for key in family.keys if key in config and key != "rope_scaling"}
     values = _derive_missing_head_sizes(family, values)
-    for reason in (*_find_unsupported_values(family, config), *_describe_missing_keys(family, values)):
-        raise UserError(f"config: {path} {reason}; {instead}")
+    _check_fixed_values(family, config)
+    # A missing rope_theta is refused, too, because transformers' default is not Qwen3's.
+    needed = [key for key, field in family.keys.items() if field.default is attrs.NOTHING] + ["rope_theta"]
+    if missing := [family.renamed.get(key, key) for key in needed if key not in values]:
+        raise ValueError(f"lacks {', '.join(missing)}")
     for key, value in values.items():
-        values[key], problems = CONVERTER.structure(value, family.keys[key].type, family.keys[key].metadata["check"])
+        field = family.keys[key]
+        values[key], problems = CONVERTER.structure(value, field.type, field.metadata["check"])
         for problem in problems:
-            raise UserError(f"config: {path} has an invalid {key}: {problem.text}; {instead}")
+            raise ValueError(f"has an invalid {key}: {problem.text}")
     architecture = family.config(**{**values, "rope_scaling": rope})
     for fault in find_inconsistent_sizes(architecture):
-        raise UserError(f"config: in {path}, {fault.why}; {instead}")
-    if reason := _find_layer_types_contradiction(architecture, config):
-        raise UserError(f"config: {path} {reason}; {instead}")
+        raise ValueError(f"is inconsistent: {fault.why}")
+    _check_layer_types(architecture, config)
     return architecture
-
-
-CONVERTER = ValueConverter()
-
-
-def _is_optional(field: "attrs.Attribute[Any]") -> bool:
-    """Return whether null is a value of a key."""
-    return type(None) in get_args(field.type)
 
 
 def _hoist_partial_rotary_factor(config: dict[str, Any], keys: Iterable[str]) -> dict[str, Any]:
@@ -292,26 +298,25 @@ def find_inconsistent_sizes(architecture: DecoderConfig) -> Iterator[InvalidSett
     yield from architecture.find_faults(attrs.asdict(architecture, recurse=False))
 
 
-def _find_unsupported_values(family: Family, config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a message for every config value other than the only one that can be built."""
+def _check_fixed_values(family: Family, config: Mapping[str, Any]) -> None:
+    """Raise ValueError for a value other than the only one that can be built."""
     # Configs of text embedders may have is_causal = false.
     kinds = (family.model_type, *family.other_types)
     kind = config.get("model_type", family.model_type)
     fixed = {"model_type": kind if kind in kinds else family.model_type, "is_causal": True}
     for key, value in {**fixed, **FIXED, **family.fixed}.items():
         if config.get(key, value) != value:
-            yield f"says {key} = {json.dumps(config[key])}, where only {json.dumps(value)} can be built"
+            raise ValueError(f"says {key} = {json.dumps(config[key])}, where only {json.dumps(value)} can be built")
 
 
-def _find_layer_types_contradiction(architecture: DecoderConfig, config: Mapping[str, Any]) -> str:
-    """Return why `layer_types` contradicts other keys, or an empty string if it does not."""
+def _check_layer_types(architecture: DecoderConfig, config: Mapping[str, Any]) -> None:
+    """Raise ValueError if `layer_types` contradicts other keys."""
     layers = range(architecture.num_hidden_layers)
-    kinds = ["full_attention" if architecture.window_of(n) is None else "sliding_attention" for n in layers]
+    kinds = [FULL if architecture.window_of(layer) is None else SLIDING for layer in layers]
     types = config.get("layer_types") or kinds
     # Other types, such as linear_attention, are keys of the family's own config.
-    if all(kind == other or kind not in ("full_attention", SLIDING) for kind, other in zip(types, kinds, strict=False)):
-        return ""
-    return f"has layer_types that contradict its other keys, by which they are {json.dumps(kinds)}"
+    if any(kind != other and kind in (FULL, SLIDING) for kind, other in zip(types, kinds, strict=False)):
+        raise ValueError(f"has layer_types that contradict its other keys, by which they are {json.dumps(kinds)}")
 
 
 def _derive_missing_head_sizes(family: Family, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -322,10 +327,3 @@ def _derive_missing_head_sizes(family: Family, values: Mapping[str, Any]) -> dic
         values.setdefault("head_dim", width // heads)
         values.setdefault("num_key_value_heads", heads)
     return values
-
-
-def _describe_missing_keys(family: Family, values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a message with all missing keys; rope_theta is needed, because transformers' default is not Qwen3's."""
-    needed = [key for key, field in family.keys.items() if field.default is attrs.NOTHING]
-    if missing := [family.renamed.get(key, key) for key in (*needed, "rope_theta") if key not in values]:
-        yield f"lacks {', '.join(missing)}"

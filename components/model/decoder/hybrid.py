@@ -1,6 +1,7 @@
 """Config for decoders with gated delta nets, and gated attention in every fourth layer (Qwen team)."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import attrs
@@ -15,9 +16,12 @@ from drawloom.components.model.decoder.config import (
     layer_types_setting,
     rotary_factor_setting,
 )
-from drawloom.components.model.decoder.hugging_face import OF_IMAGES
+from drawloom.components.model.decoder.hugging_face import OF_IMAGES, fill_layer_list
 from drawloom.components.model.decoder.rope import InvalidSetting
 from drawloom.components.model.decoder.specs import Branch, DeltaSpec, MixerSpec
+from drawloom.components.ports.weights import Mapper
+from drawloom.components.weights.mapper import parallel, sequential
+from drawloom.components.weights.mapper_ops import concatenate, unsqueeze
 from drawloom.graph import between, setting
 
 LINEAR = "linear_attention"
@@ -79,22 +83,36 @@ class HybridConfig(DecoderConfig):
             yield InvalidSetting("linear_num_value_heads", why, f"write {keys}, or a multiple of it")
 
 
-def convert_hybrid_config_from_hf(config: dict[str, Any]) -> dict[str, Any]:
+def read_hybrid_config(config: dict[str, Any]) -> dict[str, Any]:
     """Convert a `config.json`: drop keys for positions in images, which text lacks, and derive missing layer types."""
-    interval, layers = config.get("full_attention_interval", 4), config.get("num_hidden_layers")
     rope = config.get("rope_parameters")
     if isinstance(rope, Mapping):
         kept = {key: value for key, value in rope.items() if key not in OF_IMAGES}
         config = {**config, "rope_parameters": kept}
-    if config.get("layer_types") is None and type(interval) is int and type(layers) is int and interval > 0:
-        return {**config, "layer_types": alternate_layer_types(layers, interval, LINEAR)}
-    return config
+    interval = config.get("full_attention_interval", 4)
+    return fill_layer_list(config, "layer_types", interval, partial(alternate_layer_types, other=LINEAR))
 
 
 HYBRID_DEFAULTS = {"rope_theta": 1e4, "head_dim": 256}
 """Defaults of keys in transformers, which differ from ours."""
 
 
-def find_delta_net_paths(parameters: Iterable[str]) -> list[str]:
-    """Return the paths to the gated delta nets with these parameters."""
-    return [name.removesuffix(".A_log") for name in parameters if name.endswith(".linear_attn.A_log")]
+def create_hybrid_mapper(
+    parameters: Iterable[str],
+    delta: DeltaSpec,
+    join_projections: Callable[[str, DeltaSpec], Iterable[Mapper]],
+    map_others: Callable[[Sequence[str]], Mapper],
+) -> Mapper:
+    """
+    Return the mapper to files, in which a gated delta net's projections are joined, and so are its convolutions.
+
+    Convolutions (channels, taps) become one (channels, 1, taps). `map_others` maps all other parameters.
+    """
+    names = list(parameters)
+    mappers: list[Mapper] = []
+    for net in (name.removesuffix(".A_log") for name in names if name.endswith(".linear_attn.A_log")):
+        convolution = f"{net}.conv1d.weight"
+        joined = concatenate([f"{net}.conv_{part}" for part in "qkv"], convolution, sizes=delta.channels)
+        mappers += [*join_projections(net, delta), sequential(joined, unsqueeze(convolution, 1))]
+    nets = parallel(*mappers)
+    return parallel(nets, map_others([name for name in names if name not in set(nets.inputs)]))

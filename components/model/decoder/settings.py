@@ -109,7 +109,9 @@ def _fill_derived_defaults(family: Family, settings: Mapping[str, Any], tokens: 
     """Add defaults derived from other settings or the tokenizer's size; the config class has constant defaults."""
     given = _drop_unset_settings(family, settings)
     if tokens is not None:
-        given.setdefault("vocab_size", _round_up(tokens, settings["vocabulary_multiple"]))
+        # A vocabulary that 64 or 128 divides makes the head's matrix products faster on GPUs.
+        multiple = settings["vocabulary_multiple"]
+        given.setdefault("vocab_size", -(-tokens // multiple) * multiple)
     if "moe_intermediate_size" in given:
         # The size of layers without experts: if it was left out there are none, and only exports show it.
         given.setdefault("intermediate_size", given["num_experts_per_tok"] * given["moe_intermediate_size"])
@@ -133,8 +135,3 @@ def _find_attention_faults(given: Mapping[str, Any]) -> Iterator[InvalidSetting]
     yield from find_head_count_faults(
         heads, given.get("num_key_value_heads", heads), given.get("head_dim", width // heads)
     )
-
-
-def _round_up(number: int, multiple: int) -> int:
-    # A vocabulary that 64 or 128 divides makes the head's matrix products faster on GPUs.
-    return -(-number // multiple) * multiple

@@ -36,7 +36,7 @@ class CheckResult(Result):
 
 @command("recipes")
 class CheckCommand(RecipeCommand):
-    """Check of a recipe without building its nodes."""
+    """A recipe's check, without building nodes."""
 
     elsewhere: bool = option("skip checks of files and devices, for a recipe that runs on another machine")
 

@@ -37,7 +37,7 @@ class DiffResult(Result):
 
 @command("recipes")
 class DiffCommand(OverlayCommand):
-    """A comparison of two recipes."""
+    """A comparison between two recipes."""
 
     epilog: ClassVar[str] = "Overlays and values apply to B."
 

@@ -47,7 +47,7 @@ class DrawResult(Result):
 
 @command("recipes")
 class DrawCommand(RecipeCommand):
-    """A drawing of a recipe."""
+    """A recipe's drawing."""
 
     focus: str = option("draw only this node, its dependencies and its users", default="", metavar="NODE")
     step: bool = option("draw the dataflow of one step: values read, changed and written by the phases")

@@ -19,7 +19,7 @@ class ExplainResult(Result):
 
 @command("recipes")
 class ExplainCommand(RecipeCommand):
-    """An explanation of a recipe, a node or a value."""
+    """An explanation for a recipe, a node or a value."""
 
     target: str = argument(
         "node, setting or edge to explain (default: the whole recipe)", default="", metavar="NODE[.KEY]"

@@ -101,7 +101,7 @@ class PortsResult(Result):
 
 @command("recipes")
 class ListCommand(Command):
-    """A list of components or ports."""
+    """A listing for components or ports."""
 
     subject: str = argument(
         "folder of components or one component, such as data or data.loader (default: all)", default=""

@@ -39,7 +39,7 @@ class RunResult(Result):
 
 @command("training")
 class RunCommand(RecipeCommand):
-    """A run of a recipe, opened again after a failure that its nodes can survive."""
+    """A recipe's run, opened again after a failure its nodes can survive."""
 
     timings: bool = option("print the seconds for building, opening and closing each node")
     accept_changes: bool = option("resume the run even if its recipe has changed")

@@ -195,7 +195,7 @@ from torch.distributed.tensor import Shard
 from drawloom.components.distributed.process_group import TorchGroup
 from drawloom.components.export.shard_writer import make_share, write_safetensors_folder_collectively
 from drawloom.components.weights.mapper import parallel
-from drawloom.components.weights.load import convert_tensors
+from drawloom.components.weights.convert import convert_tensors
 from drawloom.components.weights.mapper_ops import distribute
 import test_shard_writer as here
 rank, store = int(sys.argv[1]), sys.argv[2]

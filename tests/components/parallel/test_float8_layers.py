@@ -26,7 +26,7 @@ def float8(**settings: Any) -> DtypePolicy:
 
 
 def whole(kind: Any, sizes: dict[str, Any]) -> Any:
-    return kind(kernels=None, **sizes).build_whole_model_on_meta()
+    return kind(kernels=None, **sizes).build_on_meta()
 
 
 def test_projections_use_float8_and_nothing_else_does() -> None:

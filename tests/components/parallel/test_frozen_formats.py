@@ -29,7 +29,7 @@ def nf4(**settings: Any) -> DtypePolicy:
 
 
 def frozen(kind: Any, sizes: dict[str, Any]) -> Any:
-    return kind(kernels=None, **sizes).build_whole_model_on_meta().bfloat16().requires_grad_(False)
+    return kind(kernels=None, **sizes).build_on_meta().bfloat16().requires_grad_(False)
 
 
 def test_projections_and_experts_are_stored_and_nothing_else_is() -> None:

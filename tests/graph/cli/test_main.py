@@ -12,7 +12,7 @@ import tomli
 
 import drawloom
 from drawloom.graph.cli.exit_codes import Console
-from drawloom.graph.cli.main import list_command_names, main, split_off_overrides
+from drawloom.graph.cli.main import find_command_files, main, split_off_overrides
 from drawloom.graph.problems import RecipeError, ReopenError
 from drawloom.graph.project import Project, Recipe
 from drawloom.graph.recipe.overrides import read_overrides
@@ -327,7 +327,7 @@ def test_a_package_adds_a_command_by_a_file(project: Project, capsys: pytest.Cap
         printed = capsys.readouterr().out
         groups = re.findall(r"^(\w+):\n((?:  .*\n)+)", printed, re.MULTILINE)
         names = [name for _, lines in groups for name in re.findall(r"^  ([a-z][\w-]*)", lines, re.MULTILINE)]
-        assert names == list_command_names(own) and ("stocktaking" in dict(groups)) == (own is project)
+        assert names == list(find_command_files(own)) and ("stocktaking" in dict(groups)) == (own is project)
 
 
 def test_the_version_option_prints_the_package_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,10 +10,15 @@ import pytest
 from drawloom.components.model.auto import FAMILIES
 from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.decoder.config import DecoderConfig
-from drawloom.components.model.decoder.hugging_face import CONVERTER, Family
+from drawloom.components.model.decoder.hugging_face import Family
+from drawloom.components.model.decoder.rope import CONVERTER
+from drawloom.components.model.decoder.settings import find_setting_faults
+from drawloom.components.model.phi3 import Phi3
 from drawloom.graph import UserError, at_least, component, setting
+from drawloom.graph.project import Recipe
 from drawloom.graph.registry.spec import read_spec
 from support.families import small
+from support.qwen3 import SIZES
 
 
 @attrs.frozen(kw_only=True)
@@ -84,3 +89,17 @@ def test_defaults_fit_their_own_declarations() -> None:
         for key, value in [*kind.family.constants.items(), *kind.family.hf_defaults.items()]:
             field = kind.family.keys[key]
             assert CONVERTER.structure(value, field.type, field.metadata["check"])[1] == [], (kind, key)
+
+
+def test_check_knows_the_words_and_defaults_of_a_key() -> None:
+    """A misspelt layer type is a problem in every family; a rotated part is compared with head_dim's default."""
+    words = 'model.layer_types=["linear_attention", "ful_attention", "linear_attention", "full_attention"]'
+    [problem] = Recipe.load("first_run", "model.use=model.qwen3_5", words).graph.errors
+    assert "layer_types" in problem.text and problem.hint == 'did you mean "full_attention"?'
+    odd = dict.fromkeys((*Phi3.family.keys, "rope_parameters", "config"))
+    odd |= SIZES | {"head_dim": None, "partial_rotary_factor": 0.5}
+    [fault] = find_setting_faults(Phi3.family, odd, False)
+    assert (fault.key, fault.why) == (
+        "partial_rotary_factor",
+        "partial_rotary_factor = 0.5 rotates 3 channels of head_dim = 6",
+    )

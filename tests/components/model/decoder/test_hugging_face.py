@@ -253,7 +253,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "text for a factor": (
         {"rope_scaling": {"type": "linear", "factor": "2"}},
-        "says factor = '2' for rotary positions",
+        'has an invalid factor for rotary positions: expected a number, got the string "2"',
     ),
     "a key of others": (
         {"rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 2.0}},

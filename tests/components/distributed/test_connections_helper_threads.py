@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from drawloom.components.distributed.helper_threads import HelperThreads
+from drawloom.components.distributed.connections import HelperThreads
 
 
 def test_an_idle_thread_is_used_again_and_errors_reach_the_caller() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from drawloom.components.checkpoint.io_errors import describe_io_error_on_all_ranks
+from drawloom.components.checkpoint.saves import describe_io_error_on_all_ranks
 from drawloom.components.distributed.rank_errors import RankError, run_on_rank0
 from drawloom.components.distributed.single_process import SingleProcess
 from drawloom.components.ports.run import Step

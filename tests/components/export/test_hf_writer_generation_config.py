@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from drawloom.components.export.generation_config import add_end_ids_to_generation_config
+from drawloom.components.export.hf_writer import add_end_ids_to_generation_config
 
 
 @pytest.mark.parametrize(

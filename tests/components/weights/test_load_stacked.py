@@ -3,7 +3,7 @@
 import torch
 
 from drawloom.components.storage.tensor_source import InMemoryTensors
-from drawloom.components.weights.stacked import StackedExperts
+from drawloom.components.weights.load import StackedExperts
 
 
 def test_experts_are_stacked_if_all_of_them_are_there() -> None:

@@ -6,7 +6,6 @@ import attrs
 import pytest
 import torch
 
-from drawloom.components.checkpoint.memory import StateMemory
 from drawloom.components.checkpoint.memory_exchange import (
     HeldState,
     NeighbourCopy,
@@ -14,6 +13,7 @@ from drawloom.components.checkpoint.memory_exchange import (
     compute_digest,
     find_newest_complete,
 )
+from drawloom.components.checkpoint.peer_memory import StateMemory
 from drawloom.components.ports.slices import TensorSlice
 
 

@@ -10,7 +10,7 @@ from drawloom.components.data.bytes import Bytes
 from drawloom.components.data.hugging_face_tokenizer import HuggingFaceTokenizer
 from drawloom.components.data.sources.documents import Document
 from drawloom.components.data.store import encode
-from drawloom.components.data.store.encode import (
+from drawloom.components.data.store.processes import (
     batch_documents_by_characters,
     make_unopened_copy,
     split_text_for_encoding,
