@@ -9,8 +9,6 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.pipeline.split_backward.split_backward import SplitBackward
-from drawloom.components.pipeline.split_backward.weight_grads import WeightGrads
 from drawloom.components.ports.model import BatchContext, Finish
 from drawloom.components.ports.pipeline import LOSSES, Loss, LossSums
 from drawloom.components.ports.stages import Shards, Stage
@@ -23,11 +21,14 @@ from drawloom.kernels.recompute_policy import apply_recompute_policy
 
 @attrs.define(eq=False)
 class InFlight:
-    """Floating-point leaves of a stage's input and output, kept from the forward pass until the backward pass."""
+    """
+    Floating-point leaves of a stage's input and output, kept from the forward pass until the backward pass, with the
+    SplitBackward if it is split.
+    """
 
     inputs: list[Tensor]
     outputs: list[Tensor]
-    split: SplitBackward | None
+    split: Any
 
 
 @attrs.define(eq=False)
@@ -40,7 +41,7 @@ class StageRunner:
     split: bool = False
     _in_flight: dict[int, InFlight] = attrs.field(factory=dict)
     _reduces_next: bool = False
-    _weights: WeightGrads = attrs.field(factory=WeightGrads)
+    _weights: Any = None  # accumulates weight gradients if the backward pass is split
     # whether this is the last stage, which has the head
     last: bool = attrs.field(
         init=False, default=attrs.Factory(lambda self: self.stage.index == self.stage.count - 1, takes_self=True)
@@ -51,7 +52,7 @@ class StageRunner:
     ) -> Any:
         # Evaluation keeps nothing for a backward pass, so that activation checkpointing has no use.
         keeps = torch.is_grad_enabled()
-        split = SplitBackward(self._weights) if self.split else None
+        split = self._create_split_backward() if self.split else None
         recomputes = keeps and self.stage.recompute != "none"
         recomputing = apply_recompute_policy(self.stage.recompute) if recomputes else nullcontext()
         with Accumulation() if split is None else split.forward_context(), recomputing:
@@ -59,6 +60,14 @@ class StageRunner:
         if keeps:
             self._in_flight[microbatch] = InFlight(list_floating_leaves(inputs), list_floating_leaves(outputs), split)
         return outputs.detach() if isinstance(outputs, Tensor) else map_leaves(detach_leaf, outputs)
+
+    def _create_split_backward(self) -> Any:
+        """Return a microbatch's split backward pass, which a program without actions I and W does not import."""
+        from drawloom.components.pipeline.split_backward.split_backward import SplitBackward
+        from drawloom.components.pipeline.split_backward.weight_grads import WeightGrads
+
+        self._weights = self._weights or WeightGrads()
+        return SplitBackward(self._weights)
 
     def _run_module(
         self, microbatch: int, inputs: Any, shared: BatchContext, batch: Batch | None, finish: Finish | None
@@ -132,7 +141,7 @@ class StageRunner:
         return self.stage.shards
 
 
-def _get_split_backward(kept: InFlight) -> SplitBackward:
+def _get_split_backward(kept: InFlight) -> Any:
     """Return a microbatch's split backward pass; ValueError if the stage does not split it."""
     if kept.split is None:
         raise ValueError("this stage's backward is not split: its program has no action I")
