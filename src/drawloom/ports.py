@@ -73,7 +73,6 @@ from drawloom.components.ports.data import (
 )
 from drawloom.components.ports.distributed import (
     FrozenFormat as FrozenFormat,
-    LinearFormat as LinearFormat,
     DIMENSIONS as DIMENSIONS,
     Device as Device,
     Group as Group,
@@ -85,7 +84,6 @@ from drawloom.components.ports.distributed import (
     Processes as Processes,
     ReplicaLimit as ReplicaLimit,
     Reduce as Reduce,
-    RoundingTime as RoundingTime,
     PerDimension as PerDimension,
     SymmetricMemory as SymmetricMemory,
     SurvivingProcesses as SurvivingProcesses,
@@ -140,9 +138,9 @@ from drawloom.components.ports.memory_policy import (
     MemoryPolicy as MemoryPolicy,
 )
 from drawloom.components.ports.model import (
+    GatherEncoding as GatherEncoding,
     HasCostKey as HasCostKey,
     KeepsConfig as KeepsConfig,
-    Float8Layer as Float8Layer,
     LinearLayer as LinearLayer,
     QuantizableLayer as QuantizableLayer,
     list_quantized_parameter_formats as list_quantized_parameter_formats,
@@ -161,8 +159,6 @@ from drawloom.components.ports.model import (
     HiddenStates as HiddenStates,
     Kernels as Kernels,
     LanguageModel as LanguageModel,
-    JointLayers as JointLayers,
-    RoundsInput as RoundsInput,
     KnownModule as KnownModule,
     LayerRange as LayerRange,
     Model as Model,
@@ -299,11 +295,13 @@ from drawloom.components.ports.slices import (
     divide_into_shares as divide_into_shares,
 )
 from drawloom.components.ports.features import (
+    NamePatterns as NamePatterns,
     StageFeature as StageFeature,
     StageNodes as StageNodes,
     WrappingOrder as WrappingOrder,
 )
 from drawloom.components.ports.stages import (
+    DescribedStages as DescribedStages,
     LoadedStages as LoadedStages,
     AveragedWeights as AveragedWeights,
     ForwardStages as ForwardStages,
