@@ -91,7 +91,7 @@ class ShardedModule:
             is_dense = expert_groups is None or not isinstance(part, ExpertParallel)
             own = groups if is_dense or expert_groups is None else expert_groups
             parameters = [
-                ShardedParameter.shard(parameter, owners, own.mesh, dtypes.float8)
+                ShardedParameter.shard(parameter, owners, own.mesh)
                 for parameter, owners in owners_by_part[part].items()
             ]
             return ShardUnit(parameters, own, dtypes)
@@ -366,7 +366,6 @@ def shard_with_fsdp(
     dtypes = UnitDtypes(
         gathered=precision.compute,
         message=choose_gradient_message_dtype(precision, replicas=mesh.ndim > 1),
-        float8=precision.gather == "float8",
     )
     whole_by_module = find_unsharded_parameters(modules, precision, experts if expert_mesh is None else frozenset())
     return [

@@ -19,11 +19,11 @@ from drawloom.components.parallel.data_shard import get_local_slice, slice_rows
 from drawloom.components.parallel.shard_transfers import (
     StartedGather,
     StartedSum,
+    start_encoded_gather,
     start_gather,
-    start_gather_in_float8,
     start_sum,
 )
-from drawloom.components.ports.model import LinearLayer
+from drawloom.components.ports.model import GatherEncoding, LinearLayer
 from drawloom.components.ports.slices import TensorSlice
 
 
@@ -46,27 +46,23 @@ class ShardGroups:
 
 @attrs.frozen(kw_only=True)
 class UnitDtypes:
-    """
-    Dtypes of gathered parameters, and of gradients in messages between ranks; with `float8`, weights of float8 layers
-    are gathered in float8.
-    """
+    """Dtypes of gathered parameters, and of gradients in messages between ranks."""
 
     gathered: torch.dtype
     message: torch.dtype
-    float8: bool
 
 
 @attrs.define(eq=False)
 class ShardedParameter:
     """
     One parameter: `sharded` is the DTensor, `master` the same memory as a plain parameter, and `unsharded` the gathered
-    parameter. `owners` are its modules, with its names there.
+    parameter. `owners` are its modules, with its names there; messages with the parameter may have an `encoding`.
     """
 
     owners: Sequence[tuple[nn.Module, str]]
     sharded: nn.Parameter
     tensor_slice: TensorSlice
-    float8_width: int = 0
+    encoding: GatherEncoding | None
     master: nn.Parameter = attrs.field(init=False)
     unsharded: nn.Parameter = attrs.field(init=False)
     message: Tensor = attrs.field(init=False)
@@ -74,9 +70,7 @@ class ShardedParameter:
     _storage: Any = attrs.field(init=False)
 
     @classmethod
-    def shard(
-        cls, parameter: nn.Parameter, owners: Sequence[tuple[nn.Module, str]], mesh: Any, gathers_float8: bool
-    ) -> "ShardedParameter":
+    def shard(cls, parameter: nn.Parameter, owners: Sequence[tuple[nn.Module, str]], mesh: Any) -> "ShardedParameter":
         """Replace a module's parameter by this rank's slice, on the same device."""
         # Imported here, because the import takes a second, which runs without shards need not spend.
         from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -92,8 +86,8 @@ class ShardedParameter:
             stride=parameter.stride(),
         )
         module, name = owners[0]
-        width = _get_float8_row_width(module, name) if gathers_float8 else 0
-        result = cls(owners, nn.Parameter(sharded, parameter.requires_grad), tensor_slice, width)
+        encoding = module.gather_encodings.get(name) if isinstance(module, LinearLayer) else None
+        result = cls(owners, nn.Parameter(sharded, parameter.requires_grad), tensor_slice, encoding)
         result.set_in_modules(result.sharded)
         return result
 
@@ -115,6 +109,11 @@ class ShardedParameter:
     def allocate(self) -> None:
         """Allocate `unsharded`'s memory."""
         self._storage.resize_(self.message.nbytes)
+
+    @property
+    def encoded_width(self) -> int:
+        """The width of rows in messages if they are encoded, else 0."""
+        return 0 if self.encoding is None else self.tensor_slice.shape[1]
 
     def free(self) -> None:
         """Free `unsharded`'s memory."""
@@ -162,11 +161,12 @@ class ShardUnit:
             parameter.allocate()
         slices = [parameter.master.detach() for parameter in self.parameters]
         messages = [parameter.message for parameter in self.parameters]
-        widths = [parameter.float8_width for parameter in self.parameters]
-        if any(widths):
-            self._gather = start_gather_in_float8(slices, messages, widths, self.groups.shards)
-        else:
+        encoding = next((parameter.encoding for parameter in self.parameters if parameter.encoding), None)
+        if encoding is None:
             self._gather = start_gather(slices, messages, self.groups.shards)
+        else:
+            widths = [parameter.encoded_width for parameter in self.parameters]
+            self._gather = start_encoded_gather(slices, messages, encoding, widths, self.groups.shards)
 
     def gather(self) -> None:
         """Gather the parameters and set them in the modules; on a GPU only the current stream waits."""
@@ -244,12 +244,6 @@ class StartedReduction:
             return False
         self._sums, self._work = total, dist.all_reduce(total, group=replicas, async_op=True)
         return True
-
-
-def _get_float8_row_width(module: nn.Module, name: str) -> int:
-    """Return a weight's row width if its layer multiplies in float8, else 0."""
-    in_float8 = isinstance(module, LinearLayer) and module.uses_float8 and name == "weight"
-    return int(module.get_parameter(name).shape[1]) if in_float8 and not module.weight_formats else 0
 
 
 def count_gathered_bytes(units: Iterable[ShardUnit]) -> int:

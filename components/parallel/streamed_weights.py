@@ -120,10 +120,11 @@ def check_streamed_weights(nodes: StageNodes) -> Iterator[Problem]:
     if not nodes.freezes_weights:
         text = f"no weight is frozen, since [{nodes.stages.name}] has no adapters"
         yield nodes.stages.problem("stream_frozen", text, "write adapters, or stream_frozen = false")
-    precision = {} if nodes.precision is None else nodes.precision.settings
-    if precision.get("linear") == "float8" and precision.get("frozen") == "compute":
+    float8, precision = nodes.find_feature("float8.training"), nodes.precision
+    if float8 and precision and precision.settings["frozen"] == "compute":
         text = "layers that multiply in float8 round weights on the device"
-        yield nodes.stages.problem("stream_frozen", text, 'write precision.frozen = "nf4", or linear = "compute"')
+        hint = f'write frozen = "nf4" in [{precision.name}], or remove [{float8.name}]'
+        yield nodes.stages.problem("stream_frozen", text, hint)
     if compiled := nodes.find_feature("stages.compiled"):
         text = "torch.compile does not trace copies from host memory"
         yield nodes.stages.problem("stream_frozen", text, f"remove [{compiled.name}], or write stream_frozen = false")

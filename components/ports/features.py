@@ -1,7 +1,9 @@
 """Port for features: nodes composed around a rank's stages, such as compilation or another format of weights."""
 
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from enum import IntEnum
+from fnmatch import fnmatchcase
 from typing import ClassVar
 
 import attrs
@@ -9,6 +11,7 @@ from torch import nn
 
 from drawloom.components.ports.distributed import PerDimension, Precision
 from drawloom.components.ports.memory import MemoryKind
+from drawloom.components.ports.model import build_meta_module_if_known
 from drawloom.components.ports.slices import RankSlice
 from drawloom.graph import Problem, port
 from drawloom.graph.wiring.node import NodeView
@@ -60,6 +63,22 @@ class StageNodes:
         return next((feature for feature in self.features if feature.use == use), None)
 
     @property
+    def compute_dtype(self) -> str | None:
+        """The name of the dtype in which layers compute; None without a precision."""
+        settings = {} if self.precision is None else self.precision.settings
+        return settings.get("compute") or settings.get("parameter")
+
+    def build_precision(self) -> Precision | None:
+        """Build the precision; None if there is none, or if it has problems."""
+        with suppress(ValueError):
+            return None if self.precision is None else self.precision.component(**self.precision.settings)
+        return None
+
+    def build_whole_model_on_meta(self) -> nn.Module | None:
+        """Build the whole model on the meta device; None if it is unknown before a run."""
+        return None if self.model is None else build_meta_module_if_known(self.model)
+
+    @property
     def freezes_weights(self) -> bool:
         """Whether some weights may be frozen: the stages have adapters, or a feature that replaces layers."""
         orders = [self.component_of(feature).order for feature in self.features]
@@ -83,6 +102,33 @@ def check_exclusions(feature: NodeView) -> Iterator[Problem]:
             yield feature.problem("use", text, f"remove [{feature.name}] or [{node.name}]")
 
 
+@attrs.frozen
+class NamePatterns:
+    """A component's setting with patterns (fnmatch); each has to match the name of a thing of this `kind`."""
+
+    component: str
+    setting: str
+    kind: str
+    patterns: Sequence[str]
+    names: Sequence[str]
+
+    def matches(self, pattern: str) -> bool:
+        """Return whether a pattern matches a name."""
+        return any(fnmatchcase(name, pattern) for name in self.names)
+
+    def describe_fault(self, pattern: str) -> str:
+        """Return the message for a pattern that matches no name."""
+        example = f"; one is {self.names[0]!r}" if self.names else ""
+        return f"no {self.kind} is called {pattern!r}{example}"
+
+    def check(self, node: NodeView) -> Iterator[Problem]:
+        """Yield problems of a component's node, if names are known."""
+        for number, pattern in enumerate(self.patterns if self.names else ()):
+            if not self.matches(pattern):
+                hint = "write another pattern, or remove it"
+                yield node.problem((self.setting, number), self.describe_fault(pattern), hint)
+
+
 @port
 class StageFeature(Feature):
     """
@@ -100,6 +146,9 @@ class StageFeature(Feature):
     """Whether weight gradients are computed together with input gradients, so that no schedule can delay them."""
     runs_gradient_hooks: ClassVar[bool] = True
     """Whether backward passes run the hooks of parameters, with which replicas sum gradients during the pass."""
+
+    peak_factor: ClassVar[float] = 1.0
+    """The most that a device's products are faster than in the compute dtype."""
 
     @classmethod
     def check_stages(cls, feature: NodeView, nodes: StageNodes) -> Iterator[Problem]:
@@ -122,6 +171,10 @@ class StageFeature(Feature):
         `splits` are this rank's slices by parameter name. Names of parameters stay, because checkpoints have them.
         Raises UserError for a module that the feature does not support.
         """
+
+    def name_patterns(self, modules: Sequence[nn.Module]) -> Iterator[NamePatterns]:
+        """Yield settings with patterns, of which each has to match a name in some rank's modules."""
+        yield from ()
 
     def place(self, modules: Sequence[nn.Module]) -> None:
         """Place parameters on the meta device in another memory, before all others get the device's memory."""

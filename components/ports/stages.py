@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.ports.adapters import Adapter
-from drawloom.components.ports.model import BatchContext, Finish, LayerRange, list_quantized_parameter_formats
+from drawloom.components.ports.model import BatchContext, Finish, LayerRange, Model, list_quantized_parameter_formats
 from drawloom.components.ports.parameter_roles import Role
 from drawloom.components.ports.slices import ModelParameter, QuantizedParameter, RankSlice, TensorSlice
 from drawloom.graph import port
@@ -163,6 +163,17 @@ class TrainableStages(Stages, Protocol):
 
     def move_gradients_to_masters(self) -> None:
         """Pass gradients to the optimizer's parameters, such as master weights, after a step's backward passes."""
+        ...
+
+
+@port
+class DescribedStages(Protocol):
+    """Stages of a model, and of features around it, known before they are open."""
+
+    model: Model
+
+    def describe_features(self, whole: nn.Module) -> Iterator[str]:
+        """Yield phrases for the run's summary, given the whole model on the meta device."""
         ...
 
 

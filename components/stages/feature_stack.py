@@ -6,7 +6,7 @@ import attrs
 from torch import nn
 
 from drawloom.components.ports.distributed import Precision
-from drawloom.components.ports.features import StageFeature, StageNodes, check_exclusions
+from drawloom.components.ports.features import NamePatterns, StageFeature, StageNodes, check_exclusions
 from drawloom.components.ports.memory import MemoryKind
 from drawloom.components.ports.slices import RankSlice
 from drawloom.graph import Problem
@@ -30,6 +30,10 @@ class FeatureStack(StageFeature):
     def convert(self, module: nn.Module, precision: Precision, splits: MutableMapping[str, RankSlice]) -> None:
         for feature in self.features:
             feature.convert(module, precision, splits)
+
+    def name_patterns(self, modules: Sequence[nn.Module]) -> Iterator[NamePatterns]:
+        for feature in self.features:
+            yield from feature.name_patterns(modules)
 
     def place(self, modules: Sequence[nn.Module]) -> None:
         for feature in self.features:
@@ -58,6 +62,10 @@ class FeatureStack(StageFeature):
     def change_device_bytes(self, sizes: MutableMapping[MemoryKind, int]) -> None:
         for feature in self.features:
             feature.change_device_bytes(sizes)
+
+    def describe_model(self, whole: nn.Module, precision: Precision) -> Iterator[str]:
+        for feature in self.features:
+            yield from feature.describe_model(whole, precision)
 
     @property
     def do_layers_keep_shapes(self) -> bool:

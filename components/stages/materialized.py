@@ -1,7 +1,6 @@
 """This rank's stages: their modules, their parameters' memory and values, and their state."""
 
 from collections.abc import Callable, Iterator, Sequence
-from fnmatch import fnmatchcase
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
@@ -19,13 +18,6 @@ from drawloom.components.parallel.data_shard import should_gather_per_block
 from drawloom.components.parallel.dimension import Dimension
 from drawloom.components.parallel.dimensions import DIMENSIONS
 from drawloom.components.parallel.expert import NO_DISPATCHER, WRITE_DISPATCHER
-from drawloom.components.parallel.float8_layers import (
-    CachedFloat8Layers,
-    check_float8,
-    check_gpu_supports_float8,
-    describe_float8,
-    find_float8_candidates,
-)
 from drawloom.components.parallel.frozen_formats import (
     check_frozen_weight_format,
     describe_frozen_weight_format,
@@ -36,7 +28,7 @@ from drawloom.components.parallel.streamed_weights import StreamedWeights, check
 from drawloom.components.ports.adapters import Adapter
 from drawloom.components.ports.distributed import Device, Mesh, Precision
 from drawloom.components.ports.experts import Dispatcher, supports_expert_parallel
-from drawloom.components.ports.features import StageFeature
+from drawloom.components.ports.features import NamePatterns, StageFeature
 from drawloom.components.ports.memory import MemoryKind, Transfers
 from drawloom.components.ports.memory_policy import MemoryPolicy
 from drawloom.components.ports.model import BatchContext, Model, layers_keep_shapes
@@ -162,7 +154,6 @@ class MaterializedStages:
     store: "ParameterStore | ShardedStore" = attrs.field(init=False, default=None)
     _activations: ActivationSpecs = attrs.field(init=False, default=None)
     _parameters: StageParameters = attrs.field(init=False, default=None)
-    _float8: CachedFloat8Layers = attrs.field(init=False, default=None)
     open_transfers: Callable[[torch.device], Transfers] = attrs.field(init=False, default=DeviceTransfers)
     streamed: StreamedWeights | None = attrs.field(init=False, default=None)
     _fingerprint: str = attrs.field(init=False, default="")
@@ -177,7 +168,6 @@ class MaterializedStages:
                 yield from warn_fused_split_backward(node, schedule, nodes.mesh)
                 yield from check_recompute_is_set_once(node, schedule, nodes.mesh)
             yield from check_features(nodes)
-            yield from check_float8(nodes)
             yield from check_frozen_weight_format(nodes)
             yield from check_streamed_weights(nodes)
         yield from warn_narrowed_weights(node)
@@ -199,7 +189,6 @@ class MaterializedStages:
         yield from describe_recompute_policy(node.settings["recompute"])
         if nodes := find_stage_nodes(node):
             yield from describe_features(nodes)
-            yield from describe_float8(nodes)
             yield from describe_frozen_weight_format(nodes)
             for dimension in DIMENSIONS:
                 yield from dimension.notes(nodes)
@@ -209,13 +198,11 @@ class MaterializedStages:
 
     def check_before_open(self) -> None:
         """
-        Raise UserError if `weights` is not a folder of readable safetensors files, its head is of another kind,
-        adapters match nothing, or the GPU lacks float8.
+        Raise UserError if `weights` is not a folder of readable safetensors files, its head is of another kind, or
+        adapters match nothing.
         """
         if self.adapters:
             build_meta_model_with_adapters(self.model, self.adapters)
-        if self.precision.linear == "float8":
-            check_gpu_supports_float8(self.device.device)
         check_initial_folder(self.weights, self.model, self.loss)
 
     def open(self) -> None:
@@ -233,7 +220,7 @@ class MaterializedStages:
             make_recomputable(blocks_of_stage)
         self._parameters.find_ranks_with_parameters()
         self._fingerprint = self._values.fingerprint_frozen_source(self._parameters.all_parameters().values())
-        self._check_precision_patterns_over_ranks()
+        self._check_patterns_over_ranks()
 
     def build_meta_stages(self) -> None:
         """Build and parallelize this rank's stages without memory and values, for plans."""
@@ -323,7 +310,6 @@ class MaterializedStages:
         """Set this rank's stages from the modules, with parameters in `store`."""
         self.store = store
         self._features.allocate([*parallel.modules.values()])
-        self._float8 = CachedFloat8Layers.allocate(parallel.modules.values(), self.precision)
         policies = self._choose_recompute_policies(len(parallel.spans))
         self.local = [
             Stage(
@@ -385,12 +371,10 @@ class MaterializedStages:
         if self.streamed is not None:
             self.streamed.restart_with_last_fetch_order()
         self.store.cast_masters_to_copies(only_if_changed)
-        self._float8.requantize_weights(only_if_changed)
         self._features.before_passes(only_if_changed)
 
     def move_gradients_to_masters(self) -> None:
         self.store.move_gradients_to_masters()
-        self._float8.mark_all_changed()
         self._features.after_backward()
 
     def device_bytes(self) -> dict[MemoryKind, int]:
@@ -401,11 +385,9 @@ class MaterializedStages:
         if self._parameters is None:
             return {}
         sizes = self._parameters.device_bytes()
-        copies = sizes.get("compute_copies", 0) + self._float8.nbytes
         if self.streamed is not None:
-            copies += self.streamed.window_bytes
+            sizes["compute_copies"] = sizes.get("compute_copies", 0) + self.streamed.window_bytes
             sizes["parameters"] -= self.streamed.byte_count
-        sizes |= {"compute_copies": copies}
         self._features.change_device_bytes(sizes)
         return sizes
 
@@ -438,26 +420,22 @@ class MaterializedStages:
                 for name, tensor in tensors.items():
                     tensor.copy_(state[name])
 
-    def _check_precision_patterns_over_ranks(self) -> None:
-        """Raise UserError for a pattern of `precision` that matches nothing on any rank."""
+    def describe_features(self, whole: nn.Module) -> Iterator[str]:
+        return self._features.describe_model(whole, self._model_precision)
+
+    def _check_patterns_over_ranks(self) -> None:
+        """Raise UserError for a pattern of the precision or a feature that matches nothing on any rank."""
         modules = [stage.module for stage in self.local]
         parameters = [name for module in modules for name, _ in module.named_parameters()]
-        self._check_patterns_match_on_some_rank("uncast", "parameter", self.precision.uncast, parameters)
-        layers = [name for module in modules for name in find_float8_candidates(module)]
-        self._check_patterns_match_on_some_rank(
-            "linear_in_compute", "linear layer or layer of experts", self.precision.linear_in_compute, layers
-        )
+        uncast = NamePatterns("precision", "uncast", "parameter", self.precision.uncast, parameters)
         weights = [name for module in modules for name in find_quantizable_weights(module)]
-        self._check_patterns_match_on_some_rank(
-            "frozen_in_compute", "weight", self.precision.frozen_in_compute, weights
-        )
+        frozen = NamePatterns("precision", "frozen_in_compute", "weight", self.precision.frozen_in_compute, weights)
+        for setting_of_patterns in (uncast, frozen, *self._features.name_patterns(modules)):
+            self._check_patterns_match_on_some_rank(setting_of_patterns)
 
-    def _check_patterns_match_on_some_rank(
-        self, key: str, kind: str, patterns: Sequence[str], names: Sequence[str]
-    ) -> None:
-        """Raise UserError if a pattern matches no name on any pipeline rank; `key` is its setting. A collective."""
-        matched_here = [pattern for pattern in patterns if any(fnmatchcase(name, pattern) for name in names)]
+    def _check_patterns_match_on_some_rank(self, use: NamePatterns) -> None:
+        """Raise UserError if a pattern matches no name on any pipeline rank. A collective."""
+        matched_here = [pattern for pattern in use.patterns if use.matches(pattern)]
         matched = {pattern for by_rank in self.mesh.pipeline_group.gather_json(matched_here) for pattern in by_rank}
-        if unknown := [pattern for pattern in patterns if pattern not in matched]:
-            example = f"; one is {names[0]!r}" if names else ""
-            raise UserError(f"precision.{key}: no {kind} is called {unknown[0]!r}{example}", exit_code=2)
+        if unknown := [pattern for pattern in use.patterns if pattern not in matched]:
+            raise UserError(f"{use.component}.{use.setting}: {use.describe_fault(unknown[0])}", exit_code=2)

@@ -65,10 +65,6 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
             "components.storage",
             "components.weights",
             "components.distributed",
-            "kernels.float8",
-            "kernels.float8_message",
-            "kernels.experts_float8",
-            "kernels.linear_float8",
             "kernels.sum_parts",
             "kernels.weight_formats",
         },
@@ -94,6 +90,13 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
     "components.model.fallback": (
         BELOW | {"components.model", "kernels.attention", "kernels.attention_options", "kernels.linear"},
         {"attrs", "torch", "transformers"},
+    ),
+    # Layers with products in float8 take the place of layers.
+    "components.float8": (
+        BELOW
+        | {"components.experts.local", "components.model", "kernels.float8", "kernels.moe", "kernels.recompute"}
+        | {"kernels.results"},
+        {"attrs", "torch"},
     ),
     # Adapters take the place of layers.
     "components.adapters": (BELOW | {"components.model"}, {"attrs", "torch"}),
@@ -136,9 +139,20 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
     # Commands are not components; they combine several subjects for a user.
     "components.commands": (
         BELOW
+        | {"kernels.float8"}
         | {
             f"components.{name}"
-            for name in ("checkpoint", "data", "export", "pipeline", "planning", "report", "sampling", "stages")
+            for name in (
+                "checkpoint",
+                "data",
+                "export",
+                "float8",
+                "pipeline",
+                "planning",
+                "report",
+                "sampling",
+                "stages",
+            )
         },
         {"attrs", "lm_eval", "mcp", "numpy", "rich", "tomli", "torch"},
     ),

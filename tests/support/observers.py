@@ -397,7 +397,7 @@ def utilization_of(use: str, values: Values, _place: Path) -> Any:
     """Return the names and sizes of a step's metrics; the step takes one second."""
     model = build("model.qwen3.dense", kernels=cpu_kernels(), **SIZES)
     edges: Values = {"mesh": SingleRankMesh(), "device": ComputeDevice(kind="cpu"), "models": Every({"model": model})}
-    node = build(use, precision=fake(Precision, linear="compute"), stages=fake(Stages, local=[]), **edges, **values)
+    node = build(use, precision=fake(Precision), stages=fake(Stages, local=[]), features=Every(), **edges, **values)
     node.open()
     ids = torch.zeros(1, 3, dtype=torch.int64)
     batch = TokenBatch(ids, ids, ids, ids, torch.ones(1, 3))

@@ -29,7 +29,7 @@ from drawloom.components.distributed.generations import CURRENT, Generation, Run
 from drawloom.components.distributed.guard import guard
 from drawloom.components.distributed.single_process import SingleProcess
 from drawloom.components.distributed.torchrun import Launch
-from drawloom.components.parallel.float8_layers import find_float8_candidates
+from drawloom.components.float8.layers import Float8Linear
 from drawloom.components.planning.plan import plan
 from drawloom.components.ports.data import TokenBatch, ValidationData
 from drawloom.components.ports.distributed import Device, Group, Mesh, Pending, Processes, Timed
@@ -83,10 +83,17 @@ def stages_of(use: str, values: Values, folder: Path) -> Any:
             for name, kept in stage.named_masters_or_parameters():
                 dtypes = kept.dtype, kept.grad_dtype, used[name].dtype, used[name].grad_dtype
                 parameters.append((stage.span, name, dtypes, float(kept.detach().double().sum())))
-            layers = find_float8_candidates(stage.module)
-            parameters.append([name for name, layer in layers.items() if layer.uses_float8])
         parameters.append(objects["stages"].device_bytes()["compute_copies"])
         return parameters
+
+
+def float8_layers_of(use: str, values: Values, folder: Path) -> Any:
+    """Return the names and kernels of linear layers that multiply in float8, and the bytes of copies that they keep."""
+    tables = {"precision": {"compute": "bfloat16"}, "float8": {"use": use, **values}}
+    with _recipe(folder, **tables).open(only="stages") as objects:
+        modules = [named for stage in objects["stages"].local for named in stage.module.named_modules()]
+        names = [(name, type(layer.float8)) for name, layer in modules if isinstance(layer, Float8Linear)]
+        return names, objects["stages"].device_bytes()["compute_copies"]
 
 
 def frozen_weights_of(use: str, values: Values, folder: Path) -> Any:
@@ -126,7 +133,8 @@ class _Recorder(SingleProcess):
 def planned_gather(use: str, values: Values, folder: Path) -> float:
     """Return the seconds for gathering weights that a plan for two H100s expects."""
     sharded = {"mesh": {"data_shard": 2}, "stages": {"reshard_after_forward": False}, "batch": {"micro_size": 8}}
-    recipe = _recipe(folder, precision=dict(values), **sharded)
+    float8 = {"precision": {"compute": "bfloat16"}, "float8": {"use": use, **values}}
+    recipe = _recipe(folder, **float8, **sharded)
     return plan(recipe, find_device_model("h100"), 2).time.gather
 
 

@@ -229,8 +229,6 @@ WARMUP = {
     "warmup_percent": Change(50.0, {"warmup_steps": None}),
 }
 TRITON = (
-    "linear_float8",
-    "experts_float8",
     "dequantize",
     "rms_norm",
     "add_rms_norm",
@@ -394,10 +392,6 @@ ROWS: dict[str, Row] = {
             "gradient": Change("float32", {"compute": "bfloat16", "parameter": "bfloat16"}),
             "reduce": Change("float64", observer=runs.sums_over_replicas),
             "uncast": Change(["*norm.weight"], {"compute": "bfloat16"}),
-            "linear": Change("float8", {"compute": "bfloat16"}),
-            "linear_in_compute": Change(["*.q_proj"], {"compute": "bfloat16", "linear": "float8"}),
-            "linear_weights": Change("step", {"compute": "bfloat16", "linear": "float8"}),
-            "gather": Change("float8", {"compute": "bfloat16", "linear": "float8"}, runs.planned_gather),
             "frozen": Change("nf4", {"compute": "bfloat16"}, runs.formats_of_frozen_weights),
             "frozen_in_compute": Change(
                 ["*.q_proj.weight"], {"compute": "bfloat16", "frozen": "nf4"}, runs.formats_of_frozen_weights
@@ -415,6 +409,16 @@ ROWS: dict[str, Row] = {
     ),
     "export.adapter": Row(runs.export_adapter, {}, {"base_model": "some/model"}),
     "export.hugging_face": Row(runs.export_files, {}, {"max_shard": 5000, "dtype": "bfloat16"}),
+    "float8.training": Row(
+        runs.float8_layers_of,
+        {},
+        {
+            "exclude": ["*.q_proj"],
+            "round_weights": "step",
+            "gather": Change(True, {}, runs.planned_gather),
+            "implementation": "triton",
+        },
+    ),
     "gradients.clip_group_norm": Row(
         parts.clip_gradients, {"max_norm": 1.0}, {"max_norm": 2.0, "norm_type": 1.0, "targets": ["*norm"]}
     ),

@@ -52,8 +52,8 @@ RECIPES = {
     "experts": ("moe", EXPERTS),
     "mixed": ("first_run", (*DENSE, *MIXED)),
     "mixed experts": ("moe", (*EXPERTS, *MIXED)),
-    "float8": ("first_run", (*DENSE, *MIXED, "precision.linear=float8")),
-    "float8 once a step": ("first_run", (*DENSE, *MIXED, "precision.linear=float8", "precision.linear_weights=step")),
+    "float8": ("first_run", (*DENSE, *MIXED, "float8.use=float8.training")),
+    "float8 once a step": ("first_run", (*DENSE, *MIXED, "float8.use=float8.training", "float8.round_weights=step")),
     "bfloat16": (
         "first_run",
         (*DENSE, "precision.parameter=bfloat16", "optimizer.use=optim.stochastic_adamw", "optimizer.lr=1e-3"),
@@ -345,7 +345,7 @@ def test_float8_is_planned_with_less_time_and_memory() -> None:
         *("model.num_key_value_heads=8", "model.head_dim=128", "model.intermediate_size=14336", "batch.global_size=2"),
         *("batch.micro_size=2", "device.kind=cuda", *MIXED),
     )
-    formats = ((), ("precision.linear=float8",), ("precision.linear=float8", "precision.linear_weights=step"))
+    formats = ((), ("float8.use=float8.training",), ("float8.use=float8.training", "float8.round_weights=step"))
     plans = [plan(Recipe.load("first_run", *words, *added), find_device_model("h200"), 1) for added in formats]
     plain, in_passes, once = [sum(step.costs[0].passes[op].seconds for op in "FB") for step in plans]
     assert once < in_passes < plain / 1.3

@@ -105,10 +105,6 @@ class Half:
     gradient: torch.dtype = torch.float32
     reduce: torch.dtype = torch.float32
     uncast: tuple[str, ...] = ()
-    linear: str = "compute"
-    linear_in_compute: tuple[str, ...] = ()
-    linear_weights: Any = "pass"
-    gather: Any = "compute"
     frozen: str = "compute"
     frozen_in_compute: tuple[str, ...] = ()
 

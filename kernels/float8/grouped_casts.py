@@ -1,7 +1,7 @@
 """
 Casts and products in float8 for experts: rows sorted by expert, times their expert's matrix.
 
-`experts_float8.py` explains the recipe. Rows past the last end may hold any values, in inputs and results; they
+`experts.py` explains the recipe. Rows past the last end may hold any values, in inputs and results; they
 contribute to no weight's gradient.
 """
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from drawloom.kernels import grouped_gemm
-from drawloom.kernels.float8 import (
+from drawloom.kernels.float8.casts import (
     E4M3,
     EagerFloat8,
     Float8Kernels,

@@ -2,7 +2,7 @@
 Experts with matrix products in float8: permutation, gate and up, SwiGLU and down as one operation.
 
 Tokens are quantized before they are copied to their experts' rows, and so are their gradients, so that rows exist in
-float8 alone. `linear_float8.py` has the dense recipe. Here a weight has one scale by expert, not by output channel, and
+float8 alone. `linear.py` has the dense recipe. Here a weight has one scale by expert, not by output channel, and
 therefore multiplies products without a change to the gradient. For a weight's gradient both operands have scales by
 row; their product multiplies one of them, relative to the largest in the expert's rows. Scales are powers of two, so
 this shifts exponents; only elements 2^15 times smaller than their expert's largest lose bits.
@@ -18,9 +18,9 @@ from drawloom.kernels.deferred_grads import (
     compute_at_once_if_hooked,
     get_weight_gradient_function,
 )
-from drawloom.kernels.float8 import Float8Rows, ScaledRows
-from drawloom.kernels.grouped_float8 import GroupedFloat8Kernels, allocate_quantized_experts
-from drawloom.kernels.linear_float8 import (
+from drawloom.kernels.float8.casts import Float8Rows, ScaledRows
+from drawloom.kernels.float8.grouped_casts import GroupedFloat8Kernels, allocate_quantized_experts
+from drawloom.kernels.float8.linear import (
     CachedFloat8Weights,
     FactorProduct,
     GradientDispatcher,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from drawloom.kernels.float8 import E4M3, EAGER, Float8Rows
+from drawloom.kernels.float8.casts import E4M3, EAGER, Float8Rows
 from drawloom.kernels.operation import why_no_triton
 
 ALIGNMENT = 16
@@ -54,6 +54,6 @@ def _quantize_rows(weight: Tensor) -> Float8Rows:
     """Quantize a weight (rows, width) by rows."""
     if not weight.is_cuda or why_no_triton(weight.device):
         return EAGER.quantize_rows(weight, False)
-    from drawloom.kernels.triton.float8 import TRITON
+    from drawloom.kernels.float8.triton_casts import TRITON
 
     return TRITON.quantize_rows(weight, False)

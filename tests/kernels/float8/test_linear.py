@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.kernels.deferred_grads import Accumulation, Deferral
-from drawloom.kernels.float8 import E4M3, EAGER, EagerFloat8, Float8Rows
+from drawloom.kernels.float8.casts import E4M3, EAGER, EagerFloat8, Float8Rows
+from drawloom.kernels.float8.linear import CachedFloat8Weights, linear_float8, linears_float8, mlp_float8
+from drawloom.kernels.float8.rms_norm import rms_norm_float8
 from drawloom.kernels.linear import linear_eager
-from drawloom.kernels.linear_float8 import CachedFloat8Weights, linear_float8, linears_float8, mlp_float8
 from drawloom.kernels.recompute import Selective, call_recomputable, call_with_recomputation
 from drawloom.kernels.rms_norm import rms_norm_eager
 from drawloom.kernels.swiglu import swiglu_eager
@@ -179,7 +180,10 @@ def test_norms_hand_on_their_quantized_rows() -> None:
     results = []
     for float8 in (True, False):
         kernels = CountedFloat8()
-        y = linear_float8(kernels, rms_norm_eager(x, norm, 1e-6, float8=float8), weight)
+        normed = rms_norm_eager(x, norm, 1e-6)
+        if float8:
+            normed, _ = rms_norm_float8(EAGER, x, None, norm, 1e-6, False)
+        y = linear_float8(kernels, normed, weight)
         assert kernels.shapes.count(x.shape) == (not float8)
         results.append((y, *torch.autograd.grad(y.square().sum(), (x, norm, weight))))
     assert all(torch.equal(left, right) for left, right in zip(*results, strict=True))
@@ -324,7 +328,7 @@ def test_recomputed_layers_have_the_bits_of_kept_ones(policy: str) -> None:
 def test_products_have_the_layouts_that_gpus_multiply(tokens: int) -> None:
     """On the meta device torch applies CUDA's rules of layout and alignment to each product, for any tokens."""
     pytest.importorskip("triton")
-    from drawloom.kernels.triton.float8 import TRITON
+    from drawloom.kernels.float8.triton_casts import TRITON
 
     with torch.device("meta"):
         x, weight, bias = (torch.empty(*shape, dtype=torch.bfloat16) for shape in ((2, tokens, 64), (48, 64), (48,)))

@@ -2,8 +2,8 @@
 
 import torch
 
-from drawloom.kernels.float8 import EAGER
-from drawloom.kernels.float8_message import pack_weights, unpack_weights
+from drawloom.kernels.float8.casts import EAGER
+from drawloom.kernels.float8.message import pack_weights, unpack_weights
 from support.kernels import DEVICE
 
 

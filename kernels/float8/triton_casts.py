@@ -14,20 +14,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from drawloom.kernels.float8 import (
+from drawloom.kernels.float8.casts import (
     E4M3,
-    MIN_SCALE_EXPONENT,
-    ROUND_UP,
-    SCALE_BIAS,
     Float8Kernels,
     Float8Rows,
+    NormedRows,
     QuantizedGradient,
     ScaledRows,
     compute_padded_row_count,
 )
+from drawloom.kernels.float8.triton_rms_norm import norm_and_quantize_triton
+from drawloom.kernels.float8.triton_scales import (
+    allocate_quantized_rows,
+    compute_scale_and_inverse,
+    get_magnitude_bits,
+)
 from drawloom.kernels.operation import register_kernel
 from drawloom.kernels.triton.launch import cache_launches
 from drawloom.kernels.triton.primitives import cdiv, next_power_of_2, sm_count, view_as_rows
+from drawloom.kernels.triton.rms_norm import rms_norm_triton
 
 WARPS_PER_SM, WARPS_WITH_COLUMNS = 32, 16
 """
@@ -90,6 +95,14 @@ class TritonFloat8:
     ) -> QuantizedGradient:
         return QuantizedGradient(*_quantize_swiglu_gradient(grad, gate_and_up, factor, row_scale))
 
+    def norm(self, x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
+        return rms_norm_triton(x, weight, eps, zero_centered)
+
+    def norm_and_quantize(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, zero_centered: bool
+    ) -> NormedRows:
+        return norm_and_quantize_triton(x, residual, weight, eps, zero_centered)
+
     def multiply_scaled(self, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor | None, fast: bool) -> Tensor:
         columns = _get_ones(b) if b_scale is None else b_scale
         if not a.numel():
@@ -115,11 +128,6 @@ def _get_ones(b: Tensor) -> Tensor:
 @cache
 def _allocate_ones(device: torch.device) -> Tensor:
     return torch.ones(ONES, device=device)
-
-
-def allocate_quantized_rows(x: Tensor, rows: int, width: int) -> tuple[Tensor, Tensor]:
-    """Return empty float8 elements (rows, width) and scales (rows,) on the device of x (any shape)."""
-    return x.new_empty(rows, width, dtype=E4M3), x.new_empty(rows, dtype=torch.float32)
 
 
 @register_kernel("float8_quantize", lambda x: allocate_quantized_rows(x, *x.shape))
@@ -383,29 +391,6 @@ def _choose_warp_count(width: int) -> int:
 def _compute_max_registers_per_thread(width: int) -> int:
     """Return the most registers per thread with which WARPS_WITH_COLUMNS warps fit on a multiprocessor."""
     return REGISTERS // (32 * max(WARPS_WITH_COLUMNS, _choose_warp_count(width)))
-
-
-UP, BIAS, LEAST = (tl.constexpr(number) for number in (ROUND_UP, SCALE_BIAS, MIN_SCALE_EXPONENT))
-
-
-INFINITY = tl.constexpr(0x7F800000)
-"""Infinity's bits in float32."""
-
-
-@triton.jit
-def get_magnitude_bits(values):
-    """Return absolute values' bits in float32, integers in the values' order, with NaN above infinity."""
-    return values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-
-
-@triton.jit
-def compute_scale_and_inverse(largest):
-    """Return a largest magnitude's scale and its inverse, both powers with base two; NaN if it is not finite."""
-    exponent = tl.maximum(((largest + UP) >> 23) - BIAS, LEAST)
-    is_finite = largest < INFINITY
-    scale = (exponent << 23).to(tl.float32, bitcast=True)
-    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-    return tl.where(is_finite, scale, float("nan")), tl.where(is_finite, inverse, float("nan"))
 
 
 @triton.jit

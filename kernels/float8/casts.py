@@ -1,7 +1,7 @@
 """
 Float8: casts to e4m3 elements with a power-of-two scale per row, and products of such matrices.
 
-`linear_float8.py` explains the recipe. A row with a number that is not finite gets a NaN scale, and nothing is clamped.
+`linear.py` explains the recipe. A row with a number that is not finite gets a NaN scale, and nothing is clamped.
 """
 
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from drawloom.kernels.rms_norm import rms_norm_eager
 from drawloom.kernels.swiglu import compute_swiglu_gradients, swiglu_halves_eager
 
 E4M3 = torch.float8_e4m3fn
@@ -52,6 +53,14 @@ class Float8Rows(NamedTuple):
     data: Tensor
     scale: Tensor
     transposed: Tensor
+
+
+class NormedRows(NamedTuple):
+    """A norm and the sum that was normed, both (..., width), and the norm's quantized rows, without a copy."""
+
+    normed: Tensor
+    summed: Tensor
+    rows: Float8Rows
 
 
 class QuantizedGradient(NamedTuple):
@@ -112,6 +121,16 @@ class Float8Kernels(Protocol):
         Quantize `gate_and_up`'s gradient like `quantize_gradient`: grad (tokens, width) is the gradient of silu(gate) *
         up, and factor (2 * width,).
         """
+        ...
+
+    def norm(self, x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
+        """Return RMSNorm of x (..., width), times the weight (width,), or times 1 + weight."""
+        ...
+
+    def norm_and_quantize(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, zero_centered: bool
+    ) -> NormedRows:
+        """Return `norm` of x + residual, or of x, and quantize it by rows."""
         ...
 
     def multiply_scaled(self, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor | None, fast: bool) -> Tensor:
@@ -194,6 +213,16 @@ class EagerFloat8:
         shifted = data.float() * (scale * row_scale)[:, None]
         column_scale = compute_power_of_two_scales(shifted.abs().amax(0))
         return QuantizedGradient(data, scale, _transpose_rows((shifted / column_scale).to(E4M3)), column_scale / factor)
+
+    def norm(self, x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
+        return rms_norm_eager(x, weight, eps, zero_centered)
+
+    def norm_and_quantize(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, zero_centered: bool
+    ) -> NormedRows:
+        summed = x if residual is None else (x + residual).to(x.dtype)
+        normed = self.norm(summed, weight, eps, zero_centered)
+        return NormedRows(normed, summed, self.quantize_rows(normed.detach().flatten(0, -2), False))
 
     def multiply_scaled(self, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor | None, fast: bool) -> Tensor:
         product = a.float() @ b.float().t() * a_scale[:, None]

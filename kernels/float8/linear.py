@@ -36,7 +36,13 @@ from drawloom.kernels.deferred_grads import (
     compute_at_once_if_hooked,
     get_weight_gradient_function,
 )
-from drawloom.kernels.float8 import ALIGNMENT, Float8Kernels, Float8Rows, QuantizedGradient, allocate_quantized_weights
+from drawloom.kernels.float8.casts import (
+    ALIGNMENT,
+    Float8Kernels,
+    Float8Rows,
+    QuantizedGradient,
+    allocate_quantized_weights,
+)
 from drawloom.kernels.operation import once_differentiable
 from drawloom.kernels.recompute import (
     call_recomputable,
@@ -100,7 +106,7 @@ def mlp_float8(kernels: Float8Kernels, x: Tensor, gate: Tensor, up: Tensor, down
         check_float8_operands(x, weight)
     rows = get_or_quantize_input(kernels, x, _need_gradients([gate, up]))
     gradients = GradientDispatcher([get_weight_gradient_function(weight) for weight in weights])
-    with keep_arguments_in_8_bits(kernels, shape=(x.shape[:-1].numel(), len(gate) + len(up))):
+    with keep_arguments_in_8_bits(lambda: kernels, shape=(x.shape[:-1].numel(), len(gate) + len(up))):
         result: Tensor = _MlpFloat8.apply(x, *weights, gradients, kernels, *rows)  # type: ignore[no-untyped-call]
     return result
 

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from drawloom.kernels.float8 import E4M3, Float8Rows, ScaledRows
-from drawloom.kernels.grouped_float8 import (
+from drawloom.kernels.float8.casts import E4M3, Float8Rows, ScaledRows
+from drawloom.kernels.float8.grouped_casts import (
     GROUP,
     MIN_SCALE,
     ExpertRows,
@@ -22,17 +22,16 @@ from drawloom.kernels.grouped_float8 import (
     QuantizedSwigluGradient,
     count_padded_columns,
 )
-from drawloom.kernels.moe import Routes
-from drawloom.kernels.operation import register_kernel
-from drawloom.kernels.triton import tma
-from drawloom.kernels.triton.float8 import (
+from drawloom.kernels.float8.triton_casts import TritonFloat8, sigmoid
+from drawloom.kernels.float8.triton_scales import (
     INFINITY,
-    TritonFloat8,
     allocate_quantized_rows,
     compute_scale_and_inverse,
     get_magnitude_bits,
-    sigmoid,
 )
+from drawloom.kernels.moe import Routes
+from drawloom.kernels.operation import register_kernel
+from drawloom.kernels.triton import tma
 from drawloom.kernels.triton.grouped_gemm_blocks import locate_tile_rows
 from drawloom.kernels.triton.launch import cache_launches
 from drawloom.kernels.triton.moe_permute import sum_rows_and_gather_scalars
