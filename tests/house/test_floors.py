@@ -21,6 +21,7 @@ LIBRARIES = {
     "components.parallel",
 }
 BELOW = {"graph", *LIBRARIES}
+TOOLS = {"components.commands", "components.planning", "graph.lsp"}
 
 FLOORS: dict[str, tuple[set[str], set[str]]] = {
     "graph": (set(), {"attrs", "cattrs", "tomli", "rich", "pytest"}),  # pytest in the plugin that pytest itself imports
@@ -98,6 +99,8 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
         | {"kernels.results"},
         {"attrs", "torch"},
     ),
+    # An extra, imported when a reward for JSON opens.
+    "components.rewards": (BELOW, {"attrs", "jsonschema", "torch"}),
     # Adapters take the place of layers.
     "components.adapters": (BELOW | {"components.model"}, {"attrs", "torch"}),
     # A factor that the device alone knows is applied in one way.
@@ -196,6 +199,19 @@ def test_files_import_only_from_below() -> None:
         if not is_allowed(module, home(path))
     ]
     assert not problems, "\n".join(problems)
+
+
+def test_core_imports_no_tool() -> None:
+    """Tools import the core, never the other way, so that a run without them loads none of their files."""
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {module}"
+        for path in SOURCES
+        for module in sorted(find_imports(path))
+        if any(f"{module}.".startswith(f"{NAME}.{tool}.") for tool in TOOLS)
+        and home(path) not in TOOLS
+        and "commands" not in path.parts
+    ]
+    assert not wrong, "\n".join(wrong)
 
 
 def test_annotations_can_be_read_at_run_time() -> None:
