@@ -1,6 +1,7 @@
 """list components with their settings"""
 
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from typing import Any
 
 from drawloom.graph.cli.command import Command, argument, command, option
@@ -16,6 +17,7 @@ from drawloom.graph.inspect.listing import (
 from drawloom.graph.inspect.serialize import convert_to_toml_types
 from drawloom.graph.problems import Problem
 from drawloom.graph.project import Project
+from drawloom.graph.recipe.loading import RecipeFolder
 from drawloom.graph.registry.registry import Registry
 from drawloom.graph.registry.spec import Field, Spec
 from drawloom.graph.types.describe import describe_type
@@ -99,9 +101,41 @@ class PortsResult(Result):
         return self.text
 
 
+@output_class
+class RecipeData:
+    """A shipped recipe."""
+
+    name: str = output("name for `run` and `extends`")
+    topic: str = output("folder of recipes")
+    doc: str = output("first line of its comment")
+
+
+@output_class
+class RecipesResult(Result):
+    """Shipped recipes, with --recipes."""
+
+    recipes: Sequence[RecipeData] = output("recipes, by topic and name")
+
+    @classmethod
+    def from_folder(cls, folder: RecipeFolder) -> "RecipesResult":
+        """Describe all recipes in the folder."""
+        lines = {name: path.read_text("utf-8").partition("\n")[0] for name, path in folder.paths.items()}
+        data = [RecipeData(name, folder.paths[name].parent.name, line.strip("# :")) for name, line in lines.items()]
+        return cls(sorted(data, key=lambda recipe: recipe.topic))
+
+    def render(self, format: str) -> str:
+        """Return a line per recipe, below its topic."""
+        width = max(len(recipe.name) for recipe in self.recipes)
+        topics = groupby(self.recipes, key=lambda recipe: recipe.topic)
+        parts = [
+            (topic, [f"  {recipe.name:<{width}}  {recipe.doc}" for recipe in recipes]) for topic, recipes in topics
+        ]
+        return "\n".join(line for topic, lines in parts for line in (topic, *lines))
+
+
 @command("recipes")
 class ListCommand(Command):
-    """A listing for components or ports."""
+    """A listing for components, ports or recipes."""
 
     subject: str = argument(
         "folder of components or one component, such as data or data.loader (default: all)", default=""
@@ -113,11 +147,14 @@ class ListCommand(Command):
     )
     ports: bool = option("list all ports with the components that implement them")
     plugins: bool = option("list components of installed packages with their distributions")
+    recipes: bool = option("list the shipped recipes by topic, with the first line of their comments")
 
-    def run(self, project: Project) -> ListResult | PortsResult:
+    def run(self, project: Project) -> ListResult | PortsResult | RecipesResult:
         registry = project.registry
         if self.plugins:
             return ListResult.from_component_names(registry, registry.installed.names(), format_plugins(registry))
+        if self.recipes:
+            return RecipesResult.from_folder(RecipeFolder(project.recipes))
         if self.ports:
             ports = list_ports(registry)
             data = [PortData(port.name, port.doc, port.components) for port in ports]
