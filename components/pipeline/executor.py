@@ -282,7 +282,7 @@ class ProgramExecutor:
         return self._training[microbatches]
 
     def _list_offloading_features(self, program: Program) -> list[PassFeature]:
-        """Return the feature that moves activations, for a program that does; other programs do not import it."""
+        """Return the feature for moves of activations; a program without any does not import it."""
         if not program.offloaded:
             return []
         from drawloom.components.distributed.transfers import DeviceTransfers

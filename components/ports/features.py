@@ -86,7 +86,7 @@ class StageNodes:
 
 
 class Feature:
-    """Declarations that all features have."""
+    """Declarations shared by all features."""
 
     order: ClassVar[WrappingOrder]
     excludes: ClassVar[Mapping[str, str]] = {}

@@ -1,4 +1,4 @@
-"""Ports for features around passes: nodes composed around the programs that an executor runs."""
+"""Ports for features around passes: nodes composed around an executor's programs."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Protocol
@@ -21,10 +21,10 @@ PassKind = Literal["training", "evaluation", "inference"]
 """A program's purpose: a step's passes, forward passes with the loss, or forward passes with another result."""
 
 Compute = Callable[[Tensor, Head, Any], Any]
-"""Function that gets the last hidden states, the head and the batch, in place of the loss."""
+"""Function to call with the last hidden states, the head and the batch, in place of the loss."""
 
 Operation = Callable[[Action], None]
-"""Function that runs an action."""
+"""Function to run an action."""
 
 
 @attrs.frozen
@@ -113,7 +113,7 @@ class PassRun(Protocol):
 
 
 class ForwardRunner(Protocol):
-    """An executor, for features that run passes before its programs."""
+    """An executor, for features with passes before its programs."""
 
     stages: TrainableStages
     objective: Loss
@@ -165,7 +165,7 @@ class PassFeature(Feature):
 
     def start_run(self, run: PassRun, operations: Mapping[str, Operation]) -> Mapping[str, Operation]:
         """
-        Act before a program's first action, and return the functions that run its actions, by op.
+        Act before a program's first action, and return the functions to run its actions, by op.
 
         Microbatches and stages of `run` may be replaced.
         """

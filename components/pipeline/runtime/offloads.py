@@ -125,7 +125,7 @@ class OffloadedTensors:
 
 @attrs.define(eq=False)
 class ActivationMoves:
-    """Activations that leave the device between one run's passes, for the stages in `offloaded`."""
+    """Activations leaving the device between one run's passes, for the stages in `offloaded`."""
 
     run: PassRun
     offloads: Offloads
@@ -174,7 +174,7 @@ class Offloading(PassFeature):
     offloaded: Set[int]
 
     def start_run(self, run: PassRun, operations: Mapping[str, Operation]) -> Mapping[str, Operation]:
-        """Return operations that also move activations."""
+        """Return operations with moves of activations."""
         moves = ActivationMoves(run, self.offloads, self.offloaded)
         computing: dict[str, Operation] = {op: partial(moves.compute, operations[op]) for op in OPS}
         return {**operations, **computing, "OFFLOAD": moves.offload, "RELOAD": moves.reload}
