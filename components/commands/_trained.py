@@ -26,6 +26,7 @@ from drawloom.components.ports.stages import AveragedWeights, FrozenModel, Stage
 from drawloom.components.storage.regular_file import open_untrusted_file
 from drawloom.graph import UserError
 from drawloom.graph.cli.command import Command, argument, command_base_class, option
+from drawloom.graph.cli.result import Result, output, output_class
 from drawloom.graph.project import Project, Recipe
 from drawloom.graph.recipe.layers import Layer
 from drawloom.graph.recipe.lockfile import LOCK
@@ -104,6 +105,19 @@ class CheckpointCommand(Command):
         names = [find_only_node(recipe.graph, port, str(folder)) for port in ports]
         with recipe.open(names) as nodes:
             yield nodes, read_exported_step(folder)
+
+
+@output_class
+class CheckpointResult(Result):
+    """A result from a run's checkpoint."""
+
+    run_folder: Path | str = output("run folder, or the URL of its mirror")
+    step: int = output("step of the checkpoint")
+
+    @property
+    def origin(self) -> str:
+        """The run and the step, for the text."""
+        return f"{self.run_folder}, step {self.step}"
 
 
 @contextmanager

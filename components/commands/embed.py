@@ -11,7 +11,7 @@ from torch import Tensor
 
 from drawloom.components.commands._documents import infer_documents, pad_documents
 from drawloom.components.commands._options import check_new_file, convert_write_errors
-from drawloom.components.commands._trained import CheckpointCommand
+from drawloom.components.commands._trained import CheckpointCommand, CheckpointResult
 from drawloom.components.data.sources.files import find_files
 from drawloom.components.data.sources.parts import split_files_into_parts
 from drawloom.components.pipeline.executor import ProgramExecutor
@@ -19,10 +19,9 @@ from drawloom.components.ports.corpus import Tokenizer, complete_prompt
 from drawloom.components.ports.model import HiddenStates, Model
 from drawloom.components.storage.safetensors.writer import write_safetensors_file
 from drawloom.graph import UserError
-from drawloom.graph.cli.command import argument, command, option
-from drawloom.graph.cli.result import Result, output, output_class
+from drawloom.graph.cli.command import Count, argument, command, option
+from drawloom.graph.cli.result import output, output_class
 from drawloom.graph.cli.terminal import print_escaped_text
-from drawloom.graph.component import at_least
 from drawloom.graph.project import Project
 
 POOLS: dict[str, Callable[[int], slice]] = {
@@ -34,18 +33,16 @@ POOLS: dict[str, Callable[[int], slice]] = {
 
 
 @output_class
-class EmbedResult(Result):
+class EmbedResult(CheckpointResult):
     """A file with the hidden states of documents."""
 
-    run_folder: Path | str = output("run folder, or the URL of its mirror")
-    step: int = output("step of the checkpoint")
     path: Path = output("written safetensors file, with the tensor `hidden_states` of float32")
     shape: Sequence[int] = output("documents, layers, hidden size")
     empty_documents: int = output("documents without a token, whose numbers are 0")
 
     def render(self, format: str) -> str:
         """Return one line."""
-        return f"{self.run_folder}, step {self.step}: wrote {self.path}, {' x '.join(map(str, self.shape))} numbers"
+        return f"{self.origin}: wrote {self.path}, {' x '.join(map(str, self.shape))} numbers"
 
 
 @command("models")
@@ -59,8 +56,8 @@ class EmbedCommand(CheckpointCommand):
         "mean over a document's tokens, or its first or last token", default="mean"
     )
     field: str = option("field or column with the text", default="text", metavar="NAME")
-    context: int = option("first tokens of a document", default=1024, check=at_least(1))
-    rows: int = option("documents per batch", default=8, check=at_least(1))
+    context: Count = option("first tokens of a document", default=1024)
+    rows: Count = option("documents per batch", default=8)
 
     def run(self, project: Project) -> EmbedResult:
         texts = (

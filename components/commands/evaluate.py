@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 import torch
 
-from drawloom.components.commands._trained import CheckpointCommand, get_if_any
+from drawloom.components.commands._trained import CheckpointCommand, CheckpointResult, get_if_any
 from drawloom.components.data.packing.windows import Windows
 from drawloom.components.data.sources.files import find_files
 from drawloom.components.data.sources.parts import FORMATS
@@ -25,9 +25,8 @@ from drawloom.components.ports.pipeline import LOSSES, Executor, Loss, create_st
 from drawloom.components.ports.rollouts import Reward, RewardEvaluation, Rollouts
 from drawloom.components.ports.run import Batching
 from drawloom.graph import UserError
-from drawloom.graph.cli.command import command, option
-from drawloom.graph.cli.result import Result, output, output_class
-from drawloom.graph.component import at_least
+from drawloom.graph.cli.command import Count, command, option
+from drawloom.graph.cli.result import output, output_class
 from drawloom.graph.project import Project, Recipe
 from drawloom.graph.recipe.overrides import nest_values
 from drawloom.graph.runtime.container import Container
@@ -37,11 +36,9 @@ MAX_LOADED = 16  # microbatches that are in memory together
 
 
 @output_class
-class EvaluateResult(Result):
+class EvaluateResult(CheckpointResult):
     """Mean loss of a run's weights."""
 
-    run_folder: Path | str = output("run folder, or the URL of its mirror")
-    step: int = output("step of the checkpoint")
     loss: float = output("mean loss per token or pair")
     weight: float = output("number of tokens or pairs")
     unit: str = output("tokens or pairs")
@@ -54,16 +51,14 @@ class EvaluateResult(Result):
         perplexity = "" if self.perplexity is None else f", perplexity {self.perplexity:.4g}"
         bits = "" if self.bits_per_byte is None else f", {self.bits_per_byte:.4f} bits per byte"
         loss = f"loss {self.loss:.4f} over {self.weight:,.0f} {self.unit}{perplexity}{bits}"
-        line = f"{self.run_folder}, step {self.step}: {loss}"
+        line = f"{self.origin}: {loss}"
         return f"{line}\n{self.documents}" if self.documents else line
 
 
 @output_class
-class EvaluateRewardsResult(Result):
+class EvaluateRewardsResult(CheckpointResult):
     """Mean rewards for completions by a run's weights."""
 
-    run_folder: Path | str = output("run folder, or the URL of its mirror")
-    step: int = output("step of the checkpoint")
     completions: int = output("completion count")
     reward: float | None = output("mean total reward, weighted; null if no completion has a score")
     rewards: Mapping[str, float | None] = output("mean by reward, without its weight")
@@ -74,7 +69,7 @@ class EvaluateRewardsResult(Result):
         """Return a line with all means; text is the only `format`."""
         values = {"reward": self.reward, **self.rewards, "truncated": self.truncated}
         shown = ", ".join(f"{name} {'none' if value is None else f'{value:.4f}'}" for name, value in values.items())
-        return f"{self.run_folder}, step {self.step}: {shown}, {self.length:.1f} tokens, {self.completions} completions"
+        return f"{self.origin}: {shown}, {self.length:.1f} tokens, {self.completions} completions"
 
 
 @command("models")
@@ -88,17 +83,14 @@ class EvaluateCommand(CheckpointCommand):
         nargs="+",
         exclusive="data",
     )
-    stride: int | None = option(
+    stride: Count | None = option(
         "tokens by which the window moves over documents longer than a row (default: half a row)",
-        check=at_least(1),
         needs="corpus",
     )
     generate: bool = option(
         "complete the validation prompts, and measure the rewards of the completions", exclusive="data"
     )
-    samples: int | None = option(
-        "completions of each prompt (default: the recipe's)", check=at_least(1), needs="generate"
-    )
+    samples: Count | None = option("completions of each prompt (default: the recipe's)", needs="generate")
 
     def run(self, project: Project) -> EvaluateResult | EvaluateRewardsResult:
         if self.generate:

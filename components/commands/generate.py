@@ -18,7 +18,7 @@ from drawloom.components.ports.model import LanguageModel
 from drawloom.components.ports.pipeline import Predictor
 from drawloom.components.sampling.generate import Sampler, stream_decoded_text
 from drawloom.graph import UserError
-from drawloom.graph.cli.command import argument, command, option
+from drawloom.graph.cli.command import Count, argument, command, option
 from drawloom.graph.cli.result import Result, output, output_class
 from drawloom.graph.cli.terminal import print_escaped_text
 from drawloom.graph.component import at_least
@@ -74,17 +74,14 @@ class GenerateCommand(CheckpointCommand):
     chat: bool = option("answer messages by the chat template: --prompt, or each line of stdin")
     system: str | None = option("the system prompt", metavar="TEXT", needs="chat")
     template: Path | None = option("a template (default: the folder's)", metavar="FILE", needs="chat")
-    tokens: int | None = option(
-        f"most tokens to sample (default: {TEXT_TOKENS}; with --chat, {CHAT_TOKENS} for an answer)", check=at_least(1)
+    tokens: Count | None = option(
+        f"most tokens to sample (default: {TEXT_TOKENS}; with --chat, {CHAT_TOKENS} for an answer)"
     )
-    context: int | None = option(
+    context: Count | None = option(
         f"most tokens the model sees (default: {TEXT_CONTEXT}; with --chat the model's, up to {CHAT_CONTEXT})",
-        check=at_least(1),
     )
     temperature: float = option("sampling temperature; 0 is greedy", default=0.8, metavar="T", check=at_least(0))
-    top_k: int | None = option(
-        "sample only from the K most likely tokens (default: all)", metavar="K", check=at_least(1)
-    )
+    top_k: Count | None = option("sample only from the K most likely tokens (default: all)", metavar="K")
     seed: int = option("seed for sampling", default=0)
 
     def run(self, project: Project) -> GenerateResult | ChatResult:

@@ -19,11 +19,11 @@ from drawloom.components.commands._power_law import PowerLaw, fit_power_law
 from drawloom.components.ports.flops import CountsFlops
 from drawloom.components.report.metrics import Column, read_metrics
 from drawloom.graph import UserError
-from drawloom.graph.cli.command import RecipeCommand, argument, command, option
+from drawloom.graph.cli.command import Count, RecipeCommand, argument, command, option
 from drawloom.graph.cli.exit_codes import FAILED, OK
 from drawloom.graph.cli.result import JSON, Result, output, output_class
 from drawloom.graph.cli.terminal import format_table
-from drawloom.graph.component import above, at_least
+from drawloom.graph.component import above
 from drawloom.graph.project import Project, Recipe
 
 MEASURE = "coordinates_of_ladder"
@@ -134,12 +134,10 @@ class LadderCommand(RecipeCommand):
     )
 
     recipe: str = argument("the smallest model: model.granite, model.llama or model.qwen3.dense")
-    multiples: Sequence[int] = option(
-        "sizes as multiples of the recipe's", default=(1, 2, 4, 8), separator=",", check=at_least(1)
-    )
+    multiples: Sequence[Count] = option("sizes as multiples of the recipe's", default=(1, 2, 4, 8), separator=",")
     dimension: Dimension = option("size to multiply: width (heads) or depth (layers)", default="width")
     parametrization: Literal["mup", "completep", "standard"] = option("scaling of the model", default="mup")
-    steps: int = option("steps of every size", default=8, check=at_least(1))
+    steps: Count = option("steps of every size", default=8)
     lr: Sequence[float] = option(
         "also compare these learning rates", default=(), metavar="X,X", separator=",", check=above(0)
     )

@@ -37,7 +37,7 @@ from drawloom.components.distributed.launch_store import (
 from drawloom.components.distributed.spare import read_and_count_heartbeats
 from drawloom.components.distributed.torchrun import CONTINUES, ROUND, SPARES
 from drawloom.graph import UserError
-from drawloom.graph.cli.command import Command, argument, command, option
+from drawloom.graph.cli.command import Command, Count, argument, command, option
 from drawloom.graph.cli.exit_codes import INVALID, OK, STOPPED
 from drawloom.graph.cli.result import Result, output, output_class
 from drawloom.graph.cli.terminal import print_escaped_text
@@ -222,8 +222,8 @@ class LaunchCommand(Command):
 
     accepts_words: ClassVar[bool] = True
 
-    nproc_per_node: int = option("processes per machine", check=at_least(1))
-    nnodes: int = option("machines", default=1, check=at_least(1))
+    nproc_per_node: Count = option("processes per machine")
+    nnodes: Count = option("machines", default=1)
     rdzv_endpoint: str = option("address for all machines to meet, on one of them", default="", metavar="HOST:PORT")
     max_restarts: int = option(
         "restarts after failures, of all processes, or of lost ones if the run survives losses",

@@ -6,31 +6,29 @@ from pathlib import Path
 from typing import Any
 
 from drawloom.components.commands._options import check_writable_file, write_file
-from drawloom.components.commands._trained import CheckpointCommand
+from drawloom.components.commands._trained import CheckpointCommand, CheckpointResult
 from drawloom.components.data.sources.files import import_optional_package
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.pipeline import Predictor
 from drawloom.graph import UserError
-from drawloom.graph.cli.command import command, option
-from drawloom.graph.cli.result import Result, dump_json, output, output_class
+from drawloom.graph.cli.command import Count, command, option
+from drawloom.graph.cli.result import dump_json, output, output_class
 from drawloom.graph.component import at_least
 from drawloom.graph.project import Project
 
 
 @output_class
-class LmEvalResult(Result):
+class LmEvalResult(CheckpointResult):
     """Metrics of tasks."""
 
-    run_folder: Path | str = output("run folder, or the URL of its mirror")
-    step: int = output("step of the checkpoint")
     results: Mapping[str, Mapping[str, Any]] = output(
         "values by task; a key is a metric and a filter, such as acc,none"
     )
 
     def render(self, format: str) -> str:
         """Return a line per task and metric; text is the only `format`."""
-        return "\n".join([f"{self.run_folder}, step {self.step}:", *_format_metric_lines(self.results)])
+        return "\n".join([f"{self.origin}:", *_format_metric_lines(self.results)])
 
 
 @command("models")
@@ -42,9 +40,9 @@ class LmEvalCommand(CheckpointCommand):
         "also use the tasks in this folder, in YAML; may be repeated", default=(), metavar="DIR"
     )
     fewshot: int | None = option("examples before each question (default: the task's)", check=at_least(0))
-    limit: int | None = option("ask only the first N questions of each task", check=at_least(1))
-    context: int = option("most tokens the model sees", default=1024, check=at_least(1))
-    rows: int = option("texts per batch", default=8, check=at_least(1))
+    limit: Count | None = option("ask only the first N questions of each task")
+    context: Count = option("most tokens the model sees", default=1024)
+    rows: Count = option("texts per batch", default=8)
     to: Path | None = option("write all results to this file, as JSON", metavar="FILE", check=check_writable_file)
 
     def run(self, project: Project) -> LmEvalResult:

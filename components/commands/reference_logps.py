@@ -16,9 +16,8 @@ from drawloom.components.data.store.shard import choose_id_dtype
 from drawloom.components.data.token_arrays import TokenArrays
 from drawloom.components.pipeline.executor import ProgramExecutor
 from drawloom.graph import UserError
-from drawloom.graph.cli.command import RecipeCommand, argument, command, option
+from drawloom.graph.cli.command import Count, RecipeCommand, argument, command, option
 from drawloom.graph.cli.result import Result, output, output_class
-from drawloom.graph.component import at_least
 from drawloom.graph.project import Project, Recipe
 
 
@@ -41,7 +40,7 @@ class ReferenceLogpsCommand(RecipeCommand):
 
     recipe: str = argument("a recipe with loss.dpo: a path, or a shipped name")
     to: Path = option("JSON-lines file to write", metavar="FILE", check=check_new_file)
-    pairs: int = option("preference pairs per batch", default=8, check=at_least(1))
+    pairs: Count = option("preference pairs per batch", default=8)
 
     def run(self, project: Project) -> ReferenceResult:
         recipe = self.load_recipe(project, self.recipe)

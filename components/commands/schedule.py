@@ -37,8 +37,7 @@ from drawloom.components.pipeline.simulation.summary import LEGEND, Summary, for
 from drawloom.components.planning.cost_sources import TracedCosts, UnitCosts
 from drawloom.components.ports.pipeline import Schedule
 from drawloom.graph import UserError
-from drawloom.graph.cli.command import OverlayCommand, argument, command, option
-from drawloom.graph.component import at_least
+from drawloom.graph.cli.command import Count, OverlayCommand, argument, command, option
 from drawloom.graph.project import Project, Recipe
 from drawloom.graph.recipe.overrides import read_overrides
 from drawloom.graph.registry.spec import Spec
@@ -60,21 +59,19 @@ class ScheduleCommand(OverlayCommand):
         default="",
         metavar="RECIPE|NAME|FILE",
     )
-    ranks: Sequence[int] = option(
+    ranks: Sequence[Count] = option(
         "pipeline ranks (default: the recipe's); with --compare also several, such as 4,8",
         default=(),
         metavar="N",
         separator=",",
-        check=at_least(1),
     )
-    microbatches: Sequence[int] = option(
+    microbatches: Sequence[Count] = option(
         "microbatches per step (default: the recipe's); with --compare also several, such as 4,8",
         default=(),
         metavar="N",
         separator=",",
-        check=at_least(1),
     )
-    stages_per_rank: int | None = option("stages per rank (default: the schedule's)", check=at_least(1))
+    stages_per_rank: Count | None = option("stages per rank (default: the schedule's)")
     costs: ParsedCosts | None = option(
         "costs of a rank's layers in any unit: forward (F), input gradients (I), weight gradients (W), whole backward "
         "(B, default I + W), a message (comm), with mesh.data_shard gathering parameters (unshard) and reducing "

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from drawloom.components.commands._documents import infer_documents, pad_documents
 from drawloom.components.commands._options import check_new_file, write_json_lines
-from drawloom.components.commands._trained import CheckpointCommand
+from drawloom.components.commands._trained import CheckpointCommand, CheckpointResult
 from drawloom.components.data.chat.template import ChatTemplate, create_chat_template
 from drawloom.components.data.feedback import encode_prompt_completion_row
 from drawloom.components.data.labelled_texts import encode_text_or_messages
@@ -20,24 +20,21 @@ from drawloom.components.pipeline.executor import ProgramExecutor
 from drawloom.components.ports.corpus import ChatTokenizer
 from drawloom.components.ports.pipeline import Scorer
 from drawloom.graph import UserError
-from drawloom.graph.cli.command import argument, command, option
-from drawloom.graph.cli.result import Result, output, output_class
-from drawloom.graph.component import at_least
+from drawloom.graph.cli.command import Count, argument, command, option
+from drawloom.graph.cli.result import output, output_class
 from drawloom.graph.project import Project
 
 
 @output_class
-class ScoreResult(Result):
+class ScoreResult(CheckpointResult):
     """A file with scored answers."""
 
-    run_folder: Path | str = output("run folder, or the URL of its mirror")
-    step: int = output("step of the checkpoint")
     path: Path = output("written JSON-lines file")
     scores: int = output("number of scored answers")
 
     def render(self, format: str) -> str:
         """Return one line."""
-        return f"{self.run_folder}, step {self.step}: wrote {self.path}, {self.scores} scores"
+        return f"{self.origin}: wrote {self.path}, {self.scores} scores"
 
 
 @command("models")
@@ -52,7 +49,7 @@ class ScoreCommand(CheckpointCommand):
     paths: Sequence[str] = argument("files or globs: JSON lines, Parquet, Arrow", metavar="PATH")
     to: Path = option("the JSON-lines file to write", metavar="FILE", check=check_new_file)
     template: Path | None = option("a chat template (default: the tokenizer's)", metavar="FILE")
-    rows: int = option("answers per batch", default=8, check=at_least(1))
+    rows: Count = option("answers per batch", default=8)
 
     def run(self, project: Project) -> ScoreResult:
         with self.open_run(project, ProgramExecutor, ChatTokenizer, Scorer) as run:

@@ -24,7 +24,7 @@ from drawloom.components.report.events import read_log
 from drawloom.components.report.run_table import RunRow, determine_run_state, read_run_rows, sort_run_rows
 from drawloom.components.storage.byte_size import format_decimal_byte_size
 from drawloom.graph import Problem, RecipeError, UserError
-from drawloom.graph.cli.command import RecipeCommand, command, option
+from drawloom.graph.cli.command import Count, RecipeCommand, command, option
 from drawloom.graph.cli.exit_codes import FAILED, OK, STOPPED
 from drawloom.graph.cli.result import Result, output, output_class
 from drawloom.graph.cli.terminal import print_escaped_text
@@ -103,10 +103,8 @@ class SweepCommand(RecipeCommand):
     axes: Path | None = option(
         "TOML file with a table [axes] of lists, ranges and intervals, or with [[points]]", metavar="FILE"
     )
-    random: int | None = option("N random points instead of the grid", check=at_least(1), exclusive="points")
-    search: int | None = option(
-        "N points, chosen by Optuna from the results so far (TPE)", check=at_least(1), exclusive="points"
-    )
+    random: Count | None = option("N random points instead of the grid", exclusive="points")
+    search: Count | None = option("N points, chosen by Optuna from the results so far (TPE)", exclusive="points")
     metric: str = option(
         "the metric to minimize, by its smallest value in a run",
         default="validation_loss",
@@ -114,7 +112,7 @@ class SweepCommand(RecipeCommand):
         needs="search",
     )
     random_seed: int = option("seed of --random or --search", default=0, metavar="S", check=at_least(0))
-    jobs: int = option("runs at a time", default=1, check=at_least(1))
+    jobs: Count = option("runs at a time", default=1)
     to: Path | None = option("folder of the runs (default: runs/NAME-sweep)", metavar="FOLDER")
     device: str = option(
         "as in `drawloom plan`: plan all runs for this device first, and refuse runs that do not fit",
@@ -266,9 +264,7 @@ class SweepQueue:
     def make_train_command(self, run: SweepRun) -> list[str]:
         """Return the command to start a run."""
         package = self.project.registry.package.partition(".")[0]
-        overlays = [word for path in self.command.overlay for word in ("--overlay", path)]
-        imports = [f"--import={path}" for path in self.command.imports]
-        return [sys.executable, "-m", package, "run", self.command.recipe, *overlays, *imports, *run.words]
+        return [sys.executable, "-m", package, *self.command.make_run_words(run.words)]
 
     def report_start(self, index: int) -> None:
         """Print the run that the command at this index starts."""

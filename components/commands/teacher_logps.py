@@ -21,9 +21,8 @@ from drawloom.components.ports.stages import LoadedStages
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.components.weights.token_ids import TokenIds, compare_folder_ids, read_tokenizer_ids
 from drawloom.graph import UserError
-from drawloom.graph.cli.command import RecipeCommand, argument, command, option
+from drawloom.graph.cli.command import Count, RecipeCommand, argument, command, option
 from drawloom.graph.cli.result import Result, dump_json, output, output_class
-from drawloom.graph.component import at_least
 from drawloom.graph.project import Project
 
 MAX_CHUNK_LOGITS = 2**26
@@ -55,8 +54,8 @@ class TeacherLogpsCommand(RecipeCommand):
 
     recipe: str = argument("a path, or the name of a shipped recipe, with the teacher")
     to: Path = option("the folder to write", metavar="FOLDER", check=check_new_file)
-    top_k: int = option("tokens by position", default=64, metavar="K", check=at_least(1))
-    rows: int = option("rows per batch", default=8, check=at_least(1))
+    top_k: Count = option("tokens by position", default=64, metavar="K")
+    rows: Count = option("rows per batch", default=8)
 
     def run(self, project: Project) -> TeacherResult:
         recipe = self.load_recipe(project, self.recipe)

@@ -12,10 +12,9 @@ from drawloom.components.data.sources.parts import split_files_into_parts
 from drawloom.components.data.store.build import build_store
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.graph import UserError
-from drawloom.graph.cli.command import Command, argument, command, option
+from drawloom.graph.cli.command import Command, Count, argument, command, option
 from drawloom.graph.cli.result import Result, output, output_class
 from drawloom.graph.cli.terminal import print_escaped_text
-from drawloom.graph.component import at_least
 from drawloom.graph.project import Project
 
 
@@ -48,7 +47,7 @@ class TokenizeCommand(Command):
         needs="tokenizer",
     )
     field: str = option("field or column with the text", default="text", metavar="NAME")
-    workers: int | None = option("processes (default: one per core)", check=at_least(1))
+    workers: Count | None = option("processes (default: one per core)")
 
     def run(self, project: Project) -> TokenizeResult:
         store = build_store(

@@ -23,7 +23,7 @@ from drawloom.components.ports.run import Randomness
 from drawloom.components.ports.tracking import Tracker
 from drawloom.components.report.metrics import METRICS
 from drawloom.graph import UserError
-from drawloom.graph.cli.command import RecipeCommand, command, option
+from drawloom.graph.cli.command import Count, RecipeCommand, command, option
 from drawloom.graph.cli.exit_codes import FAILED, OK
 from drawloom.graph.cli.result import Result, output, output_class
 from drawloom.graph.component import at_least
@@ -68,7 +68,7 @@ class VerifyResumeCommand(RecipeCommand):
     """A comparison between two runs, at every step and tensor."""
 
     steps: int = option("steps to train, at least 4", default=20, check=at_least(4))
-    ranks: int = option("processes", default=1, metavar="R", check=at_least(1))
+    ranks: Count = option("processes", default=1, metavar="R")
 
     def run(self, project: Project) -> VerifyResumeResult:
         recipe = self.load_recipe(project, self.recipe)
@@ -102,10 +102,7 @@ class VerifyResumeCommand(RecipeCommand):
             *(f"trainer.steps={self.steps}", f"trainer.phases=[{phases}]", "trainer.on_finish=[]"),
             *(f"checkpoint.every={self.steps // 2}", f"{DIGESTS}.use=checkpoint.state_hashes"),
         ]
-        overlays = [word for path in self.overlay for word in ("--overlay", path)]
-        imports = [word for package in self.imports for word in ("--import", package)]
-        start = make_rank_command(self.ranks, "drawloom")
-        return [*start, "run", self.recipe, *overlays, *imports, *self.words, *words]
+        return [*make_rank_command(self.ranks, "drawloom"), *self.make_run_words([*self.words, *words])]
 
 
 @contextmanager

@@ -11,10 +11,9 @@ from pathlib import Path
 
 from drawloom.components.commands._replay import RecordedRun, Replayer
 from drawloom.graph import UserError
-from drawloom.graph.cli.command import Command, argument, command, option
+from drawloom.graph.cli.command import Command, Count, argument, command, option
 from drawloom.graph.cli.exit_codes import FAILED, OK
 from drawloom.graph.cli.result import Result, output, output_class
-from drawloom.graph.component import at_least
 from drawloom.graph.project import Project
 
 
@@ -67,7 +66,7 @@ class VerifyStepCommand(Command):
     """A replay from the newest checkpoint before a step, with every replayed step compared with the record."""
 
     run_folder: Path = argument("a run folder, such as runs/first_run")
-    step: int = option("the step to verify, from 1", check=at_least(1))
+    step: Count = option("the step to verify, from 1")
 
     def run(self, project: Project) -> VerifyStepResult:
         run, step = RecordedRun.read(self.run_folder), self.step

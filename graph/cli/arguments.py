@@ -5,7 +5,7 @@ import math
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 import attrs
 
@@ -94,13 +94,16 @@ def _format_option(field: str) -> str:
 
 def _list_arguments(cls: type) -> Iterator[Argument]:
     """Yield a command's arguments; `--import`, which all commands have, last."""
-    hints = typing.get_type_hints(cls)
+    hints = typing.get_type_hints(cls, include_extras=True)
     for field in sorted(attrs.fields(cls), key=lambda field: field.name == "imports"):
         if field.metadata:
             kind = union_members_except_none(hints[field.name])[0]
             is_list = typing.get_origin(kind) is Sequence
             kind = typing.get_args(kind)[0] if is_list else kind
-            yield Argument(field.name, kind, is_list, field.default, **field.metadata)
+            declared = dict(field.metadata)
+            if typing.get_origin(kind) is Annotated:
+                kind, declared["check"] = typing.get_args(kind)
+            yield Argument(field.name, kind, is_list, field.default, **declared)
 
 
 def make_parser(cls: type[Command], name: str, summary: str) -> Parser:

@@ -8,16 +8,19 @@ for agents follow from them.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from types import NoneType
-from typing import Any, ClassVar, TypeVar, dataclass_transform, get_args
+from typing import Annotated, Any, ClassVar, TypeVar, dataclass_transform, get_args
 
 import attrs
 
 from drawloom.graph.cli.exit_codes import Console
 from drawloom.graph.cli.result import Result
-from drawloom.graph.component import Check
+from drawloom.graph.component import Check, at_least
 from drawloom.graph.project import Project, Recipe
 
 T = TypeVar("T")
+
+Count = Annotated[int, at_least(1)]
+"""Type for a positive count. A check in an annotation replaces `check`."""
 
 GROUPS = ("recipes", "training", "runs", "models", "data", "planning", "tools")
 """Groups of commands, in the order of `--help`."""
@@ -145,3 +148,8 @@ class RecipeCommand(OverlayCommand):
     """A command with one recipe."""
 
     recipe: str = argument("a path, the name of a shipped recipe, or a run folder")
+
+    def make_run_words(self, words: Sequence[str]) -> list[str]:
+        """Return the words to run the recipe with the same overlays and imports, and other values."""
+        overlays = [f"--overlay={path}" for path in self.overlay]
+        return ["run", self.recipe, *overlays, *(f"--import={path}" for path in self.imports), *words]

@@ -8,8 +8,8 @@ import jsonschema
 import pytest
 
 from drawloom.graph.cli.arguments import format_words, make_arguments_schema, parse_command
-from drawloom.graph.cli.command import Command, argument, command, option
-from drawloom.graph.component import above, at_least
+from drawloom.graph.cli.command import Command, Count, argument, command, option
+from drawloom.graph.component import above
 from drawloom.graph.problems import UserError
 from drawloom.graph.project import Project
 
@@ -21,7 +21,7 @@ class SendCommand(Command):
     text: str = argument("text to send")
     to: Sequence[Path] = option("boxes of the receivers")
     folder: Path = argument("folder of the letters", default=Path("letters"))
-    copies: int = option("number of copies", default=1, check=at_least(1))
+    copies: Count = option("number of copies", default=1)
     weight: float | None = option("weight", check=above(0))
     stamp: Literal["red", "blue"] = option("colour of the stamp", default="red")
     by_plane: bool = option("send it by plane", exclusive="way")
