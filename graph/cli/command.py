@@ -20,7 +20,7 @@ from drawloom.graph.project import Project, Recipe
 T = TypeVar("T")
 
 Count = Annotated[int, at_least(1)]
-"""Type of a positive number of things; the check in an annotation is that of `option`."""
+"""Type for a positive count. A check in an annotation replaces `check`."""
 
 GROUPS = ("recipes", "training", "runs", "models", "data", "planning", "tools")
 """Groups of commands, in the order of `--help`."""
@@ -150,6 +150,6 @@ class RecipeCommand(OverlayCommand):
     recipe: str = argument("a path, the name of a shipped recipe, or a run folder")
 
     def make_run_words(self, words: Sequence[str]) -> list[str]:
-        """Return a command line that runs the recipe with the same overlays and imports, and other values."""
+        """Return the words to run the recipe with the same overlays and imports, and other values."""
         overlays = [f"--overlay={path}" for path in self.overlay]
         return ["run", self.recipe, *overlays, *(f"--import={path}" for path in self.imports), *words]

@@ -126,11 +126,10 @@ class RecipesResult(Result):
     def render(self, format: str) -> str:
         """Return a line per recipe, below its topic."""
         width = max(len(recipe.name) for recipe in self.recipes)
-        topics = groupby(self.recipes, key=lambda recipe: recipe.topic)
-        parts = [
-            (topic, [f"  {recipe.name:<{width}}  {recipe.doc}" for recipe in recipes]) for topic, recipes in topics
-        ]
-        return "\n".join(line for topic, lines in parts for line in (topic, *lines))
+        lines = []
+        for topic, recipes in groupby(self.recipes, key=lambda recipe: recipe.topic):
+            lines += [topic, *(f"  {recipe.name:<{width}}  {recipe.doc}" for recipe in recipes)]
+        return "\n".join(lines)
 
 
 @command("recipes")
