@@ -340,11 +340,12 @@ def steps(
     lengths: tuple[int, int] = (4, 1),
     experts: int = 0,
     recompute: Sequence[Recompute] = ("none",),
-    features: Sequence[type] = (),
+    settings: Mapping[str, Any] = {},
     evaluated: int | None = None,
+    features: Sequence[type] = (),
 ) -> list[dict[str, Any]]:
     """Return the results of each case's steps on this rank of a mesh."""
-    common = kind, dtypes, step_count, layers, experts, recompute, features, evaluated
+    common = kind, dtypes, step_count, layers, experts, recompute, settings, evaluated, features
     return steps_on_meshes([(cases, sizes, lengths)], *common)[0]
 
 
@@ -356,8 +357,9 @@ def steps_on_meshes(
     layers: int = 8,
     experts: int = 0,
     recompute: Sequence[Recompute] = ("none",),
-    features: Sequence[type] = (),
+    settings: Mapping[str, Any] = {},
     evaluated: int | None = None,
+    features: Sequence[type] = (),
 ) -> list[list[dict[str, Any]]]:
     """
     Return the results of each case's steps on this rank, in all processes started together, or in this one.
@@ -365,8 +367,8 @@ def steps_on_meshes(
     A mesh has cases, sizes, and row lengths: the shortest, and by how much others are longer. Pipeline ranks take what
     the sizes leave. Each data-parallel rank has its part of the microbatches. `step_count` steps are taken with AdamW,
     and all but the last are followed by an update. The model has `layers` layers; with `experts`, every layer but the
-    second has this number of experts. All cases run with each `recompute` policy, with features of
-    these classes. Of the cases on a mesh the first `evaluated` have a validation loss.
+    second has this number of experts. All cases run with each `recompute` policy, with `settings` of the stages, and
+    with features of these classes. Of the cases on a mesh the first `evaluated` have a validation loss.
     """
     with join_processes(kind) as (processes, device):
         results = []
@@ -379,7 +381,7 @@ def steps_on_meshes(
             mesh_results = []
             for policy in recompute:
                 for number, case in enumerate(cases):
-                    rest_of_case: Any = policy, features, evaluated is None or number < evaluated
+                    rest_of_case: Any = policy, settings, evaluated is None or number < evaluated, features
                     mesh_results.append(_steps(*case, *common, *rest_of_case))
             results.append(mesh_results)
         return results
@@ -410,8 +412,9 @@ def _steps(
     lengths: tuple[int, int],
     experts: int,
     recompute: Recompute,
-    features: Sequence[type],
+    settings: Mapping[str, Any],
     evaluated: bool,
+    features: Sequence[type],
 ) -> dict[str, Any]:
     """
     Return gradients by name, as the optimizer gets them in the last step, and the weights before it; their slices; the
@@ -447,6 +450,7 @@ def _steps(
         features=[*freezing, *(feature for feature in around if isinstance(feature, StageFeature))],
         bucket_bytes=1000,
         recompute=recompute,
+        **settings,
     )
     stages.open()
     executor = (CircularExecutor if isinstance(stages.schedule, Circular) else ProgramExecutor)(

@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from drawloom import Recipe
+from drawloom.components.commands._schedule_simulation import offloads_activations
 from drawloom.components.pipeline.program.notation import format_program_csv
 from drawloom.graph.cli.main import main
 from support.schedules import NAMES, schedule
@@ -284,3 +285,13 @@ def test_a_recipe_with_shards_shows_when_they_are_gathered_and_reduced(capsys: C
         len(named["shard_actions"]) == 2
         and named["makespan"] == 1 + data(capsys, "one_f_one_b", "--ranks", "2", "--microbatches", "4")["makespan"]
     )
+
+
+def test_only_the_feature_offloads_all_stages() -> None:
+    """A schedule with the time for copies chooses stages itself, and the simulation leaves its choice as it is."""
+    auto = ("schedule.use=pipeline.schedules.auto", "schedule.memory=2.0", "schedule.offload=0.5")
+    offloading = [
+        offloads_activations(Recipe.load("pipeline", *words).graph)
+        for words in (auto, ("offload.use=pipeline.offloaded",), ())
+    ]
+    assert offloading == [False, True, False]
