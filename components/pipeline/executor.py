@@ -451,9 +451,6 @@ def check_streams(executor: NodeView, stages: NodeView) -> Iterator[Problem]:
     if stages.settings.get("capture"):
         text = "CUDA graphs for passes share memory, so two passes can't run at the same time"
         yield executor.problem("streams", text, f"write streams = false, or capture = false in [{stages.name}]")
-    if stages.settings.get("stream_frozen"):
-        text = "a frozen weight would be copied on another stream than the one that uses it"
-        yield executor.problem("streams", text, f"write streams = false, or stream_frozen = false in [{stages.name}]")
     schedule = executor.neighbour("schedule")
     if stages.settings.get("offload") or (schedule and schedule.settings.get("offload") is not None):
         text = "offloaded activations would be freed on another stream than they were allocated on"

@@ -13,12 +13,14 @@ from drawloom.components.parallel.dimensions import DIMENSIONS
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.distributed import Device, Mesh, Precision
 from drawloom.components.ports.experts import Dispatcher
+from drawloom.components.ports.features import StageFeature
 from drawloom.components.ports.memory import MemoryKind
 from drawloom.components.ports.model import BatchContext, Finish, LayerRange, Model, PretrainedModel
 from drawloom.components.ports.pipeline import Schedule
 from drawloom.components.ports.run import RunInfo
 from drawloom.components.ports.stages import ForwardStages
 from drawloom.components.stages.checks import check_initial_folder, find_stage_nodes
+from drawloom.components.stages.feature_stack import FeatureStack, check_features, describe_features
 from drawloom.components.stages.materialized import FROZEN, MaterializedStages
 from drawloom.components.weights.token_ids import compare_folder_ids
 from drawloom.graph import Problem, UserError, component, setting, wired
@@ -34,7 +36,8 @@ class FrozenStages:
 
     Its layers are partitioned over the ranks like those of the trained model: into as many pipeline stages, over the
     same tensor-parallel ranks, and with FSDP, which gathers them layer by layer. Weights have the dtype for products,
-    or the format of `precision.frozen`. Checkpoints contain a fingerprint of the folder, and no weights.
+    or the format of a feature of its own, such as `features = [{ use = "frozen_weights.quantized" }]`. Checkpoints
+    contain a fingerprint of the folder, and no weights.
 
     Its folder must have the data's token ids in its `tokenizer.json`, and may have more of them.
     """
@@ -47,6 +50,7 @@ class FrozenStages:
     job: RunInfo
     tokenizer: Tokenizer | None = wired(default=None)
     dispatcher: Dispatcher | None = None
+    features: list[StageFeature] = attrs.field(factory=list)
     weights: Path | None = setting(
         default=None, doc="Hugging Face folder with the weights; default: the folder of `model.auto`"
     )
@@ -65,6 +69,13 @@ class FrozenStages:
             for dimension in DIMENSIONS:
                 if dimension.splits_work:
                     yield from dimension.check(nodes)
+            yield from check_features(nodes)
+
+    @classmethod
+    def notes(cls, node: NodeView) -> Iterator[str]:
+        """Yield the features' sentences for `explain`."""
+        if nodes := find_stage_nodes(node):
+            yield from describe_features(nodes)
 
     def check_before_open(self) -> None:
         """
@@ -103,10 +114,14 @@ class FrozenStages:
             precision=self.precision,
             job=self.job,
             adapters=[_NoAdapter()],
+            features=self.features,
             dispatcher=self.dispatcher,
             reshard_after_forward=True,
             weights=self.weights,
         )
+
+    def describe_features(self, whole: nn.Module) -> Iterator[str]:
+        return FeatureStack(self.features).describe_model(whole, self.precision)
 
     @property
     def forward_stages(self) -> ForwardStages:

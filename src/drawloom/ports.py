@@ -72,7 +72,6 @@ from drawloom.components.ports.data import (
     require_token_batch as require_token_batch,
 )
 from drawloom.components.ports.distributed import (
-    FrozenFormat as FrozenFormat,
     DIMENSIONS as DIMENSIONS,
     Device as Device,
     Group as Group,
@@ -142,7 +141,7 @@ from drawloom.components.ports.model import (
     HasCostKey as HasCostKey,
     KeepsConfig as KeepsConfig,
     LinearLayer as LinearLayer,
-    QuantizableLayer as QuantizableLayer,
+    StoredLayer as StoredLayer,
     list_quantized_parameter_formats as list_quantized_parameter_formats,
     build_meta_module_if_known as build_meta_module_if_known,
     BatchContext as BatchContext,
@@ -296,6 +295,9 @@ from drawloom.components.ports.slices import (
 )
 from drawloom.components.ports.features import (
     NamePatterns as NamePatterns,
+    combine_classes as combine_classes,
+    put_class_back as put_class_back,
+    put_class_before as put_class_before,
     StageFeature as StageFeature,
     StageNodes as StageNodes,
     WrappingOrder as WrappingOrder,

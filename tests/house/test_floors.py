@@ -67,7 +67,6 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
             "components.weights",
             "components.distributed",
             "kernels.sum_parts",
-            "kernels.weight_formats",
         },
         {"attrs", "torch"},
     ),
@@ -104,6 +103,7 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
         | {"kernels.results"},
         {"attrs", "torch"},
     ),
+    "components.frozen_weights": (BELOW | {"components.model", "kernels.weight_formats"}, {"attrs", "torch"}),
     # Adapters take the place of layers.
     "components.adapters": (BELOW | {"components.model"}, {"attrs", "torch"}),
     # A factor that the device alone knows is applied in one way.
