@@ -4,9 +4,10 @@ The vocabulary for components: `@component`, `setting` and its bounds, `@port`, 
 A component is an attrs class. A field whose type is a port is an edge; every other field is a setting.
 """
 
+import inspect
 import typing
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, TypeVar, dataclass_transform, overload
 
 import attrs
@@ -44,11 +45,11 @@ def setting(
 
 def wired(*, default: Any = attrs.NOTHING, factory: Callable[[], Any] | None = None) -> Any:
     """
-    Declare an edge that is found by type unless the recipe writes it.
+    Declare an edge for the container to find by type unless the recipe writes it.
 
-    `tokenizer: Tokenizer | None = wired(default=None)` is the node that fits, like a required edge, and None only if no
-    node does. `features: list[StageFeature] = wired(factory=list)` are all nodes that fit, in the recipe's order. Other
-    edges with defaults keep them unless the recipe writes them.
+    `tokenizer: Tokenizer | None = wired(default=None)` is the only fitting node, like a required edge, and None without
+    one. `features: list[StageFeature] = wired(factory=list)` are all fitting nodes, in the recipe's order. Other edges
+    with defaults keep them unless the recipe writes them.
     """
     return attrs.field(default=attrs.Factory(factory) if factory else default, metadata={"wired": True})
 
@@ -121,6 +122,20 @@ def port(cls: Any = None, /, *, named: bool = False) -> Any:
         return cls
 
     return mark if cls is None else mark(cls)
+
+
+def read_annotations(cls: type, names: Collection[str]) -> dict[str, Any]:
+    """
+    Return the annotated types of a class's attributes with these names.
+
+    Other attributes, such as private ones, may have a type that only type checkers import. Raises NameError for a name
+    in an annotation that is not defined.
+    """
+    types: dict[str, Any] = {}
+    for base in reversed(cls.__mro__):
+        own = {name: kind for name, kind in inspect.get_annotations(base).items() if name in names}
+        types |= typing.get_type_hints(type(base.__name__, (), {"__annotations__": own, "__module__": base.__module__}))
+    return types
 
 
 def is_port_or_component(kind: object) -> bool:
@@ -217,8 +232,8 @@ def component(
     is read only if some member writes it. `impact` is the effect on a resumed run when this node is added, removed,
     swapped or changed: see `setting`. `needs` maps modules imported when the component opens to arguments for `pip
     install`: {"aim": "drawloom[aim]"}. The nodes of the edge `opens_first`, and their dependencies, are built and
-    opened before the nodes of all other edges, whatever the order of fields. `replaced_keys` maps keys that people may
-    look for here to the recipe lines that do it, for the message about an unknown key.
+    opened before the nodes of all other edges, whatever the order of fields. `replaced_keys` maps unknown keys to
+    the recipe lines in their place, for the message about the key.
 
     `check` calls these class methods, if the class has them, without building the component:
 

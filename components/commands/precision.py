@@ -1,6 +1,5 @@
 """measure what float8 does to the gradients, layer by layer, and write an overlay that excludes the worst layers"""
 
-import argparse
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,13 +10,8 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.commands._options import (
-    convert_write_errors,
-    make_integer_parser,
-    parse_positive_number,
-    parse_writable_path,
-)
-from drawloom.components.commands._recipes import add_overlay_option, find_only_node
+from drawloom.components.commands._options import check_new_file, write_file
+from drawloom.components.commands._recipes import find_only_node
 from drawloom.components.float8.layers import (
     Float8Experts,
     Float8Linear,
@@ -30,35 +24,15 @@ from drawloom.components.ports.pipeline import Executor, create_step_state, sum_
 from drawloom.components.ports.run import Step
 from drawloom.components.ports.stages import Parameters, Stages
 from drawloom.components.state.batch import Batch
-from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import UserError
+from drawloom.graph.cli.command import RecipeCommand, argument, command, option
 from drawloom.graph.cli.result import Result, output, output_class
+from drawloom.graph.component import above, at_least
 from drawloom.graph.project import Project, Recipe
 from drawloom.kernels.float8.grouped_casts import GroupedFloat8Kernels
 
 MIN_MEDIAN = 1e-12
 """Smallest median error that errors are compared with, for a model whose gradients float8 does not change."""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command-line arguments."""
-    parser.add_argument("recipe", metavar="RECIPE", help="a recipe for one device: a path, or a shipped name")
-    add_overlay_option(parser)
-    parser.add_argument(
-        "--steps",
-        type=make_integer_parser(0),
-        default=20,
-        metavar="N",
-        help="training steps before measuring (default: 20)",
-    )
-    parser.add_argument(
-        "--tolerance",
-        type=parse_positive_number,
-        default=3.0,
-        metavar="X",
-        help="exclude layers whose error exceeds X times the median (default: 3)",
-    )
-    parser.add_argument("--to", type=parse_writable_path, metavar="FILE", help="overlay to write (default: print it)")
 
 
 @output_class
@@ -73,21 +47,28 @@ class PrecisionResult(Result):
         return f"wrote {self.path}" if self.path else self.overlay.removesuffix("\n")
 
 
-def main(options: argparse.Namespace, project: Project) -> PrecisionResult:
-    """Train briefly, measure the gradients' errors with float8 by layer, and write an overlay with --to."""
-    if options.to is not None and options.to.exists():
-        raise UserError(f"--to: {options.to} exists; give the name of a new file", 2)
-    recipe = Recipe.load(options.recipe, *options.words, overlays=options.overlay, project=project)
-    node = find_only_node(recipe.graph, Precision)
-    nodes = recipe.graph.nodes.values()
-    feature = next((feature.name for feature in nodes if feature.spec.use == "float8.training"), "float8")
-    float8 = {node: {"compute": "bfloat16"}, feature: {"use": "float8.training", "exclude": []}}
-    effects = _train_and_measure_float8_effects(recipe.with_values(float8), options.steps)
-    text = format_float8_overlay(effects, node, feature, options.recipe, options.steps, options.tolerance)
-    if options.to is not None:
-        with convert_write_errors(options.to):
-            replace_file(options.to, text.encode())
-    return PrecisionResult(text, options.to)
+@command("planning")
+class PrecisionCommand(RecipeCommand):
+    """An overlay after a brief training, from the gradients' errors with float8 by layer."""
+
+    recipe: str = argument("a recipe for one device: a path, or a shipped name")
+    steps: int = option("training steps before measuring", default=20, check=at_least(0))
+    tolerance: float = option(
+        "exclude layers whose error exceeds X times the median", default=3.0, metavar="X", check=above(0)
+    )
+    to: Path | None = option("overlay to write (default: print it)", metavar="FILE", check=check_new_file)
+
+    def run(self, project: Project) -> PrecisionResult:
+        recipe = self.load_recipe(project, self.recipe)
+        node = find_only_node(recipe.graph, Precision)
+        nodes = recipe.graph.nodes.values()
+        feature = next((feature.name for feature in nodes if feature.spec.use == "float8.training"), "float8")
+        float8 = {node: {"compute": "bfloat16"}, feature: {"use": "float8.training", "exclude": []}}
+        effects = _train_and_measure_float8_effects(recipe.with_values(float8), self.steps)
+        text = format_float8_overlay(effects, node, feature, self.recipe, self.steps, self.tolerance)
+        if self.to is not None:
+            write_file(self.to, text.encode())
+        return PrecisionResult(text, self.to)
 
 
 @attrs.frozen

@@ -196,7 +196,7 @@ def _select_layers(module: nn.Module, precision: Precision, exclude: Sequence[st
 
 
 def _find_layers_of_nodes(feature: NodeView, nodes: StageNodes) -> tuple[Layers, Layers]:
-    """Return the layers in the recipe's model that use float8, and all that can; none for an unknown model."""
+    """Return the layers of the recipe's model in float8, and all candidates; none for an unknown model."""
     precision, module = nodes.build_precision(), nodes.build_whole_model_on_meta()
     if precision is None or module is None:
         return {}, {}

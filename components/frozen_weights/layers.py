@@ -15,7 +15,7 @@ from drawloom.kernels.weight_formats import ComputeFormat, StorageFormat
 
 
 class StoredLinear(StoredLayer, Linear):
-    """Linear layer that decodes its weight for every product."""
+    """Linear layer with a weight decoded for every product."""
 
     def multiply_by_weight(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return self.kernels.linear_quantized(x.to(self.weight.dtype), self.weight, self.formats["weight"], bias)
@@ -25,7 +25,7 @@ class StoredLinear(StoredLayer, Linear):
 
 
 class StoredExperts(StoredLayer, Experts):
-    """Experts that decode the weights in `formats` for every product."""
+    """Experts with the weights in `formats` decoded for every product."""
 
     def multiply_by_weight(self, name: str, rows: Tensor, ends: Tensor) -> Tensor:
         if name not in self.formats:
@@ -37,11 +37,11 @@ CLASSES: Mapping[type, tuple[type[StoredLayer], tuple[str, ...]]] = {
     Linear: (StoredLinear, ("weight",)),
     Experts: (StoredExperts, ("gate_up_proj", "down_proj")),
 }
-"""By layer class, the class with stored weights, and the parameters that can be stored."""
+"""By layer class, the class with stored weights, and the parameters to store."""
 
 
 def find_storable_weights(module: nn.Module) -> dict[str, tuple[Linear | Experts, str]]:
-    """Return layers and parameter names by weight name, for weights that can be stored: no heads and no routers."""
+    """Return layers and parameter names by weight name, without heads and routers."""
     heads = find_untied_heads(module)
     return {
         f"{path}.{leaf}": (layer, leaf)

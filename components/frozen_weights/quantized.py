@@ -105,7 +105,7 @@ class QuantizedWeights(StageFeature):
 
 
 def _select_weights(module: nn.Module, precision: Precision, exclude: Sequence[str]) -> Weights:
-    """Return the weights that are quantized if they are frozen: not excluded, and used in bfloat16."""
+    """Return the weights to quantize if they are frozen: not excluded, and used in bfloat16."""
     return {
         name: weight
         for name, weight in find_storable_weights(module).items()
@@ -115,7 +115,7 @@ def _select_weights(module: nn.Module, precision: Precision, exclude: Sequence[s
 
 
 def _find_weights_of_nodes(feature: NodeView, nodes: StageNodes) -> tuple[Weights, Weights]:
-    """Return the weights in the recipe's model to quantize, and all that can be; none for an unknown model."""
+    """Return the weights in the recipe's model to quantize, and all candidates; none for an unknown model."""
     precision, module = nodes.build_precision(), nodes.build_whole_model_on_meta()
     if precision is None or module is None:
         return {}, {}

@@ -44,7 +44,11 @@ class StreamedWeights(StageFeature):
     """
 
     order: ClassVar[WrappingOrder] = WrappingOrder.PLACEMENT
-    excludes: ClassVar[Mapping[str, str]] = {"stages.compiled": "torch.compile does not trace copies from host memory"}
+    excludes: ClassVar[Mapping[str, str]] = {
+        "stages.compiled": "torch.compile does not trace copies from host memory",
+        "pipeline.captured": "a CUDA graph has its weights in fixed places on the device",
+        "pipeline.streams": "a frozen weight would be copied on another stream than the one that uses it",
+    }
     keeps_layer_shapes: ClassVar[bool] = True
 
     device: Device
@@ -56,14 +60,8 @@ class StreamedWeights(StageFeature):
 
     @classmethod
     def check_stages(cls, feature: NodeView, nodes: StageNodes) -> Iterator[Problem]:
-        """Yield problems for streamed weights if none is frozen, in CUDA graphs, on several streams, or with shards."""
+        """Yield problems for streamed weights if none is frozen, or with shards."""
         yield from nodes.check_some_weights_are_frozen(feature)
-        if nodes.stages.settings.get("capture"):
-            text = "a CUDA graph has its weights in fixed places on the device"
-            yield feature.problem("use", text, f"write capture = false, or remove [{feature.name}]")
-        if any(node.settings.get("streams") for node in nodes.stages.nodes.values()):
-            text = "a frozen weight would be copied on another stream than the one that uses it"
-            yield feature.problem("use", text, f"write streams = false, or remove [{feature.name}]")
         if nodes.sizes.data_shard * nodes.sizes.context > 1:
             text = "weights sharded along data_shard and context are gathered from other ranks' devices"
             hint = f"remove [{feature.name}], or write data_shard = 1 and context = 1 in [{nodes.mesh.name}]"

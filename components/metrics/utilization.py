@@ -7,7 +7,6 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.distributed.device_model import get_matmul_dtype_key, get_peak_tflops
 from drawloom.components.ports.data import require_token_batch
 from drawloom.components.ports.distributed import Device, Mesh, Precision
 from drawloom.components.ports.features import StageFeature
@@ -58,6 +57,8 @@ class Utilization:
         self._flops = model.forward_flops()
         self._peak = self.peak_tflops
         if self._peak is None:
+            from drawloom.components.distributed.device_model import get_matmul_dtype_key, get_peak_tflops
+
             self._peak = get_peak_tflops(
                 torch.cuda.get_device_name(device), get_matmul_dtype_key(self.precision.compute)
             )

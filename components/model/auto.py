@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import attrs
-import torch
 from torch import Tensor, nn
 
 from drawloom.components.model.decoder.builder import NEW_TOKENS_ARE_WHOLE, DecoderBuilder
-from drawloom.components.model.decoder.config import find_tensor_parallel_faults, num_experts
+from drawloom.components.model.decoder.config import DecoderConfig, find_tensor_parallel_faults, num_experts
 from drawloom.components.model.decoder.hugging_face import locate_config_json, read_config, read_config_json
-from drawloom.components.model.decoder.rope import find_rope_context_parallel_faults
+from drawloom.components.model.decoder.rope import find_context_parallel_faults
 from drawloom.components.model.deepseek_v2 import DeepseekV2
 from drawloom.components.model.deepseek_v3 import DeepseekV3
 from drawloom.components.model.dots1 import Dots1
@@ -102,7 +101,7 @@ class AutoModel:
         """Raise UserError for an invalid config, a folder without weights, or a tokenizer with too many ids."""
         try:
             self._check_path()
-            read_config(_find_builder_class(self.path).family, self.path)
+            _read_config(self.path)
             if self.weights and not any(self.path.glob("*.safetensors")):
                 raise UserError(f"{self.path} has no safetensors files; write weights = false for random weights")
             if self.weights:
@@ -129,18 +128,13 @@ class AutoModel:
         if node.settings["new_tokens"]:
             yield NEW_TOKENS_ARE_WHOLE
         with suppress(UserError):  # a problem of its own
-            path = node.settings["path"]
-            yield from find_tensor_parallel_faults(
-                attrs.asdict(read_config(_find_builder_class(path).family, path), recurse=False), ranks
-            )
+            sizes = attrs.asdict(_read_config(node.settings["path"]), recurse=False)
+            yield from find_tensor_parallel_faults(sizes, ranks)
 
     @classmethod
     def find_context_parallel_faults(cls, node: Any) -> Iterator[str]:
         with suppress(UserError):  # a problem of its own
-            path = node.settings["path"]
-            yield from find_rope_context_parallel_faults(
-                read_config(_find_builder_class(path).family, path).rope_scaling
-            )
+            yield from find_context_parallel_faults(_read_config(node.settings["path"]).rope_scaling)
 
     @classmethod
     def has_sequence_classifier(cls, node: Any) -> bool:
@@ -151,17 +145,14 @@ class AutoModel:
     @classmethod
     def expert_count(cls, node: Any) -> int:
         with suppress(UserError):  # a problem of its own
-            path = node.settings["path"]
-            return num_experts(read_config(_find_builder_class(path).family, path))
+            return num_experts(_read_config(node.settings["path"]))
         return 0
 
     @classmethod
     def build_meta_module(cls, node: Any) -> nn.Module | None:
         """Return the whole model on the meta device; None if the folder's config is invalid."""
         with suppress(UserError):  # a problem of its own
-            return _create_builder_without_kernels(
-                node.settings["path"], node.settings["new_tokens"]
-            ).build_whole_model_on_meta()
+            return _create_builder_without_kernels(node.settings["path"], node.settings["new_tokens"]).build_on_meta()
         return None
 
     @cached_property
@@ -219,15 +210,18 @@ class AutoModel:
 def _check_tensors_match_config(path: Path, new_tokens: NewTokens) -> None:
     """Raise UserError if names or shapes of a folder's tensors do not match its config."""
     builder = _create_builder_without_kernels(path, new_tokens)
-    with torch.device("meta"):
-        module = builder.build(LayerRange(0, builder.num_hidden_layers, embedding=True, head=True))
-    open_and_check_folder(path, module, builder.hugging_face_mapper().inverse())
+    open_and_check_folder(path, builder.build_on_meta(), builder.hugging_face_mapper().inverse())
 
 
 def _create_builder_without_kernels(path: Path, new_tokens: NewTokens) -> DecoderBuilder:
     """Create the builder for a folder's family; it knows shapes, but its modules can't run a forward pass."""
     kernels: Any = None  # only a forward pass needs kernels
     return _find_builder_class(path)(kernels=kernels, config=path, new_tokens=new_tokens)
+
+
+def _read_config(path: Path) -> DecoderConfig:
+    """Read a folder's config. Raises UserError for an unknown family, or one that can't be built."""
+    return read_config(_find_builder_class(path).family, path)
 
 
 def _find_builder_class(path: Path) -> type[DecoderBuilder]:

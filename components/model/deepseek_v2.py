@@ -4,16 +4,16 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.model.decoder.grouped_experts import RENAMED
+from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.decoder.hugging_face import Family
 from drawloom.components.model.decoder.router import Routing
 from drawloom.components.model.deepseek_v3 import (
-    LatentBuilder,
+    LATENT_RENAMED,
     LatentConfig,
-    convert_null_q_lora_rank_to_zero,
-    convert_zero_q_lora_rank_to_null,
+    read_latent_config,
+    write_latent_config,
 )
-from drawloom.components.model.qwen3.moe import MOE
+from drawloom.components.ports.experts import ExpertKernels
 from drawloom.graph import component, setting
 
 METHODS = {False: "greedy", True: "group_limited_greedy"}
@@ -25,10 +25,7 @@ class DeepseekV2Config(LatentConfig):
     """Config of DeepSeek-V2: latent attention, and experts by softmax scores, which are not normalised."""
 
     n_shared_experts: int = 2
-    mlp_bias: bool = False
-
-    def has_bias(self, projection: str) -> bool:
-        return super().has_bias(projection) or (self.mlp_bias and projection in ("gate_proj", "up_proj", "down_proj"))
+    mlp_bias: bool = setting(default=False, doc="add biases to the linear layers of feed-forward networks")
 
     @property
     def routing(self) -> Routing:
@@ -51,41 +48,31 @@ def _convert_config_from_hf(config: dict[str, Any]) -> dict[str, Any]:
     method = config.get("topk_method", METHODS[False])
     if method not in METHODS.values():
         raise ValueError(f"says topk_method = {method!r}, where only {' and '.join(METHODS.values())} can be built")
-    return convert_null_q_lora_rank_to_zero(config) | (
-        {"n_group": 1, "topk_group": 1} if method == METHODS[False] else {}
-    )
+    return read_latent_config(config) | ({"n_group": 1, "topk_group": 1} if method == METHODS[False] else {})
 
 
 def _convert_config_to_hf(config: dict[str, Any]) -> dict[str, Any]:
     """Convert a `q_lora_rank` of 0 to null, and add the topk_method for the number of groups."""
-    return convert_zero_q_lora_rank_to_null(config) | {"topk_method": METHODS[config["n_group"] > 1]}
-
-
-DEEPSEEK_V2 = Family(
-    "model.deepseek_v2",
-    "a DeepSeek-V2 model",
-    DeepseekV2Config,
-    "deepseek_v2",
-    "DeepseekV2ForCausalLM",
-    needed=MOE.needed,
-    hf_defaults={"max_position_embeddings": 2048, "rope_theta": 1e4, "head_dim": 64},
-    fixed={"norm_topk_prob": False, "scoring_func": "softmax", "moe_layer_freq": 1},
-    renamed=RENAMED | {"head_dim": "qk_rope_head_dim"},
-    read=_convert_config_from_hf,
-    write=_convert_config_to_hf,
-)
+    return write_latent_config(config) | {"topk_method": METHODS[config["n_group"] > 1]}
 
 
 @component(impact="incompatible")
-class DeepseekV2(LatentBuilder):
+class DeepseekV2(DecoderBuilder):
     """
     A DeepSeek-V2 language model, with sizes from this table or a Hugging Face `config.json`.
 
     A load-balancing loss over the tokens of a row balances the experts.
     """
 
-    family = DEEPSEEK_V2
-
-    mlp_bias: bool | None = setting(
-        default=None, doc="add biases to the linear layers of feed-forward networks; default: false"
+    family = Family(
+        DeepseekV2Config,
+        "deepseek_v2",
+        "DeepseekV2ForCausalLM",
+        hf_defaults={"max_position_embeddings": 2048, "rope_theta": 1e4, "head_dim": 64},
+        fixed={"norm_topk_prob": False, "scoring_func": "softmax", "moe_layer_freq": 1},
+        renamed=LATENT_RENAMED,
+        read=_convert_config_from_hf,
+        write=_convert_config_to_hf,
     )
+
+    kernels: ExpertKernels

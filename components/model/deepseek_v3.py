@@ -5,20 +5,14 @@ from typing import Any
 
 import attrs
 
+from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.decoder.config import MAX_SIZES, create_size_check
-from drawloom.components.model.decoder.grouped_experts import (
-    RENAMED,
-    GroupedExpertsBuilder,
-    GroupedExpertsConfig,
-    SigmoidExpertsBuilder,
-    SigmoidExpertsConfig,
-)
+from drawloom.components.model.decoder.grouped_experts import RENAMED, GroupedExpertsConfig, SigmoidExpertsConfig
 from drawloom.components.model.decoder.hugging_face import Family
 from drawloom.components.model.decoder.rope import InvalidSetting, Rope, latent_score_multiplier
 from drawloom.components.model.decoder.specs import LatentSpec
-from drawloom.components.model.decoder.values import COUNT, declare_config_key
-from drawloom.components.model.qwen3.moe import MOE
-from drawloom.graph import between, component, component_base_class, setting
+from drawloom.components.ports.experts import ExpertKernels
+from drawloom.graph import between, component, setting
 from drawloom.kernels.attention_options import AttentionOptions
 
 
@@ -33,14 +27,24 @@ class LatentConfig(GroupedExpertsConfig):
 
     rope_interleave = True
 
-    q_lora_rank: int = declare_config_key(COUNT, 1536)
-    kv_lora_rank: int = 512
-    qk_nope_head_dim: int = 128
-    v_head_dim: int = 128
-    attention_bias: bool = False
-
-    def has_bias(self, projection: str) -> bool:
-        return self.attention_bias and projection in ("q_a_proj", "kv_a_proj_with_mqa", "o_proj")
+    head_dim: int = setting(
+        check=create_size_check("head_dim"),
+        doc="rotated channels of queries, and of the key that all heads share (qk_rope_head_dim in files); default: "
+        "hidden_size / num_attention_heads",
+    )
+    qk_nope_head_dim: int = setting(
+        default=128, check=create_size_check("head_dim"), doc="channels of queries and keys without rotation"
+    )
+    v_head_dim: int = setting(default=128, check=create_size_check("head_dim"), doc="width of values")
+    kv_lora_rank: int = setting(
+        default=512, check=create_size_check("hidden_size"), doc="width of the latent of keys and values"
+    )
+    q_lora_rank: int = setting(
+        default=1536,
+        check=between(0, MAX_SIZES["hidden_size"] + 1),
+        doc="width of the latent of queries, or 0 to project them from hidden states",
+    )
+    attention_bias: bool = setting(default=False, doc="add biases to the projections to latents and to the output")
 
     def rope_of(self, layer: int) -> Rope | None:
         rope = super().rope_of(layer)
@@ -67,8 +71,8 @@ class LatentConfig(GroupedExpertsConfig):
         Latent attention has equally many of both.
         """
         yield from super().find_faults(given)
-        heads = given["num_attention_heads"]
-        if (kv_heads := given.get("num_key_value_heads", heads)) != heads:
+        heads, kv_heads = given["num_attention_heads"], given["num_key_value_heads"]
+        if kv_heads != heads:
             why = f"num_key_value_heads = {kv_heads}, and latent attention has num_attention_heads = {heads}"
             yield InvalidSetting("num_key_value_heads", why, "leave it out")
 
@@ -77,141 +81,58 @@ class LatentConfig(GroupedExpertsConfig):
 class DeepseekV3Config(LatentConfig, SigmoidExpertsConfig):
     """Config of DeepSeek-V3. Without `rope_interleave`, halves of channels are rotated instead of adjacent pairs."""
 
-    rope_interleave: bool = True
+    rope_interleave: bool = setting(
+        default=True,
+        impact="changes_training",
+        doc="rotate pairs of adjacent channels instead of pairs of halves",
+    )
 
 
-def convert_null_q_lora_rank_to_zero(config: dict[str, Any]) -> dict[str, Any]:
+def read_latent_config(config: dict[str, Any]) -> dict[str, Any]:
     """Return a config whose `q_lora_rank` is 0 instead of null, because recipes have no null."""
     return {**config, "q_lora_rank": config["q_lora_rank"] or 0} if "q_lora_rank" in config else config
 
 
-def convert_zero_q_lora_rank_to_null(config: dict[str, Any]) -> dict[str, Any]:
+def write_latent_config(config: dict[str, Any]) -> dict[str, Any]:
     """Return a config whose `q_lora_rank` is null instead of 0."""
     return {**config, "q_lora_rank": config["q_lora_rank"] or None}
 
 
-def _convert_layer_types_to_dense_count(config: dict[str, Any]) -> dict[str, Any]:
-    """Convert `mlp_layer_types` to `first_k_dense_replace`. Raises ValueError unless dense layers are first."""
-    config, types = convert_null_q_lora_rank_to_zero(config), config.get("mlp_layer_types")
-    if types is None:
-        return config
-    dense = types.index("sparse") if isinstance(types, list) and "sparse" in types else 0
-    if types != ["dense"] * dense + ["sparse"] * (len(types) - dense):
-        raise ValueError(f"says mlp_layer_types = {types}, where only dense layers before sparse ones can be built")
-    return {**config, "first_k_dense_replace": dense}
-
-
-def _convert_dense_count_to_layer_types(config: dict[str, Any]) -> dict[str, Any]:
-    """Convert `first_k_dense_replace` to `mlp_layer_types`, as in GLM-4.7-Flash's files."""
-    dense = config["first_k_dense_replace"]
-    types = ["dense"] * dense + ["sparse"] * (config["num_hidden_layers"] - dense)
-    return {**convert_zero_q_lora_rank_to_null(config), "mlp_layer_types": types}
-
+LATENT_RENAMED = RENAMED | {"head_dim": "qk_rope_head_dim"}
+"""Keys that have other names in a `config.json`."""
 
 MTP = "model.layers.{layers}.*"
 """The layer for multi-token prediction, which is not trained."""
 
-DEEPSEEK_V3 = Family(
-    "model.deepseek_v3",
-    "a DeepSeek-V3 model",
-    DeepseekV3Config,
-    "deepseek_v3",
-    "DeepseekV3ForCausalLM",
-    needed=MOE.needed,
-    hf_defaults={
-        "max_position_embeddings": 4096,
-        "rope_theta": 1e4,
-        "head_dim": 64,
-        "n_group": 8,
-        "topk_group": 4,
-        "first_k_dense_replace": 3,
-        "routed_scaling_factor": 2.5,
-        "num_experts_per_tok": 8,
-    },
-    read=convert_null_q_lora_rank_to_zero,
-    write=convert_zero_q_lora_rank_to_null,
-    renamed=RENAMED | {"head_dim": "qk_rope_head_dim"},
-    other_types=("kimi_k2",),
-    nested_types={"kimi_k25": "model.language_model."},
-    ignored=(
-        "model.layers.{layers}.*",
-        "vision_tower.*",
-        "mm_projector.*",
-        "model.vision_tower.*",
-        "model.mm_projector.*",
-    ),
-)
-
-GLM4_MOE_LITE = attrs.evolve(
-    DEEPSEEK_V3,
-    component="model.glm4_moe_lite",
-    called="a GLM-4.7-Flash model",
-    model_type="glm4_moe_lite",
-    class_name="Glm4MoeLiteForCausalLM",
-    has_classifier=False,
-    hf_defaults={
-        "max_position_embeddings": 202_752,
-        "rope_theta": 1e4,
-        "rms_norm_eps": 1e-5,
-        "head_dim": 64,
-        "q_lora_rank": 768,
-        "qk_nope_head_dim": 192,
-        "v_head_dim": 256,
-        "routed_scaling_factor": 1.8,
-        "num_experts_per_tok": 4,
-        "first_k_dense_replace": 1,
-    },
-    other_types=(),
-    nested_types={},
-    ignored=(MTP,),
-    read=_convert_layer_types_to_dense_count,
-    write=_convert_dense_count_to_layer_types,
-)
-
-
-@component_base_class
-class LatentBuilder(GroupedExpertsBuilder):
-    """Builder for a decoder with latent attention."""
-
-    head_dim: int | None = setting(
-        default=None,
-        check=create_size_check("head_dim"),
-        doc="rotated channels of queries, and of the key that all heads share (qk_rope_head_dim in files); default: "
-        "hidden_size / num_attention_heads",
-    )
-    qk_nope_head_dim: int | None = setting(
-        default=None,
-        check=create_size_check("head_dim"),
-        doc="channels of queries and keys without rotation; default: 128",
-    )
-    v_head_dim: int | None = setting(
-        default=None, check=create_size_check("head_dim"), doc="width of values; default: 128"
-    )
-    kv_lora_rank: int | None = setting(
-        default=None, check=create_size_check("hidden_size"), doc="width of the latent of keys and values; default: 512"
-    )
-    q_lora_rank: int | None = setting(
-        default=None,
-        check=between(0, MAX_SIZES["hidden_size"] + 1),
-        doc="width of the latent of queries, or 0 to project them from hidden states; default: 1536",
-    )
-    attention_bias: bool | None = setting(
-        default=None, doc="add biases to the projections to latents and to the output; default: false"
-    )
-
 
 @component(impact="incompatible")
-class DeepseekV3(LatentBuilder, SigmoidExpertsBuilder):
+class DeepseekV3(DecoderBuilder):
     """
     A DeepSeek-V3 language model, with sizes from this table or a Hugging Face `config.json`.
 
     Moonlight, Kimi K2 and the text model of Kimi K2.5 are of this family, too.
     """
 
-    family = DEEPSEEK_V3
-
-    rope_interleave: bool | None = setting(
-        default=None,
-        impact="changes_training",
-        doc="rotate pairs of adjacent channels instead of pairs of halves; default: true",
+    family = Family(
+        DeepseekV3Config,
+        "deepseek_v3",
+        "DeepseekV3ForCausalLM",
+        hf_defaults={
+            "max_position_embeddings": 4096,
+            "rope_theta": 1e4,
+            "head_dim": 64,
+            "n_group": 8,
+            "topk_group": 4,
+            "first_k_dense_replace": 3,
+            "routed_scaling_factor": 2.5,
+            "num_experts_per_tok": 8,
+        },
+        renamed=LATENT_RENAMED,
+        other_types=("kimi_k2",),
+        nested_types={"kimi_k25": "model.language_model."},
+        ignored=(MTP, "vision_tower.*", "mm_projector.*", "model.vision_tower.*", "model.mm_projector.*"),
+        read=read_latent_config,
+        write=write_latent_config,
     )
+
+    kernels: ExpertKernels

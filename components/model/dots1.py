@@ -2,10 +2,10 @@
 
 import attrs
 
-from drawloom.components.model.decoder.grouped_experts import RENAMED, SigmoidExpertsBuilder, SigmoidExpertsConfig
+from drawloom.components.model.decoder.builder import DecoderBuilder
+from drawloom.components.model.decoder.grouped_experts import RENAMED, SigmoidExpertsConfig
 from drawloom.components.model.decoder.hugging_face import Family
-from drawloom.components.model.decoder.values import COUNT, declare_config_key
-from drawloom.components.model.qwen3.moe import MOE
+from drawloom.components.ports.experts import ExpertKernels
 from drawloom.graph import at_least, component, setting
 
 
@@ -15,36 +15,22 @@ class Dots1Config(SigmoidExpertsConfig):
 
     qk_norm = "head"
 
-    sliding_window: int | None = None
-    max_window_layers: int = declare_config_key(COUNT, 62)
+    sliding_window: int | None = setting(
+        default=None,
+        check=at_least(1),
+        impact="changes_training",
+        doc="number of tokens that a token attends to in the last layers, including itself; default: all before it",
+    )
+    max_window_layers: int = setting(
+        default=62, check=at_least(0), impact="changes_training", doc="index of the first layer with a window"
+    )
 
     def window_of(self, layer: int) -> int | None:
         return self.sliding_window if layer >= self.max_window_layers else None
 
 
-DOTS1 = Family(
-    "model.dots1",
-    "a dots.llm1 model",
-    Dots1Config,
-    "dots1",
-    "Dots1ForCausalLM",
-    needed=MOE.needed,
-    hf_defaults={
-        "norm_topk_prob": False,
-        "max_position_embeddings": 2048,
-        "sliding_window": 4096,
-        "rope_theta": 1e4,
-        "num_key_value_heads": 32,
-    },
-    fixed={"attention_bias": False},
-    nullable=("sliding_window",),
-    renamed=RENAMED,
-    has_classifier=False,
-)
-
-
 @component(impact="incompatible")
-class Dots1(SigmoidExpertsBuilder):
+class Dots1(DecoderBuilder):
     """
     A dots.llm1 language model, with sizes from this table or a Hugging Face `config.json`.
 
@@ -53,17 +39,20 @@ class Dots1(SigmoidExpertsBuilder):
     tokens of a row and a z-loss are added if their coefficients are set.
     """
 
-    family = DOTS1
+    family = Family(
+        Dots1Config,
+        "dots1",
+        "Dots1ForCausalLM",
+        hf_defaults={
+            "norm_topk_prob": False,
+            "max_position_embeddings": 2048,
+            "sliding_window": 4096,
+            "rope_theta": 1e4,
+            "num_key_value_heads": 32,
+        },
+        fixed={"attention_bias": False},
+        renamed=RENAMED,
+        has_classifier=False,
+    )
 
-    sliding_window: int | None = setting(
-        default=None,
-        check=at_least(1),
-        impact="changes_training",
-        doc="number of tokens that a token attends to in the last layers, including itself; default: all before it",
-    )
-    max_window_layers: int | None = setting(
-        default=None,
-        check=at_least(0),
-        impact="changes_training",
-        doc="index of the first layer with a window; default: 62",
-    )
+    kernels: ExpertKernels

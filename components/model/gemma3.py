@@ -7,11 +7,18 @@ import attrs
 import torch
 
 from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.config import LayerTypesConfig, create_size_check
-from drawloom.components.model.decoder.hugging_face import Family
-from drawloom.components.model.decoder.rope import Rope, join_rope_by_layer_type, split_rope_by_layer_type
+from drawloom.components.model.decoder.config import (
+    ATTENTION_BIAS,
+    LayerTypesConfig,
+    SlidingTypes,
+    alternate_layer_types,
+    create_size_check,
+    layer_types_setting,
+)
+from drawloom.components.model.decoder.hugging_face import Family, fill_layer_list
+from drawloom.components.model.decoder.rope import Rope, join_rope_by_type, split_rope_by_type
 from drawloom.components.model.decoder.specs import Branch
-from drawloom.graph import above, at_least, component, setting
+from drawloom.graph import above, component, setting
 
 SLIDING_THETA = 1e4
 
@@ -23,12 +30,22 @@ class Gemma3Config(LayerTypesConfig):
     qk_norm = "head"
     zero_centered = True
     activation = "gelu_tanh"
-    full_attention_interval = 6
 
     tie_word_embeddings: bool = True
-    rope_local_base_freq: float = SLIDING_THETA
-    query_pre_attn_scalar: int = 256
-    attention_bias: bool = False
+    layer_types: SlidingTypes = layer_types_setting(6)
+    rope_local_base_freq: float = setting(
+        default=SLIDING_THETA,
+        check=above(1),
+        impact="changes_training",
+        doc="base of rotary positions in layers with a window",
+    )
+    query_pre_attn_scalar: int = setting(
+        default=256,
+        check=create_size_check("head_dim"),
+        impact="changes_training",
+        doc="attention scores are divided by the root of this number",
+    )
+    attention_bias: bool = setting(default=False, doc=ATTENTION_BIAS)
 
     @property
     def attention_score_scale(self) -> float:
@@ -37,9 +54,6 @@ class Gemma3Config(LayerTypesConfig):
     def embedding_multiplier_in(self, dtype: torch.dtype) -> float:
         # transformers rounds the factor to the embedding's dtype.
         return torch.tensor(self.hidden_size**0.5, device="cpu").to(dtype).item()
-
-    def has_bias(self, projection: str) -> bool:
-        return self.attention_bias and projection in ("q_proj", "k_proj", "v_proj", "o_proj")
 
     def rope_of(self, layer: int) -> Rope | None:
         return (
@@ -55,78 +69,46 @@ class Gemma3Config(LayerTypesConfig):
 
 def _convert_config_from_hf(config: dict[str, Any]) -> dict[str, Any]:
     """Convert rope_parameters by layer type, and derive missing layer types from `sliding_window_pattern`."""
-    config = split_rope_by_layer_type(config, "rope_local_base_freq", SLIDING_THETA)
-    interval, layers = config.pop("sliding_window_pattern", None), config.get("num_hidden_layers")
-    if config.get("layer_types") is None and type(interval) is int and type(layers) is int and interval > 0:
-        config["layer_types"] = list(Gemma3Config.default_layer_types(layers, interval))
-    return config
+    config = split_rope_by_type(config, "rope_local_base_freq", SLIDING_THETA)
+    return fill_layer_list(config, "layer_types", config.pop("sliding_window_pattern", None), alternate_layer_types)
 
 
 def _convert_config_to_hf(config: dict[str, Any]) -> dict[str, Any]:
     """Convert rotary positions to rope_parameters by layer type."""
-    return join_rope_by_layer_type(config, config["rope_local_base_freq"])
+    return join_rope_by_type(config, config["rope_local_base_freq"])
 
 
 GELU = "gelu_pytorch_tanh"
-
-GEMMA3 = Family(
-    "model.gemma3",
-    "a Gemma 3 text model",
-    Gemma3Config,
-    "gemma3_text",
-    "Gemma3ForCausalLM",
-    hf_defaults={
-        "max_position_embeddings": 131_072,
-        "rope_theta": 1e6,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "vocab_size": 262_208,
-    },
-    fixed={
-        "hidden_act": GELU,
-        "hidden_activation": GELU,
-        "final_logit_softcapping": None,
-        "attn_logit_softcapping": None,
-        "use_bidirectional_attention": False,
-    },
-    derives_head_dim=False,
-    nested_types={"gemma3": "model.language_model."},
-    ignored=tuple(f"{start}{part}.*" for start in ("", "model.") for part in ("vision_tower", "multi_modal_projector")),
-    read=_convert_config_from_hf,
-    write=_convert_config_to_hf,
-)
 
 
 @component(impact="incompatible")
 class Gemma3(DecoderBuilder):
     """A Gemma 3 language model for text, with sizes from this table or a Hugging Face `config.json`."""
 
-    family = GEMMA3
-
-    sliding_window: int | None = setting(
-        default=None,
-        check=at_least(1),
-        impact="changes_training",
-        doc="number of tokens that a token attends to in layers with a window, including itself; default: 4096",
-    )
-    layer_types: list[str] | None = setting(
-        default=None,
-        impact="changes_training",
-        doc="full_attention or sliding_attention for every layer; default: every sixth is full_attention",
-    )
-    rope_local_base_freq: float | None = setting(
-        default=None,
-        check=above(1),
-        impact="changes_training",
-        doc="base of rotary positions in layers with a window; default: 10000",
-    )
-    query_pre_attn_scalar: int | None = setting(
-        default=None,
-        check=create_size_check("head_dim"),
-        impact="changes_training",
-        doc="attention scores are divided by the root of this number; default: 256",
-    )
-    attention_bias: bool | None = setting(
-        default=None, doc="add biases to the linear layers of attention; default: false"
+    family = Family(
+        Gemma3Config,
+        "gemma3_text",
+        "Gemma3ForCausalLM",
+        hf_defaults={
+            "max_position_embeddings": 131_072,
+            "rope_theta": 1e6,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "vocab_size": 262_208,
+        },
+        fixed={
+            "hidden_act": GELU,
+            "hidden_activation": GELU,
+            "final_logit_softcapping": None,
+            "attn_logit_softcapping": None,
+            "use_bidirectional_attention": False,
+        },
+        derives_head_dim=False,
+        nested_types={"gemma3": "model.language_model."},
+        ignored=tuple(
+            f"{start}{part}.*" for start in ("", "model.") for part in ("vision_tower", "multi_modal_projector")
+        ),
+        read=_convert_config_from_hf,
+        write=_convert_config_to_hf,
     )

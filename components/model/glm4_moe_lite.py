@@ -1,11 +1,63 @@
 """The component `model.glm4_moe_lite`: GLM-4.7-Flash."""
 
-from drawloom.components.model.deepseek_v3 import GLM4_MOE_LITE, DeepseekV3
+from typing import Any
+
+from drawloom.components.model.decoder.builder import DecoderBuilder
+from drawloom.components.model.decoder.hugging_face import Family
+from drawloom.components.model.deepseek_v3 import (
+    LATENT_RENAMED,
+    MTP,
+    DeepseekV3Config,
+    read_latent_config,
+    write_latent_config,
+)
+from drawloom.components.ports.experts import ExpertKernels
 from drawloom.graph import component
 
 
+def _convert_config_from_hf(config: dict[str, Any]) -> dict[str, Any]:
+    """Convert `mlp_layer_types` to `first_k_dense_replace`. Raises ValueError unless dense layers are first."""
+    config, types = read_latent_config(config), config.get("mlp_layer_types")
+    if types is None:
+        return config
+    dense = types.index("sparse") if isinstance(types, list) and "sparse" in types else 0
+    if types != ["dense"] * dense + ["sparse"] * (len(types) - dense):
+        raise ValueError(f"says mlp_layer_types = {types}, where only dense layers before sparse ones can be built")
+    return {**config, "first_k_dense_replace": dense}
+
+
+def _convert_config_to_hf(config: dict[str, Any]) -> dict[str, Any]:
+    """Convert `first_k_dense_replace` to `mlp_layer_types`."""
+    dense = config["first_k_dense_replace"]
+    types = ["dense"] * dense + ["sparse"] * (config["num_hidden_layers"] - dense)
+    return {**write_latent_config(config), "mlp_layer_types": types}
+
+
 @component(impact="incompatible")
-class Glm4MoeLite(DeepseekV3):
+class Glm4MoeLite(DecoderBuilder):
     """A GLM-4.7-Flash language model: DeepSeek-V3's layers with other sizes."""
 
-    family = GLM4_MOE_LITE
+    family = Family(
+        DeepseekV3Config,
+        "glm4_moe_lite",
+        "Glm4MoeLiteForCausalLM",
+        hf_defaults={
+            "max_position_embeddings": 202_752,
+            "rope_theta": 1e4,
+            "rms_norm_eps": 1e-5,
+            "head_dim": 64,
+            "q_lora_rank": 768,
+            "qk_nope_head_dim": 192,
+            "v_head_dim": 256,
+            "routed_scaling_factor": 1.8,
+            "num_experts_per_tok": 4,
+            "first_k_dense_replace": 1,
+        },
+        renamed=LATENT_RENAMED,
+        ignored=(MTP,),
+        read=_convert_config_from_hf,
+        write=_convert_config_to_hf,
+        has_classifier=False,
+    )
+
+    kernels: ExpertKernels

@@ -17,62 +17,44 @@ class GraniteConfig(LlamaConfig):
     """Config of Granite: Llama with factors for embeddings, attention scores, residual outputs and logits."""
 
     rope_theta: float = 1e4
-    embedding_multiplier: float = 1.0
-    attention_multiplier: float = 1.0
-    residual_multiplier: float = 1.0
-    logits_scaling: float = 1.0
+    embedding_multiplier: float = setting(
+        default=1.0, check=above(0), impact="changes_training", doc="factor of embeddings"
+    )
+    attention_multiplier: float = setting(
+        default=1.0, check=above(0), impact="changes_training", doc="factor of attention scores"
+    )
+    residual_multiplier: float = setting(
+        default=1.0,
+        check=above(0),
+        impact="changes_training",
+        doc="factor of the outputs of attention and feed-forward networks",
+    )
+    logits_scaling: float = setting(default=1.0, check=above(0), impact="changes_training", doc="divisor of logits")
 
     @property
     def attention_score_scale(self) -> float:
-        return float(self.attention_multiplier)
+        return self.attention_multiplier
 
     @property
     def logit_multiplier(self) -> float:
         return 1 / self.logits_scaling
 
     def embedding_multiplier_in(self, dtype: torch.dtype) -> float:
-        return float(self.embedding_multiplier)
-
-
-GRANITE = Family(
-    "model.granite",
-    "a Granite model",
-    GraniteConfig,
-    "granite",
-    "GraniteForCausalLM",
-    hf_defaults={"max_position_embeddings": 2048, "rope_theta": 1e4, "rms_norm_eps": 1e-6},
-    has_classifier=False,
-)
+        return self.embedding_multiplier
 
 
 @component(impact="incompatible")
 class Granite(ParametrizedBuilder):
     """A Granite language model, with sizes from this table or a Hugging Face `config.json`."""
 
-    family = GRANITE
+    family = Family(
+        GraniteConfig,
+        "granite",
+        "GraniteForCausalLM",
+        hf_defaults={"max_position_embeddings": 2048, "rope_theta": 1e4, "rms_norm_eps": 1e-6},
+        has_classifier=False,
+    )
     has_multipliers = True
-
-    attention_bias: bool | None = setting(
-        default=None, doc="add biases to the linear layers of attention; default: false"
-    )
-    mlp_bias: bool | None = setting(
-        default=None, doc="add biases to the linear layers of the feed-forward network; default: false"
-    )
-    embedding_multiplier: float | None = setting(
-        default=None, check=above(0), impact="changes_training", doc="factor of embeddings; default: 1"
-    )
-    attention_multiplier: float | None = setting(
-        default=None, check=above(0), impact="changes_training", doc="factor of attention scores; default: 1"
-    )
-    residual_multiplier: float | None = setting(
-        default=None,
-        check=above(0),
-        impact="changes_training",
-        doc="factor of the outputs of attention and feed-forward networks; default: 1",
-    )
-    logits_scaling: float | None = setting(
-        default=None, check=above(0), impact="changes_training", doc="divisor of logits; default: 1"
-    )
 
     def build_architecture(self) -> DecoderConfig:
         """Return the config with the parametrization's multipliers."""

@@ -2,46 +2,30 @@
 
 import attrs
 
-from drawloom.components.model.decoder.config import DecoderConfig
+from drawloom.components.model.decoder.config import ATTENTION_BIAS, DecoderConfig
 from drawloom.components.model.decoder.hugging_face import Family
 from drawloom.components.model.decoder.parametrized import ParametrizedBuilder
 from drawloom.graph import component, setting
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, slots=False)
 class LlamaConfig(DecoderConfig):
     """Config of Llama: no norms of queries and keys, and optional biases."""
 
     max_position_embeddings: int = 8192
     rope_theta: float = 5e5
     rms_norm_eps: float = 1e-5
-    attention_bias: bool = False
-    mlp_bias: bool = False
-
-    def has_bias(self, projection: str) -> bool:
-        is_mlp = projection in ("gate_proj", "up_proj", "down_proj")
-        return self.mlp_bias if is_mlp else self.attention_bias
-
-
-LLAMA = Family(
-    "model.llama",
-    "a Llama model",
-    LlamaConfig,
-    "llama",
-    "LlamaForCausalLM",
-    hf_defaults={"max_position_embeddings": 2048, "rope_theta": 1e4, "rms_norm_eps": 1e-6},
-)
+    attention_bias: bool = setting(default=False, doc=ATTENTION_BIAS)
+    mlp_bias: bool = setting(default=False, doc="add biases to the linear layers of the feed-forward network")
 
 
 @component(impact="incompatible")
 class Llama(ParametrizedBuilder):
     """A Llama language model, with sizes from this table or a Hugging Face `config.json`."""
 
-    family = LLAMA
-
-    attention_bias: bool | None = setting(
-        default=None, doc="add biases to the linear layers of attention; default: false"
-    )
-    mlp_bias: bool | None = setting(
-        default=None, doc="add biases to the linear layers of the feed-forward network; default: false"
+    family = Family(
+        LlamaConfig,
+        "llama",
+        "LlamaForCausalLM",
+        hf_defaults={"max_position_embeddings": 2048, "rope_theta": 1e4, "rms_norm_eps": 1e-6},
     )

@@ -12,40 +12,31 @@ from drawloom.graph import at_least, component, setting
 class MistralConfig(DecoderConfig):
     """Config of Mistral: like Llama, with an optional sliding window in all layers."""
 
-    rope_theta: float = 1e6
     rms_norm_eps: float = 1e-5
-    sliding_window: int | None = None
+    sliding_window: int | None = setting(
+        default=None,
+        check=at_least(1),
+        impact="changes_training",
+        doc="number of tokens that a token attends to, including itself; default: all before it",
+    )
 
     def window_of(self, layer: int) -> int | None:
         return self.sliding_window
-
-
-MISTRAL = Family(
-    "model.mistral",
-    "a Mistral model",
-    MistralConfig,
-    "mistral",
-    "MistralForCausalLM",
-    hf_defaults={
-        "max_position_embeddings": 131_072,
-        "rope_theta": 1e4,
-        "rms_norm_eps": 1e-6,
-        "sliding_window": 4096,
-        "num_key_value_heads": 8,
-    },
-    nullable=("sliding_window",),
-)
 
 
 @component(impact="incompatible")
 class Mistral(DecoderBuilder):
     """A Mistral language model, with sizes from this table or a Hugging Face `config.json`."""
 
-    family = MISTRAL
-
-    sliding_window: int | None = setting(
-        default=None,
-        check=at_least(1),
-        impact="changes_training",
-        doc="number of tokens that a token attends to, including itself; default: all before it",
+    family = Family(
+        MistralConfig,
+        "mistral",
+        "MistralForCausalLM",
+        hf_defaults={
+            "max_position_embeddings": 131_072,
+            "rope_theta": 1e4,
+            "rms_norm_eps": 1e-6,
+            "sliding_window": 4096,
+            "num_key_value_heads": 8,
+        },
     )

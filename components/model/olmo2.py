@@ -5,13 +5,13 @@ from collections.abc import Sequence
 import attrs
 
 from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.config import DecoderConfig, post_norm_branches
+from drawloom.components.model.decoder.config import ATTENTION_BIAS, DecoderConfig
 from drawloom.components.model.decoder.hugging_face import Family
 from drawloom.components.model.decoder.specs import Branch
 from drawloom.graph import component, setting
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, slots=False)
 class Olmo2Config(DecoderConfig):
     """Config of OLMo 2: norms after attention and feed-forward networks, and of whole queries and keys."""
 
@@ -19,31 +19,22 @@ class Olmo2Config(DecoderConfig):
 
     max_position_embeddings: int = 4096
     rope_theta: float = 5e5
-    attention_bias: bool = False
-
-    def has_bias(self, projection: str) -> bool:
-        return self.attention_bias and projection in ("q_proj", "k_proj", "v_proj", "o_proj")
+    attention_bias: bool = setting(default=False, doc=ATTENTION_BIAS)
 
     def branches_of(self, layer: int) -> Sequence[Branch]:
-        return post_norm_branches(self, layer)
-
-
-OLMO2 = Family(
-    "model.olmo2",
-    "an OLMo 2 model",
-    Olmo2Config,
-    "olmo2",
-    "Olmo2ForCausalLM",
-    hf_defaults={"max_position_embeddings": 2048, "rope_theta": 1e4, "rms_norm_eps": 1e-5},
-)
+        return (
+            Branch(None, "self_attn", self.mixer_spec_of(layer), "post_attention_layernorm"),
+            Branch(None, "mlp", self.mlp_spec_of(layer), "post_feedforward_layernorm"),
+        )
 
 
 @component(impact="incompatible")
 class Olmo2(DecoderBuilder):
     """An OLMo 2 language model, with sizes from this table or a Hugging Face `config.json`."""
 
-    family = OLMO2
-
-    attention_bias: bool | None = setting(
-        default=None, doc="add biases to the linear layers of attention; default: false"
+    family = Family(
+        Olmo2Config,
+        "olmo2",
+        "Olmo2ForCausalLM",
+        hf_defaults={"max_position_embeddings": 2048, "rope_theta": 1e4, "rms_norm_eps": 1e-5},
     )

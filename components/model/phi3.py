@@ -6,13 +6,13 @@ from typing import Any
 import attrs
 
 from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.config import DecoderConfig, find_rotary_dim_faults
+from drawloom.components.model.decoder.config import DecoderConfig, rotary_factor_setting
 from drawloom.components.model.decoder.hugging_face import Family
 from drawloom.components.model.decoder.rope import InvalidSetting
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.weights.mapper import parallel
 from drawloom.components.weights.mapper_ops import concatenate, identity
-from drawloom.graph import at_least, between, component, setting
+from drawloom.graph import at_least, component, setting
 
 EXPORTED_ROPES = ("default", "ntk", "longrope")
 """Values of rope_type whose exports transformers loads as a Phi-3 model."""
@@ -25,21 +25,21 @@ class Phi3Config(DecoderConfig):
     max_position_embeddings: int = 4096
     rope_theta: float = 1e4
     rms_norm_eps: float = 1e-5
-    partial_rotary_factor: float = 1.0
-    sliding_window: int | None = None
-
-    @property
-    def rotary_dim(self) -> int:
-        return int(self.head_dim * self.partial_rotary_factor)
+    partial_rotary_factor: float = rotary_factor_setting(1.0)
+    sliding_window: int | None = setting(
+        default=None,
+        check=at_least(1),
+        impact="changes_training",
+        doc="number of tokens that a token attends to, including itself; default: all before it",
+    )
 
     def window_of(self, layer: int) -> int | None:
         return self.sliding_window
 
     @classmethod
     def find_faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
-        """Yield the faults in the rotated part, and in scalings that transformers does not have for this family."""
+        """Yield the inherited faults, and faults in scalings that transformers does not have for this family."""
         yield from super().find_faults(given)
-        yield from find_rotary_dim_faults({"partial_rotary_factor": 1.0, **given})
         for key in ("rope_scaling", "rope_parameters"):
             if (rope := given.get(key)) and rope.rope_type not in EXPORTED_ROPES:
                 why = f"{key}.rope_type = {rope.rope_type!r}, and transformers has only longrope for Phi-3"
@@ -81,36 +81,23 @@ def _create_family_mapper(parameters: Iterable[str], architecture: DecoderConfig
     return parallel(fused, identity(*(name for name in names if name not in set(fused.inputs))))
 
 
-PHI3 = Family(
-    "model.phi3",
-    "a Phi-3 model",
-    Phi3Config,
-    "phi3",
-    "Phi3ForCausalLM",
-    hf_defaults={"rope_theta": 1e4},
-    fixed={"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attention_bias": False, "mlp_bias": False, "lm_head_bias": False},
-    nullable=("sliding_window",),
-    read=_convert_config_from_hf,
-    write=_convert_config_to_hf,
-    mapper=_create_family_mapper,
-)
-
-
 @component(impact="incompatible")
 class Phi3(DecoderBuilder):
     """A Phi-3 or Phi-4 language model, with sizes from this table or a Hugging Face `config.json`."""
 
-    family = PHI3
-
-    partial_rotary_factor: float | None = setting(
-        default=None,
-        check=between(0.01, 1.001),
-        impact="changes_training",
-        doc="part of the channels of a head that rotary positions rotate; default: 1",
-    )
-    sliding_window: int | None = setting(
-        default=None,
-        check=at_least(1),
-        impact="changes_training",
-        doc="number of tokens that a token attends to, including itself; default: all before it",
+    family = Family(
+        Phi3Config,
+        "phi3",
+        "Phi3ForCausalLM",
+        hf_defaults={"rope_theta": 1e4},
+        fixed={
+            "resid_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "lm_head_bias": False,
+        },
+        read=_convert_config_from_hf,
+        write=_convert_config_to_hf,
+        mapper=_create_family_mapper,
     )

@@ -3,9 +3,8 @@
 import attrs
 
 from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.config import DecoderConfig
+from drawloom.components.model.decoder.config import WINDOW, DecoderConfig
 from drawloom.components.model.decoder.hugging_face import Family
-from drawloom.components.model.decoder.values import COUNT, declare_config_key
 from drawloom.graph import at_least, component, setting
 
 
@@ -13,9 +12,13 @@ from drawloom.graph import at_least, component, setting
 class Qwen2Config(DecoderConfig):
     """Config of Qwen2: biases of queries, keys and values, and optional windows from layer `max_window_layers` on."""
 
-    use_sliding_window: bool = False
-    sliding_window: int = 4096
-    max_window_layers: int = declare_config_key(COUNT, 28)
+    use_sliding_window: bool = setting(
+        default=False, impact="changes_training", doc="use a sliding window in the last layers"
+    )
+    sliding_window: int = setting(default=4096, check=at_least(1), impact="changes_training", doc=WINDOW)
+    max_window_layers: int = setting(
+        default=28, check=at_least(0), impact="changes_training", doc="index of the first layer with a window"
+    )
 
     def has_bias(self, projection: str) -> bool:
         return projection in ("q_proj", "k_proj", "v_proj")
@@ -24,34 +27,10 @@ class Qwen2Config(DecoderConfig):
         return self.sliding_window if self.use_sliding_window and layer >= self.max_window_layers else None
 
 
-QWEN2 = Family(
-    "model.qwen2",
-    "a Qwen2 or Qwen2.5 model",
-    Qwen2Config,
-    "qwen2",
-    "Qwen2ForCausalLM",
-    hf_defaults={"rope_theta": 1e4, "num_key_value_heads": 32},
-)
-
-
 @component(impact="incompatible")
 class Qwen2(DecoderBuilder):
     """A Qwen2 or Qwen2.5 language model, with sizes from this table or a Hugging Face `config.json`."""
 
-    family = QWEN2
-
-    use_sliding_window: bool | None = setting(
-        default=None, impact="changes_training", doc="use a sliding window in the last layers; default: false"
-    )
-    sliding_window: int | None = setting(
-        default=None,
-        check=at_least(1),
-        impact="changes_training",
-        doc="number of tokens that a token attends to in layers with a window, including itself; default: 4096",
-    )
-    max_window_layers: int | None = setting(
-        default=None,
-        check=at_least(0),
-        impact="changes_training",
-        doc="index of the first layer with a window; default: 28",
+    family = Family(
+        Qwen2Config, "qwen2", "Qwen2ForCausalLM", hf_defaults={"rope_theta": 1e4, "num_key_value_heads": 32}
     )

@@ -5,20 +5,20 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.model.decoder.config import DecoderConfig, Qwen3MoeConfig, create_size_check
+from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.decoder.hugging_face import Family, create_decoder_mapper
 from drawloom.components.model.decoder.hybrid import (
     HYBRID_DEFAULTS,
-    convert_hybrid_config_from_hf,
-    find_delta_net_paths,
+    create_hybrid_mapper,
+    read_hybrid_config,
 )
-from drawloom.components.model.qwen3.moe import MOE
-from drawloom.components.model.qwen3_5 import create_joined_convolution_mapper
-from drawloom.components.model.qwen3_5_moe import HybridMoeBuilder, Qwen35MoeConfig
+from drawloom.components.model.decoder.specs import DeltaSpec
+from drawloom.components.model.qwen3.moe import Qwen3MoeConfig
+from drawloom.components.model.qwen3_5_moe import Qwen35MoeConfig
+from drawloom.components.ports.recurrence import HybridKernels
 from drawloom.components.ports.weights import Mapper
-from drawloom.components.weights.mapper import parallel
 from drawloom.components.weights.mapper_ops import concatenate_blocks
-from drawloom.graph import at_least, component, setting
+from drawloom.graph import component
 
 
 @attrs.frozen(kw_only=True)
@@ -26,66 +26,42 @@ class Qwen3NextConfig(Qwen35MoeConfig, Qwen3MoeConfig):
     """Config of Qwen3-Next: Qwen3.5's layers, but some may have no experts."""
 
 
-def _create_family_mapper(parameters: Iterable[str], architecture: DecoderConfig) -> Mapper:
+def _create_family_mapper(parameters: Iterable[str], architecture: Any) -> Mapper:
     """Return the mapper to files, in which projections in gated delta nets are joined."""
-    names = list(parameters)
-    joined = parallel(
-        *(
-            mapper
-            for net in find_delta_net_paths(names)
-            for mapper in _create_joined_projection_mappers(net, architecture)
-        )
-    )
-    return parallel(
-        joined, create_decoder_mapper((name for name in names if name not in set(joined.inputs)), architecture)
+    return create_hybrid_mapper(
+        parameters, architecture.delta, _join_projections, lambda others: create_decoder_mapper(others, architecture)
     )
 
 
-def _create_joined_projection_mappers(net: str, config: Any) -> Iterator[Mapper]:
+def _join_projections(net: str, delta: DeltaSpec) -> Iterator[Mapper]:
     """Yield mappers that join a gated delta net's projections as in files: key head by key head."""
-    delta = config.delta
     group = delta.value_heads // delta.key_heads
     rows = {"q": delta.key_dim, "k": delta.key_dim, "v": group * delta.value_dim, "z": group * delta.value_dim}
     for sizes in (rows, {"b": group, "a": group}):
         parts = [f"{net}.in_proj_{part}.weight" for part in sizes]
         target = f"{net}.in_proj_{''.join(sizes)}.weight"
         yield concatenate_blocks(parts, target, delta.key_heads, list(sizes.values()))
-    yield create_joined_convolution_mapper(net, config)
-
-
-QWEN3_NEXT = Family(
-    "model.qwen3_next",
-    "a Qwen3-Next model",
-    Qwen3NextConfig,
-    "qwen3_next",
-    "Qwen3NextForCausalLM",
-    needed=MOE.needed,
-    hf_defaults=HYBRID_DEFAULTS
-    | {"num_key_value_heads": 2, "num_experts_per_tok": 10, "moe_intermediate_size": 512, "intermediate_size": 5632},
-    derives_head_dim=False,
-    ignored=("mtp.*",),
-    read=convert_hybrid_config_from_hf,
-    mapper=_create_family_mapper,
-)
 
 
 @component(impact="incompatible")
-class Qwen3Next(HybridMoeBuilder):
+class Qwen3Next(DecoderBuilder):
     """A Qwen3-Next language model, with sizes from this table or a Hugging Face `config.json`."""
 
-    family = QWEN3_NEXT
+    family = Family(
+        Qwen3NextConfig,
+        "qwen3_next",
+        "Qwen3NextForCausalLM",
+        hf_defaults=HYBRID_DEFAULTS
+        | {
+            "num_key_value_heads": 2,
+            "num_experts_per_tok": 10,
+            "moe_intermediate_size": 512,
+            "intermediate_size": 5632,
+        },
+        derives_head_dim=False,
+        ignored=("mtp.*",),
+        read=read_hybrid_config,
+        mapper=_create_family_mapper,
+    )
 
-    intermediate_size: int | None = setting(
-        default=None,
-        check=create_size_check("intermediate_size"),
-        doc="inner width of the feed-forward network in layers without experts",
-    )
-    norm_topk_prob: bool | None = setting(
-        default=None,
-        impact="changes_training",
-        doc="normalise the probabilities of a token's experts to a sum of 1; default: true",
-    )
-    decoder_sparse_step: int | None = setting(
-        default=None, check=at_least(1), doc="the last of every so many layers has experts; default: 1"
-    )
-    mlp_only_layers: list[int] | None = setting(default=None, doc="indices of layers without experts; default: none")
+    kernels: HybridKernels

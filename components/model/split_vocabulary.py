@@ -28,7 +28,7 @@ NEW = "new_tokens"
 LAYERS = ("embed_tokens", "lm_head")
 
 
-def count_new_rows_by_parameter(new_tokens: NewTokens) -> dict[str, int]:
+def count_new_rows(new_tokens: NewTokens) -> dict[str, int]:
     """Return a setting `new_tokens` as a table: the number of rows by parameter name, in token id order."""
     if isinstance(new_tokens, int):
         return {NEW: new_tokens} if new_tokens else {}
@@ -37,7 +37,7 @@ def count_new_rows_by_parameter(new_tokens: NewTokens) -> dict[str, int]:
 
 def count_new_tokens(new_tokens: NewTokens) -> int:
     """Return the number of rows in all splits."""
-    return sum(count_new_rows_by_parameter(new_tokens).values())
+    return sum(count_new_rows(new_tokens).values())
 
 
 def find_new_tokens_fault(value: Any) -> str | None:
@@ -129,7 +129,7 @@ class SplitEmbedding(Embedding):
 
     def head(self) -> Head:
         """Return the head tied to the layer."""
-        return ChunkedHead(partial(_compute_logits_with_new_rows, self), self.split.id_count)
+        return ChunkedHead(partial(_compute_all_logits, self), self.split.id_count)
 
     def parameter_roles(self) -> Mapping[str, Role]:
         return dict.fromkeys(("weight", *self.split.sizes), TABLE_ROLE)
@@ -146,14 +146,14 @@ class SplitHead(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., hidden_size), of any floating dtype, to logits (..., size) in the weight's dtype."""
-        return _compute_logits_with_new_rows(self, x)
+        return _compute_all_logits(self, x)
 
     def head(self) -> Head:
         """Return the layer as a model's head."""
         return ChunkedHead(self, self.split.id_count)
 
 
-def _compute_logits_with_new_rows(layer: SplitEmbedding | SplitHead, hidden: Tensor) -> Tensor:
+def _compute_all_logits(layer: SplitEmbedding | SplitHead, hidden: Tensor) -> Tensor:
     """Return logits (..., size), in id order and the table's dtype, for hidden (..., hidden_size)."""
     # The products use whole weights, not slices, so that weight gradients can be deferred.
     table = layer.kernels.linear(hidden.to(layer.weight.dtype), layer.weight)

@@ -14,26 +14,25 @@ from drawloom.components.model.decoder.builder import fill_with_initial_weights
 from drawloom.components.model.decoder.hugging_face import locate_config_json, read_config_json
 from drawloom.components.model.fallback.build import (
     allocate_parameters,
-    build_transformers_model_on_meta,
+    build_meta_model,
     find_float32_patterns,
     has_transformers_classifier,
     load_transformers_config,
 )
-from drawloom.components.model.fallback.checks import Verdict, run_self_check
+from drawloom.components.model.fallback.checks import EXPERT_COUNTS, Verdict, run_self_check
 from drawloom.components.model.fallback.conversion import create_conversion_mapper
-from drawloom.components.model.fallback.errors import SelfCheckError
 from drawloom.components.model.fallback.module import TransformersLM
-from drawloom.components.model.fallback.parts import first_config_value, replace_layer_number_by_star
+from drawloom.components.model.fallback.parts import SelfCheckError, first_config_value, mask_layer_number
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.flops import ForwardFlops
 from drawloom.components.ports.model import Kernels, LayerRange
 from drawloom.components.ports.parameter_roles import Role, parameter_roles
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.weights import Mapper
-from drawloom.components.weights.load import open_and_check_folder, persistent_tensors
+from drawloom.components.weights.convert import persistent_tensors
+from drawloom.components.weights.load import open_and_check_folder
 from drawloom.graph import Problem, UserError, component, setting, wired
 
-EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 CHOSEN_EXPERTS = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
 
 
@@ -62,7 +61,7 @@ class Transformers:
         with suppress(UserError):  # reported elsewhere
             kind = read_config_json(locate_config_json(node.settings["path"])).get("model_type")
             if kind in FAMILIES:
-                native = FAMILIES[kind].family.component
+                native = FAMILIES[kind].__module__.removeprefix("drawloom.components.")
                 text = f"{kind} has the component {native}, which is faster and has every mesh dimension"
                 yield node.warning("path", text, f'write use = "model.auto", or use = "{native}"')
 
@@ -86,7 +85,7 @@ class Transformers:
             self._check_path()
             _ = self._self_check_result
             if self.weights:
-                open_and_check_folder(self.path, self._build_whole_span_on_meta(), self.hugging_face_mapper().inverse())
+                open_and_check_folder(self.path, self._build_on_meta(), self.hugging_face_mapper().inverse())
             self._check_tokenizer()
         except UserError as error:
             raise UserError(f"path: {str(error).removeprefix('config: ')}") from error
@@ -130,7 +129,7 @@ class Transformers:
     @cached_property
     def _meta_model(self) -> Any:
         """transformers' whole model on the meta device, to look up names and shapes; it must not be changed."""
-        return build_transformers_model_on_meta(self._config)
+        return build_meta_model(self._config)
 
     @property
     def initial_weights(self) -> Path | None:
@@ -166,9 +165,7 @@ class Transformers:
         reason = self._self_check_result.no_stages
         if reason and not (span.embedding and span.head):
             raise self._create_check_error("stages", f"{reason}, so that it has only one pipeline stage")
-        module = TransformersLM(
-            build_transformers_model_on_meta(self._config), self._self_check_result.parts, span, self.kernels
-        )
+        module = TransformersLM(build_meta_model(self._config), self._self_check_result.parts, span, self.kernels)
         if (device := torch.get_default_device()).type != "meta":
             allocate_parameters(module, device)
         return module
@@ -179,7 +176,7 @@ class Transformers:
     def initialize_parameter(
         self, name: str, parameter: Tensor, seed: int, tensor_slice: TensorSlice | None = None
     ) -> None:
-        constant = self._self_check_result.constants.get(replace_layer_number_by_star(name))
+        constant = self._self_check_result.constants.get(mask_layer_number(name))
         std = first_config_value(self._config, "initializer_range", "init_std") or 0.02
         role = Role(False, "normal" if constant is None else constant)
         fill_with_initial_weights(
@@ -190,16 +187,16 @@ class Transformers:
         return find_float32_patterns(self._meta_model)
 
     def forward_flops(self) -> ForwardFlops:
-        whole = self._build_whole_span_on_meta()
+        whole = self._build_on_meta()
         shapes = dict(whole.named_parameters())
         by_parameter = {
-            name: 2.0 * shapes[name].numel() * self._estimate_parameter_uses_per_token(name, shapes[name], role)
+            name: 2.0 * shapes[name].numel() * self._estimate_parameter_uses(name, shapes[name], role)
             for name, role in parameter_roles(whole)
             if name in shapes
         }
         return ForwardFlops({name: flops for name, flops in by_parameter.items() if flops}, self._count_pair_flops())
 
-    def _estimate_parameter_uses_per_token(self, name: str, parameter: Tensor, role: Role) -> float:
+    def _estimate_parameter_uses(self, name: str, parameter: Tensor, role: Role) -> float:
         """Return how often a token is multiplied by a parameter, a fraction for experts: chosen / all."""
         parts = self._self_check_result.parts
         if name == f"{parts.embedding}.weight":
@@ -235,15 +232,13 @@ class Transformers:
         }
 
     def hugging_face_mapper(self) -> Mapper:
-        names = [*persistent_tensors(self._build_whole_span_on_meta())]
+        names = [*persistent_tensors(self._build_on_meta())]
         try:
             return create_conversion_mapper(self._meta_model, names)
         except SelfCheckError as error:
             raise self._create_check_error(error.check, error.reason) from error
 
-    def _build_whole_span_on_meta(self) -> TransformersLM:
+    def _build_on_meta(self) -> TransformersLM:
         """Build drawloom's span with all layers on the meta device."""
         span = LayerRange(0, self.num_hidden_layers, embedding=True, head=True)
-        return TransformersLM(
-            build_transformers_model_on_meta(self._config), self._self_check_result.parts, span, self.kernels
-        )
+        return TransformersLM(build_meta_model(self._config), self._self_check_result.parts, span, self.kernels)

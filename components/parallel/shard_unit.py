@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from drawloom.components.parallel.data_shard import get_local_slice, slice_rows
 from drawloom.components.parallel.shard_transfers import (
     StartedGather,
     StartedSum,
@@ -248,23 +249,3 @@ class StartedReduction:
 def count_gathered_bytes(units: Iterable[ShardUnit]) -> int:
     """Return the units' bytes while they are gathered."""
     return sum(parameter.unsharded.nbytes for unit in units for parameter in unit.parameters)
-
-
-def get_local_slice(tensor: Any) -> Tensor:
-    """Return this rank's slice of a DTensor (any shape), sharing its memory, without a graph."""
-    with torch.no_grad():
-        part: Tensor = tensor.to_local().detach()
-    return part
-
-
-def get_tensor_slice(tensor: Any) -> TensorSlice:
-    """Return this rank's slice position in a DTensor (any shape); its mesh's last dimension shards the rows."""
-    mesh, last = tensor.device_mesh, tensor.device_mesh.ndim - 1
-    return slice_rows(tuple(tensor.shape), mesh.size(last), mesh.get_local_rank(last))
-
-
-def slice_rows(shape: tuple[int, ...], ranks: int, rank: int) -> TensorSlice:
-    """Return a rank's slice of a parameter, divided along its first dimension; the last ranks' may be smaller."""
-    share = -(-shape[0] // ranks)
-    first = min(rank * share, shape[0])
-    return TensorSlice(shape, (first, *[0] * (len(shape) - 1)), (min(share, shape[0] - first), *shape[1:]))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from drawloom.components.distributed.process_group import SingleProcess
+from drawloom.components.distributed.single_process import SingleProcess
 from drawloom.components.parallel.dimension import Dimension, RankParameters
 from drawloom.components.parallel.meta_collectives import emulate_collective
 from drawloom.components.parallel.parameter_split import SplitDim, replace_by_rank_slice

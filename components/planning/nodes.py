@@ -155,8 +155,7 @@ class Nodes:
     @property
     def may_offload_activations(self) -> bool:
         """Return whether activations can wait in host memory: not in CUDA graphs, or on several CUDA streams."""
-        settings = [self.graph.nodes[name].settings for name in self.used]
-        return not any(values.get("capture") or values.get("streams") for values in settings)
+        return not (self.has_feature("pipeline.captured") or self.has_feature("pipeline.streams"))
 
     @property
     def nodes_needed_by_stages(self) -> list[str]:

@@ -111,6 +111,23 @@ def combine_classes(before: Any, behind: Any) -> Any:
     return type(behind.__name__, (before, behind), {"class_behind": behind})
 
 
+class Feature:
+    """Declarations shared by all features."""
+
+    order: ClassVar[WrappingOrder]
+    excludes: ClassVar[Mapping[str, str]] = {}
+    """Components that can't be in a recipe with the feature, by the name after `use`, and why."""
+
+
+def check_exclusions(feature: NodeView) -> Iterator[Problem]:
+    """Yield problems with nodes that a feature excludes."""
+    excluded: Mapping[str, str] = feature.component.excludes  # type: ignore[attr-defined]
+    for node in feature.nodes.values():
+        if reason := excluded.get(node.spec.use):
+            text = f"[{feature.name}] and [{node.name}] exclude each other: {reason}"
+            yield feature.problem("use", text, f"remove [{feature.name}] or [{node.name}]")
+
+
 @attrs.frozen
 class NamePatterns:
     """A component's setting with patterns (fnmatch); each pattern has to match a name in `names`."""
@@ -139,7 +156,7 @@ class NamePatterns:
 
 
 @port
-class StageFeature:
+class StageFeature(Feature):
     """
     A feature composed around a rank's stages. Derive from this class: its members do nothing.
 
@@ -149,8 +166,6 @@ class StageFeature:
     """
 
     order: ClassVar[WrappingOrder] = WrappingOrder.LAYERS
-    excludes: ClassVar[Mapping[str, str]] = {}
-    """Components that can't be in a recipe with the feature, by the name after `use`, and why."""
     keeps_layer_shapes: ClassVar[bool] = False
     """Whether all layers keep the shape and dtype of hidden states if the model's layers do."""
     fuses_backward: ClassVar[bool] = False

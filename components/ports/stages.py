@@ -89,9 +89,8 @@ class Stage:
     `masters` maps names to the master weights, if the module's parameters are casts; if parameters are gathered from
     `shards` on several ranks, `masters` has this rank's slices. `adapters` have been injected into the module; without
     adapters every parameter is trained, unless a transform froze it. `splits` has this rank's slices for parameters
-    that ranks compute with in slices. `recompute` is the activation checkpointing policy. `capture` is True if passes
-    are launched as CUDA graphs. With `offload`, activations wait in host memory. `read_or_draw_frozen_values` reads
-    the values of frozen parameters that the module stores in a quantized format.
+    that ranks compute with in slices. `recompute` is the activation checkpointing policy. `read_or_draw_frozen_values`
+    reads the values of frozen parameters that the module stores in a quantized format.
     """
 
     index: int
@@ -103,8 +102,6 @@ class Stage:
     adapters: Sequence[Adapter] = ()
     splits: Mapping[str, RankSlice] = attrs.field(factory=dict)
     recompute: Recompute = "none"
-    capture: bool = False
-    offload: bool = False
     read_or_draw_frozen_values: ReadFrozen | None = None
 
     def named_masters_or_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:

@@ -1,12 +1,12 @@
 """A rank's features, from the inside to the outside, with the checks and notes of their nodes."""
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 
 import attrs
 from torch import nn
 
 from drawloom.components.ports.distributed import Precision
-from drawloom.components.ports.features import NamePatterns, StageFeature, StageNodes
+from drawloom.components.ports.features import NamePatterns, StageFeature, StageNodes, check_exclusions
 from drawloom.components.ports.memory import MemoryKind
 from drawloom.components.ports.slices import RankSlice
 from drawloom.graph import Problem
@@ -91,11 +91,7 @@ def check_features(nodes: StageNodes) -> Iterator[Problem]:
                 hint = f'write a node of its own in the list: {{ use = "{feature.use}" }}'
                 yield nodes.stages.problem("features", text, hint)
         yield from nodes.component_of(feature).check_stages(feature, nodes)
-        excluded: Mapping[str, str] = nodes.component_of(feature).excludes
-        for node in nodes.stages.nodes.values():
-            if reason := excluded.get(node.spec.use):
-                text = f"[{feature.name}] and [{node.name}] exclude each other: {reason}"
-                yield feature.problem("use", text, f"remove [{feature.name}] or [{node.name}]")
+        yield from check_exclusions(feature)
 
 
 def describe_features(nodes: StageNodes) -> Iterator[str]:

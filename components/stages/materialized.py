@@ -1,10 +1,10 @@
 """This rank's stages: their modules, their parameters' memory and values, and their state."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 from drawloom.components.distributed.rank_errors import run_and_gather_on_all_ranks
 from drawloom.components.parallel.buckets import BUCKET_BYTES
 from drawloom.components.parallel.data_parallel import DataParallel
-from drawloom.components.parallel.data_shard import ShardedStore, should_gather_per_block
+from drawloom.components.parallel.data_shard import should_gather_per_block
 from drawloom.components.parallel.dimension import Dimension
 from drawloom.components.parallel.dimensions import DIMENSIONS
 from drawloom.components.parallel.expert import NO_DISPATCHER, WRITE_DISPATCHER
@@ -23,7 +23,7 @@ from drawloom.components.ports.distributed import Device, Mesh, Precision
 from drawloom.components.ports.experts import Dispatcher, supports_expert_parallel
 from drawloom.components.ports.features import NamePatterns, StageFeature
 from drawloom.components.ports.memory import MemoryKind
-from drawloom.components.ports.memory_policy import MemoryChoice, MemoryPolicy
+from drawloom.components.ports.memory_policy import MemoryPolicy
 from drawloom.components.ports.model import BatchContext, Model, layers_keep_shapes
 from drawloom.components.ports.parameter_roles import Role
 from drawloom.components.ports.pipeline import Loss, Schedule
@@ -33,12 +33,10 @@ from drawloom.components.ports.stages import Recompute, Stage
 from drawloom.components.stages.activation_specs import ActivationSpecs
 from drawloom.components.stages.build import ParallelModules, StageBuilder, tie_equally_named_parameters
 from drawloom.components.stages.checks import (
-    check_cuda_graphs,
     check_embedding_and_head_costs_are_used,
     check_initial_folder,
     check_loss_is_not_module,
     check_memory_policy,
-    check_offload,
     check_recompute_is_set_once,
     describe_chosen_layer_partition,
     describe_recompute_fault,
@@ -56,6 +54,9 @@ from drawloom.graph import Problem, UserError, above, at_least, component, setti
 from drawloom.graph.wiring.node import NodeView
 from drawloom.kernels.recompute_policy import make_recomputable
 
+if TYPE_CHECKING:
+    from drawloom.components.parallel.fsdp import ShardedStore
+
 FROZEN = "frozen"
 """
 The entry of a state with the fingerprint of frozen weights, which the state omits. Names of parameters contain dots.
@@ -64,7 +65,9 @@ The entry of a state with the fingerprint of frozen weights, which the state omi
 
 @component(
     replaced_keys={
+        "capture": 'a table [capture] with use = "pipeline.captured"',
         "compile": 'a table [compile] with use = "stages.compiled"',
+        "offload": 'a table [offload] with use = "pipeline.offloaded"',
         "stream_frozen": 'a table [streamed] with use = "frozen_weights.streamed"',
         "transforms": 'features = ["@name"], or a table with a feature, which is found by type',
     }
@@ -130,24 +133,13 @@ class MaterializedStages:
             "which rounds gradients"
         ),
     )
-    capture: bool = setting(
-        default=False,
-        impact="safe",
-        doc="whether a stage's passes are launched as CUDA graphs on a GPU; faster for small microbatches and texts",
-    )
-    offload: bool = setting(
-        default=False,
-        impact="safe",
-        doc="whether activations wait in host memory between a microbatch's forward and backward pass, if two or more "
-        "passes of the rank are in between",
-    )
     weights: Path | None = setting(
         default=None,
         doc="Hugging Face folder with initial weights; default: `model.auto`'s folder, or random weights",
     )
     _values: InitialValues = attrs.field(init=False, default=None)
     local: list[Stage] = attrs.field(init=False, factory=list)  # this rank's stages, in order
-    store: ParameterStore | ShardedStore = attrs.field(init=False, default=None)
+    store: "ParameterStore | ShardedStore" = attrs.field(init=False, default=None)
     _activations: ActivationSpecs = attrs.field(init=False, default=None)
     _parameters: StageParameters = attrs.field(init=False, default=None)
     _fingerprint: str = attrs.field(init=False, default="")
@@ -162,13 +154,11 @@ class MaterializedStages:
                 yield from warn_fused_split_backward(node, schedule, nodes.mesh)
                 yield from check_recompute_is_set_once(node, schedule, nodes.mesh)
             yield from check_features(nodes)
-            yield from check_cuda_graphs(nodes)
         yield from warn_narrowed_weights(node)
         if loss := node.neighbour("loss"):
             yield from check_loss_is_not_module(node, loss)
         if schedule := node.neighbour("schedule"):
             yield from check_embedding_and_head_costs_are_used(node, schedule)
-            yield from check_offload(node, schedule)
             yield from check_memory_policy(node, schedule)
 
     @classmethod
@@ -179,10 +169,8 @@ class MaterializedStages:
 
     @classmethod
     def notes(cls, node: NodeView) -> Iterator[str]:
-        """Yield sentences for `explain`: recomputation, CUDA graphs, formats, mesh dimensions and layers."""
+        """Yield sentences for `explain`: recomputation, features, formats, mesh dimensions and layers."""
         yield from describe_recompute_policy(node.settings["recompute"])
-        if node.settings["capture"]:
-            yield "capture: from the second step on a GPU gets each pass of a stage as a CUDA graph; a CPU has none"
         if nodes := find_stage_nodes(node):
             yield from describe_features(nodes)
             for dimension in DIMENSIONS:
@@ -267,12 +255,12 @@ class MaterializedStages:
             gathers_per_block=should_gather_per_block(self.reshard_after_forward, self.mesh.sizes.pipeline),
             reduces_per_microbatch=self.sync_each_microbatch,
             bucket_bytes=self.bucket_bytes,
-            # A CUDA graph does not run the hooks with which replicas sum gradients during a backward pass.
-            overlaps=not self.capture and self._features.do_gradient_hooks_run,
+            # Replicas sum gradients in hooks during a backward pass.
+            overlaps=self._features.do_gradient_hooks_run,
             experts=parallel.experts,
         )
 
-    def _materialize(self, parallel: ParallelModules) -> ParameterStore | ShardedStore:
+    def _materialize(self, parallel: ParallelModules) -> "ParameterStore | ShardedStore":
         """Shard modules, allocate and initialize them, and return their parameter store."""
         modules = [*parallel.modules.values()]
         self._features.place(modules)
@@ -287,11 +275,11 @@ class MaterializedStages:
         tie_equally_named_parameters(modules)
         return data_parallel.create_store(modules, sharded)
 
-    def _set_stages(self, parallel: ParallelModules, store: ParameterStore | ShardedStore) -> None:
+    def _set_stages(self, parallel: ParallelModules, store: "ParameterStore | ShardedStore") -> None:
         """Set this rank's stages from the modules, with parameters in `store`."""
         self.store = store
         self._features.allocate([*parallel.modules.values()])
-        choice = self._choose_recompute_and_offload(len(parallel.spans))
+        policies = self._choose_recompute_policies(len(parallel.spans))
         self.local = [
             Stage(
                 index=index,
@@ -302,9 +290,7 @@ class MaterializedStages:
                 shards=store.get_shards(module),
                 adapters=self.adapters,
                 splits=parallel.splits,
-                recompute=choice.recompute[index],
-                capture=self.capture,
-                offload=index in choice.offloaded,
+                recompute=policies[index],
                 read_or_draw_frozen_values=None if self._values is None else self._values.read_or_draw_frozen_values,
             )
             for index, module in parallel.modules.items()
@@ -320,13 +306,9 @@ class MaterializedStages:
             experts=parallel.experts,
         )
 
-    def _choose_recompute_and_offload(self, stages: int) -> MemoryChoice:
-        """Return the memory policy's choice, or the settings'."""
-        if self.memory is not None:
-            return self.memory.choose()
-        kept = MemoryChoice.keep_all(stages, self.mesh.sizes.pipeline)
-        offloaded = frozenset(range(stages) if self.offload else ())
-        return attrs.evolve(kept, recompute=(self.recompute,) * stages, offloaded=offloaded)
+    def _choose_recompute_policies(self, stages: int) -> Sequence[Recompute]:
+        """Return the memory policy's choice by stage, or the setting."""
+        return (self.recompute,) * stages if self.memory is None else self.memory.choose().recompute
 
     @property
     def _do_layers_keep_shapes(self) -> bool:

@@ -143,15 +143,9 @@ class Subject:
 def build_qwen3(kernels: Any, size: tuple[int, int, int], by_torch: bool) -> Subject:
     """Build eight layers of Qwen3."""
     width, rows, length = size
-    model = Qwen3Dense(
-        kernels=kernels,
-        num_hidden_layers=8,
-        hidden_size=width,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        intermediate_size=3 * width,
-        vocab_size=8,
-    )
+    sizes: dict[str, Any] = {"num_hidden_layers": 8, "hidden_size": width, "intermediate_size": 3 * width}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 8}
+    model = Qwen3Dense(kernels=kernels, **sizes)
     module = model.build(LayerRange(0, 8, embedding=False, head=False))
     positions = torch.arange(length).expand(rows, -1)
     shared = TokenContext(positions, torch.zeros_like(positions))

@@ -18,7 +18,7 @@ import attrs
 
 from drawloom.components.model.fallback.attention import register_attention
 from drawloom.components.model.fallback.checks import run_self_check
-from drawloom.components.model.fallback.errors import SelfCheckError
+from drawloom.components.model.fallback.parts import SelfCheckError
 
 PAGE = Path(__file__).parents[2] / "docs" / "transformers_types.md"
 MAX_SECONDS = 120

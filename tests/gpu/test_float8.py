@@ -45,7 +45,7 @@ def test_weights_rounded_once_a_step_change_no_bit(folder: Path, model: str) -> 
     assert losses_of_run(folder, "step", *words, "float8.round_weights=step") == plain
     for rounding in ("pass", "step"):
         graphs = losses_of_run(
-            folder, f"graphs_{rounding}", *words, "stages.capture=true", f"float8.round_weights={rounding}"
+            folder, f"graphs_{rounding}", *words, "capture.use=pipeline.captured", f"float8.round_weights={rounding}"
         )
         for mine, other in zip(graphs, plain, strict=True):
             assert list(mine) == pytest.approx(list(other), rel=2e-3)

@@ -55,8 +55,9 @@ OPTIMIZERS: dict[str, Any] = {"adamw": AdamW, "adam": Adam, "sgd": SGD, "muon": 
 def _nodes(mesh: RankMesh, device: Any) -> dict[str, Any]:
     sizes: dict[str, Any] = {"hidden_size": 6, "num_attention_heads": 2, "head_dim": 4, "intermediate_size": 14}
     sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6, "mlp_only_layers": [0, 3]}
+    sizes |= {"num_hidden_layers": 4, "vocab_size": 11, "tie_word_embeddings": True}
     kernels = cpu_kernels()
-    model = Qwen3Moe(kernels=kernels, num_hidden_layers=4, vocab_size=11, tie_word_embeddings=True, **sizes)
+    model = Qwen3Moe(kernels=kernels, **sizes)
     stages = MaterializedStages(
         model=model,
         loss=NextToken(),

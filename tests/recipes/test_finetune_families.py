@@ -10,7 +10,7 @@ import torch
 from benchmarks.transformers_types import default_config
 from drawloom.components.model.auto import FAMILIES
 from drawloom.components.model.fallback.build import build_transformers_model
-from drawloom.components.model.fallback.shrink import shrink_config
+from drawloom.components.model.fallback.checks import shrink_config
 from support.chat import tokenizer_folder
 from support.runs import drawloom
 

@@ -63,16 +63,9 @@ class Small:
         make, settings, dtypes = OPTIMIZERS[self.optimizer]
         precision = DtypePolicy(**dtypes)
         kernels = AutoKernels(device=self.device)
-        model = Qwen3Dense(
-            kernels=kernels,
-            num_hidden_layers=2,
-            vocab_size=20,
-            hidden_size=16,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=8,
-            intermediate_size=24,
-        )
+        sizes: dict[str, Any] = {"num_hidden_layers": 2, "vocab_size": 20, "hidden_size": 16}
+        sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "intermediate_size": 24}
+        model = Qwen3Dense(kernels=kernels, **sizes)
         common: dict[str, Any] = {"mesh": self.mesh, "device": self.device, "schedule": schedule("one_f_one_b")}
         self.stages = stages = MaterializedStages(
             model=model, loss=NextToken(), precision=precision, job=Job(), **common

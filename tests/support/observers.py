@@ -15,15 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.checkpoint import mirror as mirrors
-from drawloom.components.data import loader as loading
 from drawloom.components.data.bytes import Bytes
 from drawloom.components.data.order.sequential import Sequential
 from drawloom.components.data.pad_collator import PadCollator
 from drawloom.components.data.text_files import TextFiles
 from drawloom.components.data.token_arrays import TokenArrays
 from drawloom.components.distributed.device import ComputeDevice
-from drawloom.components.distributed.process_group import SingleProcess
-from drawloom.components.distributed.symmetric_memory import HostMemory
+from drawloom.components.distributed.single_process import HostMemory, SingleProcess
 from drawloom.components.gradients import synchronize
 from drawloom.components.gradients.norm import compute_exact_norm
 from drawloom.components.kernels.auto import AutoKernels
@@ -496,7 +494,7 @@ def load_microbatches(use: str, values: Values, _place: Path) -> Any:
 
         def close(self) -> None: ...
 
-    with mock.patch.object(loading, "Workers", Workers):
+    with mock.patch("drawloom.components.data.workers.Workers", Workers):
         edges = {"rows": _rows(), "batching": _batching(), "order": Sequential(), "mesh": SingleRankMesh()}
         loader = build(use, **edges, **values)
         loader.open()

@@ -21,13 +21,13 @@ from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-define
 
 from drawloom.components.checkpoint import commit
 from drawloom.components.data.bytes import Bytes
-from drawloom.components.distributed import membership
+from drawloom.components.distributed import launched_ranks, membership
 from drawloom.components.distributed import processes as joining
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.device_model import find_device_model
 from drawloom.components.distributed.generations import CURRENT, Generation, RunProcess
 from drawloom.components.distributed.guard import guard
-from drawloom.components.distributed.process_group import SingleProcess
+from drawloom.components.distributed.single_process import SingleProcess
 from drawloom.components.distributed.torchrun import Launch
 from drawloom.components.float8.layers import Float8Linear
 from drawloom.components.planning.plan import plan
@@ -46,7 +46,6 @@ from support.checkpoints import SingleRankMesh, StateNode, checkpointer
 from support.observers import JOB, Values, messages
 from support.plans import on_a_gpu, plan_check
 from support.steps import losses_of, train
-from support.transfers import DelayedTransfers
 
 TINY: dict[str, Any] = {
     "num_hidden_layers": 4,
@@ -100,7 +99,7 @@ def float8_layers_of(use: str, values: Values, folder: Path) -> Any:
 def frozen_weights_of(use: str, values: Values, folder: Path) -> Any:
     """Return a frozen model's weights, all of them added up."""
     teacher = {"use": use, "model": {"use": "model.auto", "path": str(Path("exported").absolute())}, **values}
-    tables = {"teacher": teacher, "executor": {"frozen": "@teacher"}, "loss": {"use": "loss.distill"}}
+    tables = {"teacher": teacher, "loss": {"use": "loss.distill"}}
     with _recipe(folder, **tables).open(only="teacher") as objects:
         (stage,) = objects["teacher"].forward_stages.local
         return sum(float(parameter.double().sum()) for parameter in stage.module.parameters())
@@ -117,24 +116,6 @@ def count_recomputations(use: str, values: Values, folder: Path) -> Any:
         tokens = torch.arange(6).unsqueeze(0)
         train(executor, [TokenBatch(tokens, tokens, tokens, torch.zeros_like(tokens), torch.ones(tokens.shape))])
     return runs
-
-
-def bytes_in_host_memory(use: str, values: Values, folder: Path) -> Any:
-    """Return the bytes of activations that leave the device in a step."""
-    transfers = DelayedTransfers()
-    tables = {"stages": dict(values), "schedule": {"use": "pipeline.schedules.gpipe"}}
-    with _recipe(folder, **tables).open(only="executor") as objects:
-        objects["executor"].open_transfers = lambda device: transfers
-        tokens = torch.arange(6).unsqueeze(0)
-        batch = TokenBatch(tokens, tokens, tokens, torch.zeros_like(tokens), torch.ones(tokens.shape))
-        train(objects["executor"], [batch] * 4)
-    return transfers.stored
-
-
-def captures_cuda_graphs(use: str, values: Values, folder: Path) -> Any:
-    """Whether the stages' passes become CUDA graphs, on a device that supports them."""
-    with _recipe(folder, stages=dict(values)).open(only="stages") as objects:
-        return [stage.capture for stage in objects["stages"].local]
 
 
 @attrs.define
@@ -264,13 +245,13 @@ def join_running(use: str, values: Values, _place: Path) -> tuple[int, float]:
     with (
         mock.patch.object(joining, "read_launch", lambda: Launch(address="localhost", agent_store=True)),
         mock.patch.dict(membership.RUNS),
-        mock.patch.object(joining, "connect_to_launch_store", lambda *_: store),
+        mock.patch.object(launched_ranks, "connect_to_launch_store", lambda *_: store),
         mock.patch.object(membership, "connect_to_launch_store", lambda *_: store),
-        mock.patch.object(joining, "start_exit_with_parent_thread"),
+        mock.patch.object(launched_ranks, "start_exit_with_parent_thread"),
         mock.patch.dict("os.environ"),
         open_node(node),
     ):
-        return node.generation, node._monitor.heartbeat_timeout
+        return node.generation, node._ranks.monitor.heartbeat_timeout
 
 
 def randomness_of(use: str, values: Values, _place: Path) -> Any:
@@ -473,12 +454,6 @@ def events_of_run(use: str, values: Values, folder: Path) -> Any:
     node.on_event(Event("run_ended"))
     with mock.patch.object(guard, "set_time_limit") as allow, node.lifecycle_context("open", "corpus"):
         return [call.arguments for call in timed.calls], allow.call_args.args[0]
-
-
-def problems_of_executor(use: str, values: Values, folder: Path) -> Any:
-    """Return the problems reported by `check` for an executor on a CPU."""
-    recipe = _recipe(folder, executor={"use": use, **values}, device={"kind": "cpu"})
-    return [str(problem) for problem in recipe.graph.problems]
 
 
 def plan_refuses(use: str, values: Values, folder: Path) -> Any:

@@ -848,8 +848,6 @@ ROWS: dict[str, Row] = {
     "pipeline.schedules.zero_bubble_1p": STAGES_PER_RANK,
     "pipeline.schedules.v_half": Row(parts.program, {}, {"comm": 1.0}),
     "pipeline.schedules.v_min": Row(parts.program, {}, {"comm": 1.0}),
-    "pipeline.executor": Row(runs.problems_of_executor, {}, {"streams": True}),
-    "pipeline.circular.executor": Row(runs.problems_of_executor, {}, {"streams": True}),
     "stages.frozen": Row(runs.frozen_weights_of, {}, {"weights": Change("no_folder", refused=True)}),
     "stages.materialized": Row(
         runs.stages_of,
@@ -860,8 +858,6 @@ ROWS: dict[str, Row] = {
             "weights": "exported",
             "bucket_bytes": Change(4, observer=runs.sums_over_replicas),
             "recompute": Change("blocks", observer=runs.count_recomputations),
-            "capture": Change(True, observer=runs.captures_cuda_graphs),
-            "offload": Change(True, observer=runs.bytes_in_host_memory),
         },
     ),
     "planning.check": Row(runs.plan_refuses, {}, {"refuse": False}),
@@ -921,13 +917,13 @@ UNOBSERVED = {
     (
         "stages.materialized",
         "reshard_after_forward",
-    ): "it needs ranks that shard: test_data_shard.py has them",
+    ): "it needs ranks that shard: test_fsdp.py has them",
     (
         "checkpoint.checkpointer",
         "neighbour_every",
     ): "it needs ranks that are lost: tests/runs/test_survival.py has them",
     ("pipeline.circular.executor", "delayed"): "messages take no time on one rank: circular/test_timetable.py has them",
-    ("stages.materialized", "sync_each_microbatch"): "the same: test_data_shard.py and tests/meshes/test_steps.py",
+    ("stages.materialized", "sync_each_microbatch"): "the same: test_fsdp.py and tests/meshes/test_steps.py",
     ("distributed.device", "share"): "it needs GPUs: test_device.py pretends to have some, and tests/gpu share one",
     ("optim.stochastic_adamw", "implementation"): "it is about speed: both give the same bits, as tests of kernels say",
 }

@@ -29,14 +29,14 @@ from drawloom.components.model.decoder.hugging_face import (
 )
 from drawloom.components.model.decoder.layer import Block
 from drawloom.components.model.decoder.model import CausalLM
-from drawloom.components.model.decoder.rope import BY_LENGTH, RopeScaling, find_rope_context_parallel_faults
+from drawloom.components.model.decoder.rope import BY_LENGTH, RopeScaling, find_context_parallel_faults
 from drawloom.components.model.decoder.settings import build_architecture_from_settings, find_setting_faults
 from drawloom.components.model.decoder.specs import DeltaSpec, MixerSpec
 from drawloom.components.model.layers import Linear
 from drawloom.components.model.split_vocabulary import (
     NewTokens,
     NewTokenSplit,
-    count_new_rows_by_parameter,
+    count_new_rows,
     count_new_tokens,
     create_vocabulary_join_mapper,
     find_new_tokens_fault,
@@ -49,9 +49,10 @@ from drawloom.components.ports.parameter_roles import Role, default_role, parame
 from drawloom.components.ports.parametrization import ModelScaling
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.weights import Mapper
-from drawloom.components.weights.load import persistent_tensors
+from drawloom.components.weights.convert import persistent_tensors
 from drawloom.components.weights.mapper import sequential
-from drawloom.graph import Problem, UserError, above, component_base_class, setting, wired
+from drawloom.graph import Problem, UserError, component_base_class, setting, wired
+from drawloom.graph.toml.emit import dump_toml
 
 NEW_TOKENS_ARE_WHOLE = "the rows of new tokens can't be shared"
 
@@ -102,34 +103,6 @@ class DecoderBuilder:
     config: Path | None = setting(
         default=None, doc="Hugging Face config.json, or its folder; other settings replace its values"
     )
-    _num_hidden_layers: int | None = setting(
-        default=None, alias="num_hidden_layers", check=create_size_check("num_hidden_layers"), doc="number of layers"
-    )
-    hidden_size: int | None = setting(
-        default=None, check=create_size_check("hidden_size"), doc="width of the hidden states"
-    )
-    num_attention_heads: int | None = setting(
-        default=None, check=create_size_check("num_attention_heads"), doc="number of query heads"
-    )
-    num_key_value_heads: int | None = setting(
-        default=None,
-        check=create_size_check("num_key_value_heads"),
-        doc="number of key and value heads; default: num_attention_heads",
-    )
-    head_dim: int | None = setting(
-        default=None,
-        check=create_size_check("head_dim"),
-        doc="width of a head; default: hidden_size / num_attention_heads",
-    )
-    intermediate_size: int | None = setting(
-        default=None, check=create_size_check("intermediate_size"), doc="inner width of the feed-forward network"
-    )
-    _vocab_size: int | None = setting(
-        default=None,
-        alias="vocab_size",
-        check=create_size_check("vocab_size"),
-        doc="number of token ids; default: the tokenizer's",
-    )
     vocabulary_multiple: int = setting(
         default=1,
         check=create_size_check("vocab_size"),
@@ -141,41 +114,27 @@ class DecoderBuilder:
         doc="number of the tokenizer's last ids with separate rows in embedding and head, in a parameter new_tokens, "
         "which a folder may lack; or a table from parameter names to numbers of ids, in the order of ids",
     )
-    tie_word_embeddings: bool | None = setting(
-        default=None, doc="use the embedding's weight for the head; default: the family's"
-    )
-    max_position_embeddings: int | None = setting(
-        default=None,
-        check=create_size_check("max_position_embeddings"),
-        impact="safe",
-        doc="maximum sequence length in an export; default: the family's",
-    )
-    rope_theta: float | None = setting(
-        default=None,
-        check=above(1),
-        impact="changes_training",
-        doc="base of rotary positions; default: the family's",
-    )
-    rope_scaling: RopeScaling | None = setting(
-        default=None, impact="changes_training", doc="scaling of rotary positions for longer texts; default: none"
-    )
     rope_parameters: RopeScaling | None = setting(
         default=None,
         impact="changes_training",
         doc="rope_theta and rope_scaling in one table, as in transformers 5",
     )
-    rms_norm_eps: float | None = setting(
-        default=None,
-        check=above(0),
-        impact="changes_training",
-        doc="constant added to mean squares in norms; default: the family's",
-    )
-    initializer_range: float | None = setting(
-        default=None,
-        check=above(0),
-        impact="changes_training",
-        doc="standard deviation of initial weights; default: 0.02",
-    )
+
+    def __init_subclass__(cls) -> None:
+        """Declare a setting for every key of the family's config; None stands for the file's value or the default."""
+        super().__init_subclass__()
+        if "family" not in vars(cls):
+            return
+        kind: Any
+        for key, field in cls.family.keys.items():
+            default, doc = cls.family.constants.get(key), field.metadata["doc"]
+            if default is not None:
+                doc += f"; default: {f'{default:g}' if isinstance(default, float) else dump_toml(default)}"
+            # Some keys are also properties of the built model.
+            name = f"_{key}" if hasattr(cls, key) else key
+            setattr(cls, name, setting(default=None, alias=key, **{**field.metadata, "doc": doc}))
+            kind = field.type
+            cls.__annotations__[name] = kind | None
 
     @classmethod
     def constraints(cls, node: Any) -> Iterator[Problem]:
@@ -198,7 +157,7 @@ class DecoderBuilder:
         if rope is None and (config := node.settings["config"]) is not None:
             with suppress(UserError):  # a problem of its own
                 rope = read_config(cls.family, config).rope_scaling
-        yield from find_rope_context_parallel_faults(rope)
+        yield from find_context_parallel_faults(rope)
 
     @classmethod
     def has_sequence_classifier(cls, node: Any) -> bool:
@@ -219,7 +178,7 @@ class DecoderBuilder:
         ids = {} if node.settings["config"] or node.settings["vocab_size"] else {"vocab_size": 1}
         kernels: Any = None
         with suppress(UserError):  # a problem of its own
-            return cls(kernels=kernels, **{**node.settings, **ids}).build_whole_model_on_meta()
+            return cls(kernels=kernels, **{**node.settings, **ids}).build_on_meta()
         return None
 
     @classmethod
@@ -256,7 +215,7 @@ class DecoderBuilder:
             return None
         rows, count = self.architecture.vocab_size, count_new_tokens(self.new_tokens)
         end = rows + count if self.tokenizer is None else self.tokenizer.vocab_size
-        return NewTokenSplit(end - count, count_new_rows_by_parameter(self.new_tokens), rows)
+        return NewTokenSplit(end - count, count_new_rows(self.new_tokens), rows)
 
     def list_input_files(self) -> dict[str, list[Path]]:
         if self.config is None:
@@ -291,7 +250,7 @@ class DecoderBuilder:
         fill_with_initial_weights(name, parameter, role, seed=seed, layers=layers, std=std, tensor_slice=tensor_slice)
 
     def forward_flops(self) -> ForwardFlops:
-        return forward_flops(self.build_whole_model_on_meta(), self.architecture)
+        return forward_flops(self.build_on_meta(), self.architecture)
 
     def hugging_face_config(self) -> dict[str, Any]:
         written = attrs.evolve(self.architecture, vocab_size=self.vocab_size)
@@ -305,7 +264,7 @@ class DecoderBuilder:
         return self.family.nested_types.get(str(read_config_json(path).get("model_type")), "model.")
 
     def hugging_face_mapper(self) -> Mapper:
-        names = [*persistent_tensors(self.build_whole_model_on_meta())]
+        names = [*persistent_tensors(self.build_on_meta())]
         joined = (
             Mapper(()) if self.new_token_split is None else create_vocabulary_join_mapper(names, self.new_token_split)
         )
@@ -316,9 +275,9 @@ class DecoderBuilder:
 
     @cached_property
     def _roles_by_parameter_name(self) -> dict[str, Role]:
-        return dict(parameter_roles(self.build_whole_model_on_meta()))
+        return dict(parameter_roles(self.build_on_meta()))
 
-    def build_whole_model_on_meta(self) -> nn.Module:
+    def build_on_meta(self) -> nn.Module:
         """Build the whole model on the meta device, where nothing is allocated."""
         with torch.device("meta"):
             return self.build(LayerRange(0, self.num_hidden_layers, embedding=True, head=True))

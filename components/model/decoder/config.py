@@ -1,5 +1,6 @@
-"""Decoder configs: sizes, and every layer's specification."""
+"""Decoder configs: keys of a `config.json`, which are also settings, and every layer's specification."""
 
+import typing
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
@@ -16,13 +17,7 @@ from drawloom.components.model.decoder.specs import (
     MixerSpec,
     MlpSpec,
 )
-from drawloom.components.model.decoder.values import (
-    COEFFICIENT,
-    LAYER_NUMBERS,
-    create_word_list_check,
-    declare_config_key,
-)
-from drawloom.graph import between
+from drawloom.graph import above, at_least, between, setting
 from drawloom.graph.component import Bound
 from drawloom.kernels.attention_options import AttentionOptions
 
@@ -30,20 +25,19 @@ MAX_SIZES = {
     "num_hidden_layers": 10_000,  # ten times the deepest transformers; building many more would take hours
     "hidden_size": 10_000_000,
     "num_attention_heads": 100_000,
-    "num_key_value_heads": 100_000,
     "head_dim": 1_000_000,
     "intermediate_size": 10_000_000,
-    "moe_intermediate_size": 10_000_000,
     "max_position_embeddings": 1_000_000_000,
     "vocab_size": 2**31,  # token ids are int32
     "num_experts": 10_000,
-    "num_experts_per_tok": 10_000,
-    "n_shared_experts": 10_000,
 }
 """Sizes above those of all models, beyond which checks alone would take minutes or gigabytes."""
 
 MAX_EXPERTS_IN_ALL = 1_000_000
 """Experts of all layers: each is a tensor of its own in files."""
+
+ATTENTION_BIAS = "add biases to the linear layers of attention"
+WINDOW = "number of tokens that a token attends to in layers with a window, including itself"
 
 
 def create_size_check(name: str) -> Bound:
@@ -57,8 +51,9 @@ class DecoderConfig:
     """
     Decoder config; sizes count channels, heads, layers or token ids.
 
-    Fields are keys in `config.json`. Class variables and methods choose the layers' mechanisms; a family's own class
-    overrides them.
+    Every field is a key in `config.json`, declared once: a recipe's setting with this type, check and documentation,
+    whose values in files are checked likewise. A family's own class may declare keys, change the defaults of inherited
+    ones (`rope_theta: float = 5e5`), and override the class variables and methods that choose the layers' mechanisms.
     """
 
     qk_norm: ClassVar[Literal["none", "head", "projection"]] = "none"
@@ -70,22 +65,52 @@ class DecoderConfig:
     activation: ClassVar[Activation] = "silu"
     """Activation of the gate in feed-forward networks."""
 
+    # Class variables that a family may declare as keys.
     residual_multiplier = 1.0
     """Factor of outputs that are added to the residual stream."""
 
-    num_hidden_layers: int
-    hidden_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    intermediate_size: int
-    vocab_size: int
-    tie_word_embeddings: bool = False
-    max_position_embeddings: int = 32_768
-    rope_theta: float = 1e6
-    rope_scaling: RopeScaling | None = None
-    rms_norm_eps: float = 1e-6
-    initializer_range: float = 0.02
+    partial_rotary_factor = 1.0
+    """Part of the channels of a head that rotary positions rotate."""
+
+    attention_bias = False
+    """Whether the linear layers of attention have biases."""
+
+    mlp_bias = False
+    """Whether the linear layers of feed-forward networks have biases."""
+
+    num_hidden_layers: int = setting(check=create_size_check("num_hidden_layers"), doc="number of layers")
+    hidden_size: int = setting(check=create_size_check("hidden_size"), doc="width of the hidden states")
+    num_attention_heads: int = setting(check=create_size_check("num_attention_heads"), doc="number of query heads")
+    num_key_value_heads: int = setting(
+        check=create_size_check("num_attention_heads"),
+        doc="number of key and value heads; default: num_attention_heads",
+    )
+    head_dim: int = setting(
+        check=create_size_check("head_dim"), doc="width of a head; default: hidden_size / num_attention_heads"
+    )
+    intermediate_size: int = setting(
+        check=create_size_check("intermediate_size"), doc="inner width of the feed-forward network"
+    )
+    vocab_size: int = setting(
+        check=create_size_check("vocab_size"), doc="number of token ids; default: the tokenizer's"
+    )
+    tie_word_embeddings: bool = setting(default=False, doc="use the embedding's weight for the head")
+    max_position_embeddings: int = setting(
+        default=32_768,
+        check=create_size_check("max_position_embeddings"),
+        impact="safe",
+        doc="maximum sequence length in an export",
+    )
+    rope_theta: float = setting(default=1e6, check=above(1), impact="changes_training", doc="base of rotary positions")
+    rope_scaling: RopeScaling | None = setting(
+        default=None, impact="changes_training", doc="scaling of rotary positions for longer texts; default: none"
+    )
+    rms_norm_eps: float = setting(
+        default=1e-6, check=above(0), impact="changes_training", doc="constant added to mean squares in norms"
+    )
+    initializer_range: float = setting(
+        default=0.02, check=above(0), impact="changes_training", doc="standard deviation of initial weights"
+    )
 
     @property
     def max_sequence_length(self) -> int:
@@ -99,7 +124,7 @@ class DecoderConfig:
     @property
     def rotary_dim(self) -> int:
         """The number of rotated channels in a head."""
-        return self.head_dim
+        return int(self.head_dim * self.partial_rotary_factor)
 
     @property
     def logit_multiplier(self) -> float:
@@ -117,7 +142,8 @@ class DecoderConfig:
 
     def has_bias(self, projection: str) -> bool:
         """Return whether a linear layer, called as in transformers (`q_proj`), has a bias."""
-        return False
+        is_mlp = projection in ("gate_proj", "up_proj", "down_proj")
+        return self.mlp_bias if is_mlp else self.attention_bias
 
     def window_of(self, layer: int) -> int | None:
         """Return how many tokens a token attends to in a layer, itself included; None: all before it."""
@@ -158,70 +184,95 @@ class DecoderConfig:
 
     @classmethod
     def find_faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
-        """Yield the faults in keys only this family has; `given` has at least the keys without a default."""
-        yield from ()
+        """
+        Yield the faults in keys only this family has.
+
+        `given` has all keys, except those whose default depends on the layers or on the tokenizer.
+        """
+        factor = given.get("partial_rotary_factor", 1.0)
+        channels = int(given["head_dim"] * factor)
+        if factor != 1 and (channels < 2 or channels % 2):
+            why = f"partial_rotary_factor = {factor} rotates {channels} channels of head_dim = {given['head_dim']}"
+            yield InvalidSetting("partial_rotary_factor", why, "write a factor that rotates pairs of channels")
 
 
-def post_norm_branches(config: DecoderConfig, layer: int) -> Sequence[Branch]:
-    """Return attention and a feed-forward network, with their outputs normed instead of their inputs."""
-    return (
-        Branch(None, "self_attn", config.mixer_spec_of(layer), "post_attention_layernorm"),
-        Branch(None, "mlp", config.mlp_spec_of(layer), "post_feedforward_layernorm"),
+def config_fields(config: type[DecoderConfig]) -> "dict[str, attrs.Attribute[Any]]":
+    """Return a config's fields by key. A field that changes a default has the check and documentation it inherits."""
+    hints = typing.get_type_hints(config)
+    bases = [base for base in reversed(config.__mro__) if attrs.has(base)]
+    parents = [field for base in bases for field in attrs.fields(base) if not field.inherited]
+    declared = {field.name: field.metadata for field in parents if "doc" in field.metadata}
+    if undeclared := [field.name for field in attrs.fields(config) if field.name not in declared]:
+        raise TypeError(f"{config.__name__}.{undeclared[0]} has no documentation; declare it by setting(..., doc=...)")
+    return {
+        field.name: field.evolve(type=hints[field.name], metadata=declared[field.name])
+        for field in attrs.fields(config)
+    }
+
+
+def rotary_factor_setting(default: float) -> Any:
+    """Declare `partial_rotary_factor`, from which `rotary_dim` follows."""
+    return setting(
+        default=default,
+        check=between(0.01, 1.001),
+        impact="changes_training",
+        doc="part of the channels of a head that rotary positions rotate",
     )
 
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
+SlidingTypes = list[Literal["full_attention", "sliding_attention"]]
+"""Types of layers with full attention and with a window."""
 
-@attrs.frozen(kw_only=True)
+
+def alternate_layer_types(layers: int, interval: int, other: str = SLIDING) -> list[str]:
+    """Return a type for every layer: full attention for the last of every `interval` layers, `other` for the rest."""
+    return [other if (layer + 1) % interval else FULL for layer in range(layers)]
+
+
+def layer_types_setting(interval: int, other: str = SLIDING) -> Any:
+    """Declare `layer_types`: by default the last of every `interval` layers has full attention."""
+    ordinals = {2: "second", 4: "fourth", 6: "sixth"}
+    return setting(
+        default=attrs.Factory(
+            lambda self: alternate_layer_types(self.num_hidden_layers, interval, other), takes_self=True
+        ),
+        impact="changes_training",
+        doc=f"{FULL} or {other} for every layer; default: every {ordinals[interval]} is {FULL}",
+    )
+
+
+def find_short_list_faults(given: Mapping[str, Any], key: str, items: str) -> Iterator[InvalidSetting]:
+    """Yield the fault if the list `key`, which may be longer than the model, lacks items for the last layers."""
+    layers, count = given["num_hidden_layers"], len(given.get(key) or ())
+    if key in given and count < layers:
+        why = f"{key} has {count} {items}, and num_hidden_layers = {layers}"
+        yield InvalidSetting(key, why, f"write {layers} {items}, or leave {key} out")
+
+
+@attrs.frozen(kw_only=True, slots=False)
 class LayerTypesConfig(DecoderConfig):
     """
     Config with a type for every layer: full attention, or attention within `sliding_window` tokens.
 
-    By default the last of every `full_attention_interval` layers has full attention. `layer_types` may be longer than
-    the model.
+    `layer_types` may be longer than the model.
     """
 
-    full_attention_interval: ClassVar[int] = 4
-
-    sliding_window: int = 4096
-    layer_types: tuple[str, ...] = attrs.field(
-        default=attrs.Factory(lambda self: self.default_layer_types(self.num_hidden_layers), takes_self=True),
-        converter=tuple,
-        metadata={"values": create_word_list_check(FULL, SLIDING)},
-    )
-
-    @classmethod
-    def default_layer_types(cls, layers: int, interval: int | None = None) -> tuple[str, ...]:
-        """Return types for `layers` layers: every `interval`-th (default: the family's) has full attention."""
-        step = interval or cls.full_attention_interval
-        return tuple(SLIDING if (layer + 1) % step else FULL for layer in range(layers))
+    sliding_window: int = setting(default=4096, check=at_least(1), impact="changes_training", doc=WINDOW)
+    layer_types: SlidingTypes = layer_types_setting(4)
 
     def window_of(self, layer: int) -> int | None:
         return self.sliding_window if self.layer_types[layer] == SLIDING else None
 
     @classmethod
     def find_faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
-        """Yield the inherited faults, and one if `layer_types` is shorter than the model or has an unknown type."""
         yield from super().find_faults(given)
-        layers, types = given["num_hidden_layers"], given.get("layer_types")
-        if types is not None and len(types) < layers:
-            why = f"layer_types has {len(types)} types, and num_hidden_layers = {layers}"
-            yield InvalidSetting("layer_types", why, f"write {layers} types, or leave layer_types out")
-        elif types is not None and (unknown := [word for word in types if word not in (FULL, SLIDING)]):
-            why = f"layer_types has {unknown[0]!r}"
-            yield InvalidSetting("layer_types", why, f"write {FULL!r} or {SLIDING!r}")
-
-
-@attrs.frozen(kw_only=True)
-class Qwen3Config(DecoderConfig):
-    """Config of Qwen3 (Qwen team 2025, arXiv 2505.09388): queries and keys are normed by head."""
-
-    qk_norm = "head"
+        yield from find_short_list_faults(given, "layer_types", "types")
 
 
 @attrs.frozen(kw_only=True, slots=False)
-class MoeConfig(DecoderConfig):
+class ExpertsConfig(DecoderConfig):
     """
     Config for a decoder with experts. A family decides which layers have experts, and how they are chosen.
 
@@ -229,11 +280,17 @@ class MoeConfig(DecoderConfig):
     layers.
     """
 
-    num_experts: int
-    num_experts_per_tok: int
-    moe_intermediate_size: int
-    router_aux_loss_coef: float = declare_config_key(COEFFICIENT, 0.001)  # the default of transformers' MoeConfig
-    router_z_loss_coef: float = declare_config_key(COEFFICIENT, 0.0)
+    num_experts: int = setting(check=create_size_check("num_experts"), doc="number of routed experts per layer")
+    num_experts_per_tok: int = setting(check=create_size_check("num_experts"), doc="number of routed experts per token")
+    router_aux_loss_coef: float = setting(  # the default of transformers' MoeConfig
+        default=0.001, check=at_least(0), impact="changes_training", doc="load-balancing loss coefficient"
+    )
+    router_z_loss_coef: float = setting(
+        default=0.0,
+        check=at_least(0),
+        impact="changes_training",
+        doc="router z-loss coefficient, to keep the router's logits small",
+    )
 
     @property
     def routing(self) -> Routing:
@@ -241,27 +298,41 @@ class MoeConfig(DecoderConfig):
         return Routing()
 
     @property
+    def expert_width(self) -> int:
+        """The inner width of an expert."""
+        return self.intermediate_size
+
+    @property
     def shared_expert_width(self) -> int:
         """The inner width for experts that all tokens visit."""
         return 0
 
-    def mlp_spec_of(self, layer: int) -> MlpSpec | ExpertSpec:
-        if not self.layer_has_experts(layer):
-            return super().mlp_spec_of(layer)
+    @property
+    def expert_spec(self) -> ExpertSpec:
+        """The specification for the experts of a layer."""
         return ExpertSpec(
             experts=self.num_experts,
             choices=self.num_experts_per_tok,
-            width=self.moe_intermediate_size,
+            width=self.expert_width,
             routing=self.routing,
             shared_expert_width=self.shared_expert_width,
             aux_loss_coef=self.router_aux_loss_coef / self.moe_layers,
             z_loss_coef=self.router_z_loss_coef / self.moe_layers,
         )
 
+    def mlp_spec_of(self, layer: int) -> MlpSpec | ExpertSpec:
+        return self.expert_spec if self.layer_has_experts(layer) else super().mlp_spec_of(layer)
+
     @classmethod
     def find_faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+        """Yield the fault if a token chooses more experts than there are, or there are more than files can contain."""
         yield from super().find_faults(given)
-        yield from find_expert_count_faults(given)
+        if (total := given["num_hidden_layers"] * given["num_experts"]) > MAX_EXPERTS_IN_ALL:
+            why = f"num_hidden_layers × num_experts = {total} experts are more than {MAX_EXPERTS_IN_ALL}"
+            yield InvalidSetting("num_experts", why, "write fewer")
+        elif (choices := given["num_experts_per_tok"]) > (experts := given["num_experts"]):
+            why = f"num_experts_per_tok = {choices} is more than num_experts = {experts}"
+            yield InvalidSetting("num_experts_per_tok", why, f"write {experts}, or less")
 
     def layer_has_experts(self, number: int) -> bool:
         """Return True: all layers have experts, unless a subclass overrides this."""
@@ -274,44 +345,18 @@ class MoeConfig(DecoderConfig):
 
 
 @attrs.frozen(kw_only=True, slots=False)
-class Qwen3MoeConfig(MoeConfig):
-    """Config of Qwen3 with experts. `mlp_only_layers` numbers the layers without experts."""
+class MoeConfig(ExpertsConfig):
+    """Config for a decoder whose experts have another width than the feed-forward networks."""
 
-    qk_norm = "head"
-
-    norm_topk_prob: bool = True
-    decoder_sparse_step: int = 1
-    mlp_only_layers: tuple[int, ...] = declare_config_key(LAYER_NUMBERS, ())
+    intermediate_size: int = setting(
+        check=create_size_check("intermediate_size"),
+        doc="inner width of the feed-forward network in layers without experts",
+    )
+    moe_intermediate_size: int = setting(check=create_size_check("intermediate_size"), doc="inner width of an expert")
 
     @property
-    def routing(self) -> Routing:
-        """Routing by softmax scores."""
-        return Routing(norm_topk_prob=self.norm_topk_prob)
-
-    def layer_has_experts(self, number: int) -> bool:
-        return layer_has_experts(number, self.decoder_sparse_step, self.mlp_only_layers)
-
-    @classmethod
-    def find_faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
-        """Yield the faults in layer numbers, and the fault if a layer without experts has no size."""
-        yield from super().find_faults(given)
-        layers, step = given["num_hidden_layers"], given.get("decoder_sparse_step", 1)
-        dense = given.get("mlp_only_layers", ())
-        if strange := [number for number in dense if not 0 <= number < layers]:
-            why = f"mlp_only_layers names layer {strange[0]}, and layers are counted from 0 to {layers - 1}"
-            yield InvalidSetting("mlp_only_layers", why, f"remove {strange[0]}")
-        elif not any(layer_has_experts(number, step, dense) for number in range(layers)):
-            key = "decoder_sparse_step" if step > layers else "mlp_only_layers"
-            yield InvalidSetting(key, "no layer has experts", 'write less, or use = "model.qwen3.dense"')
-        else:
-            yield from find_dense_width_faults(
-                given, [n for n in range(layers) if not layer_has_experts(n, step, dense)]
-            )
-
-
-def layer_has_experts(number: int, sparse_step: int, dense_layers: Sequence[int]) -> bool:
-    """Return whether layer `number` has experts: every `sparse_step`-th layer has, except for `dense_layers`."""
-    return number not in dense_layers and (number + 1) % sparse_step == 0
+    def expert_width(self) -> int:
+        return self.moe_intermediate_size
 
 
 def find_head_count_faults(heads: int, kv_heads: int, head_dim: int) -> Iterator[InvalidSetting]:
@@ -323,26 +368,6 @@ def find_head_count_faults(heads: int, kv_heads: int, head_dim: int) -> Iterator
     if head_dim % 2:
         why = f"head_dim = {head_dim} is odd, and rotary positions rotate pairs of channels"
         yield InvalidSetting("head_dim", why, f"write {head_dim + 1}")
-
-
-def find_expert_count_faults(given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
-    """Yield the fault if a token chooses more experts than there are, or there are more than files can contain."""
-    if (total := given["num_hidden_layers"] * given["num_experts"]) > MAX_EXPERTS_IN_ALL:
-        why = f"num_hidden_layers × num_experts = {total} experts are more than {MAX_EXPERTS_IN_ALL}"
-        yield InvalidSetting("num_experts", why, "write fewer")
-    elif (choices := given["num_experts_per_tok"]) > (experts := given["num_experts"]):
-        why = f"num_experts_per_tok = {choices} is more than num_experts = {experts}"
-        yield InvalidSetting("num_experts_per_tok", why, f"write {experts}, or less")
-
-
-def find_rotary_dim_faults(given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
-    """Yield the fault if a head's rotated channels do not form pairs."""
-    if "head_dim" in given:
-        channels = int(given["head_dim"] * given["partial_rotary_factor"])
-        if channels < 2 or channels % 2:
-            head = f"head_dim = {given['head_dim']}"
-            why = f"partial_rotary_factor = {given['partial_rotary_factor']} rotates {channels} channels of {head}"
-            yield InvalidSetting("partial_rotary_factor", why, "write a factor that rotates pairs of channels")
 
 
 def num_experts(architecture: DecoderConfig) -> int:

@@ -1,28 +1,33 @@
-"""Config and settings for DeepSeek's experts: groups, a balancing bias, and shared experts (arXiv 2412.19437)."""
+"""Config for DeepSeek's experts: groups, a balancing bias, and shared experts (arXiv 2412.19437)."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import attrs
 
-from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.decoder.config import MoeConfig, create_size_check, find_dense_width_faults
 from drawloom.components.model.decoder.rope import InvalidSetting
 from drawloom.components.model.decoder.router import Routing
-from drawloom.components.model.decoder.values import COEFFICIENT, COUNT, declare_config_key
-from drawloom.components.ports.experts import ExpertKernels
-from drawloom.graph import above, at_least, component_base_class, setting
+from drawloom.graph import above, at_least, setting
 
 
 @attrs.frozen(kw_only=True, slots=False)
 class GroupedExpertsConfig(MoeConfig):
     """Config for routed experts in groups and shared experts in all layers but the first."""
 
-    routed_scaling_factor: float = 1.0
-    n_shared_experts: int = 1
-    n_group: int = 1
-    topk_group: int = 1
-    first_k_dense_replace: int = declare_config_key(COUNT, 0)
+    n_shared_experts: int = setting(
+        default=1,
+        check=create_size_check("num_experts"),
+        doc="number of shared experts per layer, which process all tokens",
+    )
+    first_k_dense_replace: int = setting(default=0, check=at_least(0), doc="number of first layers without experts")
+    routed_scaling_factor: float = setting(
+        default=1.0, check=above(0), impact="changes_training", doc="multiplier of the scores of a token's experts"
+    )
+    n_group: int = setting(default=1, check=at_least(1), impact="changes_training", doc="number of expert groups")
+    topk_group: int = setting(
+        default=1, check=at_least(1), impact="changes_training", doc="maximum number of expert groups per token"
+    )
 
     @property
     def shared_expert_width(self) -> int:
@@ -35,20 +40,24 @@ class GroupedExpertsConfig(MoeConfig):
     def find_faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
         """Yield the faults in expert groups, and the fault if no layer has experts."""
         yield from super().find_faults(given)
-        layers, dense = given["num_hidden_layers"], given.get("first_k_dense_replace", 0)
+        layers, dense = given["num_hidden_layers"], given["first_k_dense_replace"]
         if dense >= layers:
             why = f"first_k_dense_replace = {dense} leaves none of {layers} layers with experts"
             yield InvalidSetting("first_k_dense_replace", why, f"write less than {layers}")
         yield from find_dense_width_faults(given, range(dense))
-        yield from _find_expert_group_faults(given["num_experts"], given.get("n_group", 1), given)
+        yield from _find_expert_group_faults(given)
 
 
 @attrs.frozen(kw_only=True, slots=False)
 class SigmoidExpertsConfig(GroupedExpertsConfig):
     """Config for DeepSeek-V3's experts: scores are sigmoids, and a bias added to them balances the load."""
 
-    norm_topk_prob: bool = True
-    router_aux_loss_coef: float = declare_config_key(COEFFICIENT, 0.0)  # the router's bias balances
+    norm_topk_prob: bool = setting(
+        default=True,
+        impact="changes_training",
+        doc="normalise the scores of a token's experts to a sum of 1",
+    )
+    router_aux_loss_coef: float = 0.0  # the router's bias balances
 
     @property
     def routing(self) -> Routing:
@@ -64,9 +73,10 @@ class SigmoidExpertsConfig(GroupedExpertsConfig):
         )
 
 
-def _find_expert_group_faults(experts: int, groups: int, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+def _find_expert_group_faults(given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
     """Yield the fault if groups do not divide the experts, or allow fewer experts than a token chooses."""
-    used, choices = given.get("topk_group", 1), given["num_experts_per_tok"]
+    experts, choices = given["num_experts"], given["num_experts_per_tok"]
+    groups, used = given["n_group"], given["topk_group"]
     if experts % groups or (groups > 1 and experts // groups < 2):
         fitting = [number for number in range(1, experts // 2 + 1) if experts % number == 0] or [1]
         why = f"n_group = {groups} does not divide num_experts = {experts} into groups of 2 or more"
@@ -81,70 +91,3 @@ def _find_expert_group_faults(experts: int, groups: int, given: Mapping[str, Any
 
 RENAMED = {"num_experts": "n_routed_experts"}
 """Keys that have other names in a `config.json`."""
-
-
-@component_base_class
-class GroupedExpertsBuilder(DecoderBuilder):
-    """Builder for a decoder with experts in groups."""
-
-    kernels: ExpertKernels
-    intermediate_size: int | None = setting(
-        default=None,
-        check=create_size_check("intermediate_size"),
-        doc="width of the feed-forward network in layers without experts",
-    )
-    num_experts: int | None = setting(
-        default=None, check=create_size_check("num_experts"), doc="number of routed experts per layer"
-    )
-    num_experts_per_tok: int | None = setting(
-        default=None, check=create_size_check("num_experts_per_tok"), doc="number of routed experts per token"
-    )
-    moe_intermediate_size: int | None = setting(
-        default=None, check=create_size_check("moe_intermediate_size"), doc="width of an expert"
-    )
-    n_shared_experts: int | None = setting(
-        default=None,
-        check=create_size_check("n_shared_experts"),
-        doc="number of shared experts per layer, which process all tokens; default: 1",
-    )
-    first_k_dense_replace: int | None = setting(
-        default=None, check=at_least(0), doc="number of first layers without experts; default: 0"
-    )
-    routed_scaling_factor: float | None = setting(
-        default=None,
-        check=above(0),
-        impact="changes_training",
-        doc="multiplier of the scores of a token's experts; default: 1",
-    )
-    n_group: int | None = setting(
-        default=None, check=at_least(1), impact="changes_training", doc="number of expert groups; default: 1"
-    )
-    topk_group: int | None = setting(
-        default=None,
-        check=at_least(1),
-        impact="changes_training",
-        doc="maximum number of expert groups per token; default: 1",
-    )
-    router_aux_loss_coef: float | None = setting(
-        default=None,
-        check=at_least(0),
-        impact="changes_training",
-        doc="load-balancing loss coefficient; default: the config's, or 0",
-    )
-    router_z_loss_coef: float | None = setting(
-        default=None,
-        check=at_least(0),
-        impact="changes_training",
-        doc="router z-loss coefficient, to keep the router's logits small; default: the config's, or 0",
-    )
-
-
-@component_base_class
-class SigmoidExpertsBuilder(GroupedExpertsBuilder):
-    """Builder for a decoder with DeepSeek-V3's experts; the phase `phases.router_bias` balances them."""
-
-    norm_topk_prob: bool | None = setting(
-        default=None,
-        impact="changes_training",
-        doc="normalise the scores of a token's experts to a sum of 1; default: true",
-    )

@@ -3,24 +3,25 @@
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import attrs
 
 from drawloom.components.model.decoder.config import (
-    MAX_SIZES,
+    FULL,
     SLIDING,
     DecoderConfig,
+    config_fields,
     find_head_count_faults,
     num_experts,
 )
 from drawloom.components.model.decoder.rope import (
+    CONVERTER,
     InvalidSetting,
     build_rope_parameters,
     find_rope_faults,
-    parse_rope_theta_and_scaling,
+    parse_theta_and_scaling,
 )
-from drawloom.components.model.decoder.values import find_key_check
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.storage.regular_file import open_untrusted_file
 from drawloom.components.storage.strict_json import parse_strict_json
@@ -32,25 +33,20 @@ from drawloom.graph import UserError
 def create_decoder_mapper(names: Iterable[str], architecture: DecoderConfig) -> Mapper:
     """Return the mapper from parameters with these names to tensors in files."""
     count = num_experts(architecture)
-    return parallel(*(_create_parameter_to_files_mapper(name, count) for name in names))
+    return parallel(*(_create_parameter_mapper(name, count) for name in names))
 
 
-def _create_parameter_to_files_mapper(name: str, num_experts: int) -> Mapper:
+def _create_parameter_mapper(name: str, num_experts: int) -> Mapper:
     """Return the mapper from one parameter to its tensors in files, where experts are separate."""
     layer, _, projection = name.rpartition(".")
     experts = [f"{layer}.{expert}" for expert in range(num_experts)]
     # Experts are stacked in one parameter here, and are separate tensors in published files.
     if name.endswith(".experts.gate_up_proj"):
-        return sequential(unstack(name, experts), parallel(*_create_gate_up_split_mappers(experts)))
+        parts = [(expert, [f"{expert}.{part}_proj.weight" for part in ("gate", "up")]) for expert in experts]
+        return sequential(unstack(name, experts), parallel(*(chunk(expert, names) for expert, names in parts)))
     if name.endswith(".experts.down_proj"):
         return unstack(name, [f"{expert}.{projection}.weight" for expert in experts])
     return identity(name)
-
-
-def _create_gate_up_split_mappers(experts: Iterable[str]) -> Iterator[Mapper]:
-    """Yield mappers that split every expert's joined matrix into its gate and up projections."""
-    for expert in experts:
-        yield chunk(expert, [f"{expert}.gate_proj.weight", f"{expert}.up_proj.weight"])
 
 
 def _return_unchanged(config: dict[str, Any]) -> dict[str, Any]:
@@ -61,29 +57,24 @@ def _return_unchanged(config: dict[str, Any]) -> dict[str, Any]:
 @attrs.frozen
 class Family:
     """
-    Family of models: its component's name, its config class, and its keys in a `config.json`.
+    Family of models in files: its config class, and its keys in a `config.json`.
 
-    `needed` are settings without a default; `hf_defaults` are transformers' defaults for a config's keys, where they
-    differ from ours; `fixed` are values that a config must have for a model to be built, and gets when it is written.
-    `nullable` keys may be null; `renamed` maps our keys to the names in files. With `derives_head_dim` a config may
-    leave out head sizes. Files may have `model_type` or one of `other_types`; multimodal models with `nested_types`
-    have such a config as `text_config`, and map to the decoder's prefix in the model that transformers builds for
-    causal language modeling. `read` converts a `config.json` to the config class's keys, before defaults are filled in,
-    and raises ValueError, with a reason that follows the path, for a config that can't be built; `write` is its
-    inverse, for a complete `config.json`. `mapper` maps parameters to tensors in files; `ignored` are patterns
-    (fnmatch) for tensors that are not loaded, in which {layers} is the number of layers. `has_classifier` tells whether
-    transformers has a sequence classifier for `model_type`.
+    `hf_defaults` are transformers' defaults for a config's keys, where they differ from ours; `fixed` are values that a
+    config must have for a model to be built, and gets when it is written. `renamed` maps our keys to the names in
+    files. With `derives_head_dim` a config may leave out head sizes. Files may have `model_type` or one of
+    `other_types`; multimodal models with `nested_types` have such a config as `text_config`, and map to the decoder's
+    prefix in the model that transformers builds for causal language modeling. `read` converts a `config.json` to the
+    config class's keys, before defaults are filled in, and raises ValueError, with a reason that follows the path, for
+    a config that can't be built; `write` is its inverse, for a complete `config.json`. `mapper` maps parameters to
+    tensors in files; `ignored` are patterns (fnmatch) for tensors that are not loaded, in which {layers} is the number
+    of layers. `has_classifier` tells whether transformers has a sequence classifier for `model_type`.
     """
 
-    component: str
-    called: str
-    architecture: type[DecoderConfig]
+    config: type[DecoderConfig]
     model_type: str
     class_name: str
-    needed: tuple[str, ...] = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
     hf_defaults: Mapping[str, Any] = attrs.field(factory=dict)
     fixed: Mapping[str, Any] = attrs.field(factory=dict)
-    nullable: tuple[str, ...] = ()
     renamed: Mapping[str, str] = attrs.field(factory=dict)
     derives_head_dim: bool = True
     other_types: tuple[str, ...] = ()
@@ -93,16 +84,27 @@ class Family:
     write: Callable[[dict[str, Any]], dict[str, Any]] = _return_unchanged
     mapper: Callable[[Iterable[str], DecoderConfig], Mapper] = create_decoder_mapper
     has_classifier: bool = True
+    keys: "dict[str, attrs.Attribute[Any]]" = attrs.field(init=False, repr=False, eq=False)
+    """The fields of the config class: the keys of a `config.json`, and the settings with their names."""
+
+    @keys.default
+    def _read_keys(self) -> "dict[str, attrs.Attribute[Any]]":
+        return config_fields(self.config)
 
     @property
-    def config_keys(self) -> list[str]:
-        """The keys in a `config.json` except rotary scaling, which has two forms."""
-        return [field.name for field in attrs.fields(self.architecture) if field.name != "rope_scaling"]
+    def constants(self) -> dict[str, Any]:
+        """The keys' defaults, except those that depend on other keys or on the tokenizer."""
+        return {key: field.default for key, field in self.keys.items() if isinstance(field.default, int | float | None)}
 
-    @property
-    def settings_from_config_json(self) -> list[str]:
-        """The names of recipe settings that a `config.json` can set."""
-        return [*self.config_keys, "rope_scaling", "rope_parameters"]
+
+def fill_layer_list(
+    config: dict[str, Any], key: str, interval: Any, create: Callable[[int, int], Sequence[Any]]
+) -> dict[str, Any]:
+    """Return a `config.json` in which a missing list by layer is `create(layers, interval)`, if both are numbers."""
+    layers = config.get("num_hidden_layers")
+    if config.get(key) is None and type(interval) is int and type(layers) is int and interval > 0:
+        return {**config, key: create(layers, interval)}
+    return config
 
 
 MAX_CONFIG = 2**20
@@ -121,9 +123,8 @@ TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 def build_hugging_face_config(family: Family, architecture: DecoderConfig) -> dict[str, Any]:
     """Return the `config.json` for a model; an export fills in the token ids."""
-    numbers = {
-        family.renamed.get(key, key): _convert_tuple_to_list(getattr(architecture, key)) for key in family.config_keys
-    }
+    # Rotary scaling has another form in files.
+    numbers = {family.renamed.get(key, key): getattr(architecture, key) for key in family.keys if key != "rope_scaling"}
     named = {"architectures": [family.class_name], "model_type": family.model_type}
     rope = build_rope_parameters(architecture.rope_scaling, architecture.rope_theta, architecture.rotary_dim)
     no_ids = dict.fromkeys(TOKEN_IDS)
@@ -242,37 +243,46 @@ def read_config_json(path: Path) -> dict[str, Any]:
 
 def _build_architecture(family: Family, config: Mapping[str, Any], path: Path) -> DecoderConfig:
     """Build a config object from a `config.json`; `path` is for messages. Raises UserError for an invalid one."""
+    try:
+        return _convert_to_architecture(family, config)
+    except ValueError as error:
+        instead = f"use the config.json of a {family.class_name} instead"
+        raise UserError(f"config: {path} {error}; {instead}") from error
+
+
+def _convert_to_architecture(family: Family, config: Mapping[str, Any]) -> DecoderConfig:
+    """Build a config object. Raises ValueError with a reason that follows the path."""
     # transformers 5 writes newer names, and folders of either age are read.
     names = OTHER_KEYS | {theirs: ours for ours, theirs in family.renamed.items()}
     config = {names.get(key, key): value for key, value in config.items()}
-    try:
-        config = family.read(_hoist_partial_rotary_factor(config, family.config_keys))
-        base, rope = parse_rope_theta_and_scaling(config, "partial_rotary_factor" in family.config_keys)
-    except ValueError as error:
-        raise UserError(f"config: {path} {error}; use the config.json of {family.called} instead") from error
+    config = family.read(_hoist_partial_rotary_factor(config, family.keys))
+    base, rope = parse_theta_and_scaling(config, "partial_rotary_factor" in family.keys)
     config |= {"rope_theta": base}
     if config.get("use_sliding_window") and config.get("sliding_window", 0) is None:
         config["use_sliding_window"] = False  # as to transformers; a missing window is the default
-    config = {**family.hf_defaults, **{key: value for key, value in config.items() if value is not None}} | {
-        key: None for key in family.nullable if key in config and config[key] is None
-    }
-    values = {key: config[key] for key in family.config_keys if key in config}
+    nullable = {key for key, field in family.keys.items() if type(None) in get_args(field.type)}
+    given = {key: value for key, value in config.items() if value is not None or key in nullable}
+    config = {**family.hf_defaults, **given}
+    values = {key: config[key] for key in family.keys if key in config and key != "rope_scaling"}
     values = _derive_missing_head_sizes(family, values)
-    for reason in (
-        *_find_unsupported_values(family, config),
-        *_describe_missing_keys(family, values),
-        *_find_invalid_values(family, values),
-    ):
-        raise UserError(f"config: {path} {reason}; use the config.json of {family.called} instead")
-    architecture = family.architecture(**{**values, "rope_scaling": rope})
+    _check_fixed_values(family, config)
+    # A missing rope_theta is refused, too, because transformers' default is not Qwen3's.
+    needed = [key for key, field in family.keys.items() if field.default is attrs.NOTHING] + ["rope_theta"]
+    if missing := [family.renamed.get(key, key) for key in needed if key not in values]:
+        raise ValueError(f"lacks {', '.join(missing)}")
+    for key, value in values.items():
+        field = family.keys[key]
+        values[key], problems = CONVERTER.structure(value, field.type, field.metadata["check"])
+        for problem in problems:
+            raise ValueError(f"has an invalid {key}: {problem.text}")
+    architecture = family.config(**{**values, "rope_scaling": rope})
     for fault in find_inconsistent_sizes(architecture):
-        raise UserError(f"config: in {path}, {fault.why}; use the config.json of {family.called} instead")
-    if reason := _find_layer_types_contradiction(architecture, config):
-        raise UserError(f"config: {path} {reason}; use the config.json of {family.called} instead")
+        raise ValueError(f"is inconsistent: {fault.why}")
+    _check_layer_types(architecture, config)
     return architecture
 
 
-def _hoist_partial_rotary_factor(config: dict[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+def _hoist_partial_rotary_factor(config: dict[str, Any], keys: Iterable[str]) -> dict[str, Any]:
     """Copy partial_rotary_factor from rope_parameters, where transformers 5 writes it, to the top of a config."""
     rope, key = config.get("rope_parameters") or config.get("rope_scaling"), "partial_rotary_factor"
     return config | {key: rope[key]} if key in keys and isinstance(rope, Mapping) and key in rope else config
@@ -288,26 +298,25 @@ def find_inconsistent_sizes(architecture: DecoderConfig) -> Iterator[InvalidSett
     yield from architecture.find_faults(attrs.asdict(architecture, recurse=False))
 
 
-def _find_unsupported_values(family: Family, config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a message for every config value other than the only one that can be built."""
+def _check_fixed_values(family: Family, config: Mapping[str, Any]) -> None:
+    """Raise ValueError for a value other than the only one that can be built."""
     # Configs of text embedders may have is_causal = false.
     kinds = (family.model_type, *family.other_types)
     kind = config.get("model_type", family.model_type)
     fixed = {"model_type": kind if kind in kinds else family.model_type, "is_causal": True}
     for key, value in {**fixed, **FIXED, **family.fixed}.items():
         if config.get(key, value) != value:
-            yield f"says {key} = {json.dumps(config[key])}, where only {json.dumps(value)} can be built"
+            raise ValueError(f"says {key} = {json.dumps(config[key])}, where only {json.dumps(value)} can be built")
 
 
-def _find_layer_types_contradiction(architecture: DecoderConfig, config: Mapping[str, Any]) -> str:
-    """Return why `layer_types` contradicts other keys, or an empty string if it does not."""
+def _check_layer_types(architecture: DecoderConfig, config: Mapping[str, Any]) -> None:
+    """Raise ValueError if `layer_types` contradicts other keys."""
     layers = range(architecture.num_hidden_layers)
-    kinds = ["full_attention" if architecture.window_of(n) is None else "sliding_attention" for n in layers]
+    kinds = [FULL if architecture.window_of(layer) is None else SLIDING for layer in layers]
     types = config.get("layer_types") or kinds
     # Other types, such as linear_attention, are keys of the family's own config.
-    if all(kind == other or kind not in ("full_attention", SLIDING) for kind, other in zip(types, kinds, strict=False)):
-        return ""
-    return f"has layer_types that contradict its other keys, by which they are {json.dumps(kinds)}"
+    if any(kind != other and kind in (FULL, SLIDING) for kind, other in zip(types, kinds, strict=False)):
+        raise ValueError(f"has layer_types that contradict its other keys, by which they are {json.dumps(kinds)}")
 
 
 def _derive_missing_head_sizes(family: Family, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -318,27 +327,3 @@ def _derive_missing_head_sizes(family: Family, values: Mapping[str, Any]) -> dic
         values.setdefault("head_dim", width // heads)
         values.setdefault("num_key_value_heads", heads)
     return values
-
-
-def _describe_missing_keys(family: Family, values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a message with all missing keys; rope_theta is needed, because transformers' default is not Qwen3's."""
-    needed = [field.name for field in attrs.fields(family.architecture) if field.default is attrs.NOTHING]
-    if missing := [family.renamed.get(key, key) for key in (*needed, "rope_theta") if key not in values]:
-        yield f"lacks {', '.join(missing)}"
-
-
-def _find_invalid_values(family: Family, values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield values with a wrong type, or outside their bounds."""
-    fields = {field.name: field for field in attrs.fields(family.architecture)}
-    for name, value in values.items():
-        if value is None and name in family.nullable:
-            continue
-        valid = find_key_check(fields[name])
-        if valid.is_valid(value) and name in MAX_SIZES and value > MAX_SIZES[name]:
-            yield f"says {name} = {value}, which is more than {MAX_SIZES[name]}"
-        elif not valid.is_valid(value):
-            yield f"says {name} = {json.dumps(value)}, which is not {valid.description}"
-
-
-def _convert_tuple_to_list(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value

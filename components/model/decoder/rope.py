@@ -11,6 +11,7 @@ import attrs
 from torch import Tensor
 
 from drawloom.graph import above, at_least, between, setting
+from drawloom.graph.types.structure import ValueConverter
 from drawloom.kernels.rope_frequencies import (
     DynamicScaling,
     LinearScaling,
@@ -223,11 +224,14 @@ BY_LENGTH = ("dynamic", "longrope")
 """Scalings that depend on lengths of texts and on max_position_embeddings."""
 
 
-def find_rope_context_parallel_faults(rope: RopeScaling | None) -> Iterator[str]:
+def find_context_parallel_faults(rope: RopeScaling | None) -> Iterator[str]:
     """Yield a reason if the scaling forbids context parallelism: it depends on the length of whole rows."""
     if rope is not None and rope.rope_type in BY_LENGTH:
         yield f"{rope.rope_type} positions depend on the length of whole rows"
 
+
+CONVERTER = ValueConverter()
+"""Converter of a `config.json`'s values to the types of settings."""
 
 BESIDES = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 """Keys of `rope_parameters` that do not belong to the scaling."""
@@ -267,9 +271,7 @@ def find_duplicate_rope_settings(given: Mapping[str, Any]) -> Iterator[InvalidSe
         yield InvalidSetting(("rope_scaling", "rope_theta"), why, "remove one of them")
 
 
-def parse_rope_theta_and_scaling(
-    config: Mapping[str, Any], can_be_partial: bool = False
-) -> tuple[Any, RopeScaling | None]:
+def parse_theta_and_scaling(config: Mapping[str, Any], can_be_partial: bool = False) -> tuple[Any, RopeScaling | None]:
     """Return the base, None if it is missing, and the scaling. Raises ValueError if the rope can't be built."""
     # transformers 4 writes rope_scaling, and null if there is none; transformers 5 writes rope_parameters.
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
@@ -284,7 +286,7 @@ def parse_rope_theta_and_scaling(
     return base, _parse_scaling(rope, config)
 
 
-def split_rope_by_layer_type(
+def split_rope_by_type(
     config: Mapping[str, Any], sliding_theta_key: str, default_sliding_theta: float
 ) -> dict[str, Any]:
     """
@@ -304,7 +306,7 @@ def split_rope_by_layer_type(
     return {**config, "rope_parameters": full, sliding_theta_key: local.get("rope_theta", default_sliding_theta)}
 
 
-def join_rope_by_layer_type(config: Mapping[str, Any], sliding_theta: float) -> dict[str, Any]:
+def join_rope_by_type(config: Mapping[str, Any], sliding_theta: float) -> dict[str, Any]:
     """Return a config with rope_parameters by layer type, as in transformers 5."""
     full = config.get("rope_parameters") or {"rope_type": "default", "rope_theta": config["rope_theta"]}
     sliding = {"rope_type": "default", "rope_theta": sliding_theta}
@@ -330,22 +332,9 @@ def _parse_scaling(rope: Mapping[str, Any], config: Mapping[str, Any]) -> RopeSc
     if (length := "original_max_position_embeddings") in used:
         # What stands at the top of a config is used before what is within, as by transformers.
         given[length] = config.get(length) or given.get(length, config.get("max_position_embeddings"))
-    return _build_scaling(kind, given)
-
-
-def _build_scaling(kind: Any, given: Mapping[str, Any]) -> RopeScaling:
-    """Build a scaling from a config's keys. Raises ValueError for a wrong type or value, or a missing factor."""
-    for field in attrs.fields(RopeScaling):
-        value = given.get(field.name)
-        # Types are compared exactly, because isinstance would take a bool for an int.
-        wanted = {"truncate": (bool,), "original_max_position_embeddings": (int,)}.get(field.name, (int, float))
-        values = value if field.name in ("short_factor", "long_factor") and isinstance(value, list) else [value]
-        if value is not None and not all(type(number) in wanted for number in values):
-            raise ValueError(f"says {field.name} = {value!r} for rotary positions, which is not {wanted[-1].__name__}")
-    if "factor" not in given and "factor" in USED[kind]:
+    if "factor" in used and "factor" not in given:
         raise ValueError(f"lacks the factor by which rotary positions are scaled ({kind!r})")
-    try:
-        return RopeScaling(rope_type=kind, **given)
-    except ValueError as error:
-        name, _, why = str(error).partition(": ")
-        raise ValueError(f"has an invalid {name} for rotary positions: {why}") from error
+    scaling, problems = CONVERTER.structure({"rope_type": kind, **given}, RopeScaling)
+    for problem in problems:
+        raise ValueError(f"has an invalid {problem.path[0]} for rotary positions: {problem.text}")
+    return scaling  # type: ignore[no-any-return]

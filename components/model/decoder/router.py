@@ -75,7 +75,7 @@ def compute_aux_loss_grad(counts: Tensor, weights: Tensor, choices: int) -> Tens
     return counts * (weights * counts.shape[1] / tokens.square()).unsqueeze(1)
 
 
-def sum_weighted_router_z_loss(logits: Tensor, weights: Tensor) -> Tensor:
+def sum_weighted_z_loss(logits: Tensor, weights: Tensor) -> Tensor:
     """
     Return the sum over tokens of weight * log(sum over experts of exp(logit)) ** 2; as a loss it keeps logits small.
 
@@ -162,7 +162,7 @@ class Router(Linear, RowSums):
         if weights is not None and self.z_loss_coef:
             logits = logits.to(wide)
             logits = attach_loss_gradient(
-                logits, sum_weighted_router_z_loss(logits, self.select_own_token_weights(weights) * self.z_loss_coef)
+                logits, sum_weighted_z_loss(logits, self.select_own_token_weights(weights) * self.z_loss_coef)
             )
         scores = logits.softmax(-1, wide) if self.routing.scoring_func == "softmax" else logits.to(wide).sigmoid()
         # Which experts are the best has no gradient; only their scores do.
@@ -170,7 +170,7 @@ class Router(Linear, RowSums):
         if weights is not None and self.aux_loss_coef:
             scores = attach_loss_gradient(scores, self._compute_aux_loss_surrogate(scores, chosen, weights, is_token))
         if weights is not None and self._observers:
-            self._report_token_counts_to_observers(
+            self._report_token_counts(
                 self.remove_padding(chosen, weights), self.remove_padding(scores, weights), is_token
             )
         best = scores.gather(-1, chosen)
@@ -212,7 +212,7 @@ class Router(Linear, RowSums):
         total = scores.sum(-1, keepdim=True)
         return scores / (total if self.routing.scoring_func == "softmax" else total + 1e-20)  # sigmoids may all be 0
 
-    def _report_token_counts_to_observers(self, chosen: Tensor, scores: Tensor, is_token: Tensor | None) -> None:
+    def _report_token_counts(self, chosen: Tensor, scores: Tensor, is_token: Tensor | None) -> None:
         """
         Call the observers with token counts by expert and the probabilities; only in training, not in recomputation.
         """

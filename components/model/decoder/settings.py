@@ -32,7 +32,8 @@ def find_setting_faults(family: Family, settings: Mapping[str, Any], has_tokeniz
     if settings["config"] is not None:
         yield from find_duplicate_rope_settings(given)
         return  # a config, which another machine may have, sets everything else
-    for key in family.needed:
+    needed = _list_required_keys(family)
+    for key in needed:
         if key not in given:
             yield InvalidSetting(
                 key, f"{key} is missing", f"write {key} = {EXAMPLES[key]}, for example, or config = a config.json"
@@ -43,11 +44,15 @@ def find_setting_faults(family: Family, settings: Mapping[str, Any], has_tokeniz
     if "hidden_size" in given and "num_attention_heads" in given:
         yield from _find_attention_faults(given)
     yield from find_duplicate_rope_settings(given)
+    complete = family.constants | _derive_head_sizes(given) | given
+    rotary_dim = None
+    if "head_dim" in complete:
+        rotary_dim = int(complete["head_dim"] * complete.get("partial_rotary_factor", 1.0))
     for key in ("rope_scaling", "rope_parameters"):
         if key in given:
-            yield from find_rope_faults(given[key], _compute_rotary_dim_if_known(family, given), key)
-    if given.keys() >= set(family.needed):
-        yield from family.architecture.find_faults(given)
+            yield from find_rope_faults(given[key], rotary_dim, key)
+    if given.keys() >= set(needed):
+        yield from family.config.find_faults(complete)
 
 
 def build_architecture_from_settings(
@@ -65,7 +70,10 @@ def build_architecture_from_settings(
         for fault in find_inconsistent_sizes(architecture):
             raise UserError(f"{fault.key}: {fault.why}; {fault.instead}")
     else:
-        architecture = family.architecture(**_fill_derived_defaults(family, settings, tokens))
+        try:
+            architecture = family.config(**_fill_derived_defaults(family, settings, tokens))
+        except ValueError as error:  # a derived default beyond its maximum
+            raise UserError(f"{error}; write smaller sizes") from error
     if tokens is not None and tokens - new_tokens > (rows := architecture.vocab_size):
         why = f"the tokenizer has {tokens} ids, but the model's vocabulary only {rows}"
         added = f"new_tokens = {tokens - rows} for some that were added"
@@ -78,24 +86,36 @@ def build_architecture_from_settings(
     return architecture
 
 
+def _list_required_keys(family: Family) -> list[str]:
+    """Return the keys without a default, constant or derived."""
+    derived = {"num_key_value_heads", "head_dim", "vocab_size"}
+    if "moe_intermediate_size" in family.keys:
+        derived.add("intermediate_size")
+    return [key for key, field in family.keys.items() if field.default is attrs.NOTHING and key not in derived]
+
+
 def _drop_unset_settings(family: Family, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the family's settings that are not None."""
-    return {key: settings[key] for key in family.settings_from_config_json if settings[key] is not None}
+    """Return the settings that are keys of the family's `config.json` and not None."""
+    return {key: settings[key] for key in (*family.keys, "rope_parameters") if settings[key] is not None}
+
+
+def _derive_head_sizes(given: Mapping[str, Any]) -> dict[str, int]:
+    """Return the defaults of head sizes that follow from the other sizes, if these are known."""
+    width, heads = given.get("hidden_size"), given.get("num_attention_heads")
+    return {"num_key_value_heads": heads, "head_dim": width // heads} if width and heads else {}
 
 
 def _fill_derived_defaults(family: Family, settings: Mapping[str, Any], tokens: int | None) -> dict[str, Any]:
     """Add defaults derived from other settings or the tokenizer's size; the config class has constant defaults."""
     given = _drop_unset_settings(family, settings)
     if tokens is not None:
-        given.setdefault("vocab_size", _round_up(tokens, settings["vocabulary_multiple"]))
+        # A vocabulary that 64 or 128 divides makes the head's matrix products faster on GPUs.
+        multiple = settings["vocabulary_multiple"]
+        given.setdefault("vocab_size", -(-tokens // multiple) * multiple)
     if "moe_intermediate_size" in given:
         # The size of layers without experts: if it was left out there are none, and only exports show it.
         given.setdefault("intermediate_size", given["num_experts_per_tok"] * given["moe_intermediate_size"])
-    return {
-        "num_key_value_heads": given["num_attention_heads"],
-        "head_dim": given["hidden_size"] // given["num_attention_heads"],
-        **separate_theta_and_scaling(given),
-    }
+    return _derive_head_sizes(given) | separate_theta_and_scaling(given)
 
 
 def _read_and_override_config(family: Family, settings: Mapping[str, Any]) -> DecoderConfig:
@@ -103,15 +123,6 @@ def _read_and_override_config(family: Family, settings: Mapping[str, Any]) -> De
     given = _drop_unset_settings(family, settings)
     scaling = {"rope_scaling": None} if given.keys() & {"rope_scaling", "rope_parameters"} else {}
     return attrs.evolve(read_config(family, settings["config"]), **scaling | separate_theta_and_scaling(given))
-
-
-def _compute_rotary_dim_if_known(family: Family, given: Mapping[str, Any]) -> int | None:
-    """Return the number of rotated channels in a head; None if the sizes to compute it are missing."""
-    width, heads = given.get("hidden_size"), given.get("num_attention_heads")
-    head_dim = given.get("head_dim") or (width // heads if width and heads else None)
-    defaults = {field.name: field.default for field in attrs.fields(family.architecture)}
-    factor = given.get("partial_rotary_factor", defaults.get("partial_rotary_factor", 1.0))
-    return None if head_dim is None else int(head_dim * factor)
 
 
 def _find_attention_faults(given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
@@ -124,8 +135,3 @@ def _find_attention_faults(given: Mapping[str, Any]) -> Iterator[InvalidSetting]
     yield from find_head_count_faults(
         heads, given.get("num_key_value_heads", heads), given.get("head_dim", width // heads)
     )
-
-
-def _round_up(number: int, multiple: int) -> int:
-    # A vocabulary that 64 or 128 divides makes the head's matrix products faster on GPUs.
-    return -(-number // multiple) * multiple

@@ -90,6 +90,11 @@ class DeltaSpec:
         return (("q", self.key_dim), ("k", self.key_dim), ("v", self.value_dim))
 
     @property
+    def channels(self) -> list[int]:
+        """Channels of all heads' queries, keys and values."""
+        return [self.key_heads * self.key_dim] * 2 + [self.value_heads * self.value_dim]
+
+    @property
     def token_flops(self) -> int:
         """FLOPs for a token: states times key and query, and key times value (an outer product)."""
         return 6 * self.value_heads * self.key_dim * self.value_dim

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from drawloom.components.model.fallback.errors import SelfCheckError
+from drawloom.components.model.fallback.parts import SelfCheckError
 from drawloom.components.ports.model import Kernels, TokenContext
 from drawloom.kernels.attention_options import AttentionOptions
 

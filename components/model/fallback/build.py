@@ -11,7 +11,7 @@ from torch import nn
 
 from drawloom.components.model.decoder.hugging_face import locate_config_json, read_config_json
 from drawloom.components.model.fallback.attention import NAME, register_attention
-from drawloom.components.model.fallback.parts import replace_layer_number_by_star
+from drawloom.components.model.fallback.parts import mask_layer_number
 from drawloom.graph import UserError
 
 
@@ -56,7 +56,7 @@ def build_transformers_model(config: Any, attention: str = NAME, experts: str | 
     return kinds.from_config(config, **{key: value for key, value in options.items() if value is not None})
 
 
-def build_transformers_model_on_meta(config: Any) -> Any:
+def build_meta_model(config: Any) -> Any:
     """Build transformers' causal LM with parameters on the meta device, and buffers on the CPU."""
     from transformers.initialization import no_init_weights  # takes seconds
 
@@ -77,7 +77,7 @@ def find_float32_patterns(whole: Any) -> list[str]:
     kept: Collection[str] = whole._keep_in_fp32_modules_strict
     # A pattern is one or more whole parts of a name.
     names = [name for name, _ in whole.named_parameters() if any(f".{part}." in f".{name}." for part in kept)]
-    return sorted({replace_layer_number_by_star(name) for name in names})
+    return sorted({mask_layer_number(name) for name in names})
 
 
 @contextmanager

@@ -10,20 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.model.fallback.attention import NAME, RowAttention
-from drawloom.components.model.fallback.build import build_transformers_model, build_transformers_model_on_meta
+from drawloom.components.model.fallback.build import build_meta_model, build_transformers_model
 from drawloom.components.model.fallback.conversion import create_conversion_mapper
-from drawloom.components.model.fallback.errors import SelfCheckError
 from drawloom.components.model.fallback.module import TransformersLM
 from drawloom.components.model.fallback.parts import (
     CallOrder,
     Parts,
+    SelfCheckError,
     find_model_parts,
     first_config_value,
-    replace_layer_number_by_star,
+    mask_layer_number,
 )
-from drawloom.components.model.fallback.shrink import shrink_config
 from drawloom.components.ports.model import LayerRange, TokenContext
-from drawloom.components.weights.load import convert_tensors, persistent_tensors
+from drawloom.components.weights.convert import convert_tensors, persistent_tensors
 from drawloom.kernels.attention import attention_eager, create_causal_document_mask
 from drawloom.kernels.linear import embedding_eager, linear_eager
 
@@ -37,6 +36,40 @@ TOLERANCE = 1e-4
 
 MAX_PARAMETERS = 2**25
 """Most parameters of a shrunken model; one with sizes under other names takes too much memory and time to check."""
+
+
+MAX_LAYERS = 6
+MAX_WIDTH = 48
+WIDE_HEAD = 256
+
+SMALL = {
+    "vocab_size": 61,
+    "hidden_size": 64,
+    "sliding_window": 4,
+    "attention_chunk_size": 32,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_topk": 2,
+    "moe_k": 2,
+    "top_k_experts": 2,
+    "first_k_dense_replace": 1,
+    "num_dense_layers": 1,
+    "moe_layer_start_index": 1,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+"""Maximum values of sizes; a smaller value, zero and None stay."""
+
+SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
+"""Sizes that have other keys in some families: `n_embd`."""
+
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 class PlainKernels:
@@ -75,12 +108,14 @@ def run_self_check(config: Any) -> Verdict:
         torch.manual_seed(0)
         reference = _build_shrunken_reference(config).double()
         constants = _find_constant_parameters(reference)
-        _perturb_parameters(reference)
         with torch.no_grad():
+            for parameter in reference.parameters():
+                # Constant parameters such as norms and biases should influence the outputs.
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
             comparison = Comparison(reference)
-            hidden = comparison.check_and_return_hidden_states()
-            comparison.check_logits_and_detect_plain_head()
-            comparison.check_weights_survive_round_trip()
+            hidden = comparison.check_hidden_states()
+            comparison.check_logits_and_head()
+            comparison.check_weights()
             return Verdict(comparison.parts, comparison.find_stage_fault(hidden), constants)
 
 
@@ -88,7 +123,7 @@ def _build_shrunken_reference(config: Any) -> Any:
     """Build the shrunken model with transformers' eager attention and experts; others lack float64."""
     try:
         small = shrink_config(config)
-        empty = build_transformers_model_on_meta(small)
+        empty = build_meta_model(small)
         find_model_parts(empty)
         if (count := sum(parameter.numel() for parameter in empty.parameters())) > MAX_PARAMETERS:
             raise SelfCheckError("build", f"the model has {count} parameters even with small sizes")
@@ -100,7 +135,7 @@ def _build_shrunken_reference(config: Any) -> Any:
             raise SelfCheckError(
                 "keyword", "the model does not compute attention by transformers' attention functions"
             ) from error
-        raise SelfCheckError("build", _get_first_line_without_colon(error)) from error
+        raise SelfCheckError("build", _get_first_line(error)) from error
 
 
 class Comparison:
@@ -113,33 +148,28 @@ class Comparison:
         self.tokens = torch.randint(1, first_config_value(reference.config, "vocab_size"), (sum(LENGTHS),))
         rows: Sequence[Tensor] = torch.split(self.tokens, list(LENGTHS))
         with CallOrder(reference, self.parts) as calls:
-            self.alone = [
-                convert_errors_to_failed_check("build", partial(self._compute_reference_hidden_states_and_logits, row))
-                for row in rows
-            ]
-        self.parts = calls.extend_parts_by_observed_modules()
+            self.alone = [compute_or_fail("build", partial(self._compute_reference, row)) for row in rows]
+        self.parts = calls.list_observed_parts()
 
-    def _compute_reference_hidden_states_and_logits(self, row: Tensor) -> tuple[Tensor, Tensor]:
+    def _compute_reference(self, row: Tensor) -> tuple[Tensor, Tensor]:
         """Return transformers' last hidden states and logits for one document, int64 (length,)."""
         base = self.reference.get_submodule(self.parts.base)
         states = base(input_ids=row[None], use_cache=False).last_hidden_state
         return states, self.reference(input_ids=row[None], use_cache=False).logits
 
-    def check_and_return_hidden_states(self) -> Tensor:
+    def check_hidden_states(self) -> Tensor:
         """Compare packed documents' hidden states with transformers'; return them, (1, length, hidden_size)."""
         whole = self._build_stage_module(0, self.count)
         shared = create_packed_context()
         documents = RowAttention(whole.kernels, shared)
-        hidden = convert_errors_to_failed_check(
-            "keyword", lambda: whole.run_base_model(self.tokens[None], shared, documents)
-        )
+        hidden = compute_or_fail("keyword", lambda: whole.run_base_model(self.tokens[None], shared, documents))
         if documents.calls == 0:
             raise SelfCheckError("keyword", "no layer calls transformers' attention functions")
         expected = torch.cat([states for states, _ in self.alone], 1)
         _assert_close("packing", hidden, expected, "hidden states of packed documents differ from separate documents'")
         return hidden
 
-    def check_logits_and_detect_plain_head(self) -> None:
+    def check_logits_and_head(self) -> None:
         """Compare a plain linear head's logits; if they differ, unset `plain_head` and compare transformers' head."""
         try:
             self._check_logits_close()
@@ -152,15 +182,13 @@ class Comparison:
         whole, shared = self._build_stage_module(0, self.count), create_packed_context()
         compute = partial(whole, self.tokens[None], shared, lambda hidden, head: head.logits(hidden))
         expected = torch.cat([logits for _, logits in self.alone], 1)
-        _assert_close("head", convert_errors_to_failed_check("head", compute), expected, "logits differ")
+        _assert_close("head", compute_or_fail("head", compute), expected, "logits differ")
 
-    def check_weights_survive_round_trip(self) -> None:
+    def check_weights(self) -> None:
         """Raise SelfCheckError if converting parameters to tensors on disk and back changes them."""
         tensors = persistent_tensors(self._build_stage_module(0, self.count))
         mapper = create_conversion_mapper(self.reference, [*tensors])
-        again = convert_errors_to_failed_check(
-            "weights", lambda: convert_tensors(mapper.inverse(), convert_tensors(mapper, tensors))
-        )
+        again = compute_or_fail("weights", lambda: convert_tensors(mapper.inverse(), convert_tensors(mapper, tensors)))
         if wrong := [name for name, tensor in tensors.items() if not torch.equal(again[name], tensor)]:
             raise SelfCheckError("weights", f"{wrong[0]} changes when it is converted to files and back")
 
@@ -177,7 +205,7 @@ class Comparison:
             outputs = second.run_base_model(between, shared, RowAttention(second.kernels, shared))
             _assert_close("stages", outputs, hidden, "work outside of layers is repeated in every stage")
         except Exception as error:
-            return error.reason if isinstance(error, SelfCheckError) else _get_first_line_without_colon(error)
+            return error.reason if isinstance(error, SelfCheckError) else _get_first_line(error)
         return ""
 
     def _build_stage_module(self, first: int, last: int) -> TransformersLM:
@@ -196,17 +224,17 @@ def create_packed_context() -> TokenContext:
     return TokenContext(positions[None], numbers[None])
 
 
-def convert_errors_to_failed_check(check: str, compute: Callable[[], T]) -> T:
+def compute_or_fail(check: str, compute: Callable[[], T]) -> T:
     """Return `compute()`; turn any exception into a SelfCheckError with the check's name."""
     try:
         return compute()
     except SelfCheckError:
         raise
     except Exception as error:  # any model of transformers
-        raise SelfCheckError(check, _get_first_line_without_colon(error)) from error
+        raise SelfCheckError(check, _get_first_line(error)) from error
 
 
-def _get_first_line_without_colon(error: Exception) -> str:
+def _get_first_line(error: Exception) -> str:
     """Return the first line in an error's text that does not end in a colon."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return next((line for line in lines if not line.endswith(":")), type(error).__name__)
@@ -225,12 +253,72 @@ def _find_constant_parameters(reference: nn.Module) -> dict[str, float]:
     for name, parameter in reference.named_parameters():
         first = float(parameter.detach().flatten()[0])
         if bool((parameter == first).all()):
-            constants[replace_layer_number_by_star(name)] = first
+            constants[mask_layer_number(name)] = first
     return constants
 
 
-def _perturb_parameters(reference: nn.Module) -> None:
-    """Add normal noise, so that constant parameters such as norms and biases influence the outputs."""
-    with torch.no_grad():
-        for parameter in reference.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+def shrink_config(config: Any) -> Any:
+    """Return the transformers config of a smaller model with the same flags and kinds of layers."""
+    attribute_map: Mapping[str, str] = config.attribute_map
+    names = {key: name for name, key in attribute_map.items() if name in (*SIZES, *SMALL)}
+    small = shrink_config_values({names.get(key, key): value for key, value in config.to_dict().items()})
+    own = {name: key for key, name in names.items()}
+    return type(config).from_dict({own.get(key, key): value for key, value in small.items()})
+
+
+def shrink_config_values(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a smaller model's config; keys have the names of Llama's config."""
+    small = {key: _shrink_value(key, value) for key, value in config.items()}
+    heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    if isinstance(heads, int) and heads > 0:
+        width = config.get("hidden_size", 0) // heads
+        small["num_attention_heads"] = min(heads, 2 if width >= WIDE_HEAD else 4)
+        if config.get("head_dim") in (None, width) and "qk_nope_head_dim" not in config:
+            # The width of heads stays, because tables of rotary positions have its length.
+            small["hidden_size"] = small["num_attention_heads"] * width
+        if isinstance(kv_heads, int):
+            small["num_key_value_heads"] = _shrink_kv_heads(heads, kv_heads, small["num_attention_heads"])
+    if config.get("head_dim") and "qk_rope_head_dim" in small:
+        small["head_dim"] = min(config["head_dim"], small["qk_rope_head_dim"])  # the width that is rotated
+    if (head_dim := config.get("qk_head_dim")) is not None and "qk_nope_head_dim" in config:
+        small["qk_head_dim"] = small["qk_nope_head_dim"] + small["qk_rope_head_dim"] if head_dim else head_dim
+    return small | _shrink_layer_keys(config)
+
+
+def _shrink_value(key: str, value: Any) -> Any:
+    """Return a small value for a size, and any other value unchanged."""
+    if key.endswith("_token_id"):
+        return 0 if key == "pad_token_id" and value else [1] if isinstance(value, list) else value and 1
+    if isinstance(value, dict) and any(size in value for size in SIZES):
+        return shrink_config_values(value)  # of a part of the model: `text_config`, `vision_config`
+    if not isinstance(value, int) or isinstance(value, bool):
+        return value
+    if "intermediate_size" in key or key.endswith("ffn_dim"):
+        return min(value, MAX_WIDTH)
+    if key in EXPERT_COUNTS:
+        return min(value, 4)
+    return min(value, SMALL[key]) if key in SMALL else value
+
+
+def _shrink_kv_heads(heads: int, kv_heads: int, small_heads: int) -> int:
+    """
+    Return the small model's key-value heads, with the same sharing: one for all queries, one per query head, or
+    grouped.
+    """
+    if kv_heads in (1, heads):
+        return 1 if kv_heads == 1 else small_heads
+    return max(1, small_heads // 2)
+
+
+def _shrink_layer_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a small number of layers, and lists and tables by layer cut to it."""
+    layers = config.get("num_hidden_layers")
+    if not isinstance(layers, int):
+        return {}
+    by_layer = {key: value for key, value in config.items() if isinstance(value, list) and len(value) == layers}
+    count = min(layers, MAX_LAYERS if by_layer else 4)
+    small: dict[str, Any] = {key: value[:count] for key, value in by_layer.items()}
+    for key, value in config.items():
+        if isinstance(value, dict) and value and all(str(layer).isdigit() for layer in value):
+            small[key] = {layer: value[layer] for layer in value if int(layer) < count}
+    return {"num_hidden_layers": count} | small

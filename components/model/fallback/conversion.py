@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drawloom.components.model.fallback.errors import SelfCheckError
+from drawloom.components.model.fallback.parts import SelfCheckError
 from drawloom.components.ports.weights import Mapper, TensorGroup
 from drawloom.components.weights.mapper import parallel
 from drawloom.components.weights.mapper_ops import rename

@@ -7,7 +7,14 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.model.fallback.errors import SelfCheckError
+
+class SelfCheckError(Exception):
+    """Failed self-check: the name of the check, and the reason."""
+
+    def __init__(self, check: str, reason: str) -> None:
+        super().__init__(f"{check}: {reason}")
+        self.check = check
+        self.reason = reason
 
 
 @attrs.frozen
@@ -34,7 +41,7 @@ def first_config_value(config: Any, *keys: str) -> Any:
     return next((value for key in keys if (value := getattr(config, key, None)) is not None), None)
 
 
-def replace_layer_number_by_star(name: str) -> str:
+def mask_layer_number(name: str) -> str:
     """Return a parameter's name with the number of its layer replaced by a star."""
     return re.sub(r"\.\d+\.", ".*.", name)
 
@@ -42,7 +49,7 @@ def replace_layer_number_by_star(name: str) -> str:
 def find_model_parts(whole: Any) -> Parts:
     """Find a causal LM's embedding, layers, norm and head. Raises SelfCheckError for a model without these parts."""
     names = {part: name for name, part in whole.named_modules()}
-    embedding, head = _get_input_and_output_embeddings(whole)
+    embedding, head = _get_embeddings(whole)
     if not isinstance(embedding, nn.Embedding) or "." not in names[embedding]:
         raise SelfCheckError("layers", "the model has no base model with a token embedding")
     base = whole.get_submodule(names[embedding].partition(".")[0])
@@ -53,7 +60,7 @@ def find_model_parts(whole: Any) -> Parts:
     )
 
 
-def _get_input_and_output_embeddings(whole: Any) -> tuple[Any, Any]:
+def _get_embeddings(whole: Any) -> tuple[Any, Any]:
     """Return transformers' input and output embedding modules; None if the model class has none."""
     try:
         return whole.get_input_embeddings(), whole.get_output_embeddings()
@@ -97,7 +104,7 @@ class CallOrder:
         for hook in self._hooks:
             hook.remove()
 
-    def extend_parts_by_observed_modules(self) -> Parts:
+    def list_observed_parts(self) -> Parts:
         """Add the modules before and after the layers to the parts; a module called in both is in neither."""
         before = tuple(name for name in self._before if name not in self._after and self._has_parameters(name))
         after = tuple(name for name in self._after if name not in self._before)

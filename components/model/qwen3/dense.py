@@ -1,25 +1,24 @@
 """The component `model.qwen3.dense`."""
 
-from drawloom.components.model.decoder.config import Qwen3Config
+import attrs
+
+from drawloom.components.model.decoder.config import DecoderConfig
 from drawloom.components.model.decoder.hugging_face import Family
 from drawloom.components.model.decoder.parametrized import ParametrizedBuilder
 from drawloom.graph import component
 
 FIXED = {"attention_bias": False, "use_sliding_window": False}
 
-DENSE = Family(
-    "model.qwen3.dense",
-    "a Qwen3 dense model",
-    Qwen3Config,
-    "qwen3",
-    "Qwen3ForCausalLM",
-    fixed=FIXED,
-    derives_head_dim=False,
-)
+
+@attrs.frozen(kw_only=True)
+class Qwen3Config(DecoderConfig):
+    """Config of Qwen3: queries and keys are normed by head."""
+
+    qk_norm = "head"
 
 
 @component(impact="incompatible")
 class Qwen3Dense(ParametrizedBuilder):
     """A Qwen3 dense language model, of sizes given here or by a Hugging Face `config.json`."""
 
-    family = DENSE
+    family = Family(Qwen3Config, "qwen3", "Qwen3ForCausalLM", fixed=FIXED, derives_head_dim=False)

@@ -1,30 +1,63 @@
 """The component `model.qwen3.moe`."""
 
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import attrs
+
 from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.config import Qwen3MoeConfig, create_size_check
+from drawloom.components.model.decoder.config import MoeConfig, find_dense_width_faults
 from drawloom.components.model.decoder.hugging_face import Family
+from drawloom.components.model.decoder.rope import InvalidSetting
+from drawloom.components.model.decoder.router import Routing
 from drawloom.components.model.qwen3.dense import FIXED
 from drawloom.components.ports.experts import ExpertKernels
 from drawloom.graph import at_least, component, setting
 
-MOE = Family(
-    "model.qwen3.moe",
-    "a Qwen3 model with experts",
-    Qwen3MoeConfig,
-    "qwen3_moe",
-    "Qwen3MoeForCausalLM",
-    needed=(
-        "num_hidden_layers",
-        "hidden_size",
-        "num_attention_heads",
-        "num_experts",
-        "num_experts_per_tok",
-        "moe_intermediate_size",
-    ),
-    hf_defaults={"norm_topk_prob": False},
-    fixed=FIXED,
-    derives_head_dim=False,
-)
+
+@attrs.frozen(kw_only=True, slots=False)
+class Qwen3MoeConfig(MoeConfig):
+    """Config of Qwen3 with experts. `mlp_only_layers` numbers the layers without experts."""
+
+    qk_norm = "head"
+
+    norm_topk_prob: bool = setting(
+        default=True,
+        impact="changes_training",
+        doc="normalise the probabilities of a token's experts to a sum of 1",
+    )
+    decoder_sparse_step: int = setting(default=1, check=at_least(1), doc="the last of every so many layers has experts")
+    mlp_only_layers: list[int] = setting(factory=list, doc="indices of layers without experts; default: none")
+
+    @property
+    def routing(self) -> Routing:
+        """Routing by softmax scores."""
+        return Routing(norm_topk_prob=self.norm_topk_prob)
+
+    def layer_has_experts(self, number: int) -> bool:
+        return layer_has_experts(number, self.decoder_sparse_step, self.mlp_only_layers)
+
+    @classmethod
+    def find_faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+        """Yield the faults in layer numbers, and the fault if a layer without experts has no size."""
+        yield from super().find_faults(given)
+        layers, step = given["num_hidden_layers"], given["decoder_sparse_step"]
+        dense = given.get("mlp_only_layers", ())
+        if strange := [number for number in dense if not 0 <= number < layers]:
+            why = f"mlp_only_layers names layer {strange[0]}, and layers are counted from 0 to {layers - 1}"
+            yield InvalidSetting("mlp_only_layers", why, f"remove {strange[0]}")
+        elif not any(layer_has_experts(number, step, dense) for number in range(layers)):
+            key = "decoder_sparse_step" if step > layers else "mlp_only_layers"
+            yield InvalidSetting(key, "no layer has experts", 'write less, or use = "model.qwen3.dense"')
+        else:
+            yield from find_dense_width_faults(
+                given, [n for n in range(layers) if not layer_has_experts(n, step, dense)]
+            )
+
+
+def layer_has_experts(number: int, sparse_step: int, dense_layers: Sequence[int]) -> bool:
+    """Return whether layer `number` has experts: every `sparse_step`-th layer has, except for `dense_layers`."""
+    return number not in dense_layers and (number + 1) % sparse_step == 0
 
 
 @component(impact="incompatible")
@@ -36,41 +69,13 @@ class Qwen3Moe(DecoderBuilder):
     z-loss add their gradients in training, and are no part of the reported losses.
     """
 
-    family = MOE
+    family = Family(
+        Qwen3MoeConfig,
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        hf_defaults={"norm_topk_prob": False},
+        fixed=FIXED,
+        derives_head_dim=False,
+    )
 
     kernels: ExpertKernels
-    intermediate_size: int | None = setting(
-        default=None,
-        check=create_size_check("intermediate_size"),
-        doc="channels inside the feed-forward network of layers without experts",
-    )
-    num_experts: int | None = setting(default=None, check=create_size_check("num_experts"), doc="experts of a layer")
-    num_experts_per_tok: int | None = setting(
-        default=None, check=create_size_check("num_experts_per_tok"), doc="number of experts per token"
-    )
-    moe_intermediate_size: int | None = setting(
-        default=None, check=create_size_check("moe_intermediate_size"), doc="channels inside an expert"
-    )
-    norm_topk_prob: bool | None = setting(
-        default=None,
-        impact="changes_training",
-        doc="whether the probabilities of a token's experts are normalised to a sum of 1; true if left out",
-    )
-    decoder_sparse_step: int | None = setting(
-        default=None, check=at_least(1), doc="the last of every so many layers has experts; 1 if left out"
-    )
-    mlp_only_layers: list[int] | None = setting(
-        default=None, doc="numbers, from 0, of layers without experts; none if left out"
-    )
-    router_aux_loss_coef: float | None = setting(
-        default=None,
-        check=at_least(0),
-        impact="changes_training",
-        doc="coefficient of the load-balancing loss; the config's, or 0.001, if left out",
-    )
-    router_z_loss_coef: float | None = setting(
-        default=None,
-        check=at_least(0),
-        impact="changes_training",
-        doc="coefficient of the router's z-loss, which keeps its logits small; the config's, or 0, if left out",
-    )

@@ -53,7 +53,7 @@ STREAMED = ("streamed.use=frozen_weights.streamed",)
 
 OFFLOADED = (
     *("schedule.use=pipeline.schedules.interleaved_1f1b", "schedule.stages_per_rank=8"),
-    *("stages.offload=true", "model.num_hidden_layers=16"),
+    *("offload.use=pipeline.offloaded", "model.num_hidden_layers=16"),
 )
 
 

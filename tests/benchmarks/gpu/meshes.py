@@ -55,7 +55,9 @@ from drawloom.components.model.qwen3.dense import Qwen3Dense  # noqa: E402
 from drawloom.components.model.qwen3.moe import Qwen3Moe  # noqa: E402
 from drawloom.components.optim.adamw import AdamW  # noqa: E402
 from drawloom.components.optim.stochastic_adamw import StochasticAdamW  # noqa: E402
+from drawloom.components.pipeline.captured import CapturedPasses  # noqa: E402
 from drawloom.components.pipeline.executor import ProgramExecutor  # noqa: E402
+from drawloom.components.pipeline.streams import ConcurrentStages  # noqa: E402
 from drawloom.components.ports.pipeline import create_step_state  # noqa: E402
 from drawloom.components.ports.run import Step  # noqa: E402
 from drawloom.components.ports.stages import Recompute  # noqa: E402
@@ -326,6 +328,7 @@ def our_step(case: Case, mesh: RankMesh, device: ComputeDevice) -> Callable[[], 
     features: list[Any] = [Float8Training(device=device)] if case.float8 else []
     if case.frozen != "compute":
         features.append(QuantizedWeights(format=case.frozen, exclude=cut_blocks))
+    captured: list[Any] = [CapturedPasses(device=device)] * case.capture
     schedule, loss = pipelines.schedule(case.schedule), NextToken()
     common: dict[str, Any] = {"mesh": mesh, "device": device, "schedule": schedule}
     targets = TARGETS if kind is Qwen3Dense else TARGETS[:4]  # experts have no linear layers
@@ -336,15 +339,16 @@ def our_step(case: Case, mesh: RankMesh, device: ComputeDevice) -> Callable[[], 
         precision=DtypePolicy(parameter=dtype),
         job=pipelines.Job(),
         adapters=lora,
-        features=features,
+        features=[*features, *captured],
         **common,
     )
     use: Any = SymmetricExperts if case.dispatcher in SYMMETRIC else AllToAllExperts
     stages.dispatcher = use(kernels=kernels, mesh=mesh, **SYMMETRIC.get(case.dispatcher, {}))
-    stages.reshard_after_forward, stages.capture, stages.recompute = case.reshard, case.capture, case.recompute
+    stages.reshard_after_forward, stages.recompute = case.reshard, case.recompute
     stages.open()
     edges: dict[str, Any] = {"stages": stages, "boundaries": stages, "objective": loss, "neighbours": mesh}
-    executor = ProgramExecutor(**edges, streams=case.streams, **common)
+    pass_features: list[Any] = [*captured, *[ConcurrentStages(device=device)] * case.streams]
+    executor = ProgramExecutor(**edges, features=pass_features, **common)
     executor.open()
     phases: list[Any] = [
         Synchronize(parameters=stages, mesh=mesh, reduce=SumOverParameters(mesh=mesh)),

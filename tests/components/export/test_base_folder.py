@@ -18,7 +18,7 @@ from drawloom.components.export.hf_writer import write_hugging_face_folder
 from drawloom.components.model.auto import FAMILIES, AutoModel
 from drawloom.components.model.deepseek_v3 import DeepseekV3
 from drawloom.components.storage.tensor_source import InMemoryTensors
-from drawloom.components.weights.stacked import StackedExperts
+from drawloom.components.weights.load import StackedExperts
 from support.adapted import OneStage, adapt, lora
 from support.families import small
 from support.qwen3 import SPARSE_SIZES, cpu_kernels, logits_of, one_document, whole
@@ -131,7 +131,7 @@ def test_transformers_reads_the_ids_of_the_tokenizer_and_of_the_base(kind: Any, 
 
     kinds: Any = AutoModelForCausalLM
     sizes = SPARSE_SIZES | {"num_key_value_heads": 4}
-    model = small(kind, **{key: size for key, size in sizes.items() if key in kind.family.config_keys})
+    model = small(kind, **{key: size for key, size in sizes.items() if key in kind.family.keys})
     module = whole(model)
     tokenizer: Any = FakeTokenizer()
     assert read_ids(AutoConfig.for_model(**model.hugging_face_config())) == [None, None, None]

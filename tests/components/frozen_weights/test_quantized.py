@@ -7,7 +7,7 @@ import torch
 
 import drawloom
 from drawloom.components.distributed.precision import DtypePolicy
-from drawloom.components.distributed.process_group import SingleProcess
+from drawloom.components.distributed.single_process import SingleProcess
 from drawloom.components.frozen_weights.layers import find_storable_weights
 from drawloom.components.frozen_weights.quantized import QuantizedWeights, compute_storage_slice
 from drawloom.components.model.qwen3.dense import Qwen3Dense
@@ -27,7 +27,7 @@ def convert(module: Any, splits: dict[str, Any], exclude: tuple[str, ...] = (), 
 
 
 def frozen(kind: Any, sizes: dict[str, Any]) -> Any:
-    return kind(kernels=None, **sizes).build_whole_model_on_meta().bfloat16().requires_grad_(False)
+    return kind(kernels=None, **sizes).build_on_meta().bfloat16().requires_grad_(False)
 
 
 def test_projections_and_experts_are_stored_and_nothing_else_is() -> None:

@@ -129,7 +129,7 @@ def test_a_plan_counts_streamed_weights_on_the_host_and_on_the_link(words: tuple
         (("stages.adapters=[]",), "no weight is frozen"),
         (("float8.use=float8.training",), "round weights on the device"),
         (("compile.use=stages.compiled",), "does not trace copies"),
-        (("stages.capture=true",), "fixed places on the device"),
+        (("capture.use=pipeline.captured",), "fixed places on the device"),
         (("mesh.data_shard=2",), "gathered from other ranks"),
         (("mesh.context=2",), "data_shard = 1 and context = 1 in"),
     ],

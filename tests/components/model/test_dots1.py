@@ -9,7 +9,7 @@ import torch
 
 from drawloom.components.export.hf_writer import write_hugging_face_folder
 from drawloom.components.model.decoder.hugging_face import read_config
-from drawloom.components.model.dots1 import DOTS1, Dots1
+from drawloom.components.model.dots1 import Dots1
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
 from drawloom.graph import UserError
 from support.adapted import OneStage
@@ -89,4 +89,4 @@ def test_numbers_that_do_not_fit_are_refused(given: dict[str, Any], named: str, 
     config = small(Dots1, **SIZES).hugging_face_config() | given
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=named):
-        read_config(DOTS1, tmp_path)
+        read_config(Dots1.family, tmp_path)

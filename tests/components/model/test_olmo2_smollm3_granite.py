@@ -11,8 +11,8 @@ from drawloom.components.model.decoder.hugging_face import read_config
 from drawloom.components.model.decoder.rope import RopeScaling
 from drawloom.components.model.granite import Granite
 from drawloom.components.model.olmo2 import Olmo2
-from drawloom.components.model.olmo3 import OLMO3, Olmo3
-from drawloom.components.model.smollm3 import SMOLLM3, SmolLm3
+from drawloom.components.model.olmo3 import Olmo3
+from drawloom.components.model.smollm3 import SmolLm3
 from drawloom.graph import UserError
 from support.families import (
     assert_all_projections_are_adapted,
@@ -96,14 +96,14 @@ def write(folder: Path, family: type[DecoderBuilder], **changes: Any) -> Path:
 
 def test_smollm3_derives_layers_without_positions_from_an_interval(tmp_path: Path) -> None:
     """As in transformers, the last layer of every interval has no rotary positions."""
-    config = read_config(SMOLLM3, write(tmp_path, SmolLm3, no_rope_layers="-", no_rope_layer_interval=2))
+    config = read_config(SmolLm3.family, write(tmp_path, SmolLm3, no_rope_layers="-", no_rope_layer_interval=2))
     assert [config.rope_of(layer) is None for layer in (0, 1)] == [False, True]
 
 
 def test_olmo3_scales_only_full_attention(tmp_path: Path) -> None:
     """A config of transformers 4 has rope_scaling beside layer types."""
     old = {"rope_parameters": "-", "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
-    config = read_config(OLMO3, write(tmp_path, Olmo3, layer_types=[SLIDING, FULL], **old))
+    config = read_config(Olmo3.family, write(tmp_path, Olmo3, layer_types=[SLIDING, FULL], **old))
     assert [rope.scaling is None for layer in (0, 1) if (rope := config.rope_of(layer))] == [True, False]
 
 
@@ -116,7 +116,7 @@ def test_olmo3_scales_only_full_attention(tmp_path: Path) -> None:
             {"rope_parameters": {SLIDING: {"rope_theta": 1e4}, FULL: {"rope_theta": 5e5}}},
             "has rope_theta = 10000.0 for sliding and 500000.0 for full attention",
         ),
-        (Granite, {"logits_scaling": 0}, "says logits_scaling = 0, which is not float above 0"),
+        (Granite, {"logits_scaling": 0}, "an invalid logits_scaling: 0.0 is not above 0"),
     ],
 )
 def test_other_configs_are_refused(

@@ -8,7 +8,7 @@ import pytest
 
 from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.decoder.hugging_face import read_config
-from drawloom.components.model.qwen3_5 import QWEN3_5, Qwen35
+from drawloom.components.model.qwen3_5 import Qwen35
 from drawloom.components.model.qwen3_5_moe import Qwen35Moe
 from drawloom.components.model.qwen3_next import Qwen3Next
 from drawloom.graph import UserError
@@ -111,9 +111,9 @@ def test_positions_of_images_do_not_change_text(tmp_path: Path) -> None:
     """Published configs have mrope_section, and an interval instead of layer types."""
     rope = {"rope_type": "default", "rope_theta": 1e7, "mrope_section": [1, 1, 0], "mrope_interleaved": True}
     config: Any = read_config(
-        QWEN3_5, write(tmp_path, rope_parameters=rope, layer_types="-", full_attention_interval=2)
+        Qwen35.family, write(tmp_path, rope_parameters=rope, layer_types="-", full_attention_interval=2)
     )
-    assert config.layer_types == (LINEAR, FULL)
+    assert config.layer_types == [LINEAR, FULL]
 
 
 @pytest.mark.parametrize(
@@ -127,4 +127,4 @@ def test_positions_of_images_do_not_change_text(tmp_path: Path) -> None:
 def test_other_configs_are_refused(changes: dict[str, Any], text: str, tmp_path: Path) -> None:
     """If the model would only resemble the config, the config is refused, and the error names the key."""
     with pytest.raises(UserError, match=text):
-        read_config(QWEN3_5, write(tmp_path, **changes))
+        read_config(Qwen35.family, write(tmp_path, **changes))

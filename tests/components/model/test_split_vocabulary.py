@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from drawloom.components.export.hf_writer import write_hugging_face_folder
 from drawloom.components.model.auto import AutoModel
 from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.split_vocabulary import NewTokens, count_new_rows_by_parameter, find_new_tokens_fault
+from drawloom.components.model.split_vocabulary import NewTokens, count_new_rows, find_new_tokens_fault
 from drawloom.components.ports.model import LayerRange
 from drawloom.components.weights.load import fill_module_from_folder
 from drawloom.graph import UserError
@@ -69,7 +69,7 @@ def test_the_export_is_one_table_that_computes_the_same(
     model, module = loaded(tmp_path / "base", Ids(tokens), new)
     layers = ("model.embed_tokens", *([] if tied else ["lm_head"]))
     for name in layers:
-        for split in count_new_rows_by_parameter(new):
+        for split in count_new_rows(new):
             torch.nn.init.normal_(module.get_submodule(name).get_parameter(split))
     write_hugging_face_folder(tmp_path / "export", model, OneStage(module))
     size = max(29, tokens)
@@ -86,14 +86,14 @@ def test_the_export_is_one_table_that_computes_the_same(
     torch.autograd.backward([ours, others])
     for name in layers:
         layer, wanted = module.get_submodule(name), theirs.get_submodule(name).weight.grad
-        table, *splits = wanted[:tokens].split([tokens - 3, *count_new_rows_by_parameter(new).values()])
-        for split, rows in zip(count_new_rows_by_parameter(new), splits, strict=True):
+        table, *splits = wanted[:tokens].split([tokens - 3, *count_new_rows(new).values()])
+        for split, rows in zip(count_new_rows(new), splits, strict=True):
             torch.testing.assert_close(layer.get_parameter(split).grad, rows, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(layer.weight.grad[: tokens - 3], table, rtol=1e-4, atol=1e-4)
     again, copy = loaded(tmp_path / "export", Ids(tokens), new)
     assert again.vocab_size == size
     for name in layers:
-        for split in count_new_rows_by_parameter(new):
+        for split in count_new_rows(new):
             assert torch.equal(
                 copy.get_submodule(name).get_parameter(split), module.get_submodule(name).get_parameter(split)
             )

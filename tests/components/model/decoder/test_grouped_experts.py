@@ -14,7 +14,7 @@ from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.decoder.hugging_face import read_config
 from drawloom.components.model.decoder.rope import RopeScaling
 from drawloom.components.model.deepseek_v2 import DeepseekV2
-from drawloom.components.model.deepseek_v3 import DEEPSEEK_V3, DeepseekV3
+from drawloom.components.model.deepseek_v3 import DeepseekV3
 from drawloom.components.model.dots1 import Dots1
 from drawloom.components.model.glm4_moe import Glm4Moe
 from drawloom.components.model.glm4_moe_lite import Glm4MoeLite
@@ -22,7 +22,7 @@ from drawloom.components.model.gpt_oss import GptOss
 from drawloom.components.model.qwen3.moe import Qwen3Moe
 from drawloom.components.model.qwen3_5_moe import Qwen35Moe
 from drawloom.components.model.qwen3_next import Qwen3Next
-from drawloom.components.weights.load import persistent_tensors
+from drawloom.components.weights.convert import persistent_tensors
 from drawloom.graph import UserError
 from support.adapted import OneStage
 from support.families import (
@@ -159,7 +159,7 @@ def write(folder: Path, kind: str, **changes: Any) -> Path:
 
 def test_kimi_k2_is_read_as_deepseek_v3(tmp_path: Path) -> None:
     """A config with Kimi K2's model_type is read as DeepSeek V3."""
-    read = read_config(DEEPSEEK_V3, write(tmp_path, "deepseek_v3", model_type="kimi_k2"))
+    read = read_config(DeepseekV3.family, write(tmp_path, "deepseek_v3", model_type="kimi_k2"))
     assert read == model_of("deepseek_v3").architecture
 
 

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from drawloom.components.model.decoder.config import Qwen3MoeConfig
 from drawloom.components.model.decoder.hugging_face import read_config
 from drawloom.components.model.decoder.rope import RopeScaling, convert_to_kernel_scaling
-from drawloom.components.model.qwen3.dense import DENSE
-from drawloom.components.model.qwen3.moe import MOE
+from drawloom.components.model.qwen3.dense import Qwen3Dense
+from drawloom.components.model.qwen3.moe import Qwen3Moe, Qwen3MoeConfig
 from drawloom.graph import UserError
 from drawloom.kernels.rope_frequencies import rope_frequencies
 from support.qwen3 import dense, sparse
@@ -41,7 +40,7 @@ def test_a_config_saved_by_transformers_is_read_as_the_same_model(tmp_path: Path
     """Our config, saved by transformers in its newest form, is read as the same model."""
     transformers.Qwen3Config(**good()).save_pretrained(tmp_path)
     assert "rope_parameters" in json.loads((tmp_path / "config.json").read_text())
-    assert read_config(DENSE, tmp_path) == dense().architecture
+    assert read_config(Qwen3Dense.family, tmp_path) == dense().architecture
 
 
 def test_transformers_reads_all_numbers_of_our_config(transformers: Any) -> None:
@@ -74,7 +73,7 @@ def test_experts_saved_by_transformers_are_read(tmp_path: Path, transformers: An
     )
     transformers.Qwen3MoeConfig(**model.hugging_face_config()).save_pretrained(tmp_path)
     assert "num_experts" not in json.loads((tmp_path / "config.json").read_text())
-    assert read_config(MOE, tmp_path) == model.architecture
+    assert read_config(Qwen3Moe.family, tmp_path) == model.architecture
 
 
 def test_transformers_reads_all_numbers_of_our_experts(transformers: Any) -> None:
@@ -98,7 +97,7 @@ def test_missing_keys_have_the_defaults_of_transformers(tmp_path: Path, transfor
     optional = ("norm_topk_prob", "decoder_sparse_step", "mlp_only_layers", "router_aux_loss_coef")
     config = {key: value for key, value in sparse().hugging_face_config().items() if key not in optional}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    theirs, ours = transformers.Qwen3MoeConfig(**config), read_config(MOE, tmp_path)
+    theirs, ours = transformers.Qwen3MoeConfig(**config), read_config(Qwen3Moe.family, tmp_path)
     assert isinstance(ours, Qwen3MoeConfig)
     assert (ours.norm_topk_prob, ours.decoder_sparse_step) == (theirs.norm_topk_prob, theirs.decoder_sparse_step)
     assert (list(ours.mlp_only_layers), ours.router_aux_loss_coef) == (
@@ -113,10 +112,10 @@ FAULTS_OF_EXPERTS: dict[str, tuple[dict[str, Any], str]] = {
     "too many choices": ({"num_experts_per_tok": 6}, "num_experts_per_tok = 6 is more than num_experts = 5"),
     "a layer that is not there": ({"mlp_only_layers": [2]}, "mlp_only_layers names layer 2, and layers are counted"),
     "no sparse layer": ({"mlp_only_layers": [0, 1]}, "no layer has experts"),
-    "text for layers": ({"mlp_only_layers": "0"}, 'mlp_only_layers = "0", which is not a list of layers\' numbers'),
-    "fractions of layers": ({"mlp_only_layers": [0.5]}, "mlp_only_layers = [0.5], which is not a list"),
-    "below zero": ({"router_aux_loss_coef": -1}, "router_aux_loss_coef = -1, which is not float of 0 or more"),
-    "number for a truth": ({"norm_topk_prob": 1}, "norm_topk_prob = 1, which is not true or false"),
+    "text for layers": ({"mlp_only_layers": "0"}, 'mlp_only_layers: expected an array of integers, got the string "0"'),
+    "fractions of layers": ({"mlp_only_layers": [0.5]}, "mlp_only_layers: expected an integer, got the number 0.5"),
+    "below zero": ({"router_aux_loss_coef": -1}, "router_aux_loss_coef: -1.0 is less than 0"),
+    "number for a truth": ({"norm_topk_prob": 1}, "norm_topk_prob: expected a boolean, got the integer 1"),
 }
 
 
@@ -126,16 +125,16 @@ def test_experts_that_cannot_be_built_are_refused(tmp_path: Path, changes: dict[
     config = {key: value for key, value in (sparse().hugging_face_config() | changes).items() if value is not None}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError) as caught:
-        read_config(MOE, tmp_path)
-    assert message in str(caught.value) and "use the config.json of a Qwen3 model with experts" in str(caught.value)
+        read_config(Qwen3Moe.family, tmp_path)
+    assert message in str(caught.value) and "use the config.json of a Qwen3MoeForCausalLM" in str(caught.value)
 
 
 def test_both_forms_of_the_rotary_base_are_read(tmp_path: Path) -> None:
     """`rope_theta` at the top and within `rope_parameters` mean the same."""
-    top = read_config(DENSE, written(tmp_path, rope_theta=123.0, rope_scaling=None))
+    top = read_config(Qwen3Dense.family, written(tmp_path, rope_theta=123.0, rope_scaling=None))
     assert top.rope_theta == 123.0
     rope = {"rope_type": "default", "rope_theta": 123.0}
-    assert read_config(DENSE, written(tmp_path, rope_theta=None, rope_parameters=rope)) == top
+    assert read_config(Qwen3Dense.family, written(tmp_path, rope_theta=None, rope_parameters=rope)) == top
 
 
 STRETCHES = [
@@ -167,7 +166,10 @@ STRETCHES = [
 @pytest.mark.parametrize("rope", STRETCHES, ids=lambda rope: rope.rope_type)
 def test_rope_scaling_survives_transformers(tmp_path: Path, rope: RopeScaling, transformers: Any) -> None:
     """Scaled positions are read again from our config, and from transformers' copy of it."""
-    for make, family, kind in ((dense, DENSE, transformers.Qwen3Config), (sparse, MOE, transformers.Qwen3MoeConfig)):
+    for make, family, kind in (
+        (dense, Qwen3Dense.family, transformers.Qwen3Config),
+        (sparse, Qwen3Moe.family, transformers.Qwen3MoeConfig),
+    ):
         model = make(rope_scaling=rope, rope_theta=500.0, max_position_embeddings=32)
         (tmp_path / "config.json").write_text(json.dumps(model.hugging_face_config()))
         assert read_config(family, tmp_path) == model.architecture
@@ -195,7 +197,7 @@ def test_static_ntk_is_exported_as_a_larger_base(transformers: Any) -> None:
 def test_the_older_form_of_rope_scaling_is_read(tmp_path: Path, transformers: Any) -> None:
     """`type` in `rope_scaling`, and keys that are left out, mean the same as in transformers."""
     old = {"type": "yarn", "factor": 4.0}
-    config = read_config(DENSE, written(tmp_path, rope_scaling=old, max_position_embeddings=77))
+    config = read_config(Qwen3Dense.family, written(tmp_path, rope_scaling=old, max_position_embeddings=77))
     assert config.rope_scaling == RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=77)
     theirs: Any = transformers.Qwen3Config(**good() | {"rope_scaling": old, "max_position_embeddings": 77})
     assert theirs.rope_parameters["original_max_position_embeddings"] == 77
@@ -208,7 +210,7 @@ def test_the_original_length_at_the_top_takes_precedence(kind: str, tmp_path: Pa
     for within in ({}, {"original_max_position_embeddings": 16}):
         scaling = {"type": kind, "factor": 4.0, **bounds, **within}
         config = {"rope_scaling": scaling, "original_max_position_embeddings": 8}
-        used = read_config(DENSE, written(tmp_path, **config)).rope_scaling
+        used = read_config(Qwen3Dense.family, written(tmp_path, **config)).rope_scaling
         theirs: Any = transformers.Qwen3Config.from_pretrained(tmp_path)
         theirs.standardize_rope_params()  # as when a model is built of it
         assert used is not None
@@ -251,7 +253,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "text for a factor": (
         {"rope_scaling": {"type": "linear", "factor": "2"}},
-        "says factor = '2' for rotary positions",
+        'has an invalid factor for rotary positions: expected a number, got the string "2"',
     ),
     "a key of others": (
         {"rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 2.0}},
@@ -270,11 +272,14 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
         {"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_slow": 64}},
         "rope_scaling.beta_fast = 32 is not above beta_slow = 64",
     ),
-    "text for a number": ({"hidden_size": "24"}, 'hidden_size = "24", which is not int above 0'),
-    "fraction for a size": ({"hidden_size": 24.5}, "hidden_size = 24.5, which is not int above 0"),
-    "truth for a size": ({"num_hidden_layers": True}, "num_hidden_layers = true, which is not int above 0"),
-    "nothing": ({"num_hidden_layers": 0}, "num_hidden_layers = 0, which is not int above 0"),
-    "number for a truth": ({"tie_word_embeddings": 1}, "tie_word_embeddings = 1, which is not true or false"),
+    "text for a number": ({"hidden_size": "24"}, 'an invalid hidden_size: expected an integer, got the string "24"'),
+    "fraction for a size": ({"hidden_size": 24.5}, "an invalid hidden_size: expected an integer, got the number 24.5"),
+    "truth for a size": ({"num_hidden_layers": True}, "an invalid num_hidden_layers: expected an integer, got true"),
+    "nothing": ({"num_hidden_layers": 0}, "an invalid num_hidden_layers: 0 is less than 1"),
+    "number for a truth": (
+        {"tie_word_embeddings": 1},
+        "an invalid tie_word_embeddings: expected a boolean, got the integer 1",
+    ),
     "num_attention_heads": (
         {"num_key_value_heads": 3},
         "num_key_value_heads = 3 does not divide num_attention_heads = 4",
@@ -286,7 +291,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
 def test_a_config_of_another_model_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     """A config of a model with other computations is refused, and never read as a similar model."""
     with pytest.raises(UserError) as caught:
-        read_config(DENSE, written(tmp_path, **changes))
+        read_config(Qwen3Dense.family, written(tmp_path, **changes))
     assert message in str(caught.value)
     assert str(tmp_path / "config.json") in str(caught.value)
 
@@ -296,7 +301,7 @@ def test_a_file_that_is_not_a_config_is_refused(tmp_path: Path, text: str, messa
     """A file without a JSON object is refused, and the message says so."""
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(UserError, match=message):
-        read_config(DENSE, tmp_path)
+        read_config(Qwen3Dense.family, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -311,18 +316,18 @@ def test_hostile_configs_are_refused(tmp_path: Path, text: str, message: str) ->
     """Duplicate keys, endless nesting and endless text are refused like any broken file."""
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(UserError, match=message):
-        read_config(DENSE, tmp_path)
+        read_config(Qwen3Dense.family, tmp_path)
 
 
 def test_a_pipe_is_refused_without_waiting(tmp_path: Path) -> None:
     """A pipe in place of a config is refused at once, without waiting for a writer."""
     os.mkfifo(tmp_path / "config.json")
     with pytest.raises(UserError, match=r"config\.json can't be read \(it is not a regular file\)"):
-        read_config(DENSE, tmp_path)
+        read_config(Qwen3Dense.family, tmp_path)
 
 
 def test_a_missing_config_is_refused(tmp_path: Path) -> None:
     """A folder without config.json, and a missing path, are refused by name."""
     for path in (tmp_path, tmp_path / "other.json"):
         with pytest.raises(UserError, match="can't be read"):
-            read_config(DENSE, path)
+            read_config(Qwen3Dense.family, path)

@@ -14,7 +14,7 @@ from drawloom.components.model.decoder.router import (
     Routing,
     attach_loss_gradient,
     compute_aux_loss_grad,
-    sum_weighted_router_z_loss,
+    sum_weighted_z_loss,
 )
 from drawloom.components.parallel.row_sums import RowSums
 from drawloom.kernels.recompute import call_with_recomputation, get_wrapper_of_saved_variable
@@ -54,7 +54,7 @@ def test_z_loss_adds_the_gradient_of_the_formula(_seed: object, rows: int, lengt
     logits = (3 * torch.randn(rows, length, experts, dtype=torch.float64)).requires_grad_()
     weights = torch.rand(rows, length)
     incoming = torch.randn_like(logits)
-    actual = attach_loss_gradient(logits, sum_weighted_router_z_loss(logits, weights))
+    actual = attach_loss_gradient(logits, sum_weighted_z_loss(logits, weights))
     assert torch.equal(actual, logits)
     exponentials = logits.detach().exp()
     total = exponentials.sum(-1, keepdim=True)

@@ -7,22 +7,26 @@ from typing import Any, Literal
 import attrs
 import pytest
 
+from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.decoder.rope import RopeScaling
 from drawloom.components.model.decoder.settings import build_architecture_from_settings, find_setting_faults
-from drawloom.components.model.qwen3.dense import DENSE, Qwen3Dense
-from drawloom.components.model.qwen3.moe import MOE, Qwen3Moe
+from drawloom.components.model.qwen3.dense import Qwen3Dense
+from drawloom.components.model.qwen3.moe import Qwen3Moe
 from drawloom.graph import UserError
 from drawloom.graph.project import Recipe
-from support.qwen3 import SIZES, SPARSE_SIZES, cpu_kernels
+from support.qwen3 import SIZES, SPARSE_SIZES, cpu_kernels, dense, sparse
 
-NONE = dict.fromkeys(DENSE.settings_from_config_json) | {"config": None, "vocabulary_multiple": 1}
+NONE = dict.fromkeys((*Qwen3Dense.family.keys, "rope_parameters")) | {"config": None, "vocabulary_multiple": 1}
 
 
 Found = list[tuple[str | tuple[str, ...], str, str]]
 
 
 def faults_of(tokenizer: bool = False, **settings: Any) -> Found:
-    return [(fault.key, fault.why, fault.instead) for fault in find_setting_faults(DENSE, NONE | settings, tokenizer)]
+    return [
+        (fault.key, fault.why, fault.instead)
+        for fault in find_setting_faults(Qwen3Dense.family, NONE | settings, tokenizer)
+    ]
 
 
 def test_sizes_that_fit_have_no_problem() -> None:
@@ -36,7 +40,7 @@ def test_sizes_that_fit_have_no_problem() -> None:
 def test_head_settings_have_defaults() -> None:
     """Without num_key_value_heads each head has its own; without head_dim the heads share the width."""
     architecture = build_architecture_from_settings(
-        DENSE,
+        Qwen3Dense.family,
         NONE
         | {
             "num_hidden_layers": 1,
@@ -174,13 +178,13 @@ def test_both_forms_of_rotary_positions_are_equal() -> None:
     """`rope_parameters` equals `rope_theta` with `rope_scaling`; a base inside `rope_scaling` counts too."""
     yarn: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
     apart = build_architecture_from_settings(
-        DENSE, NONE | SIZES | {"rope_theta": 5e2, "rope_scaling": RopeScaling(**yarn)}, None
+        Qwen3Dense.family, NONE | SIZES | {"rope_theta": 5e2, "rope_scaling": RopeScaling(**yarn)}, None
     )
     for key in ("rope_parameters", "rope_scaling"):
         joined = {key: RopeScaling(**yarn, rope_theta=5e2)}
-        assert build_architecture_from_settings(DENSE, NONE | SIZES | joined, None) == apart
+        assert build_architecture_from_settings(Qwen3Dense.family, NONE | SIZES | joined, None) == apart
     plain = build_architecture_from_settings(
-        DENSE, NONE | SIZES | {"rope_parameters": RopeScaling(rope_theta=5e2)}, None
+        Qwen3Dense.family, NONE | SIZES | {"rope_parameters": RopeScaling(rope_theta=5e2)}, None
     )
     assert (plain.rope_theta, plain.rope_scaling) == (5e2, None)
 
@@ -217,23 +221,27 @@ def test_a_run_resumes_with_another_longest_text() -> None:
     assert Qwen3Dense.resume_impact(dynamic, "tie_word_embeddings", None) is None
 
 
+def read(kind: type[DecoderBuilder], config: Path, **settings: Any) -> DecoderBuilder:
+    """Return a model with the sizes in a file, except for these settings."""
+    return kind(kernels=cpu_kernels(), config=config, **settings)
+
+
 def test_sizes_are_set_over_a_config(tmp_path: Path) -> None:
     """All other values are the config's; sizes that do not fit together and a missing config are refused."""
-    scaled: Any = {"rope_scaling": RopeScaling(rope_type="linear", factor=2.0)}
-    other = Qwen3Dense(kernels=cpu_kernels(), tie_word_embeddings=True, **scaled, **SIZES)
+    other = dense(tie_word_embeddings=True, rope_scaling=RopeScaling(rope_type="linear", factor=2.0))
     path = tmp_path / "config.json"
     path.write_text(json.dumps(other.hugging_face_config()))
     over: Any = {"num_hidden_layers": 7, "tie_word_embeddings": False, "rope_theta": 500.0}
-    architecture = Qwen3Dense(kernels=cpu_kernels(), config=path, **over).architecture
+    architecture = read(Qwen3Dense, path, **over).architecture
     assert architecture == attrs.evolve(other.architecture, **over)
     plain = RopeScaling(rope_type="default", rope_theta=5e3)
-    architecture = Qwen3Dense(kernels=cpu_kernels(), config=path, rope_parameters=plain).architecture
+    architecture = read(Qwen3Dense, path, rope_parameters=plain).architecture
     assert architecture == attrs.evolve(other.architecture, rope_theta=5e3, rope_scaling=None)
     assert faults_of(config=path, **over) == faults_of(config=tmp_path / "no.json") == []  # no file is read
     with pytest.raises(UserError, match=r"^num_key_value_heads: "):
-        Qwen3Dense(kernels=cpu_kernels(), config=path, num_key_value_heads=3).check_before_open()
+        read(Qwen3Dense, path, num_key_value_heads=3).check_before_open()
     with pytest.raises(UserError, match=r"^config: .*no.json can't be read"):
-        Qwen3Dense(kernels=cpu_kernels(), config=tmp_path / "no.json").check_before_open()
+        read(Qwen3Dense, tmp_path / "no.json").check_before_open()
 
 
 def test_errors_at_run_time_equal_problems_of_check() -> None:
@@ -264,17 +272,17 @@ def test_constraints_report_problems_of_the_node() -> None:
 
 def test_a_config_sets_all_sizes(tmp_path: Path) -> None:
     """A model built from another model's exported config has the same sizes."""
-    other = Qwen3Dense(kernels=cpu_kernels(), tie_word_embeddings=True, rope_theta=500.0, rms_norm_eps=1e-5, **SIZES)
+    other = dense(tie_word_embeddings=True, rope_theta=500.0, rms_norm_eps=1e-5)
     (tmp_path / "config.json").write_text(json.dumps(other.hugging_face_config()))
     for config in (tmp_path, tmp_path / "config.json"):
-        assert Qwen3Dense(kernels=cpu_kernels(), config=config).architecture == other.architecture
+        assert read(Qwen3Dense, config).architecture == other.architecture
 
 
-NO_EXPERTS = dict.fromkeys(MOE.settings_from_config_json) | {"config": None, "vocabulary_multiple": 1}
+NO_EXPERTS = dict.fromkeys((*Qwen3Moe.family.keys, "rope_parameters")) | {"config": None, "vocabulary_multiple": 1}
 
 
 def faults_of_experts(**settings: Any) -> Found:
-    architecture = find_setting_faults(MOE, NO_EXPERTS | settings, False)
+    architecture = find_setting_faults(Qwen3Moe.family, NO_EXPERTS | settings, False)
     return [(fault.key, fault.why, fault.instead) for fault in architecture]
 
 
@@ -284,7 +292,7 @@ def test_experts_that_fit_have_no_problem() -> None:
     assert faults_of_experts(**SPARSE_SIZES | {"intermediate_size": None}) == []
     assert faults_of_experts(**SPARSE_SIZES | {"mlp_only_layers": [1]}) == []
     architecture = build_architecture_from_settings(
-        MOE, NO_EXPERTS | SPARSE_SIZES | {"intermediate_size": None, "mlp_only_layers": []}, None
+        Qwen3Moe.family, NO_EXPERTS | SPARSE_SIZES | {"intermediate_size": None, "mlp_only_layers": []}, None
     )
     assert architecture.intermediate_size == 2 * 12  # as many channels as a token has in its experts
 
@@ -339,17 +347,17 @@ def test_contradictions_of_experts_are_reported(changes: dict[str, Any], fault: 
 
 def test_balance_loss_can_be_set_beside_a_config(tmp_path: Path) -> None:
     """A recipe may set the coefficient of the balancing loss; experts that do not fit are a problem."""
-    other = Qwen3Moe(kernels=cpu_kernels(), router_aux_loss_coef=0.5, **SPARSE_SIZES)
+    other = sparse(router_aux_loss_coef=0.5)
     (tmp_path / "config.json").write_text(json.dumps(other.hugging_face_config()))
-    assert Qwen3Moe(kernels=cpu_kernels(), config=tmp_path).architecture == other.architecture
-    architecture: Any = Qwen3Moe(kernels=cpu_kernels(), config=tmp_path, router_aux_loss_coef=0.0).architecture
+    assert read(Qwen3Moe, tmp_path).architecture == other.architecture
+    architecture: Any = read(Qwen3Moe, tmp_path, router_aux_loss_coef=0.0).architecture
     assert (architecture.router_aux_loss_coef, attrs.evolve(architecture, router_aux_loss_coef=0.5)) == (
         0.0,
         other.architecture,
     )
-    Qwen3Moe(kernels=cpu_kernels(), config=tmp_path, num_experts=5).check_before_open()
+    read(Qwen3Moe, tmp_path, num_experts=5).check_before_open()
     with pytest.raises(UserError, match=r"^num_experts_per_tok: "):
-        Qwen3Moe(kernels=cpu_kernels(), config=tmp_path, num_experts=1).check_before_open()
+        read(Qwen3Moe, tmp_path, num_experts=1).check_before_open()
 
 
 def test_the_only_tokenizer_of_a_recipe_belongs_to_the_model() -> None:
@@ -395,7 +403,7 @@ def test_impossible_sizes_in_a_config_are_refused_before_allocation(key: str, va
     """The problem names the key; lists of layers would take gigabytes."""
     config = Qwen3Dense(kernels=cpu_kernels(), **SIZES).hugging_face_config()
     (tmp_path / "config.json").write_text(json.dumps(config | {key: value}))
-    with pytest.raises(UserError, match=f"says {key} = {value}, which is more than"):
+    with pytest.raises(UserError, match=f"an invalid {key}: {value} is more than"):
         Qwen3Dense(kernels=cpu_kernels(), config=tmp_path).check_before_open()
 
 

@@ -39,19 +39,16 @@ SIZES = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "i
 
 def granite(parametrization: Any = None, width: int = 64, layers: int = 4) -> Granite:
     """Return a Granite."""
-    return Granite(
-        kernels=cpu_kernels(),
-        parametrization=parametrization,
-        num_hidden_layers=layers,
-        hidden_size=width,
-        num_attention_heads=width // 8,
-        head_dim=8,
-        intermediate_size=2 * width,
-        vocab_size=500,
-        tie_word_embeddings=False,
-        initializer_range=0.5,
-        logits_scaling=2.0,
-    )
+    sizes: dict[str, Any] = {
+        "num_hidden_layers": layers,
+        "hidden_size": width,
+        "num_attention_heads": width // 8,
+        "head_dim": 8,
+        "intermediate_size": 2 * width,
+        "vocab_size": 500,
+    }
+    options: dict[str, Any] = {"tie_word_embeddings": False, "initializer_range": 0.5, "logits_scaling": 2.0}
+    return Granite(kernels=cpu_kernels(), parametrization=parametrization, **sizes, **options)
 
 
 def whole(model: Granite) -> nn.Module:
@@ -176,7 +173,7 @@ def test_folded_multipliers_train_as_multipliers_do(optimizer: str) -> None:
         "attention_bias": True,
         "mlp_bias": True,
     }
-    multiplied = train(Granite(**sizes, attention_multiplier=8**-0.5), OPTIMIZERS[optimizer])
+    multiplied = train(Granite(**sizes | {"attention_multiplier": 8**-0.5}), OPTIMIZERS[optimizer])
     folded = train(Llama(**sizes), OPTIMIZERS[optimizer])
     assert folded == pytest.approx(multiplied, rel=1e-5) and folded[3] < folded[0]
     assert "residual_multiplier" not in Llama(**sizes).hugging_face_config()

@@ -151,10 +151,10 @@ def assert_gradients_equal(module: nn.Module, theirs: nn.Module, our_loss: Tenso
 
 def test_rope_scaling_changes_logits(model: Qwen3Dense) -> None:
     """Scaled positions change all logits but the first token's."""
-    if model.rope_scaling is None:
+    if model.architecture.rope_scaling is None:
         return
     module, tokens = whole(model), torch.randint(model.vocab_size, (1, 9))
-    plain = dense(rope_theta=model.rope_theta).build(LayerRange(0, 2, embedding=True, head=True))
+    plain = dense(rope_theta=model.architecture.rope_theta).build(LayerRange(0, 2, embedding=True, head=True))
     plain.load_state_dict(module.state_dict())
     actual, other = (logits_of(model, tokens, one_document(1, 9)) for model in (module, plain))
     assert (actual - other).abs()[:, 1:].amax(-1).min() > 1e-4

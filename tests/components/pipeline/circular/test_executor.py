@@ -37,7 +37,7 @@ def on_ranks(use: Callable[[CircularExecutor, int], Any], *delays: bool) -> list
             "head_dim": 8,
         }
         sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 24}
-        model = Qwen3Dense(kernels=cpu_kernels(), tie_word_embeddings=True, **sizes)
+        model = Qwen3Dense(kernels=cpu_kernels(), **sizes | {"tie_word_embeddings": True})
         objective, schedule = NextToken(), pipelines.schedule("circular", stages_per_rank=REPEATS)
         common: dict[str, Any] = {"mesh": mesh, "device": device, "schedule": schedule}
         stages = MaterializedStages(
