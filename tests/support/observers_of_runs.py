@@ -152,20 +152,11 @@ def sums_over_replicas(use: str, values: Values, folder: Path) -> Any:
 LORA = {"use": "adapters.lora", "targets": ["q_proj"], "rank": 2, "alpha": 4.0}
 
 
-def bytes_of_streamed_weights(use: str, values: Values, folder: Path) -> Any:
-    """Return the bytes of quantized frozen weights in host memory."""
-    model = TINY | {"num_hidden_layers": 1, "hidden_size": 64, "head_dim": 64, "intermediate_size": 64}
-    stages = {"adapters": ["@lora"], **values}
-    tables = {"precision": {"compute": "bfloat16", "frozen": "nf4"}, "model": model, "lora": LORA, "stages": stages}
-    with _recipe(folder, **tables).open(only="stages") as objects:
-        streamed = objects["stages"].streamed
-        return 0 if streamed is None else streamed.byte_count
-
-
 def formats_of_frozen_weights(use: str, values: Values, folder: Path) -> Any:
     """Return the quantized formats by name in a model with an adapter, whose rows have 64 elements or more."""
     model = TINY | {"num_hidden_layers": 1, "hidden_size": 64, "head_dim": 64, "intermediate_size": 64}
-    tables = {"precision": dict(values), "model": model, "lora": LORA, "stages": {"adapters": ["@lora"]}}
+    quantized = {"precision": {"compute": "bfloat16"}, "quantized": {"use": use, **values}}
+    tables = {"model": model, "lora": LORA, "stages": {"adapters": ["@lora"]}, **quantized}
     with _recipe(folder, **tables).open(only="stages") as objects:
         formats = list_quantized_parameter_formats(objects["stages"].local[0].module)
         return {name: weight_format.name for name, weight_format in formats.items()}
