@@ -4,9 +4,10 @@ The vocabulary for components: `@component`, `setting` and its bounds, `@port`, 
 A component is an attrs class. A field whose type is a port is an edge; every other field is a setting.
 """
 
+import inspect
 import typing
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, TypeVar, dataclass_transform, overload
 
 import attrs
@@ -42,13 +43,15 @@ def setting(
     return attrs.field(default=default, validator=check and _make_validator(check), metadata=meta, alias=alias)
 
 
-def wired(*, default: None) -> Any:
+def wired(*, default: Any = attrs.NOTHING, factory: Callable[[], Any] | None = None) -> Any:
     """
-    Declare an optional edge, found by type like a required edge, and None only if no node fits.
+    Declare an edge for the container to find by type unless the recipe writes it.
 
-    `tokenizer: Tokenizer | None = wired(default=None)`. Other optional edges are None unless the recipe writes them.
+    `tokenizer: Tokenizer | None = wired(default=None)` is the only fitting node, like a required edge, and None without
+    one. `features: list[StageFeature] = wired(factory=list)` are all fitting nodes, in the recipe's order. Other edges
+    with defaults keep them unless the recipe writes them.
     """
-    return attrs.field(default=default, metadata={"wired": True})
+    return attrs.field(default=attrs.Factory(factory) if factory else default, metadata={"wired": True})
 
 
 def _make_validator(check: Check) -> Callable[[Any, Any, Any], None]:
@@ -121,6 +124,20 @@ def port(cls: Any = None, /, *, named: bool = False) -> Any:
     return mark if cls is None else mark(cls)
 
 
+def read_annotations(cls: type, names: Collection[str]) -> dict[str, Any]:
+    """
+    Return the annotated types of a class's attributes with these names.
+
+    Other attributes, such as private ones, may have a type that only type checkers import. Raises NameError for a name
+    in an annotation that is not defined.
+    """
+    types: dict[str, Any] = {}
+    for base in reversed(cls.__mro__):
+        own = {name: kind for name, kind in inspect.get_annotations(base).items() if name in names}
+        types |= typing.get_type_hints(type(base.__name__, (), {"__annotations__": own, "__module__": base.__module__}))
+    return types
+
+
 def is_port_or_component(kind: object) -> bool:
     """Return whether fields of this type are edges: true for ports, and for component classes themselves."""
     kind = typing.get_origin(kind) or kind
@@ -173,6 +190,7 @@ class Traits:
     flow: Flow
     needs: Mapping[str, str] = attrs.field(factory=dict)
     opens_first: str = ""
+    replaced_keys: Mapping[str, str] = attrs.field(factory=dict)
 
 
 def find_declared_reads_and_writes(component: object) -> Flow:
@@ -192,6 +210,7 @@ def component(
     impact: Impact = "changes_training",
     needs: Mapping[str, str] | None = None,
     opens_first: str = "",
+    replaced_keys: Mapping[str, str] | None = None,
 ) -> Callable[[type[T]], type[T]]: ...
 @dataclass_transform(kw_only_default=True, field_specifiers=(setting, wired, attrs.field))
 def component(
@@ -204,6 +223,7 @@ def component(
     impact: Impact = "changes_training",
     needs: Mapping[str, str] | None = None,
     opens_first: str = "",
+    replaced_keys: Mapping[str, str] | None = None,
 ) -> Any:
     """
     Make a class a component: an attrs class with keyword arguments, named in recipes by the path of its file.
@@ -212,7 +232,8 @@ def component(
     is read only if some member writes it. `impact` is the effect on a resumed run when this node is added, removed,
     swapped or changed: see `setting`. `needs` maps modules imported when the component opens to arguments for `pip
     install`: {"aim": "drawloom[aim]"}. The nodes of the edge `opens_first`, and their dependencies, are built and
-    opened before the nodes of all other edges, whatever the order of fields.
+    opened before the nodes of all other edges, whatever the order of fields. `replaced_keys` maps unknown keys to
+    the recipe lines in their place, for the message about the key.
 
     `check` calls these class methods, if the class has them, without building the component:
 
@@ -237,7 +258,8 @@ def component(
         if "__repr__" not in vars(cls):
             attrs_class.__repr__ = _repr_without_edges  # type: ignore[method-assign]
         flow = Flow(tuple(reads), tuple(writes), tuple(changes))
-        attrs_class.__component__ = Traits(impact, flow, dict(needs or {}), opens_first)  # type: ignore[attr-defined]
+        traits = Traits(impact, flow, dict(needs or {}), opens_first, dict(replaced_keys or {}))
+        attrs_class.__component__ = traits  # type: ignore[attr-defined]
         return attrs_class
 
     return make if cls is None else make(cls)

@@ -9,16 +9,12 @@ from typing import Any
 import attrs
 
 from drawloom.graph.drawing import Format
-from drawloom.graph.inspect.changes import diff, make_resolved_recipe
-from drawloom.graph.inspect.explain import explain
-from drawloom.graph.inspect.serialize import serialize_recipe
 from drawloom.graph.problems import COMMAND_LINE, Problem, RecipeError, UserError, did_you_mean
 from drawloom.graph.recipe.layers import Layer, Leaf
 from drawloom.graph.recipe.loading import RecipeFolder, read_bases_and_layer, read_layers
 from drawloom.graph.recipe.lockfile import LOCK, RecipeChange, ResolvedRecipe
 from drawloom.graph.recipe.merged import MergedRecipe, merge_layers
 from drawloom.graph.recipe.overrides import nest_values, read_overrides
-from drawloom.graph.registry.imports import find_source_and_extend_sys_path
 from drawloom.graph.registry.registry import Registry
 from drawloom.graph.runtime.container import Container
 from drawloom.graph.wiring.graph import Graph
@@ -46,6 +42,8 @@ class Project:
         """
         registry = self.registry
         for package in packages:
+            from drawloom.graph.registry.imports import find_source_and_extend_sys_path
+
             try:
                 registry = registry.with_source(find_source_and_extend_sys_path(package))
             except (LookupError, ImportError, ValueError) as error:
@@ -85,6 +83,8 @@ class Project:
 
     def shipped_components_by_node(self) -> dict[str, list[str]]:
         """Return the node names in the shipped recipes, with the components used there."""
+        from drawloom.graph.inspect.serialize import serialize_recipe
+
         components: dict[str, list[str]] = {}
         for name in RecipeFolder(self.recipes).names:
             for node, table in serialize_recipe(self.load(name)).items():
@@ -114,8 +114,14 @@ class Project:
                 hint = did_you_mean(name, graph.nodes)
                 raise UserError(f"there is no node [{name}] to open; {hint}".rstrip("; "), exit_code=2)
         (graph.restrict_to(roots) if roots else graph).require_valid()
-        resolved = make_resolved_recipe(graph, accept_changes=accept_changes)
+        resolved = self.resolve(graph, accept_changes=accept_changes)
         return Container(graph, list(roots or (self.root,)), resolved, dict(replacements or {}))
+
+    def resolve(self, graph: Graph, *, accept_changes: bool = False) -> ResolvedRecipe:
+        """Return a valid graph's resolved recipe."""
+        from drawloom.graph.inspect.changes import make_resolved_recipe  # a check resolves none
+
+        return make_resolved_recipe(graph, accept_changes=accept_changes)
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -208,6 +214,8 @@ class Recipe:
         Explain a value such as "optimizer.lr", a node, or the whole recipe: where values come from, why nodes are
         connected.
         """
+        from drawloom.graph.inspect.explain import explain  # for people, as the pictures below
+
         return explain(self.graph.require_valid(), target, self.project.root)
 
     def draw(self, format: Format = "tree", focus: str = "", *, step: bool = False) -> str:
@@ -221,7 +229,7 @@ class Recipe:
 
     def to_resolved_toml(self) -> str:
         """Return the resolved recipe as TOML: every setting and edge, with its origin in a comment."""
-        return make_resolved_recipe(self.graph.require_valid()).text
+        return self.project.resolve(self.graph.require_valid()).text
 
     def preview(self) -> str:
         """
@@ -241,6 +249,8 @@ class Recipe:
 
     def changes_since(self, old: "Recipe") -> list[RecipeChange]:
         """Return the differences from an older recipe or run to this one, with their impact on a resumed run."""
+        from drawloom.graph.inspect.changes import diff
+
         # Without a root, so that partial recipes can be compared, and unused nodes count.
         return diff(old.merged, self.project.graph(self.merged, root=""))
 

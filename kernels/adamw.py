@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from drawloom.kernels.dynamic_map import decode_8bit, encode_8bit
+from drawloom.kernels.dynamic_map import BLOCK, decode_8bit, encode_8bit
 from drawloom.kernels.operation import accumulation_dtype
 from drawloom.kernels.stochastic_copy import CHUNK, philox, round_stochastically, split_into_16bit_halves
 
@@ -78,6 +78,11 @@ class ParamState:
     def has_8bit_moments(self) -> bool:
         """Return whether the means are codes of 8 bits."""
         return self.exp_avg_scale is not None
+
+    @property
+    def has_whole_blocks(self) -> bool:
+        """Return whether the means are codes of 8 bits, in rows without a rest of a block."""
+        return self.has_8bit_moments and self.weight.shape[-1] % BLOCK == 0
 
     @property
     def has_adjacent_noise_pairs(self) -> bool:

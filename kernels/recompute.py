@@ -429,7 +429,7 @@ def _return_none() -> None:
 
 
 class RowKernels(Protocol):
-    """Casts of rows to float8 elements with power-of-two scales, float32 (rows,), and back (`kernels/float8.py`)."""
+    """Casts of rows to elements of 8 bits with power-of-two scales, float32 (rows,), and back."""
 
     def quantize_rows(self, x: Tensor, transposed: bool) -> Any:
         """Return elements (rows, width) and scales (rows,) as `data` and `scale`, for x (rows, width)."""
@@ -485,17 +485,17 @@ class Quantized(Selective):
 
 
 def keep_arguments_in_8_bits(
-    kernels: RowKernels, *arguments: Tensor, shape: Sequence[int] = ()
+    load_kernels: Callable[[], RowKernels], *arguments: Tensor, shape: Sequence[int] = ()
 ) -> AbstractContextManager[None]:
     """
     Return a context for a norm or gate, and its `record_recomputable_call`: within `Quantized`, its arguments (...,
-    width), and saved results with their shape or with `shape`, are kept in 8 bits.
+    width), and saved results with their shape or with `shape`, are kept in 8 bits. Only then `load_kernels` is called.
     """
     selective = None if torch.compiler.is_compiling() else _selective.get()
     if not isinstance(selective, Quantized):
         return nullcontext()
     shapes = [tuple(shape), *(tuple(argument.shape) for argument in arguments)]
-    return selective.round_arguments(_RoundedArguments(kernels, arguments, shapes))
+    return selective.round_arguments(_RoundedArguments(load_kernels(), arguments, shapes))
 
 
 def accept_rounded_inputs() -> AbstractContextManager[None]:
@@ -542,7 +542,7 @@ def _contains(whole: Tensor, tensor: Tensor) -> bool:
 
 
 class _RoundedTensor(SavedTensor):
-    """Wrapper around float8 elements and scales; the tensor lives from its first use until the wrapper is released."""
+    """Wrapper around elements in 8 bits and scales; the tensor lives from its first use until the wrapper's release."""
 
     __slots__ = ("_data", "_dtype", "_kernels", "_scale", "_shape", "_value")
 

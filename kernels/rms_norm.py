@@ -6,27 +6,23 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from drawloom.kernels.float8 import EAGER
-from drawloom.kernels.linear_float8 import attach_quantized_rows
 from drawloom.kernels.operation import accumulation_dtype, as_new_alias, once_differentiable
 from drawloom.kernels.results import NormAndSum
 
 
-def rms_norm_eager(x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False, float8: bool = False) -> Tensor:
+def rms_norm_eager(x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
     """
     Return x / sqrt(mean(x^2) + eps) * weight over the last dimension of x (..., hidden_size), in x's dtype.
 
     weight (hidden_size,) in any float dtype; if `zero_centered`, the factor is 1 + weight. Computed in at least
-    float32 and rounded once. With `float8`, layers that multiply the result in float8 find its quantized rows.
+    float32 and rounded once.
     """
     normed: Tensor = _RmsNorm.apply(x, weight, eps, zero_centered)  # type: ignore[no-untyped-call]
-    if float8:
-        attach_quantized_rows(normed, EAGER.quantize_rows(normed.detach().flatten(0, -2), False))
     return normed
 
 
 def add_rms_norm_eager(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centered: bool = False, float8: bool = False
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centered: bool = False
 ) -> NormAndSum:
     """
     Return the norm of x + residual, and the sum; all are (..., hidden_size), and results have x's dtype.
@@ -34,7 +30,7 @@ def add_rms_norm_eager(
     The sum is rounded to x's dtype before it is normalized, as after a separate addition.
     """
     summed = (x + residual).to(x.dtype)
-    return NormAndSum(rms_norm_eager(summed, weight, eps, zero_centered, float8), summed)
+    return NormAndSum(rms_norm_eager(summed, weight, eps, zero_centered), summed)
 
 
 class _RmsNorm(Function):

@@ -94,7 +94,7 @@ class LoraLinear(Linear, AdaptedLayer):
         low = self.kernels.linear(dropped.to(self.lora_A.dtype), self.lora_A)
         change = self.kernels.linear(low * self.options.scale, self.lora_B)  # scaling `low` moves the fewest bytes
         if self.options.dora:
-            weight = self.dequantize_if_quantized(self.weight)
+            weight = self.decode_weight(self.weight)
             scale = compute_dora_scale(
                 weight,
                 self.lora_A,
@@ -135,7 +135,7 @@ class LoraLinear(Linear, AdaptedLayer):
             fill(f"{name}.lora_A", self.lora_A, compute_initial_std(self.in_features))
             self.lora_B.zero_()
             if self.options.dora:
-                weight = self.dequantize_if_quantized(ModelParameter(self.weight).gather_whole())
+                weight = self.decode_weight(ModelParameter(self.weight).gather_whole())
                 # In float64, so that the sum over ranks rounds to the same number as the sum on one rank.
                 squares = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float64).square()
                 self.lora_magnitude.copy_(self._ranks_splitting_each_weight_row.all_reduce(squares).sqrt())
@@ -237,13 +237,11 @@ FUSED = ("gate_up_proj", "down_proj")
 
 class LoraExperts(Experts, AdaptedLayer):
     """
-    Experts with a pair of factors per expert for one or both parameters; they never multiply in float8.
+    Experts with a pair of factors per expert for one or both parameters; products are in the compute dtype.
 
     `down_proj` has the factors `down_proj_lora_A` (experts, rank, inputs) and `down_proj_lora_B` (experts, outputs,
     rank).
     """
-
-    supports_float8 = False
 
     def __init__(self, base: Experts, options: LoraOptions, adapted: Sequence[str]) -> None:
         nn.Module.__init__(self)

@@ -1,48 +1,25 @@
-"""Checkpointer: snapshot, staging, background write, commit, removal of expired checkpoints, and restore."""
+"""Checkpointer: when checkpoints are saved, and which state a run continues from."""
 
 import logging
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, wait
-from functools import cached_property
-from pathlib import Path
-from typing import ClassVar, Literal
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import attrs
 import torch
 
-from drawloom.components.checkpoint import commit
-from drawloom.components.checkpoint.io_errors import check_space_on_all_ranks, describe_io_error_on_all_ranks
-from drawloom.components.checkpoint.manifest import FOLDER, list_checkpoints, read_manifest_if_sizes_match
-from drawloom.components.checkpoint.memory import StateMemory
-from drawloom.components.checkpoint.peer_memory import PeerMemory
-from drawloom.components.checkpoint.restore_newest import list_steps_on_disk, load_checkpoint, read_newest_valid
-from drawloom.components.checkpoint.retention import Retention, RetentionPolicy
-from drawloom.components.checkpoint.snapshot import ShardPlan, Snapshot
-from drawloom.components.checkpoint.threads import run_in_current_thread, submit_in_new_thread
-from drawloom.components.distributed.rank_errors import RankError, run_and_gather_on_all_ranks, run_on_rank0
 from drawloom.components.ports.checkpoint import Durable, GrowingState, Stateful
-from drawloom.components.ports.distributed import Device, Group, Mesh, Processes, SurvivingProcesses
+from drawloom.components.ports.distributed import Device, Mesh, Processes, SurvivingProcesses
 from drawloom.components.ports.run import Cadence, RunFolder, Step, describe_cadence_fault, exclude_from_rates, is_due
 from drawloom.components.ports.staging import Stager
-from drawloom.graph import Every, ResolvedRecipe, UserError, at_least, component, setting
+from drawloom.graph import Every, ResolvedRecipe, at_least, component, setting
 from drawloom.graph.problems import Problem, ReopenError
 from drawloom.graph.wiring.node import NodeView
 
-MAX_RECIPE_SIZE = 2**26  # bytes
-CLOSE_TIMEOUT = 20.0  # seconds that a failing run waits for a pending checkpoint
-REMEDY = "repair the disk or free space, and start the run again: it resumes from the newest checkpoint"
+if TYPE_CHECKING:
+    from drawloom.components.checkpoint.peer_memory import PeerMemory, StateMemory
+    from drawloom.components.checkpoint.saves import Saves
 
-log = logging.getLogger("drawloom.checkpoint")
 run_log = logging.getLogger("drawloom.run")  # rank 0 prints its messages
-
-
-@attrs.define
-class PendingSave:
-    """Background save for a step, with its bytes on all ranks."""
-
-    step: int
-    bytes: int
-    done: Future[None]
 
 
 @component(reads=("weights", "loss?", "validation_loss?", "skip?"), impact="safe")
@@ -88,15 +65,10 @@ class Checkpointer:
     )
     failures: int = setting(default=3, check=at_least(1), doc="consecutive failed saves after which the run stops")
 
-    _saved: int = attrs.field(init=False, default=0)  # the step of the newest successful or pending save
-    _failed: int = attrs.field(init=False, default=0)  # consecutive failed saves
-    _pending: PendingSave | None = attrs.field(init=False, default=None)
-    _memory: StateMemory | None = attrs.field(init=False, default=None)  # of a failed attempt
-    _peers: PeerMemory | None = attrs.field(init=False, default=None)  # None unless the run survives losses
+    _saves: "Saves" = attrs.field(init=False, default=None)
+    _memory: "StateMemory | None" = attrs.field(init=False, default=None)  # of a failed attempt
+    _peers: "PeerMemory | None" = attrs.field(init=False, default=None)  # None unless the run survives losses
     _joins_others: bool = attrs.field(init=False, default=False)  # the state may be in another process's memory
-    _is_save_overdue: bool = attrs.field(init=False, default=False)
-    _world: Group = attrs.field(init=False)
-    _group: Group = attrs.field(init=False)  # for the thread that writes a checkpoint
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
@@ -109,42 +81,56 @@ class Checkpointer:
 
     def open(self) -> None:
         """Create the checkpoint folder, and remove a killed run's leftovers."""
-        self._world, self._group = self.mesh.world, self.processes.make_control_group("checkpoint")
-        if isinstance(self.processes, SurvivingProcesses) and self.processes.survives_rank_losses:
-            self._joins_others = self.processes.generation > 0
-            memory = self._memory or StateMemory()
-            self._peers = PeerMemory.choose_neighbours_and_create(
-                memory, self.mesh, self.processes, self.states, self.neighbour_every
-            )
-        run_on_rank0(self._world, lambda: commit.create_checkpoints_folder_and_clean_up(self._checkpoints_folder))
+        # imported where they are used: a check needs the settings alone, and few runs survive losses
+        from drawloom.components.checkpoint.manifest import FOLDER
+        from drawloom.components.checkpoint.retention import RetentionPolicy
+        from drawloom.components.checkpoint.saves import Saves
 
-    def hand_over(self) -> StateMemory | None:
+        self._saves = Saves(
+            folder=self.folder.folder / FOLDER,
+            world=self.mesh.world,
+            group=self.processes.make_control_group("checkpoint"),
+            states=self.states,
+            records=self.records,
+            recipe=self.recipe,
+            staging=self.staging,
+            policy=RetentionPolicy(self.keep, self.keep_every, self.best, self.best_is),
+            failures=self.failures,
+        )
+        if isinstance(self.processes, SurvivingProcesses) and self.processes.survives_rank_losses:
+            from drawloom.components.checkpoint.peer_memory import PeerMemory
+
+            self._joins_others = self.processes.generation > 0
+            self._peers = PeerMemory.choose_neighbours_and_create(
+                self._memory, self.mesh, self.processes, self.states, self.neighbour_every
+            )
+        self._saves.open()
+
+    def hand_over(self) -> "StateMemory | None":
         """Return the memory with the newest states, for the run's next attempt in this process; None without one."""
         return self._peers.memory if self._peers else self._memory
 
-    def take_over(self, values: StateMemory | None) -> None:
+    def take_over(self, values: "StateMemory | None") -> None:
         """Accept the failed attempt's memory; `restore` prefers its state to an older checkpoint."""
         self._memory = values
 
     def close(self) -> None:
-        """Wait up to CLOSE_TIMEOUT for the pending save, and free the copies' memory."""
-        if self._pending is not None:
-            wait([self._pending.done], CLOSE_TIMEOUT)
-            self._pending = None
+        """Wait for a pending save for a while, and free the copies' memory."""
+        if self._saves is not None:
+            self._saves.close()
         if self._peers is not None:
-            self._peers.close(CLOSE_TIMEOUT)
+            self._peers.close()
         if self.staging is not None:
             self.staging.close()
 
     def run_phase(self, step: Step) -> None:
         """Save at the cadence, in the background if staging copies. At the last step, wait until the save is done."""
-        if self._pending is not None and self._is_done_on_all_ranks(self._pending):
-            self._wait_for_pending_save()
+        self._saves.wait_if_done_on_all_ranks()
         if self.saves_after(step):
             with exclude_from_rates(step, self.mesh, self.device.device):
-                self._stage_and_start_write(step)
-                if step.is_last or not self._saves_in_background:
-                    self._wait_for_pending_save(required=step.is_last)
+                self._saves.stage_and_start_write(step)
+                if step.is_last or not self._saves.is_in_background:
+                    self._saves.wait_for_pending_save(required=step.is_last)
 
     def saves_after(self, step: Step) -> bool:
         """
@@ -152,7 +138,7 @@ class Checkpointer:
 
         A save that was interrupted by a loss is made after the next step.
         """
-        return not step.goes_back and (is_due(self.every, step) or self._is_save_overdue)
+        return not step.goes_back and (is_due(self.every, step) or self._saves.is_overdue)
 
     def save(self, step: Step) -> bool:
         """
@@ -163,8 +149,8 @@ class Checkpointer:
         """
         if self.every == "never":
             return False
-        self._stage_and_start_write(step)
-        self._wait_for_pending_save(required=True)
+        self._saves.stage_and_start_write(step)
+        self._saves.wait_for_pending_save(required=True)
         return True
 
     def wait_until_staged(self) -> None:
@@ -181,7 +167,7 @@ class Checkpointer:
             self._peers.reference_and_send_to_neighbour(step)
         assert isinstance(self.processes, SurvivingProcesses)
         joining = torch.tensor(0 if step.is_last else int(self.processes.can_grow_with_spares()))
-        self._world.max(joining)
+        self.mesh.world.max(joining)
         self._peers.memory.drop_older_neighbour_copies()
         if joining:
             raise ReopenError(f"processes join the run after step {step.index}")
@@ -193,18 +179,23 @@ class Checkpointer:
         Skips a corrupt checkpoint with a warning. Raises UserError if all are corrupt, or if the disk has no
         space for another checkpoint.
         """
-        self._wait_for_pending_save()  # in a run that goes back, the newest checkpoint may be pending
+        world, saves = self.mesh.world, self._saves
+        saves.wait_for_pending_save()  # in a run that goes back, the newest checkpoint may be pending
         joins_others, self._joins_others = self._joins_others, False
+        steps = saves.list_steps_on_disk()
         if self._peers is not None:
-            newest = max(list_steps_on_disk(self._world, self._checkpoints_folder), default=0) if joins_others else 0
+            newest = max(steps, default=0)
             if joins_others and (done := self._peers.restore(newest)):
-                self._saved = done if done == newest else 0
-                self._is_save_overdue = isinstance(self.every, int) and done // self.every * self.every > newest
+                saves.saved_step = done if done == newest else 0
+                saves.is_overdue = isinstance(self.every, int) and done // self.every * self.every > newest
                 return done
             self._peers.drop_all_states()  # a run that goes back repeats no later step
-        loaded = read_newest_valid(self._world, self._checkpoints_folder, self.states, self._retention)
-        if loaded is not None:
-            load_checkpoint(self._world, loaded, self.states, self.recipe)
+        loaded = None
+        if steps:
+            from drawloom.components.checkpoint.restore import load_checkpoint, read_newest_valid
+
+            loaded = read_newest_valid(world, saves.folder, steps, self.states, saves.retention)
+            load_checkpoint(world, loaded, self.states, self.recipe)
         if joins_others:
             start = (
                 f"the state after step {loaded.manifest.step} on disk" if loaded else "step 0: there is no checkpoint"
@@ -212,112 +203,11 @@ class Checkpointer:
             run_log.warning(
                 "no newer step is complete in the remaining ranks' memory; the run continues from %s", start
             )
-        self._saved = loaded.manifest.step if loaded else 0
+        saves.saved_step = loaded.manifest.step if loaded else 0
         if self.every != "never":
-            self._check_free_disk_space_on_all_ranks(loaded.manifest.total_file_bytes if loaded else 0)
-        return self._saved
+            saves.check_free_disk_space_on_all_ranks(self.growing, loaded.manifest.total_file_bytes if loaded else 0)
+        return saves.saved_step
 
-    def recorded_step_values(self) -> Iterator[tuple[int, Mapping[str, float | None]]]:
+    def recorded_step_values(self) -> Iterable[tuple[int, Mapping[str, float | None]]]:
         """Yield the steps with a valid manifest, with the metrics in it."""
-        for checkpoint in list_checkpoints(self._checkpoints_folder):
-            if (manifest := read_manifest_if_sizes_match(checkpoint)) is not None:
-                yield manifest.step, manifest.values
-
-    @cached_property
-    def _checkpoints_folder(self) -> Path:
-        return self.folder.folder / FOLDER
-
-    @property
-    def _saves_in_background(self) -> bool:
-        return self.staging is not None and self.staging.makes_copies
-
-    @cached_property
-    def _retention(self) -> Retention:
-        return Retention(RetentionPolicy(self.keep, self.keep_every, self.best, self.best_is))
-
-    @cached_property
-    def _commit_protocol_over_ranks(self) -> commit.CommitProtocol:
-        return commit.CommitProtocol(self._group, ShardPlan.compare_across_ranks(self.states, self._world), self.recipe)
-
-    def _stage_and_start_write(self, step: Step) -> None:
-        """Stage and write a snapshot for an unsaved step, in the background if staging copies."""
-        if step.index == self._saved:
-            return
-        self._wait_for_pending_save()  # the pending save first: two copies of the state may not fit into memory
-        plan, checkpoint = self._commit_protocol_over_ranks.plan, self._checkpoints_folder / f"step-{step.index}"
-        snapshot, sizes = run_and_gather_on_all_ranks(
-            self._world,
-            lambda: plan.take_snapshot(self.states, step, self.staging),
-            to_json=lambda snapshot: snapshot.bytes,
-        )
-        run = submit_in_new_thread if self._saves_in_background else run_in_current_thread
-        done = run("checkpoint", lambda: self._commit_and_remove_expired(checkpoint, snapshot))
-        self._pending = PendingSave(step.index, sum(sizes), done)
-        self._saved, self._is_save_overdue = step.index, False
-
-    def _commit_and_remove_expired(self, checkpoint: Path, snapshot: Snapshot) -> None:
-        """Write and commit a snapshot, and remove expired checkpoints."""
-        self._flush_logs()
-        self._commit_protocol_over_ranks.save(checkpoint, snapshot)
-        if self._group.rank == 0:
-            run_log.info("checkpoint saved: %s", checkpoint)
-            self._retention.remember_as_valid(checkpoint, snapshot.values)
-            self._remove_expired(checkpoint)
-
-    def _flush_logs(self) -> None:
-        """Flush metric logs before the commit, so a checkpoint does not silently outlive its logs."""
-        errors = {}  # by text, because a report flushes its trackers, which are records themselves
-        for name, record in self.records.items():
-            try:
-                record.flush()
-            except OSError as error:
-                errors[error.strerror or str(error)] = name
-        for text, name in errors.items():
-            log.warning("[%s] can't be flushed to disk, and a kill or a power cut would lose lines: %s", name, text)
-
-    def _remove_expired(self, saved: Path) -> None:
-        """Remove expired checkpoints up to `saved`; only warn if the disk fails."""
-        try:
-            commit.remove_checkpoints(self._retention.verify_kept_and_select_expired(self._checkpoints_folder, saved))
-        except OSError as error:  # the new checkpoint is committed, and the next save tries again
-            log.warning("expired checkpoints in %s could not be removed: %s", self._checkpoints_folder, error)
-
-    def _is_done_on_all_ranks(self, pending: PendingSave) -> bool:
-        """Return whether a save is done on all ranks."""
-        # ranks must agree, because a collective follows
-        waiting = torch.tensor(0 if pending.done.done() else 1)
-        self._world.max(waiting)
-        return not waiting.item()
-
-    def _wait_for_pending_save(self, *, required: bool = False) -> None:
-        """
-        Wait for the pending save, if there is one.
-
-        Logs an I/O error as a warning. Raises it if the save is `required`, or after `failures` consecutive
-        failed saves.
-        """
-        pending, self._pending = self._pending, None
-        if pending is None:
-            return
-        try:
-            pending.done.result()
-            self._failed = 0
-        except UserError as error:
-            if not isinstance(error, RankError) or error.errno is None:
-                text = f"the checkpoint after step {pending.step} failed: {error}"
-                raise UserError(text, error.exit_code) from error
-            self._saved, self._failed = 0, self._failed + 1
-            why = describe_io_error_on_all_ranks(error, self._checkpoints_folder, pending.bytes, self._world)
-            if self._failed >= self.failures:
-                raise UserError(
-                    f"{self._failed} checkpoints in a row failed, "
-                    f"at last the one after step {pending.step}: {why}; {REMEDY}"
-                ) from error
-            if required:
-                raise UserError(f"the checkpoint after step {pending.step} failed: {why}; {REMEDY}") from error
-            log.warning("checkpoint %d skipped: %s", pending.step, why)
-
-    def _check_free_disk_space_on_all_ranks(self, last_checkpoint_bytes: int) -> None:
-        """Check the free disk space; `last_checkpoint_bytes` is 0 without a checkpoint."""
-        own_bytes = self._commit_protocol_over_ranks.plan.forecast_bytes(self.states, self.growing)
-        check_space_on_all_ranks(self._world, self._checkpoints_folder, own_bytes, last_checkpoint_bytes)
+        return self._saves.list_recorded_values()

@@ -1,6 +1,5 @@
 """Stage costs from the options of `drawloom schedule`."""
 
-import argparse
 from collections.abc import Container
 from pathlib import Path
 from typing import Any, Literal
@@ -24,12 +23,12 @@ FREE = {
     "offload": "offload",
 }  # operations that may cost nothing
 
-ParsedCosts = dict[str, float] | Literal["plan"] | Path
+ParsedCosts = dict[str, Any] | Literal["plan"] | Path
 """Costs by setting, or the source of the costs: a plan, or a run folder with traces."""
 
 
 def parse_costs(text: str) -> ParsedCosts:
-    """Parse costs: `plan`, a run folder's path, or values such as F=1,I=1. Raises ArgumentTypeError for argparse."""
+    """Parse costs: `plan`, a run folder's path, or values such as F=1,I=1. Raises ValueError."""
     if text == "plan":
         return "plan"
     if "=" not in text and Path(text).is_dir():
@@ -41,22 +40,22 @@ def parse_costs(text: str) -> ParsedCosts:
             costs[(OPS | FREE)[key.strip()]] = number = float(value)
         except (KeyError, ValueError):
             known = f"{', '.join(OPS | FREE)}, `plan`, or a run folder"
-            raise argparse.ArgumentTypeError(f"{part!r} is not a cost; write for example F=1 ({known})") from None
+            raise ValueError(f"{part!r} is not a cost; write for example F=1 ({known})") from None
         if not (0 <= number <= MAX_COST and (number or key.strip() in FREE)):
             minimum = "F, B, I and W cost more than 0, all else 0 or more"
-            raise argparse.ArgumentTypeError(f"{part!r}: {minimum}, and none more than {MAX_COST:g}")
+            raise ValueError(f"{part!r}: {minimum}, and none more than {MAX_COST:g}")
     return costs
 
 
-def make_cost_source(options: argparse.Namespace, project: Project, recipe: Recipe | None) -> CostSource:
-    """Return the cost source selected by `--costs`. Raises UserError if it is `plan` and there is no recipe."""
-    if isinstance(options.costs, dict):
-        return UnitCosts(Costs(**options.costs))
-    if isinstance(options.costs, Path):
-        return TracedCosts(read_last_traced_step(options.costs, project))
+def make_cost_source(costs: ParsedCosts, device: str, project: Project, recipe: Recipe | None) -> CostSource:
+    """Return the source of costs. Raises UserError if it is `plan` and there is no recipe."""
+    if isinstance(costs, dict):
+        return UnitCosts(Costs(**costs))
+    if isinstance(costs, Path):
+        return TracedCosts(read_last_traced_step(costs, project))
     if recipe is None:
         raise UserError("--costs plan needs a recipe to plan; write a recipe, or costs such as F=1,I=1,W=1", 2)
-    return PlannedCosts(recipe, find_device_model(options.device) if options.device else load_local_device_model())
+    return PlannedCosts(recipe, find_device_model(device) if device else load_local_device_model())
 
 
 def read_last_traced_step(folder: Path, project: Project) -> TracedStep:

@@ -8,9 +8,9 @@ import attrs
 
 from drawloom.components.checkpoint.reader import find_newest_valid_checkpoint, load_node_state
 from drawloom.components.commands._recipes import find_only_node
-from drawloom.components.data.loader import Loader
+from drawloom.components.data.loader import Loader, compute_row_digests
 from drawloom.components.data.order.stream import list_row_sources
-from drawloom.components.data.record import FOLDER, compute_row_digests
+from drawloom.components.data.record import FOLDER
 from drawloom.components.ports.data import PackedDataset, RowSource, TrainingData
 from drawloom.components.ports.distributed import Mesh, PerDimension
 from drawloom.components.storage.step_log import read_step_log

@@ -1,6 +1,4 @@
-"""Recipe options and look-ups shared by commands: overlays, a port's only node, and the pipeline."""
-
-import argparse
+"""Look-ups in recipes shared by commands: a port's only node, and the pipeline."""
 
 import attrs
 
@@ -29,13 +27,6 @@ class Pipeline:
         ranks = read_mesh_sizes(graph).pipeline
         with recipe.open(name) as opened:
             return cls(graph.nodes[name].spec.use, opened.get(Schedule), ranks, count_microbatches_per_replica(graph))
-
-
-def add_overlay_option(parser: argparse.ArgumentParser) -> None:
-    """Add the option `--overlay`, and describe single values in the epilog."""
-    help = "merge this recipe over RECIPE; may be repeated"
-    parser.add_argument("--overlay", action="append", default=[], metavar="FILE", help=help)
-    parser.epilog = "Set single values with node.key=value."
 
 
 def find_only_node(graph: Graph, port: type, holder: str = "the recipe") -> str:

@@ -1,4 +1,8 @@
-"""Replays of a run's steps with hashes after every phase, and the first difference between two replays."""
+"""
+Runs' records, their first difference, and replays that repeat a run's steps with hashes after every phase.
+
+`python -m torch.distributed.run -m drawloom.components.commands._replay` is a replay's rank.
+"""
 
 import copy
 import io
@@ -8,8 +12,8 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -18,125 +22,155 @@ import tomli
 
 from drawloom.components.checkpoint.manifest import FOLDER as CHECKPOINTS
 from drawloom.components.checkpoint.manifest import list_checkpoints, step_of_checkpoint
-from drawloom.components.checkpoint.phase_hashes import INITIAL, get_hashes_file_name
+from drawloom.components.checkpoint.phase_hashes import get_hashes_file_name
 from drawloom.components.checkpoint.state_hashes import FOLDER as DIGESTS
 from drawloom.components.commands._recipes import read_mesh_sizes
-from drawloom.components.commands.verify_resume import MACHINE_METRICS
 from drawloom.components.distributed.cpu_threads import THREADS, count_threads_per_process
 from drawloom.components.ports.checkpoint import Stateful
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.report.metrics import METRICS, read_lines
 from drawloom.components.storage.step_log import CHECKSUM
 from drawloom.graph import UserError
+from drawloom.graph.cli.terminal import print_escaped_text
 from drawloom.graph.project import Project, Recipe
 from drawloom.graph.recipe.lockfile import LOCK
 
-TRACE = "trace_of_why"
-PROCESS = "drawloom.components.commands._replay_process"
+TRACE = "trace_of_replay"
 ERROR = "replay: "
 """Start of a process's last line on stderr if it fails."""
+MACHINE_METRICS = {"tokens_per_second", "device_tokens_per_second", "tflops", "mfu", "memory", "seconds"}
+"""Metrics of the machine, not of training, by their names or their part before a slash."""
+UNCOMPARED = {CHECKSUM, "step", "format", *MACHINE_METRICS}
 
 Nodes = dict[str, Any]
 """Tables of a resolved recipe, as tomllib reads them."""
 
-
-@attrs.frozen
-class PhaseDigests:
-    """Hashes of a run's state after a phase, by name."""
-
-    step: int
-    phase: str
-    digests: Mapping[str, str]
+Phase = tuple[int, str]
+"""A step and a phase's name."""
 
 
 @attrs.frozen
-class TraceDifference:
-    """First phase whose two traces differ, and the differing names, in the order of the hashes."""
+class PhaseDifference:
+    """The first phase after which hashes differ, and the differing names in their order."""
 
     step: int
     phase: str
-    names: Sequence[str]
+    names: list[str]
 
 
-def read_recipe_nodes(run: Path) -> Nodes:
-    """Return a run's recipe. Raises UserError if the folder has none."""
-    path = run / LOCK
-    try:
-        return tomli.loads(b"".join(read_lines(path)).decode("utf-8")) if path.exists() else _raise_missing_recipe(run)
-    except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} can't be read: {error}; give another run folder", 2) from error
+@attrs.frozen
+class MetricsDifference:
+    """The first step whose metrics differ, and the differing values in both records, empty without one."""
+
+    step: int
+    values: dict[str, tuple[str, str]]
 
 
-def _raise_missing_recipe(run: Path) -> Nodes:
-    """Raise the UserError for a folder without a recipe."""
-    raise UserError(f"{run} is not a run folder with a recipe; give one, such as runs/first_run", 2)
-
-
-def read_recorded_hashes(run: Path) -> list[PhaseDigests]:
+@attrs.frozen
+class RecordedSteps:
     """
-    Return a run's recorded hashes in the order of rank 0's steps and phases; for a repeated phase, the newest.
+    A run's metrics by step, without the machine's, and hashes of its state by step and phase.
 
-    Names on other ranks begin with the rank.
+    The hashes are in rank 0's order; names on other ranks begin with the rank. For a repeated step or phase, the newest
+    line counts.
     """
-    rows: dict[tuple[int, str], dict[str, str]] = {}
-    ranks = len(list((run / DIGESTS).glob(get_hashes_file_name("*"))))
-    for rank in range(ranks):
-        own: dict[tuple[int, str], dict[str, str]] = {}
-        for line in read_lines(run / DIGESTS / get_hashes_file_name(rank)):
-            try:
-                row = json.loads(line)
-                own[row["step"], row["phase"]] = {**row["digests"]}
-            except (ValueError, KeyError, TypeError):  # a kill left the line incomplete
-                continue
-        for key, digests in own.items():
-            names = {f"rank {rank}: {name}" if rank else name: digest for name, digest in digests.items()}
-            rows.setdefault(key, {}).update(names)
-    return [PhaseDigests(step, phase, digests) for (step, phase), digests in rows.items()]
+
+    metrics: Mapping[int, Mapping[str, Any]]
+    hashes: Mapping[Phase, Mapping[str, str]]
+
+    @classmethod
+    def read(
+        cls, run: Path, hashes: str = get_hashes_file_name("{}"), skipped_nodes: Collection[str] = ()
+    ) -> "RecordedSteps":
+        """Read a run's record, with every rank's file `hashes`, without the state of `skipped_nodes`."""
+        metrics = {
+            row["step"]: {name: value for name, value in row.items() if name.partition("/")[0] not in UNCOMPARED}
+            for row in read_json_rows(run / METRICS)
+        }
+        phases: dict[Phase, dict[str, str]] = {}
+        for rank in range(len(list((run / DIGESTS).glob(hashes.format("*"))))):
+            rows = read_json_rows(run / DIGESTS / hashes.format(rank))
+            for phase, row in {(row["step"], row.get("phase", "")): row for row in rows}.items():
+                phases.setdefault(phase, {}).update(
+                    (f"rank {rank}: {name}" if rank else name, digest)
+                    for name, digest in {**row.get("digests", {})}.items()
+                    if name.partition("/")[0] not in skipped_nodes
+                )
+        return cls(metrics, phases)
+
+    def find_different_metrics(self, other: "RecordedSteps", *, complete: bool = False) -> MetricsDifference | None:
+        """Return the first difference; if both records should be `complete`, also for a step that one of them lacks."""
+        for step in sorted(_list_compared_keys(self.metrics, other.metrics, complete)):
+            one, theirs = self.metrics.get(step, {}), other.metrics.get(step, {})
+            # repr: nan equals nan
+            names = [name for name in {**one, **theirs} if repr(one.get(name)) != repr(theirs.get(name))]
+            if names:
+                return MetricsDifference(
+                    step, {name: (str(one.get(name, "")), str(theirs.get(name, ""))) for name in names}
+                )
+        return None
+
+    def find_different_phase(self, other: "RecordedSteps", *, complete: bool = False) -> PhaseDifference | None:
+        """
+        Return the first difference; if both records should be `complete`, also for a phase that one of them lacks.
+
+        Names in only one of them are left out, unless nothing else differs there.
+        """
+        for step, phase in _list_compared_keys(self.hashes, other.hashes, complete):
+            one, theirs = self.hashes.get((step, phase), {}), other.hashes.get((step, phase), {})
+            names = [name for name in {**one, **theirs} if one.get(name) != theirs.get(name)]
+            if names:
+                return PhaseDifference(step, phase, [name for name in names if name in one and name in theirs] or names)
+        return None
 
 
-def count_ranks(run: Path, nodes: Nodes, project: Project) -> int:
-    """Return the number of ranks for a recipe: its mesh's, or with an "auto" dimension the number of logs in a run."""
-    graph = Recipe.of(nodes, "replay", project=project).graph
-    settings = [node.settings for name, node in graph.nodes.items() if name in graph.implementers(Mesh)]
-    if any(value == "auto" for table in settings for value in table.values()):
-        return max(1, len(list((run / "log").glob("rank-*.log"))))
-    return math.prod(read_mesh_sizes(graph).without_expert_dimensions().values())
+def _list_compared_keys(one: Mapping[Any, Any], other: Mapping[Any, Any], complete: bool) -> list[Any]:
+    return [key for key in {**one, **other} if complete or (key in one and key in other)]
 
 
-def find_differing_metrics(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Return the names of metrics with different values in two rows."""
-    return [name for name in {**one, **other} if repr(one.get(name)) != repr(other.get(name))]  # repr: nan equals nan
-
-
-def read_comparable_metrics(run: Path) -> dict[int, dict[str, Any]]:
-    """Return a run's metrics by step, without machine metrics, such as speeds."""
-    rows: dict[int, dict[str, Any]] = {}
-    for line in read_lines(run / METRICS):
+def read_json_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects with a step in a file with JSON lines; no line that a kill left incomplete."""
+    for line in b"".join(read_lines(path)).split(b"\n"):
         try:
             row = json.loads(line)
-        except ValueError:  # a kill left the line incomplete
+        except ValueError:
             continue
         if isinstance(row, dict) and type(row.get("step")) is int:
-            values = {key: value for key, value in row.items() if key not in (CHECKSUM, "step", "format")}
-            rows[row["step"]] = {key: v for key, v in values.items() if key.partition("/")[0] not in MACHINE_METRICS}
-    return rows
+            yield row
 
 
-def find_first_difference(one: Sequence[PhaseDigests], other: Sequence[PhaseDigests]) -> TraceDifference | None:
-    """
-    Return the first phase in both traces with different hashes, or None.
+@attrs.frozen
+class RecordedRun:
+    """A run folder, its recipe's tables, and its record."""
 
-    Names in only one of them are left out, unless nothing else differs there.
-    """
-    known = {(entry.step, entry.phase): entry.digests for entry in other}
-    for entry in one:
-        theirs = known.get((entry.step, entry.phase))
-        if theirs is None or theirs == entry.digests:
-            continue
-        common = [name for name, digest in entry.digests.items() if theirs.get(name, digest) != digest]
-        names = common or [name for name in {**entry.digests, **theirs} if entry.digests.get(name) != theirs.get(name)]
-        return TraceDifference(entry.step, entry.phase, names)
-    return None
+    folder: Path
+    nodes: Nodes
+    record: RecordedSteps
+
+    @classmethod
+    def read(cls, folder: Path) -> "RecordedRun":
+        """Read a run folder. Raises UserError if it has no recipe."""
+        path = folder / LOCK
+        if not path.exists():
+            raise UserError(f"{folder} is not a run folder with a recipe; give one, such as runs/first_run", 2)
+        try:
+            nodes = tomli.loads(b"".join(read_lines(path)).decode("utf-8"))
+        except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise UserError(f"{path} can't be read: {error}; give another run folder", 2) from error
+        return cls(folder, nodes, RecordedSteps.read(folder))
+
+    def find_checkpoints_before(self, step: int) -> dict[int, Path]:
+        """Return the checkpoints before a step, by step."""
+        paths = list_checkpoints(self.folder / CHECKPOINTS)
+        return {own: path for path in paths if (own := step_of_checkpoint(path)) < step}
+
+    def count_ranks(self, project: Project) -> int:
+        """Return the number of ranks: the mesh's, or with an "auto" dimension the number of logs."""
+        graph = Recipe.of(self.nodes, "replay", project=project).graph
+        settings = [node.settings for name, node in graph.nodes.items() if name in graph.implementers(Mesh)]
+        if any(value == "auto" for table in settings for value in table.values()):
+            return max(1, len(list((self.folder / "log").glob("rank-*.log"))))
+        return math.prod(read_mesh_sizes(graph).without_expert_dimensions().values())
 
 
 @attrs.frozen
@@ -150,39 +184,28 @@ class Replayer:
     project: Project
     folder: Path
     imports: Sequence[str] = ()
-    _count: list[int] = attrs.field(init=False, factory=lambda: [0])
 
-    def replay_and_read_hashes(
-        self, nodes: Nodes, checkpoint: Path | None, last_step: int, ranks: int = 1
-    ) -> list[PhaseDigests]:
-        """Repeat a run from a checkpoint, or from the start, to a step, and return the hashes."""
-        with self.replay_into_temporary_folder(nodes, checkpoint, last_step, ranks) as folder:
-            return read_recorded_hashes(folder)
-
-    @contextmanager
-    def replay_into_temporary_folder(
-        self, nodes: Nodes, checkpoint: Path | None, last_step: int, ranks: int = 1
-    ) -> Iterator[Path]:
+    def replay(self, run: RecordedRun, checkpoint: Path | None, last_step: int) -> RecordedSteps:
         """
-        Repeat a run from a checkpoint, or from the start, to a step, and yield its folder, removed afterwards.
+        Repeat a run from a checkpoint, or from the start, to a step, and return the record.
 
         Raises UserError if the recipe can't run here.
         """
-        self._count[0] += 1
-        target = self.folder / str(self._count[0])
+        target = self.folder / "run"
+        shutil.rmtree(target, ignore_errors=True)  # of the replay before
         if checkpoint is not None:
             shutil.copytree(checkpoint, target / CHECKPOINTS / checkpoint.name)
-        recipe = self._make_replay_recipe(nodes, target)
+        recipe = self._make_replay_recipe(run.nodes, target)
         recipe.check()
-        if ranks == 1:
+        if (ranks := run.count_ranks(self.project)) == 1:
             with redirect_stdout(io.StringIO()):
                 train_until_step(recipe, last_step)
         else:
             self._replay_in_processes(recipe, last_step, ranks)
-        if not read_recorded_hashes(target):
+        record = RecordedSteps.read(target)
+        if not record.hashes:
             raise UserError("the replay has no hashes; its log shows why the listener checkpoint.phase_hashes failed")
-        yield target
-        shutil.rmtree(target)
+        return record
 
     def _make_replay_recipe(self, nodes: Nodes, target: Path) -> Recipe:
         """Return the recipe with the run folder `target`, listeners with state alone, and a listener for hashes."""
@@ -199,10 +222,9 @@ class Replayer:
 
     def _replay_in_processes(self, recipe: Recipe, last_step: int, ranks: int) -> None:
         """Repeat a run in one process per rank. Raises UserError with the end of their output if one fails."""
-        path = self.folder / f"{self._count[0]}.toml"
+        path = self.folder / "replay.toml"
         path.write_text(recipe.to_resolved_toml(), "utf-8")
-        launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", PROCESS]
-        command = [sys.executable, "-m", *launcher, str(path), str(last_step), *self.imports]
+        command = [*make_rank_command(ranks, __name__), str(path), str(last_step), *self.imports]
         threads = {THREADS: str(count_threads_per_process(ranks))}
         done = subprocess.run(
             command, env={**threads, **os.environ}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
@@ -210,6 +232,12 @@ class Replayer:
         if done.returncode:
             lines = [line for line in done.stderr.splitlines() if line.startswith(ERROR)] or [done.stderr]
             raise UserError(f"the replay on {ranks} ranks failed: {lines[-1].removeprefix(ERROR)}")
+
+
+def make_rank_command(ranks: int, module: str) -> list[str]:
+    """Return the start of a command that runs a module in this many processes."""
+    launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
+    return [sys.executable, "-m", *(launcher if ranks > 1 else []), module]
 
 
 def train_until_step(recipe: Recipe, last_step: int) -> None:
@@ -220,57 +248,15 @@ def train_until_step(recipe: Recipe, last_step: int) -> None:
                 break
 
 
-def list_common_checkpoints(one: Path, other: Path, before_step: int) -> list[tuple[Path, Path]]:
-    """Return the checkpoints of both runs at equal steps before a step, the newest first."""
-    checkpoints = [
-        {step_of_checkpoint(path): path for path in list_checkpoints(run / CHECKPOINTS)} for run in (one, other)
-    ]
-    steps = sorted((step for step in checkpoints[0].keys() & checkpoints[1].keys() if step < before_step), reverse=True)
-    return [(checkpoints[0][step], checkpoints[1][step]) for step in steps]
+def main(path: str, last_step: str, *imports: str) -> int:
+    """Replay the recipe in a file to a step, with imported packages, folders or files; return the exit code."""
+    try:
+        train_until_step(Recipe.load(Path(path), imports=imports), int(last_step))
+    except Exception as error:  # the parent process reports it
+        print_escaped_text(f"{ERROR}{type(error).__name__}: {' '.join(str(error).split())}", "stderr")
+        return 1
+    return 0
 
 
-def initial_states_differ(one: Sequence[PhaseDigests], other: Sequence[PhaseDigests]) -> bool:
-    """Return whether the initial states differ, before the first phase."""
-    difference = find_first_difference(one[:1], other[:1])
-    return difference is not None and difference.phase == INITIAL
-
-
-def apply_single_edits(nodes: Nodes, keys: Sequence[str], others: Nodes) -> Iterator[tuple[str, Nodes]]:
-    """
-    Yield copies of `nodes` with one edit, and the edit's key: a value from `others`, or a node's whole table.
-
-    Nodes that only the other recipe has are there, too, since a value may refer to them.
-    """
-    nodes = {**{name: table for name, table in others.items() if name not in nodes}, **nodes}
-    for node in dict.fromkeys(key.rpartition(".")[0] for key in keys):
-        mine, theirs = find_node_table(nodes, node), find_node_table(others, node)
-        own = [key for key in keys if key.rpartition(".")[0] == node]
-        if mine is None or theirs is None or mine.get("use") != theirs.get("use"):
-            yield node, replace_node_table(nodes, node, theirs)
-            continue
-        for key in own:
-            name = key.rpartition(".")[2]
-            table = {**mine, name: theirs[name]} if name in theirs else {k: v for k, v in mine.items() if k != name}
-            yield key, replace_node_table(nodes, node, table)
-
-
-def find_node_table(nodes: Nodes, node: str) -> Nodes | None:
-    """Return the table of a node, whose name may contain groups, or None."""
-    part: Any = nodes
-    for name in node.split("."):
-        part = part.get(name) if isinstance(part, dict) else None
-    return part if isinstance(part, dict) else None
-
-
-def replace_node_table(nodes: Nodes, node: str, table: Nodes | None) -> Nodes:
-    """Return a recipe's copy with this table for a node, or without the node if the table is None."""
-    data = copy.deepcopy(nodes)
-    *groups, last = node.split(".")
-    part = data
-    for name in groups:
-        part = part.setdefault(name, {})
-    if table is None:
-        part.pop(last, None)
-    else:
-        part[last] = copy.deepcopy(table)
-    return data
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

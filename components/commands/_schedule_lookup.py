@@ -1,11 +1,10 @@
 """Look-up of pipeline schedules by name: open one, list them, and suggest one for a misspelt name."""
 
-import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from drawloom.components.commands import _costs
+from drawloom.components.commands._costs import choose_cost_settings_of_schedule
 from drawloom.components.commands._schedule_simulation import Size, UnsuitableError
 from drawloom.components.planning.cost_sources import CostSource
 from drawloom.components.ports.pipeline import Schedule
@@ -14,7 +13,6 @@ from drawloom.graph.problems import find_nearest
 from drawloom.graph.project import Project, Recipe
 from drawloom.graph.recipe.loading import RecipeFolder
 from drawloom.graph.recipe.lockfile import LOCK
-from drawloom.graph.recipe.overrides import read_overrides
 from drawloom.graph.registry.spec import Spec
 
 FOLDER = "pipeline.schedules."
@@ -53,44 +51,35 @@ def find_schedule_name_and_spec(project: Project, name: str) -> tuple[str, Spec]
 
 
 def open_schedule_by_name(
-    options: argparse.Namespace,
-    project: Project,
-    name: str,
-    source: CostSource,
-    size: Size,
-    *,
-    accepts_any_stages_per_rank: bool = False,
+    project: Project, name: str, source: CostSource, size: Size, stages_per_rank: int | None, nodes: Mapping[str, Any]
 ) -> Schedule:
-    """Open a schedule by name, with costs, stages per rank and microbatches if it has such settings.
+    """
+    Open a schedule by name, with costs, stages per rank and microbatches if it has such settings.
 
-    Raises UserError if the schedule has another number of stages per rank, unless `accepts_any_stages_per_rank`.
+    `nodes` are values over it, and other nodes.
     """
     use, spec = find_schedule_name_and_spec(project, name)
     try:
-        data: dict[str, Any] = {"use": use, **_costs.choose_cost_settings_of_schedule(spec.fields, source, size.ranks)}
+        data: dict[str, Any] = {"use": use, **choose_cost_settings_of_schedule(spec.fields, source, size.ranks)}
     except UserError as error:
         raise UnsuitableError(str(error), error.exit_code) from error
-    if "stages_per_rank" in spec.fields and options.stages_per_rank:
-        data["stages_per_rank"] = options.stages_per_rank
+    if "stages_per_rank" in spec.fields and stages_per_rank:
+        data["stages_per_rank"] = stages_per_rank
     if "microbatches" in spec.fields:
         data["microbatches"] = size.microbatches
-    # With a recipe, node.key=value words belong to the recipe.
-    words = {} if options.recipe and names_a_recipe(options.recipe, project) else read_overrides(options.words)
-    nodes = {**words, "schedule": {**data, **words.get("schedule", {})}}
-    recipe = Recipe.of(nodes, "command line", project=project)
+    data |= nodes.get("schedule", {})
+    recipe = Recipe.of({**nodes, "schedule": data}, "command line", project=project)
     with recipe.open("schedule") as opened:
         if "schedule" not in recipe.graph.implementers(Schedule):
             raise UserError(f"{use} is not a schedule; `drawloom list pipeline.schedules` shows all", 2)
         schedule: Schedule = opened["schedule"]
-    if not accepts_any_stages_per_rank:
-        check_stages_per_rank(options, name, schedule, size.ranks)
     return schedule
 
 
-def check_stages_per_rank(options: argparse.Namespace, name: str, schedule: Schedule, ranks: int) -> None:
+def check_stages_per_rank(stages_per_rank: int | None, name: str, schedule: Schedule, ranks: int) -> None:
     """Raise UserError if the schedule's stages per rank differ from --stages-per-rank."""
-    if options.stages_per_rank is None:
+    if stages_per_rank is None:
         return
-    if options.stages_per_rank != (stages := len(schedule.stage_to_rank(ranks)) // ranks):
+    if stages_per_rank != (stages := len(schedule.stage_to_rank(ranks)) // ranks):
         has = f"{name} has {stages} stages per rank"
-        raise UserError(f"--stages-per-rank {options.stages_per_rank}: {has}; leave it out", 2)
+        raise UserError(f"--stages-per-rank {stages_per_rank}: {has}; leave it out", 2)

@@ -1,6 +1,5 @@
 """Models with checkpoint weights from run folders, for read-only commands."""
 
-import argparse
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -26,21 +25,12 @@ from drawloom.components.ports.run import FILES
 from drawloom.components.ports.stages import AveragedWeights, FrozenModel, Stages
 from drawloom.components.storage.regular_file import open_untrusted_file
 from drawloom.graph import UserError
+from drawloom.graph.cli.command import Command, argument, command_base_class, option
+from drawloom.graph.cli.result import Result, output, output_class
 from drawloom.graph.project import Project, Recipe
 from drawloom.graph.recipe.layers import Layer
 from drawloom.graph.recipe.lockfile import LOCK
 from drawloom.graph.runtime.container import Container
-
-RUN_HELP = "such as runs/first_run, or the URL of its mirror, such as s3://bucket/first_run"
-
-
-def add_run_and_checkpoint_arguments(parser: argparse.ArgumentParser, help: str = RUN_HELP) -> None:
-    """Add arguments for the run folder and its checkpoint."""
-    parser.add_argument("run_folder", metavar="RUN_FOLDER", type=parse_run_folder_or_mirror_url, help=help)
-    parser.add_argument("--average", action="store_true", help="use the averaged weights of phases.ema")
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--step", type=int, metavar="N", help="use the checkpoint after this step (default: newest)")
-    which.add_argument("--best", action="store_true", help="use the checkpoint with the lowest validation loss")
 
 
 def parse_run_folder_or_mirror_url(text: str) -> Path | str:
@@ -48,70 +38,99 @@ def parse_run_folder_or_mirror_url(text: str) -> Path | str:
     return text if "://" in text else Path(text)
 
 
-@contextmanager
-def replace_remote_run_by_local_copy(options: argparse.Namespace) -> Iterator[None]:
-    """
-    Set `options.run_folder` to a local folder: a mirror's URL is replaced by a temporary folder.
+class TrainedRun(NamedTuple):
+    """Open nodes with a checkpoint's weights, its step, and the run folder, which is a copy of a mirror's."""
 
-    The checkpoint that the options choose is fetched from the mirror. A path stays as it is.
-    """
-    url = options.run_folder
+    nodes: Container
+    step: int
+    folder: Path
+
+
+@command_base_class
+class CheckpointCommand(Command):
+    """A command with the weights of a run's checkpoint."""
+
+    run_folder: Path | str = argument(
+        "such as runs/first_run, or the URL of its mirror, such as s3://bucket/first_run",
+        parse=parse_run_folder_or_mirror_url,
+    )
+    average: bool = option("use the averaged weights of phases.ema")
+    step: int | None = option("use the checkpoint after this step (default: newest)", exclusive="checkpoint")
+    best: bool = option("use the checkpoint with the lowest validation loss", exclusive="checkpoint")
+
+    @contextmanager
+    def open_run(
+        self,
+        project: Project,
+        *ports: type,
+        every: Sequence[type] = (),
+        change: Callable[[Recipe], Recipe] | None = None,
+    ) -> Iterator[TrainedRun]:
+        """
+        Open a run with a checkpoint's weights in this process.
+
+        Open the nodes that implement `ports`, and their dependencies, after applying `change` to the recipe; for the
+        ports in `every`, open all nodes but corpora. The run folder is only read, and the run may continue meanwhile.
+        """
+        with _fetch_remote_run(self) as folder:
+            ports = (Stages, *ports)
+            step, recipe, names, weights = _read_checkpoint_recipe_and_weights(project, self, folder, ports, change)
+            data = recipe.graph.implementers(TokenCorpus)  # a command need not have the run's data
+            others = [name for port in every for name in recipe.graph.implementers(port) if name not in data]
+            # A teacher or reference model is needed for a loss alone.
+            unused = () if Executor in ports else recipe.graph.implementers(FrozenModel)
+            with recipe.open([*names, *others], dict.fromkeys(unused)) as nodes:
+                nodes[names[0]].load_state_dict(weights)
+                del weights
+                yield TrainedRun(nodes, step, folder)
+
+    @contextmanager
+    def open_run_or_model_folder(self, project: Project, *ports: type) -> Iterator[tuple[Container, int | None]]:
+        """
+        Open a run like `open_run`, or a model folder with a `config.json`, such as an export, and yield nodes and step.
+
+        A model folder's step is None unless the folder is an export. Raises UserError for options to choose a
+        checkpoint of a model folder.
+        """
+        folder = self.run_folder
+        if not isinstance(folder, Path) or not (folder / "config.json").is_file():
+            with self.open_run(project, *ports) as run:
+                yield run.nodes, run.step
+            return
+        if self.average or self.best or self.step is not None:
+            raise UserError(
+                f"{folder} is a model folder without checkpoints; leave --step, --best and --average out", 2
+            )
+        recipe = Recipe.load("finetune", project=project).with_values({"vars": {"base": str(folder)}}, "RUN_FOLDER")
+        names = [find_only_node(recipe.graph, port, str(folder)) for port in ports]
+        with recipe.open(names) as nodes:
+            yield nodes, read_exported_step(folder)
+
+
+@output_class
+class CheckpointResult(Result):
+    """A result from a run's checkpoint."""
+
+    run_folder: Path | str = output("run folder, or the URL of its mirror")
+    step: int = output("step of the checkpoint")
+
+    @property
+    def origin(self) -> str:
+        """The run and the step, for the text."""
+        return f"{self.run_folder}, step {self.step}"
+
+
+@contextmanager
+def _fetch_remote_run(choice: CheckpointCommand) -> Iterator[Path]:
+    """Yield the run folder. Of a mirror it is temporary, and has the chosen checkpoint."""
+    url = choice.run_folder
     if isinstance(url, Path):
-        yield
+        yield url
         return
     with tempfile.TemporaryDirectory(prefix="drawloom-mirror-") as folder:
-        options.run_folder = Path(folder) / (url.rstrip("/").rpartition("/")[2] or "run")
-        fetch_run(url, options.run_folder, options.step)
-        yield
-
-
-@contextmanager
-def open_trained_run(
-    project: Project,
-    options: argparse.Namespace,
-    *ports: type,
-    every: Sequence[type] = (),
-    change: Callable[[Recipe], Recipe] | None = None,
-) -> Iterator[tuple[Container, int]]:
-    """
-    Open a run with a checkpoint's weights in this process, and return the container and the checkpoint's step.
-
-    Open the nodes that implement `ports`, and their dependencies, after applying `change` to the recipe; for the ports
-    in `every`, open all nodes but corpora. The run folder is only read, and the run may continue meanwhile.
-    """
-    with replace_remote_run_by_local_copy(options):
-        step, recipe, names, weights = _read_checkpoint_recipe_and_weights(project, options, (Stages, *ports), change)
-        data = recipe.graph.implementers(TokenCorpus)  # a command need not have the run's data
-        others = [name for port in every for name in recipe.graph.implementers(port) if name not in data]
-        # A teacher or reference model is needed for a loss alone.
-        unused = () if Executor in ports else recipe.graph.implementers(FrozenModel)
-        with recipe.open([*names, *others], dict.fromkeys(unused)) as run:
-            run[names[0]].load_state_dict(weights)
-            del weights
-            yield run, step
-
-
-@contextmanager
-def open_trained_run_or_model_folder(
-    project: Project, options: argparse.Namespace, *ports: type
-) -> Iterator[tuple[Container, int | None]]:
-    """
-    Open a run like `open_trained_run`, or a model folder with a `config.json`, such as an export.
-
-    A model folder's step is None unless the folder is an export. Raises UserError for
-    options to choose a checkpoint.
-    """
-    folder = options.run_folder
-    if not isinstance(folder, Path) or not (folder / "config.json").is_file():
-        with open_trained_run(project, options, *ports) as (run, step):
-            yield run, step
-        return
-    if options.average or options.best or options.step is not None:
-        raise UserError(f"{folder} is a model folder without checkpoints; leave --step, --best and --average out", 2)
-    recipe = Recipe.load("finetune", project=project).with_values({"vars": {"base": str(folder)}}, "RUN_FOLDER")
-    names = [find_only_node(recipe.graph, port, str(folder)) for port in ports]
-    with recipe.open(names) as run:
-        yield run, read_exported_step(folder)
+        run = Path(folder) / (url.rstrip("/").rpartition("/")[2] or "run")
+        fetch_run(url, run, choice.step)
+        yield run
 
 
 class _LoadedRun(NamedTuple):
@@ -125,19 +144,19 @@ class _LoadedRun(NamedTuple):
 
 def _read_checkpoint_recipe_and_weights(
     project: Project,
-    options: argparse.Namespace,
+    choice: CheckpointCommand,
+    folder: Path,
     ports: Sequence[type],
     change: Callable[[Recipe], Recipe] | None = None,
 ) -> _LoadedRun:
     """Load the chosen checkpoint's recipe, and the state of the first port's node."""
-    folder = options.run_folder
-    while (checkpoint := _choose_checkpoint_if_any(options)) is not None:
+    while (checkpoint := _choose_checkpoint_if_any(choice, folder)) is not None:
         try:
             recipe = _load_recipe_for_one_process(project, checkpoint / LOCK, folder / FILES)
             recipe = change(recipe) if change else recipe
             names = [find_only_node(recipe.graph, port, str(checkpoint)) for port in ports]
             weights = load_node_state(checkpoint, names[0])
-            if options.average:
+            if choice.average:
                 weights |= _load_averaged_weights(recipe, checkpoint)
             return _LoadedRun(step_of_checkpoint(checkpoint), recipe, names, weights)
         except (UserError, OSError):
@@ -168,28 +187,26 @@ def _load_averaged_weights(recipe: Recipe, checkpoint: Path) -> dict[str, Any]:
     return {name: parts["average"] for name, parts in state.items()}
 
 
-def _choose_checkpoint_if_any(options: argparse.Namespace) -> Path | None:
+def _choose_checkpoint_if_any(choice: CheckpointCommand, folder: Path) -> Path | None:
     """Return the requested checkpoint, or None if the run has none. Raises UserError if no checkpoint matches."""
-    checkpoints = list_checkpoints(options.run_folder / FOLDER)
-    if options.step is not None and checkpoints:
-        matching = [path for path in checkpoints if step_of_checkpoint(path) == options.step]
+    checkpoints = list_checkpoints(folder / FOLDER)
+    if choice.step is not None and checkpoints:
+        matching = [path for path in checkpoints if step_of_checkpoint(path) == choice.step]
         if not matching:
             steps = (
                 f"step{'s' * (len(checkpoints) > 1)} {', '.join(str(step_of_checkpoint(path)) for path in checkpoints)}"
             )
-            raise UserError(
-                f"--step {options.step}: {options.run_folder} has checkpoints of {steps}; write one of these", 2
-            )
+            raise UserError(f"--step {choice.step}: {folder} has checkpoints of {steps}; write one of these", 2)
         return matching[0]
-    if options.best and checkpoints:
+    if choice.best and checkpoints:
         manifests = {path: manifest for path in checkpoints if (manifest := read_manifest_if_sizes_match(path))}
         losses = {path: manifest.values.get("validation_loss") for path, manifest in manifests.items()}
         known = {path: loss for path, loss in losses.items() if loss is not None}
         if not known:
             hint = "let checkpoint.every be a multiple of evaluate.every"
-            raise UserError(f"--best: no checkpoint in {options.run_folder} has a validation loss; {hint}", 2)
+            raise UserError(f"--best: no checkpoint in {folder} has a validation loss; {hint}", 2)
         return min(known, key=lambda path: known[path])
-    return find_newest_valid_checkpoint(options.run_folder)
+    return find_newest_valid_checkpoint(folder)
 
 
 def _load_recipe_for_one_process(project: Project, lock: Path, files: Path) -> Recipe:

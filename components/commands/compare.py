@@ -1,36 +1,25 @@
 """compare runs: how their recipes differ, and means, spreads and curves over seeds"""
 
-import argparse
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from drawloom.components.commands._curve_text import draw_curves
-from drawloom.components.commands._options import convert_write_errors, parse_writable_path
+from drawloom.components.commands._options import check_writable_file, write_file
 from drawloom.components.report.page import render_page
 from drawloom.components.report.run_record import Drawings, RunRecord, make_unique_run_names, read_run_record
 from drawloom.components.report.run_table import find_run_folders
 from drawloom.components.report.seed_groups import SeedGroup, SeedSpread, find_last_common_step, group_runs_by_settings
-from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import UserError
+from drawloom.graph.cli.command import Command, argument, command, option
 from drawloom.graph.cli.result import Result, internal, output, output_class
+from drawloom.graph.cli.terminal import format_table
 from drawloom.graph.project import Project
 
 METRICS = ("loss", "validation_loss")
 MAX_WIDTH = 120
 MAX_VALUE_LENGTH = 40
 """Characters of a setting's value in the text; JSON has all."""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command-line arguments."""
-    help = "run folders, or folders of runs such as that of a sweep"
-    parser.add_argument("folders", metavar="FOLDER", nargs="+", type=Path, help=help)
-    help = "metric to compare; may be repeated (default: loss and validation_loss)"
-    parser.add_argument("--metric", action="append", metavar="NAME", help=help)
-    parser.add_argument(
-        "--to", type=parse_writable_path, metavar="FILE", help="also write an HTML page with all curves"
-    )
 
 
 @output_class
@@ -87,32 +76,39 @@ class CompareResult(Result):
             metric = group.metrics.get(name)
             cells = [str(spread or "") for spread in ((metric.end, metric.best) if metric else ("", ""))]
             rows.append((group.name, str(len(group.runs)), *cells))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         curves = {group.name: curve for group in self.groups_of_runs if (curve := group.curves_over_seeds().get(name))}
         width = min(shutil.get_terminal_size((MAX_WIDTH, 0)).columns, MAX_WIDTH)
-        return "\n".join([*lines, "", draw_curves(name, curves, width)])
+        return f"{format_table(rows, left=range(4))}\n\n{draw_curves(name, curves, width)}"
 
 
-def main(options: argparse.Namespace, project: Project) -> CompareResult:
-    """Read and group the runs, and write the page if asked for."""
-    runs = _read_runs(options.folders)
-    groups = group_runs_by_settings(runs)
-    asked = options.metric or METRICS
-    ends = {name: step for name in asked if (step := find_last_common_step(groups, name)) is not None}
-    if unknown := [name for name in options.metric or () if name not in ends]:
-        known = dict.fromkeys(name for run in runs for name in run.metrics.columns)
-        why = "the runs with this metric have no step in common" if unknown[0] in known else "no run has this metric"
-        raise UserError(f"--metric {unknown[0]}: {why}; they have {', '.join(known)}", 2)
-    if options.to is not None:
-        with convert_write_errors(options.to):
-            replace_file(options.to, render_page(runs).encode())
-    return CompareResult(
-        groups=[_compare_at_last_steps(group, ends) for group in groups],
-        last_steps=ends,
-        path=options.to,
-        groups_of_runs=groups,
+@command("runs")
+class CompareCommand(Command):
+    """A comparison between runs, grouped by their recipes."""
+
+    folders: Sequence[Path] = argument("run folders, or folders of runs such as that of a sweep", metavar="FOLDER")
+    metric: Sequence[str] = option(
+        f"metric to compare; may be repeated (default: {' and '.join(METRICS)})", default=(), metavar="NAME"
     )
+    to: Path | None = option("also write an HTML page with all curves", metavar="FILE", check=check_writable_file)
+
+    def run(self, project: Project) -> CompareResult:
+        runs = _read_runs(self.folders)
+        groups = group_runs_by_settings(runs)
+        asked = self.metric or METRICS
+        ends = {name: step for name in asked if (step := find_last_common_step(groups, name)) is not None}
+        if unknown := [name for name in self.metric if name not in ends]:
+            known = dict.fromkeys(name for run in runs for name in run.metrics.columns)
+            has_metric = unknown[0] in known
+            why = "the runs with this metric have no step in common" if has_metric else "no run has this metric"
+            raise UserError(f"--metric {unknown[0]}: {why}; they have {', '.join(known)}", 2)
+        if self.to is not None:
+            write_file(self.to, render_page(runs).encode())
+        return CompareResult(
+            groups=[_compare_at_last_steps(group, ends) for group in groups],
+            last_steps=ends,
+            path=self.to,
+            groups_of_runs=groups,
+        )
 
 
 def _read_runs(folders: Sequence[Path]) -> list[RunRecord]:

@@ -1,8 +1,8 @@
 """show a recipe's data rows and statistics, audit the rows that a run has seen, or verify a token store"""
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from drawloom.components.commands._data_audit import audit_recorded_rows
 from drawloom.components.commands._data_show import (
@@ -14,40 +14,17 @@ from drawloom.components.commands._data_show import (
     read_row,
     summarize_splits,
 )
-from drawloom.components.commands._options import make_integer_parser
-from drawloom.components.commands._recipes import add_overlay_option, find_only_node
+from drawloom.components.commands._recipes import find_only_node
 from drawloom.components.data.store.store import Store
-from drawloom.components.ports.corpus import Tokenizer
+from drawloom.components.ports.corpus import Split, Tokenizer
 from drawloom.components.ports.data import PackedDataset
 from drawloom.components.report.run_record import check_is_run
 from drawloom.graph import UserError
+from drawloom.graph.cli.command import OverlayCommand, argument, command, option
 from drawloom.graph.cli.exit_codes import FAILED, OK
 from drawloom.graph.cli.result import Result, internal, output, output_class
+from drawloom.graph.component import at_least
 from drawloom.graph.project import Project, Recipe
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command-line arguments."""
-    parser.add_argument(
-        "action", choices=("show", "audit", "verify"), help="show rows and statistics, audit a run, or verify a store"
-    )
-    parser.add_argument(
-        "subject",
-        metavar="RECIPE|RUN|STORE",
-        help="a recipe to show, a run folder to audit, or a token store to verify",
-    )
-    add_overlay_option(parser)
-    parser.add_argument(
-        "--row",
-        type=make_integer_parser(0),
-        action="append",
-        default=[],
-        metavar="N",
-        help="show this row, counted from 0; may be repeated",
-    )
-    parser.add_argument(
-        "--split", choices=("train", "validation"), default="train", help="split to show (default: train)"
-    )
 
 
 @output_class
@@ -81,36 +58,44 @@ class FaultsResult(Result):
         return "\n".join([*self.faults, *([self.summary] if self.summary else [])])
 
 
-def main(options: argparse.Namespace, project: Project) -> RowsResult | FaultsResult:
-    """Return rows and statistics, or the faults of a run or of a store."""
-    if options.action == "verify":
-        return _verify_store(Path(options.subject))
-    if options.action == "audit":
-        check_is_run(Path(options.subject))
-        faults, summary = audit_recorded_rows(project, Path(options.subject))
-        return FaultsResult(options.subject, faults, summary)
-    return _print_rows_or_summarize(
-        options, Recipe.load(options.subject, *options.words, overlays=options.overlay, project=project)
+@command("data")
+class DataCommand(OverlayCommand):
+    """Rows and statistics, or verdicts about a run's rows or a store."""
+
+    action: Literal["show", "audit", "verify"] = argument("show rows and statistics, audit a run, or verify a store")
+    subject: str = argument(
+        "a recipe to show, a run folder to audit, or a token store to verify", metavar="RECIPE|RUN|STORE"
     )
+    row: Sequence[int] = option(
+        "show this row, counted from 0; may be repeated", default=(), metavar="N", check=at_least(0)
+    )
+    split: Split = option("split to show", default="train")
 
+    def run(self, project: Project) -> RowsResult | FaultsResult:
+        if self.action == "verify":
+            return _verify_store(Path(self.subject))
+        if self.action == "audit":
+            check_is_run(Path(self.subject))
+            faults, summary = audit_recorded_rows(project, Path(self.subject))
+            return FaultsResult(self.subject, faults, summary)
+        return self._print_rows_or_summarize(self.load_recipe(project, self.subject))
 
-def _print_rows_or_summarize(options: argparse.Namespace, recipe: Recipe) -> RowsResult:
-    """Print the requested rows; without any, return the statistics. Raises UserError for a missing row."""
-    graph = recipe.graph.require_valid()
-    name, tokenizers = find_only_node(graph, PackedDataset), graph.implementers(Tokenizer)[:1]
-    with recipe.open([name, *tokenizers]) as objects:
-        rows = objects[name]
-        tokenizer = objects[tokenizers[0]] if tokenizers else None
-        for row in options.row:
-            if not 0 <= row < rows.count_rows(options.split):
-                known = (
-                    f"rows 0 to {rows.count_rows(options.split) - 1}" if rows.count_rows(options.split) else "no rows"
-                )
-                raise UserError(f"--row {row}: {options.split} has {known}", 2)
-            print_row(rows, options.split, row, tokenizer)
-        shown = [read_row(rows, options.split, row) for row in options.row]
-        copies = None if shown else count_validation_documents_in_training(rows)
-        return RowsResult(summarize_splits(rows, copies), shown, "" if shown else format_statistics(rows, copies))
+    def _print_rows_or_summarize(self, recipe: Recipe) -> RowsResult:
+        """Print the requested rows; without any, return the statistics. Raises UserError for a missing row."""
+        graph = recipe.graph.require_valid()
+        name, tokenizers = find_only_node(graph, PackedDataset), graph.implementers(Tokenizer)[:1]
+        with recipe.open([name, *tokenizers]) as objects:
+            rows = objects[name]
+            tokenizer = objects[tokenizers[0]] if tokenizers else None
+            count = rows.count_rows(self.split)
+            for row in self.row:
+                if row >= count:
+                    known = f"rows 0 to {count - 1}" if count else "no rows"
+                    raise UserError(f"--row {row}: {self.split} has {known}", 2)
+                print_row(rows, self.split, row, tokenizer)
+            shown = [read_row(rows, self.split, row) for row in self.row]
+            copies = None if shown else count_validation_documents_in_training(rows)
+            return RowsResult(summarize_splits(rows, copies), shown, "" if shown else format_statistics(rows, copies))
 
 
 def _verify_store(folder: Path) -> FaultsResult:

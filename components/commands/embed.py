@@ -1,28 +1,26 @@
 """write hidden states of documents, computed with a run's weights"""
 
-import argparse
 from collections.abc import Callable, Sequence
-from itertools import islice
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
+import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.commands._options import (
-    add_batch_size_option,
-    convert_write_errors,
-    make_integer_parser,
-    parse_writable_path,
-)
-from drawloom.components.commands._trained import add_run_and_checkpoint_arguments, open_trained_run
+from drawloom.components.commands._documents import infer_documents, pad_documents
+from drawloom.components.commands._options import check_new_file, convert_write_errors
+from drawloom.components.commands._trained import CheckpointCommand, CheckpointResult
 from drawloom.components.data.sources.files import find_files
 from drawloom.components.data.sources.parts import split_files_into_parts
 from drawloom.components.pipeline.executor import ProgramExecutor
 from drawloom.components.ports.corpus import Tokenizer, complete_prompt
-from drawloom.components.ports.model import HiddenStates, Model, TokenContext
+from drawloom.components.ports.model import HiddenStates, Model
 from drawloom.components.storage.safetensors.writer import write_safetensors_file
 from drawloom.graph import UserError
-from drawloom.graph.cli.result import Result, output, output_class
+from drawloom.graph.cli.command import Count, argument, command, option
+from drawloom.graph.cli.result import output, output_class
 from drawloom.graph.cli.terminal import print_escaped_text
 from drawloom.graph.project import Project
 
@@ -34,81 +32,54 @@ POOLS: dict[str, Callable[[int], slice]] = {
 """Slice of a document's tokens whose hidden states are averaged, given the document's length."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command-line arguments."""
-    add_run_and_checkpoint_arguments(parser)
-    parser.add_argument("paths", nargs="+", metavar="PATH", help="files or globs: text, JSON lines, Parquet, Arrow")
-    parser.add_argument(
-        "--to",
-        type=parse_writable_path,
-        metavar="FILE",
-        required=True,
-        help="safetensors file to write; it must not exist",
-    )
-    parser.add_argument(
-        "--layers",
-        nargs="+",
-        type=int,
-        default=[-1],
-        metavar="N",
-        help="layers: 0 is the embedding, -1 the last (default: -1)",
-    )
-    parser.add_argument(
-        "--pool",
-        choices=POOLS,
-        default="mean",
-        help="mean over a document's tokens, or its first or last token (default: mean)",
-    )
-    parser.add_argument("--field", default="text", metavar="NAME", help="field or column with the text (default: text)")
-    parser.add_argument(
-        "--context",
-        type=make_integer_parser(),
-        default=1024,
-        metavar="N",
-        help="first tokens of a document (default: 1024)",
-    )
-    add_batch_size_option(parser, "--rows", "documents")
-
-
 @output_class
-class EmbedResult(Result):
+class EmbedResult(CheckpointResult):
     """A file with the hidden states of documents."""
 
-    run_folder: Path | str = output("run folder, or the URL of its mirror")
-    step: int = output("step of the checkpoint")
     path: Path = output("written safetensors file, with the tensor `hidden_states` of float32")
     shape: Sequence[int] = output("documents, layers, hidden size")
     empty_documents: int = output("documents without a token, whose numbers are 0")
 
     def render(self, format: str) -> str:
         """Return one line."""
-        return f"{self.run_folder}, step {self.step}: wrote {self.path}, {' x '.join(map(str, self.shape))} numbers"
+        return f"{self.origin}: wrote {self.path}, {' x '.join(map(str, self.shape))} numbers"
 
 
-def main(options: argparse.Namespace, project: Project) -> EmbedResult:
-    """Write `hidden_states`, float32 (documents, layers, hidden_size), in document order."""
-    if options.to.exists():
-        raise UserError(f"--to: {options.to} exists; give the name of a new file", 2)
-    texts = (
-        document.text
-        for part in split_files_into_parts(find_files(options.paths), options.field)
-        for document in part.documents()
+@command("models")
+class EmbedCommand(CheckpointCommand):
+    """A file with `hidden_states`, float32 (documents, layers, hidden_size), in document order."""
+
+    paths: Sequence[str] = argument("files or globs: text, JSON lines, Parquet, Arrow", metavar="PATH")
+    to: Path = option("safetensors file to write; it must not exist", metavar="FILE", check=check_new_file)
+    layers: Sequence[int] = option("layers: 0 is the embedding, -1 the last", default=(-1,), metavar="N", nargs="+")
+    pool: Literal["mean", "first", "last"] = option(
+        "mean over a document's tokens, or its first or last token", default="mean"
     )
-    with open_trained_run(project, options, ProgramExecutor, Tokenizer, Model) as (run, step):
-        request = HiddenStates(_resolve_negative_layers(options.layers, run.get(Model).num_hidden_layers), documents=1)
-        pooled, empty = [], 0
-        while batch := [*islice(texts, options.rows)]:
-            ids = [_encode_document_start(run.get(Tokenizer), text, options.context) for text in batch]
-            pooled.append(_pool_hidden_states(run.get(ProgramExecutor), ids, request, options.pool))
-            empty += sum(not text_ids for text_ids in ids)
-    if not pooled:
-        raise UserError(f"{' '.join(options.paths)}: the files contain no document; name other files", 2)
-    if empty:
-        print_escaped_text(f"documents without a token: {empty}; their hidden states are 0", "stderr")
-    states = torch.cat(pooled)
-    with convert_write_errors(options.to):
-        write_safetensors_file(options.to, {"hidden_states": states})
-    return EmbedResult(options.run_folder, step, options.to, list(states.shape), empty)
+    field: str = option("field or column with the text", default="text", metavar="NAME")
+    context: Count = option("first tokens of a document", default=1024)
+    rows: Count = option("documents per batch", default=8)
+
+    def run(self, project: Project) -> EmbedResult:
+        texts = (
+            document.text
+            for part in split_files_into_parts(find_files(self.paths), self.field)
+            for document in part.documents()
+        )
+        with self.open_run(project, ProgramExecutor, Tokenizer, Model) as run:
+            layer_count = run.nodes.get(Model).num_hidden_layers
+            request = HiddenStates(_resolve_negative_layers(self.layers, layer_count), documents=1)
+            ids = (_encode_document_start(run.nodes.get(Tokenizer), text, self.context) for text in texts)
+            infer = partial(_pool_hidden_states, run.nodes.get(ProgramExecutor), request, POOLS[self.pool])
+            pooled = [*infer_documents(ids, self.rows, infer)]
+        if not pooled:
+            raise UserError(f"{' '.join(self.paths)}: the files contain no document; name other files", 2)
+        empty = sum(not ids for ids, _ in pooled)
+        if empty:
+            print_escaped_text(f"documents without a token: {empty}; their hidden states are 0", "stderr")
+        states = torch.stack([document_states for _, document_states in pooled])
+        with convert_write_errors(self.to):
+            write_safetensors_file(self.to, {"hidden_states": states})
+        return EmbedResult(self.run_folder, run.step, self.to, list(states.shape), empty)
 
 
 def _encode_document_start(tokenizer: Tokenizer, text: str, token_count: int) -> list[int]:
@@ -127,20 +98,16 @@ def _resolve_negative_layers(numbers: Sequence[int], layer_count: int) -> tuple[
 
 
 def _pool_hidden_states(
-    executor: ProgramExecutor, texts: Sequence[Sequence[int]], request: HiddenStates, pool: str
-) -> Tensor:
-    """Pool hidden states over each text's token ids: float32 (texts, layers, hidden_size), zeros without ids."""
-    length = max(1, *(len(ids) for ids in texts))
-    tokens = torch.zeros(len(texts), length, dtype=torch.int64)
-    padding = torch.ones_like(tokens)  # padding is a separate document
+    executor: ProgramExecutor, request: HiddenStates, pool: Callable[[int], slice], documents: Sequence[Sequence[int]]
+) -> Tensor | None:
+    """Pool hidden states over documents' ids: float32 (documents, layers, hidden_size), zeros without ids."""
+    tokens, context = pad_documents(documents)
     is_pooled = torch.zeros_like(tokens, dtype=torch.bool)
-    for row, ids in enumerate(texts):
-        tokens[row, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
-        padding[row, : len(ids)] = 0
-        is_pooled[row, POOLS[pool](len(ids))] = True
-    positions = torch.arange(length).repeat(len(texts), 1)
-    context = TokenContext(positions, padding, hidden_states=request, mean_weights=is_pooled)
-    states = executor.infer_hidden_states_by_layer(tokens, context)
+    for row, ids in zip(is_pooled, documents, strict=True):
+        row[pool(len(ids))] = True
+    context = attrs.evolve(context, hidden_states=request, mean_weights=is_pooled)
+    # of a pair: the last hidden states, and the requested ones by layer
+    states = executor.infer(tokens, context, lambda last_and_requested, _head: last_and_requested[1])
     if states is None:
-        raise ValueError("the output is on another rank, because this process does not contain the last pipeline stage")
+        return None
     return torch.stack([states[layer][:, 0] for layer in request.layers], 1).float().cpu()

@@ -1,8 +1,7 @@
 """measure a run's loss or rewards on its validation split, or its loss on other text"""
 
-import argparse
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,7 @@ from typing import Any
 import attrs
 import torch
 
-from drawloom.components.commands._options import make_integer_parser
-from drawloom.components.commands._trained import add_run_and_checkpoint_arguments, get_if_any, open_trained_run
+from drawloom.components.commands._trained import CheckpointCommand, CheckpointResult, get_if_any
 from drawloom.components.data.packing.windows import Windows
 from drawloom.components.data.sources.files import find_files
 from drawloom.components.data.sources.parts import FORMATS
@@ -27,7 +25,8 @@ from drawloom.components.ports.pipeline import LOSSES, Executor, Loss, create_st
 from drawloom.components.ports.rollouts import Reward, RewardEvaluation, Rollouts
 from drawloom.components.ports.run import Batching
 from drawloom.graph import UserError
-from drawloom.graph.cli.result import Result, output, output_class
+from drawloom.graph.cli.command import Count, command, option
+from drawloom.graph.cli.result import output, output_class
 from drawloom.graph.project import Project, Recipe
 from drawloom.graph.recipe.overrides import nest_values
 from drawloom.graph.runtime.container import Container
@@ -36,25 +35,10 @@ READERS = {"text": "data.text_files", "json": "data.jsonl", "parquet": "data.par
 MAX_LOADED = 16  # microbatches that are in memory together
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command-line arguments."""
-    add_run_and_checkpoint_arguments(parser)
-    help = "measure the documents in these text, JSON-lines, Parquet or Arrow files (default: the validation rows)"
-    parser.add_argument("--corpus", nargs="+", metavar="GLOB", help=help)
-    help = "with --corpus: tokens by which the window moves over documents longer than a row (default: half a row)"
-    parser.add_argument("--stride", type=make_integer_parser(), metavar="N", help=help)
-    help = "complete the validation prompts, and measure the rewards of the completions"
-    parser.add_argument("--generate", action="store_true", help=help)
-    help = "with --generate: completions of each prompt (default: the recipe's)"
-    parser.add_argument("--samples", type=make_integer_parser(), metavar="N", help=help)
-
-
 @output_class
-class EvaluateResult(Result):
+class EvaluateResult(CheckpointResult):
     """Mean loss of a run's weights."""
 
-    run_folder: Path | str = output("run folder, or the URL of its mirror")
-    step: int = output("step of the checkpoint")
     loss: float = output("mean loss per token or pair")
     weight: float = output("number of tokens or pairs")
     unit: str = output("tokens or pairs")
@@ -67,16 +51,14 @@ class EvaluateResult(Result):
         perplexity = "" if self.perplexity is None else f", perplexity {self.perplexity:.4g}"
         bits = "" if self.bits_per_byte is None else f", {self.bits_per_byte:.4f} bits per byte"
         loss = f"loss {self.loss:.4f} over {self.weight:,.0f} {self.unit}{perplexity}{bits}"
-        line = f"{self.run_folder}, step {self.step}: {loss}"
+        line = f"{self.origin}: {loss}"
         return f"{line}\n{self.documents}" if self.documents else line
 
 
 @output_class
-class EvaluateRewardsResult(Result):
+class EvaluateRewardsResult(CheckpointResult):
     """Mean rewards for completions by a run's weights."""
 
-    run_folder: Path | str = output("run folder, or the URL of its mirror")
-    step: int = output("step of the checkpoint")
     completions: int = output("completion count")
     reward: float | None = output("mean total reward, weighted; null if no completion has a score")
     rewards: Mapping[str, float | None] = output("mean by reward, without its weight")
@@ -87,45 +69,57 @@ class EvaluateRewardsResult(Result):
         """Return a line with all means; text is the only `format`."""
         values = {"reward": self.reward, **self.rewards, "truncated": self.truncated}
         shown = ", ".join(f"{name} {'none' if value is None else f'{value:.4f}'}" for name, value in values.items())
-        return f"{self.run_folder}, step {self.step}: {shown}, {self.length:.1f} tokens, {self.completions} completions"
+        return f"{self.origin}: {shown}, {self.length:.1f} tokens, {self.completions} completions"
 
 
-def main(options: argparse.Namespace, project: Project) -> EvaluateResult | EvaluateRewardsResult:
-    """Return the mean loss per token, with conversions to other units, or the mean rewards."""
-    if options.samples and not options.generate:
-        raise UserError("--samples counts completions of prompts; add --generate, or leave --samples out", 2)
-    if options.generate:
-        return _measure_rewards(options, project)
-    if options.stride and not options.corpus:
-        raise UserError("--stride moves windows over the documents in --corpus; add --corpus, or leave --stride out", 2)
-    split: Split = "train" if options.corpus else "validation"  # all of --corpus is in the training split
-    corpus = _make_corpus_node(options.corpus) if options.corpus else None
-    change = partial(_replace_data_by_corpus, corpus=corpus, stride=options.stride) if corpus else None
-    ports = (Executor, PackedDataset, Batching, *([TokenCorpus] if corpus else []))
-    with open_trained_run(project, options, *ports, every=(Tokenizer,), change=change) as (run, step):
-        rows = run.get(PackedDataset)
-        if not rows.count_rows(split) and options.corpus:
-            raise UserError(f"--corpus: there is nothing to predict in {' '.join(options.corpus)}", 2)
-        if not rows.count_rows(split):
-            raise UserError(f"{options.run_folder}: the validation split is empty; name text files with --corpus", 2)
-        return _measure_loss(run, split, options.run_folder, step)
+@command("models")
+class EvaluateCommand(CheckpointCommand):
+    """The mean loss per token with conversions to other units, or the mean rewards."""
 
+    corpus: Sequence[str] = option(
+        "measure the documents in these text, JSON-lines, Parquet or Arrow files (default: the validation rows)",
+        default=(),
+        metavar="GLOB",
+        nargs="+",
+        exclusive="data",
+    )
+    stride: Count | None = option(
+        "tokens by which the window moves over documents longer than a row (default: half a row)",
+        needs="corpus",
+    )
+    generate: bool = option(
+        "complete the validation prompts, and measure the rewards of the completions", exclusive="data"
+    )
+    samples: Count | None = option("completions of each prompt (default: the recipe's)", needs="generate")
 
-def _measure_rewards(options: argparse.Namespace, project: Project) -> EvaluateRewardsResult:
-    """Complete all validation prompts, and return the mean rewards."""
-    if options.corpus:
-        raise UserError("--generate completes the prompts of the run; leave --corpus out", 2)
-    change = partial(_sample_from_stages_and_set_count, samples=options.samples)
-    ports = (RewardEvaluation, PackedDataset, Batching)
-    with open_trained_run(project, options, *ports, every=(Reward,), change=change) as (run, step):
-        rows, size = run.get(PackedDataset), run.get(Batching).micro_size
-        count = rows.count_rows("validation")
-        if not count:
-            raise UserError(f"{options.run_folder}: the validation split has no prompts to complete", 2)
-        starts = range(0, count, size)
-        batches = (rows.batch("validation", range(start, min(start + size, count))) for start in starts)
-        means = run.get(RewardEvaluation).sample_and_average_rewards(batches)
-    return EvaluateRewardsResult(options.run_folder, step, **attrs.asdict(means))
+    def run(self, project: Project) -> EvaluateResult | EvaluateRewardsResult:
+        if self.generate:
+            return self._measure_rewards(project)
+        split: Split = "train" if self.corpus else "validation"  # all of --corpus is in the training split
+        corpus = _make_corpus_node(self.corpus) if self.corpus else None
+        change = partial(_replace_data_by_corpus, corpus=corpus, stride=self.stride) if corpus else None
+        ports = (Executor, PackedDataset, Batching, *([TokenCorpus] if corpus else []))
+        with self.open_run(project, *ports, every=(Tokenizer,), change=change) as run:
+            rows = run.nodes.get(PackedDataset)
+            if not rows.count_rows(split) and self.corpus:
+                raise UserError(f"--corpus: there is nothing to predict in {' '.join(self.corpus)}", 2)
+            if not rows.count_rows(split):
+                raise UserError(f"{self.run_folder}: the validation split is empty; name text files with --corpus", 2)
+            return _measure_loss(run.nodes, split, self.run_folder, run.step)
+
+    def _measure_rewards(self, project: Project) -> EvaluateRewardsResult:
+        """Complete all validation prompts, and return the mean rewards."""
+        change = partial(_sample_from_stages_and_set_count, samples=self.samples)
+        ports = (RewardEvaluation, PackedDataset, Batching)
+        with self.open_run(project, *ports, every=(Reward,), change=change) as run:
+            rows, size = run.nodes.get(PackedDataset), run.nodes.get(Batching).micro_size
+            count = rows.count_rows("validation")
+            if not count:
+                raise UserError(f"{self.run_folder}: the validation split has no prompts to complete", 2)
+            starts = range(0, count, size)
+            batches = (rows.batch("validation", range(start, min(start + size, count))) for start in starts)
+            means = run.nodes.get(RewardEvaluation).sample_and_average_rewards(batches)
+        return EvaluateRewardsResult(self.run_folder, run.step, **attrs.asdict(means))
 
 
 def _sample_from_stages_and_set_count(recipe: Recipe, samples: int | None) -> Recipe:
@@ -146,7 +140,7 @@ def _sample_from_stages_and_set_count(recipe: Recipe, samples: int | None) -> Re
     return recipe.with_values(nest_values(names[0], {"samples": samples}), "--samples") if samples else recipe
 
 
-def _measure_loss(run: Container, split: Split, folder: Path, step: int) -> EvaluateResult:
+def _measure_loss(run: Container, split: Split, folder: Path | str, step: int) -> EvaluateResult:
     """Evaluate all rows of a split, and return the mean loss per token, or per pair with preference data."""
     rows, tokenizer = run.get(PackedDataset), get_if_any(run, Tokenizer)
     sizes = None if tokenizer is None else torch.as_tensor(tokenizer.token_byte_counts()).double()
@@ -175,7 +169,7 @@ def _measure_loss(run: Container, split: Split, folder: Path, step: int) -> Eval
     )
 
 
-def _make_corpus_node(globs: list[str]) -> dict[str, Any]:
+def _make_corpus_node(globs: Sequence[str]) -> dict[str, Any]:
     """Return a corpus node for the files. Raises UserError for no files, or for several formats."""
     try:
         files = {READERS[FORMATS.get(file.suffix, "text")]: file.path for file in find_files(globs)}
@@ -183,7 +177,7 @@ def _make_corpus_node(globs: list[str]) -> dict[str, Any]:
         raise UserError(f"--corpus: {str(error).removeprefix('paths: ')}", 2) from error
     if len(files) > 1:
         raise UserError(f"--corpus: {' and '.join(files.values())} differ in format; measure one after the other", 2)
-    return {"use": next(iter(files)), "paths": globs, "validation_fraction": 0.0}
+    return {"use": next(iter(files)), "paths": list(globs), "validation_fraction": 0.0}
 
 
 def _replace_data_by_corpus(recipe: Recipe, corpus: dict[str, Any], stride: int | None = None) -> Recipe:

@@ -1,6 +1,5 @@
 """continue a prompt, or chat, with weights from a run or a model folder"""
 
-import argparse
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
@@ -10,8 +9,7 @@ from pathlib import Path
 
 import attrs
 
-from drawloom.components.commands._options import make_integer_parser, parse_temperature
-from drawloom.components.commands._trained import add_run_and_checkpoint_arguments, open_trained_run_or_model_folder
+from drawloom.components.commands._trained import CheckpointCommand, parse_run_folder_or_mirror_url
 from drawloom.components.data.template_prompts import TemplatePrompts
 from drawloom.components.distributed.rng import create_generator
 from drawloom.components.ports.corpus import Tokenizer, complete_prompt, find_end_ids
@@ -20,44 +18,15 @@ from drawloom.components.ports.model import LanguageModel
 from drawloom.components.ports.pipeline import Predictor
 from drawloom.components.sampling.generate import Sampler, stream_decoded_text
 from drawloom.graph import UserError
+from drawloom.graph.cli.command import Count, argument, command, option
 from drawloom.graph.cli.result import Result, output, output_class
 from drawloom.graph.cli.terminal import print_escaped_text
+from drawloom.graph.component import at_least
 from drawloom.graph.project import Project
 from drawloom.graph.runtime.container import Container
 
 TEXT_TOKENS, TEXT_CONTEXT = 200, 256
 CHAT_TOKENS, CHAT_CONTEXT = 1024, 4096
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command-line arguments."""
-    add_run_and_checkpoint_arguments(
-        parser, "such as runs/first_run, the URL of its mirror, or a model folder such as an export"
-    )
-    parser.add_argument("--prompt", metavar="TEXT", help="text to continue, or with --chat the only message to answer")
-    parser.add_argument(
-        "--chat", action="store_true", help="answer messages by the chat template: --prompt, or each line of stdin"
-    )
-    parser.add_argument("--system", metavar="TEXT", help="with --chat: the system prompt")
-    parser.add_argument("--template", type=Path, metavar="FILE", help="with --chat: a template (default: the folder's)")
-    help = f"most tokens to sample (default: {TEXT_TOKENS}; with --chat, {CHAT_TOKENS} for an answer)"
-    parser.add_argument("--tokens", type=make_integer_parser(), metavar="N", help=help)
-    help = f"most tokens the model sees (default: {TEXT_CONTEXT}; with --chat the model's, up to {CHAT_CONTEXT})"
-    parser.add_argument("--context", type=make_integer_parser(), metavar="N", help=help)
-    parser.add_argument(
-        "--temperature",
-        type=parse_temperature,
-        default=0.8,
-        metavar="T",
-        help="sampling temperature; 0 is greedy (default: 0.8)",
-    )
-    parser.add_argument(
-        "--top-k",
-        type=make_integer_parser(),
-        metavar="K",
-        help="sample only from the K most likely tokens (default: all)",
-    )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed for sampling (default: 0)")
 
 
 @output_class
@@ -93,45 +62,84 @@ class ChatResult(Result):
         return ""
 
 
-def main(options: argparse.Namespace, project: Project) -> GenerateResult | ChatResult:
-    """Sample a continuation of the prompt, or answers to messages."""
-    if not options.chat and options.prompt is None:
-        raise UserError("--prompt: there is no text to continue; add --prompt TEXT, or --chat to answer messages", 2)
-    if not options.chat and (options.system is not None or options.template is not None):
-        raise UserError("--system and --template are for conversations; add --chat", 2)
-    with open_trained_run_or_model_folder(project, options, Predictor, Tokenizer, Mesh, LanguageModel) as (run, step):
-        if options.chat:
-            return ChatResult(step, _run_chat(run, options))
-        return GenerateResult(step, options.prompt, _print_continuation(run, options))
+@command("models")
+class GenerateCommand(CheckpointCommand):
+    """A sampled continuation of a prompt, or a conversation."""
 
+    run_folder: Path | str = argument(
+        "such as runs/first_run, the URL of its mirror, or a model folder such as an export",
+        parse=parse_run_folder_or_mirror_url,
+    )
+    prompt: str | None = option("text to continue, or with --chat the only message to answer", metavar="TEXT")
+    chat: bool = option("answer messages by the chat template: --prompt, or each line of stdin")
+    system: str | None = option("the system prompt", metavar="TEXT", needs="chat")
+    template: Path | None = option("a template (default: the folder's)", metavar="FILE", needs="chat")
+    tokens: Count | None = option(
+        f"most tokens to sample (default: {TEXT_TOKENS}; with --chat, {CHAT_TOKENS} for an answer)"
+    )
+    context: Count | None = option(
+        f"most tokens the model sees (default: {TEXT_CONTEXT}; with --chat the model's, up to {CHAT_CONTEXT})",
+    )
+    temperature: float = option("sampling temperature; 0 is greedy", default=0.8, metavar="T", check=at_least(0))
+    top_k: Count | None = option("sample only from the K most likely tokens (default: all)", metavar="K")
+    seed: int = option("seed for sampling", default=0)
 
-def _print_continuation(run: Container, options: argparse.Namespace) -> str:
-    """Print the prompt and its continuation as it comes; return the continuation."""
-    tokenizer, context = run.get(Tokenizer), options.context or TEXT_CONTEXT
-    sampler = _make_sampler(run, options, context=context, ends=find_end_ids(tokenizer))
-    prompt = complete_prompt(tokenizer, tokenizer.encode(options.prompt)).tolist()
-    pieces = stream_decoded_text(tokenizer, sampler.sample_continuation(prompt, options.tokens or TEXT_TOKENS))
-    first = next(pieces, "")  # an error is raised before anything is printed
-    print_escaped_text(options.prompt, end="")
-    return _print_pieces(chain([first], pieces))
+    def run(self, project: Project) -> GenerateResult | ChatResult:
+        if not self.chat and self.prompt is None:
+            raise UserError(
+                "--prompt: there is no text to continue; add --prompt TEXT, or --chat to answer messages", 2
+            )
+        ports = (Predictor, Tokenizer, Mesh, LanguageModel)
+        with self.open_run_or_model_folder(project, *ports) as (nodes, step):
+            if self.chat:
+                return ChatResult(step, self._run_chat(nodes))
+            prompt = self.prompt or ""
+            return GenerateResult(step, prompt, self._sample_and_print_continuation(nodes, prompt))
 
+    def _sample_and_print_continuation(self, nodes: Container, text: str) -> str:
+        """Print the prompt and its continuation as it comes; return the continuation."""
+        tokenizer, context = nodes.get(Tokenizer), self.context or TEXT_CONTEXT
+        sampler = self._make_sampler(nodes, context=context, ends=find_end_ids(tokenizer))
+        prompt = complete_prompt(tokenizer, tokenizer.encode(text)).tolist()
+        pieces = stream_decoded_text(tokenizer, sampler.sample_continuation(prompt, self.tokens or TEXT_TOKENS))
+        first = next(pieces, "")  # an error is raised before anything is printed
+        print_escaped_text(text, end="")
+        return _print_pieces(chain([first], pieces))
 
-def _run_chat(run: Container, options: argparse.Namespace) -> list[ChatMessage]:
-    """Answer the user's messages, and return the conversation."""
-    tokenizer = run.get(Tokenizer)
-    prompts = TemplatePrompts(tokenizer=tokenizer, template=options.template, date=date.today(), system=options.system)
-    with closing(prompts):
-        sampler = _make_sampler(
-            run, options, context=_choose_chat_context_length(run, options), ends=prompts.answer_end_ids
+    def _run_chat(self, nodes: Container) -> list[ChatMessage]:
+        """Answer the user's messages, and return the conversation."""
+        tokenizer = nodes.get(Tokenizer)
+        prompts = TemplatePrompts(tokenizer=tokenizer, template=self.template, date=date.today(), system=self.system)
+        with closing(prompts):
+            context = self._choose_chat_context_length(nodes)
+            sampler = self._make_sampler(nodes, context=context, ends=prompts.answer_end_ids)
+            messages: list[ChatMessage] = []
+            for text in _read_messages(self.prompt):
+                messages.append(ChatMessage("user", text))
+                prompt = prompts.encode_messages_as_prompt(
+                    [{"role": message.role, "content": message.content} for message in messages]
+                ).tolist()
+                messages.append(ChatMessage("assistant", _print_answer(tokenizer, sampler, prompt, self.tokens)))
+        return messages if self.system is None else [ChatMessage("system", self.system), *messages]
+
+    def _choose_chat_context_length(self, nodes: Container) -> int:
+        """Return the longest conversation in tokens. Raises UserError if --context exceeds the model's positions."""
+        longest = nodes.get(LanguageModel).max_sequence_length
+        if self.context and longest and self.context > longest:
+            raise UserError(f"--context: {self.context} is more than the model's {longest} positions; write fewer", 2)
+        return self.context or min(longest or CHAT_CONTEXT, CHAT_CONTEXT)
+
+    def _make_sampler(self, nodes: Container, *, context: int, ends: frozenset[int]) -> Sampler:
+        """Return a sampler with the options' distribution and seed."""
+        return Sampler(
+            model=nodes.get(Predictor),
+            pipeline=nodes.get(Mesh).pipeline_group,
+            generator=create_generator(self.seed, "sample"),
+            ends=ends,
+            context=context,
+            temperature=self.temperature,
+            top_k=self.top_k,
         )
-        messages: list[ChatMessage] = []
-        for text in _read_messages(options.prompt):
-            messages.append(ChatMessage("user", text))
-            prompt = prompts.encode_messages_as_prompt(
-                [{"role": message.role, "content": message.content} for message in messages]
-            ).tolist()
-            messages.append(ChatMessage("assistant", _print_answer(tokenizer, sampler, prompt, options.tokens)))
-    return messages if options.system is None else [ChatMessage("system", options.system), *messages]
 
 
 def _print_answer(tokenizer: Tokenizer, sampler: Sampler, prompt: Sequence[int], tokens: int | None) -> str:
@@ -177,24 +185,3 @@ def _print_pieces(pieces: Iterable[str]) -> str:
         text += piece
     print_escaped_text("")
     return text
-
-
-def _choose_chat_context_length(run: Container, options: argparse.Namespace) -> int:
-    """Return the longest conversation in tokens. Raises UserError if --context exceeds the model's positions."""
-    longest = run.get(LanguageModel).max_sequence_length
-    if options.context and longest and options.context > longest:
-        raise UserError(f"--context: {options.context} is more than the model's {longest} positions; write fewer", 2)
-    return int(options.context or min(longest or CHAT_CONTEXT, CHAT_CONTEXT))
-
-
-def _make_sampler(run: Container, options: argparse.Namespace, *, context: int, ends: frozenset[int]) -> Sampler:
-    """Return a sampler with the options' distribution and seed."""
-    return Sampler(
-        model=run.get(Predictor),
-        pipeline=run.get(Mesh).pipeline_group,
-        generator=create_generator(options.seed, "sample"),
-        ends=ends,
-        context=context,
-        temperature=options.temperature,
-        top_k=options.top_k,
-    )

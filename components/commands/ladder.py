@@ -5,30 +5,25 @@ The coordinate check trains every size for some steps. In muP, the root mean squ
 grow with the width; in CompleteP, not with the depth either; in the standard parametrization it does.
 """
 
-import argparse
 import math
 import statistics
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from drawloom.components.commands._ladder_plot import Panel, draw_svg_panels
 from drawloom.components.commands._ladder_sizes import Dimension, Values, format_overlay, make_scaled_model_overlay
-from drawloom.components.commands._options import (
-    convert_write_errors,
-    make_integer_parser,
-    parse_positive_integers,
-    parse_positive_number,
-)
+from drawloom.components.commands._options import write_file
 from drawloom.components.commands._power_law import PowerLaw, fit_power_law
-from drawloom.components.commands._recipes import add_overlay_option
 from drawloom.components.ports.flops import CountsFlops
 from drawloom.components.report.metrics import Column, read_metrics
-from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import UserError
+from drawloom.graph.cli.command import Count, RecipeCommand, argument, command, option
 from drawloom.graph.cli.exit_codes import FAILED, OK
 from drawloom.graph.cli.result import JSON, Result, output, output_class
+from drawloom.graph.cli.terminal import format_table
+from drawloom.graph.component import above
 from drawloom.graph.project import Project, Recipe
 
 MEASURE = "coordinates_of_ladder"
@@ -36,31 +31,6 @@ RMS = "activation_rms/"
 LAST_LAYER = "last layer"
 FLAT = 0.15
 """Largest slope of a flat coordinate check: growth by 11% when the width doubles."""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command-line arguments."""
-    help = "the smallest model: model.granite, model.llama or model.qwen3.dense"
-    parser.add_argument("recipe", metavar="RECIPE", help=help)
-    add_overlay_option(parser)
-    help = "sizes as multiples of the recipe's (default 1,2,4,8)"
-    parser.add_argument("--multiples", type=parse_positive_integers, default=[1, 2, 4, 8], metavar="N,N", help=help)
-    help = "size to multiply: width (heads) or depth (layers); default: width"
-    parser.add_argument("--dimension", choices=("width", "depth"), default="width", help=help)
-    parser.add_argument(
-        "--parametrization", choices=("mup", "completep", "standard"), default="mup", help="default: mup"
-    )
-    parser.add_argument(
-        "--steps", type=make_integer_parser(), default=8, metavar="N", help="steps of every size (default 8)"
-    )
-    parser.add_argument("--lr", type=_parse_rates, default=[], metavar="X,X", help="also compare these learning rates")
-    parser.add_argument("--to", type=Path, metavar="FOLDER", help="write an overlay per size, such as x4.toml")
-    parser.epilog = "Set single values with node.key=value. --format svg draws the coordinate check and the fit."
-
-
-def _parse_rates(text: str) -> list[float]:
-    """Parse learning rates separated by commas."""
-    return [parse_positive_number(part) for part in text.split(",")]
 
 
 @output_class
@@ -108,7 +78,7 @@ class LadderResult(Result):
             for layer, slope in self.slopes.items()
         ]
         yield f"{self._title}: {'flat' if self.flat else 'not flat'}"
-        yield _format_table(rows)
+        yield format_table(rows, left=())
         if self.rungs[0].losses:
             rates = list(self.rungs[0].losses)
             rows = [["lr", *sizes]]
@@ -116,14 +86,15 @@ class LadderResult(Result):
                 [rate, *(_format_loss_starring_smallest(rung.losses, rate) for rung in self.rungs)] for rate in rates
             ]
             yield f"\nloss by learning rate, * is the lowest of its {self.dimension}"
-            yield _format_table(rows)
+            yield format_table(rows, left=())
         yield "\nloss by compute"
-        yield _format_table(
+        yield format_table(
             [
                 ["", *sizes],
                 ["flops", *(f"{rung.flops:.3g}" for rung in self.rungs)],
                 ["loss", *(f"{rung.loss:.4f}" for rung in self.rungs)],
-            ]
+            ],
+            left=(),
         )
         if (fit := self.fit) is not None:
             interval = f"95% interval {fit.exponent_low:+.4f} to {fit.exponent_high:+.4f}"
@@ -154,36 +125,49 @@ def _format_loss_starring_smallest(losses: Mapping[str, float], rate: str) -> st
     return f"{losses[rate]:.4f}{'*' if losses[rate] == min(losses.values()) else ' '}"
 
 
-def _format_table(rows: Sequence[Sequence[str]]) -> str:
-    """Align cells to the right, in columns."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+@command("planning")
+class LadderCommand(RecipeCommand):
+    """A training for every size, with fitted slopes and losses."""
 
+    epilog: ClassVar[str] = (
+        "Set single values with node.key=value. --format svg draws the coordinate check and the fit."
+    )
 
-def main(options: argparse.Namespace, project: Project) -> LadderResult:
-    """Train all sizes, and fit slopes and losses."""
-    recipe = Recipe.load(options.recipe, *options.words, overlays=options.overlay, project=project)
-    recipe.check()
-    multiples = sorted(set(options.multiples))
-    if len(multiples) < 2:
-        raise UserError("--multiples: one size has no slope; write two or more, such as 1,2,4", 2)
-    dimension, parametrization = options.dimension, options.parametrization
-    sizes = {
-        multiple: make_scaled_model_overlay(recipe.graph, multiple, dimension, parametrization)
-        for multiple in multiples
-    }
-    rungs = []
-    for multiple, values in sizes.items():
-        scaled = recipe.with_values(values)
-        scaled.check()
-        text = format_overlay(values, f"{multiple} times the {dimension} of {options.recipe}, {parametrization}.")
-        rungs.append(_train_and_measure_rung(scaled, multiple, options.steps, options.lr, dimension, text))
-    if options.to is not None:
-        _write_overlays(options.to, rungs)
-    slopes = {layer: _fit_log_log_slope([(rung.multiple, rung.rms[layer]) for rung in rungs]) for layer in rungs[0].rms}
-    flat = all(abs(slope) <= FLAT for slope in slopes.values())
-    fit = fit_power_law([(rung.flops, rung.loss) for rung in rungs])
-    return LadderResult(parametrization, dimension, options.steps, rungs, slopes=slopes, flat=flat, fit=fit)
+    recipe: str = argument("the smallest model: model.granite, model.llama or model.qwen3.dense")
+    multiples: Sequence[Count] = option("sizes as multiples of the recipe's", default=(1, 2, 4, 8), separator=",")
+    dimension: Dimension = option("size to multiply: width (heads) or depth (layers)", default="width")
+    parametrization: Literal["mup", "completep", "standard"] = option("scaling of the model", default="mup")
+    steps: Count = option("steps of every size", default=8)
+    lr: Sequence[float] = option(
+        "also compare these learning rates", default=(), metavar="X,X", separator=",", check=above(0)
+    )
+    to: Path | None = option("write an overlay per size, such as x4.toml", metavar="FOLDER")
+
+    def run(self, project: Project) -> LadderResult:
+        recipe = self.load_recipe(project, self.recipe)
+        recipe.check()
+        multiples = sorted(set(self.multiples))
+        if len(multiples) < 2:
+            raise UserError("--multiples: one size has no slope; write two or more, such as 1,2,4", 2)
+        sizes = {
+            multiple: make_scaled_model_overlay(recipe.graph, multiple, self.dimension, self.parametrization)
+            for multiple in multiples
+        }
+        rungs = []
+        for multiple, values in sizes.items():
+            scaled = recipe.with_values(values)
+            scaled.check()
+            head = f"{multiple} times the {self.dimension} of {self.recipe}, {self.parametrization}."
+            text = format_overlay(values, head)
+            rungs.append(_train_and_measure_rung(scaled, multiple, self.steps, self.lr, self.dimension, text))
+        if self.to is not None:
+            _write_overlays(self.to, rungs)
+        slopes = {
+            layer: _fit_log_log_slope([(rung.multiple, rung.rms[layer]) for rung in rungs]) for layer in rungs[0].rms
+        }
+        flat = all(abs(slope) <= FLAT for slope in slopes.values())
+        fit = fit_power_law([(rung.flops, rung.loss) for rung in rungs])
+        return LadderResult(self.parametrization, self.dimension, self.steps, rungs, slopes=slopes, flat=flat, fit=fit)
 
 
 def _train_and_measure_rung(
@@ -252,5 +236,4 @@ def _write_overlays(folder: Path, rungs: Sequence[LadderRung]) -> None:
     """Write the overlay for every size, x<multiple>.toml."""
     folder.mkdir(parents=True, exist_ok=True)
     for rung in rungs:
-        with convert_write_errors(folder / f"x{rung.multiple}.toml"):
-            replace_file(folder / f"x{rung.multiple}.toml", rung.overlay.encode())
+        write_file(folder / f"x{rung.multiple}.toml", rung.overlay.encode())

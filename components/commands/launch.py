@@ -7,7 +7,6 @@ losses (`processes.on_failure`), the other processes continue, and `--max-restar
 are started again, one by one. Hot spares (`--spares`) wait beside them, and take a lost process's place at once.
 """
 
-import argparse
 import copy
 import logging
 import os
@@ -17,7 +16,7 @@ import sys
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 from uuid import uuid4
 
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
@@ -28,7 +27,6 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher import api
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from drawloom.components.commands._options import make_integer_parser
 from drawloom.components.distributed.cpu_threads import THREADS, count_threads_per_process
 from drawloom.components.distributed.generations import CURRENT, Generation, Spares
 from drawloom.components.distributed.launch_store import (
@@ -39,9 +37,11 @@ from drawloom.components.distributed.launch_store import (
 from drawloom.components.distributed.spare import read_and_count_heartbeats
 from drawloom.components.distributed.torchrun import CONTINUES, ROUND, SPARES
 from drawloom.graph import UserError
+from drawloom.graph.cli.command import Command, Count, argument, command, option
 from drawloom.graph.cli.exit_codes import INVALID, OK, STOPPED
 from drawloom.graph.cli.result import Result, output, output_class
 from drawloom.graph.cli.terminal import print_escaped_text
+from drawloom.graph.component import at_least
 from drawloom.graph.project import Project
 
 # These loggers print several lines per failure and signal, and report a rendezvous that another machine has ended.
@@ -55,33 +55,6 @@ HEARTBEAT_SECONDS = 5.0  # for a heartbeat of another machine, which may be reop
 
 SHUTDOWN_SECONDS = 30 * 24 * 3600
 """Time for processes to end after a signal, long because `stop.grace` is the limit; torch 2.11's default is 30 s."""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command-line arguments."""
-    parser.add_argument(
-        "--nproc-per-node", type=make_integer_parser(), required=True, metavar="N", help="processes per machine"
-    )
-    parser.add_argument("--nnodes", type=make_integer_parser(), default=1, metavar="N", help="machines (default: 1)")
-    parser.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="address for all machines to meet, on one of them")
-    parser.add_argument(
-        "--max-restarts",
-        type=make_integer_parser(0),
-        default=0,
-        metavar="N",
-        help="restarts after failures, of all processes, or of lost ones if the run survives losses (default: 0)",
-    )
-    parser.add_argument(
-        "--spares",
-        type=make_integer_parser(0),
-        default=0,
-        metavar="N",
-        help="hot spares per machine: processes waiting to replace lost ones (processes.on_failure; default: 0)",
-    )
-    parser.add_argument(
-        "arguments", nargs=argparse.REMAINDER, metavar="COMMAND ...", help="the command, such as: run first_run"
-    )
-    parser.set_defaults(overlay=[])
 
 
 @output_class
@@ -243,46 +216,68 @@ def _get_rendezvous_round(worker_group: WorkerGroup) -> str:
     return str(handler._state_holder.state.round)
 
 
-def main(options: argparse.Namespace, project: Project) -> LaunchResult:
-    """Run the command in all processes."""
-    if not options.arguments:
-        raise UserError("there is no command to launch; write it last, such as: run first_run", 2)
-    if options.nnodes > 1 and not options.rdzv_endpoint:
-        raise UserError("--nnodes: several machines need --rdzv-endpoint HOST:PORT, the same on each of them", 2)
-    if options.spares and options.nnodes * options.nproc_per_node == 1:
-        raise UserError("--spares: a run needs two processes or more to survive a loss; write --nproc-per-node 2", 2)
-    set_short_dns_timeout_variable()
-    os.environ.setdefault(THREADS, str(count_threads_per_process(options.nproc_per_node)))
-    os.environ[SPARES] = str(options.spares)
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
-    for name in AGENT_LOGS:
-        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
-    command = [*options.arguments, *options.words, *(f"--import={path}" for path in options.imports)]
-    launcher: Any = api
-    launcher.LocalElasticAgent = partial(Agent, options.spares)  # elastic_launch has no argument for the agent's class
-    package = project.registry.package.partition(".")[0]
-    try:
-        start = elastic_launch(_make_launch_config(options), sys.executable)
-        start("-u", "-m", package, *command)
-    except ChildFailedError as error:
-        return LaunchResult(command, print_failure_and_get_exit_code(error))
-    except SignalException as stopped:
-        return LaunchResult(command, STOPPED + stopped.sigval)
-    return LaunchResult(command, OK)
+@command("training")
+class LaunchCommand(Command):
+    """Another command, launched in all processes."""
 
+    accepts_words: ClassVar[bool] = True
 
-def _make_launch_config(options: argparse.Namespace) -> LaunchConfig:
-    """Return torchrun's settings for the command's options."""
-    several = options.nnodes > 1
-    return LaunchConfig(
-        min_nodes=options.nnodes,
-        max_nodes=options.nnodes,
-        nproc_per_node=options.nproc_per_node,
-        run_id="drawloom" if several else str(uuid4()),
-        rdzv_backend="c10d",
-        rdzv_endpoint=options.rdzv_endpoint or "localhost:0",
-        max_restarts=options.max_restarts,
+    nproc_per_node: Count = option("processes per machine")
+    nnodes: Count = option("machines", default=1)
+    rdzv_endpoint: str = option("address for all machines to meet, on one of them", default="", metavar="HOST:PORT")
+    max_restarts: int = option(
+        "restarts after failures, of all processes, or of lost ones if the run survives losses",
+        default=0,
+        check=at_least(0),
     )
+    spares: int = option(
+        "hot spares per machine: processes waiting to replace lost ones (processes.on_failure)",
+        default=0,
+        check=at_least(0),
+    )
+    arguments: Sequence[str] = argument(
+        "the command, such as: run first_run", default=(), metavar="COMMAND ...", nargs="..."
+    )
+
+    def run(self, project: Project) -> LaunchResult:
+        if not self.arguments:
+            raise UserError("there is no command to launch; write it last, such as: run first_run", 2)
+        if self.nnodes > 1 and not self.rdzv_endpoint:
+            raise UserError("--nnodes: several machines need --rdzv-endpoint HOST:PORT, the same on each of them", 2)
+        if self.spares and self.nnodes * self.nproc_per_node == 1:
+            raise UserError(
+                "--spares: a run needs two processes or more to survive a loss; write --nproc-per-node 2", 2
+            )
+        set_short_dns_timeout_variable()
+        os.environ.setdefault(THREADS, str(count_threads_per_process(self.nproc_per_node)))
+        os.environ[SPARES] = str(self.spares)
+        os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
+        for name in AGENT_LOGS:
+            logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
+        command = [*self.arguments, *self.words, *(f"--import={path}" for path in self.imports)]
+        launcher: Any = api
+        launcher.LocalElasticAgent = partial(Agent, self.spares)  # elastic_launch has no argument for the agent's class
+        package = project.registry.package.partition(".")[0]
+        try:
+            start = elastic_launch(self._make_launch_config(), sys.executable)
+            start("-u", "-m", package, *command)
+        except ChildFailedError as error:
+            return LaunchResult(command, print_failure_and_get_exit_code(error))
+        except SignalException as stopped:
+            return LaunchResult(command, STOPPED + stopped.sigval)
+        return LaunchResult(command, OK)
+
+    def _make_launch_config(self) -> LaunchConfig:
+        """Return torchrun's settings for the options."""
+        return LaunchConfig(
+            min_nodes=self.nnodes,
+            max_nodes=self.nnodes,
+            nproc_per_node=self.nproc_per_node,
+            run_id="drawloom" if self.nnodes > 1 else str(uuid4()),
+            rdzv_backend="c10d",
+            rdzv_endpoint=self.rdzv_endpoint or "localhost:0",
+            max_restarts=self.max_restarts,
+        )
 
 
 STOPPED_CODES = {STOPPED + signal.Signals[name] for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")}

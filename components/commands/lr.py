@@ -1,6 +1,5 @@
 """draw a recipe's learning rate over the steps, and its batch if it has a ramp, without a device"""
 
-import argparse
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
@@ -8,9 +7,9 @@ from xml.sax.saxutils import escape
 
 import attrs
 
-from drawloom.components.commands._recipes import add_overlay_option
 from drawloom.components.ports.run import Batching, Phase, Step
 from drawloom.graph import UserError
+from drawloom.graph.cli.command import RecipeCommand, command
 from drawloom.graph.cli.result import JSON, Result, output, output_class
 from drawloom.graph.project import Project, Recipe
 from drawloom.graph.wiring.node import Node
@@ -115,12 +114,6 @@ def _format_svg_text(x: float, y: float, text: str, size: int, colour: str, anch
 MAX_POINTS = 2000
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command-line arguments."""
-    parser.add_argument("recipe", metavar="RECIPE", help="a path, the name of a shipped recipe, or a run folder")
-    add_overlay_option(parser)
-
-
 @output_class
 class LrResult(Result):
     """Learning rates and batch sizes over the steps, computed without training."""
@@ -138,10 +131,13 @@ class LrResult(Result):
         return draw_text_columns(curves, min(shutil.get_terminal_size((120, 0)).columns, 120))
 
 
-def main(options: argparse.Namespace, project: Project) -> LrResult:
-    """Return the curves, without training."""
-    recipe = Recipe.load(options.recipe, *options.words, overlays=options.overlay, project=project)
-    return LrResult(options.recipe, {curve.name: curve.points for curve in _compute_lr_and_batch_size_curves(recipe)})
+@command("planning")
+class LrCommand(RecipeCommand):
+    """Curves for the learning rate and the batch size, without training."""
+
+    def run(self, project: Project) -> LrResult:
+        curves = _compute_lr_and_batch_size_curves(self.load_recipe(project, self.recipe))
+        return LrResult(self.recipe, {curve.name: curve.points for curve in curves})
 
 
 def _compute_lr_and_batch_size_curves(recipe: Recipe) -> Iterator[ScheduleCurve]:

@@ -1,33 +1,25 @@
 """
 serve commands to an agent over the Model Context Protocol, on stdin and stdout
 
-A tool is a command with `--format json`: its description is the command's help, and its output schema is that of the
-command. Every call is a process of its own, so a failing run ends alone. A cancelled run is stopped with SIGTERM, and
+A tool is a command with `--format json`: the schemas of its input and output are those of the command's arguments and
+result. Every call is a process of its own, so a failing run ends alone. A cancelled run is stopped with SIGTERM, and
 saves its step.
 """
 
-import argparse
 import asyncio
 import json
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from drawloom.components.data.sources.files import import_optional_package
-from drawloom.graph.cli.main import format_command_help, read_result_schema
+from drawloom.graph.cli.arguments import format_words, make_arguments_schema
+from drawloom.graph.cli.command import Command, command
+from drawloom.graph.cli.main import find_command_files, load_command, read_result_schema
 from drawloom.graph.project import Project
 
-TOOLS = {
-    "check": "check a recipe: every problem with its position and remedy",
-    "explain": "explain a value, a node or a whole recipe: origins, types, documentation",
-    "plan": "plan memory and time of a run without a device",
-    "list": "list components, or describe them with their settings",
-    "run": "run a recipe to its end, or resume its run; this may take long",
-    "runs": "list runs with their losses and differing settings",
-    "why": "find out why two runs differ: step, phase, tensor, and the edit that causes it; this repeats steps",
-    "compare": "compare runs: settings, means and spreads over seeds, curves",
-}
-"""Served commands, with a sentence for the agent."""
+TOOLS = ("check", "explain", "plan", "list", "run", "runs", "why", "compare")
+"""Served commands."""
 
 READ_ONLY = {*TOOLS} - {"run"}
 
@@ -35,15 +27,15 @@ MAX_STDERR = 4000
 """Characters from the end of standard error in an answer."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command-line arguments."""
-    parser.epilog = "The tools work in the current folder."
+@command("tools")
+class McpCommand(Command):
+    """A server until stdin is closed."""
 
+    epilog: ClassVar[str] = "The tools work in the current folder."
 
-def main(options: argparse.Namespace, project: Project) -> None:
-    """Serve until stdin is closed."""
-    import_optional_package("mcp", "pip install 'drawloom[mcp]'")
-    asyncio.run(_serve(project, options.imports))
+    def run(self, project: Project) -> None:
+        import_optional_package("mcp", "pip install 'drawloom[mcp]'")
+        asyncio.run(_serve(project, self.imports))
 
 
 async def _serve(project: Project, imports: Sequence[str]) -> None:
@@ -57,10 +49,10 @@ async def _serve(project: Project, imports: Sequence[str]) -> None:
         return types.ListToolsResult(tools=tools)
 
     async def call_tool(_context: Any, params: Any) -> Any:
-        words = (params.arguments or {}).get("arguments", [])
-        if params.name not in TOOLS or not all(isinstance(word, str) for word in words):
-            text = f"there is no tool {params.name!r}" if params.name not in TOOLS else "arguments is a list of strings"
+        if params.name not in TOOLS:
+            text = f"there is no tool {params.name!r}"
             return types.CallToolResult(content=[types.TextContent(text=text)], is_error=True)
+        words = format_words(load_command(project, params.name), params.arguments or {})
         options = [f"--import={path}" for path in imports]
         data, text = await _run_command_and_get_json_and_stderr(
             project, [params.name, *words, *options, "--format=json"]
@@ -81,12 +73,11 @@ async def _serve(project: Project, imports: Sequence[str]) -> None:
 
 
 def _describe_tool(types: Any, project: Project, name: str) -> Any:
-    """Return the tool for a command: its name, help, arguments and result schema."""
-    words = {"type": "array", "items": {"type": "string"}, "description": "words as on the command line"}
+    """Return the tool for a command: its name, summary, arguments and result schema."""
     return types.Tool(
         name=name,
-        description=f"{TOOLS[name]}\n\n{format_command_help(project, name)}",
-        input_schema={"type": "object", "properties": {"arguments": words}, "additionalProperties": False},
+        description=find_command_files(project)[name].summary,
+        input_schema=make_arguments_schema(load_command(project, name)),
         output_schema=read_result_schema(project, name),
         annotations=types.ToolAnnotations(read_only_hint=name in READ_ONLY),
     )

@@ -1,11 +1,11 @@
 """write a recipe that extends another, with every value that may be changed as a comment"""
 
-import argparse
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from drawloom.graph import UserError
+from drawloom.graph.cli.command import Command, argument, command, option
 from drawloom.graph.cli.result import Result, output, output_class
 from drawloom.graph.inspect.serialize import convert_to_toml_types
 from drawloom.graph.project import Project, Recipe
@@ -33,13 +33,6 @@ name = {quoted}
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command-line arguments."""
-    parser.add_argument("name", metavar="NAME", help="name of the run; NAME.toml is written, and must not exist")
-    help = "extend this recipe: a path, or a shipped name (default: first_run)"
-    parser.add_argument("--from", dest="base", metavar="RECIPE", default="first_run", help=help)
-
-
 @output_class
 class NewResult(Result):
     """A written recipe."""
@@ -52,33 +45,40 @@ class NewResult(Result):
         return f"{self.path} extends {self.extends}; `drawloom run {self.path}` trains it"
 
 
-def main(options: argparse.Namespace, project: Project) -> NewResult:
-    """Write the recipe."""
-    path = Path(f"{options.name.removesuffix('.toml')}.toml")
-    recipe = Recipe.load(options.base, project=project)
-    # The check also refuses invalid names of runs.
-    recipe.with_values({"run": {"name": path.stem}}).check(skip_machine_checks=True)
-    is_file = options.base.endswith(".toml")
-    extends = os.path.relpath(options.base, path.parent) if is_file else options.base
-    head = HEAD.format(
-        path=path, base=options.base, name=path.stem, extends=dump_toml(extends), quoted=dump_toml(path.stem)
+@command("recipes")
+class NewCommand(Command):
+    """A new recipe, written to a file."""
+
+    name: str = argument("name of the run; NAME.toml is written, and must not exist")
+    base: str = option(
+        "extend this recipe: a path, or a shipped name", default="first_run", name="--from", metavar="RECIPE"
     )
-    text = "\n".join([head, *_format_nodes_as_comments(recipe.graph)])
-    try:
-        file = path.open("x", encoding="utf-8")
-    except FileExistsError as error:
-        raise UserError(f"{path} exists already; write another name", 2) from error
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; write another name, in a folder that exists", 2) from error
-    try:
-        with file:
-            file.write(text)
-    except OSError as error:
-        path.unlink()  # so that the user can repeat the command
-        raise UserError(
-            f"{path}: {error.strerror}; free space or write another folder, and repeat the command"
-        ) from error
-    return NewResult(path, options.base)
+
+    def run(self, project: Project) -> NewResult:
+        path = Path(f"{self.name.removesuffix('.toml')}.toml")
+        recipe = Recipe.load(self.base, project=project)
+        # The check also refuses invalid names of runs.
+        recipe.with_values({"run": {"name": path.stem}}).check(skip_machine_checks=True)
+        extends = os.path.relpath(self.base, path.parent) if self.base.endswith(".toml") else self.base
+        head = HEAD.format(
+            path=path, base=self.base, name=path.stem, extends=dump_toml(extends), quoted=dump_toml(path.stem)
+        )
+        text = "\n".join([head, *_format_nodes_as_comments(recipe.graph)])
+        try:
+            file = path.open("x", encoding="utf-8")
+        except FileExistsError as error:
+            raise UserError(f"{path} exists already; write another name", 2) from error
+        except OSError as error:
+            raise UserError(f"{path}: {error.strerror}; write another name, in a folder that exists", 2) from error
+        try:
+            with file:
+                file.write(text)
+        except OSError as error:
+            path.unlink()  # so that the user can repeat the command
+            raise UserError(
+                f"{path}: {error.strerror}; free space or write another folder, and repeat the command"
+            ) from error
+        return NewResult(path, self.base)
 
 
 def _format_nodes_as_comments(graph: Graph) -> Iterator[str]:

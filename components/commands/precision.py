@@ -1,6 +1,5 @@
 """measure what float8 does to the gradients, layer by layer, and write an overlay that excludes the worst layers"""
 
-import argparse
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,48 +10,29 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.commands._options import (
-    convert_write_errors,
-    make_integer_parser,
-    parse_positive_number,
-    parse_writable_path,
+from drawloom.components.commands._options import check_new_file, write_file
+from drawloom.components.commands._recipes import find_only_node
+from drawloom.components.float8.layers import (
+    Float8Experts,
+    Float8Linear,
+    disable_float8,
+    enable_float8,
+    get_float8_weights,
 )
-from drawloom.components.commands._recipes import add_overlay_option, find_only_node
-from drawloom.components.parallel.float8_layers import find_float8_candidates
 from drawloom.components.ports.distributed import Precision
-from drawloom.components.ports.model import Float8Layer
 from drawloom.components.ports.pipeline import Executor, create_step_state, sum_losses_and_weights
 from drawloom.components.ports.run import Step
 from drawloom.components.ports.stages import Parameters, Stages
 from drawloom.components.state.batch import Batch
-from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import UserError
+from drawloom.graph.cli.command import RecipeCommand, argument, command, option
 from drawloom.graph.cli.result import Result, output, output_class
+from drawloom.graph.component import above, at_least
 from drawloom.graph.project import Project, Recipe
+from drawloom.kernels.float8.grouped_casts import GroupedFloat8Kernels
 
 MIN_MEDIAN = 1e-12
 """Smallest median error that errors are compared with, for a model whose gradients float8 does not change."""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command-line arguments."""
-    parser.add_argument("recipe", metavar="RECIPE", help="a recipe for one device: a path, or a shipped name")
-    add_overlay_option(parser)
-    parser.add_argument(
-        "--steps",
-        type=make_integer_parser(0),
-        default=20,
-        metavar="N",
-        help="training steps before measuring (default: 20)",
-    )
-    parser.add_argument(
-        "--tolerance",
-        type=parse_positive_number,
-        default=3.0,
-        metavar="X",
-        help="exclude layers whose error exceeds X times the median (default: 3)",
-    )
-    parser.add_argument("--to", type=parse_writable_path, metavar="FILE", help="overlay to write (default: print it)")
 
 
 @output_class
@@ -67,19 +47,28 @@ class PrecisionResult(Result):
         return f"wrote {self.path}" if self.path else self.overlay.removesuffix("\n")
 
 
-def main(options: argparse.Namespace, project: Project) -> PrecisionResult:
-    """Train briefly, measure the gradients' errors with float8 by layer, and write an overlay with --to."""
-    if options.to is not None and options.to.exists():
-        raise UserError(f"--to: {options.to} exists; give the name of a new file", 2)
-    recipe = Recipe.load(options.recipe, *options.words, overlays=options.overlay, project=project)
-    node = find_only_node(recipe.graph, Precision)
-    float8 = {"compute": "bfloat16", "linear": "float8", "linear_in_compute": []}
-    effects = _train_and_measure_float8_effects(recipe.with_values({node: float8}), options.steps)
-    text = format_float8_overlay(effects, node, options.recipe, options.steps, options.tolerance)
-    if options.to is not None:
-        with convert_write_errors(options.to):
-            replace_file(options.to, text.encode())
-    return PrecisionResult(text, options.to)
+@command("planning")
+class PrecisionCommand(RecipeCommand):
+    """An overlay after a brief training, from the gradients' errors with float8 by layer."""
+
+    recipe: str = argument("a recipe for one device: a path, or a shipped name")
+    steps: int = option("training steps before measuring", default=20, check=at_least(0))
+    tolerance: float = option(
+        "exclude layers whose error exceeds X times the median", default=3.0, metavar="X", check=above(0)
+    )
+    to: Path | None = option("overlay to write (default: print it)", metavar="FILE", check=check_new_file)
+
+    def run(self, project: Project) -> PrecisionResult:
+        recipe = self.load_recipe(project, self.recipe)
+        node = find_only_node(recipe.graph, Precision)
+        nodes = recipe.graph.nodes.values()
+        feature = next((feature.name for feature in nodes if feature.spec.use == "float8.training"), "float8")
+        float8 = {node: {"compute": "bfloat16"}, feature: {"use": "float8.training", "exclude": []}}
+        effects = _train_and_measure_float8_effects(recipe.with_values(float8), self.steps)
+        text = format_float8_overlay(effects, node, feature, self.recipe, self.steps, self.tolerance)
+        if self.to is not None:
+            write_file(self.to, text.encode())
+        return PrecisionResult(text, self.to)
 
 
 @attrs.frozen
@@ -110,13 +99,18 @@ class Float8Effects:
         return [name for name, effect in self.alone.items() if not effect.error <= tolerance * median]
 
 
-def format_float8_overlay(effects: Float8Effects, node: str, recipe: str, steps: int, tolerance: float) -> str:
-    """Return an overlay for a precision's node, with the evidence as comments."""
-    return "\n".join([*_yield_overlay_lines(effects, node, recipe, steps, tolerance), ""])
+def format_float8_overlay(
+    effects: Float8Effects, precision: str, feature: str, recipe: str, steps: int, tolerance: float
+) -> str:
+    """Return an overlay for the nodes of precision and float8, with the evidence as comments."""
+    evidence = _yield_evidence(effects, recipe, steps, tolerance)
+    tables = [f"[{precision}]", 'compute = "bfloat16"', "", f"[{feature}]", 'use = "float8.training"']
+    excluded = [f'    "{name}",' for name in effects.find_layers_above_median_error(tolerance)]
+    return "\n".join([*evidence, "", *tables, *(["exclude = [", *excluded, "]"] if excluded else []), ""])
 
 
-def _yield_overlay_lines(effects: Float8Effects, node: str, recipe: str, steps: int, tolerance: float) -> Iterator[str]:
-    """Yield the overlay: comments with the evidence, and the node's table with the excluded layers."""
+def _yield_evidence(effects: Float8Effects, recipe: str, steps: int, tolerance: float) -> Iterator[str]:
+    """Yield the evidence as comments."""
     together, excluded = effects.together, effects.find_layers_above_median_error(tolerance)
     yield f"# Float8 in the linear layers of {recipe}, measured after {steps} steps on one step's rows."
     yield f"# All layers: error of the gradient {together.error:.2%}, loss {effects.loss:.4f} {together.loss:+.5f},"
@@ -128,14 +122,6 @@ def _yield_overlay_lines(effects: Float8Effects, node: str, recipe: str, steps: 
     yield "# error first; layers with one input, and whole feed-forward networks, save more time together:"
     for name, effect in sorted(effects.alone.items(), key=lambda item: -item[1].error):
         yield f"# {effect.error:8.3%} {effect.loss:+.6f} {1e3 * (effect.seconds - effects.seconds):+8.3f} ms {name}"
-    yield ""
-    yield f"[{node}]"
-    yield 'compute = "bfloat16"'
-    yield 'linear = "float8"'
-    if excluded:
-        yield "linear_in_compute = ["
-        yield from (f'    "{name}",' for name in excluded)
-        yield "]"
 
 
 def _train_and_measure_float8_effects(recipe: Recipe, steps: int) -> Float8Effects:
@@ -147,17 +133,19 @@ def _train_and_measure_float8_effects(recipe: Recipe, steps: int) -> Float8Effec
         layers = {
             name: layer
             for stage in stages.local
-            for name, layer in find_float8_candidates(stage.module).items()
-            if layer.uses_float8
+            for name, layer in stage.module.named_modules()
+            if isinstance(layer, Float8Linear | Float8Experts)
         }
         if not layers:
             raise UserError(f"no layer of {recipe} can use float8", 2)
-        _switch_float8([*layers.values()], False)
+        kernels = next(iter(layers.values())).float8
+        for layer in layers.values():
+            disable_float8(layer)
         for index in range(1, steps + 2):
             step = Step(index, steps + 1)
             for name in phases if index <= steps else phases[:1]:
                 objects[name].run_phase(step)
-        return _Probe(parameters, executor, step.state["batches"], layers).measure_layers_alone_and_together()
+        return _Probe(parameters, executor, step.state["batches"], layers, kernels).measure_layers_alone_and_together()
 
 
 def _list_phases_through_update(recipe: Recipe) -> list[str]:
@@ -170,12 +158,6 @@ def _list_phases_through_update(recipe: Recipe) -> list[str]:
     if not updates:
         raise UserError("no phase of the recipe updates weights", 2)
     return list(targets[: updates[-1] + 1])
-
-
-def _switch_float8(layers: Sequence[Float8Layer], uses_float8: bool) -> None:
-    """Turn float8 on or off in layers."""
-    for layer in layers:
-        layer.uses_float8 = uses_float8
 
 
 class _MeasuredPass(NamedTuple):
@@ -193,14 +175,15 @@ class _Probe:
     parameters: Parameters
     executor: Executor
     batches: Sequence[Batch]
-    layers: Mapping[str, Float8Layer]
+    layers: Mapping[str, Float8Linear | Float8Experts]
+    kernels: GroupedFloat8Kernels
 
     def measure_layers_alone_and_together(self) -> Float8Effects:
         """Measure no layer, all layers, and each layer alone."""
         self._run_pass_in_float8([])  # compiles and allocates
         loss, gradients, seconds = self._run_pass_in_float8([])
 
-        def measure_effect(layers: Sequence[Float8Layer]) -> Effect:
+        def measure_effect(layers: Sequence[Float8Linear | Float8Experts]) -> Effect:
             other_loss, others, time_of_pass = self._run_pass_in_float8(layers)
             return Effect(relative_error(others, gradients), other_loss - loss, time_of_pass)
 
@@ -212,27 +195,29 @@ class _Probe:
             {name: measure_effect([layer]) for name, layer in self.layers.items()}, together, loss, seconds
         )
 
-    def _run_pass_in_float8(self, float8_layers: Sequence[Float8Layer]) -> _MeasuredPass:
+    def _run_pass_in_float8(self, float8_layers: Sequence[Float8Linear | Float8Experts]) -> _MeasuredPass:
         """Run and measure a pass with float8 in these layers."""
         parameters = [parameter for _, parameter in self.parameters.named_parameters()]
         for parameter in parameters:
             parameter.grad = None
-        _switch_float8(float8_layers, True)
+        for layer in float8_layers:
+            enable_float8(layer, self.kernels)
         begin = time.monotonic()
         state = create_step_state(self.batches)
         self.executor.run_forward_and_backward(state)
         loss, weight = sum_losses_and_weights(state).tolist()  # waits for the device
         seconds = time.monotonic() - begin
-        _switch_float8(float8_layers, False)
+        for layer in float8_layers:
+            disable_float8(layer)
         gradients = [torch.zeros_like(part) if part.grad is None else part.grad.detach() for part in parameters]
         for parameter in parameters:
             parameter.grad = None
         return _MeasuredPass(loss / weight, gradients, seconds)
 
 
-def _get_weight_shapes(layer: Float8Layer) -> tuple[torch.Size, ...]:
+def _get_weight_shapes(layer: Float8Linear | Float8Experts) -> tuple[torch.Size, ...]:
     """Return the shapes of a layer's weights."""
-    return tuple(weight.shape for weight in layer.float8_weights().values())
+    return tuple(weight.shape for weight in get_float8_weights(layer).values())
 
 
 def relative_error(gradients: Sequence[Tensor], exact_gradients: Sequence[Tensor]) -> float:

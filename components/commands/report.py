@@ -1,31 +1,22 @@
 """write one HTML report about runs: curves, events, checkpoints, samples and drawings"""
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from drawloom.components.commands._options import convert_write_errors, parse_writable_path
+from drawloom.components.commands._options import check_writable_file, write_file
 from drawloom.components.commands._recipes import Pipeline, require_microbatches
 from drawloom.components.report.drawings import draw_schedule_svg
+from drawloom.components.report.html import REPORT
 from drawloom.components.report.page import render_page
-from drawloom.components.report.run_record import REPORT, Drawings, check_is_run, make_unique_run_names, read_run_record
+from drawloom.components.report.run_record import Drawings, check_is_run, make_unique_run_names, read_run_record
 from drawloom.components.storage.byte_size import format_decimal_byte_size
-from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import RecipeError, UserError
+from drawloom.graph.cli.command import Command, argument, command, option
 from drawloom.graph.cli.exit_codes import format_problems
 from drawloom.graph.cli.result import Result, output, output_class
 from drawloom.graph.cli.terminal import print_escaped_text
 from drawloom.graph.project import Project, Recipe
 from drawloom.graph.recipe.lockfile import LOCK
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command-line arguments."""
-    parser.add_argument(
-        "run_folders", metavar="RUN_FOLDER", nargs="+", type=Path, help="a run folder, such as runs/first_run"
-    )
-    help = f"file to write (default: {REPORT} in the run folder, or in the current folder for several runs)"
-    parser.add_argument("--to", type=parse_writable_path, metavar="FILE", help=help)
 
 
 @output_class
@@ -41,22 +32,31 @@ class ReportResult(Result):
         return f"report of {format_decimal_byte_size(self.bytes)} in {self.path}"
 
 
-def main(options: argparse.Namespace, project: Project) -> ReportResult:
-    """Write the report."""
-    folders: list[Path] = list(dict.fromkeys(options.run_folders))
-    if len(folders) > 1:
-        folders = [folder for folder in folders if _is_run_or_print_skip(folder)] or folders
-    for folder in folders:
-        check_is_run(folder)
-    runs = [
-        read_run_record(folder, name, _draw_recipe(project, folder))
-        for folder, name in zip(folders, make_unique_run_names(folders), strict=True)
-    ]
-    target = options.to or (folders[0] / REPORT if len(folders) == 1 else Path(REPORT))
-    content = render_page(runs).encode()
-    with convert_write_errors(target):
-        replace_file(target, content)
-    return ReportResult(target, len(content), [run.name for run in runs])
+@command("runs")
+class ReportCommand(Command):
+    """A report about runs."""
+
+    run_folders: Sequence[Path] = argument("a run folder, such as runs/first_run", metavar="RUN_FOLDER")
+    to: Path | None = option(
+        f"file to write (default: {REPORT} in the run folder, or in the current folder for several runs)",
+        metavar="FILE",
+        check=check_writable_file,
+    )
+
+    def run(self, project: Project) -> ReportResult:
+        folders = list(dict.fromkeys(self.run_folders))
+        if len(folders) > 1:
+            folders = [folder for folder in folders if _is_run_or_print_skip(folder)] or folders
+        for folder in folders:
+            check_is_run(folder)
+        runs = [
+            read_run_record(folder, name, _draw_recipe(project, folder))
+            for folder, name in zip(folders, make_unique_run_names(folders), strict=True)
+        ]
+        target = self.to or (folders[0] / REPORT if len(folders) == 1 else Path(REPORT))
+        content = render_page(runs).encode()
+        write_file(target, content)
+        return ReportResult(target, len(content), [run.name for run in runs])
 
 
 def _is_run_or_print_skip(folder: Path) -> bool:

@@ -1,11 +1,10 @@
 """list runs: state, step, best loss, tokens per second, and how their recipes differ"""
 
-import argparse
 import csv
 import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar, get_args
+from typing import ClassVar
 
 from drawloom.components.report.run_table import (
     COLUMNS,
@@ -16,23 +15,14 @@ from drawloom.components.report.run_table import (
     sort_run_rows,
 )
 from drawloom.graph import UserError
+from drawloom.graph.cli.command import Command, argument, command, option
 from drawloom.graph.cli.result import JSON, Result, output, output_class
-from drawloom.graph.cli.terminal import print_escaped_text
+from drawloom.graph.cli.terminal import format_table, print_escaped_text
 from drawloom.graph.project import Project
 
 MAX_SETTINGS_SHOWN = 6
 """Differing settings of a run in the table; CSV and JSON have all, as a whole."""
 MAX_VALUE_LENGTH = 30
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command-line arguments."""
-    help = "folder with run folders, at any depth (default: runs)"
-    parser.add_argument("folder", metavar="FOLDER", nargs="?", type=Path, default=Path("runs"), help=help)
-    help = "sort by a column, such as best, or by a differing setting, such as optimizer.lr (default: run)"
-    parser.add_argument("--sort", metavar="COLUMN", default="run", help=help)
-    parser.add_argument("--reverse", action="store_true", help="sort in descending order")
-    parser.add_argument("--state", choices=get_args(State), help="list only runs in this state")
 
 
 @output_class
@@ -48,17 +38,29 @@ class RunsResult(Result):
         return format_run_csv(self.runs) if format == "csv" else format_run_table(self.runs)
 
 
-def main(options: argparse.Namespace, project: Project) -> RunsResult:
-    """Read the runs."""
-    if not options.folder.is_dir():
-        hint = "`drawloom run` makes it with the first run; or give the folder with your runs"
-        raise UserError(f"there is no folder {options.folder}; {hint}", 2)
-    rows = sort_run_rows(read_run_rows(options.folder), options.sort, reverse=options.reverse)
-    shown = [row for row in rows if options.state in (None, row.state)]
-    for row in shown:
-        if row.problem:
-            print_escaped_text(row.problem, "stderr")
-    return RunsResult(shown)
+@command("runs")
+class RunsCommand(Command):
+    """A list of runs."""
+
+    folder: Path = argument("folder with run folders, at any depth", default=Path("runs"))
+    sort: str = option(
+        "sort by a column, such as best, or by a differing setting, such as optimizer.lr",
+        default="run",
+        metavar="COLUMN",
+    )
+    reverse: bool = option("sort in descending order")
+    state: State | None = option("list only runs in this state")
+
+    def run(self, project: Project) -> RunsResult:
+        if not self.folder.is_dir():
+            hint = "`drawloom run` makes it with the first run; or give the folder with your runs"
+            raise UserError(f"there is no folder {self.folder}; {hint}", 2)
+        rows = sort_run_rows(read_run_rows(self.folder), self.sort, reverse=self.reverse)
+        shown = [row for row in rows if self.state in (None, row.state)]
+        for row in shown:
+            if row.problem:
+                print_escaped_text(row.problem, "stderr")
+        return RunsResult(shown)
 
 
 def format_run_table(rows: Sequence[RunRow]) -> str:
@@ -66,8 +68,7 @@ def format_run_table(rows: Sequence[RunRow]) -> str:
     if not rows:
         return "no runs"
     lines = [("run", "state", "step", "loss", "best", "tokens/s", "differs in"), *map(_make_table_cells, rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(_align_cells(line, widths) for line in lines)
+    return format_table(lines, left=(0, 1, 6))
 
 
 def format_run_csv(rows: Sequence[RunRow]) -> str:
@@ -95,12 +96,3 @@ def _make_table_cells(row: RunRow) -> tuple[str, ...]:
 def _shorten_value(value: str) -> str:
     """Cut a long value at MAX_VALUE_LENGTH characters."""
     return value if len(value) <= MAX_VALUE_LENGTH else f"{value[:MAX_VALUE_LENGTH]}..."
-
-
-def _align_cells(line: Sequence[str], widths: Sequence[int]) -> str:
-    """Align the name, the state and the settings on the left, and numbers on the right."""
-    cells = [
-        cell.rjust(width) if 2 <= number <= 5 else cell.ljust(width)
-        for number, (cell, width) in enumerate(zip(line, widths, strict=True))
-    ]
-    return "  ".join(cells).rstrip()

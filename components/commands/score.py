@@ -1,84 +1,69 @@
 """score answers with a run's reward model, or texts with its classifier"""
 
-import argparse
 from collections.abc import Sequence
 from contextlib import closing
-from itertools import islice
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from drawloom.components.commands._options import add_batch_size_option, convert_write_errors, parse_writable_path
-from drawloom.components.commands._trained import add_run_and_checkpoint_arguments, open_trained_run
+from drawloom.components.commands._documents import infer_documents, pad_documents
+from drawloom.components.commands._options import check_new_file, write_json_lines
+from drawloom.components.commands._trained import CheckpointCommand, CheckpointResult
 from drawloom.components.data.chat.template import ChatTemplate, create_chat_template
 from drawloom.components.data.feedback import encode_prompt_completion_row
 from drawloom.components.data.labelled_texts import encode_text_or_messages
 from drawloom.components.data.sources.rows import Line, read_json_lines_or_table_rows
 from drawloom.components.pipeline.executor import ProgramExecutor
 from drawloom.components.ports.corpus import ChatTokenizer
-from drawloom.components.ports.model import Head, TokenContext
 from drawloom.components.ports.pipeline import Scorer
-from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import UserError
-from drawloom.graph.cli.result import Result, dump_json_line, output, output_class
+from drawloom.graph.cli.command import Count, argument, command, option
+from drawloom.graph.cli.result import output, output_class
 from drawloom.graph.project import Project
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command-line arguments."""
-    add_run_and_checkpoint_arguments(parser)
-    parser.add_argument("paths", nargs="+", metavar="PATH", help="files or globs: JSON lines, Parquet, Arrow")
-    parser.add_argument(
-        "--to", type=parse_writable_path, metavar="FILE", required=True, help="the JSON-lines file to write"
-    )
-    parser.add_argument("--template", type=Path, metavar="FILE", help="a chat template (default: the tokenizer's)")
-    add_batch_size_option(parser, "--rows", "answers")
-
-
 @output_class
-class ScoreResult(Result):
+class ScoreResult(CheckpointResult):
     """A file with scored answers."""
 
-    run_folder: Path | str = output("run folder, or the URL of its mirror")
-    step: int = output("step of the checkpoint")
     path: Path = output("written JSON-lines file")
     scores: int = output("number of scored answers")
 
     def render(self, format: str) -> str:
         """Return one line."""
-        return f"{self.run_folder}, step {self.step}: wrote {self.path}, {self.scores} scores"
+        return f"{self.origin}: wrote {self.path}, {self.scores} scores"
 
 
-def main(options: argparse.Namespace, project: Project) -> ScoreResult:
+@command("models")
+class ScoreCommand(CheckpointCommand):
     """
-    Write the lines, each with its answer's `score`.
+    A file with the lines, each with its answer's `score`.
 
     An answer is a `completion` after its `prompt`; a line without a prompt has a `text` or `messages`. A classifier's
     lines have the likeliest `label` instead, and all labels' `probabilities`.
     """
-    if options.to.exists():
-        raise UserError(f"--to: {options.to} exists; give the name of a new file", 2)
-    written = []
-    with open_trained_run(project, options, ProgramExecutor, ChatTokenizer, Scorer) as (run, step):
-        tokenizer = run.get(ChatTokenizer)
-        with closing(create_chat_template(tokenizer, options.template)) as template:
-            encoded = (
-                (line, _encode_line(tokenizer, line, template)) for line in read_json_lines_or_table_rows(options.paths)
-            )
-            while batch := [*islice(encoded, options.rows)]:
-                scores = _score_documents_at_last_token(
-                    run.get(ProgramExecutor), run.get(Scorer), [ids for _, ids in batch]
-                )
-                names = run.get(Scorer).output_names
-                written += [
-                    line.row | _make_score_or_label_fields(row, names)
-                    for (line, _), row in zip(batch, scores, strict=True)
+
+    paths: Sequence[str] = argument("files or globs: JSON lines, Parquet, Arrow", metavar="PATH")
+    to: Path = option("the JSON-lines file to write", metavar="FILE", check=check_new_file)
+    template: Path | None = option("a chat template (default: the tokenizer's)", metavar="FILE")
+    rows: Count = option("answers per batch", default=8)
+
+    def run(self, project: Project) -> ScoreResult:
+        with self.open_run(project, ProgramExecutor, ChatTokenizer, Scorer) as run:
+            tokenizer, scorer = run.nodes.get(ChatTokenizer), run.nodes.get(Scorer)
+            with closing(create_chat_template(tokenizer, self.template)) as template:
+                lines = read_json_lines_or_table_rows(self.paths)
+                encoded = ((line, _encode_line(tokenizer, line, template)) for line in lines)
+                infer = partial(_score_at_last_token, run.nodes.get(ProgramExecutor), scorer)
+                written = [
+                    line.row | _make_score_or_label_fields(scores, scorer.output_names)
+                    for (line, _), scores in infer_documents(encoded, self.rows, infer)
                 ]
-    with convert_write_errors(options.to):
-        replace_file(options.to, "".join(f"{dump_json_line(row)}\n" for row in written).encode())
-    return ScoreResult(options.run_folder, step, options.to, len(written))
+        write_json_lines(self.to, written)
+        return ScoreResult(self.run_folder, run.step, self.to, len(written))
 
 
 def _encode_line(tokenizer: ChatTokenizer, line: Line, template: ChatTemplate) -> Tensor:
@@ -101,18 +86,11 @@ def _make_score_or_label_fields(scores: Tensor, names: Sequence[str]) -> dict[st
     return {"label": names[int(scores.argmax())], "probabilities": probabilities}
 
 
-def _score_documents_at_last_token(executor: ProgramExecutor, scorer: Scorer, documents: Sequence[Tensor]) -> Tensor:
+def _score_at_last_token(
+    executor: ProgramExecutor, scorer: Scorer, documents: Sequence[tuple[Line, Tensor]]
+) -> Tensor | None:
     """Return documents' scores, float32 (documents, names), from their ids, int64 (tokens,)."""
-    lengths = torch.tensor([len(ids) for ids in documents])
-    tokens = torch.nn.utils.rnn.pad_sequence(list(documents), batch_first=True)
-    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-    context = TokenContext(positions, (positions >= lengths[:, None]).long())  # padding is a separate document
-    outputs: dict[int, Tensor] = {}
-
-    def score_labels_by_token(hidden: Tensor, head: Head) -> Tensor:
-        return scorer.score_tokens(hidden)
-
-    executor.infer_microbatches([(tokens, context)], outputs.__setitem__, score_labels_by_token)
-    if not outputs:
-        raise UserError("the last pipeline stage is on another rank; start the command in one process", 2)
-    return outputs[0].float().cpu()[torch.arange(len(documents)), lengths - 1]
+    tokens, context = pad_documents([ids for _, ids in documents])
+    scores = executor.infer(tokens, context, lambda hidden, _head: scorer.score_tokens(hidden))
+    last = [len(ids) - 1 for _, ids in documents]
+    return None if scores is None else scores.float().cpu()[torch.arange(len(last)), last]

@@ -5,16 +5,15 @@ The runs are in a folder of the sweep, named by their values. Every run is a pro
 only one run. Started again, the command skips finished runs and resumes the others.
 """
 
-import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import attrs
 
-from drawloom.components.commands._options import convert_write_errors, make_integer_parser, parse_writable_path
+from drawloom.components.commands._options import check_writable_file, write_file
 from drawloom.components.commands._process_pool import open_pool_with_signal_forwarding
-from drawloom.components.commands._recipes import add_overlay_option
 from drawloom.components.commands._slurm import format_array_script
 from drawloom.components.commands._sweep_points import Point, make_sweep_points, read_axes_and_common_words
 from drawloom.components.commands._sweep_search import SweepSearch, list_points_covering_axes
@@ -24,11 +23,12 @@ from drawloom.components.planning.plan import plan
 from drawloom.components.report.events import read_log
 from drawloom.components.report.run_table import RunRow, determine_run_state, read_run_rows, sort_run_rows
 from drawloom.components.storage.byte_size import format_decimal_byte_size
-from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import Problem, RecipeError, UserError
+from drawloom.graph.cli.command import Count, RecipeCommand, command, option
 from drawloom.graph.cli.exit_codes import FAILED, OK, STOPPED
 from drawloom.graph.cli.result import Result, output, output_class
 from drawloom.graph.cli.terminal import print_escaped_text
+from drawloom.graph.component import at_least
 from drawloom.graph.inspect.changes import make_resolved_recipe
 from drawloom.graph.project import Project, Recipe
 from drawloom.graph.recipe.lockfile import LOCK
@@ -91,72 +91,131 @@ class SweepResult(Result):
         return "\n".join(f"{point.run}  {point.state}" for point in self.points)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command-line arguments."""
-    parser.add_argument("recipe", metavar="RECIPE", help="a path, or the name of a shipped recipe")
-    add_overlay_option(parser)
-    help = "TOML file with a table [axes] of lists, ranges and intervals, or with [[points]]"
-    parser.add_argument("--axes", type=Path, metavar="FILE", help=help)
-    chosen = parser.add_mutually_exclusive_group()
-    chosen.add_argument("--random", type=make_integer_parser(), metavar="N", help="N random points instead of the grid")
-    help = "N points, chosen by Optuna from the results so far (TPE)"
-    chosen.add_argument("--search", type=make_integer_parser(), metavar="N", help=help)
-    help = "with --search: the metric to minimize, by its smallest value in a run (default validation_loss)"
-    parser.add_argument("--metric", metavar="NAME", help=help)
-    help = "seed of --random or --search (default 0)"
-    parser.add_argument("--random-seed", type=make_integer_parser(0), default=0, metavar="S", help=help)
-    parser.add_argument("--jobs", type=make_integer_parser(), default=1, metavar="N", help="runs at a time (default 1)")
-    parser.add_argument("--to", type=Path, metavar="FOLDER", help="folder of the runs (default: runs/NAME-sweep)")
-    devices = "as in `drawloom plan`: plan all runs for this device first, and refuse runs that do not fit"
-    parser.add_argument("--device", metavar="DEVICE|FILE", help=devices)
-    help = "write a SLURM array script of the unfinished runs instead of running them"
-    parser.add_argument("--submit", type=parse_writable_path, metavar="FILE", help=help)
-    help = "with --submit: an option of sbatch, such as --sbatch=--gres=gpu:1; may be repeated"
-    parser.add_argument("--sbatch", action="append", default=[], metavar="OPTION", help=help)
-    parser.add_argument("--dry-run", action="store_true", help="check and list the runs without starting them")
-    parser.epilog = (
+@command("training")
+class SweepCommand(RecipeCommand):
+    """A recipe's runs with different values, checked and planned before the first one starts."""
+
+    epilog: ClassVar[str] = (
         "Write several values as node.key=a,b,c, whole numbers as node.key=0..2, and with --random or --search "
+        "intervals as node.key=1e-4..1e-2:log or node.key=0.1..0.3:uniform."
     )
-    parser.epilog += "intervals as node.key=1e-4..1e-2:log or node.key=0.1..0.3:uniform."
 
+    axes: Path | None = option(
+        "TOML file with a table [axes] of lists, ranges and intervals, or with [[points]]", metavar="FILE"
+    )
+    random: Count | None = option("N random points instead of the grid", exclusive="points")
+    search: Count | None = option("N points, chosen by Optuna from the results so far (TPE)", exclusive="points")
+    metric: str = option(
+        "the metric to minimize, by its smallest value in a run",
+        default="validation_loss",
+        metavar="NAME",
+        needs="search",
+    )
+    random_seed: int = option("seed of --random or --search", default=0, metavar="S", check=at_least(0))
+    jobs: Count = option("runs at a time", default=1)
+    to: Path | None = option("folder of the runs (default: runs/NAME-sweep)", metavar="FOLDER")
+    device: str = option(
+        "as in `drawloom plan`: plan all runs for this device first, and refuse runs that do not fit",
+        default="",
+        metavar="DEVICE|FILE",
+    )
+    submit: Path | None = option(
+        "write a SLURM array script of the unfinished runs instead of running them",
+        metavar="FILE",
+        check=check_writable_file,
+    )
+    sbatch: Sequence[str] = option(
+        "an option of sbatch, such as --sbatch=--gres=gpu:1; may be repeated",
+        default=(),
+        metavar="OPTION",
+        needs="submit",
+    )
+    dry_run: bool = option("check and list the runs without starting them")
 
-def main(options: argparse.Namespace, project: Project) -> SweepResult:
-    """Check and plan all runs, and then run or submit them."""
-    _check_options(options)
-    queue = _load_queue(options, project)
-    folder, points = queue.folder, queue.points
-    if options.device:
-        _check_fit_and_print_hours(queue.runs, find_device_model(options.device))
-    print_escaped_text(f"{queue.count} runs in {folder}")
-    if options.submit is not None:
-        commands = [queue.make_train_command(queue.runs[number]) for number in queue.unfinished]
-        _write_array_script(options, folder, commands)
-    if options.dry_run or options.submit is not None:
-        return SweepResult(folder, points, [], 0)
-    for number in sorted({*range(len(points))} - {*queue.unfinished}):
-        print_escaped_text(f"run {number + 1} of {queue.count}: {points[number].run} is finished")
-    with open_pool_with_signal_forwarding(options.jobs) as pool:
-        for index, code in pool.run_and_yield_exit_codes(
-            queue.iterate_queued_and_searched_commands(), queue.report_start
-        ):
-            queue.keep_and_print_exit_code(index, code)
-    if queue.error is not None:
-        raise queue.error
-    if pool.received:
-        print_escaped_text("the sweep is stopped; the same command resumes it", "stderr")
-    elif failed := [point.run for point in points if point.exit_code]:
-        print_escaped_text(f"failed: {' '.join(failed)}; the same command tries them again", "stderr")
-    return SweepResult(folder, points, sort_run_rows(read_run_rows(folder), "best"), pool.received)
+    def run(self, project: Project) -> SweepResult:
+        if self.search is not None and self.submit is not None:
+            raise UserError(
+                "--submit writes a script of known points, and --search chooses them later; use --random N", 2
+            )
+        queue = self._load_queue(project)
+        folder, points = queue.folder, queue.points
+        if self.device:
+            _check_fit_and_print_hours(queue.runs, find_device_model(self.device))
+        print_escaped_text(f"{queue.count} runs in {folder}")
+        if self.submit is not None:
+            commands = [queue.make_train_command(queue.runs[number]) for number in queue.unfinished]
+            self._write_array_script(self.submit, folder, commands)
+        if self.dry_run or self.submit is not None:
+            return SweepResult(folder, points, [], 0)
+        for number in sorted({*range(len(points))} - {*queue.unfinished}):
+            print_escaped_text(f"run {number + 1} of {queue.count}: {points[number].run} is finished")
+        with open_pool_with_signal_forwarding(self.jobs) as pool:
+            for index, code in pool.run_and_yield_exit_codes(
+                queue.iterate_queued_and_searched_commands(), queue.report_start
+            ):
+                queue.keep_and_print_exit_code(index, code)
+        if queue.error is not None:
+            raise queue.error
+        if pool.received:
+            print_escaped_text("the sweep is stopped; the same command resumes it", "stderr")
+        elif failed := [point.run for point in points if point.exit_code]:
+            print_escaped_text(f"failed: {' '.join(failed)}; the same command tries them again", "stderr")
+        return SweepResult(folder, points, sort_run_rows(read_run_rows(folder), "best"), pool.received)
 
+    def _write_array_script(self, file: Path, folder: Path, commands: Sequence[Sequence[str]]) -> None:
+        """Write the SLURM script for unfinished runs. Raises UserError if there are none."""
+        if not commands:
+            raise UserError("all runs of the sweep are finished; there is nothing to submit")
+        limit = self.jobs if self.jobs > 1 else None
+        script = format_array_script(folder.name, commands, folder, max_parallel_tasks=limit, options=self.sbatch)
+        folder.mkdir(parents=True, exist_ok=True)  # SLURM does not create it for its output
+        write_file(file, script.encode())
+        print_escaped_text(f"submit {len(commands)} runs with: sbatch {file}")
 
-def _check_options(options: argparse.Namespace) -> None:
-    """Raise UserError for options that need others or exclude them."""
-    if options.sbatch and options.submit is None:
-        raise UserError("--sbatch sets an option in the script that --submit writes; add --submit FILE", 2)
-    if options.metric is not None and options.search is None:
-        raise UserError("--metric names the metric that --search minimizes; add --search N", 2)
-    if options.search is not None and options.submit is not None:
-        raise UserError("--submit writes a script of known points, and --search chooses them later; use --random N", 2)
+    def _load_queue(self, project: Project) -> "SweepQueue":
+        """Return the runs, with checked recipes; of a search, all chosen so far, after a check of the axes' ends."""
+        if self.search is None:
+            points = make_sweep_points(self.words, self.axes, self.random, self.random_seed)
+        else:
+            axes, common = read_axes_and_common_words(self.words, self.axes)
+            points = list_points_covering_axes(axes, common)
+        folder = self.to or self._default_folder(project, points[0])
+        if folder.exists() and not folder.is_dir():
+            raise UserError(f"{folder} is not a folder; write another one with --to", 2)
+        runs, search = self.load_and_check_runs(project, points, folder), None
+        if self.search is not None:
+            search = SweepSearch(axes, common, folder, self.random_seed, self.metric)
+            runs = self.load_and_check_runs(project, search.read_points(), folder)
+        queue = SweepQueue(self, project, folder, search, max(len(runs), self.search or 0))
+        for run in runs:
+            queue.add_run(run)
+        return queue
+
+    def load_and_check_runs(self, project: Project, points: Sequence[Point], folder: Path) -> list[SweepRun]:
+        """Return the points' runs, with checked recipes. Raises RecipeError with all problems, each problem once."""
+        problems: dict[str, Problem] = {}
+        runs = []
+        for point in points:
+            words = [*point.words, f"run.name={point.name}", f"run.folder={folder / point.name}"]
+            recipe = Recipe.load(self.recipe, *words, overlays=self.overlay, project=project)
+            try:
+                problems |= {str(problem): problem for problem in recipe.check()}
+            except RecipeError as error:
+                problems |= {str(problem): problem for problem in error.problems}
+            runs.append(SweepRun(point, folder / point.name, words, recipe))
+        if errors := [problem for problem in problems.values() if not problem.warning]:
+            raise RecipeError(errors)
+        self.console.print_warnings(problems.values())
+        return runs
+
+    def _default_folder(self, project: Project, point: Point) -> Path:
+        """Return runs/<name>-sweep, with the name in the recipe. Raises UserError if it has none."""
+        recipe = Recipe.load(self.recipe, *point.words, overlays=self.overlay, project=project)
+        node = recipe.graph.nodes.get("run")
+        if node is None or "name" not in node.settings:
+            recipe.check(skip_machine_checks=True)
+            raise UserError("the recipe has no run.name for the folder of the sweep; write one with --to FOLDER", 2)
+        return Path("runs") / f"{node.settings['name']}-sweep"
 
 
 @attrs.define(eq=False)
@@ -167,7 +226,7 @@ class SweepQueue:
     `unfinished` has the numbers for the runs to start, in their commands' order.
     """
 
-    options: argparse.Namespace
+    command: SweepCommand
     project: Project
     folder: Path
     search: SweepSearch | None
@@ -195,9 +254,8 @@ class SweepQueue:
             yield self.make_train_command(self.runs[number])
         try:
             while self.search is not None and len(self.runs) < self.count:
-                [run] = _load_and_check_runs(
-                    self.options, self.project, [self.search.choose_and_record_point()], self.folder
-                )
+                point = self.search.choose_and_record_point()
+                [run] = self.command.load_and_check_runs(self.project, [point], self.folder)
                 self.add_run(run)
                 yield self.make_train_command(run)
         except (UserError, RecipeError) as error:
@@ -206,9 +264,7 @@ class SweepQueue:
     def make_train_command(self, run: SweepRun) -> list[str]:
         """Return the command to start a run."""
         package = self.project.registry.package.partition(".")[0]
-        overlays = [word for path in self.options.overlay for word in ("--overlay", path)]
-        imports = [f"--import={path}" for path in self.options.imports]
-        return [sys.executable, "-m", package, "run", self.options.recipe, *overlays, *imports, *run.words]
+        return [sys.executable, "-m", package, *self.command.make_run_words(run.words)]
 
     def report_start(self, index: int) -> None:
         """Print the run that the command at this index starts."""
@@ -222,7 +278,7 @@ class SweepQueue:
         number = self.unfinished[index]
         point = self.points[number]
         self.points[number] = SweepPoint(point.run, point.words, point.state, code)
-        if self.options.jobs > 1:
+        if self.command.jobs > 1:
             print_escaped_text(f"{point.run} {'has finished' if code == OK else f'ended with code {code}'}")
 
 
@@ -237,65 +293,3 @@ def _check_fit_and_print_hours(runs: Sequence[SweepRun], device: DeviceModel) ->
     seconds = sum((planned.steps or 0) * planned.time.seconds for _, planned in plans)
     hours = f"{seconds / 3600:,.2g} hours of {device.name} in all"
     print_escaped_text(f"all runs fit; {hours}, the longest is {slowest[0]}")
-
-
-def _write_array_script(options: argparse.Namespace, folder: Path, commands: Sequence[Sequence[str]]) -> None:
-    """Write the SLURM script for unfinished runs to --submit. Raises UserError if there are none."""
-    if not commands:
-        raise UserError("all runs of the sweep are finished; there is nothing to submit")
-    limit = options.jobs if options.jobs > 1 else None
-    script = format_array_script(folder.name, commands, folder, max_parallel_tasks=limit, options=options.sbatch)
-    folder.mkdir(parents=True, exist_ok=True)  # SLURM does not create it for its output
-    with convert_write_errors(options.submit):
-        replace_file(options.submit, script.encode())
-    print_escaped_text(f"submit {len(commands)} runs with: sbatch {options.submit}")
-
-
-def _load_queue(options: argparse.Namespace, project: Project) -> SweepQueue:
-    """Return the runs, with checked recipes; of a search, all chosen so far, after a check of the axes' ends."""
-    if options.search is None:
-        points = make_sweep_points(options.words, options.axes, options.random, options.random_seed)
-    else:
-        axes, common = read_axes_and_common_words(options.words, options.axes)
-        points = list_points_covering_axes(axes, common)
-    folder = options.to or _default_sweep_folder(options, project, points[0])
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"{folder} is not a folder; write another one with --to", 2)
-    runs, search = _load_and_check_runs(options, project, points, folder), None
-    if options.search is not None:
-        search = SweepSearch(axes, common, folder, options.random_seed, options.metric or "validation_loss")
-        runs = _load_and_check_runs(options, project, search.read_points(), folder)
-    queue = SweepQueue(options, project, folder, search, max(len(runs), options.search or 0))
-    for run in runs:
-        queue.add_run(run)
-    return queue
-
-
-def _load_and_check_runs(
-    options: argparse.Namespace, project: Project, points: Sequence[Point], folder: Path
-) -> list[SweepRun]:
-    """Return the points' runs, with checked recipes. Raises RecipeError with all problems, each problem once."""
-    problems: dict[str, Problem] = {}
-    runs = []
-    for point in points:
-        words = [*point.words, f"run.name={point.name}", f"run.folder={folder / point.name}"]
-        recipe = Recipe.load(options.recipe, *words, overlays=options.overlay, project=project)
-        try:
-            problems |= {str(problem): problem for problem in recipe.check()}
-        except RecipeError as error:
-            problems |= {str(problem): problem for problem in error.problems}
-        runs.append(SweepRun(point, folder / point.name, words, recipe))
-    if errors := [problem for problem in problems.values() if not problem.warning]:
-        raise RecipeError(errors)
-    options.console.print_warnings(problems.values())
-    return runs
-
-
-def _default_sweep_folder(options: argparse.Namespace, project: Project, point: Point) -> Path:
-    """Return runs/<name>-sweep, with the name in the recipe. Raises UserError if it has none."""
-    recipe = Recipe.load(options.recipe, *point.words, overlays=options.overlay, project=project)
-    node = recipe.graph.nodes.get("run")
-    if node is None or "name" not in node.settings:
-        recipe.check(skip_machine_checks=True)
-        raise UserError("the recipe has no run.name for the folder of the sweep; write one with --to FOLDER", 2)
-    return Path("runs") / f"{node.settings['name']}-sweep"

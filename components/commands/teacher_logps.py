@@ -1,21 +1,17 @@
 """write a teacher's likeliest next tokens for the rows of a recipe's data"""
 
-import argparse
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from drawloom.components.commands._options import (
-    add_batch_size_option,
-    convert_write_errors,
-    make_integer_parser,
-    parse_writable_path,
-)
-from drawloom.components.commands._recipes import add_overlay_option, find_only_node
+from drawloom.components.commands._documents import infer_documents
+from drawloom.components.commands._options import check_new_file, convert_write_errors
+from drawloom.components.commands._recipes import find_only_node
 from drawloom.components.data.packing.packed_rows import SPLITS, PackedRows
 from drawloom.components.data.teacher_logps import MANIFEST
 from drawloom.components.pipeline.executor import ProgramExecutor
@@ -25,8 +21,9 @@ from drawloom.components.ports.stages import LoadedStages
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.components.weights.token_ids import TokenIds, compare_folder_ids, read_tokenizer_ids
 from drawloom.graph import UserError
+from drawloom.graph.cli.command import Count, RecipeCommand, argument, command, option
 from drawloom.graph.cli.result import Result, dump_json, output, output_class
-from drawloom.graph.project import Project, Recipe
+from drawloom.graph.project import Project
 
 MAX_CHUNK_LOGITS = 2**26
 """Logits that exist together: 256 MiB of float32."""
@@ -35,17 +32,6 @@ log = logging.getLogger("drawloom.data")
 
 FLOOR = float(np.finfo(np.float16).min)
 """Log-probability of no token at all, where the k likeliest tokens are the whole vocabulary."""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command-line arguments."""
-    parser.add_argument("recipe", metavar="RECIPE", help="a path, or the name of a shipped recipe, with the teacher")
-    add_overlay_option(parser)
-    parser.add_argument("--to", type=parse_writable_path, metavar="FOLDER", required=True, help="the folder to write")
-    parser.add_argument(
-        "--top-k", type=make_integer_parser(), default=64, metavar="K", help="tokens by position (default 64)"
-    )
-    add_batch_size_option(parser, "--rows", "rows")
 
 
 @output_class
@@ -62,34 +48,40 @@ class TeacherResult(Result):
         return f"wrote {self.folder}: {counts}, {self.top_k} tokens by position"
 
 
-def main(options: argparse.Namespace, project: Project) -> TeacherResult:
-    """Write ids and log-probabilities of both splits, and the manifest last."""
-    if options.to.exists():
-        raise UserError(f"--to: {options.to} exists; give the name of a new folder", 2)
-    recipe = Recipe.load(options.recipe, *options.words, overlays=options.overlay, project=project)
-    graph = recipe.graph.require_valid()
-    names = [find_only_node(graph, port, options.recipe) for port in (ProgramExecutor, PackedRows)]
-    tokenizers = graph.implementers(Tokenizer)[:1]
-    with recipe.open([*names, *tokenizers]) as run:
-        rows, executor = run.get(PackedRows), run.get(ProgramExecutor)
-        known_ids = _read_ids_in_common(executor, run[tokenizers[0]]) if tokenizers else None
-        counts: dict[str, int] = {split: rows.count_rows(split) for split in SPLITS}
-        with convert_write_errors(options.to):
-            options.to.mkdir(parents=True)
-            for split in SPLITS:
-                with (
-                    (options.to / f"{split}.ids").open("wb") as ids,
-                    (options.to / f"{split}.logps").open("wb") as logps,
-                ):
-                    for row_ids, row_logps in _predict_top_ids_and_logps(
-                        executor, rows, split, options.top_k, options.rows
+@command("data")
+class TeacherLogpsCommand(RecipeCommand):
+    """A folder with ids and log-probabilities of both splits; the manifest is written last."""
+
+    recipe: str = argument("a path, or the name of a shipped recipe, with the teacher")
+    to: Path = option("the folder to write", metavar="FOLDER", check=check_new_file)
+    top_k: Count = option("tokens by position", default=64, metavar="K")
+    rows: Count = option("rows per batch", default=8)
+
+    def run(self, project: Project) -> TeacherResult:
+        recipe = self.load_recipe(project, self.recipe)
+        graph = recipe.graph.require_valid()
+        names = [find_only_node(graph, port, self.recipe) for port in (ProgramExecutor, PackedRows)]
+        tokenizers = graph.implementers(Tokenizer)[:1]
+        with recipe.open([*names, *tokenizers]) as run:
+            rows, executor = run.get(PackedRows), run.get(ProgramExecutor)
+            known_ids = _read_ids_in_common(executor, run[tokenizers[0]]) if tokenizers else None
+            counts: dict[str, int] = {split: rows.count_rows(split) for split in SPLITS}
+            with convert_write_errors(self.to):
+                self.to.mkdir(parents=True)
+                for split in SPLITS:
+                    infer = partial(_predict_top_ids_and_logps, executor, rows, split, self.top_k)
+                    with (
+                        (self.to / f"{split}.ids").open("wb") as ids,
+                        (self.to / f"{split}.logps").open("wb") as logps,
                     ):
-                        ids.write(row_ids.tobytes())
-                        logps.write(row_logps.tobytes())
-            identity = {"rows": rows.identity(), "tokenizer": known_ids and known_ids.fingerprint}
-            manifest = {**identity, "length": rows.length, "top_k": options.top_k}
-            replace_file(options.to / MANIFEST, dump_json(manifest).encode())
-    return TeacherResult(options.to, counts, options.top_k)
+                        for _, row in infer_documents(range(rows.count_rows(split)), self.rows, infer):
+                            ids.write(row[:, : self.top_k].numpy().astype(np.int32).tobytes())
+                            top_logps = row[:, self.top_k :].clamp_min(FLOOR).numpy().astype(np.float16)
+                            logps.write(top_logps.tobytes())
+                identity = {"rows": rows.identity(), "tokenizer": known_ids and known_ids.fingerprint}
+                manifest = {**identity, "length": rows.length, "top_k": self.top_k}
+                replace_file(self.to / MANIFEST, dump_json(manifest).encode())
+        return TeacherResult(self.to, counts, self.top_k)
 
 
 def _read_ids_in_common(executor: ProgramExecutor, tokenizer: Tokenizer) -> TokenIds | None:
@@ -105,27 +97,19 @@ def _read_ids_in_common(executor: ProgramExecutor, tokenizer: Tokenizer) -> Toke
 
 
 def _predict_top_ids_and_logps(
-    executor: ProgramExecutor, rows: PackedRows, split: Split, top_k: int, rows_at_a_time: int
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield ids, int32 (rows, length, k), and logps, float16 (rows, length, k + 1), for `rows_at_a_time` rows."""
+    executor: ProgramExecutor, rows: PackedRows, split: Split, top_k: int, indices: Sequence[int]
+) -> Tensor | None:
+    """Return ids and logps of rows: float64 (rows, length, 2 k + 1)."""
 
     def compute_top_ids_and_logps(hidden: Tensor, head: Head) -> Tensor:
         # Padding rows of the vocabulary are nobody's prediction.
         ids = rows.tokens.vocab_size
         return torch.stack([_compute_top_ids_logps_and_rest_logp(row, head, top_k, ids) for row in hidden])
 
-    for first in range(0, rows.count_rows(split), rows_at_a_time):
-        batch = rows.batch(split, range(first, min(first + rows_at_a_time, rows.count_rows(split))))
-        outputs: dict[int, Tensor] = {}
-        executor.infer_microbatches(
-            [(batch.tokens, TokenContext(batch.positions, batch.document_ids))],
-            outputs.__setitem__,
-            compute_top_ids_and_logps,
-        )
-        if not outputs:
-            raise UserError("the last pipeline stage is on another rank; write mesh.pipeline=1", 2)
-        ids, logps = outputs[0][..., :top_k].cpu(), outputs[0][..., top_k:].cpu()
-        yield ids.numpy().astype(np.int32), logps.clamp_min(FLOOR).numpy().astype(np.float16)
+    batch = rows.batch(split, indices)
+    context = TokenContext(batch.positions, batch.document_ids)
+    outputs = executor.infer(batch.tokens, context, compute_top_ids_and_logps)
+    return None if outputs is None else outputs.cpu()
 
 
 def _compute_top_ids_logps_and_rest_logp(hidden: Tensor, head: Head, top_k: int, id_count: int) -> Tensor:

@@ -1,6 +1,5 @@
 """verify the checksums of a run's checkpoints"""
 
-import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,14 +7,10 @@ from pathlib import Path
 from drawloom.components.checkpoint.manifest import FOLDER, CorruptCheckpointError, list_checkpoints, verify_checkpoint
 from drawloom.components.commands._trained import missing_checkpoint_error
 from drawloom.components.storage.byte_size import format_decimal_byte_size
+from drawloom.graph.cli.command import Command, argument, command
 from drawloom.graph.cli.exit_codes import FAILED, OK
 from drawloom.graph.cli.result import Result, output, output_class
 from drawloom.graph.project import Project
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command-line arguments."""
-    parser.add_argument("run_folder", metavar="RUN_FOLDER", type=Path, help="a run folder, such as runs/first_run")
 
 
 @output_class
@@ -49,12 +44,17 @@ class VerifyResult(Result):
         return "\n".join(map(str, self.checkpoints))
 
 
-def main(options: argparse.Namespace, _project: Project) -> VerifyResult:
-    """Verify every checkpoint. The run may continue meanwhile."""
-    checkpoints = list_checkpoints(options.run_folder / FOLDER)
-    if not checkpoints:
-        raise missing_checkpoint_error(options.run_folder)
-    return VerifyResult([verdict for checkpoint in checkpoints if (verdict := _make_checkpoint_verdict(checkpoint))])
+@command("runs")
+class VerifyCommand(Command):
+    """A verification for every checkpoint; the run may continue meanwhile."""
+
+    run_folder: Path = argument("a run folder, such as runs/first_run")
+
+    def run(self, project: Project) -> VerifyResult:
+        checkpoints = list_checkpoints(self.run_folder / FOLDER)
+        if not checkpoints:
+            raise missing_checkpoint_error(self.run_folder)
+        return VerifyResult([verdict for path in checkpoints if (verdict := _make_checkpoint_verdict(path))])
 
 
 def _make_checkpoint_verdict(checkpoint: Path) -> CheckpointVerdict | None:

@@ -1,51 +1,40 @@
 """run a recipe twice, once killed half-way and resumed, and compare the two runs bit by bit"""
 
-import argparse
 import os
 import re
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import takewhile
+from itertools import chain, takewhile
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import attrs
 import torch
 
-from drawloom.components.commands._options import make_integer_parser
-from drawloom.components.commands._recipes import add_overlay_option
+from drawloom.components.checkpoint.state_hashes import FOLDER
+from drawloom.components.commands._replay import RecordedSteps, make_rank_command, read_json_rows
 from drawloom.components.ports.distributed import Device
 from drawloom.components.ports.run import Randomness
 from drawloom.components.ports.tracking import Tracker
-from drawloom.components.storage.step_log import read_step_log
+from drawloom.components.report.metrics import METRICS
 from drawloom.graph import UserError
+from drawloom.graph.cli.command import Count, RecipeCommand, command, option
 from drawloom.graph.cli.exit_codes import FAILED, OK
 from drawloom.graph.cli.result import Result, output, output_class
-from drawloom.graph.project import Project, Recipe
+from drawloom.graph.component import at_least
+from drawloom.graph.project import Project
 from drawloom.graph.wiring.graph import Graph
 
 DIGESTS = "digests_of_verify_resume"
-# metrics of the machine, not of training, by their names or their part before a slash
-MACHINE_METRICS = {"tokens_per_second", "device_tokens_per_second", "tflops", "mfu", "memory", "seconds"}
+HASHES = "rank-{}.jsonl"
+"""Files of checkpoint.state_hashes."""
 TORCHRUN_LOG = re.compile(r"[WE]\d{4} \S+ \d+ torch/")  # log lines; only torchrun's report follows its first error
 MAX_TRIES = 3  # a short run may end before it can be killed
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command-line arguments."""
-    parser.add_argument("recipe", metavar="RECIPE", help="a path, or the name of a shipped recipe")
-    add_overlay_option(parser)
-    parser.add_argument(
-        "--steps", type=make_integer_parser(4), default=20, metavar="N", help="steps to train, at least 4 (default: 20)"
-    )
-    parser.add_argument("--ranks", type=make_integer_parser(), default=1, metavar="R", help="processes (default: 1)")
 
 
 @output_class
@@ -74,35 +63,52 @@ class VerifyResumeResult(Result):
         return "\n".join([*lines, f"bit-identical: {self.summary}"])
 
 
-def main(options: argparse.Namespace, project: Project) -> VerifyResumeResult:
-    """Run the recipe twice, and compare the runs: every step and tensor."""
-    recipe = Recipe.load(options.recipe, *options.words, overlays=options.overlay, project=project)
-    recipe.check()
-    graph = recipe.graph
-    with _intercept_termination_signals() as signals:
-        folder = Path(tempfile.mkdtemp(prefix="verify-resume-"))
-        try:
-            runs = Runs(folder, _make_train_command(options, graph), options.steps, signals)
-            runs.run_without_interruption()
-            killed = runs.kill_resume_and_get_step()
-        except BaseException:
-            shutil.rmtree(folder)
-            raise
-    half = options.steps // 2
-    own = graph.implementers(Tracker)  # trackers keep a series per run
-    difference = next(find_run_differences(folder / "straight", folder / "resumed", own), None)
-    if difference is not None:
-        reasons = list(_explain_other_causes(difference.step <= half, _is_device_nondeterministic(graph)))
-        return VerifyResumeResult(options.steps, killed, str(difference), reasons, folder, "")
-    summary = _describe_compared_steps_and_tensors(folder / "straight")
-    shutil.rmtree(folder)
-    return VerifyResumeResult(options.steps, killed, "", [], None, summary)
+@command("runs")
+class VerifyResumeCommand(RecipeCommand):
+    """A comparison between two runs, at every step and tensor."""
+
+    steps: int = option("steps to train, at least 4", default=20, check=at_least(4))
+    ranks: Count = option("processes", default=1, metavar="R")
+
+    def run(self, project: Project) -> VerifyResumeResult:
+        recipe = self.load_recipe(project, self.recipe)
+        recipe.check()
+        graph = recipe.graph
+        with _intercept_termination_signals() as signals:
+            folder = Path(tempfile.mkdtemp(prefix="verify-resume-"))
+            try:
+                runs = Runs(folder, self._make_train_command(graph), self.steps, signals)
+                runs.run_without_interruption()
+                killed = runs.kill_resume_and_get_step()
+            except BaseException:
+                shutil.rmtree(folder)
+                raise
+        half = self.steps // 2
+        own = graph.implementers(Tracker)  # trackers keep a series per run
+        straight, resumed = (RecordedSteps.read(folder / name, HASHES, own) for name in ("straight", "resumed"))
+        if (difference := describe_first_difference(straight, resumed)) is not None:
+            step, text = difference
+            reasons = list(_explain_other_causes(step <= half, _is_device_nondeterministic(graph)))
+            return VerifyResumeResult(self.steps, killed, f"step {step} differs: {text}", reasons, folder, "")
+        shutil.rmtree(folder)
+        steps, names = (step for step in straight.metrics if step), {*chain(*straight.hashes.values())}
+        summary = f"{len([*steps])} steps, {len(names)} tensors and other values of the state after each"
+        return VerifyResumeResult(self.steps, killed, "", [], None, summary)
+
+    def _make_train_command(self, graph: Graph) -> list[str]:
+        """Return the command for both runs, without the run folder."""
+        phases = ", ".join(f'"@{name}"' for name in (*graph.nodes["trainer"].edges["phases"].targets, DIGESTS))
+        words = [
+            *(f"trainer.steps={self.steps}", f"trainer.phases=[{phases}]", "trainer.on_finish=[]"),
+            *(f"checkpoint.every={self.steps // 2}", f"{DIGESTS}.use=checkpoint.state_hashes"),
+        ]
+        return [*make_rank_command(self.ranks, "drawloom"), *self.make_run_words([*self.words, *words])]
 
 
 @contextmanager
 def _intercept_termination_signals() -> Iterator[list[int]]:
     """
-    Record terminating signals in order of arrival.
+    RecordedSteps terminating signals in order of arrival.
 
     The run is in its own session, does not receive the signals, and must be killed. A raising handler could skip the
     lines that kill a run that has just started.
@@ -161,15 +167,13 @@ class Runs:
             raise self._make_run_failure_error("resumed")
         if (checkpoints / f"step-{self.steps}").exists():
             return self.steps
-        return max(
-            (row["step"] for row in _read_json_lines(self.folder / "resumed" / "metrics.jsonl")),
-            default=self.steps // 2,
-        )
+        return max((row["step"] for row in read_json_rows(self.folder / "resumed" / METRICS)), default=self.steps // 2)
 
     def _is_step_hashed_by_all_ranks(self, step: int) -> bool:
         """Return whether all ranks have written a step's state hashes, perhaps after its checkpoint's commit."""
-        files = (self.folder / "straight" / "digests").glob("rank-*.jsonl")
-        return all(step in _read_state_hashes(self.folder / "resumed" / "digests" / path.name) for path in files)
+        straight, resumed = self.folder / "straight" / FOLDER, self.folder / "resumed" / FOLDER
+        files = [resumed / path.name for path in straight.glob(HASHES.format("*"))]
+        return all(step in {row["step"] for row in read_json_rows(path)} for path in files)
 
     def _run_to_end(self, name: str) -> None:
         """Run the command until it ends. Raises UserError if it fails."""
@@ -207,48 +211,17 @@ def _kill_process_group(group: int) -> None:
         os.killpg(group, signal.SIGKILL)
 
 
-@attrs.frozen
-class Difference:
-    """Difference between the runs after a step."""
-
-    step: int
-    what: str
-
-    def __str__(self) -> str:
-        return f"step {self.step} differs: {self.what}"
-
-
-def find_run_differences(
-    straight_run: Path, resumed_run: Path, skipped_nodes: Collection[str] = ()
-) -> Iterator[Difference]:
-    """Yield differences between two runs by step, metrics before tensors. Nodes in `skipped_nodes` are not compared."""
-    tensors = sorted(path.name for path in (straight_run / "digests").glob("rank-*.jsonl"))
-    runs = straight_run, resumed_run
-    metrics, others = ({row["step"]: row for row in _read_json_lines(run / "metrics.jsonl")} for run in runs)
-    digests = [[_read_state_hashes(run / "digests" / name, skipped_nodes) for run in runs] for name in tensors]
-    for step in sorted({*metrics, *others, *(step for pair in digests for by_step in pair for step in by_step)}):
-        yield from _compare_metrics(step, metrics.get(step, {}), others.get(step, {}))
-        for name, (straight, resumed) in zip(tensors, digests, strict=True):
-            yield from _summarize_differing_tensors(
-                step, name.removesuffix(".jsonl"), straight.get(step, {}), resumed.get(step, {})
-            )
-
-
-def _compare_metrics(step: int, straight: Mapping[str, Any], resumed: Mapping[str, Any]) -> Iterator[Difference]:
-    """Yield differing metrics after a step, except for machine metrics such as speeds."""
-    for name in (key for key in {**straight, **resumed} if key.partition("/")[0] not in MACHINE_METRICS):
-        if straight.get(name, "missing") != resumed.get(name, "missing"):
-            values = f"{straight.get(name, 'missing')} uninterrupted, {resumed.get(name, 'missing')} resumed"
-            yield Difference(step, f"{name} is {values}")
-
-
-def _summarize_differing_tensors(
-    step: int, rank: str, straight: Mapping[str, str], resumed: Mapping[str, str]
-) -> Iterator[Difference]:
-    """Yield one difference for all differing tensors on a rank after a step."""
-    if names := [name for name in {**straight, **resumed} if straight.get(name) != resumed.get(name)]:
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        yield Difference(step, f"{names[0]}{more} of {rank.replace('-', ' ')}")
+def describe_first_difference(straight: RecordedSteps, resumed: RecordedSteps) -> tuple[int, str] | None:
+    """Return the first differing step and what differs, metrics before tensors; None for equal records."""
+    metrics = straight.find_different_metrics(resumed, complete=True)
+    phase = straight.find_different_phase(resumed, complete=True)
+    if metrics is not None and (phase is None or metrics.step <= phase.step):
+        [name, (one, other)] = next(iter(metrics.values.items()))
+        return metrics.step, f"{name} is {one or 'missing'} uninterrupted, {other or 'missing'} resumed"
+    if phase is not None:
+        more = f" and {len(phase.names) - 1} more" if len(phase.names) > 1 else ""
+        return phase.step, f"{phase.names[0]}{more}"
+    return None
 
 
 def _is_device_nondeterministic(graph: Graph) -> bool:
@@ -265,38 +238,3 @@ def _explain_other_causes(differs_before_kill: bool, device_is_nondeterministic:
     if device_is_nondeterministic:
         cause = "the cause may be" if differs_before_kill else "resuming need not be the cause, it may be"
         yield f"{cause} the GPU, with randomness.deterministic off; try again with randomness.deterministic=true"
-
-
-def _make_train_command(options: argparse.Namespace, graph: Graph) -> list[str]:
-    """Return the command for both runs, without the run folder."""
-    phases = ", ".join(f'"@{name}"' for name in (*graph.nodes["trainer"].edges["phases"].targets, DIGESTS))
-    words = [
-        *(f"trainer.steps={options.steps}", f"trainer.phases=[{phases}]", "trainer.on_finish=[]"),
-        *(f"checkpoint.every={options.steps // 2}", f"{DIGESTS}.use=checkpoint.state_hashes"),
-    ]
-    overlays = [word for path in options.overlay for word in ("--overlay", path)]
-    imports = [word for package in options.imports for word in ("--import", package)]
-    launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={options.ranks}", "-m"]
-    module = [*(launcher if options.ranks > 1 else []), "drawloom"]
-    return [sys.executable, "-m", *module, "run", options.recipe, *overlays, *imports, *options.words, *words]
-
-
-def _describe_compared_steps_and_tensors(run: Path) -> str:
-    """Return how many steps and tensors were compared."""
-    steps = sum(row["step"] > 0 for row in _read_json_lines(run / "metrics.jsonl"))
-    names = {name for path in (run / "digests").iterdir() for row in _read_state_hashes(path).values() for name in row}
-    return f"{steps} steps, {len(names)} tensors and other values of the state after each"
-
-
-def _read_state_hashes(path: Path, skipped_nodes: Collection[str] = ()) -> dict[int, dict[str, str]]:
-    """Return the state hashes in a file by step and name, without nodes in `skipped_nodes`."""
-    rows = {row["step"]: row["digests"].items() for row in _read_json_lines(path)}
-    return {
-        step: {name: digest for name, digest in row if name.split("/")[0] not in skipped_nodes}
-        for step, row in rows.items()
-    }
-
-
-def _read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the rows in a file with one JSON object per step."""
-    return [line.row for line in read_step_log(path)[0]]

@@ -5,34 +5,16 @@ A difference shows silent data corruption, then or now, or another environment: 
 replay tells whether this machine computes the step twice alike.
 """
 
-import argparse
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from drawloom.components.checkpoint.manifest import FOLDER, list_checkpoints, step_of_checkpoint
-from drawloom.components.commands._options import make_integer_parser
-from drawloom.components.commands._replay import (
-    Replayer,
-    count_ranks,
-    find_differing_metrics,
-    find_first_difference,
-    read_comparable_metrics,
-    read_recipe_nodes,
-    read_recorded_hashes,
-)
+from drawloom.components.commands._replay import RecordedRun, Replayer
 from drawloom.graph import UserError
+from drawloom.graph.cli.command import Command, Count, argument, command, option
 from drawloom.graph.cli.exit_codes import FAILED, OK
 from drawloom.graph.cli.result import Result, output, output_class
 from drawloom.graph.project import Project
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command-line arguments."""
-    parser.add_argument("run_folder", metavar="RUN_FOLDER", type=Path, help="a run folder, such as runs/first_run")
-    parser.add_argument(
-        "--step", type=make_integer_parser(), required=True, metavar="N", help="the step to verify, from 1"
-    )
 
 
 @output_class
@@ -79,45 +61,39 @@ class VerifyStepResult(Result):
         return "\n".join([*lines, text])
 
 
-def main(options: argparse.Namespace, project: Project) -> VerifyStepResult:
-    """Replay from the newest checkpoint before the step, and compare every replayed step with the record."""
-    run, step = options.run_folder, options.step
-    nodes, recorded, hashes = read_recipe_nodes(run), read_comparable_metrics(run), read_recorded_hashes(run)
-    if step not in recorded:
-        last = f"the last one is step {max(recorded)}" if recorded else "there is none"
-        raise UserError(f"--step {step}: {run} has no record of this step; {last}", 2)
-    earlier = {
-        step_of_checkpoint(path): path for path in list_checkpoints(run / FOLDER) if step_of_checkpoint(path) < step
-    }
-    start = max(earlier, default=0)
-    with tempfile.TemporaryDirectory(prefix="verify-step-") as folder:
-        replayer = Replayer(project, Path(folder), options.imports)
-        ranks = count_ranks(run, nodes, project)
-        with replayer.replay_into_temporary_folder(nodes, earlier.get(start), step, ranks) as replayed:
-            metrics, trace = read_comparable_metrics(replayed), read_recorded_hashes(replayed)
-        steps = [index for index in range(start + 1, step + 1) if index in recorded and index in metrics]
-        hashes = [entry for entry in hashes if start < entry.step <= step]
-        difference = find_first_difference(hashes, trace)
-        different = [index for index in steps if find_differing_metrics(recorded[index], metrics[index])]
-        first = min([*different[:1], *([difference.step] if difference else [])], default=None)
-        names = find_differing_metrics(recorded[first], metrics[first]) if first in steps and first is not None else []
-        is_first = difference is not None and difference.step == first
-        again = (
-            None
-            if first is None
-            else find_first_difference(trace, replayer.replay_and_read_hashes(nodes, earlier.get(start), step, ranks))
+@command("runs")
+class VerifyStepCommand(Command):
+    """A replay from the newest checkpoint before a step, with every replayed step compared with the record."""
+
+    run_folder: Path = argument("a run folder, such as runs/first_run")
+    step: Count = option("the step to verify, from 1")
+
+    def run(self, project: Project) -> VerifyStepResult:
+        run, step = RecordedRun.read(self.run_folder), self.step
+        recorded = run.record
+        if step not in recorded.metrics:
+            last = f"the last one is step {max(recorded.metrics)}" if recorded.metrics else "there is none"
+            raise UserError(f"--step {step}: {self.run_folder} has no record of this step; {last}", 2)
+        earlier = run.find_checkpoints_before(step)
+        start = max(earlier, default=0)
+        with tempfile.TemporaryDirectory(prefix="verify-step-") as folder:
+            replayer = Replayer(project, Path(folder), self.imports)
+            replayed = replayer.replay(run, earlier.get(start), step)
+            metrics, phase = recorded.find_different_metrics(replayed), recorded.find_different_phase(replayed)
+            first = min([difference.step for difference in (metrics, phase) if difference], default=None)
+            again = None if first is None else replayer.replay(run, earlier.get(start), step)
+        phase = phase if phase and phase.step == first else None
+        metrics = metrics if metrics and metrics.step == first else None
+        return VerifyStepResult(
+            step=step,
+            start=start,
+            different_step=first,
+            phase=phase.phase if phase else "",
+            tensors=phase.names if phase else [],
+            metrics=[MetricDifference(name, one, other) for name, (one, other) in metrics.values.items()]
+            if metrics
+            else [],
+            compared=sum(len(recorded.metrics[index]) for index in replayed.metrics.keys() & recorded.metrics.keys())
+            + sum(len(recorded.hashes[index]) for index in replayed.hashes.keys() & recorded.hashes.keys()),
+            deterministic=None if again is None else replayed.find_different_phase(again) is None,
         )
-    return VerifyStepResult(
-        step=step,
-        start=start,
-        different_step=first,
-        phase=difference.phase if difference and is_first else "",
-        tensors=list(difference.names) if difference and is_first else [],
-        metrics=[
-            MetricDifference(name, str(recorded[first].get(name, "")), str(metrics[first].get(name, "")))
-            for name in names
-            if first is not None
-        ],
-        compared=sum(len(recorded[index]) for index in steps) + sum(len(entry.digests) for entry in hashes),
-        deterministic=None if first is None else again is None,
-    )

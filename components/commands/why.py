@@ -1,6 +1,6 @@
 """find out why two runs differ: the first step, phase and tensor, and the edit of the recipe that causes it"""
 
-import argparse
+import copy
 import json
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -11,24 +11,19 @@ from typing import Any
 
 import attrs
 
+from drawloom.components.checkpoint.phase_hashes import INITIAL
 from drawloom.components.commands._replay import (
+    MetricsDifference,
     Nodes,
-    PhaseDigests,
+    PhaseDifference,
+    RecordedRun,
+    RecordedSteps,
     Replayer,
-    TraceDifference,
-    apply_single_edits,
-    count_ranks,
-    find_differing_metrics,
-    find_first_difference,
-    initial_states_differ,
-    list_common_checkpoints,
-    read_comparable_metrics,
-    read_recipe_nodes,
-    read_recorded_hashes,
 )
 from drawloom.components.report.metrics import read_lines
 from drawloom.components.report.run_record import OWN_SETTINGS, find_differing_settings
 from drawloom.graph import RecipeError, UserError
+from drawloom.graph.cli.command import Command, argument, command, option
 from drawloom.graph.cli.result import Result, output, output_class
 from drawloom.graph.project import Project
 from drawloom.graph.recipe.lockfile import LOCK
@@ -39,14 +34,6 @@ MAX_NAMES_SHOWN = 5
 ENVIRONMENT = "environment.json"
 OBSERVERS = ("listeners", "trackers", "metrics")
 """Subjects whose nodes are tried last, because they only observe."""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command-line arguments."""
-    parser.add_argument("one", metavar="A", type=Path, help="a run folder")
-    parser.add_argument("other", metavar="B", type=Path, help="the run folder to compare it with")
-    help = "compare only what both runs have recorded, without repeating steps"
-    parser.add_argument("--recorded", action="store_true", help=help)
 
 
 @output_class
@@ -97,35 +84,41 @@ def _format_settings_section(title: str, settings: Sequence[WhySetting]) -> list
     return [title, *rows] if rows else []
 
 
-def main(options: argparse.Namespace, project: Project) -> WhyResult:
-    """Compare the records of two runs, and repeat their steps if these do not tell phase and tensor."""
-    pair = Pair(options.one, read_recipe_nodes(options.one), options.other, read_recipe_nodes(options.other))
-    recorded = [read_recorded_hashes(run) for run in (pair.one, pair.other)]
-    if all(recorded) and (difference := find_first_difference(recorded[0], recorded[1])):
-        return pair.make_result(difference, "recorded hashes")
-    if options.recorded or pair.first_differing_step is None:
-        return pair.make_result(
-            None, "metrics", notes=[] if pair.first_differing_step else [pair.describe_equal_steps()]
-        )
-    with tempfile.TemporaryDirectory(prefix="why-") as folder:
-        return _replay_both_and_find_causes(
-            pair, pair.first_differing_step, Replayer(project, Path(folder), options.imports)
-        )
+@command("runs")
+class WhyCommand(Command):
+    """A comparison between two runs' records, and between repeated steps if no hashes name phase and tensor."""
+
+    one: Path = argument("a run folder", metavar="A")
+    other: Path = argument("the run folder to compare it with", metavar="B")
+    recorded: bool = option("compare only what both runs have recorded, without repeating steps")
+
+    def run(self, project: Project) -> WhyResult:
+        pair = Pair(RecordedRun.read(self.one), RecordedRun.read(self.other))
+        one, other = pair.one.record, pair.other.record
+        if difference := one.find_different_phase(other):
+            return pair.make_result(difference, "recorded hashes")
+        if self.recorded or pair.different_metrics is None:
+            return pair.make_result(
+                None, "metrics", notes=[] if pair.different_metrics else [pair.describe_equal_steps()]
+            )
+        with tempfile.TemporaryDirectory(prefix="why-") as folder:
+            replayer = Replayer(project, Path(folder), self.imports)
+            return _replay_both_and_find_causes(pair, pair.different_metrics.step, replayer)
 
 
 def _replay_both_and_find_causes(pair: "Pair", step: int, replayer: Replayer) -> WhyResult:
     """Repeat both runs from the nearest checkpoint with equal states, and then the first run with single edits."""
-    candidates = [*list_common_checkpoints(pair.one, pair.other, step), (None, None)]
-    for start, other_start in candidates:
-        one = _replay_and_read_hashes(pair.one, pair.nodes, start, step, replayer)
-        other = _replay_and_read_hashes(pair.other, pair.other_nodes, other_start, step, replayer)
-        if start is None or not initial_states_differ(one, other):
-            break
-    difference = find_first_difference(one, other)
+    starts, other_starts = (run.find_checkpoints_before(step) for run in (pair.one, pair.other))
+    for number in [*sorted(starts.keys() & other_starts.keys(), reverse=True), 0]:
+        start = starts.get(number)
+        one = replayer.replay(pair.one, start, step)
+        difference = one.find_different_phase(replayer.replay(pair.other, other_starts.get(number), step))
+        if difference is None or difference.phase != INITIAL:
+            break  # the states were equal at the start
     if difference is None:
         note = f"repeated on this machine, both runs are equal up to step {step}: the environment made the difference"
         return pair.make_result(None, "metrics", notes=[note])
-    again = find_first_difference(one, _replay_and_read_hashes(pair.one, pair.nodes, start, difference.step, replayer))
+    again = one.find_different_phase(replayer.replay(pair.one, start, difference.step))
     if again is not None:
         where = f"a second replay differs in step {again.step}, {again.names[0]}"
         note = f"the first run is not deterministic on this machine: {where}"
@@ -137,26 +130,18 @@ def _replay_both_and_find_causes(pair: "Pair", step: int, replayer: Replayer) ->
     )
 
 
-def _replay_and_read_hashes(
-    run: Path, nodes: Nodes, start: Path | None, last_step: int, replayer: Replayer
-) -> list[PhaseDigests]:
-    """Repeat a run's recipe, or an edited one, on its ranks, and return the hashes."""
-    ranks = count_ranks(run, nodes, replayer.project)
-    return replayer.replay_and_read_hashes(nodes, start, last_step, ranks)
-
-
 def _find_causes_by_edits(
-    pair: "Pair", one: Sequence[PhaseDigests], difference: TraceDifference, start: Path | None, replayer: Replayer
+    pair: "Pair", one: RecordedSteps, difference: PhaseDifference, start: Path | None, replayer: Replayer
 ) -> Iterator[str]:
     """Yield the keys, or nodes, whose value from the second run makes the first run differ at the same phase."""
     keys = sorted((setting.key for setting in pair.differing_settings), key=lambda key: key.startswith(OBSERVERS))
-    for key, edited in islice(apply_single_edits(pair.nodes, keys, pair.other_nodes), MAX_EDITS):
+    for key, edited in islice(apply_single_edits(pair.one.nodes, keys, pair.other.nodes), MAX_EDITS):
         try:
-            trace = _replay_and_read_hashes(pair.one, edited, start, difference.step, replayer)
+            replayed = replayer.replay(attrs.evolve(pair.one, nodes=edited), start, difference.step)
         except (RecipeError, UserError):  # this edit needs others
             continue
-        replayed = find_first_difference(one, trace)
-        if replayed is not None and (replayed.step, replayed.phase) == (difference.step, difference.phase):
+        edit = one.find_different_phase(replayed)
+        if edit is not None and (edit.step, edit.phase) == (difference.step, difference.phase):
             yield key
 
 
@@ -164,15 +149,14 @@ def _find_causes_by_edits(
 class Pair:
     """Two runs, and their differing records."""
 
-    one: Path
-    nodes: Nodes
-    other: Path
-    other_nodes: Nodes
+    one: RecordedRun
+    other: RecordedRun
 
     @cached_property
     def differing_settings(self) -> list[WhySetting]:
         """Settings with different values in both recipes, without the runs' names and folders."""
-        texts = [b"".join(read_lines(run / LOCK)).decode("utf-8", "replace") for run in (self.one, self.other)]
+        paths = [run.folder / LOCK for run in (self.one, self.other)]
+        texts = [b"".join(read_lines(path)).decode("utf-8", "replace") for path in paths]
         return [
             WhySetting(key, values[0], values[1])
             for key, values in find_differing_settings(texts)
@@ -180,59 +164,39 @@ class Pair:
         ]
 
     @cached_property
-    def metrics_by_step_per_run(self) -> tuple[dict[int, dict[str, Any]], dict[int, dict[str, Any]]]:
-        """Recorded metrics of both runs by step."""
-        return read_comparable_metrics(self.one), read_comparable_metrics(self.other)
-
-    @cached_property
-    def first_differing_step(self) -> int | None:
+    def different_metrics(self) -> MetricsDifference | None:
         """The first common step with a different metric."""
-        one, other = self.metrics_by_step_per_run
-        return next(
-            (step for step in sorted(one.keys() & other.keys()) if find_differing_metrics(one[step], other[step])), None
-        )
+        return self.one.record.find_different_metrics(self.other.record)
 
     def describe_equal_steps(self) -> str:
         """Return a sentence about the steps without a difference."""
-        common = self.metrics_by_step_per_run[0].keys() & self.metrics_by_step_per_run[1].keys()
+        common = self.one.record.metrics.keys() & self.other.record.metrics.keys()
         if not common:
             return "the runs have no common step"
         return f"all recorded metrics are equal in the {len(common)} common steps, up to step {max(common)}"
 
     def make_result(
-        self, difference: TraceDifference | None, source: str, causes: Sequence[str] = (), notes: Sequence[str] = ()
+        self, difference: PhaseDifference | None, source: str, causes: Sequence[str] = (), notes: Sequence[str] = ()
     ) -> WhyResult:
         """Return the result for a difference, or for the metrics alone."""
-        one, other = self.metrics_by_step_per_run
-        names = (
-            find_differing_metrics(one[self.first_differing_step], other[self.first_differing_step])
-            if self.first_differing_step is not None
-            else []
-        )
+        metrics = self.different_metrics
+        metrics_step = metrics.step if metrics else None
         # a swapped component is a cause as a whole node
         shown = [s for s in self.differing_settings if s.key in causes or s.key.rpartition(".")[0] in causes]
-        environments = _read_versions_and_choices(self.one), _read_versions_and_choices(self.other)
+        versions, others = (_read_versions_and_choices(run.folder) for run in (self.one, self.other))
         return WhyResult(
-            step=difference.step if difference else self.first_differing_step,
+            step=difference.step if difference else metrics_step,
             phase=difference.phase if difference else "",
-            tensors=list(difference.names) if difference else [],
-            metrics_step=self.first_differing_step,
-            metrics=[
-                WhySetting(
-                    name,
-                    str(one[self.first_differing_step].get(name, "")),
-                    str(other[self.first_differing_step].get(name, "")),
-                )
-                for name in names
-                if self.first_differing_step is not None
-            ],
+            tensors=difference.names if difference else [],
+            metrics_step=metrics_step,
+            metrics=[WhySetting(name, one, other) for name, (one, other) in metrics.values.items()] if metrics else [],
             source=source,
             causes=shown,
             settings=self.differing_settings,
             environment=[
-                WhySetting(key, environments[0].get(key, ""), environments[1].get(key, ""))
-                for key in {**environments[0], **environments[1]}
-                if environments[0].get(key) != environments[1].get(key)
+                WhySetting(key, versions.get(key, ""), others.get(key, ""))
+                for key in {**versions, **others}
+                if versions.get(key) != others.get(key)
             ],
             notes=list(notes),
         )
@@ -245,3 +209,44 @@ def _read_versions_and_choices(run: Path) -> dict[str, str]:
     except ValueError:
         return {}
     return {str(key): str(value) for key, value in entries.items()} if isinstance(entries, dict) else {}
+
+
+def apply_single_edits(nodes: Nodes, keys: Sequence[str], others: Nodes) -> Iterator[tuple[str, Nodes]]:
+    """
+    Yield copies of `nodes` with one edit, and the edit's key: a value from `others`, or a node's whole table.
+
+    Nodes that only the other recipe has are there, too, since a value may refer to them.
+    """
+    nodes = {**{name: table for name, table in others.items() if name not in nodes}, **nodes}
+    for node in dict.fromkeys(key.rpartition(".")[0] for key in keys):
+        mine, theirs = find_node_table(nodes, node), find_node_table(others, node)
+        own = [key for key in keys if key.rpartition(".")[0] == node]
+        if mine is None or theirs is None or mine.get("use") != theirs.get("use"):
+            yield node, replace_node_table(nodes, node, theirs)
+            continue
+        for key in own:
+            name = key.rpartition(".")[2]
+            table = {**mine, name: theirs[name]} if name in theirs else {k: v for k, v in mine.items() if k != name}
+            yield key, replace_node_table(nodes, node, table)
+
+
+def find_node_table(nodes: Nodes, node: str) -> Nodes | None:
+    """Return the table of a node, whose name may contain groups, or None."""
+    part: Any = nodes
+    for name in node.split("."):
+        part = part.get(name) if isinstance(part, dict) else None
+    return part if isinstance(part, dict) else None
+
+
+def replace_node_table(nodes: Nodes, node: str, table: Nodes | None) -> Nodes:
+    """Return a recipe's copy with this table for a node, or without the node if the table is None."""
+    data = copy.deepcopy(nodes)
+    *groups, last = node.split(".")
+    part = data
+    for name in groups:
+        part = part.setdefault(name, {})
+    if table is None:
+        part.pop(last, None)
+    else:
+        part[last] = copy.deepcopy(table)
+    return data

@@ -15,7 +15,6 @@ from drawloom.components.ports.stages import (
     StageInputs,
     Stages,
     TrainableStages,
-    Transform,
     get_or_create_gradient,
 )
 from drawloom.graph.testing import expect
@@ -127,27 +126,6 @@ def first_stage_input_is_a_meta_tensor_like_tokens(inputs: StageInputs) -> None:
         (spec.shape, spec.dtype) == (tokens.shape, tokens.dtype),
         f"the first stage takes {spec.dtype} {tuple(spec.shape)} for tokens {tokens.dtype} {tuple(tokens.shape)}",
     )
-
-
-def transformed_modules_stay_on_the_meta_device(transform: Transform) -> None:
-    """A transformed module stays on the meta device, where all stages are built, and keeps all parameter names."""
-    with torch.device("meta"):
-        module = nn.Sequential(nn.Linear(8, 16), nn.SiLU(), nn.Linear(16, 8))
-    before = {name for name, _ in module.named_parameters()}
-    result = transform.transform(module)
-    expect(isinstance(result, nn.Module), f"the transform returns a {type(result).__name__}, not an nn.Module")
-    after = dict(result.named_parameters())
-    expect(all(parameter.is_meta for parameter in after.values()), "a parameter is made real before its stage is")
-    lost = sorted(before - after.keys())
-    expect(not lost, f"the parameters {', '.join(lost)} are called otherwise, so that no checkpoint fits")
-
-
-def transformed_modules_keep_output_shapes(transform: Transform) -> None:
-    """A transformed module returns outputs with the same shape."""
-    with torch.device("meta"):
-        module = nn.Sequential(nn.Linear(8, 16), nn.SiLU(), nn.Linear(16, 8))
-        output = transform.transform(module)(torch.empty(3, 8))
-    expect(tuple(output.shape) == (3, 8), f"the transformed module gives {tuple(output.shape)} instead of (3, 8)")
 
 
 def an_exported_folder_has_a_config_and_weights(export: ModelExport) -> None:

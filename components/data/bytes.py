@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from drawloom.components.data.auto_tokenizer import edit_config_to_use_tokenizer_json
 from drawloom.graph import UserError, component
 
 END = 256
@@ -65,6 +64,8 @@ class Bytes:
         text that contains `<|end|>` is encoded as bytes and can't forge a document's end. In a model
         folder transformers may need more files, see `edit_config_to_use_tokenizer_json`.
         """
+        from drawloom.components.data.auto_tokenizer import edit_config_to_use_tokenizer_json
+
         _write_json(folder / "tokenizer.json", _make_tokenizer_json())
         _write_json(folder / "tokenizer_config.json", _make_tokenizer_config())
         edit_config_to_use_tokenizer_json(folder)

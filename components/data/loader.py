@@ -4,14 +4,12 @@ import logging
 from collections.abc import Iterator
 from hashlib import blake2b
 from itertools import count
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import attrs
 import torch
 
 from drawloom.components.data.order.stream import RowStream, Segment, convert_token_weights_to_shares, list_row_sources
-from drawloom.components.data.record import compute_row_digests
-from drawloom.components.data.workers import Workers
 from drawloom.components.ports.data import (
     MAX_LENGTH,
     PackedDataset,
@@ -29,6 +27,9 @@ from drawloom.components.storage.strict_json import hash_canonical
 from drawloom.components.storage.tensor_source import view_bytes
 from drawloom.graph import Problem, UserError, above, at_least, between, component, setting
 from drawloom.graph.wiring.node import NodeView
+
+if TYPE_CHECKING:
+    from drawloom.components.data.workers import Workers
 
 
 @attrs.frozen(kw_only=True)
@@ -98,7 +99,7 @@ class Loader:
     _step: int = attrs.field(init=False, default=0)
     _offset: int = attrs.field(init=False, default=0)  # rows consumed beyond those of as many steps of the present size
     _last_changed_step: int = attrs.field(init=False, default=0)
-    _workers: Workers | None = attrs.field(init=False, default=None)
+    _workers: "Workers | None" = attrs.field(init=False, default=None)
     _stream: Iterator[Batch] | None = attrs.field(init=False, default=None)
     _checked: bool = attrs.field(init=False, default=False)
     _rows: RowStream = attrs.field(init=False, default=None)
@@ -113,6 +114,8 @@ class Loader:
             raise UserError("rows: the training split is empty; add text, or lower `validation_fraction` in the corpus")
         self._build_stream_from_share_segments([])
         if self.workers:
+            from drawloom.components.data.workers import Workers
+
             self._workers = Workers(self.rows, "train", self.workers)
 
     def close(self) -> None:
@@ -285,6 +288,18 @@ def _check_batch_has_token_dimension(
         yield writer.problem("use", text, "write mesh.context = 1")
     if loader.settings["lengths"] and not issubclass(batch_type, TokenBatch):
         yield loader.problem("lengths", f"lengths only applies to batches of tokens, and {text}", "leave lengths out")
+
+
+def compute_row_digests(batch: Batch) -> list[str]:
+    """Return a digest for every row in a batch, over all tensors except replicated ones."""
+    rows = batch.row_count
+    tensors = [tensor for _, spec, tensor in batch.named_tensors() if spec != "replicated"]
+    contents = [(view_bytes(tensor), tensor.nbytes // rows) for tensor in tensors if rows]
+    return [_hash_content(b"".join(content[row * size :][:size] for content, size in contents)) for row in range(rows)]
+
+
+def _hash_content(content: bytes) -> str:
+    return blake2b(content, digest_size=8).hexdigest()
 
 
 def check_batch(rows: PackedDataset, batch: Any) -> None:

@@ -1,15 +1,12 @@
 """Row record by step, for `drawloom data audit`."""
 
-from hashlib import blake2b
-
 import attrs
 
+from drawloom.components.data.loader import compute_row_digests
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import Batching, RunFolder, Step
-from drawloom.components.state.batch import Batch
 from drawloom.components.storage.regular_file import create_folder_unless_link
 from drawloom.components.storage.step_log import RewindingLog, StepLog
-from drawloom.components.storage.tensor_source import view_bytes
 from drawloom.graph import component
 
 FOLDER = "rows"
@@ -59,15 +56,3 @@ class Record:
                 earlier.close()
         self.mesh.world.gather_json(None)  # a barrier: no rank appends before the files are cut
         return StepLog.open(folder / f"rank-{self.mesh.world.rank}.jsonl")
-
-
-def compute_row_digests(batch: Batch) -> list[str]:
-    """Return a digest for every row in a batch, over all tensors except replicated ones."""
-    rows = batch.row_count
-    tensors = [tensor for _, spec, tensor in batch.named_tensors() if spec != "replicated"]
-    contents = [(view_bytes(tensor), tensor.nbytes // rows) for tensor in tensors if rows]
-    return [_hash_content(b"".join(content[row * size :][:size] for content, size in contents)) for row in range(rows)]
-
-
-def _hash_content(content: bytes) -> str:
-    return blake2b(content, digest_size=8).hexdigest()

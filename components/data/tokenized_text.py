@@ -11,9 +11,6 @@ from typing import Protocol, runtime_checkable
 import attrs
 
 from drawloom.components.data.sources.documents import Part
-from drawloom.components.data.store.build import build_store, make_store_plan
-from drawloom.components.data.store.store import Store
-from drawloom.components.data.token_arrays import tokenize_split
 from drawloom.components.ports.corpus import Corpus, Split, TokenDocuments, Tokenizer
 from drawloom.components.ports.run import RunInfo
 from drawloom.graph import component, setting
@@ -58,6 +55,8 @@ class TokenizedText:
         if isinstance(self.corpus, DividedCorpus):
             self._splits = {split: self._open_or_build_store(self.corpus.parts(split), split) for split in SPLITS}
         else:
+            from drawloom.components.data.token_arrays import tokenize_split
+
             self._splits = {split: tokenize_split(self.corpus, self.tokenizer, split) for split in SPLITS}
 
     def close(self) -> None:
@@ -77,8 +76,10 @@ class TokenizedText:
     def documents(self, split: Split) -> TokenDocuments:
         return self._splits[split]
 
-    def _open_or_build_store(self, parts: Sequence[Part], split: Split) -> Store:
+    def _open_or_build_store(self, parts: Sequence[Part], split: Split) -> TokenDocuments:
         """Open a split's cached store, after writing or completing it if necessary."""
+        from drawloom.components.data.store.build import build_store, make_store_plan
+
         plan = json.dumps(make_store_plan(parts, self.tokenizer))
         cache = self.cache if self.cache is not None else self.job.folder_path.parent / CACHE
         folder = cache / f"{hashlib.sha256(plan.encode()).hexdigest()[:16]}-{split}"

@@ -1,12 +1,18 @@
-"""Maker of torch's process groups and point-to-point communicators for this process."""
+"""
+Maker of torch's process groups and point-to-point communicators for this process.
+
+A communicator carries only one direction: NCCL runs a communicator's operations one after another on one stream, so in
+a shared communicator a send would wait for a receive, or either for a collective.
+"""
 
 import logging
+import os
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from ctypes import py_object, pythonapi
 from datetime import timedelta
 from typing import Any
@@ -14,6 +20,7 @@ from typing import Any
 import attrs
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from drawloom.components.distributed.connections import (
@@ -22,15 +29,15 @@ from drawloom.components.distributed.connections import (
     Connections,
     run_gloo_collectives_in_one_thread,
 )
-from drawloom.components.distributed.p2p_links import TorchCommunicator, TorchP2PChannel, connect_two_ranks_by_nccl
+from drawloom.components.distributed.p2p_links import Edge
 from drawloom.components.distributed.process_group import (
-    SingleProcess,
     TorchGroup,
     call_directly,
     mark_blocked_and_convert_errors,
 )
 from drawloom.components.distributed.rank_monitor import RankMonitor
-from drawloom.components.ports.distributed import Device, Group, P2PChannel
+from drawloom.components.distributed.single_process import SingleProcess
+from drawloom.components.ports.distributed import Device, Group, P2PChannel, Pending
 from drawloom.graph import UserError
 
 log = logging.getLogger("drawloom.distributed")
@@ -43,6 +50,95 @@ MEETING_TICK = 0.002  # seconds between two looks for other ranks
 CONTROL = "control "  # begins the names of groups over gloo, whatever the backend
 ABORT_LIMIT = 10.0  # seconds for NCCL to abort communicators
 NCCL_MARGIN = timedelta(seconds=30)  # on top of ours, before torch's NCCL watchdog kills the process
+
+
+@attrs.define(eq=False)
+class P2PWork:
+    """A send or receive in progress; it keeps its tensor alive until it is completed."""
+
+    communicator: "TorchCommunicator"
+    _work: Any
+    _tensor: Tensor | None
+
+    def is_completed(self) -> bool:
+        """Return whether the tensor has been sent or received (on a GPU: by the device)."""
+        return self._work is None or bool(self._work.is_completed())
+
+    def wait(self) -> None:
+        if self._work is not None:
+            with self.communicator.mark_blocked_and_convert_errors():
+                self._work.wait()
+            self._work = self._tensor = None  # torch's Work keeps its tensors alive after completion
+
+
+@attrs.frozen(eq=False)
+class TorchCommunicator:
+    """One end of a one-way communicator from `ranks[0]` to `ranks[1]`, over a torch backend (gloo or NCCL)."""
+
+    name: str
+    ranks: Edge
+    backend: Any
+    device: torch.device
+    monitor: RankMonitor
+
+    def send(self, tensor: Tensor) -> P2PWork:
+        """Start to send a contiguous tensor (any shape and dtype)."""
+        with self.mark_blocked_and_convert_errors():
+            return P2PWork(self, self.backend.send([tensor], 1, 0), tensor)
+
+    def receive(self, tensor: Tensor) -> P2PWork:
+        """Start to receive into a contiguous tensor (any shape and dtype)."""
+        with self.mark_blocked_and_convert_errors():
+            return P2PWork(self, self.backend.recv([tensor], 0, 0), tensor)
+
+    def mark_blocked_and_convert_errors(self) -> AbstractContextManager[None]:
+        """Mark this rank as blocked in this communicator's transfer, and convert torch's errors to a UserError."""
+        return mark_blocked_and_convert_errors(self.monitor, "a point-to-point transfer", self.name, self.ranks)
+
+
+@attrs.frozen
+class TorchP2PChannel:
+    """The two communicators between this rank and a peer, one per direction."""
+
+    outgoing: TorchCommunicator
+    incoming: TorchCommunicator
+
+    def send(self, tensor: Tensor) -> Pending:
+        return self.outgoing.send(tensor)
+
+    def receive(self, tensor: Tensor) -> Pending:
+        return self.incoming.receive(tensor)
+
+
+def connect_two_ranks_by_nccl(store: Any, rank: int, ranks: Edge, timeout: timedelta, device: torch.device) -> Any:
+    """
+    Return an NCCL communicator for two ranks outside torch's group registry, in which this one is `rank`, 0 or 1.
+
+    dist.new_group is collective over all ranks, and with a bound device it shares one NCCL communicator among all
+    point-to-point operations in a group.
+    """
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    options.global_ranks_in_group = list(ranks)
+    with _suppress_serialization_warning():
+        backend = dist.ProcessGroupNCCL(store, rank, 2, options)
+    backend.eager_connect_single_device(device)
+    return backend
+
+
+@contextmanager
+def _suppress_serialization_warning() -> Iterator[None]:
+    """Suppress NCCL's warning that these backends' operations run one after another, as intended here."""
+    name = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
+    before = os.environ.get(name)
+    os.environ[name] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 @attrs.define(eq=False)

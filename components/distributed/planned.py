@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from drawloom.components.distributed.mesh_layout import Layout, MeshView, resolve_layout
-from drawloom.components.distributed.process_group import Done
-from drawloom.components.distributed.symmetric_memory import HostMemory
+from drawloom.components.distributed.single_process import Done, HostMemory
 from drawloom.components.ports.distributed import DIMENSIONS, Pending, PerDimension, SymmetricMemory
 
 

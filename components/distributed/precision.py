@@ -5,7 +5,7 @@ from typing import Literal
 
 import torch
 
-from drawloom.components.ports.distributed import FrozenFormat, LinearFormat, RoundingTime
+from drawloom.components.ports.distributed import FrozenFormat
 from drawloom.graph import Problem, component, setting
 from drawloom.graph.wiring.node import NodeView
 
@@ -32,15 +32,19 @@ def _describe_float16_fault(name: str | None) -> str | None:
     return "gradients underflow in float16; write 'bfloat16'" if name == "float16" else None
 
 
-@component
+@component(
+    replaced_keys=dict.fromkeys(
+        ("linear", "linear_in_compute", "linear_weights", "gather"),
+        'a table [float8] with use = "float8.training", and its settings exclude, round_weights and gather',
+    )
+)
 class DtypePolicy:
     """
     A run's dtypes by kind of number (mixed precision).
 
     `parameter` is the optimizer's dtype (master weights). `compute` is the layers' dtype (`param_dtype` of FSDP's
     MixedPrecisionPolicy): every trained weight is cast once a step. `gradient` is the dtype for sums over microbatches
-    (gradient accumulation). With `linear = "float8"`, linear layers round both factors of their products to 8 bits (FP8
-    training). `frozen` is the storage of weights that adapters do not train (QLoRA).
+    (gradient accumulation). `frozen` is the storage of weights that adapters do not train (QLoRA).
     """
 
     _parameter: Name = setting(
@@ -67,28 +71,6 @@ class DtypePolicy:
     uncast: tuple[str, ...] = setting(
         default=(), doc='name patterns of parameters that layers use without a cast: "*norm.weight"'
     )
-    linear: LinearFormat = setting(
-        default="compute",
-        doc="format in which linear layers multiply, forward and backward: 'compute', the compute dtype, or 'float8'; "
-        "embedding, head, norms, routers and attention stay in the compute dtype",
-    )
-    linear_in_compute: tuple[str, ...] = setting(
-        default=(),
-        doc='patterns of the names of linear layers that float8 excludes: "model.layers.0.*", "*.down_proj"',
-    )
-
-    linear_weights: RoundingTime = setting(
-        default="pass",
-        impact="safe",
-        doc="when weights are rounded to float8: 'pass', in every pass, without memory; 'step', once a step, with 2 "
-        "bytes per weight, which saves time with several microbatches or recomputation; the bits are the same",
-    )
-
-    gather: LinearFormat = setting(
-        default="compute",
-        doc="format in which FSDP ranks gather the weights of layers that multiply in float8: 'compute', or 'float8', "
-        "half the bytes of bfloat16 and one more pass over the weights; for links slower than the GPU's computation",
-    )
     frozen: FrozenFormat = setting(
         default="compute",
         impact="incompatible",
@@ -106,13 +88,6 @@ class DtypePolicy:
         """Raise ValueError for combinations that `check` rejects in a recipe."""
         conflicts = [
             *find_dtype_conflicts_and_remedies(self._parameter, self._compute, self._gradient, self.uncast),
-            *find_linear_format_conflicts_and_remedies(
-                self._compute or self._parameter,
-                self.linear,
-                self.linear_in_compute,
-                self.linear_weights,
-                self.gather,
-            ),
             *find_frozen_format_conflicts_and_remedies(
                 self._compute or self._parameter, self.frozen, self.frozen_in_compute
             ),
@@ -129,12 +104,7 @@ class DtypePolicy:
         ):
             yield node.problem(key, text, hint)
         used = values["compute"] or values["parameter"]
-        conflicts = [
-            *find_linear_format_conflicts_and_remedies(
-                used, values["linear"], values["linear_in_compute"], values["linear_weights"], values["gather"]
-            ),
-            *find_frozen_format_conflicts_and_remedies(used, values["frozen"], values["frozen_in_compute"]),
-        ]
+        conflicts = find_frozen_format_conflicts_and_remedies(used, values["frozen"], values["frozen_in_compute"])
         for key, text, hint in conflicts:
             yield node.problem(key, text, hint)
 
@@ -169,28 +139,6 @@ def find_dtype_conflicts_and_remedies(
     if uncast and used == parameter:
         text = f"nothing is cast, since compute and parameter are both {parameter!r}"
         yield "uncast", text, "remove uncast"
-
-
-def find_linear_format_conflicts_and_remedies(
-    compute: str,
-    linear: LinearFormat,
-    linear_in_compute: tuple[str, ...],
-    linear_weights: RoundingTime,
-    gather: LinearFormat,
-) -> Iterator[tuple[str, str, str]]:
-    """Yield conflicts between the linear layers' format and the compute dtype: the key, the fault, and the remedy."""
-    if linear == "float8" and compute != "bfloat16":
-        text = f"layers compute in {compute!r}, and products in float8 accept only bfloat16"
-        yield "linear", text, "write compute = 'bfloat16', or remove linear"
-    if linear_in_compute and linear == "compute":
-        text = "all linear layers multiply in the compute dtype, so that there is nothing to exclude"
-        yield "linear_in_compute", text, "write linear = 'float8', or remove linear_in_compute"
-    if linear_weights == "step" and linear == "compute":
-        text = "all linear layers multiply in the compute dtype, so that no weight is rounded"
-        yield "linear_weights", text, "write linear = 'float8', or remove linear_weights"
-    if gather == "float8" and linear == "compute":
-        text = "gather = 'float8' concerns the weights of layers that multiply in float8, and linear = 'compute'"
-        yield "gather", text, "write linear = 'float8', or remove gather"
 
 
 def find_frozen_format_conflicts_and_remedies(

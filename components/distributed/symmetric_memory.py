@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from drawloom.components.distributed.single_process import HostMemory
 from drawloom.components.ports.distributed import Group
 from drawloom.graph import UserError
 
@@ -29,17 +30,6 @@ class GpuMemory:
 
     def barrier(self) -> None:
         self.handle.barrier()
-
-
-@attrs.frozen(eq=False)
-class HostMemory:
-    """Shared memory for processes on one host, by a mapped file; `barrier` blocks the host."""
-
-    parts: Sequence[Tensor]
-    group: Group
-
-    def barrier(self) -> None:
-        self.group.sum(torch.zeros(1))
 
 
 def allocate_symmetric_gpu_memory(size: int, group: Any, device: torch.device) -> GpuMemory:

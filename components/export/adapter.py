@@ -4,7 +4,6 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from drawloom.components.distributed.rank_errors import run_and_gather_on_all_ranks, run_on_rank0
 from drawloom.components.export.hf_writer import STATE, read_exported_step
 from drawloom.components.export.joined_adapters import PREFIX, find_layers_joined_in_files
-from drawloom.components.export.shard_writer import make_share_on_all_ranks
+from drawloom.components.export.shard_writer import gather_states_on_first_rank, make_share_on_all_ranks
 from drawloom.components.ports.adapters import AdaptedLayer, Adapter, LowRank, trains_base_weights
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.model import KeepsConfig, LanguageModel
@@ -26,10 +25,9 @@ from drawloom.components.ports.weights import Convert, Mapper, TensorGroup
 from drawloom.components.storage.durable_files import create_temp_folder, remove_folder_atomically
 from drawloom.components.storage.safetensors.writer import write_safetensors_file
 from drawloom.components.weights.adapted import EMBEDDING, HEAD, build_meta_model_with_adapters, find_adapted_layers
-from drawloom.components.weights.load import persistent_tensors
+from drawloom.components.weights.convert import persistent_tensors
 from drawloom.components.weights.mapper import parallel, return_unchanged, sequential
 from drawloom.components.weights.mapper_ops import rename
-from drawloom.components.workspace.workspace import get_configs_parallel
 from drawloom.graph import Problem, UserError, component, setting
 from drawloom.graph.wiring.node import NodeView
 
@@ -107,16 +105,12 @@ class AdapterExport:
         run_on_rank0(
             group, lambda: remove_folder_atomically(self._adapter_folder)
         )  # it may have the adapter of an earlier step
-        workspace = self.folder.folder / "adapter.workspace" if group.size > 1 else None
         with use_averages_if_any(self.average):
-            share = make_share_on_all_ranks(self.stages, mapper, group, workspace, only_inputs=True)
+            share = make_share_on_all_ranks(self.stages, mapper, group, only_inputs=True)
             tensors, _ = run_and_gather_on_all_ranks(group, share.gather_and_convert_tensors)
-            with get_configs_parallel(tensors, range(group.size), group, workspace) as parts:
-                merged = {name: tensor for part in parts for name, tensor in part.items()}
-                run_on_rank0(group, lambda: _write_adapter_folder(self._adapter_folder, merged, config, step))
-        if workspace is not None and group.rank == 0:
-            with suppress(OSError):  # an empty folder does no harm
-                workspace.rmdir()
+            parts = gather_states_on_first_rank(tensors, group)
+            merged = {name: tensor for part in parts for name, tensor in part.items()}
+            run_on_rank0(group, lambda: _write_adapter_folder(self._adapter_folder, merged, config, step))
 
     def _make_mapper_and_config(self, whole: nn.Module) -> tuple[Mapper, dict[str, Any]]:
         """Return the mapper from a model's parameters to PEFT's tensors, and the content for `adapter_config.json`."""

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from drawloom.components.distributed.process_group import SingleProcess
+from drawloom.components.distributed.single_process import SingleProcess
 from drawloom.components.export.base_folder import find_base_folder, list_config_and_text_config, read_token_ids
-from drawloom.components.export.generation_config import add_end_ids, add_end_ids_to_generation_config
 from drawloom.components.export.shard_writer import (
     loss_parameters_by_name,
     make_share_on_all_ranks,
@@ -22,8 +21,9 @@ from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.model import LanguageModel
 from drawloom.components.ports.pipeline import SCORE, SequenceHead
 from drawloom.components.ports.stages import LOSS, Stages
-from drawloom.components.ports.weights import Mapper
+from drawloom.components.ports.weights import MAX_SHARD, Mapper
 from drawloom.components.storage.regular_file import read_file
+from drawloom.components.storage.strict_json import parse_strict_json
 from drawloom.components.storage.tensor_source import TensorSpec
 from drawloom.components.weights.adapted import (
     HEAD,
@@ -34,7 +34,7 @@ from drawloom.components.weights.adapted import (
 )
 from drawloom.components.weights.mapper import parallel, select_outputs, sequential
 from drawloom.components.weights.mapper_ops import rename
-from drawloom.components.weights.save import MAX_SHARD, PlannedFile
+from drawloom.components.weights.save import PlannedFile
 
 log = logging.getLogger("drawloom.run")
 
@@ -45,6 +45,44 @@ DTYPE_KEYS = ("torch_dtype", "dtype")
 """Keys of a config for the dtype of weights, in transformers 4 and 5."""
 
 MAX_STATE_SIZE = 2**24  # bytes
+
+
+MAX_VALUES = 2**16  # of a generation_config.json, which has tens
+
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def add_end_ids(config: dict[str, Any], ids: Collection[int]) -> bool:
+    """
+    Add ids to a text's ends, in a `config.json` or `generation_config.json`; return whether it changed.
+    """
+    ends = config.get("eos_token_id")
+    known = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    if not (added := [end for end in ids if end not in known]):
+        return False
+    config["eos_token_id"] = added[0] if ends is None and len(added) == 1 else [*known, *added]
+    return True
+
+
+def add_end_ids_to_generation_config(folder: Path, ids: Collection[int]) -> None:
+    """
+    Add ids to the ones at which transformers' `generate` stops, in an exported folder's generation_config.json.
+
+    A folder without the file gets one, with the token ids of its config.json, unless these have all ids.
+    """
+    path = folder / "generation_config.json"
+    if path.is_file():
+        try:
+            settings = parse_strict_json(path.read_bytes(), max_values=MAX_VALUES)
+        except ValueError as error:
+            log.warning("%s is exported as it is, because it can't be read: %s", path.name, error)
+            return
+    else:
+        config = json.loads((folder / "config.json").read_text("utf-8"))
+        config |= config.get("text_config", {})
+        settings = {name: config[name] for name in TOKEN_IDS if config.get(name) is not None}
+    if isinstance(settings, dict) and add_end_ids(settings, ids):
+        path.write_text(json.dumps(settings, indent=2) + "\n", "utf-8")
 
 
 def read_exported_step(folder: Path) -> int | None:
@@ -65,7 +103,6 @@ def write_hugging_face_folder(
     head: SequenceHead | None = None,
     base: Path | None = None,
     group: Group | None = None,
-    workspace: Path | None = None,
     max_shard: int = MAX_SHARD,
     dtype: torch.dtype | None = None,
     step: int | None = None,
@@ -74,12 +111,11 @@ def write_hugging_face_folder(
     """
     Write safetensors, `config.json` and the tokenizer files; the folder appears complete or not at all.
 
-    The group's stages together form the model. All ranks call this, and exchange their parameters through `workspace`,
-    a folder visible to all ranks, or through their machine's shared memory. `max_shard` is in bytes; without `dtype`
-    tensors keep their dtypes; `step` is the weights' step, if known; generation ends at `end_ids`, too. Adapters are
-    merged into the weights. Other files and keys are those of the folder `base`, by default the folder of the initial
-    weights. With `head`, the folder is for AutoModelForSequenceClassification: the loss's head replaces the language
-    model's. Raises UserError if the stages are not the whole model or the target exists.
+    The group's stages together form the model. All ranks call this. `max_shard` is in bytes; without `dtype` tensors
+    keep their dtypes; `step` is the weights' step, if known; generation ends at `end_ids`, too. Adapters are merged
+    into the weights. Other files and keys are those of the folder `base`, by default the folder of the initial weights.
+    With `head`, the folder is for AutoModelForSequenceClassification: the loss's head replaces the language model's.
+    Raises UserError if the stages are not the whole model or the target exists.
     """
     group = SingleProcess() if group is None else group
     config = model.hugging_face_config()
@@ -123,7 +159,7 @@ def write_hugging_face_folder(
             (folder / STATE).write_text(json.dumps({"global_step": step}) + "\n", "utf-8")
 
     others = None if head is None else loss_parameters_by_name(stages)
-    own = make_share_on_all_ranks(stages, mapper, group, workspace, dtype, only_inputs=head is not None, others=others)
+    own = make_share_on_all_ranks(stages, mapper, group, dtype, only_inputs=head is not None, others=others)
     if origin is not None and origin.carried and group.rank == 0:
         own = origin.add_unloaded_tensors_to(own)
     write_safetensors_folder_collectively(target, own, group, max_shard, write_other_files)

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -10,15 +9,14 @@ import attrs
 import torch
 
 from drawloom.components.distributed.rank_errors import run_on_rank0
-from drawloom.components.export.hf_writer import read_exported_step, write_hugging_face_folder
 from drawloom.components.ports.corpus import EndsAnswers, Tokenizer
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.model import ClassifiableModel, LanguageModel
 from drawloom.components.ports.pipeline import Loss, SequenceHead
 from drawloom.components.ports.run import RunFolder
 from drawloom.components.ports.stages import AveragedWeights, Stages, use_averages_if_any
+from drawloom.components.ports.weights import MAX_SHARD
 from drawloom.components.storage.durable_files import remove_folder_atomically
-from drawloom.components.weights.save import MAX_SHARD
 from drawloom.graph import Every, Problem, at_least, component, setting, wired
 from drawloom.graph.wiring.node import NodeView
 
@@ -63,6 +61,9 @@ class HuggingFaceExport:
 
     def has_result_of_step(self, step: int) -> bool:
         """Return whether the folder is from this step; it is never incomplete. A collective, with equal results."""
+        # imported here, as the rest of an export: a check and the training itself need none of it
+        from drawloom.components.export.hf_writer import read_exported_step
+
         return bool(run_on_rank0(self.mesh.world, lambda: read_exported_step(self._export_folder) == step))
 
     def run_after_training(self, step: int) -> None:
@@ -81,8 +82,8 @@ class HuggingFaceExport:
 
     def _gather_and_write_folder(self, target: Path, step: int | None = None) -> None:
         """Write the weights of all ranks. A collective over all ranks."""
-        # in the run folder, which all ranks see, even across machines
-        workspace = self.folder.folder / "export.workspace" if self.mesh.world.size > 1 else None
+        from drawloom.components.export.hf_writer import write_hugging_face_folder
+
         write_hugging_face_folder(
             target,
             self.model,
@@ -90,15 +91,11 @@ class HuggingFaceExport:
             self.tokenizer,
             head=self.loss if isinstance(self.loss, SequenceHead) else None,
             group=self.mesh.world,
-            workspace=workspace,
             max_shard=self.max_shard,
             dtype=None if self.dtype is None else DTYPES[self.dtype],
             step=step,
             end_ids=frozenset().union(*(chat.answer_end_ids for chat in self.chats.values())),
         )
-        if workspace is not None and self.mesh.world.rank == 0:
-            with suppress(OSError):  # an empty folder does no harm
-                workspace.rmdir()
 
     @property
     def _export_folder(self) -> Path:

@@ -15,8 +15,9 @@ from drawloom.components.ports.stages import LOSS, Stages
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.storage.durable_files import TempFolder, create_temp_folder
 from drawloom.components.storage.safetensors.header import CODES, DTYPES, format_names
+from drawloom.components.storage.state_tree import PackedState, pack_state, unpack_state
 from drawloom.components.storage.tensor_source import TensorSource, TensorSpec
-from drawloom.components.weights.load import stream_converted_tensors
+from drawloom.components.weights.convert import stream_converted_tensors
 from drawloom.components.weights.mapper import parallel, sequential
 from drawloom.components.weights.mapper_ops import to_dtype
 from drawloom.components.weights.save import (
@@ -27,7 +28,6 @@ from drawloom.components.weights.save import (
     write_files,
     write_index_if_several_files,
 )
-from drawloom.components.workspace.workspace import get_configs_parallel
 from drawloom.graph import UserError
 
 
@@ -155,7 +155,6 @@ def make_share_on_all_ranks(
     stages: Stages,
     mapper: Mapper,
     group: Group,
-    workspace: Path | None = None,
     dtype: torch.dtype | None = None,
     only_inputs: bool = False,
     others: Mapping[str, ModelParameter] | None = None,
@@ -163,9 +162,8 @@ def make_share_on_all_ranks(
     """
     Return this rank's share of a mapper's outputs. A collective over the group.
 
-    Ranks exchange parameter specs through `workspace`, or through their machine's shared memory. Raises UserError
-    like `choose_owner_by_mapper_group`, for parameters unknown to the mapper too, unless `only_inputs`. `others` are
-    this rank's parameters beside the model's.
+    Raises UserError like `choose_owner_by_mapper_group`, for parameters unknown to the mapper too, unless
+    `only_inputs`. `others` are this rank's parameters beside the model's.
     """
     inputs = set(mapper.inputs)
     parameters = {
@@ -173,9 +171,36 @@ def make_share_on_all_ranks(
     }
     parameters |= others or {}
     parameters |= {name: buffer for name, buffer in persistent_buffers_by_name(stages).items() if name in inputs}
-    with get_configs_parallel(describe_parameters_as_json(parameters), range(group.size), group, workspace) as holdings:
-        owners = run_on_rank0(group, lambda: choose_owner_by_mapper_group(mapper, holdings))
+    holdings = gather_states_on_first_rank(describe_parameters_as_json(parameters), group)
+    owners = run_on_rank0(group, lambda: choose_owner_by_mapper_group(mapper, holdings))
     return make_share(parameters, mapper, [n for n, owner in enumerate(owners) if owner == group.rank], dtype)
+
+
+def gather_states_on_first_rank(state: Any, group: Group) -> list[Any]:
+    """
+    Gather every rank's state, JSON values and tensors, on the first rank, by rank; other ranks get an empty list.
+
+    A collective. The tensors have any shape and dtype, and arrive on the CPU; other ranks have one at a time in
+    memory. Raises the error of a rank with a state that JSON or safetensors lack on all ranks.
+    """
+    (_, own), trees_and_specs = run_and_gather_on_all_ranks(group, lambda: pack_state(state), _describe_packed_state)
+    states = []
+    for rank, (tree, specs) in enumerate(trees_and_specs):
+        tensors = {}
+        for name, (shape, code) in specs.items():
+            is_own = rank == group.rank
+            tensor = own[name].detach().cpu().contiguous() if is_own else torch.empty(shape, dtype=DTYPES[code])
+            group.broadcast(tensor.view(-1).view(torch.uint8), rank)
+            if group.rank == 0:
+                tensors[name] = tensor
+        if group.rank == 0:
+            states.append(unpack_state(tree, tensors))
+    return states
+
+
+def _describe_packed_state(packed: PackedState) -> list[Any]:
+    """Return a state's tree, and its tensors' shapes and dtypes, as JSON."""
+    return [packed.tree, {name: [tensor.shape, CODES[tensor.dtype]] for name, tensor in packed.tensors.items()}]
 
 
 def write_safetensors_folder_collectively(

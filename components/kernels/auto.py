@@ -39,13 +39,10 @@ from drawloom.kernels.batch_invariant import (
 )
 from drawloom.kernels.cut_cross_entropy import LogitCut, cut_cross_entropy_eager
 from drawloom.kernels.dequantize import linear_quantized, multiply_quantized_experts
-from drawloom.kernels.experts_float8 import expert_rows_float8, experts_float8
-from drawloom.kernels.float8 import EAGER, lacks_float8
 from drawloom.kernels.linear import embedding_eager, linear_eager
-from drawloom.kernels.linear_float8 import linear_float8, linear_quantized_float8, linears_float8, mlp_float8
-from drawloom.kernels.moe import Routes as RoutingTables
 from drawloom.kernels.operation import why_no_triton
 from drawloom.kernels.recompute import (
+    RowKernels,
     accept_rounded_inputs,
     call_recomputable,
     keep_arguments_in_8_bits,
@@ -76,20 +73,22 @@ def _declare_operation_setting(default: str, doc: str) -> Any:
     return setting(default="auto", alias=default, doc=f"implementation of {doc}")
 
 
-@component
+@component(
+    replaced_keys=dict.fromkeys(
+        ("linear_float8", "experts_float8"), 'implementation in a table with use = "float8.training"'
+    )
+)
 class AutoKernels:
     """
     Model operations: `eager` is plain torch, `auto` the best implementation for the device.
 
-    Embeddings, and linear layers without float8, always use torch. `triton` compiles a kernel at its first use.
+    Embeddings and linear layers always use torch. `triton` compiles a kernel at its first use.
     Attention: `flex` is torch's FlexAttention, `varlen` torch's flash attention for rows of several documents, and
     `cudnn` is cuDNN for rows of one document and `flex` for others. Cross entropy: `triton` stores the gradients of the
     logits, up to 2.5 GiB in bfloat16, and `cut` never stores logits. Grouped GEMM: `torch` is torch's grouped product.
     """
 
     device: Device
-    _linear_float8: Choice = _declare_operation_setting("linear_float8", "linear layers in float8")
-    _experts_float8: Choice = _declare_operation_setting("experts_float8", "experts in float8")
     _dequantize: Choice = _declare_operation_setting("dequantize", "the dequantization of frozen weights")
     _rms_norm: Choice = _declare_operation_setting("rms_norm", "RMSNorm")
     _add_rms_norm: Choice = _declare_operation_setting("add_rms_norm", "an addition with the RMSNorm of the sum")
@@ -121,7 +120,7 @@ class AutoKernels:
     batch_invariant: bool = setting(
         default=False,
         doc="whether a token's results have the same bits in every batch, at every length and with a cache; without "
-        "float8 and recurrent layers, and on a GPU in 16 bits only",
+        "recurrent layers, and on a GPU in 16 bits only",
     )
     _moe_routes: Choice = _declare_operation_setting("moe_routes", "the routes from tokens to experts")
     _moe_permute: Choice = _declare_operation_setting("moe_permute", "copies of tokens for their experts")
@@ -193,9 +192,13 @@ class AutoKernels:
         }
         # Recomputation normalises the sum that add_rms_norm made; the same implementation gives the same bits.
         return functions | {
-            "norm_of_sum": load_implementation("rms_norm", self.choose_implementation_of("add_rms_norm").name),
-            "casts_of_rows": EAGER if lacks_float8(self.device.device) else functions["linear_float8"],
+            "norm_of_sum": load_implementation("rms_norm", self.choose_implementation_of("add_rms_norm").name)
         }
+
+    def _load_row_casts(self) -> RowKernels:
+        """Return the casts of saved rows to 8 bits, which only runs that keep such rows import."""
+        casts: RowKernels = import_module("drawloom.kernels.float8.choosing").choose_row_casts(self.device.device)
+        return casts
 
     @property
     def _batch_invariant_functions(self) -> dict[str, Any]:
@@ -248,25 +251,6 @@ class AutoKernels:
 
     embedding = staticmethod(embedding_eager)
 
-    def _get_float8_implementation(self, operation: str) -> Any:
-        """Return an operation's implementation. Raises UserError if it must be batch-invariant."""
-        if self.batch_invariant:
-            text = "batch_invariant has no products in float8; leave out [precision] float8, or write"
-            raise UserError(f"kernels.auto: {text} batch_invariant = false", 2)
-        return self._functions_by_operation[operation]
-
-    def linear_float8(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        with accept_rounded_inputs():
-            return linear_float8(self._get_float8_implementation("linear_float8"), x, weight, bias)
-
-    def linears_float8(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        with accept_rounded_inputs():
-            return linears_float8(self._get_float8_implementation("linear_float8"), x, weights)
-
-    def mlp_float8(self, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        with accept_rounded_inputs():
-            return mlp_float8(self._get_float8_implementation("linear_float8"), x, gate, up, down)
-
     def dequantize(self, stored: Tensor, weight_format: StorageFormat) -> Tensor:
         return weight_format.load(stored, self._functions_by_operation["dequantize"])
 
@@ -276,11 +260,7 @@ class AutoKernels:
         stored: Tensor,
         weight_format: StorageFormat,
         bias: Tensor | None = None,
-        float8: bool = False,
     ) -> Tensor:
-        if float8:
-            unpack = partial(self.dequantize, weight_format=weight_format)
-            return linear_quantized_float8(self._get_float8_implementation("linear_float8"), unpack, x, stored, bias)
         dequantize = self._functions_by_operation["dequantize"]
         if self.batch_invariant:
             _refuse_wide_products(x)
@@ -289,26 +269,16 @@ class AutoKernels:
             )
         return linear_quantized(dequantize, x, stored, weight_format, bias)
 
-    def rms_norm(
-        self, x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False, float8: bool = False
-    ) -> Tensor:
-        with keep_arguments_in_8_bits(self._functions_by_operation["casts_of_rows"], x):
-            normed: Tensor = self._functions_by_operation["rms_norm"](x, weight, eps, zero_centered, float8)
-            record_recomputable_call(normed, self._functions_by_operation["rms_norm"], x, weight, eps, zero_centered)
-        return normed
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
+        with keep_arguments_in_8_bits(self._load_row_casts, x):
+            return call_recomputable(self._functions_by_operation["rms_norm"], x, weight, eps, zero_centered)  # type: ignore[no-any-return]
 
     def add_rms_norm(
-        self,
-        x: Tensor,
-        residual: Tensor,
-        weight: Tensor,
-        eps: float,
-        zero_centered: bool = False,
-        float8: bool = False,
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centered: bool = False
     ) -> NormAndSum:
         add_and_norm = self._functions_by_operation["add_rms_norm"]
-        with keep_arguments_in_8_bits(self._functions_by_operation["casts_of_rows"], x):
-            normed, summed = add_and_norm(x, residual, weight, eps, zero_centered, float8)
+        with keep_arguments_in_8_bits(self._load_row_casts, x):
+            normed, summed = add_and_norm(x, residual, weight, eps, zero_centered)
             # Recomputation starts from the sum, which is saved anyway, not from its terms.
             record_recomputable_call(
                 normed, self._functions_by_operation["norm_of_sum"], summed, weight, eps, zero_centered
@@ -317,7 +287,7 @@ class AutoKernels:
 
     def _call_recomputable_gate(self, name: str, gate_and_up: Sequence[Tensor], *others: Any) -> Tensor:
         """Call a gate, whose result can be recomputed, and whose arguments can be kept in 8 bits."""
-        with keep_arguments_in_8_bits(self._functions_by_operation["casts_of_rows"], *gate_and_up):
+        with keep_arguments_in_8_bits(self._load_row_casts, *gate_and_up):
             result: Tensor = call_recomputable(self._functions_by_operation[name], *gate_and_up, *others)
         return result
 
@@ -460,18 +430,6 @@ class AutoKernels:
 
     def add_expert_bias(self, rows: Tensor, bias: Tensor, offsets: Tensor, scale: Tensor | None = None) -> Tensor:
         return self._functions_by_operation["add_expert_bias"](rows, bias, offsets, scale)  # type: ignore[no-any-return]
-
-    def experts_float8(self, x: Tensor, probabilities: Tensor, gate_up: Tensor, down: Tensor, routes: Routes) -> Tensor:
-        # No rounded inputs: elements recomputed from them would not fit the scales that were copied to experts' rows.
-        kernels = self._get_float8_implementation("experts_float8")
-        return experts_float8(kernels, x, probabilities, gate_up, down, RoutingTables(*routes))
-
-    def expert_rows_float8(
-        self, rows: Tensor, probabilities: Tensor, gate_up: Tensor, down: Tensor, offsets: Tensor
-    ) -> Tensor:
-        kernels = self._get_float8_implementation("experts_float8")
-        with accept_rounded_inputs():
-            return expert_rows_float8(kernels, rows, probabilities, gate_up, down, offsets)
 
     def multiply_quantized_experts(
         self, x: Tensor, stored: Tensor, weight_format: StorageFormat, offsets: Tensor

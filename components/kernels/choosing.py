@@ -32,8 +32,6 @@ def _create_operation(module: str, triton_module: str, function: str) -> Operati
 
 
 OPERATIONS = {
-    "linear_float8": Operation({"eager": "float8.EAGER", "triton": "triton.float8.TRITON"}),
-    "experts_float8": Operation({"eager": "grouped_float8.EAGER", "triton": "triton.grouped_float8.TRITON"}),
     "dequantize": _create_operation("dequantize", "dequantize", "dequantize"),
     "rms_norm": _create_operation("rms_norm", "rms_norm", "rms_norm"),
     "add_rms_norm": _create_operation("rms_norm", "rms_norm", "add_rms_norm"),

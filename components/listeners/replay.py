@@ -95,9 +95,6 @@ class Replay:
         """Yield problems if a second pass need not have the same results, or can't be observed."""
         stages, mesh, executor = map(node.neighbour, ("stages", "mesh", "executor"))
         leave_out = f"leave [{node.name}] out of the listeners"
-        if stages and stages.settings.get("capture"):
-            text = f"[{node.name}] can't observe the layers in CUDA graphs"
-            yield stages.problem("capture", text, f"write capture = false, or {leave_out}")
         for adapter in stages.neighbours("adapters") if stages else ():
             if adapter.settings.get("dropout"):
                 text = f"[{node.name}] repeats passes, and dropout draws new random numbers"

@@ -4,18 +4,19 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from itertools import chain
 from typing import Any, ClassVar
 
 import attrs
 import torch
 from torch import nn
 
-from drawloom.components.parallel.float8_layers import find_float8_candidates, find_float8_layers, format_layer_count
 from drawloom.components.parallel.frozen_formats import select_weights_to_quantize
 from drawloom.components.ports.data import PackedDataset, ValidationData
 from drawloom.components.ports.distributed import Device, Mesh, Precision, Processes
 from drawloom.components.ports.model import LanguageModel, LayerRange, Model
 from drawloom.components.ports.run import Batching, Event, EventKind, RunInfo, Step
+from drawloom.components.ports.stages import DescribedStages
 from drawloom.graph import Every, component
 
 log = logging.getLogger("drawloom.run")
@@ -44,6 +45,7 @@ class RunSummary:
     batching: Every[Batching]
     precision: Every[Precision]
     launches: Every[Processes]
+    stages: Every[DescribedStages]
 
     clock: Callable[[], float] = attrs.field(init=False, default=time.monotonic)
     _began: float = attrs.field(init=False, default=0.0)
@@ -97,8 +99,10 @@ class RunSummary:
         yield "run", f"{self.job.name}, in {self.job.folder_path}"
         for model in self.models.values():
             whole = _build_whole_model_on_meta(model)
+            by_stages = (stages.describe_features(whole) for stages in self.stages.values() if stages.model is model)
             count = f"{sum(parameter.numel() for parameter in whole.parameters()):,} parameters"
-            yield "model", ", ".join([*_list_architectures(model), count, *self._describe_weight_dtypes(whole)])
+            phrases = [*self._describe_weight_dtypes(whole), *chain.from_iterable(by_stages)]
+            yield "model", ", ".join([*_list_architectures(model), count, *phrases])
         for rows in self.data.values():
             steps = (_describe_tokens_per_step(rows, batching) for batching in self.batching.values())
             validation = map(_format_validation_row_counts, self.validation.values())
@@ -106,12 +110,10 @@ class RunSummary:
         yield "device", self._describe_device()
 
     def _describe_weight_dtypes(self, whole: nn.Module) -> Iterator[str]:
-        """Yield the dtypes of weights and computation, with counts for float8 layers and frozen weights."""
+        """Yield the dtypes of weights and computation, with the count of frozen weights in another format."""
         for precision in self.precision.values():
             stored, compute = (str(dtype).removeprefix("torch.") for dtype in (precision.parameter, precision.compute))
             yield stored if stored == compute else f"{stored}, computed in {compute}"
-            if used := find_float8_layers(whole, precision):
-                yield format_layer_count(used, find_float8_candidates(whole))
             if stored_weights := len(select_weights_to_quantize(whole, precision)):
                 yield f"{stored_weights} frozen weights in {precision.frozen}"
 

@@ -22,8 +22,8 @@ from drawloom.components.ports.data import TokenBatch
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.model import Head, LanguageModel
 from drawloom.components.ports.pipeline import SCORE, LossSums
+from drawloom.components.weights.convert import convert_tensors
 from drawloom.components.weights.heads import find_score_head_rows, read_score_head
-from drawloom.components.weights.load import convert_tensors
 from drawloom.components.weights.mapper_ops import distribute_like
 from drawloom.graph import Problem, UserError, at_least, component, setting
 from drawloom.graph.wiring.node import NodeView

@@ -7,18 +7,15 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.distributed.device_model import get_matmul_dtype_key, get_peak_tflops
 from drawloom.components.ports.data import require_token_batch
 from drawloom.components.ports.distributed import Device, Mesh, Precision
+from drawloom.components.ports.features import StageFeature
 from drawloom.components.ports.flops import CountsFlops, ForwardFlops, count_attended_pairs
 from drawloom.components.ports.run import Step
 from drawloom.components.ports.stages import LOSS, Stages
 from drawloom.components.ports.tracking import Accumulator, Value
 from drawloom.components.state.batch import Batch
 from drawloom.graph import Every, above, component, setting
-
-FLOAT8_FACTOR = 2
-"""Peak of products in float8, divided by the peak in bfloat16, on every GPU with both."""
 
 log = logging.getLogger("drawloom.run")
 
@@ -30,9 +27,10 @@ class Utilization:
 
     With several devices also `device_tokens_per_second`. Only matrix products in a forward and a backward pass count:
     causal attention within documents, no recomputation by activation checkpointing, and no gradients for frozen
-    weights. The seconds are the same as for `tokens_per_second`. The peak for dense products in the compute dtype, even
-    with float8, comes from `distributed/devices.toml`; for an unknown device there is no `mfu`. On a CPU there are no
-    values unless `peak_tflops` is set. A value above the peak is impossible: it is reported as an error, and left out.
+    weights. The seconds are the same as for `tokens_per_second`. The peak for dense products in the compute dtype, also
+    if features multiply in a narrower one, comes from `distributed/devices.toml`; for an unknown device there is no
+    `mfu`. On a CPU there are no values unless `peak_tflops` is set. A value above the peak, or above the faster peak
+    that a feature declares, is impossible: it is reported as an error, and left out.
     """
 
     device: Device
@@ -40,6 +38,7 @@ class Utilization:
     precision: Precision
     stages: Stages
     models: Every[CountsFlops]
+    features: Every[StageFeature]
     peak_tflops: float | None = setting(
         default=None, check=above(0), doc="the device's peak TFLOP/s; default: a table with known devices"
     )
@@ -58,6 +57,8 @@ class Utilization:
         self._flops = model.forward_flops()
         self._peak = self.peak_tflops
         if self._peak is None:
+            from drawloom.components.distributed.device_model import get_matmul_dtype_key, get_peak_tflops
+
             self._peak = get_peak_tflops(
                 torch.cuda.get_device_name(device), get_matmul_dtype_key(self.precision.compute)
             )
@@ -109,7 +110,7 @@ class Utilization:
         if self._peak is None:
             return values
         values["mfu"] = mfu = flops / device_seconds / 1e12 / self._peak
-        if mfu <= (FLOAT8_FACTOR if self.precision.linear == "float8" else 1):
+        if mfu <= max((feature.peak_factor for feature in self.features.values()), default=1):
             return values
         self._report_impossible_rate(step.index, mfu)
         return dict.fromkeys(values)

@@ -74,14 +74,12 @@ class Linear(nn.Linear, TensorParallel, HeadLayer, LinearLayer):
         """Return x @ weight.T + bias (..., outputs) for x (..., inputs), in the layer's format."""
         if (weight_format := self.weight_formats.get("weight")) is not None:
             rows = x.to(self.weight.dtype)
-            return self.kernels.linear_quantized(rows, self.weight, weight_format, bias, self.uses_float8)
-        product = self.kernels.linear_float8 if self.uses_float8 else self.kernels.linear
-        return product(x.to(self.weight.dtype), self.weight, bias)
+            return self.kernels.linear_quantized(rows, self.weight, weight_format, bias)
+        return self.kernels.linear(x.to(self.weight.dtype), self.weight, bias)
 
-    def dequantize_if_quantized(self, weight: Tensor) -> Tensor:
-        """Return `weight` (outputs, inputs), dequantized if the layer's weight is stored quantized."""
+    def decode_weight(self, stored: Tensor) -> Tensor:
         weight_format = self.weight_formats.get("weight")
-        return weight if weight_format is None else self.kernels.dequantize(weight, weight_format)
+        return stored if weight_format is None else self.kernels.dequantize(stored, weight_format)
 
     def head(self) -> Head:
         """Return the layer as a head; cross entropy is fused with the product if there is no bias."""
@@ -104,15 +102,6 @@ class Linear(nn.Linear, TensorParallel, HeadLayer, LinearLayer):
         return {"weight": MATRIX_ROLE, "bias": BIAS_ROLE}
 
 
-def is_plain_float8_linear(layer: nn.Module) -> bool:
-    """Return whether a layer is a plain product in float8: no adapter, bias, quantized weight, or hook."""
-    if type(layer) is not Linear or layer.bias is not None or layer._forward_hooks or layer._forward_pre_hooks:
-        return False
-    if layer.weight_formats:
-        return False
-    return layer.uses_float8
-
-
 class RMSNorm(nn.Module):
     """
     RMSNorm over the last dimension, x / sqrt(mean(x^2) + eps) * weight; the weight is (width,).
@@ -127,9 +116,9 @@ class RMSNorm(nn.Module):
         self.zero_centered = zero_centered
         self.kernels = kernels
 
-    def forward(self, x: Tensor, float8: bool = False) -> Tensor:
-        """Normalise x (..., width), in its dtype; with `float8` also round the result for later float8 layers."""
-        return self.kernels.rms_norm(x, self.weight, self.eps, self.zero_centered, float8)
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise x (..., width), in its dtype."""
+        return self.kernels.rms_norm(x, self.weight, self.eps, self.zero_centered)
 
     def parameter_roles(self) -> Mapping[str, Role]:
         return {"weight": Role(False, 0.0) if self.zero_centered else SCALE_ROLE}
@@ -143,10 +132,10 @@ class ProjectionNorm(RMSNorm, TensorParallel):
         self.width = width
         self.unit = unit
 
-    def forward(self, x: Tensor, float8: bool = False) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Normalise x (..., width), or this rank's channels of it, in its dtype."""
         if self.ranks.size == 1:
-            return super().forward(x, float8)
+            return super().forward(x)
         wide = x.to(_at_least_float32(x))
         # Each rank divides its own channels by the norm of all, so both sums have to be over the ranks.
         squares = self.ranks.copy_to_ranks(self.ranks.all_reduce(wide.square().sum(-1, keepdim=True)))

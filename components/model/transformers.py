@@ -29,7 +29,8 @@ from drawloom.components.ports.model import Kernels, LayerRange
 from drawloom.components.ports.parameter_roles import Role, parameter_roles
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.weights import Mapper
-from drawloom.components.weights.load import open_and_check_folder, persistent_tensors
+from drawloom.components.weights.convert import persistent_tensors
+from drawloom.components.weights.load import open_and_check_folder
 from drawloom.graph import Problem, UserError, component, setting, wired
 
 CHOSEN_EXPERTS = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")

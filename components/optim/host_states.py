@@ -7,12 +7,17 @@ import attrs
 import torch
 
 from drawloom.components.distributed.transfers import DeviceTransfers
-from drawloom.components.optim.streamed_states import ALIGNMENT, SLOTS
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.memory import MemoryKind, Transfers
 from drawloom.components.ports.memory_policy import MemoryPolicy
 from drawloom.graph import Problem, above, component_base_class, setting
 from drawloom.graph.wiring.node import NodeView
+
+SLOTS = 3
+"""Slots on the device: of a piece that arrives, one that is updated, and one that leaves."""
+
+ALIGNMENT = 256
+"""Bytes at whose multiples tensors begin, in a slot and in host memory."""
 
 DEFAULT_SLOT_BYTES = 2**28
 

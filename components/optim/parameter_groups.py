@@ -112,7 +112,7 @@ def warn_unmatched_patterns(node: NodeView) -> Iterator[Problem]:
     """
     Yield a warning for every pattern, in groups or the optimizer's `targets`, without a model parameter.
 
-    Only models with `build_meta_module_if_known` are checked, because adapters, transforms and a `TrainableLoss` change
+    Only models with `build_meta_module_if_known` are checked, because adapters, features and a `TrainableLoss` change
     the parameters when the run starts. `targets` select matrices only.
     """
     groups, own_targets = node.settings["groups"], node.settings.get("targets")
@@ -136,7 +136,7 @@ def _find_model_parameter_roles(stages: NodeView) -> dict[str, Role]:
     """Return the roles of the stages' model parameters; {} if another part of the stages changes parameters."""
     model, loss = stages.neighbour("model"), stages.neighbour("loss")
     trains_loss = loss and loss.implements(TrainableLoss)
-    if model is None or trains_loss or stages.neighbours("adapters") or stages.neighbours("transforms"):
+    if model is None or trains_loss or stages.neighbours("adapters") or stages.neighbours("features"):
         return {}
     module = build_meta_module_if_known(model)
     return {} if module is None else dict(parameter_roles(module))

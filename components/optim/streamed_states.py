@@ -15,15 +15,10 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from drawloom.components.optim.host_states import ALIGNMENT, SLOTS
 from drawloom.components.ports.memory import Ticket, Transfers
 from drawloom.graph import UserError
 from drawloom.kernels.adamw import ALL, PER_DRAW, ParamState
-
-SLOTS = 3
-"""Slots on the device: of a piece that arrives, one that is updated, and one that leaves."""
-
-ALIGNMENT = 256
-"""Bytes at whose multiples tensors begin, in a slot and in host memory."""
 
 PIECE = 512
 """Elements at whose multiples a weight without rows is cut: an even number, for the noise of pairs."""

@@ -4,13 +4,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.optim.adamw_step import ADAM_MOMENTS, AdamWTriton, WideGradientStep
+from drawloom.components.optim.adamw_step import ADAM_MOMENTS, FactorStep, WideGradientStep
 from drawloom.components.optim.host_states import HostStates
 from drawloom.components.optim.parameter_groups import (
     ParameterGroup,
@@ -18,13 +18,15 @@ from drawloom.components.optim.parameter_groups import (
     find_unsupported_parametrization,
     warn_unmatched_patterns,
 )
-from drawloom.components.optim.streamed_states import Slots, StreamedTorchStep, allocate_state_in_host_memory
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import Step
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.stages import Parameters
 from drawloom.graph import Problem, component_base_class
 from drawloom.graph.wiring.node import NodeView
+
+if TYPE_CHECKING:
+    from drawloom.components.optim.streamed_states import Slots, StreamedTorchStep
 
 Named = Sequence[tuple[str, nn.Parameter]]
 
@@ -110,8 +112,8 @@ class TorchOptimizer(HostStates):
     weight_decay: float
     groups: Sequence[ParameterGroup]
     _optimizers: list[torch.optim.Optimizer] = attrs.field(init=False, factory=list)
-    _streamed: dict[torch.optim.Optimizer, StreamedTorchStep] = attrs.field(init=False, factory=dict)
-    _slots: Slots | None = attrs.field(init=False, default=None)
+    _streamed: "dict[torch.optim.Optimizer, StreamedTorchStep]" = attrs.field(init=False, factory=dict)
+    _slots: "Slots | None" = attrs.field(init=False, default=None)
     _host_state: dict[str, dict[str, Tensor]] = attrs.field(init=False, factory=dict)
 
     @classmethod
@@ -142,6 +144,8 @@ class TorchOptimizer(HostStates):
         on_host = self._choose_parameters_with_host_state()
         if not on_host:
             return
+        from drawloom.components.optim.streamed_states import Slots, StreamedTorchStep, allocate_state_in_host_memory
+
         named, moments = dict(self.parameters.named_parameters()), self.moment_names_by_parameter()
         device = named[on_host[0]].device
         self._transfers = self.open_transfers(device)
@@ -178,11 +182,11 @@ class TorchOptimizer(HostStates):
         multiplies it by its `lr_multiplier`.
         """
         step.state["lr"] = lr = self.lr * step.state.get("lr_factor", 1.0)
-        if not all(isinstance(optimizer, AdamWTriton) for optimizer in self._optimizers):
+        if not all(isinstance(optimizer, FactorStep) for optimizer in self._optimizers):
             step.apply_deferred_factors()
         factors = step.stack_and_clear_deferred_factors()
         for optimizer in self._optimizers:
-            if isinstance(optimizer, AdamWTriton):
+            if isinstance(optimizer, FactorStep):
                 optimizer.factors = factors
             step.apply_update_unless_skipped(partial(self._update_weights, optimizer, lr))
             optimizer.zero_grad()

@@ -64,7 +64,7 @@ class ContextPart:
 
 @attrs.define(eq=False)
 class ContextDimension(Dimension):
-    """Ranks with other tokens of the same rows; FSDP shards parameters over them too (`data_shard.py`)."""
+    """Ranks with other tokens of the same rows; FSDP shards parameters over them too (`fsdp.py`)."""
 
     name: ClassVar[str] = "context"
     splits_work: ClassVar[bool] = True

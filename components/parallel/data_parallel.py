@@ -1,17 +1,21 @@
-"""Data parallelism for a stage's parameters: sharded (FSDP, ZeRO-3), replicated (DDP), both (HSDP), or on one rank."""
+"""
+Data parallelism for a stage's parameters: sharded (FSDP, ZeRO-3), replicated (DDP), both (HSDP), or on one rank.
+
+Only the module for the mesh in use is imported.
+"""
 
 from collections.abc import Iterable, Sequence, Set
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 from torch import nn
 
 from drawloom.components.distributed.mesh_layout import SHARDS
-from drawloom.components.parallel.data_replicate import ReplicatedStore
-from drawloom.components.parallel.data_shard import ShardedModule, ShardedStore, shard_with_fsdp
 from drawloom.components.parallel.master_weights import Blocks, ParameterStore
-from drawloom.components.parallel.sliced_store import SlicedStore
 from drawloom.components.ports.distributed import Mesh, Precision
+
+if TYPE_CHECKING:
+    from drawloom.components.parallel.fsdp import ShardedModule, ShardedStore
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -46,10 +50,12 @@ class DataParallel:
         outer = [(replicas,)] if self.mesh.group(replicas).size > 1 else []
         return self.mesh.create_torch_mesh(*outer, shards)
 
-    def shard_modules(self, modules: Iterable[nn.Module]) -> list[ShardedModule]:
+    def shard_modules(self, modules: Iterable[nn.Module]) -> "list[ShardedModule]":
         """Shard the parameters of meta modules; return an empty list without sharding."""
         if self.mesh.shard_group.size == 1:
             return []
+        from drawloom.components.parallel.fsdp import shard_with_fsdp
+
         expert_mesh = self._get_torch_mesh("expert_replicate", "expert_shard") if self._shards_experts else None
         return shard_with_fsdp(
             modules,
@@ -63,14 +69,18 @@ class DataParallel:
         )
 
     def create_store(
-        self, modules: Sequence[nn.Module], sharded: Sequence[ShardedModule]
-    ) -> ParameterStore | ShardedStore:
+        self, modules: Sequence[nn.Module], sharded: "Sequence[ShardedModule]"
+    ) -> "ParameterStore | ShardedStore":
         """Return the parameter store for modules with memory and values."""
         if sharded:
+            from drawloom.components.parallel.fsdp import ShardedStore
+
             return ShardedStore.from_modules(sharded, self.precision)
         replicas = self.mesh.data_group
         if replicas.size == 1 or not self.overlaps:
             return ParameterStore.from_modules(modules, self.precision)
+        from drawloom.components.parallel.ddp import ReplicatedStore
+
         has_same_replicas = not self.experts or self.mesh.expert_data_group.size == replicas.size
         return ReplicatedStore.from_replicated_modules(
             modules,
@@ -85,6 +95,8 @@ class DataParallel:
         """Return the parameter store for modules on the meta device, for a plan."""
         if (ranks := self.mesh.shard_group).size == 1:
             return ParameterStore.from_modules(modules, self.precision)
+        from drawloom.components.parallel.sliced_store import SlicedStore
+
         return SlicedStore.from_sliced_modules(
             modules,
             self.blocks,

@@ -8,26 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.parallel.buckets import sum_in_buckets
-from drawloom.components.ports.distributed import Group, Mesh, PerDimension, Precision
+from drawloom.components.ports.distributed import Group, Mesh, Precision
+from drawloom.components.ports.features import StageNodes
 from drawloom.components.ports.slices import RankSlice
 from drawloom.components.ports.stages import LOSS, get_or_create_gradient
 from drawloom.graph import Problem
-from drawloom.graph.wiring.node import NodeView
-
-
-@attrs.frozen(kw_only=True)
-class StageNodes:
-    """A recipe's nodes that determine parallelism. A missing edge is reported elsewhere."""
-
-    stages: NodeView
-    mesh: NodeView
-    model: NodeView | None
-    precision: NodeView | None
-
-    @property
-    def sizes(self) -> PerDimension:
-        """The rank count by dimension, as written in the recipe."""
-        return PerDimension.from_settings(self.mesh.settings)
 
 
 @attrs.frozen(kw_only=True, eq=False)

@@ -12,10 +12,11 @@ from typing import ClassVar
 import attrs
 from torch import nn
 
-from drawloom.components.parallel.dimension import Dimension, RankParameters, StageNodes
+from drawloom.components.parallel.dimension import Dimension, RankParameters
 from drawloom.components.parallel.parameter_split import SplitDim, replace_by_rank_slice
 from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.experts import Dispatcher, supports_expert_parallel
+from drawloom.components.ports.features import StageNodes
 from drawloom.components.ports.model import ExpertModel
 from drawloom.components.ports.slices import RankSlice
 from drawloom.graph import Problem

@@ -8,12 +8,11 @@ import torch
 from torch import nn
 
 from drawloom.components.parallel.data_shard import find_untied_heads
-from drawloom.components.parallel.dimension import StageNodes
-from drawloom.components.parallel.float8_layers import build_precision
 from drawloom.components.parallel.master_weights import choose_layer_dtype
 from drawloom.components.parallel.tensor import TensorParallel
 from drawloom.components.ports.distributed import Precision
-from drawloom.components.ports.model import QuantizableLayer, build_meta_module_if_known
+from drawloom.components.ports.features import StageNodes
+from drawloom.components.ports.model import QuantizableLayer
 from drawloom.components.ports.slices import RankSlice, TensorSlice
 from drawloom.graph import Problem, UserError
 from drawloom.kernels.weight_formats import FORMATS, WeightFormat
@@ -100,16 +99,15 @@ def check_frozen_weight_format(nodes: StageNodes) -> Iterator[Problem]:
     """Yield problems in recipes whose frozen weights can't be quantized."""
     if nodes.precision is None or nodes.precision.settings.get("frozen") in (None, "compute"):
         return
-    if not nodes.stages.neighbours("adapters") and not nodes.stages.neighbours("transforms"):
+    if not nodes.freezes_weights:
         text = f"no weight is frozen, since [{nodes.stages.name}] has no adapters"
         yield nodes.precision.problem(
             "frozen", text, "write adapters, as the recipe finetune_lora does, or remove frozen"
         )
-    if nodes.stages.settings["compile"]:
+    if compiled := nodes.find_feature("stages.compiled"):
         text = f"torch.compile does not trace quantized weights, which [{nodes.precision.name}] asks for"
-        yield nodes.stages.problem("compile", text, 'write compile = false, or frozen = "compute"')
-    precision = build_precision(nodes.precision)
-    module = None if nodes.model is None else build_meta_module_if_known(nodes.model)
+        yield compiled.problem("use", text, f'remove [{compiled.name}], or write frozen = "compute"')
+    precision, module = nodes.build_precision(), nodes.build_whole_model_on_meta()
     if precision is None or module is None:
         return
     names = list(find_quantizable_weights(module))
@@ -128,8 +126,7 @@ def check_frozen_weight_format(nodes: StageNodes) -> Iterator[Problem]:
 
 def describe_frozen_weight_format(nodes: StageNodes) -> Iterator[str]:
     """Yield how many model weights are stored in the quantized format, and their bytes."""
-    precision = None if nodes.precision is None else build_precision(nodes.precision)
-    module = None if nodes.model is None else build_meta_module_if_known(nodes.model)
+    precision, module = nodes.build_precision(), nodes.build_whole_model_on_meta()
     if precision is None or module is None or not (chosen := select_weights_to_quantize(module, precision)):
         return
     units, block = FORMATS[precision.frozen].units, FORMATS[precision.frozen].block

@@ -8,8 +8,9 @@ from typing import ClassVar
 import attrs
 from torch import nn
 
-from drawloom.components.parallel.dimension import Dimension, RankParameters, StageNodes
+from drawloom.components.parallel.dimension import Dimension, RankParameters
 from drawloom.components.ports.distributed import PerDimension
+from drawloom.components.ports.features import StageNodes
 from drawloom.components.ports.model import LayerRange
 from drawloom.components.ports.pipeline import OuterLayersSchedule, PartitioningSchedule, Schedule
 from drawloom.graph import UserError

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drawloom.components.ports.distributed import Precision
-from drawloom.kernels.float8_message import pack_weights, unpack_weights
+from drawloom.components.ports.model import GatherEncoding
 from drawloom.kernels.sum_parts import sum_parts
 
 PACKED_BELOW_BYTES = 2**18
@@ -64,20 +64,21 @@ def start_gather(slices: Sequence[Tensor], outputs: Sequence[Tensor], group: Any
 
 
 @torch.no_grad()
-def start_gather_in_float8(
-    slices: Sequence[Tensor], outputs: Sequence[Tensor], widths: Sequence[int], group: Any
+def start_encoded_gather(
+    slices: Sequence[Tensor], outputs: Sequence[Tensor], encoding: GatherEncoding, widths: Sequence[int], group: Any
 ) -> StartedGather:
     """
-    Start `start_gather` in one message per rank, with some weights in float8.
+    Start `start_gather` in one message per rank, with some weights encoded.
 
     `widths` are row widths by slice, and 0 for slices sent in the outputs' dtype.
     """
     ranks = group.size()
-    own = pack_weights(_cast_and_pad(slices, [output.numel() // ranks for output in outputs], outputs[0].dtype), widths)
+    parts = _cast_and_pad(slices, [output.numel() // ranks for output in outputs], outputs[0].dtype)
+    own = encoding.pack_weights(parts, widths)
     gathered = own.new_empty(ranks, own.numel())
     work = group.allgather_into_tensor_coalesced([gathered.view(-1)], [own])
     by_rank = [output.view(ranks, -1) for output in outputs]
-    return StartedGather(work, [own], partial(unpack_weights, gathered, by_rank, widths))
+    return StartedGather(work, [own], partial(encoding.unpack_weights, gathered, by_rank, widths))
 
 
 def _cast_and_pad(slices: Sequence[Tensor], sizes: Sequence[int], dtype: torch.dtype) -> list[Tensor]:

@@ -15,14 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from drawloom.components.parallel.data_shard import get_local_slice, slice_rows
 from drawloom.components.parallel.shard_transfers import (
     StartedGather,
     StartedSum,
+    start_encoded_gather,
     start_gather,
-    start_gather_in_float8,
     start_sum,
 )
-from drawloom.components.ports.model import LinearLayer
+from drawloom.components.ports.model import GatherEncoding, LinearLayer
 from drawloom.components.ports.slices import TensorSlice
 
 
@@ -45,27 +46,23 @@ class ShardGroups:
 
 @attrs.frozen(kw_only=True)
 class UnitDtypes:
-    """
-    Dtypes of gathered parameters, and of gradients in messages between ranks; with `float8`, weights of float8 layers
-    are gathered in float8.
-    """
+    """Dtypes of gathered parameters, and of gradients in messages between ranks."""
 
     gathered: torch.dtype
     message: torch.dtype
-    float8: bool
 
 
 @attrs.define(eq=False)
 class ShardedParameter:
     """
     One parameter: `sharded` is the DTensor, `master` the same memory as a plain parameter, and `unsharded` the gathered
-    parameter. `owners` are its modules, with its names there.
+    parameter. `owners` are its modules, with its names there; messages with the parameter may have an `encoding`.
     """
 
     owners: Sequence[tuple[nn.Module, str]]
     sharded: nn.Parameter
     tensor_slice: TensorSlice
-    float8_width: int = 0
+    encoding: GatherEncoding | None
     master: nn.Parameter = attrs.field(init=False)
     unsharded: nn.Parameter = attrs.field(init=False)
     message: Tensor = attrs.field(init=False)
@@ -73,9 +70,7 @@ class ShardedParameter:
     _storage: Any = attrs.field(init=False)
 
     @classmethod
-    def shard(
-        cls, parameter: nn.Parameter, owners: Sequence[tuple[nn.Module, str]], mesh: Any, gathers_float8: bool
-    ) -> "ShardedParameter":
+    def shard(cls, parameter: nn.Parameter, owners: Sequence[tuple[nn.Module, str]], mesh: Any) -> "ShardedParameter":
         """Replace a module's parameter by this rank's slice, on the same device."""
         # Imported here, because the import takes a second, which runs without shards need not spend.
         from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -91,8 +86,8 @@ class ShardedParameter:
             stride=parameter.stride(),
         )
         module, name = owners[0]
-        width = _get_float8_row_width(module, name) if gathers_float8 else 0
-        result = cls(owners, nn.Parameter(sharded, parameter.requires_grad), tensor_slice, width)
+        encoding = module.gather_encodings.get(name) if isinstance(module, LinearLayer) else None
+        result = cls(owners, nn.Parameter(sharded, parameter.requires_grad), tensor_slice, encoding)
         result.set_in_modules(result.sharded)
         return result
 
@@ -114,6 +109,11 @@ class ShardedParameter:
     def allocate(self) -> None:
         """Allocate `unsharded`'s memory."""
         self._storage.resize_(self.message.nbytes)
+
+    @property
+    def encoded_width(self) -> int:
+        """The width of rows in messages if they are encoded, else 0."""
+        return 0 if self.encoding is None else self.tensor_slice.shape[1]
 
     def free(self) -> None:
         """Free `unsharded`'s memory."""
@@ -161,11 +161,12 @@ class ShardUnit:
             parameter.allocate()
         slices = [parameter.master.detach() for parameter in self.parameters]
         messages = [parameter.message for parameter in self.parameters]
-        widths = [parameter.float8_width for parameter in self.parameters]
-        if any(widths):
-            self._gather = start_gather_in_float8(slices, messages, widths, self.groups.shards)
-        else:
+        encoding = next((parameter.encoding for parameter in self.parameters if parameter.encoding), None)
+        if encoding is None:
             self._gather = start_gather(slices, messages, self.groups.shards)
+        else:
+            widths = [parameter.encoded_width for parameter in self.parameters]
+            self._gather = start_encoded_gather(slices, messages, encoding, widths, self.groups.shards)
 
     def gather(self) -> None:
         """Gather the parameters and set them in the modules; on a GPU only the current stream waits."""
@@ -245,32 +246,6 @@ class StartedReduction:
         return True
 
 
-def _get_float8_row_width(module: nn.Module, name: str) -> int:
-    """Return a weight's row width if its layer multiplies in float8, else 0."""
-    in_float8 = isinstance(module, LinearLayer) and module.uses_float8 and name == "weight"
-    return int(module.get_parameter(name).shape[1]) if in_float8 and not module.weight_formats else 0
-
-
 def count_gathered_bytes(units: Iterable[ShardUnit]) -> int:
     """Return the units' bytes while they are gathered."""
     return sum(parameter.unsharded.nbytes for unit in units for parameter in unit.parameters)
-
-
-def get_local_slice(tensor: Any) -> Tensor:
-    """Return this rank's slice of a DTensor (any shape), sharing its memory, without a graph."""
-    with torch.no_grad():
-        part: Tensor = tensor.to_local().detach()
-    return part
-
-
-def get_tensor_slice(tensor: Any) -> TensorSlice:
-    """Return this rank's slice position in a DTensor (any shape); its mesh's last dimension shards the rows."""
-    mesh, last = tensor.device_mesh, tensor.device_mesh.ndim - 1
-    return slice_rows(tuple(tensor.shape), mesh.size(last), mesh.get_local_rank(last))
-
-
-def slice_rows(shape: tuple[int, ...], ranks: int, rank: int) -> TensorSlice:
-    """Return a rank's slice of a parameter, divided along its first dimension; the last ranks' may be smaller."""
-    share = -(-shape[0] // ranks)
-    first = min(rank * share, shape[0])
-    return TensorSlice(shape, (first, *[0] * (len(shape) - 1)), (min(share, shape[0] - first), *shape[1:]))

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence, Set
 import attrs
 from torch import Tensor, nn
 
-from drawloom.components.parallel.data_shard import find_unsharded_parameters, find_untied_heads
+from drawloom.components.parallel.data_shard import find_untied_heads, slice_rows
 from drawloom.components.parallel.expert import ExpertParallel
+from drawloom.components.parallel.fsdp import find_unsharded_parameters
 from drawloom.components.parallel.master_weights import Blocks, ParameterStore
-from drawloom.components.parallel.shard_unit import slice_rows
 from drawloom.components.ports.distributed import Group, Precision
 from drawloom.components.ports.memory import MemoryKind
 from drawloom.components.ports.slices import TensorSlice

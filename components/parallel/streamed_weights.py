@@ -14,8 +14,8 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.parallel.dimension import StageNodes
 from drawloom.components.parallel.frozen_formats import find_quantizable_weights
+from drawloom.components.ports.features import StageNodes
 from drawloom.components.ports.memory import Ticket, Transfers
 from drawloom.components.ports.model import QuantizableLayer
 from drawloom.graph import Problem
@@ -117,19 +117,20 @@ def check_streamed_weights(nodes: StageNodes) -> Iterator[Problem]:
     """Yield problems for streamed weights if none is frozen, in CUDA graphs, with shards, or rounded to float8."""
     if not nodes.stages.settings["stream_frozen"]:
         return
-    if not nodes.stages.neighbours("adapters") and not nodes.stages.neighbours("transforms"):
+    if not nodes.freezes_weights:
         text = f"no weight is frozen, since [{nodes.stages.name}] has no adapters"
         yield nodes.stages.problem("stream_frozen", text, "write adapters, or stream_frozen = false")
-    precision = {} if nodes.precision is None else nodes.precision.settings
-    if precision.get("linear") == "float8" and precision.get("frozen") == "compute":
+    float8, precision = nodes.find_feature("float8.training"), nodes.precision
+    if float8 and precision and precision.settings["frozen"] == "compute":
         text = "layers that multiply in float8 round weights on the device"
-        yield nodes.stages.problem("stream_frozen", text, 'write precision.frozen = "nf4", or linear = "compute"')
-    if nodes.stages.settings["compile"]:
+        hint = f'write frozen = "nf4" in [{precision.name}], or remove [{float8.name}]'
+        yield nodes.stages.problem("stream_frozen", text, hint)
+    if compiled := nodes.find_feature("stages.compiled"):
         text = "torch.compile does not trace copies from host memory"
-        yield nodes.stages.problem("stream_frozen", text, "write compile = false, or stream_frozen = false")
-    if nodes.stages.settings["capture"]:
+        yield nodes.stages.problem("stream_frozen", text, f"remove [{compiled.name}], or write stream_frozen = false")
+    if captured := nodes.find_feature("pipeline.captured"):
         text = "a CUDA graph has its weights in fixed places on the device"
-        yield nodes.stages.problem("stream_frozen", text, "write capture = false, or stream_frozen = false")
+        yield nodes.stages.problem("stream_frozen", text, f"remove [{captured.name}], or write stream_frozen = false")
     if nodes.sizes.data_shard * nodes.sizes.context > 1:
         text = "weights sharded along data_shard and context are gathered from other ranks' devices"
         hint = f"write stream_frozen = false, or data_shard = 1 and context = 1 in [{nodes.mesh.name}]"

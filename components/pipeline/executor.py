@@ -1,16 +1,14 @@
 """Executor for schedules: runs a program on this rank's stages; on one rank, this is the plain training loop."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, ClassVar
 
 import attrs
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from drawloom.components.distributed.transfers import DeviceTransfers
 from drawloom.components.parallel.context import ContextPart
 from drawloom.components.parallel.pipeline import find_layer_conflicts
 from drawloom.components.pipeline.program.builders import build_forward_only_program
@@ -21,36 +19,35 @@ from drawloom.components.pipeline.program.lowering import (
     insert_shard_actions,
     lower_to_rank_program,
 )
-from drawloom.components.pipeline.runtime.capture import RankGraphs
-from drawloom.components.pipeline.runtime.offloads import Offloads
 from drawloom.components.pipeline.runtime.p2p import P2PBuffers
-from drawloom.components.pipeline.runtime.program_runner import MicrobatchInputs, ProgramRunner
+from drawloom.components.pipeline.runtime.program_runner import ProgramRunner
 from drawloom.components.pipeline.runtime.stage_runner import StageRunner
-from drawloom.components.pipeline.runtime.stage_streams import StageStreams
 from drawloom.components.pipeline.runtime.uploads import Uploads
-from drawloom.components.ports.adapters import trains_base_weights
 from drawloom.components.ports.data import uses_preference_pairs
 from drawloom.components.ports.distributed import Device, Mesh, Neighbours, P2PChannel, PerDimension
-from drawloom.components.ports.memory import Transfers
-from drawloom.components.ports.model import BatchContext, ContextParallelModel, Finish, Head, build_meta_module_if_known
+from drawloom.components.ports.features import StageFeature, check_exclusions
+from drawloom.components.ports.model import BatchContext, ContextParallelModel, Finish, Head
+from drawloom.components.ports.passes import Compute, Microbatches, MicrobatchInputs, PassFeature, PassKind
 from drawloom.components.ports.pipeline import LOSSES, Loss, MeasuresStep, Referenced, Schedule, embeds_on_every_rank
 from drawloom.components.ports.program import Action, Program, iterate_actions
-from drawloom.components.ports.stages import FrozenModel, Stage, StageInputs, TrainableStages
+from drawloom.components.ports.stages import ForwardStages, Stage, StageInputs, TrainableStages
 from drawloom.components.state.batch import Batch
 from drawloom.components.state.step_state import StepState
-from drawloom.components.weights.adapted import disable_adapters
-from drawloom.graph import Problem, UserError, component, setting
+from drawloom.graph import Problem, component, wired
 from drawloom.graph.wiring.node import NodeView
 from drawloom.kernels.recompute import mark_as_recomputation
 
 
 @attrs.frozen
 class _Training:
-    """Plan for a training step: this rank's actions, its stages, and the stages with a split backward pass."""
+    """
+    Plan for a training step: this rank's actions, its stages, the stages with a split backward pass, and the features.
+    """
 
     actions: list[Action]
     split: frozenset[int]
     stages: list[Stage]
+    features: list[PassFeature]
 
 
 def _compute_logits(hidden: Tensor, head: Head) -> Tensor:
@@ -58,12 +55,13 @@ def _compute_logits(hidden: Tensor, head: Head) -> Tensor:
     return head.logits(hidden)
 
 
-def _get_requested_hidden_states(last_and_requested: Any, _head: Head) -> Any:
-    """Select the requested hidden states by layer from a pair: the last hidden states, and the requested ones."""
-    return last_and_requested[1]
+REPLACED_KEYS = {
+    "frozen": 'a table with use = "stages.frozen", which is found by type',
+    "streams": 'a table [streams] with use = "pipeline.streams"',
+}
 
 
-@component(impact="safe")
+@component(impact="safe", replaced_keys=REPLACED_KEYS)
 class ProgramExecutor:
     """Executor that runs programs on this rank's stages; on one rank, the plain training loop."""
 
@@ -74,20 +72,16 @@ class ProgramExecutor:
     mesh: Mesh
     neighbours: Neighbours
     device: Device
-    frozen: FrozenModel | None = None
-    streams: bool = setting(
-        default=False,
-        doc="one CUDA stream per stage, to run overlapping passes of a schedule concurrently; GPU only",
-    )
+    features: list[PassFeature] = wired(factory=list)
     embeds_on_every_rank: ClassVar[bool] = False
-    open_transfers: Callable[[torch.device], Transfers] = attrs.field(init=False, default=DeviceTransfers)
     _links: Mapping[int, P2PChannel] = attrs.field(init=False, factory=dict)
     _training: dict[int, _Training] = attrs.field(init=False, factory=dict)
-    # forward actions by microbatch count: the trained model's, and the frozen model's
-    _forward: dict[int, list[Action]] = attrs.field(init=False, factory=dict)
-    _frozen_forward: dict[int, list[Action]] = attrs.field(init=False, factory=dict)
+    # forward actions by another model's stages, or None for the trained model's, and by microbatch count
+    _forward: dict[tuple[ForwardStages | None, int], list[Action]] = attrs.field(init=False, factory=dict)
     # by sequence length: the context part on the CPU, where batches are cut, and on the device
     _parts: dict[int, tuple[ContextPart, ContextPart]] = attrs.field(init=False, factory=dict)
+    # host memory for activations, if a program has moved any
+    _offloads: Any = attrs.field(init=False, default=None)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
@@ -99,10 +93,11 @@ class ProgramExecutor:
         if model := stages.neighbour("model"):
             yield from find_layer_conflicts(schedule, mesh, model)
             yield from check_whole_row_conflicts(mesh, model, loss)
-        if node.settings["streams"]:
-            yield from check_streams(node, stages)
-        yield from check_reference_adapters(loss, stages)
-        yield from check_frozen_model(node, loss, stages)
+        yield from check_features(node)
+        if loss.implements(Referenced) or loss.implements(MeasuresStep):
+            from drawloom.components.pipeline.runtime.loss_passes import check_loss_passes
+
+            yield from check_loss_passes(node, loss, stages)
         if (other := stages.neighbour("loss")) and other.name != loss.name:
             text = f"the stages contain the parameters of [{other.name}], but the executor computes [{loss.name}]"
             yield node.problem("objective", text, f'write objective = "@{other.name}"')
@@ -114,7 +109,8 @@ class ProgramExecutor:
 
     def close(self) -> None:
         """Release host memory for activations."""
-        self._offloads.transfers.close()
+        if self._offloads is not None:
+            self._offloads.transfers.close()
 
     @property
     def _stage_to_rank(self) -> tuple[int, ...]:
@@ -125,19 +121,11 @@ class ProgramExecutor:
         """Run the forward and backward passes for the state's batches, and write its losses."""
         training = self._plan_training_and_compare_ranks(state.microbatches)
         self.stages.cast_weights()
-        inputs = self._run_forward_for_step_sums(self._upload_inputs_with_references(state["batches"]))
-        if self._cuda_graphs is not None:
-            inputs = self._cuda_graphs.unify_one_document_flags(inputs)
-        runner = self._create_runner(inputs, state, training.stages, training.split)
-        runner.streams, runner.before_action = self._streams, self.mesh.world.raise_if_broken
-        if self._cuda_graphs is None:
-            runner.run(training.actions)
-        else:
-            self._cuda_graphs.record_missing_graphs(training.actions)
-            runner.run(training.actions)
-            self._cuda_graphs.keep_gradients_for_next_step()
+        inputs = self.prepare_inputs(state["batches"])
+        runner = self._create_runner("training", training.actions, inputs, state, training.stages, training.split)
+        runner.before_action = self.mesh.world.raise_if_broken
+        runner.run(training.features)
         self.stages.move_gradients_to_masters()
-        self._reshard_frozen_model()
         self._write_empty_losses_if_missing(state)
 
     def rerun_passes_for_comparison(self, state: StepState) -> None:
@@ -147,12 +135,12 @@ class ProgramExecutor:
     def evaluate(self, state: StepState) -> None:
         """Run the forward passes for the state's batches, and write its losses."""
         self.stages.cast_weights()
-        inputs = self._run_forward_for_step_sums(self._upload_inputs_with_references(state["batches"]))
-        runner = self._create_runner(inputs, state, self.stages.local)
+        inputs = self.prepare_inputs(state["batches"])
+        actions = self._build_forward_program(state.microbatches)
+        runner = self._create_runner("evaluation", actions, inputs, state, self.stages.local)
         # Cheaper than no_grad, because tensors get no version counters.
         with torch.inference_mode():
-            runner.run(self._build_forward_program(state.microbatches))
-        self._reshard_frozen_model()
+            runner.run(self._features)
         self._write_empty_losses_if_missing(state)
 
     def _write_empty_losses_if_missing(self, state: StepState) -> None:
@@ -161,27 +149,15 @@ class ProgramExecutor:
             none = torch.zeros(0, device=self.device.device)
             state[LOSSES] = {"loss": none, "weight": none, "sums": {}}
 
-    def infer(self, tokens: Tensor, shared: BatchContext) -> Tensor | None:
-        """Return logits (rows, length, vocab_size) for tokens (rows, length) on the last stage's rank, else None."""
-        logits: dict[int, Tensor] = {}
-        self.infer_microbatches([(tokens, shared)], logits.__setitem__)
-        return logits.get(0)
-
-    def infer_hidden_states_by_layer(self, tokens: Tensor, shared: BatchContext) -> dict[int, Tensor] | None:
-        """Return the hidden states requested by `shared`, by layer, on the last stage's rank; None on others."""
-        states: dict[int, dict[int, Tensor]] = {}
-        self.infer_microbatches([(tokens, shared)], states.__setitem__, _get_requested_hidden_states)
-        return states.get(0)
-
-    def reference_token_logps(self, batch: Batch) -> Tensor | None:
+    def infer(self, tokens: Tensor, shared: BatchContext, finish: Finish = _compute_logits) -> Any:
         """
-        Return the log-probabilities (rows, length) of a batch's targets under the loss's reference model.
+        Return logits (rows, length, vocab_size) for tokens (rows, length) on the last stage's rank, else None.
 
-        Returns None except on the last stage's rank. Raises UserError for a loss without a reference model.
+        With another `finish`, return its result.
         """
-        if not isinstance(self.objective, Referenced):
-            raise UserError("the recipe's loss has no reference model; use a recipe with loss.dpo", 2)
-        return self._compute_references(self.objective, [self._upload_inputs(batch)]).get(0)
+        outputs: dict[int, Any] = {}
+        self.infer_microbatches([(tokens, shared)], outputs.__setitem__, finish)
+        return outputs.get(0)
 
     def infer_microbatches(
         self,
@@ -201,101 +177,63 @@ class ProgramExecutor:
         inputs = [MicrobatchInputs(tokens, shared, finish=finish) for tokens, shared in moved]
         self._run_forward_in_inference_mode(inputs, on_output)
 
-    def _run_forward_in_inference_mode(
-        self, inputs: Sequence[MicrobatchInputs], on_output: Callable[[int, Any], None]
-    ) -> None:
+    def _run_forward_in_inference_mode(self, inputs: Microbatches, on_output: Callable[[int, Any], None]) -> None:
         """Run microbatches forward without gradients, and pass numbers and results to `on_output`."""
-        runner = self._create_runner(inputs, StepState(), self.stages.local)
+        actions = self._build_forward_program(len(inputs))
+        runner = self._create_runner("inference", actions, inputs, StepState(), self.stages.local)
         runner.on_output = on_output
         with torch.inference_mode():
-            runner.run(self._build_forward_program(len(inputs)))
+            runner.run(self._features)
 
-    def _upload_inputs_with_references(self, microbatches: Iterable[Batch]) -> list[MicrobatchInputs]:
-        """Return the batches' inputs, on the last stage's rank with the reference model's values."""
-        inputs = [self._upload_inputs(batch) for batch in microbatches]
-        if not isinstance(self.objective, Referenced) or self.objective.reference not in ("adapters", "model"):
-            return inputs
-        references = self._compute_references(self.objective, inputs)
-        return [
-            _add_reference_values(self.objective, microbatch, references.get(number))
-            for number, microbatch in enumerate(inputs)
+    def prepare_inputs(self, batches: Iterable[Batch]) -> Microbatches:
+        """Return the batches' inputs on the device, as features and a loss with passes of its own prepare them."""
+        inputs: Microbatches = [self._upload_inputs(batch) for batch in batches]
+        for feature in self._features:
+            inputs = feature.prepare_inputs(inputs, self)
+        if isinstance(self.objective, Referenced | MeasuresStep):
+            from drawloom.components.pipeline.runtime.loss_passes import prepare_loss_inputs
+
+            inputs = prepare_loss_inputs(inputs, self)
+        return inputs
+
+    def run_forward(
+        self, compute: Compute, microbatches: Microbatches, model: ForwardStages | None = None
+    ) -> dict[int, Any]:
+        outputs = dict[int, Any]()
+        inputs = [_replace_loss(compute, microbatch) for microbatch in microbatches]
+        if model is None:
+            self._run_forward_in_inference_mode(inputs, outputs.__setitem__)
+            return outputs
+        resharding = "RESHARD", len(self._stage_to_rank) - 1
+        actions = [
+            action
+            for action in self._build_forward_program(len(inputs), model)
+            if (action.op, action.stage) != resharding
         ]
-
-    def _run_forward_for_step_sums(self, inputs: list[MicrobatchInputs]) -> list[MicrobatchInputs]:
-        """Return the inputs, on the last stage's rank with a MeasuresStep loss's sums over the step. A collective."""
-        objective = self.objective
-        if not isinstance(objective, MeasuresStep):
-            return inputs
-        outputs: dict[int, Tensor] = {}
-        finishing = [_replace_loss(objective.compute_part_of_step_sums, microbatch) for microbatch in inputs]
-        self._run_forward_in_inference_mode(finishing, outputs.__setitem__)
-        if not outputs:  # alike on all ranks of the data group, which have the same stages
-            return inputs
-        sums = torch.stack([outputs[number] for number in range(len(inputs))]).sum(0)
-        self.mesh.data_group.sum(sums)
-        return [
-            attrs.evolve(microbatch, batch=objective.with_step_sums(microbatch.batch, sums)) for microbatch in inputs
-        ]
-
-    def _compute_references(self, objective: Referenced, inputs: Sequence[MicrobatchInputs]) -> dict[int, Any]:
-        """Return the reference model's values by microbatch, on the last stage's rank."""
-        finishing = [_replace_loss(objective.reference_values, microbatch) for microbatch in inputs]
-        if objective.reference == "model":
-            return self._run_frozen_model(finishing)
-        outputs: dict[int, Tensor] = {}
-        with disable_adapters(stage.module for stage in self.stages.local):
-            self._run_forward_in_inference_mode(finishing, outputs.__setitem__)
-        # A tensor of inference mode can't be part of an autograd graph, but its clone can.
-        return {number: logps.clone() for number, logps in outputs.items()}
-
-    def _run_frozen_model(self, inputs: Sequence[MicrobatchInputs]) -> dict[int, Any]:
-        """
-        Run the frozen model's forward passes, and return the results by microbatch, on the last stage's rank.
-
-        The last stage's gathered parameters, with its head, stay until `_reshard_frozen_model`.
-        """
-        if self.frozen is None:
-            raise UserError('the loss compares with a frozen model; add a node with use = "stages.frozen"', 2)
-        stages, outputs = self.frozen.forward_stages, dict[int, Any]()
-        if len(inputs) not in self._frozen_forward:
-            program = build_forward_only_program(self._stage_to_rank, len(inputs))
-            last = len(self._stage_to_rank) - 1
-            self._frozen_forward[len(inputs)] = [
-                action
-                for action in self._lower_to_actions(program, stages.local)
-                if (action.op, action.stage) != ("RESHARD", last)
-            ]
-        stages.cast_weights(only_if_changed=True)
-        runners = {stage.index: StageRunner(stage, self.objective) for stage in stages.local}
-        runner = ProgramRunner(runners, inputs, stages, P2PBuffers(self._links, self.device.device))
+        runner = self._create_runner("inference", actions, inputs, StepState(), model.local, boundaries=model)
         runner.on_output = outputs.__setitem__
         # Not in inference mode, whose tensors can't be part of the loss's autograd graph.
         with torch.no_grad():
-            runner.run(self._frozen_forward[len(inputs)])
+            runner.run()
         return outputs
-
-    def _reshard_frozen_model(self) -> None:
-        """Free the frozen model's gathered parameters."""
-        if self.frozen is not None:
-            for stage in self.frozen.forward_stages.local:
-                if stage.shards is not None:
-                    stage.shards.reshard()
 
     def _create_runner(
         self,
-        inputs: Sequence[MicrobatchInputs],
+        kind: PassKind,
+        actions: Sequence[Action],
+        inputs: Microbatches,
         state: StepState,
         local_stages: Sequence[Stage],
         split_stages: Set[int] = frozenset(),
+        boundaries: StageInputs | None = None,
     ) -> ProgramRunner:
         """Return a runner that writes microbatch losses into `state`."""
-        new = (
-            partial(StageRunner, objective=self.objective, offloads=self._offloads)
-            if self._cuda_graphs is None
-            else self._cuda_graphs.create_runner
-        )
-        stages = {stage.index: new(stage, state=state, split=stage.index in split_stages) for stage in local_stages}
-        return ProgramRunner(stages, inputs, self.boundaries, P2PBuffers(self._links, self.device.device))
+        stages = {
+            stage.index: StageRunner(stage, self.objective, state, stage.index in split_stages)
+            for stage in local_stages
+        }
+        buffers = P2PBuffers(self._links, self.device.device)
+        return ProgramRunner(stages, inputs, boundaries or self.boundaries, buffers, actions, kind)
 
     def _upload_inputs(self, batch: Batch) -> MicrobatchInputs:
         """Copy this context rank's part of a batch to the device, and return it with the stages' inputs."""
@@ -316,22 +254,9 @@ class ProgramExecutor:
         return MicrobatchInputs(inputs, attrs.evolve(shared, part=device_part), moved)
 
     @cached_property
-    def _cuda_graphs(self) -> RankGraphs | None:
-        """Return CUDA graphs if a stage captures its passes."""
-        captured = any(stage.capture for stage in self.stages.local)
-        return RankGraphs.create_on_gpu(self.device.device, self.objective) if captured else None
-
-    @cached_property
-    def _offloads(self) -> Offloads:
-        """Return host memory for activations; it is allocated when a stage offloads them."""
-        return Offloads(self.open_transfers(self.device.device))
-
-    @cached_property
-    def _streams(self) -> StageStreams | None:
-        """Return a CUDA stream per stage if `streams` is set, and the device is a GPU."""
-        if not self.streams or self.device.device.type != "cuda":
-            return None
-        return StageStreams.create(self.stages.local, partial(torch.cuda.Stream, self.device.device))
+    def _features(self) -> list[PassFeature]:
+        """Return the features from the inside to the outside."""
+        return sorted(self.features, key=lambda feature: feature.order)
 
     @cached_property
     def _uploads(self) -> Uploads:
@@ -344,26 +269,35 @@ class ProgramExecutor:
             rank, ranks = self.mesh.indices.pipeline, self.mesh.sizes.pipeline
             program = build_program_of_rank_and_neighbours(self.schedule, rank, ranks, microbatches)
             check_ranks_agree_on_program(program, rank, self.mesh.pipeline_group)
-            policies = program.recompute
+            for feature in self._features:
+                program = feature.change_program(program)
+            policies = dict(enumerate(program.recompute))
             local = [
-                attrs.evolve(
-                    stage,
-                    recompute=policies[stage.index] if policies else stage.recompute,
-                    offload=stage.offload or stage.index in program.offloaded,
-                )
-                for stage in self.stages.local
+                attrs.evolve(stage, recompute=policies.get(stage.index, stage.recompute)) for stage in self.stages.local
             ]
-            offloaded = frozenset(stage.index for stage in local if stage.offload)
-            actions = self._lower_to_actions(attrs.evolve(program, offloaded=offloaded), local)
-            self._training[microbatches] = _Training(actions, find_stages_with_split_backward(actions), local)
+            actions = self._lower_to_actions(program, local)
+            split = find_stages_with_split_backward(actions)
+            features = [*self._list_offloading_features(program), *self._features]
+            self._training[microbatches] = _Training(actions, split, local, features)
         return self._training[microbatches]
 
-    def _build_forward_program(self, microbatches: int) -> list[Action]:
+    def _list_offloading_features(self, program: Program) -> list[PassFeature]:
+        """Return the feature for moves of activations; a program without any does not import it."""
+        if not program.offloaded:
+            return []
+        from drawloom.components.distributed.transfers import DeviceTransfers
+        from drawloom.components.pipeline.runtime.offloads import Offloading, Offloads
+
+        self._offloads = self._offloads or Offloads(DeviceTransfers(self.device.device))
+        return [Offloading(self._offloads, program.offloaded)]
+
+    def _build_forward_program(self, microbatches: int, model: ForwardStages | None = None) -> list[Action]:
         """Return this rank's forward-only actions for this many microbatches; built once."""
-        if microbatches not in self._forward:
+        key = model, microbatches
+        if key not in self._forward:
             program = build_forward_only_program(self._stage_to_rank, microbatches)
-            self._forward[microbatches] = self._lower_to_actions(program, self.stages.local)
-        return self._forward[microbatches]
+            self._forward[key] = self._lower_to_actions(program, (model or self.stages).local)
+        return self._forward[key]
 
     def _lower_to_actions(self, program: Program, local: Sequence[Stage]) -> list[Action]:
         """Return this rank's actions with messages; an overlap's parts follow one another."""
@@ -374,92 +308,26 @@ class ProgramExecutor:
         return [*iterate_actions(insert_shard_actions(line, gathered, shards.keys(), by_microbatch))]
 
 
-def _replace_loss(function: Callable[..., Any], inputs: MicrobatchInputs) -> MicrobatchInputs:
-    """Return the microbatch with `function(hidden, head, batch)` as its result instead of the loss."""
+def _replace_loss(compute: Compute, inputs: MicrobatchInputs) -> MicrobatchInputs:
+    """Return the microbatch with `compute`'s result instead of the loss."""
     if (batch := inputs.batch) is None:
         return inputs
 
     def finish(hidden: Tensor, head: Head) -> Any:
         """Compute the last stage's result, in place of the loss."""
-        return function(hidden, head, batch)
+        return compute(hidden, head, batch)
 
     # Without weights the model computes no losses of its own, such as a router's.
     return MicrobatchInputs(inputs.inputs, attrs.evolve(inputs.shared, weights=None), finish=finish)
 
 
-def _add_reference_values(loss: Referenced, inputs: MicrobatchInputs, values: Any | None) -> MicrobatchInputs:
-    """Add the reference model's values to the batch, on the ranks with values."""
-    if inputs.batch is None or values is None:
-        return inputs
-    return attrs.evolve(inputs, batch=loss.with_reference(inputs.batch, values))
-
-
-def check_reference_adapters(loss: NodeView, stages: NodeView) -> Iterator[Problem]:
-    """Yield a problem if the loss compares with the model without adapters, but adapters are missing or unsuitable."""
-    if loss.settings.get("reference") != "adapters":
-        return
-    adapters = stages.neighbours("adapters")
-    if not adapters:
-        other = ', or reference = "model" with a frozen model'
-        text = f"[{loss.name}] compares the model with itself without adapters, and [{stages.name}] has no adapters"
-        yield loss.problem("use", text, f'write adapters = ["@lora"] in [{stages.name}]{other}')
-    for adapter in adapters:
-        if trains_base_weights(adapter.component):
-            text = f"[{loss.name}] compares the model with itself without adapters, which [{adapter.name}] changes"
-            yield adapter.problem("use", text, f"leave it out of adapters in [{stages.name}]")
-
-
-def check_frozen_model(executor: NodeView, loss: NodeView, stages: NodeView) -> Iterator[Problem]:
-    """Yield problems for a missing or unused frozen model, and for one that does not fit the trained model."""
-    frozen, wants = executor.neighbour("frozen"), loss.settings.get("reference") == "model"
-    if frozen is None:
-        if wants:
-            text = f"[{loss.name}] compares with a frozen model, and [{executor.name}] has none"
-            teacher = 'add [teacher] with use = "stages.frozen" and a model'
-            yield loss.problem("reference", text, f'{teacher}, and frozen = "@teacher" in [{executor.name}]')
-        return
-    if not wants:
-        hint = 'write reference = "model" in the loss if it has this setting, or leave the node out'
-        yield frozen.problem("use", f"[{loss.name}] does not compare with [{frozen.name}]", hint)
-        return
-    model, other = stages.neighbour("model"), frozen.neighbour("model")
-    if not (model and other):
-        return
-    sizes = [_find_vocab_size(node) for node in (model, other)]
-    folder = frozen.settings.get("weights") or other.settings.get("path")
-    if None not in sizes and sizes[0] != sizes[1] and not (folder and (Path(folder) / "tokenizer.json").is_file()):
-        text = f"[{other.name}] has a vocabulary of {sizes[1]} ids, and [{model.name}] of {sizes[0]}"
-        hint = "use models with one tokenizer; if only padding differs, copy tokenizer.json into the folder of weights"
-        yield frozen.problem("model", text, hint)
-    mesh, schedule = executor.neighbour("mesh"), executor.neighbour("schedule")
-    if mesh and schedule:
-        known = [*find_layer_conflicts(schedule, mesh, model)]
-        yield from (problem for problem in find_layer_conflicts(schedule, mesh, other) if problem not in known)
-
-
-def _find_vocab_size(model: NodeView) -> int | None:
-    """Count the ids in a model's embedding; None if the tokenizer determines them, or they are unknown."""
-    if all(model.settings.get(key) is None for key in ("vocab_size", "config", "path")):
-        return None
-    module = build_meta_module_if_known(model)
-    tables = [] if module is None else [part for part in module.modules() if isinstance(part, nn.Embedding)]
-    return tables[0].num_embeddings if tables else None
-
-
-def check_streams(executor: NodeView, stages: NodeView) -> Iterator[Problem]:
-    """Yield problems for `streams` with CUDA graphs, with offloading, or on the CPU."""
-    if stages.settings.get("capture"):
-        text = "CUDA graphs for passes share memory, so two passes can't run at the same time"
-        yield executor.problem("streams", text, f"write streams = false, or capture = false in [{stages.name}]")
-    if stages.settings.get("stream_frozen"):
-        text = "a frozen weight would be copied on another stream than the one that uses it"
-        yield executor.problem("streams", text, f"write streams = false, or stream_frozen = false in [{stages.name}]")
-    schedule = executor.neighbour("schedule")
-    if stages.settings.get("offload") or (schedule and schedule.settings.get("offload") is not None):
-        text = "offloaded activations would be freed on another stream than they were allocated on"
-        yield executor.problem("streams", text, "write streams = false, or offload nothing")
-    if (device := executor.neighbour("device")) and device.settings.get("kind") == "cpu":
-        yield executor.problem("streams", "the device is the CPU, which has no streams", "write streams = false")
+def check_features(executor: NodeView) -> Iterator[Problem]:
+    """Yield the features' problems with the executor, and with nodes that they exclude."""
+    for feature in executor.neighbours("features"):
+        component: type[PassFeature] = feature.component
+        yield from component.check_passes(feature, executor)
+        if not issubclass(component, StageFeature):  # the stages check its exclusions
+            yield from check_exclusions(feature)
 
 
 def check_embedding_and_head_ranks(executor: NodeView, on_all_ranks: bool) -> Iterator[Problem]:

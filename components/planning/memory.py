@@ -14,6 +14,8 @@ from drawloom.components.planning.remedies import describe_excess
 from drawloom.components.planning.text import describe_memory_choice
 from drawloom.components.ports.distributed import Device, Processes
 from drawloom.components.ports.memory_policy import MemoryChoice
+from drawloom.components.ports.passes import PassFeature
+from drawloom.components.ports.program import Program
 from drawloom.graph import RecipeError, ResolvedRecipe, UserError, above, component, setting
 from drawloom.graph.inspect.serialize import nest_groups, serialize_nodes
 from drawloom.graph.project import Recipe
@@ -23,7 +25,7 @@ log = logging.getLogger("drawloom.run")
 
 
 @component(impact="safe")
-class PlannedMemory:
+class PlannedMemory(PassFeature):
     """
     The fastest planned memory use within limits, chosen before the run allocates.
 
@@ -66,6 +68,10 @@ class PlannedMemory:
 
     def choose(self) -> MemoryChoice:
         return self._choice
+
+    def change_program(self, program: Program) -> Program:
+        """Return the program with the chosen stages' activations in host memory."""
+        return attrs.evolve(program, offloaded=program.offloaded | self._choice.offloaded)
 
     @cached_property
     def _choice(self) -> MemoryChoice:

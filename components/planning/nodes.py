@@ -148,11 +148,14 @@ class Nodes:
             name for name in self.memory_reporting_nodes if issubclass(self.graph.nodes[name].spec.cls, HostMemoryUser)
         ]
 
+    def has_feature(self, use: str) -> bool:
+        """Return whether the run has the feature with this `use`."""
+        return any(self.graph.nodes[name].spec.use == use for name in self.used)
+
     @property
     def may_offload_activations(self) -> bool:
         """Return whether activations can wait in host memory: not in CUDA graphs, or on several CUDA streams."""
-        settings = [self.graph.nodes[name].settings for name in self.used]
-        return not any(values.get("capture") or values.get("streams") for values in settings)
+        return not (self.has_feature("pipeline.captured") or self.has_feature("pipeline.streams"))
 
     @property
     def nodes_needed_by_stages(self) -> list[str]:

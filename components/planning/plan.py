@@ -261,12 +261,9 @@ class Planner:
         stages = self.nodes.settings_of_node(self.nodes.stages_node)
         policies = program.recompute or (stages["recompute"],) * program.stages
         costs = self._record_stage_costs(views, program, rows, policies)
-        offloaded = program.offloaded.union(
-            stage.index for view in views for stage in view.stages.local if stage.offload
-        )
-        return self._build_plan_from_costs(
-            views, attrs.evolve(merge_split_backwards(program), offloaded=offloaded), rows, costs
-        )
+        if self.nodes.has_feature("pipeline.offloaded"):
+            program = attrs.evolve(program, offloaded=frozenset(range(program.stages)))
+        return self._build_plan_from_costs(views, merge_split_backwards(program), rows, costs)
 
     def _plan_with_memory_policy(self, program: Program, rows: int) -> Plan:
         """Plan the fastest fitting choice of recomputation, offloading and memory for the state, or the smallest."""
@@ -284,7 +281,7 @@ class Planner:
         kept = attrs.evolve(kept, choice=keeps_all, kept_seconds=kept.time.seconds)
         if kept.fits:
             return kept
-        compiled = bool(self.nodes.settings_of_node(self.nodes.stages_node).get("compile"))
+        compiled = self.nodes.has_feature("stages.compiled")
         costs_by_policy: dict[Recompute, Mapping[int, StageCosts]] = {
             policy: kept_costs
             if policy == "none"
@@ -405,7 +402,7 @@ class Planner:
                 self._model_forward_flops, MicrobatchRows(rows.count, rows.length), 1.0
             )
             return attrs.evolve(fractions, packed=0.0)
-        captured = bool(self.nodes.settings_of_node(self.nodes.stages_node).get("capture")) and rows.document < math.inf
+        captured = self.nodes.has_feature("pipeline.captured") and rows.document < math.inf
         by_cudnn = self.nodes.attention_kernel in ("auto", "cudnn") and self.mesh.sizes.context == 1 and not captured
         return estimate_attention_fractions(
             self._model_forward_flops, rows, rows.all_rows_one_document_probability * by_cudnn
@@ -480,7 +477,7 @@ class Planner:
     ) -> dict[int, StageCosts]:
         """Record every stage's passes on the meta device, with a recompute policy each; return the costs by stage."""
         model, loss = self.objects[self.nodes.model_node], self.objects[self.nodes.loss_node]
-        stages, sizes = self.nodes.settings_of_node(self.nodes.stages_node), self.mesh.sizes.settings()
+        captured, sizes = self.nodes.has_feature("pipeline.captured"), self.mesh.sizes.settings()
         meter = StageCostRecorder(
             loss=loss,
             batch_type=self.nodes.batch_type,
@@ -489,7 +486,7 @@ class Planner:
             length=self.nodes.sequence_length,
             context=self.mesh.context_group,
             gradient=self.objects[self.nodes.precision_node].gradient,
-            device=self.device.without_host_time() if stages.get("capture") else self.device,
+            device=self.device.without_host_time() if captured else self.device,
             links=lambda dimension: estimate_link_bandwidth(self.mesh, self.device, dimension),
             fractions=self._estimate_attention_fractions(self._build_microbatch_rows(rows)),
             cache_key=tuple(

@@ -11,7 +11,6 @@ import torch
 from drawloom.components.distributed.device_model import DeviceModel
 from drawloom.components.distributed.mesh_layout import SHARDS
 from drawloom.components.distributed.planned import PlannedMesh
-from drawloom.components.parallel.float8_layers import find_float8_layers
 from drawloom.components.parallel.shard_transfers import choose_gradient_message_dtype
 from drawloom.components.parallel.sliced_store import SlicedStore, count_elements_in_largest_reduction_unit
 from drawloom.components.planning.stage_costs import StageCosts
@@ -168,18 +167,19 @@ class RankView:
         seconds = self._estimate_seconds_per_byte(device, *SHARDS)
         stages = zip(self.stages.local, sliced.gathered, strict=True)
         return {
-            stage.index: (sizes.root + sum(sizes.blocks) - self._gather_bytes_saved_by_float8(stage)) * seconds
+            stage.index: (sizes.root + sum(sizes.blocks) - self._count_bytes_saved_by_encodings(stage)) * seconds
             for stage, sizes in stages
         }
 
-    def _gather_bytes_saved_by_float8(self, stage: Stage) -> int:
-        """Return the bytes that float8 saves in the messages with a stage's weights."""
-        precision = self.stages.precision
-        if precision.gather != "float8":
-            return 0
-        layers = [*find_float8_layers(stage.module, precision).values()]
-        linear = [layer for layer in layers if isinstance(layer, LinearLayer) and not layer.weight_formats]
-        return sum(layer.weight.numel() for layer in linear) * (int(precision.compute.itemsize) - 1)
+    def _count_bytes_saved_by_encodings(self, stage: Stage) -> int:
+        """Count the bytes that encoded weights save in the messages with a stage's weights."""
+        itemsize = int(self.stages.precision.compute.itemsize)
+        return sum(
+            layer.get_parameter(name).numel() * (itemsize - encoding.itemsize)
+            for layer in stage.module.modules()
+            if isinstance(layer, LinearLayer)
+            for name, encoding in layer.gather_encodings.items()
+        )
 
     def _estimate_reduce_seconds_by_stage(self, device: DeviceModel) -> dict[int, float]:
         """Return the seconds for reducing sharded gradients, by stage."""

@@ -140,8 +140,8 @@ def _list_settings_with_cost_and_rank_count(nodes: Nodes, planned: Plan) -> Iter
             yield {name: {"state_dtype": "uint8"}}, "means of the optimizer have 8 bits", ranks
     if not stages["stream_frozen"]:  # refused, so not a remedy, if no weight is frozen
         yield {nodes.stages_node: {"stream_frozen": True}}, "frozen weights are copied from host memory", ranks
-    if planned.mesh.sizes.pipeline > 1 and not stages["offload"] and not chooses:
-        yield {nodes.stages_node: {"offload": True}}, "activations wait in host memory", ranks
+    if planned.mesh.sizes.pipeline > 1 and not nodes.has_feature("pipeline.offloaded") and not chooses:
+        yield {"offload": {"use": "pipeline.offloaded"}}, "activations wait in host memory", ranks
     if stages["recompute"] != "blocks" and not chooses:
         yield {nodes.stages_node: {"recompute": "blocks"}}, "each layer's forward pass runs twice", ranks
     if stages["recompute"] in ("none", "selective") and not chooses:

@@ -10,6 +10,7 @@ from drawloom.components.planning.plan import Plan, RankMemory
 from drawloom.components.ports.memory_policy import MemoryChoice
 from drawloom.components.ports.program import OPS
 from drawloom.components.storage.byte_size import choose_byte_unit_and_its_size, format_decimal_byte_size
+from drawloom.graph.cli.terminal import format_table
 
 
 def as_data(plan: Plan) -> dict[str, Any]:
@@ -157,7 +158,7 @@ def _format_rank_table(plan: Plan) -> Iterator[str]:
     sizes += [("  other activations", rest)] if any(rest) else []
     sizes += [("buffers", [sum(memory.buffers.values()) for memory in plan.memory])]
     sizes += [("peak", [memory.peak_bytes for memory in plan.memory])]
-    yield from _align_columns(
+    yield format_table(
         [
             [unit, *(f"rank {number}" for number in _list_first_rank_per_pipeline_rank(plan))],
             ["stages", *(" ".join(map(str, memory.stages)) for memory in plan.memory)],
@@ -175,11 +176,3 @@ def _peak_fraction(memory: RankMemory, label: str) -> float:
 def _list_first_rank_per_pipeline_rank(plan: Plan) -> Sequence[int]:
     """Return the first global rank in every pipeline stage's ranks."""
     return range(0, plan.ranks, plan.ranks // len(plan.memory))
-
-
-def _align_columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield rows as lines: the name on the left, cells aligned on the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for name, *cells in rows:
-        columns = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
-        yield "  ".join([name.ljust(widths[0]), *columns]).rstrip()

@@ -442,19 +442,13 @@ class Device(Protocol):
         ...
 
 
-RoundingTime = Literal["pass", "step"]
-"""When weights are rounded to float8: in every forward and backward pass, or once a step."""
-
-LinearFormat = Literal["compute", "float8"]
-"""Format of the operands of linear layers' matrix products: the compute dtype, or e4m3 with a scale for each row."""
-
 FrozenFormat = Literal["compute", "nf4", "float8", "mxfp4"]
 """Format in which frozen weights are stored: the compute dtype, or a quantized one (`kernels/weight_formats.py`)."""
 
 
 @port
 class Precision(Protocol):
-    """Dtypes of parameters, activations, gradients and reductions, and the format of matrix products."""
+    """Dtypes of parameters, activations, gradients and reductions."""
 
     @property
     def parameter(self) -> torch.dtype:
@@ -479,26 +473,6 @@ class Precision(Protocol):
     @property
     def uncast(self) -> Sequence[str]:
         """Name patterns (fnmatch) for parameters that layers use in the parameter dtype."""
-        ...
-
-    @property
-    def linear(self) -> LinearFormat:
-        """Format of the operands of linear layers inside of blocks."""
-        ...
-
-    @property
-    def linear_in_compute(self) -> Sequence[str]:
-        """Patterns (fnmatch) of the names of linear layers whose products stay in the compute dtype."""
-        ...
-
-    @property
-    def gather(self) -> LinearFormat:
-        """Format for FSDP messages with weights in float8 layers."""
-        ...
-
-    @property
-    def linear_weights(self) -> RoundingTime:
-        """When weights are rounded to float8."""
         ...
 
     @property

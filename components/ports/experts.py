@@ -69,20 +69,6 @@ class ExpertKernels(Kernels, Protocol):
         """
         ...
 
-    def experts_float8(self, x: Tensor, probabilities: Tensor, gate_up: Tensor, down: Tensor, routes: Routes) -> Tensor:
-        """
-        Return the sum over a token's choices of probability * down(silu(gate(x)) * up(x)) with products in float8: x
-        (..., width), probabilities (tokens, top_k), gate_up (experts, 2 * inner, width), down (experts, width,
-        inner), all but probabilities bfloat16; result (tokens, width).
-        """
-        ...
-
-    def expert_rows_float8(
-        self, rows: Tensor, probabilities: Tensor, gate_up: Tensor, down: Tensor, offsets: Tensor
-    ) -> Tensor:
-        """Compute `experts_float8` for rows (rows, width) with probabilities (rows,), without sums by token."""
-        ...
-
     def multiply_quantized_experts(
         self, x: Tensor, stored: Tensor, weight_format: StorageFormat, offsets: Tensor
     ) -> Tensor:

@@ -198,43 +198,39 @@ def list_quantized_parameter_formats(module: nn.Module) -> dict[str, WeightForma
     }
 
 
-class Float8Layer(QuantizableLayer):
-    """A layer whose forward pass multiplies by its weights in float8 if stages set `uses_float8`."""
+class GatherEncoding(Protocol):
+    """Encoding of weights in messages between FSDP ranks, from which layers compute the products of the weights."""
 
-    supports_float8: bool = True
-    uses_float8: bool = False
+    itemsize: ClassVar[int]
+    """Bytes of an encoded element, without scales."""
 
-    def float8_weights(self) -> Mapping[str, Tensor]:
-        """Return the weights by name, (outputs, inputs) or (experts, outputs, inputs)."""
-        raise NotImplementedError
+    def pack_weights(self, weights: Sequence[Tensor], widths: Sequence[int]) -> Tensor:
+        """Return a message, uint8 (bytes,), with flat weights (n,); weights with a row width other than 0 encoded."""
+        ...
+
+    def unpack_weights(self, messages: Tensor, outputs: Sequence[Tensor], widths: Sequence[int]) -> None:
+        """Fill outputs (ranks, n) from all ranks' messages, uint8 (ranks, bytes)."""
+        ...
 
 
-class LinearLayer(Float8Layer):
-    """A layer whose forward pass multiplies by `weight` (outputs, inputs), in the format that stages set."""
+class LinearLayer(QuantizableLayer):
+    """
+    A layer whose forward pass multiplies by `weight` (outputs, inputs), and calls `multiply_by_weight` for it.
+
+    Features replace this method. FSDP gathers the parameters named in `gather_encodings` in these encodings.
+    """
 
     quantizable: ClassVar[tuple[str, ...]] = ("weight",)
+    gather_encodings: Mapping[str, GatherEncoding] = MappingProxyType({})
     weight: Tensor
 
-    def float8_weights(self) -> Mapping[str, Tensor]:
-        return {"weight": self.weight}
+    def multiply_by_weight(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return x @ weight.T + bias (..., outputs) for x (..., inputs) and bias (outputs,)."""
+        raise NotImplementedError
 
-
-@runtime_checkable
-class JointLayers(Protocol):
-    """A module that multiplies one input by several layers' weights in one operation."""
-
-    def list_fused_float8_layers(self) -> Sequence[Sequence[LinearLayer]]:
-        """Return groups of linear layers with the same input, which float8 multiplies in one operation per group."""
-        ...
-
-
-@runtime_checkable
-class RoundsInput(Protocol):
-    """A module whose first operations may multiply its input in float8."""
-
-    def rounds_input_to_float8(self) -> bool:
-        """Return whether they do, so that the norm before the module rounds its result in the same pass."""
-        ...
+    def decode_weight(self, stored: Tensor) -> Tensor:
+        """Return the weight (outputs, inputs) for the parameter, or for a copy; a feature may store it otherwise."""
+        return stored
 
 
 @port
@@ -483,21 +479,6 @@ class Kernels(Protocol):
         """
         ...
 
-    def linear_float8(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Compute `linear` of bfloat16 tensors with products in float8, forward and backward."""
-        ...
-
-    def linears_float8(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Compute `linear_float8` with up to three weights (outputs, inputs): (..., outputs) by weight."""
-        ...
-
-    def mlp_float8(self, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        """
-        Return (silu(x @ gate.T) * (x @ up.T)) @ down.T (..., outputs) with products in float8: x (..., inputs), gate
-        and up (width, inputs), down (outputs, width), all bfloat16.
-        """
-        ...
-
     def dequantize(self, stored: Tensor, weight_format: StorageFormat) -> Tensor:
         """Return the weight, bfloat16 (..., outputs, inputs), with storage (..., outputs, units)."""
         ...
@@ -508,29 +489,20 @@ class Kernels(Protocol):
         stored: Tensor,
         weight_format: StorageFormat,
         bias: Tensor | None = None,
-        float8: bool = False,
     ) -> Tensor:
-        """
-        Compute `linear`, or with `float8` `linear_float8`, of bfloat16 x with a frozen weight, given as its storage
-        (outputs, units).
-        """
+        """Compute `linear` of bfloat16 x with a frozen weight, given as its storage (outputs, units)."""
         ...
 
     def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
         """Return weight[tokens]: integer tokens (...), weight (vocabulary, width), result (..., width)."""
         ...
 
-    def rms_norm(
-        self, x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False, float8: bool = False
-    ) -> Tensor:
-        """
-        Apply RMSNorm over the last dimension of (..., width); if `zero_centered`, the factor is 1 + weight. With
-        `float8` the result is also rounded, for `linears_float8` and others.
-        """
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
+        """Apply RMSNorm over the last dimension of (..., width); if `zero_centered`, the factor is 1 + weight."""
         ...
 
     def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centered: bool = False, float8: bool = False
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centered: bool = False
     ) -> NormAndSum:
         """Return `rms_norm` of x + residual, both (..., width), and the sum."""
         ...

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.ports.adapters import Adapter
-from drawloom.components.ports.model import BatchContext, Finish, LayerRange, list_quantized_parameter_formats
+from drawloom.components.ports.model import BatchContext, Finish, LayerRange, Model, list_quantized_parameter_formats
 from drawloom.components.ports.parameter_roles import Role
 from drawloom.components.ports.slices import ModelParameter, QuantizedParameter, RankSlice, TensorSlice
 from drawloom.graph import port
@@ -89,9 +89,8 @@ class Stage:
     `masters` maps names to the master weights, if the module's parameters are casts; if parameters are gathered from
     `shards` on several ranks, `masters` has this rank's slices. `adapters` have been injected into the module; without
     adapters every parameter is trained, unless a transform froze it. `splits` has this rank's slices for parameters
-    that ranks compute with in slices. `recompute` is the activation checkpointing policy. `capture` is True if passes
-    are launched as CUDA graphs. With `offload`, activations wait in host memory. `read_or_draw_frozen_values` reads
-    the values of frozen parameters that the module stores in a quantized format.
+    that ranks compute with in slices. `recompute` is the activation checkpointing policy. `read_or_draw_frozen_values`
+    reads the values of frozen parameters that the module stores in a quantized format.
     """
 
     index: int
@@ -103,8 +102,6 @@ class Stage:
     adapters: Sequence[Adapter] = ()
     splits: Mapping[str, RankSlice] = attrs.field(factory=dict)
     recompute: Recompute = "none"
-    capture: bool = False
-    offload: bool = False
     read_or_draw_frozen_values: ReadFrozen | None = None
 
     def named_masters_or_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -166,6 +163,17 @@ class TrainableStages(Stages, Protocol):
 
     def move_gradients_to_masters(self) -> None:
         """Pass gradients to the optimizer's parameters, such as master weights, after a step's backward passes."""
+        ...
+
+
+@port
+class DescribedStages(Protocol):
+    """Stages of a model, and of features around it, known before they are open."""
+
+    model: Model
+
+    def describe_features(self, whole: nn.Module) -> Iterator[str]:
+        """Yield phrases for the run's summary, given the whole model on the meta device."""
         ...
 
 
@@ -297,19 +305,10 @@ class SpreadParameters(Parameters, Protocol):
         ...
 
 
-@port
-class Transform(Protocol):
-    """Change to a stage's module on the meta device; see `FusedBackward`."""
-
-    def transform(self, module: nn.Module) -> nn.Module:
-        """Return the replacement for `module`."""
-        ...
-
-
 @runtime_checkable
 class FusedBackward(Protocol):
     """
-    A model or transform that computes weight gradients together with input gradients.
+    A model or feature that computes weight gradients together with input gradients.
 
     torch.utils.checkpoint (activation checkpointing) and torch.compile do so. `check` warns if the schedule delays
     weight gradients.
@@ -320,7 +319,7 @@ class FusedBackward(Protocol):
 
 def computes_both_gradients_at_once(component: object) -> bool:
     """
-    Return whether a model or transform, an object or a class, computes weight gradients together with input gradients.
+    Return whether a model or feature, an object or a class, computes weight gradients together with input gradients.
     """
     return isinstance(component, FusedBackward) and component.fuses_backward
 

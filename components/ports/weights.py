@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 import attrs
 from torch import Tensor
 
+MAX_SHARD = 4 * 2**30  # bytes; files beyond 4 GiB are awkward to download and fail on some file systems
+
 Convert = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 """
 A function of a group's input tensors (any shapes, in the order of `inputs`) to its outputs; it changes none in place.

@@ -3,16 +3,20 @@
 import logging
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from drawloom.components.distributed.rank_errors import run_on_rank0
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.pipeline import Schedule
 from drawloom.components.ports.run import Batching, RunFolder
-from drawloom.components.report.ettr import TIME_FORMAT, compute_ettr
-from drawloom.components.report.run_record import REPORT, Drawings, read_run_record
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.components.storage.regular_file import open_regular_file
 from drawloom.graph import Every, ResolvedRecipe, component
+
+if TYPE_CHECKING:
+    from drawloom.components.report.run_record import Drawings
+
+REPORT = "report.html"
 
 log = logging.getLogger("drawloom.run")
 
@@ -46,7 +50,10 @@ class HtmlReport:
 
     def _write_report(self, step: int) -> None:
         """Write the report, and log its path and the ETTR."""
-        from drawloom.components.report.page import render_page  # a run needs the page at its end
+        # a run needs the report's contents at its end alone
+        from drawloom.components.report.ettr import TIME_FORMAT, compute_ettr
+        from drawloom.components.report.page import render_page
+        from drawloom.components.report.run_record import read_run_record
 
         folder = self.folder.folder
         run = read_run_record(folder, folder.resolve().name, self._draw_run_or_explain(step))
@@ -56,9 +63,10 @@ class HtmlReport:
         if (ratio := compute_ettr(run.log, run.metrics)) is not None:
             log.info("time    %s", ratio)
 
-    def _draw_run_or_explain(self, step: int) -> Drawings:
+    def _draw_run_or_explain(self, step: int) -> "Drawings":
         """Draw the run's graph, step and schedule, or return why they can't be drawn."""
         from drawloom.components.report.drawings import draw_schedule_svg
+        from drawloom.components.report.run_record import Drawings
 
         pictures = [
             draw_schedule_svg(

@@ -23,7 +23,7 @@ from drawloom.graph.recipe.merged import MergedRecipe
 from drawloom.graph.toml.emit import dump_toml
 from drawloom.graph.toml.parsing import parse
 
-SAMPLE, PLAN, REPORT = "sample.txt", "plan.txt", "report.html"
+SAMPLE, PLAN = "sample.txt", "plan.txt"
 MAX_SAMPLE_BYTES, MAX_RECIPE_BYTES = 20_000, 2**20
 MAX_CHECKPOINTS = 100
 OWN_SETTINGS = ("run.name", "run.folder")

@@ -68,9 +68,10 @@ class StageRollouts:
         kernels, executor = node.neighbour("kernels"), node.neighbour("model")
         stages = executor.neighbour("stages") if executor else None
         is_exact = node.settings["exact"] and kernels and kernels.settings.get("batch_invariant")
-        if is_exact and stages and stages.settings.get("compile"):
-            text = "exact rollouts with a cache need batch-invariant kernels, and torch.compile makes its own"
-            yield stages.problem("compile", text, "write compile = false")
+        for feature in stages.neighbours("features") if is_exact and stages else ():
+            if feature.use == "stages.compiled":
+                text = "exact rollouts with a cache need batch-invariant kernels, and torch.compile makes its own"
+                yield feature.problem("use", text, f"remove [{feature.name}]")
 
     def open(self) -> None:
         """Connect the ranks that sample the same rows."""

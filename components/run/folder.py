@@ -8,17 +8,20 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import attrs
 
 from drawloom.components.distributed.rank_errors import run_on_rank0
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import FILES, EnvironmentSource, ReadsFiles, RunInfo
-from drawloom.components.run.locks import FolderLock
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.components.storage.regular_file import create_folder_unless_link, open_untrusted_file
 from drawloom.graph import Every, RecipeError, ResolvedRecipe, UserError, component
 from drawloom.graph.recipe.lockfile import LOCK, RecipeChange
+
+if TYPE_CHECKING:
+    from drawloom.components.run.locks import FolderLock
 
 log = logging.getLogger("drawloom.run")
 
@@ -41,7 +44,7 @@ class LockedFolder:
     readers: Every[ReadsFiles] = attrs.field(factory=Every)
     environments: Every[EnvironmentSource] = attrs.field(factory=Every)
 
-    _lock: FolderLock | None = attrs.field(init=False, default=None)
+    _lock: "FolderLock | None" = attrs.field(init=False, default=None)
     _changes: list[RecipeChange] = attrs.field(init=False, factory=list)
     # this run created the folder, and has not restored its state yet
     _is_new: bool = attrs.field(init=False, default=False)
@@ -98,6 +101,8 @@ class LockedFolder:
             target = self.folder.readlink()
             raise UserError(f"{self.folder} is a link to {target}, which does not exist; create it, or remove the link")
         self.folder.mkdir(parents=True, exist_ok=True)
+        from drawloom.components.run.locks import FolderLock
+
         self._lock = FolderLock(self.folder)
         self._changes = list_recipe_changes_if_safe(self.folder, self.recipe) if _has_step_results(self.folder) else []
         return is_new

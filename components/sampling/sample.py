@@ -2,6 +2,7 @@
 
 import logging
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from drawloom.components.distributed.rank_errors import run_on_rank0
 from drawloom.components.ports.corpus import ChatPrompts, Tokenizer, complete_prompt, find_end_ids
@@ -10,10 +11,12 @@ from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.pipeline import Predictor
 from drawloom.components.ports.run import Randomness, RunFolder
 from drawloom.components.ports.stages import AveragedWeights, use_averages_if_any
-from drawloom.components.sampling.generate import Sampler
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.components.storage.regular_file import open_regular_file
 from drawloom.graph import UserError, above, at_least, between, component, setting
+
+if TYPE_CHECKING:
+    from drawloom.components.sampling.generate import Sampler
 
 MAX_LOGGED = 300
 """Characters of a text that are logged; the rest is in the file."""
@@ -84,8 +87,10 @@ class Sample:
         log.info("a sample:\n%s%s", text[:MAX_LOGGED], more)
         replace_file(self._sample_path, f"{_format_step_heading(step)}{text}\n".encode())
 
-    def _make_sampler(self, ends: frozenset[int]) -> Sampler:
+    def _make_sampler(self, ends: frozenset[int]) -> "Sampler":
         """Return a sampler with this task's settings, which stops at the ids `ends`."""
+        from drawloom.components.sampling.generate import Sampler
+
         return Sampler(
             model=self.model,
             pipeline=self.mesh.pipeline_group,

@@ -8,7 +8,6 @@ from torch import nn
 
 from drawloom.components.parallel.dimension import Dimension
 from drawloom.components.parallel.expert import ExpertDimension, set_dispatcher
-from drawloom.components.parallel.float8_layers import enable_float8_layers
 from drawloom.components.parallel.frozen_formats import replace_by_quantized_storage
 from drawloom.components.parallel.master_weights import choose_layer_dtype
 from drawloom.components.parallel.pipeline import build_layer_ranges, partition_layers, split_off_embedding_and_head
@@ -16,6 +15,7 @@ from drawloom.components.pipeline.program.builders import list_stages_of_rank
 from drawloom.components.ports.adapters import Adapter
 from drawloom.components.ports.distributed import Mesh, Precision
 from drawloom.components.ports.experts import Dispatcher
+from drawloom.components.ports.features import StageFeature
 from drawloom.components.ports.model import LayerRange, Model
 from drawloom.components.ports.pipeline import (
     Loss,
@@ -26,7 +26,7 @@ from drawloom.components.ports.pipeline import (
     find_loss_module,
 )
 from drawloom.components.ports.slices import RankSlice
-from drawloom.components.ports.stages import LOSS, Transform
+from drawloom.components.ports.stages import LOSS
 from drawloom.components.weights.adapted import build_meta_model_with_adapters, freeze_adapt_and_list_targets
 from drawloom.graph import UserError
 
@@ -55,7 +55,7 @@ class StageBuilder:
     mesh: Mesh
     precision: Precision
     adapters: Sequence[Adapter]
-    transforms: Sequence[Transform]
+    features: StageFeature
     dispatcher: Dispatcher | None
     dimensions: Sequence[Dimension]
     embedding_layer_cost: int
@@ -83,18 +83,17 @@ class StageBuilder:
                     experts |= slices.keys()
             self._cast_parameters_to_stored_dtypes(module)
             replace_by_quantized_storage(module, self.precision, splits)
-            enable_float8_layers(module, self.precision)
+            self.features.convert(module, self.precision, splits)
         return ParallelModules(spans=spans, modules=modules, splits=splits, experts=experts)
 
     def build_stage_module_on_meta(self, span: LayerRange) -> nn.Module:
-        """Build a layer range's module on the meta device, not yet split, with adapters and transforms."""
+        """Build a layer range's module on the meta device, not yet split, with adapters and features."""
         with torch.device("meta"):
             module = self.model.build(span)
             freeze_adapt_and_list_targets(self.adapters, module)
         if span.head and (loss_module := find_loss_module(self.loss)) is not None:
             module.add_module(LOSS, loss_module)
-        for transform in self.transforms:
-            module = transform.transform(module)
+        module = self.features.transform(module)
         check_no_shared_parameters(module)
         set_dispatcher(module, self.dispatcher)
         return module
@@ -109,7 +108,7 @@ class StageBuilder:
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(choose_layer_dtype(name, self.precision))
         replace_by_quantized_storage(module, self.precision, splits)
-        enable_float8_layers(module, self.precision)
+        self.features.convert(module, self.precision, splits)
         return module
 
     def _cast_parameters_to_stored_dtypes(self, module: nn.Module) -> None:

@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from drawloom.components.parallel.dimension import StageNodes
-from drawloom.components.parallel.dimensions import DIMENSIONS
 from drawloom.components.parallel.pipeline import build_schedule_or_none
+from drawloom.components.pipeline.program.lowering import build_program_of_rank_and_neighbours
 from drawloom.components.pipeline.program.recomputation import describe_recompute_policies
 from drawloom.components.ports.distributed import PerDimension
+from drawloom.components.ports.features import StageNodes
 from drawloom.components.ports.model import Model, PretrainedModel
 from drawloom.components.ports.pipeline import (
     Loss,
@@ -20,10 +20,8 @@ from drawloom.components.ports.pipeline import (
     SequenceHead,
     embeds_on_every_rank,
 )
-from drawloom.components.ports.program import Program
-from drawloom.components.ports.stages import Recompute
-from drawloom.components.storage.safetensors.reader import open_safetensors_folder
-from drawloom.components.weights.heads import check_language_model_head
+from drawloom.components.ports.program import BACKWARD_INPUT, Program
+from drawloom.components.ports.stages import Recompute, computes_both_gradients_at_once
 from drawloom.graph import Problem, UserError
 from drawloom.graph.wiring.node import NodeView
 
@@ -40,11 +38,17 @@ def find_stage_nodes(stages: NodeView) -> StageNodes | None:
 
 def check_initial_folder(weights: Path | None, model: Model, loss: Loss | None) -> None:
     """Raise UserError if `weights` can't be read, or if the initial weights lack the loss's head."""
+    folder = weights or (model.initial_weights if isinstance(model, PretrainedModel) else None)
+    if folder is None:
+        return
+    # imported here: few recipes name a folder
+    from drawloom.components.storage.safetensors.reader import open_safetensors_folder
+    from drawloom.components.weights.heads import check_language_model_head
+
     try:
         if weights is not None:
             open_safetensors_folder(weights)
-        folder = weights or (model.initial_weights if isinstance(model, PretrainedModel) else None)
-        if folder is not None and not isinstance(loss, SequenceHead):
+        if not isinstance(loss, SequenceHead):
             check_language_model_head(folder)
     except UserError as error:
         raise UserError(f"weights: {error}") from error
@@ -60,6 +64,8 @@ def warn_narrowed_weights(stages: NodeView) -> Iterator[Problem]:
     parameter_dtype = getattr(torch, str(precision.settings["parameter"]))
     weight_dtypes: set[torch.dtype] = set()
     if folder is not None:
+        from drawloom.components.storage.safetensors.reader import open_safetensors_folder
+
         with suppress(UserError):  # reported elsewhere
             weight_dtypes = {spec.dtype for spec in open_safetensors_folder(folder).specs().values()}
     wider_dtypes = {dtype for dtype in weight_dtypes if torch.promote_types(dtype, parameter_dtype) != parameter_dtype}
@@ -68,52 +74,17 @@ def warn_narrowed_weights(stages: NodeView) -> Iterator[Problem]:
         yield precision.warning("parameter", text, f'write parameter = "{wider[0]}" to keep them')
 
 
-def check_cuda_graphs(nodes: StageNodes) -> Iterator[Problem]:
-    """Yield problems for CUDA graphs if passes contain collectives, or adapters use dropout."""
-    if not nodes.stages.settings["capture"]:
-        return
-    sizes = nodes.sizes.settings()
-    uncapturable = (dimension.name for dimension in DIMENSIONS if not dimension.can_capture)
-    if name := next((name for name in uncapturable if sizes[name] > 1), None):
-        text = f"passes with collectives of ranks along {name!r} can't be captured as CUDA graphs"
-        yield nodes.stages.problem("capture", text, f"write capture = false, or {name} = 1 in [{nodes.mesh.name}]")
-    for adapter in nodes.stages.neighbours("adapters"):
-        if adapter.settings.get("dropout"):
-            text = (
-                f"[{adapter.name}] draws new random numbers for dropout in each pass, but a CUDA graph repeats its own"
-            )
-            hint = f"write capture = false, or dropout = 0.0 in [{adapter.name}]"
-            yield nodes.stages.problem("capture", text, hint)
-
-
-def check_offload(stages: NodeView, schedule: NodeView) -> Iterator[Problem]:
-    """Yield problems for offloading with CUDA graphs, or with a schedule without actions for passes."""
-    offloading = schedule if schedule.settings.get("offload") is not None else stages
-    if not offloading.settings["offload"]:
-        return
-    if stages.settings["capture"]:
-        text = "passes in CUDA graphs keep their activations in place"
-        yield offloading.problem("offload", text, "remove it, or write capture = false")
-    if embeds_on_every_rank(schedule.component):
-        text = f"the passes of [{schedule.name}] are not actions of a program, which could offload their activations"
-        yield offloading.problem("offload", text, "write offload = false, or another schedule")
-
-
 def check_memory_policy(stages: NodeView, schedule: NodeView) -> Iterator[Problem]:
     """Yield problems for settings of stages and schedule in a memory policy's domain."""
     if (policy := stages.neighbour("memory")) is None:
         return
-    for key, default in (("recompute", "none"), ("offload", False)):
-        if stages.settings[key] != default:
-            text = f"[{policy.name}] chooses what is kept, recomputed and offloaded"
-            yield stages.problem(key, text, f"remove it, or [{policy.name}]")
+    if stages.settings["recompute"] != "none":
+        text = f"[{policy.name}] chooses what is kept, recomputed and offloaded"
+        yield stages.problem("recompute", text, f"remove it, or [{policy.name}]")
     for key in ("recompute", "offload"):
         if schedule.settings.get(key):
             text = f"[{policy.name}] chooses what stages recompute and offload"
             yield schedule.problem(key, text, f"remove it, or [{policy.name}]")
-    if embeds_on_every_rank(schedule.component):
-        text = f"[{policy.name}] plans a program, and [{schedule.name}] has none"
-        yield schedule.problem("use", text, f"write another schedule, or remove [{policy.name}]")
 
 
 def check_embedding_and_head_costs_are_used(stages: NodeView, schedule: NodeView) -> Iterator[Problem]:
@@ -196,3 +167,26 @@ def describe_recompute_policy(policy: Recompute) -> Iterator[str]:
     elif policy != "none":
         blocks = "each block" if policy in ("blocks", 1) else f"one of {policy} blocks"
         yield f"recompute: of {blocks} only the input is kept, and its forward runs again in the backward pass"
+
+
+def warn_fused_split_backward(stages: NodeView, schedule: NodeView, mesh: NodeView) -> Iterator[Problem]:
+    """Warn if the schedule delays weight gradients, but model or features compute them with input gradients."""
+    if not _splits_backward(schedule, mesh):
+        return
+    effect = f"so W, which [{schedule.name}] schedules in the bubble, has nothing to compute"
+    alternative = f"or use a schedule without W in [{schedule.name}], such as pipeline.schedules.one_f_one_b"
+    for part in (*stages.neighbours("model"), *stages.neighbours("features")):
+        if computes_both_gradients_at_once(part.component):
+            text = f"{part.use!r} computes weight gradients together with input gradients, {effect}"
+            yield part.warning("use", text, f"use another component in [{part.name}], {alternative}")
+
+
+def _splits_backward(schedule: NodeView, mesh: NodeView) -> bool:
+    """Return whether a schedule splits stages' backward passes; False if the schedule has problems."""
+    built, ranks = build_schedule_or_none(schedule), PerDimension.from_settings(mesh.settings).pipeline
+    try:
+        # Rank 0 is enough: in a schedule that computes ranks separately, all ranks split or none.
+        program = None if built is None else build_program_of_rank_and_neighbours(built, 0, ranks, 2 * ranks)
+    except UserError:
+        return False
+    return program is not None and bool((program.op == BACKWARD_INPUT).any())

@@ -10,12 +10,21 @@ import torch
 from torch import nn
 
 from drawloom.components.parallel.dimensions import DIMENSIONS
+from drawloom.components.parallel.pipeline import find_layer_conflicts
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.distributed import Device, Mesh, Precision
 from drawloom.components.ports.experts import Dispatcher
 from drawloom.components.ports.memory import MemoryKind
-from drawloom.components.ports.model import BatchContext, Finish, LayerRange, Model, PretrainedModel
-from drawloom.components.ports.pipeline import Schedule
+from drawloom.components.ports.model import (
+    BatchContext,
+    Finish,
+    LayerRange,
+    Model,
+    PretrainedModel,
+    build_meta_module_if_known,
+)
+from drawloom.components.ports.passes import ForwardRunner, Microbatches, PassFeature, PassRun, add_reference_values
+from drawloom.components.ports.pipeline import Referenced, Schedule
 from drawloom.components.ports.run import RunInfo
 from drawloom.components.ports.stages import ForwardStages
 from drawloom.components.stages.checks import check_initial_folder, find_stage_nodes
@@ -28,7 +37,7 @@ log = logging.getLogger("drawloom.run")
 
 
 @component
-class FrozenStages:
+class FrozenStages(PassFeature):
     """
     A frozen second model: a teacher, or a reference model.
 
@@ -65,6 +74,29 @@ class FrozenStages:
             for dimension in DIMENSIONS:
                 if dimension.splits_work:
                     yield from dimension.check(nodes)
+
+    @classmethod
+    def check_passes(cls, feature: NodeView, executor: NodeView) -> Iterator[Problem]:
+        """Yield problems if the loss does not compare with the model, or the model does not fit the trained one."""
+        loss, stages = executor.neighbour("objective"), executor.neighbour("stages")
+        if loss and loss.settings.get("reference") != "model":
+            hint = 'write reference = "model" in the loss if it has this setting, or leave the node out'
+            yield feature.problem("use", f"[{loss.name}] does not compare with [{feature.name}]", hint)
+            return
+        model, other = stages and stages.neighbour("model"), feature.neighbour("model")
+        if not (model and other):
+            return
+        sizes = [_find_vocab_size(node) for node in (model, other)]
+        folder = feature.settings["weights"] or other.settings.get("path")
+        if None not in sizes and sizes[0] != sizes[1] and not (folder and (Path(folder) / "tokenizer.json").is_file()):
+            text = f"[{other.name}] has a vocabulary of {sizes[1]} ids, and [{model.name}] of {sizes[0]}"
+            same = "use models with one tokenizer"
+            hint = f"{same}; if only padding differs, copy tokenizer.json into the folder of weights"
+            yield feature.problem("model", text, hint)
+        mesh, schedule = executor.neighbour("mesh"), executor.neighbour("schedule")
+        if mesh and schedule:
+            known = [*find_layer_conflicts(schedule, mesh, model)]
+            yield from (problem for problem in find_layer_conflicts(schedule, mesh, other) if problem not in known)
 
     def check_before_open(self) -> None:
         """
@@ -112,6 +144,23 @@ class FrozenStages:
     def forward_stages(self) -> ForwardStages:
         return self._stages
 
+    def prepare_inputs(self, microbatches: Microbatches, runner: ForwardRunner) -> Microbatches:
+        """Return the microbatches, on the last stage's rank with this model's values."""
+        loss = runner.objective
+        if not isinstance(loss, Referenced) or loss.reference != "model":
+            return microbatches
+        self._stages.cast_weights(only_if_changed=True)
+        return add_reference_values(
+            loss, microbatches, runner.run_forward(loss.reference_values, microbatches, self._stages)
+        )
+
+    def end_run(self, run: PassRun) -> None:
+        """Free the gathered parameters after the passes with the loss."""
+        if run.kind != "inference":
+            for stage in self._stages.local:
+                if stage.shards is not None:
+                    stage.shards.reshard()
+
     def infer_meta_outputs(self, inputs: Any, context: BatchContext, finish: Finish) -> Any:
         count = self.model.num_hidden_layers
         span = LayerRange(count, count, embedding=True, head=True)
@@ -142,3 +191,12 @@ class _NoAdapter:
     def adapt_and_list_matched_targets(self, module: nn.Module) -> Collection[str]:
         """Return no matches."""
         return ()
+
+
+def _find_vocab_size(model: NodeView) -> int | None:
+    """Count the ids in a model's embedding; None if the tokenizer determines them, or they are unknown."""
+    if all(model.settings.get(key) is None for key in ("vocab_size", "config", "path")):
+        return None
+    module = build_meta_module_if_known(model)
+    tables = [] if module is None else [part for part in module.modules() if isinstance(part, nn.Embedding)]
+    return tables[0].num_embeddings if tables else None

@@ -1,4 +1,4 @@
-"""Memory and initial values for a rank's modules: random, or read from a folder."""
+"""Memory and initial values for a rank's modules: random, or read from a folder, by readers imported only then."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.distributed.rng import derive_seed, fill_normal
-from drawloom.components.parallel.shard_unit import get_local_slice, get_tensor_slice
+from drawloom.components.parallel.data_shard import get_local_slice, get_tensor_slice
 from drawloom.components.ports.model import (
     BufferOwner,
     LanguageModel,
@@ -25,12 +25,7 @@ from drawloom.components.ports.stages import LOSS
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.storage.byte_size import format_decimal_byte_size
 from drawloom.components.weights.adapted import adapter_parameter_names, materialize_and_initialize_adapters
-from drawloom.components.weights.load import (
-    fill_module_from_folder,
-    folder_fingerprint,
-    open_dequantized_source,
-    stream_converted_tensors,
-)
+from drawloom.components.weights.convert import stream_converted_tensors
 from drawloom.components.weights.mapper import select_outputs
 from drawloom.graph import UserError
 
@@ -101,12 +96,18 @@ class InitialValues:
         """Fingerprint the weights that the frozen parameters come from; "" if all parameters are trained."""
         if all(parameter.requires_grad for parameter in parameters):
             return ""
-        return f"seed {self.seed}" if self.folder is None else folder_fingerprint(self.folder)
+        if self.folder is None:
+            return f"seed {self.seed}"
+        from drawloom.components.weights.load import folder_fingerprint
+
+        return folder_fingerprint(self.folder)
 
     def read_or_draw_frozen_values(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return a whole parameter's initial values with this shape and dtype, not rounded to a quantized format."""
         if self.folder is None:
             return self._draw_whole_parameter(name, shape, dtype)
+        from drawloom.components.weights.load import open_dequantized_source
+
         tensors = dict(
             stream_converted_tensors(
                 open_dequantized_source(self.folder, self._folder_to_parameters_mapper),
@@ -134,6 +135,8 @@ class InitialValues:
 
     def _read_weights(self, folder: Path, module: nn.Module) -> None:
         """Load a module's parameters from the folder, except for adapters."""
+        from drawloom.components.weights.load import fill_module_from_folder
+
         mapper = self._folder_to_parameters_mapper
         try:
             fill_module_from_folder(folder, module, mapper, self.device, adapter_parameter_names(module), self.splits)

@@ -1,10 +1,10 @@
 """This rank's stages: their modules, their parameters' memory and values, and their state."""
 
 from collections.abc import Callable, Iterator, Sequence
-from fnmatch import fnmatchcase
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
@@ -14,17 +14,10 @@ from drawloom.components.distributed.rank_errors import run_and_gather_on_all_ra
 from drawloom.components.distributed.transfers import DeviceTransfers
 from drawloom.components.parallel.buckets import BUCKET_BYTES
 from drawloom.components.parallel.data_parallel import DataParallel
-from drawloom.components.parallel.data_shard import ShardedStore, should_gather_per_block
+from drawloom.components.parallel.data_shard import should_gather_per_block
 from drawloom.components.parallel.dimension import Dimension
 from drawloom.components.parallel.dimensions import DIMENSIONS
 from drawloom.components.parallel.expert import NO_DISPATCHER, WRITE_DISPATCHER
-from drawloom.components.parallel.float8_layers import (
-    CachedFloat8Layers,
-    check_float8,
-    check_gpu_supports_float8,
-    describe_float8,
-    find_float8_candidates,
-)
 from drawloom.components.parallel.frozen_formats import (
     check_frozen_weight_format,
     describe_frozen_weight_format,
@@ -35,42 +28,41 @@ from drawloom.components.parallel.streamed_weights import StreamedWeights, check
 from drawloom.components.ports.adapters import Adapter
 from drawloom.components.ports.distributed import Device, Mesh, Precision
 from drawloom.components.ports.experts import Dispatcher, supports_expert_parallel
+from drawloom.components.ports.features import NamePatterns, StageFeature
 from drawloom.components.ports.memory import MemoryKind, Transfers
-from drawloom.components.ports.memory_policy import MemoryChoice, MemoryPolicy
+from drawloom.components.ports.memory_policy import MemoryPolicy
 from drawloom.components.ports.model import BatchContext, Model, layers_keep_shapes
 from drawloom.components.ports.parameter_roles import Role
 from drawloom.components.ports.pipeline import Loss, Schedule
 from drawloom.components.ports.run import RunInfo
 from drawloom.components.ports.slices import TensorSlice
-from drawloom.components.ports.stages import Recompute, Stage, Transform
+from drawloom.components.ports.stages import Recompute, Stage
 from drawloom.components.stages.activation_specs import ActivationSpecs
 from drawloom.components.stages.build import ParallelModules, StageBuilder, tie_equally_named_parameters
 from drawloom.components.stages.checks import (
-    check_cuda_graphs,
     check_embedding_and_head_costs_are_used,
     check_initial_folder,
     check_loss_is_not_module,
     check_memory_policy,
-    check_offload,
     check_recompute_is_set_once,
     describe_chosen_layer_partition,
     describe_recompute_fault,
     describe_recompute_policy,
     find_stage_nodes,
+    warn_fused_split_backward,
     warn_narrowed_weights,
 )
-from drawloom.components.stages.compilation import (
-    compile_blocks,
-    warn_compiled_recompute,
-    warn_compiled_split_backward,
-)
+from drawloom.components.stages.feature_stack import FeatureStack, check_features, describe_features
 from drawloom.components.stages.initial_values import InitialValues, check_parameters_fit_device
 from drawloom.components.stages.model_precision import add_model_uncast_patterns
 from drawloom.components.stages.parameters import StageParameters
 from drawloom.components.weights.adapted import build_meta_model_with_adapters
-from drawloom.graph import Problem, UserError, above, at_least, component, setting
+from drawloom.graph import Problem, UserError, above, at_least, component, setting, wired
 from drawloom.graph.wiring.node import NodeView
 from drawloom.kernels.recompute_policy import make_recomputable
+
+if TYPE_CHECKING:
+    from drawloom.components.parallel.fsdp import ShardedStore
 
 FROZEN = "frozen"
 """
@@ -78,7 +70,14 @@ The entry of a state with the fingerprint of frozen weights, which the state omi
 """
 
 
-@component
+@component(
+    replaced_keys={
+        "capture": 'a table [capture] with use = "pipeline.captured"',
+        "compile": 'a table [compile] with use = "stages.compiled"',
+        "offload": 'a table [offload] with use = "pipeline.offloaded"',
+        "transforms": 'features = ["@name"], or a table with a feature, which is found by type',
+    }
+)
 class MaterializedStages:
     """
     This rank's stages: built on the meta device, adapted, transformed, materialized, and then initialized or loaded.
@@ -95,7 +94,7 @@ class MaterializedStages:
     precision: Precision
     job: RunInfo
     adapters: list[Adapter] = attrs.field(factory=list)
-    transforms: list[Transform] = attrs.field(factory=list)
+    features: list[StageFeature] = wired(factory=list)
     dispatcher: Dispatcher | None = None
     memory: MemoryPolicy | None = None
     embedding_layer_cost: int = setting(
@@ -140,21 +139,6 @@ class MaterializedStages:
             "which rounds gradients"
         ),
     )
-    compile: bool = setting(
-        default=False,
-        doc="whether torch.compile compiles every block; a schedule can't delay a compiled block's weight gradients",
-    )
-    capture: bool = setting(
-        default=False,
-        impact="safe",
-        doc="whether a stage's passes are launched as CUDA graphs on a GPU; faster for small microbatches and texts",
-    )
-    offload: bool = setting(
-        default=False,
-        impact="safe",
-        doc="whether activations wait in host memory between a microbatch's forward and backward pass, if two or more "
-        "passes of the rank are in between",
-    )
     stream_frozen: bool = setting(
         default=False,
         impact="safe",
@@ -167,10 +151,9 @@ class MaterializedStages:
     )
     _values: InitialValues = attrs.field(init=False, default=None)
     local: list[Stage] = attrs.field(init=False, factory=list)  # this rank's stages, in order
-    store: ParameterStore | ShardedStore = attrs.field(init=False, default=None)
+    store: "ParameterStore | ShardedStore" = attrs.field(init=False, default=None)
     _activations: ActivationSpecs = attrs.field(init=False, default=None)
     _parameters: StageParameters = attrs.field(init=False, default=None)
-    _float8: CachedFloat8Layers = attrs.field(init=False, default=None)
     open_transfers: Callable[[torch.device], Transfers] = attrs.field(init=False, default=DeviceTransfers)
     streamed: StreamedWeights | None = attrs.field(init=False, default=None)
     _fingerprint: str = attrs.field(init=False, default="")
@@ -182,10 +165,9 @@ class MaterializedStages:
             for dimension in DIMENSIONS:
                 yield from dimension.check(nodes)
             if schedule := node.neighbour("schedule"):
-                yield from warn_compiled_split_backward(node, schedule, nodes.mesh)
+                yield from warn_fused_split_backward(node, schedule, nodes.mesh)
                 yield from check_recompute_is_set_once(node, schedule, nodes.mesh)
-            yield from check_cuda_graphs(nodes)
-            yield from check_float8(nodes)
+            yield from check_features(nodes)
             yield from check_frozen_weight_format(nodes)
             yield from check_streamed_weights(nodes)
         yield from warn_narrowed_weights(node)
@@ -193,9 +175,7 @@ class MaterializedStages:
             yield from check_loss_is_not_module(node, loss)
         if schedule := node.neighbour("schedule"):
             yield from check_embedding_and_head_costs_are_used(node, schedule)
-            yield from check_offload(node, schedule)
             yield from check_memory_policy(node, schedule)
-        yield from warn_compiled_recompute(node)
 
     @classmethod
     def resume_impact(cls, node: NodeView, key: str, before: Any) -> tuple[str, str] | None:
@@ -205,12 +185,10 @@ class MaterializedStages:
 
     @classmethod
     def notes(cls, node: NodeView) -> Iterator[str]:
-        """Yield sentences for `explain`: recomputation, CUDA graphs, formats, mesh dimensions and layers."""
+        """Yield sentences for `explain`: recomputation, features, formats, mesh dimensions and layers."""
         yield from describe_recompute_policy(node.settings["recompute"])
-        if node.settings["capture"]:
-            yield "capture: from the second step on a GPU gets each pass of a stage as a CUDA graph; a CPU has none"
         if nodes := find_stage_nodes(node):
-            yield from describe_float8(nodes)
+            yield from describe_features(nodes)
             yield from describe_frozen_weight_format(nodes)
             for dimension in DIMENSIONS:
                 yield from dimension.notes(nodes)
@@ -220,13 +198,11 @@ class MaterializedStages:
 
     def check_before_open(self) -> None:
         """
-        Raise UserError if `weights` is not a folder of readable safetensors files, its head is of another kind,
-        adapters match nothing, or the GPU lacks float8.
+        Raise UserError if `weights` is not a folder of readable safetensors files, its head is of another kind, or
+        adapters match nothing.
         """
         if self.adapters:
             build_meta_model_with_adapters(self.model, self.adapters)
-        if self.precision.linear == "float8":
-            check_gpu_supports_float8(self.device.device)
         check_initial_folder(self.weights, self.model, self.loss)
 
     def open(self) -> None:
@@ -238,13 +214,13 @@ class MaterializedStages:
             parallel.spans, self.builder.build_meta_module_for_activations, self._do_layers_keep_shapes
         )
         self._set_stages(parallel, self._materialize(parallel))
-        for module in parallel.modules.values():
-            if self.compile:
-                compile_blocks(self.model.blocks(module))
-            make_recomputable(self.model.blocks(module))
+        blocks = [[*self.model.blocks(module)] for module in parallel.modules.values()]
+        self._features.finish([*parallel.modules.values()], [*chain.from_iterable(blocks)])
+        for blocks_of_stage in blocks:
+            make_recomputable(blocks_of_stage)
         self._parameters.find_ranks_with_parameters()
         self._fingerprint = self._values.fingerprint_frozen_source(self._parameters.all_parameters().values())
-        self._check_precision_patterns_over_ranks()
+        self._check_patterns_over_ranks()
 
     def build_meta_stages(self) -> None:
         """Build and parallelize this rank's stages without memory and values, for plans."""
@@ -253,6 +229,7 @@ class MaterializedStages:
         tie_equally_named_parameters(modules)
         if self.stream_frozen:
             self._open_host_weight_stream().simulate_streaming_on_meta(modules)
+        self._features.place_on_meta(modules)
         self._set_stages(parallel, self._create_data_parallel(parallel).create_planned_store(modules))
 
     def close(self) -> None:
@@ -264,6 +241,10 @@ class MaterializedStages:
         """Open the stream for frozen weights in host memory."""
         self.streamed = StreamedWeights(self.open_transfers(self.device.device), self.device.device)
         return self.streamed
+
+    @cached_property
+    def _features(self) -> FeatureStack:
+        return FeatureStack(self.features)
 
     @cached_property
     def _dimensions(self) -> list[Dimension]:
@@ -283,7 +264,7 @@ class MaterializedStages:
             mesh=self.mesh,
             precision=self._model_precision,
             adapters=self.adapters,
-            transforms=self.transforms,
+            features=self._features,
             dispatcher=self.dispatcher,
             dimensions=self._dimensions,
             embedding_layer_cost=self.embedding_layer_cost,
@@ -303,16 +284,17 @@ class MaterializedStages:
             gathers_per_block=should_gather_per_block(self.reshard_after_forward, self.mesh.sizes.pipeline),
             reduces_per_microbatch=self.sync_each_microbatch,
             bucket_bytes=self.bucket_bytes,
-            # A CUDA graph does not run the hooks with which replicas sum gradients during a backward pass.
-            overlaps=not self.capture,
+            # Replicas sum gradients in hooks during a backward pass.
+            overlaps=self._features.do_gradient_hooks_run,
             experts=parallel.experts,
         )
 
-    def _materialize(self, parallel: ParallelModules) -> ParameterStore | ShardedStore:
+    def _materialize(self, parallel: ParallelModules) -> "ParameterStore | ShardedStore":
         """Shard modules, allocate and initialize them, and return their parameter store."""
         modules = [*parallel.modules.values()]
         if self.stream_frozen:
             self._open_host_weight_stream().stream(modules)
+        self._features.place(modules)
         check_parameters_fit_device(modules, self.mesh.shard_group.size, self.device.device)
         data_parallel = self._create_data_parallel(parallel)
         sharded = data_parallel.shard_modules(modules)
@@ -324,11 +306,11 @@ class MaterializedStages:
         tie_equally_named_parameters(modules)
         return data_parallel.create_store(modules, sharded)
 
-    def _set_stages(self, parallel: ParallelModules, store: ParameterStore | ShardedStore) -> None:
+    def _set_stages(self, parallel: ParallelModules, store: "ParameterStore | ShardedStore") -> None:
         """Set this rank's stages from the modules, with parameters in `store`."""
         self.store = store
-        self._float8 = CachedFloat8Layers.allocate(parallel.modules.values(), self.precision)
-        choice = self._choose_recompute_and_offload(len(parallel.spans))
+        self._features.allocate([*parallel.modules.values()])
+        policies = self._choose_recompute_policies(len(parallel.spans))
         self.local = [
             Stage(
                 index=index,
@@ -339,9 +321,7 @@ class MaterializedStages:
                 shards=store.get_shards(module),
                 adapters=self.adapters,
                 splits=parallel.splits,
-                recompute=choice.recompute[index],
-                capture=self.capture,
-                offload=index in choice.offloaded,
+                recompute=policies[index],
                 read_or_draw_frozen_values=None if self._values is None else self._values.read_or_draw_frozen_values,
             )
             for index, module in parallel.modules.items()
@@ -357,19 +337,15 @@ class MaterializedStages:
             experts=parallel.experts,
         )
 
-    def _choose_recompute_and_offload(self, stages: int) -> MemoryChoice:
-        """Return the memory policy's choice, or the settings'."""
-        if self.memory is not None:
-            return self.memory.choose()
-        kept = MemoryChoice.keep_all(stages, self.mesh.sizes.pipeline)
-        offloaded = frozenset(range(stages) if self.offload else ())
-        return attrs.evolve(kept, recompute=(self.recompute,) * stages, offloaded=offloaded)
+    def _choose_recompute_policies(self, stages: int) -> Sequence[Recompute]:
+        """Return the memory policy's choice by stage, or the setting."""
+        return (self.recompute,) * stages if self.memory is None else self.memory.choose().recompute
 
     @property
     def _do_layers_keep_shapes(self) -> bool:
         """Whether every layer keeps its input shapes: the model declares it, and nothing here changes layers."""
-        changed = bool(self.transforms or self.precision.uncast)
-        return not changed and layers_keep_shapes(self.model)
+        unchanged = self._features.do_layers_keep_shapes and not self.precision.uncast
+        return unchanged and layers_keep_shapes(self.model)
 
     def infer_stage_inputs(self, stage: int, inputs: Any, shared: BatchContext) -> Any:
         return self._activations.infer_stage_inputs(stage, inputs, shared)
@@ -395,11 +371,11 @@ class MaterializedStages:
         if self.streamed is not None:
             self.streamed.restart_with_last_fetch_order()
         self.store.cast_masters_to_copies(only_if_changed)
-        self._float8.requantize_weights(only_if_changed)
+        self._features.before_passes(only_if_changed)
 
     def move_gradients_to_masters(self) -> None:
         self.store.move_gradients_to_masters()
-        self._float8.mark_all_changed()
+        self._features.after_backward()
 
     def device_bytes(self) -> dict[MemoryKind, int]:
         """
@@ -409,11 +385,11 @@ class MaterializedStages:
         if self._parameters is None:
             return {}
         sizes = self._parameters.device_bytes()
-        copies = sizes.get("compute_copies", 0) + self._float8.nbytes
         if self.streamed is not None:
-            copies += self.streamed.window_bytes
+            sizes["compute_copies"] = sizes.get("compute_copies", 0) + self.streamed.window_bytes
             sizes["parameters"] -= self.streamed.byte_count
-        return sizes | {"compute_copies": copies}
+        self._features.change_device_bytes(sizes)
+        return sizes
 
     def sum_remaining_gradients(self) -> None:
         """Sum the gradients not summed in backward passes; a pipeline rank without a parameter adds zeros."""
@@ -444,26 +420,22 @@ class MaterializedStages:
                 for name, tensor in tensors.items():
                     tensor.copy_(state[name])
 
-    def _check_precision_patterns_over_ranks(self) -> None:
-        """Raise UserError for a pattern of `precision` that matches nothing on any rank."""
+    def describe_features(self, whole: nn.Module) -> Iterator[str]:
+        return self._features.describe_model(whole, self._model_precision)
+
+    def _check_patterns_over_ranks(self) -> None:
+        """Raise UserError for a pattern of the precision or a feature that matches nothing on any rank."""
         modules = [stage.module for stage in self.local]
         parameters = [name for module in modules for name, _ in module.named_parameters()]
-        self._check_patterns_match_on_some_rank("uncast", "parameter", self.precision.uncast, parameters)
-        layers = [name for module in modules for name in find_float8_candidates(module)]
-        self._check_patterns_match_on_some_rank(
-            "linear_in_compute", "linear layer or layer of experts", self.precision.linear_in_compute, layers
-        )
+        uncast = NamePatterns("precision", "uncast", "parameter", self.precision.uncast, parameters)
         weights = [name for module in modules for name in find_quantizable_weights(module)]
-        self._check_patterns_match_on_some_rank(
-            "frozen_in_compute", "weight", self.precision.frozen_in_compute, weights
-        )
+        frozen = NamePatterns("precision", "frozen_in_compute", "weight", self.precision.frozen_in_compute, weights)
+        for setting_of_patterns in (uncast, frozen, *self._features.name_patterns(modules)):
+            self._check_patterns_match_on_some_rank(setting_of_patterns)
 
-    def _check_patterns_match_on_some_rank(
-        self, key: str, kind: str, patterns: Sequence[str], names: Sequence[str]
-    ) -> None:
-        """Raise UserError if a pattern matches no name on any pipeline rank; `key` is its setting. A collective."""
-        matched_here = [pattern for pattern in patterns if any(fnmatchcase(name, pattern) for name in names)]
+    def _check_patterns_match_on_some_rank(self, use: NamePatterns) -> None:
+        """Raise UserError if a pattern matches no name on any pipeline rank. A collective."""
+        matched_here = [pattern for pattern in use.patterns if use.matches(pattern)]
         matched = {pattern for by_rank in self.mesh.pipeline_group.gather_json(matched_here) for pattern in by_rank}
-        if unknown := [pattern for pattern in patterns if pattern not in matched]:
-            example = f"; one is {names[0]!r}" if names else ""
-            raise UserError(f"precision.{key}: no {kind} is called {unknown[0]!r}{example}", exit_code=2)
+        if unknown := [pattern for pattern in use.patterns if pattern not in matched]:
+            raise UserError(f"{use.component}.{use.setting}: {use.describe_fault(unknown[0])}", exit_code=2)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import attrs
 import torch
 
-from drawloom.components.ports.distributed import FrozenFormat, LinearFormat, Precision, RoundingTime
+from drawloom.components.ports.distributed import FrozenFormat, Precision
 from drawloom.components.ports.model import Model, UncastParameters
 
 
@@ -35,22 +35,6 @@ class ModelPrecision:
     @property
     def uncast(self) -> Sequence[str]:
         return (*self.recipe.uncast, *self.by_model)
-
-    @property
-    def linear(self) -> LinearFormat:
-        return self.recipe.linear
-
-    @property
-    def linear_in_compute(self) -> Sequence[str]:
-        return self.recipe.linear_in_compute
-
-    @property
-    def gather(self) -> LinearFormat:
-        return self.recipe.gather
-
-    @property
-    def linear_weights(self) -> RoundingTime:
-        return self.recipe.linear_weights
 
     @property
     def frozen(self) -> FrozenFormat:

@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping, Sequence, Set
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.parallel.data_shard import ShardedStore
 from drawloom.components.parallel.dimension import Dimension, RankParameters
 from drawloom.components.parallel.master_weights import ParameterStore
 from drawloom.components.ports.distributed import Precision
@@ -15,7 +15,10 @@ from drawloom.components.ports.memory import MemoryKind
 from drawloom.components.ports.parameter_roles import Role, parameter_roles
 from drawloom.components.ports.slices import RankSlice, TensorSlice
 from drawloom.components.ports.stages import Stage
-from drawloom.components.weights.load import persistent_buffers
+from drawloom.components.weights.convert import persistent_buffers
+
+if TYPE_CHECKING:
+    from drawloom.components.parallel.fsdp import ShardedStore
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -28,7 +31,7 @@ class StageParameters:
     """
 
     stages: Sequence[Stage]
-    store: ParameterStore | ShardedStore
+    store: "ParameterStore | ShardedStore"
     dimensions: Sequence[Dimension]
     precision: Precision
     device: torch.device

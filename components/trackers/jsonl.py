@@ -4,7 +4,7 @@ import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
@@ -12,8 +12,10 @@ from drawloom.components.ports.checkpoint import KnownSteps
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import RunFolder
 from drawloom.components.ports.tracking import Value
-from drawloom.components.storage.step_log import StepLog
 from drawloom.graph import Every, component
+
+if TYPE_CHECKING:
+    from drawloom.components.storage.step_log import StepLog
 
 FORMAT = 2
 
@@ -33,11 +35,13 @@ class JsonlTracker:
     mesh: Mesh
     checkpoints: Every[KnownSteps] = attrs.field(factory=Every)
 
-    _log: StepLog | None = attrs.field(init=False, default=None)
+    _log: "StepLog | None" = attrs.field(init=False, default=None)
 
     def open(self) -> None:
         """Open the file for appending on rank 0. Raises UserError if it is a link or not a regular file."""
         if self.mesh.world.rank == 0:
+            from drawloom.components.storage.step_log import StepLog
+
             self._log = StepLog.open(self._path)
 
     def close(self) -> None:

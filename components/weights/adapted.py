@@ -11,7 +11,7 @@ from drawloom.components.ports.adapters import AdaptedLayer, Adapter, Fill
 from drawloom.components.ports.model import LayerRange, LinearLayer, Model
 from drawloom.components.ports.slices import ModelParameter
 from drawloom.components.ports.weights import Mapper
-from drawloom.components.weights.load import convert_tensors
+from drawloom.components.weights.convert import convert_tensors
 from drawloom.components.weights.mapper import parallel
 from drawloom.graph import UserError
 

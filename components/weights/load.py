@@ -1,8 +1,10 @@
 """Loads weights from files into modules, through a mapper, one tensor group at a time."""
 
 import hashlib
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import cached_property
 from pathlib import Path
 
 import attrs
@@ -18,11 +20,15 @@ from drawloom.components.storage.regular_file import open_untrusted_file
 from drawloom.components.storage.safetensors.header import format_names
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
 from drawloom.components.storage.tensor_source import TensorSource, TensorSpec
+from drawloom.components.weights.convert import (
+    compute_group_output_specs,
+    persistent_tensors,
+    stream_converted_tensors,
+)
 from drawloom.components.weights.dequantized import BITS, DequantizedSource
 from drawloom.components.weights.mapper import parallel, select_outputs, sequential
 from drawloom.components.weights.mapper_ops import cut_slice, distribute_like
 from drawloom.components.weights.nested import TextTensors
-from drawloom.components.weights.stacked import StackedExperts
 from drawloom.graph import UserError
 from drawloom.kernels.weight_formats import STORAGE, WeightFormat
 
@@ -30,53 +36,56 @@ COMPUTED = ("*.rotary_emb.inv_freq", "*.rotary_emb.cos_cached", "*.rotary_emb.si
 """Patterns (fnmatch) for buffers in old folders, which follow from the config; transformers ignores them, too."""
 
 
-def persistent_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return a module's parameters and persistent buffers, any shape, by name; a tied tensor is listed once."""
-    return {**dict(module.named_parameters()), **persistent_buffers(module)}
+PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""Projections of one expert by the stacked projection."""
 
 
-def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Return a module's persistent buffers, any shape, by name."""
-    saved = module.state_dict(keep_vars=True)
-    return {name: buffer for name, buffer in module.named_buffers() if name in saved}
-
-
-def convert_tensors(mapper: Mapper, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+@attrs.frozen(slots=False)
+class StackedExperts:
     """
-    Convert tensors, any shape, at once. Drops tensors without a use; raises KeyError if an input is missing.
+    Source in which `X.experts.gate_up_proj` and `X.experts.down_proj` are made of the tensors of single experts.
+
+    Only missing tensors among `needed` are made: of `X.experts.0.gate_proj.weight` and so on, each (outputs, inputs).
     """
-    return {
-        name: tensor
-        for group in mapper.groups
-        for name, tensor in _convert_group(group, [tensors[name] for name in group.inputs])
-    }
 
+    source: TensorSource
+    needed: Collection[str]
 
-def stream_converted_tensors(source: TensorSource, mapper: Mapper) -> Iterator[tuple[str, Tensor]]:
-    """Read, convert and yield tensors, any shape, group by group; at most one group is in memory."""
-    for group in mapper.groups:
-        # popped, so that a tensor is freed as soon as the consumer drops it
-        outputs = _convert_group(group, [source.tensor(name) for name in group.inputs])[::-1]
-        while outputs:
-            yield outputs.pop()
+    @cached_property
+    def _expert_names_by_stacked_name(self) -> dict[str, Sequence[Sequence[str]]]:
+        """
+        Names in files by stacked tensor name: one list with all experts' projections, or two lists for gate and up.
+        """
+        specs = self.source.specs()
+        counts: dict[str, int] = {}
+        for name in specs:
+            if match := re.fullmatch(r"(.*\.experts)\.(\d+)\.down_proj\.weight", name):
+                counts[match[1]] = max(counts.get(match[1], 0), int(match[2]) + 1)
+        singles: dict[str, Sequence[Sequence[str]]] = {}
+        for name in self.needed:
+            layer, _, projection = name.rpartition(".")
+            if name not in specs and projection in PARTS and layer in counts:
+                experts = [f"{layer}.{expert}" for expert in range(counts[layer])]
+                parts = [[f"{expert}.{part}.weight" for expert in experts] for part in PARTS[projection]]
+                if all(single in specs for part in parts for single in part):
+                    singles[name] = parts
+        return singles
 
+    def specs(self) -> Mapping[str, TensorSpec]:
+        specs = self.source.specs()
+        hidden = {single for parts in self._expert_names_by_stacked_name.values() for part in parts for single in part}
+        stacked = {}
+        for name, parts in self._expert_names_by_stacked_name.items():
+            (outputs, inputs), dtype = specs[parts[0][0]].shape, specs[parts[0][0]].dtype
+            stacked[name] = TensorSpec((len(parts[0]), len(parts) * outputs, inputs), dtype)
+        return {name: spec for name, spec in specs.items() if name not in hidden} | stacked
 
-def compute_group_output_specs(group: TensorGroup, specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
-    """
-    Return a group's output specs, computed on the meta device. Raises ValueError if the inputs can't be converted.
-    """
-    meta = [torch.empty(specs[name].shape, dtype=specs[name].dtype, device="meta") for name in group.inputs]
-    try:
-        return {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in _convert_group(group, meta)}
-    except (ValueError, RuntimeError, IndexError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise ValueError(f"{', '.join(group.outputs)} can't be made of {', '.join(group.inputs)}: {reason}") from error
-
-
-def _convert_group(group: TensorGroup, tensors: list[Tensor]) -> list[tuple[str, Tensor]]:
-    """Return a group's converted tensors with their names, without gradients."""
-    with torch.no_grad():
-        return list(zip(group.outputs, group.convert(tensors), strict=True))
+    def tensor(self, name: str) -> Tensor:
+        if name not in self._expert_names_by_stacked_name:
+            return self.source.tensor(name)
+        return torch.cat(
+            [torch.stack([*map(self.source.tensor, part)]) for part in self._expert_names_by_stacked_name[name]], 1
+        )
 
 
 def fill_module_from_folder(

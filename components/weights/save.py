@@ -7,15 +7,14 @@ from pathlib import Path
 import attrs
 from torch import Tensor
 
-from drawloom.components.ports.weights import Mapper
+from drawloom.components.ports.weights import MAX_SHARD, Mapper
 from drawloom.components.storage.safetensors.header import format_names
 from drawloom.components.storage.safetensors.reader import INDEX, SINGLE
 from drawloom.components.storage.safetensors.writer import check_writable, create_safetensors_file
 from drawloom.components.storage.tensor_source import TensorSource, TensorSpec
-from drawloom.components.weights.load import compute_group_output_specs, stream_converted_tensors
+from drawloom.components.weights.convert import compute_group_output_specs, stream_converted_tensors
 from drawloom.graph import UserError
 
-MAX_SHARD = 4 * 2**30  # bytes; files beyond 4 GiB are awkward to download and fail on some file systems
 MAX_NAMES = 30_000  # in a file; keeps the header below the readable size for names of any length
 
 

@@ -7,6 +7,7 @@ import re
 
 import drawloom
 from drawloom.graph.cli.main import main
+from drawloom.graph.recipe.loading import RecipeFolder
 from generate.catalogue import project
 
 WIDTH = "88"
@@ -62,7 +63,7 @@ def _help(command: str) -> str:
 
 def recipes_page() -> str:
     """The text of every shipped recipe."""
-    paths = sorted(project().recipes.glob("*.toml"))
+    paths = RecipeFolder(project().recipes).paths.values()
     return "\n".join([RECIPES_HEAD, *(f"## {path.stem}\n\n```toml\n{path.read_text('utf-8')}```\n" for path in paths)])
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from drawloom.graph.cli.main import list_command_names, read_result_schema
+from drawloom.graph.cli.main import find_command_files, read_result_schema
 from drawloom.graph.problems import UserError
 from generate.catalogue import project
 
@@ -31,7 +31,7 @@ def results_page() -> str:
     """Return the fields of every command's result."""
     failure = read_result_schema(project(), "check")["anyOf"][-1]["properties"]["error"]
     lines = [HEAD, *_tables(failure, "error")]
-    for command in list_command_names(project()):
+    for command in find_command_files(project()):
         lines += [f"## {command}", ""]
         try:
             schemas = read_result_schema(project(), command)["anyOf"][:-1]

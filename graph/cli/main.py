@@ -4,15 +4,18 @@ import argparse
 import importlib
 import os
 import re
+import shutil
 import sys
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
-from itertools import islice, pairwise
-from types import ModuleType
-from typing import Any, NoReturn
+from itertools import groupby, islice, pairwise
+from pathlib import Path
 
-from drawloom.graph.cli.commands import COMMANDS, Main, add_import_option
+import attrs
+
+from drawloom.graph.cli.arguments import Parser, parse_command
+from drawloom.graph.cli.command import GROUPS, Command
 from drawloom.graph.cli.exit_codes import FAILED, INTERRUPTED, INVALID, OK, Console, describe_machine_limit
 from drawloom.graph.cli.result import (
     JSON,
@@ -25,8 +28,11 @@ from drawloom.graph.cli.result import (
     make_result_schema,
 )
 from drawloom.graph.cli.terminal import print_escaped_text, redirect_stdout_to_stderr, redirect_to_null
-from drawloom.graph.problems import Problem, RecipeError, ReportedError, UserError, did_you_mean, find_nearest
+from drawloom.graph.problems import RecipeError, ReportedError, UserError, did_you_mean, find_nearest
 from drawloom.graph.project import Project
+
+GROUP = re.compile(r'^@command\("(\w+)"\)', re.MULTILINE)
+"""How a command's file names its group; help reads it without importing the file."""
 
 # The name of a node as a key, such as @metrics.learning or @metrics.*, is an anchor of a list edit.
 OVERRIDE = re.compile(r"[\w-]+(\.(@?[\w-]+|\*))+=")
@@ -71,68 +77,78 @@ def _run_command(arguments: Sequence[str], project: Project, console: Console) -
     if not _does_current_folder_exist():
         raise UserError("the current folder has been removed; change to another one")
     rest, words = split_off_overrides(arguments)
-    parser = _make_parser(project, rest)
-    _refuse_unknown_command_and_spaced_equals(parser, rest)
-    options = parser.parse_args(rest)
-    options.words, options.console = words, console
-    options.read_result_schema = partial(read_result_schema, project)
-    if words and not hasattr(options, "overlay"):
-        raise RecipeError(
-            [Problem("DL110", f"the command {options.command} accepts no overrides such as {words[0]!r}")]
-        )
-    function: Main = options.main
-    project = project.with_imports(getattr(options, "imports", ()))
-    if not list_output_formats(function):
-        function(options, project)
+    name, files = rest[0] if rest else "", find_command_files(project)
+    if name not in files:
+        _print_help_or_version_or_refuse(project, files, rest)
         return OK
-    with redirect_stdout_to_stderr() if options.format == JSON else nullcontext():
-        result = function(options, project)
+    if "=" in rest[1:-1]:
+        index = rest.index("=", 1)
+        _make_main_parser(project, files).error(f"write {rest[index - 1]}={rest[index + 1]}, without spaces")
+    cls = files[name].load()
+    command = parse_command(cls, name, rest[1:], words, files[name].summary, console=console)
+    project = project.with_imports(command.imports)
+    with redirect_stdout_to_stderr() if command.format == JSON else nullcontext():
+        result = command.run(project)
+    if not list_output_formats(cls.run):  # a server
+        return OK
     if result is None:
-        raise TypeError(f"the command {options.command} returned no result; its main must return a Result")
-    text = dump_json(as_data(result)) if options.format == JSON else result.render(options.format)
+        raise TypeError(f"the command {name} returned no result; its `run` must return a Result")
+    text = dump_json(as_data(result)) if command.format == JSON else result.render(command.format)
     if text and console.warns:  # one process of several
         print_escaped_text(text)
     return result.exit_code
 
 
-def list_command_names(project: Project) -> list[str]:
-    """Return all command names, ordered as in `drawloom --help`."""
-    return [*COMMANDS, *(name.replace("_", "-") for name in _list_command_modules(project))]
+@attrs.frozen
+class CommandFile:
+    """A command's file, imported only by `load`: its module, group, and docstring's first line."""
+
+    module: str
+    group: str
+    summary: str
+
+    def load(self) -> type[Command]:
+        """Import the file, and return its command."""
+        classes = [cls for cls in vars(importlib.import_module(self.module)).values() if isinstance(cls, type)]
+        return next(cls for cls in classes if issubclass(cls, Command) and cls.group and cls.__module__ == self.module)
 
 
-def format_command_help(project: Project, command: str) -> str:
-    """Return a command's help text."""
-    subparsers = next(action for action in _make_parser(project, [command])._actions if action.dest == "command")
-    return str(dict(subparsers.choices or {})[command].format_help())
+def find_command_files(project: Project) -> dict[str, CommandFile]:
+    """Return the commands for any graph and the package's commands by name, ordered as in `drawloom --help`."""
+    folders = {
+        f"{__package__}.commands": Path(__file__).parent / "commands",
+        f"{project.registry.package}.commands": project.registry.folder / "commands",
+    }
+    files = {}
+    for package, folder in folders.items():
+        for path in folder.glob("[a-z]*.py"):
+            text = path.read_text("utf-8")
+            summary = text.partition('"""')[2].partition('"""')[0].strip().partition("\n")[0]
+            group = GROUP.search(text)
+            name = path.stem.replace("_", "-")
+            files[name] = CommandFile(f"{package}.{path.stem}", group[1] if group else "", summary)
+    return dict(sorted(files.items(), key=lambda item: ((*GROUPS, item[1].group).index(item[1].group), item[0])))
 
 
-def read_result_schema(project: Project, command: str) -> Schema:
+def load_command(project: Project, name: str) -> type[Command]:
+    """Return a command's class. Raises UserError for an unknown name."""
+    files = find_command_files(project)
+    if name not in files:
+        raise UserError(f"there is no command {name!r}; {did_you_mean(name, files)}".rstrip("; "), INVALID)
+    return files[name].load()
+
+
+def read_result_schema(project: Project, name: str) -> Schema:
     """
     Return the JSON Schema for a command with `--format json`.
 
     Raises UserError for an unknown command, or for a server, whose output is a protocol.
     """
-    names = list_command_names(project)
-    if command not in names:
-        raise UserError(f"there is no command {command!r}; {did_you_mean(command, names)}".rstrip("; "), INVALID)
-    function = COMMANDS[command][0] if command in COMMANDS else _import_command(project, command.replace("-", "_")).main
-    if not (classes := find_result_classes(function)):
+    if not (classes := find_result_classes(load_command(project, name).run)):
         raise UserError(
-            f"{command} is a server and has no result that a schema could describe; name another command", INVALID
+            f"{name} is a server and has no result that a schema could describe; name another command", INVALID
         )
-    return make_result_schema(command, classes)
-
-
-def _refuse_unknown_command_and_spaced_equals(parser: argparse.ArgumentParser, arguments: list[str]) -> None:
-    """Refuse two typing errors for which argparse prints no useful hint."""
-    commands = next(action.choices for action in parser._actions if action.dest == "command")
-    if arguments and arguments[0][:1] != "-" and commands and arguments[0] not in commands:
-        near = find_nearest(arguments[0], commands)
-        hint = f"did you mean {near!r}?" if near else f"available: {', '.join(commands)}"
-        parser.error(f"there is no command {arguments[0]!r}; {hint}")
-    if "=" in arguments[1:-1]:
-        index = arguments.index("=", 1)
-        parser.error(f"write {arguments[index - 1]}={arguments[index + 1]}, without spaces")
+    return make_result_schema(name, classes)
 
 
 def _does_current_folder_exist() -> bool:
@@ -158,57 +174,34 @@ def split_off_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]
     return rest, words
 
 
-class _Parser(argparse.ArgumentParser):
-    """Argument parser whose errors are printed once for several processes."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise a UserError, since argparse requires a method without return."""
-        if message.startswith("unrecognized arguments"):
-            message += "; set values with node.key=value, such as trainer.steps=10"
-        raise UserError(f"{self.format_usage()}{self.prog}: error: {message}", INVALID)
-
-
-def _make_parser(project: Project, arguments: Sequence[str]) -> argparse.ArgumentParser:
-    parser = _Parser(prog="drawloom", description="Train language models from recipes of components.")
+def _make_main_parser(project: Project, files: Mapping[str, CommandFile]) -> Parser:
+    """Return the parser for a command line without a command; its help lists all by group."""
+    width = max(shutil.get_terminal_size().columns - 2, 40)
+    lines = []
+    for group, members in groupby(files.items(), lambda item: item[1].group):
+        lines.append(f"{group}:")
+        for name, file in members:
+            lines.append(textwrap.fill(f"  {name:<16}{file.summary}", width, subsequent_indent=" " * 18))
+        lines.append("")
+    parser = Parser(
+        prog="drawloom",
+        usage="drawloom [-h] [--version] COMMAND ...",
+        description="Train language models from recipes of components.",
+        epilog="\n".join([*lines, "`drawloom COMMAND --help` describes a command."]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     package = importlib.import_module(project.registry.package.partition(".")[0])
     version = f"%(prog)s {getattr(package, '__version__', '')}".rstrip()
     parser.add_argument("--version", action="version", version=version)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    names = list_command_names(project)
-    called = arguments[0] if arguments and arguments[0] in names else ""
-    for name in [called] if called else names:  # all parsers together would take longer than a short command
-        if name in COMMANDS:
-            function, summary, add = COMMANDS[name]
-            command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
-            add(command)
-            _add_format_option(command, function)
-        else:
-            _add_command_module(commands, project, name.replace("-", "_"), is_called=name == called)
+    parser.add_argument("command", metavar="COMMAND", help=argparse.SUPPRESS)
     return parser
 
 
-def _add_command_module(commands: Any, project: Project, name: str, *, is_called: bool) -> None:
-    """Add a command of the package. Its module is imported only if the command is called."""
-    path = project.registry.folder / "commands" / f"{name}.py"
-    summary = path.read_text("utf-8").partition('"""')[2].partition('"""')[0].strip().partition("\n")[0]
-    command = commands.add_parser(name.replace("_", "-"), help=summary, description=summary, allow_abbrev=False)
-    if is_called:
-        module = _import_command(project, name)
-        module.add_arguments(command)
-        add_import_option(command)
-        _add_format_option(command, module.main)
-
-
-def _add_format_option(parser: argparse.ArgumentParser, function: Main) -> None:
-    parser.set_defaults(main=function)
-    if formats := list_output_formats(function):
-        help = f"print the result in this format (default {formats[0]}); with json, all else is on stderr"
-        parser.add_argument("--format", choices=formats, default=formats[0], help=help)
-
-
-def _list_command_modules(project: Project) -> list[str]:
-    return sorted(path.stem for path in (project.registry.folder / "commands").glob("[a-z]*.py"))
-
-
-def _import_command(project: Project, name: str) -> ModuleType:
-    return importlib.import_module(f"{project.registry.package}.commands.{name}")
+def _print_help_or_version_or_refuse(project: Project, files: Mapping[str, CommandFile], arguments: list[str]) -> None:
+    """Parse a command line without a command. Raises UserError if it has neither --help nor --version."""
+    parser = _make_main_parser(project, files)
+    if arguments and arguments[0][:1] != "-":
+        near = find_nearest(arguments[0], files)
+        hint = f"did you mean {near!r}?" if near else f"available: {', '.join(files)}"
+        parser.error(f"there is no command {arguments[0]!r}; {hint}")
+    parser.parse_args(arguments[:1])

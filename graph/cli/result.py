@@ -45,9 +45,8 @@ class Result(ABC):
     """
     A command's result. Its fields are the JSON text, and `render` returns the other formats.
 
-    A command is a function from its options and a project to a Result; the return annotation names the class, and with
-    it the formats and the schema. Fields are strings, numbers, booleans, paths, None, attrs classes, and sequences and
-    string-keyed mappings of these.
+    The return annotation of a command's `run` names the class, and with it the formats and the schema. Fields are
+    strings, numbers, booleans, paths, None, attrs classes, and sequences and string-keyed mappings of these.
     """
 
     formats: ClassVar[tuple[str, ...]] = ("text", JSON)
@@ -136,7 +135,7 @@ def find_result_classes(function: Callable[..., Any]) -> list[type[Result]]:
     kind = typing.get_type_hints(function)["return"]
     members = [] if kind is type(None) else union_members_except_none(kind)
     if wrong := [member for member in members if not issubclass(member, Result)]:
-        raise TypeError(f"{function.__module__}.main returns {wrong[0].__name__}; a command returns a Result")
+        raise TypeError(f"{function.__qualname__} returns {wrong[0].__name__}; a command returns a Result")
     return members
 
 
@@ -147,12 +146,12 @@ def list_output_formats(function: Callable[..., Any]) -> tuple[str, ...]:
 
 def make_result_schema(command: str, classes: Sequence[type[Result]]) -> Schema:
     """Return a command's JSON Schema: a result, or an object with the key `error`."""
-    failure = {"type": "object", "properties": {"error": _make_type_schema(CommandFailure)}, "required": ["error"]}
+    failure = {"type": "object", "properties": {"error": make_type_schema(CommandFailure)}, "required": ["error"]}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": f"drawloom {command} --format json",
         "type": "object",
-        "anyOf": [*(_make_type_schema(cls) for cls in classes), failure | {"additionalProperties": False}],
+        "anyOf": [*(make_type_schema(cls) for cls in classes), failure | {"additionalProperties": False}],
     }
 
 
@@ -166,18 +165,19 @@ SIMPLE: dict[Any, Schema] = {
 }
 
 
-def _make_type_schema(kind: Any) -> Schema:
+def make_type_schema(kind: Any) -> Schema:
+    """Return the schema for a field's type."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if kind in SIMPLE:
         return dict(SIMPLE[kind])
     if origin is Literal:
         return {"enum": list(inner)}
     if origin in (typing.Union, types.UnionType):
-        return {"anyOf": [_make_type_schema(member) for member in inner]}
+        return {"anyOf": [make_type_schema(member) for member in inner]}
     if isinstance(kind, type) and issubclass(kind, PurePath):
         return {"type": "string"}
     if isinstance(origin, type) and issubclass(origin, Mapping):
-        return {"type": "object", "additionalProperties": _make_type_schema(inner[1])}
+        return {"type": "object", "additionalProperties": make_type_schema(inner[1])}
     if isinstance(origin, type) and issubclass(origin, Sequence):
         return _make_array_schema(origin, inner)
     if attrs.has(kind):
@@ -187,9 +187,9 @@ def _make_type_schema(kind: Any) -> Schema:
 
 def _make_array_schema(origin: type, inner: tuple[Any, ...]) -> Schema:
     if origin is tuple and inner[-1] is not Ellipsis:
-        items = [_make_type_schema(part) for part in inner]
+        items = [make_type_schema(part) for part in inner]
         return {"type": "array", "prefixItems": items, "minItems": len(items), "items": False}
-    return {"type": "array", "items": _make_type_schema(inner[0])}
+    return {"type": "array", "items": make_type_schema(inner[0])}
 
 
 def _make_object_schema(cls: type) -> Schema:
@@ -199,7 +199,7 @@ def _make_object_schema(cls: type) -> Schema:
         "type": "object",
         "description": inspect.cleandoc(cls.__doc__ or ""),
         "properties": {
-            name: _make_type_schema(hints[name]) | ({"description": doc} if doc else {}) for name, doc in fields.items()
+            name: make_type_schema(hints[name]) | ({"description": doc} if doc else {}) for name, doc in fields.items()
         },
         "required": list(fields),
         "additionalProperties": False,

@@ -1,9 +1,9 @@
-"""Print text on standard output and standard error without control characters, and without a traceback on failure."""
+"""Text for a terminal: tables, and printing without control characters and without a traceback on failure."""
 
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from typing import Literal
 
@@ -56,3 +56,13 @@ def redirect_stdout_to_stderr() -> Iterator[None]:
     finally:
         os.dup2(saved, 1)
         os.close(saved)
+
+
+def format_table(rows: Sequence[Sequence[str]], left: Container[int] = (0,)) -> str:
+    """Return rows as lines with columns; columns in `left` are aligned on the left, the others on the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        [cell.ljust(width) if index in left else cell.rjust(width) for index, (cell, width) in enumerate(cells)]
+        for cells in (zip(row, widths, strict=True) for row in rows)
+    ]
+    return "\n".join("  ".join(line).rstrip() for line in lines)

@@ -14,8 +14,8 @@ from drawloom.graph.inspect.serialize import convert_to_toml_types
 from drawloom.graph.lsp.meaning import Meaning
 from drawloom.graph.lsp.workspace import Workspace
 from drawloom.graph.problems import KeyPath
-from drawloom.graph.recipe.edits import EDIT, OPERATIONS
-from drawloom.graph.recipe.layers import STARTED_IN, Leaf, Table
+from drawloom.graph.recipe.edits import OPERATIONS
+from drawloom.graph.recipe.layers import EDIT, STARTED_IN, Leaf, Table
 from drawloom.graph.recipe.loading import RecipeFolder
 from drawloom.graph.recipe.merged import DIRECTIVES, VARIABLE
 from drawloom.graph.registry.spec import Field, Spec

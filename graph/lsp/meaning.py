@@ -5,7 +5,7 @@ import attrs
 from drawloom.graph.lsp.cursor import Cursor
 from drawloom.graph.lsp.workspace import Analysis, Workspace
 from drawloom.graph.problems import KeyPath
-from drawloom.graph.recipe.edits import EDIT
+from drawloom.graph.recipe.layers import EDIT
 from drawloom.graph.recipe.merged import VARIABLE
 from drawloom.graph.registry.spec import Field, Spec
 from drawloom.graph.wiring.graph import Graph

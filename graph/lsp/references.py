@@ -11,8 +11,7 @@ from drawloom.graph.lsp.cursor import Cursor
 from drawloom.graph.lsp.meaning import Meaning
 from drawloom.graph.lsp.workspace import Workspace
 from drawloom.graph.problems import RecipeError, UserError
-from drawloom.graph.recipe.edits import EDIT
-from drawloom.graph.recipe.layers import Table
+from drawloom.graph.recipe.layers import EDIT, Table
 from drawloom.graph.recipe.merged import DIRECTIVES, NAME, VARIABLE, MergedRecipe
 from drawloom.graph.toml.positions import SourceRange
 

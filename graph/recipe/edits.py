@@ -12,11 +12,8 @@ from typing import Any
 import attrs
 
 from drawloom.graph.problems import KeyPath, Problem, did_you_mean
-from drawloom.graph.recipe.layers import Layer, Leaf, Origin, Table
+from drawloom.graph.recipe.layers import EDIT, Layer, Leaf, Origin, Table
 from drawloom.graph.toml.emit import dump_canonical, dump_toml
-
-EDIT = "edit"
-"""Top-level key of list edits."""
 
 OPERATIONS = ("remove", "before", "after")
 

@@ -11,6 +11,9 @@ import attrs
 from drawloom.graph.problems import KeyPath, Position
 from drawloom.graph.toml.positions import SourceMap
 
+EDIT = "edit"
+"""Top-level key of list edits."""
+
 STARTED_IN = "started_in"
 """Top-level key of a lock file: the folder in which the run was started, for relative paths."""
 

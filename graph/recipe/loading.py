@@ -28,22 +28,27 @@ class _Base(NamedTuple):
 
 @attrs.frozen
 class RecipeFolder:
-    """The folder of shipped recipes, named without path or suffix."""
+    """The folder of shipped recipes, in sub-folders by topic, named without path or suffix."""
 
     folder: Path
 
     @cached_property
+    def paths(self) -> dict[str, Path]:
+        """The recipes' files by name, sorted."""
+        return {path.stem: path for path in sorted(self.folder.rglob("*.toml"), key=lambda path: path.stem)}
+
+    @property
     def names(self) -> list[str]:
         """The sorted recipe names in the folder."""
-        return sorted(path.stem for path in self.folder.glob("*.toml"))
+        return [*self.paths]
 
     def find(self, name: str) -> Path | None:
         """Return a shipped recipe's file, or None."""
-        return self.folder / f"{name}.toml" if name in self.names else None
+        return self.paths.get(name)
 
     def contains(self, path: Path) -> bool:
         """Return whether a file is in the folder."""
-        return path.resolve().parent == self.folder.resolve()
+        return path.resolve().is_relative_to(self.folder.resolve())
 
 
 def read_layers(

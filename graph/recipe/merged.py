@@ -8,8 +8,7 @@ import attrs
 
 from drawloom.graph.garbage import pause_garbage_collection
 from drawloom.graph.problems import MAX_CANDIDATES, Position, Problem, did_you_mean, find_nearest
-from drawloom.graph.recipe.edits import EDIT, apply_edits
-from drawloom.graph.recipe.layers import STARTED_IN, Layer, Leaf, Table
+from drawloom.graph.recipe.layers import EDIT, STARTED_IN, Layer, Leaf, Table
 
 FORMAT = 1
 """Version of the recipe format, written in resolved recipes."""
@@ -90,7 +89,10 @@ def _merge_over_tree(
         problems += [attrs.evolve(problem, position=layer.key_position((key,))) for key, problem in misplaced.items()]
         values = {key: value for key, value in layer.data.items() if key not in (*DIRECTIVES, *misplaced)}
         tree.merge_layer(values, layer, ())
-        problems += apply_edits(tree, layer)  # last, since a layer may also write the list that it edits
+        if EDIT in layer.data:  # last, since a layer may also write the list that it edits
+            from drawloom.graph.recipe.edits import apply_edits  # few recipes edit lists
+
+            problems += apply_edits(tree, layer)
     recipe = _classify_tables(source, tree)
     all_layers = [*layers_of_tree, *layers]
     unused = _check_unused_variables(recipe.vars, all_layers)

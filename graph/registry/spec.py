@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import attrs
 
-from drawloom.graph.component import Check, Every, Impact, Ordered, Traits, is_port_or_component
+from drawloom.graph.component import Check, Every, Impact, Ordered, Traits, is_port_or_component, read_annotations
 from drawloom.graph.recipe.lockfile import ResolvedRecipe
 
 Kind = Literal["setting", "one", "optional", "list", "mapping", "ordered", "every", "recipe"]
@@ -20,7 +20,7 @@ class Field:
     A field of a component: a setting, an edge, or a field filled by the container.
 
     An edge leads to one node, an optional node, a list, a mapping or a sequence. The container fills `every` node of a
-    port, or the resolved `recipe`. An optional edge with `is_wired` is found by type. The strings of a setting with
+    port, or the resolved `recipe`. An edge with `is_wired` is found by type. The strings of a setting with
     `globs` are paths or globs.
     """
 
@@ -52,7 +52,7 @@ class Field:
         port = " or ".join(port.__name__ for port in self.ports)
         many = {
             "optional": f"{port}, if there is one" if self.is_wired else f"{port}, or none",
-            "list": f"any number of {port}",
+            "list": f"every {port}" if self.is_wired else f"any number of {port}",
             "mapping": f"named {port}",
             "ordered": f"a sequence of {port}",
         }
@@ -115,10 +115,10 @@ class Spec:
 @lru_cache(maxsize=1024)  # every recipe has its own registry, and loading takes a third less with classes read before
 def read_spec(use: str, cls: type, distribution: str = "") -> Spec:
     """Read the settings and edges of a component class."""
-    # attrs keeps the strings of postponed annotations; get_type_hints resolves them.
-    hints = typing.get_type_hints(cls)
     traits: Traits = vars(cls)["__component__"]
-    fields = [_read_field(a, hints[a.name], traits.impact) for a in attrs.fields(cls) if a.init]
+    attributes = [attribute for attribute in attrs.fields(cls) if attribute.init]
+    hints = read_annotations(cls, {attribute.name for attribute in attributes})
+    fields = [_read_field(attribute, hints[attribute.name], traits.impact) for attribute in attributes]
     return Spec(use, cls, {field.name: field for field in fields}, traits, distribution)
 
 

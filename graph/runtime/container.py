@@ -229,7 +229,7 @@ class Container(Mapping[str, Any]):
                 if user in users:
                     field = self.graph.nodes[user].spec.fields[key]
                     ports = field.ports
-                    if item is None and field.kind == "optional":
+                    if item is None and field.kind in ("optional", "list"):
                         continue
                     if not implements_any(type(item), ports):
                         why = join_mismatches(
@@ -262,6 +262,8 @@ class Container(Mapping[str, Any]):
             return self._objects[edge.targets[0]]
         objects = [self._objects[name] for name in edge.targets]
         match field.kind:
+            case "list":  # without nodes that were replaced by None
+                return [item for item in objects if item is not None]
             case "mapping":
                 return dict(zip(edge.keys, objects, strict=True))
             case "ordered":

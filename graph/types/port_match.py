@@ -9,6 +9,7 @@ from typing import Any
 
 import attrs
 
+from drawloom.graph.component import read_annotations
 from drawloom.graph.types.assignable import (
     ImplementsProtocol,
     find_type_arguments,
@@ -163,12 +164,15 @@ def _read_member_type(cls: type, member: str) -> Any:
         return _read_type_hints(member_object.fget).get("return", Any)
     if isinstance(member_object, functools.cached_property):
         return _read_type_hints(member_object.func).get("return", Any)
-    return _read_type_hints(cls).get(member, Any)
-
-
-def _read_type_hints(thing: Any) -> dict[str, Any]:
     try:
-        return typing.get_type_hints(thing)
+        return read_annotations(cls, {member}).get(member, Any)
+    except (NameError, TypeError):
+        return Any
+
+
+def _read_type_hints(function: Any) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(function)
     except (NameError, TypeError):
         return {}
 

@@ -229,14 +229,17 @@ class EdgeResolver:
         return True
 
     def _wire_by_type(self, node: Node, field: Field) -> None:
-        if field.kind not in ("one", "optional"):
-            shape = '{ name = "@node" }' if field.kind == "mapping" else '["@name", ...]'
-            return node.add_problem(
-                "DL315", f"{node.spec.use!r} needs the edge {field.name!r}", f"write {field.name} = {shape}"
-            )
         # A node can't depend on itself.
         fitting = [name for name in self._find_implementers_with_own_table(field) if name != node.name]
-        if len(fitting) == 1:
+        if field.kind == "list" and field.is_wired:
+            if fitting:
+                node.set_edge(field.name, Edge(tuple(fitting), written=False))
+        elif field.kind not in ("one", "optional"):
+            shape = '{ name = "@node" }' if field.kind == "mapping" else '["@name", ...]'
+            node.add_problem(
+                "DL315", f"{node.spec.use!r} needs the edge {field.name!r}", f"write {field.name} = {shape}"
+            )
+        elif len(fitting) == 1:
             node.set_edge(field.name, Edge((fitting[0],), written=False))
         elif not fitting and field.kind == "optional":
             return

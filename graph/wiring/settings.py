@@ -47,7 +47,9 @@ class SettingsResolver:
         owner = node.table.discarded.get(key)
         known = [name for name, field in node.spec.fields.items() if field.kind not in ("every", "recipe")]
         hint = f"it belonged to {owner!r}, which this `use` replaces" if owner else did_you_mean(key, known)
-        if key in DIRECTIVES:
+        if line := node.spec.traits.replaced_keys.get(key):
+            hint = f"write {line}"
+        elif key in DIRECTIVES:
             hint = f"write {key} at the top of the file, before the first [table]"
         node.add_problem("DL302", f"{node.spec.use!r} has no setting or edge {key!a}", hint, (key,), key=True)
 

@@ -17,7 +17,12 @@ import triton.language as tl
 from torch import Tensor
 
 from drawloom.kernels.adamw import ParamState
-from drawloom.kernels.triton.gradient_factors import cast_and_scale_if_mixed_dtypes, multiply_by_factors
+from drawloom.kernels.triton.gradient_factors import (
+    ALIGNMENT,
+    align_gradient,
+    cast_and_scale_if_mixed_dtypes,
+    multiply_by_factors,
+)
 from drawloom.kernels.triton.launch import cache_launches
 from drawloom.kernels.triton.primitives import philox, round_stochastically, split_into_16bit_halves, upload
 
@@ -26,9 +31,6 @@ PART = 2**14
 
 BLOCK = 512
 """Elements per iteration of a program: 4 per thread, 8 bytes in bfloat16; larger ones lower the occupancy."""
-
-ALIGNMENT = 16
-"""Bytes per vectorized load; the kernel reads other tensors element by element."""
 
 TABLE_COLUMNS = 12
 """
@@ -71,8 +73,8 @@ def _build_step(params: list[ParamState], indices: list[int], maximize: bool) ->
 
 def _get_launch_group_key(param: ParamState) -> tuple[str, ...]:
     """Return the dtypes, device and compile-time constants shared by a launch's weights."""
-    kind = param.weight.dtype, param.exp_avg.dtype, param.weight.device, *_kernel_constants(param).values()
-    return tuple(map(str, kind))
+    kind = param.weight.dtype, param.exp_avg.dtype, param.weight.device, param.has_whole_blocks
+    return tuple(map(str, (*kind, *_kernel_constants(param).values())))
 
 
 def _kernel_constants(param: ParamState) -> dict[str, bool]:
@@ -129,7 +131,7 @@ class _FusedStep:
 
         The weights do not change if `found_inf` is not 0. `factors`, float32 (factors,), multiply the gradients.
         """
-        grads, factors = cast_and_scale_if_mixed_dtypes([_align_gradient(grad) for grad in grads], factors)
+        grads, factors = cast_and_scale_if_mixed_dtypes([align_gradient(grad) for grad in grads], factors)
         self._update_table(grads)
         weight_like, exp_avg_like = self._likes
         _adamw_kernel[(len(self._parts),)](
@@ -167,12 +169,6 @@ def _make_table_row(param: ParamState, grad: int, index: int) -> list[int]:
     noise = param.key, param.first, param.width, param.stride
     optional = (0 if tensor is None else tensor.data_ptr() for tensor in (param.max_exp_avg_sq, param.remainder))
     return [weight, grad, exp_avg, exp_avg_sq, param.weight.numel(), index, *noise, *optional]
-
-
-def _align_gradient(grad: Tensor) -> Tensor:
-    """Return the gradient, contiguous and aligned for vectorized loads."""
-    grad = grad.contiguous()
-    return grad if grad.data_ptr() % ALIGNMENT == 0 else grad.clone()
 
 
 # fmt: off

@@ -6,6 +6,9 @@ from torch import Tensor
 
 from drawloom.kernels.scale import scale_and_sum_squares
 
+ALIGNMENT = 16
+"""Bytes per vectorized load; kernels read other tensors element by element."""
+
 
 def cast_and_scale_if_mixed_dtypes(grads: list[Tensor], factors: Tensor | None) -> tuple[list[Tensor], Tensor | None]:
     """
@@ -18,6 +21,12 @@ def cast_and_scale_if_mixed_dtypes(grads: list[Tensor], factors: Tensor | None) 
     for factor in () if factors is None else factors.double():
         scale_and_sum_squares(grads, factor)
     return [grad.float() for grad in grads], None
+
+
+def align_gradient(grad: Tensor) -> Tensor:
+    """Return the gradient, contiguous and aligned for vectorized loads."""
+    grad = grad.contiguous()
+    return grad if grad.data_ptr() % ALIGNMENT == 0 else grad.clone()
 
 
 @triton.jit

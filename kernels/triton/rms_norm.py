@@ -6,6 +6,7 @@ sum over all rows: each program sums its rows, and a second kernel adds the prog
 result is deterministic.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,11 +15,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd import Function
 
-from drawloom.kernels.float8 import Float8Rows
-from drawloom.kernels.linear_float8 import attach_quantized_rows
 from drawloom.kernels.operation import once_differentiable, register_kernel
 from drawloom.kernels.results import NormAndSum
-from drawloom.kernels.triton.float8 import allocate_quantized_rows, compute_scale_and_inverse, get_magnitude_bits
 from drawloom.kernels.triton.launch import cache_launches
 from drawloom.kernels.triton.primitives import (
     cdiv,
@@ -36,15 +34,15 @@ PROGRAMS = 2
 """Programs of the backward pass per multiprocessor: while one waits for memory, the other computes."""
 
 
-def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False, float8: bool = False) -> Tensor:
+def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
     """Compute rms_norm_eager for float32, bfloat16 and float16: x (..., hidden_size), weight (hidden_size,)."""
     check_floats("rms_norm_triton", x, weight)
-    normed, _, *rows = _RmsNorm.apply(x, None, weight, eps, zero_centered, float8)  # type: ignore[no-untyped-call]
-    return _attach_quantized_rows_if_any(normed, *rows)
+    normed: Tensor = RmsNorm.apply(x, None, weight, eps, zero_centered)[0]  # type: ignore[no-untyped-call]
+    return normed
 
 
 def add_rms_norm_triton(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centered: bool = False, float8: bool = False
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centered: bool = False
 ) -> NormAndSum:
     """
     Compute add_rms_norm_eager for float32, bfloat16 and float16.
@@ -52,81 +50,82 @@ def add_rms_norm_triton(
     x and residual (..., hidden_size), weight (hidden_size,); returns the norm and the sum, both (..., hidden_size).
     """
     check_floats("add_rms_norm_triton", x, residual, weight)
-    normed, summed, *rows = _RmsNorm.apply(x, residual, weight, eps, zero_centered, float8)  # type: ignore[no-untyped-call]
-    return NormAndSum(_attach_quantized_rows_if_any(normed, *rows), summed)
+    return NormAndSum(*RmsNorm.apply(x, residual, weight, eps, zero_centered))  # type: ignore[no-untyped-call]
 
 
-def _attach_quantized_rows_if_any(normed: Tensor, data: Tensor, scale: Tensor) -> Tensor:
-    """Return the norm, and keep its quantized rows and scales if there are any."""
-    if scale.numel():
-        attach_quantized_rows(normed, Float8Rows(data, scale, data.new_empty(0)))
-    return normed
-
-
-class _RmsNorm(Function):
+class RmsNorm(Function):
     """RMSNorm, perhaps after an addition; saves one float32 per row, and x or the sum, which exist anyway."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, zero_centered: bool, float8: bool
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """
-        Return the norm and the sum, both like x and residual (..., hidden_size), and the norm's quantized rows and
-        scales; weight is (hidden_size,).
-        """
-        normed, summed, rstd, data, scale = _forward(x, residual, weight, eps, zero_centered, float8)
-        ctx.save_for_backward(x if residual is None else summed, weight, rstd)
+        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, zero_centered: bool
+    ) -> tuple[Tensor, ...]:
+        """Return the norm and the sum, both like x and residual (..., hidden_size); weight is (hidden_size,)."""
+        normed, summed, rstd = _forward(x, residual, weight, eps, zero_centered)
+        RmsNorm.save(ctx, x if residual is None else summed, weight, rstd, zero_centered)
+        return normed, summed
+
+    @staticmethod
+    def save(ctx: Any, summed: Tensor, weight: Tensor, rstd: Tensor, zero_centered: bool) -> None:
+        """Save x or the sum (..., hidden_size), and 1 / rms by row, for the backward pass."""
+        ctx.save_for_backward(summed, weight, rstd)
         ctx.zero_centered = zero_centered
-        ctx.mark_non_differentiable(data, scale)
-        ctx.set_materialize_grads(False)  # the quantized rows have none
-        return normed, summed, data, scale
+        ctx.set_materialize_grads(False)  # an unused sum has none
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, grad_summed: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         if grad is None:
             if grad_summed is None:
-                return (None,) * 6
+                return (None,) * 5
             grad = torch.zeros_like(grad_summed)
         (x, weight, rstd), (_, has_residual, needs_weight, *_) = ctx.saved_tensors, ctx.needs_input_grad
         grad_x, grad_weight = _backward(grad, grad_summed, x, weight, rstd, ctx.zero_centered, needs_weight)
-        return grad_x, grad_x if has_residual else None, grad_weight if needs_weight else None, None, None, None
+        return grad_x, grad_x if has_residual else None, grad_weight if needs_weight else None, None, None
 
 
-def _allocate_forward(x: Tensor, residual: Tensor | None, float8: bool) -> tuple[Tensor, ...]:
-    """Return the norm, the sum if there is a residual, 1 / rms by row, and with `float8` quantized rows and scales."""
-    normed = x.new_empty(x.shape)
+def allocate_norm(x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the norm, the sum if there is a residual, and 1 / rms by row, all empty."""
     summed = x.new_empty(x.shape if residual is not None else 0)
-    count, width = (x.shape[:-1].numel(), x.shape[-1]) if float8 else (0, 0)
-    return normed, summed, x.new_empty(x.shape[:-1], dtype=torch.float32), *allocate_quantized_rows(x, count, width)
+    return x.new_empty(x.shape), summed, x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
-@register_kernel("rms_norm", _allocate_forward)
+@register_kernel("rms_norm", allocate_norm)
 def _forward(
-    results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    results: tuple[Tensor, Tensor, Tensor],
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor,
     eps: float,
     zero_centered: bool,
-    float8: bool,
 ) -> None:
-    normed, summed, rstd, data, q_scale = results
+    launch_forward(_forward_kernel, [*results], x, residual, weight, eps, zero_centered)
+
+
+def launch_forward(
+    kernel: Any,
+    results: Sequence[Tensor],
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    zero_centered: bool,
+) -> None:
+    """Launch a kernel that fills `allocate_norm`'s results for x and residual (..., width), and perhaps more."""
+    normed, summed, *others = results
     if not x.numel():
         return
     rows, added = view_as_rows(x), None if residual is None else view_as_rows(residual)
     count, width = rows.shape
     block = next_power_of_2(width)
     tile_rows = max(1, FORWARD_TILE // block)  # whatever the number of rows, so that a row keeps its bits
-    _forward_kernel[(cdiv(count, tile_rows),)](
+    kernel[(cdiv(count, tile_rows),)](
         rows,
         added,
         weight.contiguous(),
         normed,
         None if added is None else summed,
-        rstd,
-        data if float8 else None,
-        q_scale if float8 else None,
+        *others,
         count,
         width,
         rows.stride(0),
@@ -198,10 +197,9 @@ def _choose_warp_count(elements: int) -> int:
 
 
 # fmt: off
-@cache_launches
-@triton.jit(do_not_specialize=["count"])
-def _forward_kernel(
-    x, residual, weight, normed, summed, rstd, data, q_scale, count, width, x_stride, residual_stride, eps,
+@triton.jit
+def norm_rows(
+    x, residual, weight, normed, summed, rstd, count, width, x_stride, residual_stride, eps,
     ZERO_CENTRED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):
     # fmt: on
@@ -222,11 +220,21 @@ def _forward_kernel(
     tl.store(rstd + row, scale, mask=row < count)
     result = (values * scale * factors).to(normed.dtype.element_ty)
     tl.store(normed + row * width + column, result, mask=inside)
-    if data is not None:
-        wide = result.to(tl.float32)
-        own_scale, inverse = compute_scale_and_inverse(tl.max(get_magnitude_bits(wide), 1, keep_dims=True))
-        tl.store(data + row * width + column, (wide * inverse).to(data.dtype.element_ty), mask=inside)
-        tl.store(q_scale + row, own_scale, mask=row < count)
+    return result, row, column
+
+
+# fmt: off
+@cache_launches
+@triton.jit(do_not_specialize=["count"])
+def _forward_kernel(
+    x, residual, weight, normed, summed, rstd, count, width, x_stride, residual_stride, eps,
+    ZERO_CENTRED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):
+    # fmt: on
+    norm_rows(
+        x, residual, weight, normed, summed, rstd, count, width, x_stride, residual_stride, eps,
+        ZERO_CENTRED, ROWS, BLOCK,
+    )
 
 
 # fmt: off

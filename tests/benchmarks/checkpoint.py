@@ -110,7 +110,7 @@ def _ours(node: Checkpointer, step: int) -> tuple[float, float]:
     node.run_phase(Step(step, 10**6))
     node.wait_until_staged()  # the worst case: no training step overlaps the copy
     stall = time.perf_counter() - began
-    node._wait_for_pending_save()
+    node._saves.wait_for_pending_save()
     seconds = time.perf_counter() - began
     shutil.rmtree(node.folder.folder / "checkpoints" / f"step-{step}")
     return stall, seconds

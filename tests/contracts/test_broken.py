@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from drawloom.components.contracts.model import layers_keep_shape_and_dtype_if_declared
 from drawloom.components.ports.checkpoint import Durable, Restorer, Stateful
 from drawloom.components.ports.distributed import ReplicaLimit
+from drawloom.components.ports.features import StageFeature
 from drawloom.components.ports.model import BatchContext, LayerRange
 from drawloom.components.ports.pipeline import Predictor
 from drawloom.components.ports.run import FinalTask, Phase, Step
-from drawloom.components.ports.stages import Transform
 from drawloom.components.ports.staging import Stager
 from drawloom.graph import component
 from drawloom.graph.testing import BrokenContractError, check_port
@@ -56,24 +56,24 @@ class Skips:
         step.index += 1
 
 
-class Wraps:
-    """A transform to hide a module in another."""
+class Wraps(StageFeature):
+    """A feature to hide a module in another."""
 
     def transform(self, module: nn.Module) -> nn.Module:
         """Return the module inside of another."""
         return nn.Sequential(module)
 
 
-class Materializes:
-    """A transform to make a module real."""
+class Materializes(StageFeature):
+    """A feature to make a module real."""
 
     def transform(self, module: nn.Module) -> nn.Module:
         """Return the module on the CPU."""
         return module.to_empty(device="cpu")
 
 
-class Frozen:
-    """A transform as a plugin may write one."""
+class Frozen(StageFeature):
+    """A feature as a plugin may write one."""
 
     def transform(self, module: nn.Module) -> nn.Module:
         """Return the module, frozen."""
@@ -160,8 +160,8 @@ BROKEN: list[tuple[Callable[[], Any], type, str]] = [
     (ReadsInSecret, Phase, "reads loss without declaring it"),
     (WritesInSecret, Phase, "writes secret without declaring it"),
     (Skips, Phase, "changes the index"),
-    (Wraps, Transform, "called otherwise"),
-    (Materializes, Transform, "made real"),
+    (Wraps, StageFeature, "called otherwise"),
+    (Materializes, StageFeature, "made real"),
     (Aliases, Stager, "after a change of the state"),
     (Peeks, Predictor, "a later token changes"),
     (NeverFinished, FinalTask, "has run and is not finished"),
@@ -178,7 +178,7 @@ def test_a_broken_implementation_is_refused(implementation: Callable[[], Any], p
         check_port(implementation, port)
 
 
-@pytest.mark.parametrize(("implementation", "port"), [(Doubles, Phase), (Frozen, Transform)])
+@pytest.mark.parametrize(("implementation", "port"), [(Doubles, Phase), (Frozen, StageFeature)])
 def test_a_plain_implementation_passes(implementation: Callable[[], Any], port: type) -> None:
     """An implementation as a plugin may write it keeps the contract."""
     check_port(implementation, port)

@@ -192,7 +192,7 @@ def frozen(folder: Path) -> Mapping[str, Any]:
     module = whole(dense(**sizes, vocab_size=257, tie_word_embeddings=True))
     save_file(dict(module.named_parameters()), folder / "model.safetensors")
     teacher = {"use": "stages.frozen", "model": "@model", "weights": str(folder)}
-    return {"teacher": teacher, "executor": {"frozen": "@teacher"}, "loss": {"use": "loss.distill"}}
+    return {"teacher": teacher, "loss": {"use": "loss.distill"}}
 
 
 def store(folder: Path) -> Mapping[str, Any]:
@@ -467,6 +467,8 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     "trackers.aim": lambda folder: {"trackers": {"aim": {"use": "trackers.aim"}}},
     "listeners.profiler": lambda folder: {"listeners": {"profiler": {"use": "listeners.profiler"}}},
     "listeners.replay": lambda folder: {"listeners": {"replay": {"use": "listeners.replay", "every": 1}}},
+    "pipeline.captured": lambda folder: {"capture": {"use": "pipeline.captured"}},
+    "stages.compiled": lambda folder: {"compile": {"use": "stages.compiled"}},
     "planning.check": lambda folder: {"listeners": {"plan": {"use": "planning.check"}}},
     "planning.memory": lambda folder: {"stages": {"memory": {"use": "planning.memory"}}},
 }

@@ -13,11 +13,11 @@ import pytest
 
 import drawloom
 from drawloom.components.ports.run import EventKind
-from drawloom.graph.cli.main import list_command_names
+from drawloom.graph.cli.main import find_command_files
 from drawloom.graph.project import Project
 from generate.catalogue import specs
 from generate.results import results_page
-from generate.source import PORTS, modules
+from generate.source import PORTS, STATE, modules
 from generate.step import VALUES, step_page
 from generate.uses import uses
 from support.blocks import blocks
@@ -57,7 +57,9 @@ def test_every_component_and_setting_is_documented(site: Path) -> None:
 def test_every_public_name_is_explained(site: Path) -> None:
     """Ports are on the pages of ports, and all other public names on the page of the Python API."""
     ports = "".join(path.read_text("utf-8") for path in (site / "ports").glob("*.html"))
-    assert [name for name in drawloom.ports.__all__ if f'id="{name.lower()}"' not in ports] == []
+    sources = [module for file, module in modules().items() if file.startswith(PORTS) or file in STATE]
+    defined = [name for module in sources for name in (*module.classes, *module.functions) if name[0] != "_"]
+    assert [name for name in defined if f'id="{name.lower()}"' not in ports] == []
     python = (site / "reference" / "python.html").read_text("utf-8")
     names = [f"drawloom.{name}" for name in drawloom.__all__ if name[0] != "_"]
     names += [f"drawloom.testing.{name}" for name in drawloom.testing.__all__]
@@ -76,11 +78,11 @@ def test_no_page_fetches_anything(site: Path) -> None:
 def test_every_command_has_an_example() -> None:
     """Every command has a heading and a block, which `tests/docs/test_blocks.py` runs."""
     page = ROOT / "docs" / "commands.md"
-    assert re.findall(r"^## (.+)$", page.read_text("utf-8"), re.MULTILINE) == list_command_names(
-        Project.from_package("drawloom")
+    assert re.findall(r"^## (.+)$", page.read_text("utf-8"), re.MULTILINE) == list(
+        find_command_files(Project.from_package("drawloom"))
     )
     lines = [line.split() for block in blocks(page) for line in block.text.splitlines() if line.startswith("$ ")]
-    assert {words[2] for words in lines} == set(list_command_names(Project.from_package("drawloom")))
+    assert {words[2] for words in lines} == set(find_command_files(Project.from_package("drawloom")))
 
 
 def test_the_page_for_agents_names_commands_and_is_short() -> None:
@@ -88,13 +90,13 @@ def test_the_page_for_agents_names_commands_and_is_short() -> None:
     text = (ROOT / "AGENTS.md").read_text("utf-8")
     named = {name for names in re.findall(r"`drawloom ([a-z|-]+)", text) for name in names.split("|")}
     assert len(text.splitlines()) <= 50 and len(named) > 10
-    assert named <= set(list_command_names(Project.from_package("drawloom")))
+    assert named <= set(find_command_files(Project.from_package("drawloom")))
 
 
 def test_every_field_of_every_result_is_documented() -> None:
     """Every command has a section, and every row has a description."""
     page = results_page()
-    assert re.findall(r"^## (.+)$", page, re.MULTILINE) == list_command_names(Project.from_package("drawloom"))
+    assert re.findall(r"^## (.+)$", page, re.MULTILINE) == list(find_command_files(Project.from_package("drawloom")))
     rows = [line for line in page.splitlines() if line.startswith("| `") and not line.endswith("field | type | |")]
     assert len(rows) > 150 and [row for row in rows if row.endswith("|  |")] == []
 

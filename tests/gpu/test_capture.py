@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from drawloom.components.pipeline.captured import CapturedPasses
 from support import pipelines
 from support.gpu import drawloom_run
 from support.processes import run_ranks
@@ -25,7 +26,7 @@ CASES: list[pipelines.Case] = [
 def steps(ranks: int, capture: bool, **how: Any) -> list[list[dict[str, Any]]]:
     """Return the last of four steps on all ranks, by case."""
     how = {"dtypes": pipelines.FLOAT64, "step_count": 4, "layers": 4, "lengths": (6, 0), **how}
-    return run_ranks(_steps, ranks, CASES, {**how, "settings": {"capture": capture}}, timeout=240)
+    return run_ranks(_steps, ranks, CASES, {**how, "features": [CapturedPasses] if capture else []}, timeout=240)
 
 
 def _steps(cases: list[pipelines.Case], how: dict[str, Any]) -> list[dict[str, Any]]:
@@ -80,7 +81,7 @@ HYBRID = (
         HYBRID,
         ("stages.recompute=selective",),
         ("schedule.use=pipeline.schedules.zero_bubble_1p",),
-        ("stages.compile=true",),
+        ("compile.use=stages.compiled",),
     ],
     ids=["dense", "experts", "hybrid", "recompute", "split", "compiled"],
 )
@@ -88,11 +89,11 @@ def test_run_with_cuda_graphs_has_the_same_losses(tmp_path: Path, words: tuple[s
     """Eight steps in mixed precision have the same losses and norms to bfloat16's rounding."""
     write_corpus(tmp_path)
     for name in ("graphs", "kernels"):
-        capture = f"stages.capture={'true' if name == 'graphs' else 'false'}"
-        outcome = drawloom_run(tmp_path, *COMMON, *KERNELS, *words, f"run.name={name}", capture)
+        capture = ["capture.use=pipeline.captured"] * (name == "graphs")
+        outcome = drawloom_run(tmp_path, *COMMON, *KERNELS, *words, f"run.name={name}", *capture)
         assert outcome.code == 0, outcome.text
         # torch's compiler prints its own warnings.
-        assert "stages.compile=true" in words or "arning" not in outcome.text, outcome.text
+        assert "compile.use=stages.compiled" in words or "arning" not in outcome.text, outcome.text
     ours, theirs = (series(tmp_path / "runs" / name, "loss", "grad_norm") for name in ("graphs", "kernels"))
     assert len(ours) == 8
     for mine, other in zip(ours, theirs, strict=True):

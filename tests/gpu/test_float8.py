@@ -13,7 +13,7 @@ pytestmark = pytest.mark.gpu
 COMMON = (
     *("tiny.toml", "randomness.deterministic=true", "trainer.steps=6", "trainer.on_finish=[]", "batch.micro_size=2"),
     *("model.hidden_size=64", "model.head_dim=32", "model.num_attention_heads=4", "model.num_key_value_heads=2"),
-    *("model.intermediate_size=128", "vars.length=128", "precision.compute=bfloat16", "precision.linear=float8"),
+    *("model.intermediate_size=128", "vars.length=128", "precision.compute=bfloat16", "float8.use=float8.training"),
 )
 EXPERTS = (
     *("model.use=model.qwen3.moe", "model.num_hidden_layers=2"),
@@ -21,7 +21,7 @@ EXPERTS = (
 )
 MODELS = {"dense": (), "experts": EXPERTS}
 QLORA = (
-    *("--overlay", "with_nf4", "precision.linear=float8", 'stages.adapters=["@lora"]', "lora.use=adapters.lora"),
+    *("--overlay", "with_nf4", "float8.use=float8.training", 'stages.adapters=["@lora"]', "lora.use=adapters.lora"),
     *("lora.targets=['*_proj']", "lora.rank=4", "lora.alpha=8.0"),
 )
 
@@ -42,10 +42,10 @@ def test_weights_rounded_once_a_step_change_no_bit(folder: Path, model: str) -> 
     words = MODELS[model]
     plain = losses_of_run(folder, "pass", *words)
     assert len(plain) == 6 and plain[-1][0] < plain[0][0]
-    assert losses_of_run(folder, "step", *words, "precision.linear_weights=step") == plain
+    assert losses_of_run(folder, "step", *words, "float8.round_weights=step") == plain
     for rounding in ("pass", "step"):
         graphs = losses_of_run(
-            folder, f"graphs_{rounding}", *words, "stages.capture=true", f"precision.linear_weights={rounding}"
+            folder, f"graphs_{rounding}", *words, "capture.use=pipeline.captured", f"float8.round_weights={rounding}"
         )
         for mine, other in zip(graphs, plain, strict=True):
             assert list(mine) == pytest.approx(list(other), rel=2e-3)
@@ -55,10 +55,10 @@ def test_weights_gathered_in_float8_give_the_same_losses(folder: Path) -> None:
     """Two ranks compute the same whether they gather float8 or bfloat16, and agree with one process."""
     one = losses_of_run(folder, "one")
     shards = {
-        gather: losses_of_run(folder, gather, "mesh.data_shard=2", f"precision.gather={gather}", processes=2)
-        for gather in ("compute", "float8")
+        gather: losses_of_run(folder, f"gather_{gather}", "mesh.data_shard=2", f"float8.gather={gather}", processes=2)
+        for gather in ("false", "true")
     }
-    for mine, other, alone in zip(shards["float8"], shards["compute"], one, strict=True):
+    for mine, other, alone in zip(shards["true"], shards["false"], one, strict=True):
         assert list(mine) == pytest.approx(list(other), rel=1e-5)
         assert list(mine) == pytest.approx(list(alone), rel=2e-2)
 
@@ -74,8 +74,8 @@ def test_experts_on_two_ranks_have_the_losses_of_one_process(folder: Path) -> No
 
 def test_products_of_a_base_in_nf4_run_in_float8(folder: Path) -> None:
     """Adapters on a base in NF4 have close losses with float8 and bfloat16 products, on one rank and with shards."""
-    gathered = "mesh.data_shard=2", "precision.gather=float8"
-    bfloat16 = losses_of_run(folder, "bfloat16", *QLORA, "precision.linear=compute")
+    gathered = "mesh.data_shard=2", "float8.gather=true"
+    bfloat16 = losses_of_run(folder, "bfloat16", *QLORA, "float8.exclude=['*_proj']")
     one = losses_of_run(folder, "float8", *QLORA)
     two = losses_of_run(folder, "shards", *QLORA, *gathered, processes=2)
     assert [loss for loss, _ in one] != [loss for loss, _ in bfloat16]

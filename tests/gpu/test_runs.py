@@ -86,7 +86,7 @@ def test_offloaded_run_has_the_bits_of_a_resident_run(folder: Path) -> None:
     with ThreadPoolExecutor() as threads:  # the runs take most of their time to start
         for dtype in ("bfloat16", "uint8"):
             words = (*KERNELS, *OPTIMIZERS["stochastic_adamw"], *stages, f"optimizer.state_dtype={dtype}")
-            offloaded = ("optimizer.states=host", "optimizer.slot_bytes=32768", "stages.offload=true")
+            offloaded = ("optimizer.states=host", "optimizer.slot_bytes=32768", "offload.use=pipeline.offloaded")
             runs[dtype] = [
                 threads.submit(run_to_end, folder, f"resident-{dtype}", *words),
                 threads.submit(run_to_end, folder, f"offloaded-{dtype}", *words, *offloaded),

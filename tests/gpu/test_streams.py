@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from drawloom.components.pipeline.streams import ConcurrentStages
 from support import pipelines
 from support.processes import run_ranks
 
@@ -20,7 +21,7 @@ CASES: list[pipelines.Case] = [
 
 
 def _steps(sizes: dict[str, int], cases: list[pipelines.Case], streams: bool, how: dict[str, Any]) -> Any:
-    return pipelines.steps(cases, sizes, "cuda", **how, settings={"streams": streams})
+    return pipelines.steps(cases, sizes, "cuda", **how, features=[ConcurrentStages] if streams else [])
 
 
 def assert_same(sizes: dict[str, int], ranks: int, cases: list[pipelines.Case], how: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ def folder(tmp_path: Path) -> Path:
     ("dead", "words"),
     [
         ({0: ("forward_backward", 3)}, ()),
-        ({1: ("report", 4)}, ("stages.capture=true",)),
+        ({1: ("report", 4)}, ("capture.use=pipeline.captured",)),
         ({0: ("forward_backward", 3, "stopped")}, ()),
         ({1: ("report", 4, "stuck")}, ("listeners.timeouts.step=6",)),
         ({1: ("forward_backward", 5)}, ("mesh.data_shard=2", "checkpoint.neighbour_every=2")),

@@ -30,3 +30,10 @@ def test_faults_are_numbered_without_gaps() -> None:
     names = sorted((row[1].strip() for row in rows), key=lambda name: int(name[1:]))
     assert names == [f"F{number:02}" for number in range(1, len(rows) + 1)]
     assert all(NAMED.search(row[4]) for row in rows)
+
+
+def test_reading_path_is_short_and_exists() -> None:
+    """The files of the reading path exist, each once, and are 3,600 lines at most."""
+    files = re.findall(r"^\| `([\w/]+\.py)` \|", (ROOT / "docs/reading.md").read_text("utf-8"), re.MULTILINE)
+    assert len(files) == len(set(files)) > 15
+    assert sum(len((ROOT / file).read_text("utf-8").splitlines()) for file in files) <= 3600

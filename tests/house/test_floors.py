@@ -19,9 +19,9 @@ LIBRARIES = {
     "components.weights",
     "components.distributed",
     "components.parallel",
-    "components.workspace",
 }
 BELOW = {"graph", *LIBRARIES}
+TOOLS = {"components.commands", "components.planning", "graph.lsp"}
 
 FLOORS: dict[str, tuple[set[str], set[str]]] = {
     "graph": (set(), {"attrs", "cattrs", "tomli", "rich", "pytest"}),  # pytest in the plugin that pytest itself imports
@@ -66,19 +66,10 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
             "components.storage",
             "components.weights",
             "components.distributed",
-            "kernels.float8",
-            "kernels.float8_message",
-            "kernels.experts_float8",
-            "kernels.linear_float8",
             "kernels.sum_parts",
             "kernels.weight_formats",
         },
         {"attrs", "torch"},
-    ),
-    # Ranks hand each other tensors as files.
-    "components.workspace": (
-        {"graph", "components.ports", "components.state", "components.storage", "components.distributed"},
-        {"attrs", "safetensors", "torch"},
     ),
     "components.kernels": (BELOW | {"kernels"}, {"attrs", "torch"}),
     "components.optim": (BELOW | {"kernels"}, {"attrs", "torch"}),
@@ -101,6 +92,15 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
         BELOW | {"components.model", "kernels.attention", "kernels.attention_options", "kernels.linear"},
         {"attrs", "torch", "transformers"},
     ),
+    # Layers with products in float8 take the place of layers.
+    "components.float8": (
+        BELOW
+        | {"components.experts.local", "components.model", "kernels.float8", "kernels.moe", "kernels.recompute"}
+        | {"kernels.results"},
+        {"attrs", "torch"},
+    ),
+    # An extra, imported when a reward for JSON opens.
+    "components.rewards": (BELOW, {"attrs", "jsonschema", "torch"}),
     # Adapters take the place of layers.
     "components.adapters": (BELOW | {"components.model"}, {"attrs", "torch"}),
     # A factor that the device alone knows is applied in one way.
@@ -142,9 +142,20 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
     # Commands are not components; they combine several subjects for a user.
     "components.commands": (
         BELOW
+        | {"kernels.float8"}
         | {
             f"components.{name}"
-            for name in ("checkpoint", "data", "export", "pipeline", "planning", "report", "sampling", "stages")
+            for name in (
+                "checkpoint",
+                "data",
+                "export",
+                "float8",
+                "pipeline",
+                "planning",
+                "report",
+                "sampling",
+                "stages",
+            )
         },
         {"attrs", "lm_eval", "mcp", "numpy", "rich", "tomli", "torch"},
     ),
@@ -190,6 +201,20 @@ def test_files_import_only_from_below() -> None:
     assert not problems, "\n".join(problems)
 
 
+def test_core_imports_no_tool() -> None:
+    """Tools import the core, never the other way, so that a run without them loads none of their files."""
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {module}"
+        for path in SOURCES
+        for module in sorted(find_imports(path))
+        if any(f"{module}.".startswith(f"{NAME}.{tool}.") for tool in TOOLS)
+        and home(path) not in TOOLS
+        and "commands" not in path.parts
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_annotations_can_be_read_at_run_time() -> None:
-    """The container reads annotations, so no name is imported for type checkers alone."""
-    assert [str(path.relative_to(ROOT)) for path in SOURCES if "TYPE_CHECKING" in path.read_text("utf-8")] == []
+    """Ports' annotations are compared, so they use no name that is imported for type checkers alone."""
+    read = [path for path in SOURCES if not home(path).startswith("components.") or home(path) == "components.ports"]
+    assert [str(path.relative_to(ROOT)) for path in read if "TYPE_CHECKING" in path.read_text("utf-8")] == []

@@ -8,7 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drawloom.kernels.recompute import Quantized, get_wrapper_of_saved_variable
+from drawloom.kernels.float8.experts import experts_float8
+from drawloom.kernels.float8.grouped_casts import EAGER
+from drawloom.kernels.float8.linear import linear_float8, mlp_float8
+from drawloom.kernels.float8.rms_norm import rms_norm_float8
+from drawloom.kernels.moe import Routes
+from drawloom.kernels.recompute import Quantized, accept_rounded_inputs, get_wrapper_of_saved_variable
 from support import pipelines
 from support.pipelines import assert_same_steps
 from support.processes import run_ranks
@@ -170,7 +175,7 @@ def test_experts_in_float8_have_scales_that_fit_their_elements() -> None:
 
     def function(x: Tensor, scale: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         normed = kernels.rms_norm(x, scale, EPS)
-        return kernels.experts_float8(normed, probabilities, gate_up, down, routes)
+        return experts_float8(EAGER, normed, probabilities, gate_up, down, Routes(*routes))
 
     rounded = gradients(function, x, scale, gate_up, down, quantized=True)
     exact = gradients(function, x, scale, gate_up, down, quantized=False)
@@ -188,9 +193,11 @@ def test_networks_in_float8_are_rounded_once_more() -> None:
     counts: list[int] = []
 
     def function(x: Tensor, scale: Tensor, gate: Tensor, up: Tensor, down: Tensor, last: Tensor) -> Tensor:
-        y = KERNELS.mlp_float8(KERNELS.rms_norm(x, scale, EPS, float8=True), gate, up, down)
-        counts.append(count_rounded(y, (64, 96)))
-        return KERNELS.linears_float8(KERNELS.rms_norm(y, scale, EPS), [last])[0]
+        normed, _ = rms_norm_float8(EAGER, x, None, scale, EPS, False)
+        with accept_rounded_inputs():
+            y = mlp_float8(EAGER, normed, gate, up, down)
+            counts.append(count_rounded(y, (64, 96)))
+            return linear_float8(EAGER, KERNELS.rms_norm(y, scale, EPS), last)
 
     rounded = gradients(function, *leaves, quantized=True)
     exact = gradients(function, *leaves, quantized=False)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-collect_ignore = ["perplexity", "tempered"]
+collect_ignore = ["perplexity", "tempered", "weight_noise"]
 
 ROOT = Path(__file__).parents[2]
 

@@ -60,7 +60,7 @@ def list_documented_edits() -> list[list[str]]:
     A mesh is left out: it needs more processes.
     """
     spans = [span for page in PAGES for span in SPAN.findall(page.read_text("utf-8"))]
-    spans += [span for path in sorted((ROOT / "recipes").glob("*.toml")) for span in COMMENT.findall(path.read_text())]
+    spans += [span for path in sorted((ROOT / "recipes").rglob("*.toml")) for span in COMMENT.findall(path.read_text())]
     words = (re.sub(r" = ", "=", span) for span in dict.fromkeys(spans))
     return [shlex.split(re.sub(r'"', r'\\"', word)) for word in words if "mesh." not in word]
 

@@ -125,10 +125,7 @@ def test_dpo_of_all_weights_uses_a_stored_reference(chat_base: Path, tmp_path: P
     assert outcome.code == 0, outcome.text
     [first, *_, last] = series(tmp_path / "runs/full", "loss", "reward_margin", "reward_accuracy")
     assert first == pytest.approx((math.log(2), 0.0, 0.5), abs=1e-5) and last[0] < first[0]
-    frozen = (
-        *("reference.use=stages.frozen", 'reference.model={use="model.auto", path="$vars.base"}'),
-        "executor.frozen=@reference",
-    )
+    frozen = ("reference.use=stages.frozen", 'reference.model={use="model.auto", path="$vars.base"}')
     more = ("loss.reference=model", *frozen, "run.name=frozen", f'tokens.paths=["{DATA}"]')
     [outcome] = drawloom(tmp_path, "run", "dpo", *words, *more)
     assert outcome.code == 0, outcome.text
@@ -172,7 +169,7 @@ def test_recipes_need_a_base_and_data_and_nothing_else(recipe: str, data: str, c
     [problem] = problems(f"vars.base={chat_base}")
     node = data.partition(".")[0]
     assert f"""write paths = ["..."] in [{node}], or add '{node}.paths=["..."]' to the command""" in problem
-    lines = (Path(__file__).parents[2] / "recipes" / f"{recipe}.toml").read_text("utf-8").splitlines()
+    lines = (Path(__file__).parents[2] / "recipes" / "finetune" / f"{recipe}.toml").read_text("utf-8").splitlines()
     assert len(lines) < 40
 
 

@@ -13,7 +13,7 @@ from support.chat import tokenizer_folder
 
 ROOT = Path(__file__).parents[2]
 PROJECT = Project.from_package("drawloom")
-OVERLAYS = [path.stem for path in (ROOT / "recipes").glob("with_*.toml")]
+OVERLAYS = [path.stem for path in (ROOT / "recipes/overlays").glob("*.toml")]
 FROM_A_BASE = [
     "finetune",
     "finetune_lora",
@@ -40,7 +40,7 @@ ONE_GPU = ("llama3_8b_one_gpu", "qwen2_5_14b_one_gpu", "qwen3_30b_a3b_lora")
 NAMED_GPUS = {"qwen3_0_6b": 1, "qwen3_8b": 8, "qwen3_30b_a3b": 16, "llama3_8b": 8, **dict.fromkeys(ONE_GPU, 1)}
 """Number of 80 GB GPUs in the recipe's first lines."""
 PARTS = (*OVERLAYS, *FROM_A_BASE, *PARAMETERS, "pretrain", "pretrain_tokenized")
-WHOLE = [path.stem for path in (ROOT / "recipes").glob("*.toml") if path.stem not in PARTS]
+WHOLE = [path.stem for path in (ROOT / "recipes").rglob("*.toml") if path.stem not in PARTS]
 
 SWAPS = [
     ["clip.use=gradients.clip_value", "clip.max_value=0.1"],

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from drawloom.components.checkpoint import io_errors
+from drawloom.components.checkpoint import saves
 from support.processes import run_ranks
 from support.runs import Outcome, command, write_corpus
 
@@ -21,7 +21,7 @@ def _record_forecast(folder: Path, words: Sequence[str]) -> Outcome:
     def record(checkpoints: Path, expected_bytes: int, likely_bytes: int) -> None:
         (folder / "forecast").write_text(json.dumps(expected_bytes), "utf-8")
 
-    io_errors._check_free_bytes = record
+    saves._check_free_bytes = record
     return command(folder, words, None)
 
 

@@ -43,15 +43,12 @@ metrics.divergence = { use = "metrics.mean", of = "divergence" }
 use = "stages.frozen"
 model = { use = "model.auto", path = "runs/teacher/export" }
 
-[executor]
-frozen = "@teacher"
-
 [model]
 num_hidden_layers = 2
 """
 OFFLINE = """
 extends = "taught.toml"
-unset = ["teacher.model", "executor.frozen"]
+unset = ["teacher.model"]
 teacher = { use = "data.teacher_logps", path = "predictions" }
 packing.teacher = "@teacher"
 loss.reference = "data"

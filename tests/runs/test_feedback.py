@@ -58,7 +58,7 @@ def test_a_frozen_copy_is_the_reference_of_all_weights(tmp_path: Path) -> None:
     (initial,) = drawloom(tmp_path, "run", "tiny.toml", "run.name=initial", feedback, *bare)
     (exported,) = drawloom(tmp_path, "export", "runs/initial", "--to", "initial")
     assert initial.code == exported.code == 0, initial.text + exported.text
-    frozen = ("copy.use=stages.frozen", 'copy.model={use="model.auto", path="initial"}', "executor.frozen=@copy")
+    frozen = ("copy.use=stages.frozen", 'copy.model={use="model.auto", path="initial"}')
     words = (base, "stages.adapters=[]", *frozen, "optimizer.lr=1e-3", "trainer.steps=2")
     first = {"kto": 0.5, "ipo": 1.0, "dpo": math.log(2)}
     for name, expected in first.items():

@@ -25,17 +25,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a recipe in float8 and its run on one process."""
     folder = tmp_path_factory.mktemp("float8")
     write_corpus(folder)
-    (folder / "float8.toml").write_text(
-        f'extends = ["./tiny.toml", "with_float8"]\n{SIZES}\n[lr]\nstart = 1.0\nphases = [{{ to = 1.0, steps = 1 }}]\n',
-        "utf-8",
-    )
+    precision = '[precision]\nparameter = "float32"\ncompute = "bfloat16"\ngradient = "float32"\n'
+    lr = "[lr]\nstart = 1.0\nphases = [{ to = 1.0, steps = 1 }]\n"
+    (folder / "bfloat16.toml").write_text(f'extends = "./tiny.toml"\n{SIZES}\n{precision}\n{lr}', "utf-8")
+    (folder / "float8.toml").write_text('extends = ["./bfloat16.toml", "with_float8"]', "utf-8")
     train(folder, "one")
     return folder
 
 
-def train(folder: Path, name: str, *words: str, ranks: int = 1) -> str:
+def train(folder: Path, name: str, *words: str, ranks: int = 1, recipe: str = "float8.toml") -> str:
     """Run the recipe and return what rank 0 printed."""
-    outcomes = drawloom(folder, "run", "float8.toml", f"run.name={name}", *COMMON, *words, ranks=ranks)
+    outcomes = drawloom(folder, "run", recipe, f"run.name={name}", *COMMON, *words, ranks=ranks)
     assert [outcome.code for outcome in outcomes] == [0] * ranks, outcomes[0].text
     return outcomes[0].text
 
@@ -56,7 +56,7 @@ def test_a_resumed_run_has_the_bits_of_a_whole_one(folder: Path) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        ("stages.recompute=blocks", "precision.linear_weights=step", "evaluate.every=2"),
+        ("stages.recompute=blocks", "float8.round_weights=step", "evaluate.every=2"),
         ("stages.recompute=selective",),
     ],
 )
@@ -69,7 +69,7 @@ def test_recomputation_has_the_bits_of_a_plain_run(folder: Path, words: tuple[st
 
 def test_float8_losses_are_close_to_bfloat16(folder: Path) -> None:
     """Losses in float8 differ from losses in bfloat16 by less than 2 %."""
-    text = train(folder, "bfloat16", "precision.linear=compute")
+    text = train(folder, "bfloat16", recipe="bfloat16.toml")
     ours, theirs = read_losses(folder, "one"), read_losses(folder, "bfloat16")
     assert ours != theirs and ours == pytest.approx(theirs, rel=2e-2)
     assert "linear layers multiply in float8" not in text
@@ -77,8 +77,8 @@ def test_float8_losses_are_close_to_bfloat16(folder: Path) -> None:
 
 MESHES = {
     "replicas": ("mesh.data_replicate=2",),
-    "shards": ("mesh.data_shard=2", "precision.gather=float8"),
-    "shards_gathered_once": ("mesh.data_shard=2", "precision.gather=float8", "stages.reshard_after_forward=false"),
+    "shards": ("mesh.data_shard=2", "float8.gather=true"),
+    "shards_gathered_once": ("mesh.data_shard=2", "float8.gather=true", "stages.reshard_after_forward=false"),
     "tensor": ("mesh.tensor=2",),
     "context": ("mesh.context=2",),
     "zero_bubble": ("mesh.pipeline=2", "schedule.use=pipeline.schedules.zero_bubble_1p"),
@@ -113,9 +113,9 @@ def test_experts_train_in_float8(folder: Path) -> None:
     texts = {}
     for name, ranks, *words in (
         ("experts", 1),
-        ("experts_step", 1, "precision.linear_weights=step", "stages.recompute=blocks"),
+        ("experts_step", 1, "float8.round_weights=step", "stages.recompute=blocks"),
         ("experts_two", 2, "mesh.data_shard=2", "mesh.expert=2"),
-        ("experts_compute", 1, "precision.linear_in_compute=['*.experts']"),
+        ("experts_compute", 1, "float8.exclude=['*.experts']"),
     ):
         words = ["run", "sparse.toml", f"run.name={name}", *COMMON, *words]
         outcomes = drawloom(folder, *words, ranks=ranks)

@@ -15,7 +15,7 @@ import attrs
 import jsonschema
 import pytest
 
-from drawloom.graph.cli.main import list_command_names, main, read_result_schema
+from drawloom.graph.cli.main import find_command_files, main, read_result_schema
 from drawloom.graph.project import Project
 from support.processes import run_ranks
 from support.run_folders import write_run
@@ -100,7 +100,7 @@ def check_answers(folder: Path, commands: dict[str, tuple[list[str], int]]) -> d
 def test_every_command_prints_json_of_its_schema(folder: Path) -> None:
     """One JSON text alone is on stdout, also after a failure, and the schema admits no other key."""
     printed = check_answers(folder, COMMANDS)
-    assert {*COMMANDS, *SLOW, *SERVERS} >= set(list_command_names(Project.from_package("drawloom")))
+    assert {*COMMANDS, *SLOW, *SERVERS} >= set(find_command_files(Project.from_package("drawloom")))
     assert [problem["code"] for problem in printed["check"]["problems"]] == ["DL302"]
     assert printed["run"]["outcome"]["run"] == {"folder": RUN}
     assert printed["run"]["outcome"]["trainer"] == {"step": 4, "steps": 4, "stop_reason": ""}
@@ -119,7 +119,7 @@ def test_schemas_are_json_for_other_languages(capfd: pytest.CaptureFixture[str],
     }
     if not (parser := next(filter(shutil.which, parsers), None)):
         pytest.skip("needs node or jq")
-    words = [[], *(["--result", name] for name in list_command_names(Project.from_package("drawloom")))]
+    words = [[], *(["--result", name] for name in find_command_files(Project.from_package("drawloom")))]
     for number, extra in enumerate(words):
         main(["schema", *extra])
         (tmp_path / f"{number}.json").write_text(capfd.readouterr().out or "{}", "utf-8")

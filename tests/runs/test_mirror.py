@@ -84,8 +84,11 @@ def check_continues(folder: Path, url: str, environment: dict[str, str]) -> None
 
 
 def test_a_run_goes_on_from_its_mirror(folder: Path) -> None:
-    """The mirror is a folder, by fsspec's protocol `file`."""
-    check_continues(folder, f"file://{folder}/store/tiny", {})
+    """The mirror is a folder, by fsspec's protocol `file`; `evaluate` prints its URL, not its temporary copy."""
+    url = f"file://{folder}/store/tiny"
+    check_continues(folder, url, {})
+    [outcome] = drawloom(folder, "evaluate", url)
+    assert f"{url}, step 8: loss " in outcome.text, outcome.text
 
 
 @pytest.mark.soak  # every command starts Python

@@ -58,8 +58,8 @@ QUICK = ("gpipe", "zero_bubble_1p", "dual_pipe_v")  # test_executor.py compares 
 def test_every_schedule_has_the_losses_of_one_process(folder: Path, schedule: str) -> None:
     """Two ranks with a tied embedding have the losses, the export and the sample of one process; some offload."""
     name = schedule.rpartition(".")[2]
-    offload = f"stages.offload={'true' if name in OFFLOADING else 'false'}"
-    words = [*COMMON, f"run.name={name}", "mesh.pipeline=2", offload, *schedule_words(name)]
+    offload = ["offload.use=pipeline.offloaded"] * (name in OFFLOADING)
+    words = [*COMMON, f"run.name={name}", "mesh.pipeline=2", *offload, *schedule_words(name)]
     outcomes = drawloom(folder, *words, ranks=2)
     assert [outcome.code for outcome in outcomes] == [0, 0], outcomes
     assert_same(folder / "runs/one", folder / "runs" / name)
@@ -217,7 +217,7 @@ def test_a_model_with_experts_has_the_losses_of_one_process(folder: Path) -> Non
 def test_sharded_stages_offload_activations_with_the_same_bits(folder: Path) -> None:
     """FSDP's parameters are freed between passes; activations that wait in host memory change no loss or norm."""
     words = [*COMMON, "trainer.on_finish=[]", "mesh.data_shard=2", *schedule_words("gpipe")]
-    for name, offload in (("resident", "false"), ("waiting", "true")):
-        outcomes = drawloom(folder, *words, f"run.name={name}", f"stages.offload={offload}", ranks=2)
+    for name, offload in (("resident", []), ("waiting", ["offload.use=pipeline.offloaded"])):
+        outcomes = drawloom(folder, *words, f"run.name={name}", *offload, ranks=2)
         assert [outcome.code for outcome in outcomes] == [0, 0], outcomes
     assert series(folder / "runs/waiting", *LEARNED) == series(folder / "runs/resident", *LEARNED)

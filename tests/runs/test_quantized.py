@@ -124,9 +124,9 @@ def test_every_mesh_has_the_losses_of_one_process(folder: Path, mesh: str) -> No
 
 def test_products_of_a_quantized_base_run_in_float8(folder: Path) -> None:
     """Losses in float8 on a quantized base are close to bfloat16's, on one rank and with shards of the storage."""
-    text = train(folder, "float8", "precision.linear=float8", "trainer.on_finish=[]")
+    text = train(folder, "float8", "float8.use=float8.training", "trainer.on_finish=[]")
     assert "14 of 14 linear layers multiply in float8, 14 frozen weights in nf4" in text
-    words = "mesh.data_shard=2", "precision.linear=float8", "precision.gather=float8", "trainer.on_finish=[]"
+    words = "mesh.data_shard=2", "float8.use=float8.training", "float8.gather=true", "trainer.on_finish=[]"
     train(folder, "float8_shards", *words, ranks=2)
     one, shards, bfloat16 = (read_losses(folder, name) for name in ("float8", "float8_shards", "one"))
     assert one != bfloat16 and one == pytest.approx(bfloat16, rel=2e-2) and shards == pytest.approx(one, rel=1e-2)

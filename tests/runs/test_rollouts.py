@@ -146,7 +146,7 @@ def test_a_reference_without_adapters_pulls_the_policy_back(lab: Path) -> None:
     run(lab, "initial", "trainer.steps=1", "optimizer.lr=1e-30")
     (exported,) = drawloom(lab, "export", "runs/initial", "--to", "initial")
     assert exported.code == 0, exported.text
-    frozen = ("copy.use=stages.frozen", 'copy.model={use="model.auto", path="initial"}', "executor.frozen=@copy")
+    frozen = ("copy.use=stages.frozen", 'copy.model={use="model.auto", path="initial"}')
     words = ("loss.beta=0.1", 'metrics.kl={use="metrics.mean", of="kl"}', "checkpoint.every=99")
     for reference, nodes in {"adapters": lora, "model": frozen}.items():
         folder = run(lab, reference, *nodes, *words, f"loss.reference={reference}")

@@ -220,7 +220,7 @@ def _endure(folder: Path, steps: int, every: int) -> tuple[list[int], list[int]]
         if moments.random() < 0.1 / every:
             with watch_calls(FailAt(moments.randrange(1, 30), errno.ENOSPC)):
                 node.run_phase(Step(index, steps))
-                node._wait_for_pending_save()
+                node._saves.wait_for_pending_save()
         else:
             node.run_phase(Step(index, steps))
         node.wait_until_staged()

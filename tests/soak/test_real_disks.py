@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from drawloom.components.checkpoint.restore_newest import read_newest_valid
+from drawloom.components.checkpoint.restore import read_newest_valid
 from drawloom.components.checkpoint.retention import Retention, RetentionPolicy
 from drawloom.components.checkpoint.staging.blocking import Blocking
-from drawloom.components.distributed.process_group import SingleProcess
+from drawloom.components.distributed.single_process import SingleProcess
 from drawloom.components.ports.run import Step
 from drawloom.graph import UserError
 from support.checkpoints import StateNode, checkpointer, restore_step, state_of
@@ -47,7 +47,7 @@ if is_possible():
             for index in range(1, 6):
                 memory.state["weight"].fill_(index)
                 node.run_phase(Step(index, 99))
-            node._wait_for_pending_save()
+            node._saves.wait_for_pending_save()
             left = sorted(path.name for path in (disk / "checkpoints").iterdir())
             assert left == ["step-1", "step-2"]
             messages = [record.getMessage() for record in caplog.records if "skipped" in record.getMessage()]
@@ -63,8 +63,8 @@ if is_possible():
             node.save(Step(6, 99))
             fresh = StateNode()
             retention = Retention(RetentionPolicy(keep=3))
-            checkpoint = read_newest_valid(SingleProcess(), disk / "checkpoints", {"memory": fresh}, retention)
-            assert checkpoint is not None and checkpoint.manifest.step == 6
+            checkpoint = read_newest_valid(SingleProcess(), disk / "checkpoints", [5, 6], {"memory": fresh}, retention)
+            assert checkpoint.manifest.step == 6
             assert set(checkpoint.states["memory"]["weight"].tolist()) == {6.0}
 
     @pytest.mark.parametrize("staging", [False, True])

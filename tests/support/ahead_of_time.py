@@ -139,7 +139,7 @@ def calls() -> dict[str, Callable[[int], object]]:
         "swiglu of any size": lambda size: swiglu._swiglu(torch.empty(size), torch.empty(size), None),
         "swiglu backward": lambda size: (lambda x: swiglu._swiglu_backward(x, x, x, None))(torch.empty(size, 96)),
         "rms_norm of any rows": lambda size: rms_norm._forward(
-            torch.empty(size, 2048), None, weight, 1e-6, False, False
+            torch.empty(size, 2048), None, weight, 1e-6, False
         ),
         "rope of any length": lambda size: rope._rotate(
             torch.empty(1, size, 4, 32), angles[:, :size], angles[:, :size], False, False
@@ -237,7 +237,7 @@ def lean_launches() -> dict[str, Any]:
     for _, first, dtype in product("12", (0, 1), (torch.bfloat16, torch.float32)):
         x = torch.empty(64 * 64 + 8, dtype=dtype)[first : 64 * 64 + first].view(64, 64)
         swiglu._swiglu(x, x, None)
-        rms_norm._forward(x, None, x[0], 1e-6, first == 0, False)
+        rms_norm._forward(x, None, x[0], 1e-6, first == 0)
     return {**counts, "wrong": wrong}
 
 

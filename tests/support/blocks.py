@@ -103,7 +103,7 @@ def commands(block: Block) -> Iterator[Command]:
 def write_recipes(folder: Path) -> None:
     """Write the shipped recipes, with smaller training runs."""
     folder.mkdir()
-    for path in (ROOT / "recipes").glob("*.toml"):
+    for path in (ROOT / "recipes").rglob("*.toml"):
         text = path.read_text("utf-8")
         for old, new in SMALLER.get(path.stem, ()):
             assert text.count(old) == 1, f"{path.name}: {old}"

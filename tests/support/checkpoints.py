@@ -9,7 +9,7 @@ import torch
 
 from drawloom.components.checkpoint.checkpointer import Checkpointer
 from drawloom.components.distributed.mesh_layout import MeshView
-from drawloom.components.distributed.process_group import SingleProcess
+from drawloom.components.distributed.single_process import SingleProcess
 from drawloom.components.ports.checkpoint import Stateful
 from drawloom.components.ports.distributed import Group, PerDimension
 from drawloom.components.ports.run import Step

@@ -15,15 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.checkpoint import mirror as mirrors
-from drawloom.components.data import loader as loading
 from drawloom.components.data.bytes import Bytes
 from drawloom.components.data.order.sequential import Sequential
 from drawloom.components.data.pad_collator import PadCollator
 from drawloom.components.data.text_files import TextFiles
 from drawloom.components.data.token_arrays import TokenArrays
 from drawloom.components.distributed.device import ComputeDevice
-from drawloom.components.distributed.process_group import SingleProcess
-from drawloom.components.distributed.symmetric_memory import HostMemory
+from drawloom.components.distributed.single_process import HostMemory, SingleProcess
 from drawloom.components.gradients import synchronize
 from drawloom.components.gradients.norm import compute_exact_norm
 from drawloom.components.kernels.auto import AutoKernels
@@ -399,7 +397,7 @@ def utilization_of(use: str, values: Values, _place: Path) -> Any:
     """Return the names and sizes of a step's metrics; the step takes one second."""
     model = build("model.qwen3.dense", kernels=cpu_kernels(), **SIZES)
     edges: Values = {"mesh": SingleRankMesh(), "device": ComputeDevice(kind="cpu"), "models": Every({"model": model})}
-    node = build(use, precision=fake(Precision, linear="compute"), stages=fake(Stages, local=[]), **edges, **values)
+    node = build(use, precision=fake(Precision), stages=fake(Stages, local=[]), features=Every(), **edges, **values)
     node.open()
     ids = torch.zeros(1, 3, dtype=torch.int64)
     batch = TokenBatch(ids, ids, ids, ids, torch.ones(1, 3))
@@ -496,7 +494,7 @@ def load_microbatches(use: str, values: Values, _place: Path) -> Any:
 
         def close(self) -> None: ...
 
-    with mock.patch.object(loading, "Workers", Workers):
+    with mock.patch("drawloom.components.data.workers.Workers", Workers):
         edges = {"rows": _rows(), "batching": _batching(), "order": Sequential(), "mesh": SingleRankMesh()}
         loader = build(use, **edges, **values)
         loader.open()

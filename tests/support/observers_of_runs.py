@@ -21,15 +21,15 @@ from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-define
 
 from drawloom.components.checkpoint import commit
 from drawloom.components.data.bytes import Bytes
-from drawloom.components.distributed import membership
+from drawloom.components.distributed import launched_ranks, membership
 from drawloom.components.distributed import processes as joining
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.device_model import find_device_model
 from drawloom.components.distributed.generations import CURRENT, Generation, RunProcess
 from drawloom.components.distributed.guard import guard
-from drawloom.components.distributed.process_group import SingleProcess
+from drawloom.components.distributed.single_process import SingleProcess
 from drawloom.components.distributed.torchrun import Launch
-from drawloom.components.parallel.float8_layers import find_float8_candidates
+from drawloom.components.float8.layers import Float8Linear
 from drawloom.components.planning.plan import plan
 from drawloom.components.ports.data import TokenBatch, ValidationData
 from drawloom.components.ports.distributed import Device, Group, Mesh, Pending, Processes, Timed
@@ -46,7 +46,6 @@ from support.checkpoints import SingleRankMesh, StateNode, checkpointer
 from support.observers import JOB, Values, messages
 from support.plans import on_a_gpu, plan_check
 from support.steps import losses_of, train
-from support.transfers import DelayedTransfers
 
 TINY: dict[str, Any] = {
     "num_hidden_layers": 4,
@@ -84,16 +83,23 @@ def stages_of(use: str, values: Values, folder: Path) -> Any:
             for name, kept in stage.named_masters_or_parameters():
                 dtypes = kept.dtype, kept.grad_dtype, used[name].dtype, used[name].grad_dtype
                 parameters.append((stage.span, name, dtypes, float(kept.detach().double().sum())))
-            layers = find_float8_candidates(stage.module)
-            parameters.append([name for name, layer in layers.items() if layer.uses_float8])
         parameters.append(objects["stages"].device_bytes()["compute_copies"])
         return parameters
+
+
+def float8_layers_of(use: str, values: Values, folder: Path) -> Any:
+    """Return the names and kernels of linear layers that multiply in float8, and the bytes of copies that they keep."""
+    tables = {"precision": {"compute": "bfloat16"}, "float8": {"use": use, **values}}
+    with _recipe(folder, **tables).open(only="stages") as objects:
+        modules = [named for stage in objects["stages"].local for named in stage.module.named_modules()]
+        names = [(name, type(layer.float8)) for name, layer in modules if isinstance(layer, Float8Linear)]
+        return names, objects["stages"].device_bytes()["compute_copies"]
 
 
 def frozen_weights_of(use: str, values: Values, folder: Path) -> Any:
     """Return a frozen model's weights, all of them added up."""
     teacher = {"use": use, "model": {"use": "model.auto", "path": str(Path("exported").absolute())}, **values}
-    tables = {"teacher": teacher, "executor": {"frozen": "@teacher"}, "loss": {"use": "loss.distill"}}
+    tables = {"teacher": teacher, "loss": {"use": "loss.distill"}}
     with _recipe(folder, **tables).open(only="teacher") as objects:
         (stage,) = objects["teacher"].forward_stages.local
         return sum(float(parameter.double().sum()) for parameter in stage.module.parameters())
@@ -112,33 +118,6 @@ def count_recomputations(use: str, values: Values, folder: Path) -> Any:
     return runs
 
 
-def count_compilations(use: str, values: Values, folder: Path) -> Any:
-    """Count the functions torch compiles when stages open."""
-    with (
-        mock.patch.object(torch, "compile", side_effect=lambda forward: forward) as asked,
-        _recipe(folder, stages=dict(values)).open(only="stages"),
-    ):
-        return asked.call_count
-
-
-def bytes_in_host_memory(use: str, values: Values, folder: Path) -> Any:
-    """Return the bytes of activations that leave the device in a step."""
-    transfers = DelayedTransfers()
-    tables = {"stages": dict(values), "schedule": {"use": "pipeline.schedules.gpipe"}}
-    with _recipe(folder, **tables).open(only="executor") as objects:
-        objects["executor"].open_transfers = lambda device: transfers
-        tokens = torch.arange(6).unsqueeze(0)
-        batch = TokenBatch(tokens, tokens, tokens, torch.zeros_like(tokens), torch.ones(tokens.shape))
-        train(objects["executor"], [batch] * 4)
-    return transfers.stored
-
-
-def captures_cuda_graphs(use: str, values: Values, folder: Path) -> Any:
-    """Whether the stages' passes become CUDA graphs, on a device that supports them."""
-    with _recipe(folder, stages=dict(values)).open(only="stages") as objects:
-        return [stage.capture for stage in objects["stages"].local]
-
-
 @attrs.define
 class _Recorder(SingleProcess):
     """A group of two ranks, which records the tensors to sum."""
@@ -154,7 +133,8 @@ class _Recorder(SingleProcess):
 def planned_gather(use: str, values: Values, folder: Path) -> float:
     """Return the seconds for gathering weights that a plan for two H100s expects."""
     sharded = {"mesh": {"data_shard": 2}, "stages": {"reshard_after_forward": False}, "batch": {"micro_size": 8}}
-    recipe = _recipe(folder, precision=dict(values), **sharded)
+    float8 = {"precision": {"compute": "bfloat16"}, "float8": {"use": use, **values}}
+    recipe = _recipe(folder, **float8, **sharded)
     return plan(recipe, find_device_model("h100"), 2).time.gather
 
 
@@ -274,13 +254,13 @@ def join_running(use: str, values: Values, _place: Path) -> tuple[int, float]:
     with (
         mock.patch.object(joining, "read_launch", lambda: Launch(address="localhost", agent_store=True)),
         mock.patch.dict(membership.RUNS),
-        mock.patch.object(joining, "connect_to_launch_store", lambda *_: store),
+        mock.patch.object(launched_ranks, "connect_to_launch_store", lambda *_: store),
         mock.patch.object(membership, "connect_to_launch_store", lambda *_: store),
-        mock.patch.object(joining, "start_exit_with_parent_thread"),
+        mock.patch.object(launched_ranks, "start_exit_with_parent_thread"),
         mock.patch.dict("os.environ"),
         open_node(node),
     ):
-        return node.generation, node._monitor.heartbeat_timeout
+        return node.generation, node._ranks.monitor.heartbeat_timeout
 
 
 def randomness_of(use: str, values: Values, _place: Path) -> Any:
@@ -483,12 +463,6 @@ def events_of_run(use: str, values: Values, folder: Path) -> Any:
     node.on_event(Event("run_ended"))
     with mock.patch.object(guard, "set_time_limit") as allow, node.lifecycle_context("open", "corpus"):
         return [call.arguments for call in timed.calls], allow.call_args.args[0]
-
-
-def problems_of_executor(use: str, values: Values, folder: Path) -> Any:
-    """Return the problems reported by `check` for an executor on a CPU."""
-    recipe = _recipe(folder, executor={"use": use, **values}, device={"kind": "cpu"})
-    return [str(problem) for problem in recipe.graph.problems]
 
 
 def plan_refuses(use: str, values: Values, folder: Path) -> Any:

@@ -45,7 +45,9 @@ from drawloom.components.pipeline.schedules.circular import Circular
 from drawloom.components.ports.adapters import Adapter
 from drawloom.components.ports.data import IGNORE_INDEX, TokenBatch
 from drawloom.components.ports.experts import Dispatcher
+from drawloom.components.ports.features import StageFeature
 from drawloom.components.ports.model import Head, HiddenStates, TokenContext
+from drawloom.components.ports.passes import PassFeature
 from drawloom.components.ports.pipeline import Schedule, sum_losses_and_weights
 from drawloom.components.ports.program import Program
 from drawloom.components.ports.run import Step
@@ -78,8 +80,8 @@ class Job:
     folder_path: Any = None
 
 
-class FreezeFirstLayer:
-    """A transform for freezing layer 0."""
+class FreezeFirstLayer(StageFeature):
+    """A feature for freezing layer 0."""
 
     def transform(self, module: Any) -> Any:
         for name, parameter in module.named_parameters():
@@ -87,8 +89,8 @@ class FreezeFirstLayer:
         return module
 
 
-class FreezeAllButNorms:
-    """A transform for training only the norms of the last layer, which one pipeline rank has."""
+class FreezeAllButNorms(StageFeature):
+    """A feature for training only the norms of the last layer, which one pipeline rank has."""
 
     def transform(self, module: Any) -> Any:
         for name, parameter in module.named_parameters():
@@ -338,11 +340,11 @@ def steps(
     lengths: tuple[int, int] = (4, 1),
     experts: int = 0,
     recompute: Sequence[Recompute] = ("none",),
-    settings: Mapping[str, Any] = {},
+    features: Sequence[type] = (),
     evaluated: int | None = None,
 ) -> list[dict[str, Any]]:
     """Return the results of each case's steps on this rank of a mesh."""
-    common = kind, dtypes, step_count, layers, experts, recompute, settings, evaluated
+    common = kind, dtypes, step_count, layers, experts, recompute, features, evaluated
     return steps_on_meshes([(cases, sizes, lengths)], *common)[0]
 
 
@@ -354,7 +356,7 @@ def steps_on_meshes(
     layers: int = 8,
     experts: int = 0,
     recompute: Sequence[Recompute] = ("none",),
-    settings: Mapping[str, Any] = {},
+    features: Sequence[type] = (),
     evaluated: int | None = None,
 ) -> list[list[dict[str, Any]]]:
     """
@@ -363,8 +365,8 @@ def steps_on_meshes(
     A mesh has cases, sizes, and row lengths: the shortest, and by how much others are longer. Pipeline ranks take what
     the sizes leave. Each data-parallel rank has its part of the microbatches. `step_count` steps are taken with AdamW,
     and all but the last are followed by an update. The model has `layers` layers; with `experts`, every layer but the
-    second has this number of experts. All cases run with each `recompute` policy. `settings` are for the stages;
-    `streams` among them is the executor's. Of the cases on a mesh the first `evaluated` have a validation loss.
+    second has this number of experts. All cases run with each `recompute` policy, with features of
+    these classes. Of the cases on a mesh the first `evaluated` have a validation loss.
     """
     with join_processes(kind) as (processes, device):
         results = []
@@ -377,7 +379,7 @@ def steps_on_meshes(
             mesh_results = []
             for policy in recompute:
                 for number, case in enumerate(cases):
-                    rest_of_case: Any = policy, settings, evaluated is None or number < evaluated
+                    rest_of_case: Any = policy, features, evaluated is None or number < evaluated
                     mesh_results.append(_steps(*case, *common, *rest_of_case))
             results.append(mesh_results)
         return results
@@ -408,7 +410,7 @@ def _steps(
     lengths: tuple[int, int],
     experts: int,
     recompute: Recompute,
-    settings: Mapping[str, Any],
+    features: Sequence[type],
     evaluated: bool,
 ) -> dict[str, Any]:
     """
@@ -430,6 +432,8 @@ def _steps(
         sizes |= EXPERTS | {"num_experts": experts}
     family, more = (FAMILIES | FALLBACKS).get(kind, (Qwen3Moe if experts else Qwen3Dense, {}))
     model = family(kernels=kernels, tie_word_embeddings=tied, **sizes | more)
+    freezing = [FreezeAllButNorms()] if kind == "norms" else [FreezeFirstLayer()] if frozen else []
+    around = [feature(device=device) for feature in features]
     stages = MaterializedStages(
         model=model,
         dispatcher=_dispatcher(kind, kernels, mesh),
@@ -440,14 +444,13 @@ def _steps(
         precision=precision,
         job=Job(),
         adapters=_adapters() if kind == "dora" else [],
-        transforms=[FreezeAllButNorms()] if kind == "norms" else [FreezeFirstLayer()] if frozen else [],
+        features=[*freezing, *(feature for feature in around if isinstance(feature, StageFeature))],
         bucket_bytes=1000,
         recompute=recompute,
-        **{name: value for name, value in settings.items() if name != "streams"},
     )
     stages.open()
     executor = (CircularExecutor if isinstance(stages.schedule, Circular) else ProgramExecutor)(
-        streams=bool(settings.get("streams")),
+        features=[feature for feature in around if isinstance(feature, PassFeature)],
         stages=stages,
         boundaries=stages,
         schedule=stages.schedule,

@@ -8,7 +8,7 @@ from unittest import mock
 import attrs
 from torch import Tensor
 
-from drawloom.components.pipeline.runtime.capture import RankGraphs
+from drawloom.components.pipeline.captured import CapturedPasses
 from drawloom.components.state.trees import list_leaves
 from support.host_reads import NoHostReads
 
@@ -50,7 +50,7 @@ class Recorder:
 
 @contextmanager
 def use_recorder(may_read: bool = True) -> Iterator[Recorder]:
-    """Replace CUDA graphs in every executor. Eager kernels for experts read values that kernels for GPUs do not."""
+    """Replace CUDA graphs in every run. Eager kernels for experts read values that kernels for GPUs do not."""
     recorder = Recorder(may_read)
-    with mock.patch.object(RankGraphs, "create_on_gpu", lambda _device, objective: RankGraphs(objective, recorder.new)):
+    with mock.patch.object(CapturedPasses, "_new_record", recorder.new):
         yield recorder

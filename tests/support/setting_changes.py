@@ -229,8 +229,6 @@ WARMUP = {
     "warmup_percent": Change(50.0, {"warmup_steps": None}),
 }
 TRITON = (
-    "linear_float8",
-    "experts_float8",
     "dequantize",
     "rms_norm",
     "add_rms_norm",
@@ -394,10 +392,6 @@ ROWS: dict[str, Row] = {
             "gradient": Change("float32", {"compute": "bfloat16", "parameter": "bfloat16"}),
             "reduce": Change("float64", observer=runs.sums_over_replicas),
             "uncast": Change(["*norm.weight"], {"compute": "bfloat16"}),
-            "linear": Change("float8", {"compute": "bfloat16"}),
-            "linear_in_compute": Change(["*.q_proj"], {"compute": "bfloat16", "linear": "float8"}),
-            "linear_weights": Change("step", {"compute": "bfloat16", "linear": "float8"}),
-            "gather": Change("float8", {"compute": "bfloat16", "linear": "float8"}, runs.planned_gather),
             "frozen": Change("nf4", {"compute": "bfloat16"}, runs.formats_of_frozen_weights),
             "frozen_in_compute": Change(
                 ["*.q_proj.weight"], {"compute": "bfloat16", "frozen": "nf4"}, runs.formats_of_frozen_weights
@@ -415,6 +409,16 @@ ROWS: dict[str, Row] = {
     ),
     "export.adapter": Row(runs.export_adapter, {}, {"base_model": "some/model"}),
     "export.hugging_face": Row(runs.export_files, {}, {"max_shard": 5000, "dtype": "bfloat16"}),
+    "float8.training": Row(
+        runs.float8_layers_of,
+        {},
+        {
+            "exclude": ["*.q_proj"],
+            "round_weights": "step",
+            "gather": Change(True, {}, runs.planned_gather),
+            "implementation": "triton",
+        },
+    ),
     "gradients.clip_group_norm": Row(
         parts.clip_gradients, {"max_norm": 1.0}, {"max_norm": 2.0, "norm_type": 1.0, "targets": ["*norm"]}
     ),
@@ -845,8 +849,6 @@ ROWS: dict[str, Row] = {
     "pipeline.schedules.zero_bubble_1p": STAGES_PER_RANK,
     "pipeline.schedules.v_half": Row(parts.program, {}, {"comm": 1.0}),
     "pipeline.schedules.v_min": Row(parts.program, {}, {"comm": 1.0}),
-    "pipeline.executor": Row(runs.problems_of_executor, {}, {"streams": True}),
-    "pipeline.circular.executor": Row(runs.problems_of_executor, {}, {"streams": True}),
     "stages.frozen": Row(runs.frozen_weights_of, {}, {"weights": Change("no_folder", refused=True)}),
     "stages.materialized": Row(
         runs.stages_of,
@@ -857,9 +859,6 @@ ROWS: dict[str, Row] = {
             "weights": "exported",
             "bucket_bytes": Change(4, observer=runs.sums_over_replicas),
             "recompute": Change("blocks", observer=runs.count_recomputations),
-            "compile": Change(True, observer=runs.count_compilations),
-            "capture": Change(True, observer=runs.captures_cuda_graphs),
-            "offload": Change(True, observer=runs.bytes_in_host_memory),
             "stream_frozen": Change(True, observer=runs.bytes_of_streamed_weights),
         },
     ),
@@ -920,13 +919,13 @@ UNOBSERVED = {
     (
         "stages.materialized",
         "reshard_after_forward",
-    ): "it needs ranks that shard: test_data_shard.py has them",
+    ): "it needs ranks that shard: test_fsdp.py has them",
     (
         "checkpoint.checkpointer",
         "neighbour_every",
     ): "it needs ranks that are lost: tests/runs/test_survival.py has them",
     ("pipeline.circular.executor", "delayed"): "messages take no time on one rank: circular/test_timetable.py has them",
-    ("stages.materialized", "sync_each_microbatch"): "the same: test_data_shard.py and tests/meshes/test_steps.py",
+    ("stages.materialized", "sync_each_microbatch"): "the same: test_fsdp.py and tests/meshes/test_steps.py",
     ("distributed.device", "share"): "it needs GPUs: test_device.py pretends to have some, and tests/gpu share one",
     ("optim.stochastic_adamw", "implementation"): "it is about speed: both give the same bits, as tests of kernels say",
 }

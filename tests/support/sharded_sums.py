@@ -10,6 +10,7 @@ from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.distributed.precision import DtypePolicy
 from drawloom.components.distributed.processes import TorchProcesses
+from drawloom.components.float8.training import Float8Training
 from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.parallel import shard_transfers
 from drawloom.components.ports.model import TokenContext
@@ -24,13 +25,18 @@ Rows = tuple[Tensor, dict[str, Tensor]]
 
 @attrs.frozen
 class Case:
-    """A model of these sizes in some precision; each step's rows have `length` tokens, different ones on each rank."""
+    """
+    A model of these sizes in some precision, with these settings of float8 if any.
+
+    Each step's rows have `length` tokens, different ones on each rank.
+    """
 
     sizes: dict[str, Any]
     precision: dict[str, Any]
     kind: Any = "cpu"
     length: int = 6
     steps: int = 1
+    float8: dict[str, Any] | None = None
 
     def rows(self, step: int, rank: int) -> Tensor:
         """Return one row (1, length) of tokens."""
@@ -49,6 +55,7 @@ def _stages(case: Case, processes: TorchProcesses, device: ComputeDevice, **sett
         device=device,
         precision=DtypePolicy(**case.precision),
         job=pipelines.Job(),
+        features=[] if case.float8 is None else [Float8Training(device=device, **case.float8)],
         **settings,
     )
     stages.open()

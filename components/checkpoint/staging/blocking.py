@@ -1,12 +1,14 @@
 """Blocking staging: training waits while the state is copied."""
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
 import torch
 
-from drawloom.components.checkpoint.staging.copy_plan import KEPT, Pool, plan_copies
 from drawloom.graph import component, setting
+
+if TYPE_CHECKING:
+    from drawloom.components.checkpoint.staging.copy_plan import Pool
 
 
 @component(impact="safe")
@@ -19,7 +21,7 @@ class Blocking:
     type_check: bool = setting(default=True, doc="reject values of unknown types instead of deep-copying them")
 
     _synchronize_after_execute: bool = attrs.field(init=False, default=False)
-    _pool: Pool | None = attrs.field(init=False, default=None)
+    _pool: "Pool | None" = attrs.field(init=False, default=None)
 
     @property
     def should_synchronize_after_execute(self) -> bool:
@@ -29,6 +31,8 @@ class Blocking:
     @torch.no_grad()
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return a CPU copy of the state. Its memory is reused after the last copied tensor is freed."""
+        from drawloom.components.checkpoint.staging.copy_plan import KEPT, Pool, plan_copies
+
         if self._pool is None:
             self._pool = Pool(kept=KEPT if self.keep else 0, pinned=torch.cuda.is_available())
         staged, copies = plan_copies(state_dict, self._pool, type_check=self.type_check)

@@ -12,11 +12,10 @@ from drawloom.components.data.packing.groups import (
     RowAssignment,
     build_rows_from_documents,
     group_items_by_row,
-    select_trainable_documents,
     split_into_blocks,
 )
 from drawloom.components.data.packing.packed_rows import PackedRows
-from drawloom.components.data.packing.rows import RowIndex
+from drawloom.components.data.packing.rows import RowIndex, select_trainable_documents
 from drawloom.graph import component
 
 BRANCH = 21

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drawloom.components.data.order.permutation import Permutation
 from drawloom.components.data.packing.rows import RowPiece
 
 
@@ -124,12 +123,6 @@ def build_rows_from_documents(
         ends=torch.from_numpy(np.concatenate(ends)),
         lengths=torch.from_numpy(sizes),
     )
-
-
-def select_trainable_documents(lengths: np.ndarray, order: Permutation | None) -> np.ndarray:
-    """Return the documents with at least two tokens, in order, int (selected,); without an order, sorted by number."""
-    documents = np.arange(len(lengths)) if order is None else order.permute_all()
-    return documents if (lengths >= 2).all() else documents[lengths[documents] >= 2]
 
 
 def split_into_blocks(documents: np.ndarray) -> Iterator[np.ndarray]:

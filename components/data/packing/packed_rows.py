@@ -10,9 +10,9 @@ import attrs
 import numpy as np
 import torch
 
-from drawloom.components.data.mixture import list_document_sources
 from drawloom.components.data.order.permutation import Permutation
 from drawloom.components.data.packing.rows import JoinedIndexes, RowIndex, build_batch
+from drawloom.components.data.sources.mixed import list_document_sources
 from drawloom.components.ports.corpus import Split, TokenCorpus, TokenDocuments
 from drawloom.components.ports.data import MAX_LENGTH, RowSource, TokenBatch, uses_preference_pairs
 from drawloom.components.ports.model import LanguageModel, find_length_fault

@@ -6,11 +6,10 @@ from drawloom.components.data.order.permutation import Permutation
 from drawloom.components.data.packing.groups import (
     GroupedItems,
     build_rows_from_documents,
-    select_trainable_documents,
     split_into_blocks,
 )
 from drawloom.components.data.packing.packed_rows import PackedRows
-from drawloom.components.data.packing.rows import RowIndex
+from drawloom.components.data.packing.rows import RowIndex, select_trainable_documents
 from drawloom.graph import component
 
 

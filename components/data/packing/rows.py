@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 import attrs
 import numpy as np
 
+from drawloom.components.data.order.permutation import Permutation
 from drawloom.components.ports.corpus import DocumentPart, TokenDocuments
 from drawloom.components.ports.data import IGNORE_INDEX, TokenBatch
 from drawloom.graph import UserError
@@ -134,3 +135,9 @@ def _read_document_range(documents: TokenDocuments, document: int, first: int, e
     except Exception as error:
         where = f"{documents.describe_origin(document)}: tokens {first} to {end - 2}"
         raise UserError(f"{where} can't be read ({type(error).__name__}: {error}); restore the file") from error
+
+
+def select_trainable_documents(lengths: np.ndarray, order: Permutation | None) -> np.ndarray:
+    """Return the documents with at least two tokens, in order, int (selected,); without an order, sorted by number."""
+    documents = np.arange(len(lengths)) if order is None else order.permute_all()
+    return documents if (lengths >= 2).all() else documents[lengths[documents] >= 2]

@@ -1,6 +1,6 @@
 """Causal self-attention of a decoder layer."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from drawloom.components.model.decoder.config import DecoderConfig
 from drawloom.components.model.decoder.context import LayerContext
 from drawloom.components.model.decoder.specs import AttentionSpec
-from drawloom.components.model.layers import Linear, ProjectionNorm, RMSNorm, is_plain_float8_linear
+from drawloom.components.model.layers import Linear, ProjectionNorm, RMSNorm
 from drawloom.components.parallel.parameter_split import SplitDim
 from drawloom.components.parallel.tensor import TensorParallel
 from drawloom.components.ports.model import Kernels
@@ -48,7 +48,7 @@ class Attention(TensorParallel):
         """Map hidden states (rows, length, hidden_size), of the parameters' dtype; split tokens with `ranks`."""
         shape = context.documents.shape
         hidden = self.ranks.gather_tokens(hidden, shape)
-        q, k, v = self._project_qkv(hidden)
+        q, k, v = self.project_qkv(hidden)
         if self.spec.gate:
             q, gate = (x.flatten(-2) for x in q.view(*shape, -1, 2 * self.spec.head_dim).chunk(2, -1))
         if self.spec.qk_norm == "projection":
@@ -69,21 +69,9 @@ class Attention(TensorParallel):
     def parameter_roles(self) -> Mapping[str, Role]:
         return {"sinks": Role(False, "normal")}
 
-    def _project_qkv(self, hidden: Tensor) -> tuple[Tensor, ...]:
+    def project_qkv(self, hidden: Tensor) -> tuple[Tensor, ...]:
         """Return queries, keys and values (..., channels) for hidden states (..., hidden_size)."""
-        layers = self.q_proj, self.k_proj, self.v_proj
-        if self.list_fused_float8_layers():
-            weights = [layer.weight for layer in layers]
-            return self.kernels.linears_float8(hidden.to(weights[0].dtype), weights)
-        return tuple(layer(hidden) for layer in layers)
-
-    def rounds_input_to_float8(self) -> bool:
-        return bool(self.list_fused_float8_layers())
-
-    def list_fused_float8_layers(self) -> Sequence[Sequence[Linear]]:
-        """Return the projections to q, k and v as one group, if all three multiply in float8."""
-        layers = self.q_proj, self.k_proj, self.v_proj
-        return [layers] if all(map(is_plain_float8_linear, layers)) else []
+        return self.q_proj(hidden), self.k_proj(hidden), self.v_proj(hidden)
 
     def _norm_and_rotate(self, q: Tensor, k: Tensor, context: LayerContext) -> tuple[Tensor, Tensor]:
         """Norm by head and rotate queries and keys (rows, length, heads, head_dim), both only if specified."""

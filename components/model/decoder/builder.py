@@ -48,7 +48,7 @@ from drawloom.components.ports.parameter_roles import Role, default_role, parame
 from drawloom.components.ports.parametrization import ModelScaling
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.weights import Mapper
-from drawloom.components.weights.load import persistent_tensors
+from drawloom.components.weights.convert import persistent_tensors
 from drawloom.components.weights.mapper import sequential
 from drawloom.graph import Problem, UserError, component_base_class, setting, wired
 from drawloom.graph.toml.emit import dump_toml

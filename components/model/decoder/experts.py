@@ -14,15 +14,13 @@ from drawloom.components.model.decoder.router import Router
 from drawloom.components.model.decoder.specs import ExpertSpec, MlpSpec
 from drawloom.components.model.layers import Linear
 from drawloom.components.parallel.expert import ExpertParallel
-from drawloom.components.ports.experts import ExpertKernels, supports_expert_parallel
-from drawloom.components.ports.model import Float8Layer
+from drawloom.components.ports.experts import ExpertKernels
+from drawloom.components.ports.model import QuantizableLayer
 from drawloom.components.ports.parameter_roles import BIAS_ROLE, Role
 
 
 class SharedGate(Linear):
-    """Linear layer with one output; it is never computed in float8, because it is too narrow."""
-
-    supports_float8 = False
+    """Linear layer with one output."""
 
 
 class SparseMoeBlock(nn.Module):
@@ -67,11 +65,8 @@ class SparseMoeBlock(nn.Module):
         shared: Tensor = self.get_submodule(self.spec.shared)(hidden)
         return mixed + (self.shared_expert_gate(hidden).sigmoid() * shared if self.spec.shared_gate else shared)
 
-    def rounds_input_to_float8(self) -> bool:
-        return self.experts.uses_float8 and self.experts.has_all_experts_on_rank()
 
-
-class Experts(ExpertParallel, Float8Layer):
+class Experts(ExpertParallel, QuantizableLayer):
     """
     Experts of a layer: `gate_up_proj` (experts, 2 * inner width, hidden_size), whose first half is the gate's, and
     `down_proj` (experts, hidden_size, inner width). Expert-parallel ranks partition the experts.
@@ -90,10 +85,6 @@ class Experts(ExpertParallel, Float8Layer):
         self.num_experts = experts
         self.spec = spec
         self.kernels = kernels
-        self.supports_float8 = not spec.biases and spec.clamp is None
-
-    def float8_weights(self) -> Mapping[str, Tensor]:
-        return {"gate_up_proj": self.gate_up_proj, "down_proj": self.down_proj}
 
     def parameter_roles(self) -> Mapping[str, Role]:
         visited = self.spec.choices / self.spec.experts
@@ -111,31 +102,21 @@ class Experts(ExpertParallel, Float8Layer):
         Outputs are weighted by `probabilities`, at least float32 (tokens, choices), and summed by token: (tokens,
         hidden_size).
         """
-        if self.uses_float8 and self.has_all_experts_on_rank():
-            # Tokens are rounded before they are copied to rows, and so are their gradients.
-            routes = self.kernels.moe_routes(chosen, self.num_experts)
-            gate_up, down = self.gate_up_proj, self.down_proj
-            return self.kernels.experts_float8(hidden.to(gate_up.dtype), probabilities, gate_up, down, routes)
         dispatcher = self.dispatcher or LocalExperts(kernels=self.kernels)
         here = dispatcher.dispatch(hidden.flatten(0, -2), chosen, probabilities, self.num_experts)
-        if self.uses_float8:
-            gate_up, down = self.gate_up_proj, self.down_proj
-            return here.combine(self.kernels.expert_rows_float8(here.rows, here.scale, gate_up, down, here.ends))
-        gate_and_up = self.project("gate_up_proj", here.rows, here.ends)
-        if self.spec.biases:
-            gate_and_up = self.kernels.add_expert_bias(gate_and_up, self.gate_up_proj_bias, here.ends)
-        # `down_proj` is linear, so probabilities may be multiplied in before it, where that costs no pass over memory.
-        mixed = self._apply_gate(gate_and_up, here.scale)
-        outputs = self.project("down_proj", mixed, here.ends)
-        if self.spec.biases:
-            outputs = self.kernels.add_expert_bias(outputs, self.down_proj_bias, here.ends, here.scale)
-        return here.combine(outputs)
+        return here.combine(self.apply_to_rows(here.rows, here.scale, here.ends))
 
-    def has_all_experts_on_rank(self) -> bool:
-        """Return whether all experts are on this rank, so that tokens stay here."""
-        if self.dispatcher is None or isinstance(self.dispatcher, LocalExperts):
-            return True
-        return supports_expert_parallel(self.dispatcher) and len(self.gate_up_proj) == self.num_experts
+    def apply_to_rows(self, rows: Tensor, scale: Tensor, ends: Tensor) -> Tensor:
+        """Apply experts to their rows (rows, hidden_size), which end at `ends`, and multiply by scale (rows,)."""
+        gate_and_up = self.project("gate_up_proj", rows, ends)
+        if self.spec.biases:
+            gate_and_up = self.kernels.add_expert_bias(gate_and_up, self.gate_up_proj_bias, ends)
+        # `down_proj` is linear, so probabilities may be multiplied in before it, where that costs no pass over memory.
+        mixed = self._apply_gate(gate_and_up, scale)
+        outputs = self.project("down_proj", mixed, ends)
+        if self.spec.biases:
+            outputs = self.kernels.add_expert_bias(outputs, self.down_proj_bias, ends, scale)
+        return outputs
 
     def _apply_gate(self, gate_and_up: Tensor, scale: Tensor) -> Tensor:
         """Return activation(gate) * up * scale, (rows, width), for `gate_and_up` = gate and up (rows, 2 * width)."""

@@ -22,7 +22,7 @@ from drawloom.components.model.decoder.specs import (
     PartSpec,
 )
 from drawloom.components.model.layers import RMSNorm
-from drawloom.components.ports.model import Kernels, RoundsInput
+from drawloom.components.ports.model import Kernels
 from drawloom.kernels.results import NormAndSum
 
 PARTS: dict[type[PartSpec], Any] = {
@@ -63,23 +63,21 @@ class Block(nn.Module):
         """
         output: Tensor | None = None  # of the branch before, which is not yet part of the stream
         for branch in self.branches:
-            module = self.get_submodule(branch.name)
-            float8 = isinstance(module, RoundsInput) and module.rounds_input_to_float8()
-            inputs, hidden = self._add_and_norm(output, hidden, branch.norm_before, float8)
-            output = module(inputs, context)
+            inputs, hidden = self.add_and_norm(output, hidden, branch)
+            output = self.get_submodule(branch.name)(inputs, context)
             if branch.norm_after is not None:
                 output = self.get_submodule(branch.norm_after)(output)
             if self.residual_multiplier != 1.0:
                 output = output * self.residual_multiplier
         return hidden if output is None else hidden + output
 
-    def _add_and_norm(self, output: Tensor | None, hidden: Tensor, norm_name: str | None, float8: bool) -> NormAndSum:
+    def add_and_norm(self, output: Tensor | None, hidden: Tensor, branch: Branch) -> NormAndSum:
         """Add a branch's output to the residual stream; return the next branch's normed input and the stream."""
-        if norm_name is None:
+        if branch.norm_before is None:
             summed = hidden if output is None else hidden + output
             return NormAndSum(summed, summed)
-        norm: Any = self.get_submodule(norm_name)
+        norm: Any = self.get_submodule(branch.norm_before)
         if output is None:
-            return NormAndSum(norm(hidden, float8), hidden)
+            return NormAndSum(norm(hidden), hidden)
         # One kernel adds and norms, which saves a pass over memory.
-        return self.kernels.add_rms_norm(output, hidden, norm.weight, norm.eps, norm.zero_centered, float8)
+        return self.kernels.add_rms_norm(output, hidden, norm.weight, norm.eps, norm.zero_centered)

@@ -1,13 +1,11 @@
 """Gated feed-forward network (Shazeer 2020, arXiv 2002.05202)."""
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from drawloom.components.model.decoder.config import DecoderConfig
 from drawloom.components.model.decoder.context import LayerContext
 from drawloom.components.model.decoder.specs import MlpSpec
-from drawloom.components.model.layers import Linear, is_plain_float8_linear
+from drawloom.components.model.layers import Linear
 from drawloom.components.parallel.tensor import TensorParallel
 from drawloom.components.ports.model import Kernels
 
@@ -30,22 +28,10 @@ class GatedMlp(TensorParallel):
 
     def forward(self, hidden: Tensor, context: LayerContext | None = None) -> Tensor:
         """Map hidden states (..., hidden_size), of the parameters' dtype; split tokens with `ranks`."""
-        return self.ranks.reduce_scatter_tokens(self._compute_partial_outputs(self.ranks.gather_tokens(hidden)))
+        return self.ranks.reduce_scatter_tokens(self.compute_partial_outputs(self.ranks.gather_tokens(hidden)))
 
-    def _compute_partial_outputs(self, hidden: Tensor) -> Tensor:
+    def compute_partial_outputs(self, hidden: Tensor) -> Tensor:
         """Apply this rank's inner channels to all tokens' hidden states (..., hidden_size); return partial sums."""
-        if self.list_fused_float8_layers():
-            gate, up, down = self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight
-            return self.kernels.mlp_float8(hidden.to(gate.dtype), gate, up, down)
         activation = self.kernels.swiglu if self.activation == "silu" else self.kernels.geglu
         output: Tensor = self.down_proj(activation(self.gate_proj(hidden), self.up_proj(hidden)))
         return output
-
-    def rounds_input_to_float8(self) -> bool:
-        return bool(self.list_fused_float8_layers())
-
-    def list_fused_float8_layers(self) -> Sequence[Sequence[Linear]]:
-        """Return gate and up, if the whole network is one operation in float8."""
-        projections = self.gate_proj, self.up_proj, self.down_proj
-        is_joint = self.activation == "silu" and all(map(is_plain_float8_linear, projections))
-        return [(self.gate_proj, self.up_proj)] if is_joint else []

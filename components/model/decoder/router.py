@@ -101,7 +101,6 @@ class Router(Linear, RowSums):
     decides has none. `aux_loss_coef` and `z_loss_coef` are for this layer's losses.
     """
 
-    supports_float8 = False
     quantizable: ClassVar[tuple[str, ...]] = ()
     e_score_correction_bias: Tensor | None
 

@@ -22,7 +22,7 @@ from drawloom.components.model.fallback.parts import (
     mask_layer_number,
 )
 from drawloom.components.ports.model import LayerRange, TokenContext
-from drawloom.components.weights.load import convert_tensors, persistent_tensors
+from drawloom.components.weights.convert import convert_tensors, persistent_tensors
 from drawloom.kernels.attention import attention_eager, create_causal_document_mask
 from drawloom.kernels.linear import embedding_eager, linear_eager
 

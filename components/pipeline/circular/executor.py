@@ -18,10 +18,10 @@ from drawloom.components.pipeline.circular.ring import PendingSends, Ring, Tenso
 from drawloom.components.pipeline.circular.stage_passes import StagePasses
 from drawloom.components.pipeline.circular.timetable import Timetable
 from drawloom.components.pipeline.executor import ProgramExecutor
-from drawloom.components.pipeline.runtime.program_runner import MicrobatchInputs
 from drawloom.components.pipeline.runtime.stage_runner import StageRunner
 from drawloom.components.ports.distributed import Group
-from drawloom.components.ports.pipeline import LOSSES, MeasuresStep
+from drawloom.components.ports.passes import MicrobatchInputs
+from drawloom.components.ports.pipeline import LOSSES
 from drawloom.components.state.step_state import StepState
 from drawloom.graph import Problem, UserError, component, setting
 from drawloom.graph.wiring.node import NodeView
@@ -42,23 +42,11 @@ class CircularExecutor(ProgramExecutor):
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Yield the problems of every executor, and settings the circular pipeline does not support."""
+        """Yield the problems of every executor, and features, which the circular pipeline does not support."""
         yield from super().constraints(node)
-        if node.settings["streams"]:
-            text = f"[{node.name}] runs one pass after another, so streams have no passes to overlap"
-            yield node.problem("streams", text, "write streams = false")
-        stages, loss = node.neighbour("stages"), node.neighbour("objective")
-        if stages and stages.settings.get("capture"):
-            text = f"the passes of [{node.name}] are nodes of one autograd graph, which are not captured"
-            yield stages.problem("capture", text, "write capture = false")
-        if loss and loss.settings.get("reference") in ("adapters", "model"):
-            text = f"[{loss.name}] compares with another model on the last rank, and [{node.name}] "
-            yield loss.problem("reference", f"{text}computes losses on all", 'write use = "pipeline.executor"')
-        elif loss and issubclass(loss.component, MeasuresStep):
-            text = (
-                f"[{loss.name}] measures the whole step before its first pass, and [{node.name}] does not support this"
-            )
-            yield loss.problem("use", text, 'write use = "pipeline.executor"')
+        for feature in node.neighbours("features"):
+            text = f"[{feature.name}] acts around a program, and the passes of [{node.name}] are one autograd graph"
+            yield feature.problem("use", text, f'remove [{feature.name}], or write use = "pipeline.executor"')
 
     @property
     def _stage_to_rank(self) -> tuple[int, ...]:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from drawloom.components.pipeline.runtime.program_runner import MicrobatchInputs
 from drawloom.components.pipeline.runtime.stage_runner import StageRunner
+from drawloom.components.ports.passes import MicrobatchInputs
 
 
 @attrs.define(eq=False)
@@ -30,7 +30,7 @@ class StagePasses:
         """Return a stage's output (any shape) for a microbatch: a tensor, or the loss on the last stage."""
         runner = self.stages[stage]
         if stage not in self._done and runner.stage.shards is not None and not runner.stage.shards.gathers_per_block:
-            runner.start_unshard()
+            runner.shards.start_unshard()
         self._done[stage] = self._done.get(stage, 0) + 1
         # With the token as an input, every pass is part of the graph, even the pass of token ids.
         return _Pass.apply(self, stage, microbatch, self.token, tensor)  # type: ignore[no-any-return, no-untyped-call]

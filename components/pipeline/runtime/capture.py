@@ -24,8 +24,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.pipeline.runtime.cuda_graphs import CudaRecord, Record, Recorded
-from drawloom.components.pipeline.runtime.program_runner import MicrobatchInputs
+from drawloom.components.pipeline.runtime.cuda_graphs import Record, Recorded
 from drawloom.components.pipeline.runtime.stage_runner import (
     StageRunner,
     detach_leaf,
@@ -38,7 +37,6 @@ from drawloom.components.ports.pipeline import LOSSES, Loss
 from drawloom.components.ports.program import Action
 from drawloom.components.ports.stages import Stage
 from drawloom.components.state.batch import Batch
-from drawloom.components.state.step_state import StepState
 from drawloom.components.state.trees import list_leaves, map_leaves
 from drawloom.graph import UserError
 
@@ -192,7 +190,7 @@ class TokenPass:
         try:
             return self.record(run_stage)
         except RuntimeError as error:
-            raise UserError(_describe_capture_error(self.runner.stage.index, error), exit_code=2) from error
+            raise UserError(describe_capture_error(self.runner.stage.index, error), exit_code=2) from error
 
     def _keep_head(self, hidden: Any, head: Head) -> Any:
         """Return the hidden states (rows, 1, hidden), and keep the head for `finish`, which is not recorded."""
@@ -307,70 +305,6 @@ class CapturedRunner(StageRunner):
         self.graphs.return_slot(slot)
 
 
-@attrs.define(eq=False)
-class RankGraphs:
-    """CUDA graphs for this rank's stages, and the parameters' gradients at fixed addresses."""
-
-    objective: Loss
-    new_record: Callable[[], Record]
-    _graphs: dict[int, StageGraphs] = attrs.field(factory=dict)
-    _sums: GradientSums = attrs.field(factory=GradientSums)
-    _has_one_document_per_row: bool = True
-
-    @classmethod
-    def create_on_gpu(cls, device: torch.device, objective: Loss) -> "RankGraphs | None":
-        """Create the graphs on a GPU; return None on a CPU, whose kernels take longer than their launches."""
-        if device.type == "cpu":
-            return None
-        stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        return cls(objective, lambda: CudaRecord(stream))
-
-    def create_runner(self, stage: Stage, state: StepState, split: bool) -> CapturedRunner:
-        """Return a stage's runner for one step."""
-        graphs = self._graphs.setdefault(stage.index, StageGraphs(stage, self.objective, self.new_record))
-        return CapturedRunner(stage, self.objective, state, split, graphs=graphs)
-
-    def unify_one_document_flags(self, inputs: list[MicrobatchInputs]) -> list[MicrobatchInputs]:
-        """
-        Return a step's microbatches with one `one_document_per_row` flag: true until a row with several documents
-        occurs.
-
-        Rows with several documents are the general case. When they first occur, graphs are recorded again, and then
-        serve all later microbatches, because a microbatch of packed data sometimes has only whole rows.
-        """
-        if self._has_one_document_per_row and not all(microbatch.shared.one_document_per_row for microbatch in inputs):
-            self._has_one_document_per_row = False
-            self._graphs.clear()
-        return (
-            inputs
-            if self._has_one_document_per_row
-            else [microbatch.without_one_document_flag() for microbatch in inputs]
-        )
-
-    def record_missing_graphs(self, actions: Iterable[Action]) -> None:
-        """
-        Record missing graphs before a step's first microbatch; UserError if a pass can't be recorded.
-
-        No messages are in flight then: recording may wait for all GPU work, including a message from a rank that waits
-        for this rank's message.
-        """
-        most = count_peak_microbatches_in_flight(actions)
-        if any(graphs.lacks_slots(most[index]) for index, graphs in self._graphs.items()):
-            torch.cuda.empty_cache()  # the pools of slots cannot use memory that steps have freed
-        self._sums.attach_to_parameters()
-        for index, graphs in self._graphs.items():
-            try:
-                graphs.release_slots_and_record_missing(most[index])
-            except RuntimeError as error:
-                raise UserError(_describe_capture_error(index, error), exit_code=2) from error
-        self._sums.restore_or_zero_sums()
-
-    def keep_gradients_for_next_step(self) -> None:
-        """Reuse the step's gradient tensors in later steps; call this before `move_gradients_to_masters`."""
-        for graphs in self._graphs.values():
-            self._sums.adopt_gradients(graphs.stage.module.parameters())
-
-
 def _find_recordable_cache(inputs: Any, shared: BatchContext) -> KeyValueCache | None:
     """Return the cache of a pass over one new token per row without gradients; None with recurrent states."""
     cache = shared.cache
@@ -390,12 +324,11 @@ def count_peak_microbatches_in_flight(actions: Iterable[Action]) -> Counter[int]
     return most
 
 
-def _describe_capture_error(stage: int, error: RuntimeError) -> str:
+def describe_capture_error(stage: int, error: RuntimeError) -> str:
     """Return a message with the reason why CUDA rejects a stage's recording, and the remedy."""
     first = next(iter(str(error).strip().splitlines()), type(error).__name__)
-    return (
-        f"stages.capture: stage {stage} can't be recorded as a CUDA graph: {first.rstrip('.')}; write capture = false"
-    )
+    remedy = 'remove the table with use = "pipeline.captured"'
+    return f"stage {stage} can't be recorded as a CUDA graph: {first.rstrip('.')}; {remedy}"
 
 
 def _copy_tree_into(targets: Any, values: Any) -> None:

@@ -1,7 +1,6 @@
 """Runner for a step's microbatches through this rank's stages, in program order (gradient accumulation)."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -9,14 +8,11 @@ import torch
 from torch import Tensor
 from torch.autograd import profiler
 
-from drawloom.components.pipeline.runtime.offloads import OffloadedTensors
 from drawloom.components.pipeline.runtime.p2p import P2PBuffers, describe_tree_mismatch, list_tensors
-from drawloom.components.pipeline.runtime.stage_runner import StageRunner, list_floating_leaves, require_grad_in_place
-from drawloom.components.pipeline.runtime.stage_streams import StageStreams
-from drawloom.components.ports.model import BatchContext, Finish
-from drawloom.components.ports.program import OPS, Action
+from drawloom.components.pipeline.runtime.stage_runner import list_floating_leaves, require_grad_in_place
+from drawloom.components.ports.passes import MicrobatchInputs, Operation, PassFeature, PassKind, RunnableStage
+from drawloom.components.ports.program import Action
 from drawloom.components.ports.stages import StageInputs
-from drawloom.components.state.batch import Batch
 from drawloom.components.state.trees import list_leaves
 from drawloom.graph import UserError
 
@@ -24,49 +20,30 @@ StageMicrobatch = tuple[int, int]
 """Numbers of a stage and a microbatch."""
 
 
-@attrs.frozen
-class MicrobatchInputs:
-    """
-    Microbatch for the stages: the first stage's inputs, such as token ids, and the context for all stages.
-
-    The last stage computes the loss with `batch`; without a batch it returns `finish`'s result.
-    """
-
-    inputs: Any
-    shared: BatchContext
-    batch: Batch | None = None
-    finish: Finish | None = None
-
-    def without_one_document_flag(self) -> "MicrobatchInputs":
-        """Return the microbatch with `one_document_per_row` false: rows may contain several documents."""
-        return attrs.evolve(self, shared=attrs.evolve(self.shared, one_document_per_row=False))
-
-
 @attrs.define(eq=False)
 class ProgramRunner:
     """
     Runner for a rank's program in one step; it is dropped with all its tensors, also if the step fails.
 
-    `stages` are this rank's stages by number. An output is buffered until the next stage on this rank consumes it, or
-    until it is sent. The last stage's detached output is passed to `on_output`. An error in `before_action` ends the
-    program.
+    `stages` are this rank's stages by number. In `actions` an overlap's parts follow one another. An output is buffered
+    until the next stage on this rank consumes it, or until it is sent. The last stage's detached output is passed to
+    `on_output`. An error in `before_action` ends the program.
     """
 
-    stages: Mapping[int, StageRunner]
+    stages: Mapping[int, RunnableStage]
     microbatches: Sequence[MicrobatchInputs]
     boundaries: StageInputs
     p2p: P2PBuffers
-    streams: StageStreams | None = None
+    actions: Sequence[Action]
+    kind: PassKind = "inference"
     on_output: Callable[[int, Any], None] = lambda _microbatch, _output: None
     before_action: Callable[[], None] = lambda: None
     _outputs: dict[StageMicrobatch, Any] = attrs.field(factory=dict)
     _grads: dict[StageMicrobatch, list[Tensor]] = attrs.field(factory=dict)
-    # activations on their way to host memory, with the number of compute actions before their memory is freed
-    _leaving: list[tuple[int, OffloadedTensors]] = attrs.field(factory=list)
 
-    def run(self, actions: Iterable[Action]) -> None:
-        """Run all actions in order; an overlap's parts follow one another."""
-        operations: dict[str, Callable[[Action], None]] = {
+    def run(self, features: Sequence[PassFeature] = ()) -> None:
+        """Run all actions in order, with the features around them."""
+        operations: Mapping[str, Operation] = {
             "F": self._run_forward,
             "B": self._run_backward,
             "I": self._run_backward_input,
@@ -75,24 +52,15 @@ class ProgramRunner:
             "RECV_F": self._start_receive_forward,
             "SEND_B": self._send_backward,
             "RECV_B": self._start_receive_backward,
-            "UNSHARD": lambda action: self.stages[action.stage].start_unshard(),
-            "RESHARD": lambda action: self.stages[action.stage].reshard(),
+            "UNSHARD": lambda action: self.stages[action.stage].shards.start_unshard(),
+            "RESHARD": lambda action: self.stages[action.stage].shards.reshard(),
             "REDUCE_SCATTER": lambda action: self.stages[action.stage].reduce_in_next_backward(is_last_in_step=False),
             "REDUCE_GRAD": lambda action: self.stages[action.stage].reduce_in_next_backward(is_last_in_step=True),
-            "OFFLOAD": lambda action: self._leaving.append((2, self.stages[action.stage].offload(action.microbatch))),
-            "RELOAD": lambda action: self.stages[action.stage].reload(action.microbatch),
         }
-        if self.streams is not None:
-            run, streams = self.streams.run_in_stream, self.streams
-            operations = {
-                name: partial(run, operation, self._list_inputs_from_local_stage)
-                for name, operation in operations.items()
-            }
-            streams.wait_for_current_stream()
-        for action in actions:
+        for feature in features:
+            operations = feature.start_run(self, operations)
+        for action in self.actions:
             self.before_action()
-            if self._leaving and action.op in OPS:
-                self._free_offloads_before_last_compute()
             # A traceback alone would not name the stage and microbatch among many identical ones.
             try:
                 if profiler._is_profiler_enabled:  # a range costs microseconds, which matter in an action
@@ -106,19 +74,10 @@ class ProgramRunner:
                 error.add_note(f"in the pipeline at {action}: stage {action.stage}, microbatch {action.microbatch}")
                 raise
         self.p2p.wait_for_sends()
-        if self.streams is not None:
-            self.streams.make_current_stream_wait()
+        for feature in reversed(features):
+            feature.end_run(self)
 
-    def _free_offloads_before_last_compute(self) -> None:
-        """Free the device memory for activations whose offload began before the last compute action."""
-        waiting = [(actions - 1, tensors) for actions, tensors in self._leaving]
-        for actions, tensors in waiting:
-            if actions == 0:
-                tensors.free_device_memory()
-        self._leaving = [(actions, tensors) for actions, tensors in waiting if actions]
-
-    def _list_inputs_from_local_stage(self, action: Action) -> list[Tensor]:
-        """Return the tensors that a pass consumes from another stage on this rank; [] if they come as a message."""
+    def list_inputs_from_local_stage(self, action: Action) -> list[Tensor]:
         buffers: Mapping[StageMicrobatch, Any] = self._outputs if action.op == "F" else self._grads
         return [
             leaf for leaf in list_leaves(buffers.get((action.stage, action.microbatch))) if isinstance(leaf, Tensor)

@@ -4,57 +4,44 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
-from weakref import ref
 
 import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.pipeline.runtime.offloads import OffloadedTensors, Offloads
-from drawloom.components.pipeline.split_backward.split_backward import SplitBackward
-from drawloom.components.pipeline.split_backward.weight_grads import WeightGrads
 from drawloom.components.ports.model import BatchContext, Finish
 from drawloom.components.ports.pipeline import LOSSES, Loss, LossSums
-from drawloom.components.ports.slices import is_dtensor
 from drawloom.components.ports.stages import Shards, Stage
 from drawloom.components.state.batch import Batch
 from drawloom.components.state.step_state import StepState
 from drawloom.components.state.trees import list_leaves, map_leaves
 from drawloom.kernels.deferred_grads import Accumulation
-from drawloom.kernels.recompute import Collecting, KeptTensor
 from drawloom.kernels.recompute_policy import apply_recompute_policy
 
 
 @attrs.define(eq=False)
 class InFlight:
-    """Floating-point leaves of a stage's input and output, kept from the forward pass until the backward pass."""
+    """
+    Floating-point leaves of a stage's input and output, kept from the forward pass until the backward pass, with the
+    SplitBackward if it is split.
+    """
 
     inputs: list[Tensor]
     outputs: list[Tensor]
-    split: SplitBackward | None
-    kept: Sequence[ref[KeptTensor]] = ()
-    offloaded: OffloadedTensors | None = None
+    split: Any
 
 
 @attrs.define(eq=False)
 class StageRunner:
-    """
-    Runner for one stage on a step's microbatches; `split` divides its backward pass into two parts.
-
-    The last stage writes microbatch losses into `state`.
-
-    Every floating-point leaf between stages is differentiable: its gradient is sent back, as zeros if nothing depends
-    on the leaf, so both ranks know the messages in advance.
-    """
+    """Runner for one stage on a step's microbatches: the port `RunnableStage`."""
 
     stage: Stage
     objective: Loss
     state: StepState = attrs.field(factory=StepState)
     split: bool = False
-    offloads: Offloads | None = None
     _in_flight: dict[int, InFlight] = attrs.field(factory=dict)
     _reduces_next: bool = False
-    _weights: WeightGrads = attrs.field(factory=WeightGrads)
+    _weights: Any = None  # accumulates weight gradients if the backward pass is split
     # whether this is the last stage, which has the head
     last: bool = attrs.field(
         init=False, default=attrs.Factory(lambda self: self.stage.index == self.stage.count - 1, takes_self=True)
@@ -63,27 +50,24 @@ class StageRunner:
     def forward(
         self, microbatch: int, inputs: Any, shared: BatchContext, batch: Batch | None, finish: Finish | None = None
     ) -> Any:
-        """
-        Return the stage's output for a microbatch, detached from its graph: a tree of tensors, or the loss at the end.
-
-        Without a batch the last stage returns `finish`'s result for the last hidden states and the head.
-        """
         # Evaluation keeps nothing for a backward pass, so that activation checkpointing has no use.
         keeps = torch.is_grad_enabled()
-        split = SplitBackward(self._weights) if self.split else None
-        collecting = Collecting() if keeps and self.stage.offload else None
-        with Accumulation() if split is None else split.forward_context(), collecting or nullcontext():
-            if keeps and self.stage.recompute != "none":
-                with apply_recompute_policy(self.stage.recompute):
-                    outputs = self._run_module(microbatch, inputs, shared, batch, finish)
-            else:
-                outputs = self._run_module(microbatch, inputs, shared, batch, finish)
+        split = self._create_split_backward() if self.split else None
+        recomputes = keeps and self.stage.recompute != "none"
+        recomputing = apply_recompute_policy(self.stage.recompute) if recomputes else nullcontext()
+        with Accumulation() if split is None else split.forward_context(), recomputing:
+            outputs = self._run_module(microbatch, inputs, shared, batch, finish)
         if keeps:
-            kept = () if collecting is None else collecting.kept
-            self._in_flight[microbatch] = InFlight(
-                list_floating_leaves(inputs), list_floating_leaves(outputs), split, kept
-            )
+            self._in_flight[microbatch] = InFlight(list_floating_leaves(inputs), list_floating_leaves(outputs), split)
         return outputs.detach() if isinstance(outputs, Tensor) else map_leaves(detach_leaf, outputs)
+
+    def _create_split_backward(self) -> Any:
+        """Return a microbatch's split backward pass, which a program without actions I and W does not import."""
+        from drawloom.components.pipeline.split_backward.split_backward import SplitBackward
+        from drawloom.components.pipeline.split_backward.weight_grads import WeightGrads
+
+        self._weights = self._weights or WeightGrads()
+        return SplitBackward(self._weights)
 
     def _run_module(
         self, microbatch: int, inputs: Any, shared: BatchContext, batch: Batch | None, finish: Finish | None
@@ -106,13 +90,7 @@ class StageRunner:
         return result
 
     def backward(self, microbatch: int, grads: list[Tensor] | None) -> list[Tensor]:
-        """
-        Run the whole backward pass, and return gradients for the input's floating-point leaves.
-
-        `grads` are the gradients of the output's floating-point leaves, or None for a loss, whose gradient is 1.
-        """
         kept = self._in_flight.pop(microbatch)
-        _make_backward_wait_for_reload(kept)
         output_grads: Sequence[Tensor | None] = grads or [None] * len(kept.outputs)
         # Outputs such as counts of tokens may not depend on any parameter.
         pairs = [pair for pair in zip(kept.outputs, output_grads, strict=True) if pair[0].requires_grad]
@@ -123,9 +101,7 @@ class StageRunner:
         return [_get_gradient_or_zeros(leaf, leaf.grad) for leaf in kept.inputs]
 
     def backward_input(self, microbatch: int, grads: list[Tensor] | None) -> list[Tensor]:
-        """Run I: like `backward`, with weight gradients left for W. Return the input leaves' gradients."""
         kept = self._in_flight[microbatch]
-        _make_backward_wait_for_reload(kept)
         grads_of_inputs = _get_split_backward(kept).backward_input(kept.outputs, grads, kept.inputs)
         input_grads = [
             _get_gradient_or_zeros(leaf, grad) for leaf, grad in zip(kept.inputs, grads_of_inputs, strict=True)
@@ -135,54 +111,29 @@ class StageRunner:
         return input_grads
 
     def backward_weight(self, microbatch: int) -> None:
-        """Run W: accumulate the weight gradients, and reduce every part after `reduce_in_next_backward`."""
         split = _get_split_backward(self._in_flight.pop(microbatch))
         if not self._reduces_next:
             split.backward_weight()
             return
-        split.backward_weight(self._shards.list_reduction_units())
-        self._shards.reduce_remaining_gradients()
+        split.backward_weight(self.shards.list_reduction_units())
+        self.shards.reduce_remaining_gradients()
         self._stop_reducing_in_backward()
 
-    def offload(self, microbatch: int) -> OffloadedTensors:
-        """Start to copy a microbatch's activations to host memory; the caller frees the device memory."""
-        if self.offloads is None:
-            raise ValueError(f"stage {self.stage.index} can't offload activations: its runner has no `offloads`")
+    def list_inputs_and_outputs(self, microbatch: int) -> list[Tensor]:
         in_flight = self._in_flight[microbatch]
-        # The memory of inputs, outputs and parameters stays, whoever saved it.
-        parameters = (parameter for parameter in self.stage.module.parameters() if not is_dtensor(parameter))
-        others = (*in_flight.inputs, *in_flight.outputs, *parameters)
-        in_flight.offloaded = self.offloads.start_offload(in_flight.kept, others)
-        return in_flight.offloaded
-
-    def reload(self, microbatch: int) -> None:
-        """Start to copy a microbatch's activations back."""
-        offloaded = self._in_flight[microbatch].offloaded
-        if offloaded is None:
-            raise ValueError(f"stage {self.stage.index} can't reload microbatch {microbatch}: it was not offloaded")
-        offloaded.reload()
-
-    def start_unshard(self) -> None:
-        """Start gathering the stage's sharded parameters."""
-        self._shards.start_unshard()
-
-    def reshard(self) -> None:
-        """Free the gathered parameters."""
-        self._shards.reshard()
+        return in_flight.inputs + in_flight.outputs
 
     def reduce_in_next_backward(self, is_last_in_step: bool) -> None:
-        """Reduce gradients with the next backward pass; if `is_last_in_step`, they are then complete for the step."""
-        self._shards.reduce_in_next_backward(is_last_in_step)
+        self.shards.reduce_in_next_backward(is_last_in_step)
         self._reduces_next = True
 
     def _stop_reducing_in_backward(self) -> None:
         """End the gradient reduction requested by `reduce_in_next_backward`."""
-        self._shards.stop_reducing_in_backward()
+        self.shards.stop_reducing_in_backward()
         self._reduces_next = False
 
     @property
-    def _shards(self) -> Shards:
-        """Return the stage's shards, which gather parameters and reduce gradients; ValueError if it has none."""
+    def shards(self) -> Shards:
         if self.stage.shards is None:
             raise ValueError(
                 f"stage {self.stage.index} can't gather parameters or reduce gradients: the stage has no `shards`"
@@ -190,13 +141,7 @@ class StageRunner:
         return self.stage.shards
 
 
-def _make_backward_wait_for_reload(kept: InFlight) -> None:
-    """Let the backward pass wait for a microbatch's offloaded activations."""
-    if kept.offloaded is not None:
-        kept.offloaded.wait_for_reload()
-
-
-def _get_split_backward(kept: InFlight) -> SplitBackward:
+def _get_split_backward(kept: InFlight) -> Any:
     """Return a microbatch's split backward pass; ValueError if the stage does not split it."""
     if kept.split is None:
         raise ValueError("this stage's backward is not split: its program has no action I")

@@ -173,7 +173,7 @@ class Auto:
         default=None,
         check=_describe_copy_times_fault,
         doc="time to copy a slice's activations to host memory, a number or a list; without slices, of a rank's "
-        "share; if left out, `[stages] offload` decides",
+        "share; if left out, the feature `pipeline.offloaded` decides",
     )
     memory: float | None = setting(
         default=None,

@@ -7,6 +7,7 @@ import attrs
 
 from drawloom.components.pipeline.program.recomputation import describe_recompute_policies
 from drawloom.components.pipeline.simulation.simulator import Simulation
+from drawloom.graph.cli.terminal import format_table
 
 
 @attrs.frozen(eq=False)
@@ -142,10 +143,3 @@ def _format_row(summary: Summary) -> tuple[str, ...]:
         str(run.message_count),
         *([] if summary.memory is None else [f"{max(summary.memory) / 1e9:.3f}"]),
     )
-
-
-def format_table(rows: Sequence[Sequence[str]]) -> str:
-    """Return rows of cells as text, with the first column left-aligned and the others right-aligned."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [[row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))] for row in rows]
-    return "\n".join("  ".join(line).rstrip() for line in lines)

@@ -38,7 +38,7 @@ def drawloom(tokens: Path, _folder: Path, workers: int) -> Iterable[Any]:
     from drawloom.components.data.order.shuffled import Shuffled
     from drawloom.components.data.packing.concatenated import Concatenated
     from drawloom.components.data.tokenized import Tokenized
-    from drawloom.components.distributed.process_group import SingleProcess
+    from drawloom.components.distributed.single_process import SingleProcess
     from drawloom.components.ports.distributed import Mesh
     from drawloom.components.ports.run import RunInfo
     from drawloom.components.run.batch import GlobalBatch

@@ -19,13 +19,13 @@ from benchmarks.gpu.meshes import EXPERTS, LARGE, MEDIUM_MODEL, SMALL_MODEL, TIN
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.distributed.processes import TorchProcesses
-from drawloom.components.ports.distributed import LinearFormat
 
 CASES = (
     *(Case(LARGE, 2, 1), Case(MEDIUM_MODEL, 4, 1), Case(SMALL_MODEL, 4, 1), Case(EXPERTS, 4, 1)),
     *(Case(model, 4, 1, capture=True) for model in (MEDIUM_MODEL, SMALL_MODEL, EXPERTS)),
 )
-FORMATS: tuple[LinearFormat, ...] = ("compute", "float8")
+FORMATS = (False, True)
+"""Whether products are in float8."""
 
 
 def main() -> None:
@@ -41,7 +41,7 @@ def main() -> None:
     try:
         for case in CASES:
             if not words or any(word in case.name for word in words):
-                speeds = [measure_case(attrs.evolve(case, linear=linear), mesh, device) for linear in FORMATS]
+                speeds = [measure_case(attrs.evolve(case, float8=float8), mesh, device) for float8 in FORMATS]
                 print(f"{case.name:<60}float8 is {speeds[1] / speeds[0]:.3f} times as fast", flush=True)
     finally:
         processes.close()

@@ -41,7 +41,7 @@ PHASES = ("rollout", "advantages", "policy_gradient", "sync_gradients", "clip", 
 INVARIANT = {"rollouts": {"exact": True}, "kernels": {"batch_invariant": True}}
 """Settings for ratios of exactly 1."""
 
-GRAPHS = {"stages": {"capture": True}}
+GRAPHS = {"capture": {"use": "pipeline.captured"}}
 """Settings for passes launched as CUDA graphs."""
 
 Seconds = list[tuple[float, float]]

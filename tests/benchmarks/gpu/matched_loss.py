@@ -40,7 +40,7 @@ TINY_SIZES = (
     *("model.num_key_value_heads=2", "model.intermediate_size=64", "vars.length=32", "validation.rows_used=8"),
 )
 BFLOAT16 = ("precision.compute=bfloat16", "precision.gradient=float32")
-FORMATS = {"bfloat16": (), "float8": ("precision.linear=float8",)}
+FORMATS = {"bfloat16": (), "float8": ("float8.use=float8.training",)}
 SEEDS = range(3)
 
 

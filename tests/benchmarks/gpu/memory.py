@@ -53,7 +53,7 @@ STREAMED = ("stages.stream_frozen=true",)
 
 OFFLOADED = (
     *("schedule.use=pipeline.schedules.interleaved_1f1b", "schedule.stages_per_rank=8"),
-    *("stages.offload=true", "model.num_hidden_layers=16"),
+    *("offload.use=pipeline.offloaded", "model.num_hidden_layers=16"),
 )
 
 

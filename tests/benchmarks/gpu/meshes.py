@@ -44,6 +44,7 @@ from drawloom.components.distributed.processes import TorchProcesses  # noqa: E4
 from drawloom.components.distributed.sum_over_shards import SumOverParameters  # noqa: E402
 from drawloom.components.experts.all_to_all import AllToAllExperts  # noqa: E402
 from drawloom.components.experts.symmetric import SymmetricExperts  # noqa: E402
+from drawloom.components.float8.training import Float8Training  # noqa: E402
 from drawloom.components.gradients.clip_norm import ClipNorm  # noqa: E402
 from drawloom.components.gradients.synchronize import Synchronize  # noqa: E402
 from drawloom.components.kernels.auto import AutoKernels  # noqa: E402
@@ -53,8 +54,10 @@ from drawloom.components.model.qwen3.dense import Qwen3Dense  # noqa: E402
 from drawloom.components.model.qwen3.moe import Qwen3Moe  # noqa: E402
 from drawloom.components.optim.adamw import AdamW  # noqa: E402
 from drawloom.components.optim.stochastic_adamw import StochasticAdamW  # noqa: E402
+from drawloom.components.pipeline.captured import CapturedPasses  # noqa: E402
 from drawloom.components.pipeline.executor import ProgramExecutor  # noqa: E402
-from drawloom.components.ports.distributed import FrozenFormat, LinearFormat  # noqa: E402
+from drawloom.components.pipeline.streams import ConcurrentStages  # noqa: E402
+from drawloom.components.ports.distributed import FrozenFormat  # noqa: E402
 from drawloom.components.ports.pipeline import create_step_state  # noqa: E402
 from drawloom.components.ports.run import Step  # noqa: E402
 from drawloom.components.ports.stages import Recompute  # noqa: E402
@@ -108,7 +111,7 @@ class Case:
     dispatcher: str = "all_to_all"
     streams: bool = False
     layers: int | None = None
-    linear: LinearFormat = "compute"
+    float8: bool = False
     frozen: FrozenFormat = "compute"
     stochastic: Mapping[str, Any] | None = None  # options of the optimizer with stochastic rounding, instead of AdamW
 
@@ -123,7 +126,7 @@ class Case:
         who += f", {self.dispatcher}" if self.dispatcher != "all_to_all" else ""
         who += ", a stream for each stage" if self.streams else ""
         who += f", {self.layers} layers" if self.layers else ""
-        who += f", {self.linear}" if self.linear != "compute" else ""
+        who += ", float8" if self.float8 else ""
         who += f", frozen weights in {self.frozen}" if self.frozen != "compute" else ""
         who += "".join(f", {value}" for value in (self.stochastic or {}).values())
         who += f", recompute {self.recompute}" if self.recompute != "none" else ""
@@ -319,23 +322,31 @@ def our_step(case: Case, mesh: RankMesh, device: ComputeDevice) -> Callable[[], 
     kind = Qwen3Moe if config.pop("model_type") == "qwen3_moe" else Qwen3Dense
     model: Any = kind(kernels=kernels, **config)
     model.initialize_parameter = _initialise
-    is_wide = TINY and case.linear == case.frozen == "compute" and case.stochastic is None
+    is_wide = TINY and not case.float8 and case.frozen == "compute" and case.stochastic is None
     dtype: Any = "float32" if is_wide else "bfloat16"
     cut_blocks = ("*.down_proj*",) if TINY and case.frozen != "compute" else ()
-    precision = DtypePolicy(parameter=dtype, linear=case.linear, frozen=case.frozen, frozen_in_compute=cut_blocks)
+    precision = DtypePolicy(parameter=dtype, frozen=case.frozen, frozen_in_compute=cut_blocks)
     schedule, loss = pipelines.schedule(case.schedule), NextToken()
     common: dict[str, Any] = {"mesh": mesh, "device": device, "schedule": schedule}
     targets = TARGETS if kind is Qwen3Dense else TARGETS[:4]  # experts have no linear layers
     lora: list[Any] = [Lora(targets=list(targets), rank=RANK, alpha=2.0 * RANK)] if case.lora else []
     stages = MaterializedStages(
-        model=model, loss=loss, precision=precision, job=pipelines.Job(), adapters=lora, **common
+        model=model,
+        loss=loss,
+        precision=precision,
+        job=pipelines.Job(),
+        adapters=lora,
+        features=[Float8Training(device=device)] if case.float8 else [],
+        **common,
     )
     use: Any = SymmetricExperts if case.dispatcher in SYMMETRIC else AllToAllExperts
     stages.dispatcher = use(kernels=kernels, mesh=mesh, **SYMMETRIC.get(case.dispatcher, {}))
-    stages.reshard_after_forward, stages.capture, stages.recompute = case.reshard, case.capture, case.recompute
+    stages.reshard_after_forward, stages.recompute = case.reshard, case.recompute
+    stages.features = [CapturedPasses(device=device)] * case.capture
     stages.open()
     edges: dict[str, Any] = {"stages": stages, "boundaries": stages, "objective": loss, "neighbours": mesh}
-    executor = ProgramExecutor(**edges, streams=case.streams, **common)
+    features: list[Any] = [*stages.features, *[ConcurrentStages(device=device)] * case.streams]
+    executor = ProgramExecutor(**edges, features=features, **common)
     executor.open()
     phases: list[Any] = [
         Synchronize(parameters=stages, mesh=mesh, reduce=SumOverParameters(mesh=mesh)),

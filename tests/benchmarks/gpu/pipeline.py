@@ -46,6 +46,7 @@ from drawloom.components.kernels.auto import AutoKernels  # noqa: E402
 from drawloom.components.loss.next_token import NextToken  # noqa: E402
 from drawloom.components.model.qwen3.dense import Qwen3Dense  # noqa: E402
 from drawloom.components.optim.adamw import AdamW  # noqa: E402
+from drawloom.components.pipeline.captured import CapturedPasses  # noqa: E402
 from drawloom.components.pipeline.executor import ProgramExecutor  # noqa: E402
 from drawloom.components.ports.data import TokenBatch  # noqa: E402
 from drawloom.components.ports.pipeline import create_step_state  # noqa: E402
@@ -138,6 +139,7 @@ def training_run(mesh: RankMesh, device: ComputeDevice, name: str, head: int, ro
         model.initialize_parameter = _initialise  # type: ignore[assignment,method-assign]
         precision = DtypePolicy(parameter=dtype, compute=dtype, gradient=dtype)
         schedule, loss = pipelines.schedule(name), NextToken()
+        features: list[Any] = [CapturedPasses(device=device)] * ("--capture" in sys.argv)
         stages = MaterializedStages(
             model=model,
             loss=loss,
@@ -147,10 +149,10 @@ def training_run(mesh: RankMesh, device: ComputeDevice, name: str, head: int, ro
             precision=precision,
             job=pipelines.Job(),
         )
-        stages.head_layer_cost, stages.capture = head, "--capture" in sys.argv
+        stages.head_layer_cost, stages.features = head, features
         stages.open()
     parts: dict[str, Any] = {"stages": stages, "boundaries": stages, "mesh": mesh, "neighbours": mesh}
-    executor = ProgramExecutor(schedule=schedule, objective=loss, device=device, **parts)
+    executor = ProgramExecutor(schedule=schedule, objective=loss, device=device, features=features, **parts)
     executor.open()
     reduction = Synchronize(parameters=stages, mesh=mesh, reduce=SumOverParameters(mesh=mesh))
     optimizer = AdamW(parameters=stages, mesh=mesh, lr=1e-5)

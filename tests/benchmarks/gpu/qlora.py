@@ -45,9 +45,9 @@ def main() -> None:
                 Case(QWEN_30B, 1, 1, lora=True, frozen="mxfp4" if TINY else "nf4", recompute="blocks"), mesh, device
             )
             return
-        for name, linear in product(dict.fromkeys(["compute", *chosen]), FORMATS_OF_PRODUCTS):
-            case = Case(LARGE, 2, 1, lora=True, frozen=name, linear=linear)
-            speeds[name, linear] = measure_case(case, mesh, device)
+        for name, float8 in product(dict.fromkeys(["compute", *chosen]), FORMATS_OF_PRODUCTS):
+            case = Case(LARGE, 2, 1, lora=True, frozen=name, float8=float8)
+            speeds[name, float8] = measure_case(case, mesh, device)
         for (stored, multiplied), speed in speeds.items():
             text = f"{speed / speeds['compute', 'compute']:.3f} times the speed of bfloat16"
             print(f"{stored:<10}products in {multiplied:<10}{text}", flush=True)

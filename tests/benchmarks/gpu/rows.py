@@ -13,6 +13,7 @@ from drawloom.components.ports.flops import count_attended_pairs
 from drawloom.kernels.adamw import ParamState, compute_step_scalars
 from drawloom.kernels.attention import EAGER, AttentionImplementation
 from drawloom.kernels.cut_cross_entropy import LogitCut
+from drawloom.kernels.dynamic_map import compute_scales_shape
 from drawloom.kernels.geglu import geglu_eager
 from drawloom.kernels.grouped_gemm import grouped_gemm_torch
 from drawloom.kernels.moe import moe_permute_eager, moe_routes_eager, moe_unpermute_eager
@@ -228,6 +229,7 @@ def _steps(tiny: bool) -> Iterator[Row]:
             None,
             (14.0 * elements, 0.0),
         )
+    yield _adamw_8bit_row(tiny)
     for name, counted in (("scale", ()), ("scale_and_norm", (True,) * len(sizes))):
         yield Row(
             name,
@@ -254,6 +256,34 @@ def _steps(tiny: bool) -> Iterator[Row]:
         None,
         (6.0 * count, 0.0),
     )
+
+
+def _adamw_8bit_row(tiny: bool) -> Row:
+    shapes = [(4, 256)] if tiny else [(4096, 4096)] * 32
+    elements = sum(rows * width for rows, width in shapes)
+
+    def make() -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
+        kinds = [[torch.rand(shape, device=DEVICE, generator=RANDOM).bfloat16() for shape in shapes] for _ in "wg"]
+        codes = [[torch.randint(256, shape, device=DEVICE, dtype=torch.uint8) for shape in shapes] for _ in "ms"]
+        return (), (*kinds, *codes)
+
+    steppers: dict[int, AdamwTriton] = {}
+
+    def step(weights: list[Tensor], gradients: list[Tensor], means: list[Tensor], squares: list[Tensor]) -> None:
+        if id(weights) not in steppers:
+            scales = [[torch.rand(compute_scales_shape(shape), device=DEVICE) for shape in shapes] for _ in "ms"]
+            steppers[id(weights)] = AdamwTriton(
+                [
+                    ParamState(weight, mean, square, 0.1, 7, exp_avg_scale=mean_scale, exp_avg_sq_scale=square_scale)
+                    for weight, mean, square, mean_scale, square_scale in zip(
+                        weights, means, squares, *scales, strict=True
+                    )
+                ]
+            )
+        steppers[id(weights)].step(gradients, compute_step_scalars(1e-3, (0.9, 0.95), 1e-8, 7), 7)
+
+    size = f"{elements / 1e6:.0f}M in {len(shapes)}, means of 8 bits"
+    return Row("adamw_8bit", size, make, {"drawloom": step}, {}, None, (10.0 * elements, 0.0))
 
 
 def _torch_step(weights: list[Tensor], gradients: list[Tensor], means: list[Tensor], squares: list[Tensor]) -> None:

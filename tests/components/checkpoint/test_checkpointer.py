@@ -13,10 +13,9 @@ import torch
 from torch import nn
 
 from drawloom.components.checkpoint.checkpointer import Checkpointer
-from drawloom.components.checkpoint.memory import StateMemory
-from drawloom.components.checkpoint.peer_memory import PeerMemory
+from drawloom.components.checkpoint.peer_memory import PeerMemory, StateMemory
 from drawloom.components.checkpoint.reader import load_node_state
-from drawloom.components.distributed.process_group import SingleProcess
+from drawloom.components.distributed.single_process import SingleProcess
 from drawloom.components.ports.run import Cadence, Step
 from drawloom.components.storage import durable_files
 from drawloom.graph import ResolvedRecipe, UserError

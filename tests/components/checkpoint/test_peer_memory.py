@@ -4,9 +4,8 @@ import time
 
 import torch
 
-from drawloom.components.checkpoint.memory import StateMemory
 from drawloom.components.checkpoint.memory_exchange import NeighbourCopy
-from drawloom.components.checkpoint.peer_memory import PeerMemory
+from drawloom.components.checkpoint.peer_memory import PeerMemory, StateMemory
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.distributed.processes import TorchProcesses
@@ -45,7 +44,7 @@ def _keep_and_update() -> tuple[float, list[tuple[int, float]], int, float]:
         restored = peers.restore(0)
         return seconds, values, restored, node.state["weight"][0].item()
     finally:
-        peers.close(5)
+        peers.close()
         processes.close()
 
 

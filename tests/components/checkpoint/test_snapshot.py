@@ -79,7 +79,7 @@ def _full(path: str = "/x") -> OSError:
 def _wait(node: Checkpointer) -> None:
     """Wait until the pending save is done, without the node's knowledge."""
     end = time.monotonic() + 10
-    while node._pending is not None and not node._pending.done.done() and time.monotonic() < end:
+    while (pending := node._saves._pending) is not None and not pending.done.done() and time.monotonic() < end:
         time.sleep(0.001)
 
 
@@ -185,7 +185,7 @@ def test_closing_waits_for_the_pending_save(tmp_path: Path, disk: Disk, monkeypa
     other = _node(tmp_path / "other", memory)
     disk.slow()
     other.run_phase(Step(1, 9))
-    monkeypatch.setattr("drawloom.components.checkpoint.checkpointer.CLOSE_TIMEOUT", 0.05)
+    monkeypatch.setattr("drawloom.components.checkpoint.saves.CLOSE_TIMEOUT", 0.05)
     other.close()
     assert not (tmp_path / "other/checkpoints/step-1").exists()
 
@@ -310,7 +310,7 @@ def test_memory_for_copies_does_not_grow(tmp_path: Path) -> None:
     for index in range(7, 12):
         node.run_phase(Step(index, 99))
         _wait(node)
-        node._wait_for_pending_save()
+        node._saves.wait_for_pending_save()
         assert stager._pool is not None
         places |= {id(buffer) for buffer in stager._pool._unused}
     assert len(places) == 1

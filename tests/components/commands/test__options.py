@@ -2,17 +2,11 @@
 
 import errno
 import os
-from argparse import ArgumentTypeError
 from pathlib import Path
 
 import pytest
 
-from drawloom.components.commands._options import (
-    convert_write_errors,
-    make_integer_parser,
-    parse_positive_integers,
-    parse_writable_path,
-)
+from drawloom.components.commands._options import check_writable_file, convert_write_errors
 from drawloom.graph import UserError
 from drawloom.graph.cli.main import main
 
@@ -54,20 +48,6 @@ def test_a_measurement_of_precision_keeps_existing_files(
     assert Path("mine.toml").read_text() == "mine"
 
 
-def test_integers_are_separated_by_commas() -> None:
-    """A list contains positive integers."""
-    assert parse_positive_integers("4,8") == [4, 8]
-    with pytest.raises(ArgumentTypeError, match="'' is not a positive integer"):
-        parse_positive_integers("4,")
-
-
-def test_an_integer_has_a_least() -> None:
-    """The minimum is accepted; a smaller number is refused with the minimum in the message."""
-    assert make_integer_parser(4)("4") == 4 and make_integer_parser(0)("0") == 0
-    with pytest.raises(ArgumentTypeError, match="'3' is not an integer of 4 or more"):
-        make_integer_parser(4)("3")
-
-
 @pytest.mark.parametrize("name", ["missing/e.json", "/proc/e.json", "file/e.json", "."])
 def test_a_file_that_cannot_be_written_is_refused_before_the_work(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -80,7 +60,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(
     for command in map(str.split, commands):
         assert main([*command, "--to", name]) == 2
         assert "argument --to: " in (said := capsys.readouterr().err) and "; write " in said
-    assert parse_writable_path("fine.json") == Path("fine.json") and not Path("fine.json").exists()
+    assert check_writable_file(Path("fine.json")) is None and not Path("fine.json").exists()
 
 
 def test_a_full_disk_is_reported_in_one_line(
@@ -101,9 +81,3 @@ def test_a_full_disk_is_reported_in_one_line(
     assert not list(tmp_path.iterdir())
     with pytest.raises(UserError, match=r"^e can't be written: Permission denied; "), convert_write_errors(Path("e")):
         raise PermissionError(errno.EACCES, "Permission denied")
-
-
-def test_only_a_search_has_a_best_plan_to_write(capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing is left out in silence."""
-    assert main(["plan", "first_run", "--device", "h100", "--to", "best.toml"]) == 2
-    assert "--to writes the best plan that --search finds; add --search" in capsys.readouterr().err

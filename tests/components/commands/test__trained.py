@@ -1,6 +1,5 @@
 """Reading the newest weights of an unfinished run."""
 
-import argparse
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,10 @@ import torch
 
 from drawloom.components.checkpoint.reader import load_node_state
 from drawloom.components.commands import _trained
+from drawloom.components.commands.export import ExportCommand
 from drawloom.components.ports.stages import Stages
 from drawloom.graph import UserError
+from drawloom.graph.cli.arguments import parse_command
 from support.checkpoints import save_steps, state_of
 
 
@@ -24,11 +25,9 @@ class _Recipe:
     graph: None = None
 
 
-def options(folder: Path, *words: str) -> argparse.Namespace:
-    """Return the options of a command for a run folder."""
-    parser = argparse.ArgumentParser()
-    _trained.add_run_and_checkpoint_arguments(parser)
-    return parser.parse_args([str(folder), *words])
+def export(folder: Path, *words: str) -> ExportCommand:
+    """Return a command with a run's weights."""
+    return parse_command(ExportCommand, "export", [str(folder), "--to=exported", *words])
 
 
 def test_a_checkpoint_is_taken_by_its_step_or_by_its_loss(tmp_path: Path) -> None:
@@ -37,11 +36,12 @@ def test_a_checkpoint_is_taken_by_its_step_or_by_its_loss(tmp_path: Path) -> Non
     save_steps(tmp_path, 2, validation_loss=2.0)
     save_steps(tmp_path, 3)
     taken = [
-        _trained._choose_checkpoint_if_any(options(tmp_path, *words)) for words in ((), ("--step", "1"), ("--best",))
+        _trained._choose_checkpoint_if_any(export(tmp_path, *words), tmp_path)
+        for words in ((), ("--step", "1"), ("--best",))
     ]
     assert [path and path.name for path in taken] == ["step-3", "step-1", "step-2"]
     with pytest.raises(UserError, match=r"--step 7: .* has checkpoints of steps 1, 2, 3"):
-        _trained._choose_checkpoint_if_any(options(tmp_path, "--step", "7"))
+        _trained._choose_checkpoint_if_any(export(tmp_path, "--step", "7"), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_best_needs_a_validation_loss(tmp_path: Path) -> None:
     """The message names the cadences that must coincide."""
     save_steps(tmp_path, 1)
     with pytest.raises(UserError, match=r"no checkpoint in .* has a validation loss; let checkpoint\.every"):
-        _trained._choose_checkpoint_if_any(options(tmp_path, "--best"))
+        _trained._choose_checkpoint_if_any(export(tmp_path, "--best"), tmp_path)
 
 
 @pytest.mark.parametrize("moment", ["_load_recipe_for_one_process", "load_node_state"])
@@ -96,7 +96,7 @@ def test_a_checkpoint_removed_while_being_read_is_replaced_by_a_newer_one(
     monkeypatch.setattr(_trained, "find_only_node", lambda *_: "memory")
     monkeypatch.setattr(_trained, moment, rotating)
     project: Any = None
-    _, _, _, state = _trained._read_checkpoint_recipe_and_weights(project, options(tmp_path), (Stages,))
+    _, _, _, state = _trained._read_checkpoint_recipe_and_weights(project, export(tmp_path), tmp_path, (Stages,))
     assert torch.equal(state["weight"], state_of(2)["weight"])
     assert len(began) == 2
 
@@ -108,4 +108,4 @@ def test_a_checkpoint_that_does_not_fit_is_an_error(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(_trained, "find_only_node", lambda *_: "gone")
     project: Any = None
     with pytest.raises(UserError, match=r"has no state of \[gone\]"):
-        _trained._read_checkpoint_recipe_and_weights(project, options(tmp_path), (Stages,))
+        _trained._read_checkpoint_recipe_and_weights(project, export(tmp_path), tmp_path, (Stages,))

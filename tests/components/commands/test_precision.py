@@ -21,7 +21,7 @@ def test_the_command_writes_an_overlay_with_its_evidence(tmp_path: Path) -> None
     [outcome] = run_drawloom(tmp_path, *words)
     assert outcome.code == 0, outcome.text
     text = (tmp_path / "float8.toml").read_text("utf-8")
-    assert tomllib.loads(text) == {"precision": {"compute": "bfloat16", "linear": "float8"}}
+    assert tomllib.loads(text) == {"precision": {"compute": "bfloat16"}, "float8": {"use": "float8.training"}}
     lines = [line for line in text.splitlines() if "model.layers.0" in line]
     errors = [float(line.split()[1].rstrip("%")) for line in lines]
     assert len(lines) == 7 and errors == sorted(errors, reverse=True)
@@ -36,10 +36,10 @@ def test_layers_far_above_the_median_are_excluded(tolerance: float, excluded: li
     effects = {name: Effect(error, 0.0, 1.0) for name, error in (("a", 0.01), ("b", 0.012), ("c", 0.2))}
     evidence = Float8Effects(effects, Effect(0.2, 0.0, 1.0), 5.0, 2.0)
     assert evidence.find_layers_above_median_error(tolerance) == excluded
-    text = format_float8_overlay(evidence, "precision", "mine", 5, tolerance)
+    text = format_float8_overlay(evidence, "precision", "float8", "mine", 5, tolerance)
     assert "#   1.200% +0.000000 -1000.000 ms b" in text
     overlay = tomllib.loads(text)
-    assert overlay["precision"].get("linear_in_compute", []) == excluded
+    assert overlay["float8"].get("exclude", []) == excluded
     broken = attrs_evolved(evidence, float("nan"))
     assert "a" in broken.find_layers_above_median_error(tolerance)
 

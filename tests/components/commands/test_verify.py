@@ -1,19 +1,18 @@
 """Every checkpoint of a run, read and judged."""
 
-import argparse
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from drawloom.components.commands.verify import main
+from drawloom.components.commands.verify import VerifyCommand
 from drawloom.graph import UserError
 from support.checkpoints import save_steps
 
 
 def _verify(folder: Path) -> int:
     project: Any = None
-    result = main(argparse.Namespace(run_folder=folder), project)
+    result = VerifyCommand(run_folder=folder).run(project)
     print(result.render("text"))
     return result.exit_code
 

@@ -15,11 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from drawloom.components.data.loader import Loader
+from drawloom.components.data.loader import Loader, compute_row_digests
 from drawloom.components.data.order.permutation import Permutation
 from drawloom.components.data.order.sequential import Sequential
 from drawloom.components.data.order.shuffled import Shuffled
-from drawloom.components.data.record import compute_row_digests
 from drawloom.components.ports.data import RowOrder
 from drawloom.components.run.batch import GlobalBatch
 from drawloom.graph import UserError

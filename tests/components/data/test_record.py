@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from drawloom.components.data.record import Record, compute_row_digests
+from drawloom.components.data.loader import compute_row_digests
+from drawloom.components.data.record import Record
 from drawloom.components.ports.data import TokenBatch
 from drawloom.components.ports.run import Batching, Step
 from drawloom.components.storage.step_log import encode_row, read_step_log

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from drawloom.components.data.standard_library import StandardLibrary, list_source_files
+from drawloom.components.data.sources.library_files import list_source_files
+from drawloom.components.data.standard_library import StandardLibrary
 from drawloom.graph import UserError
 
 

@@ -13,10 +13,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.group_factory import GroupFactory
+from drawloom.components.distributed.launched_ranks import LaunchedRanks
 from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.distributed.mesh_layout import SHARDS
-from drawloom.components.distributed.process_group import SingleProcess
 from drawloom.components.distributed.processes import TorchProcesses
+from drawloom.components.distributed.single_process import SingleProcess
 from drawloom.components.distributed.torchrun import Launch
 from drawloom.components.ports.distributed import Group
 from drawloom.graph import UserError
@@ -123,15 +124,15 @@ def _of_many(rank: int, sizes: dict[str, int]) -> tuple[float, int, dict[str, in
     """
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=1024)
     processes = TorchProcesses(device=ComputeDevice(kind="cpu"))
-    processes._launch = Launch(rank, 1024, rank % 8, 8)
-    processes._groups = GroupFactory(processes.device, rank, 1024, timeout=9)
-    processes._groups.is_joined = True
+    processes._ranks = LaunchedRanks(Launch(rank, 1024, rank % 8, 8), processes.device, processes.limits, 9, None)
+    processes._ranks.groups = GroupFactory(processes.device, rank, 1024, timeout=9)
+    processes._ranks.groups.is_joined = True
     began = time.monotonic()
     mesh = RankMesh(processes=processes, **sizes)
     mesh.open()
     mesh.create_torch_mesh(("data_replicate",), SHARDS)
     indices = mesh.indices.without_expert_dimensions()
-    return time.monotonic() - began, len({*filter(None, processes._groups._handles.values())}), indices
+    return time.monotonic() - began, len({*filter(None, processes._ranks.groups._handles.values())}), indices
 
 
 def test_a_thousand_ranks_take_no_time() -> None:

@@ -28,10 +28,6 @@ def test_names_become_dtypes() -> None:
         ({"parameter": "bfloat16", "compute": "float32"}, "compute = 'float32' is wider than parameter = 'bfloat16'"),
         ({"compute": "float32", "gradient": "bfloat16"}, "gradient = 'bfloat16' is narrower than compute = 'float32'"),
         ({"uncast": ("*norm*",)}, "nothing is cast, since compute and parameter are both 'float32'"),
-        ({"linear": "float8"}, "layers compute in 'float32', and products in float8 accept only bfloat16"),
-        ({"linear_in_compute": ("*.q_proj",)}, "there is nothing to exclude; write linear = 'float8'"),
-        ({"gather": "float8"}, "and linear = 'compute'; write linear = 'float8'"),
-        ({"linear_weights": "step"}, "no weight is rounded; write linear = 'float8'"),
     ],
 )
 def test_dtypes_that_cannot_work_together_are_refused(values: dict[str, Any], message: str) -> None:
@@ -56,10 +52,6 @@ def test_settings_have_the_names_of_the_port() -> None:
         "gradient",
         "reduce",
         "uncast",
-        "linear",
-        "linear_in_compute",
-        "linear_weights",
-        "gather",
         "frozen",
         "frozen_in_compute",
     ]

@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from drawloom.components.distributed.process_group import SingleProcess, TorchGroup
+from drawloom.components.distributed.process_group import TorchGroup
+from drawloom.components.distributed.single_process import SingleProcess
 from drawloom.graph import UserError
 from support.processes import RanksFailedError, run_ranks
 

@@ -11,16 +11,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from drawloom.components.distributed import launched_ranks
 from drawloom.components.distributed import processes as joining
 from drawloom.components.distributed.connections import Connections
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.generations import CURRENT, Generation, RunProcess, Spares
+from drawloom.components.distributed.launched_ranks import LaunchedRanks
 from drawloom.components.distributed.membership import Membership
-from drawloom.components.distributed.process_group import SingleProcess
 from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.distributed.rank_monitor import RankMonitor
+from drawloom.components.distributed.single_process import SingleProcess
 from drawloom.components.distributed.torchrun import Launch
-from drawloom.graph import UserError
+from drawloom.graph import Every, UserError
 from drawloom.graph.problems import ReopenError, ReportedError
 from support.processes import run_ranks
 
@@ -187,14 +189,18 @@ def test_settings_that_survive_no_loss_are_refused(
     assert not dist.is_initialized()
 
 
+def _surviving_ranks(*members: RunProcess) -> LaunchedRanks:
+    device, store = ComputeDevice(kind="cpu"), HashStore()
+    ranks = LaunchedRanks(Launch(), device, Every(), timeout=20.0, heartbeat_timeout=15.0)
+    ranks.generation, ranks._spares, ranks._control = Generation("run", 0, members), Spares(store), store
+    return ranks
+
+
 def test_a_lost_store_is_named_when_processes_want_to_join(capsys: pytest.CaptureFixture[str]) -> None:
     """The message says why the run ends, not only that processes were to join."""
-    store = HashStore()
-    processes = TorchProcesses(device=ComputeDevice(kind="cpu"), on_failure="continue")
-    processes._generation = Generation("run", 0, [RunProcess.of_this_process(), RunProcess("elsewhere", 1)])
-    processes._spares = Spares(store)
-    processes._monitor = RankMonitor(0, 2, store=store, is_lost=True)
-    error = processes.on_failure(ReopenError("processes join the run after step 3"))
+    ranks = _surviving_ranks(RunProcess.of_this_process(), RunProcess("elsewhere", 1))
+    ranks.monitor = RankMonitor(0, 2, store=HashStore(), is_lost=True)
+    error = ranks.report_failure(ReopenError("processes join the run after step 3"))
     assert isinstance(error, ReportedError) and error.exit_code == 1
     text = (
         "processes join the run after step 3, and can't: the rendezvous store, which is in rank 0 or in torchrun, does"
@@ -210,17 +216,15 @@ def test_a_rank_that_waits_for_lost_processes_is_in_the_next_generation(monkeypa
     """
     events: list[str] = []
 
-    def start(_self: TorchProcesses, generation: Generation, connections: Connections) -> Membership:
+    def start(_self: LaunchedRanks, generation: Generation, connections: Connections) -> Membership:
         events.append("start")
         return Membership(generation, RankMonitor(rank=1), connections)
 
     own = RunProcess.of_this_process()
-    monkeypatch.setattr(joining, "agree_on_next_generation", lambda *_, **__: Generation("run", 1, [own]))
-    monkeypatch.setattr(TorchProcesses, "_start_membership", start)
+    monkeypatch.setattr(launched_ranks, "agree_on_next_generation", lambda *_, **__: Generation("run", 1, [own]))
+    monkeypatch.setattr(LaunchedRanks, "_start_membership", start)
     monkeypatch.setattr(RankMonitor, "stop_polling", lambda _self: events.append("stop"))
     monkeypatch.setattr(RankMonitor, "wait_until_lost_processes_end", lambda _self: events.append("wait"))
-    processes = _processes()
-    processes._generation, processes._spares = Generation("run", 0, [own]), Spares(HashStore())
-    processes._control = HashStore()
-    assert isinstance(processes._agree_on_next_generation(), ReopenError) and events == ["stop", "start", "wait"]
-    assert Generation.from_json(processes._control.get(CURRENT).decode()).number == 1
+    ranks = _surviving_ranks(own)
+    assert isinstance(ranks._agree_on_next_generation(), ReopenError) and events == ["stop", "start", "wait"]
+    assert Generation.from_json(ranks._control.get(CURRENT).decode()).number == 1

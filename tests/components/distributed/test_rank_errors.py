@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from drawloom.components.distributed.device import ComputeDevice
-from drawloom.components.distributed.process_group import SingleProcess
 from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.distributed.rank_errors import RankError, run_and_gather_on_all_ranks, run_on_rank0
+from drawloom.components.distributed.single_process import SingleProcess
 from drawloom.graph import UserError
 from support.processes import run_ranks
 

@@ -8,8 +8,8 @@ from unittest import mock
 import torch
 
 from drawloom.components.distributed.device import ComputeDevice
-from drawloom.components.distributed.process_group import SingleProcess
 from drawloom.components.distributed.processes import TorchProcesses
+from drawloom.components.distributed.single_process import SingleProcess
 from drawloom.graph import UserError
 from support.processes import run_ranks
 

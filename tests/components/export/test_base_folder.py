@@ -18,7 +18,7 @@ from drawloom.components.export.hf_writer import write_hugging_face_folder
 from drawloom.components.model.auto import FAMILIES, AutoModel
 from drawloom.components.model.deepseek_v3 import DeepseekV3
 from drawloom.components.storage.tensor_source import InMemoryTensors
-from drawloom.components.weights.stacked import StackedExperts
+from drawloom.components.weights.load import StackedExperts
 from support.adapted import OneStage, adapt, lora
 from support.families import small
 from support.qwen3 import SPARSE_SIZES, cpu_kernels, logits_of, one_document, whole

@@ -102,7 +102,7 @@ def _replicas(folder: Path, late: bool) -> list[str]:
 
 
 def test_replicas_write_one_folder(tmp_path: Path) -> None:
-    """Replicas write the model once, and remove their workspace."""
+    """Replicas write the model once."""
     assert run_ranks(_replicas, 2, tmp_path, True) == [["export"], ["export"]]
     assert sorted(os.listdir(tmp_path / "export")) == ["config.json", "model.safetensors", "trainer_state.json"]
 

@@ -13,8 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from drawloom.components.distributed.process_group import SingleProcess, TorchGroup
-from drawloom.components.export.shard_writer import Share, make_share, write_safetensors_folder_collectively
+from drawloom.components.distributed.process_group import TorchGroup
+from drawloom.components.distributed.single_process import SingleProcess
+from drawloom.components.export.shard_writer import (
+    Share,
+    gather_states_on_first_rank,
+    make_share,
+    write_safetensors_folder_collectively,
+)
 from drawloom.components.ports.slices import ModelParameter
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
@@ -92,6 +98,42 @@ def test_a_group_of_replicas_shares_the_work(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["alone", "export"]
 
 
+def _gather() -> list[Any]:
+    """Gather a configuration with tensors from three ranks, after one that rank 1 can't pack; return both outcomes."""
+    world = _world()
+    try:
+        gather_states_on_first_rank({"bad": object()} if world.rank == 1 else {}, world)
+        outcomes: list[Any] = ["fine"]
+    except (UserError, TypeError) as error:
+        outcomes = [str(error)]
+    dtype = [torch.bfloat16, torch.float8_e4m3fn, torch.int64][world.rank]
+    made = {f"t{number}": torch.arange(2 * number).view(number, 2).to(dtype).t() for number in range(world.rank)}
+    state = {"rank": world.rank, "sizes": (world.rank, 1.5), "made": made, "one": torch.tensor(world.rank).to(dtype)}
+    for gathered in gather_states_on_first_rank(state, world):
+        tensors = {**gathered.pop("made"), "one": gathered.pop("one")}
+        outcomes.append((gathered, {name: (str(part.dtype), part.float().tolist()) for name, part in tensors.items()}))
+    return outcomes
+
+
+def test_the_first_rank_gathers_configurations_and_tensors() -> None:
+    """They have any shape and dtype, and differ by rank; an error on one rank is raised on all, which stay in step."""
+    first, *others = run_ranks(_gather, 3)
+    bad = "bad is a object, which can't be saved"
+    assert others == [[bad], [f"rank 1: TypeError: {bad}"]]
+    assert first == [
+        f"rank 1: TypeError: {bad}",
+        ({"rank": 0, "sizes": (0, 1.5)}, {"one": ("torch.bfloat16", 0.0)}),
+        (
+            {"rank": 1, "sizes": (1, 1.5)},
+            {"t0": ("torch.float8_e4m3fn", [[], []]), "one": ("torch.float8_e4m3fn", 1.0)},
+        ),
+        (
+            {"rank": 2, "sizes": (2, 1.5)},
+            {"t0": ("torch.int64", [[], []]), "t1": ("torch.int64", [[0.0], [1.0]]), "one": ("torch.int64", 2.0)},
+        ),
+    ]
+
+
 def _trouble(folder: Path, kind: str) -> tuple[str, list[str]]:
     """Fail on rank 1; return this rank's error, and the remaining files."""
     world = _world()
@@ -153,7 +195,7 @@ from torch.distributed.tensor import Shard
 from drawloom.components.distributed.process_group import TorchGroup
 from drawloom.components.export.shard_writer import make_share, write_safetensors_folder_collectively
 from drawloom.components.weights.mapper import parallel
-from drawloom.components.weights.load import convert_tensors
+from drawloom.components.weights.convert import convert_tensors
 from drawloom.components.weights.mapper_ops import distribute
 import test_shard_writer as here
 rank, store = int(sys.argv[1]), sys.argv[2]

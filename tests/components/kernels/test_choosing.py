@@ -20,7 +20,7 @@ def without_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("operation", "name"), ALL)
 def test_every_implementation_can_be_loaded(operation: str, name: str) -> None:
-    """A name loads a callable; for attention, exchanges and float8 it loads several functions."""
+    """A name loads a callable; for attention and exchanges it loads several functions."""
     implementation = load_implementation(operation, name)
     names = {
         "attention": ("mask", "attend"),
@@ -31,21 +31,6 @@ def test_every_implementation_can_be_loaded(operation: str, name: str) -> None:
             "read_rows_and_scalars",
             "publish_token_sums",
             "read_token_sums_and_scalars",
-        ),
-        "experts_float8": (
-            "copy_tokens_to_expert_rows",
-            "quantize_experts",
-            "quantize_expert_swiglu",
-            "prepare_outer_product_factors",
-            "multiply_rows_by_expert",
-            "sum_outer_products",
-        ),
-        "linear_float8": (
-            "quantize_rows",
-            "quantize_weights",
-            "quantize_gradient",
-            "quantize_swiglu",
-            "multiply_scaled",
         ),
     }
     functions = [getattr(implementation, part) for part in names.get(operation, ())] or [implementation]

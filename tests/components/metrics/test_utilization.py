@@ -11,6 +11,7 @@ from torch import nn
 from drawloom.components.metrics.utilization import Utilization
 from drawloom.components.ports.data import TokenBatch
 from drawloom.components.ports.distributed import Precision
+from drawloom.components.ports.features import StageFeature
 from drawloom.components.ports.flops import CountsFlops, ForwardFlops
 from drawloom.components.ports.intervals import Interval
 from drawloom.components.ports.model import LayerRange
@@ -31,14 +32,22 @@ class Counted:
         return ForwardFlops({"a.weight": 10.0, "b.weight": 10.0}, {None: 100.0, 2: 1000.0})
 
 
-def make_metric(mesh: Any, kind: str = "cpu", models: int = 1, linear: str = "compute", **settings: Any) -> Utilization:
+def make_metric(mesh: Any, kind: str = "cpu", models: int = 1, factor: float = 1.0, **settings: Any) -> Utilization:
     """Return the metric of a module whose second weight is frozen."""
     module = nn.ModuleDict({"a": nn.Linear(1, 1, bias=False), "b": nn.Linear(1, 1, bias=False).requires_grad_(False)})
     stages = fake(Stages, local=[Stage(0, 1, LayerRange(0, 0, False, False), module)])
-    precision = fake(Precision, compute=torch.bfloat16, linear=linear)
+    precision = fake(Precision, compute=torch.bfloat16)
     every: Every[CountsFlops] = Every({str(number): Counted() for number in range(models)})
+    feature = StageFeature()
+    feature.peak_factor = factor  # type: ignore[misc]
     return Utilization(
-        device=Machine(torch.device(kind)), mesh=mesh, precision=precision, stages=stages, models=every, **settings
+        device=Machine(torch.device(kind)),
+        mesh=mesh,
+        precision=precision,
+        stages=stages,
+        models=every,
+        features=Every({"feature": feature}),
+        **settings,
     )
 
 
@@ -70,13 +79,13 @@ def test_operations_of_all_ranks_are_divided_by_seconds_ranks_and_peak(mesh_of: 
 
 
 def test_a_rate_above_the_peak_is_an_error_of_the_meter(one_rank: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """It is logged once and has no value; products in float8 may be twice as fast as the peak in bfloat16."""
+    """It is logged once and has no value; a feature may declare products that are twice as fast."""
     metric = make_metric(one_rank, peak_tflops=1e-8)
     metric.open()
     assert values(metric) == values(metric) == {"tflops": None, "mfu": None}
     [message] = caplog.messages
     assert "it measured 1.01 times the device's peak of 1e-08 TFLOP/s" in message
-    rounded = make_metric(one_rank, peak_tflops=1e-8, linear="float8")
+    rounded = make_metric(one_rank, peak_tflops=1e-8, factor=2.0)
     rounded.open()
     assert values(rounded)["mfu"] == pytest.approx(1.015)
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.optim.adamw_step import AdamWTriton, create_fastest_adamw
+from drawloom.components.optim.adamw_step import create_fastest_adamw
+from drawloom.components.optim.adamw_triton import AdamWTriton
 from support.equality import assert_equal
 from support.kernels import DEVICE
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.transfers import DeviceTransfers
+from drawloom.components.optim.host_states import SLOTS
 from drawloom.components.optim.parameter_groups import AdamGroup
 from drawloom.components.optim.stochastic_adamw import StochasticAdamW
 from drawloom.components.optim.streamed_states import (
-    SLOTS,
     Slots,
     StreamedStep,
     cut_ranges_by_state_bytes,

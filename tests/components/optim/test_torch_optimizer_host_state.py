@@ -9,10 +9,10 @@ from torch import Tensor
 
 from drawloom.components.optim.adam import Adam
 from drawloom.components.optim.adamw import AdamW
+from drawloom.components.optim.host_states import SLOTS
 from drawloom.components.optim.muon import Muon
 from drawloom.components.optim.parameter_groups import AdamGroup
 from drawloom.components.optim.sgd import SGD
-from drawloom.components.optim.streamed_states import SLOTS
 from drawloom.components.ports.memory_policy import MemoryChoice
 from drawloom.components.ports.run import Step
 from drawloom.graph.problems import RecipeError

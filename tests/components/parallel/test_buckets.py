@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drawloom.components.distributed.process_group import SingleProcess
+from drawloom.components.distributed.single_process import SingleProcess
 from drawloom.components.parallel.buckets import sum_in_buckets
 from drawloom.components.ports.distributed import Pending
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.mesh import RankMesh
-from drawloom.components.distributed.process_group import SingleProcess
 from drawloom.components.distributed.processes import TorchProcesses
+from drawloom.components.distributed.single_process import SingleProcess
 from drawloom.components.parallel.context import ContextPart
 from drawloom.components.ports.data import TokenBatch
 from drawloom.graph import UserError

@@ -7,7 +7,7 @@ import torch
 
 import drawloom
 from drawloom.components.distributed.precision import DtypePolicy
-from drawloom.components.distributed.process_group import SingleProcess
+from drawloom.components.distributed.single_process import SingleProcess
 from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.model.qwen3.moe import Qwen3Moe
 from drawloom.components.parallel.frozen_formats import (
@@ -95,9 +95,9 @@ FROZEN = "precision.frozen='nf4'"
             ["down_proj.weight has 480 columns", '["*.down_proj.weight"]'],
         ),
         ((FROZEN, *LORA, "mesh.tensor=2", "model.intermediate_size=320"), ["has columns 0 to 160 on one rank along"]),
-        ((FROZEN, *LORA, "stages.compile=true"), ["torch.compile does not trace quantized", "write compile = false"]),
+        ((FROZEN, *LORA, "compile.use=stages.compiled"), ["torch.compile does not trace quantized", "[compile]"]),
         ((FROZEN, *LORA, "precision.compute='float32'"), ["compute in 'float32'", "write compute = 'bfloat16'"]),
-        ((FROZEN, *LORA, "precision.linear='float8'"), []),
+        ((FROZEN, *LORA, "float8.use=float8.training"), []),
         ((FROZEN, *LORA, 'precision.frozen_in_compute=["*.q_prj"]'), ["no weight of a linear layer or experts"]),
         (('precision.frozen_in_compute=["*.q_proj.weight"]',), ["nothing to exclude", "write frozen = 'nf4'"]),
     ],

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from drawloom.components.distributed.process_group import SingleProcess
+from drawloom.components.distributed.single_process import SingleProcess
 from drawloom.components.model.layers import VOCABULARY
 from drawloom.components.parallel.parameter_split import SplitDim, replace_by_rank_slice
 from drawloom.graph import UserError

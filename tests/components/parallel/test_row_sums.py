@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drawloom.components.distributed.process_group import SingleProcess
+from drawloom.components.distributed.single_process import SingleProcess
 from drawloom.components.parallel.row_sums import RowSums, set_context_group
 from drawloom.components.parallel.tensor import TensorRanks
 

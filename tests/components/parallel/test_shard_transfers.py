@@ -9,9 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from drawloom.components.distributed.precision import DtypePolicy
+from drawloom.components.float8.layers import Float8Message
 from drawloom.components.parallel import shard_transfers
 from drawloom.components.parallel.shard_transfers import choose_gradient_message_dtype, start_gather, start_sum
-from drawloom.kernels.float8_message import pack_weights
+from drawloom.kernels.float8.message import pack_weights
 from support.joined import join_processes
 from support.processes import run_ranks
 from support.sharded_sums import Case, alone, assert_same, on_shards, slice_of
@@ -118,7 +119,6 @@ _wholes: dict[str, Any] = {}
 
 
 WIDE = SIZES | {"hidden_size": 32, "head_dim": 16, "intermediate_size": 48}
-FLOAT8 = {"parameter": "bfloat16", "linear": "float8"}
 
 
 def _message_count(case: Case, by_block: bool) -> tuple[Any, list[int]]:
@@ -130,15 +130,16 @@ def _message_count(case: Case, by_block: bool) -> tuple[Any, list[int]]:
         sizes.append(message.nbytes)
         return message
 
-    with mock.patch.object(shard_transfers, "pack_weights", counting):
+    with mock.patch.object(Float8Message, "pack_weights", staticmethod(counting)):
         return on_shards(case, 0, by_block), sizes
 
 
 @pytest.mark.parametrize("by_block", [False, True])
 def test_weights_in_float8_halve_messages_and_change_no_result(by_block: bool) -> None:
     """Layers in float8 compute the same logits from weights gathered in float8."""
-    [whole] = run_ranks(alone, 1, Case(WIDE, FLOAT8, steps=2), 2)
-    results = run_ranks(_message_count, 2, Case(WIDE, FLOAT8 | {"gather": "float8"}, steps=2), by_block)
+    case = Case(WIDE, {"parameter": "bfloat16"}, steps=2, float8={"gather": True})
+    [whole] = run_ranks(alone, 1, case, 2)
+    results = run_ranks(_message_count, 2, case, by_block)
     assert_same([outputs for outputs, _ in results], whole, atol=2e-2, rtol=2e-2)
     weights = 3 * 32 * 48 + 2 * (32 * 32 + 16 * 32)  # of a block
     for outputs, sizes in results:

@@ -134,9 +134,9 @@ def test_a_plan_counts_streamed_weights_on_the_host_and_on_the_link(words: tuple
     ("words", "message"),
     [
         (("stages.adapters=[]", COMPUTE), "no weight is frozen"),
-        ((COMPUTE, "precision.linear=float8"), "round weights on the device"),
-        (("stages.compile=true",), "does not trace copies"),
-        (("stages.capture=true",), "fixed places on the device"),
+        ((COMPUTE, "float8.use=float8.training"), "round weights on the device"),
+        (("compile.use=stages.compiled",), "does not trace copies"),
+        (("capture.use=pipeline.captured",), "fixed places on the device"),
         (("mesh.data_shard=2",), "gathered from other ranks"),
         (("mesh.context=2",), "or data_shard = 1 and context = 1 in"),
     ],

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.mesh import RankMesh
-from drawloom.components.distributed.process_group import SingleProcess
 from drawloom.components.distributed.processes import TorchProcesses
+from drawloom.components.distributed.single_process import SingleProcess
 from drawloom.components.model.layers import Embedding, Linear
 from drawloom.components.parallel.tensor import ALONE, TensorRanks, split_over_ranks
 from drawloom.components.ports.slices import TensorSlice

@@ -1,6 +1,7 @@
 """Programs carried out on a rank's stages."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 from weakref import ref
 
@@ -11,7 +12,9 @@ from torch import Tensor, nn
 
 from drawloom.components.pipeline.executor import ProgramExecutor
 from drawloom.components.ports.data import TokenBatch
+from drawloom.components.ports.features import WrappingOrder
 from drawloom.components.ports.model import BatchContext, Finish, LayerRange, TokenContext
+from drawloom.components.ports.passes import Operation, PassFeature, PassRun
 from drawloom.components.ports.pipeline import create_step_state, sum_losses_and_weights
 from drawloom.components.ports.program import Action, Op, Program
 from drawloom.components.ports.stages import Stage
@@ -105,13 +108,15 @@ def batches(count: int) -> list[TokenBatch]:
     return [TokenBatch(part, part, part, torch.zeros_like(part), torch.ones(part.shape)) for part in tokens]
 
 
-def open_executor(modules: Sequence[Scale], mesh: Any, split: bool = False) -> ProgramExecutor:
+def open_executor(
+    modules: Sequence[Scale], mesh: Any, split: bool = False, features: Sequence[PassFeature] = ()
+) -> ProgramExecutor:
     """Return an open executor for one rank with all stages."""
     spans = [LayerRange(number, number + 1, number == 0, number == len(modules) - 1) for number in range(len(modules))]
     local = Local([Stage(number, len(modules), spans[number], module) for number, module in enumerate(modules)])
     schedule = BreadthFirst(len(modules), split)
     parts: dict[str, Any] = {"stages": local, "boundaries": local, "neighbours": local, "schedule": schedule}
-    executor = ProgramExecutor(objective=Squares(), mesh=mesh, device=Machine(), **parts)
+    executor = ProgramExecutor(objective=Squares(), mesh=mesh, device=Machine(), features=[*features], **parts)
     executor.open()
     return executor
 
@@ -171,6 +176,45 @@ def test_inference_gives_the_output_itself(one_rank: Any) -> None:
     tokens = torch.ones(1, 3, dtype=torch.float64)
     output = open_executor([Scale(2.0), Scale(1.5)], one_rank).infer(tokens, TokenContext(tokens, tokens))
     assert output is not None and output.tolist() == [[3.0, 3.0, 3.0]]
+
+
+class Notes(PassFeature):
+    """A feature that notes runs and actions under its position in the order."""
+
+    def __init__(self, order: WrappingOrder, notes: list[str]) -> None:
+        self.order = order  # type: ignore[misc]
+        self.notes = notes
+
+    def note(self, text: str) -> None:
+        self.notes.append(f"{self.order.name} {text}")
+
+    def start_run(self, run: PassRun, operations: Mapping[str, Operation]) -> Mapping[str, Operation]:
+        self.note(run.kind)
+
+        def run_noted(operation: Operation, action: Action) -> None:
+            self.note(str(action))
+            operation(action)
+
+        return {op: partial(run_noted, operation) for op, operation in operations.items()}
+
+    def end_run(self, run: PassRun) -> None:
+        self.note("end")
+
+
+def test_features_wrap_every_run_in_their_order(one_rank: Any) -> None:
+    """The last in the order is the outermost: it acts first in each action, and ends first; no run is left out."""
+    notes: list[str] = []
+    features = [Notes(order, notes) for order in (WrappingOrder.LAUNCH, WrappingOrder.LAYERS)]
+    executor = open_executor([Scale(2.0)], one_rank, features=features)
+    train(executor, batches(1))
+    around = [f"{name} {action}" for action in ("0F0", "0B0") for name in ("LAUNCH", "LAYERS")]
+    assert notes == ["LAYERS training", "LAUNCH training", *around, "LAUNCH end", "LAYERS end"]
+    notes.clear()
+    evaluate(executor, batches(1))
+    tokens = torch.tensor([[3.0]])
+    executor.infer(tokens, TokenContext(tokens, tokens))
+    kinds = [note.removeprefix("LAUNCH ") for note in notes if note.startswith("LAUNCH")]
+    assert kinds == ["evaluation", "0F0", "end", "inference", "0F0", "end"]
 
 
 def test_a_failing_stage_is_named_and_the_next_step_works(one_rank: Any) -> None:

@@ -8,10 +8,13 @@ import pytest
 
 from drawloom import Recipe
 from drawloom.components.distributed.device_model import find_device_model
+from drawloom.components.pipeline.schedules.gpipe import GPipe
 from drawloom.components.planning import memory
 from drawloom.components.planning.calibrate import load_local_device_model
+from drawloom.components.planning.memory import PlannedMemory
 from drawloom.components.planning.plan import Plan, plan
 from drawloom.components.planning.text import as_data, describe_memory_choice, format_plan
+from drawloom.components.ports.memory_policy import MemoryChoice
 from drawloom.graph import UserError
 
 SMALL = (
@@ -52,8 +55,7 @@ def settings_of(planned: Plan) -> list[str]:
     choice = planned.choice
     assert choice is not None
     [policy] = {*choice.recompute}
-    offload = str(bool(choice.offloaded)).lower()
-    words = [f"stages.recompute={policy}", f"stages.offload={offload}"]
+    words = [f"stages.recompute={policy}", *["offload.use=pipeline.offloaded"] * bool(choice.offloaded)]
     return [*words, *["optimizer.states=host", SLOTS] * (choice.host_states == (1.0,))]
 
 
@@ -134,6 +136,17 @@ def test_a_run_uses_its_choice_and_refuses_what_never_fits(tmp_path: Path, monke
         pass
 
 
+def test_a_run_offloads_the_stages_of_its_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The executor finds the policy by type, and runs programs that offload the chosen stages, and a schedule's own."""
+    recipe = Recipe.load("first_run", *SMALL).with_values(CHOSEN)
+    assert recipe.graph.nodes["executor"].edges["features"].targets == ("memory",)
+    monkeypatch.setattr(PlannedMemory, "_choice", MemoryChoice(("none",) * 2, frozenset({1}), (0.0,)))
+    nothing: Any = None
+    policy = PlannedMemory(recipe=nothing, device=nothing, processes=nothing)
+    program = attrs.evolve(GPipe().program(2, 4), offloaded=frozenset({0}))
+    assert policy.change_program(program).offloaded == {0, 1}
+
+
 def test_explain_has_the_choice_for_this_machine() -> None:
     """The note has the plan's sentence, or says that nothing fits."""
     limit = max(plan_small().peak_memory_bytes) - 1000
@@ -145,6 +158,6 @@ def test_explain_has_the_choice_for_this_machine() -> None:
 
 def test_settings_that_a_policy_chooses_are_refused() -> None:
     """Recompute, offload and states belong to the policy."""
-    for word in ("stages.recompute=blocks", "stages.offload=true", "optimizer.states=host"):
+    for word in ("stages.recompute=blocks", "offload.use=pipeline.offloaded", "optimizer.states=host"):
         [problem] = Recipe.load("first_run", *SMALL, word).with_values(CHOSEN).graph.problems
-        assert "chooses" in str(problem) and "remove it" in str(problem)
+        assert "chooses" in str(problem) and "remove" in str(problem)

@@ -52,8 +52,8 @@ RECIPES = {
     "experts": ("moe", EXPERTS),
     "mixed": ("first_run", (*DENSE, *MIXED)),
     "mixed experts": ("moe", (*EXPERTS, *MIXED)),
-    "float8": ("first_run", (*DENSE, *MIXED, "precision.linear=float8")),
-    "float8 once a step": ("first_run", (*DENSE, *MIXED, "precision.linear=float8", "precision.linear_weights=step")),
+    "float8": ("first_run", (*DENSE, *MIXED, "float8.use=float8.training")),
+    "float8 once a step": ("first_run", (*DENSE, *MIXED, "float8.use=float8.training", "float8.round_weights=step")),
     "bfloat16": (
         "first_run",
         (*DENSE, "precision.parameter=bfloat16", "optimizer.use=optim.stochastic_adamw", "optimizer.lr=1e-3"),
@@ -213,11 +213,10 @@ def test_the_parts_of_a_step_add_up() -> None:
 
 
 def test_cuda_graphs_take_no_time_of_the_host() -> None:
-    """With stages.capture a small model's passes take the GPU's time, far less than the host's."""
-    words = DENSE[:-1]
+    """With CUDA graphs a small model's passes take the GPU's time, far less than the host's."""
     plain, captured = (
-        plan(Recipe.load("first_run", *words, f"stages.capture={how}"), find_device_model("h200")).time.compute
-        for how in ("false", "true")
+        plan(Recipe.load("first_run", *DENSE[:-1], *words), find_device_model("h200")).time.compute
+        for words in ((), ("capture.use=pipeline.captured",))
     )
     assert captured < 0.2 * plain
 
@@ -239,7 +238,7 @@ def test_products_of_an_optimizer_are_part_of_the_update() -> None:
 def test_updates_read_gradients_once_if_they_scale_them(words: tuple[str, ...], passes: int) -> None:
     """AdamW's launch multiplies gradients by deferred factors; with SGD and for an exact norm other launches do."""
     device = find_device_model("h200")
-    planned = plan(Recipe.load("first_run", *DENSE[:-1], *words, "stages.capture=true"), device)
+    planned = plan(Recipe.load("first_run", *DENSE[:-1], *words, "capture.use=pipeline.captured"), device)
     persistent = planned.memory[0].persistent
     traffic = passes * planned.memory[0].gradients + 2 * persistent["parameters"]
     traffic += 2 * persistent.get("optimizer_state", 0)
@@ -249,7 +248,7 @@ def test_updates_read_gradients_once_if_they_scale_them(words: tuple[str, ...], 
 def test_means_of_8_bits_are_limited_by_arithmetic() -> None:
     """An update moves fewer bytes than with bfloat16 means, and takes longer: its operations at the float32 peak."""
     device = find_device_model("h100")
-    words = (*DENSE[:-1], *OFFLOADED[:3], "stages.capture=true")
+    words = (*DENSE[:-1], *OFFLOADED[:3], "capture.use=pipeline.captured")
     narrow, codes = (
         plan(Recipe.load("first_run", *words, f"optimizer.state_dtype={dtype}"), device)
         for dtype in ("bfloat16", "uint8")
@@ -286,10 +285,10 @@ def test_a_plan_charges_the_link_for_offloaded_activations() -> None:
     """A fast link costs nothing, and a slow one as much as the simulation with these transfers; memory shrinks."""
     words = ("mesh.pipeline=2", "schedule.use=pipeline.schedules.gpipe", "batch.micro_size=1")
     recipe = Recipe.load("first_run", *DENSE, *words)
-    device = find_device_model("cpu")
+    device, offload = find_device_model("cpu"), {"offload": {"use": "pipeline.offloaded"}}
     resident, fast, slow = (
-        plan(recipe.with_values({"stages": {"offload": offload}}), attrs.evolve(device, host_link=link))
-        for offload, link in ((False, 1.0), (True, 1e15), (True, 1e7))
+        plan(recipe.with_values(tables), attrs.evolve(device, host_link=link))
+        for tables, link in (({}, 1.0), (offload, 1e15), (offload, 1e7))
     )
     assert resident.time.offload == 0.0
     assert fast.time.offload == pytest.approx(0.0, abs=1e-6)
@@ -318,7 +317,7 @@ def test_attention_of_packed_rows_uses_the_kernel_and_documents_of_a_run(tmp_pat
     whole, packed, flex = seconds("none", long), seconds("store", long), seconds("none", long, "kernels.attention=flex")
     assert packed[1] < whole[1] == flex[1]  # operations inside of documents
     assert whole[0] < packed[0] < flex[0]
-    captured = seconds("store", long, "stages.capture=true")[0]
+    captured = seconds("store", long, "capture.use=pipeline.captured")[0]
     assert packed[0] < captured < flex[0]
     assert seconds("store", "vars.length=40000")[0] < seconds("none", "vars.length=40000")[0]
     assert seconds("store", long, device="cpu")[0] == seconds("none", long, device="cpu")[0]
@@ -346,7 +345,7 @@ def test_float8_is_planned_with_less_time_and_memory() -> None:
         *("model.num_key_value_heads=8", "model.head_dim=128", "model.intermediate_size=14336", "batch.global_size=2"),
         *("batch.micro_size=2", "device.kind=cuda", *MIXED),
     )
-    formats = ((), ("precision.linear=float8",), ("precision.linear=float8", "precision.linear_weights=step"))
+    formats = ((), ("float8.use=float8.training",), ("float8.use=float8.training", "float8.round_weights=step"))
     plans = [plan(Recipe.load("first_run", *words, *added), find_device_model("h200"), 1) for added in formats]
     plain, in_passes, once = [sum(step.costs[0].passes[op].seconds for op in "FB") for step in plans]
     assert once < in_passes < plain / 1.3

@@ -31,6 +31,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         yield objects
 
 
+CAPTURE: dict[str, Any] = {"capture": {"use": "pipeline.captured"}}
+
+
 def open_run(
     folder: Path, nodes: Sequence[str] = ("rollouts", "executor", "tokenizer"), **changes: Any
 ) -> AbstractContextManager[Any]:
@@ -104,12 +107,12 @@ def test_recorded_passes_draw_the_same_completions(tmp_path: Path, stages_per_ra
     for capture in (False, True):
         with (
             use_recorder(may_read=False) as recorder,
-            open_run(tmp_path, stages={"capture": capture}, **changes) as run,
+            open_run(tmp_path, **changes, **(CAPTURE if capture else {})) as run,
         ):
             sampled.append([sample(run, prompts, exact=True)[0] for _ in range(2)])
             assert recorder.recorded == (2 * stages_per_rank if capture else 0)
             if capture:
-                graphs = run["executor"]._cuda_graphs._graphs.values()
+                graphs = run["executor"].features[0]._graphs.values()
                 assert [len(stage._token_passes) for stage in graphs] == [0] * stages_per_rank
     for plain, recorded in zip(*sampled, strict=True):
         for name in ("tokens", "ends", "logps", "entropies"):
@@ -127,7 +130,7 @@ def test_recorded_steps_learn_the_same(tmp_path: Path) -> None:
         folder = tmp_path / str(capture)
         with (
             use_recorder(may_read=False) as recorder,
-            open_run(folder, (), stages={"capture": capture}, **changes) as run,
+            open_run(folder, (), **changes, **(CAPTURE if capture else {})) as run,
         ):
             for step in run.get(Trainer).run_and_yield_steps():
                 # one in each step for sampling, and two in the second for a microbatch's passes

@@ -92,21 +92,21 @@ def test_sizes_in_a_config_are_checked_alike(tmp_path: Path) -> None:
 )
 def test_passes_that_cannot_be_captured_are_refused(recipe: str, words: Any, whys: list[str]) -> None:
     """Collectives and dropout can't be captured; replicas, which sum afterwards, and any schedule can."""
-    every = map(str, drawloom.Recipe.load(recipe, "stages.capture=true", *words).graph.problems)
-    messages = [text for text in every if "captured" in text or "CUDA graph" in text]
+    every = map(str, drawloom.Recipe.load(recipe, "capture.use=pipeline.captured", *words).graph.problems)
+    messages = [text for text in every if "can't be captured" in text or "CUDA graph" in text]
     assert len(messages) == len(whys) and all(why in text for why, text in zip(whys, messages, strict=True)), messages
 
 
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (("stages.capture=true",), "passes in CUDA graphs keep their activations in place"),
-        (("executor.streams=true",), "freed on another stream than they were allocated on"),
+        (("capture.use=pipeline.captured",), "passes in CUDA graphs keep their activations in place"),
+        (("streams.use=pipeline.streams",), "freed on another stream than they were allocated on"),
     ],
 )
 def test_activations_with_a_fixed_place_are_not_offloaded(words: tuple[str, ...], why: str) -> None:
     """CUDA graphs and a stream for each stage are refused together with offloading."""
-    problems = drawloom.Recipe.load("first_run", "stages.offload=true", *words).graph.problems
+    problems = drawloom.Recipe.load("first_run", "offload.use=pipeline.offloaded", *words).graph.problems
     assert [why in str(problem) for problem in problems] == [True]
 
 
@@ -176,8 +176,8 @@ def test_a_schedule_that_cuts_the_stages_suits_the_model(words: tuple[str, ...],
         (CIRCULAR, []),
         (CIRCULAR[:1], ["[executor] [schedule] places embedding and head on every rank"]),
         (CIRCULAR[1:], ["[schedule] [executor] runs the circular pipeline's own program"]),
-        ((*CIRCULAR, "stages.capture=true"), ["which are not captured; write capture = false"]),
-        ((*CIRCULAR, "stages.offload=true"), ["are not actions of a program, which could offload their activations"]),
+        ((*CIRCULAR, "capture.use=pipeline.captured"), ["[capture] acts around a program"]),
+        ((*CIRCULAR, "offload.use=pipeline.offloaded"), ["[offload] acts around a program"]),
         ((*CIRCULAR, "stages.head_layer_cost=2"), ["the cost moves no layers; write head_layer_cost = 0"]),
         ((*CIRCULAR, "mesh.tensor=2", "model.vocab_size=320"), []),
         ((*CIRCULAR, *OUTER, "schedule.pipeline_parallel_layers=4"), []),

@@ -35,8 +35,6 @@ def taught(base: Path, **tables: Any) -> Recipe:
     teacher = {"use": "stages.frozen", "model": {"use": "model.auto", "path": str(base)}}
     tables = {"model": model, "teacher": teacher, "loss": {"use": "loss.distill"}} | tables
     tables["batch"] = {"micro_size": 4}
-    if tables["teacher"]:
-        tables["executor"] = {"frozen": "@teacher"} | tables.get("executor", {})
     run = {"name": "taught", "folder": str(base / "run")}
     return Recipe.load("first_run").with_values(
         {name: table for name, table in {**tables, "run": run}.items() if table}
@@ -59,7 +57,7 @@ def test_wrong_loops_are_refused(base: Path) -> None:
         ({"loss": loss | {"reference": "data"}}, "[loss] does not compare with [teacher]"),
         ({"loss": loss | {"reference": "data", "temperature": 2.0}, "teacher": None}, "have the temperature 1"),
         ({"teacher": {"use": "stages.frozen", "model": "@model"}}, "[teacher] would have random weights"),
-        ({"executor": {"frozen": "@stages"}}, "frozen needs a FrozenModel, but [stages] is 'stages.materialized'"),
+        ({"second": flat}, "[loss] compares with a frozen model, and [executor] has 2"),
         ({"mesh": {"tensor": 3}}, "[teacher.model]"),
         (
             {"mesh": {"pipeline": 4}, "model": {"num_hidden_layers": 4}, "teacher": flat},

@@ -14,6 +14,7 @@ from drawloom.components.model.gpt_oss import GptOss
 from drawloom.components.model.qwen3_5 import Qwen35
 from drawloom.components.optim.adamw import AdamW
 from drawloom.components.optim.muon import Muon
+from drawloom.components.ports.features import StageFeature
 from drawloom.components.ports.model import LayerRange
 from drawloom.components.ports.program import Program
 from drawloom.components.ports.slices import TensorSlice
@@ -104,16 +105,12 @@ class Half:
     gradient: torch.dtype = torch.float32
     reduce: torch.dtype = torch.float32
     uncast: tuple[str, ...] = ()
-    linear: str = "compute"
-    linear_in_compute: tuple[str, ...] = ()
-    linear_weights: Any = "pass"
-    gather: Any = "compute"
     frozen: str = "compute"
     frozen_in_compute: tuple[str, ...] = ()
 
 
-class Freeze:
-    """A transform: nothing is trained but layer 0."""
+class Freeze(StageFeature):
+    """A feature: nothing is trained but layer 0."""
 
     def transform(self, module: nn.Module) -> nn.Module:
         for name, parameter in module.named_parameters():
@@ -155,8 +152,8 @@ def test_each_rank_owns_its_part(rank: int, per_rank: int, names: str, mesh_of: 
     assert [stage.count for stage in stages.local] == [2 * per_rank] * per_rank
 
 
-class Shares:
-    """A transform: two layers have one parameter, or one module."""
+class Shares(StageFeature):
+    """A feature: two layers have one parameter, or one module."""
 
     def __init__(self, module: bool) -> None:
         self.module = module
@@ -193,16 +190,16 @@ def test_weight_decay_and_muon_follow_the_roles_that_layers_declare(one_rank: An
 def test_a_parameter_of_two_modules_is_refused(one_rank: Any, job: Any) -> None:
     """Two copies in memory would have one entry in a checkpoint; a module shared by two layers stays one."""
     with pytest.raises(UserError, match=r"^1\.weight and 3\.weight are one parameter of two modules"):
-        open_stages(one_rank, job, Blueprint(), transforms=[Shares(module=False)])
-    stages = open_stages(one_rank, job, Blueprint(), transforms=[Shares(module=True)])
+        open_stages(one_rank, job, Blueprint(), features=[Shares(module=False)])
+    stages = open_stages(one_rank, job, Blueprint(), features=[Shares(module=True)])
     assert [name for name, _ in stages.named_parameters()] == ["0.weight", "1.weight", "2.weight"]
     layers: Any = stages.local[0].module
     assert layers["3"].weight is layers["1"].weight is stages.named_parameters()[1][1]
 
 
-def test_transforms_come_before_the_parameters_are_real(one_rank: Any, job: Any) -> None:
+def test_features_transform_before_the_parameters_are_real(one_rank: Any, job: Any) -> None:
     """Frozen parameters are neither trained nor saved: the state has their origin."""
-    stages = open_stages(one_rank, job, Blueprint(), transforms=[Freeze()])
+    stages = open_stages(one_rank, job, Blueprint(), features=[Freeze()])
     assert [name for name, _ in stages.named_parameters()] == ["0.weight"]
     assert stages.state_dict().keys() == {"0.weight", "frozen"}
     assert stages.state_dict()["frozen"] == f"seed {job.seed}"
@@ -338,7 +335,7 @@ def test_weights_equal_those_of_the_folder(rank: int, mesh_of: Any, job: Any, tm
     theirs = {f"theirs.{layer}": torch.randn(2, 2) for layer in range(4)}
     save_file(theirs, tmp_path / "model.safetensors")
     mesh = mesh_of(sizes={"pipeline": 2}, indices={"pipeline": rank})
-    stages = open_stages(mesh, job, Blueprint(), transforms=[Freeze()], weights=tmp_path)
+    stages = open_stages(mesh, job, Blueprint(), features=[Freeze()], weights=tmp_path)
     parameters = dict(stages.local[0].named_masters_or_parameters())
     assert list(parameters) == [f"{layer}.weight" for layer in ((0, 1), (2, 3))[rank]]
     assert all(torch.equal(tensor, theirs[f"theirs.{name[0]}"].bfloat16()) for name, tensor in parameters.items())

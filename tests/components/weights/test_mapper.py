@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from drawloom.components.ports.weights import Mapper
-from drawloom.components.weights.load import convert_tensors
+from drawloom.components.weights.convert import convert_tensors
 from drawloom.components.weights.mapper import add_prefix, parallel, select_outputs, select_worker_groups, sequential
 from drawloom.components.weights.mapper_ops import (
     chunk,

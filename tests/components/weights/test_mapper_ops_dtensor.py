@@ -13,7 +13,8 @@ from torch.distributed.tensor import Replicate, Shard
 
 from drawloom.components.ports.slices import is_dtensor
 from drawloom.components.storage.tensor_source import InMemoryTensors
-from drawloom.components.weights.load import compute_group_output_specs, convert_tensors, fill_module_from_folder
+from drawloom.components.weights.convert import compute_group_output_specs, convert_tensors
+from drawloom.components.weights.load import fill_module_from_folder
 from drawloom.components.weights.mapper import parallel, sequential
 from drawloom.components.weights.mapper_ops import distribute, distribute_like, gather_dtensor, identity, stack
 from support.processes import run_ranks

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import re
 import sys
 import weakref
 from pathlib import Path
@@ -11,7 +12,7 @@ import tomli
 
 import drawloom
 from drawloom.graph.cli.exit_codes import Console
-from drawloom.graph.cli.main import main, split_off_overrides
+from drawloom.graph.cli.main import find_command_files, main, split_off_overrides
 from drawloom.graph.problems import RecipeError, ReopenError
 from drawloom.graph.project import Project, Recipe
 from drawloom.graph.recipe.overrides import read_overrides
@@ -314,6 +315,19 @@ def test_a_dry_run_prints_the_preview_once(
     assert main(["run", "small", "--dry-run"], project) == 0
     assert main(["run", "small", "--dry-run"], project, Console(warns=False)) == 0
     assert capsys.readouterr().out == "what would run\n"
+
+
+def test_a_package_adds_a_command_by_a_file(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+    """The shop's command is found by the name of its file, and is in its group in the help, as drawloom's are."""
+    assert main(["count-nodes", "small"], project) == 0
+    assert capsys.readouterr().out == "3 nodes\n"
+    for own in (project, Project.from_package("drawloom")):
+        with pytest.raises(SystemExit):
+            main(["--help"], own)
+        printed = capsys.readouterr().out
+        groups = re.findall(r"^(\w+):\n((?:  .*\n)+)", printed, re.MULTILINE)
+        names = [name for _, lines in groups for name in re.findall(r"^  ([a-z][\w-]*)", lines, re.MULTILINE)]
+        assert names == list(find_command_files(own)) and ("stocktaking" in dict(groups)) == (own is project)
 
 
 def test_the_version_option_prints_the_package_version(capsys: pytest.CaptureFixture[str]) -> None:

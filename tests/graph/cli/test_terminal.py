@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from drawloom.graph import UserError
-from drawloom.graph.cli.terminal import escape_control_characters, print_escaped_text
+from drawloom.graph.cli.terminal import escape_control_characters, format_table, print_escaped_text
 
 ROOT = Path(__file__).parents[3]
 
@@ -60,3 +60,10 @@ def test_nothing_is_printed_without_the_filter() -> None:
     files = [path for name in ("graph", "components") for path in (ROOT / name).rglob("*.py")]
     printing = [path for path in files if re.search(r"(?<![\w.])print\(", path.read_text("utf-8"))]
     assert printing == [ROOT / "graph/cli/terminal.py"]
+
+
+def test_columns_are_aligned() -> None:
+    """The columns in `left` are aligned left, the others right, without spaces at the end."""
+    rows = [("a", "bb", "c"), ("aaa", "b", "ccc")]
+    assert format_table(rows) == "a    bb    c\naaa   b  ccc"
+    assert format_table(rows, left=(0, 2)) == "a    bb  c\naaa   b  ccc"

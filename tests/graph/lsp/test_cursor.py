@@ -94,7 +94,7 @@ def test_a_position_in_half_typed_text_has_kind_path_and_text(
 
 def test_the_token_at_every_position_of_a_shipped_recipe_is_in_its_range() -> None:
     """A cursor's text is in the range of its key or value, in a recipe with all kinds of tables."""
-    text = (Path(__file__).parents[3] / "recipes" / "pretrain.toml").read_text("utf-8")
+    text = (Path(__file__).parents[3] / "recipes" / "start" / "pretrain.toml").read_text("utf-8")
     cursors = {Cursor.at(text, offset) for offset in range(0, len(text), 7)} - {None}
     assert len(cursors) > 200
     for cursor in cursors:

@@ -355,6 +355,13 @@ def test_a_node_that_only_optional_edges_lead_to_can_be_left_out(shop: Shop, pro
         project.container(graph, "page", replacements={"store": None}).build()
 
 
+def test_a_node_that_is_left_out_is_missing_from_lists(shop: Shop, project: Project) -> None:
+    """A list has the other nodes, in order."""
+    graph = shop('[other]\nuse = "pages.plain"\ntitle = "Other"\n[trainer]\npages = ["@other", "@page"]')
+    with project.container(graph, replacements={"other": None}) as objects:
+        assert objects["trainer"].pages == [objects["page"]]
+
+
 def test_a_replacement_need_not_fit_nodes_that_are_not_built(shop: Shop, project: Project) -> None:
     """A replacement must implement only the ports of edges in the built part of the graph."""
     graph = shop('[menu]\nuse = "pages.menu"\nlinks = {}\nbackup = "@page"\n[trainer]\npages = ["@page", "@menu"]')

@@ -54,6 +54,13 @@ class Good:
         return b""
 
 
+class Lazy(Good):
+    """A wrong size, beside a private attribute whose type is known to type checkers alone."""
+
+    size: str = "3"  # type: ignore[assignment]
+    _source: "Elsewhere"  # type: ignore[name-defined] # noqa: F821
+
+
 @attrs.define
 class WithField:
     """Implementation with a field for an attribute and a callable value for a method."""
@@ -172,6 +179,7 @@ class TextBox(Box[str]):
         (WithField, Reads, []),
         (NoSize, Reads, ["has no size"]),
         (WrongSize, Reads, ["has a size that is str, not int"]),
+        (Lazy, Reads, ["has a size that is str, not int"]),
         (MethodForValue, Reads, ["has a method size(), but the port has an attribute"]),
         (ValueForMethod, Reads, ["has an attribute read, but the port has a method"]),
         (WrongReturn, Reads, ["returns str from read(), not bytes"]),

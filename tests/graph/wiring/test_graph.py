@@ -188,6 +188,25 @@ def test_a_required_edge_is_found_by_type_if_one_node_fits(shop: Shop, members: 
     assert graph.errors[0].hint == 'write store = "@store" or store = "@second"'
 
 
+def test_a_wired_list_has_every_node_that_fits_unless_it_is_written(shop: Shop) -> None:
+    """A wired list leads to all fitting tables in the recipe's order, to none if none fits, and else as written."""
+    second = '[second]\nuse = "pages.plain"\ntitle = "Second"\nstore = { use = "stores.memory" }\n'
+
+    def find_pages(text: str) -> tuple[str, ...]:
+        graph = shop(f'[catalog]\nuse = "servers.catalog"\n{text}', "catalog")
+        assert graph.errors == []
+        edge = graph.nodes["catalog"].edges.get("pages")
+        return () if edge is None else edge.targets
+
+    assert find_pages("") == ("page",)
+    assert find_pages(second) == ("page", "second")
+    assert find_pages(f'pages = ["@second"]\n{second}') == ("second",)
+    graph = shop('[catalog]\nuse = "servers.catalog"\npage = "@page"\n[page]\nuse = "stores.memory"', "catalog")
+    assert graph.nodes["catalog"].edges == {}
+    (problem,) = graph.nodes["catalog"].problems
+    assert problem.hint == "write a table for every page, which is found by type"
+
+
 def test_an_inline_node_is_built_for_its_owner_alone(shop: Shop, project: Project) -> None:
     """A table with `use` inside an edge is built once, for its owner alone."""
     graph = shop('[trainer]\npages = ["@page"]\nnamed = { home = "@page" }\n[page]\nstore = { use = "stores.memory" }')

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from drawloom.kernels.adamw import AdamwEager, ParamState, compute_step_scalars
-from drawloom.kernels.dynamic_map import compute_scales_shape
+from drawloom.kernels.dynamic_map import ZERO_CODE, compute_scales_shape, compute_values_and_midpoints
 from drawloom.kernels.triton.adamw import PART, AdamwTriton
 from support.kernels import BOUNDARIES, DEVICE, few
 from support.seeding import seeds
@@ -203,6 +203,31 @@ def test_master_weights_equal_eager_ones(size: int) -> None:
         same = our_tensor.view(torch.int16) == their_tensor.view(torch.int16)
         assert bool((same | (our_tensor != our_tensor)).all())
     assert bool(ours[0].weight[0].isnan())
+
+
+@pytest.mark.filterwarnings()  # of the largest numbers' squares
+@pytest.mark.parametrize("signed", [True, False])
+def test_codes_beside_midpoints_are_the_nearest(signed: bool) -> None:
+    """Means a few roundings beside every midpoint between codes get the eager codes, at any size of the block."""
+    _, midpoints = compute_values_and_midpoints(signed, torch.device("cpu"))
+    beside = midpoints if signed else midpoints.sqrt()  # the mean of squares is then at a midpoint
+    steps = torch.tensor([-3, -1, 0, 1, 2], dtype=torch.int32)[:, None]
+    beside = (beside.view(torch.int32) + steps).view(torch.float32)
+    rows = torch.cat([torch.ones(len(beside), 1), beside], 1)
+    gradient = torch.cat([factor * rows for factor in (1.0, -3e-5, 1.5e19, 1e-37)]).to(DEVICE)
+
+    def make_state() -> ParamState:
+        codes = [torch.full_like(gradient, code, dtype=torch.uint8) for code in (ZERO_CODE, 0)]
+        scales = [torch.zeros(compute_scales_shape(tuple(gradient.shape)), device=DEVICE) for _ in codes]
+        zeros = torch.zeros_like(gradient)
+        return ParamState(zeros, codes[0], codes[1], 0.1, exp_avg_scale=scales[0], exp_avg_sq_scale=scales[1])
+
+    ours, theirs = make_state(), make_state()
+    scalars = compute_step_scalars(1e-3, (0.0, 0.0), 1e-8, 1)
+    AdamwTriton([ours]).step([gradient], scalars)
+    AdamwEager([theirs]).step([gradient], scalars)
+    for name in ("exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale"):
+        assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
 
 
 @pytest.mark.parametrize(("shape", "steps"), [((3, 300), 3), ((70, 256), 1), ((2, 5, 17), 3)])

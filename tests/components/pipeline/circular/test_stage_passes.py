@@ -9,10 +9,16 @@ from drawloom.components.pipeline.circular.stage_passes import StagePasses
 
 
 class Shards:
-    """Parameters of data-parallel ranks, gathered by stage and reduced by microbatch."""
+    """Parameters of data-parallel ranks, gathered by stage and reduced by microbatch; `told` has the unshards."""
 
     gathers_per_block = False
     reduces_per_microbatch = True
+
+    def __init__(self, told: list[Any]) -> None:
+        self.told = told
+
+    def start_unshard(self) -> None:
+        self.told.append("unshard")
 
 
 class Runner:
@@ -22,11 +28,8 @@ class Runner:
 
     def __init__(self) -> None:
         self.stage: Any = self
-        self.shards = Shards()
         self.told: list[Any] = []
-
-    def start_unshard(self) -> None:
-        self.told.append("unshard")
+        self.shards = Shards(self.told)
 
     def reduce_in_next_backward(self, is_last_in_step: bool) -> None:
         self.told.append(is_last_in_step)

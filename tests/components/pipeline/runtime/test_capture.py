@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from drawloom.components.pipeline.captured import CapturedPasses
 from drawloom.components.pipeline.executor import ProgramExecutor
 from drawloom.components.pipeline.runtime.capture import GradientSums
 from drawloom.components.ports.data import TokenBatch
@@ -32,7 +33,7 @@ def recorder() -> Iterator[Recorder]:
 def steps(cases: list[pipelines.Case], capture: bool, lengths: tuple[int, int] = (6, 0), **how: Any) -> Any:
     """Return the results of the last of three steps."""
     how = {"dtypes": {"parameter": "float32"}, "step_count": 3, "layers": 4, **how}
-    return pipelines.steps(cases, lengths=lengths, settings={"capture": capture}, **how)
+    return pipelines.steps(cases, lengths=lengths, features=[CapturedPasses] if capture else [], **how)
 
 
 def assert_same(actual: dict[str, Any], plain: dict[str, Any]) -> None:
@@ -141,7 +142,7 @@ def test_a_pass_that_cannot_be_recorded_is_explained(recorder: Recorder, monkeyp
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
     monkeypatch.setattr(recorder, "record", record)
-    with pytest.raises(UserError, match=r"stage 0 .* operation not permitted .*capture = false"):
+    with pytest.raises(UserError, match=r"stage 0 .* operation not permitted .*remove the table"):
         steps([CASES[0]], True)
 
 

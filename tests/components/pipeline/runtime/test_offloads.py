@@ -21,18 +21,22 @@ from support.transfers import DelayedTransfers
 MICROBATCHES = 5
 
 
-def gradients(folder: Path, transfers: Any, **settings: Any) -> dict[str, Tensor]:
-    """Return the gradients of two steps, whose activations leave by these transfers, or by a run's if "real"."""
+def gradients(folder: Path, transfers: Any, is_everywhere: bool = True, **settings: Any) -> dict[str, Tensor]:
+    """
+    Return the gradients of two steps, whose activations leave by these transfers, or by a run's if "real".
+
+    With `is_everywhere` the activations of all stages leave.
+    """
     schedule = {"use": f"pipeline.schedules.{settings.pop('schedule', 'gpipe')}"}
-    stages = {"offload": transfers is not None, **settings}
+    offload = {"offload": {"use": "pipeline.offloaded"}} if is_everywhere and transfers is not None else {}
     run = {"name": "small", "folder": str(folder / "run")}
     recipe = drawloom.Recipe.load("first_run").with_values(
-        {"model": TINY, "run": run, "schedule": schedule, "stages": stages}
+        {"model": TINY, "run": run, "schedule": schedule, "stages": settings, **offload}
     )
     with recipe.open(only="executor") as objects:
         executor = objects["executor"]
         if isinstance(transfers, DelayedTransfers):
-            executor.open_transfers = lambda device: transfers
+            executor._offloads = Offloads(transfers)
         for _ in range(2):
             train(executor, batches(MICROBATCHES))
         named = executor.stages.named_parameters()
@@ -54,11 +58,11 @@ def test_offloaded_activations_leave_no_trace(schedule: str, recompute: Any, tmp
 
 
 def test_a_program_chooses_what_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A schedule's offloaded stages wait in host memory without a setting of the stages, with the same gradients."""
+    """A schedule's offloaded stages wait in host memory without a feature, with the same gradients."""
     plain, transfers, build = gradients(tmp_path, None), DelayedTransfers(4), GPipe.program_for_ranks
     offloading = lambda *sizes: attrs.evolve(build(*sizes), offloaded=frozenset({0}))  # noqa: E731
     monkeypatch.setattr(GPipe, "program_for_ranks", offloading)
-    offloaded = gradients(tmp_path, transfers, offload=False)
+    offloaded = gradients(tmp_path, transfers, is_everywhere=False)
     assert transfers.stored > 0
     assert all(torch.equal(offloaded[name], plain[name]) for name in plain)
 

@@ -4,7 +4,7 @@ import attrs
 
 from drawloom.components.pipeline.program.timing import Costs
 from drawloom.components.pipeline.simulation.simulator import simulate
-from drawloom.components.pipeline.simulation.summary import Summary, format_comparison, format_table
+from drawloom.components.pipeline.simulation.summary import Summary, format_comparison
 from support.schedules import schedule
 
 
@@ -68,8 +68,3 @@ def test_schedules_are_sorted_by_makespan() -> None:
     rows = format_comparison([summary(name) for name in ("gpipe", "one_f_one_b", "zero_bubble_v")]).splitlines()
     assert [row.split()[0] for row in rows[:4]] == ["schedule", "zero_bubble_v", "one_f_one_b", "gpipe"]
     assert rows[1].split()[1:] == ["2", "25.5", "24", "5.9%", "0.0%", "8", "8", "4", "96"]
-
-
-def test_columns_are_aligned() -> None:
-    """The first column is aligned left, the others right."""
-    assert format_table([("a", "bb", "c"), ("aaa", "b", "ccc")]) == "a    bb    c\naaa   b  ccc"

@@ -1,0 +1,240 @@
+"""A run's saves: snapshot, staging, background write, commit, and removal of expired checkpoints."""
+
+import errno
+import logging
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, wait
+from functools import cached_property
+from pathlib import Path
+
+import attrs
+import torch
+
+from drawloom.components.checkpoint import commit
+from drawloom.components.checkpoint.manifest import list_checkpoints, read_manifest_if_sizes_match, step_of_checkpoint
+from drawloom.components.checkpoint.retention import Retention, RetentionPolicy
+from drawloom.components.checkpoint.snapshot import ShardPlan, Snapshot
+from drawloom.components.checkpoint.threads import run_in_current_thread, submit_in_new_thread
+from drawloom.components.distributed.rank_errors import RankError, run_and_gather_on_all_ranks, run_on_rank0
+from drawloom.components.ports.checkpoint import Durable, GrowingState, Stateful
+from drawloom.components.ports.distributed import Group
+from drawloom.components.ports.run import Step
+from drawloom.components.ports.staging import Stager
+from drawloom.components.storage import durable_files
+from drawloom.components.storage.byte_size import format_decimal_byte_size
+from drawloom.graph import ResolvedRecipe, UserError
+
+CLOSE_TIMEOUT = 20.0  # seconds that a failing run waits for a pending checkpoint
+REMEDY = "repair the disk or free space, and start the run again: it resumes from the newest checkpoint"
+
+log = logging.getLogger("drawloom.checkpoint")
+run_log = logging.getLogger("drawloom.run")  # rank 0 prints its messages
+
+
+FULL = {errno.ENOSPC, errno.EDQUOT}
+
+
+def describe_io_error_on_all_ranks(error: RankError, checkpoints: Path, needed_bytes: int, world: Group) -> str:
+    """
+    Describe an I/O error in one line, equal on all ranks; for a full disk with the bytes needed and free.
+
+    A collective over `world`: the free bytes are those on the failed rank's machine.
+    """
+    if error.errno == errno.EFBIG:
+        return f"{error}: a limit on the size of files, which `ulimit -f` shows, or one of the file system"
+    if error.errno not in FULL:
+        return str(error)
+    try:
+        own_free = format_decimal_byte_size(durable_files.count_free_bytes(checkpoints))
+    except OSError:  # the folder may be gone
+        own_free = "an unknown number of bytes"
+    free = world.gather_json(own_free)[error.rank]
+    return f"disk full: needs {format_decimal_byte_size(needed_bytes)}, {free} free in {checkpoints} ({error})"
+
+
+def check_space_on_all_ranks(world: Group, checkpoints: Path, expected_bytes: int, last_checkpoint_bytes: int) -> None:
+    """
+    Raise UserError on all ranks if the disk has no space for one checkpoint; warn if it has no space for two.
+
+    `expected_bytes` is this rank's part once all state exists. `last_checkpoint_bytes` is the newest checkpoint's size
+    over all ranks, or 0: a state may exceed its forecast.
+    """
+    total = sum(world.gather_json(expected_bytes))
+    run_on_rank0(world, lambda: _check_free_bytes(checkpoints, total, max(total, last_checkpoint_bytes)))
+
+
+def _check_free_bytes(checkpoints: Path, expected_bytes: int, likely_bytes: int) -> None:
+    """Raise UserError if fewer than `expected_bytes` are free; warn if fewer than twice `likely_bytes` are."""
+    free = durable_files.count_free_bytes(checkpoints)
+    if free < expected_bytes:
+        raise UserError(
+            f"{checkpoints}: a checkpoint needs about {format_decimal_byte_size(expected_bytes)}, and "
+            f"{format_decimal_byte_size(free)} are free; free some space, or set run.folder to another disk"
+        )
+    # space for two, because the last checkpoint is removed only after the next commit
+    if free < 2 * likely_bytes:
+        log.warning(
+            "%s: a checkpoint will need about %s, and %s are free; without space for two, saving may fail",
+            checkpoints,
+            format_decimal_byte_size(likely_bytes),
+            format_decimal_byte_size(free),
+        )
+
+
+@attrs.define
+class PendingSave:
+    """Background save for a step, with its bytes on all ranks."""
+
+    step: int
+    bytes: int
+    done: Future[None]
+
+
+@attrs.define(eq=False, kw_only=True)
+class Saves:
+    """
+    Writer of checkpoints in `folder`, one at a time; with `staging`, it writes while training continues.
+
+    `world` and `group` have all ranks; `group` is for the thread that writes. `saved_step` is the step of the newest
+    successful or pending save; `is_overdue` is True if a loss has interrupted a save. The run fails after `failures`
+    consecutive failed saves.
+    """
+
+    folder: Path
+    world: Group
+    group: Group
+    states: Mapping[str, Stateful]
+    records: Mapping[str, Durable]
+    recipe: ResolvedRecipe
+    staging: Stager | None
+    policy: RetentionPolicy
+    failures: int
+    saved_step: int = attrs.field(init=False, default=0)
+    is_overdue: bool = attrs.field(init=False, default=False)
+    _failed: int = attrs.field(init=False, default=0)  # consecutive failed saves
+    _pending: PendingSave | None = attrs.field(init=False, default=None)
+
+    def open(self) -> None:
+        """Create the checkpoint folder, and remove a killed run's leftovers."""
+        run_on_rank0(self.world, lambda: commit.create_checkpoints_folder_and_clean_up(self.folder))
+
+    def close(self) -> None:
+        """Wait up to CLOSE_TIMEOUT for the pending save."""
+        if self._pending is not None:
+            wait([self._pending.done], CLOSE_TIMEOUT)
+            self._pending = None
+
+    @property
+    def is_in_background(self) -> bool:
+        """Whether training continues during a write."""
+        return self.staging is not None and self.staging.makes_copies
+
+    @cached_property
+    def retention(self) -> Retention:
+        """The choice of checkpoints to keep."""
+        return Retention(self.policy)
+
+    def list_steps_on_disk(self) -> list[int]:
+        """Return the steps with a checkpoint, ascending, as rank 0 sees them."""
+        steps: list[int] = run_on_rank0(
+            self.world, lambda: [step_of_checkpoint(path) for path in list_checkpoints(self.folder)]
+        )
+        return steps
+
+    def list_recorded_values(self) -> Iterator[tuple[int, Mapping[str, float | None]]]:
+        """Yield the steps with a valid manifest, with the metrics in it."""
+        for checkpoint in list_checkpoints(self.folder):
+            if (manifest := read_manifest_if_sizes_match(checkpoint)) is not None:
+                yield manifest.step, manifest.values
+
+    def stage_and_start_write(self, step: Step) -> None:
+        """Stage and write a snapshot for an unsaved step, in the background if staging copies."""
+        if step.index == self.saved_step:
+            return
+        self.wait_for_pending_save()  # the pending save first: two copies of the state may not fit into memory
+        plan, checkpoint = self._commit_protocol_over_ranks.plan, self.folder / f"step-{step.index}"
+        snapshot, sizes = run_and_gather_on_all_ranks(
+            self.world,
+            lambda: plan.take_snapshot(self.states, step, self.staging),
+            to_json=lambda snapshot: snapshot.bytes,
+        )
+        run = submit_in_new_thread if self.is_in_background else run_in_current_thread
+        done = run("checkpoint", lambda: self._commit_and_remove_expired(checkpoint, snapshot))
+        self._pending = PendingSave(step.index, sum(sizes), done)
+        self.saved_step, self.is_overdue = step.index, False
+
+    def wait_if_done_on_all_ranks(self) -> None:
+        """End the pending save if it is done on all ranks."""
+        if self._pending is None:
+            return
+        # ranks must agree, because a collective follows
+        waiting = torch.tensor(0 if self._pending.done.done() else 1)
+        self.world.max(waiting)
+        if not waiting.item():
+            self.wait_for_pending_save()
+
+    def wait_for_pending_save(self, *, required: bool = False) -> None:
+        """
+        Wait for the pending save, if there is one.
+
+        Logs an I/O error as a warning. Raises it if the save is `required`, or after `failures` consecutive
+        failed saves.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        try:
+            pending.done.result()
+            self._failed = 0
+        except UserError as error:
+            if not isinstance(error, RankError) or error.errno is None:
+                text = f"the checkpoint after step {pending.step} failed: {error}"
+                raise UserError(text, error.exit_code) from error
+            self.saved_step, self._failed = 0, self._failed + 1
+            why = describe_io_error_on_all_ranks(error, self.folder, pending.bytes, self.world)
+            if self._failed >= self.failures:
+                raise UserError(
+                    f"{self._failed} checkpoints in a row failed, "
+                    f"at last the one after step {pending.step}: {why}; {REMEDY}"
+                ) from error
+            if required:
+                raise UserError(f"the checkpoint after step {pending.step} failed: {why}; {REMEDY}") from error
+            log.warning("checkpoint %d skipped: %s", pending.step, why)
+
+    def check_free_disk_space_on_all_ranks(
+        self, growing: Mapping[str, GrowingState], last_checkpoint_bytes: int
+    ) -> None:
+        """Check the free disk space; `last_checkpoint_bytes` is 0 without a checkpoint."""
+        own_bytes = self._commit_protocol_over_ranks.plan.forecast_bytes(self.states, growing)
+        check_space_on_all_ranks(self.world, self.folder, own_bytes, last_checkpoint_bytes)
+
+    @cached_property
+    def _commit_protocol_over_ranks(self) -> commit.CommitProtocol:
+        return commit.CommitProtocol(self.group, ShardPlan.compare_across_ranks(self.states, self.world), self.recipe)
+
+    def _commit_and_remove_expired(self, checkpoint: Path, snapshot: Snapshot) -> None:
+        """Write and commit a snapshot, and remove expired checkpoints."""
+        self._flush_logs()
+        self._commit_protocol_over_ranks.save(checkpoint, snapshot)
+        if self.group.rank == 0:
+            run_log.info("checkpoint saved: %s", checkpoint)
+            self.retention.remember_as_valid(checkpoint, snapshot.values)
+            self._remove_expired(checkpoint)
+
+    def _flush_logs(self) -> None:
+        """Flush metric logs before the commit, so a checkpoint does not silently outlive its logs."""
+        errors = {}  # by text, because a report flushes its trackers, which are records themselves
+        for name, record in self.records.items():
+            try:
+                record.flush()
+            except OSError as error:
+                errors[error.strerror or str(error)] = name
+        for text, name in errors.items():
+            log.warning("[%s] can't be flushed to disk, and a kill or a power cut would lose lines: %s", name, text)
+
+    def _remove_expired(self, saved: Path) -> None:
+        """Remove expired checkpoints up to `saved`; only warn if the disk fails."""
+        try:
+            commit.remove_checkpoints(self.retention.verify_kept_and_select_expired(self.folder, saved))
+        except OSError as error:  # the new checkpoint is committed, and the next save tries again
+            log.warning("expired checkpoints in %s could not be removed: %s", self.folder, error)

@@ -1,0 +1,28 @@
+"""Contract of features composed around stages."""
+
+import torch
+from torch import nn
+
+from drawloom.components.ports.features import StageFeature
+from drawloom.graph.testing import expect
+
+
+def transformed_modules_stay_on_the_meta_device(feature: StageFeature) -> None:
+    """A transformed module stays on the meta device, where all stages are built, and keeps all parameter names."""
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Linear(8, 16), nn.SiLU(), nn.Linear(16, 8))
+    before = {name for name, _ in module.named_parameters()}
+    result = feature.transform(module)
+    expect(isinstance(result, nn.Module), f"the feature returns a {type(result).__name__}, not an nn.Module")
+    after = dict(result.named_parameters())
+    expect(all(parameter.is_meta for parameter in after.values()), "a parameter is made real before its stage is")
+    lost = sorted(before - after.keys())
+    expect(not lost, f"the parameters {', '.join(lost)} are called otherwise, so that no checkpoint fits")
+
+
+def transformed_modules_keep_output_shapes(feature: StageFeature) -> None:
+    """A transformed module returns outputs with the same shape."""
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Linear(8, 16), nn.SiLU(), nn.Linear(16, 8))
+        output = feature.transform(module)(torch.empty(3, 8))
+    expect(tuple(output.shape) == (3, 8), f"the transformed module gives {tuple(output.shape)} instead of (3, 8)")

@@ -1,0 +1,1 @@
+"""Training with matrix products in float8."""

@@ -1,0 +1,221 @@
+"""Layers with products in float8, whose classes take the place of the classes of a module's layers."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from drawloom.components.experts.local import LocalExperts
+from drawloom.components.model.decoder.attention import Attention
+from drawloom.components.model.decoder.experts import Experts, SharedGate, SparseMoeBlock
+from drawloom.components.model.decoder.layer import Block
+from drawloom.components.model.decoder.mlp import GatedMlp
+from drawloom.components.model.decoder.router import Router
+from drawloom.components.model.decoder.specs import Branch
+from drawloom.components.model.layers import Linear
+from drawloom.components.parallel.data_shard import find_untied_heads
+from drawloom.components.ports.adapters import AdaptedLayer
+from drawloom.components.ports.experts import supports_expert_parallel
+from drawloom.components.ports.model import LinearLayer
+from drawloom.kernels.float8.casts import Float8Rows
+from drawloom.kernels.float8.experts import CachedFloat8Experts, expert_rows_float8, experts_float8
+from drawloom.kernels.float8.grouped_casts import GroupedFloat8Kernels
+from drawloom.kernels.float8.linear import (
+    CachedFloat8Weights,
+    linear_float8,
+    linear_quantized_float8,
+    linears_float8,
+    mlp_float8,
+)
+from drawloom.kernels.float8.message import pack_weights, unpack_weights
+from drawloom.kernels.float8.rms_norm import rms_norm_float8
+from drawloom.kernels.moe import Routes
+from drawloom.kernels.recompute import accept_rounded_inputs
+from drawloom.kernels.results import NormAndSum
+
+Candidate = LinearLayer | Experts
+"""Layer that may multiply in float8."""
+
+
+class Float8Message:
+    """Encoding of weights in messages, as the elements and scales by row with which a layer multiplies."""
+
+    itemsize: ClassVar[int] = 1
+    pack_weights = staticmethod(pack_weights)
+    unpack_weights = staticmethod(unpack_weights)
+
+
+class Float8Module(nn.Module):
+    """Base of modules whose class was replaced; `plain_class` is the class before."""
+
+    plain_class: ClassVar[type[nn.Module]]
+    float8: GroupedFloat8Kernels
+
+
+class Float8Linear(Float8Module, LinearLayer):
+    """Linear layer with products in float8. A quantized weight is dequantized, and rounded by rows."""
+
+    def multiply_by_weight(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        rows = x.to(self.weight.dtype)
+        if self.weight_formats:
+            return linear_quantized_float8(self.float8, self.decode_weight, rows, self.weight, bias)
+        with accept_rounded_inputs():
+            return linear_float8(self.float8, rows, self.weight, bias)
+
+
+class Float8Experts(Float8Module, Experts):
+    """Experts with products in float8, as one operation if tokens stay on their rank."""
+
+    def forward(self, hidden: Tensor, chosen: Tensor, probabilities: Tensor) -> Tensor:
+        """
+        Apply every token's experts `chosen` (tokens, choices) to hidden states (..., hidden_size); tokens and their
+        gradients are rounded before they are copied to rows.
+        """
+        if not _has_all_experts_on_rank(self):
+            return super().forward(hidden, chosen, probabilities)
+        # No rounded inputs: elements recomputed from them would not fit the scales that were copied to experts' rows.
+        routes, x = Routes._make(self.kernels.moe_routes(chosen, self.num_experts)), hidden.to(self.gate_up_proj.dtype)
+        return experts_float8(self.float8, x, probabilities, self.gate_up_proj, self.down_proj, routes)
+
+    def apply_to_rows(self, rows: Tensor, scale: Tensor, ends: Tensor) -> Tensor:
+        with accept_rounded_inputs():
+            return expert_rows_float8(self.float8, rows, scale, self.gate_up_proj, self.down_proj, ends)
+
+
+class Float8Attention(Float8Module, Attention):
+    """Attention that multiplies by the weights of queries, keys and values in one operation."""
+
+    def project_qkv(self, hidden: Tensor) -> tuple[Tensor, ...]:
+        if not (layers := self.list_joint_layers()):
+            return super().project_qkv(hidden)
+        weights = [layer.weight for layer in layers]
+        with accept_rounded_inputs():
+            return linears_float8(self.float8, hidden.to(weights[0].dtype), weights)
+
+    def list_joint_layers(self) -> Sequence[Linear]:
+        """Return the projections of the operation; none if one of them is not a plain product in float8."""
+        layers = self.q_proj, self.k_proj, self.v_proj
+        return layers if all(map(_is_plain, layers)) else ()
+
+
+class Float8Mlp(Float8Module, GatedMlp):
+    """Gated feed-forward network as one operation."""
+
+    def compute_partial_outputs(self, hidden: Tensor) -> Tensor:
+        if not self.list_joint_layers():
+            return super().compute_partial_outputs(hidden)
+        gate, up, down = self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight
+        with accept_rounded_inputs():
+            return mlp_float8(self.float8, hidden.to(gate.dtype), gate, up, down)
+
+    def list_joint_layers(self) -> Sequence[Linear]:
+        """Return gate and up, if the whole network is one operation."""
+        is_joint = self.activation == "silu" and all(map(_is_plain, (self.gate_proj, self.up_proj, self.down_proj)))
+        return (self.gate_proj, self.up_proj) if is_joint else ()
+
+
+class Float8Block(Float8Module, Block):
+    """Layer whose norms round their results for the operation that follows, in the same pass."""
+
+    def add_and_norm(self, output: Tensor | None, hidden: Tensor, branch: Branch) -> NormAndSum:
+        if branch.norm_before is None or not _rounds_input(self.get_submodule(branch.name)):
+            return super().add_and_norm(output, hidden, branch)
+        norm: Any = self.get_submodule(branch.norm_before)
+        x, residual = (hidden, None) if output is None else (output, hidden)
+        return rms_norm_float8(self.float8, x, residual, norm.weight, norm.eps, norm.zero_centered)
+
+
+CLASSES: Mapping[type, type[Float8Module]] = {
+    LinearLayer: Float8Linear,
+    Experts: Float8Experts,
+    Attention: Float8Attention,
+    GatedMlp: Float8Mlp,
+    Block: Float8Block,
+}
+"""The class with float8 for each class of modules; subclasses, such as layers with adapters, keep their own methods."""
+
+
+def enable_float8(module: Any, kernels: GroupedFloat8Kernels) -> None:
+    """Let a module compute in float8."""
+    float8_class: Any = next(float8_class for kind, float8_class in CLASSES.items() if isinstance(module, kind))
+    module.__class__ = _combine(float8_class, module.__class__)
+    module.float8 = kernels
+
+
+def disable_float8(module: Float8Module) -> None:
+    """Give a module the class back that it had before `enable_float8`."""
+    module.__class__ = module.plain_class  # type: ignore[assignment]
+
+
+@cache
+def _combine(float8_class: Any, plain_class: Any) -> Any:
+    """Return a class with one class's methods before another's, under the other's name."""
+    return type(plain_class.__name__, (float8_class, plain_class), {"plain_class": plain_class})
+
+
+PLAIN = _combine(Float8Linear, Linear)
+
+
+def _is_plain(layer: Linear) -> bool:
+    """Return whether a layer is a plain product in float8: no adapter, bias, quantized weight, or hook."""
+    has_hooks = bool(layer._forward_hooks or layer._forward_pre_hooks)
+    return layer.__class__ is PLAIN and layer.bias is None and not layer.weight_formats and not has_hooks
+
+
+def _has_all_experts_on_rank(layer: Experts) -> bool:
+    """Return whether all experts are on this rank, so that tokens stay here."""
+    if layer.dispatcher is None or isinstance(layer.dispatcher, LocalExperts):
+        return True
+    return supports_expert_parallel(layer.dispatcher) and len(layer.gate_up_proj) == layer.num_experts
+
+
+def _rounds_input(module: nn.Module) -> bool:
+    """Return whether a module's first operations multiply its input in float8."""
+    if isinstance(module, SparseMoeBlock):
+        return isinstance(module.experts, Float8Experts) and _has_all_experts_on_rank(module.experts)
+    return isinstance(module, Float8Attention | Float8Mlp) and bool(module.list_joint_layers())
+
+
+def find_float8_candidates(module: nn.Module) -> dict[str, Candidate]:
+    """
+    Return the layers of a stage's module, or of a whole model, that can use float8: no heads, routers and layers with
+    one output, and no experts with adapters, biases or clamped gates.
+    """
+    heads = find_untied_heads(module)
+    return {
+        name: layer
+        for name, layer in module.named_modules()
+        if isinstance(layer, LinearLayer | Experts) and _can_use_float8(layer) and layer not in heads
+    }
+
+
+def _can_use_float8(layer: Candidate) -> bool:
+    if isinstance(layer, Experts):
+        return not (isinstance(layer, AdaptedLayer) or layer.spec.biases or layer.spec.clamp)
+    return not isinstance(layer, Router | SharedGate)
+
+
+def get_float8_weights(layer: Candidate) -> dict[str, Tensor]:
+    """Return a layer's weights by name, (outputs, inputs) or (experts, outputs, inputs)."""
+    names = ("gate_up_proj", "down_proj") if isinstance(layer, Experts) else ("weight",)
+    return {name: getattr(layer, name) for name in names}
+
+
+def allocate_cached_weights(module: nn.Module) -> Iterator[CachedFloat8Weights]:
+    """Yield memory for the weights in float8; one operation multiplies an input by several linear layers' weights."""
+    parts = [part for part in module.modules() if isinstance(part, Float8Attention | Float8Mlp)]
+    joint = [layers for part in parts if (layers := part.list_joint_layers())]
+    yield from (CachedFloat8Weights([layer.weight for layer in layers]) for layers in joint)
+    members = {id(layer) for layers in joint for layer in layers}
+    for layer in module.modules():
+        if isinstance(layer, Float8Linear) and id(layer) not in members and not layer.weight_formats:
+            yield CachedFloat8Weights([layer.weight])
+        elif isinstance(layer, Float8Experts):
+            yield from (CachedFloat8Experts([weight]) for weight in (layer.gate_up_proj, layer.down_proj))
+
+
+def count_bytes(cached: Sequence[CachedFloat8Weights]) -> int:
+    """Return the bytes of elements, transposed elements and scales."""
+    rows: list[Float8Rows] = [weights.rows for weights in cached]
+    return sum(tensor.nbytes for tensors in rows for tensor in tensors)

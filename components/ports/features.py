@@ -1,0 +1,202 @@
+"""Port for features: nodes composed around a rank's stages, such as compilation or another format of weights."""
+
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import suppress
+from enum import IntEnum
+from fnmatch import fnmatchcase
+from typing import ClassVar
+
+import attrs
+from torch import nn
+
+from drawloom.components.ports.distributed import PerDimension, Precision
+from drawloom.components.ports.memory import MemoryKind
+from drawloom.components.ports.model import build_meta_module_if_known
+from drawloom.components.ports.slices import RankSlice
+from drawloom.graph import Problem, port
+from drawloom.graph.wiring.node import NodeView
+
+
+class WrappingOrder(IntEnum):
+    """Position of a feature around the stages, from the inside to the outside."""
+
+    LAYERS = 0
+    """Replaces layers of the model."""
+    STORAGE = 1
+    """Stores weights in another format."""
+    PLACEMENT = 2
+    """Keeps weights in another memory."""
+    PRODUCTS = 3
+    """Multiplies by the weights in another way."""
+    COMPILATION = 4
+    """Compiles the layers."""
+    LAUNCH = 5
+    """Launches the passes in another way."""
+
+
+@attrs.frozen(kw_only=True)
+class StageNodes:
+    """A recipe's nodes that determine parallelism. A missing edge is reported elsewhere."""
+
+    stages: NodeView
+    mesh: NodeView
+    model: NodeView | None
+    precision: NodeView | None
+
+    @property
+    def sizes(self) -> PerDimension:
+        """The rank count by dimension, as written in the recipe."""
+        return PerDimension.from_settings(self.mesh.settings)
+
+    @property
+    def features(self) -> list[NodeView]:
+        """The stages' features."""
+        return self.stages.neighbours("features")
+
+    @staticmethod
+    def component_of(feature: NodeView) -> "type[StageFeature]":
+        """Return a feature's class."""
+        return feature.component
+
+    def find_feature(self, use: str) -> NodeView | None:
+        """Return the feature with this `use`, if the stages have it."""
+        return next((feature for feature in self.features if feature.use == use), None)
+
+    @property
+    def compute_dtype(self) -> str | None:
+        """The name of the dtype in which layers compute; None without a precision."""
+        settings = {} if self.precision is None else self.precision.settings
+        return settings.get("compute") or settings.get("parameter")
+
+    def build_precision(self) -> Precision | None:
+        """Build the precision; None if there is none, or if it has problems."""
+        with suppress(ValueError):
+            return None if self.precision is None else self.precision.component(**self.precision.settings)
+        return None
+
+    def build_whole_model_on_meta(self) -> nn.Module | None:
+        """Build the whole model on the meta device; None if it is unknown before a run."""
+        return None if self.model is None else build_meta_module_if_known(self.model)
+
+    @property
+    def freezes_weights(self) -> bool:
+        """Whether some weights may be frozen: the stages have adapters, or a feature that replaces layers."""
+        orders = [self.component_of(feature).order for feature in self.features]
+        return bool(self.stages.neighbours("adapters")) or WrappingOrder.LAYERS in orders
+
+
+class Feature:
+    """Declarations shared by all features."""
+
+    order: ClassVar[WrappingOrder]
+    excludes: ClassVar[Mapping[str, str]] = {}
+    """Components that can't be in a recipe with the feature, by the name after `use`, and why."""
+
+
+def check_exclusions(feature: NodeView) -> Iterator[Problem]:
+    """Yield problems with nodes that a feature excludes."""
+    excluded: Mapping[str, str] = feature.component.excludes  # type: ignore[attr-defined]
+    for node in feature.nodes.values():
+        if reason := excluded.get(node.spec.use):
+            text = f"[{feature.name}] and [{node.name}] exclude each other: {reason}"
+            yield feature.problem("use", text, f"remove [{feature.name}] or [{node.name}]")
+
+
+@attrs.frozen
+class NamePatterns:
+    """A component's setting with patterns (fnmatch); each has to match the name of a thing of this `kind`."""
+
+    component: str
+    setting: str
+    kind: str
+    patterns: Sequence[str]
+    names: Sequence[str]
+
+    def matches(self, pattern: str) -> bool:
+        """Return whether a pattern matches a name."""
+        return any(fnmatchcase(name, pattern) for name in self.names)
+
+    def describe_fault(self, pattern: str) -> str:
+        """Return the message for a pattern that matches no name."""
+        example = f"; one is {self.names[0]!r}" if self.names else ""
+        return f"no {self.kind} is called {pattern!r}{example}"
+
+    def check(self, node: NodeView) -> Iterator[Problem]:
+        """Yield problems of a component's node, if names are known."""
+        for number, pattern in enumerate(self.patterns if self.names else ()):
+            if not self.matches(pattern):
+                hint = "write another pattern, or remove it"
+                yield node.problem((self.setting, number), self.describe_fault(pattern), hint)
+
+
+@port
+class StageFeature(Feature):
+    """
+    A feature composed around a rank's stages. Derive from this class: its members do nothing.
+
+    Stages call the features of a recipe in the order of `order`, from the inside to the outside, and of equal ones in
+    the recipe's order. The stages, the model and the executor know no feature; without its node, nothing of it is
+    imported.
+    """
+
+    order: ClassVar[WrappingOrder] = WrappingOrder.LAYERS
+    keeps_layer_shapes: ClassVar[bool] = False
+    """Whether all layers keep the shape and dtype of hidden states if the model's layers do."""
+    fuses_backward: ClassVar[bool] = False
+    """Whether weight gradients are computed together with input gradients, so that no schedule can delay them."""
+    runs_gradient_hooks: ClassVar[bool] = True
+    """Whether backward passes run the hooks of parameters, with which replicas sum gradients during the pass."""
+
+    peak_factor: ClassVar[float] = 1.0
+    """The most that a device's products are faster than in the compute dtype."""
+
+    @classmethod
+    def check_stages(cls, feature: NodeView, nodes: StageNodes) -> Iterator[Problem]:
+        """Yield problems of a recipe whose stages can't have the feature."""
+        yield from ()
+
+    @classmethod
+    def describe_stages(cls, feature: NodeView, nodes: StageNodes) -> Iterator[str]:
+        """Yield sentences for `explain` about the feature's effect on the stages."""
+        yield from ()
+
+    def transform(self, module: nn.Module) -> nn.Module:
+        """Return the replacement for a stage's module on the meta device, not yet split over ranks."""
+        return module
+
+    def convert(self, module: nn.Module, precision: Precision, splits: MutableMapping[str, RankSlice]) -> None:
+        """
+        Change a stage's module on the meta device, split over ranks and in its dtypes.
+
+        `splits` are this rank's slices by parameter name. Names of parameters stay, because checkpoints have them.
+        Raises UserError for a module that the feature does not support.
+        """
+
+    def name_patterns(self, modules: Sequence[nn.Module]) -> Iterator[NamePatterns]:
+        """Yield settings with patterns, of which each has to match a name in some rank's modules."""
+        yield from ()
+
+    def place(self, modules: Sequence[nn.Module]) -> None:
+        """Place parameters on the meta device in another memory, before all others get the device's memory."""
+
+    def place_on_meta(self, modules: Sequence[nn.Module]) -> None:
+        """Do for a plan, which has no memory, as `place` does for a run."""
+
+    def finish(self, modules: Sequence[nn.Module], blocks: Sequence[nn.Module]) -> None:
+        """Change modules with memory and values; `blocks` are their layers."""
+
+    def allocate(self, modules: Sequence[nn.Module]) -> None:
+        """Allocate the feature's own memory, also on the meta device for a plan."""
+
+    def before_passes(self, only_if_changed: bool = False) -> None:
+        """Prepare weights for a step's passes; with `only_if_changed`, only if one may have changed."""
+
+    def after_backward(self) -> None:
+        """Act after a step's backward passes; the optimizer changes weights next."""
+
+    def change_device_bytes(self, sizes: MutableMapping[MemoryKind, int]) -> None:
+        """Change the stages' bytes on the device."""
+
+    def describe_model(self, whole: nn.Module, precision: Precision) -> Iterator[str]:
+        """Yield phrases for the run's summary about a whole model on the meta device."""
+        yield from ()

@@ -1,0 +1,91 @@
+"""A rank's features, from the inside to the outside, with the checks and notes of their nodes."""
+
+from collections.abc import Iterator, MutableMapping, Sequence
+
+import attrs
+from torch import nn
+
+from drawloom.components.ports.distributed import Precision
+from drawloom.components.ports.features import NamePatterns, StageFeature, StageNodes, check_exclusions
+from drawloom.components.ports.memory import MemoryKind
+from drawloom.components.ports.slices import RankSlice
+from drawloom.graph import Problem
+
+
+def _sort(features: Sequence[StageFeature]) -> list[StageFeature]:
+    return sorted(features, key=lambda feature: feature.order)
+
+
+@attrs.frozen(eq=False)
+class FeatureStack(StageFeature):
+    """All features of the stages as one."""
+
+    features: Sequence[StageFeature] = attrs.field(converter=_sort)
+
+    def transform(self, module: nn.Module) -> nn.Module:
+        for feature in self.features:
+            module = feature.transform(module)
+        return module
+
+    def convert(self, module: nn.Module, precision: Precision, splits: MutableMapping[str, RankSlice]) -> None:
+        for feature in self.features:
+            feature.convert(module, precision, splits)
+
+    def name_patterns(self, modules: Sequence[nn.Module]) -> Iterator[NamePatterns]:
+        for feature in self.features:
+            yield from feature.name_patterns(modules)
+
+    def place(self, modules: Sequence[nn.Module]) -> None:
+        for feature in self.features:
+            feature.place(modules)
+
+    def place_on_meta(self, modules: Sequence[nn.Module]) -> None:
+        for feature in self.features:
+            feature.place_on_meta(modules)
+
+    def finish(self, modules: Sequence[nn.Module], blocks: Sequence[nn.Module]) -> None:
+        for feature in self.features:
+            feature.finish(modules, blocks)
+
+    def allocate(self, modules: Sequence[nn.Module]) -> None:
+        for feature in self.features:
+            feature.allocate(modules)
+
+    def before_passes(self, only_if_changed: bool = False) -> None:
+        for feature in self.features:
+            feature.before_passes(only_if_changed)
+
+    def after_backward(self) -> None:
+        for feature in self.features:
+            feature.after_backward()
+
+    def change_device_bytes(self, sizes: MutableMapping[MemoryKind, int]) -> None:
+        for feature in self.features:
+            feature.change_device_bytes(sizes)
+
+    def describe_model(self, whole: nn.Module, precision: Precision) -> Iterator[str]:
+        for feature in self.features:
+            yield from feature.describe_model(whole, precision)
+
+    @property
+    def do_layers_keep_shapes(self) -> bool:
+        """Whether no feature changes the shapes of hidden states between layers."""
+        return all(feature.keeps_layer_shapes for feature in self.features)
+
+    @property
+    def do_gradient_hooks_run(self) -> bool:
+        """Whether backward passes run the hooks of parameters under every feature."""
+        return all(feature.runs_gradient_hooks for feature in self.features)
+
+
+def check_features(nodes: StageNodes) -> Iterator[Problem]:
+    """Yield the features' problems with the stages, and with nodes that they exclude."""
+    for feature in nodes.features:
+        yield from nodes.component_of(feature).check_stages(feature, nodes)
+        yield from check_exclusions(feature)
+
+
+def describe_features(nodes: StageNodes) -> Iterator[str]:
+    """Yield the features' sentences for `explain`."""
+    for feature in nodes.features:
+        yield from nodes.component_of(feature).describe_stages(feature, nodes)

@@ -1,1 +1,0 @@
-"""Exchange of tensors and configurations between ranks, through memory or a folder."""

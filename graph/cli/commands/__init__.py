@@ -1,0 +1,1 @@
+"""The commands for any graph, one per file."""

@@ -1,0 +1,186 @@
+"""
+Experts with matrix products in float8: permutation, gate and up, SwiGLU and down as one operation.
+
+Tokens are quantized before they are copied to their experts' rows, and so are their gradients, so that rows exist in
+float8 alone. `linear.py` has the dense recipe. Here a weight has one scale by expert, not by output channel, and
+therefore multiplies products without a change to the gradient. For a weight's gradient both operands have scales by
+row; their product multiplies one of them, relative to the largest in the expert's rows. Scales are powers of two, so
+this shifts exponents; only elements 2^15 times smaller than their expert's largest lose bits.
+"""
+
+from typing import Any
+
+from torch import Tensor
+from torch.autograd import Function
+
+from drawloom.kernels.deferred_grads import (
+    WeightGradient,
+    compute_at_once_if_hooked,
+    get_weight_gradient_function,
+)
+from drawloom.kernels.float8.casts import Float8Rows, ScaledRows
+from drawloom.kernels.float8.grouped_casts import GroupedFloat8Kernels, allocate_quantized_experts
+from drawloom.kernels.float8.linear import (
+    CachedFloat8Weights,
+    FactorProduct,
+    GradientDispatcher,
+    check_float8_operands,
+    get_or_quantize_input,
+)
+from drawloom.kernels.moe import Routes
+from drawloom.kernels.operation import once_differentiable
+from drawloom.kernels.recompute import call_recomputable_in_autograd_function
+
+
+def experts_float8(
+    kernels: GroupedFloat8Kernels, x: Tensor, probabilities: Tensor, gate_up: Tensor, down: Tensor, routes: Routes
+) -> Tensor:
+    """
+    Return the sum over a token's choices of probability * down(silu(gate(x)) * up(x)), (tokens, width).
+
+    x bfloat16 (..., width), probabilities (tokens, top_k); gate_up (experts, 2 * inner, width), whose first half is
+    the gate's, and down (experts, width, inner), both bfloat16.
+    """
+    return _multiply_by_experts(
+        kernels, x, probabilities, gate_up, down, routes.offsets, routes.dest_row, routes.source_choice
+    )
+
+
+def expert_rows_float8(
+    kernels: GroupedFloat8Kernels, rows: Tensor, probabilities: Tensor, gate_up: Tensor, down: Tensor, ends: Tensor
+) -> Tensor:
+    """
+    Compute `experts_float8` for rows (rows, width) sorted by expert, without sums: probabilities (rows,), ends int32
+    (experts,); returns (rows, width).
+    """
+    return _multiply_by_experts(kernels, rows, probabilities, gate_up, down, ends, None, None)
+
+
+def _multiply_by_experts(
+    kernels: GroupedFloat8Kernels,
+    x: Tensor,
+    probabilities: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    ends: Tensor,
+    dest_row: Tensor | None,
+    source_choice: Tensor | None,
+) -> Tensor:
+    for weight in (gate_up, down):
+        check_float8_operands(x, weight)
+    rows = get_or_quantize_input(kernels, x, False)
+    gradients = GradientDispatcher([get_weight_gradient_function(weight) for weight in (gate_up, down)])
+    result: Tensor = _ExpertsFloat8.apply(  # type: ignore[no-untyped-call]
+        x, probabilities, gate_up, down, gradients, kernels, rows.data, rows.scale, ends, dest_row, source_choice
+    )
+    return result
+
+
+class CachedFloat8Experts(CachedFloat8Weights):
+    """Quantized experts' weight (experts, outputs, inputs), kept in the same memory from one update to the next."""
+
+    def allocate(self) -> Float8Rows:
+        return allocate_quantized_experts(self.weights[0])
+
+    def quantize_into_memory(self, kernels: Any) -> None:
+        kernels.quantize_experts_into(self.weights[0], self.rows)
+
+
+def _get_or_quantize_weight(kernels: GroupedFloat8Kernels, weight: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Quantize a weight (experts, outputs, inputs), or return the cached elements, scales and transposed copy."""
+    kept: CachedFloat8Experts | None = getattr(weight, "float8", None)
+    if kept is None:
+        return *kernels.quantize_experts(weight), None
+    if not kept.is_current:
+        kept.quantize_with(kernels)
+    return kept.rows
+
+
+@compute_at_once_if_hooked
+class _ExpertsFloat8(Function):
+    """Experts; it saves tokens, gate and up's results, and quantized factors."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        probabilities: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        weight_gradient: WeightGradient,
+        kernels: GroupedFloat8Kernels,
+        data: Tensor,
+        scale: Tensor,
+        ends: Tensor,
+        dest_row: Tensor | None,
+        source_choice: Tensor | None,
+    ) -> Tensor:
+        """Return (tokens, width) for quantized x: data (tokens, width), scale (tokens,); without routes, also rows."""
+        rows = data, scale, probabilities
+        if dest_row is not None and source_choice is not None:
+            rows = kernels.copy_tokens_to_expert_rows(
+                ScaledRows(data, scale), probabilities, Routes(dest_row, source_choice, ends)
+            )
+        first, first_scale, first_transposed = _get_or_quantize_weight(kernels, gate_up)
+        gate_and_up = kernels.multiply_rows_by_expert(rows[0], rows[1], first, first_scale, ends, True)
+        inner = call_recomputable_in_autograd_function(kernels.quantize_expert_swiglu, gate_and_up, rows[2])
+        second, second_scale, second_transposed = _get_or_quantize_weight(kernels, down)
+        outputs = kernels.multiply_rows_by_expert(inner[0], inner[1], second, second_scale, ends, True)
+        ctx.transposed = first_transposed, second_transposed
+        ctx.weight_gradient, ctx.kernels, ctx.inputs_shape = weight_gradient, kernels, x.shape
+        ctx.save_for_backward(
+            *(gate_up, down, first_scale, second_scale, data, rows[1], rows[2], gate_and_up, *inner),
+            *(ends, dest_row, source_choice),
+        )
+        return outputs if dest_row is None else kernels.sum_rows_and_gather_scalars(outputs, None, dest_row)[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        gate_up, down, first_scale, second_scale, data, x_scale, probabilities, *rest = ctx.saved_tensors
+        gate_and_up, inner, inner_scale, ends, dest_row, source_choice = rest
+        kernels: GroupedFloat8Kernels = ctx.kernels
+        needs_x, needs_probabilities, needs_first, needs_second, *_ = ctx.needs_input_grad
+        tokens = ScaledRows(*kernels.quantize_rows(grad.reshape(-1, grad.shape[-1]), False)[:2])
+        rows, top_k = tokens, 1
+        if dest_row is not None:
+            top_k = max(dest_row.shape[1], 1)
+            rows = ScaledRows(
+                *kernels.copy_tokens_to_expert_rows(tokens, None, Routes(dest_row, source_choice, ends))[:2]
+            )
+        transposed = _get_transposed_quantized_weight(kernels, down, second_scale, ctx.transposed[1])
+        grad_inner = kernels.multiply_rows_by_expert(*rows, transposed, second_scale, ends, False)
+        grad_down = grad_gate_up = grad_x = grad_probabilities = None
+        if needs_second:
+            left = ScaledRows(inner, inner_scale)
+            right = ScaledRows(tokens.data, rows.scale)
+            inner_factor, grad_factor, scale = kernels.prepare_outer_product_factors(
+                left, right, source_choice, top_k, ends
+            )
+            product = FactorProduct(kernels.sum_outer_products, 1)
+            grad_down = ctx.weight_gradient(product, grad_factor, inner_factor, scale, ends.detach())
+            del inner_factor, grad_factor
+        del rows
+        *quantized, grad_probabilities = kernels.quantize_expert_swiglu_gradient(grad_inner, gate_and_up, probabilities)
+        grad_both = ScaledRows(*quantized)
+        del grad_inner
+        if needs_first:
+            right = ScaledRows(data.detach(), x_scale)
+            factors = kernels.prepare_outer_product_factors(grad_both, right, source_choice, top_k, ends)
+            grad_gate_up = ctx.weight_gradient(FactorProduct(kernels.sum_outer_products, 0), *factors, ends.detach())
+            del factors
+        if needs_x or (needs_probabilities and dest_row is not None):
+            transposed = _get_transposed_quantized_weight(kernels, gate_up, first_scale, ctx.transposed[0])
+            grad_x = kernels.multiply_rows_by_expert(*grad_both, transposed, first_scale, ends, False)
+            if dest_row is not None:
+                grad_x, grad_probabilities = kernels.sum_rows_and_gather_scalars(grad_x, grad_probabilities, dest_row)
+            grad_x = grad_x.view(ctx.inputs_shape)
+        results = grad_x, grad_probabilities if needs_probabilities else None, grad_gate_up, grad_down
+        return *results, *(None,) * 7
+
+
+def _get_transposed_quantized_weight(
+    kernels: GroupedFloat8Kernels, weight: Tensor, scale: Tensor, kept: Tensor | None
+) -> Tensor:
+    """Return a quantized weight, transposed (experts, inputs, outputs)."""
+    return kernels.quantize_transposed_experts(weight, scale) if kept is None else kept
