@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
 from drawloom.components.checkpoint import commit
+from drawloom.components.checkpoint.staging import copy_plan, overlapped
 from drawloom.components.data.bytes import Bytes
 from drawloom.components.distributed import launched_ranks, membership
 from drawloom.components.distributed import processes as joining
@@ -245,6 +246,7 @@ def join_running(use: str, values: Values, _place: Path) -> tuple[int, float]:
     with (
         mock.patch.object(joining, "read_launch", lambda: Launch(address="localhost", agent_store=True)),
         mock.patch.dict(membership.RUNS),
+        mock.patch.object(launched_ranks, "read_launch", lambda: Launch(address="localhost", agent_store=True)),
         mock.patch.object(launched_ranks, "connect_to_launch_store", lambda *_: store),
         mock.patch.object(membership, "connect_to_launch_store", lambda *_: store),
         mock.patch.object(launched_ranks, "start_exit_with_parent_thread"),
@@ -397,7 +399,7 @@ def count_failed_saves(use: str, values: Values, folder: Path) -> Any:
 
 def stage_values(use: str, values: Values, _place: Path) -> Any:
     """Return how many buffers are kept for the next copy, and the result for a value of an unknown type."""
-    module = __import__(build(use).__class__.__module__, fromlist=["Pool"])
+    module: Any = copy_plan if use == "checkpoint.staging.blocking" else overlapped
     stager, kept = build(use, **values), []
     pool = module.Pool
 
