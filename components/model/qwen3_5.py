@@ -19,7 +19,7 @@ from drawloom.graph import component
 
 
 def create_qwen3_5_mapper(parameters: Iterable[str], architecture: Any) -> Mapper:
-    """Return the mapper to files, in which queries, keys and values of gated delta nets are joined."""
+    """Return the mapper to files, where queries, keys and values of gated delta nets are joined."""
     return create_hybrid_mapper(parameters, architecture.delta, _join_projections, lambda others: identity(*others))
 
 

@@ -27,7 +27,7 @@ class Qwen3NextConfig(Qwen35MoeConfig, Qwen3MoeConfig):
 
 
 def _create_family_mapper(parameters: Iterable[str], architecture: Any) -> Mapper:
-    """Return the mapper to files, in which projections in gated delta nets are joined."""
+    """Return the mapper to files, where projections in gated delta nets are joined."""
     return create_hybrid_mapper(
         parameters, architecture.delta, _join_projections, lambda others: create_decoder_mapper(others, architecture)
     )

@@ -1,4 +1,4 @@
-"""Decoder configs: keys of a `config.json`, which are also settings, and every layer's specification."""
+"""Decoder configs: keys of a `config.json`, also settings of recipes, and every layer's specification."""
 
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -244,7 +244,7 @@ def layer_types_setting(interval: int, other: str = SLIDING) -> Any:
 
 
 def find_short_list_faults(given: Mapping[str, Any], key: str, items: str) -> Iterator[InvalidSetting]:
-    """Yield the fault if the list `key`, which may be longer than the model, lacks items for the last layers."""
+    """Yield the fault if the list `key` lacks items for the last layers; it may be longer than the model."""
     layers, count = given["num_hidden_layers"], len(given.get(key) or ())
     if key in given and count < layers:
         why = f"{key} has {count} {items}, and num_hidden_layers = {layers}"

@@ -101,7 +101,7 @@ class Family:
 def fill_layer_list(
     config: dict[str, Any], key: str, interval: Any, create: Callable[[int, int], Sequence[Any]]
 ) -> dict[str, Any]:
-    """Return a `config.json` in which a missing list by layer is `create(layers, interval)`, if both are numbers."""
+    """Return a `config.json` with `create(layers, interval)` for a missing list by layer, if both are numbers."""
     layers = config.get("num_hidden_layers")
     if config.get(key) is None and type(interval) is int and type(layers) is int and interval > 0:
         return {**config, key: create(layers, interval)}

@@ -104,7 +104,7 @@ def create_hybrid_mapper(
     map_others: Callable[[Sequence[str]], Mapper],
 ) -> Mapper:
     """
-    Return the mapper to files, in which a gated delta net's projections are joined, and so are its convolutions.
+    Return the mapper to files, where a gated delta net's projections are joined, and so are its convolutions.
 
     Convolutions (channels, taps) become one (channels, 1, taps). `map_others` maps all other parameters.
     """
