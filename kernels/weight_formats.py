@@ -16,7 +16,7 @@ bfloat16 matrix.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -215,6 +215,8 @@ FLOAT8 = WeightFormat("float8", TILE, 66, torch.float32, _encode_float8, _decode
 
 MXFP4 = WeightFormat("mxfp4", 32, 9, torch.bfloat16, _encode_mxfp4, _decode_mxfp4)
 """4 bits in blocks of 32 with a power of two as the scale, 4.5 bits per element; a byte's lower half is first."""
+
+FormatName = Literal["nf4", "float8", "mxfp4"]
 
 FORMATS = {weight_format.name: weight_format for weight_format in (NF4, FLOAT8, MXFP4)}
 

@@ -15,11 +15,11 @@ from drawloom.components.commands._recipes import find_only_node
 from drawloom.components.float8.layers import (
     Float8Experts,
     Float8Linear,
-    disable_float8,
     enable_float8,
     get_float8_weights,
 )
 from drawloom.components.ports.distributed import Precision
+from drawloom.components.ports.features import put_class_back
 from drawloom.components.ports.pipeline import Executor, create_step_state, sum_losses_and_weights
 from drawloom.components.ports.run import Step
 from drawloom.components.ports.stages import Parameters, Stages
@@ -140,7 +140,7 @@ def _train_and_measure_float8_effects(recipe: Recipe, steps: int) -> Float8Effec
             raise UserError(f"no layer of {recipe} can use float8", 2)
         kernels = next(iter(layers.values())).float8
         for layer in layers.values():
-            disable_float8(layer)
+            put_class_back(layer)
         for index in range(1, steps + 2):
             step = Step(index, steps + 1)
             for name in phases if index <= steps else phases[:1]:
@@ -208,7 +208,7 @@ class _Probe:
         loss, weight = sum_losses_and_weights(state).tolist()  # waits for the device
         seconds = time.monotonic() - begin
         for layer in float8_layers:
-            disable_float8(layer)
+            put_class_back(layer)
         gradients = [torch.zeros_like(part) if part.grad is None else part.grad.detach() for part in parameters]
         for parameter in parameters:
             parameter.grad = None

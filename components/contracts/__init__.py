@@ -2,6 +2,7 @@
 
 FRAMEWORK_ONLY = {
     "FrozenModel": "it has weights and stages on the ranks of a run, so runs test it",
+    "DescribedStages": "its phrases are about a run's model and features, so runs test it",
     "PassFeature": "it acts around the programs of an executor, so runs test it",
     "RepeatingExecutor": "it repeats the passes of a run's step, so runs test it",
     "PassObserver": "it observes the passes of a run's step, so runs test it",

@@ -5,7 +5,6 @@ from typing import Literal
 
 import torch
 
-from drawloom.components.ports.distributed import FrozenFormat
 from drawloom.graph import Problem, component, setting
 from drawloom.graph.wiring.node import NodeView
 
@@ -34,6 +33,10 @@ def _describe_float16_fault(name: str | None) -> str | None:
 
 @component(
     replaced_keys=dict.fromkeys(
+        ("frozen", "frozen_in_compute"),
+        'a table [quantized] with use = "frozen_weights.quantized", and its settings format and exclude',
+    )
+    | dict.fromkeys(
         ("linear", "linear_in_compute", "linear_weights", "gather"),
         'a table [float8] with use = "float8.training", and its settings exclude, round_weights and gather',
     )
@@ -44,7 +47,7 @@ class DtypePolicy:
 
     `parameter` is the optimizer's dtype (master weights). `compute` is the layers' dtype (`param_dtype` of FSDP's
     MixedPrecisionPolicy): every trained weight is cast once a step. `gradient` is the dtype for sums over microbatches
-    (gradient accumulation). `frozen` is the storage of weights that adapters do not train (QLoRA).
+    (gradient accumulation).
     """
 
     _parameter: Name = setting(
@@ -71,27 +74,10 @@ class DtypePolicy:
     uncast: tuple[str, ...] = setting(
         default=(), doc='name patterns of parameters that layers use without a cast: "*norm.weight"'
     )
-    frozen: FrozenFormat = setting(
-        default="compute",
-        impact="incompatible",
-        doc="storage of frozen weights of linear layers and experts: 'compute', the compute dtype, or a quantized "
-        "format, which is dequantized for each product (QLoRA): 'nf4', 4 bits in blocks of 64; 'float8', 8 bits in "
-        "tiles of 128 x 128; 'mxfp4', 4 bits in blocks of 32",
-    )
-    frozen_in_compute: tuple[str, ...] = setting(
-        default=(),
-        impact="incompatible",
-        doc='name patterns of frozen weights that stay in the compute dtype: "*.self_attn.*", "*.down_proj.weight"',
-    )
 
     def __attrs_post_init__(self) -> None:
         """Raise ValueError for combinations that `check` rejects in a recipe."""
-        conflicts = [
-            *find_dtype_conflicts_and_remedies(self._parameter, self._compute, self._gradient, self.uncast),
-            *find_frozen_format_conflicts_and_remedies(
-                self._compute or self._parameter, self.frozen, self.frozen_in_compute
-            ),
-        ]
+        conflicts = find_dtype_conflicts_and_remedies(self._parameter, self._compute, self._gradient, self.uncast)
         for _, text, hint in conflicts:
             raise ValueError(f"{text}; {hint}")
 
@@ -102,10 +88,6 @@ class DtypePolicy:
         for key, text, hint in find_dtype_conflicts_and_remedies(
             values["parameter"], values["compute"], values["gradient"], values["uncast"]
         ):
-            yield node.problem(key, text, hint)
-        used = values["compute"] or values["parameter"]
-        conflicts = find_frozen_format_conflicts_and_remedies(used, values["frozen"], values["frozen_in_compute"])
-        for key, text, hint in conflicts:
             yield node.problem(key, text, hint)
 
     @property
@@ -139,15 +121,3 @@ def find_dtype_conflicts_and_remedies(
     if uncast and used == parameter:
         text = f"nothing is cast, since compute and parameter are both {parameter!r}"
         yield "uncast", text, "remove uncast"
-
-
-def find_frozen_format_conflicts_and_remedies(
-    compute: str, frozen: FrozenFormat, frozen_in_compute: tuple[str, ...]
-) -> Iterator[tuple[str, str, str]]:
-    """Yield conflicts between the frozen weights' format and other settings: the key, the fault, and the remedy."""
-    if frozen != "compute" and compute != "bfloat16":
-        text = f"layers compute in {compute!r}, and frozen weights in {frozen} are dequantized to bfloat16"
-        yield "frozen", text, "write compute = 'bfloat16', or remove frozen"
-    if frozen_in_compute and frozen == "compute":
-        text = "all frozen weights are stored in the compute dtype, so that there is nothing to exclude"
-        yield "frozen_in_compute", text, "write frozen = 'nf4', or remove frozen_in_compute"

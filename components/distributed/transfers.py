@@ -21,7 +21,7 @@ Size from which memory is pinned where it is: torch's allocator of pinned memory
 Smaller memory may share pages with other memory, which can't be pinned twice; from 32 MiB on, glibc maps pages.
 """
 
-KEEP_ON_DEVICE = "keep more on the device (optimizer.states, stages.stream_frozen, or pipeline.offloaded)"
+KEEP_ON_DEVICE = "keep more on the device (optimizer.states, frozen_weights.streamed, or pipeline.offloaded)"
 
 
 @attrs.define(eq=False)

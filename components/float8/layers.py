@@ -1,7 +1,6 @@
 """Layers with products in float8, whose classes take the place of the classes of a module's layers."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -17,7 +16,8 @@ from drawloom.components.model.layers import Linear
 from drawloom.components.parallel.data_shard import find_untied_heads
 from drawloom.components.ports.adapters import AdaptedLayer
 from drawloom.components.ports.experts import supports_expert_parallel
-from drawloom.components.ports.model import LinearLayer
+from drawloom.components.ports.features import combine_classes, put_class_before
+from drawloom.components.ports.model import LinearLayer, StoredLayer
 from drawloom.kernels.float8.casts import Float8Rows
 from drawloom.kernels.float8.experts import CachedFloat8Experts, expert_rows_float8, experts_float8
 from drawloom.kernels.float8.grouped_casts import GroupedFloat8Kernels
@@ -47,9 +47,8 @@ class Float8Message:
 
 
 class Float8Module(nn.Module):
-    """Base of modules whose class was replaced; `plain_class` is the class before."""
+    """Base of modules whose class was replaced."""
 
-    plain_class: ClassVar[type[nn.Module]]
     float8: GroupedFloat8Kernels
 
 
@@ -58,7 +57,7 @@ class Float8Linear(Float8Module, LinearLayer):
 
     def multiply_by_weight(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         rows = x.to(self.weight.dtype)
-        if self.weight_formats:
+        if isinstance(self, StoredLayer):
             return linear_quantized_float8(self.float8, self.decode_weight, rows, self.weight, bias)
         with accept_rounded_inputs():
             return linear_float8(self.float8, rows, self.weight, bias)
@@ -133,34 +132,21 @@ CLASSES: Mapping[type, type[Float8Module]] = {
     GatedMlp: Float8Mlp,
     Block: Float8Block,
 }
-"""The class with float8 for each class of modules; subclasses, such as layers with adapters, keep their own methods."""
+"""The class with float8 by module class; subclasses, such as layers with adapters, keep their own methods."""
 
 
 def enable_float8(module: Any, kernels: GroupedFloat8Kernels) -> None:
     """Let a module compute in float8."""
-    float8_class: Any = next(float8_class for kind, float8_class in CLASSES.items() if isinstance(module, kind))
-    module.__class__ = _combine(float8_class, module.__class__)
+    put_class_before(module, next(float8_class for kind, float8_class in CLASSES.items() if isinstance(module, kind)))
     module.float8 = kernels
 
 
-def disable_float8(module: Float8Module) -> None:
-    """Give a module the class back that it had before `enable_float8`."""
-    module.__class__ = module.plain_class  # type: ignore[assignment]
-
-
-@cache
-def _combine(float8_class: Any, plain_class: Any) -> Any:
-    """Return a class with one class's methods before another's, under the other's name."""
-    return type(plain_class.__name__, (float8_class, plain_class), {"plain_class": plain_class})
-
-
-PLAIN = _combine(Float8Linear, Linear)
+PLAIN = combine_classes(Float8Linear, Linear)
 
 
 def _is_plain(layer: Linear) -> bool:
     """Return whether a layer is a plain product in float8: no adapter, bias, quantized weight, or hook."""
-    has_hooks = bool(layer._forward_hooks or layer._forward_pre_hooks)
-    return layer.__class__ is PLAIN and layer.bias is None and not layer.weight_formats and not has_hooks
+    return layer.__class__ is PLAIN and layer.bias is None and not (layer._forward_hooks or layer._forward_pre_hooks)
 
 
 def _has_all_experts_on_rank(layer: Experts) -> bool:
@@ -209,13 +195,13 @@ def allocate_cached_weights(module: nn.Module) -> Iterator[CachedFloat8Weights]:
     yield from (CachedFloat8Weights([layer.weight for layer in layers]) for layers in joint)
     members = {id(layer) for layers in joint for layer in layers}
     for layer in module.modules():
-        if isinstance(layer, Float8Linear) and id(layer) not in members and not layer.weight_formats:
+        if isinstance(layer, Float8Linear) and id(layer) not in members and not isinstance(layer, StoredLayer):
             yield CachedFloat8Weights([layer.weight])
         elif isinstance(layer, Float8Experts):
             yield from (CachedFloat8Experts([weight]) for weight in (layer.gate_up_proj, layer.down_proj))
 
 
 def count_bytes(cached: Sequence[CachedFloat8Weights]) -> int:
-    """Return the bytes of elements, transposed elements and scales."""
+    """Return the bytes for elements, transposed elements and scales."""
     rows: list[Float8Rows] = [weights.rows for weights in cached]
     return sum(tensor.nbytes for tensors in rows for tensor in tensors)

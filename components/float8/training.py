@@ -28,6 +28,7 @@ from drawloom.components.parallel.tensor import TensorParallel
 from drawloom.components.ports.distributed import Device, Precision
 from drawloom.components.ports.features import NamePatterns, StageFeature, StageNodes, WrappingOrder
 from drawloom.components.ports.memory import MemoryKind
+from drawloom.components.ports.model import StoredLayer
 from drawloom.components.ports.slices import RankSlice
 from drawloom.graph import Problem, UserError, component, setting
 from drawloom.graph.wiring.node import NodeView
@@ -76,7 +77,7 @@ class Float8Training(StageFeature):
 
     @classmethod
     def check_stages(cls, feature: NodeView, nodes: StageNodes) -> Iterator[Problem]:
-        """Yield problems of recipes whose layers can't multiply in float8."""
+        """Yield problems for recipes whose layers can't multiply in float8."""
         if (compute := nodes.compute_dtype) not in (None, "bfloat16") and nodes.precision is not None:
             text = f"layers compute in {compute!r}, and products in float8 accept only bfloat16"
             yield nodes.precision.problem("compute", text, f"write compute = 'bfloat16', or remove [{feature.name}]")
@@ -91,11 +92,16 @@ class Float8Training(StageFeature):
         if feature.settings["implementation"] == "triton" and device and device.settings.get("kind") == "cpu":
             text = "'triton' runs on GPUs, and the device is the CPU"
             yield feature.problem("implementation", text, "write 'auto' or 'eager'")
+        streamed = nodes.find_feature("frozen_weights.streamed")
+        if streamed and not nodes.find_feature("frozen_weights.quantized"):
+            text = "layers that multiply in float8 round weights on the device"
+            hint = f'add a table with use = "frozen_weights.quantized", or remove [{feature.name}]'
+            yield streamed.problem("use", text, hint)
         yield from cls._check_layers(feature, nodes)
 
     @classmethod
     def _check_layers(cls, feature: NodeView, nodes: StageNodes) -> Iterator[Problem]:
-        """Yield problems of patterns that match no layer of the model, and of layers with unsuitable widths."""
+        """Yield problems for patterns without a layer in the model, and for layers with unsuitable widths."""
         used, candidates = _find_layers_of_nodes(feature, nodes)
         yield from _name_patterns(feature.settings["exclude"], candidates).check(feature)
         for name, layer in used.items():
@@ -137,11 +143,13 @@ class Float8Training(StageFeature):
     def convert(self, module: nn.Module, precision: Precision, splits: MutableMapping[str, RankSlice]) -> None:
         for name, layer in _select_layers(module, precision, self.exclude).items():
             # Quantized blocks have multiples of 16 columns, and ranks split no block.
-            faults = [] if layer.weight_formats else map(_describe_width_fault, _get_local_weight_shapes(layer, 1))
+            faults = (
+                [] if isinstance(layer, StoredLayer) else map(_describe_width_fault, _get_local_weight_shapes(layer, 1))
+            )
             for fault in filter(None, faults):
                 raise UserError(f"float8.training: a weight of {name} {fault}; {_format_remedy(name)}", exit_code=2)
             enable_float8(layer, self._kernels)
-            if self.gather and isinstance(layer, Float8Linear) and not layer.weight_formats:
+            if self.gather and isinstance(layer, Float8Linear) and not isinstance(layer, StoredLayer):
                 layer.gather_encodings = {"weight": Float8Message()}
         for part in module.modules():
             if isinstance(part, Attention | GatedMlp | Block):
@@ -182,17 +190,28 @@ def _select_layers(module: nn.Module, precision: Precision, exclude: Sequence[st
         name: layer
         for name, layer in find_float8_candidates(module).items()
         if not any(fnmatchcase(name, pattern) for pattern in exclude)
-        and (precision.frozen == "compute" or not isinstance(layer, Experts))
+        and not (isinstance(layer, Experts) and isinstance(layer, StoredLayer))
         and all(choose_layer_dtype(f"{name}.{leaf}", precision) == torch.bfloat16 for leaf in get_float8_weights(layer))
     }
 
 
 def _find_layers_of_nodes(feature: NodeView, nodes: StageNodes) -> tuple[Layers, Layers]:
-    """Return the layers of the recipe's whole model that use float8, and all that can; none for an unknown model."""
+    """Return the layers of the recipe's model in float8, and all candidates; none for an unknown model."""
     precision, module = nodes.build_precision(), nodes.build_whole_model_on_meta()
     if precision is None or module is None:
         return {}, {}
-    return _select_layers(module, precision, feature.settings["exclude"]), find_float8_candidates(module)
+    used, candidates = _select_layers(module, precision, feature.settings["exclude"]), find_float8_candidates(module)
+    if quantized := nodes.find_feature("frozen_weights.quantized"):
+        plain = quantized.settings["exclude"]
+        used = {name: layer for name, layer in used.items() if not _are_experts_quantized(name, layer, plain)}
+    return used, candidates
+
+
+def _are_experts_quantized(name: str, layer: Candidate, exclude: Sequence[str]) -> bool:
+    """Return whether a layer has experts with quantized weights, which multiply in bfloat16."""
+    names = [f"{name}.{leaf}" for leaf in get_float8_weights(layer)]
+    is_excluded = all(any(fnmatchcase(weight, pattern) for pattern in exclude) for weight in names)
+    return isinstance(layer, Experts) and not is_excluded
 
 
 def _name_patterns(patterns: Sequence[str], names: Sequence[str] | Layers) -> NamePatterns:

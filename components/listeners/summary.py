@@ -11,7 +11,6 @@ import attrs
 import torch
 from torch import nn
 
-from drawloom.components.parallel.frozen_formats import select_weights_to_quantize
 from drawloom.components.ports.data import PackedDataset, ValidationData
 from drawloom.components.ports.distributed import Device, Mesh, Precision, Processes
 from drawloom.components.ports.model import LanguageModel, LayerRange, Model
@@ -114,8 +113,6 @@ class RunSummary:
         for precision in self.precision.values():
             stored, compute = (str(dtype).removeprefix("torch.") for dtype in (precision.parameter, precision.compute))
             yield stored if stored == compute else f"{stored}, computed in {compute}"
-            if stored_weights := len(select_weights_to_quantize(whole, precision)):
-                yield f"{stored_weights} frozen weights in {precision.frozen}"
 
     def _describe_device(self) -> str:
         """Return device, processes, mesh sizes and hosts."""

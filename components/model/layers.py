@@ -72,14 +72,7 @@ class Linear(nn.Linear, TensorParallel, HeadLayer, LinearLayer):
 
     def multiply_by_weight(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return x @ weight.T + bias (..., outputs) for x (..., inputs), in the layer's format."""
-        if (weight_format := self.weight_formats.get("weight")) is not None:
-            rows = x.to(self.weight.dtype)
-            return self.kernels.linear_quantized(rows, self.weight, weight_format, bias)
         return self.kernels.linear(x.to(self.weight.dtype), self.weight, bias)
-
-    def decode_weight(self, stored: Tensor) -> Tensor:
-        weight_format = self.weight_formats.get("weight")
-        return stored if weight_format is None else self.kernels.dequantize(stored, weight_format)
 
     def head(self) -> Head:
         """Return the layer as a head; cross entropy is fused with the product if there is no bias."""

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.optim.adamw_step import ADAM_MOMENTS, WideGradientStep, create_fastest_adamw
+from drawloom.components.optim.adamw_step import ADAM_MOMENTS, WideGradientStep
 from drawloom.components.optim.parameter_groups import (
     AdamGroup,
     agree_on_group_indices,
@@ -16,7 +16,7 @@ from drawloom.components.optim.parameter_groups import (
     find_targets_fault,
 )
 from drawloom.components.optim.shared_matrices import SharedMatrices, count_orthogonalize_flops
-from drawloom.components.optim.torch_optimizer import TorchOptimizer
+from drawloom.components.optim.torch_optimizer import TorchOptimizer, create_fastest_adamw
 from drawloom.components.ports.distributed import Group, Mesh
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.stages import Parameters, get_or_create_gradient

@@ -1,6 +1,6 @@
 """Base of torch's optimizers: the step at a scheduled learning rate, and state by parameter name."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import MappingProxyType
@@ -24,6 +24,7 @@ from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.stages import Parameters
 from drawloom.graph import Problem, component_base_class
 from drawloom.graph.wiring.node import NodeView
+from drawloom.kernels.operation import why_no_triton
 
 if TYPE_CHECKING:
     from drawloom.components.optim.streamed_states import Slots, StreamedTorchStep
@@ -34,6 +35,28 @@ KEEP_UPDATES = (
     'write use = "optim.stochastic_adamw" in [{}], or keep float32 masters, as --overlay with_mixed_precision does: '
     'parameter = "float32", compute = "bfloat16"'
 )
+
+
+TRITON_DTYPES = (torch.float32, torch.bfloat16)
+"""Dtypes of weights that the kernel is tested with."""
+
+
+def create_fastest_adamw(groups: Iterable[dict[str, Any]], **options: Any) -> torch.optim.AdamW:
+    """
+    Return the fastest AdamW for the parameter groups: torch's fused one, or on GPUs a Triton kernel with less memory
+    traffic. Both have the same state format.
+    """
+    groups = list(groups)
+    if not all(_fits_triton(part) for group in groups for part in group["params"]):
+        return torch.optim.AdamW(groups, fused=True, **options)
+    from drawloom.components.optim.adamw_triton import AdamWTriton
+
+    return AdamWTriton(groups, fused=True, **options)
+
+
+def _fits_triton(parameter: nn.Parameter) -> bool:
+    has_triton = parameter.is_cuda and not why_no_triton(parameter.device)
+    return has_triton and parameter.dtype in TRITON_DTYPES and parameter.is_contiguous()
 
 
 def collect_state_by_name(optimizers: Sequence[torch.optim.Optimizer], named: Named) -> dict[str, Any]:

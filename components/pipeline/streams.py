@@ -39,14 +39,12 @@ class ConcurrentStages(PassFeature):
 
     @classmethod
     def check_passes(cls, feature: NodeView, executor: NodeView) -> Iterator[Problem]:
-        """Yield problems if weights or activations are copied, or the device is the CPU."""
-        remove = f"or remove [{feature.name}]"
-        stages, schedule, device = map(executor.neighbour, ("stages", "schedule", "device"))
-        if stages and stages.settings.get("stream_frozen"):
-            text = "a frozen weight would be copied on another stream than the one that uses it"
-            yield stages.problem("stream_frozen", text, f"write stream_frozen = false, {remove}")
+        """Yield problems if activations are copied, or the device is the CPU."""
+        schedule, device = map(executor.neighbour, ("schedule", "device"))
         if schedule and schedule.settings.get("offload"):
-            yield schedule.problem("offload", cls.excludes["pipeline.offloaded"], f"remove it, {remove}")
+            yield schedule.problem(
+                "offload", cls.excludes["pipeline.offloaded"], f"remove it, or remove [{feature.name}]"
+            )
         if device and device.settings.get("kind") == "cpu":
             yield feature.problem("use", "the device is the CPU, which has no streams", f"remove [{feature.name}]")
 

@@ -522,7 +522,7 @@ class Planner:
             step=peak,
             buffers=buffers,
             final_peak=view.bytes_by_kind.get("gradients", 0) + view.reduction_buffer_bytes(),
-            host=view.host_bytes + view.streamed_frozen_weight_bytes + compute_peak_host_bytes(program, index, costs),
+            host=view.host_bytes + view.stages.feature_host_bytes + compute_peak_host_bytes(program, index, costs),
         )
 
     def _estimate_message_seconds(self, costs: Mapping[int, StageCosts]) -> float:

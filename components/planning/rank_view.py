@@ -65,11 +65,6 @@ class RankView:
         store = self.stages.store
         return store if isinstance(store, SlicedStore) else None
 
-    @property
-    def streamed_frozen_weight_bytes(self) -> int:
-        """Return the bytes of streamed frozen weights."""
-        return 0 if self.stages.streamed is None else int(self.stages.streamed.byte_count)
-
     @cached_property
     def trainable_elements_on_rank(self) -> int:
         """Count the trained elements owned by this rank."""

@@ -15,6 +15,8 @@ from drawloom.graph.project import Recipe
 Values = Mapping[str, Mapping[str, Any]]
 """Settings by node."""
 
+STREAMED = "frozen_weights.streamed"
+
 
 @attrs.frozen
 class Remedy:
@@ -138,8 +140,8 @@ def _list_settings_with_cost_and_rank_count(nodes: Nodes, planned: Plan) -> Iter
             yield {name: {"states": "host"}}, "optimizer state is streamed from host memory in each step", ranks
         if optimizer.get("state_dtype") in ("bfloat16", "float32") and not optimizer["amsgrad"]:
             yield {name: {"state_dtype": "uint8"}}, "means of the optimizer have 8 bits", ranks
-    if not stages["stream_frozen"]:  # refused, so not a remedy, if no weight is frozen
-        yield {nodes.stages_node: {"stream_frozen": True}}, "frozen weights are copied from host memory", ranks
+    if not nodes.has_feature(STREAMED):  # refused, so not a remedy, if no weight is frozen
+        yield {"streamed": {"use": STREAMED}}, "frozen weights are copied from host memory", ranks
     if planned.mesh.sizes.pipeline > 1 and not nodes.has_feature("pipeline.offloaded") and not chooses:
         yield {"offload": {"use": "pipeline.offloaded"}}, "activations wait in host memory", ranks
     if stages["recompute"] != "blocks" and not chooses:

@@ -1,7 +1,7 @@
 """Ports for process groups, the device mesh, the device, and dtypes."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import attrs
 import torch
@@ -442,10 +442,6 @@ class Device(Protocol):
         ...
 
 
-FrozenFormat = Literal["compute", "nf4", "float8", "mxfp4"]
-"""Format in which frozen weights are stored: the compute dtype, or a quantized one (`kernels/weight_formats.py`)."""
-
-
 @port
 class Precision(Protocol):
     """Dtypes of parameters, activations, gradients and reductions."""
@@ -473,16 +469,6 @@ class Precision(Protocol):
     @property
     def uncast(self) -> Sequence[str]:
         """Name patterns (fnmatch) for parameters that layers use in the parameter dtype."""
-        ...
-
-    @property
-    def frozen(self) -> FrozenFormat:
-        """Format of the frozen weights of linear layers and experts inside of blocks (QLoRA)."""
-        ...
-
-    @property
-    def frozen_in_compute(self) -> Sequence[str]:
-        """Patterns (fnmatch) of the names of frozen weights that stay in the compute dtype."""
         ...
 
 

@@ -4,7 +4,8 @@ from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from enum import IntEnum
 from fnmatch import fnmatchcase
-from typing import ClassVar
+from functools import cache
+from typing import Any, ClassVar
 
 import attrs
 from torch import nn
@@ -13,6 +14,7 @@ from drawloom.components.ports.distributed import PerDimension, Precision
 from drawloom.components.ports.memory import MemoryKind
 from drawloom.components.ports.model import build_meta_module_if_known
 from drawloom.components.ports.slices import RankSlice
+from drawloom.components.ports.stages import FrozenModel
 from drawloom.graph import Problem, port
 from drawloom.graph.wiring.node import NodeView
 
@@ -80,9 +82,33 @@ class StageNodes:
 
     @property
     def freezes_weights(self) -> bool:
-        """Whether some weights may be frozen: the stages have adapters, or a feature that replaces layers."""
+        """Whether some weights may be frozen: by adapters, by a feature that replaces layers, or with the model."""
         orders = [self.component_of(feature).order for feature in self.features]
-        return bool(self.stages.neighbours("adapters")) or WrappingOrder.LAYERS in orders
+        has_adapters = bool(self.stages.neighbours("adapters"))
+        return has_adapters or WrappingOrder.LAYERS in orders or self.stages.implements(FrozenModel)
+
+    def check_some_weights_are_frozen(self, feature: NodeView) -> Iterator[Problem]:
+        """Yield a problem for a feature that needs frozen weights if no weight is frozen."""
+        if not self.freezes_weights:
+            text = f"no weight is frozen, since [{self.stages.name}] has no adapters"
+            hint = f"write adapters, as the recipe finetune_lora does, or remove [{feature.name}]"
+            yield feature.problem("use", text, hint)
+
+
+def put_class_before(module: Any, before: type) -> None:
+    """Let a module use a class's methods before its own class's; the name of its class, and parameters, stay."""
+    module.__class__ = combine_classes(before, module.__class__)
+
+
+def put_class_back(module: Any) -> None:
+    """Undo the last `put_class_before`."""
+    module.__class__ = module.class_behind
+
+
+@cache
+def combine_classes(before: Any, behind: Any) -> Any:
+    """Return the class for modules after `put_class_before`."""
+    return type(behind.__name__, (before, behind), {"class_behind": behind})
 
 
 class Feature:
@@ -104,7 +130,7 @@ def check_exclusions(feature: NodeView) -> Iterator[Problem]:
 
 @attrs.frozen
 class NamePatterns:
-    """A component's setting with patterns (fnmatch); each has to match the name of a thing of this `kind`."""
+    """A component's setting with patterns (fnmatch); each pattern has to match a name in `names`."""
 
     component: str
     setting: str
@@ -197,6 +223,14 @@ class StageFeature(Feature):
     def change_device_bytes(self, sizes: MutableMapping[MemoryKind, int]) -> None:
         """Change the stages' bytes on the device."""
 
+    def count_host_bytes(self) -> int:
+        """Return the bytes of weights in host memory."""
+        return 0
+
     def describe_model(self, whole: nn.Module, precision: Precision) -> Iterator[str]:
-        """Yield phrases for the run's summary about a whole model on the meta device."""
+        """
+        Yield phrases for the run's summary about a whole model on the meta device.
+
+        Features further outside see the module afterwards, so it may be changed.
+        """
         yield from ()

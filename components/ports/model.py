@@ -176,15 +176,10 @@ class HeadLayer:
         return finish(hidden, self.head())
 
 
-class QuantizableLayer:
-    """
-    A layer whose parameters named in `quantizable` can be stored in a quantized format while they are frozen.
+class StoredLayer:
+    """A layer that decodes its parameters named in `formats` from storage in these formats; features set them."""
 
-    Stages set `weight_formats`, from parameter names to formats, and replace these parameters by their storage.
-    """
-
-    quantizable: ClassVar[tuple[str, ...]] = ()
-    weight_formats: Mapping[str, StorageFormat] = MappingProxyType({})
+    formats: Mapping[str, StorageFormat] = MappingProxyType({})
 
 
 def list_quantized_parameter_formats(module: nn.Module) -> dict[str, WeightFormat]:
@@ -192,8 +187,8 @@ def list_quantized_parameter_formats(module: nn.Module) -> dict[str, WeightForma
     return {
         f"{path}.{leaf}" if path else leaf: weight_format
         for path, layer in module.named_modules()
-        if isinstance(layer, QuantizableLayer)
-        for leaf, weight_format in layer.weight_formats.items()
+        if isinstance(layer, StoredLayer)
+        for leaf, weight_format in layer.formats.items()
         if isinstance(weight_format, WeightFormat)
     }
 
@@ -213,14 +208,13 @@ class GatherEncoding(Protocol):
         ...
 
 
-class LinearLayer(QuantizableLayer):
+class LinearLayer:
     """
     A layer whose forward pass multiplies by `weight` (outputs, inputs), and calls `multiply_by_weight` for it.
 
     Features replace this method. FSDP gathers the parameters named in `gather_encodings` in these encodings.
     """
 
-    quantizable: ClassVar[tuple[str, ...]] = ("weight",)
     gather_encodings: Mapping[str, GatherEncoding] = MappingProxyType({})
     weight: Tensor
 

@@ -8,7 +8,6 @@ from torch import nn
 
 from drawloom.components.parallel.dimension import Dimension
 from drawloom.components.parallel.expert import ExpertDimension, set_dispatcher
-from drawloom.components.parallel.frozen_formats import replace_by_quantized_storage
 from drawloom.components.parallel.master_weights import choose_layer_dtype
 from drawloom.components.parallel.pipeline import build_layer_ranges, partition_layers, split_off_embedding_and_head
 from drawloom.components.pipeline.program.builders import list_stages_of_rank
@@ -82,7 +81,6 @@ class StageBuilder:
                 if isinstance(dimension, ExpertDimension):
                     experts |= slices.keys()
             self._cast_parameters_to_stored_dtypes(module)
-            replace_by_quantized_storage(module, self.precision, splits)
             self.features.convert(module, self.precision, splits)
         return ParallelModules(spans=spans, modules=modules, splits=splits, experts=experts)
 
@@ -107,7 +105,6 @@ class StageBuilder:
         for name, parameter in module.named_parameters():
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(choose_layer_dtype(name, self.precision))
-        replace_by_quantized_storage(module, self.precision, splits)
         self.features.convert(module, self.precision, splits)
         return module
 

@@ -14,6 +14,7 @@ from drawloom.components.parallel.pipeline import find_layer_conflicts
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.distributed import Device, Mesh, Precision
 from drawloom.components.ports.experts import Dispatcher
+from drawloom.components.ports.features import StageFeature
 from drawloom.components.ports.memory import MemoryKind
 from drawloom.components.ports.model import (
     BatchContext,
@@ -28,6 +29,7 @@ from drawloom.components.ports.pipeline import Referenced, Schedule
 from drawloom.components.ports.run import RunInfo
 from drawloom.components.ports.stages import ForwardStages
 from drawloom.components.stages.checks import check_initial_folder, find_stage_nodes
+from drawloom.components.stages.feature_stack import FeatureStack, check_features, describe_features
 from drawloom.components.stages.materialized import FROZEN, MaterializedStages
 from drawloom.components.weights.token_ids import compare_folder_ids
 from drawloom.graph import Problem, UserError, component, setting, wired
@@ -43,7 +45,8 @@ class FrozenStages(PassFeature):
 
     Its layers are partitioned over the ranks like those of the trained model: into as many pipeline stages, over the
     same tensor-parallel ranks, and with FSDP, which gathers them layer by layer. Weights have the dtype for products,
-    or the format of `precision.frozen`. Checkpoints contain a fingerprint of the folder, and no weights.
+    or the format of a feature of its own, such as `features = [{ use = "frozen_weights.quantized" }]`. Checkpoints
+    contain a fingerprint of the folder, and no weights.
 
     Its folder must have the data's token ids in its `tokenizer.json`, and may have more of them.
     """
@@ -56,6 +59,7 @@ class FrozenStages(PassFeature):
     job: RunInfo
     tokenizer: Tokenizer | None = wired(default=None)
     dispatcher: Dispatcher | None = None
+    features: list[StageFeature] = attrs.field(factory=list)
     weights: Path | None = setting(
         default=None, doc="Hugging Face folder with the weights; default: the folder of `model.auto`"
     )
@@ -74,6 +78,13 @@ class FrozenStages(PassFeature):
             for dimension in DIMENSIONS:
                 if dimension.splits_work:
                     yield from dimension.check(nodes)
+            yield from check_features(nodes)
+
+    @classmethod
+    def notes(cls, node: NodeView) -> Iterator[str]:
+        """Yield the features' sentences for `explain`."""
+        if nodes := find_stage_nodes(node):
+            yield from describe_features(nodes)
 
     @classmethod
     def check_passes(cls, feature: NodeView, executor: NodeView) -> Iterator[Problem]:
@@ -135,10 +146,14 @@ class FrozenStages(PassFeature):
             precision=self.precision,
             job=self.job,
             adapters=[_NoAdapter()],
+            features=self.features,
             dispatcher=self.dispatcher,
             reshard_after_forward=True,
             weights=self.weights,
         )
+
+    def describe_features(self, whole: nn.Module) -> Iterator[str]:
+        return FeatureStack(self.features).describe_model(whole, self.precision)
 
     @property
     def forward_stages(self) -> ForwardStages:

@@ -1,6 +1,6 @@
 """This rank's stages: their modules, their parameters' memory and values, and their state."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
@@ -11,25 +11,18 @@ import torch
 from torch import nn
 
 from drawloom.components.distributed.rank_errors import run_and_gather_on_all_ranks
-from drawloom.components.distributed.transfers import DeviceTransfers
 from drawloom.components.parallel.buckets import BUCKET_BYTES
 from drawloom.components.parallel.data_parallel import DataParallel
 from drawloom.components.parallel.data_shard import should_gather_per_block
 from drawloom.components.parallel.dimension import Dimension
 from drawloom.components.parallel.dimensions import DIMENSIONS
 from drawloom.components.parallel.expert import NO_DISPATCHER, WRITE_DISPATCHER
-from drawloom.components.parallel.frozen_formats import (
-    check_frozen_weight_format,
-    describe_frozen_weight_format,
-    find_quantizable_weights,
-)
 from drawloom.components.parallel.master_weights import ParameterStore
-from drawloom.components.parallel.streamed_weights import StreamedWeights, check_streamed_weights
 from drawloom.components.ports.adapters import Adapter
 from drawloom.components.ports.distributed import Device, Mesh, Precision
 from drawloom.components.ports.experts import Dispatcher, supports_expert_parallel
 from drawloom.components.ports.features import NamePatterns, StageFeature
-from drawloom.components.ports.memory import MemoryKind, Transfers
+from drawloom.components.ports.memory import MemoryKind
 from drawloom.components.ports.memory_policy import MemoryPolicy
 from drawloom.components.ports.model import BatchContext, Model, layers_keep_shapes
 from drawloom.components.ports.parameter_roles import Role
@@ -75,6 +68,7 @@ The entry of a state with the fingerprint of frozen weights, which the state omi
         "capture": 'a table [capture] with use = "pipeline.captured"',
         "compile": 'a table [compile] with use = "stages.compiled"',
         "offload": 'a table [offload] with use = "pipeline.offloaded"',
+        "stream_frozen": 'a table [streamed] with use = "frozen_weights.streamed"',
         "transforms": 'features = ["@name"], or a table with a feature, which is found by type',
     }
 )
@@ -139,12 +133,6 @@ class MaterializedStages:
             "which rounds gradients"
         ),
     )
-    stream_frozen: bool = setting(
-        default=False,
-        impact="safe",
-        doc="whether frozen weights of linear layers and experts are in host memory, and are copied to the device "
-        "where they are used: less memory, and time for copies that take longer than a pass",
-    )
     weights: Path | None = setting(
         default=None,
         doc="Hugging Face folder with initial weights; default: `model.auto`'s folder, or random weights",
@@ -154,8 +142,6 @@ class MaterializedStages:
     store: "ParameterStore | ShardedStore" = attrs.field(init=False, default=None)
     _activations: ActivationSpecs = attrs.field(init=False, default=None)
     _parameters: StageParameters = attrs.field(init=False, default=None)
-    open_transfers: Callable[[torch.device], Transfers] = attrs.field(init=False, default=DeviceTransfers)
-    streamed: StreamedWeights | None = attrs.field(init=False, default=None)
     _fingerprint: str = attrs.field(init=False, default="")
 
     @classmethod
@@ -168,8 +154,6 @@ class MaterializedStages:
                 yield from warn_fused_split_backward(node, schedule, nodes.mesh)
                 yield from check_recompute_is_set_once(node, schedule, nodes.mesh)
             yield from check_features(nodes)
-            yield from check_frozen_weight_format(nodes)
-            yield from check_streamed_weights(nodes)
         yield from warn_narrowed_weights(node)
         if loss := node.neighbour("loss"):
             yield from check_loss_is_not_module(node, loss)
@@ -189,7 +173,6 @@ class MaterializedStages:
         yield from describe_recompute_policy(node.settings["recompute"])
         if nodes := find_stage_nodes(node):
             yield from describe_features(nodes)
-            yield from describe_frozen_weight_format(nodes)
             for dimension in DIMENSIONS:
                 yield from dimension.notes(nodes)
             schedule = node.neighbour("schedule")
@@ -227,20 +210,8 @@ class MaterializedStages:
         parallel = self._build_parallel_modules_on_meta()
         modules = [*parallel.modules.values()]
         tie_equally_named_parameters(modules)
-        if self.stream_frozen:
-            self._open_host_weight_stream().simulate_streaming_on_meta(modules)
         self._features.place_on_meta(modules)
         self._set_stages(parallel, self._create_data_parallel(parallel).create_planned_store(modules))
-
-    def close(self) -> None:
-        """Release host memory."""
-        if self.streamed is not None:
-            self.streamed.close()
-
-    def _open_host_weight_stream(self) -> StreamedWeights:
-        """Open the stream for frozen weights in host memory."""
-        self.streamed = StreamedWeights(self.open_transfers(self.device.device), self.device.device)
-        return self.streamed
 
     @cached_property
     def _features(self) -> FeatureStack:
@@ -292,8 +263,6 @@ class MaterializedStages:
     def _materialize(self, parallel: ParallelModules) -> "ParameterStore | ShardedStore":
         """Shard modules, allocate and initialize them, and return their parameter store."""
         modules = [*parallel.modules.values()]
-        if self.stream_frozen:
-            self._open_host_weight_stream().stream(modules)
         self._features.place(modules)
         check_parameters_fit_device(modules, self.mesh.shard_group.size, self.device.device)
         data_parallel = self._create_data_parallel(parallel)
@@ -368,8 +337,6 @@ class MaterializedStages:
         return self._parameters.owned_parameters()
 
     def cast_weights(self, only_if_changed: bool = False) -> None:
-        if self.streamed is not None:
-            self.streamed.restart_with_last_fetch_order()
         self.store.cast_masters_to_copies(only_if_changed)
         self._features.before_passes(only_if_changed)
 
@@ -385,11 +352,13 @@ class MaterializedStages:
         if self._parameters is None:
             return {}
         sizes = self._parameters.device_bytes()
-        if self.streamed is not None:
-            sizes["compute_copies"] = sizes.get("compute_copies", 0) + self.streamed.window_bytes
-            sizes["parameters"] -= self.streamed.byte_count
         self._features.change_device_bytes(sizes)
         return sizes
+
+    @property
+    def feature_host_bytes(self) -> int:
+        """Bytes of weights in host memory."""
+        return self._features.count_host_bytes()
 
     def sum_remaining_gradients(self) -> None:
         """Sum the gradients not summed in backward passes; a pipeline rank without a parameter adds zeros."""
@@ -428,9 +397,7 @@ class MaterializedStages:
         modules = [stage.module for stage in self.local]
         parameters = [name for module in modules for name, _ in module.named_parameters()]
         uncast = NamePatterns("precision", "uncast", "parameter", self.precision.uncast, parameters)
-        weights = [name for module in modules for name in find_quantizable_weights(module)]
-        frozen = NamePatterns("precision", "frozen_in_compute", "weight", self.precision.frozen_in_compute, weights)
-        for setting_of_patterns in (uncast, frozen, *self._features.name_patterns(modules)):
+        for setting_of_patterns in (uncast, *self._features.name_patterns(modules)):
             self._check_patterns_match_on_some_rank(setting_of_patterns)
 
     def _check_patterns_match_on_some_rank(self, use: NamePatterns) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import attrs
 import torch
 
-from drawloom.components.ports.distributed import FrozenFormat, Precision
+from drawloom.components.ports.distributed import Precision
 from drawloom.components.ports.model import Model, UncastParameters
 
 
@@ -35,14 +35,6 @@ class ModelPrecision:
     @property
     def uncast(self) -> Sequence[str]:
         return (*self.recipe.uncast, *self.by_model)
-
-    @property
-    def frozen(self) -> FrozenFormat:
-        return self.recipe.frozen
-
-    @property
-    def frozen_in_compute(self) -> Sequence[str]:
-        return self.recipe.frozen_in_compute
 
 
 def add_model_uncast_patterns(recipe: Precision, model: Model) -> Precision:

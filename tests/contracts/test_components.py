@@ -295,6 +295,11 @@ POLICY = (
     *(f"rewards.{name}" for name in ("code", "exact_match", "json_schema", "length", "math_equal", "regex")),
 )
 
+LORA = {
+    "lora": {"use": "adapters.lora", "targets": ["*_proj"], "rank": 2, "alpha": 4.0},
+    "stages": {"adapters": ["@lora"]},
+    "precision": {"compute": "bfloat16"},
+}
 SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     "data.conversations": conversations,
     "data.packing.pairs": preferences,
@@ -453,6 +458,15 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
         "executor": {"use": "pipeline.circular.executor"},
     },
     "stages.materialized": lambda folder: {"precision": {"compute": "bfloat16", "gradient": "float32"}},
+    "stages.compiled": lambda folder: {"compile": {"use": "stages.compiled"}},
+    "float8.training": lambda folder: {
+        "float8": {"use": "float8.training", "exclude": ["*"]},
+        "precision": {"compute": "bfloat16"},
+    },
+    "frozen_weights.quantized": lambda folder: (
+        LORA | {"quantized": {"use": "frozen_weights.quantized", "exclude": ["*"]}}
+    ),
+    "frozen_weights.streamed": lambda folder: LORA | {"streamed": {"use": "frozen_weights.streamed"}},
     "checkpoint.state_hashes": lambda folder: {"state_hashes": {"use": "checkpoint.state_hashes"}},
     "checkpoint.mirror": lambda folder: {
         "listeners": {"mirror": {"use": "checkpoint.mirror", "url": f"file://{folder}/mirror"}}
@@ -468,7 +482,6 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     "listeners.profiler": lambda folder: {"listeners": {"profiler": {"use": "listeners.profiler"}}},
     "listeners.replay": lambda folder: {"listeners": {"replay": {"use": "listeners.replay", "every": 1}}},
     "pipeline.captured": lambda folder: {"capture": {"use": "pipeline.captured"}},
-    "stages.compiled": lambda folder: {"compile": {"use": "stages.compiled"}},
     "planning.check": lambda folder: {"listeners": {"plan": {"use": "planning.check"}}},
     "planning.memory": lambda folder: {"stages": {"memory": {"use": "planning.memory"}}},
 }

@@ -67,7 +67,6 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
             "components.weights",
             "components.distributed",
             "kernels.sum_parts",
-            "kernels.weight_formats",
         },
         {"attrs", "torch"},
     ),
@@ -99,6 +98,7 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
         | {"kernels.results"},
         {"attrs", "torch"},
     ),
+    "components.frozen_weights": (BELOW | {"components.model", "kernels.weight_formats"}, {"attrs", "torch"}),
     # An extra, imported when a reward for JSON opens.
     "components.rewards": (BELOW, {"attrs", "jsonschema", "torch"}),
     # Adapters take the place of layers.

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
 from drawloom.components.checkpoint import commit
+from drawloom.components.checkpoint.staging import copy_plan, overlapped
 from drawloom.components.data.bytes import Bytes
 from drawloom.components.distributed import launched_ranks, membership
 from drawloom.components.distributed import processes as joining
@@ -152,20 +153,11 @@ def sums_over_replicas(use: str, values: Values, folder: Path) -> Any:
 LORA = {"use": "adapters.lora", "targets": ["q_proj"], "rank": 2, "alpha": 4.0}
 
 
-def bytes_of_streamed_weights(use: str, values: Values, folder: Path) -> Any:
-    """Return the bytes of quantized frozen weights in host memory."""
-    model = TINY | {"num_hidden_layers": 1, "hidden_size": 64, "head_dim": 64, "intermediate_size": 64}
-    stages = {"adapters": ["@lora"], **values}
-    tables = {"precision": {"compute": "bfloat16", "frozen": "nf4"}, "model": model, "lora": LORA, "stages": stages}
-    with _recipe(folder, **tables).open(only="stages") as objects:
-        streamed = objects["stages"].streamed
-        return 0 if streamed is None else streamed.byte_count
-
-
 def formats_of_frozen_weights(use: str, values: Values, folder: Path) -> Any:
     """Return the quantized formats by name in a model with an adapter, whose rows have 64 elements or more."""
     model = TINY | {"num_hidden_layers": 1, "hidden_size": 64, "head_dim": 64, "intermediate_size": 64}
-    tables = {"precision": dict(values), "model": model, "lora": LORA, "stages": {"adapters": ["@lora"]}}
+    quantized = {"precision": {"compute": "bfloat16"}, "quantized": {"use": use, **values}}
+    tables = {"model": model, "lora": LORA, "stages": {"adapters": ["@lora"]}, **quantized}
     with _recipe(folder, **tables).open(only="stages") as objects:
         formats = list_quantized_parameter_formats(objects["stages"].local[0].module)
         return {name: weight_format.name for name, weight_format in formats.items()}
@@ -254,6 +246,7 @@ def join_running(use: str, values: Values, _place: Path) -> tuple[int, float]:
     with (
         mock.patch.object(joining, "read_launch", lambda: Launch(address="localhost", agent_store=True)),
         mock.patch.dict(membership.RUNS),
+        mock.patch.object(launched_ranks, "read_launch", lambda: Launch(address="localhost", agent_store=True)),
         mock.patch.object(launched_ranks, "connect_to_launch_store", lambda *_: store),
         mock.patch.object(membership, "connect_to_launch_store", lambda *_: store),
         mock.patch.object(launched_ranks, "start_exit_with_parent_thread"),
@@ -406,7 +399,7 @@ def count_failed_saves(use: str, values: Values, folder: Path) -> Any:
 
 def stage_values(use: str, values: Values, _place: Path) -> Any:
     """Return how many buffers are kept for the next copy, and the result for a value of an unknown type."""
-    module = __import__(build(use).__class__.__module__, fromlist=["Pool"])
+    module: Any = copy_plan if use == "checkpoint.staging.blocking" else overlapped
     stager, kept = build(use, **values), []
     pool = module.Pool
 

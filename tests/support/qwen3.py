@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.kernels.auto import AutoKernels
-from drawloom.components.model.decoder.builder import DecoderBuilder
+from drawloom.components.model.decoder.builder import DecoderModel
 from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.model.qwen3.moe import Qwen3Moe
 from drawloom.components.ports.data import IGNORE_INDEX
@@ -52,7 +52,7 @@ def sparse(**changes: Any) -> Qwen3Moe:
     return Qwen3Moe(**({"kernels": cpu_kernels()} | SPARSE_SIZES | changes))
 
 
-def whole(model: DecoderBuilder) -> nn.Module:
+def whole(model: DecoderModel) -> nn.Module:
     """Return a whole model in one module, with every tensor random: unused norms would not show at weight 1."""
     module = model.build(LayerRange(0, model.num_hidden_layers, embedding=True, head=True))
     for tensor in persistent_tensors(module).values():
@@ -60,7 +60,7 @@ def whole(model: DecoderBuilder) -> nn.Module:
     return module
 
 
-def twin(model: DecoderBuilder, parameters: Mapping[str, Tensor], **settings: Any) -> Any:
+def twin(model: DecoderModel, parameters: Mapping[str, Tensor], **settings: Any) -> Any:
     """Return the same model in transformers, with the same weights."""
     from transformers import AutoConfig, AutoModelForCausalLM  # takes seconds, which ranks of other tests do without
 
@@ -78,9 +78,7 @@ def twin(model: DecoderBuilder, parameters: Mapping[str, Tensor], **settings: An
     return reference
 
 
-def as_in_transformers(
-    model: DecoderBuilder, tensors: Mapping[str, Tensor], names: Collection[str]
-) -> dict[str, Tensor]:
+def as_in_transformers(model: DecoderModel, tensors: Mapping[str, Tensor], names: Collection[str]) -> dict[str, Tensor]:
     """Tensors (any shape) as in the modules of transformers: mapped where modules are like files, else unchanged."""
     mapper = model.hugging_face_mapper()
     renamed = Mapper(tuple(group for group in mapper.groups if set(group.outputs) <= set(names)))

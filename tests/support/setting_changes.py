@@ -392,10 +392,6 @@ ROWS: dict[str, Row] = {
             "gradient": Change("float32", {"compute": "bfloat16", "parameter": "bfloat16"}),
             "reduce": Change("float64", observer=runs.sums_over_replicas),
             "uncast": Change(["*norm.weight"], {"compute": "bfloat16"}),
-            "frozen": Change("nf4", {"compute": "bfloat16"}, runs.formats_of_frozen_weights),
-            "frozen_in_compute": Change(
-                ["*.q_proj.weight"], {"compute": "bfloat16", "frozen": "nf4"}, runs.formats_of_frozen_weights
-            ),
         },
     ),
     "distributed.processes": Row(
@@ -418,6 +414,9 @@ ROWS: dict[str, Row] = {
             "gather": Change(True, {}, runs.planned_gather),
             "implementation": "triton",
         },
+    ),
+    "frozen_weights.quantized": Row(
+        runs.formats_of_frozen_weights, {}, {"format": "mxfp4", "exclude": ["*.q_proj.weight"]}
     ),
     "gradients.clip_group_norm": Row(
         parts.clip_gradients, {"max_norm": 1.0}, {"max_norm": 2.0, "norm_type": 1.0, "targets": ["*norm"]}
@@ -859,7 +858,6 @@ ROWS: dict[str, Row] = {
             "weights": "exported",
             "bucket_bytes": Change(4, observer=runs.sums_over_replicas),
             "recompute": Change("blocks", observer=runs.count_recomputations),
-            "stream_frozen": Change(True, observer=runs.bytes_of_streamed_weights),
         },
     ),
     "planning.check": Row(runs.plan_refuses, {}, {"refuse": False}),

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +17,6 @@ from drawloom.components.model.decoder.config import (
     DecoderConfig,
     create_size_check,
     find_tensor_parallel_faults,
-    num_experts,
 )
 from drawloom.components.model.decoder.hugging_face import (
     Family,
@@ -92,116 +91,71 @@ def fill_with_initial_weights(
 
 
 @component_base_class
-class DecoderBuilder:
-    """Builder for a decoder, with sizes from settings or from a Hugging Face `config.json`."""
+class DecoderModel:
+    """Model of a decoder: its modules, initial weights and files follow from its family and its config."""
 
-    family: ClassVar[Family]
     layers_keep_shapes: ClassVar[bool] = True
 
     kernels: Kernels
     tokenizer: Tokenizer | None = wired(default=None)
-    config: Path | None = setting(
-        default=None, doc="Hugging Face config.json, or its folder; other settings replace its values"
-    )
-    vocabulary_multiple: int = setting(
-        default=1,
-        check=create_size_check("vocab_size"),
-        doc="the tokenizer's vocabulary size is rounded up to a multiple of this",
-    )
     new_tokens: NewTokens = setting(
         default=0,
         check=find_new_tokens_fault,
         doc="number of the tokenizer's last ids with separate rows in embedding and head, in a parameter new_tokens, "
         "which a folder may lack; or a table from parameter names to numbers of ids, in the order of ids",
     )
-    rope_parameters: RopeScaling | None = setting(
-        default=None,
-        impact="changes_training",
-        doc="rope_theta and rope_scaling in one table, as in transformers 5",
-    )
-
-    def __init_subclass__(cls) -> None:
-        """Declare a setting for every key of the family's config; None stands for the file's value or the default."""
-        super().__init_subclass__()
-        if "family" not in vars(cls):
-            return
-        kind: Any
-        for key, field in cls.family.keys.items():
-            default, doc = cls.family.constants.get(key), field.metadata["doc"]
-            if default is not None:
-                doc += f"; default: {f'{default:g}' if isinstance(default, float) else dump_toml(default)}"
-            # Some keys are also properties of the built model.
-            name = f"_{key}" if hasattr(cls, key) else key
-            setattr(cls, name, setting(default=None, alias=key, **{**field.metadata, "doc": doc}))
-            kind = field.type
-            cls.__annotations__[name] = kind | None
 
     @classmethod
-    def constraints(cls, node: Any) -> Iterator[Problem]:
-        """Yield problems with settings that are missing or contradict one another."""
-        for fault in find_setting_faults(cls.family, node.settings, node.neighbour("tokenizer") is not None):
-            yield node.problem(fault.key, fault.why, fault.instead)
+    def read_sizes(cls, node: Any) -> Mapping[str, Any]:
+        """Return the config's keys, as far as `check` knows them; empty if a file is invalid, a problem of its own."""
+        raise NotImplementedError
+
+    @property
+    def family(self) -> Family:
+        """The family, whose config is built."""
+        raise NotImplementedError
+
+    @property
+    def config_settings(self) -> Mapping[str, Any]:
+        """The settings of the config, by key; None for those that are left out."""
+        raise NotImplementedError
+
+    def build_architecture(self) -> DecoderConfig:
+        """Return the config for the settings and the tokenizer's size. Raises UserError for invalid settings."""
+        tokens = None if self.tokenizer is None else self.tokenizer.vocab_size
+        return build_architecture_from_settings(
+            self.family, self.config_settings, tokens, count_new_tokens(self.new_tokens)
+        )
 
     @classmethod
     def find_tensor_parallel_faults(cls, node: Any, ranks: int) -> Iterator[str]:
         if node.settings["new_tokens"]:
             yield NEW_TOKENS_ARE_WHOLE
-        config = node.settings["config"]
-        with suppress(UserError):  # a problem of its own
-            sizes = node.settings if config is None else attrs.asdict(read_config(cls.family, config), recurse=False)
-            yield from find_tensor_parallel_faults(sizes, ranks)
+        yield from find_tensor_parallel_faults(cls.read_sizes(node), ranks)
 
     @classmethod
     def find_context_parallel_faults(cls, node: Any) -> Iterator[str]:
-        rope = node.settings["rope_parameters"] or node.settings["rope_scaling"]
-        if rope is None and (config := node.settings["config"]) is not None:
-            with suppress(UserError):  # a problem of its own
-                rope = read_config(cls.family, config).rope_scaling
-        yield from find_context_parallel_faults(rope)
-
-    @classmethod
-    def has_sequence_classifier(cls, node: Any) -> bool:
-        return cls.family.has_classifier
+        rope = node.settings.get("rope_parameters") or node.settings.get("rope_scaling")
+        yield from find_context_parallel_faults(rope or cls.read_sizes(node).get("rope_scaling"))
 
     @classmethod
     def expert_count(cls, node: Any) -> int:
-        config = node.settings["config"]
-        if (given := node.settings.get("num_experts")) or config is None:
-            return given or 0
-        with suppress(UserError):  # a problem of its own
-            return num_experts(read_config(cls.family, config))
-        return 0
+        return node.settings.get("num_experts") or cls.read_sizes(node).get("num_experts") or 0
 
     @classmethod
     def build_meta_module(cls, node: Any) -> nn.Module | None:
         # Only shapes depend on the vocabulary, which an open tokenizer knows, and only a forward pass takes kernels.
-        ids = {} if node.settings["config"] or node.settings["vocab_size"] else {"vocab_size": 1}
-        kernels: Any = None
+        settings: dict[str, Any] = {**node.settings, "kernels": None}
+        if settings.get("config", True) is None and settings["vocab_size"] is None:
+            settings["vocab_size"] = 1
         with suppress(UserError):  # a problem of its own
-            return cls(kernels=kernels, **{**node.settings, **ids}).build_on_meta()
+            return cls(**settings).build_on_meta()
         return None
-
-    @classmethod
-    def resume_impact(cls, node: Any, key: str, before: Any) -> str | None:
-        """Return changes_training for max_position_embeddings if rotary positions depend on it, else None."""
-        rope = node.settings["rope_parameters"] or node.settings["rope_scaling"]
-        return "changes_training" if key == "max_position_embeddings" and rope and rope.rope_type in BY_LENGTH else None
-
-    def check_before_open(self) -> None:
-        """Raise UserError if the config can't be read or built, or the tokenizer has more ids than the vocabulary."""
-        _ = self.architecture
 
     @cached_property
     def architecture(self) -> DecoderConfig:
         """The config, computed on first use, because the tokenizer reads a file."""
         return self.build_architecture()
-
-    def build_architecture(self) -> DecoderConfig:
-        """Return the config for the settings and the tokenizer's size. Raises UserError for invalid settings."""
-        cls: Any = type(self)
-        settings = {field.alias: getattr(self, field.name) for field in attrs.fields(cls)}
-        tokens = None if self.tokenizer is None else self.tokenizer.vocab_size
-        return build_architecture_from_settings(self.family, settings, tokens, count_new_tokens(self.new_tokens))
 
     @property
     def scaling(self) -> ModelScaling:
@@ -216,11 +170,6 @@ class DecoderBuilder:
         rows, count = self.architecture.vocab_size, count_new_tokens(self.new_tokens)
         end = rows + count if self.tokenizer is None else self.tokenizer.vocab_size
         return NewTokenSplit(end - count, count_new_rows(self.new_tokens), rows)
-
-    def list_input_files(self) -> dict[str, list[Path]]:
-        if self.config is None:
-            return {}
-        return {"config": [locate_config_json(self.config)]}
 
     @property
     def num_hidden_layers(self) -> int:
@@ -281,6 +230,82 @@ class DecoderBuilder:
         """Build the whole model on the meta device, where nothing is allocated."""
         with torch.device("meta"):
             return self.build(LayerRange(0, self.num_hidden_layers, embedding=True, head=True))
+
+
+@component_base_class
+class DecoderBuilder(DecoderModel):
+    """Model of a family, with sizes from settings or from a Hugging Face `config.json`."""
+
+    family: ClassVar[Family]
+
+    config: Path | None = setting(
+        default=None, doc="Hugging Face config.json, or its folder; other settings replace its values"
+    )
+    vocabulary_multiple: int = setting(
+        default=1,
+        check=create_size_check("vocab_size"),
+        doc="the tokenizer's vocabulary size is rounded up to a multiple of this",
+    )
+    rope_parameters: RopeScaling | None = setting(
+        default=None,
+        impact="changes_training",
+        doc="rope_theta and rope_scaling in one table, as in transformers 5",
+    )
+
+    def __init_subclass__(cls) -> None:
+        """Declare a setting for every key of the family's config; None stands for the file's value or the default."""
+        super().__init_subclass__()
+        if "family" not in vars(cls):
+            return
+        kind: Any
+        for key, field in cls.family.keys.items():
+            default, doc = cls.family.constants.get(key), field.metadata["doc"]
+            if default is not None:
+                doc += f"; default: {f'{default:g}' if isinstance(default, float) else dump_toml(default)}"
+            # Some keys are also properties of the built model.
+            name = f"_{key}" if hasattr(cls, key) else key
+            setattr(cls, name, setting(default=None, alias=key, **{**field.metadata, "doc": doc}))
+            kind = field.type
+            cls.__annotations__[name] = kind | None
+
+    @classmethod
+    def constraints(cls, node: Any) -> Iterator[Problem]:
+        """Yield problems with settings that are missing or contradict one another."""
+        for fault in find_setting_faults(cls.family, node.settings, node.neighbour("tokenizer") is not None):
+            yield node.problem(fault.key, fault.why, fault.instead)
+
+    @classmethod
+    def read_sizes(cls, node: Any) -> Mapping[str, Any]:
+        settings: Mapping[str, Any] = node.settings
+        with suppress(UserError):
+            if settings["config"] is not None:
+                return attrs.asdict(read_config(cls.family, settings["config"]), recurse=False)
+            return settings
+        return {}
+
+    @classmethod
+    def has_sequence_classifier(cls, node: Any) -> bool:
+        return cls.family.has_classifier
+
+    @classmethod
+    def resume_impact(cls, node: Any, key: str, before: Any) -> str | None:
+        """Return changes_training for max_position_embeddings if rotary positions depend on it, else None."""
+        rope = node.settings["rope_parameters"] or node.settings["rope_scaling"]
+        return "changes_training" if key == "max_position_embeddings" and rope and rope.rope_type in BY_LENGTH else None
+
+    def check_before_open(self) -> None:
+        """Raise UserError if the config can't be read or built, or the tokenizer has more ids than the vocabulary."""
+        _ = self.architecture
+
+    @property
+    def config_settings(self) -> Mapping[str, Any]:
+        cls: Any = type(self)
+        return {field.alias: getattr(self, field.name) for field in attrs.fields(cls)}
+
+    def list_input_files(self) -> dict[str, list[Path]]:
+        if self.config is None:
+            return {}
+        return {"config": [locate_config_json(self.config)]}
 
 
 def set_joined_layer_names(

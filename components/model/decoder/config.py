@@ -359,6 +359,12 @@ class MoeConfig(ExpertsConfig):
         return self.moe_intermediate_size
 
 
+def derive_head_sizes(given: Mapping[str, Any]) -> dict[str, int]:
+    """Return the defaults of head sizes that follow from the other sizes, if these are known."""
+    width, heads = given.get("hidden_size"), given.get("num_attention_heads")
+    return {"num_key_value_heads": heads, "head_dim": width // heads} if width and heads else {}
+
+
 def find_head_count_faults(heads: int, kv_heads: int, head_dim: int) -> Iterator[InvalidSetting]:
     """Yield the faults if kv_heads does not divide heads, or head_dim is odd."""
     if heads % kv_heads:

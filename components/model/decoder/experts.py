@@ -1,7 +1,6 @@
 """Mixture of experts: a router, and the experts that it sends tokens to."""
 
 from collections.abc import Mapping
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +14,6 @@ from drawloom.components.model.decoder.specs import ExpertSpec, MlpSpec
 from drawloom.components.model.layers import Linear
 from drawloom.components.parallel.expert import ExpertParallel
 from drawloom.components.ports.experts import ExpertKernels
-from drawloom.components.ports.model import QuantizableLayer
 from drawloom.components.ports.parameter_roles import BIAS_ROLE, Role
 
 
@@ -66,13 +64,11 @@ class SparseMoeBlock(nn.Module):
         return mixed + (self.shared_expert_gate(hidden).sigmoid() * shared if self.spec.shared_gate else shared)
 
 
-class Experts(ExpertParallel, QuantizableLayer):
+class Experts(ExpertParallel):
     """
     Experts of a layer: `gate_up_proj` (experts, 2 * inner width, hidden_size), whose first half is the gate's, and
     `down_proj` (experts, hidden_size, inner width). Expert-parallel ranks partition the experts.
     """
-
-    quantizable: ClassVar[tuple[str, ...]] = ("gate_up_proj", "down_proj")
 
     def __init__(self, width: int, spec: ExpertSpec, kernels: ExpertKernels) -> None:
         super().__init__()
@@ -126,7 +122,8 @@ class Experts(ExpertParallel, QuantizableLayer):
 
     def project(self, name: str, rows: Tensor, ends: Tensor) -> Tensor:
         """Multiply rows (rows, inputs), sorted by expert, by a parameter (experts, outputs, inputs)."""
-        weight = getattr(self, name)
-        if (weight_format := self.weight_formats.get(name)) is not None:
-            return self.kernels.multiply_quantized_experts(rows, weight, weight_format, ends)
-        return self.kernels.grouped_gemm(rows, weight, ends, transposed=True)
+        return self.multiply_by_weight(name, rows, ends)
+
+    def multiply_by_weight(self, name: str, rows: Tensor, ends: Tensor) -> Tensor:
+        """Compute `project` without adapters; features replace this method."""
+        return self.kernels.grouped_gemm(rows, getattr(self, name), ends, transposed=True)

@@ -12,6 +12,7 @@ from drawloom.components.model.decoder.config import (
     SLIDING,
     DecoderConfig,
     config_fields,
+    derive_head_sizes,
     find_head_count_faults,
     num_experts,
 )
@@ -264,17 +265,18 @@ def _convert_to_architecture(family: Family, config: Mapping[str, Any]) -> Decod
     given = {key: value for key, value in config.items() if value is not None or key in nullable}
     config = {**family.hf_defaults, **given}
     values = {key: config[key] for key in family.keys if key in config and key != "rope_scaling"}
-    values = _derive_missing_head_sizes(family, values)
     _check_fixed_values(family, config)
-    # A missing rope_theta is refused, too, because transformers' default is not Qwen3's.
-    needed = [key for key, field in family.keys.items() if field.default is attrs.NOTHING] + ["rope_theta"]
-    if missing := [family.renamed.get(key, key) for key in needed if key not in values]:
-        raise ValueError(f"lacks {', '.join(missing)}")
     for key, value in values.items():
         field = family.keys[key]
         values[key], problems = CONVERTER.structure(value, field.type, field.metadata["check"])
         for problem in problems:
             raise ValueError(f"has an invalid {key}: {problem.text}")
+    if family.derives_head_dim:
+        values = derive_head_sizes(values) | values
+    # A missing rope_theta is refused, too, because transformers' default is not Qwen3's.
+    needed = [key for key, field in family.keys.items() if field.default is attrs.NOTHING] + ["rope_theta"]
+    if missing := [family.renamed.get(key, key) for key in needed if key not in values]:
+        raise ValueError(f"lacks {', '.join(missing)}")
     architecture = family.config(**{**values, "rope_scaling": rope})
     for fault in find_inconsistent_sizes(architecture):
         raise ValueError(f"is inconsistent: {fault.why}")
@@ -317,13 +319,3 @@ def _check_layer_types(architecture: DecoderConfig, config: Mapping[str, Any]) -
     # Other types, such as linear_attention, are keys of the family's own config.
     if any(kind != other and kind in (FULL, SLIDING) for kind, other in zip(types, kinds, strict=False)):
         raise ValueError(f"has layer_types that contradict its other keys, by which they are {json.dumps(kinds)}")
-
-
-def _derive_missing_head_sizes(family: Family, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Add missing head_dim and num_key_value_heads as transformers derives them, if the family allows it."""
-    values = dict(values)
-    heads, width = values.get("num_attention_heads"), values.get("hidden_size")
-    if family.derives_head_dim and type(heads) is int and type(width) is int and heads > 0:
-        values.setdefault("head_dim", width // heads)
-        values.setdefault("num_key_value_heads", heads)
-    return values

@@ -1,7 +1,7 @@
 """The router of a layer with experts: which experts each token is sent to, and the losses that keep it in balance."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import attrs
 import torch
@@ -101,7 +101,6 @@ class Router(Linear, RowSums):
     decides has none. `aux_loss_coef` and `z_loss_coef` are for this layer's losses.
     """
 
-    quantizable: ClassVar[tuple[str, ...]] = ()
     e_score_correction_bias: Tensor | None
 
     def __init__(

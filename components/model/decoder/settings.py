@@ -5,7 +5,7 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.model.decoder.config import DecoderConfig, find_head_count_faults
+from drawloom.components.model.decoder.config import DecoderConfig, derive_head_sizes, find_head_count_faults
 from drawloom.components.model.decoder.hugging_face import Family, find_inconsistent_sizes, read_config
 from drawloom.components.model.decoder.rope import (
     InvalidSetting,
@@ -44,7 +44,7 @@ def find_setting_faults(family: Family, settings: Mapping[str, Any], has_tokeniz
     if "hidden_size" in given and "num_attention_heads" in given:
         yield from _find_attention_faults(given)
     yield from find_duplicate_rope_settings(given)
-    complete = family.constants | _derive_head_sizes(given) | given
+    complete = family.constants | derive_head_sizes(given) | given
     rotary_dim = None
     if "head_dim" in complete:
         rotary_dim = int(complete["head_dim"] * complete.get("partial_rotary_factor", 1.0))
@@ -99,12 +99,6 @@ def _drop_unset_settings(family: Family, settings: Mapping[str, Any]) -> dict[st
     return {key: settings[key] for key in (*family.keys, "rope_parameters") if settings[key] is not None}
 
 
-def _derive_head_sizes(given: Mapping[str, Any]) -> dict[str, int]:
-    """Return the defaults of head sizes that follow from the other sizes, if these are known."""
-    width, heads = given.get("hidden_size"), given.get("num_attention_heads")
-    return {"num_key_value_heads": heads, "head_dim": width // heads} if width and heads else {}
-
-
 def _fill_derived_defaults(family: Family, settings: Mapping[str, Any], tokens: int | None) -> dict[str, Any]:
     """Add defaults derived from other settings or the tokenizer's size; the config class has constant defaults."""
     given = _drop_unset_settings(family, settings)
@@ -115,7 +109,7 @@ def _fill_derived_defaults(family: Family, settings: Mapping[str, Any], tokens: 
     if "moe_intermediate_size" in given:
         # The size of layers without experts: if it was left out there are none, and only exports show it.
         given.setdefault("intermediate_size", given["num_experts_per_tok"] * given["moe_intermediate_size"])
-    return _derive_head_sizes(given) | separate_theta_and_scaling(given)
+    return derive_head_sizes(given) | separate_theta_and_scaling(given)
 
 
 def _read_and_override_config(family: Family, settings: Mapping[str, Any]) -> DecoderConfig:

@@ -46,10 +46,10 @@ WITHOUT_MASTERS = (
 QLORA = (
     'adapters.lora={use="adapters.lora",targets=["*_proj"],rank=16,alpha=32.0}',
     'stages.adapters=["@adapters.*"]',
-    'precision.frozen="nf4"',
+    "quantized.use=frozen_weights.quantized",
 )
 
-STREAMED = ("stages.stream_frozen=true",)
+STREAMED = ("streamed.use=frozen_weights.streamed",)
 
 OFFLOADED = (
     *("schedule.use=pipeline.schedules.interleaved_1f1b", "schedule.stages_per_rank=8"),

@@ -45,6 +45,7 @@ from drawloom.components.distributed.sum_over_shards import SumOverParameters  #
 from drawloom.components.experts.all_to_all import AllToAllExperts  # noqa: E402
 from drawloom.components.experts.symmetric import SymmetricExperts  # noqa: E402
 from drawloom.components.float8.training import Float8Training  # noqa: E402
+from drawloom.components.frozen_weights.quantized import QuantizedWeights  # noqa: E402
 from drawloom.components.gradients.clip_norm import ClipNorm  # noqa: E402
 from drawloom.components.gradients.synchronize import Synchronize  # noqa: E402
 from drawloom.components.kernels.auto import AutoKernels  # noqa: E402
@@ -57,7 +58,6 @@ from drawloom.components.optim.stochastic_adamw import StochasticAdamW  # noqa: 
 from drawloom.components.pipeline.captured import CapturedPasses  # noqa: E402
 from drawloom.components.pipeline.executor import ProgramExecutor  # noqa: E402
 from drawloom.components.pipeline.streams import ConcurrentStages  # noqa: E402
-from drawloom.components.ports.distributed import FrozenFormat  # noqa: E402
 from drawloom.components.ports.pipeline import create_step_state  # noqa: E402
 from drawloom.components.ports.run import Step  # noqa: E402
 from drawloom.components.ports.stages import Recompute  # noqa: E402
@@ -112,7 +112,7 @@ class Case:
     streams: bool = False
     layers: int | None = None
     float8: bool = False
-    frozen: FrozenFormat = "compute"
+    frozen: Any = "compute"  # or the name of a quantized format
     stochastic: Mapping[str, Any] | None = None  # options of the optimizer with stochastic rounding, instead of AdamW
 
     @property
@@ -325,7 +325,10 @@ def our_step(case: Case, mesh: RankMesh, device: ComputeDevice) -> Callable[[], 
     is_wide = TINY and not case.float8 and case.frozen == "compute" and case.stochastic is None
     dtype: Any = "float32" if is_wide else "bfloat16"
     cut_blocks = ("*.down_proj*",) if TINY and case.frozen != "compute" else ()
-    precision = DtypePolicy(parameter=dtype, frozen=case.frozen, frozen_in_compute=cut_blocks)
+    features: list[Any] = [Float8Training(device=device)] if case.float8 else []
+    if case.frozen != "compute":
+        features.append(QuantizedWeights(format=case.frozen, exclude=cut_blocks))
+    captured: list[Any] = [CapturedPasses(device=device)] * case.capture
     schedule, loss = pipelines.schedule(case.schedule), NextToken()
     common: dict[str, Any] = {"mesh": mesh, "device": device, "schedule": schedule}
     targets = TARGETS if kind is Qwen3Dense else TARGETS[:4]  # experts have no linear layers
@@ -333,20 +336,19 @@ def our_step(case: Case, mesh: RankMesh, device: ComputeDevice) -> Callable[[], 
     stages = MaterializedStages(
         model=model,
         loss=loss,
-        precision=precision,
+        precision=DtypePolicy(parameter=dtype),
         job=pipelines.Job(),
         adapters=lora,
-        features=[Float8Training(device=device)] if case.float8 else [],
+        features=[*features, *captured],
         **common,
     )
     use: Any = SymmetricExperts if case.dispatcher in SYMMETRIC else AllToAllExperts
     stages.dispatcher = use(kernels=kernels, mesh=mesh, **SYMMETRIC.get(case.dispatcher, {}))
     stages.reshard_after_forward, stages.recompute = case.reshard, case.recompute
-    stages.features = [CapturedPasses(device=device)] * case.capture
     stages.open()
     edges: dict[str, Any] = {"stages": stages, "boundaries": stages, "objective": loss, "neighbours": mesh}
-    features: list[Any] = [*stages.features, *[ConcurrentStages(device=device)] * case.streams]
-    executor = ProgramExecutor(**edges, features=features, **common)
+    pass_features: list[Any] = [*captured, *[ConcurrentStages(device=device)] * case.streams]
+    executor = ProgramExecutor(**edges, features=pass_features, **common)
     executor.open()
     phases: list[Any] = [
         Synchronize(parameters=stages, mesh=mesh, reduce=SumOverParameters(mesh=mesh)),

@@ -17,10 +17,9 @@ from benchmarks.gpu.meshes import LARGE, QWEN_30B, TINY, Case
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.distributed.processes import TorchProcesses
-from drawloom.components.ports.distributed import FrozenFormat
 from drawloom.kernels.weight_formats import FORMATS
 
-FROZEN: tuple[FrozenFormat, ...] = ("compute", "mxfp4") if TINY else ("compute", "nf4", "float8", "mxfp4")
+FROZEN = ("compute", "mxfp4") if TINY else ("compute", "nf4", "float8", "mxfp4")
 SHAPE = (14_336, 4096)
 REPEATS = 20
 

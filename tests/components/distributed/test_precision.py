@@ -52,6 +52,4 @@ def test_settings_have_the_names_of_the_port() -> None:
         "gradient",
         "reduce",
         "uncast",
-        "frozen",
-        "frozen_in_compute",
     ]

@@ -26,6 +26,6 @@ def test_a_round_trip_through_the_device_keeps_bytes() -> None:
 
 def test_more_than_the_memory_of_the_host_is_refused() -> None:
     """The error has both sizes, and names all that may wait there, before anything is allocated."""
-    words = r"1000000000.0 GB do not fit into the host's memory, .* \(optimizer.states, stages.stream_frozen, or "
+    words = r"1000000000.0 GB do not fit into the host's memory, .* \(optimizer.states, frozen_weights.streamed, or "
     with pytest.raises(UserError, match=words):
         DeviceTransfers(torch.device("cpu")).allocate_pinned_host_memory(10**18)

@@ -19,7 +19,7 @@ DENSE: dict[str, Any] = SIZES | {"hidden_size": 32, "head_dim": 16, "intermediat
 
 
 def whole(kind: Any, sizes: dict[str, Any]) -> Any:
-    return kind(kernels=None, **sizes).build_whole_model_on_meta()
+    return kind(kernels=None, **sizes).build_on_meta()
 
 
 def convert(module: Any, exclude: tuple[str, ...] = (), **dtypes: Any) -> set[str]:

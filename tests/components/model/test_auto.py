@@ -38,7 +38,7 @@ def test_a_folder_is_read_as_the_model_that_wrote_it(model_type: str, tmp_path: 
     write_hugging_face_folder(tmp_path / "base", model, OneStage(whole(model)))
     auto = AutoModel(kernels=cpu_kernels(), path=tmp_path / "base")
     assert not find_mismatches(AutoModel, Model)
-    assert type(auto.builder) is FAMILIES[model_type] and auto.initial_weights == tmp_path / "base"
+    assert auto.family == FAMILIES[model_type].family and auto.initial_weights == tmp_path / "base"
     assert auto.hugging_face_config() == model.hugging_face_config()
     assert (auto.num_hidden_layers, auto.vocab_size) == (2, 29)
     span = LayerRange(0, 2, embedding=True, head=True)

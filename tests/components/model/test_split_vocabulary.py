@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from drawloom.components.export.hf_writer import write_hugging_face_folder
 from drawloom.components.model.auto import AutoModel
-from drawloom.components.model.decoder.builder import DecoderBuilder
+from drawloom.components.model.decoder.builder import DecoderModel
 from drawloom.components.model.split_vocabulary import NewTokens, count_new_rows, find_new_tokens_fault
 from drawloom.components.ports.model import LayerRange
 from drawloom.components.weights.load import fill_module_from_folder
@@ -27,9 +27,9 @@ class Ids:
         self.vocab_size, self.eos_id = count, 0
 
 
-def loaded(folder: Path, tokenizer: Any, new_tokens: NewTokens) -> tuple[DecoderBuilder, Any]:
+def loaded(folder: Path, tokenizer: Any, new_tokens: NewTokens) -> tuple[DecoderModel, Any]:
     """Return the model of a folder with new tokens, and its module with the folder's weights."""
-    model = AutoModel(kernels=cpu_kernels(), path=folder, tokenizer=tokenizer, new_tokens=new_tokens).builder
+    model = AutoModel(kernels=cpu_kernels(), path=folder, tokenizer=tokenizer, new_tokens=new_tokens)
     module = model.build(LayerRange(0, 2, embedding=True, head=True))
     fill_module_from_folder(folder, module, model.hugging_face_mapper().inverse())
     return model, module
@@ -76,7 +76,7 @@ def test_the_export_is_one_table_that_computes_the_same(
     assert json.loads((tmp_path / "export/config.json").read_text())["vocab_size"] == size
     written = load_file(tmp_path / "export/model.safetensors")
     assert ("lm_head.weight" in written) != tied and written["model.embed_tokens.weight"].shape == (size, 24)
-    plain = AutoModel(kernels=cpu_kernels(), path=tmp_path / "export").builder
+    plain = AutoModel(kernels=cpu_kernels(), path=tmp_path / "export")
     theirs = twin(plain, {name: torch.nn.Parameter(tensor) for name, tensor in written.items()})
     ids, targets = torch.randint(size, (2, 2, 9))
     logits = logits_of(module, ids, one_document(2, 9))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from drawloom import Recipe
-from drawloom.components.optim.adamw_step import create_fastest_adamw
+from drawloom.components.optim.torch_optimizer import create_fastest_adamw
 
 WARNING = "[optimizer] rounds bfloat16 to the nearest: updates of less than 1/512 of a weight are lost"
 PURE = ("precision.parameter=bfloat16",)

@@ -39,7 +39,7 @@ EXPERTS = (
 MIXED = ("precision.compute=bfloat16", "precision.gradient=float32", 'precision.uncast=["*norm.weight"]')
 
 ADAPTERS = ('lora={use="adapters.lora",targets=["*_proj"],rank=4,alpha=8.0}', 'stages.adapters=["@lora"]')
-NF4 = ("model.hidden_size=64", "model.intermediate_size=64", "precision.frozen=nf4")
+NF4 = ("model.hidden_size=64", "model.intermediate_size=64", "quantized.use=frozen_weights.quantized")
 OFFLOADED = (
     *("precision.parameter=bfloat16", "optimizer.use=optim.stochastic_adamw", "optimizer.lr=1e-3"),
     *("optimizer.state_dtype=float32", "optimizer.split_master_weights=true", "optimizer.states=host"),

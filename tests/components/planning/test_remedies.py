@@ -6,7 +6,7 @@ import tomli
 
 from drawloom import Recipe
 from drawloom.components.distributed.device_model import find_device_model
-from drawloom.components.parallel import streamed_weights
+from drawloom.components.frozen_weights import streamed
 from drawloom.components.planning.plan import plan
 from drawloom.components.planning.remedies import Remedy, describe_remedy_for_json, find_remedies, format_remedies
 
@@ -45,14 +45,18 @@ def test_each_line_is_a_setting_with_its_planned_memory() -> None:
 
 def test_quantized_frozen_weights_may_be_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A recipe with NF4 weights that does not fit gets the setting as a remedy, with less memory."""
-    monkeypatch.setattr(streamed_weights, "WINDOW_BYTES", 1)
+    monkeypatch.setattr(streamed, "WINDOW_BYTES", 1)
     lora = {"use": "adapters.lora", "targets": ["*_proj"], "rank": 2, "alpha": 4.0}
-    values = {"precision": {"frozen": "nf4", "compute": "bfloat16"}, "adapters": {"lora": lora}}
+    values = {
+        "precision": {"compute": "bfloat16"},
+        "quantized": {"use": "frozen_weights.quantized"},
+        "adapters": {"lora": lora},
+    }
     recipe = RECIPE.with_values({**values, "stages": {"adapters": ["@adapters.*"]}, "model": {"hidden_size": 512}})
     recipe = recipe.with_values({"model": {"intermediate_size": 1024}})
     device = attrs.evolve(find_device_model("cpu"), memory=1_000_000)
     proposed = {line: remedy for remedy in find_remedies(recipe, plan(recipe, device)) for line in remedy.setting_lines}
-    remedy = proposed["stages.stream_frozen = true"]
+    remedy = proposed['streamed.use = "frozen_weights.streamed"']
     assert remedy.plan.memory[0].host > 0 and "host memory" in remedy.cost
 
 

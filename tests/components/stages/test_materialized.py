@@ -105,8 +105,6 @@ class Half:
     gradient: torch.dtype = torch.float32
     reduce: torch.dtype = torch.float32
     uncast: tuple[str, ...] = ()
-    frozen: str = "compute"
-    frozen_in_compute: tuple[str, ...] = ()
 
 
 class Freeze(StageFeature):

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from drawloom.components.ports.model import LinearLayer
+from drawloom.components.ports.model import StoredLayer
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.storage.tensor_source import InMemoryTensors
 from drawloom.components.weights.dequantized import DequantizedSource
@@ -64,11 +64,11 @@ class Frozen(nn.Module):
     def __init__(self, shape: tuple[int, ...], weight_format: WeightFormat | None) -> None:
         super().__init__()
         stored = shape if weight_format is None else weight_format.storage_shape(shape)
-        self.a = type("Layer", (nn.Module, LinearLayer), {})()
+        self.a = type("Layer", (nn.Module, StoredLayer), {})()
         weight = torch.empty(stored, dtype=torch.bfloat16, device="meta")
         self.a.weight = nn.Parameter(weight, requires_grad=False)
         if weight_format is not None:
-            self.a.weight_formats = {"weight": weight_format}
+            self.a.formats = {"weight": weight_format}
 
     @property
     def weight(self) -> Tensor:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from drawloom.components.distributed.device_model import find_device_model
-from drawloom.components.parallel import streamed_weights
+from drawloom.components.frozen_weights import streamed as streamed_module
+from drawloom.components.frozen_weights.streamed import StreamedWeights
 from drawloom.components.planning.plan import plan
 from drawloom.components.stages import initial_values
-from drawloom.components.stages.materialized import MaterializedStages
 from drawloom.graph import UserError
 from drawloom.graph.problems import RecipeError
 from drawloom.graph.project import Recipe
@@ -23,10 +23,11 @@ from support.transfers import DelayedTransfers
 WORDS = (
     *("model.num_hidden_layers=4", "model.hidden_size=64", "model.intermediate_size=64", "model.head_dim=16"),
     *("model.num_attention_heads=4", "model.num_key_value_heads=2", "device.kind=cpu", "precision.compute=bfloat16"),
-    *("precision.gradient=float32", "precision.frozen=nf4", 'stages.adapters=["@lora"]'),
+    *("precision.gradient=float32", 'stages.adapters=["@lora"]'),
     'lora={use="adapters.lora",targets=["*_proj"],rank=4,alpha=8.0}',
 )
-STREAMED = "stages.stream_frozen=true"
+NF4 = "quantized.use=frozen_weights.quantized"
+STREAMED = "streamed.use=frozen_weights.streamed"
 STEPS, MICROBATCHES = 3, 2
 
 
@@ -38,22 +39,15 @@ def gradients(folder: Path, *words: str) -> tuple[dict[str, Tensor], int]:
         for _ in range(STEPS):
             train(executor, batches(MICROBATCHES))
         named = executor.stages.named_parameters()
-        on_host = 0 if executor.stages.streamed is None else executor.stages.streamed.byte_count
-        return {name: part.grad.clone() for name, part in named if part.grad is not None}, on_host
+        gradients = {name: part.grad.clone() for name, part in named if part.grad is not None}
+        return gradients, executor.stages.feature_host_bytes
 
 
 def use_transfers(monkeypatch: pytest.MonkeyPatch, transfers: Any) -> None:
-    """Let stages open these transfers."""
-    open_stream = MaterializedStages._open_host_weight_stream
-
-    def open_with_transfers(stages: MaterializedStages) -> Any:
-        stages.open_transfers = lambda device: transfers
-        return open_stream(stages)
-
-    monkeypatch.setattr(MaterializedStages, "_open_host_weight_stream", open_with_transfers)
+    """Let streamed weights open these transfers."""
+    monkeypatch.setattr(StreamedWeights, "_transfers", transfers)
 
 
-COMPUTE = "precision.frozen=compute"
 EXPERTS = (
     *("model.use=model.qwen3.moe", "model.num_experts=4", "model.num_experts_per_tok=2"),
     *("model.moe_intermediate_size=64",),
@@ -63,12 +57,12 @@ EXPERTS = (
 @pytest.mark.parametrize(
     ("recompute", "passes", "window", "words"),
     [
-        ("none", 2, 1, ()),
-        ("blocks", 3, 20_000, ()),
-        ("none", 2, 2**28, ()),
-        ("none", 2, 20_000, (COMPUTE, "model.use=model.llama", "model.attention_bias=true")),
-        ("selective", 2, 20_000, (COMPUTE, *EXPERTS)),
-        ("blocks", 3, 1, (COMPUTE, "precision.compute=float32")),
+        ("none", 2, 1, (NF4,)),
+        ("blocks", 3, 20_000, (NF4,)),
+        ("none", 2, 2**28, (NF4,)),
+        ("none", 2, 20_000, ("model.use=model.llama", "model.attention_bias=true")),
+        ("selective", 2, 20_000, EXPERTS),
+        ("blocks", 3, 1, ("precision.compute=float32",)),
     ],
 )
 def test_streamed_weights_leave_no_trace(
@@ -83,7 +77,7 @@ def test_streamed_weights_leave_no_trace(
     Gradients have the bits of resident weights, quantized or in the compute dtype, whatever the window is; no pass
     copies a weight twice.
     """
-    monkeypatch.setattr(streamed_weights, "WINDOW_BYTES", window)
+    monkeypatch.setattr(streamed_module, "WINDOW_BYTES", window)
     use_transfers(monkeypatch, transfers := DelayedTransfers(window % 7))
     resident, _ = gradients(tmp_path, *words, f"stages.recompute={recompute}")
     streamed, on_host = gradients(tmp_path, *words, f"stages.recompute={recompute}", STREAMED)
@@ -97,8 +91,8 @@ def test_streamed_weights_are_never_whole_on_the_device(tmp_path: Path, monkeypa
     """A device too small for the frozen weights refuses resident ones, and holds the rest of a streamed model."""
     monkeypatch.setattr(initial_values, "get_device_memory", lambda device: 150_000)
     with pytest.raises(UserError, match="the parameters of this rank take"):
-        gradients(tmp_path, COMPUTE)
-    _, on_host = gradients(tmp_path, COMPUTE, STREAMED)
+        gradients(tmp_path)
+    _, on_host = gradients(tmp_path, STREAMED)
     assert on_host > 150_000
 
 
@@ -111,21 +105,20 @@ class NoWaits(DelayedTransfers):
 def test_a_product_that_does_not_wait_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A weight in use before it arrives changes gradients, so the comparison above can fail."""
     use_transfers(monkeypatch, NoWaits(1))
-    (resident, _), (hasty, _) = gradients(tmp_path), gradients(tmp_path, STREAMED)
+    (resident, _), (hasty, _) = gradients(tmp_path, NF4), gradients(tmp_path, NF4, STREAMED)
     assert any(not torch.equal(hasty[name], resident[name]) for name in resident)
 
 
-@pytest.mark.parametrize("words", [(), (COMPUTE,)], ids=["nf4", "compute"])
+@pytest.mark.parametrize("words", [(NF4,), ()], ids=["nf4", "compute"])
 def test_a_plan_counts_streamed_weights_on_the_host_and_on_the_link(words: tuple[str, ...]) -> None:
     """Their bytes move to the host, but for those on their way, and a slow link determines a step's time."""
     device = find_device_model("cpu")
-    recipe = Recipe.load("first_run", *WORDS, *words)
-    resident, streamed = (plan(recipe.with_values({"stages": {"stream_frozen": on}}), device) for on in (False, True))
+    resident, streamed = (plan(Recipe.load("first_run", *WORDS, *words, *more), device) for more in ((), (STREAMED,)))
     slow = plan(Recipe.load("first_run", *WORDS, *words, STREAMED), attrs.evolve(device, host_link=1e3))
     on_host = streamed.memory[0].host
     persistent, fewer = (planned.memory[0].persistent for planned in (resident, streamed))
     assert on_host == resident.memory[0].host + persistent["parameters"] - fewer["parameters"] > 0
-    assert fewer["compute_copies"] - persistent.get("compute_copies", 0) == min(streamed_weights.WINDOW_BYTES, on_host)
+    assert fewer["compute_copies"] - persistent.get("compute_copies", 0) == min(streamed_module.WINDOW_BYTES, on_host)
     most = 2 * slow.microbatches * on_host / 1e3
     assert 0.9 * most < slow.time.compute < most
 
@@ -133,12 +126,12 @@ def test_a_plan_counts_streamed_weights_on_the_host_and_on_the_link(words: tuple
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("stages.adapters=[]", COMPUTE), "no weight is frozen"),
-        ((COMPUTE, "float8.use=float8.training"), "round weights on the device"),
+        (("stages.adapters=[]",), "no weight is frozen"),
+        (("float8.use=float8.training",), "round weights on the device"),
         (("compile.use=stages.compiled",), "does not trace copies"),
         (("capture.use=pipeline.captured",), "fixed places on the device"),
         (("mesh.data_shard=2",), "gathered from other ranks"),
-        (("mesh.context=2",), "or data_shard = 1 and context = 1 in"),
+        (("mesh.context=2",), "data_shard = 1 and context = 1 in"),
     ],
 )
 def test_check_refuses_weights_that_can_not_be_streamed(words: tuple[str, ...], message: str) -> None:

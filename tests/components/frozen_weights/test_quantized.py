@@ -8,13 +8,10 @@ import torch
 import drawloom
 from drawloom.components.distributed.precision import DtypePolicy
 from drawloom.components.distributed.single_process import SingleProcess
+from drawloom.components.frozen_weights.layers import find_storable_weights
+from drawloom.components.frozen_weights.quantized import QuantizedWeights, compute_storage_slice
 from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.model.qwen3.moe import Qwen3Moe
-from drawloom.components.parallel.frozen_formats import (
-    compute_storage_slice,
-    find_quantizable_weights,
-    replace_by_quantized_storage,
-)
 from drawloom.components.ports.model import list_quantized_parameter_formats
 from drawloom.components.ports.slices import RankSlice, TensorSlice
 from drawloom.graph import UserError
@@ -24,8 +21,9 @@ from support.qwen3 import SIZES, SPARSE_SIZES
 DENSE: dict[str, Any] = SIZES | {"hidden_size": 128, "head_dim": 64, "intermediate_size": 192}
 
 
-def nf4(**settings: Any) -> DtypePolicy:
-    return DtypePolicy(compute="bfloat16", frozen="nf4", **settings)
+def convert(module: Any, splits: dict[str, Any], exclude: tuple[str, ...] = (), uncast: tuple[str, ...] = ()) -> None:
+    precision = DtypePolicy(compute="bfloat16", uncast=uncast)
+    QuantizedWeights(format="nf4", exclude=exclude).convert(module, precision, splits)
 
 
 def frozen(kind: Any, sizes: dict[str, Any]) -> Any:
@@ -38,13 +36,13 @@ def test_projections_and_experts_are_stored_and_nothing_else_is() -> None:
     trained = "model.layers.0.mlp.up_proj.weight"
     shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
     module.get_parameter(trained).requires_grad_()
-    replace_by_quantized_storage(module, nf4(frozen_in_compute=("*.layers.1.*",), uncast=("*.k_proj.weight",)), {})
+    convert(module, {}, ("*.layers.1.*",), ("*.k_proj.weight",))
     names = {f"{name}.weight" for name, _ in module.named_modules() if name.endswith("_proj")}
     excluded = {name for name in names if ".layers.1." in name or ".k_proj." in name}
     assert list_quantized_parameter_formats(module) == dict.fromkeys(names - excluded - {trained}, NF4)
     for name in list_quantized_parameter_formats(module):
         assert module.get_parameter(name).shape == NF4.storage_shape(shapes[name])
-    sparse = find_quantizable_weights(frozen(Qwen3Moe, SPARSE_SIZES))
+    sparse = find_storable_weights(frozen(Qwen3Moe, SPARSE_SIZES))
     assert any(name.endswith("experts.down_proj") for name in sparse)
     assert not any(".gate.weight" in name for name in sparse)
 
@@ -66,13 +64,13 @@ def test_columns_that_cut_a_block_are_an_error_with_a_remedy() -> None:
     with pytest.raises(
         UserError, match=r"down_proj\.weight has columns 96 to 192 .* blocks of 64; .*\[\"\*\.down_proj\.weight\"\]"
     ):
-        replace_by_quantized_storage(module, nf4(), splits)
+        convert(module, splits)
 
 
 def problems(*words: str) -> list[str]:
     sizes = ("model.hidden_size=192", "model.head_dim=64", "model.intermediate_size=256")
     recipe = drawloom.Recipe.load("first_run", "precision.compute='bfloat16'", *sizes, *words)
-    return [text for text in map(str, recipe.graph.problems) if "DL401" in text]
+    return [text for text in map(str, recipe.graph.problems) if "DL401" in text or "DL302" in text]
 
 
 LORA = (
@@ -82,7 +80,7 @@ LORA = (
     "lora.rank=4",
     "lora.alpha=8.0",
 )
-FROZEN = "precision.frozen='nf4'"
+FROZEN = "quantized.use=frozen_weights.quantized"
 
 
 @pytest.mark.parametrize(
@@ -98,8 +96,8 @@ FROZEN = "precision.frozen='nf4'"
         ((FROZEN, *LORA, "compile.use=stages.compiled"), ["torch.compile does not trace quantized", "[compile]"]),
         ((FROZEN, *LORA, "precision.compute='float32'"), ["compute in 'float32'", "write compute = 'bfloat16'"]),
         ((FROZEN, *LORA, "float8.use=float8.training"), []),
-        ((FROZEN, *LORA, 'precision.frozen_in_compute=["*.q_prj"]'), ["no weight of a linear layer or experts"]),
-        (('precision.frozen_in_compute=["*.q_proj.weight"]',), ["nothing to exclude", "write frozen = 'nf4'"]),
+        ((FROZEN, *LORA, 'quantized.exclude=["*.q_prj"]'), ["no weight of a linear layer or experts"]),
+        (("precision.frozen='nf4'",), ['write a table [quantized] with use = "frozen_weights.quantized"']),
     ],
 )
 def test_check_refuses_recipes_whose_weights_can_not_be_quantized(words: tuple[str, ...], parts: list[str]) -> None:

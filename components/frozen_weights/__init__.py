@@ -1,0 +1,1 @@
+"""Frozen weights in quantized formats, and in host memory."""
