@@ -86,7 +86,9 @@ def check_features(nodes: StageNodes) -> Iterator[Problem]:
     for feature in nodes.features:
         for node in nodes.stages.nodes.values():
             edge = node.edges.get("features")
-            if node.name != nodes.stages.name and edge and feature.name in edge.targets:
+            if node.name == nodes.stages.name or edge is None or feature.name not in edge.targets:
+                continue
+            if StageFeature in node.spec.fields["features"].ports:  # an executor may have it, too
                 text = f"[{feature.name}] is a feature of [{node.name}], too, and belongs to the stages of one model"
                 hint = f'write a node of its own in the list: {{ use = "{feature.use}" }}'
                 yield nodes.stages.problem("features", text, hint)
