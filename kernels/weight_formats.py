@@ -217,6 +217,9 @@ MXFP4 = WeightFormat("mxfp4", 32, 9, torch.bfloat16, _encode_mxfp4, _decode_mxfp
 """4 bits in blocks of 32 with a power of two as the scale, 4.5 bits per element; a byte's lower half is first."""
 
 FormatName = Literal["nf4", "float8", "mxfp4"]
+FORMATS_IN_WORDS = (
+    "'nf4', 4 bits in blocks of 64; 'float8', 8 bits in tiles of 128 x 128; 'mxfp4', 4 bits in blocks of 32"
+)
 
 FORMATS = {weight_format.name: weight_format for weight_format in (NF4, FLOAT8, MXFP4)}
 

@@ -18,7 +18,7 @@ from drawloom.components.ports.features import NamePatterns, StageFeature, Stage
 from drawloom.components.ports.slices import RankSlice, TensorSlice
 from drawloom.graph import Problem, UserError, component, setting
 from drawloom.graph.wiring.node import NodeView
-from drawloom.kernels.weight_formats import FORMATS, FormatName, WeightFormat
+from drawloom.kernels.weight_formats import FORMATS, FORMATS_IN_WORDS, FormatName, WeightFormat
 
 Weights = dict[str, tuple[Linear | Experts, str]]
 """Layers and parameter names by weight name."""
@@ -39,7 +39,7 @@ class QuantizedWeights(StageFeature):
     format: FormatName = setting(
         default="nf4",
         impact="incompatible",
-        doc="'nf4', 4 bits in blocks of 64; 'float8', 8 bits in tiles of 128 x 128; 'mxfp4', 4 bits in blocks of 32",
+        doc=FORMATS_IN_WORDS,
     )
     exclude: tuple[str, ...] = setting(
         default=(),

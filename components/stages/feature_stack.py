@@ -84,14 +84,6 @@ class FeatureStack(StageFeature):
 def check_features(nodes: StageNodes) -> Iterator[Problem]:
     """Yield the features' problems with the stages, and with nodes that they exclude."""
     for feature in nodes.features:
-        for node in nodes.stages.nodes.values():
-            edge = node.edges.get("features")
-            if node.name == nodes.stages.name or edge is None or feature.name not in edge.targets:
-                continue
-            if StageFeature in node.spec.fields["features"].ports:  # an executor may have it, too
-                text = f"[{feature.name}] is a feature of [{node.name}], too, and belongs to the stages of one model"
-                hint = f'write a node of its own in the list: {{ use = "{feature.use}" }}'
-                yield nodes.stages.problem("features", text, hint)
         yield from nodes.component_of(feature).check_stages(feature, nodes)
         yield from check_exclusions(feature)
 

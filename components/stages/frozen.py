@@ -79,6 +79,11 @@ class FrozenStages(PassFeature):
                 if dimension.splits_work:
                     yield from dimension.check(nodes)
             yield from check_features(nodes)
+        for number, feature in enumerate(node.neighbours("features")):
+            if not node.nodes[feature.name].owner:
+                text = f"[{feature.name}] has a table of its own, by which it belongs to the trained model"
+                hint = f'write it into the list: {{ use = "{feature.use}" }}'
+                yield node.problem(("features", number), text, hint)
 
     @classmethod
     def notes(cls, node: NodeView) -> Iterator[str]:

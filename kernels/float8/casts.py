@@ -5,7 +5,7 @@ Float8: casts to e4m3 elements with a power-of-two scale per row, and products o
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -75,72 +75,6 @@ class QuantizedGradient(NamedTuple):
     column_scale: Tensor
 
 
-class Float8Kernels(Protocol):
-    """Casts and products in float8; all matrices have contiguous rows, and all scales are float32."""
-
-    def quantize_rows(self, x: Tensor, transposed: bool) -> Float8Rows:
-        """Quantize x (rows, width) by rows, with or without a transposed copy."""
-        ...
-
-    def dequantize_rows(self, data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return data * scale[:, None] in a dtype: data (rows, width), scale (rows,); exact but in float16."""
-        ...
-
-    def transpose(self, data: Tensor) -> Tensor:
-        """Transpose e4m3 (rows, width) to (width, padded rows)."""
-        ...
-
-    def quantize_weights(self, weights: Sequence[Tensor]) -> ScaledRows:
-        """Quantize weights (outputs, inputs) by rows: data (all outputs, inputs) and scale (all outputs,)."""
-        ...
-
-    def quantize_transposed_weights(self, weights: Sequence[Tensor], scale: Tensor) -> Tensor:
-        """Quantize weights (outputs, inputs) with scales (all outputs,): e4m3 (inputs, all outputs)."""
-        ...
-
-    def quantize_weights_into(self, weights: Sequence[Tensor], rows: Float8Rows) -> None:
-        """Fill `rows` with the elements, scales and transposed copy of weights (outputs, inputs)."""
-        ...
-
-    def quantize_swiglu(self, gate_and_up: Tensor, transposed: bool) -> Float8Rows:
-        """Quantize silu(gate) * up by rows, where gate and up are the halves of `gate_and_up` (rows, 2 * width)."""
-        ...
-
-    def quantize_gradient(self, grads: Sequence[Tensor], factor: Tensor, row_scale: Tensor | None) -> QuantizedGradient:
-        """
-        Quantize grad * factor by rows: up to three gradients (tokens, outputs) side by side, factor (all outputs,).
-
-        With row_scale (tokens,), also quantize grad * row_scale[:, None] by columns.
-        """
-        ...
-
-    def quantize_swiglu_gradient(
-        self, grad: Tensor, gate_and_up: Tensor, factor: Tensor, row_scale: Tensor | None
-    ) -> QuantizedGradient:
-        """
-        Quantize `gate_and_up`'s gradient like `quantize_gradient`: grad (tokens, width) is the gradient of silu(gate) *
-        up, and factor (2 * width,).
-        """
-        ...
-
-    def norm(self, x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
-        """Return RMSNorm of x (..., width), times the weight (width,), or times 1 + weight."""
-        ...
-
-    def norm_and_quantize(
-        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, zero_centered: bool
-    ) -> NormedRows:
-        """Return `norm` of x + residual, or of x, and quantize it by rows."""
-        ...
-
-    def multiply_scaled(self, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor | None, fast: bool) -> Tensor:
-        """
-        Return a @ b.T, bfloat16 (rows, columns), times a_scale (rows,) and b_scale (columns,): a (rows, inner),
-        b (columns, inner).
-        """
-        ...
-
-
 def compute_power_of_two_scales(largest: Tensor) -> Tensor:
     """
     Return power-of-two divisors for rows with these largest magnitudes, float32 (rows,).
@@ -171,42 +105,62 @@ def _transpose_rows(data: Tensor) -> Tensor:
     return result
 
 
-class EagerFloat8:
-    """Casts and products in plain torch: operands are widened to float32."""
+class Float8Kernels:
+    """
+    Casts and products in float8, here in plain torch, with operands widened to float32; Triton's class derives from it.
+
+    All matrices have contiguous rows, and all scales are float32.
+    """
 
     def quantize_rows(self, x: Tensor, transposed: bool) -> Float8Rows:
+        """Quantize x (rows, width) by rows, with or without a transposed copy."""
         wide = x.float()
         scale = compute_power_of_two_scales(wide.abs().amax(1))
         data = (wide / scale[:, None]).to(E4M3)
         return Float8Rows(data, scale, _transpose_rows(data) if transposed else data.new_empty(0))
 
     def dequantize_rows(self, data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return data * scale[:, None] in a dtype: data (rows, width), scale (rows,); exact but in float16."""
         return data.to(dtype).mul_(scale[:, None])
 
     def transpose(self, data: Tensor) -> Tensor:
+        """Transpose e4m3 (rows, width) to (width, padded rows)."""
         return _transpose_rows(data)
 
     def quantize_weights(self, weights: Sequence[Tensor]) -> ScaledRows:
+        """Quantize weights (outputs, inputs) by rows: data (all outputs, inputs) and scale (all outputs,)."""
         rows = self.quantize_rows(torch.cat([*weights]), False)
         return ScaledRows(rows.data, rows.scale)
 
     def quantize_transposed_weights(self, weights: Sequence[Tensor], scale: Tensor) -> Tensor:
+        """Quantize weights (outputs, inputs) with scales (all outputs,): e4m3 (inputs, all outputs)."""
         return _transpose_rows((torch.cat([*weights]).float() / scale[:, None]).to(E4M3))
 
     def quantize_weights_into(self, weights: Sequence[Tensor], rows: Float8Rows) -> None:
+        """Fill `rows` with the elements, scales and transposed copy of weights (outputs, inputs)."""
         for target, source in zip(rows, self.quantize_rows(torch.cat([*weights]), True), strict=True):
             target.copy_(source)
 
     def quantize_swiglu(self, gate_and_up: Tensor, transposed: bool) -> Float8Rows:
+        """Quantize silu(gate) * up by rows, where gate and up are the halves of `gate_and_up` (rows, 2 * width)."""
         return self.quantize_rows(swiglu_halves_eager(gate_and_up.float()), transposed)
 
     def quantize_swiglu_gradient(
         self, grad: Tensor, gate_and_up: Tensor, factor: Tensor, row_scale: Tensor | None
     ) -> QuantizedGradient:
+        """
+        Quantize `gate_and_up`'s gradient like `quantize_gradient`: grad (tokens, width) is the gradient of silu(gate) *
+        up, and factor (2 * width,).
+        """
         gate, up = gate_and_up.float().chunk(2, -1)
         return self.quantize_gradient(compute_swiglu_gradients(grad, gate, up), factor, row_scale)
 
     def quantize_gradient(self, grads: Sequence[Tensor], factor: Tensor, row_scale: Tensor | None) -> QuantizedGradient:
+        """
+        Quantize grad * factor by rows: up to three gradients (tokens, outputs) side by side, factor (all outputs,).
+
+        With row_scale (tokens,), also quantize grad * row_scale[:, None] by columns.
+        """
         data, scale, empty = self.quantize_rows(torch.cat([*grads], 1).float() * factor, False)
         if row_scale is None:
             return QuantizedGradient(data, scale, empty.view(0, 0), scale.new_empty(0))
@@ -215,18 +169,24 @@ class EagerFloat8:
         return QuantizedGradient(data, scale, _transpose_rows((shifted / column_scale).to(E4M3)), column_scale / factor)
 
     def norm(self, x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
+        """Return RMSNorm of x (..., width), times the weight (width,), or times 1 + weight."""
         return rms_norm_eager(x, weight, eps, zero_centered)
 
     def norm_and_quantize(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, zero_centered: bool
     ) -> NormedRows:
+        """Return `norm` of x + residual, or of x, and quantize it by rows."""
         summed = x if residual is None else (x + residual).to(x.dtype)
         normed = self.norm(summed, weight, eps, zero_centered)
         return NormedRows(normed, summed, self.quantize_rows(normed.detach().flatten(0, -2), False))
 
     def multiply_scaled(self, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor | None, fast: bool) -> Tensor:
+        """
+        Return a @ b.T, bfloat16 (rows, columns), times a_scale (rows,) and b_scale (columns,): a (rows, inner),
+        b (columns, inner).
+        """
         product = a.float() @ b.float().t() * a_scale[:, None]
         return (product if b_scale is None else product * b_scale).bfloat16()
 
 
-EAGER: Float8Kernels = EagerFloat8()
+EAGER = Float8Kernels()

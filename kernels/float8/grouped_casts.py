@@ -5,7 +5,7 @@ Casts and products in float8 for experts: rows sorted by expert, times their exp
 contribute to no weight's gradient.
 """
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +13,6 @@ from torch import Tensor
 from drawloom.kernels import grouped_gemm
 from drawloom.kernels.float8.casts import (
     E4M3,
-    EagerFloat8,
     Float8Kernels,
     Float8Rows,
     ScaledRows,
@@ -66,77 +65,6 @@ class GroupedFactors(NamedTuple):
     scale: Tensor
 
 
-class GroupedFloat8Kernels(Float8Kernels, Protocol):
-    """
-    Casts and products in float8 for experts; `ends` are the rows' ends by expert, int32 (experts,).
-    """
-
-    def copy_tokens_to_expert_rows(self, rows: ScaledRows, probabilities: Tensor | None, routes: Routes) -> ExpertRows:
-        """
-        Copy quantized tokens (tokens, width) to their choices' rows, and probabilities (tokens, top_k) if any.
-
-        Unused rows are zeros.
-        """
-        ...
-
-    def sum_rows_and_gather_scalars(
-        self, rows: Tensor, scalars: Tensor | None, dest_row: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """
-        Sum bfloat16 rows (rows, width) by token: (tokens, width); and copy scalars (rows,) to choices (tokens, top_k).
-        """
-        ...
-
-    def quantize_experts(self, weight: Tensor) -> ScaledRows:
-        """Quantize a weight (experts, outputs, inputs) by expert: data with this shape, and scale (experts,)."""
-        ...
-
-    def quantize_transposed_experts(self, weight: Tensor, scale: Tensor) -> Tensor:
-        """Quantize a weight (experts, outputs, inputs) with scales (experts,): e4m3 (experts, inputs, outputs)."""
-        ...
-
-    def quantize_experts_into(self, weight: Tensor, rows: Float8Rows) -> None:
-        """Fill `rows` with a weight's elements, scales by expert and transposed copy."""
-        ...
-
-    def quantize_expert_swiglu(self, gate_and_up: Tensor, probabilities: Tensor) -> ScaledRows:
-        """Quantize silu(gate) * up * probability by rows, where `gate_and_up` (rows, 2 * width) is gate and up."""
-        ...
-
-    def quantize_expert_swiglu_gradient(
-        self, grad: Tensor, gate_and_up: Tensor, probabilities: Tensor
-    ) -> QuantizedSwigluGradient:
-        """
-        Quantize the gradient of `gate_and_up` (rows, 2 * width) by rows, given the product's gradient (rows, width).
-        """
-        ...
-
-    def prepare_outer_product_factors(
-        self, left: ScaledRows, right: ScaledRows, choices: Tensor | None, top_k: int, ends: Tensor
-    ) -> GroupedFactors:
-        """
-        Return factors for sums of outer products over every expert's rows, left (rows, outputs) and right (rows,
-        inputs).
-
-        With choices (rows,), the data in `right` are tokens (tokens, inputs), and row r is token choices[r] // top_k.
-        Both scales are by row. Their products multiply `left`, relative to the expert's largest.
-        """
-        ...
-
-    def multiply_rows_by_expert(
-        self, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, ends: Tensor, fast: bool
-    ) -> Tensor:
-        """
-        Return rows a (rows, inner) times their expert's matrix in b (experts, columns, inner), transposed: bfloat16
-        (rows, columns), times a_scale (rows,) and b_scale (experts,).
-        """
-        ...
-
-    def sum_outer_products(self, left: Tensor, right: Tensor, scale: Tensor, ends: Tensor) -> Tensor:
-        """Return the product of `GroupedFactors`, bfloat16 (experts, outputs, inputs); zeros without rows."""
-        ...
-
-
 def count_padded_columns(rows: int, experts: int) -> int:
     """Return the columns in transposed copies, with at most GROUP - 1 padded columns by expert."""
     return (rows // GROUP + experts) * GROUP
@@ -151,10 +79,19 @@ def allocate_quantized_experts(weight: Tensor) -> Float8Rows:
     return Float8Rows(data, weight.new_empty(experts, dtype=torch.float32), transposed)
 
 
-class EagerGroupedFloat8(EagerFloat8):
-    """Casts and products in plain torch: operands are widened to float32."""
+class GroupedFloat8Kernels(Float8Kernels):
+    """
+    Casts and products in float8 for experts, here in plain torch, with operands widened to float32.
+
+    `ends` are the rows' ends by expert, int32 (experts,).
+    """
 
     def copy_tokens_to_expert_rows(self, rows: ScaledRows, probabilities: Tensor | None, routes: Routes) -> ExpertRows:
+        """
+        Copy quantized tokens (tokens, width) to their choices' rows, and probabilities (tokens, top_k) if any.
+
+        Unused rows are zeros.
+        """
         top_k = max(routes.dest_row.shape[1], 1)
         is_used = routes.source_choice >= 0
         choice = routes.source_choice.where(is_used, 0).long()
@@ -168,6 +105,9 @@ class EagerGroupedFloat8(EagerFloat8):
     def sum_rows_and_gather_scalars(
         self, rows: Tensor, scalars: Tensor | None, dest_row: Tensor
     ) -> tuple[Tensor, Tensor]:
+        """
+        Sum bfloat16 rows (rows, width) by token: (tokens, width); and copy scalars (rows,) to choices (tokens, top_k).
+        """
         summed = gather_rows_by_choice(rows, dest_row).sum(1).to(rows.dtype)
         by_choice = (
             rows.new_empty(0) if scalars is None else gather_rows_by_choice(scalars.unsqueeze(1), dest_row).squeeze(2)
@@ -175,25 +115,32 @@ class EagerGroupedFloat8(EagerFloat8):
         return summed, by_choice
 
     def quantize_experts(self, weight: Tensor) -> ScaledRows:
+        """Quantize a weight (experts, outputs, inputs) by expert: data with this shape, and scale (experts,)."""
         wide = weight.float()
         scale = compute_power_of_two_scales(wide.abs().amax((1, 2)))
         return ScaledRows((wide / scale[:, None, None]).to(E4M3), scale)
 
     def quantize_transposed_experts(self, weight: Tensor, scale: Tensor) -> Tensor:
+        """Quantize a weight (experts, outputs, inputs) with scales (experts,): e4m3 (experts, inputs, outputs)."""
         return (weight.float() / scale[:, None, None]).to(E4M3).transpose(1, 2).contiguous()
 
     def quantize_experts_into(self, weight: Tensor, rows: Float8Rows) -> None:
+        """Fill `rows` with a weight's elements, scales by expert and transposed copy."""
         data, scale = self.quantize_experts(weight)
         for target, source in zip(rows, (data, scale, data.transpose(1, 2)), strict=True):
             target.copy_(source)
 
     def quantize_expert_swiglu(self, gate_and_up: Tensor, probabilities: Tensor) -> ScaledRows:
+        """Quantize silu(gate) * up * probability by rows, where `gate_and_up` (rows, 2 * width) is gate and up."""
         gate, up = gate_and_up.float().chunk(2, -1)
         return ScaledRows._make(self.quantize_rows(swiglu_eager(gate, up, probabilities.float()), False)[:2])
 
     def quantize_expert_swiglu_gradient(
         self, grad: Tensor, gate_and_up: Tensor, probabilities: Tensor
     ) -> QuantizedSwigluGradient:
+        """
+        Quantize the gradient of `gate_and_up` (rows, 2 * width) by rows, given the product's gradient (rows, width).
+        """
         (gate, up), wide = gate_and_up.float().chunk(2, -1), upcast(grad)
         grad_probabilities = (swiglu_eager(gate, up) * wide).sum(-1).to(probabilities.dtype)
         gradients = compute_swiglu_gradients(wide * probabilities.float().unsqueeze(-1), gate, up)
@@ -203,6 +150,13 @@ class EagerGroupedFloat8(EagerFloat8):
     def prepare_outer_product_factors(
         self, left: ScaledRows, right: ScaledRows, choices: Tensor | None, top_k: int, ends: Tensor
     ) -> GroupedFactors:
+        """
+        Return factors for sums of outer products over every expert's rows, left (rows, outputs) and right (rows,
+        inputs).
+
+        With choices (rows,), the data in `right` are tokens (tokens, inputs), and row r is token choices[r] // top_k.
+        Both scales are by row. Their products multiply `left`, relative to the expert's largest.
+        """
         count = len(left.data)
         row = torch.arange(count, device=ends.device)
         expert = torch.searchsorted(ends.long(), row, right=True)
@@ -227,10 +181,15 @@ class EagerGroupedFloat8(EagerFloat8):
     def multiply_rows_by_expert(
         self, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, ends: Tensor, fast: bool
     ) -> Tensor:
+        """
+        Return rows a (rows, inner) times their expert's matrix in b (experts, columns, inner), transposed: bfloat16
+        (rows, columns), times a_scale (rows,) and b_scale (experts,).
+        """
         matrices = b.float().transpose(1, 2) * b_scale[:, None, None]
         return (grouped_gemm.EAGER.rows(a.float(), matrices, ends) * a_scale[:, None]).bfloat16()
 
     def sum_outer_products(self, left: Tensor, right: Tensor, scale: Tensor, ends: Tensor) -> Tensor:
+        """Return the product of `GroupedFactors`, bfloat16 (experts, outputs, inputs); zeros without rows."""
         product = grouped_gemm.EAGER.matrices(left.t().float(), right.t().float(), _compute_padded_ends(ends))
         return (product * scale[:, None, None]).bfloat16()
 
@@ -252,4 +211,4 @@ def _transpose_rows_into_columns(rows: Tensor, column: Tensor, columns: int) -> 
     return result.index_copy(0, column, rows.view(torch.uint8))[:columns].t().contiguous().view(E4M3)
 
 
-EAGER: GroupedFloat8Kernels = EagerGroupedFloat8()
+EAGER = GroupedFloat8Kernels()

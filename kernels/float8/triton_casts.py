@@ -59,7 +59,7 @@ TOKENS, CHANNELS = 128, 128
 """Float8Rows and columns in a program's transposed tile."""
 
 
-class TritonFloat8:
+class TritonFloat8(Float8Kernels):
     """Casts in Triton, and products by `torch._scaled_mm`."""
 
     def quantize_rows(self, x: Tensor, transposed: bool) -> Float8Rows:
@@ -112,7 +112,7 @@ class TritonFloat8:
         )
 
 
-TRITON: Float8Kernels = TritonFloat8()
+TRITON = TritonFloat8()
 
 ONES = 2**17
 """Length for a vector with ones, the scales for transposed elements."""

@@ -61,7 +61,7 @@ Accumulation in float32 after each GROUP summands needs twice the registers. On 
 """
 
 
-class TritonGroupedFloat8(TritonFloat8):
+class TritonGroupedFloat8(TritonFloat8, GroupedFloat8Kernels):
     """Casts and products in Triton."""
 
     def copy_tokens_to_expert_rows(self, rows: ScaledRows, probabilities: Tensor | None, routes: Routes) -> ExpertRows:
@@ -106,7 +106,7 @@ class TritonGroupedFloat8(TritonFloat8):
         return _sum_outer_products(left, right, scale, ends)
 
 
-TRITON: GroupedFloat8Kernels = TritonGroupedFloat8()
+TRITON = TritonGroupedFloat8()
 
 
 def _allocate_expert_rows(

@@ -12,11 +12,13 @@ from drawloom.components.data.bytes import Bytes
 from drawloom.components.data.hugging_face_tokenizer import HuggingFaceTokenizer
 from drawloom.components.distributed.device_model import find_device_model
 from drawloom.components.planning.plan import plan
+from drawloom.components.ports.model import list_quantized_parameter_formats
 from drawloom.components.weights.token_ids import compare_folder_ids
 from drawloom.graph import RecipeError
 from drawloom.graph.project import Recipe
 from support.qwen3 import SIZES, dense, whole
 
+QUANTIZED = {"use": "frozen_weights.quantized"}
 TEACHER = SIZES | {"vocab_size": 257, "hidden_size": 40}
 
 
@@ -57,6 +59,8 @@ def test_wrong_loops_are_refused(base: Path) -> None:
         ({"loss": loss | {"reference": "data"}}, "[loss] does not compare with [teacher]"),
         ({"loss": loss | {"reference": "data", "temperature": 2.0}, "teacher": None}, "have the temperature 1"),
         ({"teacher": {"use": "stages.frozen", "model": "@model"}}, "[teacher] would have random weights"),
+        ({"teacher": flat | {"features": ["@quantized"]}, "quantized": QUANTIZED}, "has a table of its own, by which"),
+        ({"teacher": flat | {"features": [QUANTIZED]}}, "frozen weights in nf4 are dequantized to bfloat16"),
         ({"second": flat}, "[loss] compares with a frozen model, and [executor] has 2"),
         ({"mesh": {"tensor": 3}}, "[teacher.model]"),
         (
@@ -77,6 +81,19 @@ def test_wrong_loops_are_refused(base: Path) -> None:
 
 PLAIN = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
 """Options of an added token in tokenizer.json."""
+
+
+def test_features_of_a_teacher_change_its_layers_alone(tmp_path: Path) -> None:
+    """A teacher's weights are stored in NF4, and the trained model's are not."""
+    model = dense(**TEACHER | {"hidden_size": 64, "head_dim": 64, "intermediate_size": 64})
+    save_file(dict(whole(model).named_parameters()), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(model.hugging_face_config()))
+    teacher = {"use": "stages.frozen", "model": {"use": "model.auto", "path": str(tmp_path)}, "features": [QUANTIZED]}
+    recipe = taught(tmp_path, teacher=teacher, precision={"compute": "bfloat16"})
+    with recipe.open(["stages", "teacher"]) as objects:
+        trained, frozen = objects["stages"].local, objects["teacher"].forward_stages.local
+        counts = [len(list_quantized_parameter_formats(stage.module)) for stage in (*trained, *frozen)]
+    assert counts == [0, 7 * TEACHER["num_hidden_layers"]]
 
 
 def test_a_teacher_must_have_the_ids_of_the_data(base: Path) -> None:

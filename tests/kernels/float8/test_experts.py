@@ -166,11 +166,12 @@ def test_deferred_recomputed_and_kept_gradients_have_the_same_bits() -> None:
 @pytest.mark.parametrize("kernels", ["eager", "triton"])
 def test_shapes_on_the_meta_device(kernels: str) -> None:
     """Plans run experts without values: neither implementation reads the rows' ends on the host."""
+    chosen = EAGER
     if kernels == "triton":
         pytest.importorskip("triton")
-        from drawloom.kernels.float8.triton_grouped_casts import TRITON as chosen
-    else:
-        chosen = EAGER
+        from drawloom.kernels.float8.triton_grouped_casts import TRITON
+
+        chosen = TRITON
     with torch.device("meta"):
         leaves = [torch.empty_like(leaf).requires_grad_() for leaf in draw_leaves()]
         routes = Routes(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.kernels.deferred_grads import Accumulation, Deferral
-from drawloom.kernels.float8.casts import E4M3, EAGER, EagerFloat8, Float8Rows
+from drawloom.kernels.float8.casts import E4M3, EAGER, Float8Kernels, Float8Rows
 from drawloom.kernels.float8.linear import CachedFloat8Weights, linear_float8, linears_float8, mlp_float8
 from drawloom.kernels.float8.rms_norm import rms_norm_float8
 from drawloom.kernels.linear import linear_eager
@@ -127,7 +127,7 @@ def test_numbers_that_are_not_finite_reach_all_gradients(value: float) -> None:
     assert grad_weight.isnan().all()
 
 
-class CountedFloat8(EagerFloat8):
+class CountedFloat8(Float8Kernels):
     """Eager casts that record the shapes of rounded tensors."""
 
     def __init__(self) -> None:
