@@ -29,7 +29,7 @@ class CompiledBlocks(StageFeature):
     def check_stages(cls, feature: NodeView, nodes: StageNodes) -> Iterator[Problem]:
         """Warn about recompute policies ignored by compiled blocks."""
         text = "torch chooses what compiled blocks recompute, so '{}' only applies outside them"
-        if (policy := nodes.stages.settings["recompute"]) in ("selective", "quantized"):
+        if (policy := nodes.stages.settings.get("recompute")) in ("selective", "quantized"):
             hint = f'write recompute = "blocks" or "none", or remove [{feature.name}]'
             yield nodes.stages.warning("recompute", text.format(policy), hint)
         for schedule in nodes.stages.neighbours("schedule"):

@@ -50,6 +50,9 @@ def problems(recipe: Recipe) -> list[str]:
 def test_wrong_loops_are_refused(base: Path) -> None:
     """A recipe is refused if its teacher has other ids, random weights, no use, or is the trained model."""
     assert problems(taught(base)) == []
+    model = {"use": "model.auto", "path": str(base)}
+    compiled = {"use": "stages.frozen", "model": model, "features": [{"use": "stages.compiled"}]}
+    assert problems(taught(base, teacher=compiled)) == []
     loss = {"use": "loss.distill"}
     flat = {"use": "stages.frozen", "model": {"use": "model.qwen3.dense", **TEACHER}, "weights": str(base)}
     cases: list[tuple[dict[str, Any], str]] = [
