@@ -128,7 +128,7 @@ def read_annotations(cls: type, names: Collection[str]) -> dict[str, Any]:
     """
     Return the annotated types of a class's attributes with these names.
 
-    Other attributes, such as private ones, may have a type that only type checkers import. Raises NameError for a name
+    Other attributes, such as private ones, may have a type known to type checkers alone. Raises NameError for a name
     in an annotation that is not defined.
     """
     types: dict[str, Any] = {}

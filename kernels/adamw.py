@@ -81,7 +81,7 @@ class ParamState:
 
     @property
     def has_whole_blocks(self) -> bool:
-        """Return whether the means are codes of 8 bits, in rows without a rest of a block."""
+        """Return whether the means are 8-bit codes, and whole blocks fill a row."""
         return self.has_8bit_moments and self.weight.shape[-1] % BLOCK == 0
 
     @property

@@ -69,7 +69,7 @@ def _add_default(field: "attrs.Attribute[Any]") -> "attrs.Attribute[Any]":
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(argument, option, attrs.field))
 def command_base_class(cls: type[T]) -> type[T]:
-    """Let commands inherit arguments from a class that is not a command."""
+    """Let commands inherit the arguments of a base class."""
     return attrs.frozen(
         cls, kw_only=True, slots=False, field_transformer=lambda _, fields: [*map(_add_default, fields)]
     )

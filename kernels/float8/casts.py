@@ -56,7 +56,7 @@ class Float8Rows(NamedTuple):
 
 
 class NormedRows(NamedTuple):
-    """A norm and the sum that was normed, both (..., width), and the norm's quantized rows, without a copy."""
+    """A norm and its input, both (..., width), and the norm's quantized rows, without a copy."""
 
     normed: Tensor
     summed: Tensor

@@ -1,4 +1,4 @@
-"""RMSNorm that also rounds its result to float8, for the products that follow it."""
+"""RMSNorm with its result also rounded to float8, for the next products."""
 
 from torch import Tensor
 

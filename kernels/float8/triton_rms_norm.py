@@ -1,4 +1,4 @@
-"""RMSNorm in Triton that also writes its result's float8 rows, computed from registers."""
+"""RMSNorm in Triton, with the float8 rows of its result from registers."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ def norm_and_quantize_triton(
 
 
 class _RmsNormFloat8(RmsNorm):
-    """RMSNorm that also returns quantized rows, without a gradient."""
+    """RMSNorm with quantized rows, without a gradient, beside its result."""
 
     @staticmethod
     def forward(

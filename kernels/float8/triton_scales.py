@@ -1,4 +1,4 @@
-"""Scales of float8 rows in Triton."""
+"""Scales for float8 rows in Triton."""
 
 import torch
 import triton

@@ -1,9 +1,9 @@
 """
 AdamW in Triton with running means of 8 bits: one launch for all weights with the same dtypes.
 
-A program decodes, updates and encodes blocks of 256 elements of a row, each with its own scale. The nearest code is
-computed from the number's place in its decade. Only blocks with a number so close to a midpoint that rounding decides
-are compared with the table of midpoints, so results are bitwise equal to the eager implementation.
+A program decodes, updates and encodes blocks of 256 elements in a row, each with its own scale. The nearest code is
+computed from the number's place in its decade. Only blocks with a number beside a midpoint, where rounding decides, are
+compared with the table of midpoints, so results are bitwise equal to the eager implementation.
 """
 
 from functools import cache
@@ -25,13 +25,13 @@ from drawloom.kernels.triton.launch import cache_launches, limit_registers
 from drawloom.kernels.triton.primitives import philox, round_stochastically, split_into_16bit_halves, upload
 
 TILE = 1
-"""Blocks that a program updates at a time."""
+"""Blocks per iteration of a program."""
 
 WARPS = 1
-"""Warps of a program: one, so that no barrier waits for a block's largest number."""
+"""Warps per program: with one, no barrier waits for a block's largest number."""
 
 REGISTERS = 64
-"""Registers of a thread; more leave too few programs to hide the loads."""
+"""Registers per thread; more leave too few programs to hide the loads."""
 
 PROGRAM_BLOCKS = 32
 """Blocks of a program."""
@@ -225,7 +225,7 @@ def _load_or_zero(pointers, mask):
 
 @triton.jit
 def _round_stochastically(x, key, index, counter, PAIRS: tl.constexpr):
-    """Round x to bfloat16 stochastically, by its elements' indices or only the even ones of pairs."""
+    """Round x to bfloat16 stochastically, by its elements' indices, or for pairs by the even ones."""
     word, _, _, _ = philox(key, index >> 1, counter)
     noise = split_into_16bit_halves(word) if PAIRS else tl.where((index & 1) > 0, word >> 16, word & 0xFFFF)
     return round_stochastically(x, noise)
@@ -233,7 +233,7 @@ def _round_stochastically(x, key, index, counter, PAIRS: tl.constexpr):
 
 @triton.jit
 def _load_and_decode_moments(codes, scales, values, element, block, mask, is_block):
-    """Return the numbers of codes; 0 outside of the mask."""
+    """Decode numbers; 0 outside the mask."""
     scale = tl.load(scales + block, mask=is_block, other=0.0)
     numbers = tl.load(values + _load_or_zero(codes + element, mask).to(tl.int32)) * scale[:, None]
     if mask is not None:
@@ -298,8 +298,8 @@ def _compute_code(relative, SIGNED: tl.constexpr):
     position = tl.fma(size, units * (1e6 * codes / 0.9), count * (-0.1 / 0.9))
     first = tl.where(bits == 0, first_of_all, 0.2)
     nearest = tl.minimum((position + 12582912.0) - 12582912.0, count - 1.0)
-    place = tl.maximum(nearest - tl.where(nearest > position, 1.0, 0.0), 0.0)
-    rank = count + place - tl.where(position < first, 1.0, 0.0)
+    floor = tl.maximum(nearest - tl.where(nearest > position, 1.0, 0.0), 0.0)
+    rank = count + floor - tl.where(position < first, 1.0, 0.0)
     rank = (rank + 8388608.0).to(tl.int32, bitcast=True) - 0x4B000000
     distance = tl.minimum(tl.abs(position - nearest), tl.abs(position - first))
     margin = tl.minimum(distance, tl.abs(position - last_of_all)) - count * 8e-7

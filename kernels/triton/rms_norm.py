@@ -111,7 +111,7 @@ def launch_forward(
     eps: float,
     zero_centered: bool,
 ) -> None:
-    """Launch a kernel that fills `allocate_norm`'s results for x and residual (..., width), and perhaps more."""
+    """Launch a kernel to fill `allocate_norm`'s results for x and residual (..., width), and perhaps more."""
     normed, summed, *others = results
     if not x.numel():
         return

@@ -1,7 +1,7 @@
 """
 The ports (interfaces between components) and the plain data that components exchange.
 
-Public are the names that these modules define, as type checkers see them, and not the names that they import.
+Public are the names defined by these modules, and not their imports, as type checkers see it.
 """
 
 from drawloom.components.ports.adapters import *

@@ -202,7 +202,7 @@ def test_files_import_only_from_below() -> None:
 
 
 def test_core_imports_no_tool() -> None:
-    """Tools import the core, never the other way, so that a run without them loads none of their files."""
+    """Tools import the core, never the other way, so a run without tools loads none."""
     wrong = [
         f"{path.relative_to(ROOT)} imports {module}"
         for path in SOURCES
@@ -215,6 +215,6 @@ def test_core_imports_no_tool() -> None:
 
 
 def test_annotations_can_be_read_at_run_time() -> None:
-    """Ports' annotations are compared, so they use no name that is imported for type checkers alone."""
+    """Ports' annotations are compared, so they use no name imported for type checkers alone."""
     read = [path for path in SOURCES if not home(path).startswith("components.") or home(path) == "components.ports"]
     assert [str(path.relative_to(ROOT)) for path in read if "TYPE_CHECKING" in path.read_text("utf-8")] == []

@@ -47,7 +47,7 @@ def test_every_public_name_is_found_at_its_first_use() -> None:
 
 
 def test_every_port_is_public() -> None:
-    """`drawloom.ports` has the names of all modules of ports, of step state, and of kernels' options and results."""
+    """`drawloom.ports` has all modules with ports, step state, and kernels' options and results."""
     tree = ast.parse((ROOT / "src/drawloom/ports.py").read_bytes())
     imported = [f"{node.module}" for node in tree.body if isinstance(node, ast.ImportFrom)]
     modules = [path.stem for path in (ROOT / "components" / "ports").glob("*.py") if path.stem != "__init__"]

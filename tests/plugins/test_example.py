@@ -40,7 +40,7 @@ sys.exit(main(["list", "--plugins"]) or main(["list", "language"]) or main(["sho
 
 @pytest.fixture(scope="module")
 def installed(install: Callable[[Path], dict[str, str]]) -> dict[str, str]:
-    """Return the environment variables of a Python with the plugin."""
+    """Return a Python's environment variables, with the plugin."""
     return install(PLUGIN)
 
 

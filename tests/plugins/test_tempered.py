@@ -19,7 +19,7 @@ CHECKPOINTS = ("checkpoint.every=2", "checkpoint.keep=9")
 
 @pytest.fixture(scope="module")
 def installed(install: Callable[[Path], dict[str, str]]) -> dict[str, str]:
-    """Return the environment variables of a Python with the plugin."""
+    """Return a Python's environment variables, with the plugin."""
     return install(PLUGIN)
 
 

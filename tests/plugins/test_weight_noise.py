@@ -1,4 +1,4 @@
-"""A plugin's feature of stages: noise that changes training, and nothing else, without a change of the source."""
+"""A plugin's feature for stages: noise for training alone, without a change to the source."""
 
 import subprocess
 import sys
@@ -17,12 +17,12 @@ COMMON = ("model.num_hidden_layers=2", "trainer.steps=4", "checkpoint.every=2", 
 
 @pytest.fixture(scope="module")
 def installed(install: Callable[[Path], dict[str, str]]) -> dict[str, str]:
-    """Return the environment variables of a Python with the plugin."""
+    """Return a Python's environment variables, with the plugin."""
     return install(PLUGIN)
 
 
 def test_noise_of_a_plugin_changes_training_alone(installed: dict[str, str], tmp_path: Path) -> None:
-    """Only losses of training differ while weights are equal; noise of 0 and a resumed run are bitwise."""
+    """Only training losses differ while weights are equal; noise with std 0 and a resumed run are bitwise."""
     write_corpus(tmp_path)
     (tmp_path / "noise.toml").write_text(NOISE, "utf-8")
     site = installed["PYTHONPATH"].partition(":")[0]
@@ -48,7 +48,7 @@ def test_noise_of_a_plugin_changes_training_alone(installed: dict[str, str], tmp
 
 
 def test_own_tests_of_the_plugin_pass(installed: dict[str, str]) -> None:
-    """The installed plugin's tests pass, which check the contract of features."""
+    """The installed plugin's tests pass, and check its contract."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "drawloom.graph.testing.pytest_plugin", "tests"]
     env = {**installed, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run(command, cwd=PLUGIN, env=env, capture_output=True, text=True)

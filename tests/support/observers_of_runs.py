@@ -89,7 +89,7 @@ def stages_of(use: str, values: Values, folder: Path) -> Any:
 
 
 def float8_layers_of(use: str, values: Values, folder: Path) -> Any:
-    """Return the names and kernels of linear layers that multiply in float8, and the bytes of copies that they keep."""
+    """Return names and kernels of linear layers in float8, and the bytes in their copies."""
     tables = {"precision": {"compute": "bfloat16"}, "float8": {"use": use, **values}}
     with _recipe(folder, **tables).open(only="stages") as objects:
         modules = [named for stage in objects["stages"].local for named in stage.module.named_modules()]

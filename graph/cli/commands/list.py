@@ -140,11 +140,11 @@ class ListCommand(Command):
         "folder of components or one component, such as data or data.loader (default: all)", default=""
     )
     fits: str = option(
-        "list the components that fit this node of the shipped recipes, or implement this port",
+        "list the components for this node of the shipped recipes, or for this port",
         default="",
         metavar="NODE|PORT",
     )
-    ports: bool = option("list all ports with the components that implement them")
+    ports: bool = option("list all ports with their components")
     plugins: bool = option("list components of installed packages with their distributions")
     recipes: bool = option("list the shipped recipes by topic, with the first line of their comments")
 

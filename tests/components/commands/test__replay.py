@@ -24,6 +24,6 @@ def test_difference_on_a_later_rank_is_found(tmp_path: Path) -> None:
 
 
 def test_hashes_of_many_tensors_are_read(tmp_path: Path) -> None:
-    """A line may be longer than the lines that are read from a stranger's metrics."""
+    """A line may be longer than lines from a stranger's metrics."""
     name = "w" * 2**21
     assert write_hashes(tmp_path, "a", name=name).hashes == {(1, "clip"): {name: "a"}}

@@ -23,7 +23,7 @@ def whole(kind: Any, sizes: dict[str, Any]) -> Any:
 
 
 def convert(module: Any, exclude: tuple[str, ...] = (), **dtypes: Any) -> set[str]:
-    """Convert a module, and return the names of linear layers that use float8."""
+    """Convert a module, and return the names of linear layers in float8."""
     feature = Float8Training(device=Machine(), exclude=exclude)
     feature.convert(module, DtypePolicy(**{"compute": "bfloat16"} | dtypes), {})
     return {name for name, layer in module.named_modules() if isinstance(layer, Float8Linear)}

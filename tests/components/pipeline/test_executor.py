@@ -179,7 +179,7 @@ def test_inference_gives_the_output_itself(one_rank: Any) -> None:
 
 
 class Notes(PassFeature):
-    """A feature that notes runs and actions under its position in the order."""
+    """A feature to note runs and actions under its position in the order."""
 
     def __init__(self, order: WrappingOrder, notes: list[str]) -> None:
         self.order = order  # type: ignore[misc]

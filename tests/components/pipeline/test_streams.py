@@ -134,6 +134,6 @@ def test_check_refuses_streams_without_concurrent_passes(words: tuple[str, ...],
 
 
 def test_check_names_the_new_place_of_streams() -> None:
-    """The executor's former setting is explained by the table that replaces it."""
+    """The executor's former setting is explained by its new table."""
     (problem,) = drawloom.Recipe.load("pipeline", "executor.streams=true").graph.problems
     assert 'write a table [streams] with use = "pipeline.streams"' in str(problem)

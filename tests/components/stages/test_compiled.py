@@ -44,7 +44,7 @@ def test_tokens_that_travel_are_not_compiled() -> None:
 
 
 def test_a_run_compiles_every_layer(tmp_path: Path) -> None:
-    """The stages of a recipe with the node, and of no other, ask torch to compile each of their layers."""
+    """Stages in a recipe with the node, and in no other, ask torch to compile all layers."""
     for words, layers in (("compile.use=stages.compiled",), 2), ((), 0):
         recipe = drawloom.Recipe.load("first_run", "model.num_hidden_layers=2", f"folder.path={tmp_path}", *words)
         with (

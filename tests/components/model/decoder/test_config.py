@@ -23,7 +23,7 @@ from support.qwen3 import SIZES
 
 @attrs.frozen(kw_only=True)
 class ToyConfig(DecoderConfig):
-    """Config with a changed default, a key of its own, and a key that may be null."""
+    """Config with a changed default, its own key, and a nullable key."""
 
     rope_theta: float = 5e4
     stride: int = setting(default=3, check=at_least(2), impact="changes_training", doc="tokens per patch")
@@ -73,7 +73,7 @@ def test_declared_check_applies_to_files(changes: dict[str, Any], reason: str | 
 
 
 def test_key_without_documentation_is_refused() -> None:
-    """A new key that is not declared by `setting` is an error of the family's author, named at import."""
+    """A new key without `setting` is the family author's error, named at import."""
 
     @attrs.frozen(kw_only=True)
     class Undocumented(DecoderConfig):
