@@ -1,4 +1,4 @@
-"""Choice of float8's implementation for a device."""
+"""Float8's implementation for a device."""
 
 from typing import Literal
 
@@ -28,5 +28,5 @@ def choose_float8_kernels(device: torch.device, implementation: Implementation =
 
 
 def choose_row_casts(device: torch.device) -> GroupedFloat8Kernels:
-    """Return the implementation of casts alone: plain torch on GPUs without products in float8."""
+    """Return the implementation for casts alone: plain torch on GPUs without products in float8."""
     return EAGER if lacks_float8(device) else choose_float8_kernels(device)

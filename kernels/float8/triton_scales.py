@@ -1,4 +1,4 @@
-"""Scales of float8 rows in Triton."""
+"""Float8 rows' scales in Triton."""
 
 import torch
 import triton
