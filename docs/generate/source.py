@@ -45,6 +45,8 @@ class Module:
                 return self.type_of(ast.parse(text, mode="eval").body)
             case ast.BinOp(left=left, op=ast.BitOr(), right=right):
                 return self.type_of(left) or self.type_of(right)
+            case ast.Subscript(value=ast.Name(id="Literal")):
+                return None  # its strings name no types
             case ast.Subscript(value=ast.Name(id=outer), slice=inner):
                 last = inner.elts[-1 if outer in MAPPINGS else 0] if isinstance(inner, ast.Tuple) else inner
                 found = self.type_of(last)
