@@ -46,7 +46,7 @@ class Module:
             case ast.BinOp(left=left, op=ast.BitOr(), right=right):
                 return self.type_of(left) or self.type_of(right)
             case ast.Subscript(value=ast.Name(id="Literal")):
-                return None
+                return None  # its strings name no types
             case ast.Subscript(value=ast.Name(id=outer), slice=inner):
                 last = inner.elts[-1 if outer in MAPPINGS else 0] if isinstance(inner, ast.Tuple) else inner
                 found = self.type_of(last)

@@ -142,15 +142,14 @@ class Float8Kernels:
             target.copy_(source)
 
     def quantize_swiglu(self, gate_and_up: Tensor, transposed: bool) -> Float8Rows:
-        """Quantize silu(gate) * up by rows, where gate and up are the halves of `gate_and_up` (rows, 2 * width)."""
+        """Quantize silu(gate) * up by rows, where gate and up are halves: `gate_and_up` (rows, 2 * width)."""
         return self.quantize_rows(swiglu_halves_eager(gate_and_up.float()), transposed)
 
     def quantize_swiglu_gradient(
         self, grad: Tensor, gate_and_up: Tensor, factor: Tensor, row_scale: Tensor | None
     ) -> QuantizedGradient:
         """
-        Quantize `gate_and_up`'s gradient like `quantize_gradient`: grad (tokens, width) is the gradient of silu(gate) *
-        up, and factor (2 * width,).
+        Quantize `gate_and_up`'s gradient like `quantize_gradient`: grad (tokens, width) is for silu(gate) * up, and factor (2 * width,).
         """
         gate, up = gate_and_up.float().chunk(2, -1)
         return self.quantize_gradient(compute_swiglu_gradients(grad, gate, up), factor, row_scale)
@@ -169,13 +168,13 @@ class Float8Kernels:
         return QuantizedGradient(data, scale, _transpose_rows((shifted / column_scale).to(E4M3)), column_scale / factor)
 
     def norm(self, x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
-        """Return RMSNorm of x (..., width), times the weight (width,), or times 1 + weight."""
+        """Apply RMSNorm to x (..., width), times the weight (width,), or times 1 + weight."""
         return rms_norm_eager(x, weight, eps, zero_centered)
 
     def norm_and_quantize(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, zero_centered: bool
     ) -> NormedRows:
-        """Return `norm` of x + residual, or of x, and quantize it by rows."""
+        """Apply `norm` to x + residual, or to x, and quantize it by rows."""
         summed = x if residual is None else (x + residual).to(x.dtype)
         normed = self.norm(summed, weight, eps, zero_centered)
         return NormedRows(normed, summed, self.quantize_rows(normed.detach().flatten(0, -2), False))

@@ -1,4 +1,4 @@
-"""Choice between float8's implementations for a device."""
+"""Float8's implementation for a device."""
 
 from typing import Literal
 

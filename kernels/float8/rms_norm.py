@@ -12,7 +12,7 @@ def rms_norm_float8(
     kernels: Float8Kernels, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, zero_centered: bool
 ) -> NormAndSum:
     """
-    Return the norm of x + residual, and the sum, both (..., width); products in float8 find the norm's rounded rows.
+    Return x + residual, normed, and the sum, both (..., width); products in float8 find the norm's rounded rows.
 
     Without a residual, the sum is x. `weight` is (width,); if `zero_centered`, the factor is 1 + weight.
     """

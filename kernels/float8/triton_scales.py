@@ -1,4 +1,4 @@
-"""Scales for float8 rows in Triton."""
+"""Float8 rows' scales in Triton."""
 
 import torch
 import triton
