@@ -270,8 +270,8 @@ def _replace_gloo_groups(create: Callable[..., Any]) -> Iterator[None]:
     original: Any = module.ProcessGroupGloo
 
     class Replacement(type):
-        def __call__(cls, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-            return create(store, rank, size, timeout)
+        def __call__(cls, store: Any, rank: int, size: int, timeout: timedelta, **_: Any) -> Any:
+            return create(store, rank, size, timeout)  # torch 2.15 has an option to change a group's ranks, too
 
         def __instancecheck__(cls, instance: Any) -> bool:
             return isinstance(instance, original)

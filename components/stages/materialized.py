@@ -328,7 +328,7 @@ class MaterializedStages:
 
     @property
     def initial_folder(self) -> Path | None:
-        return self._values.folder
+        return None if self._values is None else self._values.folder
 
     def roles(self) -> dict[str, Role]:
         return self._parameters.roles()

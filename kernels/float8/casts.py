@@ -149,7 +149,8 @@ class Float8Kernels:
         self, grad: Tensor, gate_and_up: Tensor, factor: Tensor, row_scale: Tensor | None
     ) -> QuantizedGradient:
         """
-        Quantize `gate_and_up`'s gradient like `quantize_gradient`: grad (tokens, width) is for silu(gate) * up, and factor (2 * width,).
+        Quantize `gate_and_up`'s gradient like `quantize_gradient`: grad (tokens, width) is for silu(gate) * up, and
+        factor (2 * width,).
         """
         gate, up = gate_and_up.float().chunk(2, -1)
         return self.quantize_gradient(compute_swiglu_gradients(grad, gate, up), factor, row_scale)

@@ -11,7 +11,7 @@ from torch.autograd import Function
 from drawloom.components.model.layers import Linear
 from drawloom.components.parallel.parameter_split import SplitDim
 from drawloom.components.parallel.row_sums import RowSums
-from drawloom.components.ports.experts import ExpertKernels, ObserveRouting
+from drawloom.components.ports.experts import ExpertKernels, ExpertRouter, ObserveRouting
 from drawloom.kernels.recompute import is_recomputing
 
 
@@ -92,7 +92,7 @@ class ExpertChoices(NamedTuple):
     weights: Tensor
 
 
-class Router(Linear, RowSums):
+class Router(Linear, RowSums, ExpertRouter):
     """
     Router that scores the experts for every token and chooses some. It is not a `Linear` to adapters: PEFT has none for
     routers. Every rank has the whole router, and routes its own tokens.

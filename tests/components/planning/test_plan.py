@@ -255,8 +255,8 @@ def test_means_of_8_bits_are_limited_by_arithmetic() -> None:
     )
     weights = codes.elements[0].all
     assert codes.memory[0].persistent["optimizer_state"] < narrow.memory[0].persistent["optimizer_state"]
-    assert codes.time.update > 2 * narrow.time.update
-    assert codes.time.update == pytest.approx(CODES_ARITHMETIC * weights / device.peaks["float32"], rel=0.1)
+    assert codes.time.update > 1.2 * narrow.time.update
+    assert codes.time.update == pytest.approx(CODES_ARITHMETIC * weights / device.peaks["float32"], rel=0.15)
 
 
 def test_state_in_host_memory_takes_the_time_of_the_link() -> None:
