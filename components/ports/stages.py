@@ -198,11 +198,6 @@ class FrozenModel(Protocol):
     An executor runs its forward passes with the schedule's stages per rank, for a loss that compares both models.
     """
 
-    @property
-    def forward_stages(self) -> ForwardStages:
-        """The model's stages on this rank, with memory and values."""
-        ...
-
     def build_meta_stages(self) -> None:
         """Build this rank's stages without memory and values, for plans."""
         ...

@@ -162,6 +162,7 @@ class FrozenStages(PassFeature):
 
     @property
     def forward_stages(self) -> ForwardStages:
+        """The model's stages on this rank, with memory and values."""
         return self._stages
 
     def prepare_inputs(self, microbatches: Microbatches, runner: ForwardRunner) -> Microbatches:
