@@ -23,8 +23,8 @@ test: .venv/test
 docs: .venv/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
-figures:
-	PYTHONPATH=tests $(PYTHON) tests/house/figures.py $(ONLY)
+figures: .venv/test
+	PYTHONPATH=tests $(BIN)/python tests/house/figures.py $(ONLY)
 
 journeys: .venv/test
 	OMP_NUM_THREADS=1 $(BIN)/python tests/house/journeys.py $(ONLY)
