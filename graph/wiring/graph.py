@@ -207,15 +207,21 @@ class Graph:
 
     def is_valid_with_neighbours(self, node: Node) -> bool:
         """Return whether a node and its neighbours are valid. Constraints rely on valid settings and edges."""
-        # A wired edge may be missing because its target table could not become a node.
-        has_invalid_tables = not self.recipe.nodes.keys() <= self.nodes.keys()
         missing = any(
             field.name not in node.edges
-            and (field.required or field.name in node.table.items or (field.is_wired and has_invalid_tables))
+            and (field.required or field.name in node.table.items or (field.is_wired and self._may_lack_wired_edges))
             for field in node.spec.edges
         )
         incomplete = missing or any(edge.incomplete for edge in node.edges.values())
         return not incomplete and not any(self.nodes[name].is_invalid for name in (node.name, *node.needs))
+
+    @cached_property
+    def _may_lack_wired_edges(self) -> bool:
+        """Whether a table failed to become a node, and no edge names it, so that it might be found by type."""
+        invalid = self.recipe.nodes.keys() - self.nodes.keys()
+        leaves = (leaf for table in self.recipe.nodes.values() if invalid for leaf in iterate_leaves(table))
+        named = {name for leaf in leaves for name in _collect_references(leaf.value)}
+        return any(not {f"@{name}", f"@{name.partition('.')[0]}.*"} & named for name in invalid)
 
     def _is_unused_on_purpose(self, node: Node) -> bool:
         """

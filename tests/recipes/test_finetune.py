@@ -169,7 +169,7 @@ def test_recipes_need_a_base_and_data_and_nothing_else(recipe: str, data: str, c
     [problem] = problems(f"vars.base={chat_base}")
     node = data.partition(".")[0]
     assert f"""write paths = ["..."] in [{node}], or add '{node}.paths=["..."]' to the command""" in problem
-    lines = (Path(__file__).parents[2] / "recipes" / "finetune" / f"{recipe}.toml").read_text("utf-8").splitlines()
+    lines = next((Path(__file__).parents[2] / "recipes").rglob(f"{recipe}.toml")).read_text("utf-8").splitlines()
     assert len(lines) < 40
 
 

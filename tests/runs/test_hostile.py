@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 import drawloom
-from drawloom.components.checkpoint.reader import find_newest_valid_checkpoint, load_node_state
+from drawloom.components.checkpoint.reader import load_node_state
 from drawloom.components.storage.strict_json import hash_canonical
 from drawloom.graph import UserError
 from drawloom.graph.cli.main import main
@@ -230,7 +230,7 @@ def _load_all(folder: Path) -> tuple[list[str], list[tuple[str, float]]]:
     (folder / "secret").write_text("secret")
     save_steps(folder / "good", 1)
     with contextlib.suppress(UserError):  # imports the modules that are imported late
-        find_newest_valid_checkpoint(folder / "good")
+        _restore(folder / "good", StateNode())
     audit, ends = Audit([]), list[tuple[str, float]]()
     audit.install()
     for number, hostile in enumerate(CHECKPOINTS):
