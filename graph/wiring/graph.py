@@ -217,7 +217,7 @@ class Graph:
 
     @cached_property
     def _may_lack_wired_edges(self) -> bool:
-        """Whether a table failed to become a node, and no edge names it, so that it might be found by type."""
+        """Whether an invalid table is named by no edge, and might be found by type."""
         invalid = self.recipe.nodes.keys() - self.nodes.keys()
         leaves = (leaf for table in self.recipe.nodes.values() if invalid for leaf in iterate_leaves(table))
         named = {name for leaf in leaves for name in _collect_references(leaf.value)}

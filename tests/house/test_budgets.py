@@ -3,10 +3,10 @@
 from house import budgets
 
 BUDGETS = {
-    "tokens of the source": 646_324,
+    "tokens of the source": 646_395,
     "files that name float8 outside its folder": 8,
-    "code lines imported by check": 20_768,
-    "code lines imported by run": 23_911,
+    "code lines imported by check": 20_773,
+    "code lines imported by run": 23_916,
     "functions on the journey rate": 42,
     "files on the journey rate": 21,
     "functions on the journey batch": 165,
