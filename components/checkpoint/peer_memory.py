@@ -128,7 +128,7 @@ class PeerMemory:
         states: Mapping[str, Stateful],
         neighbour_every: Cadence,
     ) -> "PeerMemory":
-        """Choose neighbours if there are copies; `memory` is that of a failed attempt. All ranks call this."""
+        """Choose neighbours if there are copies; `memory` comes from a failed attempt. All ranks call this."""
         memory = memory or StateMemory()
         sources = [] if neighbour_every == "never" else _choose_copy_source_by_rank(mesh, processes.node_rank)
         memory.copies_each_step = not sources or mesh.replica_group.size > 1

@@ -85,7 +85,7 @@ class CompareResult(Result):
 class CompareCommand(Command):
     """A comparison between runs, grouped by their recipes."""
 
-    folders: Sequence[Path] = argument("run folders, or folders of runs such as that of a sweep", metavar="FOLDER")
+    folders: Sequence[Path] = argument("run folders, or folders of runs, such as a sweep's", metavar="FOLDER")
     metric: Sequence[str] = option(
         f"metric to compare; may be repeated (default: {' and '.join(METRICS)})", default=(), metavar="NAME"
     )

@@ -53,7 +53,7 @@ class LmEvalCommand(CheckpointCommand):
 
         manager = TaskManager(include_path=[str(path) for path in self.include] or None)
         if unknown := [name for name in self.tasks if not manager.match_tasks([name])]:
-            hint = "`lm-eval ls tasks` shows those of the package"
+            hint = "`lm-eval ls tasks` shows the package's tasks"
             raise UserError(f"--tasks: no task is called {unknown[0]!r}; {hint}", 2)
         with self.open_run(project, Predictor, Tokenizer, Mesh) as run:
             pipeline = run.nodes.get(Mesh).pipeline_group

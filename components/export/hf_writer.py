@@ -113,7 +113,7 @@ def write_hugging_face_folder(
 
     The group's stages together form the model. All ranks call this. `max_shard` is in bytes; without `dtype` tensors
     keep their dtypes; `step` is the weights' step, if known; generation ends at `end_ids`, too. Adapters are merged
-    into the weights. Other files and keys are those of the folder `base`, by default the folder of the initial weights.
+    into the weights. Other files and keys come from the folder `base`, by default the folder of the initial weights.
     With `head`, the folder is for AutoModelForSequenceClassification: the loss's head replaces the language model's.
     Raises UserError if the stages are not the whole model or the target exists.
     """

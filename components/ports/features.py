@@ -199,7 +199,7 @@ class StageFeature(Feature):
         """
 
     def name_patterns(self, modules: Sequence[nn.Module]) -> Iterator[NamePatterns]:
-        """Yield settings with patterns, of which each has to match a name in some rank's modules."""
+        """Yield settings with patterns; every pattern has to match a name in some rank's modules."""
         yield from ()
 
     def place(self, modules: Sequence[nn.Module]) -> None:

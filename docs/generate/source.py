@@ -51,7 +51,8 @@ class Module:
                 last = inner.elts[-1 if outer in MAPPINGS else 0] if isinstance(inner, ast.Tuple) else inner
                 found = self.type_of(last)
                 shape = "map" if outer in MAPPINGS else "many" if outer in MANY else "one"
-                return attrs.evolve(found, shape=shape) if found and (shape != "one" or outer == "Annotated") else None
+                is_known = shape != "one" or outer in ("Annotated", "type")
+                return attrs.evolve(found, shape=shape) if found and is_known else None
         return None
 
     def _named(self, name: str) -> Type | None:

@@ -246,7 +246,7 @@ def test_updates_read_gradients_once_if_they_scale_them(words: tuple[str, ...], 
 
 
 def test_means_of_8_bits_are_limited_by_arithmetic() -> None:
-    """An update moves fewer bytes than with bfloat16 means, and takes longer: its operations at the float32 peak."""
+    """An update moves fewer bytes than with bfloat16 means, and takes longer: the norm, and operations at the peak."""
     device = find_device_model("h100")
     words = (*DENSE[:-1], *OFFLOADED[:3], "capture.use=pipeline.captured")
     narrow, codes = (
@@ -256,7 +256,9 @@ def test_means_of_8_bits_are_limited_by_arithmetic() -> None:
     weights = codes.elements[0].all
     assert codes.memory[0].persistent["optimizer_state"] < narrow.memory[0].persistent["optimizer_state"]
     assert codes.time.update > 1.2 * narrow.time.update
-    assert codes.time.update == pytest.approx(CODES_ARITHMETIC * weights / device.peaks["float32"], rel=0.15)
+    norm = codes.memory[0].gradients / (device.bandwidth * device.reached.memory)  # clipping reads the gradients
+    arithmetic = CODES_ARITHMETIC * weights / device.peaks["float32"]
+    assert codes.time.update == pytest.approx(norm + arithmetic, rel=0.02)
 
 
 def test_state_in_host_memory_takes_the_time_of_the_link() -> None:
