@@ -29,7 +29,7 @@ def infer_documents(
         yield from zip(batch, results, strict=True)
 
 
-def pad_documents(documents: Sequence[Tensor] | Sequence[Sequence[int]]) -> tuple[Tensor, TokenContext]:
+def pad_documents(documents: Sequence[Tensor | Sequence[int]]) -> tuple[Tensor, TokenContext]:
     """Return documents as rows, int64 (documents, length), with their context; padding is a separate document."""
     lengths = torch.tensor([len(ids) for ids in documents])
     tokens = torch.zeros(len(documents), max(1, int(lengths.max())), dtype=torch.int64)

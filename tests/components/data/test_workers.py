@@ -1,6 +1,7 @@
 """Worker processes for making batches ahead of time."""
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -182,7 +183,9 @@ def test_the_documents_of_a_dead_workers_rows_are_named(rows_of: RowsOf) -> None
     with spawn_workers(rows_of(train=50), 1) as workers:
         batches = workers.batches(iter([[number, 1, 2, 3, 4, 5] for number in range(9)]), 1, timeout=600)
         next(batches)
-        os.kill(workers.members[0].child.process.pid or 0, signal.SIGBUS)
+        killed = workers.members[0].child.process.pid or 0
+        resource.prlimit(killed, resource.RLIMIT_CORE, (0, 0))
+        os.kill(killed, signal.SIGBUS)
         expected = r"was killed by SIGBUS before it delivered rows \d, 1, 2, 3 and 2 more of train \(of document 0\)"
         with pytest.raises(UserError, match=expected):
             list(batches)
