@@ -41,7 +41,7 @@ from drawloom.kernels.cut_cross_entropy import LogitCut, cut_cross_entropy_eager
 from drawloom.kernels.dequantize import linear_quantized, multiply_quantized_experts
 from drawloom.kernels.linear import embedding_eager, linear_eager
 from drawloom.kernels.operation import why_no_triton
-from drawloom.kernels.recompute import (
+from drawloom.kernels.recompute.marks import (
     RowKernels,
     accept_rounded_inputs,
     call_recomputable,

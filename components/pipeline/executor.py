@@ -35,7 +35,7 @@ from drawloom.components.state.batch import Batch
 from drawloom.components.state.step_state import StepState
 from drawloom.graph import Problem, component, wired
 from drawloom.graph.wiring.node import NodeView
-from drawloom.kernels.recompute import mark_as_recomputation
+from drawloom.kernels.recompute.marks import mark_as_recomputation
 
 
 @attrs.frozen

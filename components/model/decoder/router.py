@@ -12,7 +12,7 @@ from drawloom.components.model.layers import Linear
 from drawloom.components.parallel.parameter_split import SplitDim
 from drawloom.components.parallel.row_sums import RowSums
 from drawloom.components.ports.experts import ExpertKernels, ExpertRouter, ObserveRouting
-from drawloom.kernels.recompute import is_recomputing
+from drawloom.kernels.recompute.marks import is_recomputing
 
 
 @attrs.frozen(kw_only=True)
