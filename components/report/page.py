@@ -18,6 +18,7 @@ from drawloom.components.report.events import LogEvent
 from drawloom.components.report.run_record import RunRecord
 from drawloom.components.report.seed_groups import SeedGroup, find_last_common_step, group_runs_by_settings
 from drawloom.components.storage.byte_size import format_decimal_byte_size
+from drawloom.components.storage.step_log import StepLine
 
 FOLDER = Path(__file__).parent
 COLOURS = 8  # classes c0 to c7 of the style
@@ -25,6 +26,8 @@ MARKED_KINDS = ("resumed", "killed", "stopped", "skipped")
 MAX_SAMPLE_START = 300  # characters of a sample that are shown at once
 MAX_VALUE_LENGTH = 300  # characters of a recipe's value in the table of differences
 CURVES = {
+    "reward": "reward",
+    "validation_reward": "validation reward",
     "loss": "loss",
     "validation_loss": "validation loss",
     "lr": "learning rate",
@@ -177,6 +180,8 @@ def _list_key_numbers(run: RunRecord) -> Iterator[tuple[str, str]]:
         yield "last loss", f"{loss:.4f}"
     if (best := metrics.smallest_value_and_step("validation_loss")) is not None:
         yield "best validation loss", f"{best[0]:.4f} after step {best[1]:,}"
+    if (reward := metrics.largest_value("validation_reward")) is not None:
+        yield "best validation reward", f"{reward:.4f}"
     if "memory" in log.header:
         yield "memory, planned", log.header["memory"]
     if (memory := metrics.largest_value("memory")) is not None:
@@ -192,6 +197,7 @@ def _list_key_numbers(run: RunRecord) -> Iterator[tuple[str, str]]:
 def _render_run(run: RunRecord, number: int) -> Iterator[str]:
     """Yield a run's section: events, checkpoints, plan, sample and drawings."""
     yield f'<section class="run"><h2 class="c{number % COLOURS}">{escape_text(run.name)}</h2>'
+    yield from _render_rollouts(run.rollouts)
     yield from _render_events(run)
     yield from _render_checkpoints(run)
     if run.plan:
@@ -211,6 +217,22 @@ def _render_run(run: RunRecord, number: int) -> Iterator[str]:
     if run.recipe:
         yield f"<details><summary>The resolved recipe</summary><pre>{escape_text(run.recipe)}</pre></details>"
     yield "</section>"
+
+
+def _render_rollouts(recorded: StepLine | None) -> Iterator[str]:
+    """Yield a table of a step's sampled completions with their rewards; of a stranger's file as far as it is one."""
+    completions = recorded.row.get("completions") if recorded else None
+    if not recorded or not isinstance(completions, list) or not completions:
+        return
+    head = ["reward", "advantage", "tokens", "stop", "prompt", "completion"]
+    rows = [[_format_cell(entry.get(key)) for key in head] for entry in completions if isinstance(entry, dict)]
+    yield f"<h3>Completions sampled in step {recorded.step:,}</h3>"
+    yield from _render_table(head, rows, prose=True)
+
+
+def _format_cell(value: object) -> str:
+    """Return a number with 3 decimals, or the beginning of a text."""
+    return f"{value:.3f}" if isinstance(value, float) else "" if value is None else str(value)[:MAX_SAMPLE_START]
 
 
 def _render_sample(sample: str) -> Iterator[str]:

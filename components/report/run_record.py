@@ -16,6 +16,7 @@ from drawloom.components.checkpoint.manifest import (
 from drawloom.components.report.events import RunLog, read_log
 from drawloom.components.report.metrics import METRICS, Metrics, read_metrics
 from drawloom.components.storage.regular_file import open_untrusted_file
+from drawloom.components.storage.step_log import StepLine, parse_step_lines
 from drawloom.graph import RecipeError, UserError
 from drawloom.graph.inspect.serialize import flatten_inline_nodes, serialize_recipe
 from drawloom.graph.recipe.lockfile import LOCK
@@ -23,7 +24,7 @@ from drawloom.graph.recipe.merged import MergedRecipe
 from drawloom.graph.toml.emit import dump_toml
 from drawloom.graph.toml.parsing import parse
 
-SAMPLE, PLAN = "sample.txt", "plan.txt"
+SAMPLE, PLAN, ROLLOUTS = "sample.txt", "plan.txt", "rollouts.jsonl"
 MAX_SAMPLE_BYTES, MAX_RECIPE_BYTES = 20_000, 2**20
 MAX_CHECKPOINTS = 100
 OWN_SETTINGS = ("run.name", "run.folder")
@@ -52,6 +53,7 @@ class RunRecord:
     sample: str
     drawings: Drawings = attrs.field(factory=Drawings)
     plan: str = ""
+    rollouts: StepLine | None = None  # the last recorded step with completions
 
 
 def read_run_record(folder: Path, name: str, drawings: Drawings) -> RunRecord:
@@ -69,6 +71,7 @@ def read_run_record(folder: Path, name: str, drawings: Drawings) -> RunRecord:
         sample=_read_file_beginning(folder / SAMPLE, MAX_SAMPLE_BYTES),
         drawings=drawings,
         plan=_read_file_beginning(folder / PLAN, MAX_SAMPLE_BYTES),
+        rollouts=_read_last_line(folder / ROLLOUTS),
     )
 
 
@@ -105,6 +108,15 @@ def parse_recipe_settings(text: str) -> dict[str, str]:
     except (RecipeError, ValueError):
         return {}
     return {f"{name}.{key}": dump_toml(value) for name, node in nodes.items() for key, value in node.items()}
+
+
+def _read_last_line(path: Path) -> StepLine | None:
+    """Return a step log's last line; None if the file is missing, or its end has no readable line."""
+    if not path.exists() and not path.is_symlink():
+        return None
+    with open_untrusted_file(path) as file:
+        lines, _ = parse_step_lines(file.read(max(0, file.size - MAX_RECIPE_BYTES), min(file.size, MAX_RECIPE_BYTES)))
+    return lines[-1] if lines else None
 
 
 def _read_file_beginning(path: Path, max_bytes: int) -> str:

@@ -21,7 +21,8 @@ NAME = re.compile(r"[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)+")
 """Valid names of components: dotted, so that a name can only lead below the folder of its package."""
 
 # Components are listed by searching text: importing every component would take seconds.
-DECORATED = re.compile(r"^@component\b", re.MULTILINE)
+DECORATED = re.compile(r"^@(?:component|reward)\b.*?^(?:class|def) (\w+)", re.MULTILINE | re.DOTALL)
+"""A component: a class, or a function that is a reward."""
 
 
 class Source(Protocol):
