@@ -7,8 +7,8 @@ import attrs
 
 from drawloom.components.ports.run import RunInfo
 from drawloom.components.ports.tracking import Histogram
-from drawloom.components.trackers.background import ServiceTracker
-from drawloom.graph import UserError, component, setting
+from drawloom.components.trackers.background import ServiceTracker, import_tracker_package
+from drawloom.graph import component, setting
 
 METRICS_ONLY = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
 
@@ -38,7 +38,7 @@ class TrackioTracker(ServiceTracker):
     _run: Any = attrs.field(init=False, default=None)
 
     def _load_package_and_create_files(self) -> None:
-        self._trackio = import_trackio()
+        self._trackio = import_tracker_package("trackio", "trackio")
 
     def _open_writer_after(self, step: int) -> None:
         if self._run is None:
@@ -61,15 +61,3 @@ class TrackioTracker(ServiceTracker):
         run, self._run = self._run, None
         if run is not None:
             run.finish()
-
-
-def import_trackio() -> Any:
-    """Return the package `trackio`. Raises UserError with the command to install it if it is missing."""
-    try:
-        import trackio
-    except ImportError as error:
-        raise UserError(
-            f"trackers.trackio: the package `trackio` is missing ({error}); "
-            "pip install 'drawloom[trackio]', or remove this tracker"
-        ) from error
-    return trackio

@@ -10,8 +10,8 @@ import attrs
 from drawloom.components.ports.run import RunFolder, RunInfo
 from drawloom.components.ports.tracking import Histogram
 from drawloom.components.storage.regular_file import create_folder_unless_link
-from drawloom.components.trackers.background import ServiceTracker
-from drawloom.graph import UserError, component, setting
+from drawloom.components.trackers.background import ServiceTracker, import_tracker_package
+from drawloom.graph import component, setting
 
 STEP = "step"
 METRICS_ONLY = {"silent": True, "console": "off", "disable_code": True, "disable_git": True, "x_disable_stats": True}
@@ -55,7 +55,7 @@ class WandbTracker(ServiceTracker):
         self._id = state["run"]
 
     def _load_package_and_create_files(self) -> None:
-        self._wandb = import_wandb()
+        self._wandb = import_tracker_package("wandb", "wandb")
         create_folder_unless_link(self.folder.folder / "wandb")
 
     def _open_writer_after(self, step: int) -> None:
@@ -93,15 +93,3 @@ class WandbTracker(ServiceTracker):
         run, self._run = self._run, None
         if run is not None:
             run.finish()
-
-
-def import_wandb() -> Any:
-    """Return the package `wandb`. Raises UserError with the command to install it if it is missing."""
-    try:
-        import wandb
-    except ImportError as error:
-        raise UserError(
-            f"trackers.wandb: the package `wandb` is missing ({error}); "
-            "pip install 'drawloom[wandb]', or remove this tracker"
-        ) from error
-    return wandb
