@@ -1,23 +1,92 @@
 """Simulation of one schedule for `drawloom schedule`, with limits on its size, and with the chosen costs."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+from pathlib import Path
+from typing import Any, Literal
 
 import attrs
 
-from drawloom.components.commands._costs import ParsedCosts
-from drawloom.components.commands._recipes import read_mesh_sizes
+from drawloom.components.commands._recipes import Pipeline, read_mesh_sizes, require_microbatches
+from drawloom.components.distributed.device_model import find_device_model
 from drawloom.components.parallel.data_shard import should_gather_per_block
 from drawloom.components.pipeline.program.builders import build_forward_only_program
 from drawloom.components.pipeline.program.lowering import Sharding
-from drawloom.components.pipeline.program.timing import DeadlockError
+from drawloom.components.pipeline.program.timing import Costs, CostTable, DeadlockError
 from drawloom.components.pipeline.simulation.contention import Channels
 from drawloom.components.pipeline.simulation.simulator import simulate
 from drawloom.components.pipeline.simulation.summary import Summary, format_count
-from drawloom.components.planning.cost_sources import CostSource
+from drawloom.components.planning.calibrate import load_local_device_model
+from drawloom.components.planning.cost_sources import CostSource, PlannedCosts, TracedCosts, UnitCosts
+from drawloom.components.planning.traces import TracedStep, read_traced_step
 from drawloom.components.ports.pipeline import PartitioningSchedule, Schedule
 from drawloom.components.ports.program import Program
 from drawloom.graph import UserError
+from drawloom.graph.project import Project, Recipe
 from drawloom.graph.wiring.graph import Graph
+
+MAX_COST = 1e9  # sums of costs must be finite, and small differences must not vanish beside them
+
+OPS = {"F": "forward", "I": "backward_input", "W": "backward_weight", "B": "backward"}
+FREE = {
+    "comm": "comm",
+    "unshard": "unshard",
+    "reduce": "reduce",
+    "offload": "offload",
+}  # operations that may cost nothing
+
+ParsedCosts = dict[str, Any] | Literal["plan"] | Path
+"""Costs by setting, or the source of the costs: a plan, or a run folder with traces."""
+
+
+def parse_costs(text: str) -> ParsedCosts:
+    """Parse costs: `plan`, a run folder's path, or values such as F=1,I=1. Raises ValueError."""
+    if text == "plan":
+        return "plan"
+    if "=" not in text and Path(text).is_dir():
+        return Path(text)
+    costs: dict[str, float] = {}
+    for part in text.split(","):
+        key, _, value = part.partition("=")
+        try:
+            costs[(OPS | FREE)[key.strip()]] = number = float(value)
+        except (KeyError, ValueError):
+            known = f"{', '.join(OPS | FREE)}, `plan`, or a run folder"
+            raise ValueError(f"{part!r} is not a cost; write for example F=1 ({known})") from None
+        if not (0 <= number <= MAX_COST and (number or key.strip() in FREE)):
+            minimum = "F, B, I and W cost more than 0, all else 0 or more"
+            raise ValueError(f"{part!r}: {minimum}, and none more than {MAX_COST:g}")
+    return costs
+
+
+def make_cost_source(costs: ParsedCosts, device: str, project: Project, recipe: Recipe | None) -> CostSource:
+    """Return the source of costs. Raises UserError if it is `plan` and there is no recipe."""
+    if isinstance(costs, dict):
+        return UnitCosts(Costs(**costs))
+    if isinstance(costs, Path):
+        return TracedCosts(read_last_traced_step(costs, project))
+    if recipe is None:
+        raise UserError("--costs plan needs a recipe to plan; write a recipe, or costs such as F=1,I=1,W=1", 2)
+    return PlannedCosts(recipe, find_device_model(device) if device else load_local_device_model())
+
+
+def read_last_traced_step(folder: Path, project: Project) -> TracedStep:
+    """Read the last traced step of a run folder, matched with the program of the run's recipe."""
+    pipeline = Pipeline.from_recipe(Recipe.load(folder, project=project))
+    return read_traced_step(
+        folder, pipeline.schedule.program(pipeline.ranks, require_microbatches(pipeline.microbatches))
+    )
+
+
+def choose_cost_settings_of_schedule(setting_names: Container[str], source: CostSource, ranks: int) -> dict[str, Any]:
+    """Return a schedule's cost settings: `slices` for `auto`, otherwise `comm`, a message's cost in forward passes."""
+    if "slices" in setting_names:
+        return source.auto_schedule_settings(ranks)
+    if "comm" in setting_names:
+        costs = source.stage_costs(ranks, 2)
+        forward = costs.lengths[:, 0].mean() if isinstance(costs, CostTable) else costs.forward
+        return {"comm": float(costs.comm / forward)}
+    return {}
+
 
 # The largest schedule takes about 5 s to simulate; the picture grows with the square of the ranks.
 MAX_RANKS, MAX_WORK = 1000, 50_000

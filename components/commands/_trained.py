@@ -24,10 +24,18 @@ from drawloom.components.ports.pipeline import Executor
 from drawloom.components.ports.run import FILES
 from drawloom.components.ports.stages import AveragedWeights, FrozenModel, Stages
 from drawloom.components.storage.regular_file import open_untrusted_file
-from drawloom.graph import UserError
-from drawloom.graph.cli.command import Command, argument, command_base_class, option
-from drawloom.graph.cli.result import Result, output, output_class
-from drawloom.graph.project import Project, Recipe
+from drawloom.graph.cli.command import (
+    Command,
+    Project,
+    Recipe,
+    Result,
+    UserError,
+    argument,
+    command_base_class,
+    option,
+    output,
+    output_class,
+)
 from drawloom.graph.recipe.layers import Layer
 from drawloom.graph.recipe.lockfile import LOCK
 from drawloom.graph.runtime.container import Container

@@ -4,20 +4,29 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from drawloom.components.commands._curve_text import draw_curves
-from drawloom.components.commands._options import check_writable_file, write_file
-from drawloom.components.report.page import render_page
+from drawloom.components.commands._plots import draw_text_plot
+from drawloom.components.commands.runs import shorten_value
 from drawloom.components.report.run_record import Drawings, RunRecord, make_unique_run_names, read_run_record
 from drawloom.components.report.run_table import find_run_folders
 from drawloom.components.report.seed_groups import SeedGroup, SeedSpread, find_last_common_step, group_runs_by_settings
-from drawloom.graph import UserError
-from drawloom.graph.cli.command import Command, argument, command, option
-from drawloom.graph.cli.result import Result, internal, output, output_class
-from drawloom.graph.cli.terminal import format_table
-from drawloom.graph.project import Project
+from drawloom.graph.cli.command import (
+    Command,
+    Project,
+    Result,
+    UserError,
+    argument,
+    command,
+    format_table,
+    internal,
+    option,
+    output,
+    output_class,
+)
 
 METRICS = ("loss", "validation_loss")
 MAX_WIDTH = 120
+MIN_STEPS_TO_CUT = 120
+"""Steps from which on the picture of a curve begins after the first tenth."""
 MAX_VALUE_LENGTH = 40
 """Characters of a setting's value in the text; JSON has all."""
 
@@ -48,13 +57,12 @@ class CompareResult(Result):
 
     groups: Sequence[ComparedGroup] = output("groups, in the order of their first runs")
     last_steps: Mapping[str, int] = output("last step that all runs have, by metric")
-    path: Path | None = output("written HTML page, with --to only")
     groups_of_runs: Sequence[SeedGroup] = internal()
 
     def render(self, format: str) -> str:
         """Return tables of settings and metrics, and a picture per metric."""
         parts = [self._format_settings(), *(self._format_metric(name) for name in self.last_steps)]
-        return "\n\n".join([part for part in parts if part] + ([f"page in {self.path}"] if self.path else []))
+        return "\n\n".join(filter(None, parts))
 
     def _format_settings(self) -> str:
         """Return the groups' differing settings, by node, or why there are none."""
@@ -65,7 +73,9 @@ class CompareResult(Result):
         nodes: dict[str, list[str]] = {}
         for key in keys:
             node, _, name = key.rpartition(".")
-            values = " | ".join(_shorten_value(group.settings[key]) or "absent" for group in self.groups)
+            values = " | ".join(
+                shorten_value(group.settings[key], MAX_VALUE_LENGTH) or "absent" for group in self.groups
+            )
             nodes.setdefault(node, []).append(f"  {name} = {values}")
         return "\n".join(line for node, lines in nodes.items() for line in (f"[{node}]", *lines))
 
@@ -77,8 +87,15 @@ class CompareResult(Result):
             cells = [str(spread or "") for spread in ((metric.end, metric.best) if metric else ("", ""))]
             rows.append((group.name, str(len(group.runs)), *cells))
         curves = {group.name: curve for group in self.groups_of_runs if (curve := group.curves_over_seeds().get(name))}
+        last = max(curve.x[-1] for curve in curves.values())
+        # A loss falls steeply at first, which would hide differences at the end.
+        start = last / 10 if last >= MIN_STEPS_TO_CUT else 0
+        points = {
+            group: [(x, y) for x, y in zip(curve.x, curve.y, strict=True) if x >= start]
+            for group, curve in curves.items()
+        }
         width = min(shutil.get_terminal_size((MAX_WIDTH, 0)).columns, MAX_WIDTH)
-        return f"{format_table(rows, left=range(4))}\n\n{draw_curves(name, curves, width)}"
+        return f"{format_table(rows, left=range(4))}\n\n{draw_text_plot(name, points, width)}"
 
 
 @command("runs")
@@ -89,7 +106,6 @@ class CompareCommand(Command):
     metric: Sequence[str] = option(
         f"metric to compare; may be repeated (default: {' and '.join(METRICS)})", default=(), metavar="NAME"
     )
-    to: Path | None = option("also write an HTML page with all curves", metavar="FILE", check=check_writable_file)
 
     def run(self, project: Project) -> CompareResult:
         runs = _read_runs(self.folders)
@@ -101,12 +117,9 @@ class CompareCommand(Command):
             has_metric = unknown[0] in known
             why = "the runs with this metric have no step in common" if has_metric else "no run has this metric"
             raise UserError(f"--metric {unknown[0]}: {why}; they have {', '.join(known)}", 2)
-        if self.to is not None:
-            write_file(self.to, render_page(runs).encode())
         return CompareResult(
             groups=[_compare_at_last_steps(group, ends) for group in groups],
             last_steps=ends,
-            path=self.to,
             groups_of_runs=groups,
         )
 
@@ -135,8 +148,3 @@ def _compare_at_last_steps(group: SeedGroup, last_common_steps: Mapping[str, int
         if name in curves
     }
     return ComparedGroup(group.name, [run.name for run in group.runs], group.settings, metrics)
-
-
-def _shorten_value(value: str) -> str:
-    """Cut a long value at MAX_VALUE_LENGTH characters."""
-    return value if len(value) <= MAX_VALUE_LENGTH else f"{value[:MAX_VALUE_LENGTH]}..."

@@ -18,11 +18,17 @@ from drawloom.components.pipeline.executor import ProgramExecutor
 from drawloom.components.ports.corpus import Tokenizer, complete_prompt
 from drawloom.components.ports.model import HiddenStates, Model
 from drawloom.components.storage.safetensors.writer import write_safetensors_file
-from drawloom.graph import UserError
-from drawloom.graph.cli.command import Count, argument, command, option
-from drawloom.graph.cli.result import output, output_class
-from drawloom.graph.cli.terminal import print_escaped_text
-from drawloom.graph.project import Project
+from drawloom.graph.cli.command import (
+    Count,
+    Project,
+    UserError,
+    argument,
+    command,
+    option,
+    output,
+    output_class,
+    print_escaped_text,
+)
 
 POOLS: dict[str, Callable[[int], slice]] = {
     "mean": lambda length: slice(length),

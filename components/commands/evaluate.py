@@ -24,10 +24,7 @@ from drawloom.components.ports.data import (
 from drawloom.components.ports.pipeline import LOSSES, Executor, Loss, create_step_state, sum_losses_and_weights
 from drawloom.components.ports.rollouts import Reward, RewardEvaluation, Rollouts
 from drawloom.components.ports.run import Batching
-from drawloom.graph import UserError
-from drawloom.graph.cli.command import Count, command, option
-from drawloom.graph.cli.result import output, output_class
-from drawloom.graph.project import Project, Recipe
+from drawloom.graph.cli.command import Count, Project, Recipe, UserError, command, option, output, output_class
 from drawloom.graph.recipe.overrides import nest_values
 from drawloom.graph.runtime.container import Container
 

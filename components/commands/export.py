@@ -8,9 +8,7 @@ from drawloom.components.ports.corpus import EndsAnswers, Tokenizer
 from drawloom.components.ports.model import LanguageModel
 from drawloom.components.ports.pipeline import Loss, SequenceHead
 from drawloom.components.ports.stages import Stages
-from drawloom.graph.cli.command import command, option
-from drawloom.graph.cli.result import Result, output, output_class
-from drawloom.graph.project import Project
+from drawloom.graph.cli.command import Project, Result, command, option, output, output_class
 
 
 @output_class

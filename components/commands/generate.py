@@ -17,12 +17,19 @@ from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.model import LanguageModel
 from drawloom.components.ports.pipeline import Predictor
 from drawloom.components.sampling.generate import Sampler, stream_decoded_text
-from drawloom.graph import UserError
-from drawloom.graph.cli.command import Count, argument, command, option
-from drawloom.graph.cli.result import Result, output, output_class
-from drawloom.graph.cli.terminal import print_escaped_text
+from drawloom.graph.cli.command import (
+    Count,
+    Project,
+    Result,
+    UserError,
+    argument,
+    command,
+    option,
+    output,
+    output_class,
+    print_escaped_text,
+)
 from drawloom.graph.component import at_least
-from drawloom.graph.project import Project
 from drawloom.graph.runtime.container import Container
 
 TEXT_TOKENS, TEXT_CONTEXT = 200, 256
@@ -36,10 +43,6 @@ class GenerateResult(Result):
     step: int | None = output("the checkpoint's step; null for a model folder without one")
     prompt: str = output("prompt")
     continuation: str = output("sampled text after the prompt")
-
-    def render(self, format: str) -> str:
-        """Return nothing: the text is printed already."""
-        return ""
 
 
 @output_class
@@ -56,10 +59,6 @@ class ChatResult(Result):
 
     step: int | None = output("the checkpoint's step; null for a model folder without one")
     messages: Sequence[ChatMessage] = output("all messages, in order")
-
-    def render(self, format: str) -> str:
-        """Return nothing: the answers are printed already."""
-        return ""
 
 
 @command("models")

@@ -12,19 +12,150 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from drawloom.components.commands._ladder_plot import Panel, draw_svg_panels
-from drawloom.components.commands._ladder_sizes import Dimension, Values, format_overlay, make_scaled_model_overlay
 from drawloom.components.commands._options import write_file
-from drawloom.components.commands._power_law import PowerLaw, fit_power_law
+from drawloom.components.commands._plots import Panel, draw_svg_panels
 from drawloom.components.ports.flops import CountsFlops
+from drawloom.components.ports.parametrization import Parametrization
 from drawloom.components.report.metrics import Column, read_metrics
-from drawloom.graph import UserError
-from drawloom.graph.cli.command import Count, RecipeCommand, argument, command, option
-from drawloom.graph.cli.exit_codes import FAILED, OK
-from drawloom.graph.cli.result import JSON, Result, output, output_class
-from drawloom.graph.cli.terminal import format_table
+from drawloom.graph.cli.command import (
+    FAILED,
+    JSON,
+    OK,
+    Count,
+    Project,
+    Recipe,
+    RecipeCommand,
+    Result,
+    UserError,
+    argument,
+    command,
+    format_table,
+    option,
+    output,
+    output_class,
+)
 from drawloom.graph.component import above
-from drawloom.graph.project import Project, Recipe
+from drawloom.graph.toml.emit import dump_toml
+from drawloom.graph.wiring.graph import Graph
+
+Values = dict[str, dict[str, Any]]
+Dimension = Literal["width", "depth"]
+
+WIDTHS = ("hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+DEPTH = "num_hidden_layers"
+SCALED = {"width": WIDTHS, "depth": (DEPTH,)}
+EDGE = "parametrization"
+
+
+def make_scaled_model_overlay(graph: Graph, multiple: int, dimension: Dimension, parametrization: str) -> Values:
+    """
+    Return overlay values for a model `multiple` times as wide or deep, with the recipe's model as the base.
+
+    Width grows by heads. `parametrization` is "mup", "completep" or "standard". Raises UserError for sizes from a file,
+    for another model, and for a recipe with a parametrization.
+    """
+    model = _find_model_node_accepting_parametrization(graph)
+    settings = graph.nodes[model].settings
+    if missing := [name for name in (*WIDTHS, "head_dim", DEPTH) if not settings[name]]:
+        raise UserError(f"[{model}] has no {missing[0]}; write all sizes of the smallest model in the recipe", 2)
+    if existing := graph.implementers(Parametrization):
+        raise UserError(f"the recipe has [{existing[0]}], which ladder adds itself; remove it", 2)
+    sizes = {name: settings[name] * multiple for name in SCALED[dimension]}
+    if parametrization == "standard":
+        return {model: sizes}
+    base = {"use": f"model.parametrization.{parametrization}", "base_hidden_size": settings["hidden_size"]}
+    if parametrization == "completep":
+        base["base_num_hidden_layers"] = settings[DEPTH]
+    return {model: {**sizes, EDGE: base}}
+
+
+def format_overlay(values: Mapping[str, Mapping[str, Any]], comment: str) -> str:
+    """Return values as a TOML overlay, below a comment with the text `comment`."""
+    lines = [f"# {comment}"]
+    for node, settings in values.items():
+        lines += ["", f"[{node}]", *(f"{key} = {dump_toml(value)}" for key, value in settings.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _find_model_node_accepting_parametrization(graph: Graph) -> str:
+    """Return the name of the only model node that accepts a parametrization. Raises UserError."""
+    names = [
+        name
+        for name, node in graph.nodes.items()
+        if any(field.name == EDGE for field in node.spec.edges) and {*WIDTHS, DEPTH} <= node.settings.keys()
+    ]
+    if len(names) != 1:
+        remedy = "write use = model.granite, model.llama or model.qwen3.dense"
+        raise UserError(f"the recipe has {len(names)} models that accept a parametrization; {remedy}", 2)
+    return names[0]
+
+
+CONFIDENCE = 0.95
+MIN_POINTS = 3
+"""Two points leave no degree of freedom for an interval."""
+
+
+@output_class
+class PowerLaw:
+    """Fit y = coefficient * x ** exponent."""
+
+    coefficient: float = output("value at x = 1")
+    exponent: float = output("slope of log y over log x")
+    exponent_low: float = output("lower end of the exponent's 95% confidence interval")
+    exponent_high: float = output("upper end of the exponent's 95% confidence interval")
+
+    def value_at(self, x: float) -> float:
+        """Return the fitted value at x."""
+        return self.coefficient * math.pow(x, self.exponent)
+
+
+def fit_power_law(points: Sequence[tuple[float, float]]) -> PowerLaw | None:
+    """
+    Fit a power law to positive (x, y); None for fewer than three different x, which have no interval.
+
+    The interval is Student's for a slope of ordinary least squares: errors of log y are independent and normal, with
+    equal variances (Draper and Smith, "Applied Regression Analysis", section 1.4).
+    """
+    xs, ys = [math.log(x) for x, _ in points], [math.log(y) for _, y in points]
+    if len(set(xs)) < MIN_POINTS:
+        return None
+    line = statistics.linear_regression(xs, ys)
+    degrees_of_freedom = len(points) - 2
+    residuals = [y - line.intercept - line.slope * x for x, y in zip(xs, ys, strict=True)]
+    spread = math.sqrt(sum(r * r for r in residuals) / degrees_of_freedom / (statistics.pvariance(xs) * len(xs)))
+    half = compute_central_t_quantile(CONFIDENCE, degrees_of_freedom) * spread
+    return PowerLaw(math.exp(line.intercept), line.slope, line.slope - half, line.slope + half)
+
+
+def compute_central_t_quantile(probability: float, degrees_of_freedom: int) -> float:
+    """Return t such that a variable of Student's distribution is in [-t, t] with `probability`."""
+    low, high = 0.0, 1.0
+    while compute_central_t_probability(high, degrees_of_freedom) < probability:
+        high *= 2
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (
+            (middle, high) if compute_central_t_probability(middle, degrees_of_freedom) < probability else (low, middle)
+        )
+    return high
+
+
+def compute_central_t_probability(t: float, degrees_of_freedom: int) -> float:
+    """
+    Return the probability of [-t, t] for a Student variable.
+
+    Abramowitz and Stegun, "Handbook of Mathematical Functions", 26.7.3 and 26.7.4.
+    """
+    angle = math.atan(t / math.sqrt(degrees_of_freedom))
+    is_odd = degrees_of_freedom % 2
+    term = math.cos(angle) if is_odd else 1.0
+    total = term if degrees_of_freedom > 1 else 0.0
+    for number in range(3 if is_odd else 2, degrees_of_freedom - 1, 2):
+        term *= math.cos(angle) ** 2 * (number - 1) / number
+        total += term
+    total *= math.sin(angle)
+    return 2 / math.pi * (angle + total) if is_odd else total
+
 
 MEASURE = "coordinates_of_ladder"
 RMS = "activation_rms/"

@@ -36,13 +36,23 @@ from drawloom.components.distributed.launch_store import (
 )
 from drawloom.components.distributed.spare import read_and_count_heartbeats
 from drawloom.components.distributed.torchrun import CONTINUES, ROUND, SPARES
-from drawloom.graph import UserError
-from drawloom.graph.cli.command import Command, Count, argument, command, option
-from drawloom.graph.cli.exit_codes import INVALID, OK, STOPPED
-from drawloom.graph.cli.result import Result, output, output_class
-from drawloom.graph.cli.terminal import print_escaped_text
+from drawloom.graph.cli.command import (
+    INVALID,
+    OK,
+    STOPPED,
+    Command,
+    Count,
+    Project,
+    Result,
+    UserError,
+    argument,
+    command,
+    option,
+    output,
+    output_class,
+    print_escaped_text,
+)
 from drawloom.graph.component import at_least
-from drawloom.graph.project import Project
 
 # These loggers print several lines per failure and signal, and report a rendezvous that another machine has ended.
 AGENT_LOGS = ("agent.server.api", "multiprocessing.api", "rendezvous.dynamic_rendezvous")
@@ -68,10 +78,6 @@ class LaunchResult(Result):
     def exit_code(self) -> int:
         """The first failed process's exit code, or 0."""
         return self.code
-
-    def render(self, format: str) -> str:
-        """Return nothing; the processes print."""
-        return ""
 
 
 class Agent(LocalElasticAgent):

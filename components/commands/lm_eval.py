@@ -11,11 +11,8 @@ from drawloom.components.data.sources.files import import_optional_package
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.pipeline import Predictor
-from drawloom.graph import UserError
-from drawloom.graph.cli.command import Count, command, option
-from drawloom.graph.cli.result import dump_json, output, output_class
+from drawloom.graph.cli.command import Count, Project, UserError, command, dump_json, option, output, output_class
 from drawloom.graph.component import at_least
-from drawloom.graph.project import Project
 
 
 @output_class

@@ -4,11 +4,19 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from drawloom.graph import UserError
-from drawloom.graph.cli.command import Command, argument, command, option
-from drawloom.graph.cli.result import Result, output, output_class
+from drawloom.graph.cli.command import (
+    Command,
+    Project,
+    Recipe,
+    Result,
+    UserError,
+    argument,
+    command,
+    option,
+    output,
+    output_class,
+)
 from drawloom.graph.inspect.serialize import convert_to_toml_types
-from drawloom.graph.project import Project, Recipe
 from drawloom.graph.recipe.layers import Leaf
 from drawloom.graph.toml.emit import dump_key, dump_toml
 from drawloom.graph.wiring.graph import Graph

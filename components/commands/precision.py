@@ -24,11 +24,19 @@ from drawloom.components.ports.pipeline import Executor, create_step_state, sum_
 from drawloom.components.ports.run import Step
 from drawloom.components.ports.stages import Parameters, Stages
 from drawloom.components.state.batch import Batch
-from drawloom.graph import UserError
-from drawloom.graph.cli.command import RecipeCommand, argument, command, option
-from drawloom.graph.cli.result import Result, output, output_class
+from drawloom.graph.cli.command import (
+    Project,
+    Recipe,
+    RecipeCommand,
+    Result,
+    UserError,
+    argument,
+    command,
+    option,
+    output,
+    output_class,
+)
 from drawloom.graph.component import above, at_least
-from drawloom.graph.project import Project, Recipe
 from drawloom.kernels.float8.grouped_casts import GroupedFloat8Kernels
 
 MIN_MEDIAN = 1e-12

@@ -8,6 +8,7 @@ import torch
 
 from drawloom.components.commands._documents import infer_documents
 from drawloom.components.commands._options import check_new_file, write_json_lines
+from drawloom.components.commands._recipes import find_only_node
 from drawloom.components.data.chat.encode import Encoded
 from drawloom.components.data.packing.rows import RowPiece, build_batch
 from drawloom.components.data.preferences import REFERENCES, Preferences
@@ -18,10 +19,18 @@ from drawloom.components.pipeline.executor import ProgramExecutor
 from drawloom.components.pipeline.runtime.loss_passes import add_values_without_adapters
 from drawloom.components.ports.data import TokenBatch
 from drawloom.components.ports.pipeline import Referenced
-from drawloom.graph import UserError
-from drawloom.graph.cli.command import Count, RecipeCommand, argument, command, option
-from drawloom.graph.cli.result import Result, output, output_class
-from drawloom.graph.project import Project, Recipe
+from drawloom.graph.cli.command import (
+    Count,
+    Project,
+    RecipeCommand,
+    Result,
+    UserError,
+    argument,
+    command,
+    option,
+    output,
+    output_class,
+)
 
 
 @output_class
@@ -47,7 +56,8 @@ class ReferenceLogpsCommand(RecipeCommand):
 
     def run(self, project: Project) -> ReferenceResult:
         recipe = self.load_recipe(project, self.recipe)
-        names = [_find_only_node_of_class(recipe, port) for port in (ProgramExecutor, Preferences)]
+        graph = recipe.graph.require_valid()
+        names = [find_only_node(graph, kind, self.recipe) for kind in (ProgramExecutor, Preferences)]
         with recipe.open(names) as run:
             data = run.get(Preferences)
             infer = partial(_sum_logps_by_answer, data, run.get(ProgramExecutor))
@@ -55,16 +65,6 @@ class ReferenceLogpsCommand(RecipeCommand):
             rows = [line.row | dict(zip(REFERENCES, sums, strict=False)) for (line, _), sums in documents]
         write_json_lines(self.to, rows)
         return ReferenceResult(self.to, len(rows))
-
-
-def _find_only_node_of_class(recipe: Recipe, kind: type) -> str:
-    """Return the name of the only node whose component is a subclass of `kind`. Raises UserError."""
-    graph = recipe.graph.require_valid()
-    names = [name for name, node in graph.nodes.items() if issubclass(node.spec.cls, kind)]
-    if len(names) != 1:
-        fault = f"the recipe has {len(names)} nodes that are a {kind.__name__}; exactly one is required"
-        raise UserError(f"{fault}; use a recipe like `dpo`, with data.preferences and loss.dpo", 2)
-    return names[0]
 
 
 def _sum_logps_by_answer(

@@ -8,15 +8,28 @@ from drawloom.components.commands._recipes import Pipeline, require_microbatches
 from drawloom.components.report.drawings import draw_schedule_svg
 from drawloom.components.report.html import REPORT
 from drawloom.components.report.page import render_page
-from drawloom.components.report.run_record import Drawings, check_is_run, make_unique_run_names, read_run_record
+from drawloom.components.report.run_record import Drawings, make_unique_run_names, read_run_record
+from drawloom.components.report.run_table import find_run_folders
 from drawloom.components.storage.byte_size import format_decimal_byte_size
-from drawloom.graph import RecipeError, UserError
-from drawloom.graph.cli.command import Command, argument, command, option
+from drawloom.graph.cli.command import (
+    Command,
+    Project,
+    Recipe,
+    RecipeError,
+    Result,
+    UserError,
+    argument,
+    command,
+    option,
+    output,
+    output_class,
+    print_escaped_text,
+)
 from drawloom.graph.cli.exit_codes import format_problems
-from drawloom.graph.cli.result import Result, output, output_class
-from drawloom.graph.cli.terminal import print_escaped_text
-from drawloom.graph.project import Project, Recipe
 from drawloom.graph.recipe.lockfile import LOCK
+
+MAX_DRAWN_RUNS = 8
+"""Runs of a report up to which their graphs and schedules are drawn, which takes a second for a run."""
 
 
 @output_class
@@ -36,7 +49,7 @@ class ReportResult(Result):
 class ReportCommand(Command):
     """A report about runs."""
 
-    run_folders: Sequence[Path] = argument("a run folder, such as runs/first_run", metavar="RUN_FOLDER")
+    folders: Sequence[Path] = argument("run folders, or folders of runs, such as a sweep's", metavar="FOLDER")
     to: Path | None = option(
         f"file to write (default: {REPORT} in the run folder, or in the current folder for several runs)",
         metavar="FILE",
@@ -44,29 +57,23 @@ class ReportCommand(Command):
     )
 
     def run(self, project: Project) -> ReportResult:
-        folders = list(dict.fromkeys(self.run_folders))
-        if len(folders) > 1:
-            folders = [folder for folder in folders if _is_run_or_print_skip(folder)] or folders
-        for folder in folders:
-            check_is_run(folder)
+        runs_by_folder = {folder: [*find_run_folders(folder)] if folder.is_dir() else [] for folder in self.folders}
+        folders = [*dict.fromkeys(run for runs in runs_by_folder.values() for run in runs)]
+        others = [str(folder) for folder, runs in runs_by_folder.items() if not runs]
+        if not folders:
+            raise UserError(f"{others[0]} is not a run folder; give one, such as runs/first_run", 2)
+        if others:  # as after a failed start
+            print_escaped_text(f"left out, because they have no run: {' '.join(others)}", "stderr")
         runs = [
-            read_run_record(folder, name, _draw_recipe(project, folder))
+            read_run_record(
+                folder, name, _draw_recipe(project, folder) if len(folders) <= MAX_DRAWN_RUNS else Drawings()
+            )
             for folder, name in zip(folders, make_unique_run_names(folders), strict=True)
         ]
         target = self.to or (folders[0] / REPORT if len(folders) == 1 else Path(REPORT))
         content = render_page(runs).encode()
         write_file(target, content)
         return ReportResult(target, len(content), [run.name for run in runs])
-
-
-def _is_run_or_print_skip(folder: Path) -> bool:
-    """Return whether a folder holds a run; if not, as after a failed start, print a note about the folder."""
-    try:
-        check_is_run(folder)
-    except UserError as error:
-        print_escaped_text(f"left out: {error}", "stderr")
-        return False
-    return True
 
 
 def _draw_recipe(project: Project, folder: Path) -> Drawings:

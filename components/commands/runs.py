@@ -14,11 +14,20 @@ from drawloom.components.report.run_table import (
     read_run_rows,
     sort_run_rows,
 )
-from drawloom.graph import UserError
-from drawloom.graph.cli.command import Command, argument, command, option
-from drawloom.graph.cli.result import JSON, Result, output, output_class
-from drawloom.graph.cli.terminal import format_table, print_escaped_text
-from drawloom.graph.project import Project
+from drawloom.graph.cli.command import (
+    JSON,
+    Command,
+    Project,
+    Result,
+    UserError,
+    argument,
+    command,
+    format_table,
+    option,
+    output,
+    output_class,
+    print_escaped_text,
+)
 
 MAX_SETTINGS_SHOWN = 6
 """Differing settings of a run in the table; CSV and JSON have all, as a whole."""
@@ -87,12 +96,12 @@ def _make_table_cells(row: RunRow) -> tuple[str, ...]:
     step = "" if row.step is None else f"{row.step}/{row.steps}" if row.steps else str(row.step)
     numbers = ["" if value is None else f"{value:.4f}" for value in (row.loss, row.best)]
     speed = "" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}"
-    settings = [f"{key}={_shorten_value(value)}" for key, value in row.differs.items()]
+    settings = [f"{key}={shorten_value(value, MAX_VALUE_LENGTH)}" for key, value in row.differs.items()]
     if len(settings) > MAX_SETTINGS_SHOWN:
         settings[MAX_SETTINGS_SHOWN:] = [f"and {len(settings) - MAX_SETTINGS_SHOWN} more"]
     return row.run, row.state, step, *numbers, speed, "  ".join(settings)
 
 
-def _shorten_value(value: str) -> str:
-    """Cut a long value at MAX_VALUE_LENGTH characters."""
-    return value if len(value) <= MAX_VALUE_LENGTH else f"{value[:MAX_VALUE_LENGTH]}..."
+def shorten_value(value: str, length: int) -> str:
+    """Cut a long value at this many characters."""
+    return value if len(value) <= length else f"{value[:length]}..."

@@ -1,46 +1,217 @@
 """simulate and draw a pipeline schedule, its bubble and activation memory, without a device"""
 
-from collections.abc import Iterator, Sequence
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import attrs
 
-from drawloom.components.commands._costs import ParsedCosts, make_cost_source, parse_costs, read_last_traced_step
 from drawloom.components.commands._recipes import Pipeline, require_microbatches
-from drawloom.components.commands._schedule_lookup import (
-    FOLDER,
-    check_stages_per_rank,
-    find_schedule_name_and_spec,
-    list_schedules_without_required_settings,
-    names_a_recipe,
-    open_schedule_by_name,
-    suggest_schedule,
-)
-from drawloom.components.commands._schedule_result import (
-    ComparisonResult,
-    ScheduleData,
-    ScheduleResult,
-    make_schedule_data_fields,
-)
 from drawloom.components.commands._schedule_simulation import (
+    ParsedCosts,
     ScheduleSimulator,
     Size,
     UnsuitableError,
+    choose_cost_settings_of_schedule,
     describe_parameter_sharding,
+    make_cost_source,
     offloads_activations,
+    parse_costs,
+    read_last_traced_step,
 )
 from drawloom.components.pipeline.from_csv import read_program_file
+from drawloom.components.pipeline.program.notation import format_program_csv
 from drawloom.components.pipeline.simulation.contention import Channels
+from drawloom.components.pipeline.simulation.simulator import Bar
 from drawloom.components.pipeline.simulation.summary import LEGEND, Summary, format_comparison
-from drawloom.components.planning.cost_sources import TracedCosts, UnitCosts
+from drawloom.components.pipeline.simulation.svg import draw_svg
+from drawloom.components.pipeline.simulation.text import draw_text
+from drawloom.components.planning.cost_sources import CostSource, TracedCosts, UnitCosts
 from drawloom.components.ports.pipeline import Schedule
-from drawloom.graph import UserError
-from drawloom.graph.cli.command import Count, OverlayCommand, argument, command, option
-from drawloom.graph.project import Project, Recipe
+from drawloom.graph.cli.command import (
+    JSON,
+    Count,
+    OverlayCommand,
+    Problem,
+    Project,
+    Recipe,
+    RecipeError,
+    Result,
+    TextResult,
+    UserError,
+    argument,
+    command,
+    internal,
+    option,
+    output,
+    output_class,
+)
+from drawloom.graph.problems import find_nearest
+from drawloom.graph.recipe.loading import RecipeFolder
+from drawloom.graph.recipe.lockfile import LOCK
 from drawloom.graph.recipe.overrides import read_overrides
 from drawloom.graph.registry.spec import Spec
+
+FOLDER = "pipeline.schedules."
+
+
+def names_a_recipe(name: str, project: Project) -> bool:
+    """Return whether a name means a recipe: a TOML file, a run folder, or a shipped recipe."""
+    is_run = (Path(name) / LOCK).is_file()
+    return is_run or name.endswith(".toml") or RecipeFolder(project.recipes).find(name) is not None
+
+
+def suggest_schedule(name: str, project: Project) -> str | None:
+    """Return a schedule with a similar name, or None if the name is, or resembles, a recipe's."""
+    folder = RecipeFolder(project.recipes)
+    if Path(name).exists() or names_a_recipe(name, project) or find_nearest(name, folder.names):
+        return None
+    schedules = [use.removeprefix(FOLDER) for use in project.registry.names() if use.startswith(FOLDER)]
+    return find_nearest(name, schedules)
+
+
+def list_schedules_without_required_settings(project: Project) -> Iterator[str]:
+    """Yield the names of schedules without required settings."""
+    for name in project.registry.names():
+        spec = project.registry.find(name) if name.startswith(FOLDER) else None
+        if isinstance(spec, Spec) and not any(field.required for field in spec.fields.values()):
+            yield name.removeprefix(FOLDER)
+
+
+def find_schedule_name_and_spec(project: Project, name: str) -> tuple[str, Spec]:
+    """Return a schedule's full name and component. Raises RecipeError for an unknown name."""
+    use = name if "." in name else FOLDER + name
+    spec = project.registry.find(use)
+    if isinstance(spec, Problem):
+        raise RecipeError([spec])
+    return use, spec
+
+
+def open_schedule_by_name(
+    project: Project, name: str, source: CostSource, size: Size, stages_per_rank: int | None, nodes: Mapping[str, Any]
+) -> Schedule:
+    """
+    Open a schedule by name, with costs, stages per rank and microbatches if it has such settings.
+
+    `nodes` are values over it, and other nodes.
+    """
+    use, spec = find_schedule_name_and_spec(project, name)
+    try:
+        data: dict[str, Any] = {"use": use, **choose_cost_settings_of_schedule(spec.fields, source, size.ranks)}
+    except UserError as error:
+        raise UnsuitableError(str(error), error.exit_code) from error
+    if "stages_per_rank" in spec.fields and stages_per_rank:
+        data["stages_per_rank"] = stages_per_rank
+    if "microbatches" in spec.fields:
+        data["microbatches"] = size.microbatches
+    data |= nodes.get("schedule", {})
+    recipe = Recipe.of({**nodes, "schedule": data}, "command line", project=project)
+    with recipe.open("schedule") as opened:
+        if "schedule" not in recipe.graph.implementers(Schedule):
+            raise UserError(f"{use} is not a schedule; `drawloom list pipeline.schedules` shows all", 2)
+        schedule: Schedule = opened["schedule"]
+    return schedule
+
+
+def check_stages_per_rank(stages_per_rank: int | None, name: str, schedule: Schedule, ranks: int) -> None:
+    """Raise UserError if the schedule's stages per rank differ from --stages-per-rank."""
+    if stages_per_rank is None:
+        return
+    if stages_per_rank != (stages := len(schedule.stage_to_rank(ranks)) // ranks):
+        has = f"{name} has {stages} stages per rank"
+        raise UserError(f"--stages-per-rank {stages_per_rank}: {has}; leave it out", 2)
+
+
+@output_class
+class ActionData:
+    """A gather, a reduction or a copy on a rank."""
+
+    action: str = output("notation of the action")
+    start: float = output("start, in the unit of the costs")
+    end: float = output("end")
+
+
+@output_class
+class ScheduleData:
+    """A simulated schedule; times are in the unit of the costs."""
+
+    schedule: str = output("name, or path of a CSV file")
+    ranks: int = output("pipeline ranks")
+    stages_per_rank: int = output("stages on each rank")
+    microbatches: int = output("microbatches of a step")
+    makespan: float = output("time of a step")
+    ideal: float = output("time without a bubble")
+    bubble: float = output("idle fraction of the makespan")
+    span_bubble: float = output("idle fraction of a rank's longest span")
+    peak_activations: Sequence[int] = output("peak of stage-microbatches until their input gradients, by rank")
+    peak_live_weights: Sequence[int] = output("the same until their weight gradients, by rank")
+    messages: int = output("tensors that ranks send one another")
+    actions: Mapping[str, int] = output("number of actions by kind")
+    shard_actions: Sequence[Sequence[ActionData]] = output("gathers and reductions by rank")
+    transfers: Sequence[Sequence[ActionData]] = output("copies of activations to host memory and back by rank")
+    choice: str | None = output('schedule that was chosen among others, or "search"')
+    recompute: Sequence[str] | None = output("recomputation by stage, if the schedule chooses it")
+    measured_makespan: float | None = output("time of the step in a run, with --run only")
+    activation_bytes: Sequence[int] | None = output("peak bytes of activations by rank, if known")
+
+
+@attrs.frozen
+class ScheduleResult(ScheduleData, Result):
+    """A simulated schedule; times are in the unit of the costs."""
+
+    formats: ClassVar[tuple[str, ...]] = ("text", "svg", JSON, "csv")
+
+    summary: Summary = internal()
+
+    def render(self, format: str) -> str:
+        """Return a timeline with a table, an SVG document, or a CSV file of torch.distributed.pipelining."""
+        summary = self.summary
+        if format == "svg":
+            return draw_svg(summary.simulation, summary.title, summary.caption, summary.measured).removesuffix("\n")
+        if format == "csv":
+            return format_program_csv(summary.simulation.program).removesuffix("\r\n")
+        width = shutil.get_terminal_size((120, 0)).columns
+        picture = draw_text(summary.simulation, width, summary.measured).removesuffix("\n")
+        return f"{summary.title}\n{summary.caption}\n\n{summary.format_peaks_by_rank()}\n\n{picture}"
+
+
+@output_class
+class ComparisonResult(TextResult):
+    """Simulated schedules, with --compare."""
+
+    schedules: Sequence[ScheduleData] = output("schedules of every size")
+
+
+def make_schedule_fields(summary: Summary) -> dict[str, Any]:
+    """Return a simulation's fields for `ScheduleData`."""
+    run = summary.simulation
+    return {
+        "schedule": summary.schedule,
+        "ranks": summary.ranks,
+        "stages_per_rank": summary.stages_per_rank,
+        "microbatches": run.program.microbatches,
+        "makespan": run.makespan,
+        "ideal": run.busiest_rank_compute_time,
+        "bubble": run.bubble_fraction,
+        "span_bubble": run.longest_span_bubble_fraction,
+        "peak_activations": run.peak_activations,
+        "peak_live_weights": run.peak_microbatches_in_flight,
+        "messages": run.message_count,
+        "actions": run.action_counts,
+        "shard_actions": _list_actions(run.shard_bars),
+        "transfers": _list_actions(run.transfer_bars),
+        "choice": run.program.choice or None,
+        "recompute": [*map(str, run.program.recompute)] or None,
+        "measured_makespan": summary.measured and summary.measured.makespan,
+        "activation_bytes": summary.memory and list(summary.memory),
+    }
+
+
+def _list_actions(bars_by_rank: Sequence[Sequence[Bar]]) -> list[list[ActionData]]:
+    return [[ActionData(str(bar.action), bar.start, bar.end) for bar in bars] for bars in bars_by_rank]
+
 
 EXCLUDED_BY_RUN = "recipe", "words", "overlay", "ranks", "microbatches", "stages_per_rank", "forward_only", "compare"
 """Options that --run rejects, because they would simulate a different run."""
@@ -106,10 +277,10 @@ class ScheduleCommand(OverlayCommand):
                 )
             measured = read_last_traced_step(self.traced_run, project).simulation
             summary = self._simulate_one(project, str(self.traced_run))
-            return ScheduleResult.from_summary(attrs.evolve(summary, measured=measured))
+            return _make_result(attrs.evolve(summary, measured=measured))
         if self.compare:
             return self._compare_schedules(project)
-        return ScheduleResult.from_summary(self._simulate_one(project, self.recipe))
+        return _make_result(self._simulate_one(project, self.recipe))
 
     def _make_simulator(self, project: Project, recipe: Recipe | None = None) -> ScheduleSimulator:
         """Return a simulator with the costs of the options."""
@@ -198,9 +369,9 @@ class ScheduleCommand(OverlayCommand):
             for size, rows in tables.items()
         ]
         schedules = [
-            ScheduleData(**make_schedule_data_fields(summary)) for summaries in tables.values() for summary in summaries
+            ScheduleData(**make_schedule_fields(summary)) for summaries in tables.values() for summary in summaries
         ]
-        return ComparisonResult(schedules, "\n\n".join([*titled, LEGEND]))
+        return ComparisonResult("\n\n".join([*titled, LEGEND]), schedules)
 
     def _simulate_suitable_schedules(
         self, project: Project, names: Sequence[str], simulator: ScheduleSimulator, size: Size
@@ -215,6 +386,10 @@ class ScheduleCommand(OverlayCommand):
                 unsuitable.append(error)
         if len(unsuitable) == len(names):
             raise unsuitable[-1]
+
+
+def _make_result(summary: Summary) -> ScheduleResult:
+    return ScheduleResult(**make_schedule_fields(summary), summary=summary)
 
 
 def _get_only_value(name: str, values: Sequence[int]) -> int | None:

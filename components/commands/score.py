@@ -19,10 +19,7 @@ from drawloom.components.data.sources.rows import Line, read_json_lines_or_table
 from drawloom.components.pipeline.executor import ProgramExecutor
 from drawloom.components.ports.corpus import ChatTokenizer
 from drawloom.components.ports.pipeline import Scorer
-from drawloom.graph import UserError
-from drawloom.graph.cli.command import Count, argument, command, option
-from drawloom.graph.cli.result import output, output_class
-from drawloom.graph.project import Project
+from drawloom.graph.cli.command import Count, Project, UserError, argument, command, option, output, output_class
 
 
 @output_class

@@ -5,33 +5,164 @@ The runs are in a folder of the sweep, named by their values. Every run is a pro
 only one run. Started again, the command skips finished runs and resumes the others.
 """
 
+import os
+import shlex
+import signal
+import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import ClassVar
 
 import attrs
 
 from drawloom.components.commands._options import check_writable_file, write_file
-from drawloom.components.commands._process_pool import open_pool_with_signal_forwarding
-from drawloom.components.commands._slurm import format_array_script
-from drawloom.components.commands._sweep_points import Point, make_sweep_points, read_axes_and_common_words
-from drawloom.components.commands._sweep_search import SweepSearch, list_points_covering_axes
+from drawloom.components.commands._sweep_points import (
+    Point,
+    SweepSearch,
+    list_points_covering_axes,
+    make_sweep_points,
+    read_axes_and_common_words,
+)
 from drawloom.components.commands.runs import format_run_table
+from drawloom.components.distributed.cpu_threads import THREADS, count_threads_per_process
 from drawloom.components.distributed.device_model import DeviceModel, find_device_model
 from drawloom.components.planning.plan import plan
 from drawloom.components.report.events import read_log
 from drawloom.components.report.run_table import RunRow, determine_run_state, read_run_rows, sort_run_rows
 from drawloom.components.storage.byte_size import format_decimal_byte_size
-from drawloom.graph import Problem, RecipeError, UserError
-from drawloom.graph.cli.command import Count, RecipeCommand, command, option
-from drawloom.graph.cli.exit_codes import FAILED, OK, STOPPED
-from drawloom.graph.cli.result import Result, output, output_class
-from drawloom.graph.cli.terminal import print_escaped_text
+from drawloom.graph.cli.command import (
+    FAILED,
+    OK,
+    STOPPED,
+    Count,
+    Problem,
+    Project,
+    Recipe,
+    RecipeCommand,
+    RecipeError,
+    Result,
+    UserError,
+    command,
+    option,
+    output,
+    output_class,
+    print_escaped_text,
+)
 from drawloom.graph.component import at_least
 from drawloom.graph.inspect.changes import make_resolved_recipe
-from drawloom.graph.project import Project, Recipe
 from drawloom.graph.recipe.lockfile import LOCK
+
+FORWARDED = (signal.SIGINT, signal.SIGTERM)
+POLL_SECONDS = 0.05
+
+
+@attrs.define(eq=False)
+class ProcessPool:
+    """Runner of commands, at most `size` at a time. Several at a time share the cores and print nothing on stdout."""
+
+    size: int
+    received: int = 0
+    _running: dict[int, "subprocess.Popen[bytes]"] = attrs.field(factory=dict)
+
+    def run_and_yield_exit_codes(
+        self, commands: Iterable[Sequence[str]], on_start: Callable[[int], None]
+    ) -> Iterator[tuple[int, int]]:
+        """
+        Run all commands, and yield index and exit code when one ends. `on_start(index)` is called before a start.
+
+        A command is taken from the iterable when it can start. After a signal nothing more is started; processes that
+        the signal stops have its code.
+        """
+        waiting, is_exhausted = enumerate(commands), False
+        while self._running or not (is_exhausted or self.received):
+            while len(self._running) < self.size and not (is_exhausted or self.received):
+                if (following := next(waiting, None)) is None:
+                    is_exhausted = True
+                else:
+                    index, command = following
+                    on_start(index)
+                    self._running[index] = self._start_process(command)
+            for index, code in [(index, process.poll()) for index, process in self._running.items()]:
+                if code is not None:
+                    del self._running[index]
+                    yield index, FAILED if code < 0 else code
+            time.sleep(POLL_SECONDS if self._running else 0)
+
+    def _start_process(self, command: Sequence[str]) -> "subprocess.Popen[bytes]":
+        """Start a command; with several at a time, limit its threads and discard its stdout."""
+        if self.size == 1:
+            return subprocess.Popen(command)
+        environment = {THREADS: str(count_threads_per_process(self.size)), **os.environ}
+        return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+
+    def forward_signal(self, number: int, _frame: FrameType | None) -> None:
+        """Forward a signal; the processes save a checkpoint, and end."""
+        self.received = number
+        for process in self._running.values():
+            if process.poll() is None:
+                process.send_signal(number)
+
+
+@contextmanager
+def open_pool_with_signal_forwarding(size: int) -> Iterator[ProcessPool]:
+    """Yield a pool. Until the context ends, SIGINT and SIGTERM go to its processes instead of ending this one."""
+    pool = ProcessPool(size)
+    before = {number: signal.signal(number, pool.forward_signal) for number in FORWARDED}
+    try:
+        yield pool
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+SCRIPT = """\
+#!/bin/bash
+#SBATCH --job-name={name}
+#SBATCH --array=0-{last}{limit}
+#SBATCH --output={output}
+#SBATCH --signal=B:TERM@120
+{options}\
+# Run {count} points of a sweep; submit it again to resume unfinished runs.
+commands=(
+{commands}
+)
+cd {here}
+trap 'kill -TERM "$child"' TERM  # the run saves its step, and ends
+eval "exec ${{commands[$SLURM_ARRAY_TASK_ID]}}" &  # exec: the child is the run itself
+child=$!
+wait "$child"
+code=$?
+while kill -0 "$child" 2>/dev/null; do  # a signal has interrupted the wait
+  wait "$child"
+  code=$?
+done
+exit $code
+"""
+
+
+def format_array_script(
+    name: str,
+    commands: Sequence[Sequence[str]],
+    folder: Path,
+    *,
+    max_parallel_tasks: int | None,
+    options: Sequence[str],
+) -> str:
+    """Return a script for `sbatch` with a command per array task, `max_parallel_tasks` of them together."""
+    return SCRIPT.format(
+        name=name.replace(" ", "_"),
+        last=len(commands) - 1,
+        limit=f"%{max_parallel_tasks}" if max_parallel_tasks else "",
+        output=shlex.quote(str(folder.absolute() / "slurm-%A_%a.txt")),  # sbatch reads quotes as a shell does
+        options="".join(f"#SBATCH {option}\n" for option in options),
+        count=len(commands),
+        commands="\n".join(f"  {shlex.quote(shlex.join(command))}" for command in commands),
+        here=shlex.quote(str(Path.cwd())),
+    )
 
 
 @attrs.frozen(eq=False)
@@ -286,7 +417,7 @@ def _check_fit_and_print_hours(runs: Sequence[SweepRun], device: DeviceModel) ->
     """Plan all runs, and print the total time. Raises UserError with the runs larger than the device."""
     plans = [(run.point.name, plan(run.recipe, device)) for run in runs]
     if large := [(name, planned) for name, planned in plans if not planned.fits]:
-        lines = [f"  {name}: {format_decimal_byte_size(max(planned.peak_memory_bytes))}" for name, planned in large]
+        lines = [f"  {name}: {format_decimal_byte_size(planned.peak_bytes)}" for name, planned in large]
         limit = f"{device.name} has {format_decimal_byte_size(device.memory)}" if device.memory else device.name
         raise UserError("\n".join([f"{len(large)} of {len(runs)} runs do not fit: {limit}", *lines]))
     slowest = max(plans, key=lambda item: (item[1].steps or 0) * item[1].time.seconds)

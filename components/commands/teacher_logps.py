@@ -20,10 +20,19 @@ from drawloom.components.ports.model import Head, TokenContext
 from drawloom.components.ports.stages import LoadedStages
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.components.weights.token_ids import TokenIds, compare_folder_ids, read_tokenizer_ids
-from drawloom.graph import UserError
-from drawloom.graph.cli.command import Count, RecipeCommand, argument, command, option
-from drawloom.graph.cli.result import Result, dump_json, output, output_class
-from drawloom.graph.project import Project
+from drawloom.graph.cli.command import (
+    Count,
+    Project,
+    RecipeCommand,
+    Result,
+    UserError,
+    argument,
+    command,
+    dump_json,
+    option,
+    output,
+    output_class,
+)
 
 MAX_CHUNK_LOGITS = 2**26
 """Logits that exist together: 256 MiB of float32."""

@@ -11,11 +11,19 @@ from drawloom.components.data.sources.files import find_files
 from drawloom.components.data.sources.parts import split_files_into_parts
 from drawloom.components.data.store.build import build_store
 from drawloom.components.ports.corpus import Tokenizer
-from drawloom.graph import UserError
-from drawloom.graph.cli.command import Command, Count, argument, command, option
-from drawloom.graph.cli.result import Result, output, output_class
-from drawloom.graph.cli.terminal import print_escaped_text
-from drawloom.graph.project import Project
+from drawloom.graph.cli.command import (
+    Command,
+    Count,
+    Project,
+    Result,
+    UserError,
+    argument,
+    command,
+    option,
+    output,
+    output_class,
+    print_escaped_text,
+)
 
 
 @output_class

@@ -22,12 +22,20 @@ from drawloom.components.ports.distributed import Device
 from drawloom.components.ports.run import Randomness
 from drawloom.components.ports.tracking import Tracker
 from drawloom.components.report.metrics import METRICS
-from drawloom.graph import UserError
-from drawloom.graph.cli.command import Count, RecipeCommand, command, option
-from drawloom.graph.cli.exit_codes import FAILED, OK
-from drawloom.graph.cli.result import Result, output, output_class
+from drawloom.graph.cli.command import (
+    FAILED,
+    OK,
+    Count,
+    Project,
+    RecipeCommand,
+    Result,
+    UserError,
+    command,
+    option,
+    output,
+    output_class,
+)
 from drawloom.graph.component import at_least
-from drawloom.graph.project import Project
 from drawloom.graph.wiring.graph import Graph
 
 DIGESTS = "digests_of_verify_resume"

@@ -22,10 +22,18 @@ from drawloom.components.commands._replay import (
 )
 from drawloom.components.report.metrics import read_lines
 from drawloom.components.report.run_record import OWN_SETTINGS, find_differing_settings
-from drawloom.graph import RecipeError, UserError
-from drawloom.graph.cli.command import Command, argument, command, option
-from drawloom.graph.cli.result import Result, output, output_class
-from drawloom.graph.project import Project
+from drawloom.graph.cli.command import (
+    Command,
+    Project,
+    RecipeError,
+    Result,
+    UserError,
+    argument,
+    command,
+    option,
+    output,
+    output_class,
+)
 from drawloom.graph.recipe.lockfile import LOCK
 
 MAX_EDITS = 40

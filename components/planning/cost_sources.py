@@ -22,7 +22,7 @@ from drawloom.components.planning.stage_costs import Passes
 from drawloom.components.planning.timeline import compute_peak_memory
 from drawloom.components.planning.traces import TracedStep
 from drawloom.components.ports.program import Program
-from drawloom.components.ports.stages import Recompute
+from drawloom.components.ports.stages import Recompute, TrainableStages
 from drawloom.graph import UserError
 from drawloom.graph.project import Recipe
 
@@ -152,7 +152,7 @@ class PlannedCosts:
         key = partition or (ranks, stages_per_rank)
         if key not in self._plans:
             nodes = Nodes.from_recipe(self.recipe)
-            layers = nodes.settings_of_node(nodes.model_node).get("num_hidden_layers")
+            layers = nodes.graph.nodes[nodes.model_node].settings.get("num_hidden_layers")
             if isinstance(layers, int) and layers < ranks * stages_per_rank:
                 raise UserError(
                     f"{layers} layers can't be cut into {ranks * stages_per_rank} stages; use fewer stages", 2
@@ -209,7 +209,7 @@ class PlannedCosts:
         if self.device.memory:
             activations, plans = _get_live_bytes_by_stage_after(by_layer, "F"), [one]
             nodes = Nodes.from_recipe(self.recipe)
-            if nodes.settings_of_node(nodes.stages_node)["recompute"] == "none":
+            if nodes.settings(TrainableStages)["recompute"] == "none":
                 recompute = {}
                 for policy in POLICIES:
                     again = self.plan(ranks, 1, attrs.evolve(partition, recompute=(policy,) * count))

@@ -42,10 +42,6 @@ class StepTime:
         parts = self.compute, self.bubble, self.offload, self.reference, self.gather, self.sync, self.update
         return sum(parts)
 
-    def as_data(self) -> dict[str, float]:
-        """Return the seconds by part, for JSON."""
-        return attrs.asdict(self)
-
 
 @attrs.frozen
 class ReplicaTimes:

@@ -1,5 +1,5 @@
 """
-The vocabulary for commands: `@command`, `argument` and `option`.
+The vocabulary for commands: `@command`, `argument` and `option`, and the names that most commands' files import.
 
 A command is an attrs class in a file with its name. Its fields are its arguments; parser, checks, help and the tools
 for agents follow from them.
@@ -12,10 +12,41 @@ from typing import Annotated, Any, ClassVar, TypeVar, dataclass_transform, get_a
 
 import attrs
 
-from drawloom.graph.cli.exit_codes import Console
-from drawloom.graph.cli.result import Result
+from drawloom.graph.cli.exit_codes import FAILED, INVALID, OK, STOPPED, Console
+from drawloom.graph.cli.result import JSON, Result, TextResult, dump_json, internal, output, output_class
+from drawloom.graph.cli.terminal import format_table, print_escaped_text
 from drawloom.graph.component import Check, at_least
+from drawloom.graph.problems import Problem, RecipeError, UserError
 from drawloom.graph.project import Project, Recipe
+
+__all__ = [
+    "FAILED",
+    "INVALID",
+    "JSON",
+    "OK",
+    "STOPPED",
+    "Command",
+    "Count",
+    "OverlayCommand",
+    "Problem",
+    "Project",
+    "Recipe",
+    "RecipeCommand",
+    "RecipeError",
+    "Result",
+    "TextResult",
+    "UserError",
+    "argument",
+    "command",
+    "command_base_class",
+    "dump_json",
+    "format_table",
+    "internal",
+    "option",
+    "output",
+    "output_class",
+    "print_escaped_text",
+]
 
 T = TypeVar("T")
 

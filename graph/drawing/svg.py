@@ -84,15 +84,18 @@ def make_svg_document(title: str, width: float, height: float, body: Iterable[st
 
 
 def escape_xml(words: str) -> str:
-    """Escape text for XML. Characters not allowed in XML become U+FFFD."""
-    if not words.isprintable():
-        words = "".join(letter if letter.isprintable() else "\ufffd" for letter in words)
-    return html.escape(words)
+    """Escape text for XML or HTML. Unprintable characters, such as direction marks, become U+FFFD."""
+    return html.escape(replace_unprintable(words))
+
+
+def replace_unprintable(words: str) -> str:
+    """Replace characters that are not allowed in XML, or have no picture, by U+FFFD."""
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in words)
 
 
 def num(number: float) -> str:
-    """Format a number with at most one decimal."""
-    return f"{round(number, 1):g}" if abs(number) < 1e5 else f"{number:.0f}"
+    """Format a number with at most two decimals."""
+    return f"{round(number, 2) + 0.0:.2f}".rstrip("0").rstrip(".")
 
 
 def format_point(x: float, y: float) -> str:

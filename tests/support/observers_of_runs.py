@@ -540,7 +540,7 @@ OWN = ("id", "dir", "settings")
 def aim_calls(use: str, values: Values, folder: Path) -> Any:
     """Return the queue's size, the timeout for Aim, and the arguments for its repository and run."""
     with mock.patch.object(aim, "import_aim") as load, mock.patch.object(background, "Background") as background_class:
-        load.return_value.Repo.from_path.return_value = "repository"
+        (folder / ".aim").mkdir(parents=True)
         edges = {"folder": fake(RunFolder, folder=folder), "mesh": SingleRankMesh(), "job": fake(RunInfo, **JOB)}
         with open_node(build(use, **edges, **values)) as tracker:
             wait = background_class.return_value.run_and_wait

@@ -31,6 +31,11 @@ def list_stages_of_rank(rank: int, stage_to_rank: tuple[int, ...]) -> list[int]:
     return [stage for stage, owner in enumerate(stage_to_rank) if owner == rank]
 
 
+def index_stages_on_ranks(stage_to_rank: tuple[int, ...]) -> list[int]:
+    """Return the position of every stage among its rank's stages, from 0."""
+    return [stage_to_rank[:stage].count(rank) for stage, rank in enumerate(stage_to_rank)]
+
+
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 

@@ -2,11 +2,22 @@
 
 from collections.abc import Sequence
 
-from drawloom.graph.cli.command import RecipeCommand, command, option
-from drawloom.graph.cli.exit_codes import INVALID, OK
-from drawloom.graph.cli.result import JSON, ProblemData, Result, output, output_class
-from drawloom.graph.problems import Problem, RecipeError, sort_and_deduplicate_problems
-from drawloom.graph.project import Project
+from drawloom.graph.cli.command import (
+    INVALID,
+    JSON,
+    OK,
+    Problem,
+    Project,
+    RecipeCommand,
+    RecipeError,
+    Result,
+    command,
+    option,
+    output,
+    output_class,
+)
+from drawloom.graph.cli.result import ProblemData
+from drawloom.graph.problems import sort_and_deduplicate_problems
 
 
 @output_class

@@ -5,9 +5,17 @@ from typing import ClassVar
 
 import attrs
 
-from drawloom.graph.cli.command import OverlayCommand, argument, command
-from drawloom.graph.cli.result import Result, internal, output, output_class
-from drawloom.graph.project import Project, Recipe
+from drawloom.graph.cli.command import (
+    OverlayCommand,
+    Project,
+    Recipe,
+    Result,
+    argument,
+    command,
+    internal,
+    output,
+    output_class,
+)
 
 
 @output_class

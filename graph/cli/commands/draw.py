@@ -3,10 +3,19 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from drawloom.graph.cli.command import RecipeCommand, command, option
-from drawloom.graph.cli.result import JSON, Result, internal, output, output_class
+from drawloom.graph.cli.command import (
+    JSON,
+    Project,
+    Recipe,
+    RecipeCommand,
+    Result,
+    command,
+    internal,
+    option,
+    output,
+    output_class,
+)
 from drawloom.graph.drawing import FORMATS, Format
-from drawloom.graph.project import Project, Recipe
 
 
 @output_class

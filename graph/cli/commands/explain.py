@@ -1,8 +1,6 @@
 """show where values come from and why nodes are connected"""
 
-from drawloom.graph.cli.command import RecipeCommand, argument, command
-from drawloom.graph.cli.result import Result, output, output_class
-from drawloom.graph.project import Project
+from drawloom.graph.cli.command import Project, RecipeCommand, Result, argument, command, output, output_class
 
 
 @output_class

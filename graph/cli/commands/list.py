@@ -4,8 +4,18 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
-from drawloom.graph.cli.command import Command, argument, command, option
-from drawloom.graph.cli.result import Result, internal, output, output_class
+from drawloom.graph.cli.command import (
+    Command,
+    Problem,
+    Project,
+    Result,
+    TextResult,
+    argument,
+    command,
+    option,
+    output,
+    output_class,
+)
 from drawloom.graph.inspect.listing import (
     find_component_names,
     find_fitting_components,
@@ -15,10 +25,7 @@ from drawloom.graph.inspect.listing import (
     list_ports,
 )
 from drawloom.graph.inspect.serialize import convert_to_toml_types
-from drawloom.graph.problems import Problem
-from drawloom.graph.project import Project
 from drawloom.graph.recipe.loading import RecipeFolder
-from drawloom.graph.registry.registry import Registry
 from drawloom.graph.registry.spec import Field, Spec
 from drawloom.graph.types.describe import describe_type
 
@@ -64,20 +71,10 @@ class ComponentData:
 
 
 @output_class
-class ListResult(Result):
+class ListResult(TextResult):
     """Components."""
 
     components: Sequence[ComponentData] = output("components, by name")
-    text: str = internal()
-
-    @classmethod
-    def from_component_names(cls, registry: Registry, names: Iterable[str], text: str) -> "ListResult":
-        """Describe components."""
-        return cls([ComponentData.from_spec(name, registry.find(name)) for name in names], text)
-
-    def render(self, format: str) -> str:
-        """Return one line per component, or several for one subject."""
-        return self.text
 
 
 @output_class
@@ -90,15 +87,10 @@ class PortData:
 
 
 @output_class
-class PortsResult(Result):
+class PortsResult(TextResult):
     """Ports, with --ports."""
 
     ports: Sequence[PortData] = output("ports, by name")
-    text: str = internal()
-
-    def render(self, format: str) -> str:
-        """Return the ports with the components implementing them."""
-        return self.text
 
 
 @output_class
@@ -150,16 +142,19 @@ class ListCommand(Command):
 
     def run(self, project: Project) -> ListResult | PortsResult | RecipesResult:
         registry = project.registry
-        if self.plugins:
-            return ListResult.from_component_names(registry, registry.installed.names(), format_plugins(registry))
+        names: Iterable[str]
         if self.recipes:
             return RecipesResult.from_folder(RecipeFolder(project.recipes))
         if self.ports:
             ports = list_ports(registry)
             data = [PortData(port.name, port.doc, port.components) for port in ports]
-            return PortsResult(data, "\n\n".join(map(str, ports)))
-        if self.fits:
-            fitting = find_fitting_components(registry, list(project.shipped_graphs()), self.fits)
-            return ListResult.from_component_names(registry, fitting, format_fitting_components(fitting, self.fits))
-        names = find_component_names(registry, self.subject)
-        return ListResult.from_component_names(registry, names, format_components(registry, self.subject))
+            return PortsResult("\n\n".join(map(str, ports)), data)
+        if self.plugins:
+            names, text = registry.installed.names(), format_plugins(registry)
+        elif self.fits:
+            names = fitting = find_fitting_components(registry, list(project.shipped_graphs()), self.fits)
+            text = format_fitting_components(fitting, self.fits)
+        else:
+            names = find_component_names(registry, self.subject)
+            text = format_components(registry, self.subject)
+        return ListResult(text, [ComponentData.from_spec(name, registry.find(name)) for name in names])

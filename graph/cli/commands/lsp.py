@@ -1,8 +1,6 @@
 """start the language server (LSP) for an editor, on stdin and stdout"""
 
-from drawloom.graph.cli.command import Command, command
-from drawloom.graph.problems import UserError
-from drawloom.graph.project import Project
+from drawloom.graph.cli.command import Command, Project, UserError, command
 
 
 @command("tools")

@@ -6,13 +6,21 @@ from typing import Any
 
 import attrs
 
-from drawloom.graph.cli.command import RecipeCommand, command, option
-from drawloom.graph.cli.exit_codes import OK, STOPPED
-from drawloom.graph.cli.result import Result, output, output_class
-from drawloom.graph.cli.terminal import print_escaped_text
+from drawloom.graph.cli.command import (
+    OK,
+    STOPPED,
+    Project,
+    Recipe,
+    RecipeCommand,
+    Result,
+    command,
+    option,
+    output,
+    output_class,
+    print_escaped_text,
+)
 from drawloom.graph.garbage import free_closed_graphs
 from drawloom.graph.problems import ReopenError
-from drawloom.graph.project import Project, Recipe
 from drawloom.graph.runtime.container import format_timings
 
 

@@ -5,11 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from drawloom.graph.cli.command import Command, command, option
+from drawloom.graph.cli.command import Command, Project, Result, UserError, command, option, output, output_class
 from drawloom.graph.cli.main import read_result_schema
-from drawloom.graph.cli.result import Result, output, output_class
-from drawloom.graph.problems import UserError
-from drawloom.graph.project import Project
 from drawloom.graph.schema import make_recipe_schema
 
 

@@ -3,10 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from drawloom.graph.cli.command import RecipeCommand, command
-from drawloom.graph.cli.result import Result, output, output_class
+from drawloom.graph.cli.command import Project, RecipeCommand, Result, command, output, output_class
 from drawloom.graph.inspect.serialize import serialize_nodes
-from drawloom.graph.project import Project
 
 
 @output_class

@@ -21,9 +21,11 @@ def sweep(tmp_path: Path) -> Path:
 
 
 def test_settings_spreads_and_curves_are_printed(sweep: Path, capsys: Capture) -> None:
-    """Settings by node, a row per group, and a letter per curve; the page has the same groups."""
+    """Settings by node, a row per group, and a letter per curve; the report has the same groups."""
     page = sweep.parent / "page.html"
-    assert main(["compare", str(sweep), "--to", str(page)]) == 0
+    assert main(["report", str(sweep), "--to", str(page)]) == 0
+    capsys.readouterr()
+    assert main(["compare", str(sweep)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[:2] == ["[optimizer]", "  lr = 0.0003 | 0.001"]
     [row] = [line.split() for line in lines if line.startswith("lr=0.001 ") and "2.5000" in line]

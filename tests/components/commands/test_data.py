@@ -97,14 +97,14 @@ def test_a_missing_row_or_record_is_refused(recipe: str, tmp_path: Path, capsys:
 def test_a_store_is_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A whole store is said to be; a changed byte is found, and its file named."""
     store_of(tmp_path / "store", [["abc"], ["de"]])
-    assert main(["data", "verify", str(tmp_path / "store")]) == 0
+    assert main(["verify", str(tmp_path / "store")]) == 0
     assert "2 shards, 7 tokens, all as they were written" in capsys.readouterr().out
     damage(tmp_path / "store" / "00001.tokens")
-    assert main(["data", "verify", str(tmp_path / "store")]) == 1
+    assert main(["verify", str(tmp_path / "store")]) == 1
     assert "00001.tokens has other content" in capsys.readouterr().out
 
 
 def test_a_recipe_cannot_be_audited(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A recipe given to `audit` or `verify` is refused with its path."""
     assert main(["data", "audit", recipe]) == 2 and "tiny.toml is not a run folder" in capsys.readouterr().err
-    assert main(["data", "verify", recipe]) == 2 and "tiny.toml is not a token store" in capsys.readouterr().err
+    assert main(["verify", recipe]) == 2 and "tiny.toml is not a folder" in capsys.readouterr().err

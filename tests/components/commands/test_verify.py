@@ -12,7 +12,7 @@ from support.checkpoints import save_steps
 
 def _verify(folder: Path) -> int:
     project: Any = None
-    result = VerifyCommand(run_folder=folder).run(project)
+    result = VerifyCommand(folder=folder, step=None).run(project)
     print(result.render("text"))
     return result.exit_code
 

@@ -6,8 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from drawloom.components.commands._sweep_points import Axis, AxisInterval, Point, read_axes_and_common_words
-from drawloom.components.commands._sweep_search import SweepSearch, list_points_covering_axes
+from drawloom.components.commands._sweep_points import (
+    Axis,
+    AxisInterval,
+    Point,
+    SweepSearch,
+    list_points_covering_axes,
+    read_axes_and_common_words,
+)
 from drawloom.graph import UserError
 from support.run_folders import write_run
 

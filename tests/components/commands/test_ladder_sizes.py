@@ -3,7 +3,7 @@
 import pytest
 import tomli
 
-from drawloom.components.commands._ladder_sizes import format_overlay, make_scaled_model_overlay
+from drawloom.components.commands.ladder import format_overlay, make_scaled_model_overlay
 from drawloom.graph import UserError
 from drawloom.graph.project import Recipe
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from drawloom.components.commands._slurm import format_array_script
+from drawloom.components.commands.sweep import format_array_script
 
 SAVE = "trap 'sleep 0.2; echo saved; exit 143' TERM; echo ready; for _ in $(seq 100); do sleep 0.1; done"
 

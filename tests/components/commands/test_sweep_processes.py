@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from drawloom.components.commands._process_pool import open_pool_with_signal_forwarding
+from drawloom.components.commands.sweep import open_pool_with_signal_forwarding
 
 COUNT = """
 import pathlib, sys, time

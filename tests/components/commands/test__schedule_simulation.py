@@ -5,7 +5,11 @@ from pathlib import Path
 import pytest
 
 from drawloom import Recipe
-from drawloom.components.commands._costs import choose_cost_settings_of_schedule, make_cost_source, parse_costs
+from drawloom.components.commands._schedule_simulation import (
+    choose_cost_settings_of_schedule,
+    make_cost_source,
+    parse_costs,
+)
 from drawloom.components.pipeline.program.timing import Costs
 from drawloom.components.planning.cost_sources import PlannedCosts, UnitCosts
 from support.plans import RECIPE

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from drawloom.components.commands._power_law import compute_central_t_quantile, fit_power_law
+from drawloom.components.commands.ladder import compute_central_t_quantile, fit_power_law
 
 
 @pytest.mark.parametrize(
