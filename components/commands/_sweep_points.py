@@ -362,7 +362,8 @@ class SweepSearch:
             if any(not _contains_value(axis, value) for axis, value in zip(self.axes, values, strict=True)):
                 continue  # of an axis that had other values
             params = {
-                axis.key: _parse_value_for_optuna(axis, value) for axis, value in zip(self.axes, values, strict=True)
+                axis.key: (value if axis.interval is None else _clamp(axis.interval, float(value)))
+                for axis, value in zip(self.axes, values, strict=True)
             }
             loss = self._read_smallest_metric_if_finished(self._make_point(values))
             state = states.RUNNING if loss is None else states.COMPLETE
@@ -416,11 +417,6 @@ def _contains_value(axis: Axis, text: str) -> bool:
     if axis.interval is None:
         return text in axis.values
     return abs(_clamp(axis.interval, float(text)) - float(text)) <= 1e-3 * abs(float(text))
-
-
-def _parse_value_for_optuna(axis: Axis, text: str) -> str | float:
-    """Return a value as Optuna's distribution has it."""
-    return text if axis.interval is None else _clamp(axis.interval, float(text))
 
 
 def _clamp(interval: AxisInterval, number: float) -> float:

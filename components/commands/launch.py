@@ -23,7 +23,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher import api
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -294,14 +294,9 @@ def print_failure_and_get_exit_code(error: ChildFailedError) -> int:
     """Return the first failed process's exit code, and print the failure unless a process has reported it."""
     rank, first = error.get_first_failure()
     failures = error.failures.values()
-    if not any(_has_written_error_file(failure) or failure.exitcode in STOPPED_CODES for failure in failures):
+    if not any(isinstance(failure.message, dict) or failure.exitcode in STOPPED_CODES for failure in failures):
         signalled = f"was ended by {signal.Signals(-first.exitcode).name}" if first.exitcode < 0 else ""
         print_escaped_text(
             f"rank {rank} (process {first.pid}) {signalled or f'ended with code {first.exitcode}'}", "stderr"
         )
     return STOPPED - first.exitcode if first.exitcode < 0 else first.exitcode
-
-
-def _has_written_error_file(failure: ProcessFailure) -> bool:
-    """Return whether a process has written its error file, as ranks do when they report a failure."""
-    return isinstance(failure.message, dict)

@@ -196,7 +196,10 @@ class _Probe:
             return Effect(relative_error(others, gradients), other_loss - loss, time_of_pass)
 
         measure_effect([*self.layers.values()])
-        for layer in {_get_weight_shapes(layer): layer for layer in self.layers.values()}.values():
+        for layer in {
+            tuple(weight.shape for weight in get_float8_weights(layer).values()): layer
+            for layer in self.layers.values()
+        }.values():
             measure_effect([layer])  # compiles the casts of its shape
         together = measure_effect([*self.layers.values()])
         return Float8Effects(
@@ -221,11 +224,6 @@ class _Probe:
         for parameter in parameters:
             parameter.grad = None
         return _MeasuredPass(loss / weight, gradients, seconds)
-
-
-def _get_weight_shapes(layer: Float8Linear | Float8Experts) -> tuple[torch.Size, ...]:
-    """Return the shapes of a layer's weights."""
-    return tuple(weight.shape for weight in get_float8_weights(layer).values())
 
 
 def relative_error(gradients: Sequence[Tensor], exact_gradients: Sequence[Tensor]) -> float:

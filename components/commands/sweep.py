@@ -165,21 +165,24 @@ def format_array_script(
     )
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class SweepRun:
-    """A run of the sweep: its point, folder and recipe, and the words added to the sweep's recipe."""
+    """
+    A run of the sweep: its name, folder and recipe, and the words added to the sweep's recipe.
 
-    point: Point
+    `state` is the state in the folder before the sweep, "new" without one. A finished run of another recipe has
+    "changed", since its command may have more to do. `exit_code` is None for a run that was not started.
+    """
+
+    name: str
     folder: Path
     words: list[str]
     recipe: Recipe
+    state: str = attrs.field(init=False)
+    exit_code: int | None = attrs.field(init=False, default=None)
 
-    @property
-    def state(self) -> str:
-        """
-        The state of the run in the folder, "new" without one. A finished run of another recipe has "changed", since its
-        command may have more to do.
-        """
+    @state.default
+    def _read_state(self) -> str:
         lock = self.folder / LOCK
         if not lock.is_file():
             return "new"
@@ -269,17 +272,18 @@ class SweepCommand(RecipeCommand):
                 "--submit writes a script of known points, and --search chooses them later; use --random N", 2
             )
         queue = self._load_queue(project)
-        folder, points = queue.folder, queue.points
+        folder = queue.folder
         if self.device:
             _check_fit_and_print_hours(queue.runs, find_device_model(self.device))
         print_escaped_text(f"{queue.count} runs in {folder}")
         if self.submit is not None:
-            commands = [queue.make_train_command(queue.runs[number]) for number in queue.unfinished]
+            commands = [queue.make_train_command(run) for run in queue.unfinished]
             self._write_array_script(self.submit, folder, commands)
         if self.dry_run or self.submit is not None:
-            return SweepResult(folder, points, [], 0)
-        for number in sorted({*range(len(points))} - {*queue.unfinished}):
-            print_escaped_text(f"run {number + 1} of {queue.count}: {points[number].run} is finished")
+            return SweepResult(folder, queue.list_points(), [], 0)
+        for number, run in enumerate(queue.runs, 1):
+            if run.state == "finished":
+                print_escaped_text(f"run {number} of {queue.count}: {run.name} is finished")
         with open_pool_with_signal_forwarding(self.jobs) as pool:
             for index, code in pool.run_and_yield_exit_codes(
                 queue.iterate_queued_and_searched_commands(), queue.report_start
@@ -289,9 +293,9 @@ class SweepCommand(RecipeCommand):
             raise queue.error
         if pool.received:
             print_escaped_text("the sweep is stopped; the same command resumes it", "stderr")
-        elif failed := [point.run for point in points if point.exit_code]:
+        elif failed := [run.name for run in queue.runs if run.exit_code]:
             print_escaped_text(f"failed: {' '.join(failed)}; the same command tries them again", "stderr")
-        return SweepResult(folder, points, sort_run_rows(read_run_rows(folder), "best"), pool.received)
+        return SweepResult(folder, queue.list_points(), sort_run_rows(read_run_rows(folder), "best"), pool.received)
 
     def _write_array_script(self, file: Path, folder: Path, commands: Sequence[Sequence[str]]) -> None:
         """Write the SLURM script for unfinished runs. Raises UserError if there are none."""
@@ -317,10 +321,7 @@ class SweepCommand(RecipeCommand):
         if self.search is not None:
             search = SweepSearch(axes, common, folder, self.random_seed, self.metric)
             runs = self.load_and_check_runs(project, search.read_points(), folder)
-        queue = SweepQueue(self, project, folder, search, max(len(runs), self.search or 0))
-        for run in runs:
-            queue.add_run(run)
-        return queue
+        return SweepQueue(self, project, folder, search, max(len(runs), self.search or 0), runs)
 
     def load_and_check_runs(self, project: Project, points: Sequence[Point], folder: Path) -> list[SweepRun]:
         """Return the points' runs, with checked recipes. Raises RecipeError with all problems, each problem once."""
@@ -333,7 +334,7 @@ class SweepCommand(RecipeCommand):
                 problems |= {str(problem): problem for problem in recipe.check()}
             except RecipeError as error:
                 problems |= {str(problem): problem for problem in error.problems}
-            runs.append(SweepRun(point, folder / point.name, words, recipe))
+            runs.append(SweepRun(point.name, folder / point.name, words, recipe))
         if errors := [problem for problem in problems.values() if not problem.warning]:
             raise RecipeError(errors)
         self.console.print_warnings(problems.values())
@@ -352,9 +353,9 @@ class SweepCommand(RecipeCommand):
 @attrs.define(eq=False)
 class SweepQueue:
     """
-    A sweep's runs in their order, and their states; a search adds runs until there are `count`.
+    A sweep's runs in their order; a search adds runs until there are `count`.
 
-    `unfinished` has the numbers for the runs to start, in their commands' order.
+    `unfinished` are the runs to start, in their commands' order.
     """
 
     command: SweepCommand
@@ -362,18 +363,16 @@ class SweepQueue:
     folder: Path
     search: SweepSearch | None
     count: int
-    runs: list[SweepRun] = attrs.field(factory=list)
-    points: list[SweepPoint] = attrs.field(factory=list)
-    unfinished: list[int] = attrs.field(factory=list)
+    runs: list[SweepRun]
     error: UserError | RecipeError | None = None
 
-    def add_run(self, run: SweepRun) -> None:
-        """Add a run, and its number if it is not finished."""
-        point = SweepPoint(run.point.name, run.words, run.state, None)
-        if point.state != "finished":
-            self.unfinished.append(len(self.runs))
-        self.runs.append(run)
-        self.points.append(point)
+    @property
+    def unfinished(self) -> list[SweepRun]:
+        return [run for run in self.runs if run.state != "finished"]
+
+    def list_points(self) -> list[SweepPoint]:
+        """Return the runs for JSON."""
+        return [SweepPoint(run.name, run.words, run.state, run.exit_code) for run in self.runs]
 
     def iterate_queued_and_searched_commands(self) -> Iterator[list[str]]:
         """
@@ -381,13 +380,12 @@ class SweepQueue:
 
         An error of the search ends the iteration, and is kept in `error`, so that running processes are waited for.
         """
-        for number in self.unfinished[:]:
-            yield self.make_train_command(self.runs[number])
+        yield from map(self.make_train_command, self.unfinished)
         try:
             while self.search is not None and len(self.runs) < self.count:
                 point = self.search.choose_and_record_point()
                 [run] = self.command.load_and_check_runs(self.project, [point], self.folder)
-                self.add_run(run)
+                self.runs.append(run)
                 yield self.make_train_command(run)
         except (UserError, RecipeError) as error:
             self.error = error
@@ -399,23 +397,21 @@ class SweepQueue:
 
     def report_start(self, index: int) -> None:
         """Print the run that the command at this index starts."""
-        number = self.unfinished[index]
-        point = self.points[number]
-        before = "" if point.state == "new" else f" ({point.state} before)"
-        print_escaped_text(f"run {number + 1} of {self.count}: {point.run}{before}")
+        run = self.unfinished[index]
+        before = "" if run.state == "new" else f" ({run.state} before)"
+        print_escaped_text(f"run {self.runs.index(run) + 1} of {self.count}: {run.name}{before}")
 
     def keep_and_print_exit_code(self, index: int, code: int) -> None:
         """Keep the exit code for the command at this index; with several jobs, print it."""
-        number = self.unfinished[index]
-        point = self.points[number]
-        self.points[number] = SweepPoint(point.run, point.words, point.state, code)
+        run = self.unfinished[index]
+        run.exit_code = code
         if self.command.jobs > 1:
-            print_escaped_text(f"{point.run} {'has finished' if code == OK else f'ended with code {code}'}")
+            print_escaped_text(f"{run.name} {'has finished' if code == OK else f'ended with code {code}'}")
 
 
 def _check_fit_and_print_hours(runs: Sequence[SweepRun], device: DeviceModel) -> None:
     """Plan all runs, and print the total time. Raises UserError with the runs larger than the device."""
-    plans = [(run.point.name, plan(run.recipe, device)) for run in runs]
+    plans = [(run.name, plan(run.recipe, device)) for run in runs]
     if large := [(name, planned) for name, planned in plans if not planned.fits]:
         lines = [f"  {name}: {format_decimal_byte_size(planned.peak_bytes)}" for name, planned in large]
         limit = f"{device.name} has {format_decimal_byte_size(device.memory)}" if device.memory else device.name

@@ -81,7 +81,9 @@ class SeedGroup:
         steps = find_common_steps(known)
         if len(known) < len(columns) or not len(steps):
             return None
-        values = np.stack([_get_values_at_existing_steps(column, steps) for column in known])
+        values = np.stack(
+            [np.asarray(column.values)[np.searchsorted(np.asarray(column.steps), steps)] for column in known]
+        )
         return thin_values_to_curve(steps, values.mean(0), max_points, values.min(0), values.max(0))
 
 
@@ -91,7 +93,9 @@ def group_runs_by_settings(runs: Sequence[RunRecord]) -> list[SeedGroup]:
     settings: dict[object, dict[str, str]] = {}
     for number, run in enumerate(runs):
         known = {
-            key: value for key, value in parse_recipe_settings(run.recipe).items() if not _may_differ_within_group(key)
+            key: value
+            for key, value in parse_recipe_settings(run.recipe).items()
+            if key not in OWN_SETTINGS and key.rpartition(".")[2] != "seed"
         }
         identity: object = frozenset(known.items()) if known else number
         grouped.setdefault(identity, []).append(run)
@@ -128,16 +132,6 @@ def find_value_at_step(column: Column | None, step: int) -> float | None:
     index = int(np.searchsorted(np.asarray(column.steps), step))
     has_step = index < len(column.steps) and column.steps[index] == step
     return column.values[index] if has_step and math.isfinite(column.values[index]) else None
-
-
-def _get_values_at_existing_steps(column: Column, steps: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return a column's values at these steps, which it must have."""
-    return np.asarray(column.values)[np.searchsorted(np.asarray(column.steps), steps)]
-
-
-def _may_differ_within_group(key: str) -> bool:
-    """Return whether a setting may differ within a group: names, folders and seeds."""
-    return key in OWN_SETTINGS or key.rpartition(".")[2] == "seed"
 
 
 def _name_group(runs: Sequence[RunRecord], settings: dict[str, str]) -> str:

@@ -19,6 +19,7 @@ from drawloom.graph.drawing.layout import (
     USE,
     ArrowPoint,
     PlacedDiagram,
+    estimate_box_width,
     estimate_max_text_width,
     place_boxes,
 )
@@ -249,10 +250,7 @@ class _StepDrawing:
     def __attrs_post_init__(self) -> None:
         boxes = self.step.members
         self.margin = max((estimate_max_text_width(trace.title, VALUE) for trace in self.step.traces), default=0.0) + 14
-        self.widths = [
-            max(estimate_max_text_width(b.name, NAME, bold=True), estimate_max_text_width(b.use, USE)) + 2 * PADDING
-            for b in boxes
-        ]
+        self.widths = [estimate_box_width(box) for box in boxes]
         starts = [sum(self.widths[:number]) + SPACING * number for number in range(len(boxes))]
         self.middles = [
             LEFT + self.margin + start + width / 2 for start, width in zip(starts, self.widths, strict=True)

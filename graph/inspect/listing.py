@@ -144,8 +144,9 @@ def _format_component(name: str, spec: Spec | Problem) -> Iterator[str]:
 
 def format_field(field: Field) -> str:
     """Format a setting with type, default and documentation, or an edge with its port. Empty for other fields."""
+    doc = f"  ({field.doc})" if field.doc else ""
     if field.kind == "setting":
-        return f"{field.name}: {describe_type(field.type)}{_format_default(field)}{_format_doc(field)}"
+        return f"{field.name}: {describe_type(field.type)}{_format_default(field)}{doc}"
     return f"{field.name} -> {field.target}" if field.is_edge else ""
 
 
@@ -154,7 +155,3 @@ def _format_default(field: Field) -> str:
         return ", required"
     plain = convert_to_toml_types(field.default_value())
     return "" if plain is None else f" = {dump_toml_or_repr(plain)}"
-
-
-def _format_doc(field: Field) -> str:
-    return f"  ({field.doc})" if field.doc else ""

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from drawloom.components.pipeline.program.lowering import lower_to_rank_program
-from drawloom.components.pipeline.program.notation import format_program
+from drawloom.components.pipeline.program.notation import parse_action
 from drawloom.components.ports.pipeline import Schedule
 from drawloom.components.ports.program import Action, Overlap, Program, RankProgram
 from drawloom.graph.problems import Problem
@@ -13,6 +13,17 @@ from drawloom.graph.registry.registry import Registry
 FOLDER = "pipeline.schedules."
 CATALOGUE = Registry.from_package("drawloom.components")
 NAMES = [name.removeprefix(FOLDER) for name in CATALOGUE.names() if name.startswith(FOLDER)]
+
+
+def parse_program(text: str) -> Program:
+    """Parse a program in `format_program`'s format; ValueError if the text is not a program."""
+    rows = [row.partition(":")[2] for row in text.splitlines() if row.strip()]
+    return Program.from_rank_programs([[parse_action(word) for word in row.split()] for row in rows])
+
+
+def format_program(program: Program) -> str:
+    """Return a program as text with a row per rank, such as `0: 0F0 0F1 0B0`."""
+    return "".join(f"{rank}: {' '.join(map(str, program.rank_program(rank)))}\n" for rank in range(program.ranks))
 
 
 def schedule(name: str, **settings: Any) -> Schedule:
