@@ -107,19 +107,14 @@ def command_base_class(cls: type[T]) -> type[T]:
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(argument, option, attrs.field))
-def command(group: str) -> Callable[[type[T]], type[T]]:
+def command(cls: type[T]) -> type[T]:
     """
-    Make a class a command, in a group in `--help`. Its summary is the first line in its module's docstring.
+    Make a class a command. Its summary is the first line in its module's docstring.
 
-    The command line finds commands by their files, `plan` in `commands/plan.py`, and imports only the called one.
+    The command line finds commands by their files, `plan` in `commands/planning/plan.py`, and imports only the called
+    one. The folder is the command's group in `--help`.
     """
-
-    def make(cls: type[T]) -> type[T]:
-        attrs_class = command_base_class(cls)
-        attrs_class.group = group  # type: ignore[attr-defined]
-        return attrs_class
-
-    return make
+    return command_base_class(cls)
 
 
 @command_base_class
@@ -130,7 +125,6 @@ class Command(ABC):
     `words` are values such as trainer.steps=10, if the class accepts them; `format` is the chosen result format.
     """
 
-    group: ClassVar[str] = ""
     epilog: ClassVar[str] = ""
     accepts_words: ClassVar[bool] = False
 

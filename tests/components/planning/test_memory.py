@@ -7,7 +7,7 @@ import attrs
 import pytest
 
 from drawloom import Recipe
-from drawloom.components.commands.plan import ChoiceData, make_plan_fields
+from drawloom.components.commands.planning.plan import ChoiceData, make_plan_fields
 from drawloom.components.distributed.device_model import find_device_model
 from drawloom.components.pipeline.schedules.gpipe import GPipe
 from drawloom.components.planning import memory

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from drawloom import Recipe, RecipeError
-from drawloom.components.commands.plan import make_plan_fields
+from drawloom.components.commands.planning.plan import make_plan_fields
 from drawloom.components.distributed.device_model import find_device_model
 from drawloom.components.optim.stochastic_adamw import CODES_ARITHMETIC
 from drawloom.components.pipeline.runtime.stage_runner import StageRunner

@@ -7,7 +7,7 @@ import pytest
 import tomli
 
 from drawloom import Recipe
-from drawloom.components.commands.plan import make_plan_fields
+from drawloom.components.commands.planning.plan import make_plan_fields
 from drawloom.components.distributed.device_model import find_device_model
 from drawloom.components.planning.cost_sources import PlannedCosts
 from drawloom.components.planning.plan import PlanCache, TooLargeError, plan

@@ -2,7 +2,7 @@
 
 import attrs
 
-from drawloom.components.commands.schedule import make_schedule_fields
+from drawloom.components.commands.planning.schedule import make_schedule_fields
 from drawloom.components.pipeline.program.timing import Costs
 from drawloom.components.pipeline.simulation.simulator import simulate
 from drawloom.components.pipeline.simulation.summary import Summary, format_comparison
