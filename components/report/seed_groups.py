@@ -25,9 +25,12 @@ class SeedSpread:
     deviation: float | None = output("sample standard deviation; null for one seed")
 
     @classmethod
-    def from_values(cls, values: Sequence[float]) -> "SeedSpread":
-        """Return the spread of one value, or of several."""
-        return cls(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None)
+    def from_values(cls, values: Sequence[float | None]) -> "SeedSpread | None":
+        """Return the spread of one value, or of several; None if one is missing."""
+        known = [value for value in values if value is not None]
+        if len(known) < len(values):
+            return None
+        return cls(statistics.fmean(known), statistics.stdev(known) if len(known) > 1 else None)
 
     def __str__(self) -> str:
         if self.deviation is None:
@@ -51,14 +54,12 @@ class SeedGroup:
     def spread_at_step(self, metric: str, step: int) -> SeedSpread | None:
         """Return a metric's spread at a step, or None if a run lacks it."""
         values = [find_value_at_step(run.metrics.columns.get(metric), step) for run in self.runs]
-        known = [value for value in values if value is not None]
-        return SeedSpread.from_values(known) if len(known) == len(self.runs) else None
+        return SeedSpread.from_values(values)
 
     def spread_of_best_values(self, metric: str) -> SeedSpread | None:
         """Return the spread of a metric's smallest values, or None if a run lacks it."""
         values = [run.metrics.smallest_value_and_step(metric) for run in self.runs]
-        known = [value[0] for value in values if value is not None]
-        return SeedSpread.from_values(known) if len(known) == len(self.runs) else None
+        return SeedSpread.from_values([value and value[0] for value in values])
 
     def curves_over_seeds(self) -> dict[str, MetricCurve]:
         """
@@ -138,7 +139,11 @@ def _name_group(runs: Sequence[RunRecord], settings: dict[str, str]) -> str:
     """Return a group's name: its settings if there are a few, otherwise its first run's name."""
     if len(runs) == 1 or not 0 < len(settings) <= MAX_NAMED_SETTINGS:
         return runs[0].name
-    short = [key.rpartition(".")[2] for key in settings]
-    labels = [last if short.count(last) == 1 else key for key, last in zip(settings, short, strict=True)]
     values = (value[:MAX_NAMED_VALUE] or "absent" for value in settings.values())
-    return ", ".join(f"{label}={value}" for label, value in zip(labels, values, strict=True))
+    return ", ".join(f"{label}={value}" for label, value in zip(shorten_keys([*settings]), values, strict=True))
+
+
+def shorten_keys(keys: Sequence[str]) -> list[str]:
+    """Return the last parts of keys, or the whole keys where several end alike."""
+    short = [key.rpartition(".")[2] for key in keys]
+    return [last if short.count(last) == 1 else key for key, last in zip(keys, short, strict=True)]

@@ -194,3 +194,30 @@ class ServiceTracker(TrackerInBackground):
     @abstractmethod
     def _write_distributions(self, step: int, distributions: Mapping[str, Histogram]) -> None:
         """Write a step's histograms."""
+
+
+@component_base_class
+class LoggedRunTracker(ServiceTracker):
+    """Service tracker whose package has runs with `log` and `finish`, and histograms like numpy's."""
+
+    _package: Any = attrs.field(init=False, default=None)
+    _run: Any = attrs.field(init=False, default=None)
+
+    @abstractmethod
+    def _log(self, step: int, values: Mapping[str, Any]) -> None:
+        """Log a step's values to the open run."""
+
+    def _write_values(self, step: int, numbers: Mapping[str, float]) -> None:
+        self._open_writer_after(step - 1)
+        self._log(step, numbers)
+
+    def _write_distributions(self, step: int, distributions: Mapping[str, Histogram]) -> None:
+        make = self._package.Histogram
+        self._write_values(
+            step, {name: make(np_histogram=(item.counts, item.edges)) for name, item in distributions.items()}
+        )
+
+    def _close_writer(self) -> None:
+        run, self._run = self._run, None
+        if run is not None:
+            run.finish()

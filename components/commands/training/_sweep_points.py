@@ -21,6 +21,7 @@ from drawloom.components.data.sources.files import import_optional_package
 from drawloom.components.report.events import read_log
 from drawloom.components.report.metrics import read_metrics
 from drawloom.components.report.run_table import determine_run_state
+from drawloom.components.report.seed_groups import shorten_keys
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import UserError
 from drawloom.graph.recipe.overrides import read_overrides
@@ -282,10 +283,10 @@ def _expand_range(key: str, text: str) -> list[str]:
 
 def make_point(keys: Sequence[str], values: Sequence[str], common: Sequence[str]) -> Point:
     """Return a point from keys and values, with `common` words. Raises UserError if its name is too long."""
-    short = [key.rpartition(".")[2] for key in keys]
-    labels = [last if short.count(last) == 1 else key for key, last in zip(keys, short, strict=True)]
     words = [f"{key}={value}" for key, value in zip(keys, values, strict=True)]
-    name = ",".join(f"{label}={_format_value_for_file_name(word)}" for label, word in zip(labels, words, strict=True))
+    name = ",".join(
+        f"{label}={_format_value_for_file_name(word)}" for label, word in zip(shorten_keys(keys), words, strict=True)
+    )
     if len(name) > MAX_NAME_LENGTH:
         raise UserError(
             f"the name of the point {name[:40]}... is too long for a folder; write overlays with --overlay", 2
