@@ -39,37 +39,49 @@ OPENING, CLOSING, QUOTES = "[{(", "]})", "\"'"
 
 
 @attrs.frozen
-class AxisInterval:
-    """Numbers from `low` to `high`, drawn uniformly or, on the log scale, with a uniform logarithm."""
+class Axis:
+    """A setting's key, and its values as TOML texts."""
+
+    key: str
+    values: Sequence[str]
+
+    def sample_value_text(self, generator: random.Random) -> str:
+        """Draw a value."""
+        return generator.choice(self.values)
+
+    def find_value(self, text: str) -> Any:
+        """Return the axis's value for a text in a file; None if the axis doesn't have it."""
+        return text if text in self.values else None
+
+    def make_distribution(self, distributions: Any) -> Any:
+        """Return a distribution over the values, made with Optuna's module."""
+        return distributions.CategoricalDistribution(self.values)
+
+
+@attrs.frozen
+class AxisInterval(Axis):
+    """Numbers from `low` to `high`, its `values`; drawn uniformly or, on the log scale, with a uniform logarithm."""
 
     low: float
     high: float
     scale: str
 
     def sample_value_text(self, generator: random.Random) -> str:
-        """Draw a number, and return it as text."""
         if self.scale == "uniform":
             return format_number(generator.uniform(self.low, self.high))
         return format_number(math.exp(generator.uniform(math.log(self.low), math.log(self.high))))
+
+    def find_value(self, text: str) -> float | None:
+        value = min(max(number := float(text), self.low), self.high)
+        return value if abs(value - number) <= 1e-3 * abs(number) else None  # the text is rounded
+
+    def make_distribution(self, distributions: Any) -> Any:
+        return distributions.FloatDistribution(self.low, self.high, log=self.scale == "log")
 
 
 def format_number(number: float) -> str:
     """Return a number as text with four significant digits."""
     return f"{number:.4g}"
-
-
-@attrs.frozen
-class Axis:
-    """A setting's key, and its values as TOML texts, or an interval for random values."""
-
-    key: str
-    values: list[str]
-    interval: AxisInterval | None = None
-
-    @property
-    def has_several_values(self) -> bool:
-        """Whether the axis has several values."""
-        return self.interval is not None or len(self.values) > 1
 
 
 @attrs.frozen
@@ -118,13 +130,13 @@ def _split_axes_from_common_words(
 ) -> tuple[list[Axis], list[str]]:
     """Return the axes with several values, and words for the others. Raises UserError for a repeated axis."""
     given = [*_read_axes(table.get("axes", {}), file), *map(_parse_axis, words)]
-    axes = [axis for axis in given if axis.has_several_values]
+    axes = [axis for axis in given if len(axis.values) > 1]
     keys = [axis.key for axis in axes]
     if named := [key for key in keys if key in NAMES]:
         raise UserError(f"{named[0]} can't vary: the sweep names its runs by the other values; write --to FOLDER", 2)
     if repeated := [key for key in keys if keys.count(key) > 1]:
         raise UserError(f"{repeated[0]} is given twice; write all of its values in one word", 2)
-    return axes, [f"{axis.key}={value}" for axis in given if not axis.has_several_values for value in axis.values]
+    return axes, [f"{axis.key}={value}" for axis in given if len(axis.values) == 1 for value in axis.values]
 
 
 def _require_axes(axes: list[Axis]) -> list[Axis]:
@@ -137,7 +149,7 @@ def _require_axes(axes: list[Axis]) -> list[Axis]:
 def _combine_values(axes: Sequence[Axis]) -> Iterator[tuple[str, ...]]:
     """Return all combinations of the axes' values. Raises UserError for an interval, or for too many points."""
     for axis in axes:
-        if axis.interval is not None:
+        if isinstance(axis, AxisInterval):
             raise UserError(
                 f"{axis.key} is an interval, and a grid needs single values; write --random 20 for 20 random points", 2
             )
@@ -158,11 +170,7 @@ def sample_random_points(axes: Sequence[Axis], common: Sequence[str], count: int
     _check_point_count(count)
     generator, points = random.Random(seed), dict[str, Point]()
     for _ in range(count * MAX_DRAWS):
-        values = [
-            axis.interval.sample_value_text(generator) if axis.interval else generator.choice(axis.values)
-            for axis in axes
-        ]
-        point = make_point([axis.key for axis in axes], values, common)
+        point = make_point([axis.key for axis in axes], [axis.sample_value_text(generator) for axis in axes], common)
         points.setdefault(point.name, point)
         if len(points) == count:
             return list(points.values())
@@ -209,7 +217,7 @@ def _read_axes(table: Mapping[str, Any], file: str) -> Iterator[Axis]:
             case list():
                 yield Axis(key, [dump_toml(item) for item in value])
             case {"low": int() | float() as low, "high": int() | float() as high, "scale": str(scale)}:
-                yield Axis(key, [], _parse_interval(f"{file}: {key}", low, high, scale))
+                yield _parse_interval(key, f"{file}: {key}", low, high, scale)
             case str() if RANGE.fullmatch(value) or INTERVAL.fullmatch(value):
                 yield _parse_axis(f"{key}={value}")
             case _:
@@ -235,11 +243,11 @@ def _parse_axis(word: str) -> Axis:
     key, _, text = word.partition("=")
     match = INTERVAL.fullmatch(text.strip())
     if match and not RANGE.fullmatch(text.strip()):
-        return Axis(key, [], _parse_interval(word, float(match[1]), float(match[2]), match[3]))
+        return _parse_interval(key, word, float(match[1]), float(match[2]), match[3])
     return Axis(key, [value for part in _split_values(text) for value in _expand_range(key, part)])
 
 
-def _parse_interval(word: str, low: float, high: float, scale: str | None) -> AxisInterval:
+def _parse_interval(key: str, word: str, low: float, high: float, scale: str | None) -> AxisInterval:
     """Return an interval. Raises UserError without a known scale, or unless low < high."""
     if scale is None:
         raise UserError(f"{word} is an interval without a scale; write {word}:log or {word}:uniform", 2)
@@ -248,7 +256,7 @@ def _parse_interval(word: str, low: float, high: float, scale: str | None) -> Ax
     if not low < high or (scale == "log" and low <= 0):
         above = " above 0" if scale == "log" else ""
         raise UserError(f"{word} is not an interval; write a smaller number{above} first, such as 1e-4..1e-2:log", 2)
-    return AxisInterval(low, high, scale)
+    return AxisInterval(key, [format_number(low), format_number(high)], low, high, scale)
 
 
 def _split_values(text: str) -> list[str]:
@@ -308,11 +316,10 @@ FILE = "search.json"
 
 def list_points_covering_axes(axes: Sequence[Axis], common: Sequence[str]) -> list[Point]:
     """Return points with every value in a list and both ends of every interval, each at least once."""
-    ends = [
-        [format_number(axis.interval.low), format_number(axis.interval.high)] if axis.interval else axis.values
-        for axis in axes
+    rows = [
+        [axis.values[min(row, len(axis.values) - 1)] for axis in axes]
+        for row in range(max(len(axis.values) for axis in axes))
     ]
-    rows = [[values[min(row, len(values) - 1)] for values in ends] for row in range(max(map(len, ends)))]
     return [make_point([axis.key for axis in axes], row, common) for row in rows]
 
 
@@ -353,26 +360,24 @@ class SweepSearch:
         """Return the values that TPE suggests after the known points; a point without a result counts as bad."""
         optuna = import_optional_package("optuna", "pip install 'drawloom[search]'")
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        distributions = {axis.key: _make_distribution(optuna, axis) for axis in self.axes}
+        distributions = {axis.key: axis.make_distribution(optuna.distributions) for axis in self.axes}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             sampler = optuna.samplers.TPESampler(seed=self.seed + len(known), constant_liar=True)
         study = optuna.create_study(sampler=sampler)
         states = optuna.trial.TrialState
         for values in known:
-            if any(not _contains_value(axis, value) for axis, value in zip(self.axes, values, strict=True)):
+            params = {axis.key: axis.find_value(value) for axis, value in zip(self.axes, values, strict=True)}
+            if None in params.values():
                 continue  # of an axis that had other values
-            params = {
-                axis.key: (value if axis.interval is None else _clamp(axis.interval, float(value)))
-                for axis, value in zip(self.axes, values, strict=True)
-            }
             loss = self._read_smallest_metric_if_finished(self._make_point(values))
             state = states.RUNNING if loss is None else states.COMPLETE
             study.add_trial(
                 optuna.trial.create_trial(state=state, params=params, distributions=distributions, value=loss)
             )
         suggested = study.ask(distributions).params
-        return [format_number(suggested[axis.key]) if axis.interval else suggested[axis.key] for axis in self.axes]
+        values = [suggested[axis.key] for axis in self.axes]
+        return [format_number(value) if isinstance(value, float) else value for value in values]
 
     def _read_smallest_metric_if_finished(self, point: Point) -> float | None:
         """Return a finished run's smallest value of the metric, else None. Raises UserError if it has no value."""
@@ -402,24 +407,3 @@ class SweepSearch:
 
     def _make_point(self, values: Sequence[str]) -> Point:
         return make_point([axis.key for axis in self.axes], values, self.common)
-
-
-def _make_distribution(optuna: Any, axis: Axis) -> Any:
-    """Return Optuna's distribution for an axis: numbers in an interval, or a list's texts."""
-    if axis.interval is None:
-        return optuna.distributions.CategoricalDistribution(axis.values)
-    return optuna.distributions.FloatDistribution(
-        axis.interval.low, axis.interval.high, log=axis.interval.scale == "log"
-    )
-
-
-def _contains_value(axis: Axis, text: str) -> bool:
-    """Return whether an axis has a value, up to its text's rounding."""
-    if axis.interval is None:
-        return text in axis.values
-    return abs(_clamp(axis.interval, float(text)) - float(text)) <= 1e-3 * abs(float(text))
-
-
-def _clamp(interval: AxisInterval, number: float) -> float:
-    """Return the number in the interval that is nearest to `number`."""
-    return min(max(number, interval.low), interval.high)

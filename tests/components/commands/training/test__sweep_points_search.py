@@ -20,7 +20,7 @@ from support.run_folders import write_run
 pytest.importorskip("optuna", reason="needs the package optuna: pip install 'drawloom[search]'")
 
 ENDED = "2026-11-24 10:00:00,000 INFO drawloom.run: trained steps 1 to 4 in 0:00:01\nresults in runs/a\n"
-AXES = [Axis("optimizer.lr", [], AxisInterval(1e-5, 1.0, "log")), Axis("clip.max_norm", ["0.5", "1.0"])]
+AXES = [AxisInterval("optimizer.lr", ["1e-05", "1"], 1e-5, 1.0, "log"), Axis("clip.max_norm", ["0.5", "1.0"])]
 
 
 def search_in(folder: Path, **changes: object) -> SweepSearch:
