@@ -1,5 +1,5 @@
 """
-The vocabulary for commands: `@command`, `argument` and `option`, and the names that most commands' files import.
+The vocabulary for commands: `@command`, `argument` and `option`, and names used by most commands.
 
 A command is an attrs class in a file with its name. Its fields are its arguments; parser, checks, help and the tools
 for agents follow from them.

@@ -63,7 +63,7 @@ class Result:
 
 @output_class
 class TextResult(Result):
-    """A result that is made with its text."""
+    """A result made with its text."""
 
     text: str = internal()
 

@@ -90,7 +90,7 @@ def escape_xml(words: str) -> str:
 
 
 def replace_unprintable(words: str) -> str:
-    """Replace characters that are not allowed in XML, or have no picture, by U+FFFD."""
+    """Replace characters not allowed in XML, or without a picture, by U+FFFD."""
     return "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in words)
 
 

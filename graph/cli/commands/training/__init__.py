@@ -1,1 +1,1 @@
-"""Commands that start runs."""
+"""Commands for runs."""
