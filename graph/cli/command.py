@@ -19,34 +19,10 @@ from drawloom.graph.component import Check, at_least
 from drawloom.graph.problems import Problem, RecipeError, UserError
 from drawloom.graph.project import Project, Recipe
 
-__all__ = [
-    "FAILED",
-    "INVALID",
-    "JSON",
-    "OK",
-    "STOPPED",
-    "Command",
-    "Count",
-    "OverlayCommand",
-    "Problem",
-    "Project",
-    "Recipe",
-    "RecipeCommand",
-    "RecipeError",
-    "Result",
-    "TextResult",
-    "UserError",
-    "argument",
-    "command",
-    "command_base_class",
-    "dump_json",
-    "format_table",
-    "internal",
-    "option",
-    "output",
-    "output_class",
-    "print_escaped_text",
-]
+__all__ = ["Command", "Count", "OverlayCommand", "RecipeCommand", "argument", "command", "command_base_class", "option"]
+__all__ += ["FAILED", "INVALID", "JSON", "OK", "STOPPED", "Result", "TextResult", "dump_json", "internal", "output"]
+__all__ += ["Problem", "Project", "Recipe", "RecipeError", "UserError", "output_class"]
+__all__ += ["format_table", "print_escaped_text"]
 
 T = TypeVar("T")
 
