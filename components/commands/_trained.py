@@ -31,7 +31,7 @@ from drawloom.graph.cli.command import (
     Result,
     UserError,
     argument,
-    command_base_class,
+    command,
     option,
     output,
     output_class,
@@ -54,7 +54,7 @@ class TrainedRun(NamedTuple):
     folder: Path
 
 
-@command_base_class
+@command
 class CheckpointCommand(Command):
     """A command with the weights of a run's checkpoint."""
 

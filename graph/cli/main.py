@@ -71,8 +71,10 @@ def _print_failure(failure: CommandFailure, arguments: Sequence[str], console: C
 
 
 def _run_command(arguments: Sequence[str], project: Project, console: Console) -> int:
-    if not _does_current_folder_exist():
-        raise UserError("the current folder has been removed; change to another one")
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise UserError("the current folder has been removed; change to another one") from error
     rest, words = split_off_overrides(arguments)
     name, files = rest[0] if rest else "", find_command_files(project)
     if name not in files:
@@ -144,13 +146,6 @@ def read_result_schema(project: Project, name: str) -> Schema:
             f"{name} is a server and has no result that a schema could describe; name another command", INVALID
         )
     return make_result_schema(name, classes)
-
-
-def _does_current_folder_exist() -> bool:
-    try:
-        return bool(os.getcwd())
-    except FileNotFoundError:
-        return False
 
 
 def split_off_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

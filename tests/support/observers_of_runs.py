@@ -552,4 +552,5 @@ def aim_calls(use: str, values: Values, folder: Path) -> Any:
                 load.return_value.Repo.from_path.call_args.args[0],
                 load.return_value.Run.call_args.kwargs,
             )
+            del options["repo"]  # the mock
             return background_class.call_args.args[1], wait.call_args.args[1], "://" in address, options

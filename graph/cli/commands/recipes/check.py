@@ -28,11 +28,6 @@ class CheckResult(Result):
     nodes: int = output("number of nodes")
     problems: Sequence[ProblemData] = output("errors and warnings")
 
-    @classmethod
-    def from_problems(cls, recipe: str, nodes: int, problems: Sequence[Problem]) -> "CheckResult":
-        """Return a result for problems."""
-        return cls(recipe, nodes, [ProblemData(**problem.as_data()) for problem in problems])
-
     @property
     def exit_code(self) -> int:
         """2 if a problem is not a warning."""
@@ -52,16 +47,16 @@ class CheckCommand(RecipeCommand):
     elsewhere: bool = option("skip checks of files and devices, for a recipe that runs on another machine")
 
     def run(self, project: Project) -> CheckResult:
-        if self.format != JSON:
-            recipe = self.load_checked_recipe_and_warn(project, self.recipe, skip_machine_checks=self.elsewhere)
-            return CheckResult.from_problems(self.recipe, len(recipe.graph.nodes), recipe.graph.problems)
-        problems: list[Problem] = []
-        nodes = 0
+        problems, nodes = list[Problem](), 0
         try:
             recipe = self.load_recipe(project, self.recipe)
             nodes = len(recipe.graph.nodes)
             problems = [problem for problem in recipe.graph.problems if problem.warning]
+            if self.format != JSON:
+                self.console.print_warnings(problems)
             recipe.check(skip_machine_checks=self.elsewhere)
         except RecipeError as error:
+            if self.format != JSON:
+                raise
             problems = sort_and_deduplicate_problems([*problems, *error.problems])
-        return CheckResult.from_problems(self.recipe, nodes, problems)
+        return CheckResult(self.recipe, nodes, [ProblemData(**problem.as_data()) for problem in problems])
