@@ -47,7 +47,7 @@ class RecipeServer(LanguageServer):
 
     def publish_diagnostics(self, path: Path) -> None:
         """Check an open document and send its problems."""
-        if not (self.recipe_workspace.contains(path) and self.recipe_workspace.is_recipe(path)):
+        if not self.recipe_workspace.is_recipe(path):
             return
         diagnostics = [
             self._to_lsp_diagnostic(path, diagnostic) for diagnostic in diagnose(self.recipe_workspace, path)
@@ -110,7 +110,7 @@ class RecipeServer(LanguageServer):
 
     def find_meaning(self, path: Path, position: lsp.Position) -> Meaning | None:
         """Return a position's meaning in an open recipe. None if it has no meaning, or in other files."""
-        if not (self.recipe_workspace.contains(path) and self.recipe_workspace.is_recipe(path)):
+        if not self.recipe_workspace.is_recipe(path):
             return None
         cursor = Cursor.at(self.recipe_workspace.text(path), self.to_offset(path, position))
         return (

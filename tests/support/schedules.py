@@ -7,7 +7,6 @@ from drawloom.components.pipeline.program.lowering import lower_to_rank_program
 from drawloom.components.pipeline.program.notation import parse_action
 from drawloom.components.ports.pipeline import Schedule
 from drawloom.components.ports.program import Action, Overlap, Program, RankProgram
-from drawloom.graph.problems import Problem
 from drawloom.graph.registry.registry import Registry
 
 FOLDER = "pipeline.schedules."
@@ -28,16 +27,13 @@ def format_program(program: Program) -> str:
 
 def schedule(name: str, **settings: Any) -> Schedule:
     """Return a schedule by the last part of its name."""
-    spec = CATALOGUE.find(FOLDER + name)
-    assert not isinstance(spec, Problem), spec
-    made: Schedule = spec.cls(**settings)
+    made: Schedule = CATALOGUE.require(FOLDER + name).cls(**settings)
     return made
 
 
 def variants(name: str, max_stages: int = 4) -> Iterator[Schedule]:
     """Yield a schedule with each number of stages on a rank, and each value of its settings."""
-    spec = CATALOGUE.find(FOLDER + name)
-    assert not isinstance(spec, Problem), spec
+    spec = CATALOGUE.require(FOLDER + name)
     if "trials" in spec.fields:
         # A short search, for speed; with little memory no published schedule fits.
         yield from (schedule(name, trials=8, memory=memory) for memory in (None, 1.5))

@@ -34,10 +34,8 @@ from drawloom.graph.cli.command import (
     JSON,
     Count,
     OverlayCommand,
-    Problem,
     Project,
     Recipe,
-    RecipeError,
     Result,
     TextResult,
     UserError,
@@ -83,10 +81,7 @@ def list_schedules_without_required_settings(project: Project) -> Iterator[str]:
 def find_schedule_name_and_spec(project: Project, name: str) -> tuple[str, Spec]:
     """Return a schedule's full name and component. Raises RecipeError for an unknown name."""
     use = name if "." in name else FOLDER + name
-    spec = project.registry.find(use)
-    if isinstance(spec, Problem):
-        raise RecipeError([spec])
-    return use, spec
+    return use, project.registry.require(use)
 
 
 def open_schedule_by_name(
