@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drawloom.components.report.metrics import Column, MetricCurve, choose_max_points_per_curve, thin_values_to_curve
-from drawloom.components.report.run_record import OWN_SETTINGS, RunRecord, parse_recipe_settings
+from drawloom.components.report.run_record import RunRecord, list_differing_settings, parse_recipe_settings
 from drawloom.graph.cli.result import output, output_class
 
 MAX_NAMED_SETTINGS = 3
@@ -94,15 +94,12 @@ def group_runs_by_settings(runs: Sequence[RunRecord]) -> list[SeedGroup]:
     settings: dict[object, dict[str, str]] = {}
     for number, run in enumerate(runs):
         known = {
-            key: value
-            for key, value in parse_recipe_settings(run.recipe).items()
-            if key not in OWN_SETTINGS and key.rpartition(".")[2] != "seed"
+            key: value for key, value in parse_recipe_settings(run.recipe).items() if key.rpartition(".")[2] != "seed"
         }
         identity: object = frozenset(known.items()) if known else number
         grouped.setdefault(identity, []).append(run)
         settings[identity] = known
-    keys = dict.fromkeys(key for known in settings.values() for key in known)
-    differing = [key for key in keys if len({known.get(key, "") for known in settings.values()}) > 1]
+    differing = list_differing_settings(settings.values())
     chosen = {identity: {key: known.get(key, "") for key in differing} for identity, known in settings.items()}
     names = [_name_group(members, chosen[identity]) for identity, members in grouped.items()]
     return [

@@ -21,7 +21,7 @@ from drawloom.components.commands.runs._replay import (
     Replayer,
 )
 from drawloom.components.report.metrics import read_lines
-from drawloom.components.report.run_record import OWN_SETTINGS, find_differing_settings
+from drawloom.components.report.run_record import list_differing_settings, parse_recipe_settings
 from drawloom.graph.cli.command import (
     Command,
     Project,
@@ -164,11 +164,10 @@ class Pair:
     def differing_settings(self) -> list[WhySetting]:
         """Settings with different values in both recipes, without the runs' names and folders."""
         paths = [run.folder / LOCK for run in (self.one, self.other)]
-        texts = [b"".join(read_lines(path)).decode("utf-8", "replace") for path in paths]
+        recipes = [parse_recipe_settings(b"".join(read_lines(path)).decode("utf-8", "replace")) for path in paths]
         return [
-            WhySetting(key, values[0], values[1])
-            for key, values in find_differing_settings(texts)
-            if key not in OWN_SETTINGS
+            WhySetting(key, *(settings.get(key, "") for settings in recipes))
+            for key in list_differing_settings(recipes)
         ]
 
     @cached_property
