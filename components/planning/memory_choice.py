@@ -12,13 +12,14 @@ arXiv 2410.21316).
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import product
+from itertools import compress
+from operator import and_
 
 import attrs
 import numpy as np
 
 from drawloom.components.pipeline.program.lowering import pair_offloaded_forward_and_backward
-from drawloom.components.pipeline.program.recomputation import MAX_INDEPENDENT_STAGES, ONE_OF
+from drawloom.components.pipeline.program.recomputation import ONE_OF, list_stage_choices
 from drawloom.components.pipeline.program.timing import CostTable
 from drawloom.components.pipeline.simulation.simulator import simulate
 from drawloom.components.planning.stage_costs import StageCosts
@@ -143,22 +144,14 @@ class MemoryChoiceSearch:
         """Yield a rank's busy seconds and cost table by choice, with its state on the device."""
         actions = [rank_program.action(row) for row in range(len(rank_program.stage))]
         waiting = [
-            stage
+            self.may_offload_activations and bool(pair_offloaded_forward_and_backward(actions, {stage}))
             for stage in stages
-            if self.may_offload_activations and pair_offloaded_forward_and_backward(actions, {stage})
         ]
-        independent = len(stages) <= MAX_INDEPENDENT_STAGES
-        ways = (
-            product(self.costs, repeat=len(stages))
-            if independent
-            else ((policy,) * len(stages) for policy in self.costs)
-        )
-        subsets = [
-            frozenset(stage for stage, is_chosen in zip(waiting, flags, strict=True) if is_chosen)
-            for flags in product((False, True), repeat=len(waiting))
-            if independent or len({*flags}) == 1
-        ]
-        for way in ways:
+        subsets = {
+            frozenset(compress(stages, map(and_, chosen, waiting))): None
+            for chosen in list_stage_choices((False, True), len(stages))
+        }
+        for way in list_stage_choices(self.costs, len(stages)):
             policies = dict(zip(stages, way, strict=True))
             table = self.build_table(self._select_costs(policies))
             busy = float(table.get_durations(rank_program).sum())

@@ -22,7 +22,7 @@ from drawloom.components.pipeline.program.recomputation import (
     LiveMicrobatches,
     RecomputeCosts,
     RecomputeOptions,
-    list_option_combinations,
+    list_stage_choices,
 )
 from drawloom.components.pipeline.program.timing import BatchedTiming, CostTable
 from drawloom.components.ports.program import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Program
@@ -74,8 +74,8 @@ class ModelSlices:
         table = self.compute_cost_table(sizes)
         options, stages = self.list_recompute_options([sizes]), range(len(sizes))
         local = index_stages_on_ranks(stage_to_rank)
-        for way in list_option_combinations(len(options.policies), 1 + max(local)):
-            chosen = way[local], 0, stages
+        for way in list_stage_choices(range(len(options.policies)), 1 + max(local)):
+            chosen = [way[position] for position in local], 0, stages
             costs = attrs.evolve(
                 table, lengths=_add_recompute_seconds_to_backward(table.lengths, options.again[chosen])
             )
