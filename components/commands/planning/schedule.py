@@ -4,7 +4,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import attrs
 
@@ -28,7 +28,7 @@ from drawloom.components.pipeline.simulation.simulator import Bar
 from drawloom.components.pipeline.simulation.summary import LEGEND, Summary, format_comparison
 from drawloom.components.pipeline.simulation.svg import draw_svg
 from drawloom.components.pipeline.simulation.text import draw_text
-from drawloom.components.planning.cost_sources import CostSource, TracedCosts, UnitCosts
+from drawloom.components.planning.cost_sources import TracedCosts, UnitCosts
 from drawloom.components.ports.pipeline import Schedule
 from drawloom.graph.cli.command import (
     JSON,
@@ -78,38 +78,6 @@ def list_schedules_without_required_settings(project: Project) -> Iterator[str]:
             yield name.removeprefix(FOLDER)
 
 
-def find_schedule_name_and_spec(project: Project, name: str) -> tuple[str, Spec]:
-    """Return a schedule's full name and component. Raises RecipeError for an unknown name."""
-    use = name if "." in name else FOLDER + name
-    return use, project.registry.require(use)
-
-
-def open_schedule_by_name(
-    project: Project, name: str, source: CostSource, size: Size, stages_per_rank: int | None, nodes: Mapping[str, Any]
-) -> Schedule:
-    """
-    Open a schedule by name, with costs, stages per rank and microbatches if it has such settings.
-
-    `nodes` are values over it, and other nodes.
-    """
-    use, spec = find_schedule_name_and_spec(project, name)
-    try:
-        data: dict[str, Any] = {"use": use, **choose_cost_settings_of_schedule(spec.fields, source, size.ranks)}
-    except UserError as error:
-        raise UnsuitableError(str(error), error.exit_code) from error
-    if "stages_per_rank" in spec.fields and stages_per_rank:
-        data["stages_per_rank"] = stages_per_rank
-    if "microbatches" in spec.fields:
-        data["microbatches"] = size.microbatches
-    data |= nodes.get("schedule", {})
-    recipe = Recipe.of({**nodes, "schedule": data}, "command line", project=project)
-    with recipe.open("schedule") as opened:
-        if "schedule" not in recipe.graph.implementers(Schedule):
-            raise UserError(f"{use} is not a schedule; `drawloom list pipeline.schedules` shows all", 2)
-        schedule: Schedule = opened["schedule"]
-    return schedule
-
-
 def check_stages_per_rank(stages_per_rank: int | None, name: str, schedule: Schedule, ranks: int) -> None:
     """Raise UserError if the schedule's stages per rank differ from --stages-per-rank."""
     if stages_per_rank is None:
@@ -151,6 +119,32 @@ class ScheduleData:
     measured_makespan: float | None = output("time of the step in a run, with --run only")
     activation_bytes: Sequence[int] | None = output("peak bytes of activations by rank, if known")
 
+    @classmethod
+    def from_summary(cls, summary: Summary, /, **fields: Any) -> Self:
+        """Return a simulation's data, with a subclass's `fields`."""
+        run = summary.simulation
+        return cls(
+            schedule=summary.schedule,
+            ranks=summary.ranks,
+            stages_per_rank=summary.stages_per_rank,
+            microbatches=run.program.microbatches,
+            makespan=run.makespan,
+            ideal=run.busiest_rank_compute_time,
+            bubble=run.bubble_fraction,
+            span_bubble=run.longest_span_bubble_fraction,
+            peak_activations=run.peak_activations,
+            peak_live_weights=run.peak_microbatches_in_flight,
+            messages=run.message_count,
+            actions=run.action_counts,
+            shard_actions=_list_actions(run.shard_bars),
+            transfers=_list_actions(run.transfer_bars),
+            choice=run.program.choice or None,
+            recompute=[*map(str, run.program.recompute)] or None,
+            measured_makespan=summary.measured.makespan if summary.measured else None,
+            activation_bytes=summary.memory and list(summary.memory),
+            **fields,
+        )
+
 
 @attrs.frozen
 class ScheduleResult(ScheduleData, Result):
@@ -177,31 +171,6 @@ class ComparisonResult(TextResult):
     """Simulated schedules, with --compare."""
 
     schedules: Sequence[ScheduleData] = output("schedules of every size")
-
-
-def make_schedule_fields(summary: Summary) -> dict[str, Any]:
-    """Return a simulation's fields for `ScheduleData`."""
-    run = summary.simulation
-    return {
-        "schedule": summary.schedule,
-        "ranks": summary.ranks,
-        "stages_per_rank": summary.stages_per_rank,
-        "microbatches": run.program.microbatches,
-        "makespan": run.makespan,
-        "ideal": run.busiest_rank_compute_time,
-        "bubble": run.bubble_fraction,
-        "span_bubble": run.longest_span_bubble_fraction,
-        "peak_activations": run.peak_activations,
-        "peak_live_weights": run.peak_microbatches_in_flight,
-        "messages": run.message_count,
-        "actions": run.action_counts,
-        "shard_actions": _list_actions(run.shard_bars),
-        "transfers": _list_actions(run.transfer_bars),
-        "choice": run.program.choice or None,
-        "recompute": [*map(str, run.program.recompute)] or None,
-        "measured_makespan": summary.measured and summary.measured.makespan,
-        "activation_bytes": summary.memory and list(summary.memory),
-    }
 
 
 def _list_actions(bars_by_rank: Sequence[Sequence[Bar]]) -> list[list[ActionData]]:
@@ -271,11 +240,12 @@ class ScheduleCommand(OverlayCommand):
                     "--run takes the schedule from the run's recipe; leave the recipe and its options out", 2
                 )
             measured = read_last_traced_step(self.traced_run, project).simulation
-            summary = self._simulate_one(project, str(self.traced_run))
-            return _make_result(attrs.evolve(summary, measured=measured))
-        if self.compare:
+            summary = attrs.evolve(self._simulate_one(project, str(self.traced_run)), measured=measured)
+        elif self.compare:
             return self._compare_schedules(project)
-        return _make_result(self._simulate_one(project, self.recipe))
+        else:
+            summary = self._simulate_one(project, self.recipe)
+        return ScheduleResult.from_summary(summary, summary=summary)
 
     def _make_simulator(self, project: Project, recipe: Recipe | None = None) -> ScheduleSimulator:
         """Return a simulator with the costs of the options."""
@@ -296,7 +266,9 @@ class ScheduleCommand(OverlayCommand):
             raise UserError(f"--ranks: a recipe has its own number of ranks; {hint}", 2)
         name = recipe_name.removeprefix(FOLDER)
         if ranks:
-            find_schedule_name_and_spec(project, name)  # report a misspelt name before missing options
+            project.registry.require(
+                name if "." in name else FOLDER + name
+            )  # report a misspelt name before missing options
             size = Size(ranks, require_microbatches(microbatches))
             simulator = self._make_simulator(project)
             schedule = self._open_schedule(project, name, simulator, size)
@@ -327,9 +299,29 @@ class ScheduleCommand(OverlayCommand):
         return recipe
 
     def _open_schedule(self, project: Project, name: str, simulator: ScheduleSimulator, size: Size) -> Schedule:
-        """Open a schedule by name. With a recipe, node.key=value words belong to the recipe."""
+        """
+        Open a schedule by name, with costs, stages per rank and microbatches if it has such settings.
+
+        With a recipe, node.key=value words belong to the recipe, else to the schedule and other nodes.
+        """
         nodes = {} if self.recipe and names_a_recipe(self.recipe, project) else read_overrides(self.words)
-        return open_schedule_by_name(project, name, simulator.source, size, self.stages_per_rank, nodes)
+        use = name if "." in name else FOLDER + name
+        spec = project.registry.require(use)
+        try:
+            data = {"use": use, **choose_cost_settings_of_schedule(spec.fields, simulator.source, size.ranks)}
+        except UserError as error:
+            raise UnsuitableError(str(error), error.exit_code) from error
+        if "stages_per_rank" in spec.fields and self.stages_per_rank:
+            data["stages_per_rank"] = self.stages_per_rank
+        if "microbatches" in spec.fields:
+            data["microbatches"] = size.microbatches
+        data |= nodes.get("schedule", {})
+        recipe = Recipe.of({**nodes, "schedule": data}, "command line", project=project)
+        with recipe.open("schedule") as opened:
+            if "schedule" not in recipe.graph.implementers(Schedule):
+                raise UserError(f"{use} is not a schedule; `drawloom list pipeline.schedules` shows all", 2)
+            schedule: Schedule = opened["schedule"]
+        return schedule
 
     def _simulate_csv_file(self, project: Project, ranks: int | None, microbatches: int | None) -> Summary:
         """Simulate a schedule from a CSV file. Raises UserError for options in conflict with the file."""
@@ -363,9 +355,7 @@ class ScheduleCommand(OverlayCommand):
             f"{size}\n{format_comparison(rows)}" if len(tables) > 1 else format_comparison(rows)
             for size, rows in tables.items()
         ]
-        schedules = [
-            ScheduleData(**make_schedule_fields(summary)) for summaries in tables.values() for summary in summaries
-        ]
+        schedules = [ScheduleData.from_summary(summary) for summaries in tables.values() for summary in summaries]
         return ComparisonResult("\n\n".join([*titled, LEGEND]), schedules)
 
     def _simulate_suitable_schedules(
@@ -381,10 +371,6 @@ class ScheduleCommand(OverlayCommand):
                 unsuitable.append(error)
         if len(unsuitable) == len(names):
             raise unsuitable[-1]
-
-
-def _make_result(summary: Summary) -> ScheduleResult:
-    return ScheduleResult(**make_schedule_fields(summary), summary=summary)
 
 
 def _get_only_value(name: str, values: Sequence[int]) -> int | None:
