@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import attrs
 import numpy as np
@@ -53,14 +53,7 @@ MAX_FAULTS = 20  # listed faults
 MAX_PARTS = 2**20  # maximum of data-parallel ranks
 
 
-class Audit(NamedTuple):
-    """Faults in a run's recorded rows, and a summary."""
-
-    faults: list[str]
-    summary: str
-
-
-def audit_recorded_rows(project: Project, run: Path) -> Audit:
+def audit_recorded_rows(project: Project, run: Path) -> "FaultsResult":
     """
     Compare a run's recorded rows with the expected rows.
 
@@ -83,7 +76,7 @@ def audit_recorded_rows(project: Project, run: Path) -> Audit:
             objects[rows].load_state_dict(load_node_state(checkpoint, rows))
             loader.load_state_dict(load_node_state(checkpoint, data))
         faults, summary = _compare_rows(recorded, objects[rows], loader)
-    return Audit(damage + faults, summary)
+    return FaultsResult(str(run), damage + faults, summary)
 
 
 @attrs.frozen
@@ -108,8 +101,8 @@ class _DigestCache:
         return next((f"row {row}" for (row, _), known in self.digests.items() if known == digest), "an unknown row")
 
 
-def _compare_rows(recorded: dict[int, list[str]], rows: PackedDataset, loader: Loader) -> Audit:
-    """Compare recorded digests with the loader's rows."""
+def _compare_rows(recorded: dict[int, list[str]], rows: PackedDataset, loader: Loader) -> tuple[list[str], str]:
+    """Compare recorded digests with the loader's rows, and return the faults and a summary."""
     expected, seen, faults = _DigestCache(rows, loader), Counter[int](), []
     for step in range(loader.last_changed_step + 1, max(recorded) + 1):
         indices = loader.list_rows_on_all_ranks(step)
@@ -129,7 +122,7 @@ def _compare_rows(recorded: dict[int, list[str]], rows: PackedDataset, loader: L
         if loader.last_changed_step
         else ""
     )
-    return Audit(faults[:MAX_FAULTS] + more, f"{max(recorded)} steps{before}: the data {verdict}: {counts}")
+    return faults[:MAX_FAULTS] + more, f"{max(recorded)} steps{before}: the data {verdict}: {counts}"
 
 
 def _describe_repetitions(source: RowSource, times_seen: Counter[int]) -> str:
@@ -389,7 +382,7 @@ class FaultsResult(Result):
 
     def render(self, format: str) -> str:
         """Return the faults and the summary."""
-        return "\n".join([*self.faults, *([self.summary] if self.summary else [])])
+        return "\n".join([*self.faults, self.summary])
 
 
 @command
@@ -406,8 +399,7 @@ class DataCommand(OverlayCommand):
     def run(self, project: Project) -> RowsResult | FaultsResult:
         if self.action == "audit":
             check_is_run(Path(self.subject))
-            faults, summary = audit_recorded_rows(project, Path(self.subject))
-            return FaultsResult(self.subject, faults, summary)
+            return audit_recorded_rows(project, Path(self.subject))
         return self._print_rows_or_summarize(self.load_recipe(project, self.subject))
 
     def _print_rows_or_summarize(self, recipe: Recipe) -> RowsResult:

@@ -27,12 +27,8 @@ from drawloom.graph.wiring.graph import Graph
 MAX_COST = 1e9  # sums of costs must be finite, and small differences must not vanish beside them
 
 OPS = {"F": "forward", "I": "backward_input", "W": "backward_weight", "B": "backward"}
-FREE = {
-    "comm": "comm",
-    "unshard": "unshard",
-    "reduce": "reduce",
-    "offload": "offload",
-}  # operations that may cost nothing
+FREE = ("comm", "unshard", "reduce", "offload")  # operations that may cost nothing
+SETTINGS = OPS | dict(zip(FREE, FREE, strict=True))
 
 ParsedCosts = dict[str, Any] | Literal["plan"] | Path
 """Costs by setting, or the source of the costs: a plan, or a run folder with traces."""
@@ -48,9 +44,9 @@ def parse_costs(text: str) -> ParsedCosts:
     for part in text.split(","):
         key, _, value = part.partition("=")
         try:
-            costs[(OPS | FREE)[key.strip()]] = number = float(value)
+            costs[SETTINGS[key.strip()]] = number = float(value)
         except (KeyError, ValueError):
-            known = f"{', '.join(OPS | FREE)}, `plan`, or a run folder"
+            known = f"{', '.join(SETTINGS)}, `plan`, or a run folder"
             raise ValueError(f"{part!r} is not a cost; write for example F=1 ({known})") from None
         if not (0 <= number <= MAX_COST and (number or key.strip() in FREE)):
             minimum = "F, B, I and W cost more than 0, all else 0 or more"
@@ -168,11 +164,6 @@ class ScheduleSimulator:
         return Summary(
             name, simulation, None if self.forward_only else self.source.peak_activation_bytes(program, sizes)
         )
-
-
-def offloads_activations(graph: Graph) -> bool:
-    """Return whether stages offload activations to host memory."""
-    return any(node.spec.use == "pipeline.offloaded" for node in graph.nodes.values())
 
 
 def describe_parameter_sharding(graph: Graph) -> Sharding | None:

@@ -116,7 +116,7 @@ class VerifyResumeCommand(RecipeCommand):
 @contextmanager
 def _intercept_termination_signals() -> Iterator[list[int]]:
     """
-    RecordedSteps terminating signals in order of arrival.
+    Record terminating signals in order of arrival.
 
     The run is in its own session, does not receive the signals, and must be killed. A raising handler could skip the
     lines that kill a run that has just started.
