@@ -1,8 +1,7 @@
 """A run folder's parts for its report: metrics, events, checkpoints, recipe and sample; any may be missing."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import attrs
 
@@ -87,27 +86,25 @@ def make_unique_run_names(folders: Sequence[Path]) -> list[str]:
     return [str(folder) if names.count(name) > 1 else name for folder, name in zip(folders, names, strict=True)]
 
 
-def find_differing_settings(recipes: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """
-    Return differing settings of resolved recipes in TOML: `node.key`, and its value in every run.
-
-    A missing value is "". A recipe that can't be read counts as empty.
-    """
-    values = [parse_recipe_settings(text) for text in recipes]
-    keys = dict.fromkeys(key for settings in values for key in settings)
-    rows = [(key, [settings.get(key, "") for settings in values]) for key in keys]
-    return [(key, row) for key, row in rows if len(set(row)) > 1]
+def list_differing_settings(recipes: Iterable[Mapping[str, str]]) -> list[str]:
+    """Return the keys whose values differ between the settings of recipes, or are missing in some."""
+    recipes = list(recipes)
+    keys = dict.fromkeys(key for settings in recipes for key in settings)
+    return [key for key in keys if len({settings.get(key) for settings in recipes}) > 1]
 
 
 def parse_recipe_settings(text: str) -> dict[str, str]:
-    """Return the values of a resolved recipe as TOML, by `node.key`. Empty for a recipe that can't be read."""
+    """
+    Return the values of a resolved recipe as TOML, by `node.key`, without OWN_SETTINGS.
+
+    Empty for a recipe that can't be read.
+    """
     try:
-        nodes: Mapping[str, Mapping[str, Any]] = flatten_inline_nodes(
-            serialize_recipe(MergedRecipe.from_values(parse(text)))
-        )
+        nodes = flatten_inline_nodes(serialize_recipe(MergedRecipe.from_values(parse(text))))
     except (RecipeError, ValueError):
         return {}
-    return {f"{name}.{key}": dump_toml(value) for name, node in nodes.items() for key, value in node.items()}
+    settings = {f"{name}.{key}": dump_toml(value) for name, node in nodes.items() for key, value in node.items()}
+    return {key: value for key, value in settings.items() if key not in OWN_SETTINGS}
 
 
 def _read_last_line(path: Path) -> StepLine | None:
