@@ -16,7 +16,7 @@ from drawloom.kernels.recompute import Collecting
 from support.observers_of_runs import TINY
 from support.pipelines import batches
 from support.steps import train
-from support.transfers import DelayedTransfers
+from support.transfers import DelayedTransfers, NoWaits
 
 MICROBATCHES = 5
 
@@ -76,12 +76,6 @@ def test_transfers_of_a_run_leave_no_trace(tmp_path: Path) -> None:
     """Gradients have the same bits with the copies that a run makes on this machine's device."""
     plain, offloaded = gradients(tmp_path, None), gradients(tmp_path, "real")
     assert all(torch.equal(offloaded[name], plain[name]) for name in plain)
-
-
-class NoWaits(DelayedTransfers):
-    """Transfers that do not let computation wait."""
-
-    def make_computation_wait(self, ticket: Any) -> None: ...
 
 
 def test_passes_that_do_not_wait_are_noticed(tmp_path: Path) -> None:
