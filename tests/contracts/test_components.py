@@ -249,6 +249,7 @@ def reinforcement(folder: Path) -> Mapping[str, Any]:
     phases = [
         "rollout",
         "advantages",
+        "record_rollouts",
         "policy_gradient",
         "sync_gradients",
         "optimizer",
@@ -273,6 +274,7 @@ def reinforcement(folder: Path) -> Mapping[str, Any]:
         "rollouts": {"use": "rollouts.stages", "max_tokens": 4},
         "rollout": {"use": "phases.rollout", "rewards": ["@rewards.*"], "group_size": 2},
         "advantages": {"use": "phases.advantages"},
+        "record_rollouts": {"use": "phases.record_rollouts"},
         "loss": {"use": "loss.grpo"},
         "policy_gradient": {"use": "phases.policy_gradient"},
         "evaluate": {"use": "phases.evaluate_rewards"},
@@ -290,6 +292,7 @@ POLICY = (
     "phases.advantages",
     "phases.evaluate_rewards",
     "phases.policy_gradient",
+    "phases.record_rollouts",
     "phases.rollout",
     "rollouts.stages",
     *(f"rewards.{name}" for name in ("code", "exact_match", "json_schema", "length", "math_equal", "regex")),
@@ -463,6 +466,7 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
         "float8": {"use": "float8.training", "exclude": ["*"]},
         "precision": {"compute": "bfloat16"},
     },
+    "kernels.batch_invariant": lambda folder: {"kernels": {"use": "kernels.batch_invariant"}},
     "frozen_weights.quantized": lambda folder: (
         LORA | {"quantized": {"use": "frozen_weights.quantized", "exclude": ["*"]}}
     ),

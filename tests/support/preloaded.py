@@ -27,7 +27,7 @@ LATE = (
     "components.export.hf_writer",
     "components.parallel.fsdp",
     "components.sampling.generate",
-    "graph.cli.commands.run",
+    "graph.cli.commands.training.run",
 )
 """Modules that most runs import late."""
 

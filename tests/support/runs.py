@@ -14,7 +14,7 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.commands._replay import MACHINE_METRICS
+from drawloom.components.commands.runs._replay import MACHINE_METRICS
 from drawloom.components.distributed.torchrun import create_rank_console
 from drawloom.components.storage.step_log import CHECKSUM
 from drawloom.graph.cli.main import main

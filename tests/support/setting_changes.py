@@ -428,8 +428,13 @@ ROWS: dict[str, Row] = {
         parts.choose_kernels,
         {},
         dict.fromkeys(TRITON, "triton")
-        | {"attention": "flex", "batch_invariant": True}
+        | {"attention": "flex"}
         | {"filter_eps": Change(0.5, {"linear_cross_entropy": "cut"}, parts.filter_of)},
+    ),
+    "kernels.batch_invariant": Row(
+        parts.choose_kernels,
+        {},
+        dict.fromkeys(set(TRITON) - {"grouped_gemm", "linear_cross_entropy"}, "triton"),
     ),
     "learning_rate.constant": Row(parts.lr_factors, {"warmup_steps": 2}, WARMUP),
     "learning_rate.cosine": Row(parts.lr_factors, {"warmup_steps": 2}, WARMUP | {"end": 0.5}),
@@ -745,6 +750,7 @@ ROWS: dict[str, Row] = {
         {},
         {"baseline": "others", "scale": "std", "equal_groups": "drop", "truncated": "drop"},
     ),
+    "phases.record_rollouts": Row(policy.record_steps, {}, {"every": 2, "rows": 1}),
     "phases.rollout": Row(policy.rollouts_of, {}, {"group_size": 3, "minibatches": 2, "epochs": 2}),
     "phases.evaluate_rewards": Row(policy.rollouts_of, EVERY, {"samples": 3, "every": 3, "at_start": False}),
     "rewards.code": Row(

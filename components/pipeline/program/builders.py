@@ -2,11 +2,13 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
+from itertools import pairwise
 from typing import ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from drawloom.components.ports.pipeline import PartialSchedule, Schedule
 from drawloom.components.ports.program import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action, Program
 
 
@@ -27,6 +29,11 @@ def assign_stages_in_vee(ranks: int) -> tuple[int, ...]:
 def list_stages_of_rank(rank: int, stage_to_rank: tuple[int, ...]) -> list[int]:
     """Return a rank's stages, in order."""
     return [stage for stage, owner in enumerate(stage_to_rank) if owner == rank]
+
+
+def index_stages_on_ranks(stage_to_rank: tuple[int, ...]) -> list[int]:
+    """Return the position of every stage among its rank's stages, from 0."""
+    return [stage_to_rank[:stage].count(rank) for stage, rank in enumerate(stage_to_rank)]
 
 
 Ints = NDArray[np.int64]
@@ -97,13 +104,19 @@ def build_program(
 
 
 class OpCodeSchedule(ABC):
-    """Schedule whose ranks build their op codes independently; `backward_newest_first` reverses backward passes."""
+    """
+    Schedule whose ranks build their op codes independently.
+
+    Stages are in a loop, or with `in_vee` in a V. `backward_newest_first` reverses backward passes.
+    """
 
     backward_newest_first: ClassVar[bool] = False
+    in_vee: ClassVar[bool] = False
+    stages_per_rank: int = 1
 
-    @abstractmethod
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
         """Return the stages' ranks."""
+        return assign_stages_in_vee(ranks) if self.in_vee else assign_stages_in_loop(ranks, self.stages_per_rank)
 
     @abstractmethod
     def build_rank_op_codes(self, rank: int, ranks: int, microbatches: int) -> OpCodes:
@@ -232,3 +245,16 @@ def build_forward_only_program(stage_to_rank: Sequence[int], microbatches: int) 
     for stage, number in passes:
         lines[stage_to_rank[stage]].append(Action(stage, "F", number))
     return Program.from_rank_programs(lines, stage_to_rank)
+
+
+def build_program_of_rank_and_neighbours(schedule: Schedule, rank: int, ranks: int, microbatches: int) -> Program:
+    """
+    Return the actions that a rank needs for lowering: its own and its neighbours'.
+
+    Only a PartialSchedule returns less than the whole program.
+    """
+    if not isinstance(schedule, PartialSchedule):
+        return schedule.program(ranks, microbatches)
+    hops = pairwise(schedule.stage_to_rank(ranks))
+    neighbours = {neighbour for hop in hops if rank in hop for neighbour in hop}
+    return schedule.program_for_ranks({rank} | neighbours, ranks, microbatches)

@@ -303,7 +303,7 @@ def test_an_aim_that_hangs_delays_nothing(
     assert caplog.messages == ["Aim does not keep up; some steps will be missing there"]
     gate.set()
     for thread in threading.enumerate():
-        if thread.name == "aim":
+        if thread.name == "Aim":
             thread.join(10)
 
 

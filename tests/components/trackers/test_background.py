@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import attrs
 import pytest
 
-from drawloom.components.trackers.background import Background, OneWarning, TrackerInBackground
+from drawloom.components.trackers.background import Background, TrackerInBackground
 from support.doubles import SecondRank
 
 
@@ -93,15 +93,6 @@ def test_waiting_for_a_task_has_a_timeout() -> None:
     assert not background.run_and_wait(lambda: done.append(gate.wait(10)), 0.05)
     gate.set()
     assert background.finish_tasks(10)
-
-
-def test_one_warning_is_the_first(caplog: pytest.LogCaptureFixture) -> None:
-    """Later warnings are not logged, and another tracker's first one is."""
-    warn, other = OneWarning(), OneWarning()
-    for text in ("first", "second"):
-        warn(text)
-    other("third")
-    assert caplog.messages == ["first", "third"]
 
 
 @attrs.define(eq=False, kw_only=True)

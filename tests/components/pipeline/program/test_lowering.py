@@ -8,19 +8,18 @@ from typing import Any
 
 import pytest
 
+from drawloom.components.pipeline.program.builders import build_program_of_rank_and_neighbours
 from drawloom.components.pipeline.program.lowering import (
-    build_program_of_rank_and_neighbours,
     check_ranks_agree_on_program,
     insert_offload_actions,
     insert_shard_actions,
     lower_to_rank_program,
     merge_split_backwards,
 )
-from drawloom.components.pipeline.program.notation import parse_program
 from drawloom.components.ports.pipeline import PartialSchedule
 from drawloom.components.ports.program import OPS, RankProgram, iterate_actions
 from drawloom.graph import UserError
-from support.schedules import NAMES, variants
+from support.schedules import NAMES, parse_program, variants
 
 
 def lower_text(text: str, rank: int) -> str:
