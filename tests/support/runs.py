@@ -24,6 +24,7 @@ from support.processes import RanksFailedError, run_ranks
 SOURCE = str(Path(__file__).parents[2] / "src")
 TINY = """
 extends = "first_run"
+unset = ["html_report"]
 
 [run]
 name = "tiny"
@@ -64,13 +65,17 @@ keep = 2
 
 [trainer]
 steps = 10
+on_finish = ["@export", "@sample"]
 
 [sample]
-tokens = 8
+tokens = 4
 
 [listeners.logging]
 use = "listeners.logging"
 """
+
+REPORT = ("html_report.use=report.html", "trainer.on_finish=['@export', '@sample', '@html_report']")
+"""Words for a tiny run with a report, whose drawings take longer than some runs."""
 
 QWEN3 = """
 [model]

@@ -5,20 +5,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import attrs
 import pytest
 
 from drawloom.components.ports.tracking import Histogram
 from drawloom.components.trackers.background import import_tracker_package
 from drawloom.components.trackers.mlflow import MlflowTracker
 from drawloom.graph import UserError
-
-
-@attrs.frozen
-class Folder:
-    """A run folder."""
-
-    folder: Path
+from support.folders import Folder
 
 
 def open_tracker(folder: Path, mesh: Any, job: Any, properties: dict[str, Any]) -> MlflowTracker:
