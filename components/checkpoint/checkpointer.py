@@ -8,7 +8,7 @@ import attrs
 import torch
 
 from drawloom.components.ports.checkpoint import Durable, GrowingState, Stateful
-from drawloom.components.ports.distributed import Device, Mesh, Processes, SurvivingProcesses
+from drawloom.components.ports.distributed import Device, Mesh, Processes
 from drawloom.components.ports.run import Cadence, RunFolder, Step, describe_cadence_fault, exclude_from_rates, is_due
 from drawloom.components.ports.staging import Stager
 from drawloom.graph import Every, ResolvedRecipe, at_least, component, setting
@@ -97,7 +97,7 @@ class Checkpointer:
             policy=RetentionPolicy(self.keep, self.keep_every, self.best, self.best_is),
             failures=self.failures,
         )
-        if isinstance(self.processes, SurvivingProcesses) and self.processes.survives_rank_losses:
+        if self.processes.survives_rank_losses:
             from drawloom.components.checkpoint.peer_memory import PeerMemory
 
             self._joins_others = self.processes.generation > 0
@@ -165,7 +165,6 @@ class Checkpointer:
             return
         if not step.goes_back:
             self._peers.reference_and_send_to_neighbour(step)
-        assert isinstance(self.processes, SurvivingProcesses)
         joining = torch.tensor(0 if step.is_last else int(self.processes.can_grow_with_spares()))
         self.mesh.world.max(joining)
         self._peers.memory.drop_older_neighbour_copies()

@@ -5,8 +5,7 @@ from typing import Any
 
 import torch
 
-from drawloom.components.ports.checkpoint import AfterRestore, Durable, GrowingState, KnownSteps, Restorer, Stateful
-from drawloom.components.ports.run import Step
+from drawloom.components.ports.checkpoint import AfterRestore, Durable, GrowingState, Stateful
 from drawloom.graph.testing import expect
 
 LEAVES = torch.Tensor | int | float | str | bool | None
@@ -75,14 +74,6 @@ def loading_another_nodes_state_raises(node: Stateful) -> None:
     expect(False, "a state of another node is loaded without an error")
 
 
-def known_steps_count_from_1_and_have_numbers(node: KnownSteps) -> None:
-    """Known steps are counted from 1, and their values are numbers or None."""
-    for step, values in node.recorded_step_values():
-        expect(type(step) is int and step >= 1, f"{step!r} is not a step")
-        kinds = {type(value) for value in values.values()}
-        expect(kinds <= {int, float, type(None)}, f"step {step} has values of {kinds}")
-
-
 def flush_works_in_any_thread(durable: Durable) -> None:
     """Flush returns in any thread, even if nothing has been written."""
     errors: list[BaseException] = []
@@ -99,24 +90,6 @@ def flush_works_in_any_thread(durable: Durable) -> None:
     thread.join(10)
     expect(not thread.is_alive(), "flush does not return in another thread")
     expect(not errors, f"flush raises {errors[:1]} in another thread")
-
-
-def a_saved_step_is_restored(restorer: Restorer) -> None:
-    """Restore returns 0 without a checkpoint, and the step of the newest checkpoint after a save."""
-    expect(restorer.restore() == 0, "without a checkpoint a step is restored")
-    for index in (1, 2):
-        restorer.save(Step(index, 10))
-        restorer.keep_in_memory_for_joiners(Step(index, 10))
-        restorer.wait_until_staged()
-        restored = restorer.restore()
-        expect(restored == index, f"step {index} was saved, and step {restored} is restored")
-
-
-def a_step_may_be_saved_twice(restorer: Restorer) -> None:
-    """A step can be saved twice."""
-    for _ in range(2):
-        restorer.save(Step(1, 10))
-    expect(restorer.restore() == 1, "step 1 was saved twice, and is not restored")
 
 
 def after_restore_accepts_a_new_run(node: AfterRestore) -> None:

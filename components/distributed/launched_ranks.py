@@ -127,7 +127,7 @@ class LaunchedRanks:
         self.monitor = RankMonitor()
 
     def set_replica_shape(self, stages: int, shards: int, shard_size: int, expert: int) -> None:
-        """Set the shape of a replica, in the first generation (`SurvivingProcesses.set_replica_shape`)."""
+        """Set the shape of a replica, in the first generation (`Processes.set_replica_shape`)."""
         if (before := self.generation) is None or before.shape:
             return
         limits = self.limits.values()
@@ -168,7 +168,7 @@ class LaunchedRanks:
         return ReportedError(failure.text, failure.exit_code)
 
     def fail_ranks_and_must_exit(self, text: str) -> bool:
-        """End all ranks with a message, or the hanging ones (`Timed.fail_ranks_and_must_exit`)."""
+        """End all ranks with a message, or the hanging ones (`Processes.fail_ranks_and_must_exit`)."""
         if self.survives_losses and (hanging := self.monitor.declare_awaited_ranks_lost()):
             log.error("%s", text)
             return self.launch.rank in hanging

@@ -19,7 +19,7 @@ from drawloom.components.distributed.mesh_layout import (
 )
 from drawloom.components.distributed.p2p_links import Edge, connect_p2p_links
 from drawloom.components.distributed.torch_release import import_private_name
-from drawloom.components.ports.distributed import DIMENSIONS, Group, P2PChannel, Processes, SurvivingProcesses
+from drawloom.components.ports.distributed import DIMENSIONS, Group, P2PChannel, Processes
 from drawloom.graph import between, component, setting
 from drawloom.graph.problems import Problem
 from drawloom.graph.wiring.node import NodeView
@@ -78,7 +78,7 @@ class RankMesh(MeshView):
     def open(self) -> None:
         """Make the process groups. Raises UserError, before any communication, if the world size does not fit."""
         settings = {name: getattr(self, name) for name in (*DIMENSIONS, "expert")}
-        if isinstance(self.processes, SurvivingProcesses) and self.processes.generation:
+        if self.processes.generation:
             settings["data_replicate"] = "auto"
             settings["data_shard"] = self.processes.remaining_shards or self.data_shard
         expert = settings.pop("expert")
@@ -88,8 +88,7 @@ class RankMesh(MeshView):
         single = [(name,) for name in DIMENSIONS if name != "data_shard"]  # FSDP shards over `context`, too: SHARDS
         for names in (DIMENSIONS, *single, SHARDS, DATA, MODEL, *expert_groups):
             self.group(*names)
-        if isinstance(self.processes, SurvivingProcesses):
-            self.processes.set_replica_shape(self.pipeline, self.data_shard, self.context * self.tensor, expert)
+        self.processes.set_replica_shape(self.pipeline, self.data_shard, self.context * self.tensor, expert)
 
     @property
     def rank(self) -> int:

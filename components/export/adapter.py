@@ -16,11 +16,11 @@ from drawloom.components.distributed.rank_errors import run_and_gather_on_all_ra
 from drawloom.components.export.hf_writer import STATE, read_exported_step
 from drawloom.components.export.joined_adapters import PREFIX, find_layers_joined_in_files
 from drawloom.components.export.shard_writer import gather_states_on_first_rank, make_share_on_all_ranks
-from drawloom.components.ports.adapters import AdaptedLayer, Adapter, LowRank, trains_base_weights
+from drawloom.components.ports.adapters import AdaptedLayer, LowRank, trains_base_weights
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.model import KeepsConfig, LanguageModel
 from drawloom.components.ports.run import RunFolder
-from drawloom.components.ports.stages import AdaptedStages, AveragedWeights, LoadedStages, Stages, use_averages_if_any
+from drawloom.components.ports.stages import AveragedWeights, Stages, use_averages_if_any
 from drawloom.components.ports.weights import Convert, Mapper, TensorGroup
 from drawloom.components.storage.durable_files import create_temp_folder, remove_folder_atomically
 from drawloom.components.storage.safetensors.writer import write_safetensors_file
@@ -70,29 +70,25 @@ class AdapterExport:
 
     def check_before_open(self) -> None:
         """Raise UserError if PEFT does not support the adapters."""
-        if not self._adapters:
+        if not self.stages.adapters:
             return
         try:
-            whole = build_meta_model_with_adapters(self.model, self._adapters)
+            whole = build_meta_model_with_adapters(self.model, self.stages.adapters)
         except UserError:
             return  # a problem of the stages
         self._make_mapper_and_config(whole)
 
     def open(self) -> None:
         """Log if there is nothing to export."""
-        if not self._adapters:
+        if not self.stages.adapters:
             log.info("all weights are trained, without adapters, so there is no folder %s", self._adapter_folder)
-
-    @property
-    def _adapters(self) -> Sequence[Adapter]:
-        return self.stages.adapters if isinstance(self.stages, AdaptedStages) else ()
 
     def has_result_of_step(self, step: int) -> bool:
         """
         Return whether the folder is from this step, or there are no adapters; it is never incomplete. A collective,
         with equal results.
         """
-        return not self._adapters or bool(
+        return not self.stages.adapters or bool(
             run_on_rank0(self.mesh.world, lambda: read_exported_step(self._adapter_folder) == step)
         )
 
@@ -101,7 +97,7 @@ class AdapterExport:
         if self.has_result_of_step(step):
             return
         group = self.mesh.world
-        mapper, config = self._make_mapper_and_config(build_meta_model_with_adapters(self.model, self._adapters))
+        mapper, config = self._make_mapper_and_config(build_meta_model_with_adapters(self.model, self.stages.adapters))
         run_on_rank0(
             group, lambda: remove_folder_atomically(self._adapter_folder)
         )  # it may have the adapter of an earlier step
@@ -126,7 +122,7 @@ class AdapterExport:
 
     def _find_decoder_prefix(self) -> str:
         """Return the prefix of the decoder's modules in the base model as transformers builds it."""
-        folder = self.stages.initial_folder if isinstance(self.stages, LoadedStages) else None
+        folder = self.stages.initial_folder
         if folder is None or not isinstance(self.model, KeepsConfig) or not (folder / "config.json").is_file():
             return DECODER
         return self.model.find_decoder_prefix(folder / "config.json")

@@ -15,7 +15,7 @@ from drawloom.components.export.shard_writer import Share
 from drawloom.components.ports.corpus import ChatTokenizer, Tokenizer
 from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.model import KeepsConfig, LanguageModel
-from drawloom.components.ports.stages import LoadedStages, Stages
+from drawloom.components.ports.stages import Stages
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.storage.safetensors.header import format_names
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
@@ -143,7 +143,7 @@ def find_base_folder(
 
     None if there is none. A collective: rank 0 reads the folder.
     """
-    folder = base or (stages.initial_folder if isinstance(stages, LoadedStages) else None)
+    folder = base or stages.initial_folder
     if folder is None:
         return None
     fields = run_on_rank0(group, lambda: _describe_base_folder_as_json(model, folder, text_only))

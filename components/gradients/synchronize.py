@@ -15,7 +15,7 @@ from drawloom.components.gradients.norm import compute_exact_norm
 from drawloom.components.ports.distributed import Mesh, Reduce
 from drawloom.components.ports.pipeline import sum_losses_and_weights
 from drawloom.components.ports.run import Step
-from drawloom.components.ports.stages import SpreadParameters, get_or_create_gradient
+from drawloom.components.ports.stages import Parameters, get_or_create_gradient
 from drawloom.components.state.step_state import StepState
 from drawloom.graph import component, setting
 from drawloom.kernels.scale import scale_and_sum_squares
@@ -28,7 +28,7 @@ from drawloom.kernels.scale import scale_and_sum_squares
 class Synchronize:
     """Sum of gradients and losses over data-parallel ranks, divided by the total weight; skips non-finite steps."""
 
-    parameters: SpreadParameters
+    parameters: Parameters
     mesh: Mesh
     reduce: Reduce
     norm: Literal["auto", "exact", "device"] = setting(

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from drawloom.components.ports.data import MeasuredRows, SourceProgress
+from drawloom.components.ports.data import MeasuredRows, MovableData
 from drawloom.components.ports.run import Step
 from drawloom.components.ports.tracking import Accumulator, Value
 from drawloom.graph import component
@@ -19,7 +19,7 @@ class SourceTokens:
     The values follow from the position in the row order, so they do not depend on restarts.
     """
 
-    progress: SourceProgress
+    progress: MovableData
     rows: MeasuredRows
     accumulators: ClassVar[Mapping[str, Accumulator]] = {}
 

@@ -13,13 +13,13 @@ from drawloom.components.ports.corpus import KnownDocuments, TokenCorpus
 from drawloom.components.ports.data import Collator, PackedDataset, WritesBatches
 from drawloom.components.ports.distributed import Device, Mesh, PerDimension, Precision
 from drawloom.components.ports.flops import CountsFlops
+from drawloom.components.ports.kernels import Kernels
 from drawloom.components.ports.memory import HostMemoryUser, MemoryUser
 from drawloom.components.ports.memory_policy import MemoryPolicy
-from drawloom.components.ports.model import Kernels
 from drawloom.components.ports.pipeline import Loss, Schedule
 from drawloom.components.ports.rollouts import MakesRows, RowGrowth
 from drawloom.components.ports.run import Batching, Phase, accepts_deferred_factors
-from drawloom.components.ports.stages import FrozenModel, TrainableStages
+from drawloom.components.ports.stages import FrozenModel, Stages
 from drawloom.components.state.batch import Batch
 from drawloom.graph import UserError
 from drawloom.graph.project import Recipe
@@ -112,7 +112,7 @@ class Nodes:
     @cached_property
     def stages_node(self) -> str:
         """The stages' node."""
-        return self.find_only_node(TrainableStages)
+        return self.find_only_node(Stages)
 
     @cached_property
     def memory_reporting_nodes(self) -> list[str]:

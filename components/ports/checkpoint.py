@@ -75,15 +75,6 @@ class Durable(Protocol):
 
 
 @port
-class KnownSteps(Protocol):
-    """A node with recorded numbers for detecting damaged steps, such as a checkpoint store."""
-
-    def recorded_step_values(self) -> Iterable[tuple[int, Mapping[str, float | None]]]:
-        """Return steps with some output numbers; None replaces a number that was not finite."""
-        ...
-
-
-@port
 class Restorer(Protocol):
     """Checkpointer: the component that saves and restores the run's checkpoints."""
 
@@ -109,6 +100,10 @@ class Restorer(Protocol):
 
         Raises ReopenError on all ranks if processes wait to join the run. All ranks have ended the step.
         """
+        ...
+
+    def recorded_step_values(self) -> Iterable[tuple[int, Mapping[str, float | None]]]:
+        """Return steps with some output numbers; None replaces a number that was not finite."""
         ...
 
 

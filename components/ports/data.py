@@ -338,7 +338,7 @@ class TrainingData(Protocol):
 
 @port
 class MovableData(TrainingData, Protocol):
-    """Training data with an adjustable position in an endless row order."""
+    """Training data with an adjustable position in an endless row order, and token counts by source in a mixture."""
 
     @property
     def next_row_position(self) -> int:
@@ -348,11 +348,6 @@ class MovableData(TrainingData, Protocol):
     def skip_to_position(self, position: int) -> None:
         """Skip the rows before a position in the order; the next step begins there."""
         ...
-
-
-@port
-class SourceProgress(Protocol):
-    """A component that counts the tokens trained on by source in a mixture."""
 
     def cumulative_tokens_by_source(self, step: int) -> Mapping[str, float]:
         """Return token counts by source in all steps up to and including `step`, without padding."""

@@ -19,8 +19,9 @@ from drawloom.components.ports.cache import KeyValueCache
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.data import MAX_LENGTH
 from drawloom.components.ports.distributed import Device, Group, Mesh
-from drawloom.components.ports.model import Head, Kernels, TokenContext, is_batch_invariant
-from drawloom.components.ports.pipeline import ForwardPasses
+from drawloom.components.ports.kernels import Kernels
+from drawloom.components.ports.model import Head, TokenContext
+from drawloom.components.ports.pipeline import Executor
 from drawloom.components.ports.rollouts import Completions, Prompts, compute_policy_logps
 from drawloom.components.ports.run import RunInfo
 from drawloom.components.state.trees import map_leaves
@@ -42,7 +43,7 @@ class StageRollouts:
     training microbatch, in every dtype and on every mesh; the cost is one such pass per token.
     """
 
-    model: ForwardPasses
+    model: Executor
     tokenizer: Tokenizer
     job: RunInfo
     mesh: Mesh
@@ -98,7 +99,7 @@ class StageRollouts:
     @property
     def _recomputes_rows_per_token(self) -> bool:
         """Whether each token needs a pass over whole rows for the bits of the training pass."""
-        return self.exact and not is_batch_invariant(self.kernels)
+        return self.exact and not (self.kernels and self.kernels.batch_invariant)
 
     def _sample_completions_on_all_ranks(self, prompts: Prompts, seed: int) -> Completions:
         """Sample completions for a batch of prompts; `seed` is for all draws. A collective over all ranks."""

@@ -14,6 +14,7 @@ from drawloom.components.ports.experts import *
 from drawloom.components.ports.features import *
 from drawloom.components.ports.flops import *
 from drawloom.components.ports.intervals import *
+from drawloom.components.ports.kernels import *
 from drawloom.components.ports.log_records import *
 from drawloom.components.ports.memory import *
 from drawloom.components.ports.memory_policy import *
@@ -23,7 +24,6 @@ from drawloom.components.ports.parametrization import *
 from drawloom.components.ports.passes import *
 from drawloom.components.ports.pipeline import *
 from drawloom.components.ports.program import *
-from drawloom.components.ports.recurrence import *
 from drawloom.components.ports.rollouts import *
 from drawloom.components.ports.run import *
 from drawloom.components.ports.slices import *

@@ -4,11 +4,12 @@ import importlib
 import json
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from inspect import signature
 from itertools import count, product
 from pathlib import Path
 from types import FunctionType
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 import drawloom.components.contracts as contracts
 import drawloom.components.ports as ports
+from contracts import framework
 from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.graph.component import is_port_or_component
 from drawloom.graph.problems import Problem
@@ -541,21 +543,33 @@ def all_ports() -> Iterator[type]:
                     yield item
 
 
-def has_contract(port: type) -> bool:
-    """Whether somebody wrote down what a port promises of behaviour."""
+def _types_of(item: object) -> Iterator[Any]:
+    """Yield the types of a function's parameters; nothing for another object."""
+    return iter(get_type_hints(item).values() if isinstance(item, FunctionType) else ())
+
+
+def contract_of(port: type) -> list[Callable[..., None]]:
+    """Return the properties in a port's contract; empty if it has none."""
     try:
-        return bool(load_contract(port))
+        return load_contract(port)
     except LookupError:
-        return False
+        return []
 
 
-WITH_CONTRACT = [port for port in all_ports() if has_contract(port)]
+WITH_CONTRACT = [port for port in all_ports() if contract_of(port)]
+
+INTERNAL = {
+    port: [item for name, item in vars(framework).items() if name[0] != "_" and next(_types_of(item), None) is port]
+    for port in all_ports()
+}
+"""Properties of ports that plugins do not implement."""
 
 
 def pairs() -> list[tuple[str, type]]:
     """Return each component with each of its ports with a contract."""
     specs = [spec for spec in map(CATALOGUE.find, CATALOGUE.names()) if not isinstance(spec, Problem)]
-    implementations = [(spec.use, port) for spec in specs for port in WITH_CONTRACT if implements(spec.cls, port)]
+    checked = [*WITH_CONTRACT, *(port for port, properties in INTERNAL.items() if properties)]
+    implementations = [(spec.use, port) for spec in specs for port in checked if implements(spec.cls, port)]
     return [(use, port) for use, port in implementations if (use, port.__name__) not in EXCEPT]
 
 
@@ -576,7 +590,11 @@ def test_every_component_keeps_the_contracts_of_its_ports(
         with recipe.open(only=name) as objects:
             yield objects[name]
 
-    check_port(in_a_recipe, port)
+    if port in WITH_CONTRACT:
+        check_port(in_a_recipe, port)
+    for holds in INTERNAL[port]:
+        with ExitStack() as stack:
+            holds(*(stack.enter_context(in_a_recipe()) for _ in signature(holds).parameters))
 
 
 def test_every_port_has_a_contract_or_a_reason() -> None:
@@ -593,9 +611,9 @@ def test_every_contract_is_found_by_its_port() -> None:
     ]
     written = {
         item
-        for module in modules
+        for module in (*modules, framework)
         for name, item in vars(module).items()
         if isinstance(item, FunctionType) and item.__module__ == module.__name__ and not name.startswith("_")
     }
-    assert written == {found for port in WITH_CONTRACT for found in load_contract(port)}
+    assert written == {found for port in all_ports() for found in (*contract_of(port), *INTERNAL[port])}
     assert len(WITH_CONTRACT) >= 37 and len(pairs()) >= 85

@@ -87,6 +87,7 @@ class SingleRankProcesses:
 
     rank = local_rank = node_rank = 0
     world_size = local_world_size = node_count = 1
+    survives_rank_losses = False
 
     def make_group(self, name: str, rank_sets: Sequence[Sequence[int]]) -> Group:
         """Return a group of one rank."""

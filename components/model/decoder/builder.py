@@ -43,7 +43,8 @@ from drawloom.components.model.split_vocabulary import (
 )
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.flops import ForwardFlops
-from drawloom.components.ports.model import Kernels, LayerRange
+from drawloom.components.ports.kernels import Kernels
+from drawloom.components.ports.model import LayerRange
 from drawloom.components.ports.parameter_roles import Role, default_role, parameter_roles
 from drawloom.components.ports.parametrization import ModelScaling
 from drawloom.components.ports.slices import TensorSlice

@@ -14,7 +14,8 @@ from drawloom.components.model.decoder.layer import Block
 from drawloom.components.model.decoder.specs import Branch, DeltaSpec, MixerSpec
 from drawloom.components.model.layers import Embedding, Linear, RMSNorm
 from drawloom.components.parallel.tensor import TensorParallel
-from drawloom.components.ports.model import Finish, HeadLayer, Kernels, LayerRange, TokenContext
+from drawloom.components.ports.kernels import Kernels
+from drawloom.components.ports.model import Finish, HeadLayer, LayerRange, TokenContext
 from drawloom.components.ports.parameter_roles import Role
 from drawloom.components.ports.parametrization import ModelScaling
 

@@ -23,6 +23,7 @@ from drawloom.components.ports.pipeline import SequenceHead
 from drawloom.components.ports.run import FinalTask
 from drawloom.components.ports.stages import Stage
 from drawloom.graph.types.port_match import find_mismatches
+from support.doubles import PlainStages
 from support.processes import run_ranks
 from support.qwen3 import dense, whole
 
@@ -35,7 +36,7 @@ class FakeFolder:
 
 
 @attrs.frozen
-class OneStage:
+class OneStage(PlainStages):
     """The whole model as one stage."""
 
     module: nn.Module

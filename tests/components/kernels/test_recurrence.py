@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from drawloom.components.kernels.auto import AutoKernels
 from drawloom.components.ports.cache import KeyValueCache
-from drawloom.components.ports.recurrence import RecurrentKernels
+from drawloom.components.ports.kernels import Kernels
 from drawloom.graph.types.port_match import find_mismatches
 from drawloom.kernels.recompute import Selective, call_with_recomputation
 from support.exchanges import Exchange, ThreadPart, run_threads
@@ -37,7 +37,7 @@ def compute(mask: Any, x: Tensor, weight: Tensor, *inputs: Tensor) -> tuple[Tens
 
 def test_kernels_fit_the_port() -> None:
     """The component implements the port of recurrent operations."""
-    assert find_mismatches(AutoKernels, RecurrentKernels) == []
+    assert find_mismatches(AutoKernels, Kernels) == []
 
 
 @pytest.mark.parametrize("lengths", DOCUMENTS.values(), ids=DOCUMENTS)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drawloom.components.ports.checkpoint import KnownSteps
+from drawloom.components.ports.checkpoint import Restorer
 from drawloom.components.storage.step_log import StepLog, encode_row, read_step_log
 from drawloom.components.trackers.jsonl import JsonlTracker
 from drawloom.graph import Every
@@ -106,7 +106,7 @@ def test_the_checkpoint_wins_over_damaged_lines(
     """Values in a changed or unreadable line come from a checkpoint with its step; other lines are counted."""
     known = [(2, {"loss": 2.0}), (3, {"loss": 3.0}), (9, {"loss": 9.0})]
     node = JsonlTracker(
-        folder=Folder(tmp_path), mesh=one_rank, checkpoints=Every({"c": fake(KnownSteps, recorded_step_values=known)})
+        folder=Folder(tmp_path), mesh=one_rank, checkpoints=Every({"c": fake(Restorer, recorded_step_values=known)})
     )
     node.open()
     for step in range(1, 6):
