@@ -83,7 +83,7 @@ class Checkpointer:
         """Create the checkpoint folder, and remove a killed run's leftovers."""
         # imported where they are used: a check needs the settings alone, and few runs survive losses
         from drawloom.components.checkpoint.manifest import FOLDER
-        from drawloom.components.checkpoint.retention import RetentionPolicy
+        from drawloom.components.checkpoint.retention import Retention
         from drawloom.components.checkpoint.saves import Saves
 
         self._saves = Saves(
@@ -94,7 +94,7 @@ class Checkpointer:
             records=self.records,
             recipe=self.recipe,
             staging=self.staging,
-            policy=RetentionPolicy(self.keep, self.keep_every, self.best, self.best_is),
+            retention=Retention(self.keep, self.keep_every, self.best, self.best_is),
             failures=self.failures,
         )
         if self.processes.survives_rank_losses:

@@ -166,13 +166,14 @@ class PeerMemory:
         parts = self.memory.list_intact_parts()
         own_keys = {key for key, part in parts.items() if isinstance(part, HeldState)}
         own_key = PartKey.of_this_rank(0, self.mesh)
-        gathered = world.gather_json([own_key.to_json(), [[key.to_json(), key in own_keys] for key in parts]])
-        offers = [{PartKey.from_json(key): is_held for key, is_held in offered} for _, offered in gathered]
+        offer = [[attrs.asdict(key), key in own_keys] for key in parts]
+        gathered = world.gather_json([attrs.asdict(own_key), offer])
+        offers = [{PartKey(**key): is_held for key, is_held in offered} for _, offered in gathered]
         sources = find_newest_complete([[*offered] for offered in offers])
         step = next((key.step for key in sources), 0)
         if not step or step < newest_on_disk:
             return 0
-        needed = [attrs.evolve(PartKey.from_json(key), step=step) for key, _ in gathered]
+        needed = [PartKey(**{**key, "step": step}) for key, _ in gathered]
         own_key = needed[world.rank]
         own = {key: part for key, part in parts.items() if key in sources}
         if all(offered.get(key) for key, offered in zip(needed, offers, strict=True)):

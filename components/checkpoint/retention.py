@@ -21,52 +21,39 @@ Values = Mapping[str, float | None]
 """Metrics of a step; None for a value that is not finite."""
 
 
-@attrs.frozen
-class RetentionPolicy:
+@attrs.define(eq=False)
+class Retention:
     """
-    Retention policy: keep the newest `keep`, multiples of `every`, and the lowest or highest metric `best`.
+    Finder for expired checkpoints: keeps the newest `keep`, multiples of `every`, and the lowest or highest `best`.
+
+    A corrupt checkpoint neither counts nor expires: a checkpoint expires only if this process has committed or
+    verified its newer or better replacements.
     """
 
     keep: int
     every: int | None = None
     best: str | None = None
     best_is: Literal["lowest", "highest"] = "lowest"
+    _valid: dict[Path, Values] = attrs.field(init=False, factory=dict)
+    _corrupt: set[Path] = attrs.field(init=False, factory=set)
 
     def steps_to_keep_for_now(self, candidates: Mapping[int, Values]) -> set[int]:
         """
-        Return the steps to keep until better or newer ones exist: the newest, the best, and the newest with a
-        finite loss.
+        Return the steps to keep until better or newer ones exist: the newest, the best (the newest among equals), and
+        the newest with a finite loss.
 
         All must be verified: in exchange for a corrupt checkpoint, a valid one would be removed.
         """
         steps = sorted(candidates)
         finite = [step for step in steps if candidates[step].get("loss", 0.0) is not None]
-        return {*steps[-self.keep :], *finite[-1:], *self._find_best_step(candidates)}
+        sign = -1 if self.best_is == "lowest" else 1
+        numbers = {step: None if self.best is None else values.get(self.best) for step, values in candidates.items()}
+        known = [(sign * number, step) for step, number in numbers.items() if number is not None]
+        return {*steps[-self.keep :], *finite[-1:], *([max(known)[1]] if known else [])}
 
     def steps_to_keep_forever(self, candidates: Mapping[int, Values]) -> set[int]:
         """Return the steps that never expire."""
         return {step for step in candidates if self.every is not None and step % self.every == 0}
-
-    def _find_best_step(self, candidates: Mapping[int, Values]) -> list[int]:
-        """Return the best step as a list, the newest among equals; empty if no step has the metric."""
-        sign = -1 if self.best_is == "lowest" else 1
-        numbers = {step: None if self.best is None else values.get(self.best) for step, values in candidates.items()}
-        known = [(sign * number, step) for step, number in numbers.items() if number is not None]
-        return [max(known)[1]] if known else []
-
-
-class Retention:
-    """
-    Finder for expired checkpoints.
-
-    A corrupt checkpoint neither counts nor expires: a checkpoint expires only if this process has committed or
-    verified its newer or better replacements.
-    """
-
-    def __init__(self, policy: RetentionPolicy) -> None:
-        self._policy = policy
-        self._valid: dict[Path, Values] = {}
-        self._corrupt: set[Path] = set()
 
     def remember_as_valid(self, checkpoint: Path, values: Values) -> None:
         """Record a valid checkpoint."""
@@ -82,8 +69,8 @@ class Retention:
         """Return the expired checkpoints up to the newest save, oldest first."""
         while True:
             values = self._list_candidates(checkpoints, saved)
-            temporary = self._policy.steps_to_keep_for_now(values)
-            kept = temporary | self._policy.steps_to_keep_forever(values)
+            temporary = self.steps_to_keep_for_now(values)
+            kept = temporary | self.steps_to_keep_forever(values)
             expired = [checkpoints / f"step-{step}" for step in values if step not in kept]
             replacements = [checkpoints / f"step-{step}" for step in values if step in temporary]
             unverified = [path for path in replacements if path not in self._valid]
@@ -91,7 +78,11 @@ class Retention:
                 return expired
             # verifying reads whole checkpoints, so it is done only before a removal
             for path in unverified:
-                self._verify_and_remember(path)
+                try:
+                    self.remember_as_valid(path, verify_checkpoint(path).values)
+                except CorruptCheckpointError as error:
+                    log.warning("%s is corrupt, and not counted among those that are kept: %s", path, error)
+                    self.remember_as_corrupt(path)
 
     def _list_candidates(self, checkpoints: Path, saved: Path) -> dict[int, Values]:
         """Return the metrics by step in checkpoints up to `saved`, except corrupt or incomplete ones."""
@@ -102,11 +93,3 @@ class Retention:
             elif path not in self._corrupt and (manifest := read_manifest_if_sizes_match(path)):
                 candidates[step_of_checkpoint(path)] = manifest.values
         return {step: values for step, values in candidates.items() if step <= step_of_checkpoint(saved)}
-
-    def _verify_and_remember(self, path: Path) -> None:
-        """Verify a checkpoint's files, and record the outcome; log a warning if it is corrupt."""
-        try:
-            self.remember_as_valid(path, verify_checkpoint(path).values)
-        except CorruptCheckpointError as error:
-            log.warning("%s is corrupt, and not counted among those that are kept: %s", path, error)
-            self.remember_as_corrupt(path)

@@ -12,9 +12,9 @@ import torch
 
 from drawloom.components.checkpoint import commit
 from drawloom.components.checkpoint.manifest import list_checkpoints, read_manifest_if_sizes_match, step_of_checkpoint
-from drawloom.components.checkpoint.retention import Retention, RetentionPolicy
+from drawloom.components.checkpoint.retention import Retention
 from drawloom.components.checkpoint.snapshot import ShardPlan, Snapshot
-from drawloom.components.checkpoint.threads import run_in_current_thread, submit_in_new_thread
+from drawloom.components.checkpoint.threads import submit_in_new_thread
 from drawloom.components.distributed.rank_errors import RankError, run_and_gather_on_all_ranks, run_on_rank0
 from drawloom.components.ports.checkpoint import Durable, GrowingState, Stateful
 from drawloom.components.ports.distributed import Group
@@ -107,7 +107,7 @@ class Saves:
     records: Mapping[str, Durable]
     recipe: ResolvedRecipe
     staging: Stager | None
-    policy: RetentionPolicy
+    retention: Retention
     failures: int
     saved_step: int = attrs.field(init=False, default=0)
     is_overdue: bool = attrs.field(init=False, default=False)
@@ -128,11 +128,6 @@ class Saves:
     def is_in_background(self) -> bool:
         """Whether training continues during a write."""
         return self.staging is not None and self.staging.makes_copies
-
-    @cached_property
-    def retention(self) -> Retention:
-        """The choice of checkpoints to keep."""
-        return Retention(self.policy)
 
     def list_steps_on_disk(self) -> list[int]:
         """Return the steps with a checkpoint, ascending, as rank 0 sees them."""
@@ -158,8 +153,7 @@ class Saves:
             lambda: plan.take_snapshot(self.states, step, self.staging),
             to_json=lambda snapshot: snapshot.bytes,
         )
-        run = submit_in_new_thread if self.is_in_background else run_in_current_thread
-        done = run("checkpoint", lambda: self._commit_and_remove_expired(checkpoint, snapshot))
+        done = submit_in_new_thread("checkpoint", lambda: self._commit_and_remove_expired(checkpoint, snapshot))
         self._pending = PendingSave(step.index, sum(sizes), done)
         self.saved_step, self.is_overdue = step.index, False
 
