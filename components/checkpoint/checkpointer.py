@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import attrs
 import torch
 
-from drawloom.components.ports.checkpoint import Durable, GrowingState, Stateful
+from drawloom.components.ports.checkpoint import Durable, GrowingState, Stager, Stateful
 from drawloom.components.ports.distributed import Device, Mesh, Processes
 from drawloom.components.ports.run import Cadence, RunFolder, Step, describe_cadence_fault, exclude_from_rates, is_due
-from drawloom.components.ports.staging import Stager
 from drawloom.graph import Every, ResolvedRecipe, at_least, component, setting
 from drawloom.graph.problems import Problem, ReopenError
 from drawloom.graph.wiring.node import NodeView

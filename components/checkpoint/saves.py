@@ -16,10 +16,9 @@ from drawloom.components.checkpoint.retention import Retention
 from drawloom.components.checkpoint.snapshot import ShardPlan, Snapshot
 from drawloom.components.checkpoint.threads import submit_in_new_thread
 from drawloom.components.distributed.rank_errors import RankError, run_and_gather_on_all_ranks, run_on_rank0
-from drawloom.components.ports.checkpoint import Durable, GrowingState, Stateful
+from drawloom.components.ports.checkpoint import Durable, GrowingState, Stager, Stateful
 from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.run import Step
-from drawloom.components.ports.staging import Stager
 from drawloom.components.storage import durable_files
 from drawloom.components.storage.byte_size import format_decimal_byte_size
 from drawloom.graph import ResolvedRecipe, UserError

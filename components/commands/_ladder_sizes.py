@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from drawloom.components.ports.parametrization import Parametrization
+from drawloom.components.ports.parameter_roles import Parametrization
 from drawloom.graph import UserError
 from drawloom.graph.toml.emit import dump_toml
 from drawloom.graph.wiring.graph import Graph

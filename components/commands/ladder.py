@@ -16,7 +16,7 @@ from drawloom.components.commands._ladder_plot import Panel, draw_svg_panels
 from drawloom.components.commands._ladder_sizes import Dimension, Values, format_overlay, make_scaled_model_overlay
 from drawloom.components.commands._options import write_file
 from drawloom.components.commands._power_law import PowerLaw, fit_power_law
-from drawloom.components.ports.flops import CountsFlops
+from drawloom.components.ports.model import CountsFlops
 from drawloom.components.report.metrics import Column, read_metrics
 from drawloom.graph import UserError
 from drawloom.graph.cli.command import Count, RecipeCommand, argument, command, option

@@ -42,7 +42,7 @@ from drawloom.components.distributed.rank_monitor import STORE_LOST, STORE_TIMEO
 from drawloom.components.distributed.spare import import_early_and_freeze_gc
 from drawloom.components.distributed.torchrun import CONTINUES, Launch, read_launch
 from drawloom.components.ports.distributed import Device, ReplicaLimit
-from drawloom.components.ports.log_records import PRINTED
+from drawloom.components.ports.run import PRINTED
 from drawloom.graph import Every, UserError
 from drawloom.graph.cli.terminal import print_escaped_text
 from drawloom.graph.garbage import free_closed_graphs

@@ -20,11 +20,10 @@ from drawloom.components.kernels.choosing import (
 )
 from drawloom.components.kernels.recurrence import PieceMask, WholeMask
 from drawloom.components.kernels.split_k import forbid_split_k
-from drawloom.components.ports.cache import KeyValueCache
 from drawloom.components.ports.data import IGNORE_INDEX
 from drawloom.components.ports.distributed import Device
 from drawloom.components.ports.kernels import PeerExchange, Routes
-from drawloom.components.ports.model import RowPart, VocabularyPart
+from drawloom.components.ports.model import KeyValueCache, RowPart, VocabularyPart
 from drawloom.graph import UserError, between, component, setting
 from drawloom.graph.problems import Problem
 from drawloom.graph.wiring.node import NodeView

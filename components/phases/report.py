@@ -16,9 +16,19 @@ from drawloom.components.phases.metric_totals import (
 )
 from drawloom.components.ports.checkpoint import Durable
 from drawloom.components.ports.distributed import Device, Mesh
-from drawloom.components.ports.intervals import Interval, Mark, Span, mark_time
-from drawloom.components.ports.log_records import STEP_LINE
-from drawloom.components.ports.run import Cadence, Event, EventKind, Step, describe_cadence_fault, is_due
+from drawloom.components.ports.run import (
+    STEP_LINE,
+    Cadence,
+    Event,
+    EventKind,
+    Interval,
+    Mark,
+    Span,
+    Step,
+    describe_cadence_fault,
+    is_due,
+    mark_time,
+)
 from drawloom.components.ports.tracking import (
     METRIC_TOTALS,
     ContextTracker,

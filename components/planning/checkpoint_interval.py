@@ -13,7 +13,7 @@ import attrs
 
 from drawloom.components.planning.nodes import Nodes
 from drawloom.components.planning.plan import Plan
-from drawloom.components.ports.staging import Stager
+from drawloom.components.ports.checkpoint import Stager
 
 COPY_BANDWIDTH, WRITE_BANDWIDTH = 10e9, 2e9
 """Assumed bytes/s of a rank's copy to host memory, and of a host's writes to storage."""

@@ -12,10 +12,9 @@ from drawloom.components.ports.checkpoint import Restorer
 from drawloom.components.ports.corpus import KnownDocuments, TokenCorpus
 from drawloom.components.ports.data import Collator, PackedDataset, WritesBatches
 from drawloom.components.ports.distributed import Device, Mesh, PerDimension, Precision
-from drawloom.components.ports.flops import CountsFlops
 from drawloom.components.ports.kernels import Kernels
-from drawloom.components.ports.memory import HostMemoryUser, MemoryUser
-from drawloom.components.ports.memory_policy import MemoryPolicy
+from drawloom.components.ports.memory import HostMemoryUser, MemoryPolicy, MemoryUser
+from drawloom.components.ports.model import CountsFlops
 from drawloom.components.ports.pipeline import Loss, Schedule
 from drawloom.components.ports.rollouts import MakesRows, RowGrowth
 from drawloom.components.ports.run import Batching, Phase, accepts_deferred_factors

@@ -28,9 +28,8 @@ from drawloom.components.planning.rank_view import ElementCounts, RankView, esti
 from drawloom.components.planning.stage_costs import Recordings, StageCostRecorder, StageCosts
 from drawloom.components.planning.step_time import StepTime, build_cost_table, estimate_step_time
 from drawloom.components.planning.timeline import Peak, compute_peak_host_bytes, compute_peak_memory
-from drawloom.components.ports.flops import CountsFlops, ForwardFlops, UpdateArithmetic, UpdateFlops
-from drawloom.components.ports.memory import HostMemoryUser, sum_memory_by_kind
-from drawloom.components.ports.memory_policy import MemoryChoice, MemoryPolicy
+from drawloom.components.ports.memory import HostMemoryUser, MemoryChoice, MemoryPolicy, sum_memory_by_kind
+from drawloom.components.ports.model import CountsFlops, ForwardFlops, UpdateArithmetic, UpdateFlops
 from drawloom.components.ports.pipeline import PartitioningSchedule, Referenced, Schedule, embeds_on_every_rank
 from drawloom.components.ports.program import Program
 from drawloom.components.ports.stages import Recompute

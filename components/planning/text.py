@@ -7,7 +7,7 @@ from typing import Any
 
 from drawloom.components.pipeline.program.recomputation import describe_recompute_policies
 from drawloom.components.planning.plan import Plan, RankMemory
-from drawloom.components.ports.memory_policy import MemoryChoice
+from drawloom.components.ports.memory import MemoryChoice
 from drawloom.components.ports.program import OPS
 from drawloom.components.storage.byte_size import choose_byte_unit_and_its_size, format_decimal_byte_size
 from drawloom.graph.cli.terminal import format_table

@@ -1,4 +1,4 @@
-"""Ports for mixture-of-experts models: operations, token dispatch and routers."""
+"""Ports for mixture-of-experts models: token dispatch and routers."""
 
 from collections.abc import Callable, Iterator
 from typing import ClassVar, NamedTuple, Protocol, runtime_checkable

@@ -5,8 +5,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from drawloom.components.ports.cache import KeyValueCache
-from drawloom.components.ports.model import RowPart, VocabularyPart
+from drawloom.components.ports.model import KeyValueCache, RowPart, VocabularyPart
 from drawloom.graph import port
 from drawloom.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
 from drawloom.kernels.results import NormAndSum, PermutedRows, TokenLosses

@@ -15,12 +15,11 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from drawloom.components.distributed.rng import derive_seed, draw_splitmix64_bits
-from drawloom.components.ports.cache import KeyValueCache
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.data import MAX_LENGTH
 from drawloom.components.ports.distributed import Device, Group, Mesh
 from drawloom.components.ports.kernels import Kernels
-from drawloom.components.ports.model import Head, TokenContext
+from drawloom.components.ports.model import Head, KeyValueCache, TokenContext
 from drawloom.components.ports.pipeline import Executor
 from drawloom.components.ports.rollouts import Completions, Prompts, compute_policy_logps
 from drawloom.components.ports.run import RunInfo

@@ -6,10 +6,9 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.ports.cache import KeyValueCache
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.distributed import Group
-from drawloom.components.ports.model import TokenContext
+from drawloom.components.ports.model import KeyValueCache, TokenContext
 from drawloom.components.ports.pipeline import Executor
 from drawloom.graph import UserError
 

@@ -15,12 +15,11 @@ from drawloom.components.contracts.experts import CHOICES, ENDS
 from drawloom.components.contracts.model import _expect_close, _random_tensor
 from drawloom.components.contracts.pipeline import VOCAB, _make_token_batch, _take_rows
 from drawloom.components.contracts.run import ObservedState
-from drawloom.components.ports.cache import KeyValueCache
 from drawloom.components.ports.checkpoint import Restorer
 from drawloom.components.ports.data import MovableData, TokenBatch
 from drawloom.components.ports.distributed import Device, Mesh, Precision, Processes, Reduce
 from drawloom.components.ports.kernels import Kernels
-from drawloom.components.ports.model import TokenContext
+from drawloom.components.ports.model import KeyValueCache, TokenContext
 from drawloom.components.ports.pipeline import (
     Executor,
     create_step_state,

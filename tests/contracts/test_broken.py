@@ -8,12 +8,11 @@ import pytest
 from torch import Tensor, nn
 
 from drawloom.components.contracts.model import layers_keep_shape_and_dtype_if_declared
-from drawloom.components.ports.checkpoint import Durable, Stateful
+from drawloom.components.ports.checkpoint import Durable, Stager, Stateful
 from drawloom.components.ports.distributed import ReplicaLimit
 from drawloom.components.ports.features import StageFeature
 from drawloom.components.ports.model import BatchContext, LayerRange
 from drawloom.components.ports.run import FinalTask, Phase, Step
-from drawloom.components.ports.staging import Stager
 from drawloom.graph import component
 from drawloom.graph.testing import BrokenContractError, check_port
 

@@ -10,11 +10,10 @@ import torch
 from drawloom.components.checkpoint.checkpointer import Checkpointer
 from drawloom.components.distributed.mesh_layout import MeshView
 from drawloom.components.distributed.single_process import SingleProcess
-from drawloom.components.ports.checkpoint import Stateful
+from drawloom.components.ports.checkpoint import Stager, Stateful
 from drawloom.components.ports.distributed import Group, PerDimension
 from drawloom.components.ports.run import Step
 from drawloom.components.ports.slices import TensorSlice
-from drawloom.components.ports.staging import Stager
 from drawloom.graph import Every, ResolvedRecipe
 from support.doubles import Machine
 

@@ -30,11 +30,10 @@ from drawloom.components.pipeline.program.notation import format_program_csv
 from drawloom.components.ports.corpus import TokenCorpus, complete_document
 from drawloom.components.ports.data import Examples, MeasuredRows, MovableData, PackedDataset, RowSource, TokenBatch
 from drawloom.components.ports.distributed import Device, Mesh, PerDimension, Precision
-from drawloom.components.ports.intervals import Interval
 from drawloom.components.ports.model import Head, LayerRange, TokenContext
 from drawloom.components.ports.parameter_roles import Role, default_role
 from drawloom.components.ports.pipeline import OuterLayersSchedule
-from drawloom.components.ports.run import Batching, Event, RunFolder, RunInfo, Step
+from drawloom.components.ports.run import Batching, Event, Interval, RunFolder, RunInfo, Step
 from drawloom.components.ports.stages import Stage, Stages
 from drawloom.graph import Every, UserError
 from drawloom.graph.testing import build, fake

@@ -16,8 +16,7 @@ from drawloom.components.model.layers import Embedding, Linear, RMSNorm
 from drawloom.components.parallel.tensor import TensorParallel
 from drawloom.components.ports.kernels import Kernels
 from drawloom.components.ports.model import Finish, HeadLayer, LayerRange, TokenContext
-from drawloom.components.ports.parameter_roles import Role
-from drawloom.components.ports.parametrization import ModelScaling
+from drawloom.components.ports.parameter_roles import ModelScaling, Role
 
 
 def check_hidden_states_request(shared: TokenContext, layers: int) -> None:

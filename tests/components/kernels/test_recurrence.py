@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.kernels.auto import AutoKernels
-from drawloom.components.ports.cache import KeyValueCache
 from drawloom.components.ports.kernels import Kernels
+from drawloom.components.ports.model import KeyValueCache
 from drawloom.graph.types.port_match import find_mismatches
 from drawloom.kernels.recompute import Selective, call_with_recomputation
 from support.exchanges import Exchange, ThreadPart, run_threads

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from drawloom.components.phases.evaluate import Evaluate
-from drawloom.components.ports.intervals import compute_seconds_between
-from drawloom.components.ports.run import Step
+from drawloom.components.ports.run import Step, compute_seconds_between
 from drawloom.components.state.step_state import StepState
 from support.doubles import Machine
 from support.steps import losses_of, values_of
