@@ -82,8 +82,7 @@ class Checkpointer:
         """Create the checkpoint folder, and remove a killed run's leftovers."""
         # imported where they are used: a check needs the settings alone, and few runs survive losses
         from drawloom.components.checkpoint.manifest import FOLDER
-        from drawloom.components.checkpoint.retention import Retention
-        from drawloom.components.checkpoint.saves import Saves
+        from drawloom.components.checkpoint.saves import Retention, Saves
 
         self._saves = Saves(
             folder=self.folder.folder / FOLDER,

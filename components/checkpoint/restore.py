@@ -18,7 +18,7 @@ from drawloom.components.checkpoint.manifest import (
     read_manifest,
 )
 from drawloom.components.checkpoint.reader import CheckpointReader, Slices, no_valid_checkpoint_error
-from drawloom.components.checkpoint.retention import Retention
+from drawloom.components.checkpoint.saves import Retention
 from drawloom.components.checkpoint.snapshot import is_rank_local, slices_by_sharded_entry
 from drawloom.components.distributed.rank_errors import run_and_gather_on_all_ranks
 from drawloom.components.ports.checkpoint import Stateful

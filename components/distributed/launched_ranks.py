@@ -33,13 +33,13 @@ from drawloom.components.distributed.membership import (
     RECOVERY_MARGIN,
     RUNS,
     Membership,
+    import_early_and_freeze_gc,
     start_membership,
     wait_to_join_running_generation,
 )
 from drawloom.components.distributed.parent import start_exit_with_parent_thread
 from drawloom.components.distributed.process_group import convert_if_collective_error
 from drawloom.components.distributed.rank_monitor import STORE_LOST, STORE_TIMEOUT, RankMonitor
-from drawloom.components.distributed.spare import import_early_and_freeze_gc
 from drawloom.components.distributed.torchrun import CONTINUES, Launch, read_launch
 from drawloom.components.ports.distributed import Device, ReplicaLimit
 from drawloom.components.ports.run import PRINTED

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from drawloom.components.checkpoint.restore import read_newest_valid
-from drawloom.components.checkpoint.retention import Retention
+from drawloom.components.checkpoint.saves import Retention
 from drawloom.components.checkpoint.staging.blocking import Blocking
 from drawloom.components.distributed.single_process import SingleProcess
 from drawloom.components.ports.run import Step

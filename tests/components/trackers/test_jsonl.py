@@ -257,7 +257,7 @@ def test_rewind_works_on_a_full_disk(tracker: JsonlTracker, tmp_path: Path, monk
     for step in (1, 2, 3):
         tracker.track(step, {"loss": 1.0})
     monkeypatch.setattr(
-        "drawloom.components.storage.appended_file.replace_file", lambda *_: pytest.fail("a file was written")
+        "drawloom.components.storage.step_log.replace_file", lambda *_: pytest.fail("a file was written")
     )
     tracker.rewind(1)
     monkeypatch.undo()
