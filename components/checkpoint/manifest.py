@@ -206,11 +206,9 @@ def _is_content_of_file(value: Any) -> bool:
 
 def _are_finite_metrics_or_null(value: Any) -> bool:
     """Return whether JSON is an object from metric names to finite numbers or null."""
-    return isinstance(value, dict) and all(value is None or _is_finite_number(value) for value in value.values())
-
-
-def _is_finite_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
+    return isinstance(value, dict) and all(
+        value is None or (type(value) in (int, float) and math.isfinite(value)) for value in value.values()
+    )
 
 
 ENTRIES: Mapping[str, Callable[[Any], bool]] = {

@@ -65,11 +65,6 @@ def group_into_concurrent_rounds(edges: Iterable[Edge]) -> list[list[Edge]]:
     return edges_by_round
 
 
-def list_ring_edges(size: int) -> list[Edge]:
-    """Return a ring's edges: every index with the next, and the last with the first."""
-    return [(index, (index + 1) % size) for index in range(size if size > 2 else size - 1)]
-
-
 MAX_RANKS = 2**20  # several times the GPUs of the largest clusters; checks and plans go through all ranks
 
 MAX_PIPELINE = 1024  # ten times the deepest known pipelines; a program has an action for each rank and microbatch

@@ -10,10 +10,10 @@ from drawloom.components.distributed.mesh import (
     Edge,
     connect_p2p_links,
     group_into_concurrent_rounds,
-    list_ring_edges,
 )
 from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.graph import UserError
+from support.exchanges import list_ring_edges
 from support.processes import run_ranks
 
 

@@ -18,8 +18,9 @@ from drawloom.components.storage.safetensors.reader import open_safetensors_fold
 from drawloom.components.storage.tensor_source import InMemoryTensors, TensorSpec
 from drawloom.components.weights.mapper import parallel
 from drawloom.components.weights.mapper_ops import identity, stack
-from drawloom.components.weights.save import plan_files, split_by_size, write_files, write_safetensors
+from drawloom.components.weights.save import plan_files, split_by_size, write_files
 from drawloom.graph import UserError
+from support.safetensors_folders import write_safetensors
 
 
 @given(sizes=st.lists(st.integers(0, 50), max_size=20), limit=st.integers(1, 60))
