@@ -11,7 +11,7 @@ from drawloom.components.ports.program import Program
 from drawloom.components.ports.rollouts import ROLLOUTS
 from drawloom.components.ports.tracking import METRIC_TOTALS
 from drawloom.components.state.batch import Batch
-from drawloom.components.state.specs import Replicate, SpecTree, Stack
+from drawloom.components.state.sharding import Spec
 from drawloom.components.state.step_state import StepState
 from drawloom.graph import port
 
@@ -96,11 +96,11 @@ shape (), and `sums`, a dict of further sums (...) by name. In the global view t
 Ranks without the last stage have the losses of 0 microbatches.
 """
 
-STEP_SPECS: Mapping[str, SpecTree] = {
-    "batches": Stack(),
-    ROLLOUTS: Stack(),
-    LOSSES: Stack(),
-    METRIC_TOTALS: Replicate(),
+STEP_SPECS: Mapping[str, Spec] = {
+    "batches": "stack",
+    ROLLOUTS: "stack",
+    LOSSES: "stack",
+    METRIC_TOTALS: "replicate",
 }
 """The division into microbatches of the step's values that are not numbers."""
 
