@@ -1,7 +1,7 @@
 """Port for a model's operations on tensors, whose implementations the recipe chooses."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -91,6 +91,13 @@ class PeerExchange(Protocol):
         ...
 
 
+@runtime_checkable
+class BatchInvariant(Protocol):
+    """Kernels by which a token has the same bits in every batch, at every length and with a cache."""
+
+    batch_invariant: ClassVar[bool]
+
+
 @port
 class Kernels(Protocol):
     """
@@ -103,11 +110,6 @@ class Kernels(Protocol):
 
     The states of recurrent operations start at zero in every document.
     """
-
-    @property
-    def batch_invariant(self) -> bool:
-        """Whether a token has the same bits in every batch, at every length and with a cache."""
-        ...
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """
