@@ -2,7 +2,7 @@
 
 import attrs
 
-from drawloom.components.phases.forward_backward import run_passes_until_rows_fit
+from drawloom.components.phases.training_passes import run_passes_until_rows_fit
 from drawloom.components.ports.experts import RowLimit
 from drawloom.components.ports.pipeline import Executor, PassObserver
 from drawloom.components.ports.run import Step

@@ -154,8 +154,13 @@ class EndsAnswers(Protocol):
 
 
 @port
-class ChatPrompts(EndsAnswers, Protocol):
+class ChatPrompts(Protocol):
     """An encoder from conversations to prompts for an answer."""
+
+    @property
+    def answer_end_ids(self) -> frozenset[int]:
+        """Ids to end an answer."""
+        ...
 
     def encode_messages_as_prompt(self, messages: Sequence[Mapping[str, Any]]) -> np.ndarray:
         """

@@ -16,14 +16,8 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.state.sharding import (
-    ChooseSpec,
-    Spec,
-    choose_spec_of_shard_leaf,
-    choose_spec_of_whole_leaf,
-    shard_tree,
-    unshard_tree,
-)
+from drawloom.components.state import sharding
+from drawloom.components.state.sharding import ChooseSpec, Spec
 from drawloom.components.state.trees import list_leaves, map_leaves
 
 
@@ -246,8 +240,10 @@ class StepState:
         if key not in self:
             raise self._create_missing_error(key, range(self.microbatches), f"[{key!r}]")
         shards = [self._shards[key][index] for index in range(self.microbatches)]
-        infer = choose_spec_of_whole_leaf if key in self._split else choose_spec_of_shard_leaf
-        return _call_with_error_location(f"[{key!r}]", partial(unshard_tree, shards, self._choose_spec(key, infer)))
+        infer = sharding.choose_spec_of_whole_leaf if key in self._split else sharding.choose_spec_of_shard_leaf
+        return _call_with_error_location(
+            f"[{key!r}]", partial(sharding.unshard_tree, shards, self._choose_spec(key, infer))
+        )
 
     def _read_microbatch_shard(self, key: str, index: int, location: str) -> Any:
         """Return a value's shard for one microbatch; MissingStateError if it was not written."""
@@ -273,8 +269,8 @@ class StepState:
 
     def _split_value(self, key: str) -> dict[int, Any]:
         """Shard a value written in the global view, and return the shards by microbatch."""
-        choose_spec = self._choose_spec(key, choose_spec_of_whole_leaf)
-        shards = shard_tree(self._written[key], choose_spec, self.microbatches)
+        choose_spec = self._choose_spec(key, sharding.choose_spec_of_whole_leaf)
+        shards = sharding.shard_tree(self._written[key], choose_spec, self.microbatches)
         self._split.add(key)
         return dict(enumerate(shards))
 

@@ -123,7 +123,7 @@ def ranks_are_below_their_counts(processes: Processes) -> None:
 
 
 def group_has_the_ranks_of_the_set_with_this_rank(processes: Processes) -> None:
-    """The group of several sets of ranks is the set that contains this rank, with this rank's index in it."""
+    """Among several sets, the group is the set that contains this rank, with this rank's index in it."""
     world = list(range(processes.world_size))
     together = processes.make_group("together", [world])
     expect(
@@ -156,7 +156,7 @@ def without_edges_there_are_no_channels(neighbours: Mesh) -> None:
 
 
 def swiglu_halves_follows_its_formula(kernels: Kernels) -> None:
-    """The result is swiglu of the two halves of the channels, gate first, times the scale of each row."""
+    """Swiglu is applied to both halves, gate first, and multiplied by the rows' scales."""
     both, scale = _random_tensor(5, 16), _random_tensor(5)
     gate, up = both.double().chunk(2, -1)
     _expect_close(kernels.swiglu_halves(both), gate * gate.sigmoid() * up)
@@ -222,7 +222,7 @@ def swiglu_follows_its_formula(kernels: Kernels) -> None:
 
 
 def rope_rotates_pairs_of_channels(kernels: Kernels) -> None:
-    """Pairs of channels, from the two halves of a head, are rotated by their angles."""
+    """Channel pairs, from both halves in a head, are rotated by their angles."""
     x, angles = _random_tensor(2, 5, 3, 8), _random_tensor(2, 5, 4)
     cos, sin = angles.cos().double()[:, :, None], angles.sin().double()[:, :, None]
     first, second = x.double().chunk(2, -1)
@@ -442,7 +442,7 @@ def convolution_is_causal_within_documents(kernels: Kernels) -> None:
 
 
 def states_follow_the_gated_delta_rule(kernels: Kernels) -> None:
-    """The result is that of a loop over the tokens of each document, in which two value heads share a key head."""
+    """A loop over every document's tokens has the same result; two value heads share a key head."""
     q, k, v, g, beta = (x.double() for x in _make_recurrence_inputs())
     wanted = torch.zeros_like(v)
     for row, head in ((row, head) for row in range(2) for head in range(4)):
@@ -458,7 +458,7 @@ def states_follow_the_gated_delta_rule(kernels: Kernels) -> None:
 
 
 def results_for_cached_parts_equal_the_whole_texts(kernels: Kernels) -> None:
-    """Both operations on parts of a text, with a cache of states, equal the results for the whole text."""
+    """Both operations on parts, with cached states, equal the results for the whole text."""
     (q, k, v, g, beta), x, weight = _make_recurrence_inputs(), _random_tensor(2, 6, 3), _random_tensor(3, 4)
     documents, cache = torch.zeros(2, 6, dtype=torch.int64), KeyValueCache(6)
     mask = kernels.recurrence_mask(documents)
@@ -482,7 +482,7 @@ def microbatches_have_exactly_the_rows_of_a_step(batching: Batching) -> None:
 
 
 def every_position_is_used_once(batching: Batching) -> None:
-    """The positions of a rank are in the step's range of the endless order, without repetition."""
+    """A rank's positions are in the step's range in the endless order, without repetition."""
     for step in (1, 2, 3):
         microbatches = batching.microbatch_row_positions(step)
         positions = [position for microbatch in microbatches for position in microbatch]
@@ -578,7 +578,7 @@ def stages_are_ordered_and_not_on_the_meta_device(stages: Stages) -> None:
         )
 
 
-def owned_parameters_are_a_subset(parameters: Parameters) -> None:
+def a_rank_owns_a_subset_in_order(parameters: Parameters) -> None:
     """The parameters that count on a rank are a subsequence of its named parameters."""
     named = [id(parameter) for _, parameter in parameters.named_parameters()]
     owned = [id(parameter) for _, parameter in parameters.owned_parameters()]
@@ -589,7 +589,7 @@ def owned_parameters_are_a_subset(parameters: Parameters) -> None:
 
 
 def gradients_are_summed_over_ranks(parameters: Parameters) -> None:
-    """A gradient of ones becomes the number of ranks with the parameter."""
+    """Gradients are ones before, and afterwards the count of ranks with the parameter."""
     for _, parameter in parameters.named_parameters():
         get_or_create_gradient(parameter).fill_(1)
     parameters.sum_remaining_gradients()
@@ -619,7 +619,7 @@ def layers_use_changed_master_weights(stages: Stages) -> None:
 
 
 def compute_gradients_become_master_gradients(stages: Stages) -> None:
-    """Gradients of compute weights become gradients of master weights."""
+    """Compute weights' gradients become the master weights'."""
     for stage in stages.local:
         for parameter in stage.module.parameters():
             get_or_create_gradient(parameter).fill_(1)
