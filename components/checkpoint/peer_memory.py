@@ -59,8 +59,9 @@ class StateMemory:
 
     def reference_states(self, key: PartKey, nodes: Mapping[str, Stateful]) -> HeldState:
         """Reference and return the state after a step. Tensors must not change before `replace_reference_by_copy`."""
-        states = {name: map_leaves(_detach_if_tensor, node.state_dict()) for name, node in nodes.items()}
-        self._current = HeldState.from_nodes(key, nodes, states)
+        states = {name: node.state_dict() for name, node in nodes.items()}
+        detached = map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, states)
+        self._current = HeldState.from_nodes(key, nodes, detached)
         return self._current
 
     def replace_reference_by_copy(self) -> None:
@@ -96,10 +97,6 @@ class StateMemory:
     def drop_older_states_and_keep_copy(self, copy: NeighbourCopy | None) -> None:
         """Replace all older states by the kept one and by a neighbour's after the same step, if it has one."""
         self._shared, self._copies = (self._copy, (copy,)) if copy else (None, ())
-
-
-def _detach_if_tensor(leaf: object) -> object:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
 @attrs.define(eq=False)

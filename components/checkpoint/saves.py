@@ -135,17 +135,6 @@ def describe_io_error_on_all_ranks(error: RankError, checkpoints: Path, needed_b
     return f"disk full: needs {format_decimal_byte_size(needed_bytes)}, {free} free in {checkpoints} ({error})"
 
 
-def check_space_on_all_ranks(world: Group, checkpoints: Path, expected_bytes: int, last_checkpoint_bytes: int) -> None:
-    """
-    Raise UserError on all ranks if the disk has no space for one checkpoint; warn if it has no space for two.
-
-    `expected_bytes` is this rank's part once all state exists. `last_checkpoint_bytes` is the newest checkpoint's size
-    over all ranks, or 0: a state may exceed its forecast.
-    """
-    total = sum(world.gather_json(expected_bytes))
-    run_on_rank0(world, lambda: _check_free_bytes(checkpoints, total, max(total, last_checkpoint_bytes)))
-
-
 def _check_free_bytes(checkpoints: Path, expected_bytes: int, likely_bytes: int) -> None:
     """Raise UserError if fewer than `expected_bytes` are free; warn if fewer than twice `likely_bytes` are."""
     free = durable_files.count_free_bytes(checkpoints)
@@ -281,9 +270,14 @@ class Saves:
     def check_free_disk_space_on_all_ranks(
         self, growing: Mapping[str, GrowingState], last_checkpoint_bytes: int
     ) -> None:
-        """Check the free disk space; `last_checkpoint_bytes` is 0 without a checkpoint."""
+        """
+        Raise UserError on all ranks if the disk has no space for one checkpoint; warn if it has no space for two.
+
+        `last_checkpoint_bytes` is the newest checkpoint's size over all ranks, or 0: a state may exceed its forecast.
+        """
         own_bytes = self._commit_protocol_over_ranks.plan.forecast_bytes(self.states, growing)
-        check_space_on_all_ranks(self.world, self.folder, own_bytes, last_checkpoint_bytes)
+        total = sum(self.world.gather_json(own_bytes))
+        run_on_rank0(self.world, lambda: _check_free_bytes(self.folder, total, max(total, last_checkpoint_bytes)))
 
     @cached_property
     def _commit_protocol_over_ranks(self) -> commit.CommitProtocol:
@@ -296,7 +290,10 @@ class Saves:
         if self.group.rank == 0:
             run_log.info("checkpoint saved: %s", checkpoint)
             self.retention.remember_as_valid(checkpoint, snapshot.values)
-            self._remove_expired(checkpoint)
+            try:
+                commit.remove_checkpoints(self.retention.verify_kept_and_select_expired(self.folder, checkpoint))
+            except OSError as error:  # the new checkpoint is committed, and the next save tries again
+                log.warning("expired checkpoints in %s could not be removed: %s", self.folder, error)
 
     def _flush_logs(self) -> None:
         """Flush metric logs before the commit, so a checkpoint does not silently outlive its logs."""
@@ -308,10 +305,3 @@ class Saves:
                 errors[error.strerror or str(error)] = name
         for text, name in errors.items():
             log.warning("[%s] can't be flushed to disk, and a kill or a power cut would lose lines: %s", name, text)
-
-    def _remove_expired(self, saved: Path) -> None:
-        """Remove expired checkpoints up to `saved`; only warn if the disk fails."""
-        try:
-            commit.remove_checkpoints(self.retention.verify_kept_and_select_expired(self.folder, saved))
-        except OSError as error:  # the new checkpoint is committed, and the next save tries again
-            log.warning("expired checkpoints in %s could not be removed: %s", self.folder, error)

@@ -223,7 +223,9 @@ def write_safetensors_folder_collectively(
     files = plan_files(specs_by_writer, max_shard)  # the same on every rank
     # one rank creates the folder, and shares its random name
     temporary, folders = run_and_gather_on_all_ranks(
-        group, lambda: create_temp_folder(target) if group.rank == 0 else None, to_json=_path_or_empty
+        group,
+        lambda: create_temp_folder(target) if group.rank == 0 else None,
+        to_json=lambda created: "" if created is None else str(created.folder),
     )
     try:
         folder = Path(folders[0])
@@ -242,10 +244,6 @@ def _describe_own_specs_as_json(own: Share) -> dict[str, Any]:
     specs = {name: spec for name, spec in compute_output_specs(own.source, own.mapper).items() if name in own.writes}
     check_storable(specs)
     return {name: [spec.shape, CODES[spec.dtype]] for name, spec in specs.items()}
-
-
-def _path_or_empty(temporary: TempFolder | None) -> str:
-    return "" if temporary is None else str(temporary.folder)
 
 
 def _gather_and_write_own_files(folder: Path, files: list[PlannedFile], own: Share) -> None:
