@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import attrs
 import torch
 
-from drawloom.components.ports.checkpoint import Durable, GrowingState, Stateful
-from drawloom.components.ports.distributed import Device, Mesh, Processes, SurvivingProcesses
+from drawloom.components.ports.checkpoint import Durable, GrowingState, Stager, Stateful
+from drawloom.components.ports.distributed import Device, Mesh, Processes
 from drawloom.components.ports.run import Cadence, RunFolder, Step, describe_cadence_fault, exclude_from_rates, is_due
-from drawloom.components.ports.staging import Stager
 from drawloom.graph import Every, ResolvedRecipe, at_least, component, setting
 from drawloom.graph.problems import Problem, ReopenError
 from drawloom.graph.wiring.node import NodeView
@@ -83,8 +82,7 @@ class Checkpointer:
         """Create the checkpoint folder, and remove a killed run's leftovers."""
         # imported where they are used: a check needs the settings alone, and few runs survive losses
         from drawloom.components.checkpoint.manifest import FOLDER
-        from drawloom.components.checkpoint.retention import RetentionPolicy
-        from drawloom.components.checkpoint.saves import Saves
+        from drawloom.components.checkpoint.saves import Retention, Saves
 
         self._saves = Saves(
             folder=self.folder.folder / FOLDER,
@@ -94,10 +92,10 @@ class Checkpointer:
             records=self.records,
             recipe=self.recipe,
             staging=self.staging,
-            policy=RetentionPolicy(self.keep, self.keep_every, self.best, self.best_is),
+            retention=Retention(self.keep, self.keep_every, self.best, self.best_is),
             failures=self.failures,
         )
-        if isinstance(self.processes, SurvivingProcesses) and self.processes.survives_rank_losses:
+        if self.processes.survives_rank_losses:
             from drawloom.components.checkpoint.peer_memory import PeerMemory
 
             self._joins_others = self.processes.generation > 0
@@ -165,7 +163,6 @@ class Checkpointer:
             return
         if not step.goes_back:
             self._peers.reference_and_send_to_neighbour(step)
-        assert isinstance(self.processes, SurvivingProcesses)
         joining = torch.tensor(0 if step.is_last else int(self.processes.can_grow_with_spares()))
         self.mesh.world.max(joining)
         self._peers.memory.drop_older_neighbour_copies()

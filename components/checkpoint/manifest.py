@@ -190,27 +190,19 @@ def _are_strings(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
-def _are_contents_by_file(value: Any) -> bool:
-    return isinstance(value, dict) and all(map(_is_content_of_file, value.values()))
-
-
 def _is_content_of_file(value: Any) -> bool:
-    if not isinstance(value, dict) or value.keys() != {"size", "blocks"} or not _is_nonnegative_integer(value["size"]):
-        return False
     return (
-        _are_strings(value["blocks"])
+        isinstance(value, dict)
+        and value.keys() == {"size", "blocks"}
+        and _is_nonnegative_integer(value["size"])
+        and _are_strings(value["blocks"])
         and len(value["blocks"]) == count_hash_blocks(value["size"])
         and all(map(SHA256.fullmatch, value["blocks"]))
     )
 
 
-def _are_finite_metrics_or_null(value: Any) -> bool:
-    """Return whether JSON is an object from metric names to finite numbers or null."""
-    return isinstance(value, dict) and all(value is None or _is_finite_number(value) for value in value.values())
-
-
-def _is_finite_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
+def _is_finite_metric_or_null(value: Any) -> bool:
+    return value is None or (type(value) in (int, float) and math.isfinite(value))
 
 
 ENTRIES: Mapping[str, Callable[[Any], bool]] = {
@@ -220,6 +212,6 @@ ENTRIES: Mapping[str, Callable[[Any], bool]] = {
     "replicated": _are_strings,
     "local": _are_strings,
     "sharded": _are_strings,
-    "files": _are_contents_by_file,
-    "values": _are_finite_metrics_or_null,
+    "files": lambda value: isinstance(value, dict) and all(map(_is_content_of_file, value.values())),
+    "values": lambda value: isinstance(value, dict) and all(map(_is_finite_metric_or_null, value.values())),
 }

@@ -25,7 +25,7 @@ from drawloom.components.checkpoint.snapshot import (
 from drawloom.components.distributed.mesh_layout import MODEL
 from drawloom.components.ports.checkpoint import Stateful
 from drawloom.components.ports.distributed import Group, Mesh
-from drawloom.components.ports.slices import TensorSlice
+from drawloom.components.ports.slices import SlicedTensor, TensorSlice
 from drawloom.components.storage.state_tree import (
     PackedState,
     Tree,
@@ -33,35 +33,31 @@ from drawloom.components.storage.state_tree import (
     list_dict_entries,
     pack_state,
 )
-from drawloom.components.storage.tensor_source import view_bytes
+from drawloom.components.storage.tensor_source import TensorSpec, view_as_tensor, view_bytes
 
-ROUND = 2**25  # bytes sent from one rank to another at once
+ROUND = 2**25  # bytes that a rank receives at once
 ALIGNMENT = 16  # bytes; views of a buffer in any dtype start at a multiple of it
+
+
+def _to_tuple(numbers: Iterable[int]) -> tuple[int, ...]:
+    return tuple(numbers)
 
 
 @attrs.frozen(order=True)
 class PartKey:
-    """A rank's part of the state after a step: the mesh's sizes along MODEL, and the rank's indices."""
+    """
+    A rank's part of the state after a step: the mesh's sizes along MODEL, and the rank's indices. As JSON it is a dict.
+    """
 
     step: int
-    sizes: tuple[int, ...]
-    indices: tuple[int, ...]
+    sizes: tuple[int, ...] = attrs.field(converter=_to_tuple)
+    indices: tuple[int, ...] = attrs.field(converter=_to_tuple)
 
     @classmethod
     def of_this_rank(cls, step: int, mesh: Mesh) -> "PartKey":
         """Return this rank's key."""
         sizes, indices = (attrs.asdict(numbers) for numbers in (mesh.sizes, mesh.indices))
-        return cls(step, tuple(sizes[name] for name in MODEL), tuple(indices[name] for name in MODEL))
-
-    @classmethod
-    def from_json(cls, values: Sequence[Any]) -> "PartKey":
-        """Return the key in a JSON value."""
-        step, sizes, indices = values
-        return cls(step, tuple(sizes), tuple(indices))
-
-    def to_json(self) -> list[Any]:
-        """Return the key as a JSON value."""
-        return [self.step, [*self.sizes], [*self.indices]]
+        return cls(step, [sizes[name] for name in MODEL], [indices[name] for name in MODEL])
 
 
 @attrs.frozen
@@ -110,29 +106,24 @@ class NeighbourCopy:
 
 @attrs.frozen
 class TensorRequest:
-    """Rows of a named tensor, wanted from a rank in a group; `shape` is theirs."""
+    """Rows of a named tensor from the row `first` on, wanted from a rank in a group. As JSON it is a dict."""
 
     source: int
     name: str
     dtype: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...] = attrs.field(converter=_to_tuple)
     first: int = 0
 
-    @classmethod
-    def from_json(cls, values: Sequence[Any]) -> "TensorRequest":
-        """Return the request in a JSON value."""
-        source, name, dtype, shape, first = values
-        return cls(source, name, dtype, tuple(shape), first)
-
-    def to_json(self) -> list[Any]:
-        """Return the request as a JSON value."""
-        return [*attrs.astuple(self)]
-
     @property
-    def bytes(self) -> int:
-        """Size in bytes."""
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return math.prod(self.shape) * dtype.itemsize
+    def spec(self) -> TensorSpec:
+        """Shape and dtype of the wanted rows."""
+        return TensorSpec(self.shape, getattr(torch, self.dtype))
+
+    def select_bytes(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Return the wanted rows' bytes, uint8 (bytes,)."""
+        tensor = tensors[self.name]
+        is_whole = tensor.shape == self.shape
+        return _view_as_bytes(tensor if is_whole else tensor[self.first : self.first + self.shape[0]])
 
 
 def compute_digest(tensors: Iterable[Tensor]) -> str:
@@ -152,34 +143,18 @@ def exchange_tensors(
     `requests` are all ranks', by rank, and `tensors` are this rank's by name. All ranks in the group call this.
     """
     received = _allocate_requested(requests[group.rank])
-    by_pair = {
-        (receiver, source): _divide_into_rounds(
-            [index for index, request in enumerate(wanted) if request.source == source], wanted
-        )
-        for receiver, wanted in enumerate(requests)
-        for source in range(group.size)
-    }
-    for number in range(max(map(len, by_pair.values()), default=0)):
-        parts = [
-            [
-                _view_as_bytes(_select_requested_rows(tensors, requests[receiver][index]))
-                for index in _get_round_or_empty(by_pair[receiver, group.rank], number)
-            ]
-            for receiver in range(group.size)
+    for batches in itertools.zip_longest(*map(_divide_into_rounds, requests), fillvalue=()):
+        sent = [
+            [request.select_bytes(tensors) for _, request in batch if request.source == group.rank] for batch in batches
         ]
-        sent = [sum(map(len, listed)) for listed in parts]
-        outgoing = torch.empty(sum(sent), dtype=torch.uint8, device=group.device)
-        for target, part in zip(
-            torch.split(outgoing, [len(part) for listed in parts for part in listed]),
-            itertools.chain.from_iterable(parts),
-            strict=True,
-        ):
-            target.copy_(part)
-        incoming = [_get_round_or_empty(by_pair[group.rank, source], number) for source in range(group.size)]
-        sizes = [sum(requests[group.rank][index].bytes for index in indices) for indices in incoming]
-        data = group.all_to_all(outgoing, sent, sizes)
-        order = [index for indices in incoming for index in indices]
-        for index, part in zip(order, torch.split(data, [received[index].nbytes for index in order]), strict=True):
+        parts = (part.to(group.device) for listed in sent for part in listed)
+        outgoing = torch.cat([torch.empty(0, dtype=torch.uint8, device=group.device), *parts])
+        wanted = sorted(batches[group.rank], key=lambda item: item[1].source)
+        sizes = [
+            sum(request.spec.bytes for _, request in wanted if request.source == rank) for rank in range(group.size)
+        ]
+        data = group.all_to_all(outgoing, [sum(map(len, listed)) for listed in sent], sizes)
+        for (index, _), part in zip(wanted, torch.split(data, [item.spec.bytes for _, item in wanted]), strict=True):
             _view_as_bytes(received[index]).copy_(part)
     return received
 
@@ -191,16 +166,14 @@ def exchange_copies_with_neighbours(group: Group, sources: Sequence[int], state:
     `sources` are the ranks in the group whose copies ranks keep, by rank. All ranks in the group call this.
     """
     packed = state.pack()
-    own = [state.key.to_json(), packed.tree, _list_specs_as_json(packed), compute_digest(packed.tensors.values())]
-    parts = group.gather_json(own)
+    specs, digest = _describe_tensors(packed), compute_digest(packed.tensors.values())
+    parts = group.gather_json({"key": attrs.asdict(state.key), "tree": packed.tree, "specs": specs, "digest": digest})
     requests = [
-        [TensorRequest(source, name, dtype, shape) for name, dtype, shape in _parse_specs(parts[source][2])]
-        for source in sources
+        [TensorRequest(source, name, **spec) for name, spec in parts[source]["specs"].items()] for source in sources
     ]
-    key, tree, specs, digest = parts[sources[group.rank]]
-    tensors = exchange_tensors(group, packed.tensors, requests)
-    names = [name for name, _, _ in _parse_specs(specs)]
-    return NeighbourCopy(PartKey.from_json(key), PackedState(tree, dict(zip(names, tensors, strict=True))), digest)
+    kept = parts[sources[group.rank]]
+    tensors = dict(zip(kept["specs"], exchange_tensors(group, packed.tensors, requests), strict=True))
+    return NeighbourCopy(PartKey(**kept["key"]), PackedState(kept["tree"], tensors), kept["digest"])
 
 
 def find_newest_complete(offers: Sequence[Sequence[PartKey]]) -> dict[PartKey, int]:
@@ -231,76 +204,57 @@ def exchange_and_assemble_states(
     """
     keys = sorted(sources)
     described = {
-        str(number): [own[key].tree, _list_specs_as_json(own[key])]
+        str(number): [own[key].tree, _describe_tensors(own[key])]
         for number, key in enumerate(keys)
         if sources[key] == group.rank
     }
     parts = {int(number): part for gathered in group.gather_json(described) for number, part in gathered.items()}
-    readable = [number for number, key in enumerate(keys) if key in own]
-    order = [*readable, *(number for number in range(len(keys)) if number not in readable)]
+    order = sorted(range(len(keys)), key=lambda number: keys[number] not in own)  # parts on this rank first
     slices = {name: slices_by_sharded_entry(node) for name, node in nodes.items()}
     reader = MemoryReader(
         trees=_remove_duplicates({number: parts[number][0] for number in order}, slices),
-        specs={number: {name: spec for name, *spec in parts[number][1]} for number in order},
-        tensors={number: own[keys[number]].tensors for number in readable},
+        tensors={number: {**own[keys[number]].tensors} if keys[number] in own else {} for number in order},
     )
 
     def pick(_number: int, node: str) -> Slices | bool:
         wanted = slices.get(node)
         return node in nodes if wanted is None else wanted
 
-    wanted = [
-        (number, name, part)
-        for number in order
-        if number not in reader.tensors
-        for name, part in reader.list_needed_tensors_with_rows(number, reader.pick_trees_and_find_uses(number, pick)[1])
-    ]
-    requests = [reader.make_request(number, name, part, sources[keys[number]]) for number, name, part in wanted]
-    gathered = group.gather_json([request.to_json() for request in requests])
+    wanted: list[tuple[int, str, TensorSlice | None]] = []
+    requests: list[TensorRequest] = []
+    for number in order:
+        if keys[number] not in own:
+            for name, pairs in reader.pick_trees_and_find_uses(number, pick)[1].items():
+                spec = parts[number][1][name]
+                rows = find_rows_unless_all(tuple(spec["shape"]), pairs)
+                request = TensorRequest(sources[keys[number]], f"{number} {name}", **spec)
+                requests.append(attrs.evolve(request, shape=rows.size, first=rows.offsets[0]) if rows else request)
+                wanted.append((number, name, rows))
+    gathered = group.gather_json([attrs.asdict(request) for request in requests])
     offered = {
         f"{number} {name}": tensor
         for number, key in enumerate(keys)
         if sources[key] == group.rank
         for name, tensor in own[key].tensors.items()
     }
-    received = exchange_tensors(group, offered, [[*map(TensorRequest.from_json, values)] for values in gathered])
-    for (number, name, part), tensor in zip(wanted, received, strict=True):
-        reader.received.setdefault(number, {})[name] = tensor, part
+    received = exchange_tensors(group, offered, [[TensorRequest(**value) for value in values] for values in gathered])
+    for (number, name, rows), tensor in zip(wanted, received, strict=True):
+        reader.tensors[number][name] = SlicedTensor(tensor, rows) if rows else tensor
     return reader.read_and_join_states(order, pick)
 
 
-@attrs.define
+@attrs.frozen
 class MemoryReader(PieceReader):
-    """
-    Reader for parts of the state in ranks' memory, by the parts' numbers.
-
-    `specs` has dtypes and shapes, `tensors` are on this rank, and `received` comes from other ranks.
-    """
+    """Reader for parts of the state in this rank's memory, by the parts' numbers."""
 
     trees: Mapping[int, dict[str, Tree]]
-    specs: Mapping[int, Mapping[str, Sequence[Any]]]
-    tensors: Mapping[int, Mapping[str, Tensor]]
-    received: dict[int, Parts] = attrs.field(factory=dict)
+    tensors: Mapping[int, Parts]
 
     def read_trees_by_node(self, rank: int) -> dict[str, Tree]:
         return self.trees[rank]
 
     def read_tensors(self, rank: int, uses: Uses) -> Parts:
-        """Return a part's used tensors, which are on this rank or were received."""
-        if rank in self.tensors:
-            return {name: (self.tensors[rank][name], None) for name in uses}
-        return {name: self.received[rank][name] for name in uses}
-
-    def list_needed_tensors_with_rows(self, number: int, uses: Uses) -> list[tuple[str, TensorSlice | None]]:
-        """Return a part's used tensors with their necessary rows."""
-        return [(name, find_rows_unless_all(tuple(self.specs[number][name][1]), pairs)) for name, pairs in uses.items()]
-
-    def make_request(self, number: int, name: str, part: TensorSlice | None, source: int) -> TensorRequest:
-        """Return the request for rows of a tensor; None for all rows."""
-        dtype, shape = self.specs[number][name]
-        if part is None:
-            return TensorRequest(source, f"{number} {name}", dtype, tuple(shape))
-        return TensorRequest(source, f"{number} {name}", dtype, part.size, part.offsets[0])
+        return {name: self.tensors[rank][name] for name in uses}
 
 
 def _remove_duplicates(trees: Mapping[int, Tree], slices: Mapping[str, Slices | None]) -> dict[int, dict[str, Tree]]:
@@ -329,50 +283,36 @@ def _remove_duplicates(trees: Mapping[int, Tree], slices: Mapping[str, Slices | 
     return kept
 
 
-def _list_specs_as_json(packed: PackedState) -> list[list[Any]]:
-    """Return packed tensors' names, dtypes and shapes as JSON."""
-    return [
-        [name, str(tensor.dtype).removeprefix("torch."), [*tensor.shape]] for name, tensor in packed.tensors.items()
-    ]
-
-
-def _parse_specs(specs: Sequence[Sequence[Any]]) -> list[tuple[str, str, tuple[int, ...]]]:
-    return [(name, dtype, tuple(shape)) for name, dtype, shape in specs]
+def _describe_tensors(packed: PackedState) -> dict[str, dict[str, Any]]:
+    """Return packed tensors' dtypes and shapes by name, as JSON."""
+    return {
+        name: {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": [*tensor.shape]}
+        for name, tensor in packed.tensors.items()
+    }
 
 
 def _allocate_requested(requests: Sequence[TensorRequest]) -> list[Tensor]:
     """Return memory for requested tensors, as views into one buffer."""
-    starts = [0]
-    for request in requests:
-        starts.append(starts[-1] + -(-request.bytes // ALIGNMENT) * ALIGNMENT)
+    sizes = [request.spec.bytes for request in requests]
+    starts = [0, *itertools.accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]
     buffer = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=torch.cuda.is_available())
     return [
-        buffer[start : start + request.bytes].view(getattr(torch, request.dtype)).view(request.shape)
-        for start, request in zip(starts, requests, strict=False)
+        view_as_tensor(buffer[start : start + size], request.spec)
+        for start, size, request in zip(starts, sizes, requests, strict=False)
     ]
 
 
-def _divide_into_rounds(indices: Sequence[int], requests: Sequence[TensorRequest]) -> list[list[int]]:
-    """Divide the requests with these indices into rounds of at most ROUND bytes or a single request."""
-    rounds: list[list[int]] = []
+def _divide_into_rounds(requests: Sequence[TensorRequest]) -> list[list[tuple[int, TensorRequest]]]:
+    """Divide a rank's requests, with their numbers, into rounds of at most ROUND bytes or a single request."""
+    rounds: list[list[tuple[int, TensorRequest]]] = []
     size = 0
-    for index in indices:
-        if not rounds or size + requests[index].bytes > ROUND:
+    for index, request in enumerate(requests):
+        size += request.spec.bytes
+        if not rounds or size > ROUND:
             rounds.append([])
-            size = 0
-        rounds[-1].append(index)
-        size += requests[index].bytes
+            size = request.spec.bytes
+        rounds[-1].append((index, request))
     return rounds
-
-
-def _get_round_or_empty(rounds: Sequence[Sequence[int]], number: int) -> Sequence[int]:
-    return rounds[number] if number < len(rounds) else []
-
-
-def _select_requested_rows(tensors: Mapping[str, Tensor], request: TensorRequest) -> Tensor:
-    """Return the requested rows."""
-    tensor = tensors[request.name]
-    return tensor if tensor.shape == request.shape else tensor[request.first : request.first + request.shape[0]]
 
 
 def _view_as_bytes(tensor: Tensor) -> Tensor:

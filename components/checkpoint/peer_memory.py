@@ -59,8 +59,9 @@ class StateMemory:
 
     def reference_states(self, key: PartKey, nodes: Mapping[str, Stateful]) -> HeldState:
         """Reference and return the state after a step. Tensors must not change before `replace_reference_by_copy`."""
-        states = {name: map_leaves(_detach_if_tensor, node.state_dict()) for name, node in nodes.items()}
-        self._current = HeldState.from_nodes(key, nodes, states)
+        states = {name: node.state_dict() for name, node in nodes.items()}
+        detached = map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, states)
+        self._current = HeldState.from_nodes(key, nodes, detached)
         return self._current
 
     def replace_reference_by_copy(self) -> None:
@@ -96,10 +97,6 @@ class StateMemory:
     def drop_older_states_and_keep_copy(self, copy: NeighbourCopy | None) -> None:
         """Replace all older states by the kept one and by a neighbour's after the same step, if it has one."""
         self._shared, self._copies = (self._copy, (copy,)) if copy else (None, ())
-
-
-def _detach_if_tensor(leaf: object) -> object:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
 @attrs.define(eq=False)
@@ -166,13 +163,14 @@ class PeerMemory:
         parts = self.memory.list_intact_parts()
         own_keys = {key for key, part in parts.items() if isinstance(part, HeldState)}
         own_key = PartKey.of_this_rank(0, self.mesh)
-        gathered = world.gather_json([own_key.to_json(), [[key.to_json(), key in own_keys] for key in parts]])
-        offers = [{PartKey.from_json(key): is_held for key, is_held in offered} for _, offered in gathered]
+        offer = [[attrs.asdict(key), key in own_keys] for key in parts]
+        gathered = world.gather_json([attrs.asdict(own_key), offer])
+        offers = [{PartKey(**key): is_held for key, is_held in offered} for _, offered in gathered]
         sources = find_newest_complete([[*offered] for offered in offers])
         step = next((key.step for key in sources), 0)
         if not step or step < newest_on_disk:
             return 0
-        needed = [attrs.evolve(PartKey.from_json(key), step=step) for key, _ in gathered]
+        needed = [PartKey(**{**key, "step": step}) for key, _ in gathered]
         own_key = needed[world.rank]
         own = {key: part for key, part in parts.items() if key in sources}
         if all(offered.get(key) for key, offered in zip(needed, offers, strict=True)):

@@ -13,9 +13,8 @@ from drawloom.components.ports.run import Event, EventKind, RunFolder, Step
 from drawloom.components.ports.stages import Parameters
 from drawloom.components.ports.tracking import METRIC_TOTALS, Tracker
 from drawloom.components.state.trees import list_labelled_children
-from drawloom.components.storage.appended_file import AppendedFile
 from drawloom.components.storage.regular_file import create_folder_unless_link
-from drawloom.components.storage.step_log import encode_row
+from drawloom.components.storage.step_log import AppendedFile, encode_row
 from drawloom.components.storage.tensor_source import hash_tensor_bytes
 from drawloom.graph import Every, component
 

@@ -24,7 +24,7 @@ from drawloom.components.checkpoint.manifest import (
 )
 from drawloom.components.checkpoint.snapshot import assemble_pieces, find_rows_unless_all, is_piece_needed
 from drawloom.components.checkpoint.threads import map_parallel
-from drawloom.components.ports.slices import TensorSlice
+from drawloom.components.ports.slices import SlicedTensor, TensorSlice
 from drawloom.components.storage.regular_file import ContentMismatchError, VerifiedFile, open_file_to_verify
 from drawloom.components.storage.safetensors.header import HeaderError
 from drawloom.components.storage.safetensors.reader import read_tensor, read_tensor_offset_and_entries
@@ -32,7 +32,6 @@ from drawloom.components.storage.state_tree import (
     Tree,
     iterate_tensor_names_and_slices,
     list_dict_entries,
-    narrow_tensors_to_slices,
     unpack_state,
 )
 from drawloom.components.storage.strict_json import parse_strict_json
@@ -49,8 +48,8 @@ Pick = Callable[[int, str], Slices | bool]
 Uses = dict[str, list[tuple[TensorSlice | None, TensorSlice | None]]]
 """Saved tensors by name, as pairs of their slice and the slice to read; None for the whole."""
 
-Parts = dict[str, tuple[Tensor, TensorSlice | None]]
-"""Tensors that were read, with the part of the saved tensor that they are; None for all of it."""
+Parts = dict[str, Tensor | SlicedTensor]
+"""Saved tensors that were read by name, as a whole or only a slice."""
 
 log = logging.getLogger("drawloom.checkpoint")
 
@@ -143,11 +142,7 @@ class PieceReader:
         self.read_trees_by_node(rank)
         try:
             picked, uses = self.pick_trees_and_find_uses(rank, pick)
-            read = self.read_tensors(rank, uses)
-            cut = narrow_tensors_to_slices(
-                {"dict": picked}, {name: part for name, (_, part) in read.items() if part is not None}
-            )
-            states: dict[str, dict[str, Any]] = unpack_state(cut, {name: tensor for name, (tensor, _) in read.items()})
+            states: dict[str, dict[str, Any]] = unpack_state({"dict": picked}, self.read_tensors(rank, uses))
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise CorruptCheckpointError(f"{tree_file_name(rank)} does not match its tensors: {error}") from error
         return states
@@ -207,7 +202,8 @@ class CheckpointReader(PieceReader):
             for name in sorted(names, key=lambda name: (header[name].start, header[name].end)):
                 part = find_rows_unless_all(header[name].spec.shape, uses[name])
                 rows = None if part is None else range(part.offsets[0], part.offsets[0] + part.size[0])
-                parts[name] = read_tensor(file, begin, header[name], rows), part
+                tensor = read_tensor(file, begin, header[name], rows)
+                parts[name] = tensor if part is None else SlicedTensor(tensor, part)
         return parts
 
     @contextmanager
@@ -241,11 +237,10 @@ def _pick_from_tree(tree: Tree, wanted: Slices | bool) -> Tree | None:
     if isinstance(wanted, bool):
         return tree if wanted else None
     picked = {name: part for name, part in list_dict_entries(tree).items() if name in wanted}
-    return {"dict": {name: part for name, part in picked.items() if is_piece_needed(_list_slices(part), wanted[name])}}
-
-
-def _list_slices(tree: Tree) -> list[TensorSlice]:
-    return [tensor_slice for _, tensor_slice in iterate_tensor_names_and_slices(tree) if tensor_slice is not None]
+    slices = {
+        name: [part for _, part in iterate_tensor_names_and_slices(tree) if part] for name, tree in picked.items()
+    }
+    return {"dict": {name: part for name, part in picked.items() if is_piece_needed(slices[name], wanted[name])}}
 
 
 def _slice_to_read_or_none(pick: Pick, rank: int, node: str, entry: str) -> TensorSlice | None:

@@ -18,7 +18,7 @@ from drawloom.components.checkpoint.manifest import (
     read_manifest,
 )
 from drawloom.components.checkpoint.reader import CheckpointReader, Slices, no_valid_checkpoint_error
-from drawloom.components.checkpoint.retention import Retention
+from drawloom.components.checkpoint.saves import Retention
 from drawloom.components.checkpoint.snapshot import is_rank_local, slices_by_sharded_entry
 from drawloom.components.distributed.rank_errors import run_and_gather_on_all_ranks
 from drawloom.components.ports.checkpoint import Stateful
@@ -63,9 +63,16 @@ def read_and_verify_rank_states(checkpoint: Path, states: Mapping[str, Stateful]
         slices = wanted.get(name, {})
         return True if slices is None else slices
 
-    loaded = reader.read_and_join_states(_ranks_to_read(manifest, rank), pick)
-    verified = {name: sorted(blocks) for name, blocks in reader.verified.items()}
-    return LoadedCheckpoint(checkpoint, manifest, loaded, _list_saved_entries_by_node(reader), verified)
+    all_ranks = range(manifest.world_size)
+    loaded = reader.read_and_join_states(all_ranks if manifest.sharded else sorted({0, rank} & {*all_ranks}), pick)
+    names: dict[str, set[str]] = {name: set() for name in manifest.sharded}
+    for file in all_ranks if names else ():
+        tree = reader.read_trees_by_node(file)
+        for name in names.keys() & tree.keys():
+            names[name] |= list_dict_entries(tree[name]).keys()
+    return LoadedCheckpoint(
+        checkpoint, manifest, loaded, names, {name: sorted(blocks) for name, blocks in reader.verified.items()}
+    )
 
 
 def verify_share_of_unread_blocks(
@@ -109,56 +116,27 @@ def check_checkpoint_fits_nodes(
     for name in missing:
         log.info("%s has no state of [%s], which the recipe added; its state is initialized", loaded.checkpoint, name)
     for name, saved_entries in loaded.names.items():
-        _check_entries_are_equal(
-            loaded.checkpoint,
-            name,
-            saved_entries,
-            {entry for names in entries_by_rank for entry in names.get(name, [])},
-        )
+        current = {entry for names in entries_by_rank for entry in names.get(name, [])}
+        # nothing is saved of an optimizer before its first step
+        if saved_entries and saved_entries != current:
+            parts = [("missing", sorted(current - saved_entries)), ("unexpected", sorted(saved_entries - current))]
+            differences = "; ".join(f"{text} {', '.join(names[:20])}" for text, names in parts if names)
+            raise _misfit_error(loaded.checkpoint, name, differences)
 
 
 def load_states_into_nodes(loaded: LoadedCheckpoint, states: Mapping[str, Stateful]) -> None:
     """Load the states into their nodes. A node without one (a new rank of a larger world) keeps its initial state."""
-    for name, node in states.items():
-        if name in loaded.states:
-            _load_state_into_node(loaded.checkpoint, name, node, loaded.states[name])
-
-
-def _ranks_to_read(manifest: Manifest, rank: int) -> Iterable[int]:
-    """Return the ranks whose files this rank reads."""
-    return range(manifest.world_size) if manifest.sharded else sorted({0, rank} & {*range(manifest.world_size)})
-
-
-def _list_saved_entries_by_node(reader: CheckpointReader) -> dict[str, set[str]]:
-    """Return all ranks' saved entry names by sharded node."""
-    names: dict[str, set[str]] = {name: set() for name in reader.manifest.sharded}
-    for file in range(reader.manifest.world_size) if names else ():
-        tree = reader.read_trees_by_node(file)
-        for name in names.keys() & tree.keys():
-            names[name] |= list_dict_entries(tree[name]).keys()
-    return names
-
-
-def _check_entries_are_equal(checkpoint: Path, name: str, saved: set[str], current: set[str]) -> None:
-    """Raise UserError for a difference, unless nothing was saved: an optimizer has no entries before its first step."""
-    if not saved or saved == current:
-        return
-    parts = [("missing", current - saved), ("unexpected", saved - current)]
-    differences = "; ".join(f"{text} {', '.join(sorted(names)[:20])}" for text, names in parts if names)
-    raise _misfit_error(checkpoint, name, differences)
-
-
-def _load_state_into_node(checkpoint: Path, name: str, node: Stateful, state: dict[str, Any]) -> None:
-    try:
-        node.load_state_dict(state)
-    except (KeyError, ValueError, TypeError, IndexError, AttributeError, RuntimeError) as error:
-        # torch modules raise RuntimeError; the others come from states of another structure
-        text = error.args[0] if isinstance(error, KeyError) and error.args else error
-        if differences := list(_describe_shape_differences(node.state_dict(), state)):
-            text = "; ".join(
-                [*differences[:5], *([f"and {len(differences) - 5} more"] if len(differences) > 5 else [])]
-            )
-        raise _misfit_error(checkpoint, name, str(text)) from error
+    for name in filter(loaded.states.__contains__, states):
+        node, state = states[name], loaded.states[name]
+        try:
+            node.load_state_dict(state)
+        except (KeyError, ValueError, TypeError, IndexError, AttributeError, RuntimeError) as error:
+            # torch modules raise RuntimeError; the others come from states of another structure
+            text = error.args[0] if isinstance(error, KeyError) and error.args else error
+            if differences := list(_describe_shape_differences(node.state_dict(), state)):
+                more = [f"and {len(differences) - 5} more"] if len(differences) > 5 else []
+                text = "; ".join([*differences[:5], *more])
+            raise _misfit_error(loaded.checkpoint, name, str(text)) from error
 
 
 def _misfit_error(checkpoint: Path, name: str, reason: str) -> UserError:
@@ -217,15 +195,23 @@ def _read_and_collect_faults_on_all_ranks(
     Read this rank's states, and verify a checkpoint on all ranks. Returns None, and the faults, if it
     is corrupt.
     """
-    loaded, outcomes = run_and_gather_on_all_ranks(
-        world, lambda: _read_states_or_error(checkpoint, states, world.rank), to_json=_encode_read_outcome
+
+    def read_or_fault() -> tuple[LoadedCheckpoint | None, str]:
+        # a fault is returned instead of raised, because all ranks must exchange their outcomes
+        try:
+            return read_and_verify_rank_states(checkpoint, states, world.rank), ""
+        except CorruptCheckpointError as error:
+            return None, str(error)
+
+    (loaded, _), outcomes = run_and_gather_on_all_ranks(
+        world, read_or_fault, to_json=lambda outcome: [outcome[1], outcome[0].verified if outcome[0] else {}]
     )
-    faults = [outcome["fault"] for outcome in outcomes]
-    if isinstance(loaded, LoadedCheckpoint) and not any(faults):
-        verified = [outcome["verified"] for outcome in outcomes]
+    faults = [fault for fault, _ in outcomes]
+    if loaded is not None and not any(faults):
+        verified = [blocks for _, blocks in outcomes]
         rest = partial(verify_share_of_unread_blocks, checkpoint, loaded.manifest, verified, world.rank, world.size)
         _, faults = run_and_gather_on_all_ranks(world, rest, to_json=str)
-    return (loaded if isinstance(loaded, LoadedCheckpoint) and not any(faults) else None), faults
+    return (None if any(faults) else loaded), faults
 
 
 def _find_nodes_with_changed_settings(recipe: ResolvedRecipe, checkpoint: Path) -> set[str]:
@@ -235,20 +221,3 @@ def _find_nodes_with_changed_settings(recipe: ResolvedRecipe, checkpoint: Path) 
         return {change.node for change in recipe.changes(text)}
     except (RecipeError, ValueError, OSError):
         return set()  # an unreadable recipe of an older version: the nodes must be the same
-
-
-def _read_states_or_error(
-    checkpoint: Path, states: Mapping[str, Stateful], rank: int
-) -> LoadedCheckpoint | CorruptCheckpointError:
-    """Read a rank's states; return a fault instead of raising it, because all ranks must exchange their outcomes."""
-    try:
-        return read_and_verify_rank_states(checkpoint, states, rank)
-    except CorruptCheckpointError as error:
-        return error
-
-
-def _encode_read_outcome(loaded: LoadedCheckpoint | CorruptCheckpointError) -> dict[str, Any]:
-    """Return this rank's fault (empty if the read succeeded) and verified blocks, as JSON for the other ranks."""
-    if isinstance(loaded, CorruptCheckpointError):
-        return {"fault": str(loaded), "verified": {}}
-    return {"fault": "", "verified": loaded.verified}

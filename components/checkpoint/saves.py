@@ -6,23 +6,106 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, wait
 from functools import cached_property
 from pathlib import Path
+from typing import Literal
 
 import attrs
 import torch
 
 from drawloom.components.checkpoint import commit
-from drawloom.components.checkpoint.manifest import list_checkpoints, read_manifest_if_sizes_match, step_of_checkpoint
-from drawloom.components.checkpoint.retention import Retention, RetentionPolicy
+from drawloom.components.checkpoint.manifest import (
+    CorruptCheckpointError,
+    list_checkpoints,
+    read_manifest_if_sizes_match,
+    step_of_checkpoint,
+    verify_checkpoint,
+)
 from drawloom.components.checkpoint.snapshot import ShardPlan, Snapshot
-from drawloom.components.checkpoint.threads import run_in_current_thread, submit_in_new_thread
+from drawloom.components.checkpoint.threads import submit_in_new_thread
 from drawloom.components.distributed.rank_errors import RankError, run_and_gather_on_all_ranks, run_on_rank0
-from drawloom.components.ports.checkpoint import Durable, GrowingState, Stateful
+from drawloom.components.ports.checkpoint import Durable, GrowingState, Stager, Stateful
 from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.run import Step
-from drawloom.components.ports.staging import Stager
 from drawloom.components.storage import durable_files
 from drawloom.components.storage.byte_size import format_decimal_byte_size
 from drawloom.graph import ResolvedRecipe, UserError
+
+Values = Mapping[str, float | None]
+"""Metrics of a step; None for a value that is not finite."""
+
+
+@attrs.define(eq=False)
+class Retention:
+    """
+    Finder for expired checkpoints: keeps the newest `keep`, multiples of `every`, and the lowest or highest `best`.
+
+    A corrupt checkpoint neither counts nor expires: a checkpoint expires only if this process has committed or
+    verified its newer or better replacements.
+    """
+
+    keep: int
+    every: int | None = None
+    best: str | None = None
+    best_is: Literal["lowest", "highest"] = "lowest"
+    _valid: dict[Path, Values] = attrs.field(init=False, factory=dict)
+    _corrupt: set[Path] = attrs.field(init=False, factory=set)
+
+    def steps_to_keep_for_now(self, candidates: Mapping[int, Values]) -> set[int]:
+        """
+        Return the steps to keep until better or newer ones exist: the newest, the best (the newest among equals), and
+        the newest with a finite loss.
+
+        All must be verified: in exchange for a corrupt checkpoint, a valid one would be removed.
+        """
+        steps = sorted(candidates)
+        finite = [step for step in steps if candidates[step].get("loss", 0.0) is not None]
+        sign = -1 if self.best_is == "lowest" else 1
+        numbers = {step: None if self.best is None else values.get(self.best) for step, values in candidates.items()}
+        known = [(sign * number, step) for step, number in numbers.items() if number is not None]
+        return {*steps[-self.keep :], *finite[-1:], *([max(known)[1]] if known else [])}
+
+    def steps_to_keep_forever(self, candidates: Mapping[int, Values]) -> set[int]:
+        """Return the steps that never expire."""
+        return {step for step in candidates if self.every is not None and step % self.every == 0}
+
+    def remember_as_valid(self, checkpoint: Path, values: Values) -> None:
+        """Record a valid checkpoint."""
+        self._valid[checkpoint] = values
+        self._corrupt.discard(checkpoint)
+
+    def remember_as_corrupt(self, checkpoint: Path) -> None:
+        """Record a corrupt checkpoint."""
+        self._corrupt.add(checkpoint)
+        self._valid.pop(checkpoint, None)
+
+    def verify_kept_and_select_expired(self, checkpoints: Path, saved: Path) -> list[Path]:
+        """Return the expired checkpoints up to the newest save, oldest first."""
+        while True:
+            values = self._list_candidates(checkpoints, saved)
+            temporary = self.steps_to_keep_for_now(values)
+            kept = temporary | self.steps_to_keep_forever(values)
+            expired = [checkpoints / f"step-{step}" for step in values if step not in kept]
+            replacements = [checkpoints / f"step-{step}" for step in values if step in temporary]
+            unverified = [path for path in replacements if path not in self._valid]
+            if not expired or not unverified:
+                return expired
+            # verifying reads whole checkpoints, so it is done only before a removal
+            for path in unverified:
+                try:
+                    self.remember_as_valid(path, verify_checkpoint(path).values)
+                except CorruptCheckpointError as error:
+                    log.warning("%s is corrupt, and not counted among those that are kept: %s", path, error)
+                    self.remember_as_corrupt(path)
+
+    def _list_candidates(self, checkpoints: Path, saved: Path) -> dict[int, Values]:
+        """Return the metrics by step in checkpoints up to `saved`, except corrupt or incomplete ones."""
+        candidates: dict[int, Values] = {}
+        for path in list_checkpoints(checkpoints):
+            if path in self._valid:
+                candidates[step_of_checkpoint(path)] = self._valid[path]
+            elif path not in self._corrupt and (manifest := read_manifest_if_sizes_match(path)):
+                candidates[step_of_checkpoint(path)] = manifest.values
+        return {step: values for step, values in candidates.items() if step <= step_of_checkpoint(saved)}
+
 
 CLOSE_TIMEOUT = 20.0  # seconds that a failing run waits for a pending checkpoint
 REMEDY = "repair the disk or free space, and start the run again: it resumes from the newest checkpoint"
@@ -50,17 +133,6 @@ def describe_io_error_on_all_ranks(error: RankError, checkpoints: Path, needed_b
         own_free = "an unknown number of bytes"
     free = world.gather_json(own_free)[error.rank]
     return f"disk full: needs {format_decimal_byte_size(needed_bytes)}, {free} free in {checkpoints} ({error})"
-
-
-def check_space_on_all_ranks(world: Group, checkpoints: Path, expected_bytes: int, last_checkpoint_bytes: int) -> None:
-    """
-    Raise UserError on all ranks if the disk has no space for one checkpoint; warn if it has no space for two.
-
-    `expected_bytes` is this rank's part once all state exists. `last_checkpoint_bytes` is the newest checkpoint's size
-    over all ranks, or 0: a state may exceed its forecast.
-    """
-    total = sum(world.gather_json(expected_bytes))
-    run_on_rank0(world, lambda: _check_free_bytes(checkpoints, total, max(total, last_checkpoint_bytes)))
 
 
 def _check_free_bytes(checkpoints: Path, expected_bytes: int, likely_bytes: int) -> None:
@@ -107,7 +179,7 @@ class Saves:
     records: Mapping[str, Durable]
     recipe: ResolvedRecipe
     staging: Stager | None
-    policy: RetentionPolicy
+    retention: Retention
     failures: int
     saved_step: int = attrs.field(init=False, default=0)
     is_overdue: bool = attrs.field(init=False, default=False)
@@ -128,11 +200,6 @@ class Saves:
     def is_in_background(self) -> bool:
         """Whether training continues during a write."""
         return self.staging is not None and self.staging.makes_copies
-
-    @cached_property
-    def retention(self) -> Retention:
-        """The choice of checkpoints to keep."""
-        return Retention(self.policy)
 
     def list_steps_on_disk(self) -> list[int]:
         """Return the steps with a checkpoint, ascending, as rank 0 sees them."""
@@ -158,8 +225,7 @@ class Saves:
             lambda: plan.take_snapshot(self.states, step, self.staging),
             to_json=lambda snapshot: snapshot.bytes,
         )
-        run = submit_in_new_thread if self.is_in_background else run_in_current_thread
-        done = run("checkpoint", lambda: self._commit_and_remove_expired(checkpoint, snapshot))
+        done = submit_in_new_thread("checkpoint", lambda: self._commit_and_remove_expired(checkpoint, snapshot))
         self._pending = PendingSave(step.index, sum(sizes), done)
         self.saved_step, self.is_overdue = step.index, False
 
@@ -204,9 +270,14 @@ class Saves:
     def check_free_disk_space_on_all_ranks(
         self, growing: Mapping[str, GrowingState], last_checkpoint_bytes: int
     ) -> None:
-        """Check the free disk space; `last_checkpoint_bytes` is 0 without a checkpoint."""
+        """
+        Raise UserError on all ranks if the disk has no space for one checkpoint; warn if it has no space for two.
+
+        `last_checkpoint_bytes` is the newest checkpoint's size over all ranks, or 0: a state may exceed its forecast.
+        """
         own_bytes = self._commit_protocol_over_ranks.plan.forecast_bytes(self.states, growing)
-        check_space_on_all_ranks(self.world, self.folder, own_bytes, last_checkpoint_bytes)
+        total = sum(self.world.gather_json(own_bytes))
+        run_on_rank0(self.world, lambda: _check_free_bytes(self.folder, total, max(total, last_checkpoint_bytes)))
 
     @cached_property
     def _commit_protocol_over_ranks(self) -> commit.CommitProtocol:
@@ -219,7 +290,10 @@ class Saves:
         if self.group.rank == 0:
             run_log.info("checkpoint saved: %s", checkpoint)
             self.retention.remember_as_valid(checkpoint, snapshot.values)
-            self._remove_expired(checkpoint)
+            try:
+                commit.remove_checkpoints(self.retention.verify_kept_and_select_expired(self.folder, checkpoint))
+            except OSError as error:  # the new checkpoint is committed, and the next save tries again
+                log.warning("expired checkpoints in %s could not be removed: %s", self.folder, error)
 
     def _flush_logs(self) -> None:
         """Flush metric logs before the commit, so a checkpoint does not silently outlive its logs."""
@@ -231,10 +305,3 @@ class Saves:
                 errors[error.strerror or str(error)] = name
         for text, name in errors.items():
             log.warning("[%s] can't be flushed to disk, and a kill or a power cut would lose lines: %s", name, text)
-
-    def _remove_expired(self, saved: Path) -> None:
-        """Remove expired checkpoints up to `saved`; only warn if the disk fails."""
-        try:
-            commit.remove_checkpoints(self.retention.verify_kept_and_select_expired(self.folder, saved))
-        except OSError as error:  # the new checkpoint is committed, and the next save tries again
-            log.warning("expired checkpoints in %s could not be removed: %s", self.folder, error)

@@ -14,11 +14,10 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.ports.checkpoint import GrowingState, LocalState, SlicedState, Stateful
+from drawloom.components.ports.checkpoint import GrowingState, LocalState, SlicedState, Stager, Stateful
 from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.run import Step
 from drawloom.components.ports.slices import SlicedTensor, TensorSlice
-from drawloom.components.ports.staging import Stager
 from drawloom.components.state.trees import map_leaves, map_leaves_with_path
 from drawloom.components.storage.state_tree import PackedState, Tree, pack_state
 
@@ -68,7 +67,8 @@ class ShardPlan:
             name: entries for name, node in states.items() if (entries := slices_by_sharded_entry(node)) is not None
         }
         own = {
-            name: {entry: _slice_to_json(part) for entry, part in entries.items()} for name, entries in slices.items()
+            name: {entry: part and [[*part.offsets], [*part.size]] for entry, part in entries.items()}
+            for name, entries in slices.items()
         }
         local = [name for name, node in states.items() if is_rank_local(node)]
         earlier = group.gather_json(own)[: group.rank]
@@ -76,7 +76,7 @@ class ShardPlan:
             name: {
                 entry: part
                 for entry, part in entries.items()
-                if not any(_is_slice_on_other_rank(name, entry, own[name][entry], others) for others in earlier)
+                if not any((entry, own[name][entry]) in others.get(name, {}).items() for others in earlier)
             }
             for name, entries in slices.items()
         }
@@ -112,17 +112,6 @@ class ShardPlan:
             elif self.rank == 0 or name in self.local:
                 own_part[name] = source()
         return pack_state(own_part)
-
-
-def _slice_to_json(tensor_slice: TensorSlice | None) -> list[list[int]] | None:
-    return None if tensor_slice is None else [[*tensor_slice.offsets], [*tensor_slice.size]]
-
-
-def _is_slice_on_other_rank(
-    node: str, entry: str, part: list[list[int]] | None, other_rank_slices: Mapping[str, Any]
-) -> bool:
-    """Return whether another rank's description has this node's entry with the same slice."""
-    return entry in other_rank_slices.get(node, {}) and other_rank_slices[node][entry] == part
 
 
 def _collect_metrics(step: Step) -> dict[str, float | None]:

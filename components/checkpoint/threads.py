@@ -22,26 +22,15 @@ def map_parallel(name: str, works: Sequence[Callable[[], T]], max_threads: int) 
     Return all works' results, in order, from up to `max_threads` threads; raise the first error after all have
     ended.
     """
-    if len(works) < 2:
+    if len(works) < 2 or max_threads == 1:
         return [work() for work in works]
     shares = [
-        submit_in_new_thread(name, partial(_run_all_sequentially, works[start::max_threads]))
+        submit_in_new_thread(name, partial(map_parallel, name, works[start::max_threads], 1))
         for start in range(min(max_threads, len(works)))
     ]
     wait(shares)
     results = [share.result() for share in shares]
     return [results[index % len(results)][index // len(results)] for index in range(len(works))]
-
-
-def run_in_current_thread(name: str, work: Callable[[], T]) -> Future[T]:
-    """Run work in the current thread, and return a completed future."""
-    future: Future[T] = Future()
-    _complete_future(future, [work])
-    return future
-
-
-def _run_all_sequentially(works: Sequence[Callable[[], T]]) -> list[T]:
-    return [work() for work in works]
 
 
 def _complete_future(future: Future[T], works: list[Callable[[], T]]) -> None:

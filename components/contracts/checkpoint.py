@@ -1,12 +1,12 @@
 """Contracts for ports of checkpoints."""
 
 import threading
+from concurrent.futures import Future
 from typing import Any
 
 import torch
 
-from drawloom.components.ports.checkpoint import AfterRestore, Durable, GrowingState, KnownSteps, Restorer, Stateful
-from drawloom.components.ports.run import Step
+from drawloom.components.ports.checkpoint import AfterRestore, Durable, GrowingState, Stager, Stateful
 from drawloom.graph.testing import expect
 
 LEAVES = torch.Tensor | int | float | str | bool | None
@@ -75,14 +75,6 @@ def loading_another_nodes_state_raises(node: Stateful) -> None:
     expect(False, "a state of another node is loaded without an error")
 
 
-def known_steps_count_from_1_and_have_numbers(node: KnownSteps) -> None:
-    """Known steps are counted from 1, and their values are numbers or None."""
-    for step, values in node.recorded_step_values():
-        expect(type(step) is int and step >= 1, f"{step!r} is not a step")
-        kinds = {type(value) for value in values.values()}
-        expect(kinds <= {int, float, type(None)}, f"step {step} has values of {kinds}")
-
-
 def flush_works_in_any_thread(durable: Durable) -> None:
     """Flush returns in any thread, even if nothing has been written."""
     errors: list[BaseException] = []
@@ -101,24 +93,61 @@ def flush_works_in_any_thread(durable: Durable) -> None:
     expect(not errors, f"flush raises {errors[:1]} in another thread")
 
 
-def a_saved_step_is_restored(restorer: Restorer) -> None:
-    """Restore returns 0 without a checkpoint, and the step of the newest checkpoint after a save."""
-    expect(restorer.restore() == 0, "without a checkpoint a step is restored")
-    for index in (1, 2):
-        restorer.save(Step(index, 10))
-        restorer.keep_in_memory_for_joiners(Step(index, 10))
-        restorer.wait_until_staged()
-        restored = restorer.restore()
-        expect(restored == index, f"step {index} was saved, and step {restored} is restored")
-
-
-def a_step_may_be_saved_twice(restorer: Restorer) -> None:
-    """A step can be saved twice."""
-    for _ in range(2):
-        restorer.save(Step(1, 10))
-    expect(restorer.restore() == 1, "step 1 was saved twice, and is not restored")
-
-
 def after_restore_accepts_a_new_run(node: AfterRestore) -> None:
     """A node accepts the call in a new run, which has nothing to restore."""
     node.after_restore(0)
+
+
+def _make_state(value: float) -> dict[str, Any]:
+    whole = torch.full((4, 6), value)
+    # a view and its base, like a tied or sharded parameter
+    return {"whole": whole, "nested": {"view": whole[1:, ::2], "step": 3, "name": "a", "none": None, "list": [1, 2]}}
+
+
+def _stage_and_wait(stager: Stager, state: dict[str, Any]) -> dict[str, Any]:
+    result = stager.stage(state)
+    copied = result.result(60) if isinstance(result, Future) else result
+    stager.synchronize_staging()
+    return copied
+
+
+def _expect_state_filled_with(copied: dict[str, Any], value: float, when: str) -> None:
+    state = _make_state(value)
+    for copy, tensor in ((copied["whole"], state["whole"]), (copied["nested"]["view"], state["nested"]["view"])):
+        expect(copy.shape == tensor.shape, f"{when}, a tensor has the shape {tuple(copy.shape)}")
+        expect(bool((copy == tensor).all()), f"{when}, a tensor has other values than the state had")
+    for name in ("step", "name", "none", "list"):
+        leaf = copied["nested"][name]
+        expect(leaf == state["nested"][name], f"{when}, {name} is {leaf!r}")
+
+
+def the_staged_copy_equals_the_state(stager: Stager) -> None:
+    """A staged copy has the structure, shapes and values of the state."""
+    _expect_state_filled_with(_stage_and_wait(stager, _make_state(1.0)), 1.0, "staged")
+
+
+def the_state_may_change_after_staging(stager: Stager) -> None:
+    """If the stager copies, a change of the state after `synchronize_staging` does not change the copy."""
+    state = _make_state(1.0)
+    copied = _stage_and_wait(stager, state)
+    state["whole"].fill_(2.0)
+    _expect_state_filled_with(copied, 1.0 if stager.makes_copies else 2.0, "after a change of the state")
+
+
+def a_copy_in_use_is_not_overwritten(stager: Stager) -> None:
+    """Later copies do not reuse the memory of a copy while any of its tensors is alive."""
+    states = [_make_state(float(number)) for number in range(3)]
+    copies = [_stage_and_wait(stager, state) for state in states]
+    for number, copied in enumerate(copies):
+        _expect_state_filled_with(copied, float(number), "after later copies")
+
+
+def staging_an_uncopyable_value_raises_type_error(stager: Stager) -> None:
+    """Staging a lock, which can't be copied, raises TypeError, unless the stager copies nothing."""
+    if not stager.makes_copies:
+        return
+    try:
+        _stage_and_wait(stager, {"a": {"lock": threading.Lock()}})
+    except TypeError:
+        return
+    expect(False, "a lock in the state raises no TypeError")

@@ -1,7 +1,6 @@
 """Contracts for training data ports: packed rows and batches."""
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -13,11 +12,9 @@ from drawloom.components.ports.data import (
     Example,
     Examples,
     MeasuredRows,
-    MovableData,
     PackedDataset,
     RowOrder,
     RowSource,
-    SourceProgress,
     TokenBatch,
     TrainingData,
     ValidationData,
@@ -201,34 +198,11 @@ def equal_settings_yield_equal_microbatches(one: TrainingData, other: TrainingDa
         expect(is_same, f"step {step + 1} differs between two loaders with the same settings")
 
 
-def after_a_move_rows_continue_at_the_position(data: MovableData) -> None:
-    """After a move to a position, the next step has the rows from this position on, as before."""
-    start = data.next_row_position
-    data.next_step()
-    after = data.next_row_position
-    expect(after > start, f"a step leaves the position at {after}")
-    second = data.next_step()
-    for position in (data.next_row_position, after):
-        data.skip_to_position(position)
-        expect(data.next_row_position == position, f"moved to {position} it is at {data.next_row_position}")
-    again = data.next_step()
-    is_same = all(_have_equal_tensors(a, b) for a, b in zip(second, again, strict=True))
-    expect(is_same, "the rows at a position are others the second time")
-
-
 def consecutive_steps_have_different_data(data: TrainingData) -> None:
     """Two consecutive steps have different data."""
     first, second = data.next_step(), data.next_step()
     same = len(first) == len(second) and all(_have_equal_tensors(a, b) for a, b in zip(first, second, strict=True))
     expect(not same, "the second step has the data of the first")
-
-
-def tokens_by_source_never_decrease(progress: SourceProgress) -> None:
-    """From step to step, no source's tokens decrease, and the total increases."""
-    counts = [progress.cumulative_tokens_by_source(step) for step in range(1, STEPS + 1)]
-    for earlier, later in pairwise(counts):
-        expect(all(tokens <= later[name] for name, tokens in earlier.items()), f"{earlier} tokens become {later}")
-        expect(sum(earlier.values()) < sum(later.values()), f"a step has no tokens: {earlier} and {later}")
 
 
 def microbatches_have_at_most_the_counted_rows(data: ValidationData) -> None:

@@ -1,12 +1,14 @@
 """Contracts for model ports and their kernels."""
 
+import math
+
 import torch
 
-from drawloom.components.ports.cache import KeyValueCache
 from drawloom.components.ports.data import IGNORE_INDEX
 from drawloom.components.ports.model import (
+    CountsFlops,
     Head,
-    Kernels,
+    KeyValueCache,
     LanguageModel,
     LayerRange,
     Model,
@@ -15,126 +17,8 @@ from drawloom.components.ports.model import (
 )
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.graph.testing import expect
-from drawloom.kernels.attention_options import AttentionOptions
 
 TOLERANCE = 1e-4  # far above the rounding of float32, and far below the error of a wrong formula
-
-
-def rms_norm_follows_its_formula(kernels: Kernels) -> None:
-    """The result is x / sqrt(mean(x²) + eps) * weight, over the last dimension."""
-    x, weight = _random_tensor(3, 5, 16), _random_tensor(16)
-    wanted = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
-    _expect_close(kernels.rms_norm(x, weight, 1e-6), wanted)
-
-
-def swiglu_follows_its_formula(kernels: Kernels) -> None:
-    """The result is gate * sigmoid(gate) * up."""
-    gate, up = _random_tensor(3, 5, 16), _random_tensor(3, 5, 16)
-    _expect_close(kernels.swiglu(gate, up), gate.double() * gate.double().sigmoid() * up.double())
-
-
-def rope_rotates_pairs_of_channels(kernels: Kernels) -> None:
-    """Pairs of channels, from the two halves of a head, are rotated by their angles."""
-    x, angles = _random_tensor(2, 5, 3, 8), _random_tensor(2, 5, 4)
-    cos, sin = angles.cos().double()[:, :, None], angles.sin().double()[:, :, None]
-    first, second = x.double().chunk(2, -1)
-    wanted = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
-    _expect_close(kernels.rope(x, angles.cos(), angles.sin()), wanted)
-
-
-def attention_is_causal_within_documents(kernels: Kernels) -> None:
-    """
-    Attention is a softmax over earlier tokens in the same document, and head groups share keys and values.
-
-    The mask for rows of one document (`one_document_per_row`) has the same result.
-    """
-    q, k, v = _random_tensor(2, 6, 4, 8), _random_tensor(2, 6, 2, 8), _random_tensor(2, 6, 2, 8)
-    one = torch.zeros(2, 6, dtype=torch.int64)
-    known = kernels.attention_mask(one, one_document_per_row=True)
-    _expect_close(kernels.attention(q, k, v, known), kernels.attention(q, k, v, kernels.attention_mask(one)).double())
-    documents = torch.tensor([[0, 0, 0, 1, 1, 1], [0, 0, 0, 0, 0, 1]])
-    k64, v64 = (x.double().repeat_interleave(2, dim=2) for x in (k, v))
-    scores = torch.einsum("rihd,rjhd->rhij", q.double(), k64) / 8**0.5
-    mask = torch.ones(6, 6, dtype=torch.bool).tril() & (documents[:, :, None] == documents[:, None, :])
-    weights = scores.masked_fill(~mask[:, None], -torch.inf).softmax(-1)
-    result = kernels.attention(q, k, v, kernels.attention_mask(documents))
-    _expect_close(result, torch.einsum("rhij,rjhd->rihd", weights, v64))
-
-
-def attention_supports_scale_softcap_and_sinks(kernels: Kernels) -> None:
-    """
-    Scores have a scale and a softcap, sinks are scores for keys without values, and values have any width.
-
-    A mask for whole rows and one for documents have the same result for rows of one document.
-    """
-    q, k, v, sinks = (
-        _random_tensor(2, 6, 4, 8),
-        _random_tensor(2, 6, 2, 8),
-        _random_tensor(2, 6, 2, 12),
-        _random_tensor(4),
-    )
-    documents = torch.zeros(2, 6, dtype=torch.int64)
-    k64, v64 = (x.double().repeat_interleave(2, dim=2) for x in (k, v))
-    scores = 2 * torch.tanh(torch.einsum("rihd,rjhd->rhij", q.double(), k64) * 0.3 / 2)
-    scores = scores.masked_fill(~torch.ones(6, 6, dtype=torch.bool).tril(), -torch.inf)
-    with_sinks = torch.cat([scores, sinks.double()[None, :, None, None].expand(2, 4, 6, 1)], -1)
-    wanted = torch.einsum("rhij,rjhd->rihd", with_sinks.softmax(-1)[..., :-1], v64)
-    for one_document_per_row in (False, True):
-        mask = kernels.attention_mask(documents, one_document_per_row=one_document_per_row)
-        _expect_close(kernels.attention(q, k, v, mask, AttentionOptions(0.3, 2.0), sinks), wanted)
-
-
-def attention_over_cached_parts_equals_attention_over_the_text(kernels: Kernels) -> None:
-    """
-    Attention over parts of a text with a key-value cache equals attention over the whole text.
-
-    The last part is a fixed pass, whose keys behind the text are hidden.
-    """
-    q, k, v, sinks = (
-        _random_tensor(2, 6, 4, 8),
-        _random_tensor(2, 6, 2, 8),
-        _random_tensor(2, 6, 2, 5),
-        _random_tensor(4),
-    )
-    documents, cache, device = torch.zeros(2, 6, dtype=torch.int64), KeyValueCache(9), torch.device("cpu")
-    options = AttentionOptions(0.5)
-    layers = [(k, None, None), (2 * k, 3, sinks)]  # the second has a window and sinks
-    wanted = [
-        kernels.attention(q, keys, v, kernels.attention_mask(documents, window), options, sinks)
-        for keys, window, sinks in layers
-    ]
-    for part in (slice(0, 2), slice(2, 4), slice(4, 5), slice(5, 6)):
-        if part.start == 5:
-            cache.begin_fixed_pass(device)
-        for whole, (keys, window, layer_sinks) in zip(wanted, layers, strict=True):
-            mask = kernels.attention_mask(documents[:, part], window, cache=cache)
-            actual = kernels.attention(q[:, part], keys[:, part], v[:, part], mask, options, layer_sinks)
-            _expect_close(actual, whole[:, part].double())
-        cache.end_pass(part.stop - part.start)
-
-
-def linear_cross_entropy_is_weighted_negative_log_softmax(kernels: Kernels) -> None:
-    """
-    The loss is -log softmax(hidden @ weight.T) at the target, times the token's weight; 0 for ignored targets.
-
-    The second result is the logits' log-sum-exp (lse).
-    """
-    hidden, weight, targets = _random_tensor(3, 4, 8), _random_tensor(11, 8), torch.arange(12).reshape(3, 4) % 11
-    targets[0, 1] = -100  # IGNORE_INDEX
-    logarithms = (hidden.double() @ weight.double().T).log_softmax(-1)
-    wanted = -logarithms.gather(-1, targets.clamp(min=0)[..., None])[..., 0].masked_fill(targets == -100, 0.0)
-    token_weights = torch.arange(12.0).reshape(3, 4)
-    for argument, factors in ((None, torch.ones(3, 4)), (token_weights, token_weights)):
-        losses, lse = kernels.linear_cross_entropy(hidden, weight, targets, argument)
-        _expect_close(losses, wanted * factors)
-        _expect_close(lse, (hidden.double() @ weight.double().T).logsumexp(-1))
-
-
-def zero_rows_yield_zero_rows(kernels: Kernels) -> None:
-    """A kernel accepts zero rows, and returns zero rows."""
-    expect(
-        kernels.swiglu(_random_tensor(0, 16), _random_tensor(0, 16)).shape == (0, 16), "zero rows give another shape"
-    )
 
 
 def _random_tensor(*shape: int) -> torch.Tensor:
@@ -238,3 +122,21 @@ def hidden_states_of_cached_parts_equal_the_whole_texts(model: LanguageModel) ->
                 return
             cache.end_pass(part.stop - part.start)
             _expect_close(hidden, whole[:, part].double())
+
+
+def flops_are_positive_and_finite(model: CountsFlops) -> None:
+    """Parameters that multiply a token, and attention, take a positive and finite number of operations."""
+    flops = model.forward_flops()
+    expect(bool(flops.by_parameter), "no parameter takes an operation")
+    for name, count in (*flops.by_parameter.items(), *flops.per_pair.items()):
+        expect(0 < count < math.inf, f"{name} takes {count} operations")
+    expect(0 <= flops.per_token < math.inf, f"a token takes {flops.per_token} operations beside parameters")
+
+
+def frozen_parameters_cost_two_of_three_products(model: CountsFlops) -> None:
+    """A step without gradients of weights computes two of three matrix products."""
+    flops = model.forward_flops()
+    pairs = dict.fromkeys(flops.per_pair, 0)
+    both = flops.count_training_flops(1, pairs), flops.count_training_flops(1, pairs, flops.by_parameter.keys())
+    trained, frozen = (count - 3 * flops.per_token for count in both)
+    expect(math.isclose(3 * frozen, 2 * trained), f"{frozen} operations with frozen weights, {trained} with trained")

@@ -1,8 +1,7 @@
 """Contracts for pipeline ports: schedules, losses and executors."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-import attrs
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -11,17 +10,12 @@ from torch import Tensor
 from drawloom.components.ports.data import IGNORE_INDEX, TokenBatch
 from drawloom.components.ports.model import BufferOwner, TokenContext
 from drawloom.components.ports.pipeline import (
-    Executor,
-    ForwardPasses,
     Loss,
     LossSums,
     PartitioningSchedule,
-    Predictor,
     Referenced,
     Schedule,
-    create_step_state,
     find_loss_module,
-    sum_losses_and_weights,
 )
 from drawloom.components.ports.program import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Program
 from drawloom.graph.testing import BrokenContractError, expect
@@ -224,101 +218,3 @@ def model_inputs_have_all_tokens_positions_and_documents(loss: Loss) -> None:
         raise BrokenContractError("the loss passes no positions and documents to the model")
     shapes = [tokens.shape, shared.positions.shape, shared.document_ids.shape]
     expect(shapes == [(4, 6)] * 3, f"the model sees shapes {shapes}")
-
-
-def _expect_same_sums(sums: Tensor, expected: Tensor, when: str) -> None:
-    expect(sums.shape == (2,) and sums.dtype == torch.float64, f"the sums are {sums.dtype} of shape {sums.shape}")
-    is_close = torch.allclose(sums, expected, rtol=1e-4)
-    expect(is_close, f"{when}, loss and weight are {sums.tolist()} and not {expected.tolist()}")
-
-
-def _train_and_sum_losses_and_weights(executor: Executor, batches: Sequence[TokenBatch]) -> Tensor:
-    """Return the sums of losses and weights from a training pass, float64 (2,)."""
-    state = create_step_state(batches)
-    executor.run_forward_and_backward(state)
-    return sum_losses_and_weights(state)
-
-
-def _evaluate_and_sum_losses_and_weights(executor: Executor, batches: Sequence[TokenBatch]) -> Tensor:
-    """Return the sums of losses and weights from an evaluation, float64 (2,)."""
-    state = create_step_state(batches)
-    executor.evaluate(state)
-    return sum_losses_and_weights(state)
-
-
-def training_and_evaluation_have_equal_losses(executor: Executor) -> None:
-    """Training and evaluation on the same microbatches have the same loss and weight."""
-    sums = _train_and_sum_losses_and_weights(executor, [_make_token_batch()])
-    expect(bool(sums[0].isfinite()), f"the loss is {sums[0].item()}")
-    _expect_same_sums(_evaluate_and_sum_losses_and_weights(executor, [_make_token_batch()]), sums, "evaluated")
-
-
-def dividing_a_batch_does_not_change_its_sums(executor: Executor) -> None:
-    """Dividing a batch into microbatches does not change its sums."""
-    whole, parts = [_make_token_batch()], [_take_rows(_make_token_batch(), row, row + 1) for row in range(4)]
-    _expect_same_sums(
-        _evaluate_and_sum_losses_and_weights(executor, parts),
-        _evaluate_and_sum_losses_and_weights(executor, whole),
-        "in four microbatches",
-    )
-    _expect_same_sums(
-        _train_and_sum_losses_and_weights(executor, parts),
-        _train_and_sum_losses_and_weights(executor, whole),
-        "trained in four microbatches",
-    )
-
-
-def evaluation_can_be_repeated(executor: Executor) -> None:
-    """A second evaluation has the same sums, and an evaluation without microbatches has sums of 0."""
-    first, second, empty = (
-        _evaluate_and_sum_losses_and_weights(executor, batches)
-        for batches in ([_make_token_batch()], [_make_token_batch()], [])
-    )
-    _expect_same_sums(second, first, "evaluated again")
-    expect(not empty.any(), "without microbatches there is a loss")
-
-
-def _predict_logits(predictor: Predictor, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
-    """Return the logits for tokens; empty on a rank without logits."""
-    shared = TokenContext(torch.arange(6).repeat(len(tokens), 1), torch.zeros_like(tokens))
-    if documents is not None:
-        shared = attrs.evolve(shared, document_ids=documents)
-    logits = predictor.infer(tokens, shared)
-    if logits is None:
-        return torch.empty(*tokens.shape, 0)
-    expect(logits.ndim == 3 and logits.shape[:2] == tokens.shape, f"logits have the shape {tuple(logits.shape)}")
-    return logits
-
-
-def logits_do_not_depend_on_later_tokens(predictor: Predictor) -> None:
-    """Logits depend on the token and on earlier tokens in its row, and not on later tokens."""
-    tokens = torch.arange(12).reshape(2, 6) % VOCAB
-    changed = tokens.clone()
-    changed[0, 3] = (tokens[0, 3] + 1) % VOCAB
-    before, after = _predict_logits(predictor, tokens), _predict_logits(predictor, changed)
-    expect(torch.allclose(before[0, :3], after[0, :3], atol=1e-4), "a later token changes the logits of earlier ones")
-    expect(torch.allclose(before[1], after[1], atol=1e-4), "a token changes the logits of another row")
-    is_unchanged = before.numel() > 0 and torch.allclose(before[0, 3], after[0, 3])
-    expect(not is_unchanged, "a token does not change its own logits")
-
-
-def logits_do_not_depend_on_other_documents(predictor: Predictor) -> None:
-    """Logits do not depend on other documents in the row."""
-    tokens, documents = torch.arange(6)[None] % VOCAB, torch.tensor([[0, 0, 0, 1, 1, 1]])
-    changed = torch.where(documents == 0, (tokens + 1) % VOCAB, tokens)
-    before, after = _predict_logits(predictor, tokens, documents), _predict_logits(predictor, changed, documents)
-    expect(torch.allclose(before[0, 3:], after[0, 3:], atol=1e-4), "a document changes the logits of the next")
-
-
-def microbatch_results_are_equal_together_or_alone(passes: ForwardPasses) -> None:
-    """Every microbatch's number comes with `finish`'s result for its own hidden states, however many run together."""
-    rows = [torch.tensor([[1, 2, 3, 4]]), torch.tensor([[4, 3, 2, 1]])]
-    inputs = [(row, TokenContext(torch.arange(4)[None], torch.zeros_like(row))) for row in rows]
-    together: dict[int, Tensor] = {}
-    passes.infer_microbatches(inputs, together.__setitem__, lambda hidden, head: head.logits(hidden))
-    expect(sorted(together) == [0, 1], f"the microbatches 0 and 1 come as {sorted(together)}")
-    for number, alone in enumerate(inputs):
-        result: dict[int, Tensor] = {}
-        passes.infer_microbatches([alone], result.__setitem__, lambda hidden, head: head.logits(hidden))
-        difference = float((result[0] - together[number]).abs().max())
-        expect(difference < 1e-5, f"microbatch {number} alone differs by {difference:.2g}")

@@ -2,27 +2,20 @@
 
 import typing
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from drawloom.components.ports.pipeline import LOSSES
 from drawloom.components.ports.run import (
-    Batching,
     EnvironmentSource,
     Event,
     EventKind,
-    Events,
     FinalTask,
     Listener,
     Phase,
-    Randomness,
     ReadsFiles,
-    RunFolder,
-    RunInfo,
     Step,
-    Stop,
 )
 from drawloom.components.ports.stages import IN_PARAMETERS
 from drawloom.components.state.step_state import MissingStateError, StepState
@@ -107,28 +100,6 @@ def does_not_change_index_total_or_start_of_a_step(phase: Phase) -> None:
         expect((step.index, step.total, step.started) == before, "the phase changes the index, total or start")
 
 
-def microbatches_have_exactly_the_rows_of_a_step(batching: Batching) -> None:
-    """Microbatches on all data-parallel ranks are exactly the rows in a step, and steps follow without gaps."""
-    expect(batching.first_row_position(1) == 0, f"the first step begins at position {batching.first_row_position(1)}")
-    expect(0 <= batching.dp_rank < batching.dp_size, f"dp_rank {batching.dp_rank} is not below {batching.dp_size}")
-    for step in (1, 2, 3):
-        rows = len(batching.microbatch_row_positions(step)) * batching.micro_size * batching.dp_size
-        size = batching.first_row_position(step + 1) - batching.first_row_position(step)
-        expect(rows == size, f"microbatches have {rows} rows in a step of {size}")
-
-
-def every_position_is_used_once(batching: Batching) -> None:
-    """The positions of a rank are in the step's range of the endless order, without repetition."""
-    for step in (1, 2, 3):
-        microbatches = batching.microbatch_row_positions(step)
-        positions = [position for microbatch in microbatches for position in microbatch]
-        sizes = {len(microbatch) for microbatch in microbatches}
-        expect(sizes == {batching.micro_size}, f"step {step} has microbatches of other sizes")
-        inside = range(batching.first_row_position(step), batching.first_row_position(step + 1))
-        expect(all(position in inside for position in positions), f"step {step} uses positions of another")
-        expect(len(set(positions)) == len(positions), f"step {step} uses a position twice")
-
-
 def handles_a_whole_run(listener: Listener) -> None:
     """A listener handles the events of a run of two steps without an error."""
     listener.on_event(Event("run_started"))
@@ -144,64 +115,6 @@ def handles_unexpected_events(listener: Listener) -> None:
     # a listener may join late, and a run may fail between any two events
     for kind in reversed(typing.get_args(EventKind)):
         listener.on_event(Event(kind, Step(1, 1), "optimizer"))
-
-
-def _draw_numbers(randomness: Randomness, *purpose: str | int) -> list[float]:
-    return torch.rand(4, generator=randomness.stream(*purpose)).tolist()
-
-
-def streams_depend_only_on_the_purpose(one: Randomness, other: Randomness) -> None:
-    """Earlier draws do not change the numbers for a purpose."""
-    first = _draw_numbers(one, "dropout", 3)
-    _draw_numbers(other, "something else")
-    torch.rand(7)
-    expect(
-        _draw_numbers(other, "dropout", 3) == first == _draw_numbers(one, "dropout", 3),
-        "earlier draws change the numbers of a purpose",
-    )
-
-
-def different_purposes_have_different_numbers(randomness: Randomness) -> None:
-    """Different purposes have different numbers, even if they look alike."""
-    purposes: list[tuple[str | int, ...]] = [("a",), ("b",), ("a", 1), ("a", 2), ("a", "1"), ("a1",), (1, "a")]
-    draws = [tuple(_draw_numbers(randomness, *purpose)) for purpose in purposes]
-    expect(len(set(draws)) == len(draws), "two purposes give the same numbers")
-
-
-def folder_is_writable(folder: RunFolder) -> None:
-    """The run folder exists, and a file can be written in it."""
-    expect(folder.folder.is_dir(), f"{folder.folder} is not a folder")
-    probe = folder.folder / "written by a contract"
-    probe.write_text("x", "utf-8")
-    probe.unlink()
-
-
-def run_name_seed_and_path_do_not_change(job: RunInfo) -> None:
-    """The run has a name, a seed and a path, and none of them changes."""
-    expect(isinstance(job.name, str) and job.name, "the run has no name")
-    expect(isinstance(job.seed, int) and isinstance(job.folder_path, Path), "the run has no seed, or no path")
-    expect((job.name, job.seed, job.folder_path) == (job.name, job.seed, job.folder_path), "the run's identity changes")
-
-
-def without_a_signal_the_run_continues(stop: Stop) -> None:
-    """Without a signal, `agree_on_signal` returns 0."""
-    expect([stop.agree_on_signal(), stop.agree_on_signal()] == [0, 0], "the run is asked to stop")
-
-
-def an_agreed_stop_reason_is_one_ranks_own(stop: Stop) -> None:
-    """The reason is a rank's own words, and empty if no rank has one."""
-    agreed = [stop.agree_on_reason(reason) for reason in ("", "enough", "")]
-    expect(agreed == ["", "enough", ""], f"ranks agree on {agreed}")
-
-
-def emitting_events_does_not_change_the_step(events: Events) -> None:
-    """Events can be emitted at any time, and do not change their step."""
-    for kind in reversed(typing.get_args(EventKind)):
-        state = ObservedState({"tokens": 64.0, "loss": 1.5})
-        step = Step(1, 2, state)
-        events.emit(Event(kind))
-        events.emit(Event(kind, step, "optimizer"))
-        expect(step.index == 1 and step.state is state and not state.written, f"{kind} changes the step")
 
 
 def a_task_is_finished_only_after_it_ran(task: FinalTask) -> None:

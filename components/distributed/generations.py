@@ -63,7 +63,7 @@ class ReplicaShape:
     def with_fitting_counts(
         cls, world_size: int, shape: tuple[int, int, int, int], fits: Callable[[int], bool]
     ) -> "ReplicaShape":
-        """Return the shape for `SurvivingProcesses.set_replica_shape`, with the fitting numbers of ranks."""
+        """Return the shape for `Processes.set_replica_shape`, with the fitting numbers of ranks."""
         stages, shards, shard_size, expert = shape
         largest = world_size // (stages * shard_size)
         counts = [count for count in range(1, largest + 1) if count == largest or fits(count)]

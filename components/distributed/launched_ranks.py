@@ -33,16 +33,16 @@ from drawloom.components.distributed.membership import (
     RECOVERY_MARGIN,
     RUNS,
     Membership,
+    import_early_and_freeze_gc,
     start_membership,
     wait_to_join_running_generation,
 )
 from drawloom.components.distributed.parent import start_exit_with_parent_thread
 from drawloom.components.distributed.process_group import convert_if_collective_error
 from drawloom.components.distributed.rank_monitor import STORE_LOST, STORE_TIMEOUT, RankMonitor
-from drawloom.components.distributed.spare import import_early_and_freeze_gc
 from drawloom.components.distributed.torchrun import CONTINUES, Launch, read_launch
 from drawloom.components.ports.distributed import Device, ReplicaLimit
-from drawloom.components.ports.log_records import PRINTED
+from drawloom.components.ports.run import PRINTED
 from drawloom.graph import Every, UserError
 from drawloom.graph.cli.terminal import print_escaped_text
 from drawloom.graph.garbage import free_closed_graphs
@@ -127,7 +127,7 @@ class LaunchedRanks:
         self.monitor = RankMonitor()
 
     def set_replica_shape(self, stages: int, shards: int, shard_size: int, expert: int) -> None:
-        """Set the shape of a replica, in the first generation (`SurvivingProcesses.set_replica_shape`)."""
+        """Set the shape of a replica, in the first generation (`Processes.set_replica_shape`)."""
         if (before := self.generation) is None or before.shape:
             return
         limits = self.limits.values()
@@ -168,7 +168,7 @@ class LaunchedRanks:
         return ReportedError(failure.text, failure.exit_code)
 
     def fail_ranks_and_must_exit(self, text: str) -> bool:
-        """End all ranks with a message, or the hanging ones (`Timed.fail_ranks_and_must_exit`)."""
+        """End all ranks with a message, or the hanging ones (`Processes.fail_ranks_and_must_exit`)."""
         if self.survives_losses and (hanging := self.monitor.declare_awaited_ranks_lost()):
             log.error("%s", text)
             return self.launch.rank in hanging

@@ -1,4 +1,10 @@
-"""The device mesh: a run's ranks, arranged in named dimensions."""
+"""
+The device mesh: a run's ranks, arranged in named dimensions.
+
+Connecting a link for point-to-point transfers is a rendezvous between its two ranks on the host. Different connection
+orders deadlock (pytorch#108378, nccl#783), so all ranks follow one order of rounds, and a rank has at most one peer per
+round.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
@@ -17,12 +23,47 @@ from drawloom.components.distributed.mesh_layout import (
     describe_expert_fault_and_remedy,
     resolve_layout,
 )
-from drawloom.components.distributed.p2p_links import Edge, connect_p2p_links
 from drawloom.components.distributed.torch_release import import_private_name
-from drawloom.components.ports.distributed import DIMENSIONS, Group, P2PChannel, Processes, SurvivingProcesses
+from drawloom.components.ports.distributed import DIMENSIONS, Group, P2PChannel, Processes
 from drawloom.graph import between, component, setting
 from drawloom.graph.problems import Problem
 from drawloom.graph.wiring.node import NodeView
+
+Edge = tuple[int, int]
+
+
+def connect_p2p_links(
+    processes: Processes, name: str, disjoint_rank_lines: Sequence[Sequence[int]], edges: Iterable[Edge]
+) -> dict[int, P2PChannel]:
+    """
+    Connect this rank to its peers, and return its channels by the peers' indices in its line.
+
+    `disjoint_rank_lines` are rank sequences, and `edges` are index pairs with transfers, equal for all lines. All ranks
+    in a line call this with the same edges; no other rank takes part.
+    """
+    line = next(line for line in disjoint_rank_lines if processes.rank in line)
+    index = line.index(processes.rank)
+    links: dict[int, P2PChannel] = {}
+    for low, high in (edge for concurrent_edges in group_into_concurrent_rounds(edges) for edge in concurrent_edges):
+        if index in (low, high):
+            links[high if index == low else low] = processes.open_channel(f"{name} link", line[low], line[high])
+    return dict(sorted(links.items()))
+
+
+def group_into_concurrent_rounds(edges: Iterable[Edge]) -> list[list[Edge]]:
+    """Return the edges, lower index first, in rounds where no index appears twice (greedy edge colouring)."""
+    edges_by_round: list[list[Edge]] = []
+    busy_by_round: list[set[int]] = []
+    for edge in sorted({(min(edge), max(edge)) for edge in edges}):
+        free_rounds = (number for number, busy in enumerate(busy_by_round) if not busy & set(edge))
+        number = next(free_rounds, len(edges_by_round))
+        if number == len(edges_by_round):
+            edges_by_round.append([])
+            busy_by_round.append(set())
+        edges_by_round[number].append(edge)
+        busy_by_round[number].update(edge)
+    return edges_by_round
+
 
 MAX_RANKS = 2**20  # several times the GPUs of the largest clusters; checks and plans go through all ranks
 
@@ -78,7 +119,7 @@ class RankMesh(MeshView):
     def open(self) -> None:
         """Make the process groups. Raises UserError, before any communication, if the world size does not fit."""
         settings = {name: getattr(self, name) for name in (*DIMENSIONS, "expert")}
-        if isinstance(self.processes, SurvivingProcesses) and self.processes.generation:
+        if self.processes.generation:
             settings["data_replicate"] = "auto"
             settings["data_shard"] = self.processes.remaining_shards or self.data_shard
         expert = settings.pop("expert")
@@ -88,8 +129,7 @@ class RankMesh(MeshView):
         single = [(name,) for name in DIMENSIONS if name != "data_shard"]  # FSDP shards over `context`, too: SHARDS
         for names in (DIMENSIONS, *single, SHARDS, DATA, MODEL, *expert_groups):
             self.group(*names)
-        if isinstance(self.processes, SurvivingProcesses):
-            self.processes.set_replica_shape(self.pipeline, self.data_shard, self.context * self.tensor, expert)
+        self.processes.set_replica_shape(self.pipeline, self.data_shard, self.context * self.tensor, expert)
 
     @property
     def rank(self) -> int:

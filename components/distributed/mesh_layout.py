@@ -6,13 +6,13 @@ expert_shard, expert) instead of (data_replicate, data_shard, context, tensor).
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import attrs
 import numpy as np
 
-from drawloom.components.ports.distributed import DIMENSIONS, Group, PerDimension
+from drawloom.components.ports.distributed import DIMENSIONS, Group, P2PChannel, PerDimension
 from drawloom.graph import UserError
 
 EXPERT_DIVIDES = DIMENSIONS[1:]
@@ -83,6 +83,10 @@ class MeshView:
     def group(self, *dimensions: str) -> Group:
         """Return the ranks with this rank's indices along all other dimensions, as a group."""
         raise NotImplementedError
+
+    def open_channels(self, edges: Iterable[tuple[int, int]]) -> Mapping[int, P2PChannel]:
+        """Return no channels, as in a mesh without processes."""
+        return {}
 
     @property
     def world(self) -> Group:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from drawloom.components.distributed.single_process import SingleProcess
 from drawloom.components.distributed.torchrun import Launch, read_launch
 from drawloom.components.ports.distributed import Device, Group, P2PChannel, ReplicaLimit
-from drawloom.components.ports.log_records import PRINTED
+from drawloom.components.ports.run import PRINTED
 from drawloom.graph import Every, UserError, above, component, setting
 
 if TYPE_CHECKING:

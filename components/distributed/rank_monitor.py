@@ -30,12 +30,64 @@ from typing import Any
 import attrs
 
 from drawloom.components.distributed.error_file import write_torchrun_error_file
-from drawloom.components.distributed.hang_diagnosis import RankStatus, format_hang_diagnosis, is_waited_for
 from drawloom.components.distributed.launch_store import Failure, call_store_with_timeout, claim_first_failure
 from drawloom.components.distributed.peer_processes import PeerProcesses
 from drawloom.components.distributed.rank_errors import RankError
 from drawloom.graph import UserError
 from drawloom.graph.cli.terminal import print_escaped_text
+
+NOT_BLOCKED = "is not in a collective"
+
+
+@attrs.frozen
+class RankStatus:
+    """
+    Rank status: its location, and the collective that blocks its main thread ("" for none).
+
+    `thread_blocked_in` is the collective that blocks a background thread.
+    """
+
+    location: str = ""
+    blocked_in: str = ""
+    thread_blocked_in: str = ""
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether any thread is blocked in a collective."""
+        return bool(self.blocked_in or self.thread_blocked_in)
+
+
+def is_waited_for(rank: int, answers: Mapping[int, RankStatus]) -> bool:
+    """Return whether other ranks are blocked and this one is not."""
+    # with NCCL the GPU waits and no host thread, so that no rank counts as blocked
+    return not answers[rank].is_blocked and any(answer.is_blocked for answer in answers.values())
+
+
+def format_hang_diagnosis(answers: Mapping[int, RankStatus], size: int) -> str:
+    """Name the ranks without an answer; without any, the ranks outside collectives; else every rank's collective."""
+    if silent := [rank for rank in range(size) if rank not in answers]:
+        return f"{_format_ranks(silent)} {'does' if len(silent) == 1 else 'do'} not answer"
+    busy = {rank: answer for rank, answer in answers.items() if not answer.blocked_in}
+    busy = {rank: answer for rank, answer in busy.items() if not answer.thread_blocked_in} or busy
+    if 0 < len(busy) < size:
+        return "; ".join(
+            f"rank {rank}{_format_location(answer)} {NOT_BLOCKED}" for rank, answer in sorted(busy.items())
+        )
+    return "; ".join(
+        f"rank {rank}{_format_location(answer)} {answer.blocked_in or NOT_BLOCKED}"
+        for rank, answer in sorted(answers.items())
+    )
+
+
+def _format_location(answer: RankStatus) -> str:
+    """Return a rank's step and phase in parentheses, or "" if unknown."""
+    return f" ({answer.location})" if answer.location else ""
+
+
+def _format_ranks(ranks: list[int]) -> str:
+    """Return `rank 3`, or `ranks 1, 3` if there are several."""
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
 
 log = logging.getLogger("drawloom.distributed")
 

@@ -18,7 +18,8 @@ from torch.autograd.function import once_differentiable
 
 from drawloom.components.experts.planned_exchange import dispatch_if_one_rank_or_meta
 from drawloom.components.ports.distributed import Group, Mesh
-from drawloom.components.ports.experts import Dispatched, ExpertKernels, Routes
+from drawloom.components.ports.experts import Dispatched
+from drawloom.components.ports.kernels import Kernels, Routes
 from drawloom.graph import component
 
 
@@ -32,7 +33,7 @@ class AllToAllExperts:
 
     supports_expert_parallel: ClassVar[bool] = True
 
-    kernels: ExpertKernels
+    kernels: Kernels
     mesh: Mesh
 
     def dispatch(self, hidden: Tensor, chosen: Tensor, probabilities: Tensor, num_experts: int) -> Dispatched:

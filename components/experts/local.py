@@ -4,7 +4,8 @@ from functools import partial
 
 from torch import Tensor
 
-from drawloom.components.ports.experts import Dispatched, ExpertKernels
+from drawloom.components.ports.experts import Dispatched
+from drawloom.components.ports.kernels import Kernels
 from drawloom.graph import component
 
 
@@ -12,7 +13,7 @@ from drawloom.graph import component
 class LocalExperts:
     """Dispatcher for ranks with all their layers' experts. Tokens stay on their rank. The stages' default."""
 
-    kernels: ExpertKernels
+    kernels: Kernels
 
     def dispatch(self, hidden: Tensor, chosen: Tensor, probabilities: Tensor, num_experts: int) -> Dispatched:
         """Copy hidden (tokens, width) to rows (tokens * choices, width)."""

@@ -9,11 +9,12 @@ from torch.autograd.function import once_differentiable
 
 from drawloom.components.experts.local import LocalExperts
 from drawloom.components.parallel.meta_collectives import emulate_collective
-from drawloom.components.ports.experts import Dispatched, ExpertKernels
+from drawloom.components.ports.experts import Dispatched
+from drawloom.components.ports.kernels import Kernels
 
 
 def dispatch_if_one_rank_or_meta(
-    kernels: ExpertKernels, hidden: Tensor, chosen: Tensor, probabilities: Tensor, experts: int, ranks: int
+    kernels: Kernels, hidden: Tensor, chosen: Tensor, probabilities: Tensor, experts: int, ranks: int
 ) -> Dispatched | None:
     """
     Dispatch tokens if there is one rank, or if the tensors are on the meta device; else return None.
@@ -26,7 +27,7 @@ def dispatch_if_one_rank_or_meta(
 
 
 def dispatch_on_meta(
-    kernels: ExpertKernels, hidden: Tensor, chosen: Tensor, probabilities: Tensor, experts: int, ranks: int
+    kernels: Kernels, hidden: Tensor, chosen: Tensor, probabilities: Tensor, experts: int, ranks: int
 ) -> Dispatched:
     """
     Dispatch meta tensors: hidden (tokens, width), chosen and probabilities (tokens, choices).

@@ -23,7 +23,8 @@ from torch.autograd.function import once_differentiable
 
 from drawloom.components.experts.planned_exchange import dispatch_if_one_rank_or_meta
 from drawloom.components.ports.distributed import Group, Mesh, SymmetricMemory
-from drawloom.components.ports.experts import Dispatched, ExpertKernels, PeerTensors, Routes
+from drawloom.components.ports.experts import Dispatched
+from drawloom.components.ports.kernels import Kernels, PeerTensors, Routes
 from drawloom.graph import UserError, at_least, between, component, setting
 
 log = logging.getLogger("drawloom.experts")
@@ -48,7 +49,7 @@ class SymmetricExperts:
 
     supports_expert_parallel: ClassVar[bool] = True
 
-    kernels: ExpertKernels
+    kernels: Kernels
     mesh: Mesh
     max_tokens: int = setting(
         default=0,
@@ -127,7 +128,7 @@ class SharedSlots:
     microbatch's maximum over ranks.
     """
 
-    def __init__(self, group: Group, kernels: ExpertKernels, max_tokens: int) -> None:
+    def __init__(self, group: Group, kernels: Kernels, max_tokens: int) -> None:
         self.group = group
         self.kernels = kernels
         self._training_slots = max_tokens

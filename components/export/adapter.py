@@ -14,13 +14,12 @@ from torch import Tensor, nn
 
 from drawloom.components.distributed.rank_errors import run_and_gather_on_all_ranks, run_on_rank0
 from drawloom.components.export.hf_writer import STATE, read_exported_step
-from drawloom.components.export.joined_adapters import PREFIX, find_layers_joined_in_files
 from drawloom.components.export.shard_writer import gather_states_on_first_rank, make_share_on_all_ranks
-from drawloom.components.ports.adapters import AdaptedLayer, Adapter, LowRank, trains_base_weights
+from drawloom.components.ports.adapters import AdaptedLayer, LowRank, trains_base_weights
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.model import KeepsConfig, LanguageModel
 from drawloom.components.ports.run import RunFolder
-from drawloom.components.ports.stages import AdaptedStages, AveragedWeights, LoadedStages, Stages, use_averages_if_any
+from drawloom.components.ports.stages import AveragedWeights, Stages, use_averages_if_any
 from drawloom.components.ports.weights import Convert, Mapper, TensorGroup
 from drawloom.components.storage.durable_files import create_temp_folder, remove_folder_atomically
 from drawloom.components.storage.safetensors.writer import write_safetensors_file
@@ -30,6 +29,103 @@ from drawloom.components.weights.mapper import parallel, return_unchanged, seque
 from drawloom.components.weights.mapper_ops import rename
 from drawloom.graph import Problem, UserError, component, setting
 from drawloom.graph.wiring.node import NodeView
+
+PREFIX = "base_model.model."
+"""Prefix that PEFT adds to the tensor names of transformers."""
+
+A, B, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
+"""PEFT's names of a linear layer's factors, and of DoRA's magnitudes."""
+
+
+@attrs.frozen(eq=False)
+class JoinedLayer:
+    """
+    Linear layer `name` in a family's files; `group` makes its weight from several layers' weights.
+
+    `parts` are the adapted ones among these layers. Their factors become one pair: in W + scale * B A, A has all parts'
+    rows, and B has a part's columns in the part's rows, and zeros elsewhere. `rows` are the row counts of the layers'
+    weights.
+    """
+
+    name: str
+    group: TensorGroup
+    parts: Mapping[str, AdaptedLayer]
+    rows: Sequence[int]
+
+    @property
+    def peft_pair(self) -> LowRank:
+        """The factors' description for PEFT. Raises UserError for a part without DoRA beside one with it."""
+        pairs = list(self._pairs_by_layer_name.values())
+        if any(pair.dora for pair in pairs) and len(pairs) < len(self.rows):
+            others = ", ".join(name for name in self._layer_names if name not in self.parts)
+            raise UserError(
+                f"PEFT has {self.name} as one layer, and DoRA adapts only a part of it; adapt {others}, too"
+            )
+        return attrs.evolve(pairs[0], target=self.name, rank=sum(pair.rank for pair in pairs))
+
+    @property
+    def peft_mapper_joining_parts(self) -> Mapper:
+        """Mapper for joining the parts' factors to one pair, with PEFT's tensor names."""
+        joins = {A: _join_input_factors, B: self._join_output_factors} | (
+            {MAGNITUDE: self._join_magnitudes} if self.peft_pair.dora else {}
+        )
+        groups = [
+            TensorGroup(tuple(f"{PREFIX}{part}.{leaf}" for part in self.parts), (f"{PREFIX}{self.name}.{leaf}",), join)
+            for leaf, join in joins.items()
+        ]
+        return sequential(
+            parallel(*(layer.make_mapper_to_peft(name) for name, layer in self.parts.items())), Mapper(tuple(groups))
+        )
+
+    @property
+    def _layer_names(self) -> list[str]:
+        """Names of the layers that make up the joined layer."""
+        return [name.removesuffix(".weight") for name in self.group.inputs]
+
+    @property
+    def _pairs_by_layer_name(self) -> dict[str, LowRank]:
+        """PEFT's factor descriptions for the adapted layers, by layer name."""
+        return {name: layer.list_low_rank_pairs(name)[0] for name, layer in self.parts.items()}
+
+    def _join_output_factors(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Join the parts' B, (outputs, rank) per part, to (all outputs, all ranks)."""
+        factors, pairs = dict(zip(self.parts, tensors, strict=True)), self._pairs_by_layer_name
+        width, scale, start, blocks = self.peft_pair.rank, self.peft_pair.scale, 0, []
+        for name, rows in zip(self._layer_names, self.rows, strict=True):
+            block = tensors[0].new_zeros(rows, width)
+            if name in factors:
+                # One scale for all parts: a part with another one has the quotient in its factor.
+                block[:, start : start + pairs[name].rank] = factors[name] * (pairs[name].scale / scale)
+                start += pairs[name].rank
+            blocks.append(block)
+        return self.group.convert(blocks)
+
+    def _join_magnitudes(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Join the parts' magnitudes, (outputs,) per part, to (all outputs,)."""
+        by_name = dict(zip(self.parts, tensors, strict=True))
+        [joined] = self.group.convert([by_name[name].unsqueeze(1) for name in self._layer_names])
+        return [joined.squeeze(1)]
+
+
+def _join_input_factors(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Join the parts' A, (rank, inputs) per part, to (all ranks, inputs)."""
+    return [torch.cat([*tensors])]
+
+
+def find_layers_joined_in_files(whole: nn.Module, file_mapper: Mapper) -> Iterator[JoinedLayer]:
+    """Yield a whole model's adapted linear layers with another form or name in files; `file_mapper` maps to these."""
+    adapted = {
+        name: layer
+        for name, layer in find_adapted_layers(whole)
+        if f"{PREFIX}{name}.{A}" in layer.make_mapper_to_peft(name).outputs
+    }
+    for group in file_mapper.groups:
+        layers = [name.removesuffix(".weight") for name in group.inputs]
+        parts = {name: adapted[name] for name in layers if name in adapted}
+        if parts and (group.outputs != group.inputs or group.convert is not return_unchanged):
+            rows = [len(whole.get_parameter(name)) for name in group.inputs]
+            yield JoinedLayer(group.outputs[0].removesuffix(".weight"), group, parts, rows)
+
 
 WEIGHTS = "adapter_model.safetensors"
 
@@ -70,29 +166,25 @@ class AdapterExport:
 
     def check_before_open(self) -> None:
         """Raise UserError if PEFT does not support the adapters."""
-        if not self._adapters:
+        if not self.stages.adapters:
             return
         try:
-            whole = build_meta_model_with_adapters(self.model, self._adapters)
+            whole = build_meta_model_with_adapters(self.model, self.stages.adapters)
         except UserError:
             return  # a problem of the stages
         self._make_mapper_and_config(whole)
 
     def open(self) -> None:
         """Log if there is nothing to export."""
-        if not self._adapters:
+        if not self.stages.adapters:
             log.info("all weights are trained, without adapters, so there is no folder %s", self._adapter_folder)
-
-    @property
-    def _adapters(self) -> Sequence[Adapter]:
-        return self.stages.adapters if isinstance(self.stages, AdaptedStages) else ()
 
     def has_result_of_step(self, step: int) -> bool:
         """
         Return whether the folder is from this step, or there are no adapters; it is never incomplete. A collective,
         with equal results.
         """
-        return not self._adapters or bool(
+        return not self.stages.adapters or bool(
             run_on_rank0(self.mesh.world, lambda: read_exported_step(self._adapter_folder) == step)
         )
 
@@ -101,7 +193,7 @@ class AdapterExport:
         if self.has_result_of_step(step):
             return
         group = self.mesh.world
-        mapper, config = self._make_mapper_and_config(build_meta_model_with_adapters(self.model, self._adapters))
+        mapper, config = self._make_mapper_and_config(build_meta_model_with_adapters(self.model, self.stages.adapters))
         run_on_rank0(
             group, lambda: remove_folder_atomically(self._adapter_folder)
         )  # it may have the adapter of an earlier step
@@ -126,7 +218,7 @@ class AdapterExport:
 
     def _find_decoder_prefix(self) -> str:
         """Return the prefix of the decoder's modules in the base model as transformers builds it."""
-        folder = self.stages.initial_folder if isinstance(self.stages, LoadedStages) else None
+        folder = self.stages.initial_folder
         if folder is None or not isinstance(self.model, KeepsConfig) or not (folder / "config.json").is_file():
             return DECODER
         return self.model.find_decoder_prefix(folder / "config.json")

@@ -47,11 +47,6 @@ def loss_parameters_by_name(stages: Stages) -> dict[str, ModelParameter]:
     return named
 
 
-def persistent_buffers_by_name(stages: Stages) -> dict[str, ModelParameter]:
-    """Return the model's persistent buffers on this rank, by name."""
-    return {name: buffer for stage in stages.local for name, buffer in stage.persistent_model_buffers().items()}
-
-
 def describe_parameters_as_json(parameters: Mapping[str, ModelParameter]) -> dict[str, Any]:
     """Return parameter shapes and dtypes, by name, as JSON."""
     return {"tensors": {name: [list(param.shape), str(param.dtype)] for name, param in parameters.items()}}
@@ -170,7 +165,12 @@ def make_share_on_all_ranks(
         name: param for name, param in model_parameters_by_name(stages).items() if not only_inputs or name in inputs
     }
     parameters |= others or {}
-    parameters |= {name: buffer for name, buffer in persistent_buffers_by_name(stages).items() if name in inputs}
+    parameters |= {
+        name: buffer
+        for stage in stages.local
+        for name, buffer in stage.persistent_model_buffers().items()
+        if name in inputs
+    }
     holdings = gather_states_on_first_rank(describe_parameters_as_json(parameters), group)
     owners = run_on_rank0(group, lambda: choose_owner_by_mapper_group(mapper, holdings))
     return make_share(parameters, mapper, [n for n, owner in enumerate(owners) if owner == group.rank], dtype)
@@ -216,10 +216,16 @@ def write_safetensors_folder_collectively(
     _, specs_by_rank = run_and_gather_on_all_ranks(
         group, lambda: _describe_own_specs_as_json(own), to_json=lambda specs: specs
     )
-    files = plan_files([_parse_specs(specs) for specs in specs_by_rank], max_shard)  # the same on every rank
+    specs_by_writer = [
+        {name: TensorSpec(tuple(shape), DTYPES[code]) for name, (shape, code) in specs.items()}
+        for specs in specs_by_rank
+    ]
+    files = plan_files(specs_by_writer, max_shard)  # the same on every rank
     # one rank creates the folder, and shares its random name
     temporary, folders = run_and_gather_on_all_ranks(
-        group, lambda: create_temp_folder(target) if group.rank == 0 else None, to_json=_path_or_empty
+        group,
+        lambda: create_temp_folder(target) if group.rank == 0 else None,
+        to_json=lambda created: "" if created is None else str(created.folder),
     )
     try:
         folder = Path(folders[0])
@@ -238,14 +244,6 @@ def _describe_own_specs_as_json(own: Share) -> dict[str, Any]:
     specs = {name: spec for name, spec in compute_output_specs(own.source, own.mapper).items() if name in own.writes}
     check_storable(specs)
     return {name: [spec.shape, CODES[spec.dtype]] for name, spec in specs.items()}
-
-
-def _parse_specs(specs: Mapping[str, Any]) -> dict[str, TensorSpec]:
-    return {name: TensorSpec(tuple(shape), DTYPES[code]) for name, (shape, code) in specs.items()}
-
-
-def _path_or_empty(temporary: TempFolder | None) -> str:
-    return "" if temporary is None else str(temporary.folder)
 
 
 def _gather_and_write_own_files(folder: Path, files: list[PlannedFile], own: Share) -> None:

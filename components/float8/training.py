@@ -27,8 +27,9 @@ from drawloom.components.parallel.master_weights import choose_layer_dtype
 from drawloom.components.parallel.tensor import TensorParallel
 from drawloom.components.ports.distributed import Device, Precision
 from drawloom.components.ports.features import NamePatterns, StageFeature, StageNodes, WrappingOrder
+from drawloom.components.ports.kernels import BatchInvariant
 from drawloom.components.ports.memory import MemoryKind
-from drawloom.components.ports.model import BatchInvariant, StoredLayer
+from drawloom.components.ports.model import StoredLayer
 from drawloom.components.ports.slices import RankSlice
 from drawloom.graph import Problem, UserError, component, setting
 from drawloom.graph.wiring.node import NodeView

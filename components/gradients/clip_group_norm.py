@@ -10,7 +10,7 @@ from torch import Tensor
 
 from drawloom.components.ports.distributed import Device, Reduce
 from drawloom.components.ports.run import Step
-from drawloom.components.ports.stages import SpreadParameters, get_or_create_gradient
+from drawloom.components.ports.stages import Parameters, get_or_create_gradient
 from drawloom.graph import UserError, above, at_least, component, setting
 from drawloom.kernels.scale import scale_and_sum_squares
 
@@ -24,7 +24,7 @@ class ClipGroupNorm:
     one component per group. On a GPU the host does not wait.
     """
 
-    parameters: SpreadParameters
+    parameters: Parameters
     reduce: Reduce
     device: Device
     max_norm: float = setting(check=above(0), doc="maximum group norm after clipping")

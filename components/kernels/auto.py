@@ -17,11 +17,10 @@ from drawloom.components.kernels.choosing import (
     load_implementation,
 )
 from drawloom.components.kernels.recurrence import PieceMask, WholeMask
-from drawloom.components.ports.cache import CachedKeys, KeyValueCache
 from drawloom.components.ports.data import IGNORE_INDEX
 from drawloom.components.ports.distributed import Device
-from drawloom.components.ports.experts import PeerExchange, Routes
-from drawloom.components.ports.model import RowPart, VocabularyPart
+from drawloom.components.ports.kernels import PeerExchange, Routes
+from drawloom.components.ports.model import CachedKeys, KeyValueCache, RowPart, VocabularyPart
 from drawloom.graph import between, component, setting
 from drawloom.graph.problems import Problem
 from drawloom.graph.wiring.node import NodeView

@@ -15,9 +15,8 @@ from drawloom.components.kernels.choosing import (
     load_implementation,
 )
 from drawloom.components.kernels.split_k import forbid_split_k
-from drawloom.components.ports.cache import KeyValueCache
 from drawloom.components.ports.data import IGNORE_INDEX
-from drawloom.components.ports.model import RowPart, VocabularyPart
+from drawloom.components.ports.model import KeyValueCache, RowPart, VocabularyPart
 from drawloom.graph import UserError, component
 from drawloom.graph.problems import Problem
 from drawloom.graph.wiring.node import NodeView

@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drawloom.components.ports.cache import KeyValueCache
-from drawloom.components.ports.model import RowPart
+from drawloom.components.ports.model import KeyValueCache, RowPart
 from drawloom.kernels.recurrence import RecurrentDocuments, number_recurrent_documents
 
 Rule = Callable[..., tuple[Tensor, Tensor]]

@@ -11,8 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from drawloom.components.ports.distributed import Device, Mesh
-from drawloom.components.ports.log_records import STEP_LINE, is_marked
-from drawloom.components.ports.run import Event, EventKind, Step
+from drawloom.components.ports.run import STEP_LINE, Event, EventKind, Step, is_marked
 from drawloom.graph import component
 
 COLUMNS = "step {task.completed:.0f}/{task.total:.0f}", "{task.fields[values]}"

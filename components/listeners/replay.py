@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from drawloom.components.ports.distributed import Device, Group, Mesh, PerDimension
 from drawloom.components.ports.model import Model
-from drawloom.components.ports.pipeline import LOSSES, MeasuresStep, RepeatingExecutor, create_step_state
+from drawloom.components.ports.pipeline import LOSSES, Executor, MeasuresStep, create_step_state
 from drawloom.components.ports.run import (
     Cadence,
     Event,
@@ -77,7 +77,7 @@ class Replay:
     model: Model
     stages: Stages
     parameters: Parameters
-    executor: RepeatingExecutor
+    executor: Executor
     mesh: Mesh
     device: Device
     every: Cadence = setting(

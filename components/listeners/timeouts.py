@@ -14,7 +14,7 @@ import attrs
 
 from drawloom.components.distributed.guard import guard
 from drawloom.components.listeners.logging import open_log_for_appending, prepare_rank_log_path
-from drawloom.components.ports.distributed import Mesh, Timed
+from drawloom.components.ports.distributed import Mesh, Processes
 from drawloom.components.ports.run import Event, EventKind, RunFolder
 from drawloom.graph import above, component, setting
 
@@ -127,7 +127,7 @@ class Timeouts:
     Components that open before this one, and close after it, are ended by the guard alone, without the watchdog.
     """
 
-    processes: Timed
+    processes: Processes
     folder: RunFolder
     mesh: Mesh
     first_step: float = setting(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from drawloom.components.ports.distributed import Device, Mesh
 from drawloom.components.ports.run import Cadence, Step, describe_cadence_fault, is_due
-from drawloom.components.ports.stages import SpreadParameters
+from drawloom.components.ports.stages import Parameters
 from drawloom.components.ports.tracking import Accumulator, Histogram, Value
 from drawloom.graph import UserError, between, component, setting
 
@@ -36,7 +36,7 @@ class Histograms:
     maximum over all ranks, and one rank counts an element. Non-finite elements are ignored.
     """
 
-    parameters: SpreadParameters
+    parameters: Parameters
     mesh: Mesh
     device: Device
     targets: list[str] = setting(check=find_targets_fault, doc="parameter name patterns (fnmatch)")

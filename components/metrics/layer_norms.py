@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import Step
-from drawloom.components.ports.stages import SpreadParameters
+from drawloom.components.ports.stages import Parameters
 from drawloom.components.ports.tracking import Accumulator, Value
 from drawloom.graph import component
 
@@ -26,7 +26,7 @@ class LayerNorms:
     parameters have their module's name: `embed_tokens`, `norm`, `lm_head`.
     """
 
-    parameters: SpreadParameters
+    parameters: Parameters
     mesh: Mesh
 
     _layers: list[str] = attrs.field(init=False, factory=list)

@@ -9,11 +9,10 @@ import attrs
 from torch import Tensor
 
 from drawloom.components.ports.distributed import Device
-from drawloom.components.ports.intervals import Mark, compute_seconds_between, mark_time
-from drawloom.components.ports.run import Event, EventKind, Phase, Step
+from drawloom.components.ports.run import Event, EventKind, Mark, Phase, Step, compute_seconds_between, mark_time
 from drawloom.components.ports.tracking import Metric, Value
-from drawloom.graph import Every, component
-from drawloom.graph.component import find_declared_reads_and_writes
+from drawloom.graph import component
+from drawloom.graph.component import Every, find_declared_reads_and_writes
 
 DATA, PASSES, SYNC, UPDATE, OTHER = "data", "forward_backward", "sync", "update", "other"
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from drawloom.components.ports.data import MeasuredRows, SourceProgress
+from drawloom.components.ports.data import MeasuredRows, MovableData
 from drawloom.components.ports.run import Step
 from drawloom.components.ports.tracking import Metric, Value
 from drawloom.graph import component
@@ -18,7 +18,7 @@ class SourceTokens(Metric):
     The values follow from the position in the row order, so they do not depend on restarts.
     """
 
-    progress: SourceProgress
+    progress: MovableData
     rows: MeasuredRows
 
     def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:

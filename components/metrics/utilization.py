@@ -10,7 +10,7 @@ from torch import Tensor
 from drawloom.components.ports.data import require_token_batch
 from drawloom.components.ports.distributed import Device, Mesh, Precision
 from drawloom.components.ports.features import StageFeature
-from drawloom.components.ports.flops import CountsFlops, ForwardFlops, count_attended_pairs
+from drawloom.components.ports.model import CountsFlops, ForwardFlops, count_attended_pairs
 from drawloom.components.ports.run import Step
 from drawloom.components.ports.stages import LOSS, Stages
 from drawloom.components.ports.tracking import Accumulator, Value

@@ -31,7 +31,6 @@ from drawloom.components.model.qwen3_5 import Qwen35
 from drawloom.components.model.qwen3_5_moe import Qwen35Moe
 from drawloom.components.model.qwen3_next import Qwen3Next
 from drawloom.components.model.smollm3 import SmolLm3
-from drawloom.components.ports.experts import ExpertKernels
 from drawloom.components.weights.load import open_and_check_folder
 from drawloom.graph import UserError, component, setting
 from drawloom.graph.recipe.lockfile import LOCK
@@ -73,7 +72,6 @@ class AutoModel(DecoderModel):
     `[stages] weights` may replace the weights by others of the same sizes.
     """
 
-    kernels: ExpertKernels
     path: Path = setting(doc="folder with a config.json, and with safetensors files if `weights` is true")
     weights: bool = setting(
         default=True, impact="changes_training", doc="load the folder's weights; false for random weights"

@@ -13,7 +13,6 @@ from drawloom.components.model.deepseek_v3 import (
     read_latent_config,
     write_latent_config,
 )
-from drawloom.components.ports.experts import ExpertKernels
 from drawloom.graph import component, setting
 
 METHODS = {False: "greedy", True: "group_limited_greedy"}
@@ -74,5 +73,3 @@ class DeepseekV2(DecoderBuilder):
         read=_convert_config_from_hf,
         write=_convert_config_to_hf,
     )
-
-    kernels: ExpertKernels

@@ -11,7 +11,6 @@ from drawloom.components.model.decoder.grouped_experts import RENAMED, GroupedEx
 from drawloom.components.model.decoder.hugging_face import Family
 from drawloom.components.model.decoder.rope import InvalidSetting, Rope, latent_score_multiplier
 from drawloom.components.model.decoder.specs import LatentSpec
-from drawloom.components.ports.experts import ExpertKernels
 from drawloom.graph import between, component, setting
 from drawloom.kernels.attention_options import AttentionOptions
 
@@ -134,5 +133,3 @@ class DeepseekV3(DecoderBuilder):
         read=read_latent_config,
         write=write_latent_config,
     )
-
-    kernels: ExpertKernels

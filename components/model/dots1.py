@@ -5,7 +5,6 @@ import attrs
 from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.decoder.grouped_experts import RENAMED, SigmoidExpertsConfig
 from drawloom.components.model.decoder.hugging_face import Family
-from drawloom.components.ports.experts import ExpertKernels
 from drawloom.graph import at_least, component, setting
 
 
@@ -54,5 +53,3 @@ class Dots1(DecoderBuilder):
         renamed=RENAMED,
         has_classifier=False,
     )
-
-    kernels: ExpertKernels

@@ -7,7 +7,6 @@ from drawloom.components.model.decoder.config import rotary_factor_setting
 from drawloom.components.model.decoder.grouped_experts import RENAMED, SigmoidExpertsConfig
 from drawloom.components.model.decoder.hugging_face import Family
 from drawloom.components.model.decoder.specs import MixerSpec
-from drawloom.components.ports.experts import ExpertKernels
 from drawloom.graph import component, setting
 
 
@@ -46,5 +45,3 @@ class Glm4Moe(DecoderBuilder):
         ignored=("model.layers.{layers}.*",),
         has_classifier=False,
     )
-
-    kernels: ExpertKernels

@@ -11,7 +11,6 @@ from drawloom.components.model.deepseek_v3 import (
     read_latent_config,
     write_latent_config,
 )
-from drawloom.components.ports.experts import ExpertKernels
 from drawloom.graph import component
 
 
@@ -59,5 +58,3 @@ class Glm4MoeLite(DecoderBuilder):
         write=_convert_config_to_hf,
         has_classifier=False,
     )
-
-    kernels: ExpertKernels

@@ -19,7 +19,6 @@ from drawloom.components.model.decoder.config import (
 )
 from drawloom.components.model.decoder.hugging_face import Family
 from drawloom.components.model.decoder.specs import ClampedSwiGlu, ExpertSpec, MixerSpec, Routing
-from drawloom.components.ports.experts import ExpertKernels
 from drawloom.components.ports.weights import Mapper, TensorGroup
 from drawloom.components.weights.mapper import parallel, sequential
 from drawloom.components.weights.mapper_ops import identity, transpose
@@ -115,5 +114,3 @@ class GptOss(DecoderBuilder):
         write=_convert_config_to_hf,
         mapper=_create_family_mapper,
     )
-
-    kernels: ExpertKernels

@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from drawloom.components.parallel.parameter_split import SplitDim
 from drawloom.components.parallel.tensor import ALONE, TensorParallel, TensorRanks
 from drawloom.components.ports.data import IGNORE_INDEX
-from drawloom.components.ports.model import Head, HeadLayer, Kernels, LinearLayer
+from drawloom.components.ports.kernels import Kernels
+from drawloom.components.ports.model import Head, HeadLayer, LinearLayer
 from drawloom.components.ports.parameter_roles import (
     BIAS_ROLE,
     MATRIX_ROLE,

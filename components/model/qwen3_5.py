@@ -12,7 +12,6 @@ from drawloom.components.model.decoder.hybrid import (
     read_hybrid_config,
 )
 from drawloom.components.model.decoder.specs import DeltaSpec
-from drawloom.components.ports.recurrence import RecurrentKernels
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.weights.mapper_ops import concatenate, identity
 from drawloom.graph import component
@@ -44,5 +43,3 @@ class Qwen35(DecoderBuilder):
         read=read_hybrid_config,
         mapper=create_qwen3_5_mapper,
     )
-
-    kernels: RecurrentKernels

@@ -14,7 +14,6 @@ from drawloom.components.model.decoder.hybrid import (
 )
 from drawloom.components.model.decoder.specs import ExpertSpec
 from drawloom.components.model.qwen3_5 import create_qwen3_5_mapper
-from drawloom.components.ports.recurrence import HybridKernels
 from drawloom.graph import component, setting
 
 
@@ -62,5 +61,3 @@ class Qwen35Moe(DecoderBuilder):
         mapper=create_qwen3_5_mapper,
         has_classifier=False,
     )
-
-    kernels: HybridKernels

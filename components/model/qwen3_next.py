@@ -15,7 +15,6 @@ from drawloom.components.model.decoder.hybrid import (
 from drawloom.components.model.decoder.specs import DeltaSpec
 from drawloom.components.model.qwen3.moe import Qwen3MoeConfig
 from drawloom.components.model.qwen3_5_moe import Qwen35MoeConfig
-from drawloom.components.ports.recurrence import HybridKernels
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.weights.mapper_ops import concatenate_blocks
 from drawloom.graph import component
@@ -63,5 +62,3 @@ class Qwen3Next(DecoderBuilder):
         read=read_hybrid_config,
         mapper=_create_family_mapper,
     )
-
-    kernels: HybridKernels

@@ -24,8 +24,8 @@ from drawloom.components.model.fallback.conversion import create_conversion_mapp
 from drawloom.components.model.fallback.module import TransformersLM
 from drawloom.components.model.fallback.parts import SelfCheckError, first_config_value, mask_layer_number
 from drawloom.components.ports.corpus import Tokenizer
-from drawloom.components.ports.flops import ForwardFlops
-from drawloom.components.ports.model import Kernels, LayerRange
+from drawloom.components.ports.kernels import Kernels
+from drawloom.components.ports.model import ForwardFlops, LayerRange
 from drawloom.components.ports.parameter_roles import Role, parameter_roles
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.weights import Mapper

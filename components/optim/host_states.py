@@ -8,8 +8,7 @@ import torch
 
 from drawloom.components.distributed.transfers import DeviceTransfers
 from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.memory import MemoryKind, Transfers
-from drawloom.components.ports.memory_policy import MemoryPolicy
+from drawloom.components.ports.memory import MemoryKind, MemoryPolicy, Transfers
 from drawloom.graph import Problem, above, component_base_class, setting
 from drawloom.graph.wiring.node import NodeView
 

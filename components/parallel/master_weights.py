@@ -49,7 +49,9 @@ class ParameterStore:
                     continue
                 dtype = choose_layer_dtype(name, precision)
                 if parameter.dtype != dtype:
-                    copy = copies.setdefault(parameter, _cast_parameter(parameter, dtype))
+                    copy = copies.setdefault(
+                        parameter, nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
+                    )
                     _replace_parameter(module, name, copy)
                     if parameter.requires_grad:
                         masters[name] = parameter
@@ -113,11 +115,6 @@ def choose_layer_dtype(name: str, precision: Precision) -> torch.dtype:
     """Return a floating-point parameter's dtype in layers; a loss's parameters are not cast."""
     is_uncast = name.startswith(f"{LOSS}.") or any(fnmatchcase(name, pattern) for pattern in precision.uncast)
     return precision.parameter if is_uncast else precision.compute
-
-
-def _cast_parameter(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
-    """Return a parameter's copy in a dtype; it requires a gradient if the original does."""
-    return nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
 
 
 def _replace_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:

@@ -58,12 +58,10 @@ class Divergence:
             return  # there was no token to learn from
         if self._first is None and math.isfinite(loss):
             self._first = loss
-        self._lost = self._lost + 1 if self._is_diverged_step(loss, norm) else 0
+        is_diverged = not math.isfinite(norm) or norm == 0 or loss > self._max_loss
+        self._lost = self._lost + 1 if is_diverged else 0
         if self._lost >= self.steps:
             raise UserError(self._describe_divergence(step.index, loss, norm))
-
-    def _is_diverged_step(self, loss: float, norm: float) -> bool:
-        return not math.isfinite(norm) or norm == 0 or loss > self._max_loss
 
     @property
     def _max_loss(self) -> float:

@@ -9,7 +9,7 @@ from drawloom.components.ports.data import TrainingData, uses_preference_pairs, 
 from drawloom.components.ports.experts import RowLimit
 from drawloom.components.ports.pipeline import STEP_SPECS, Executor, PassObserver
 from drawloom.components.ports.run import Event, Events, Step
-from drawloom.components.ports.stages import SpreadParameters
+from drawloom.components.ports.stages import Parameters
 from drawloom.graph import Every, Problem, component
 from drawloom.graph.wiring.node import NodeView
 
@@ -20,7 +20,7 @@ class ForwardBackward:
 
     data: TrainingData
     executor: Executor
-    parameters: SpreadParameters
+    parameters: Parameters
     events: Events
     limits: Every[RowLimit] = attrs.field(factory=Every)
     observers: Every[PassObserver] = attrs.field(factory=Every)

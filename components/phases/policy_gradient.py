@@ -6,7 +6,7 @@ from drawloom.components.phases.training_passes import run_passes_until_rows_fit
 from drawloom.components.ports.experts import RowLimit
 from drawloom.components.ports.pipeline import Executor, PassObserver
 from drawloom.components.ports.run import Step
-from drawloom.components.ports.stages import SpreadParameters
+from drawloom.components.ports.stages import Parameters
 from drawloom.graph import Every, component
 
 
@@ -15,7 +15,7 @@ class PolicyGradient:
     """Forward and backward pass that accumulates gradients over the step's sampled completions."""
 
     executor: Executor
-    parameters: SpreadParameters
+    parameters: Parameters
     limits: Every[RowLimit] = attrs.field(factory=Every)
     observers: Every[PassObserver] = attrs.field(factory=Every)
 

@@ -3,27 +3,36 @@
 import logging
 import threading
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar
 
 import attrs
+import torch
+from torch import Tensor
 
-from drawloom.components.phases.metric_totals import (
-    Measurements,
-    reduce_metrics_over_ranks,
-    wait_and_compute_measurements,
-)
 from drawloom.components.ports.checkpoint import Durable
 from drawloom.components.ports.distributed import Device, Mesh
-from drawloom.components.ports.intervals import Interval, Mark, Span, mark_time
-from drawloom.components.ports.log_records import STEP_LINE
-from drawloom.components.ports.run import Cadence, Event, EventKind, Step, describe_cadence_fault, is_due
+from drawloom.components.ports.run import (
+    STEP_LINE,
+    Cadence,
+    Event,
+    EventKind,
+    Interval,
+    Mark,
+    Span,
+    Step,
+    describe_cadence_fault,
+    is_due,
+    mark_time,
+)
 from drawloom.components.ports.tracking import (
     METRIC_TOTALS,
+    Accumulator,
     ContextTracker,
     DistributionMetric,
     DistributionTracker,
+    Histogram,
     Metric,
     PropertyTracker,
     Tracker,
@@ -32,6 +41,85 @@ from drawloom.components.ports.tracking import (
 )
 from drawloom.graph import Problem, ResolvedRecipe, component, setting
 from drawloom.graph.wiring.node import NodeView
+
+OPS = ("sum", "max", "min")
+
+
+@attrs.frozen
+class Measurements:
+    """A step's numbers and histograms, by name."""
+
+    values: Mapping[str, Value]
+    distributions: Mapping[str, Histogram]
+
+
+def wait_and_compute_measurements(metrics: Sequence[Metric], step: Step) -> Measurements:
+    """Compute a measured step's metrics from their totals, after waiting until the totals are on the host."""
+    rest = {
+        op: iter(_split_accumulators(metrics, op, packed))
+        for op, packed in step.state.read_on_host(METRIC_TOTALS).items()
+    }
+    values: dict[str, Value] = {}
+    distributions: dict[str, Histogram] = {}
+    for metric in metrics:
+        totals = {name: next(rest[accumulator.op]) for name, accumulator in metric.accumulators.items()}
+        values |= metric.compute(totals, step)
+        if isinstance(metric, DistributionMetric):
+            distributions |= metric.distributions(totals, step)
+    return Measurements(values, distributions)
+
+
+def reduce_metrics_over_ranks(metrics: Sequence[Metric], step: Step, mesh: Mesh, device: Device) -> None:
+    """Combine every metric's accumulators over ranks, and write the totals into the step's state. Does not wait."""
+    parts = [(metric.accumulators, metric.measure_on_rank(step)) for metric in metrics]
+    packed = {
+        op: torch.cat(tensors) for op in OPS if (tensors := [*_flatten_accumulators(parts, op, mesh, device.device)])
+    }
+    for op, tensor in packed.items():
+        if op == "sum":
+            mesh.world.sum(tensor)
+        elif op == "max":
+            mesh.world.max(tensor)
+        else:
+            mesh.world.max(tensor.neg_())
+            tensor.neg_()
+    step.state[METRIC_TOTALS] = packed
+
+
+def _flatten_accumulators(
+    parts: Sequence[tuple[Mapping[str, Accumulator], Mapping[str, Tensor]]],
+    reduce_op: str,
+    mesh: Mesh,
+    device: torch.device,
+) -> Iterator[Tensor]:
+    """Yield this rank's flattened accumulators for one op; the op's identity where only another rank's counts."""
+    is_first = mesh.indices.tensor == 0
+    counts = {
+        "activations": True,
+        "data": is_first,
+        "rows": is_first and mesh.indices.context == 0,
+        "model": mesh.replica_group.rank == 0,
+    }
+    for accumulators, update in parts:
+        for name, accumulator in accumulators.items():
+            if accumulator.op == reduce_op:
+                has_part = name in update and (reduce_op != "sum" or counts[accumulator.scope])
+                part = update[name] if has_part else accumulator.identity_element()
+                # A blocking copy of a part on the CPU, such as a count, would wait for the GPU's queue.
+                part = part.detach().to(device, torch.float64, non_blocking=device.type == "cuda")
+                yield part.reshape(accumulator.shape).flatten()
+
+
+def _split_accumulators(metrics: Sequence[Metric], reduce_op: str, packed: Tensor) -> Iterator[Tensor]:
+    """Yield the reduced accumulators for one op, in their shapes, from one flat tensor."""
+    offset = 0
+    for metric in metrics:
+        for accumulator in metric.accumulators.values():
+            if accumulator.op == reduce_op:
+                size = torch.Size(accumulator.shape).numel()
+                yield packed[offset : offset + size].view(accumulator.shape)
+                offset += size
+
 
 VALIDATION = ("validation_loss", "validation_reward")
 """Numbers that are also measured before the first step."""

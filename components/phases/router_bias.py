@@ -43,10 +43,16 @@ class RouterBias:
 
     def open(self) -> None:
         """Start to count tokens in routers with a movable bias. Raises UserError if no rank has one."""
-        biased = {name: router for name, router in find_routers(self.stages).items() if _has_correction_bias(router)}
+        biased = {
+            name: router
+            for name, router in find_routers(self.stages).items()
+            if router.e_score_correction_bias is not None
+        }
         is_adapted = any(stage.adapters for stage in self.stages.local)
         self._routers = {
-            name: router for name, router in biased.items() if not is_adapted or _is_router_trained(router)
+            name: router
+            for name, router in biased.items()
+            if not is_adapted or any(parameter.requires_grad for parameter in router.parameters())
         }
         local = {name: router.num_experts for name, router in self._routers.items()}
         gathered: list[tuple[int, dict[str, int]]] = self.mesh.pipeline_group.gather_json([len(biased), local])
@@ -106,15 +112,6 @@ class RouterBias:
         for router, row in zip(self._routers.values(), change, strict=True):
             if router.e_score_correction_bias is not None:
                 router.e_score_correction_bias.add_(row)
-
-
-def _has_correction_bias(router: ExpertRouter) -> bool:
-    return router.e_score_correction_bias is not None
-
-
-def _is_router_trained(router: ExpertRouter) -> bool:
-    """Return whether a router is trained: PEFT adapters contain a whole router or nothing."""
-    return any(parameter.requires_grad for parameter in router.parameters())
 
 
 def _make_token_counter(total: Tensor) -> Callable[[Tensor, Tensor], None]:

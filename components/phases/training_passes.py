@@ -4,7 +4,7 @@ import torch
 
 from drawloom.components.ports.experts import RowLimit
 from drawloom.components.ports.pipeline import LOSSES, Executor, PassObserver
-from drawloom.components.ports.stages import SpreadParameters
+from drawloom.components.ports.stages import Parameters
 from drawloom.components.state.step_state import StepState
 from drawloom.graph import Every
 
@@ -12,7 +12,7 @@ from drawloom.graph import Every
 def run_passes_until_rows_fit(
     state: StepState,
     executor: Executor,
-    parameters: SpreadParameters,
+    parameters: Parameters,
     limits: Every[RowLimit],
     observers: Every[PassObserver],
 ) -> None:

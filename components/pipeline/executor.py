@@ -16,13 +16,13 @@ from drawloom.components.pipeline.program.builders import (
 )
 from drawloom.components.pipeline.runtime.uploads import Uploads
 from drawloom.components.ports.data import uses_preference_pairs
-from drawloom.components.ports.distributed import Device, Mesh, Neighbours, P2PChannel, PerDimension
+from drawloom.components.ports.distributed import Device, Mesh, P2PChannel, PerDimension
 from drawloom.components.ports.features import StageFeature, check_exclusions
 from drawloom.components.ports.model import BatchContext, ContextParallelModel, Finish, Head
 from drawloom.components.ports.passes import Compute, Microbatches, MicrobatchInputs, PassFeature, PassKind
 from drawloom.components.ports.pipeline import LOSSES, Loss, MeasuresStep, Referenced, Schedule, embeds_on_every_rank
 from drawloom.components.ports.program import Action, Program, iterate_actions
-from drawloom.components.ports.stages import ForwardStages, Stage, StageInputs, TrainableStages
+from drawloom.components.ports.stages import Stage, Stages
 from drawloom.components.state.batch import Batch
 from drawloom.components.state.step_state import StepState
 from drawloom.graph import Problem, component, wired
@@ -61,19 +61,17 @@ REPLACED_KEYS = {
 class ProgramExecutor:
     """Executor that runs programs on this rank's stages; on one rank, the plain training loop."""
 
-    stages: TrainableStages
-    boundaries: StageInputs
+    stages: Stages
     schedule: Schedule
     objective: Loss
     mesh: Mesh
-    neighbours: Neighbours
     device: Device
     features: list[PassFeature] = wired(factory=list)
     embeds_on_every_rank: ClassVar[bool] = False
     _links: Mapping[int, P2PChannel] = attrs.field(init=False, factory=dict)
     _training: dict[int, _Training] = attrs.field(init=False, factory=dict)
     # forward actions by another model's stages, or None for the trained model's, and by microbatch count
-    _forward: dict[tuple[ForwardStages | None, int], list[Action]] = attrs.field(init=False, factory=dict)
+    _forward: dict[tuple[Stages | None, int], list[Action]] = attrs.field(init=False, factory=dict)
     # by sequence length: the context part on the CPU, where batches are cut, and on the device
     _parts: "dict[int, tuple[ContextPart, ContextPart]]" = attrs.field(init=False, factory=dict)
     # host memory for activations, if a program has moved any
@@ -101,7 +99,7 @@ class ProgramExecutor:
     def open(self) -> None:
         """Connect this rank to its stages' neighbours."""
         hops = {hop for hop in pairwise(self._stage_to_rank) if hop[0] != hop[1]}
-        self._links = self.neighbours.open_channels(hops)
+        self._links = self.mesh.open_channels(hops)
 
     def close(self) -> None:
         """Release host memory for activations."""
@@ -192,9 +190,7 @@ class ProgramExecutor:
             inputs = prepare_loss_inputs(inputs, self)
         return inputs
 
-    def run_forward(
-        self, compute: Compute, microbatches: Microbatches, model: ForwardStages | None = None
-    ) -> dict[int, Any]:
+    def run_forward(self, compute: Compute, microbatches: Microbatches, model: Stages | None = None) -> dict[int, Any]:
         outputs = dict[int, Any]()
         inputs = [_replace_loss(compute, microbatch) for microbatch in microbatches]
         if model is None:
@@ -221,7 +217,7 @@ class ProgramExecutor:
         state: StepState,
         local_stages: Sequence[Stage],
         split_stages: Set[int] = frozenset(),
-        boundaries: StageInputs | None = None,
+        boundaries: Stages | None = None,
     ) -> "ProgramRunner":
         """Return a runner that writes microbatch losses into `state`."""
         from drawloom.components.pipeline.runtime.p2p import P2PBuffers
@@ -233,7 +229,7 @@ class ProgramExecutor:
             for stage in local_stages
         }
         buffers = P2PBuffers(self._links, self.device.device)
-        return ProgramRunner(stages, inputs, boundaries or self.boundaries, buffers, actions, kind)
+        return ProgramRunner(stages, inputs, boundaries or self.stages, buffers, actions, kind)
 
     def _upload_inputs(self, batch: Batch) -> MicrobatchInputs:
         """Copy this context rank's part of a batch to the device, and return it with the stages' inputs."""
@@ -295,7 +291,7 @@ class ProgramExecutor:
         self._offloads = self._offloads or Offloads(DeviceTransfers(self.device.device))
         return [Offloading(self._offloads, program.offloaded)]
 
-    def _build_forward_program(self, microbatches: int, model: ForwardStages | None = None) -> list[Action]:
+    def _build_forward_program(self, microbatches: int, model: Stages | None = None) -> list[Action]:
         """Return this rank's forward-only actions for this many microbatches; built once."""
         key = model, microbatches
         if key not in self._forward:

@@ -13,8 +13,7 @@ import attrs
 
 from drawloom.components.planning.nodes import Nodes
 from drawloom.components.planning.plan import Plan
-from drawloom.components.ports.checkpoint import Restorer
-from drawloom.components.ports.staging import Stager
+from drawloom.components.ports.checkpoint import Restorer, Stager
 from drawloom.graph.cli.result import output, output_class
 
 COPY_BANDWIDTH, WRITE_BANDWIDTH = 10e9, 2e9

@@ -22,7 +22,7 @@ from drawloom.components.planning.stage_costs import Passes
 from drawloom.components.planning.timeline import compute_peak_memory
 from drawloom.components.planning.traces import TracedStep
 from drawloom.components.ports.program import Program
-from drawloom.components.ports.stages import Recompute, TrainableStages
+from drawloom.components.ports.stages import Recompute, Stages
 from drawloom.graph import UserError
 from drawloom.graph.project import Recipe
 
@@ -203,7 +203,7 @@ class PlannedCosts(CostSource):
         if self.device.memory:
             activations, plans = _get_live_bytes_by_stage_after(by_layer, "F"), [one]
             nodes = Nodes.from_recipe(self.recipe)
-            if nodes.settings(TrainableStages)["recompute"] == "none":
+            if nodes.settings(Stages)["recompute"] == "none":
                 recompute = {}
                 for policy in POLICIES:
                     again = self.plan(ranks, 1, attrs.evolve(partition, recompute=(policy,) * count))

@@ -13,7 +13,7 @@ from drawloom.components.planning.plan import plan
 from drawloom.components.planning.remedies import describe_excess
 from drawloom.components.planning.text import describe_memory_choice
 from drawloom.components.ports.distributed import Device, Processes
-from drawloom.components.ports.memory_policy import MemoryChoice
+from drawloom.components.ports.memory import MemoryChoice
 from drawloom.components.ports.passes import PassFeature
 from drawloom.components.ports.program import Program
 from drawloom.graph import RecipeError, ResolvedRecipe, UserError, above, component, setting

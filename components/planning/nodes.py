@@ -11,15 +11,14 @@ from drawloom.components.distributed.planned import PlannedMesh
 from drawloom.components.ports.corpus import KnownDocuments, TokenCorpus
 from drawloom.components.ports.data import Collator, PackedDataset, WritesBatches
 from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.flops import CountsFlops
-from drawloom.components.ports.memory import HostMemoryUser, MemoryUser
-from drawloom.components.ports.memory_policy import MemoryPolicy
+from drawloom.components.ports.memory import HostMemoryUser, MemoryPolicy, MemoryUser
+from drawloom.components.ports.model import CountsFlops
 from drawloom.components.ports.pipeline import Schedule
 from drawloom.components.ports.rollouts import MakesRows, RowGrowth
 from drawloom.components.ports.run import Batching, Phase, accepts_deferred_factors
-from drawloom.components.ports.stages import FrozenModel, TrainableStages
+from drawloom.components.ports.stages import FrozenModel, Stages
 from drawloom.components.state.batch import Batch
-from drawloom.graph import UserError
+from drawloom.graph.problems import UserError
 from drawloom.graph.project import Recipe
 from drawloom.graph.wiring.graph import Graph
 
@@ -81,7 +80,7 @@ class Nodes:
     @cached_property
     def stages_node(self) -> str:
         """The stages' node."""
-        return self.find_only_node(TrainableStages)
+        return self.find_only_node(Stages)
 
     @property
     def frozen_models_with_flops(self) -> list[str]:

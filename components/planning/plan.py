@@ -28,14 +28,13 @@ from drawloom.components.planning.stage_costs import Recordings, StageCostRecord
 from drawloom.components.planning.step_time import StepTime, build_cost_table, estimate_step_time
 from drawloom.components.planning.timeline import Peak, compute_peak_host_bytes, compute_peak_memory
 from drawloom.components.ports.distributed import Device, Mesh, PerDimension, Precision
-from drawloom.components.ports.flops import CountsFlops, ForwardFlops, UpdateArithmetic, UpdateFlops
-from drawloom.components.ports.memory import HostMemoryUser, MemoryUser, sum_memory_by_kind
-from drawloom.components.ports.memory_policy import MemoryChoice, MemoryPolicy
-from drawloom.components.ports.model import Kernels
+from drawloom.components.ports.kernels import Kernels
+from drawloom.components.ports.memory import HostMemoryUser, MemoryChoice, MemoryPolicy, MemoryUser, sum_memory_by_kind
+from drawloom.components.ports.model import CountsFlops, ForwardFlops, UpdateArithmetic, UpdateFlops
 from drawloom.components.ports.pipeline import Loss, PartitioningSchedule, Referenced, Schedule, embeds_on_every_rank
 from drawloom.components.ports.program import Program
-from drawloom.components.ports.stages import FrozenModel, Recompute, TrainableStages
-from drawloom.graph import UserError
+from drawloom.components.ports.stages import FrozenModel, Recompute, Stages
+from drawloom.graph.problems import UserError
 from drawloom.graph.project import Recipe
 
 T = TypeVar("T")
@@ -253,7 +252,7 @@ class Planner:
             return self._plan_with_memory_policy(program, rows)
         views = self._build_rank_views(program)
         self._check_persistent_bytes(views)
-        stages = self.nodes.settings(TrainableStages)
+        stages = self.nodes.settings(Stages)
         policies = program.recompute or (stages["recompute"],) * program.stages
         costs = self._record_stage_costs(views, program, rows, policies)
         if self.nodes.has_feature("pipeline.offloaded"):

@@ -4,13 +4,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
+from drawloom.components.ports.memory_policy import MemoryPolicy
 
 from drawloom.components.planning.nodes import Nodes
 from drawloom.components.planning.plan import Plan, plan
 from drawloom.components.ports.distributed import Precision
-from drawloom.components.ports.memory_policy import MemoryPolicy
 from drawloom.components.ports.run import Batching
-from drawloom.components.ports.stages import TrainableStages
+from drawloom.components.ports.stages import Stages
 from drawloom.components.storage.byte_size import format_decimal_byte_size
 from drawloom.graph import RecipeError, UserError
 from drawloom.graph.project import Recipe
@@ -105,7 +105,7 @@ def _make_remedy_if_saving_memory(
 
 def _list_settings_with_cost_and_rank_count(nodes: Nodes, planned: Plan) -> Iterator[tuple[Values, str, int]]:
     """Yield settings that may save memory, their cost in words, and the rank count; cheap settings first."""
-    ranks, stages = planned.ranks, nodes.settings(TrainableStages)
+    ranks, stages = planned.ranks, nodes.settings(Stages)
     chooses = bool(nodes.find_nodes(MemoryPolicy))
     shards = planned.mesh.sizes.data_shard
     if shards > 1 and planned.microbatches > 1 and not stages["sync_each_microbatch"]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import attrs
+from drawloom.components.ports.memory_policy import MemoryPolicy
 
 from drawloom.components.distributed.device_model import DeviceModel
 from drawloom.components.parallel.context import ContextDimension
@@ -15,9 +16,8 @@ from drawloom.components.planning.nodes import Nodes
 from drawloom.components.planning.plan import PlanCache, TooLargeError, plan
 from drawloom.components.planning.remedies import TriedPlan, Values
 from drawloom.components.ports.distributed import Mesh, PerDimension
-from drawloom.components.ports.memory_policy import MemoryPolicy
 from drawloom.components.ports.run import Batching
-from drawloom.components.ports.stages import TrainableStages
+from drawloom.components.ports.stages import Stages
 from drawloom.components.storage.byte_size import format_decimal_byte_size
 from drawloom.graph import RecipeError, UserError
 from drawloom.graph.project import Recipe
@@ -107,7 +107,7 @@ class _Search:
         if fastest is None:
             return []
         # Slices include the costs of the ends, and the schedule sets the recompute policies.
-        ends = [key for key in END_COSTS if nodes.settings(TrainableStages).get(key)]
+        ends = [key for key in END_COSTS if nodes.settings(Stages).get(key)]
         stages = {**fastest.values[nodes.stages_node], **dict.fromkeys(ends, 0), "recompute": "none"}
         values = {**fastest.values, nodes.stages_node: stages}
         cache = attrs.evolve(self.cache, views={})  # without the costs of the ends, stages contain other layers

@@ -1,6 +1,7 @@
-"""Ports for checkpoints: stateful nodes, the checkpointer, and nodes with a part in saving and restoring."""
+"""Ports for checkpoints: stateful nodes, the checkpointer, copies of states, and nodes that take part in saving."""
 
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from drawloom.components.ports.run import Step
@@ -75,15 +76,6 @@ class Durable(Protocol):
 
 
 @port
-class KnownSteps(Protocol):
-    """A node with recorded numbers for detecting damaged steps, such as a checkpoint store."""
-
-    def recorded_step_values(self) -> Iterable[tuple[int, Mapping[str, float | None]]]:
-        """Return steps with some output numbers; None replaces a number that was not finite."""
-        ...
-
-
-@port
 class Restorer(Protocol):
     """Checkpointer: the component that saves and restores the run's checkpoints."""
 
@@ -111,6 +103,10 @@ class Restorer(Protocol):
         """
         ...
 
+    def recorded_step_values(self) -> Iterable[tuple[int, Mapping[str, float | None]]]:
+        """Return steps with some output numbers; None replaces a number that was not finite."""
+        ...
+
 
 @port
 class AfterRestore(Protocol):
@@ -122,4 +118,40 @@ class AfterRestore(Protocol):
 
         `restored_step` is the checkpoint's step; 0 in a new run, which restores nothing.
         """
+        ...
+
+
+@port
+class Stager(Protocol):
+    """
+    Copier for states: the copy is written to disk while the state changes.
+
+    It also implements `torch.distributed.checkpoint.staging.AsyncStager`, for torch's `async_save`.
+    """
+
+    @property
+    def makes_copies(self) -> bool:
+        """Whether `stage` returns a copy; otherwise the state must not change until it is written."""
+        ...
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        """Whether torch's `async_save` calls `synchronize_staging`."""
+        ...
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any] | Future[dict[str, Any]]:
+        """
+        Return a copy of the state dict, or its future. The copy's memory is not reused while any copied tensor is
+        alive.
+
+        Raises TypeError, with the path, for a value that can't be copied.
+        """
+        ...
+
+    def synchronize_staging(self) -> None:
+        """Wait until the state may change. Raises a failed copy's error."""
+        ...
+
+    def close(self) -> None:
+        """Free the copies' memory."""
         ...

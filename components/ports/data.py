@@ -1,4 +1,4 @@
-"""Ports for training data: packed rows and batches."""
+"""Ports for training data: packed rows, batches, and a teacher's stored predictions."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Protocol, Self, runtime_checkable
@@ -338,7 +338,7 @@ class TrainingData(Protocol):
 
 @port
 class MovableData(TrainingData, Protocol):
-    """Training data with an adjustable position in an endless row order."""
+    """Training data with an adjustable position in an endless row order, and token counts by source in a mixture."""
 
     @property
     def next_row_position(self) -> int:
@@ -348,11 +348,6 @@ class MovableData(TrainingData, Protocol):
     def skip_to_position(self, position: int) -> None:
         """Skip the rows before a position in the order; the next step begins there."""
         ...
-
-
-@port
-class SourceProgress(Protocol):
-    """A component that counts the tokens trained on by source in a mixture."""
 
     def cumulative_tokens_by_source(self, step: int) -> Mapping[str, float]:
         """Return token counts by source in all steps up to and including `step`, without padding."""
@@ -371,5 +366,22 @@ class ValidationData(Protocol):
         """
         Yield this data-parallel rank's microbatches; their number is equal on all ranks, which may wait for one
         another.
+        """
+        ...
+
+
+@port
+class TeacherPredictions(Protocol):
+    """Likeliest tokens by row, with their log-probabilities under the teacher."""
+
+    def check_written_for_rows(self, identity: Mapping[str, Any]) -> None:
+        """Raise UserError if the predictions belong to rows with another identity: fingerprints and a seed."""
+        ...
+
+    def read_top_ids_and_logps(self, split: Split, indices: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """
+        Return ids, int64 (rows, length, k), and log-probabilities, float32 (rows, length, k + 1), of the rows.
+
+        Position i predicts token i + 1, as targets do. The last log-probability is that of all other tokens together.
         """
         ...

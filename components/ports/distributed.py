@@ -1,7 +1,7 @@
 """Ports for process groups, the device mesh, the device, and dtypes."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import attrs
 import torch
@@ -253,11 +253,6 @@ class Processes(Protocol):
         """
         ...
 
-
-@runtime_checkable
-class SurvivingProcesses(Protocol):
-    """Processes that may continue without lost ranks, and let new processes join."""
-
     @property
     def survives_rank_losses(self) -> bool:
         """Whether the run continues after a loss."""
@@ -286,20 +281,6 @@ class SurvivingProcesses(Protocol):
         """Return whether enough processes wait to join; False on all ranks but the first."""
         ...
 
-
-@port
-class ReplicaLimit(Protocol):
-    """A node whose work can't be shared by every number of replicas, such as a batch of rows."""
-
-    def supports_replica_count(self, count: int) -> bool:
-        """Return whether `count` data-parallel ranks (DDP × FSDP) can share the work; called before the node opens."""
-        ...
-
-
-@port
-class Timed(Protocol):
-    """Timeouts for collectives, and diagnosis of hangs and failures."""
-
     def set_timeout(self, seconds: float) -> None:
         """Set the timeout for collectives and transfers, in existing and future groups."""
         ...
@@ -318,6 +299,15 @@ class Timed(Protocol):
 
         If the run survives losses, only the ranks end for which the others wait.
         """
+        ...
+
+
+@port
+class ReplicaLimit(Protocol):
+    """A node whose work can't be shared by every number of replicas, such as a batch of rows."""
+
+    def supports_replica_count(self, count: int) -> bool:
+        """Return whether `count` data-parallel ranks (DDP × FSDP) can share the work; called before the node opens."""
         ...
 
 
@@ -404,11 +394,6 @@ class Mesh(Protocol):
     def data_tensor_group(self) -> Group:
         """The ranks with the same layers: `data_group`, joined with its ranks' `tensor_group`."""
         ...
-
-
-@port
-class Neighbours(Protocol):
-    """Point-to-point channels inside the mesh."""
 
     def open_channels(self, edges: Iterable[tuple[int, int]]) -> Mapping[int, P2PChannel]:
         """

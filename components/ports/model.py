@@ -1,21 +1,193 @@
-"""Ports for models, which build modules, and for the heads and kernels inside modules."""
+"""Ports for models, which build modules, for the heads inside modules, caches for keys and values, and FLOPs."""
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import attrs
+import torch
 from torch import Tensor, nn
 
-from drawloom.components.ports.cache import KeyValueCache
 from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.weights import Mapper
 from drawloom.graph import port
-from drawloom.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
-from drawloom.kernels.results import NormAndSum, TokenLosses
+from drawloom.kernels.results import TokenLosses
 from drawloom.kernels.weight_formats import StorageFormat, WeightFormat
+
+
+@attrs.frozen
+class ForwardFlops:
+    """
+    Floating-point operations for matrix products in a forward pass; a multiply-add counts as two.
+
+    `by_parameter` has the operations for one token by parameter; for experts, only those that the token visits.
+    `per_pair` has the attention operations per query and visible key, by layer window; the key None is for layers
+    without a window. `per_token` are other operations for one token, such as products with the states of recurrent
+    layers.
+    """
+
+    by_parameter: Mapping[str, float]
+    per_pair: Mapping[int | None, float]
+    per_token: float = 0.0
+
+    def count_training_flops(
+        self, tokens: float, pairs: Mapping[int | None, float], frozen: Collection[str] = ()
+    ) -> float:
+        """
+        Return the operations in a forward and a backward pass over `tokens` tokens and `pairs` attended pairs by
+        window.
+
+        A backward pass has two products per forward product, or one if the parameter is frozen.
+        Activation checkpointing's recomputation does not count (Chowdhery et al. 2022, "PaLM", arXiv 2204.02311,
+        appendix B).
+        """
+        products = sum(flops * (2 if name in frozen else 3) for name, flops in self.by_parameter.items())
+        attention = sum(flops * pairs[window] for window, flops in self.per_pair.items())
+        return tokens * (products + 3 * self.per_token) + 3 * attention
+
+
+@port
+class CountsFlops(Protocol):
+    """A model that counts its floating-point operations."""
+
+    def forward_flops(self) -> ForwardFlops:
+        """Return the operations in the whole model's forward pass, including its head."""
+        ...
+
+
+@runtime_checkable
+class UpdateFlops(Protocol):
+    """An optimizer with matrix products in its update."""
+
+    def count_update_flops(self) -> float:
+        """Return the floating-point operations per update on this rank, in bfloat16; works before `open`."""
+        ...
+
+
+@runtime_checkable
+class UpdateArithmetic(Protocol):
+    """An optimizer whose update takes longer than its memory traffic."""
+
+    def count_elementwise_flops_per_update(self) -> float:
+        """Return the float32 operations per update on this rank, without matrix products; works before `open`."""
+        ...
+
+
+def count_attended_pairs(document_ids: Tensor, window: int | None = None) -> int:
+    """
+    Count query-key pairs in causal attention inside documents, with at most `window` keys per query.
+
+    document_ids: int64 (rows, length); a document's tokens are consecutive.
+    """
+    length = document_ids.shape[1]
+    positions = torch.arange(length).expand_as(document_ids)
+    is_start = torch.ones_like(document_ids, dtype=torch.bool)
+    is_start[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
+    starts = positions.where(is_start, 0).cummax(1).values if length else positions
+    visible_keys = positions - starts + 1
+    return int(visible_keys.clamp(max=length if window is None else window).sum())
+
+
+class CachedKeys(NamedTuple):
+    """
+    A layer's keys (rows, keys, kv_heads, head_dim) and values (rows, keys, kv_heads, v_dim), with the new tokens' last.
+
+    With `key_count`, int64 () on their device, they have `capacity` entries; only the first `key_count` are tokens.
+    """
+
+    keys: Tensor
+    values: Tensor
+    key_count: Tensor | None = None
+
+
+class KeyValueCache:
+    """
+    Keys and values for all earlier tokens, by layer on this rank, for rows that contain one document.
+
+    The BatchContext for a pass over new tokens, with positions from `length` on, contains the cache. A model passes it
+    to `Kernels.attention_mask`; every layer's `Kernels.attention` then extends it, always in the first pass's layer
+    order. Recurrent operations keep their states instead, also in order. `end_pass` ends a pass. A pass between
+    `begin_fixed_pass` and `end_pass` can be recorded as a CUDA graph.
+    """
+
+    # Not an attrs class: a forward pass walks the trees of its inputs, in which a cache must be a leaf.
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.length = 0
+        self.next_layer = 0
+        self._layers: list[tuple[Tensor, Tensor]] = []
+        self._bounds: Tensor | None = None  # this pass's position and its count of tokens, for fixed passes
+        self._is_fixed = False
+        self._states: list[Tensor | None] = []
+        self._next_state = 0
+
+    @property
+    def cached_layer_count(self) -> int:
+        """Number of layers and recurrent operations with cached tensors; 0 if the model does not use a cache."""
+        return len(self._layers) + len(self._states)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether a recurrent operation has a state."""
+        return bool(self._states)
+
+    def begin_fixed_pass(self, device: torch.device) -> None:
+        """
+        Begin a pass over one new token per row; all such passes have the same shapes and addresses on `device`.
+
+        Raises ValueError if the cache is full, or if there was no pass before.
+        """
+        if not self._layers or self.length == self.capacity:
+            raise ValueError(f"no token can follow {self.length} cached tokens with a capacity of {self.capacity}")
+        if self._bounds is None:
+            self._bounds = torch.empty(2, dtype=torch.int64, device=device)
+        self._bounds[0].fill_(self.length)
+        self._bounds[1].fill_(self.length + 1)
+        self._is_fixed = True
+
+    def extend(self, k: Tensor, v: Tensor) -> CachedKeys:
+        """
+        Append new tokens' keys and values for the next layer, and return all its keys and values.
+
+        k (rows, new, kv_heads, head_dim), v (rows, new, kv_heads, v_dim). Raises ValueError for more than `capacity`
+        tokens.
+        """
+        end = self.length + k.shape[1]
+        if end > self.capacity:
+            raise ValueError(f"{end} tokens do not fit into a cache of {self.capacity}")
+        if self.next_layer == len(self._layers):
+            # Zeros, because a fixed pass multiplies values behind the last token by weights of 0.
+            new = [x.new_zeros(x.shape[0], self.capacity, *x.shape[2:]) for x in (k, v)]
+            self._layers.append((new[0], new[1]))
+        keys, values = self._layers[self.next_layer]
+        self.next_layer += 1
+        if self._is_fixed and self._bounds is not None:
+            keys.index_copy_(1, self._bounds[:1], k)
+            values.index_copy_(1, self._bounds[:1], v)
+            return CachedKeys(keys, values, self._bounds[1])
+        keys[:, self.length : end], values[:, self.length : end] = k, v
+        return CachedKeys(keys[:, :end], values[:, :end])
+
+    def read_next_state(self) -> Tensor | None:
+        """
+        Return the state (any shape) that the next recurrent operation had after earlier tokens; None in the first pass.
+        """
+        if self._next_state == len(self._states):
+            self._states.append(None)
+        self._next_state += 1
+        return self._states[self._next_state - 1]
+
+    def replace_last_read_state(self, state: Tensor) -> None:
+        """Store a state (any shape) for the operation whose `read_next_state` was last."""
+        self._states[self._next_state - 1] = state
+
+    def end_pass(self, tokens: int) -> None:
+        """End a forward pass over `tokens` new tokens: the next `extend` is for the first layer again."""
+        self.length += tokens
+        self.next_layer = self._next_state = 0
+        self._is_fixed = False
 
 
 @attrs.frozen
@@ -448,140 +620,4 @@ class BufferOwner(Protocol):
 
     def reset_parameters(self) -> None:
         """Fill the module's parameters and buffers in place with their initial values."""
-        ...
-
-
-@runtime_checkable
-class BatchInvariant(Protocol):
-    """Kernels by which a token has the same bits in every batch, at every length and with a cache."""
-
-    batch_invariant: ClassVar[bool]
-
-
-@port
-class Kernels(Protocol):
-    """Model operations; the recipe chooses their implementations."""
-
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """
-        Return x @ weight.T + bias: x (..., inputs), weight (outputs, inputs), bias (outputs,), result (..., outputs).
-        """
-        ...
-
-    def dequantize(self, stored: Tensor, weight_format: StorageFormat) -> Tensor:
-        """Return the weight, bfloat16 (..., outputs, inputs), with storage (..., outputs, units)."""
-        ...
-
-    def linear_quantized(
-        self,
-        x: Tensor,
-        stored: Tensor,
-        weight_format: StorageFormat,
-        bias: Tensor | None = None,
-    ) -> Tensor:
-        """Compute `linear` of bfloat16 x with a frozen weight, given as its storage (outputs, units)."""
-        ...
-
-    def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
-        """Return weight[tokens]: integer tokens (...), weight (vocabulary, width), result (..., width)."""
-        ...
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
-        """Apply RMSNorm over the last dimension of (..., width); if `zero_centered`, the factor is 1 + weight."""
-        ...
-
-    def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centered: bool = False
-    ) -> NormAndSum:
-        """Return `rms_norm` of x + residual, both (..., width), and the sum."""
-        ...
-
-    def swiglu(self, gate: Tensor, up: Tensor, scale: Tensor | None = None) -> Tensor:
-        """Return silu(gate) * up, any shape, with vectors multiplied by their scale, if any."""
-        ...
-
-    def geglu(self, gate: Tensor, up: Tensor) -> Tensor:
-        """Return gelu(gate) * up, of any shape, with the tanh approximation of GELU."""
-        ...
-
-    def rope(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-        """
-        Rotate the first 2 * pairs channels of (rows, length, heads, head_dim) by angles (rows, length, pairs).
-
-        Channel i is paired with channel i + pairs, or, if `interleaved`, channel 2 i with 2 i + 1.
-        """
-        ...
-
-    def qk_norm_rope(
-        self,
-        q: Tensor,
-        k: Tensor,
-        q_weight: Tensor,
-        k_weight: Tensor,
-        eps: float,
-        cos: Tensor,
-        sin: Tensor,
-        zero_centered: bool = False,
-        interleaved: bool = False,
-    ) -> tuple[Tensor, Tensor]:
-        """
-        Apply `rms_norm` by head, with weights (head_dim,), and then `rope` to queries and keys.
-
-        q: (rows, length, heads, head_dim); k: (rows, length, kv_heads, head_dim); the results have the same shapes.
-        """
-        ...
-
-    def attention_mask(
-        self,
-        documents: Tensor,
-        window: int | None = None,
-        part: RowPart | None = None,
-        cache: KeyValueCache | None = None,
-        one_document_per_row: bool = False,
-    ) -> Any:
-        """
-        Return the mask for `attention`, made once for all layers in a microbatch.
-
-        documents: int64 (rows, length); a token sees itself and earlier tokens with its number, with a window at most
-        `window` tokens including itself. With a `part`, `documents` covers this rank's tokens; the mask is for their
-        queries and for whole rows' keys, which `attention` gathers. With a cache, every row is one document, and its
-        tokens also see the cached tokens; `attention` extends the cache. `one_document_per_row` is True if every row is
-        known to be one document.
-        """
-        ...
-
-    def attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Any,
-        options: AttentionOptions = PLAIN_ATTENTION,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """
-        Compute causal attention inside documents (flash attention, if the implementation has it).
-
-        q: (rows, length, heads, head_dim); k: (rows, length, kv_heads, head_dim); v: (rows, length, kv_heads, v_dim);
-        mask from `attention_mask`; result (rows, length, heads, v_dim). `sinks` (heads,) are scores for one more
-        key, whose value is 0.
-        """
-        ...
-
-    def linear_cross_entropy(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        token_weights: Tensor | None = None,
-        part: VocabularyPart | None = None,
-    ) -> TokenLosses:
-        """
-        Return losses and log-sum-exps by token, float32 (...), for logits hidden (..., width) @ weight.T
-        (vocabulary, width).
-
-        targets: int64 (...); token_weights: float32 (...), loss factors. The loss is 0 if the target is
-        IGNORE_INDEX. With a `part`, the weight has this rank's vocabulary rows, and losses are over the whole
-        vocabulary.
-        """
         ...

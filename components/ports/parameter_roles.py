@@ -1,10 +1,12 @@
-"""Roles of parameters, from which initial values, weight decay and floating-point operations (FLOPs) follow."""
+"""Roles of parameters, from which initial values, weight decay and FLOPs follow, and how they scale with size."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Literal, Protocol, runtime_checkable
 
 import attrs
 from torch import Tensor, nn
+
+from drawloom.graph import port
 
 Initial = Literal["normal"] | float | Callable[[Tensor], Tensor]
 """
@@ -98,3 +100,43 @@ def parameter_roles(module: nn.Module) -> Iterator[tuple[str, Role]]:
             name = f"{path}.{leaf}" if path else leaf
             role = declared.get(leaf) or default_role(leaf, parameter)
             yield name, module.role_with_scaling(name, role) if isinstance(module, ScalesRoles) else role
+
+
+@attrs.frozen
+class ModelScaling:
+    """
+    Factors for a decoder of one size.
+
+    `outer` scales the embedding and the last norm, and `head` the head. Inside of layers, `residual` and
+    `residual_vector` scale the matrices and biases whose outputs are added to the residual stream, and `matrix` and
+    `vector` all others. `residual_multiplier` scales these outputs, and `logit_multiplier` the head's.
+    """
+
+    outer: Scaling = UNSCALED
+    head: Scaling = UNSCALED
+    matrix: Scaling = UNSCALED
+    residual: Scaling = UNSCALED
+    vector: Scaling = UNSCALED
+    residual_vector: Scaling = UNSCALED
+    residual_multiplier: float = 1.0
+    logit_multiplier: float = 1.0
+
+    def fold_multipliers(self) -> "ModelScaling":
+        """Return factors for an equal model without multipliers of outputs: its weights are multiplied instead."""
+        return attrs.evolve(
+            self,
+            head=self.head.fold_multiplier(self.logit_multiplier),
+            residual=self.residual.fold_multiplier(self.residual_multiplier),
+            residual_vector=self.residual_vector.fold_multiplier(self.residual_multiplier),
+            residual_multiplier=1.0,
+            logit_multiplier=1.0,
+        )
+
+
+@port
+class Parametrization(Protocol):
+    """Rule for scaling a decoder relative to a smaller base model, whose best settings it keeps."""
+
+    def compute_scaling_for_size(self, hidden_size: int, num_hidden_layers: int) -> ModelScaling:
+        """Return the factors for a decoder with this width and depth; all are 1 for the base model."""
+        ...

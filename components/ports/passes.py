@@ -11,7 +11,7 @@ from drawloom.components.ports.features import Feature, WrappingOrder
 from drawloom.components.ports.model import BatchContext, Finish, Head
 from drawloom.components.ports.pipeline import Loss, Referenced
 from drawloom.components.ports.program import Action, Program
-from drawloom.components.ports.stages import ForwardStages, Shards, Stage, TrainableStages
+from drawloom.components.ports.stages import Shards, Stage, Stages
 from drawloom.components.state.batch import Batch
 from drawloom.components.state.step_state import StepState
 from drawloom.graph import Problem, port
@@ -115,13 +115,11 @@ class PassRun(Protocol):
 class ForwardRunner(Protocol):
     """An executor, for features with passes before its programs."""
 
-    stages: TrainableStages
+    stages: Stages
     objective: Loss
     mesh: Mesh
 
-    def run_forward(
-        self, compute: Compute, microbatches: Microbatches, model: ForwardStages | None = None
-    ) -> dict[int, Any]:
+    def run_forward(self, compute: Compute, microbatches: Microbatches, model: Stages | None = None) -> dict[int, Any]:
         """
         Run forward passes without gradients, and return `compute`'s results by microbatch on the last stage's rank; {}
         on others.

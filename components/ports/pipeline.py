@@ -11,7 +11,7 @@ from drawloom.components.ports.program import Program
 from drawloom.components.ports.rollouts import ROLLOUTS
 from drawloom.components.ports.tracking import METRIC_TOTALS
 from drawloom.components.state.batch import Batch
-from drawloom.components.state.specs import Replicate, SpecTree, Stack
+from drawloom.components.state.sharding import Spec
 from drawloom.components.state.step_state import StepState
 from drawloom.graph import port
 
@@ -96,11 +96,11 @@ shape (), and `sums`, a dict of further sums (...) by name. In the global view t
 Ranks without the last stage have the losses of 0 microbatches.
 """
 
-STEP_SPECS: Mapping[str, SpecTree] = {
-    "batches": Stack(),
-    ROLLOUTS: Stack(),
-    LOSSES: Stack(),
-    METRIC_TOTALS: Replicate(),
+STEP_SPECS: Mapping[str, Spec] = {
+    "batches": "stack",
+    ROLLOUTS: "stack",
+    LOSSES: "stack",
+    METRIC_TOTALS: "replicate",
 }
 """The division into microbatches of the step's values that are not numbers."""
 
@@ -279,39 +279,15 @@ class Executor(Protocol):
         """Run forward passes over `batches`, and write only `losses` into the state."""
         ...
 
-
-@port
-class PassObserver(Protocol):
-    """A node that adds up values over the training passes of a step."""
-
-    def forget_passes(self) -> None:
-        """Drop what the step's passes have added, because they are repeated."""
-        ...
-
-
-@port
-class RepeatingExecutor(Executor, Protocol):
-    """An executor that can repeat passes, for a comparison of their results."""
-
     def rerun_passes_for_comparison(self, state: StepState) -> None:
         """Run the forward and backward passes once more, for a comparison; routers do not count tokens again."""
         ...
-
-
-@port
-class Predictor(Protocol):
-    """Inference over all stages."""
 
     def infer(self, tokens: Tensor, shared: TokenContext) -> Tensor | None:
         """
         Return logits (rows, length, vocab_size) for tokens (rows, length) on the last stage's rank; None elsewhere.
         """
         ...
-
-
-@port
-class ForwardPasses(Protocol):
-    """Inference over all stages, with a function of the last hidden states."""
 
     def infer_microbatches(
         self,
@@ -324,4 +300,13 @@ class ForwardPasses(Protocol):
 
         On the last stage's rank, `on_output` gets a microbatch's number and the `finish` result.
         """
+        ...
+
+
+@port
+class PassObserver(Protocol):
+    """A node that adds up values over the training passes of a step."""
+
+    def forget_passes(self) -> None:
+        """Drop what the step's passes have added, because they are repeated."""
         ...

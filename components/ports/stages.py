@@ -148,11 +148,6 @@ class Stages(Protocol):
         """This rank's stages, in order."""
         ...
 
-
-@port
-class TrainableStages(Stages, Protocol):
-    """Stages with modules that may compute with casts from the optimizer's parameters."""
-
     def cast_weights(self, only_if_changed: bool = False) -> None:
         """
         Cast parameters to the dtypes for computation, before a step's forward passes.
@@ -165,6 +160,20 @@ class TrainableStages(Stages, Protocol):
         """Pass gradients to the optimizer's parameters, such as master weights, after a step's backward passes."""
         ...
 
+    def infer_stage_inputs(self, stage: int, inputs: Any, shared: BatchContext) -> Any:
+        """Return meta tensors, as a tree, in place of the tensors received by `stage` for a microbatch."""
+        ...
+
+    @property
+    def initial_folder(self) -> Path | None:
+        """The folder that the initial weights were read from; None for random weights."""
+        ...
+
+    @property
+    def adapters(self) -> Sequence[Adapter]:
+        """The adapters; empty if all weights are trained."""
+        ...
+
 
 @port
 class DescribedStages(Protocol):
@@ -175,19 +184,6 @@ class DescribedStages(Protocol):
     def describe_features(self, whole: nn.Module) -> Iterator[str]:
         """Yield phrases for the run's summary, given the whole model on the meta device."""
         ...
-
-
-@port
-class StageInputs(Protocol):
-    """Shapes and dtypes for tensors sent between stages."""
-
-    def infer_stage_inputs(self, stage: int, inputs: Any, shared: BatchContext) -> Any:
-        """Return meta tensors, as a tree, in place of the tensors received by `stage` for a microbatch."""
-        ...
-
-
-class ForwardStages(TrainableStages, StageInputs, Protocol):
-    """Stages with known shapes and dtypes between them."""
 
 
 @port
@@ -212,8 +208,8 @@ class Parameters(Protocol):
     """
     This rank's trained parameters for the optimizer, in `precision.parameter`; slices if sharded.
 
-    Layers may compute with casts (`TrainableStages`): change a parameter in place, and the next step's forward passes
-    use the new values. Between forward_backward and the optimizer, `.grad` is the gradient summed over this rank's
+    Layers may compute with casts: change a parameter in place, and the next step's forward passes use the new values.
+    Between forward_backward and the optimizer, `.grad` is the gradient summed over this rank's
     microbatches (gradient accumulation), in `precision.gradient`; it is None if no gradient reached the parameter.
     Clippers, metrics and optimizers read and change `.grad`, and the optimizer sets it to None.
     """
@@ -230,24 +226,12 @@ class Parameters(Protocol):
         """Return the roles by parameter, on which weight decay and orthogonalization depend."""
         ...
 
-
-@runtime_checkable
-class LoadedStages(Protocol):
-    """Stages with weights from a folder, other parts of which exports keep."""
-
-    @property
-    def initial_folder(self) -> Path | None:
-        """The folder that the initial weights were read from; None for random weights."""
+    def owned_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Return the parameters that this rank owns. Every model parameter is owned by exactly one rank."""
         ...
 
-
-@runtime_checkable
-class AdaptedStages(Protocol):
-    """Stages with a list of adapters, known before anything is built."""
-
-    @property
-    def adapters(self) -> Sequence[Adapter]:
-        """The adapters; empty if all weights are trained."""
+    def sum_remaining_gradients(self) -> None:
+        """Sum gradients over the ranks with the same parameter, unless the backward passes already did."""
         ...
 
 
@@ -285,19 +269,6 @@ def get_or_create_gradient(parameter: nn.Parameter) -> Tensor:
 
 IN_PARAMETERS = frozenset({"weights", "local_gradients", "gradients"})
 """Values of a step's dataflow that phases read from the port Parameters instead of the step's state."""
-
-
-@port
-class SpreadParameters(Parameters, Protocol):
-    """A model's parameters over pipeline ranks; a tied embedding, for example, is on several ranks."""
-
-    def owned_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Return the parameters that this rank owns. Every model parameter is owned by exactly one rank."""
-        ...
-
-    def sum_remaining_gradients(self) -> None:
-        """Sum gradients over the ranks with the same parameter, unless the backward passes already did."""
-        ...
 
 
 @runtime_checkable

@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from drawloom.components.distributed.rng import derive_seed, draw_splitmix64_bits
-from drawloom.components.ports.cache import KeyValueCache
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.data import MAX_LENGTH
 from drawloom.components.ports.distributed import Device, Group, Mesh
-from drawloom.components.ports.model import BatchInvariant, Head, Kernels, TokenContext
-from drawloom.components.ports.pipeline import ForwardPasses
+from drawloom.components.ports.kernels import BatchInvariant, Kernels
+from drawloom.components.ports.model import Head, KeyValueCache, TokenContext
+from drawloom.components.ports.pipeline import Executor
 from drawloom.components.ports.rollouts import Completions, Prompts, compute_policy_logps
 from drawloom.components.ports.run import RunInfo
 from drawloom.components.state.trees import map_leaves
@@ -42,7 +42,7 @@ class StageRollouts:
     a training microbatch, in every dtype and on every mesh; the cost is one such pass per token.
     """
 
-    model: ForwardPasses
+    model: Executor
     tokenizer: Tokenizer
     job: RunInfo
     mesh: Mesh

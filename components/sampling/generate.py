@@ -6,11 +6,10 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.ports.cache import KeyValueCache
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.distributed import Group
-from drawloom.components.ports.model import TokenContext
-from drawloom.components.ports.pipeline import Predictor
+from drawloom.components.ports.model import KeyValueCache, TokenContext
+from drawloom.components.ports.pipeline import Executor
 from drawloom.graph import UserError
 
 # Smallest divisor of float32 logits; lower temperatures also draw the most likely token.
@@ -30,7 +29,7 @@ class Sampler:
     sampling to the k most likely tokens, and every id in `ends` ends a text.
     """
 
-    model: Predictor
+    model: Executor
     pipeline: Group
     generator: torch.Generator
     ends: frozenset[int]

@@ -8,7 +8,7 @@ from drawloom.components.distributed.rank_errors import run_on_rank0
 from drawloom.components.ports.corpus import ChatPrompts, Tokenizer, complete_prompt, find_end_ids
 from drawloom.components.ports.data import MAX_LENGTH
 from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.pipeline import Predictor
+from drawloom.components.ports.pipeline import Executor
 from drawloom.components.ports.run import Randomness, RunFolder
 from drawloom.components.ports.stages import AveragedWeights, use_averages_if_any
 from drawloom.components.storage.durable_files import replace_file
@@ -33,7 +33,7 @@ class Sample:
     of the text is logged.
     """
 
-    model: Predictor
+    model: Executor
     tokenizer: Tokenizer
     folder: RunFolder
     randomness: Randomness

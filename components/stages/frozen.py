@@ -27,7 +27,7 @@ from drawloom.components.ports.model import (
 from drawloom.components.ports.passes import ForwardRunner, Microbatches, PassFeature, PassRun, add_reference_values
 from drawloom.components.ports.pipeline import Referenced, Schedule
 from drawloom.components.ports.run import RunInfo
-from drawloom.components.ports.stages import ForwardStages
+from drawloom.components.ports.stages import Stages
 from drawloom.components.stages.checks import check_initial_folder, find_stage_nodes
 from drawloom.components.stages.feature_stack import FeatureStack, check_features, describe_features
 from drawloom.components.stages.materialized import FROZEN, MaterializedStages
@@ -161,7 +161,7 @@ class FrozenStages(PassFeature):
         return FeatureStack(self.features).describe_model(whole, self.precision)
 
     @property
-    def forward_stages(self) -> ForwardStages:
+    def forward_stages(self) -> Stages:
         """The model's stages on this rank, with memory and values."""
         return self._stages
 

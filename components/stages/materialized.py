@@ -17,8 +17,7 @@ from drawloom.components.ports.adapters import Adapter
 from drawloom.components.ports.distributed import Device, Mesh, Precision
 from drawloom.components.ports.experts import Dispatcher, supports_expert_parallel
 from drawloom.components.ports.features import StageFeature
-from drawloom.components.ports.memory import MemoryKind
-from drawloom.components.ports.memory_policy import MemoryPolicy
+from drawloom.components.ports.memory import MemoryKind, MemoryPolicy
 from drawloom.components.ports.model import BatchContext, Model
 from drawloom.components.ports.parameter_roles import Role
 from drawloom.components.ports.pipeline import Loss, Schedule

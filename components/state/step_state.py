@@ -10,14 +10,14 @@ Numbers stay tensors on the device that computes them. One asynchronous copy for
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.state.sharding import check_spec, infer_batch_spec, infer_shard_spec, shard_tree, unshard_tree
-from drawloom.components.state.specs import SpecTree
+from drawloom.components.state import sharding
+from drawloom.components.state.sharding import ChooseSpec, Spec
 from drawloom.components.state.trees import list_leaves, map_leaves
 
 
@@ -92,7 +92,7 @@ class StepState:
     """
     Values of one step by name. The object itself is the global view, `microbatch(i)` the sharded view of microbatch i.
 
-        state = StepState({"batches": [first, second]}, microbatches=2, specs={"batches": Stack()})
+        state = StepState({"batches": [first, second]}, microbatches=2, specs={"batches": "stack"})
         state.microbatch(0)["loss"], state.microbatch(1)["loss"] = torch.tensor(1.0), torch.tensor(2.0)
         state["loss"]  # tensor([1., 2.])
 
@@ -105,7 +105,7 @@ class StepState:
         values: Mapping[str, Any] | None = None,
         *,
         microbatches: int = 1,
-        specs: Mapping[str, SpecTree] | None = None,
+        specs: Mapping[str, Spec] | None = None,
     ) -> None:
         self._copies: list[tuple[list[Tensor], HostCopy]] = []
         self._read: dict[int, float] = {}
@@ -113,22 +113,23 @@ class StepState:
         for name, value in (values or {}).items():
             self[name] = value
 
-    def clear_for_new_step(self, microbatches: int, specs: Mapping[str, SpecTree]) -> None:
+    def clear_for_new_step(self, microbatches: int, specs: Mapping[str, Spec]) -> None:
         """
         Begin a step: drop all values, and set the microbatch count and the specs to shard and join values.
 
-        Specs of other names are inferred. Raises PipelineStateError for a negative number or an invalid spec.
+        Specs of other names are inferred. Raises PipelineStateError for a negative number or an unknown spec.
         """
         if microbatches < 0:
             raise PipelineStateError(f"a step has at least 0 microbatches, not {microbatches}")
         for key, spec in specs.items():
-            _call_with_error_location(f"the specification of {key!r}", partial(check_spec, spec))
+            if spec not in get_args(Spec):
+                raise PipelineStateError(f"the specification of {key!r} is {spec!r}; write one of {get_args(Spec)}")
         self.microbatches, self._specs = microbatches, dict(specs)
         self._copies, self._read = [], {}
         self._written: dict[str, Any] = {}  # by name, values that were written in the global view
         self._joined: dict[str, Any] = {}  # values that were joined from the shards of all microbatches
         self._shards: dict[str, dict[int, Any]] = {}  # by microbatch, shards that were written or split off
-        self._inferred: dict[str, SpecTree] = {}  # specs by which values without a given one were split
+        self._split: set[str] = set()  # names of values that were split off by an inferred spec
 
     def microbatch(self, index: int) -> StateView:
         """Return the sharded view of one microbatch, counted from 0."""
@@ -145,13 +146,15 @@ class StepState:
 
     def __setitem__(self, key: str, value: Any) -> None:
         self._written[key] = _detach(value)
-        for derived in (self._joined, self._shards, self._inferred):
-            derived.pop(key, None)
+        self._joined.pop(key, None)
+        self._shards.pop(key, None)
+        self._split.discard(key)
 
     def drop(self, key: str) -> None:
         """Remove a value from all views, if it was written."""
-        for values in (self._written, self._joined, self._shards, self._inferred):
+        for values in (self._written, self._joined, self._shards):
             values.pop(key, None)
+        self._split.discard(key)
 
     def __contains__(self, key: str) -> bool:
         return key in self._written or 0 < self.microbatches == len(self._shards.get(key, ()))
@@ -237,9 +240,10 @@ class StepState:
         if key not in self:
             raise self._create_missing_error(key, range(self.microbatches), f"[{key!r}]")
         shards = [self._shards[key][index] for index in range(self.microbatches)]
-        spec = self._specs[key] if key in self._specs else self._inferred.get(key)
-        spec = infer_shard_spec(shards[0]) if spec is None else spec
-        return _call_with_error_location(f"[{key!r}]", partial(unshard_tree, shards, spec))
+        infer = sharding.choose_spec_of_whole_leaf if key in self._split else sharding.choose_spec_of_shard_leaf
+        return _call_with_error_location(
+            f"[{key!r}]", partial(sharding.unshard_tree, shards, self._choose_spec(key, infer))
+        )
 
     def _read_microbatch_shard(self, key: str, index: int, location: str) -> Any:
         """Return a value's shard for one microbatch; MissingStateError if it was not written."""
@@ -265,10 +269,15 @@ class StepState:
 
     def _split_value(self, key: str) -> dict[int, Any]:
         """Shard a value written in the global view, and return the shards by microbatch."""
-        value, spec = self._written[key], self._specs.get(key)
-        if spec is None:
-            spec = self._inferred[key] = infer_batch_spec(value)
-        return dict(enumerate(shard_tree(value, spec, self.microbatches)))
+        choose_spec = self._choose_spec(key, sharding.choose_spec_of_whole_leaf)
+        shards = sharding.shard_tree(self._written[key], choose_spec, self.microbatches)
+        self._split.add(key)
+        return dict(enumerate(shards))
+
+    def _choose_spec(self, key: str, infer: ChooseSpec) -> ChooseSpec:
+        """Return the function to choose the specs of a value's leaves: its given spec, or `infer`."""
+        spec = self._specs.get(key)
+        return infer if spec is None else lambda _leaf: spec
 
     def _create_missing_error(self, key: str, shards: Sequence[int], location: str) -> MissingStateError:
         """Return an error naming the `shards`, as microbatch numbers, not written for a value."""

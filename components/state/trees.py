@@ -23,7 +23,7 @@ def list_children(node: Any) -> list[tuple[Any, Any]] | None:
         return list(node.items())
     if type(node) in (list, tuple) or _is_named_tuple(node):
         return list(enumerate(node))
-    if _has_fields(node):
+    if not isinstance(node, type) and (attrs.has(type(node)) or dataclasses.is_dataclass(node)):
         return [(name, getattr(node, name)) for name in _list_fields(node)]
     return None
 
@@ -86,10 +86,6 @@ def replace_leaves(tree: Any, values: Iterable[Any]) -> Any:
 
 def _is_named_tuple(node: Any) -> bool:
     return isinstance(node, tuple) and hasattr(node, "_make")
-
-
-def _has_fields(node: Any) -> bool:
-    return not isinstance(node, type) and (attrs.has(type(node)) or dataclasses.is_dataclass(node))
 
 
 def _list_fields(node: Any) -> list[str]:

@@ -123,7 +123,7 @@ def rename_durably(old: Path, new: Path) -> None:
 
 def replace_file(path: Path, data: bytes) -> None:
     """Replace a file's content atomically. Two processes must not replace the same file at once."""
-    temporary = derive_temporary_path(path)
+    temporary = path.with_name(f".{path.name}.tmp")
     remove_file_or_folder(temporary)  # left by a killed process, or anything else of that name
     try:
         create_file_with_content(temporary, data)
@@ -132,11 +132,6 @@ def replace_file(path: Path, data: bytes) -> None:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
-
-
-def derive_temporary_path(path: Path) -> Path:
-    """Return the temporary path for a file's new content: hidden, in the same folder, so the rename is atomic."""
-    return path.with_name(f".{path.name}.tmp")
 
 
 @attrs.frozen

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import attrs
 
-from drawloom.components.storage.sha256_stream import BLOCK, FileDigest, count_hash_blocks, hash_block
+from drawloom.components.storage.sha256_stream import BLOCK, FileDigest, hash_block
 from drawloom.graph import UserError
 
 CHUNK = 2**22  # bytes that are read or written at a time
@@ -129,16 +129,6 @@ def read_file(path: Path, limit: int) -> bytes:
         if file.size > limit:
             raise OSError(0, f"it has {file.size} bytes, and more than {limit} are not read", str(path))
         return file.read(0, file.size)
-
-
-def hash_file(path: Path) -> FileDigest:
-    """Return a regular file's size and SHA-256."""
-    with open_regular_file(path) as file:
-        blocks = (
-            file.read(number * BLOCK, min(BLOCK, file.size - number * BLOCK))
-            for number in range(count_hash_blocks(file.size))
-        )
-        return FileDigest(file.size, (hash_block(block) for block in blocks))
 
 
 def _check_is_regular(path: Path, status: os.stat_result) -> None:

@@ -41,9 +41,9 @@ def pack_state(state: Any) -> PackedState:
     return PackedState(packer.pack(state, ()), packer.tensors)
 
 
-def unpack_state(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
+def unpack_state(tree: Tree, tensors: Mapping[str, Tensor | SlicedTensor]) -> Any:
     """
-    Return the state from a tree and its tensors, any shape, which are not copied.
+    Return the state from a tree and its tensors, any shape, which are not copied, or slices of the saved tensors.
 
     Raises ValueError with all missing and unexpected names if the tree names other tensors.
     """
@@ -73,23 +73,6 @@ def iterate_tensor_names_and_slices(tree: Tree) -> Iterator[tuple[str, TensorSli
             yield content["tensor"], _parse_slice(content)
         else:
             yield from iterate_tensor_names_and_slices([*content.values()] if kind == "dict" else content)
-
-
-def narrow_tensors_to_slices(tree: Tree, parts: Mapping[str, TensorSlice]) -> Tree:
-    """Return a tree with slices in place of the tensors named in `parts`; existing slices are narrowed further."""
-    if isinstance(tree, list):
-        return [narrow_tensors_to_slices(part, parts) for part in tree]
-    if not isinstance(tree, dict):
-        return tree
-    [(kind, content)] = tree.items()
-    if kind == "tensor" and content in parts:
-        return _make_slice_leaf(content, parts[content])
-    if kind == "slice" and content["tensor"] in parts:
-        name = content["tensor"]
-        return _make_slice_leaf(name, TensorSlice.compose(_parse_slice(content), parts[name]) or parts[name])
-    if kind == "dict":
-        return {kind: {key: narrow_tensors_to_slices(part, parts) for key, part in content.items()}}
-    return {kind: narrow_tensors_to_slices(content, parts)} if kind == "tuple" else tree
 
 
 def list_dict_entries(tree: Tree) -> dict[str, Tree]:
@@ -166,7 +149,7 @@ def _join_path(path: tuple[Any, ...]) -> str:
     return "/".join(map(str, path)) or "it"
 
 
-def _unpack_value(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
+def _unpack_value(tree: Tree, tensors: Mapping[str, Tensor | SlicedTensor]) -> Any:
     """Return a tree's value."""
     if isinstance(tree, list):
         return [_unpack_value(part, tensors) for part in tree]
@@ -176,7 +159,10 @@ def _unpack_value(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
     if kind == "tensor":
         return tensors[content]
     if kind == "slice":
-        return SlicedTensor(tensors[content["tensor"]], _parse_slice(content))
+        saved, part = _parse_slice(content), tensors[content["tensor"]]
+        if isinstance(part, Tensor):
+            return SlicedTensor(part, saved)
+        return SlicedTensor(part.tensor, TensorSlice.compose(saved, part.tensor_slice) or saved)
     if kind == "float":
         return float(content)
     if kind == "tuple":

@@ -25,14 +25,11 @@ def parse_strict_json(text: bytes, *, max_values: int) -> Any:
         raise ValueError("its values are nested too deeply") from None
 
 
-def encode_canonical(value: Any) -> bytes:
-    """Encode a value in canonical form: sorted keys, no spaces. Raises ValueError for NaN and infinities."""
-    return json.dumps(value, allow_nan=False, separators=(",", ":"), sort_keys=True).encode()
-
-
 def hash_canonical(value: Any) -> str:
     """Return the canonical form's hexadecimal SHA-256, independent of formatting and key order."""
-    return hashlib.sha256(encode_canonical(value)).hexdigest()
+    return hashlib.sha256(
+        json.dumps(value, allow_nan=False, separators=(",", ":"), sort_keys=True).encode()
+    ).hexdigest()
 
 
 def _build_dict_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -38,20 +38,6 @@ class TensorSource(Protocol):
         ...
 
 
-@attrs.frozen
-class InMemoryTensors:
-    """Source for tensors in memory, which are not copied."""
-
-    tensors: Mapping[str, Tensor]
-
-    def specs(self) -> Mapping[str, TensorSpec]:
-        return {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in self.tensors.items()}
-
-    def tensor(self, name: str) -> Tensor:
-        """Return a tensor, any shape, detached and not copied."""
-        return self.tensors[name].detach()
-
-
 def allocate_tensor_and_byte_view(spec: TensorSpec) -> tuple[Tensor, memoryview]:
     """Return an uninitialized CPU tensor with the spec's shape, and a writable view of its bytes."""
     memory = torch.empty(spec.bytes, dtype=torch.uint8)

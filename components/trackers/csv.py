@@ -9,7 +9,7 @@ from typing import ClassVar
 import attrs
 
 from drawloom.components.ports.run import RunFolder
-from drawloom.components.storage.appended_file import AppendedFile
+from drawloom.components.storage.step_log import AppendedFile
 from drawloom.components.trackers.background import TrackerInBackground
 from drawloom.graph import component
 

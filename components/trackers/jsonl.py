@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from drawloom.components.ports.checkpoint import KnownSteps
+from drawloom.components.ports.checkpoint import Restorer
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import RunFolder
 from drawloom.components.ports.tracking import Value
@@ -33,7 +33,7 @@ class JsonlTracker:
 
     folder: RunFolder
     mesh: Mesh
-    checkpoints: Every[KnownSteps] = attrs.field(factory=Every)
+    checkpoints: Every[Restorer] = attrs.field(factory=Every)
 
     _log: "StepLog | None" = attrs.field(init=False, default=None)
 

@@ -25,10 +25,9 @@ from drawloom.components.weights.convert import (
     persistent_tensors,
     stream_converted_tensors,
 )
-from drawloom.components.weights.dequantized import BITS, DequantizedSource
+from drawloom.components.weights.dequantized import BITS, DequantizedSource, TextTensors
 from drawloom.components.weights.mapper import parallel, select_outputs, sequential
 from drawloom.components.weights.mapper_ops import cut_slice, distribute_like
-from drawloom.components.weights.nested import TextTensors
 from drawloom.graph import UserError
 from drawloom.kernels.weight_formats import STORAGE, WeightFormat
 

@@ -42,25 +42,6 @@ def sequential(*mappers: Mapper) -> Mapper:
     )
 
 
-def select_worker_groups(mapper: Mapper, count: int, index: int) -> Mapper:
-    """Return the groups for worker `index` among `count` workers: every count-th group from `index` on."""
-    return Mapper(mapper.groups[index::count])
-
-
-def add_prefix(mapper: Mapper, source: str = "", target: str = "") -> Mapper:
-    """Add a prefix to all input names, and one to all output names."""
-    return Mapper(
-        tuple(
-            attrs.evolve(
-                group,
-                inputs=tuple(source + name for name in group.inputs),
-                outputs=tuple(target + name for name in group.outputs),
-            )
-            for group in mapper.groups
-        )
-    )
-
-
 def select_outputs(mapper: Mapper, names: Collection[str]) -> Mapper:
     """Return the groups with at least one output among the names."""
     wanted = frozenset(names)

@@ -1,7 +1,6 @@
 """Elementary mappers: rename, reshape, stack, concatenate, distribute. Other mappers are composed of them."""
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,19 +21,6 @@ def rename(table: Mapping[str, str]) -> Mapper:
     return parallel(
         *(Mapper((TensorGroup((old,), (new,), return_unchanged, return_unchanged),)) for old, new in table.items())
     )
-
-
-def rename_by_pattern(names: Iterable[str], pattern: str, replacement: str) -> Mapper:
-    r"""Rename all names that a regular expression fully matches (`\1` is its first group); keep the others."""
-    expression = re.compile(pattern)
-    matches = {name: expression.fullmatch(name) for name in names}
-    return rename({name: match.expand(replacement) if match else name for name, match in matches.items()})
-
-
-def select_child(names: Iterable[str], parent: str) -> Mapper:
-    """Select the names inside the child module `parent`, and remove its prefix."""
-    start = f"{parent}."
-    return rename({name: name.removeprefix(start) for name in names if name.startswith(start)})
 
 
 def transpose(name: str, first: int, second: int) -> Mapper:
@@ -148,23 +134,6 @@ def cut_slice(name: str, tensor_slice: TensorSlice) -> Mapper:
     return Mapper((TensorGroup((name,), (name,), take_slice),))
 
 
-def distribute(name: str, mesh: Any, placements: Sequence[Any]) -> Mapper:
-    """Turn a tensor, whole on every rank, into a DTensor, without communication."""
-
-    def convert_to_dtensors(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        # imported here, because the import takes a second, and most runs shard nothing
-        from torch.distributed.tensor import distribute_tensor
-
-        return [distribute_tensor(tensor, mesh, list(placements), src_data_rank=None) for tensor in tensors]
-
-    return Mapper((TensorGroup((name,), (name,), convert_to_dtensors, _gather_tensors),))
-
-
-def gather_dtensor(name: str) -> Mapper:
-    """All-gather a DTensor to its full tensor, a collective over its mesh; an ordinary tensor is unchanged."""
-    return Mapper((TensorGroup((name,), (name,), _gather_tensors),))
-
-
 def to_dtype(name: str, dtype: torch.dtype) -> Mapper:
     """Cast a floating-point tensor, any shape; without an inverse."""
 
@@ -175,17 +144,16 @@ def to_dtype(name: str, dtype: torch.dtype) -> Mapper:
 
 
 def distribute_like(name: str, tensor: Tensor) -> Mapper:
-    """Distribute a full tensor like `tensor` (any shape), if `tensor` is a DTensor."""
-    if is_dtensor(tensor):
-        return distribute(name, tensor.device_mesh, tensor.placements)  # type: ignore[attr-defined]
-    return Mapper((TensorGroup((name,), (name,), return_unchanged, return_unchanged),))
+    """
+    Turn a tensor that is whole on every rank into a DTensor like `tensor` (any shape), without communication; keep it
+    if `tensor` is not a DTensor.
+    """
 
+    def distribute(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        # imported here, because the import takes a second, and most runs shard nothing
+        from torch.distributed.tensor import distribute_tensor
 
-def gather_tensor(tensor: Tensor) -> Tensor:
-    """Gather a DTensor, any shape, a collective over its mesh; return any other tensor unchanged."""
-    return tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+        like: Any = tensor
+        return [distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None) for whole in tensors]
 
-
-def _gather_tensors(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Gather every DTensor to its full tensor."""
-    return [gather_tensor(tensor) for tensor in tensors]
+    return Mapper((TensorGroup((name,), (name,), distribute if is_dtensor(tensor) else return_unchanged),))

@@ -7,12 +7,12 @@ from pathlib import Path
 import attrs
 from torch import Tensor
 
-from drawloom.components.ports.weights import MAX_SHARD, Mapper
+from drawloom.components.ports.weights import Mapper
 from drawloom.components.storage.safetensors.header import format_names
 from drawloom.components.storage.safetensors.reader import INDEX, SINGLE
 from drawloom.components.storage.safetensors.writer import check_writable, create_safetensors_file
 from drawloom.components.storage.tensor_source import TensorSource, TensorSpec
-from drawloom.components.weights.convert import compute_group_output_specs, stream_converted_tensors
+from drawloom.components.weights.convert import compute_group_output_specs
 from drawloom.graph import UserError
 
 MAX_NAMES = 30_000  # in a file; keeps the header below the readable size for names of any length
@@ -25,17 +25,6 @@ class PlannedFile:
     name: str
     writer: int
     specs: Mapping[str, TensorSpec]
-
-
-def write_safetensors(folder: Path, source: TensorSource, mapper: Mapper, max_shard: int = MAX_SHARD) -> None:
-    """
-    Write `model.safetensors`, or numbered files with at most `max_shard` bytes in tensors, followed by an index.
-
-    A larger tensor has its own file. One mapper group is in memory at a time.
-    """
-    files = plan_files([compute_output_specs(source, mapper)], max_shard)
-    write_files(folder, files, stream_converted_tensors(source, mapper))
-    write_index_if_several_files(folder, files)
 
 
 def compute_output_specs(source: TensorSource, mapper: Mapper) -> dict[str, TensorSpec]:

@@ -10,7 +10,7 @@ import attrs
 ROOT = Path(__file__).parents[2]
 PORTS = "components/ports/"
 KERNELS = ("kernels/attention_options.py", "kernels/results.py")
-STATE = ("components/state/batch.py", "components/state/specs.py", "components/state/step_state.py", *KERNELS)
+STATE = ("components/state/batch.py", "components/state/step_state.py", *KERNELS)
 """Modules whose names `drawloom.ports` has besides the ports."""
 
 MANY = {"list", "Sequence", "Iterable", "Iterator", "tuple", "Ordered", "set", "Collection"}

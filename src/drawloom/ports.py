@@ -5,35 +5,26 @@ Public are the names defined by these modules, and not their imports, as type ch
 """
 
 from drawloom.components.ports.adapters import *
-from drawloom.components.ports.cache import *
 from drawloom.components.ports.checkpoint import *
 from drawloom.components.ports.corpus import *
 from drawloom.components.ports.data import *
 from drawloom.components.ports.distributed import *
 from drawloom.components.ports.experts import *
 from drawloom.components.ports.features import *
-from drawloom.components.ports.flops import *
-from drawloom.components.ports.intervals import *
-from drawloom.components.ports.log_records import *
+from drawloom.components.ports.kernels import *
 from drawloom.components.ports.memory import *
-from drawloom.components.ports.memory_policy import *
 from drawloom.components.ports.model import *
 from drawloom.components.ports.parameter_roles import *
-from drawloom.components.ports.parametrization import *
 from drawloom.components.ports.passes import *
 from drawloom.components.ports.pipeline import *
 from drawloom.components.ports.program import *
-from drawloom.components.ports.recurrence import *
 from drawloom.components.ports.rollouts import *
 from drawloom.components.ports.run import *
 from drawloom.components.ports.slices import *
 from drawloom.components.ports.stages import *
-from drawloom.components.ports.staging import *
-from drawloom.components.ports.teacher import *
 from drawloom.components.ports.tracking import *
 from drawloom.components.ports.weights import *
 from drawloom.components.state.batch import *
-from drawloom.components.state.specs import *
 from drawloom.components.state.step_state import *
 from drawloom.kernels.attention_options import *
 from drawloom.kernels.results import *

@@ -11,10 +11,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from drawloom.components.storage.tensor_source import InMemoryTensors
 from drawloom.components.weights.load import fill_module_from_folder
 from drawloom.components.weights.mapper_ops import identity
-from drawloom.components.weights.save import write_safetensors
+from support.tensor_sources import InMemoryTensors, write_safetensors
 
 FILES = 16
 PER_FILE = 8

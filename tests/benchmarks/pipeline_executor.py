@@ -146,9 +146,7 @@ def measure_drawloom(name: str) -> tuple[int, float, float]:
             Stage(index, len(owners), LayerRange(index, index + 1, index == 0, index == len(owners) - 1), module)
         )
     world: Any = World(local, owners)
-    executor = ProgramExecutor(
-        stages=world, boundaries=world, schedule=schedule, objective=world, mesh=world, neighbours=world, device=world
-    )
+    executor = ProgramExecutor(stages=world, schedule=schedule, objective=world, mesh=world, device=world)
     executor.open()
     row = torch.zeros(16, 32)
     batches = [TokenBatch(row, row, row, row, row.float())] * MICROBATCHES

@@ -5,17 +5,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor, nn
 
 from drawloom.components.contracts.model import layers_keep_shape_and_dtype_if_declared
-from drawloom.components.ports.checkpoint import Durable, Restorer, Stateful
+from drawloom.components.ports.checkpoint import Durable, Stager, Stateful
 from drawloom.components.ports.distributed import ReplicaLimit
 from drawloom.components.ports.features import StageFeature
 from drawloom.components.ports.model import BatchContext, LayerRange
-from drawloom.components.ports.pipeline import Predictor
 from drawloom.components.ports.run import FinalTask, Phase, Step
-from drawloom.components.ports.staging import Stager
 from drawloom.graph import component
 from drawloom.graph.testing import BrokenContractError, check_port
 
@@ -99,14 +96,6 @@ class Aliases:
         """Do nothing."""
 
 
-class Peeks:
-    """A predictor whose logits depend on the tokens of a whole row."""
-
-    def infer(self, tokens: Tensor, shared: BatchContext) -> Tensor | None:
-        """Return the sum of a row, and each token."""
-        return torch.stack([tokens.sum(1, keepdim=True).expand_as(tokens), tokens], -1).float()
-
-
 class NeverFinished:
     """A task unaware of its completed run."""
 
@@ -115,24 +104,6 @@ class NeverFinished:
         return False
 
     def run_after_training(self, step: int) -> None:
-        """Do nothing."""
-
-
-class ForgetsSteps:
-    """A checkpointer which always begins at the start."""
-
-    def restore(self) -> int:
-        """Nothing."""
-        return 0
-
-    def save(self, step: Step) -> bool:
-        """Do nothing."""
-        return True
-
-    def wait_until_staged(self) -> None:
-        """Do nothing."""
-
-    def keep_in_memory_for_joiners(self, step: Step) -> None:
         """Do nothing."""
 
 
@@ -163,9 +134,7 @@ BROKEN: list[tuple[Callable[[], Any], type, str]] = [
     (Wraps, StageFeature, "called otherwise"),
     (Materializes, StageFeature, "made real"),
     (Aliases, Stager, "after a change of the state"),
-    (Peeks, Predictor, "a later token changes"),
     (NeverFinished, FinalTask, "has run and is not finished"),
-    (ForgetsSteps, Restorer, "step 1 was saved, and step 0 is restored"),
     (FitsNothing, ReplicaLimit, "no number of replicas"),
     (OneThread, Durable, "in another thread"),
 ]

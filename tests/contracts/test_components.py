@@ -4,11 +4,12 @@ import importlib
 import json
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from inspect import signature
 from itertools import count, product
 from pathlib import Path
 from types import FunctionType
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import torch
@@ -18,12 +19,12 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 import drawloom.components.contracts as contracts
 import drawloom.components.ports as ports
+from contracts import framework
 from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.graph.component import is_port_or_component
 from drawloom.graph.problems import Problem
 from drawloom.graph.project import Project, Recipe
-from drawloom.graph.testing import check_port
-from drawloom.graph.testing.ports import load_contract
+from drawloom.graph.testing.ports import check_port, load_contract
 from drawloom.graph.types.port_match import implements
 from support.chat import say, tokenizer_folder
 from support.completion_server import get_shared_server
@@ -545,22 +546,34 @@ def all_ports() -> Iterator[type]:
                     yield item
 
 
-def has_contract(port: type) -> bool:
-    """Whether somebody wrote down what a port promises of behaviour."""
+def _types_of(item: object) -> Iterator[Any]:
+    """Yield the types of a function's parameters; nothing for another object."""
+    return iter(get_type_hints(item).values() if isinstance(item, FunctionType) else ())
+
+
+def contract_of(port: type) -> list[Callable[..., None]]:
+    """Return the properties in a port's contract; empty if it has none."""
     try:
-        return bool(load_contract(port))
+        return load_contract(port)
     except LookupError:
-        return False
+        return []
 
 
-WITH_CONTRACT = [port for port in all_ports() if has_contract(port)]
+WITH_CONTRACT = [port for port in all_ports() if contract_of(port)]
+
+INTERNAL = {
+    port: [item for name, item in vars(framework).items() if name[0] != "_" and next(_types_of(item), None) is port]
+    for port in all_ports()
+}
+"""Properties of ports that plugins do not implement."""
 
 
 def list_ports_with_contract(use: str) -> list[type]:
     """Return the ports of a component that have a contract."""
     spec = CATALOGUE.find(use)
     assert not isinstance(spec, Problem), spec
-    ports_of_component = [port for port in WITH_CONTRACT if implements(spec.cls, port)]
+    checked = [*WITH_CONTRACT, *(port for port, properties in INTERNAL.items() if properties)]
+    ports_of_component = [port for port in dict.fromkeys(checked) if implements(spec.cls, port)]
     return [port for port in ports_of_component if (use, port.__name__) not in EXCEPT]
 
 
@@ -578,7 +591,11 @@ def test_every_component_keeps_the_contracts_of_its_ports(use: str, texts: Mappi
             yield objects[name]
 
     for port in list_ports_with_contract(use):
-        check_port(use if use.startswith("pipeline.schedules.") else in_a_recipe, port)
+        if port in WITH_CONTRACT:
+            check_port(use if use.startswith("pipeline.schedules.") else in_a_recipe, port)
+        for holds in INTERNAL[port]:
+            with ExitStack() as stack:
+                holds(*(stack.enter_context(in_a_recipe()) for _ in signature(holds).parameters))
 
 
 def test_every_port_has_a_contract_or_a_reason() -> None:
@@ -595,9 +612,9 @@ def test_every_contract_is_found_by_its_port() -> None:
     ]
     written = {
         item
-        for module in modules
+        for module in (*modules, framework)
         for name, item in vars(module).items()
         if isinstance(item, FunctionType) and item.__module__ == module.__name__ and not name.startswith("_")
     }
-    assert written == {found for port in WITH_CONTRACT for found in load_contract(port)}
+    assert written == {found for port in all_ports() for found in (*contract_of(port), *INTERNAL[port])}
     assert len(WITH_CONTRACT) >= 37 and sum(map(len, map(list_ports_with_contract, CATALOGUE.names()))) >= 85

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from drawloom.components.checkpoint.restore import read_newest_valid
-from drawloom.components.checkpoint.retention import Retention, RetentionPolicy
+from drawloom.components.checkpoint.saves import Retention
 from drawloom.components.checkpoint.staging.blocking import Blocking
 from drawloom.components.distributed.single_process import SingleProcess
 from drawloom.components.ports.run import Step
@@ -62,7 +62,7 @@ if is_possible():
             memory.state["weight"].fill_(6)
             node.save(Step(6, 99))
             fresh = StateNode()
-            retention = Retention(RetentionPolicy(keep=3))
+            retention = Retention(keep=3)
             checkpoint = read_newest_valid(SingleProcess(), disk / "checkpoints", [5, 6], {"memory": fresh}, retention)
             assert checkpoint.manifest.step == 6
             assert set(checkpoint.states["memory"]["weight"].tolist()) == {6.0}

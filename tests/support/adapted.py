@@ -14,11 +14,12 @@ from drawloom.components.ports.adapters import Adapter, Fill
 from drawloom.components.ports.model import LayerRange
 from drawloom.components.ports.stages import Stage
 from drawloom.components.weights.adapted import freeze_adapt_and_list_targets, materialize_and_initialize_adapters
+from support.doubles import PlainStages
 from support.qwen3 import whole
 
 
 @attrs.frozen
-class OneStage:
+class OneStage(PlainStages):
     """The whole model as one stage."""
 
     module: nn.Module

@@ -10,11 +10,10 @@ import torch
 from drawloom.components.checkpoint.checkpointer import Checkpointer
 from drawloom.components.distributed.mesh_layout import MeshView
 from drawloom.components.distributed.single_process import SingleProcess
-from drawloom.components.ports.checkpoint import Stateful
+from drawloom.components.ports.checkpoint import Stager, Stateful
 from drawloom.components.ports.distributed import Group, PerDimension
 from drawloom.components.ports.run import Step
 from drawloom.components.ports.slices import TensorSlice
-from drawloom.components.ports.staging import Stager
 from drawloom.graph import Every, ResolvedRecipe
 from support.doubles import Machine
 
@@ -87,6 +86,7 @@ class SingleRankProcesses:
 
     rank = local_rank = node_rank = 0
     world_size = local_world_size = node_count = 1
+    survives_rank_losses = False
 
     def make_group(self, name: str, rank_sets: Sequence[Sequence[int]]) -> Group:
         """Return a group of one rank."""

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from drawloom.components.distributed.single_process import SingleProcess
-from drawloom.components.ports.model import LayerRange
+from drawloom.components.ports.adapters import Adapter
+from drawloom.components.ports.model import BatchContext, LayerRange
 from drawloom.components.ports.stages import Stage
 
 
@@ -27,12 +28,28 @@ class Machine:
         return self.used
 
 
+class PlainStages:
+    """Stages whose layers compute with the optimizer's parameters, and that send nothing between them."""
+
+    initial_folder: Path | None = None
+    adapters: Sequence[Adapter] = ()
+
+    def cast_weights(self, only_if_changed: bool = False) -> None:
+        pass
+
+    def move_gradients_to_masters(self) -> None:
+        pass
+
+    def infer_stage_inputs(self, stage: int, inputs: Any, shared: BatchContext) -> Any:
+        raise AssertionError("nothing travels between stages")
+
+
 @attrs.frozen
-class FixedStages:
+class FixedStages(PlainStages):
     """Stages with these modules, into which adapters may have been injected."""
 
     modules: Sequence[nn.Module]
-    adapters: Sequence[Any] = ()
+    adapters: Sequence[Adapter] = ()
 
     @property
     def local(self) -> list[Stage]:

@@ -50,3 +50,8 @@ def run_threads(function: Callable[[int], Result]) -> list[Result]:
     """Return the results of a function for ranks 0 and 1, in threads."""
     with ThreadPoolExecutor(2) as threads:
         return list(threads.map(function, range(2)))
+
+
+def list_ring_edges(size: int) -> list[tuple[int, int]]:
+    """Return a ring's edges: every index with the next, and the last with the first."""
+    return [(index, (index + 1) % size) for index in range(size if size > 2 else size - 1)]

@@ -13,9 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from drawloom.components.export.hf_writer import write_hugging_face_folder
 from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.ports.cache import KeyValueCache
 from drawloom.components.ports.data import IGNORE_INDEX
-from drawloom.components.ports.model import LayerRange, TokenContext
+from drawloom.components.ports.model import KeyValueCache, LayerRange, TokenContext
 from drawloom.components.weights.convert import persistent_tensors
 from drawloom.components.weights.load import fill_module_from_folder
 from support.adapted import OneStage, adapt, lora

@@ -71,9 +71,7 @@ class Small:
             model=model, loss=NextToken(), precision=precision, job=Job(), **common
         )
         stages.open()
-        executor = ProgramExecutor(
-            stages=stages, boundaries=stages, objective=stages.loss, neighbours=self.mesh, **common
-        )
+        executor = ProgramExecutor(stages=stages, objective=stages.loss, **common)
         if make is StochasticAdamW:
             settings = settings | {"job": Job(), "device": self.device}
         self.updater = make(parameters=stages, mesh=self.mesh, **settings)

@@ -23,18 +23,17 @@ from drawloom.components.data.token_arrays import TokenArrays
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.single_process import HostMemory, SingleProcess
 from drawloom.components.gradients import synchronize
-from drawloom.components.gradients.norm import compute_exact_norm
+from drawloom.components.gradients.synchronize import compute_exact_norm
 from drawloom.components.kernels.auto import AutoKernels
 from drawloom.components.kernels.choosing import OPERATIONS
 from drawloom.components.pipeline.program.notation import format_program_csv
 from drawloom.components.ports.corpus import TokenCorpus, complete_document
 from drawloom.components.ports.data import Examples, MeasuredRows, MovableData, PackedDataset, RowSource, TokenBatch
 from drawloom.components.ports.distributed import Device, Mesh, PerDimension, Precision
-from drawloom.components.ports.intervals import Interval
 from drawloom.components.ports.model import Head, LayerRange, TokenContext
 from drawloom.components.ports.parameter_roles import Role, default_role
 from drawloom.components.ports.pipeline import OuterLayersSchedule
-from drawloom.components.ports.run import Batching, Event, RunFolder, RunInfo, Step
+from drawloom.components.ports.run import Batching, Event, Interval, RunFolder, RunInfo, Step
 from drawloom.components.ports.stages import Stage, Stages
 from drawloom.graph import Every, UserError
 from drawloom.graph.testing import build, fake

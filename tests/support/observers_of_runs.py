@@ -33,9 +33,9 @@ from drawloom.components.distributed.torchrun import Launch
 from drawloom.components.float8.layers import Float8Linear
 from drawloom.components.planning.plan import plan
 from drawloom.components.ports.data import TokenBatch, ValidationData
-from drawloom.components.ports.distributed import Device, Group, Mesh, Pending, Processes, Timed
+from drawloom.components.ports.distributed import Device, Group, Mesh, Pending, Processes
 from drawloom.components.ports.model import Model, TokenContext, list_quantized_parameter_formats
-from drawloom.components.ports.pipeline import Executor, Predictor, RepeatingExecutor
+from drawloom.components.ports.pipeline import Executor
 from drawloom.components.ports.run import Event, Events, Phase, Randomness, RunFolder, RunInfo, Step, Stop
 from drawloom.components.ports.stages import Parameters, Stages
 from drawloom.components.state.step_state import StepState
@@ -352,7 +352,7 @@ def steps_of_replays(use: str, values: Values, _place: Path) -> Any:
         model=fake(Model),
         stages=fake(Stages, local=[]),
         parameters=fake(Parameters, named_parameters=lambda: []),
-        executor=fake(RepeatingExecutor, rerun_passes_for_comparison=rerun_passes_for_comparison),
+        executor=fake(Executor, rerun_passes_for_comparison=rerun_passes_for_comparison),
         device=ComputeDevice(kind="cpu"),
         **values,
     )
@@ -426,7 +426,7 @@ def write_sample(use: str, values: Values, folder: Path) -> Any:
         return 4 * torch.randn(*tokens.shape, 257, generator=generator)
 
     edges = {
-        "model": fake(Predictor, infer=infer),
+        "model": fake(Executor, infer=infer),
         "tokenizer": Bytes(),
         "folder": fake(RunFolder, folder=folder),
         "randomness": fake(Randomness, stream=lambda *_: torch.Generator().manual_seed(1)),
@@ -446,7 +446,7 @@ def levels_of_logging(use: str, values: Values, folder: Path) -> Any:
 
 def events_of_run(use: str, values: Values, folder: Path) -> Any:
     """Return the calls of timeouts in a run of two steps, and the guard's limit while a node opens."""
-    timed = fake(Timed)
+    timed = fake(Processes)
     node = build(use, folder=fake(RunFolder, folder=folder), mesh=SingleRankMesh(), processes=timed, **values)
     node.on_event(Event("run_started"))
     for index in (1, 2):

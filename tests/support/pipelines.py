@@ -453,11 +453,9 @@ def _steps(
     executor = (CircularExecutor if isinstance(stages.schedule, Circular) else ProgramExecutor)(
         features=[feature for feature in around if isinstance(feature, PassFeature)],
         stages=stages,
-        boundaries=stages,
         schedule=stages.schedule,
         objective=stages.loss,
         mesh=mesh,
-        neighbours=mesh,
         device=device,
     )
     executor.open()

@@ -15,18 +15,15 @@ if TYPE_CHECKING:
 class Blocking:
     """Stager with copies to CPU memory before training continues; training does not wait for the disk."""
 
+    # torch's async_save reads both names
+    should_synchronize_after_execute: ClassVar[bool] = False
+    _synchronize_after_execute: ClassVar[bool] = False
     makes_copies: ClassVar[bool] = True
 
     keep: bool = setting(default=True, doc="reuse a copy's memory for the next copy, which is several times faster")
     type_check: bool = setting(default=True, doc="reject values of unknown types instead of deep-copying them")
 
-    _synchronize_after_execute: bool = attrs.field(init=False, default=False)
     _pool: "Pool | None" = attrs.field(init=False, default=None)
-
-    @property
-    def should_synchronize_after_execute(self) -> bool:
-        """False, because the copy is complete when `stage` returns."""
-        return self._synchronize_after_execute
 
     @torch.no_grad()
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -2,8 +2,6 @@
 
 from typing import Any, ClassVar
 
-import attrs
-
 from drawloom.graph import component
 
 
@@ -11,14 +9,10 @@ from drawloom.graph import component
 class NoStaging:
     """Stager without a copy: training waits until the state is on disk, and needs no extra memory."""
 
+    # torch's async_save reads both names
+    should_synchronize_after_execute: ClassVar[bool] = True
+    _synchronize_after_execute: ClassVar[bool] = True
     makes_copies: ClassVar[bool] = False
-
-    _synchronize_after_execute: bool = attrs.field(init=False, default=True)
-
-    @property
-    def should_synchronize_after_execute(self) -> bool:
-        """True: torch's async_save waits for the upload before the state changes."""
-        return self._synchronize_after_execute
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return the state itself."""

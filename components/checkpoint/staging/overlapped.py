@@ -32,20 +32,17 @@ class Overlapped:
     before `stage` returns.
     """
 
+    # torch's async_save reads both names
+    should_synchronize_after_execute: ClassVar[bool] = True
+    _synchronize_after_execute: ClassVar[bool] = True
     makes_copies: ClassVar[bool] = True
 
     keep: bool = setting(default=True, doc="reuse a copy's memory for the next copy, which is several times faster")
     type_check: bool = setting(default=True, doc="reject values of unknown types instead of deep-copying them")
 
-    _synchronize_after_execute: bool = attrs.field(init=False, default=True)
     _pool: Pool | None = attrs.field(init=False, default=None)
     _streams: dict[torch.device, torch.cuda.Stream] = attrs.field(init=False, factory=dict)
     _pending: list[PendingCopy] = attrs.field(init=False, factory=list)
-
-    @property
-    def should_synchronize_after_execute(self) -> bool:
-        """True: torch waits for the copy, unless the caller uses `synchronize_staging` before the state changes."""
-        return self._synchronize_after_execute
 
     @torch.no_grad()
     def stage(self, state_dict: dict[str, Any]) -> Future[dict[str, Any]]:

@@ -17,7 +17,6 @@ from drawloom.components.data.teacher_logps import MANIFEST
 from drawloom.components.pipeline.executor import ProgramExecutor
 from drawloom.components.ports.corpus import Split, Tokenizer
 from drawloom.components.ports.model import Head, TokenContext
-from drawloom.components.ports.stages import LoadedStages
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.components.weights.token_ids import TokenIds, compare_folder_ids, read_tokenizer_ids
 from drawloom.graph.cli.command import (
@@ -99,7 +98,7 @@ def _read_ids_in_common(executor: ProgramExecutor, tokenizer: Tokenizer) -> Toke
 
     Raises UserError if the folder has another tokenizer.
     """
-    folder = executor.stages.initial_folder if isinstance(executor.stages, LoadedStages) else None
+    folder = executor.stages.initial_folder
     if folder is not None and (warning := compare_folder_ids(folder, tokenizer)):
         log.warning("%s", warning)
     return read_tokenizer_ids(tokenizer)

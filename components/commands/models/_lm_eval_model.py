@@ -13,7 +13,7 @@ from drawloom.components.distributed.rng import create_generator
 from drawloom.components.ports.corpus import Tokenizer, complete_prompt, find_end_ids
 from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.model import TokenContext
-from drawloom.components.ports.pipeline import Predictor
+from drawloom.components.ports.pipeline import Executor
 from drawloom.components.sampling.generate import Sampler
 from drawloom.graph import UserError
 
@@ -37,7 +37,7 @@ class RunModel(TemplateLM):  # type: ignore[misc]
     """
 
     def __init__(
-        self, predictor: Predictor, tokenizer: Tokenizer, pipeline: Group, context: int, rows: int, seed: int = 0
+        self, predictor: Executor, tokenizer: Tokenizer, pipeline: Group, context: int, rows: int, seed: int = 0
     ) -> None:
         super().__init__()
         self.predictor = predictor

@@ -15,7 +15,7 @@ from drawloom.components.distributed.rng import create_generator
 from drawloom.components.ports.corpus import Tokenizer, complete_prompt, find_end_ids
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.model import LanguageModel
-from drawloom.components.ports.pipeline import Predictor
+from drawloom.components.ports.pipeline import Executor
 from drawloom.components.sampling.generate import Sampler, stream_decoded_text
 from drawloom.graph.cli.command import (
     Count,
@@ -88,7 +88,7 @@ class GenerateCommand(CheckpointCommand):
             raise UserError(
                 "--prompt: there is no text to continue; add --prompt TEXT, or --chat to answer messages", 2
             )
-        ports = (Predictor, Tokenizer, Mesh, LanguageModel)
+        ports = (Executor, Tokenizer, Mesh, LanguageModel)
         with self.open_run_or_model_folder(project, *ports) as (nodes, step):
             if self.chat:
                 return ChatResult(step, self._run_chat(nodes))
@@ -131,7 +131,7 @@ class GenerateCommand(CheckpointCommand):
     def _make_sampler(self, nodes: Container, *, context: int, ends: frozenset[int]) -> Sampler:
         """Return a sampler with the options' distribution and seed."""
         return Sampler(
-            model=nodes.get(Predictor),
+            model=nodes.get(Executor),
             pipeline=nodes.get(Mesh).pipeline_group,
             generator=create_generator(self.seed, "sample"),
             ends=ends,

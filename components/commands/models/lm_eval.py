@@ -10,7 +10,7 @@ from drawloom.components.commands._trained import CheckpointCommand, CheckpointR
 from drawloom.components.data.sources.files import import_optional_package
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.pipeline import Predictor
+from drawloom.components.ports.pipeline import Executor
 from drawloom.graph.cli.command import Count, Project, UserError, command, dump_json, option, output, output_class
 from drawloom.graph.component import at_least
 
@@ -52,9 +52,9 @@ class LmEvalCommand(CheckpointCommand):
         if unknown := [name for name in self.tasks if not manager.match_tasks([name])]:
             hint = "`lm-eval ls tasks` shows the package's tasks"
             raise UserError(f"--tasks: no task is called {unknown[0]!r}; {hint}", 2)
-        with self.open_run(project, Predictor, Tokenizer, Mesh) as run:
+        with self.open_run(project, Executor, Tokenizer, Mesh) as run:
             pipeline = run.nodes.get(Mesh).pipeline_group
-            model = RunModel(run.nodes.get(Predictor), run.nodes.get(Tokenizer), pipeline, self.context, self.rows)
+            model = RunModel(run.nodes.get(Executor), run.nodes.get(Tokenizer), pipeline, self.context, self.rows)
             try:
                 results = harness.simple_evaluate(
                     model, tasks=[*self.tasks], num_fewshot=self.fewshot, limit=self.limit, task_manager=manager

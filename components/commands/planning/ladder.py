@@ -14,8 +14,8 @@ from typing import Any, ClassVar, Literal
 
 from drawloom.components.commands._options import write_file
 from drawloom.components.commands._plots import Panel, draw_svg_panels
-from drawloom.components.ports.flops import CountsFlops
-from drawloom.components.ports.parametrization import Parametrization
+from drawloom.components.ports.model import CountsFlops
+from drawloom.components.ports.parameter_roles import Parametrization
 from drawloom.components.report.metrics import Column, read_metrics
 from drawloom.graph.cli.command import (
     FAILED,

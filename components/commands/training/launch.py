@@ -34,7 +34,7 @@ from drawloom.components.distributed.launch_store import (
     connect_to_launch_store,
     set_short_dns_timeout_variable,
 )
-from drawloom.components.distributed.spare import read_and_count_heartbeats
+from drawloom.components.distributed.membership import read_and_count_heartbeats
 from drawloom.components.distributed.torchrun import CONTINUES, ROUND, SPARES
 from drawloom.graph.cli.command import (
     INVALID,

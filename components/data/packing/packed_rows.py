@@ -14,10 +14,9 @@ from drawloom.components.data.order.permutation import Permutation
 from drawloom.components.data.packing.rows import JoinedIndexes, RowIndex, build_batch
 from drawloom.components.data.sources.mixed import list_document_sources
 from drawloom.components.ports.corpus import Split, TokenCorpus, TokenDocuments
-from drawloom.components.ports.data import MAX_LENGTH, RowSource, TokenBatch, uses_preference_pairs
+from drawloom.components.ports.data import MAX_LENGTH, RowSource, TeacherPredictions, TokenBatch, uses_preference_pairs
 from drawloom.components.ports.model import LanguageModel, find_length_fault
 from drawloom.components.ports.run import RunInfo
-from drawloom.components.ports.teacher import TeacherPredictions
 from drawloom.components.state.batch import Batch
 from drawloom.graph import Every, Problem, ResolvedRecipe, UserError, component_base_class, setting
 from drawloom.graph.wiring.node import NodeView

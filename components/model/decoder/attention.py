@@ -11,7 +11,7 @@ from drawloom.components.model.decoder.specs import AttentionSpec
 from drawloom.components.model.layers import Linear, ProjectionNorm, RMSNorm
 from drawloom.components.parallel.parameter_split import SplitDim
 from drawloom.components.parallel.tensor import TensorParallel
-from drawloom.components.ports.model import Kernels
+from drawloom.components.ports.kernels import Kernels
 from drawloom.components.ports.parameter_roles import Role
 
 

@@ -35,10 +35,9 @@ from drawloom.components.model.new_tokens import (
     find_new_tokens_fault,
 )
 from drawloom.components.ports.corpus import Tokenizer
-from drawloom.components.ports.flops import ForwardFlops
-from drawloom.components.ports.model import Kernels, LayerRange
-from drawloom.components.ports.parameter_roles import Role, default_role, parameter_roles
-from drawloom.components.ports.parametrization import ModelScaling
+from drawloom.components.ports.kernels import Kernels
+from drawloom.components.ports.model import ForwardFlops, LayerRange
+from drawloom.components.ports.parameter_roles import ModelScaling, Role, default_role, parameter_roles
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.weights.convert import persistent_tensors

@@ -13,7 +13,7 @@ from drawloom.components.model.decoder.router import Router
 from drawloom.components.model.decoder.specs import ExpertSpec, MlpSpec
 from drawloom.components.model.layers import Linear
 from drawloom.components.parallel.expert import ExpertParallel
-from drawloom.components.ports.experts import ExpertKernels
+from drawloom.components.ports.kernels import Kernels
 from drawloom.components.ports.parameter_roles import BIAS_ROLE, Role
 
 
@@ -30,7 +30,7 @@ class SparseMoeBlock(nn.Module):
     carry the names of transformers 5.
     """
 
-    def __init__(self, architecture: MoeConfig, spec: ExpertSpec, kernels: ExpertKernels) -> None:
+    def __init__(self, architecture: MoeConfig, spec: ExpertSpec, kernels: Kernels) -> None:
         super().__init__()
         self.spec = spec
         router = Router(
@@ -70,7 +70,7 @@ class Experts(ExpertParallel):
     `down_proj` (experts, hidden_size, inner width). Expert-parallel ranks partition the experts.
     """
 
-    def __init__(self, width: int, spec: ExpertSpec, kernels: ExpertKernels) -> None:
+    def __init__(self, width: int, spec: ExpertSpec, kernels: Kernels) -> None:
         super().__init__()
         experts, inner = spec.experts, spec.width
         self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * inner, width))

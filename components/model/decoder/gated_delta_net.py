@@ -12,8 +12,8 @@ from drawloom.components.model.decoder.specs import DeltaSpec
 from drawloom.components.model.layers import Linear, RMSNorm
 from drawloom.components.parallel.parameter_split import SplitDim
 from drawloom.components.parallel.tensor import TensorParallel
+from drawloom.components.ports.kernels import Kernels
 from drawloom.components.ports.parameter_roles import Role
-from drawloom.components.ports.recurrence import RecurrentKernels
 
 KEY_EPS = 1e-6
 """Constant added to the sum of squares by which queries and keys are divided, as in transformers."""
@@ -27,7 +27,7 @@ class GatedDeltaNet(TensorParallel):
     partition the key heads, each with its value heads.
     """
 
-    def __init__(self, architecture: DecoderConfig, spec: DeltaSpec, kernels: RecurrentKernels) -> None:
+    def __init__(self, architecture: DecoderConfig, spec: DeltaSpec, kernels: Kernels) -> None:
         super().__init__()
         outer, group = architecture.hidden_size, spec.value_heads // spec.key_heads
         units = {"q": spec.key_dim, "k": spec.key_dim, "v": group * spec.value_dim}

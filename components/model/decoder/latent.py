@@ -10,7 +10,7 @@ from drawloom.components.model.decoder.context import LayerContext
 from drawloom.components.model.decoder.specs import LatentSpec
 from drawloom.components.model.layers import Linear, RMSNorm
 from drawloom.components.parallel.tensor import TensorParallel
-from drawloom.components.ports.model import Kernels
+from drawloom.components.ports.kernels import Kernels
 
 LATENT_EPS = 1e-6
 """Constant of the norms of latents, whatever rms_norm_eps is, as in transformers."""

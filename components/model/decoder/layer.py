@@ -18,7 +18,7 @@ from drawloom.components.model.decoder.specs import (
     PartSpec,
 )
 from drawloom.components.model.layers import RMSNorm
-from drawloom.components.ports.model import Kernels
+from drawloom.components.ports.kernels import Kernels
 from drawloom.kernels.results import NormAndSum
 
 PARTS: dict[type[PartSpec], str] = {

@@ -7,7 +7,7 @@ from drawloom.components.model.decoder.context import LayerContext
 from drawloom.components.model.decoder.specs import MlpSpec
 from drawloom.components.model.layers import Linear
 from drawloom.components.parallel.tensor import TensorParallel
-from drawloom.components.ports.model import Kernels
+from drawloom.components.ports.kernels import Kernels
 
 
 class GatedMlp(TensorParallel):

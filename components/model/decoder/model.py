@@ -15,10 +15,9 @@ from drawloom.components.model.decoder.layer import Block
 from drawloom.components.model.decoder.specs import Branch, DeltaSpec, MixerSpec
 from drawloom.components.model.layers import Embedding, Linear, RMSNorm
 from drawloom.components.parallel.tensor import TensorParallel
-from drawloom.components.ports.flops import ForwardFlops
-from drawloom.components.ports.model import Finish, HeadLayer, Kernels, LayerRange, TokenContext
-from drawloom.components.ports.parameter_roles import Role, parameter_roles
-from drawloom.components.ports.parametrization import ModelScaling
+from drawloom.components.ports.kernels import Kernels
+from drawloom.components.ports.model import Finish, ForwardFlops, HeadLayer, LayerRange, TokenContext
+from drawloom.components.ports.parameter_roles import ModelScaling, Role, parameter_roles
 from drawloom.components.ports.weights import Mapper
 
 

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.decoder.config import DecoderConfig
-from drawloom.components.ports.parametrization import ModelScaling, Parametrization
+from drawloom.components.ports.parameter_roles import ModelScaling, Parametrization
 from drawloom.graph import Problem, component_base_class
 
 

@@ -11,7 +11,8 @@ from drawloom.components.model.decoder.specs import Routing
 from drawloom.components.model.layers import Linear
 from drawloom.components.parallel.parameter_split import SplitDim
 from drawloom.components.parallel.row_sums import RowSums
-from drawloom.components.ports.experts import ExpertKernels, ExpertRouter, ObserveRouting
+from drawloom.components.ports.experts import ExpertRouter, ObserveRouting
+from drawloom.components.ports.kernels import Kernels
 from drawloom.kernels.recompute.marks import is_recomputing
 
 
@@ -85,7 +86,7 @@ class Router(Linear, RowSums, ExpertRouter):
         num_experts: int,
         num_experts_per_tok: int,
         routing: Routing,
-        kernels: ExpertKernels,
+        kernels: Kernels,
         aux_loss_coef: float = 0.0,
         z_loss_coef: float = 0.0,
     ) -> None:

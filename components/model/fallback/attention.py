@@ -5,7 +5,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from drawloom.components.model.fallback.parts import SelfCheckError
-from drawloom.components.ports.model import Kernels, TokenContext
+from drawloom.components.ports.kernels import Kernels
+from drawloom.components.ports.model import TokenContext
 from drawloom.kernels.attention_options import AttentionOptions
 
 NAME = "drawloom"

@@ -12,7 +12,8 @@ from drawloom.components.model.fallback.attention import RowAttention
 from drawloom.components.model.fallback.parts import Parts, PassThrough, create_placeholder
 from drawloom.components.model.layers import ChunkedHead, Embedding, Linear
 from drawloom.components.parallel.tensor import ALONE
-from drawloom.components.ports.model import Finish, Head, Kernels, LayerRange, TokenContext
+from drawloom.components.ports.kernels import Kernels
+from drawloom.components.ports.model import Finish, Head, LayerRange, TokenContext
 from drawloom.components.weights.adapted import EMBEDDING
 
 

@@ -2,7 +2,7 @@
 
 from drawloom.components.model.decoder.config import create_size_check
 from drawloom.components.model.parametrization.scaling import compute_model_scaling
-from drawloom.components.ports.parametrization import ModelScaling
+from drawloom.components.ports.parameter_roles import ModelScaling
 from drawloom.graph import component, setting
 
 

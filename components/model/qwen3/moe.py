@@ -11,7 +11,6 @@ from drawloom.components.model.decoder.hugging_face import Family
 from drawloom.components.model.decoder.rope import InvalidSetting
 from drawloom.components.model.decoder.specs import Routing
 from drawloom.components.model.qwen3.dense import FIXED
-from drawloom.components.ports.experts import ExpertKernels
 from drawloom.graph import at_least, component, setting
 
 
@@ -77,5 +76,3 @@ class Qwen3Moe(DecoderBuilder):
         fixed=FIXED,
         derives_head_dim=False,
     )
-
-    kernels: ExpertKernels

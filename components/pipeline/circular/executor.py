@@ -86,7 +86,7 @@ class CircularExecutor(ProgramExecutor):
 
     def _infer_stage_tensor_meta(self, inputs: MicrobatchInputs) -> TensorMeta:
         """Return the metadata for a microbatch's tensor between stages; UserError if a stage returns anything else."""
-        like = self.boundaries.infer_stage_inputs(1, inputs.inputs, inputs.shared)
+        like = self.stages.infer_stage_inputs(1, inputs.inputs, inputs.shared)
         if not isinstance(like, Tensor):
             raise UserError(
                 f"a stage returns a {type(like).__name__}, but the circular pipeline only passes single tensors; write "

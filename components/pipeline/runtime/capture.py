@@ -31,8 +31,7 @@ from drawloom.components.pipeline.runtime.stage_runner import (
     list_floating_leaves,
     require_grad_in_place,
 )
-from drawloom.components.ports.cache import KeyValueCache
-from drawloom.components.ports.model import BatchContext, Finish, Head
+from drawloom.components.ports.model import BatchContext, Finish, Head, KeyValueCache
 from drawloom.components.ports.pipeline import LOSSES, Loss
 from drawloom.components.ports.program import Action
 from drawloom.components.ports.stages import Stage

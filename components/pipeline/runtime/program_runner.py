@@ -12,7 +12,7 @@ from drawloom.components.pipeline.runtime.p2p import P2PBuffers, describe_tree_m
 from drawloom.components.pipeline.runtime.stage_runner import list_floating_leaves, require_grad_in_place
 from drawloom.components.ports.passes import MicrobatchInputs, Operation, PassFeature, PassKind, RunnableStage
 from drawloom.components.ports.program import Action
-from drawloom.components.ports.stages import StageInputs
+from drawloom.components.ports.stages import Stages
 from drawloom.components.state.trees import list_leaves
 from drawloom.graph import UserError
 
@@ -32,7 +32,7 @@ class ProgramRunner:
 
     stages: Mapping[int, RunnableStage]
     microbatches: Sequence[MicrobatchInputs]
-    boundaries: StageInputs
+    boundaries: Stages
     p2p: P2PBuffers
     actions: Sequence[Action]
     kind: PassKind = "inference"

@@ -26,12 +26,12 @@ from drawloom.components.storage.safetensors.header import (
     is_valid_tensor_name,
 )
 from drawloom.components.storage.sha256_stream import FileDigest
-from drawloom.components.storage.tensor_source import InMemoryTensors, TensorSpec, view_bytes
+from drawloom.components.storage.tensor_source import TensorSpec, view_bytes
 
 
 @attrs.define
 class SafetensorsWriter:
-    """Writer for planned tensors at their offsets in an open file; `missing` has the unwritten tensors."""
+    """Writer for planned tensors at their offsets in an open file; `missing` has the unwritten ones, in file order."""
 
     file: FileWriter
     begin: int
@@ -54,9 +54,8 @@ class SafetensorsWriter:
 @contextmanager
 def create_safetensors_file(path: Path, specs: Mapping[str, TensorSpec]) -> Iterator[SafetensorsWriter]:
     """Create a file for these tensors, and flush it to disk when the context ends. Raises OSError if it exists."""
-    head, entries = build_header_and_entries(
-        specs
-    )  # before the file is created, because it refuses tensors that can't be written
+    # before the file is created, because it refuses tensors that can't be written
+    head, entries = build_header_and_entries(specs)
     with durable_files.create_new_durable_file(path) as file:
         file.write_at(memoryview(head), 0)
         writer = SafetensorsWriter(file, len(head), entries)
@@ -66,23 +65,11 @@ def create_safetensors_file(path: Path, specs: Mapping[str, TensorSpec]) -> Iter
 
 def write_safetensors_file(path: Path, tensors: Mapping[str, Tensor]) -> FileDigest:
     """Create and flush a file with tensors, any shape and dtype. Raises OSError if it exists."""
-    head, entries = build_header_and_entries(InMemoryTensors(tensors).specs())  # before the file is created, as above
-    with durable_files.create_new_durable_file(path) as file:
-        write_planned_tensors(file, tensors, head, entries)
-    return file.finish_digest()
-
-
-def write_planned_tensors(
-    file: FileWriter, tensors: Mapping[str, Tensor], head: bytes, entries: Mapping[str, TensorEntry]
-) -> None:
-    """
-    Write tensors, any shape and dtype, planned by `build_header_and_entries`, into an open, empty file.
-
-    Writes from start to end, so the file can be hashed.
-    """
-    file.write_at(memoryview(head), 0)
-    for name, entry in entries.items():
-        file.write_at(view_bytes(tensors[name]), len(head) + entry.start)
+    specs = {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    with create_safetensors_file(path, specs) as writer:
+        for name in [*writer.missing]:  # from start to end, so that the file can be hashed
+            writer.write(name, tensors[name])
+    return writer.file.finish_digest()
 
 
 def build_header_and_entries(specs: Mapping[str, TensorSpec]) -> tuple[bytes, dict[str, TensorEntry]]:

@@ -346,7 +346,7 @@ def our_step(case: Case, mesh: RankMesh, device: ComputeDevice) -> Callable[[], 
     stages.dispatcher = use(kernels=kernels, mesh=mesh, **SYMMETRIC.get(case.dispatcher, {}))
     stages.reshard_after_forward, stages.recompute = case.reshard, case.recompute
     stages.open()
-    edges: dict[str, Any] = {"stages": stages, "boundaries": stages, "objective": loss, "neighbours": mesh}
+    edges: dict[str, Any] = {"stages": stages, "objective": loss}
     pass_features: list[Any] = [*captured, *[ConcurrentStages(device=device)] * case.streams]
     executor = ProgramExecutor(**edges, features=pass_features, **common)
     executor.open()

@@ -151,7 +151,7 @@ def training_run(mesh: RankMesh, device: ComputeDevice, name: str, head: int, ro
         )
         stages.head_layer_cost, stages.features = head, features
         stages.open()
-    parts: dict[str, Any] = {"stages": stages, "boundaries": stages, "mesh": mesh, "neighbours": mesh}
+    parts: dict[str, Any] = {"stages": stages, "mesh": mesh}
     executor = ProgramExecutor(schedule=schedule, objective=loss, device=device, features=features, **parts)
     executor.open()
     reduction = Synchronize(parameters=stages, mesh=mesh, reduce=SumOverParameters(mesh=mesh))

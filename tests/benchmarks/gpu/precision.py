@@ -179,7 +179,7 @@ def _make_step(case: Case, mesh: RankMesh, device: ComputeDevice) -> Callable[[]
     common: dict[str, Any] = {"mesh": mesh, "device": device, "schedule": schedule}
     stages = MaterializedStages(model=model, loss=loss, precision=precision, job=job, **common)
     stages.open()
-    executor = ProgramExecutor(stages=stages, boundaries=stages, objective=loss, neighbours=mesh, **common)
+    executor = ProgramExecutor(stages=stages, objective=loss, **common)
     executor.open()
     synchronize = Synchronize(parameters=stages, mesh=mesh, reduce=SumOverParameters(mesh=mesh))
     clip = ClipNorm(parameters=stages, max_norm=1.0)

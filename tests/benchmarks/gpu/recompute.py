@@ -161,7 +161,7 @@ def _make_step(
     precision = DtypePolicy(parameter="bfloat16", compute="bfloat16", gradient="bfloat16")
     stages = MaterializedStages(model=model, loss=loss, precision=precision, job=job, recompute=policy, **common)
     stages.open()
-    executor = ProgramExecutor(stages=stages, boundaries=stages, objective=loss, neighbours=mesh, **common)
+    executor = ProgramExecutor(stages=stages, objective=loss, **common)
     executor.open()
     phases: list[Any] = [
         Synchronize(parameters=stages, mesh=mesh, reduce=SumOverParameters(mesh=mesh)),

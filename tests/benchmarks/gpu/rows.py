@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu import peers
-from drawloom.components.ports.flops import count_attended_pairs
+from drawloom.components.ports.model import count_attended_pairs
 from drawloom.kernels.adamw import ParamState, compute_step_scalars
 from drawloom.kernels.attention import EAGER, AttentionImplementation
 from drawloom.kernels.cut_cross_entropy import LogitCut

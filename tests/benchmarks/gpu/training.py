@@ -6,7 +6,7 @@ the median of consecutive steps: the host issues a step while the GPU computes t
 
     tokens/s * FLOPs of a token / rate
 
-with the FLOPs from `metrics.utilization` (`components/ports/flops.py`): 3 * (2 * P + A). P counts the parameters that
+with the FLOPs from `metrics.utilization` (`components/ports/model.py`): 3 * (2 * P + A). P counts the parameters that
 multiply a token (visited experts and the head, but not the embedding), A has the products of causal attention inside
 windows and of the gated delta rule, and the factor 3 counts forward once and backward twice. `rate` is the measured
 speed of a bfloat16 product of 8192 x 8192. Nothing is recomputed. With `--operations` every line is followed by the
@@ -40,8 +40,12 @@ from torch import Tensor, nn  # noqa: E402
 from benchmarks.gpu import clock, peers  # noqa: E402
 from drawloom.components.distributed.device import ComputeDevice  # noqa: E402
 from drawloom.components.kernels.auto import AutoKernels  # noqa: E402
-from drawloom.components.ports.flops import count_attended_pairs  # noqa: E402
-from drawloom.components.ports.model import Head, LayerRange, TokenContext  # noqa: E402
+from drawloom.components.ports.model import (  # noqa: E402
+    Head,
+    LayerRange,
+    TokenContext,
+    count_attended_pairs,
+)
 from drawloom.kernels.adamw import ParamState, compute_step_scalars  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -71,8 +71,8 @@ def _lose(lost: int, starts: list[int], ends: list[int]) -> tuple[dict[str, Any]
         copy = exchange_copies_with_neighbours(group, [2, 0, 1], state)
         assert copy.is_intact() and copy.key.indices[1] == (rank - 1) % 3
         own = {} if rank == lost else {part.key: part.pack() for part in (copy, state)}
-        offers = group.gather_json([key.to_json() for key in own])
-        sources = find_newest_complete([[*map(PartKey.from_json, keys)] for keys in offers])
+        offers = group.gather_json([attrs.asdict(key) for key in own])
+        sources = find_newest_complete([[PartKey(**key) for key in keys] for keys in offers])
         nodes = _nodes(range(starts[rank], ends[rank]), rank)
         count_rows(group, sent)
         return exchange_and_assemble_states(group, nodes, sources, own), sorted(sources.values()), sent[0]

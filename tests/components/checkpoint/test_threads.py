@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from drawloom.components.checkpoint.threads import map_parallel, run_in_current_thread, submit_in_new_thread
+from drawloom.components.checkpoint.threads import map_parallel, submit_in_new_thread
 
 
 def test_submit_runs_in_a_daemon_thread() -> None:
@@ -34,7 +34,6 @@ def test_exceptions_are_in_the_future(error: BaseException) -> None:
         raise error
 
     assert submit_in_new_thread("writing", fail).exception(10) is error
-    assert run_in_current_thread("writing", fail).exception(0) is error
 
 
 def test_memory_of_the_work_is_free_when_the_future_is_done() -> None:
@@ -50,12 +49,6 @@ def test_memory_of_the_work_is_free_when_the_future_is_done() -> None:
         del large
         future.result(10)
         assert gone() is None
-
-
-def test_run_now_runs_in_this_thread() -> None:
-    """The future is done when it returns."""
-    future = run_in_current_thread("writing", threading.current_thread)
-    assert future.done() and future.result() is threading.current_thread()
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 9])

@@ -34,6 +34,7 @@ class FakeProcesses:
     local_world_size: int = 1
     node_rank: int = 0
     node_count: int = 1
+    generation: int = 0
     requests: list[tuple[str, Sequence[Sequence[int]]]] = attrs.field(factory=list)
 
     def make_group(self, name: str, rank_sets: Sequence[Sequence[int]]) -> Group:
@@ -46,6 +47,14 @@ class FakeProcesses:
 
     def make_control_group(self, name: str) -> Group:
         return SingleProcess()
+
+    def set_replica_shape(self, stages: int, shards: int, shard_size: int, expert: int) -> None:
+        pass
+
+
+def mesh_of(processes: Any, **settings: Any) -> RankMesh:
+    """Return the mesh of fake processes."""
+    return RankMesh(processes=processes, **settings)
 
 
 @attrs.define
@@ -111,7 +120,7 @@ def test_every_process_makes_the_same_groups() -> None:
     requests = []
     for rank in range(4):
         processes = FakeProcesses(world_size=4, rank=rank)
-        RankMesh(processes=processes).open()
+        mesh_of(processes).open()
         requests.append(processes.requests)
     assert all(rank_requests == requests[0] for rank_requests in requests)
     assert dict(requests[0])["data_replicate"] == [[0, 1, 2, 3]]
@@ -152,7 +161,7 @@ def test_expert_must_divide_the_ranks_of_a_stage() -> None:
         problems: list[Any] = list(RankMesh.constraints(View(_settings(expert=2, **sizes))))  # type: ignore[arg-type]
         assert problems == [("expert", f"{text} = {math.prod(sizes.values()) // sizes.get('pipeline', 1)}")]
     with pytest.raises(UserError, match=f"{text} = 3; write one of 1, 3"):
-        RankMesh(processes=FakeProcesses(world_size=3), expert=2).open()
+        mesh_of(FakeProcesses(world_size=3), expert=2).open()
     for sizes in ({}, {"data_replicate": 4}, {"data_shard": 3}, {"context": 3, "data_replicate": 2}, {"tensor": 6}):
         assert not list(RankMesh.constraints(View(_settings(expert=2, **sizes))))  # type: ignore[arg-type]
 
@@ -167,7 +176,7 @@ def test_expert_groups_are_made_only_for_expert_parallelism() -> None:
         (2, {"expert", "expert_shard", "expert_replicate", "expert_replicate × expert_shard"}),
     ):
         processes = FakeProcesses(world_size=8)
-        RankMesh(processes=processes, data_shard=4, expert=expert).open()
+        mesh_of(processes, data_shard=4, expert=expert).open()
         requested = {name: sets for name, sets in processes.requests if name.startswith("expert")}
         assert requested.keys() == names
     assert requested["expert"] == [[0, 1], [2, 3], [4, 5], [6, 7]]
@@ -180,7 +189,7 @@ def test_sizes_are_at_least_one(size: int) -> None:
     """A dimension of size zero or less is an invalid setting."""
     for name in _settings():
         with pytest.raises(ValueError, match=f"{size} is less than 1"):
-            RankMesh(processes=FakeProcesses(world_size=1), **{name: size})
+            mesh_of(FakeProcesses(world_size=1), **{name: size})
 
 
 def test_a_lost_replica_is_named() -> None:

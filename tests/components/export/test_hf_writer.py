@@ -20,12 +20,13 @@ from drawloom.components.ports.stages import Stage
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
 from drawloom.components.weights.load import fill_module_from_folder
 from drawloom.graph import UserError
+from support.doubles import PlainStages
 from support.processes import run_ranks
 from support.qwen3 import dense, logits_of, one_document, sparse, whole
 
 
 @attrs.frozen
-class FakeStages:
+class FakeStages(PlainStages):
     """Stages of given modules."""
 
     modules: list[nn.Module]

@@ -23,13 +23,14 @@ from drawloom.components.ports.pipeline import SequenceHead
 from drawloom.components.ports.run import FinalTask
 from drawloom.components.ports.stages import Stage
 from drawloom.graph.types.port_match import find_mismatches
+from support.doubles import PlainStages
 from support.folders import Folder
 from support.processes import run_ranks
 from support.qwen3 import dense, whole
 
 
 @attrs.frozen
-class OneStage:
+class OneStage(PlainStages):
     """The whole model as one stage."""
 
     module: nn.Module

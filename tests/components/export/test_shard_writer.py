@@ -24,12 +24,12 @@ from drawloom.components.export.shard_writer import (
 from drawloom.components.ports.slices import ModelParameter
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
-from drawloom.components.storage.tensor_source import InMemoryTensors
-from drawloom.components.weights.mapper import parallel, select_worker_groups
+from drawloom.components.weights.mapper import parallel
 from drawloom.components.weights.mapper_ops import identity, stack
 from drawloom.components.weights.save import PlannedFile
 from drawloom.graph import UserError
 from support.processes import run_ranks
+from support.tensor_sources import InMemoryTensors
 
 LAYERS = 6
 
@@ -85,7 +85,7 @@ def _world() -> TorchGroup:
 def _deal(folder: Path) -> None:
     """Distribute groups among ranks with the same tensors."""
     world = _world()
-    dealt = select_worker_groups(mapper(), world.size, world.rank)
+    dealt = Mapper(mapper().groups[world.rank :: world.size])
     write_safetensors_folder_collectively(
         folder, Share(InMemoryTensors(tensors()), dealt, dealt.outputs), world, 100, config_beside
     )

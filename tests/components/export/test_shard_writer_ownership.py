@@ -17,6 +17,7 @@ from drawloom.components.ports.stages import Stage
 from drawloom.components.weights.mapper import parallel
 from drawloom.components.weights.mapper_ops import identity, stack
 from drawloom.graph import UserError
+from support.doubles import PlainStages
 
 
 def rank(*stages: str, dtype: str = "torch.float32") -> dict[str, Any]:
@@ -50,7 +51,7 @@ def test_ranks_that_hold_different_models_are_reported() -> None:
 
 
 @attrs.frozen
-class OneStage:
+class OneStage(PlainStages):
     """A stage with a layer in bfloat16."""
 
     @property

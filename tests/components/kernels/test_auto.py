@@ -13,8 +13,7 @@ from torch import Tensor
 from drawloom.components.kernels.auto import AutoKernels
 from drawloom.components.kernels.choosing import OPERATIONS
 from drawloom.components.ports.data import IGNORE_INDEX
-from drawloom.components.ports.experts import ExpertKernels
-from drawloom.components.ports.model import Kernels
+from drawloom.components.ports.kernels import Kernels
 from drawloom.graph import UserError
 from drawloom.graph.project import Project
 from drawloom.graph.registry.spec import read_spec
@@ -36,7 +35,7 @@ from support.kernels import DEVICE
 from support.qwen3 import cpu_kernels, kernels_on
 
 
-@pytest.mark.parametrize("port", [Kernels, ExpertKernels])
+@pytest.mark.parametrize("port", [Kernels, Kernels])
 def test_auto_fits_its_ports(port: type) -> None:
     """The component keeps the contracts for both kinds of kernels."""
     assert find_mismatches(AutoKernels, port) == []

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.kernels.auto import AutoKernels
-from drawloom.components.ports.cache import KeyValueCache
-from drawloom.components.ports.recurrence import RecurrentKernels
+from drawloom.components.ports.kernels import Kernels
+from drawloom.components.ports.model import KeyValueCache
 from drawloom.graph.types.port_match import find_mismatches
 from drawloom.kernels.recompute.repeated_calls import call_with_recomputation
 from drawloom.kernels.recompute.selective import Selective
@@ -38,7 +38,7 @@ def compute(mask: Any, x: Tensor, weight: Tensor, *inputs: Tensor) -> tuple[Tens
 
 def test_kernels_fit_the_port() -> None:
     """The component implements the port of recurrent operations."""
-    assert find_mismatches(AutoKernels, RecurrentKernels) == []
+    assert find_mismatches(AutoKernels, Kernels) == []
 
 
 @pytest.mark.parametrize("lengths", DOCUMENTS.values(), ids=DOCUMENTS)

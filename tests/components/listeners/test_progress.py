@@ -14,8 +14,7 @@ from rich.console import Console
 
 from drawloom.components.listeners.logging import RunLogging
 from drawloom.components.listeners.progress import ProgressBar
-from drawloom.components.ports.intervals import Interval
-from drawloom.components.ports.run import Event, Step
+from drawloom.components.ports.run import Event, Interval, Step
 from drawloom.graph import Every
 from support.doubles import FakeClock, Machine
 from support.folders import Folder

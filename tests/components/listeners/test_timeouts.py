@@ -48,7 +48,7 @@ def processes() -> FakeProcesses:
 
 
 @pytest.fixture
-def timeouts(tmp_path: Path, one_rank: Any, processes: FakeProcesses) -> Iterator[Timeouts]:
+def timeouts(tmp_path: Path, one_rank: Any, processes: Any) -> Iterator[Timeouts]:
     """Yield an open node with limits of 30, 10 and 20 seconds whose exit is recorded."""
     timeouts = Timeouts(
         processes=processes, folder=Folder(tmp_path), mesh=one_rank, first_step=30.0, step=10.0, saving=20.0
@@ -203,7 +203,7 @@ def test_a_component_that_logs_has_its_time_again(timeouts: Timeouts, monkeypatc
 
 
 def test_components_that_open_before_the_watchdog_have_the_guard(
-    processes: FakeProcesses, monkeypatch: pytest.MonkeyPatch
+    processes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has their limit and their name, and nothing asks the mesh, which may not be open."""
     told: list[tuple[float | None, str]] = []

@@ -13,8 +13,7 @@ from drawloom.components.metrics.phase_times import PhaseTimes
 from drawloom.components.optim.sgd import SGD
 from drawloom.components.phases.evaluate import Evaluate
 from drawloom.components.phases.forward_backward import ForwardBackward
-from drawloom.components.ports.intervals import Interval, mark_time
-from drawloom.components.ports.run import Event, Step
+from drawloom.components.ports.run import Event, Interval, Step, mark_time
 from drawloom.graph import Every
 from support.doubles import Machine
 

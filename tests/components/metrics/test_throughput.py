@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from drawloom.components.metrics.throughput import Throughput
-from drawloom.components.ports.intervals import Interval
-from drawloom.components.ports.run import Step
+from drawloom.components.ports.run import Interval, Step
 from support.metrics import measure
 from support.steps import LateState
 

@@ -12,10 +12,8 @@ from drawloom.components.metrics.utilization import Utilization
 from drawloom.components.ports.data import TokenBatch
 from drawloom.components.ports.distributed import Precision
 from drawloom.components.ports.features import StageFeature
-from drawloom.components.ports.flops import CountsFlops, ForwardFlops
-from drawloom.components.ports.intervals import Interval
-from drawloom.components.ports.model import LayerRange
-from drawloom.components.ports.run import Step
+from drawloom.components.ports.model import CountsFlops, ForwardFlops, LayerRange
+from drawloom.components.ports.run import Interval, Step
 from drawloom.components.ports.stages import Stage, Stages
 from drawloom.components.ports.tracking import Value
 from drawloom.graph import Every

@@ -30,6 +30,12 @@ class Weight:
     def roles(self) -> dict[str, Role]:
         return {name: default_role(name, part) for name, part in self.named_parameters()}
 
+    def owned_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        return self.named_parameters()
+
+    def sum_remaining_gradients(self) -> None:
+        pass
+
 
 def test_momentum_adds_up_gradients() -> None:
     """Two equal gradients move the weight by lr * g * (1 + 1 + momentum)."""

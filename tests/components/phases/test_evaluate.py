@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from drawloom.components.phases.evaluate import Evaluate
-from drawloom.components.ports.intervals import compute_seconds_between
-from drawloom.components.ports.run import Step
+from drawloom.components.ports.run import Step, compute_seconds_between
 from drawloom.components.state.step_state import StepState
 from support.doubles import Machine
 from support.steps import losses_of, values_of
@@ -36,7 +35,7 @@ class Model:
         state["losses"] = losses_of(self.total, self.weight) | {"sums": sums}
 
 
-def run_phase(model: Model, mesh: Any, every: Any, step: Step) -> Step:
+def run_phase(model: Any, mesh: Any, every: Any, step: Step) -> Step:
     """Return the step after the phase."""
     Evaluate(data=model, executor=model, mesh=mesh, device=Machine(), every=every).run_phase(step)
     return step
@@ -65,7 +64,7 @@ def test_a_new_run_evaluates_before_its_first_step(
     settings: dict[str, Any], done: int, has_loss: bool, one_rank: Any
 ) -> None:
     """Only its first step has the loss, and a resumed run has none; `never` leaves this evaluation out, too."""
-    model = Model(6.0, 4.0)
+    model: Any = Model(6.0, 4.0)
     phase, steps = (
         Evaluate(data=model, executor=model, mesh=one_rank, device=Machine(), **settings),
         [Step(done + 1, 9), Step(done + 2, 9)],

@@ -62,8 +62,8 @@ class RandomParts(Parts):
 
 
 def _make_phase(parts: Parts, events: Events) -> ForwardBackward:
-    parameters: Any = parts
-    return ForwardBackward(data=parts, executor=parts, parameters=parameters, events=events)
+    part: Any = parts
+    return ForwardBackward(data=part, executor=part, parameters=part, events=events)
 
 
 def test_passes_with_too_little_room_leave_nothing_behind() -> None:

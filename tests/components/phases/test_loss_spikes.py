@@ -29,6 +29,9 @@ class Data:
     def skip_to_position(self, position: int) -> None:
         self.next_row_position = position
 
+    def cumulative_tokens_by_source(self, step: int) -> dict[str, float]:
+        return {}
+
 
 def make_phase(data: Data | None = None, **settings: Any) -> LossSpikes:
     return LossSpikes(data=data or Data(), **{"window": 4, "deviations": 3.0, **settings})

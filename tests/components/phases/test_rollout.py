@@ -17,7 +17,7 @@ from drawloom.components.ports.data import IGNORE_INDEX, TrainingData, Validatio
 from drawloom.components.ports.pipeline import Executor
 from drawloom.components.ports.rollouts import Answer, Completions, PolicyBatch, PromptBatch, Prompts, Scored
 from drawloom.components.ports.run import Batching, Events, Step
-from drawloom.components.ports.stages import SpreadParameters
+from drawloom.components.ports.stages import Parameters
 from drawloom.graph import Ordered, UserError
 from drawloom.graph.project import Recipe
 from drawloom.graph.testing import fake
@@ -275,7 +275,7 @@ def test_the_policy_gradient_is_of_the_step_s_batches() -> None:
     seen: list[Any] = []
     step = Step(1, 1)
     executor = fake(Executor, run_forward_and_backward=seen.append)
-    PolicyGradient(executor=executor, parameters=fake(SpreadParameters)).run_phase(step)
+    PolicyGradient(executor=executor, parameters=fake(Parameters)).run_phase(step)
     assert seen == [step.state]
 
 

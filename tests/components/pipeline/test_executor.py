@@ -20,7 +20,7 @@ from drawloom.components.ports.program import Action, Op, Program
 from drawloom.components.ports.stages import Stage
 from drawloom.kernels.recompute.marks import is_recomputing
 from support import pipelines
-from support.doubles import Machine
+from support.doubles import Machine, PlainStages
 from support.processes import run_ranks
 from support.steps import evaluate, train
 
@@ -65,22 +65,10 @@ class Scale(nn.Module):
 
 
 @attrs.frozen
-class Local:
-    """Stages of this rank, and no neighbours."""
+class Local(PlainStages):
+    """Stages of this rank."""
 
     local: list[Stage]
-
-    def cast_weights(self, only_if_changed: bool = False) -> None:
-        pass
-
-    def move_gradients_to_masters(self) -> None:
-        pass
-
-    def infer_stage_inputs(self, stage: int, inputs: Any, shared: BatchContext) -> Any:
-        raise AssertionError("nothing travels on one rank")
-
-    def open_channels(self, edges: Any) -> dict[int, Any]:
-        return {}
 
 
 class BreadthFirst:
@@ -115,7 +103,7 @@ def open_executor(
     spans = [LayerRange(number, number + 1, number == 0, number == len(modules) - 1) for number in range(len(modules))]
     local = Local([Stage(number, len(modules), spans[number], module) for number, module in enumerate(modules)])
     schedule = BreadthFirst(len(modules), split)
-    parts: dict[str, Any] = {"stages": local, "boundaries": local, "neighbours": local, "schedule": schedule}
+    parts: dict[str, Any] = {"stages": local, "schedule": schedule}
     executor = ProgramExecutor(objective=Squares(), mesh=mesh, device=Machine(), features=[*features], **parts)
     executor.open()
     return executor

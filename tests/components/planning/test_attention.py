@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from drawloom.components.planning.attention import AttentionFractions, MicrobatchRows, estimate_attention_fractions
-from drawloom.components.ports.flops import ForwardFlops, count_attended_pairs
+from drawloom.components.ports.model import ForwardFlops, count_attended_pairs
 
 LENGTH = 256
 

@@ -8,8 +8,7 @@ import pytest
 from drawloom.components.distributed.device_model import find_device_model
 from drawloom.components.planning.check import PLAN, compare_with_plan
 from drawloom.components.planning.plan import plan
-from drawloom.components.ports.intervals import Interval
-from drawloom.components.ports.run import Event, Step
+from drawloom.components.ports.run import Event, Interval, Step
 from drawloom.components.storage.byte_size import format_decimal_byte_size
 from drawloom.graph import UserError
 from support.plans import RECIPE, on_a_gpu, plan_check

@@ -15,8 +15,8 @@ from drawloom.components.planning.calibrate import load_local_device_model
 from drawloom.components.planning.memory import PlannedMemory
 from drawloom.components.planning.plan import Plan, plan
 from drawloom.components.planning.text import describe_memory_choice, format_plan
-from drawloom.components.ports.memory_policy import MemoryChoice
-from drawloom.graph import UserError
+from drawloom.components.ports.memory import MemoryChoice
+from drawloom.graph.problems import UserError
 
 SMALL = (
     *("model.num_hidden_layers=2", "model.hidden_size=48", "model.num_attention_heads=4", "device.kind=cpu"),

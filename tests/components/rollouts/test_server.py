@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from drawloom.components.ports.rollouts import Completions, Prompts
-from drawloom.components.rollouts.completion_server import CompletionServer
-from drawloom.components.rollouts.server import ServerRollouts
+from drawloom.components.rollouts.server import CompletionServer, ServerRollouts
 from drawloom.graph import UserError
 from drawloom.graph.project import Recipe
 from support.completion_server import ServedModel, serve

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.data.bytes import Bytes
-from drawloom.components.ports.cache import KeyValueCache
-from drawloom.components.ports.model import TokenContext
+from drawloom.components.ports.model import KeyValueCache, TokenContext
 from drawloom.components.sampling.generate import Sampler, draw_id, stream_decoded_text
 from drawloom.graph import UserError
 from support.chat import open_tokenizer, tokenizer_folder

@@ -1,5 +1,6 @@
 """Parts of files, verified block by block."""
 
+import hashlib
 import os
 import random
 from collections.abc import Iterator
@@ -8,11 +9,18 @@ from pathlib import Path
 import pytest
 
 from drawloom.components.storage import regular_file
-from drawloom.components.storage.regular_file import ContentMismatchError, hash_file, open_file_to_verify
-from drawloom.components.storage.sha256_stream import BLOCK
+from drawloom.components.storage.regular_file import ContentMismatchError, open_file_to_verify
+from drawloom.components.storage.sha256_stream import BLOCK, FileDigest
 
 SIZE = 3 * BLOCK + 1000
 DATA = random.Random(1).randbytes(SIZE)
+
+
+def hash_file(path: Path) -> FileDigest:
+    """Return a file's size and the SHA-256 of its blocks."""
+    content = path.read_bytes()
+    starts = range(0, max(1, len(content)), BLOCK)
+    return FileDigest(len(content), [hashlib.sha256(content[start : start + BLOCK]).hexdigest() for start in starts])
 
 
 @pytest.fixture(scope="module")

@@ -5,12 +5,12 @@ import torch
 
 from drawloom.components.storage.safetensors.header import DTYPES
 from drawloom.components.storage.tensor_source import (
-    InMemoryTensors,
     TensorSpec,
     allocate_tensor_and_byte_view,
     view_as_tensor,
     view_bytes,
 )
+from support.tensor_sources import InMemoryTensors
 
 SOURCE = InMemoryTensors({"a": torch.ones(2, 3, requires_grad=True), "b": torch.tensor([1, 2])})
 

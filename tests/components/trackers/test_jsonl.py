@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drawloom.components.ports.checkpoint import KnownSteps
+from drawloom.components.ports.checkpoint import Restorer
 from drawloom.components.storage.step_log import StepLog, encode_row, read_step_log
 from drawloom.components.trackers.jsonl import JsonlTracker
 from drawloom.graph import Every
@@ -98,7 +98,7 @@ def test_the_checkpoint_wins_over_damaged_lines(
     """Values in a changed or unreadable line come from a checkpoint with its step; other lines are counted."""
     known = [(2, {"loss": 2.0}), (3, {"loss": 3.0}), (9, {"loss": 9.0})]
     node = JsonlTracker(
-        folder=Folder(tmp_path), mesh=one_rank, checkpoints=Every({"c": fake(KnownSteps, recorded_step_values=known)})
+        folder=Folder(tmp_path), mesh=one_rank, checkpoints=Every({"c": fake(Restorer, recorded_step_values=known)})
     )
     node.open()
     for step in range(1, 6):
@@ -249,7 +249,7 @@ def test_rewind_works_on_a_full_disk(tracker: JsonlTracker, tmp_path: Path, monk
     for step in (1, 2, 3):
         tracker.track(step, {"loss": 1.0})
     monkeypatch.setattr(
-        "drawloom.components.storage.appended_file.replace_file", lambda *_: pytest.fail("a file was written")
+        "drawloom.components.storage.step_log.replace_file", lambda *_: pytest.fail("a file was written")
     )
     tracker.rewind(1)
     monkeypatch.undo()

@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from drawloom.components.storage.tensor_source import InMemoryTensors
 from drawloom.components.weights.load import fill_module, fill_module_from_folder
 from drawloom.components.weights.mapper import parallel, sequential
 from drawloom.components.weights.mapper_ops import chunk, identity, rename, stack, transpose, unstack
 from drawloom.graph import UserError
+from support.tensor_sources import InMemoryTensors
 
 MAPPER = rename({"model.a": "a", "model.b": "b"})
 

@@ -2,8 +2,8 @@
 
 import torch
 
-from drawloom.components.storage.tensor_source import InMemoryTensors
 from drawloom.components.weights.load import StackedExperts
+from support.tensor_sources import InMemoryTensors
 
 
 def test_experts_are_stacked_if_all_of_them_are_there() -> None:

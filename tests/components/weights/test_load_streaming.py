@@ -11,10 +11,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from drawloom.components.storage.tensor_source import InMemoryTensors, TensorSpec
+from drawloom.components.storage.tensor_source import TensorSpec
 from drawloom.components.weights.convert import compute_group_output_specs, convert_tensors, stream_converted_tensors
 from drawloom.components.weights.mapper import parallel, sequential
 from drawloom.components.weights.mapper_ops import chunk, identity, stack, transpose, unstack
+from support.tensor_sources import InMemoryTensors
 
 
 @attrs.frozen

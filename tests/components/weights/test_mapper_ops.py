@@ -17,8 +17,6 @@ from drawloom.components.weights.mapper_ops import (
     concatenate_blocks,
     identity,
     rename,
-    rename_by_pattern,
-    select_child,
     squeeze,
     stack,
     to_dtype,
@@ -72,26 +70,6 @@ def test_a_mapper_and_its_inverse_give_the_tensors_back(
     back = convert_tensors(mapper.inverse(), given)
     assert back.keys() == tensors.keys()
     assert all(torch.equal(back[name], tensors[name]) for name in tensors)
-
-
-def test_rename_by_pattern() -> None:
-    """Patterns match whole names and can use groups; other names are unchanged."""
-    mapper = rename_by_pattern(NAMES, r"layers\.(\d)\.attention\.(.)", r"model.\1.\2_proj")
-    assert mapper.inputs == NAMES
-    assert mapper.outputs == ["model.0.q_proj", "model.0.k_proj", "layers.10.attention.q", "norm"]
-
-
-def test_rename_by_pattern_never_merges() -> None:
-    """Renaming two tensors to one name is refused."""
-    with pytest.raises(ValueError, match=r"attention would be an output of more than one"):
-        rename_by_pattern(NAMES, r"layers\.\d+\.attention\..", "attention")
-
-
-def test_a_child_is_selected_by_whole_names() -> None:
-    """Only names inside the child are selected: a name with the same beginning is another module."""
-    mapper = select_child(["layers.1.q", "layers.10.q", "norm"], "layers.1")
-    assert (mapper.inputs, mapper.outputs) == (["layers.1.q"], ["q"])
-    assert select_child(NAMES, "head").groups == ()
 
 
 MISFITS: dict[str, tuple[Mapper, dict[str, Tensor], str]] = {

@@ -1,4 +1,4 @@
-"""Tensors spread over ranks: into their parts, back into wholes, and loaded from a folder."""
+"""Tensors spread over ranks: into their parts, and loaded from a folder."""
 
 from pathlib import Path
 from typing import Any
@@ -9,43 +9,32 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from drawloom.components.ports.slices import is_dtensor
-from drawloom.components.storage.tensor_source import InMemoryTensors
-from drawloom.components.weights.convert import compute_group_output_specs, convert_tensors
+from drawloom.components.weights.convert import convert_tensors
 from drawloom.components.weights.load import fill_module_from_folder
-from drawloom.components.weights.mapper import parallel, sequential
-from drawloom.components.weights.mapper_ops import distribute, distribute_like, gather_dtensor, identity, stack
+from drawloom.components.weights.mapper_ops import distribute_like, identity
 from support.processes import run_ranks
 
 WHOLE = torch.arange(15.0).view(5, 3)
 
 
 def _spread(mesh: Any) -> dict[str, Any]:
-    mapper = distribute("a", mesh, [Shard(0)])
-    part = convert_tensors(mapper, {"a": WHOLE})["a"]
+    like = distribute_tensor(torch.zeros(5, 3), mesh, [Shard(0)])
+    part = convert_tensors(distribute_like("a", like), {"a": WHOLE})["a"]
     return {
         "part": part.to_local().tolist(),  # type: ignore[attr-defined]
         "kept": part.to_local().untyped_storage().nbytes(),  # type: ignore[attr-defined]
-        "gathered": convert_tensors(gather_dtensor("a"), {"a": part})["a"].tolist(),
-        "back": convert_tensors(mapper.inverse(), {"a": part})["a"].tolist(),
+        "gathered": part.full_tensor().tolist(),  # type: ignore[attr-defined]
     }
-
-
-def _stack_tensors(mesh: Any) -> dict[str, Any]:
-    spread = parallel(distribute("a", mesh, [Shard(1)]), distribute("b", mesh, [Shard(1)]))
-    tensors = convert_tensors(spread, {"a": WHOLE, "b": WHOLE + 1})
-    mapper = sequential(parallel(gather_dtensor("a"), gather_dtensor("b")), stack(["b", "a"], "ba"))
-    kind = compute_group_output_specs(mapper.groups[0], InMemoryTensors(tensors).specs())["ba"]
-    return {"kind": (kind.shape, str(kind.dtype)), "made": convert_tensors(mapper, tensors)["ba"].tolist()}
 
 
 def _load_sharded(mesh: Any, folder: Path, device: str) -> dict[str, Any]:
     module: Any = nn.Module()
     for name, placement in (("a", Shard(0)), ("b", Replicate())):
         empty = torch.empty(5, 3, device=device)
-        spread = convert_tensors(distribute(name, mesh, [placement]), {name: empty})[name]
+        spread = distribute_tensor(empty, mesh, [placement], src_data_rank=None)
         module.register_parameter(name, nn.Parameter(spread))
     module.register_parameter("c", nn.Parameter(torch.empty(5, 3, device="meta")))
     fill_module_from_folder(folder, module, identity("a", "b", "c"))
@@ -60,7 +49,7 @@ def _all(folder: Path) -> dict[str, dict[str, Any]]:
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     loaded = {device: _load_sharded(mesh, folder, device) for device in ("meta", "cpu")}
-    return {"spread": _spread(mesh), "stacked": _stack_tensors(mesh), **loaded}
+    return {"spread": _spread(mesh), **loaded}
 
 
 @pytest.fixture(scope="module")
@@ -76,13 +65,7 @@ def test_distributed_tensors_are_gathered_whole(ranks: list[dict[str, Any]]) -> 
     spread = [rank["spread"] for rank in ranks]
     assert [record["part"] for record in spread] == [WHOLE[:3].tolist(), WHOLE[3:].tolist()]
     assert [record["kept"] for record in spread] == [36, 24]
-    assert all(record["gathered"] == record["back"] == WHOLE.tolist() for record in spread)
-
-
-def test_specs_of_gathered_tensors_are_known_before_reading(ranks: list[dict[str, Any]]) -> None:
-    """Shapes are the whole tensors', computed without a message between ranks."""
-    expected = {"kind": ((2, 5, 3), "torch.float32"), "made": torch.stack([WHOLE + 1, WHOLE]).tolist()}
-    assert [rank["stacked"] for rank in ranks] == [expected] * 2
+    assert all(record["gathered"] == WHOLE.tolist() for record in spread)
 
 
 @pytest.mark.parametrize("device", ["meta", "cpu"])
@@ -95,6 +78,5 @@ def test_sharded_parameters_are_loaded(ranks: list[dict[str, Any]], device: str)
 
 
 def test_whole_tensors_stay_whole() -> None:
-    """Ordinary tensors are unchanged by gather and like, without a process group."""
-    assert convert_tensors(gather_dtensor("a"), {"a": WHOLE})["a"] is WHOLE
+    """Ordinary tensors are unchanged, without a process group."""
     assert convert_tensors(distribute_like("a", WHOLE), {"a": WHOLE})["a"] is WHOLE

@@ -15,11 +15,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
-from drawloom.components.storage.tensor_source import InMemoryTensors, TensorSpec
+from drawloom.components.storage.tensor_source import TensorSpec
 from drawloom.components.weights.mapper import parallel
 from drawloom.components.weights.mapper_ops import identity, stack
-from drawloom.components.weights.save import plan_files, split_by_size, write_files, write_safetensors
+from drawloom.components.weights.save import plan_files, split_by_size, write_files
 from drawloom.graph import UserError
+from support.tensor_sources import InMemoryTensors, write_safetensors
 
 
 @given(sizes=st.lists(st.integers(0, 50), max_size=20), limit=st.integers(1, 60))

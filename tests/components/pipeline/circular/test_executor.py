@@ -44,7 +44,7 @@ def on_ranks(use: Callable[[CircularExecutor, int], Any], *delays: bool) -> list
             model=model, loss=objective, precision=DtypePolicy(parameter="float64"), job=pipelines.Job(), **common
         )
         stages.open()
-        parts: dict[str, Any] = {"stages": stages, "boundaries": stages, "objective": objective, "neighbours": mesh}
+        parts: dict[str, Any] = {"stages": stages, "objective": objective}
         results = []
         for delayed in delays:
             executor = CircularExecutor(**parts, **common, delayed=delayed)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from drawloom.components.distributed.device import ComputeDevice
-from drawloom.components.distributed.p2p_links import connect_p2p_links, list_ring_edges
+from drawloom.components.distributed.mesh import connect_p2p_links
 from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.pipeline.circular.ring import (
     PendingSends,
@@ -18,6 +18,7 @@ from drawloom.components.pipeline.circular.ring import (
     finish_exchange,
     start_exchange,
 )
+from support.exchanges import list_ring_edges
 from support.processes import run_ranks
 
 FORM = TensorMeta(torch.Size([2]), torch.float64, torch.device("cpu"))

@@ -20,6 +20,7 @@ from drawloom.components.ports.program import Action, Program
 from drawloom.components.ports.stages import Stage
 from drawloom.components.stages.activation_specs import ActivationSpecs
 from support import pipelines
+from support.doubles import PlainStages
 from support.processes import RanksFailedError, run_ranks
 from support.steps import train
 
@@ -79,17 +80,11 @@ class SumOfAll:
 
 
 @attrs.frozen
-class Spread:
+class Spread(PlainStages):
     """This rank's stages, and the tensors between all stages."""
 
     local: list[Stage]
     boundaries: ActivationSpecs
-
-    def cast_weights(self, only_if_changed: bool = False) -> None:
-        pass
-
-    def move_gradients_to_masters(self) -> None:
-        pass
 
     def infer_stage_inputs(self, stage: int, inputs: Any, shared: BatchContext) -> Any:
         return self.boundaries.infer_stage_inputs(stage, inputs, shared)
@@ -151,11 +146,9 @@ def run_schedule(name: str, fault: str = "") -> dict[str, Any]:
         stages = Spread([Stage(rank, 2, SPANS[rank], module)], ActivationSpecs(SPANS, meta))
         executor = ProgramExecutor(
             stages=stages,
-            boundaries=stages,
             schedule=pipelines.schedule(name),
             objective=SumOfAll(),
             mesh=mesh,
-            neighbours=mesh,
             device=device,
         )
         executor.open()
@@ -218,7 +211,7 @@ def hops(owners: tuple[int, ...]) -> float:
         local = [Stage(stage, count, spans[stage], module) for stage, module in modules.items()]
         stages = Spread(local, ActivationSpecs(spans, lambda span: Twice()))
         schedule = Anywhere(owners)
-        parts: dict[str, Any] = {"stages": stages, "boundaries": stages, "mesh": mesh, "neighbours": mesh}
+        parts: dict[str, Any] = {"stages": stages, "mesh": mesh}
         executor = ProgramExecutor(schedule=schedule, objective=SumOfAll(), device=ComputeDevice(kind="cpu"), **parts)
         executor.open()
         return float(sum_losses_and_weights(train(executor, batches()))[0])

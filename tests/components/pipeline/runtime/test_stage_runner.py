@@ -20,6 +20,7 @@ from drawloom.components.ports.program import Action, Program, iterate_actions
 from drawloom.components.ports.stages import Stage
 from drawloom.components.state.step_state import StepState
 from support import pipelines
+from support.doubles import PlainStages
 from support.split_passes import pop_grads
 from support.split_stages import STAGES, WIDTH, Parts
 from support.steps import train
@@ -93,25 +94,13 @@ class Distance(nn.Module):
 
 
 @attrs.frozen
-class SingleRank:
+class SingleRank(PlainStages):
     """All stages, and no neighbours."""
 
     local: list[Stage]
     device: torch.device = torch.device("cpu")
     backend: str = "gloo"
     shares_gpu: bool = False
-
-    def cast_weights(self, only_if_changed: bool = False) -> None:
-        pass
-
-    def move_gradients_to_masters(self) -> None:
-        pass
-
-    def infer_stage_inputs(self, stage: int, inputs: Any, shared: BatchContext) -> Any:
-        raise AssertionError("nothing travels on one rank")
-
-    def open_channels(self, hops: Any) -> dict[int, Any]:
-        return {}
 
     def get_peak_memory_so_far(self) -> int:
         return 0
@@ -152,7 +141,7 @@ def executor_of(modules: Sequence[nn.Module], schedule: Any, objective: Any, mes
     spans = [LayerRange(number, number + 1, number == 0, number == count - 1) for number in range(count)]
     pairs = zip(spans, modules, strict=True)
     rank: Any = SingleRank([Stage(span.first, count, span, module) for span, module in pairs])
-    parts: dict[str, Any] = {"stages": rank, "boundaries": rank, "neighbours": rank, "device": rank, "mesh": mesh}
+    parts: dict[str, Any] = {"stages": rank, "device": rank, "mesh": mesh}
     executor = ProgramExecutor(objective=objective, schedule=schedule, **parts)
     executor.open()
     return executor

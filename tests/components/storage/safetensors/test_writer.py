@@ -15,7 +15,7 @@ from torch import Tensor
 
 from drawloom.components.storage.safetensors.header import DTYPES
 from drawloom.components.storage.safetensors.writer import create_safetensors_file
-from drawloom.components.storage.tensor_source import InMemoryTensors
+from support.tensor_sources import InMemoryTensors
 
 SHAPES = st.lists(st.integers(0, 3), max_size=3)
 NAMES = st.text("abc.", min_size=1, max_size=3).filter(lambda name: ".." not in name)

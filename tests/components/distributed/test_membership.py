@@ -8,10 +8,10 @@ import attrs
 import pytest
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
-from drawloom.components.distributed import spare
+from drawloom.components.distributed import membership as spare
 from drawloom.components.distributed.generations import CURRENT, Generation, ReplicaShape, RunProcess, Spares
 from drawloom.components.distributed.launch_store import Failure
-from drawloom.components.distributed.spare import MemberWatch, wait_as_spare
+from drawloom.components.distributed.membership import MemberWatch, wait_as_spare
 from drawloom.graph import UserError
 from drawloom.graph.problems import ReportedError
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from drawloom.components.distributed.device import ComputeDevice
-from drawloom.components.distributed.hang_diagnosis import RankStatus, format_hang_diagnosis
 from drawloom.components.distributed.processes import TorchProcesses
+from drawloom.components.distributed.rank_monitor import RankStatus, format_hang_diagnosis
 from drawloom.graph import UserError
 from support.processes import RanksFailedError, run_ranks
 

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drawloom.components.ports.flops import ForwardFlops, count_attended_pairs
+from drawloom.components.ports.model import ForwardFlops, count_attended_pairs
 
 LENGTHS = st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=4), max_size=3)
 

@@ -4,7 +4,7 @@ import math
 
 import attrs
 
-from drawloom.components.ports.parametrization import Parametrization
+from drawloom.components.ports.parameter_roles import Parametrization
 from drawloom.graph.testing import expect
 
 

@@ -17,11 +17,11 @@ from drawloom.components.export.adapter import AdapterExport
 from drawloom.components.export.hf_writer import write_hugging_face_folder
 from drawloom.components.model.auto import FAMILIES, AutoModel
 from drawloom.components.model.deepseek_v3 import DeepseekV3
-from drawloom.components.storage.tensor_source import InMemoryTensors
 from drawloom.components.weights.load import StackedExperts
 from support.adapted import OneStage, adapt, lora
 from support.families import small
 from support.qwen3 import SPARSE_SIZES, cpu_kernels, logits_of, one_document, whole
+from support.tensor_sources import InMemoryTensors
 
 TEXT: dict[str, Any] = {
     "vocab_size": 260,

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drawloom.components.checkpoint.retention import Retention, RetentionPolicy
+from drawloom.components.checkpoint import saves
+from drawloom.components.checkpoint.saves import Retention
 from drawloom.components.ports.run import Step
 from support.checkpoints import StateNode, checkpointer, save_steps, state_of
 
@@ -18,7 +19,7 @@ CANDIDATES = st.dictionaries(
     max_size=12,
 )
 POLICIES = st.builds(
-    RetentionPolicy,
+    Retention,
     st.integers(1, 5),
     st.none() | st.integers(1, 7),
     st.none() | st.just("validation_loss"),
@@ -28,7 +29,7 @@ POLICIES = st.builds(
 
 @given(CANDIDATES, POLICIES)
 def test_exactly_the_checkpoints_of_the_policy_are_kept(
-    candidates: dict[int, dict[str, int | None]], policy: RetentionPolicy
+    candidates: dict[int, dict[str, int | None]], policy: Retention
 ) -> None:
     """Kept are the newest, the multiples, the best, and the newest finite one, and no others."""
     stay = policy.steps_to_keep_for_now(candidates) | policy.steps_to_keep_forever(candidates)
@@ -55,7 +56,7 @@ def test_best_is_by_the_chosen_metric(best_is: Literal["lowest", "highest"], ste
         4: {},
         5: {"accuracy": None},
     }
-    assert RetentionPolicy(1, None, "accuracy", best_is).steps_to_keep_for_now(candidates) == {5, step}
+    assert Retention(1, None, "accuracy", best_is).steps_to_keep_for_now(candidates) == {5, step}
 
 
 def _steps(folder: Path) -> set[int]:
@@ -101,6 +102,6 @@ def test_a_corrupt_checkpoint_does_not_displace_a_valid_one(tmp_path: Path, capl
 def test_nothing_is_verified_while_nothing_expires(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Verifying old checkpoints costs as much as saving them."""
     save_steps(tmp_path, 1, 2)
-    monkeypatch.setattr(Retention, "_verify_and_remember", lambda *_: pytest.fail("it was read"))
+    monkeypatch.setattr(saves, "verify_checkpoint", lambda *_: pytest.fail("it was read"))
     save_steps(tmp_path, 3)
     assert _steps(tmp_path) == {1, 2, 3}
