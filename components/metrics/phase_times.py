@@ -10,15 +10,15 @@ from torch import Tensor
 
 from drawloom.components.ports.distributed import Device
 from drawloom.components.ports.run import Event, EventKind, Mark, Phase, Step, compute_seconds_between, mark_time
-from drawloom.components.ports.tracking import Accumulator, Value
-from drawloom.graph import Every, component
-from drawloom.graph.component import find_declared_reads_and_writes
+from drawloom.components.ports.tracking import Metric, Value
+from drawloom.graph import component
+from drawloom.graph.component import Every, find_declared_reads_and_writes
 
 DATA, PASSES, SYNC, UPDATE, OTHER = "data", "forward_backward", "sync", "update", "other"
 
 
 @component(impact="safe")
-class PhaseTimes:
+class PhaseTimes(Metric):
     """
     Seconds by part of a step: `seconds/data`, `forward_backward`, `sync`, `update`, and every other phase by its name.
 
@@ -33,7 +33,6 @@ class PhaseTimes:
     device: Device
     phases: Every[Phase]
     observes: ClassVar[tuple[EventKind, ...]] = ("step_started", "phase_started", "data_loaded", "phase_ended")
-    accumulators: ClassVar[Mapping[str, Accumulator]] = {}
 
     clock: Callable[[], float] = attrs.field(init=False, default=time.monotonic)
     # marks with the name of the part that ended there
