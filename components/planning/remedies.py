@@ -4,11 +4,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
-from drawloom.components.ports.memory_policy import MemoryPolicy
 
 from drawloom.components.planning.nodes import Nodes
 from drawloom.components.planning.plan import Plan, plan
 from drawloom.components.ports.distributed import Precision
+from drawloom.components.ports.memory import MemoryPolicy
 from drawloom.components.ports.run import Batching
 from drawloom.components.ports.stages import Stages
 from drawloom.components.storage.byte_size import format_decimal_byte_size

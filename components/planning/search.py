@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import attrs
-from drawloom.components.ports.memory_policy import MemoryPolicy
 
 from drawloom.components.distributed.device_model import DeviceModel
 from drawloom.components.parallel.context import ContextDimension
@@ -16,6 +15,7 @@ from drawloom.components.planning.nodes import Nodes
 from drawloom.components.planning.plan import PlanCache, TooLargeError, plan
 from drawloom.components.planning.remedies import TriedPlan, Values
 from drawloom.components.ports.distributed import Mesh, PerDimension
+from drawloom.components.ports.memory import MemoryPolicy
 from drawloom.components.ports.run import Batching
 from drawloom.components.ports.stages import Stages
 from drawloom.components.storage.byte_size import format_decimal_byte_size
