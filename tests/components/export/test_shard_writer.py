@@ -191,18 +191,15 @@ sys.path[:0] = sys.argv[4:]
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from drawloom.components.distributed.process_group import TorchGroup
 from drawloom.components.export.shard_writer import make_share, write_safetensors_folder_collectively
-from drawloom.components.weights.mapper import parallel
-from drawloom.components.weights.convert import convert_tensors
-from drawloom.components.weights.mapper_ops import distribute
 import test_shard_writer as here
 rank, store = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=30))
 mesh = init_device_mesh("cpu", (2,))
 whole = here.tensors()
-spread = convert_tensors(parallel(*(distribute(name, mesh, [Shard(0)]) for name in whole)), whole)
+spread = {name: distribute_tensor(tensor, mesh, [Shard(0)], src_data_rank=None) for name, tensor in whole.items()}
 world = TorchGroup("world", [0, 1], dist.group.WORLD, torch.device("cpu"))
 mapper = here.mapper()
 mine = make_share(here.parameters(spread), mapper, [n for n in range(len(mapper.groups)) if n % 2 == rank], None)
