@@ -20,7 +20,7 @@ COLOURS = ("#3465a4", "#c4561a", "#4e8a2e", "#8c5aa8", "#a08000", "#2a8f8f")
 MIN_SPAN = math.log(10)
 """Smallest range of a logarithmic vertical axis: a flat curve looks flat."""
 MAX_MARKED = 20
-"""Points of a curve up to which they are marked."""
+"""Maximum points of a curve whose points are marked."""
 
 
 def draw_text_plot(title: str, curves: Mapping[str, Points], width: int) -> str:

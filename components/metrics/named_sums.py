@@ -49,7 +49,7 @@ class SummedTensor(Metric):
     @property
     @abstractmethod
     def shape(self) -> tuple[int, ...]:
-        """Return the shape of the sum, which follows from the setting `size_setting`."""
+        """Return the shape of the sum, by the setting `size_setting`."""
 
     @property
     def accumulators(self) -> Mapping[str, Accumulator]:

@@ -14,7 +14,7 @@ from drawloom.graph import component_base_class
 
 @component_base_class
 class PassSums(Metric):
-    """Metric with sums, to which observers of a rank's layers add in every forward pass."""
+    """Metric with sums; observers of a rank's layers add to them in every forward pass."""
 
     device: Device
 

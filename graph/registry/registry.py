@@ -219,10 +219,10 @@ class Registry:
             names = " and ".join(item.__name__ for item in classes)
             return Problem("DL203", f"{use!r} contains the components {names}", "move every class to a file of its own")
         if not classes:
-            found = (
+            actual = (
                 f"{candidates[0].module}:{candidates[0].attribute}" if candidates[0].installed else "a library module"
             )
-            return Problem("DL203", f"{use!r} is not a component, but {found}", self._describe_siblings(use))
+            return Problem("DL203", f"{use!r} is not a component, but {actual}", self._describe_siblings(use))
         try:
             return read_spec(use, classes[0], candidates[0].distribution if candidates[0].installed else "")
         except Exception as error:

@@ -166,6 +166,11 @@ class ScheduleSimulator:
         )
 
 
+def offloads_activations(graph: Graph) -> bool:
+    """Return whether stages offload activations to host memory."""
+    return any(node.spec.use == "pipeline.offloaded" for node in graph.nodes.values())
+
+
 def describe_parameter_sharding(graph: Graph) -> Sharding | None:
     """Return how the recipe's mesh shards or replicates parameters; None without data parallelism."""
     sizes = read_mesh_sizes(graph)

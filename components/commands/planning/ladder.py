@@ -111,7 +111,7 @@ class PowerLaw:
 
 def fit_power_law(points: Sequence[tuple[float, float]]) -> PowerLaw | None:
     """
-    Fit a power law to positive (x, y); None for fewer than three different x, which have no interval.
+    Fit a power law to positive (x, y); None for fewer than three different x: they have no interval.
 
     The interval is Student's for a slope of ordinary least squares: errors of log y are independent and normal, with
     equal variances (Draper and Smith, "Applied Regression Analysis", section 1.4).

@@ -17,6 +17,7 @@ from drawloom.components.commands.planning._schedule_simulation import (
     choose_cost_settings_of_schedule,
     describe_parameter_sharding,
     make_cost_source,
+    offloads_activations,
     parse_costs,
     read_last_traced_step,
 )
@@ -288,7 +289,7 @@ class ScheduleCommand(OverlayCommand):
             pipeline.schedule,
             Size(pipeline.ranks, require_microbatches(microbatches or pipeline.microbatches)),
             describe_parameter_sharding(recipe.graph) if is_unit else None,
-            offloads=any(node.spec.use == "pipeline.offloaded" for node in recipe.graph.nodes.values()),
+            offloads=offloads_activations(recipe.graph),
         )
 
     def _load_and_check_recipe(self, project: Project, name: str) -> Recipe:

@@ -26,7 +26,7 @@ from drawloom.graph.cli.command import (
 METRICS = ("loss", "validation_loss")
 MAX_WIDTH = 120
 MIN_STEPS_TO_CUT = 120
-"""Steps from which on the picture of a curve begins after the first tenth."""
+"""Minimum steps of a curve whose picture leaves out the first tenth."""
 MAX_VALUE_LENGTH = 40
 """Characters of a setting's value in the text; JSON has all."""
 

@@ -29,7 +29,7 @@ from drawloom.graph.cli.exit_codes import format_problems
 from drawloom.graph.recipe.lockfile import LOCK
 
 MAX_DRAWN_RUNS = 8
-"""Runs of a report up to which their graphs and schedules are drawn, which takes a second for a run."""
+"""Maximum runs of a report with graphs and schedules: drawing takes a second for a run."""
 
 
 @output_class

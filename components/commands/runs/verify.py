@@ -64,7 +64,7 @@ class VerifyResult(Result):
 
 @output_class
 class StoreVerdict(Result):
-    """A token store, and which of its files have changed."""
+    """A token store, and its files with a change."""
 
     folder: Path = output("token store")
     faults: Sequence[str] = output("one sentence per changed file")

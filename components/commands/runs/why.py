@@ -164,11 +164,8 @@ class Pair:
     def differing_settings(self) -> list[WhySetting]:
         """Settings with different values in both recipes, without the runs' names and folders."""
         paths = [run.folder / LOCK for run in (self.one, self.other)]
-        recipes = [parse_recipe_settings(b"".join(read_lines(path)).decode("utf-8", "replace")) for path in paths]
-        return [
-            WhySetting(key, *(settings.get(key, "") for settings in recipes))
-            for key in list_differing_settings(recipes)
-        ]
+        one, other = (parse_recipe_settings(b"".join(read_lines(path)).decode("utf-8", "replace")) for path in paths)
+        return [WhySetting(key, one.get(key, ""), other.get(key, "")) for key in list_differing_settings([one, other])]
 
     @cached_property
     def different_metrics(self) -> MetricsDifference | None:

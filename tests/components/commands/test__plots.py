@@ -1,4 +1,4 @@
-"""Pictures of curves."""
+"""Curves in text and SVG."""
 
 from xml.etree import ElementTree
 

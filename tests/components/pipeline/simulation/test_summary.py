@@ -2,7 +2,7 @@
 
 import attrs
 
-from drawloom.components.commands.planning.schedule import make_schedule_fields
+from drawloom.components.commands.planning.schedule import ScheduleData
 from drawloom.components.pipeline.program.timing import Costs
 from drawloom.components.pipeline.simulation.simulator import simulate
 from drawloom.components.pipeline.simulation.summary import Summary, format_comparison
@@ -17,7 +17,7 @@ def summary(name: str, ranks: int = 4, microbatches: int = 8) -> Summary:
 
 def test_json_has_the_figures_of_the_simulation() -> None:
     """The data for JSON has these keys and values."""
-    assert make_schedule_fields(summary("zero_bubble_h2")) == {
+    assert vars(ScheduleData.from_summary(summary("zero_bubble_h2"))) == {
         "schedule": "zero_bubble_h2",
         "ranks": 4,
         "stages_per_rank": 1,
@@ -41,7 +41,7 @@ def test_recomputation_is_reported() -> None:
     program = attrs.evolve(schedule("one_f_one_b").program(2, 2), recompute=("blocks", "none"))
     summary = Summary("mine", simulate(program, Costs()))
     assert summary.caption.endswith("; recomputed: blocks in stage 0")
-    assert make_schedule_fields(summary)["recompute"] == ["blocks", "none"]
+    assert ScheduleData.from_summary(summary).recompute == ["blocks", "none"]
 
 
 def test_titles_use_singular_and_plural() -> None:
