@@ -557,7 +557,7 @@ WITH_CONTRACT = [port for port in all_ports() if has_contract(port)]
 
 
 def list_ports_with_contract(use: str) -> list[type]:
-    """Return the ports of a component that have a contract."""
+    """Return a component's ports with a contract."""
     spec = CATALOGUE.find(use)
     assert not isinstance(spec, Problem), spec
     ports_of_component = [port for port in WITH_CONTRACT if implements(spec.cls, port)]
