@@ -569,7 +569,7 @@ INTERNAL = {
 
 
 def list_ports_with_contract(use: str) -> list[type]:
-    """Return the ports of a component that have a contract."""
+    """Return a component's ports with a contract."""
     spec = CATALOGUE.find(use)
     assert not isinstance(spec, Problem), spec
     checked = [*WITH_CONTRACT, *(port for port, properties in INTERNAL.items() if properties)]

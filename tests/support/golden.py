@@ -1,7 +1,7 @@
 """
 Golden recipes and the output of `drawloom check` for them, as a user sees it.
 
-The files of `tests/golden/faulty` are blocks: a line `=== name`, a recipe, `--- ` and its output. Blocks of `bases.txt`
+Files in `tests/golden/faulty` are blocks: a line `=== name`, a recipe, `--- ` and its output. Blocks in `bases.txt`
 are recipes that others extend.
 """
 
@@ -27,7 +27,7 @@ FAULTY, GOOD = GOLDEN / "faulty", GOLDEN / "good"
 
 @attrs.frozen
 class Block:
-    """A recipe of `tests/golden/faulty`; `output` is empty if others extend it."""
+    """A recipe in `tests/golden/faulty`; `output` is empty if others extend it."""
 
     name: str
     recipe: str
@@ -35,7 +35,7 @@ class Block:
 
 
 def read_blocks(file: Path) -> list[Block]:
-    """Return the blocks of a file."""
+    """Return a file's blocks."""
     texts = file.read_text("utf-8").removeprefix("=== ").split("\n\n=== ")
     heads = [text.rstrip("\n").partition("\n") for text in texts]
     recipes = [(name, *f"{text}\n".partition("--- ")) for name, _, text in heads]
@@ -43,7 +43,7 @@ def read_blocks(file: Path) -> list[Block]:
 
 
 def write_blocks(file: Path, blocks: list[Block]) -> None:
-    """Write the blocks of a file."""
+    """Write a file's blocks."""
     texts = [f"=== {block.name}\n{block.recipe}--- {block.output}" for block in blocks]
     file.write_text("\n".join(texts), "utf-8")
 
@@ -56,7 +56,7 @@ def read_faulty() -> dict[str, Block]:
 
 
 def write_faulty(folder: Path) -> Path:
-    """Write the faulty recipes, and those that they extend, to a new folder, and return it."""
+    """Write the faulty recipes and their bases to a new folder, and return it."""
     (folder / "bases" / "folder.toml").mkdir(parents=True)
     (folder / "bases" / "link.toml").symlink_to(ROOT / "README.md")
     for block in (*read_faulty().values(), *read_blocks(FAULTY / "bases.txt")):

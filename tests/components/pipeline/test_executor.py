@@ -220,7 +220,7 @@ def test_a_failing_stage_is_named_and_the_next_step_works(one_rank: Any) -> None
 
 
 MIDDLE_RANKS = ("one_f_one_b", "interleaved_1f1b", "zero_bubble_v", "dual_pipe_v", "circular", "auto")
-"""Schedules on four ranks, of which two are neither first nor last; all schedules run on two."""
+"""Schedules on four ranks, two in the middle; all schedules run on two."""
 
 CASES: dict[int, list[pipelines.Case]] = {
     2: [
