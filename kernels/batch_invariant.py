@@ -18,16 +18,14 @@ from torch import Tensor
 from drawloom.kernels.attention import AttentionImplementation, create_causal_document_mask
 from drawloom.kernels.attention_meta import attention_on_meta
 from drawloom.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
-from drawloom.kernels.costs import register_costs
 from drawloom.kernels.cut_cross_entropy import LogitCut, cut_cross_entropy_eager, multiply_by_token_weights
 from drawloom.kernels.grouped_gemm import (
-    EAGER,
-    GroupedGemmImplementation,
-    apply_grouped_gemm,
+    GroupedGemm,
     count_row_product_flops,
+    grouped_gemm_eager,
     list_expert_slices,
 )
-from drawloom.kernels.operation import upcast
+from drawloom.kernels.operation import register_operator, upcast
 
 MIN_ROWS = 16
 """Rows from which on a row of a product keeps its bits: 12 in MKL, oneDNN and cuBLAS without split-K; with a margin."""
@@ -137,29 +135,20 @@ def cut_cross_entropy_with_padded_rows(
     return multiply_by_token_weights(losses, token_weights), lse
 
 
-def multiply_groups_with_padded_rows(x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool = False) -> Tensor:
-    """
-    Compute `grouped_gemm_eager`, as if every expert had at least `MIN_ROWS` rows.
-
-    x (rows, inputs), weight (experts, inputs, outputs) or transposed, offsets int32 (experts,): (rows, outputs).
-    """
-    return apply_grouped_gemm(PADDED_ROWS, x, weight, offsets, transposed)
-
-
-@torch.library.custom_op("drawloom::grouped_gemm_padded_rows", mutates_args=())
+@register_operator(
+    "grouped_gemm_padded_rows",
+    lambda x, weight: x.new_empty(len(x), weight.shape[2]),
+    flops=count_row_product_flops,
+)
 def _multiply_padded_rows_by_expert(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    # A custom op for the same reason as the eager one.
+    # An operator for the same reason as the eager one.
     result = x.new_zeros(len(x), weight.shape[2])
     for matrix, rows in zip(weight, list_expert_slices(offsets), strict=True):
         result[rows] = apply_with_padded_rows(partial(torch.matmul, other=matrix), x[rows])
     return result
 
 
-@_multiply_padded_rows_by_expert.register_fake
-def _fake_multiply_padded_rows_by_expert(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    return x.new_empty(len(x), weight.shape[2])
+multiply_groups_with_padded_rows = GroupedGemm(_multiply_padded_rows_by_expert, grouped_gemm_eager.matrices)
+"""Grouped product as if every expert had at least `MIN_ROWS` rows."""
 
-
-register_costs(torch.ops.drawloom.grouped_gemm_padded_rows, flops=count_row_product_flops)
-PADDED_ROWS = GroupedGemmImplementation(_multiply_padded_rows_by_expert, EAGER.matrices)
 BLOCKS = AttentionImplementation(create_causal_document_mask, attend_in_blocks)

@@ -59,9 +59,10 @@ class NeededGradients(NamedTuple):
     weight: bool
 
 
-class CutCrossEntropyImplementation(NamedTuple):
+class CutCrossEntropy(NamedTuple):
     """
-    Both passes, over hidden (tokens, width), weight (vocabulary, width) and targets (tokens,), -1 on other ranks.
+    Cut cross entropy by both passes over hidden (tokens, width), weight (vocabulary, width) and targets (tokens,), -1
+    on other ranks.
 
     `forward` returns log-sum-exp and target logit by token, 0 where the target is -1, both float32 (tokens,).
     `backward` accepts the lse over the whole vocabulary and the two factors from `compute_logit_grad_factors`, and
@@ -74,34 +75,34 @@ class CutCrossEntropyImplementation(NamedTuple):
         tuple[Tensor | None, Tensor | None],
     ]
 
+    def __call__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        cut: LogitCut = EXACT,
+        token_weights: Tensor | None = None,
+    ) -> TokenLosses:
+        """
+        Return by token the loss, -log softmax(hidden @ weight.T)[target], and the logits' log-sum-exp.
 
-def cut_cross_entropy_eager(
-    hidden: Tensor, weight: Tensor, targets: Tensor, cut: LogitCut = EXACT, token_weights: Tensor | None = None
+        hidden (..., width) and weight (vocabulary, width) with one dtype, targets int64 (...), token_weights float32
+        (...), the factors of the losses. Losses and lse are (...), at least float32; a loss is 0 where the target is
+        `cut.ignore_index`. Both are differentiable in hidden and weight.
+        """
+        tokens, flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+        weight_gradient = get_weight_gradient_function(weight)
+        results = _CutCrossEntropy.apply(tokens, weight, flat, cut, self, weight_gradient)  # type: ignore[no-untyped-call]
+        return reshape_and_weight_losses(*results, targets, token_weights)
+
+
+def reshape_and_weight_losses(
+    losses: Tensor, lse: Tensor, targets: Tensor, token_weights: Tensor | None
 ) -> TokenLosses:
-    """
-    Return by token the loss, -log softmax(hidden @ weight.T)[target], and the logits' log-sum-exp.
-
-    hidden (..., width) and weight (vocabulary, width) with one dtype, targets int64 (...), token_weights float32 (...),
-    the factors of the losses. Losses and lse are (...), at least float32; a loss is 0 where the target is
-    `cut.ignore_index`. Both are differentiable in hidden and weight.
-    """
-    return apply_cut_cross_entropy(EAGER, hidden, weight, targets, cut, token_weights)
-
-
-def apply_cut_cross_entropy(
-    implementation: CutCrossEntropyImplementation,
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    cut: LogitCut,
-    token_weights: Tensor | None,
-) -> TokenLosses:
-    """Compute `cut_cross_entropy_eager` by an implementation: hidden (..., width), weight (vocabulary, width)."""
-    tokens, flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    weight_gradient = get_weight_gradient_function(weight)
-    losses, lse = _CutCrossEntropy.apply(tokens, weight, flat, cut, implementation, weight_gradient)  # type: ignore[no-untyped-call]
-    weighted = multiply_by_token_weights(losses.reshape(targets.shape), token_weights)
-    return TokenLosses(weighted, lse.reshape(targets.shape))
+    """Return losses and lse (tokens,) in the targets' shape (...), the losses times their tokens' weights, if any."""
+    return TokenLosses(
+        multiply_by_token_weights(losses.reshape(targets.shape), token_weights), lse.reshape(targets.shape)
+    )
 
 
 def multiply_by_token_weights(losses: Tensor, token_weights: Tensor | None) -> Tensor:
@@ -141,7 +142,7 @@ class _CutCrossEntropy(Function):
         weight: Tensor,
         targets: Tensor,
         cut: LogitCut,
-        implementation: CutCrossEntropyImplementation,
+        implementation: CutCrossEntropy,
         weight_gradient: WeightGradient,
     ) -> tuple[Tensor, Tensor]:
         """Return loss and log-sum-exp by token, both (tokens,), at least float32."""
@@ -178,7 +179,7 @@ class _CutCrossEntropy(Function):
 class _DeferredWeightGradient:
     """Function for a deferred weight gradient, given an implementation's `backward` arguments."""
 
-    implementation: CutCrossEntropyImplementation
+    implementation: CutCrossEntropy
     cut: LogitCut
 
     def __call__(
@@ -305,4 +306,4 @@ def _compute_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     return upcast(hidden @ weight.T)
 
 
-EAGER = CutCrossEntropyImplementation(_compute_lse_and_target_logit, _backward)
+cut_cross_entropy_eager = CutCrossEntropy(_compute_lse_and_target_logit, _backward)

@@ -6,7 +6,6 @@ any values; they are copied, and reach neither the bias's nor the scale's gradie
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,9 +20,10 @@ from drawloom.kernels.deferred_grads import (
 from drawloom.kernels.operation import once_differentiable, upcast
 
 
-class ExpertBiasImplementation(NamedTuple):
+class ExpertBias(NamedTuple):
     """
-    An implementation's three functions, with `offsets` int32 (experts,), and scale (rows,) or None.
+    Addition of biases by an implementation's three functions, with `offsets` int32 (experts,), and scale (rows,) or
+    None.
 
     `add` takes rows (rows, width) and bias (experts, width), and returns (rows, width). `sum_by_expert` takes gradients
     (rows, width), and returns their scaled sums (experts, width), zeros for an expert without rows. `sum_products`
@@ -31,32 +31,18 @@ class ExpertBiasImplementation(NamedTuple):
     """
 
     add: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
-    sum_by_expert: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    sum_by_expert: Callable[..., Tensor]
     sum_products: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
+    def __call__(self, rows: Tensor, bias: Tensor, offsets: Tensor, scale: Tensor | None = None) -> Tensor:
+        """
+        Return rows (rows, width) plus their expert's bias (experts, width); the bias is multiplied by scale (rows,).
 
-def add_expert_bias_eager(rows: Tensor, bias: Tensor, offsets: Tensor, scale: Tensor | None = None) -> Tensor:
-    """
-    Return rows (rows, width) plus their expert's bias (experts, width); the bias is multiplied by scale (rows,).
-
-    offsets int32 (experts,): expert e has rows offsets[e - 1] to offsets[e], and expert 0 begins at row 0. Computed in
-    at least float32 and rounded once to the rows' dtype.
-    """
-    return add_expert_bias(EAGER, rows, bias, offsets, scale)
-
-
-def add_expert_bias(
-    implementation: ExpertBiasImplementation, rows: Tensor, bias: Tensor, offsets: Tensor, scale: Tensor | None
-) -> Tensor:
-    """
-    Compute add_expert_bias_eager by any implementation.
-
-    rows (rows, width), bias (experts, width), offsets int32 (experts,), scale (rows,) or None: (rows, width).
-    """
-    result: Tensor = _AddExpertBias.apply(
-        rows, bias, offsets, scale, implementation, get_weight_gradient_function(bias)
-    )  # type: ignore[no-untyped-call]
-    return result
+        offsets int32 (experts,): expert e has rows offsets[e - 1] to offsets[e], and expert 0 begins at row 0. Computed
+        in at least float32 and rounded once to the rows' dtype.
+        """
+        result: Tensor = _AddExpertBias.apply(rows, bias, offsets, scale, self, get_weight_gradient_function(bias))  # type: ignore[no-untyped-call]
+        return result
 
 
 @compute_at_once_if_hooked
@@ -70,7 +56,7 @@ class _AddExpertBias(Function):
         bias: Tensor,
         offsets: Tensor,
         scale: Tensor | None,
-        implementation: ExpertBiasImplementation,
+        implementation: ExpertBias,
         weight_gradient: WeightGradient,
     ) -> Tensor:
         """Return (rows, width) in the rows' dtype, for bias (experts, width)."""
@@ -86,18 +72,11 @@ class _AddExpertBias(Function):
         grad = grad.contiguous()
         grad_bias = grad_scale = None
         if ctx.needs_input_grad[1]:
-            compute = partial(_sum_by_expert, ctx.implementation)
             factors = () if scale is None else (scale.detach(),)
-            grad_bias = ctx.weight_gradient(compute, grad, offsets, *factors)
+            grad_bias = ctx.weight_gradient(ctx.implementation.sum_by_expert, grad, offsets, *factors)
         if bias is not None:
             grad_scale = ctx.implementation.sum_products(grad, bias, offsets, scale)
         return grad, grad_bias, None, grad_scale, None, None
-
-
-def _sum_by_expert(
-    implementation: ExpertBiasImplementation, grad: Tensor, offsets: Tensor, scale: Tensor | None = None
-) -> Tensor:
-    return implementation.sum_by_expert(grad, offsets, scale)
 
 
 def _find_experts_and_used_rows(count: int, offsets: Tensor) -> tuple[Tensor, Tensor]:
@@ -115,7 +94,7 @@ def _add_bias_by_expert(rows: Tensor, bias: Tensor, offsets: Tensor, scale: Tens
     return (upcast(rows) + torch.where(is_used, added, 0)).to(rows.dtype)
 
 
-def _sum_rows_by_expert(grad: Tensor, offsets: Tensor, scale: Tensor | None) -> Tensor:
+def _sum_rows_by_expert(grad: Tensor, offsets: Tensor, scale: Tensor | None = None) -> Tensor:
     expert, is_used = _find_experts_and_used_rows(len(grad), offsets)
     wide = torch.where(is_used, upcast(grad) if scale is None else upcast(grad) * scale.unsqueeze(-1), 0)
     # Its order of additions is fixed, on a GPU, too.
@@ -128,4 +107,4 @@ def _sum_bias_products_by_row(grad: Tensor, bias: Tensor, offsets: Tensor, scale
     return torch.where(is_used, upcast(grad) * upcast(bias)[expert], 0).sum(-1).to(scale.dtype)
 
 
-EAGER = ExpertBiasImplementation(_add_bias_by_expert, _sum_rows_by_expert, _sum_bias_products_by_row)
+add_expert_bias_eager = ExpertBias(_add_bias_by_expert, _sum_rows_by_expert, _sum_bias_products_by_row)

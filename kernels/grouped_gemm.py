@@ -21,15 +21,15 @@ from drawloom.kernels.deferred_grads import (
     compute_at_once_if_hooked,
     get_weight_gradient_function,
 )
-from drawloom.kernels.operation import once_differentiable
+from drawloom.kernels.operation import once_differentiable, register_operator
 
 ALIGNMENT = 16
 """Bytes at whose multiples the rows of matrices must begin for torch.nn.functional.grouped_mm."""
 
 
-class GroupedGemmImplementation(NamedTuple):
+class GroupedGemm(NamedTuple):
     """
-    An implementation's two products, with `offsets` int32 (experts,).
+    Grouped product by an implementation's two products, with `offsets` int32 (experts,).
 
     `rows` computes the result and the inputs' gradient: it multiplies every row in (rows, inputs) by its expert's
     matrix in (experts, inputs, outputs) and returns (rows, outputs). `matrices` computes the weights' gradient: a.T @ b
@@ -40,37 +40,16 @@ class GroupedGemmImplementation(NamedTuple):
     rows: Callable[[Tensor, Tensor, Tensor], Tensor]
     matrices: Callable[[Tensor, Tensor, Tensor], Tensor]
 
+    def __call__(self, x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool = False) -> Tensor:
+        """
+        Multiply x (rows, inputs) by weight (experts, inputs, outputs), or (experts, outputs, inputs) if `transposed`.
 
-def grouped_gemm_eager(x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool = False) -> Tensor:
-    """
-    Multiply x (rows, inputs) by weight (experts, inputs, outputs), or (experts, outputs, inputs) if `transposed`.
-
-    offsets int32 (experts,): expert e has rows offsets[e - 1] to offsets[e], and expert 0 begins at row 0. Returns
-    (rows, outputs) in x's dtype. Synchronizes with the device, as it computes one product per expert.
-    """
-    return apply_grouped_gemm(EAGER, x, weight, offsets, transposed)
-
-
-def grouped_gemm_torch(x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool = False) -> Tensor:
-    """
-    Compute grouped_gemm_eager by torch.nn.functional.grouped_mm, without synchronizing; on GPUs for bfloat16.
-
-    x (rows, inputs), weight (experts, inputs, outputs) or transposed, offsets int32 (experts,): (rows, outputs).
-    """
-    return apply_grouped_gemm(TORCH, x, weight, offsets, transposed)
-
-
-def apply_grouped_gemm(
-    implementation: GroupedGemmImplementation, x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool
-) -> Tensor:
-    """
-    Compute grouped_gemm_eager by any implementation.
-
-    x (rows, inputs), weight (experts, inputs, outputs) or transposed, offsets int32 (experts,): (rows, outputs).
-    """
-    weight_gradient = get_weight_gradient_function(weight)
-    result: Tensor = _GroupedGemm.apply(x, weight, offsets, transposed, implementation, weight_gradient)  # type: ignore[no-untyped-call]
-    return result
+        offsets int32 (experts,): expert e has rows offsets[e - 1] to offsets[e], and expert 0 begins at row 0. Returns
+        (rows, outputs) in x's dtype.
+        """
+        weight_gradient = get_weight_gradient_function(weight)
+        result: Tensor = _GroupedGemm.apply(x, weight, offsets, transposed, self, weight_gradient)  # type: ignore[no-untyped-call]
+        return result
 
 
 @compute_at_once_if_hooked
@@ -84,7 +63,7 @@ class _GroupedGemm(Function):
         weight: Tensor,
         offsets: Tensor,
         transposed: bool,
-        implementation: GroupedGemmImplementation,
+        implementation: GroupedGemm,
         weight_gradient: WeightGradient,
     ) -> Tensor:
         """Return (rows, outputs) in x's dtype, for x (rows, inputs) and weight (experts, inputs, outputs)."""
@@ -107,9 +86,7 @@ class _GroupedGemm(Function):
         return grad_x, grad_weight, None, None, None, None
 
 
-def _weight_gradient(
-    implementation: GroupedGemmImplementation, transposed: bool, x: Tensor, grad: Tensor, offsets: Tensor
-) -> Tensor:
+def _weight_gradient(implementation: GroupedGemm, transposed: bool, x: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
     return implementation.matrices(grad, x, offsets) if transposed else implementation.matrices(x, grad, offsets)
 
 
@@ -123,14 +100,13 @@ def count_outer_product_flops(a: Tensor, b: Tensor) -> float:
     return 2.0 * a.numel() * b.shape[-1]
 
 
-def _count_torch_flops(self: Tensor, mat2: Tensor) -> float:
-    # Rows times matrices (3 dimensions), or sums of products of rows (2 dimensions): the count is the same.
-    return 2.0 * self.numel() * mat2.shape[-1]
-
-
-@torch.library.custom_op("drawloom::grouped_gemm_rows_eager", mutates_args=())
+@register_operator(
+    "grouped_gemm_rows_eager",
+    lambda x, weight: x.new_empty(len(x), weight.shape[2]),
+    flops=count_row_product_flops,
+)
 def _multiply_rows_by_expert(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    # A custom op, because neither torch.compile nor the meta device can slice by values of `offsets`. Counters of
+    # An operator, because neither torch.compile nor the meta device can slice by values of `offsets`. Counters of
     # operations see it as one operation.
     result = x.new_zeros(len(x), weight.shape[2])
     for matrix, rows in zip(weight, list_expert_slices(offsets), strict=True):
@@ -138,19 +114,13 @@ def _multiply_rows_by_expert(x: Tensor, weight: Tensor, offsets: Tensor) -> Tens
     return result
 
 
-@_multiply_rows_by_expert.register_fake
-def _fake_multiply_rows_by_expert(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    return x.new_empty(len(x), weight.shape[2])
-
-
-@torch.library.custom_op("drawloom::grouped_gemm_matrices_eager", mutates_args=())
+@register_operator(
+    "grouped_gemm_matrices_eager",
+    lambda a, b, offsets: a.new_empty(len(offsets), a.shape[1], b.shape[1]),
+    flops=count_outer_product_flops,
+)
 def _sum_outer_products_by_expert(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     return torch.stack([a[rows].T @ b[rows] for rows in list_expert_slices(offsets)])
-
-
-@_sum_outer_products_by_expert.register_fake
-def _fake_sum_outer_products_by_expert(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    return a.new_empty(len(offsets), a.shape[1], b.shape[1])
 
 
 def list_expert_slices(offsets: Tensor) -> list[slice]:
@@ -184,9 +154,12 @@ def _pad_last_dim_to_alignment(x: Tensor, size_dim: int) -> Tensor:
     return F.pad(x, (0, -x.shape[size_dim] % multiple)) if x.shape[size_dim] % multiple else x
 
 
-register_costs(torch.ops.drawloom.grouped_gemm_rows_eager, flops=count_row_product_flops)
-register_costs(torch.ops.drawloom.grouped_gemm_matrices_eager, flops=count_outer_product_flops)
-register_costs(torch.ops.aten._grouped_mm, flops=_count_torch_flops)  # torch 2.11 does not count it
+# torch 2.11 does not count it. The count is the same for rows times matrices (3 dimensions) and for sums of products of
+# rows (2 dimensions).
+register_costs(torch.ops.aten._grouped_mm, flops=lambda self, mat2: 2.0 * self.numel() * mat2.shape[-1])
 
-EAGER = GroupedGemmImplementation(_multiply_rows_by_expert, _sum_outer_products_by_expert)
-TORCH = GroupedGemmImplementation(_multiply_rows_by_torch, _sum_outer_products_by_torch)
+grouped_gemm_eager = GroupedGemm(_multiply_rows_by_expert, _sum_outer_products_by_expert)
+"""Grouped product that computes one product per expert, and synchronizes with the device."""
+
+grouped_gemm_torch = GroupedGemm(_multiply_rows_by_torch, _sum_outer_products_by_torch)
+"""Grouped product by torch.nn.functional.grouped_mm, without synchronizing; on GPUs for bfloat16."""

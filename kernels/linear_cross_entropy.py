@@ -11,11 +11,12 @@ from torch import Tensor
 from torch.autograd import Function
 
 from drawloom.kernels.cut_cross_entropy import (
+    EXACT,
     LogitCut,
     compute_logit_grad_factors,
     cut_cross_entropy_eager,
-    multiply_by_token_weights,
     pass_none_for_unused_grads,
+    reshape_and_weight_losses,
 )
 from drawloom.kernels.deferred_grads import (
     MatrixProduct,
@@ -32,23 +33,24 @@ MIN_CHUNK_LOGITS = 2**24
 
 
 def linear_cross_entropy_eager(
-    hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -100, token_weights: Tensor | None = None
+    hidden: Tensor, weight: Tensor, targets: Tensor, cut: LogitCut = EXACT, token_weights: Tensor | None = None
 ) -> TokenLosses:
     """
     Return every token's loss, -log softmax(hidden @ weight.T)[target], and its logits' log-sum-exp.
 
     hidden (..., width) and weight (vocabulary, width) in one dtype, targets int64 (...), token_weights float32 (...),
-    the losses' factors. Losses and lse are (...), at least float32; a loss is 0 where the target is `ignore_index`.
-    Both are differentiable in hidden and weight.
+    the losses' factors. Losses and lse are (...), at least float32; a loss is 0 where the target is
+    `cut.ignore_index`. Both are differentiable in hidden and weight. Of `cut`, `part` counts, too.
     """
     chunk = max(MIN_CHUNK_TOKENS, MIN_CHUNK_LOGITS // len(weight))
-    if targets.numel() > chunk:
-        cut = LogitCut(ignore_index=ignore_index, tile=(1, 1), max_logits=chunk * len(weight))
+    if cut.part is not None:
         return cut_cross_entropy_eager(hidden, weight, targets, cut, token_weights)
+    if targets.numel() > chunk:
+        in_chunks = LogitCut(ignore_index=cut.ignore_index, tile=(1, 1), max_logits=chunk * len(weight))
+        return cut_cross_entropy_eager(hidden, weight, targets, in_chunks, token_weights)
     tokens, flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    losses, lse = _WholeProbabilities.apply(tokens, weight, flat, ignore_index, get_weight_gradient_function(weight))  # type: ignore[no-untyped-call]
-    weighted = multiply_by_token_weights(losses.reshape(targets.shape), token_weights)
-    return TokenLosses(weighted, lse.reshape(targets.shape))
+    results = _WholeProbabilities.apply(tokens, weight, flat, cut.ignore_index, get_weight_gradient_function(weight))  # type: ignore[no-untyped-call]
+    return reshape_and_weight_losses(*results, targets, token_weights)
 
 
 @compute_at_once_if_hooked

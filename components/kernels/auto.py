@@ -37,7 +37,7 @@ from drawloom.kernels.batch_invariant import (
     cut_cross_entropy_with_padded_rows,
     multiply_groups_with_padded_rows,
 )
-from drawloom.kernels.cut_cross_entropy import LogitCut, cut_cross_entropy_eager
+from drawloom.kernels.cut_cross_entropy import LogitCut
 from drawloom.kernels.dequantize import linear_quantized, multiply_quantized_experts
 from drawloom.kernels.linear import embedding_eager, linear_eager
 from drawloom.kernels.operation import why_no_triton
@@ -231,17 +231,6 @@ class AutoKernels:
             return None
         return import_module("drawloom.kernels.triton.attention_blocks")
 
-    @cached_property
-    def _vocab_parallel_loss(self) -> Any:
-        is_eager = self.choose_implementation_of("linear_cross_entropy").name == "eager"
-        return cut_cross_entropy_eager if is_eager else load_implementation("linear_cross_entropy", "cut")
-
-    @cached_property
-    def _loss_options(self) -> Any:
-        """Return the loss's options: the ignored target index, and for `cut` the logit filter."""
-        cuts = self.choose_implementation_of("linear_cross_entropy").name == "cut"
-        return LogitCut(ignore_index=IGNORE_INDEX, filter_eps=self.filter_eps) if cuts else IGNORE_INDEX
-
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if self.batch_invariant:
             _refuse_wide_products(x)
@@ -394,16 +383,11 @@ class AutoKernels:
         """
         Return losses and log-sum-exp, float32 (...), for logits hidden (..., hidden_size) @ weight.T (vocab_size, ...).
 
-        A vocabulary `part` requires `cut`, or its equivalent in plain torch.
+        With a vocabulary `part`, and if the recipe chooses `cut`, logits are filtered.
         """
-        if self.batch_invariant:
-            cut = LogitCut(ignore_index=IGNORE_INDEX, part=part)
-            return self._functions_by_operation["linear_cross_entropy"](hidden, weight, targets, cut, token_weights)  # type: ignore[no-any-return]
-        if part is not None:
-            cut = LogitCut(ignore_index=IGNORE_INDEX, filter_eps=self.filter_eps, part=part)
-            return self._vocab_parallel_loss(hidden, weight, targets, cut, token_weights)  # type: ignore[no-any-return]
-        function, options = self._functions_by_operation["linear_cross_entropy"], self._loss_options
-        return function(hidden, weight, targets, options, token_weights)  # type: ignore[no-any-return]
+        filter_eps = 0.0 if self.batch_invariant else self.filter_eps
+        cut = LogitCut(ignore_index=IGNORE_INDEX, filter_eps=filter_eps, part=part)
+        return self._functions_by_operation["linear_cross_entropy"](hidden, weight, targets, cut, token_weights)  # type: ignore[no-any-return]
 
     def swiglu_halves(self, gate_and_up: Tensor, scale: Tensor | None = None) -> Tensor:
         return self._call_recomputable_gate("swiglu_halves", (gate_and_up,), scale)

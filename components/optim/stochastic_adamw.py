@@ -39,7 +39,7 @@ CODES_ARITHMETIC = 536.0
 """
 Operations per weight for means of 8 bits, at a GPU's float32 peak: decoding, a division, a root, noise and encoding.
 
-Measured with `kernels/triton/adamw_codes.py` alone on one H200: 8.0 ms for a billion weights, at 67 TFLOP/s.
+Measured with `kernels/triton/adamw.py` alone on one H200: 8.0 ms for a billion weights, at 67 TFLOP/s.
 """
 
 SCALES = ".scales"

@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from drawloom.kernels import grouped_gemm
 from drawloom.kernels.float8.casts import (
     E4M3,
     Float8Kernels,
@@ -18,6 +17,7 @@ from drawloom.kernels.float8.casts import (
     ScaledRows,
     compute_power_of_two_scales,
 )
+from drawloom.kernels.grouped_gemm import grouped_gemm_eager
 from drawloom.kernels.moe import Routes, gather_rows_by_choice
 from drawloom.kernels.operation import upcast
 from drawloom.kernels.swiglu import compute_swiglu_gradients, swiglu_eager
@@ -186,11 +186,11 @@ class GroupedFloat8Kernels(Float8Kernels):
         (rows, columns), times a_scale (rows,) and b_scale (experts,).
         """
         matrices = b.float().transpose(1, 2) * b_scale[:, None, None]
-        return (grouped_gemm.EAGER.rows(a.float(), matrices, ends) * a_scale[:, None]).bfloat16()
+        return (grouped_gemm_eager.rows(a.float(), matrices, ends) * a_scale[:, None]).bfloat16()
 
     def sum_outer_products(self, left: Tensor, right: Tensor, scale: Tensor, ends: Tensor) -> Tensor:
         """Return the product of `GroupedFactors`, bfloat16 (experts, outputs, inputs); zeros without rows."""
-        product = grouped_gemm.EAGER.matrices(left.t().float(), right.t().float(), _compute_padded_ends(ends))
+        product = grouped_gemm_eager.matrices(left.t().float(), right.t().float(), _compute_padded_ends(ends))
         return (product * scale[:, None, None]).bfloat16()
 
 

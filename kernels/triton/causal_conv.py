@@ -67,11 +67,7 @@ def _causal_conv_backward(grads: tuple[Tensor, Tensor], grad: Tensor, x: Tensor,
     sum_partials(parts, grad_weight)
 
 
-def _compute_gradients(grad: Tensor, x: Tensor, weight: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, None]:
-    return *_causal_conv_backward(grad, x, weight, ids), None
-
-
-_differentiable_causal_conv = make_differentiable(_causal_conv, _compute_gradients)
+_differentiable_causal_conv = make_differentiable(_causal_conv, _causal_conv_backward)
 
 
 @triton.jit

@@ -15,18 +15,15 @@ import torch
 from torch import Tensor
 
 from drawloom.kernels.cut_cross_entropy import (
-    EXACT,
-    CutCrossEntropyImplementation,
+    CutCrossEntropy,
     LogitCut,
     NeededGradients,
-    apply_cut_cross_entropy,
     count_logits_bytes,
     sort_vocabulary_by_mean_logit,
     split_token_chunks,
 )
 from drawloom.kernels.logsumexp import logsumexp_in_fixed_order
 from drawloom.kernels.operation import register_operator
-from drawloom.kernels.results import TokenLosses
 from drawloom.kernels.triton import cut_cross_entropy_kernels as kernels
 from drawloom.kernels.triton import tma
 from drawloom.kernels.triton.primitives import addmm_fp32, cdiv, check_floats, contiguous_last_dim
@@ -41,19 +38,6 @@ WARPS = 8
 
 STAGES = 4
 """Pipeline stages of loops over active tiles; one stage loads the index of the next tile."""
-
-
-def cut_cross_entropy_triton(
-    hidden: Tensor, weight: Tensor, targets: Tensor, cut: LogitCut = EXACT, token_weights: Tensor | None = None
-) -> TokenLosses:
-    """
-    Compute cut_cross_entropy_eager, float32 (...), for float32, bfloat16 and float16.
-
-    hidden (..., width), weight (vocabulary, width), targets int64 (...), token_weights float32 (...). A target outside
-    the vocabulary has the loss NaN.
-    """
-    check_floats("cut_cross_entropy_triton", hidden, weight)
-    return apply_cut_cross_entropy(TRITON, hidden, weight, targets, cut, token_weights)
 
 
 def _count_forward_scratch_bytes(hidden: Tensor, weight: Tensor, max_logits: int) -> int:
@@ -287,6 +271,7 @@ def _sort_and_count_active_tiles(active: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _run_forward(hidden: Tensor, weight: Tensor, targets: Tensor, cut: LogitCut) -> tuple[Tensor, Tensor]:
+    check_floats("cut_cross_entropy_triton", hidden, weight)
     return _forward(hidden, weight, targets, *_choose_tile(hidden, cut), cut.max_logits)
 
 
@@ -310,4 +295,8 @@ def _run_backward(
     return grad_hidden if needs.hidden else None, grad_weight if needs.weight else None
 
 
-TRITON = CutCrossEntropyImplementation(_run_forward, _run_backward)
+cut_cross_entropy_triton = CutCrossEntropy(_run_forward, _run_backward)
+"""
+Cut cross entropy for float32, bfloat16 and float16; results are float32. A target outside the vocabulary has the loss
+NaN.
+"""

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from drawloom.kernels.expert_bias import ExpertBiasImplementation, add_expert_bias
+from drawloom.kernels.expert_bias import ExpertBias
 from drawloom.kernels.operation import register_kernel, register_operator
 from drawloom.kernels.triton.launch import cache_launches
 from drawloom.kernels.triton.primitives import cdiv, check_floats, contiguous_last_dim, next_power_of_2
@@ -17,18 +17,9 @@ PARTS = 8
 """Programs that share an expert's rows; their sums are added in a fixed order."""
 
 
-def add_expert_bias_triton(rows: Tensor, bias: Tensor, offsets: Tensor, scale: Tensor | None = None) -> Tensor:
-    """
-    Compute add_expert_bias_eager for float32, bfloat16 and float16.
-
-    rows (rows, width), bias (experts, width), offsets int32 (experts,), scale (rows,) or None: (rows, width).
-    """
-    check_floats("add_expert_bias_triton", rows, bias)
-    return add_expert_bias(TRITON, rows, bias, offsets, scale)
-
-
 @register_kernel("add_expert_bias", lambda rows: rows.new_empty(rows.shape))
 def _add_bias_by_expert(result: Tensor, rows: Tensor, bias: Tensor, offsets: Tensor, scale: Tensor | None) -> None:
+    check_floats("add_expert_bias_triton", rows, bias)
     count, width = rows.shape
     if result.numel():
         x, bias = contiguous_last_dim(rows), contiguous_last_dim(bias)
@@ -47,7 +38,7 @@ def _add_bias_by_expert(result: Tensor, rows: Tensor, bias: Tensor, offsets: Ten
     lambda grad, offsets: grad.new_empty(len(offsets), grad.shape[1]),
     scratch=lambda grad, offsets: 4 * PARTS * len(offsets) * grad.shape[1],
 )
-def _sum_rows_by_expert(grad: Tensor, offsets: Tensor, scale: Tensor | None) -> Tensor:
+def _sum_rows_by_expert(grad: Tensor, offsets: Tensor, scale: Tensor | None = None) -> Tensor:
     experts, width = len(offsets), grad.shape[1]
     if not grad.numel():
         return grad.new_zeros(experts, width)
@@ -156,4 +147,5 @@ def _bias_products_kernel(
     tl.store(result + row, tl.sum(total, 1).to(result.dtype.element_ty), mask=row < count)
 
 
-TRITON = ExpertBiasImplementation(_add_bias_by_expert, _sum_rows_by_expert, _sum_bias_products_by_row)
+add_expert_bias_triton = ExpertBias(_add_bias_by_expert, _sum_rows_by_expert, _sum_bias_products_by_row)
+"""Addition of biases for float32, bfloat16 and float16."""

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
-from drawloom.kernels.operation import once_differentiable, register_kernel
+from drawloom.kernels.operation import make_differentiable, register_kernel
 from drawloom.kernels.recurrence import RecurrentDocuments
 from drawloom.kernels.triton import gated_delta_kernels as kernels
 from drawloom.kernels.triton.launch import limit_registers
@@ -51,25 +50,7 @@ def delta_rule_triton(
     check_floats("delta_rule_triton", q, k, v, g, beta)
     if k.shape[-1] > MAX_WIDTH:
         raise ValueError(f"keys are {k.shape[-1]} wide, and the kernel accepts at most {MAX_WIDTH}")
-    results: tuple[Tensor, Tensor] = _GatedDelta.apply(q, k, v, g, beta, *documents, state)  # type: ignore[no-untyped-call]
-    return results
-
-
-class _GatedDelta(Function):
-    """The gated delta rule; saves its inputs, decay sums, inverse systems and written values."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return results (rows, length, value_heads, V) and states (rows, value_heads, K, V)."""
-        mixed, last, *kept = _forward(*inputs)
-        ctx.save_for_backward(*inputs, *kept)
-        return mixed, last
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor, grad_state: Tensor) -> tuple[Tensor | None, ...]:
-        grads = _backward(grad, grad_state, *ctx.saved_tensors)
-        return *grads[:5], None, None, grads[5] if ctx.needs_input_grad[7] else None
+    return _differentiable_delta_rule(q, k, v, g, beta, *documents, state)  # type: ignore[no-any-return]
 
 
 def _allocate_forward(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -331,6 +312,15 @@ def _backward(
     )
     if sizes.groups > 1:
         _sum_over_value_heads(grad_k, grads[1], sizes)
+
+
+def _compute_gradients(*arguments: Tensor) -> tuple[Tensor | None, ...]:
+    *grads, grad_state = _backward(*arguments)
+    return *grads, None, None, grad_state
+
+
+_differentiable_delta_rule = make_differentiable(_forward, _compute_gradients, results=2)
+"""The gated delta rule; saves its inputs, decay sums, inverse systems and written values."""
 
 
 def _sum_over_value_heads(grad: Tensor, summed: Tensor, sizes: _Sizes) -> None:

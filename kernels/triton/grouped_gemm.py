@@ -11,8 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from drawloom.kernels.grouped_gemm import (
-    GroupedGemmImplementation,
-    apply_grouped_gemm,
+    GroupedGemm,
     count_outer_product_flops,
     count_row_product_flops,
 )
@@ -57,29 +56,9 @@ def _estimate_outer_product_equivalent_flops(a: Tensor, b: Tensor, offsets: Tens
     return 2.0 * height * width * (len(a) + len(offsets) * (blocks.STEP / 2 + TILE_START))
 
 
-def grouped_gemm_triton(x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool = False) -> Tensor:
-    """
-    Compute grouped_gemm_eager for float32, bfloat16 and float16, and at most MAX_ROWS rows.
-
-    x (rows, inputs), weight (experts, inputs, outputs) or transposed, offsets int32 (experts,): (rows, outputs).
-    """
-    _check_inputs("grouped_gemm_triton", x, weight)
-    return apply_grouped_gemm(TRITON, x, weight, offsets, transposed)
-
-
-def multiply_groups_in_fixed_tiles(x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool = False) -> Tensor:
-    """
-    Compute `grouped_gemm_triton`; a row of the result has the same bits among any number of rows.
-
-    x (rows, inputs), weight (experts, inputs, outputs) or transposed, offsets int32 (experts,): (rows, outputs).
-    """
-    _check_inputs("multiply_groups_in_fixed_tiles", x, weight)
-    return apply_grouped_gemm(FIXED_TILES, x, weight, offsets, transposed)
-
-
-def _check_inputs(name: str, x: Tensor, weight: Tensor) -> None:
+def _check_inputs(x: Tensor, weight: Tensor) -> None:
     """Raise an error for dtypes or a number of rows that the kernels do not accept."""
-    check_floats(name, x, weight)
+    check_floats("grouped_gemm_triton", x, weight)
     if len(x) > MAX_ROWS:
         raise ValueError(
             f"{len(x)} rows are more than 32-bit row indices can number, {MAX_ROWS}; use a smaller microbatch"
@@ -93,6 +72,7 @@ def _check_inputs(name: str, x: Tensor, weight: Tensor) -> None:
     equivalent_flops=_estimate_row_product_equivalent_flops,
 )
 def _multiply_rows_by_expert(result: Tensor, x: Tensor, weight: Tensor, offsets: Tensor) -> None:
+    _check_inputs(x, weight)
     if not result.numel() or not weight.numel():
         result.zero_()
     elif blocks.is_faster_by_tma(len(weight), x, weight):
@@ -107,6 +87,7 @@ def _multiply_rows_by_expert(result: Tensor, x: Tensor, weight: Tensor, offsets:
     flops=count_row_product_flops,
 )
 def _multiply_rows_in_fixed_tiles(result: Tensor, x: Tensor, weight: Tensor, offsets: Tensor) -> None:
+    _check_inputs(x, weight)
     _multiply_rows_in_tiles(result, x, weight, offsets, FIXED_ROWS)
 
 
@@ -235,5 +216,8 @@ def _outer_products_kernel(
     tl.store(at, total.to(result.dtype.element_ty), mask=(of_a < height)[:, None] & (of_b < width)[None, :])
 
 
-TRITON = GroupedGemmImplementation(_multiply_rows_by_expert, _sum_outer_products_by_expert)
-FIXED_TILES = GroupedGemmImplementation(_multiply_rows_in_fixed_tiles, _sum_outer_products_by_expert)
+grouped_gemm_triton = GroupedGemm(_multiply_rows_by_expert, _sum_outer_products_by_expert)
+"""Grouped product for float32, bfloat16 and float16, and at most MAX_ROWS rows."""
+
+multiply_groups_in_fixed_tiles = GroupedGemm(_multiply_rows_in_fixed_tiles, _sum_outer_products_by_expert)
+"""Grouped product like `grouped_gemm_triton`, whose rows have the same bits among any number of rows."""

@@ -22,11 +22,12 @@ from torch.autograd import Function
 
 from drawloom.kernels.cut_cross_entropy import (
     EXACT,
+    LogitCut,
     NeededGradients,
     compute_logit_grad_factors,
     count_logits_bytes,
-    multiply_by_token_weights,
     pass_none_for_unused_grads,
+    reshape_and_weight_losses,
 )
 from drawloom.kernels.deferred_grads import (
     MatrixProduct,
@@ -36,7 +37,7 @@ from drawloom.kernels.deferred_grads import (
 )
 from drawloom.kernels.operation import once_differentiable, register_kernel, register_operator
 from drawloom.kernels.results import TokenLosses
-from drawloom.kernels.triton.cut_cross_entropy import TRITON, count_gradient_flops
+from drawloom.kernels.triton.cut_cross_entropy import count_gradient_flops, cut_cross_entropy_triton
 from drawloom.kernels.triton.launch import cache_launches
 from drawloom.kernels.triton.primitives import addmm_fp32, check_floats, next_power_of_2
 from drawloom.kernels.vocab_parallel import find_local_target_rows
@@ -54,7 +55,7 @@ BLOCK, DEPTH = 4096, 2
 
 
 def linear_cross_entropy_triton(
-    hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -100, token_weights: Tensor | None = None
+    hidden: Tensor, weight: Tensor, targets: Tensor, cut: LogitCut = EXACT, token_weights: Tensor | None = None
 ) -> TokenLosses:
     """
     Compute linear_cross_entropy_eager, float32 (...), for float32, bfloat16 and float16.
@@ -64,16 +65,15 @@ def linear_cross_entropy_triton(
     """
     check_floats("linear_cross_entropy_triton", hidden, weight)
     tokens, flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    common = tokens, weight, flat, ignore_index, torch.is_grad_enabled(), get_weight_gradient_function(weight)
+    if cut.part is not None:
+        return cut_cross_entropy_triton(hidden, weight, targets, cut, token_weights)
+    common = tokens, weight, flat, cut.ignore_index, torch.is_grad_enabled(), get_weight_gradient_function(weight)
     if len(tokens) * len(weight) <= MAX_LOGITS:
-        losses, lse = _WholeLogits.apply(*common)  # type: ignore[no-untyped-call]
-        weighted = multiply_by_token_weights(losses.reshape(targets.shape), token_weights)
-        return TokenLosses(weighted, lse.reshape(targets.shape))
-    factors = (flat != ignore_index).to(torch.float32)
+        return reshape_and_weight_losses(*_WholeLogits.apply(*common), targets, token_weights)  # type: ignore[no-untyped-call]
+    factors = (flat != cut.ignore_index).to(torch.float32)
     if token_weights is not None:
         factors = factors * token_weights.detach().reshape(-1)
-    losses, lse = _InChunks.apply(*common, factors)  # type: ignore[no-untyped-call]
-    return TokenLosses(losses.reshape(targets.shape), lse.reshape(targets.shape))
+    return reshape_and_weight_losses(*_InChunks.apply(*common, factors), targets, None)  # type: ignore[no-untyped-call]
 
 
 @compute_at_once_if_hooked
@@ -223,7 +223,9 @@ def _recompute_both_gradients(
     grad_weight = ctx.weight_gradient(_recompute_weight_gradient, *inputs) if needs_weight else None
     if not needs_hidden:
         return None, grad_weight
-    grad_hidden, _ = TRITON.backward(hidden, weight, local, lse, grad, grad_lse, EXACT, NeededGradients(True, False))
+    grad_hidden, _ = cut_cross_entropy_triton.backward(
+        hidden, weight, local, lse, grad, grad_lse, EXACT, NeededGradients(True, False)
+    )
     return grad_hidden, grad_weight
 
 
@@ -238,7 +240,7 @@ def _recompute_weight_gradient(
 ) -> Tensor:
     """Compute the weight's gradient from recomputed logits."""
     inputs = hidden, weight, targets, lse, grad, grad_lse
-    _, grad_weight = TRITON.backward(*inputs, EXACT, NeededGradients(False, True))
+    _, grad_weight = cut_cross_entropy_triton.backward(*inputs, EXACT, NeededGradients(False, True))
     return grad_weight  # type: ignore[return-value]
 
 

@@ -1,11 +1,8 @@
 """gpt-oss's clamped SwiGLU in Triton, of the halves of a tensor, with or without a scale for each vector."""
 
-from typing import Any
-
 from torch import Tensor
-from torch.autograd import Function
 
-from drawloom.kernels.operation import once_differentiable, register_kernel
+from drawloom.kernels.operation import make_differentiable, register_kernel
 from drawloom.kernels.triton.gate_kernels import (
     CLAMPED,
     Gate,
@@ -23,25 +20,7 @@ def oss_swiglu_halves_triton(gate_and_up: Tensor, scale: Tensor | None, alpha: f
     Returns (..., width); the gradient of `gate_and_up` is one tensor, without a concatenation.
     """
     check_floats("oss_swiglu_halves_triton", gate_and_up)
-    result: Tensor = _ClampedSwiGlu.apply(gate_and_up, scale, alpha, limit)  # type: ignore[no-untyped-call]
-    return result
-
-
-class _ClampedSwiGlu(Function):
-    """Clamped SwiGLU of two halves of a tensor, which it saves."""
-
-    @staticmethod
-    def forward(ctx: Any, gate_and_up: Tensor, scale: Tensor | None, alpha: float, limit: float) -> Tensor:
-        """Return (..., width) in the dtype of gate_and_up (..., 2 * width); scale is (...)."""
-        ctx.save_for_backward(gate_and_up, scale)
-        ctx.bounds = alpha, limit
-        return _forward(gate_and_up, scale, alpha, limit)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
-        grad_both, grad_scale = _backward(grad, *ctx.saved_tensors, *ctx.bounds)
-        return grad_both, grad_scale if ctx.needs_input_grad[1] else None, None, None
+    return _differentiable_oss_swiglu(gate_and_up, scale, alpha, limit)  # type: ignore[no-any-return]
 
 
 @register_kernel(
@@ -67,3 +46,6 @@ def _backward(
     grad_both, grad_scale = grads
     tensors = (grad, *gate_and_up.chunk(2, -1), *grad_both.chunk(2, -1))
     launch_gate_backward(Gate(CLAMPED, alpha, limit), tensors, scale, grad_scale)
+
+
+_differentiable_oss_swiglu = make_differentiable(_forward, _backward)

@@ -5,13 +5,10 @@ The first programs process queries, the others keys. Every program sums its part
 programs' sums are added in a fixed order, so the result is deterministic.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
-from drawloom.kernels.operation import once_differentiable, register_kernel
+from drawloom.kernels.operation import make_differentiable, register_kernel
 from drawloom.kernels.triton.primitives import (
     cdiv,
     check_floats,
@@ -40,26 +37,7 @@ def qk_norm_rope_triton(
     (rows, length, head_dim // 2).
     """
     check_floats("qk_norm_rope_triton", q, k, q_weight, k_weight, cos, sin)
-    rotated: tuple[Tensor, Tensor] = _QkNormRope.apply(q, k, q_weight, k_weight, eps, cos, sin)  # type: ignore[no-untyped-call]
-    return rotated
-
-
-class _QkNormRope(Function):
-    """Norm and rotation, with saved queries, keys and one float32 per vector."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, cos: Tensor, sin: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return tensors like q (rows, length, heads, head_dim) and k (rows, length, kv_heads, head_dim)."""
-        rotated_q, rotated_k, q_rstd, k_rstd = _forward(q, k, q_weight, k_weight, eps, cos, sin)
-        ctx.save_for_backward(q, k, q_weight, k_weight, q_rstd, k_rstd, cos, sin)
-        return rotated_q, rotated_k
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, q_grad: Tensor, k_grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *_backward(q_grad, k_grad, *ctx.saved_tensors), None, None, None
+    return _differentiable_qk_norm_rope(q, k, q_weight, k_weight, eps, cos, sin)  # type: ignore[no-any-return]
 
 
 def _allocate_forward(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -124,10 +102,11 @@ def _backward(
     k: Tensor,
     q_weight: Tensor,
     k_weight: Tensor,
-    q_rstd: Tensor,
-    k_rstd: Tensor,
+    eps: float,
     cos: Tensor,
     sin: Tensor,
+    q_rstd: Tensor,
+    k_rstd: Tensor,
 ) -> None:
     q_result, k_result, grad_q_weight, grad_k_weight = results
     if not q.numel():
@@ -177,6 +156,10 @@ def _backward(
     )
     sum_partials(parts[:q_programs], grad_q_weight)
     sum_partials(parts[q_programs:], grad_k_weight)
+
+
+_differentiable_qk_norm_rope = make_differentiable(_forward, _backward, results=2)
+"""Norm and rotation, with saved queries, keys and one float32 per vector."""
 
 
 def _divide_programs(q_tiles: int, k_tiles: int, programs: int) -> tuple[int, int]:

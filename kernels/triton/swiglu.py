@@ -66,17 +66,5 @@ def _swiglu_halves_backward(
     launch_gate_backward(SWIGLU, (grad, *gate_and_up.chunk(2, -1), *grad_both.chunk(2, -1)), scale, grad_scale)
 
 
-def _compute_gradients(
-    grad: Tensor, gate: Tensor, up: Tensor, scale: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    grad_gate, grad_up, grad_scale = _swiglu_backward(grad, gate, up, scale)
-    return grad_gate, grad_up, None if scale is None else grad_scale
-
-
-def _compute_halves_gradients(grad: Tensor, gate_and_up: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    grad_both, grad_scale = _swiglu_halves_backward(grad, gate_and_up, scale)
-    return grad_both, None if scale is None else grad_scale
-
-
-_differentiable_swiglu = make_differentiable(_swiglu, _compute_gradients)
-_differentiable_swiglu_halves = make_differentiable(_swiglu_halves, _compute_halves_gradients)
+_differentiable_swiglu = make_differentiable(_swiglu, _swiglu_backward)
+_differentiable_swiglu_halves = make_differentiable(_swiglu_halves, _swiglu_halves_backward)

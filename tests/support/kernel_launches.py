@@ -83,7 +83,7 @@ def rotations() -> Iterator[tuple[str, Launch]]:
         )
     yield "rope in place", lambda: rope._rotate_in_place(q, cos, cos, False, False)
     yield "qk_norm_rope", lambda: qk_norm_rope._forward(q, k, weight, weight, 1e-6, cos, cos)
-    yield "qk_norm_rope backward", lambda: qk_norm_rope._backward(q, k, q, k, weight, weight, *inverses, cos, cos)
+    yield "qk_norm_rope backward", lambda: qk_norm_rope._backward(q, k, q, k, weight, weight, 1e-6, cos, cos, *inverses)
 
 
 def steps() -> Iterator[tuple[str, Launch]]:
@@ -168,7 +168,7 @@ def great_numbers() -> Iterator[tuple[str, Launch]]:
         )
         yield (
             f"qk_norm_rope backward of far {name}",
-            lambda x=vectors, c=cos, i=inverses: qk_norm_rope._backward(x, x, x, x, norm, norm, i, i, c, c),
+            lambda x=vectors, c=cos, i=inverses: qk_norm_rope._backward(x, x, x, x, norm, norm, 1e-6, c, c, i, i),
         )
     yield "rms_norm of far rows", lambda: rms_norm._forward(rows, rows, norm, 1e-6, False)
     yield "rms_norm backward of far rows", lambda: rms_norm._backward(rows, rows, rows, norm, numbers, False, True)

@@ -75,5 +75,5 @@ def test_operators_pass_opcheck() -> None:
     cos, sin = compute_rope_cos_and_sin(torch.arange(3, device=DEVICE).expand(2, 3), 8, 1e4)
     weights, inverses = torch.randn(2, 8, device=DEVICE), [torch.rand(2, 3, heads, device=DEVICE) for heads in (4, 2)]
     torch.library.opcheck(torch.ops.drawloom.qk_norm_rope.default, (q, k, *weights.clone(), 1e-6, cos, sin))
-    arguments = (q, k, q, k, weights[0].clone(), weights[1].clone(), *inverses, cos, sin)
+    arguments = (q, k, q, k, weights[0].clone(), weights[1].clone(), 1e-6, cos, sin, *inverses)
     torch.library.opcheck(torch.ops.drawloom.qk_norm_rope_backward.default, arguments)
