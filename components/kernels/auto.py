@@ -197,7 +197,7 @@ class AutoKernels:
 
     def _load_row_casts(self) -> RowKernels:
         """Return the casts of saved rows to 8 bits, which only runs that keep such rows import."""
-        casts: RowKernels = import_module("drawloom.kernels.float8.choosing").choose_row_casts(self.device.device)
+        casts: RowKernels = import_module("drawloom.kernels.float8.eager").choose_row_casts(self.device.device)
         return casts
 
     @property

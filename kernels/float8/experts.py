@@ -18,8 +18,7 @@ from drawloom.kernels.deferred_grads import (
     compute_at_once_if_hooked,
     get_weight_gradient_function,
 )
-from drawloom.kernels.float8.casts import Float8Rows, ScaledRows
-from drawloom.kernels.float8.grouped_casts import GroupedFloat8Kernels, allocate_quantized_experts
+from drawloom.kernels.float8.eager import Float8Kernels, Float8Rows, ScaledRows, allocate_quantized_experts
 from drawloom.kernels.float8.linear import (
     CachedFloat8Weights,
     FactorProduct,
@@ -33,7 +32,7 @@ from drawloom.kernels.recompute import call_recomputable_in_autograd_function
 
 
 def experts_float8(
-    kernels: GroupedFloat8Kernels, x: Tensor, probabilities: Tensor, gate_up: Tensor, down: Tensor, routes: Routes
+    kernels: Float8Kernels, x: Tensor, probabilities: Tensor, gate_up: Tensor, down: Tensor, routes: Routes
 ) -> Tensor:
     """
     Return the sum over a token's choices of probability * down(silu(gate(x)) * up(x)), (tokens, width).
@@ -47,7 +46,7 @@ def experts_float8(
 
 
 def expert_rows_float8(
-    kernels: GroupedFloat8Kernels, rows: Tensor, probabilities: Tensor, gate_up: Tensor, down: Tensor, ends: Tensor
+    kernels: Float8Kernels, rows: Tensor, probabilities: Tensor, gate_up: Tensor, down: Tensor, ends: Tensor
 ) -> Tensor:
     """
     Compute `experts_float8` for rows (rows, width) sorted by expert, without sums: probabilities (rows,), ends int32
@@ -57,7 +56,7 @@ def expert_rows_float8(
 
 
 def _multiply_by_experts(
-    kernels: GroupedFloat8Kernels,
+    kernels: Float8Kernels,
     x: Tensor,
     probabilities: Tensor,
     gate_up: Tensor,
@@ -86,7 +85,7 @@ class CachedFloat8Experts(CachedFloat8Weights):
         kernels.quantize_experts_into(self.weights[0], self.rows)
 
 
-def _get_or_quantize_weight(kernels: GroupedFloat8Kernels, weight: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+def _get_or_quantize_weight(kernels: Float8Kernels, weight: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     """Quantize a weight (experts, outputs, inputs), or return the cached elements, scales and transposed copy."""
     kept: CachedFloat8Experts | None = getattr(weight, "float8", None)
     if kept is None:
@@ -108,7 +107,7 @@ class _ExpertsFloat8(Function):
         gate_up: Tensor,
         down: Tensor,
         weight_gradient: WeightGradient,
-        kernels: GroupedFloat8Kernels,
+        kernels: Float8Kernels,
         data: Tensor,
         scale: Tensor,
         ends: Tensor,
@@ -139,7 +138,7 @@ class _ExpertsFloat8(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         gate_up, down, first_scale, second_scale, data, x_scale, probabilities, *rest = ctx.saved_tensors
         gate_and_up, inner, inner_scale, ends, dest_row, source_choice = rest
-        kernels: GroupedFloat8Kernels = ctx.kernels
+        kernels: Float8Kernels = ctx.kernels
         needs_x, needs_probabilities, needs_first, needs_second, *_ = ctx.needs_input_grad
         tokens = ScaledRows(*kernels.quantize_rows(grad.reshape(-1, grad.shape[-1]), False)[:2])
         rows, top_k = tokens, 1
@@ -180,7 +179,7 @@ class _ExpertsFloat8(Function):
 
 
 def _get_transposed_quantized_weight(
-    kernels: GroupedFloat8Kernels, weight: Tensor, scale: Tensor, kept: Tensor | None
+    kernels: Float8Kernels, weight: Tensor, scale: Tensor, kept: Tensor | None
 ) -> Tensor:
     """Return a quantized weight, transposed (experts, inputs, outputs)."""
     return kernels.quantize_transposed_experts(weight, scale) if kept is None else kept

@@ -36,7 +36,7 @@ from drawloom.kernels.deferred_grads import (
     compute_at_once_if_hooked,
     get_weight_gradient_function,
 )
-from drawloom.kernels.float8.casts import (
+from drawloom.kernels.float8.eager import (
     ALIGNMENT,
     Float8Kernels,
     Float8Rows,
@@ -50,6 +50,7 @@ from drawloom.kernels.recompute import (
     keep_arguments_in_8_bits,
     record_recomputable_call,
 )
+from drawloom.kernels.results import NormAndSum
 
 
 def linear_float8(kernels: Float8Kernels, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -437,3 +438,19 @@ def _compute_down_projection_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, 
         return grad_inner, None
     factors = quantized.columns, quantized.column_scale, inner.detach()
     return grad_inner, ctx.weight_gradient(FactorProduct(partial(_multiply_factors, kernels), 2), *factors)
+
+
+def rms_norm_float8(
+    kernels: Float8Kernels, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, zero_centered: bool
+) -> NormAndSum:
+    """
+    Return x + residual, normed, and the sum, both (..., width); products in float8 find the norm's rounded rows.
+
+    Without a residual, the sum is x. `weight` is (width,); if `zero_centered`, the factor is 1 + weight.
+    """
+    with keep_arguments_in_8_bits(lambda: kernels, x):
+        normed, summed, rows = kernels.norm_and_quantize(x, residual, weight, eps, zero_centered)
+        attach_quantized_rows(normed, rows)
+        # Recomputation starts from the sum, which is saved anyway, not from its terms.
+        record_recomputable_call(normed, kernels.norm, summed, weight, eps, zero_centered)
+    return NormAndSum(normed, summed)

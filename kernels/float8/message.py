@@ -10,8 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from drawloom.kernels.float8.casts import E4M3, EAGER, Float8Rows
-from drawloom.kernels.operation import why_no_triton
+from drawloom.kernels.float8.eager import E4M3, choose_float8_kernels
 
 ALIGNMENT = 16
 """Message sizes in bytes are multiples."""
@@ -26,7 +25,12 @@ def pack_weights(weights: Sequence[Tensor], widths: Sequence[int]) -> Tensor:
 
     Weights with a row width other than 0 are quantized to float8 by rows.
     """
-    rows = [_quantize_rows(weight.view(-1, width)) for weight, width in zip(weights, widths, strict=True) if width]
+    kernels = choose_float8_kernels(weights[0].device)
+    rows = [
+        kernels.quantize_rows(weight.view(-1, width), False)
+        for weight, width in zip(weights, widths, strict=True)
+        if width
+    ]
     plain = [weight.view(torch.uint8) for weight, width in zip(weights, widths, strict=True) if not width]
     exponents = [(part.scale.view(torch.int32) >> MANTISSA_BITS[torch.float32]).to(torch.uint8) for part in rows]
     parts = [*plain, *(part.data.view(torch.uint8).view(-1) for part in rows), *exponents]
@@ -48,12 +52,3 @@ def unpack_weights(messages: Tensor, outputs: Sequence[Tensor], widths: Sequence
         scale = (exponents.to(torch.int16) << MANTISSA_BITS[torch.bfloat16]).view(torch.bfloat16)
         shape = len(output), -1, width
         torch.mul(elements.view(E4M3).to(torch.bfloat16).view(shape), scale.unsqueeze(2), out=output.view(shape))
-
-
-def _quantize_rows(weight: Tensor) -> Float8Rows:
-    """Quantize a weight (rows, width) by rows."""
-    if not weight.is_cuda or why_no_triton(weight.device):
-        return EAGER.quantize_rows(weight, False)
-    from drawloom.kernels.float8.triton_casts import TRITON
-
-    return TRITON.quantize_rows(weight, False)

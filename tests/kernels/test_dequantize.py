@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drawloom.kernels.dequantize import dequantize_eager, linear_quantized, multiply_quantized_experts
-from drawloom.kernels.float8.casts import EAGER
+from drawloom.kernels.float8.eager import EAGER
 from drawloom.kernels.float8.linear import linear_float8, linear_quantized_float8
 from drawloom.kernels.grouped_gemm import grouped_gemm_eager
 from drawloom.kernels.weight_formats import FORMATS

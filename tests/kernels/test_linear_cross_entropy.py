@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from drawloom.kernels import linear_cross_entropy
-from drawloom.kernels.deferred_grads import Deferral
 from drawloom.kernels.cut_cross_entropy import LogitCut
+from drawloom.kernels.deferred_grads import Deferral
 from drawloom.kernels.linear_cross_entropy import linear_cross_entropy_eager
 from support.cross_entropy import exact_losses
 

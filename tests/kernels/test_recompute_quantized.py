@@ -8,10 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from drawloom.kernels.float8.eager import EAGER
 from drawloom.kernels.float8.experts import experts_float8
-from drawloom.kernels.float8.grouped_casts import EAGER
-from drawloom.kernels.float8.linear import linear_float8, mlp_float8
-from drawloom.kernels.float8.rms_norm import rms_norm_float8
+from drawloom.kernels.float8.linear import linear_float8, mlp_float8, rms_norm_float8
 from drawloom.kernels.moe import Routes
 from drawloom.kernels.recompute import Quantized, accept_rounded_inputs, get_wrapper_of_saved_variable
 from support import pipelines

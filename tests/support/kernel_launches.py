@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from drawloom.kernels.adamw import ParamState, compute_step_scalars
-from drawloom.kernels.float8 import triton_casts, triton_rms_norm
-from drawloom.kernels.float8 import triton_grouped_casts as grouped_casts
-from drawloom.kernels.float8.casts import E4M3
+from drawloom.kernels.float8 import triton as float8
+from drawloom.kernels.float8.eager import E4M3
 from drawloom.kernels.triton import (
     causal_conv,
     cut_cross_entropy,
@@ -51,7 +50,7 @@ def norms() -> Iterator[tuple[str, Launch]]:
     for width, dtype in [(128, BF16), (2048, BF16), (4096, BF16), (5120, BF16), (4096, FLOAT)]:
         x, weight, inverse = empty(64, width, dtype=dtype), empty(width, dtype=dtype), empty(64, dtype=FLOAT)
         yield f"rms_norm {width} {dtype}", lambda x=x, w=weight: rms_norm._forward(x, None, w, 1e-6, False)
-        yield f"rms_norm_float8 {width} {dtype}", lambda x=x, w=weight: triton_rms_norm._forward(x, x, w, 1e-6, False)
+        yield f"rms_norm_float8 {width} {dtype}", lambda x=x, w=weight: float8._norm_and_quantize(x, x, w, 1e-6, False)
         yield f"add_rms_norm {width} {dtype}", lambda x=x, w=weight: rms_norm._forward(x, x, w, 1e-6, True)
         for name, summed in (("rms_norm", None), ("add_rms_norm", x)):
             yield (
@@ -291,47 +290,47 @@ def experts() -> Iterator[tuple[str, Launch]]:
 def casts() -> Iterator[tuple[str, Launch]]:
     for width in (3072, 4096):
         both, grad, factor = empty(64, 2 * width), empty(64, width), empty(2 * width, dtype=FLOAT)
-        yield f"float8 swiglu {width}", lambda b=both: triton_casts._quantize_swiglu(b)
-        yield f"float8 quantize {width}", lambda g=grad: triton_casts._quantize_rows(g)
+        yield f"float8 swiglu {width}", lambda b=both: float8._quantize_swiglu(b)
+        yield f"float8 quantize {width}", lambda g=grad: float8._quantize_rows(g)
         for scale in (None, empty(64, dtype=FLOAT)):
             name = f"{width}{' by rows' if scale is None else ''}"
             yield (
                 f"float8 swiglu gradient {name}",
-                lambda g=grad, b=both, f=factor, s=scale: triton_casts._quantize_swiglu_gradient(g, b, f, s),
+                lambda g=grad, b=both, f=factor, s=scale: float8._quantize_swiglu_gradient(g, b, f, s),
             )
             yield (
                 f"float8 gradient {name}",
-                lambda g=grad, f=factor[:width], s=scale: triton_casts._quantize_gradient([g], f, s),
+                lambda g=grad, f=factor[:width], s=scale: float8._quantize_gradient([g], f, s),
             )
     tokens, rows, ends = empty(64, 1024, dtype=E4M3), empty(512, 384, dtype=E4M3), torch.zeros(16, dtype=torch.int32)
     scale, choices, both = empty(512, dtype=FLOAT), torch.zeros(512, dtype=torch.int32), empty(512, 768)
     weight, rounded, by_expert = empty(16, 1024, 384), empty(16, 1024, 384, dtype=E4M3), empty(16, dtype=FLOAT)
     yield (
         "float8 take",
-        lambda: grouped_casts._copy_tokens_to_expert_rows(tokens, scale[:64], empty(64, 8, dtype=FLOAT), choices, 8),
+        lambda: float8._copy_tokens_to_expert_rows(tokens, scale[:64], empty(64, 8, dtype=FLOAT), choices, 8),
     )
-    yield "float8 experts' weights", lambda: grouped_casts._quantize_experts(weight)
+    yield "float8 experts' weights", lambda: float8._quantize_experts(weight)
     yield (
         "float8 experts' weights transposed",
-        lambda: grouped_casts._quantize_transposed_experts(weight, by_expert),
+        lambda: float8._quantize_transposed_experts(weight, by_expert),
     )
-    yield "float8 experts' swiglu", lambda: grouped_casts._quantize_swiglu(both, scale)
+    yield "float8 experts' swiglu", lambda: float8._quantize_expert_swiglu(both, scale)
     yield (
         "float8 experts' swiglu gradient",
-        lambda: grouped_casts._quantize_swiglu_gradient(both[:, :384], both, scale),
+        lambda: float8._quantize_expert_swiglu_gradient(both[:, :384], both, scale),
     )
     for indices in (None, choices):
         yield (
             f"float8 experts' factors {'' if indices is None else 'of tokens'}",
-            lambda i=indices: grouped_casts._prepare_outer_product_factors(rows, scale, tokens, scale, i, 8, ends),
+            lambda i=indices: float8._prepare_outer_product_factors(rows, scale, tokens, scale, i, 8, ends),
         )
     for fast in (True, False):
         yield (
             f"float8 experts' products {fast}",
-            lambda f=fast: grouped_casts._multiply_rows(rows, scale, rounded, by_expert, ends, f),
+            lambda f=fast: float8._multiply_rows(rows, scale, rounded, by_expert, ends, f),
         )
     factors = empty(384, 2560, dtype=E4M3), empty(1024, 2560, dtype=E4M3)
-    yield "float8 experts' gradients", lambda: grouped_casts._sum_outer_products(*factors, by_expert, ends)
+    yield "float8 experts' gradients", lambda: float8._sum_outer_products(*factors, by_expert, ends)
 
 
 def recurrences() -> Iterator[tuple[str, Launch]]:

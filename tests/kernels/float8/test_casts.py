@@ -2,7 +2,7 @@
 
 import torch
 
-from drawloom.kernels.float8.casts import compute_power_of_two_scales
+from drawloom.kernels.float8.eager import compute_power_of_two_scales
 
 
 def test_scales_are_the_smallest_powers_of_two_without_overflow() -> None:

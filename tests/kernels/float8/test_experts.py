@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from drawloom.kernels.deferred_grads import Accumulation, Deferral
+from drawloom.kernels.float8.eager import EAGER
 from drawloom.kernels.float8.experts import CachedFloat8Experts, expert_rows_float8, experts_float8
-from drawloom.kernels.float8.grouped_casts import EAGER
 from drawloom.kernels.grouped_gemm import grouped_gemm_eager
 from drawloom.kernels.moe import Routes, moe_permute_eager, moe_routes_eager, moe_unpermute_eager
 from drawloom.kernels.recompute import Selective, call_with_recomputation
@@ -169,7 +169,7 @@ def test_shapes_on_the_meta_device(kernels: str) -> None:
     chosen = EAGER
     if kernels == "triton":
         pytest.importorskip("triton")
-        from drawloom.kernels.float8.triton_grouped_casts import TRITON
+        from drawloom.kernels.float8.triton import TRITON
 
         chosen = TRITON
     with torch.device("meta"):

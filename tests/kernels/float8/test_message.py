@@ -2,7 +2,7 @@
 
 import torch
 
-from drawloom.kernels.float8.casts import EAGER
+from drawloom.kernels.float8.eager import EAGER
 from drawloom.kernels.float8.message import pack_weights, unpack_weights
 from support.kernels import DEVICE
 
