@@ -15,7 +15,7 @@ from drawloom.components.ports.model import (
 )
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.graph.testing import expect
-from drawloom.kernels.attention_options import AttentionOptions
+from drawloom.kernels.attention.options import AttentionOptions
 
 TOLERANCE = 1e-4  # far above the rounding of float32, and far below the error of a wrong formula
 

@@ -18,7 +18,7 @@ from drawloom.components.ports.run import Step
 from drawloom.components.ports.stages import SpreadParameters, get_or_create_gradient
 from drawloom.components.state.step_state import StepState
 from drawloom.graph import component, setting
-from drawloom.kernels.scale import scale_and_sum_squares
+from drawloom.kernels.gradients.eager import scale_and_sum_squares
 
 
 @component(

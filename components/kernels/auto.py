@@ -28,17 +28,16 @@ from drawloom.components.ports.model import RowPart, VocabularyPart
 from drawloom.graph import UserError, between, component, setting
 from drawloom.graph.problems import Problem
 from drawloom.graph.wiring.node import NodeView
-from drawloom.kernels.attention import AttentionImplementation, attention_eager, create_causal_mask
-from drawloom.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
-from drawloom.kernels.batch_invariant import (
+from drawloom.kernels.attention.eager import AttentionImplementation, attention_eager, create_causal_mask
+from drawloom.kernels.attention.options import PLAIN_ATTENTION, AttentionOptions
+from drawloom.kernels.batch_invariant.eager import (
     BLOCKS,
     apply_with_padded_rows,
     attend_in_blocks,
     cut_cross_entropy_with_padded_rows,
     multiply_groups_with_padded_rows,
 )
-from drawloom.kernels.cut_cross_entropy import LogitCut
-from drawloom.kernels.dequantize import linear_quantized, multiply_quantized_experts
+from drawloom.kernels.cross_entropy.eager import LogitCut
 from drawloom.kernels.linear import embedding_eager, linear_eager
 from drawloom.kernels.operation import why_no_triton
 from drawloom.kernels.recompute import (
@@ -49,7 +48,7 @@ from drawloom.kernels.recompute import (
     record_recomputable_call,
 )
 from drawloom.kernels.results import NormAndSum, PermutedRows, TokenLosses
-from drawloom.kernels.weight_formats import StorageFormat
+from drawloom.kernels.weight_formats.eager import StorageFormat, linear_quantized, multiply_quantized_experts
 
 WIDE_PRODUCTS = (
     "a row of cuBLAS's products in float32 depends on the number of rows; write precision.compute = 'bfloat16', or "
@@ -57,8 +56,6 @@ WIDE_PRODUCTS = (
 )
 BATCH_INVARIANT = {"attention": "blocks", "grouped_gemm": "fixed tiles", "linear_cross_entropy": "fixed tiles"}
 """Implementations by operation, chosen by `batch_invariant`."""
-
-Choice = Literal["auto", "eager", "triton"]
 
 
 class Cached(NamedTuple):
@@ -68,9 +65,14 @@ class Cached(NamedTuple):
     window: int | None
 
 
-def _declare_operation_setting(default: str, doc: str) -> Any:
-    """Declare the setting for an operation's implementation."""
-    return setting(default="auto", alias=default, doc=f"implementation of {doc}")
+class _OperationSettings:
+    """Base that declares a setting for every operation's implementation."""
+
+    def __init_subclass__(cls) -> None:
+        for name, operation in OPERATIONS.items():
+            doc = f"implementation of {operation.doc}"
+            setattr(cls, f"_{name}", setting(default="auto", alias=name, doc=doc))
+            cls.__annotations__[f"_{name}"] = Literal["auto", *operation.implementations]
 
 
 @component(
@@ -78,7 +80,7 @@ def _declare_operation_setting(default: str, doc: str) -> Any:
         ("linear_float8", "experts_float8"), 'implementation in a table with use = "float8.training"'
     )
 )
-class AutoKernels:
+class AutoKernels(_OperationSettings):
     """
     Model operations: `eager` is plain torch, `auto` the best implementation for the device.
 
@@ -89,29 +91,6 @@ class AutoKernels:
     """
 
     device: Device
-    _dequantize: Choice = _declare_operation_setting("dequantize", "the dequantization of frozen weights")
-    _rms_norm: Choice = _declare_operation_setting("rms_norm", "RMSNorm")
-    _add_rms_norm: Choice = _declare_operation_setting("add_rms_norm", "an addition with the RMSNorm of the sum")
-    _swiglu: Choice = _declare_operation_setting("swiglu", "silu(gate) * up")
-    _swiglu_halves: Choice = _declare_operation_setting(
-        "swiglu_halves", "silu(gate) * up of experts, whose gate and up are one tensor"
-    )
-    _geglu: Choice = _declare_operation_setting("geglu", "gelu(gate) * up")
-    _oss_swiglu_halves: Choice = _declare_operation_setting(
-        "oss_swiglu_halves", "gpt-oss's clamped SwiGLU, gate and up in one tensor"
-    )
-    _rope: Choice = _declare_operation_setting("rope", "the rotary position embedding")
-    _qk_norm_rope: Choice = _declare_operation_setting("qk_norm_rope", "the norms and rotations of queries and keys")
-    _attention: Literal["auto", "eager", "cudnn", "flex", "varlen"] = _declare_operation_setting(
-        "attention", "attention"
-    )
-    _causal_conv: Choice = _declare_operation_setting("causal_conv", "the convolution over tokens in recurrent layers")
-    _gated_delta_rule: Choice = _declare_operation_setting(
-        "gated_delta_rule", "the gated delta rule in recurrent layers"
-    )
-    _linear_cross_entropy: Literal["auto", "eager", "triton", "cut"] = _declare_operation_setting(
-        "linear_cross_entropy", "the loss over the vocabulary"
-    )
     filter_eps: float = setting(
         default=0.0,
         check=between(0, 1),
@@ -122,16 +101,6 @@ class AutoKernels:
         doc="whether a token's results have the same bits in every batch, at every length and with a cache; without "
         "recurrent layers, and on a GPU in 16 bits only",
     )
-    _moe_routes: Choice = _declare_operation_setting("moe_routes", "the routes from tokens to experts")
-    _moe_permute: Choice = _declare_operation_setting("moe_permute", "copies of tokens for their experts")
-    _moe_unpermute: Choice = _declare_operation_setting("moe_unpermute", "sums of expert rows by token")
-    _moe_peers: Choice = _declare_operation_setting(
-        "moe_peers", "copies and sums of tokens in the memory of other ranks"
-    )
-    _grouped_gemm: Literal["auto", "eager", "torch", "triton"] = _declare_operation_setting(
-        "grouped_gemm", "the matrix products of experts"
-    )
-    _add_expert_bias: Choice = _declare_operation_setting("add_expert_bias", "the addition of experts' biases")
     _settings_before: ExitStack = attrs.field(init=False, factory=ExitStack)
 
     @classmethod
@@ -212,7 +181,7 @@ class AutoKernels:
         # The kernels for losses and experts have tiles of one size.
         return {
             "attention": self._batch_invariant_attention,
-            "grouped_gemm": import_module("drawloom.kernels.triton.grouped_gemm").multiply_groups_in_fixed_tiles,
+            "grouped_gemm": import_module("drawloom.kernels.grouped_gemm.triton").multiply_groups_in_fixed_tiles,
             "linear_cross_entropy": load_implementation("linear_cross_entropy", "cut"),
         }
 
@@ -229,7 +198,7 @@ class AutoKernels:
         is_eager = self.choose_implementation_of("attention").name == "eager"
         if is_eager or device.type == "cpu" or why_no_triton(device):
             return None
-        return import_module("drawloom.kernels.triton.attention_blocks")
+        return import_module("drawloom.kernels.batch_invariant.triton")
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if self.batch_invariant:

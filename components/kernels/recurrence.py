@@ -15,7 +15,7 @@ from torch import Tensor
 
 from drawloom.components.ports.cache import KeyValueCache
 from drawloom.components.ports.model import RowPart
-from drawloom.kernels.recurrence import RecurrentDocuments, number_recurrent_documents
+from drawloom.kernels.gated_delta.eager import RecurrentDocuments, number_recurrent_documents
 
 Rule = Callable[..., tuple[Tensor, Tensor]]
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]

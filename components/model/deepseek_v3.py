@@ -13,7 +13,7 @@ from drawloom.components.model.decoder.rope import InvalidSetting, Rope, latent_
 from drawloom.components.model.decoder.specs import LatentSpec
 from drawloom.components.ports.experts import ExpertKernels
 from drawloom.graph import between, component, setting
-from drawloom.kernels.attention_options import AttentionOptions
+from drawloom.kernels.attention.options import AttentionOptions
 
 
 @attrs.frozen(kw_only=True, slots=False)

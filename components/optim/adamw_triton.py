@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.optim.adamw_step import ADAM_MOMENTS, AMSGRAD_MOMENTS, FactorStep
-from drawloom.kernels.adamw import ParamState, compute_step_scalars
+from drawloom.kernels.adamw.eager import ParamState, compute_step_scalars
 
 
 class AdamWTriton(torch.optim.AdamW, FactorStep):
@@ -45,7 +45,7 @@ class AdamWTriton(torch.optim.AdamW, FactorStep):
         known, stepper = self._steppers.get(parts[0], ((), None))
         if len(known) != len(parts) or any(a is not b for a, b in zip(known, parts, strict=True)):
             # Imported here, because Triton is not available on every machine.
-            from drawloom.kernels.triton.adamw import AdamwTriton
+            from drawloom.kernels.adamw.triton import AdamwTriton
 
             states = [self._get_or_create_state(part) for part in parts]
             stepper = AdamwTriton(

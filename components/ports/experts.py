@@ -9,7 +9,7 @@ from drawloom.components.ports.model import Kernels
 from drawloom.components.ports.stages import Stages
 from drawloom.graph import port
 from drawloom.kernels.results import PermutedRows
-from drawloom.kernels.weight_formats import StorageFormat
+from drawloom.kernels.weight_formats.eager import StorageFormat
 
 Routes = tuple[Tensor, Tensor, Tensor]
 """Routing tables: rows by choice, choices by row, and row ends by expert; see ExpertKernels."""

@@ -13,9 +13,9 @@ from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.weights import Mapper
 from drawloom.graph import port
-from drawloom.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
+from drawloom.kernels.attention.options import PLAIN_ATTENTION, AttentionOptions
 from drawloom.kernels.results import NormAndSum, TokenLosses
-from drawloom.kernels.weight_formats import StorageFormat, WeightFormat
+from drawloom.kernels.weight_formats.eager import StorageFormat, WeightFormat
 
 
 @attrs.frozen

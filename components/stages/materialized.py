@@ -52,7 +52,7 @@ from drawloom.components.stages.parameters import StageParameters
 from drawloom.components.weights.adapted import build_meta_model_with_adapters
 from drawloom.graph import Problem, UserError, above, at_least, component, setting, wired
 from drawloom.graph.wiring.node import NodeView
-from drawloom.kernels.recompute_policy import make_recomputable
+from drawloom.kernels.recompute import make_recomputable
 
 if TYPE_CHECKING:
     from drawloom.components.parallel.fsdp import ShardedStore

@@ -1,7 +1,7 @@
 """
 Source for folders with quantized weights: bitsandbytes' NF4, float8 in tiles (DeepSeek, Qwen), gpt-oss's MXFP4.
 
-Formats are described in `kernels/weight_formats.py`.
+Formats are described in `kernels/weight_formats/eager.py`.
 """
 
 import json
@@ -16,7 +16,16 @@ from torch import Tensor
 
 from drawloom.components.storage.tensor_source import TensorSource, TensorSpec
 from drawloom.graph import UserError
-from drawloom.kernels.weight_formats import E4M3, FLOAT8, MXFP4, NF4, NF4_VALUES, TILE, WeightFormat, split_into_blocks
+from drawloom.kernels.weight_formats.eager import (
+    E4M3,
+    FLOAT8,
+    MXFP4,
+    NF4,
+    NF4_VALUES,
+    TILE,
+    WeightFormat,
+    split_into_blocks,
+)
 
 BITS = torch.int16
 """Dtype in which mappers move storage: rows of numbers that are not values."""

@@ -12,11 +12,11 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from drawloom.kernels.grouped_gemm import grouped_gemm_eager
-from drawloom.kernels.moe import Routes, gather_rows_by_choice
+from drawloom.kernels.gates.eager import compute_swiglu_gradients, swiglu_eager, swiglu_halves_eager
+from drawloom.kernels.grouped_gemm.eager import grouped_gemm_eager
+from drawloom.kernels.moe.eager import Routes, gather_rows_by_choice
 from drawloom.kernels.operation import upcast, why_no_triton
-from drawloom.kernels.rms_norm import rms_norm_eager
-from drawloom.kernels.swiglu import compute_swiglu_gradients, swiglu_eager, swiglu_halves_eager
+from drawloom.kernels.rms_norm.eager import rms_norm_eager
 
 E4M3 = torch.float8_e4m3fn
 ALIGNMENT = 16

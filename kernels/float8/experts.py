@@ -26,7 +26,7 @@ from drawloom.kernels.float8.linear import (
     check_float8_operands,
     get_or_quantize_input,
 )
-from drawloom.kernels.moe import Routes
+from drawloom.kernels.moe.eager import Routes
 from drawloom.kernels.operation import once_differentiable
 from drawloom.kernels.recompute import call_recomputable_in_autograd_function
 

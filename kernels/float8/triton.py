@@ -36,14 +36,14 @@ from drawloom.kernels.float8.eager import (
     compute_padded_row_count,
     count_padded_columns,
 )
-from drawloom.kernels.moe import Routes
+from drawloom.kernels.grouped_gemm.triton import locate_tile_rows
+from drawloom.kernels.moe.eager import Routes
+from drawloom.kernels.moe.triton import sum_rows_and_gather_scalars
 from drawloom.kernels.operation import register_kernel
+from drawloom.kernels.rms_norm.triton import RmsNorm, allocate_norm, launch_forward, norm_rows, rms_norm_triton
 from drawloom.kernels.triton import tma
-from drawloom.kernels.triton.grouped_gemm_blocks import locate_tile_rows
 from drawloom.kernels.triton.launch import cache_launches
-from drawloom.kernels.triton.moe_permute import sum_rows_and_gather_scalars
 from drawloom.kernels.triton.primitives import cdiv, check_floats, next_power_of_2, sm_count, view_as_rows
-from drawloom.kernels.triton.rms_norm import RmsNorm, allocate_norm, launch_forward, norm_rows, rms_norm_triton
 
 UP, BIAS, LEAST_EXPONENT = (tl.constexpr(number) for number in (ROUND_UP, SCALE_BIAS, MIN_SCALE_EXPONENT))
 

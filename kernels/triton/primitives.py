@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from drawloom.kernels.stochastic_copy import ROUNDS as PHILOX_ROUNDS
+from drawloom.kernels.stochastic_copy.eager import ROUNDS as PHILOX_ROUNDS
 from drawloom.kernels.triton.launch import cache_launches
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

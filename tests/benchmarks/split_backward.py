@@ -26,7 +26,7 @@ from drawloom.components.pipeline.split_backward.split_backward import SplitBack
 from drawloom.components.pipeline.split_backward.weight_grads import WeightGrads
 from drawloom.components.ports.cache import KeyValueCache
 from drawloom.components.ports.model import LayerRange, TokenContext
-from drawloom.kernels.attention import attention_eager, create_causal_document_mask
+from drawloom.kernels.attention.eager import attention_eager, create_causal_document_mask
 from support.qwen3 import cpu_kernels
 
 SIZES = [(128, 2, 64), (128, 8, 64), (256, 4, 64)]

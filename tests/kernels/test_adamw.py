@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drawloom.kernels.adamw import (
+from drawloom.kernels.adamw.eager import (
     ALL,
     AdamwEager,
     ParamState,
@@ -14,7 +14,7 @@ from drawloom.kernels.adamw import (
     join_bfloat16_and_remainder,
     split_into_bfloat16_and_remainder,
 )
-from drawloom.kernels.scale import scale_and_sum_squares
+from drawloom.kernels.gradients.eager import scale_and_sum_squares
 
 
 def make_state(

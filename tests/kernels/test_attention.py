@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from drawloom.kernels.attention import attention_eager, create_causal_document_mask
-from drawloom.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
+from drawloom.kernels.attention.eager import attention_eager, create_causal_document_mask
+from drawloom.kernels.attention.options import PLAIN_ATTENTION, AttentionOptions
 from support.seeding import seeds
 
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from drawloom.kernels.attention import attention_eager, create_causal_document_mask
-from drawloom.kernels.attention_cudnn import CUDNN, ONE_DOCUMENT_PER_ROW
+from drawloom.kernels.attention.cudnn import CUDNN, ONE_DOCUMENT_PER_ROW
+from drawloom.kernels.attention.eager import attention_eager, create_causal_document_mask
 from support.kernels import DEVICE
 from support.qwen3 import cpu_kernels
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from drawloom.kernels.attention import attention_eager, create_causal_document_mask
-from drawloom.kernels.attention_flash import attention_flash, compute_document_offsets
+from drawloom.kernels.attention.eager import attention_eager, create_causal_document_mask
+from drawloom.kernels.attention.flash import attention_flash, compute_document_offsets
 
 
 def test_documents_begin_where_ids_or_rows_change() -> None:

@@ -3,11 +3,16 @@
 import pytest
 import torch
 
-from drawloom.kernels.attention import EAGER, AttentionImplementation, attention_eager, create_causal_document_mask
-from drawloom.kernels.attention_cudnn import CUDNN
-from drawloom.kernels.attention_flash import VARLEN
-from drawloom.kernels.attention_flex import FLEX, _convert_to_dense_mask, attention_flex, create_document_block_mask
-from drawloom.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
+from drawloom.kernels.attention.cudnn import CUDNN
+from drawloom.kernels.attention.eager import (
+    EAGER,
+    AttentionImplementation,
+    attention_eager,
+    create_causal_document_mask,
+)
+from drawloom.kernels.attention.flash import VARLEN
+from drawloom.kernels.attention.flex import FLEX, _convert_to_dense_mask, attention_flex, create_document_block_mask
+from drawloom.kernels.attention.options import PLAIN_ATTENTION, AttentionOptions
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from drawloom.kernels.attention import Attend, attention_eager, create_causal_document_mask
-from drawloom.kernels.attention_cudnn import CUDNN, ONE_DOCUMENT_PER_ROW, choose_one_document_implementation
-from drawloom.kernels.attention_flash import attention_flash, compute_document_offsets, why_not_flash
-from drawloom.kernels.attention_flex import FLEX, create_document_block_mask
-from drawloom.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
+from drawloom.kernels.attention.cudnn import CUDNN, ONE_DOCUMENT_PER_ROW, choose_one_document_implementation
+from drawloom.kernels.attention.eager import Attend, attention_eager, create_causal_document_mask
+from drawloom.kernels.attention.flash import attention_flash, compute_document_offsets, why_not_flash
+from drawloom.kernels.attention.flex import FLEX, create_document_block_mask
+from drawloom.kernels.attention.options import PLAIN_ATTENTION, AttentionOptions
 
 PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
 
@@ -68,7 +68,7 @@ def test_the_table_has_all_cases() -> None:
 def test_rows_of_one_document_go_where_the_table_says(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU with cuDNN up to width 128 and for 192/128, and without cuDNN, the server is the documented one."""
     first, _, then = read_table()[case][0].partition(", else ")
-    module, (width, v_width, options, has_sinks) = "drawloom.kernels.attention_cudnn", CASES[case]
+    module, (width, v_width, options, has_sinks) = "drawloom.kernels.attention.cudnn", CASES[case]
     q, k, v = GpuTensor(4, width), GpuTensor(2, width), GpuTensor(2, v_width)
     monkeypatch.setattr(f"{module}.SDPAParams", lambda *tensors: None)
     monkeypatch.setattr(f"{module}.can_use_flash_attention", lambda params: True)

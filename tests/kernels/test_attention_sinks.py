@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from drawloom.kernels.attention import attention_eager, create_causal_mask
-from drawloom.kernels.attention_options import AttentionOptions
-from drawloom.kernels.attention_sinks import SoftmaxStatistics, attend_with_optional_sinks
+from drawloom.kernels.attention.eager import attention_eager, create_causal_mask
+from drawloom.kernels.attention.flash import SoftmaxStatistics, attend_with_optional_sinks
+from drawloom.kernels.attention.options import AttentionOptions
 
 aten = torch.ops.aten
 

@@ -8,13 +8,9 @@ from torch import Tensor
 
 from drawloom.components.kernels.auto import AutoKernels
 from drawloom.components.ports.data import IGNORE_INDEX
-from drawloom.kernels.attention import attention_eager, create_causal_document_mask, create_causal_mask
-from drawloom.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
-from drawloom.kernels.batch_invariant import (
-    BLOCK,
-    apply_with_padded_rows,
-    attend_in_blocks,
-)
+from drawloom.kernels.attention.eager import attention_eager, create_causal_document_mask, create_causal_mask
+from drawloom.kernels.attention.options import PLAIN_ATTENTION, AttentionOptions
+from drawloom.kernels.batch_invariant.eager import BLOCK, apply_with_padded_rows, attend_in_blocks
 from support.qwen3 import cpu_kernels
 
 CASES = {

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from drawloom.kernels.causal_conv import causal_conv_eager
+from drawloom.kernels.gated_delta.eager import causal_conv_eager
 from support.seeding import seeds
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drawloom.kernels.cut_cross_entropy import LogitCut, cut_cross_entropy_eager, sort_vocabulary_by_mean_logit
+from drawloom.kernels.cross_entropy.eager import LogitCut, cut_cross_entropy_eager, sort_vocabulary_by_mean_logit
 from drawloom.kernels.deferred_grads import Deferral
 from support.cross_entropy import exact_losses
 

@@ -8,11 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drawloom.kernels.dequantize import dequantize_eager, linear_quantized, multiply_quantized_experts
 from drawloom.kernels.float8.eager import EAGER
 from drawloom.kernels.float8.linear import linear_float8, linear_quantized_float8
-from drawloom.kernels.grouped_gemm import grouped_gemm_eager
-from drawloom.kernels.weight_formats import FORMATS
+from drawloom.kernels.grouped_gemm.eager import grouped_gemm_eager
+from drawloom.kernels.weight_formats.eager import (
+    FORMATS,
+    dequantize_eager,
+    linear_quantized,
+    multiply_quantized_experts,
+)
 
 NAMES = sorted(FORMATS)
 

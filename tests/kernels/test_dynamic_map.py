@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from drawloom.kernels.dynamic_map import (
+from drawloom.kernels.adamw.eager import (
     BLOCK,
     ZERO_CODE,
     compute_code_values,

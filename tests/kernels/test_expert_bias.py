@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from drawloom.kernels.deferred_grads import Deferral
-from drawloom.kernels.expert_bias import add_expert_bias_eager
+from drawloom.kernels.grouped_gemm.eager import add_expert_bias_eager
 
 ENDS = torch.tensor([2, 2, 5], dtype=torch.int32)
 """Experts with 2, 0 and 3 rows; the sixth row is unused."""

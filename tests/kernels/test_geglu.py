@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drawloom.kernels.geglu import geglu_eager
-from drawloom.kernels.oss_swiglu import oss_swiglu_halves_eager
+from drawloom.kernels.gates.eager import geglu_eager, oss_swiglu_halves_eager
 
 
 def gelu(x: Tensor) -> Tensor:

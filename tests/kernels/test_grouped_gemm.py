@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from drawloom.kernels.deferred_grads import Deferral
-from drawloom.kernels.grouped_gemm import grouped_gemm_eager, grouped_gemm_torch
+from drawloom.kernels.grouped_gemm.eager import grouped_gemm_eager, grouped_gemm_torch
 
 Gemm = Callable[..., Tensor]
 both = pytest.mark.parametrize("gemm", [grouped_gemm_eager, grouped_gemm_torch])

@@ -8,10 +8,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from drawloom.kernels import linear_cross_entropy
-from drawloom.kernels.cut_cross_entropy import LogitCut
+from drawloom.kernels.cross_entropy import eager
+from drawloom.kernels.cross_entropy.eager import LogitCut, linear_cross_entropy_eager
 from drawloom.kernels.deferred_grads import Deferral
-from drawloom.kernels.linear_cross_entropy import linear_cross_entropy_eager
 from support.cross_entropy import exact_losses
 
 
@@ -25,8 +24,8 @@ def losses_of(*inputs: Any, **options: Any) -> Tensor:
 def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Set the chunk size of the kernel: its own (all tokens here), or a small one."""
     if request.param is not None:
-        monkeypatch.setattr(linear_cross_entropy, "MIN_CHUNK_TOKENS", request.param)
-        monkeypatch.setattr(linear_cross_entropy, "MIN_CHUNK_LOGITS", 0)
+        monkeypatch.setattr(eager, "MIN_CHUNK_TOKENS", request.param)
+        monkeypatch.setattr(eager, "MIN_CHUNK_LOGITS", 0)
 
 
 def random_case(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
@@ -107,8 +106,8 @@ def test_half_precision_agrees_with_float64(dtype: torch.dtype) -> None:
 
 def test_weight_gradient_does_not_stall(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over many chunks a bfloat16 weight's gradient keeps growing: a bfloat16 sum would stop at 256 times a part."""
-    monkeypatch.setattr(linear_cross_entropy, "MIN_CHUNK_TOKENS", 1)
-    monkeypatch.setattr(linear_cross_entropy, "MIN_CHUNK_LOGITS", 0)
+    monkeypatch.setattr(eager, "MIN_CHUNK_TOKENS", 1)
+    monkeypatch.setattr(eager, "MIN_CHUNK_LOGITS", 0)
     hidden, weight = torch.ones(1000, 3).bfloat16(), torch.zeros(2, 3).bfloat16().requires_grad_()
     losses = losses_of(hidden, weight, torch.zeros(1000, dtype=torch.int64))
     (grad,) = torch.autograd.grad(losses.sum(), weight)
@@ -129,8 +128,8 @@ def test_strided_inputs_give_the_same_result() -> None:
 
 def test_no_tensor_is_larger_than_a_chunk_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither pass allocates a tensor as large as all logits if there are several chunks."""
-    monkeypatch.setattr(linear_cross_entropy, "MIN_CHUNK_TOKENS", 64)
-    monkeypatch.setattr(linear_cross_entropy, "MIN_CHUNK_LOGITS", 0)
+    monkeypatch.setattr(eager, "MIN_CHUNK_TOKENS", 64)
+    monkeypatch.setattr(eager, "MIN_CHUNK_LOGITS", 0)
     hidden, weight = torch.randn(512, 4, requires_grad=True), torch.randn(1000, 4, requires_grad=True)
     with LargestTensor() as largest:
         losses = losses_of(hidden, weight, torch.randint(1000, (512,)))
@@ -158,8 +157,8 @@ class LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def test_weight_gradient_can_be_deferred(tokens: int, chunked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A deferred weight gradient is bitwise equal to an immediate one, whether all logits are kept or none."""
     if chunked:
-        monkeypatch.setattr(linear_cross_entropy, "MIN_CHUNK_TOKENS", 2)
-        monkeypatch.setattr(linear_cross_entropy, "MIN_CHUNK_LOGITS", 0)
+        monkeypatch.setattr(eager, "MIN_CHUNK_TOKENS", 2)
+        monkeypatch.setattr(eager, "MIN_CHUNK_LOGITS", 0)
     hidden, weight, targets = random_case((tokens,))
     tensors = hidden.requires_grad_(), weight.requires_grad_()
     grad = torch.randn(tokens)

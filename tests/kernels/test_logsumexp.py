@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from drawloom.kernels.logsumexp import logsumexp_in_fixed_order
+from drawloom.kernels.cross_entropy.logsumexp import logsumexp_in_fixed_order
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 7, 96, 257, 1000])

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drawloom.kernels.moe import moe_routes_eager
+from drawloom.kernels.moe.eager import moe_routes_eager
 
 
 def by_hand(expert_indices: list[list[int]], experts: int) -> tuple[list[list[int]], list[int], list[int]]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from drawloom.kernels.float8.eager import EAGER
 from drawloom.kernels.float8.experts import experts_float8
 from drawloom.kernels.float8.linear import linear_float8, mlp_float8, rms_norm_float8
-from drawloom.kernels.moe import Routes
+from drawloom.kernels.moe.eager import Routes
 from drawloom.kernels.recompute import Quantized, accept_rounded_inputs, get_wrapper_of_saved_variable
 from support import pipelines
 from support.pipelines import assert_same_steps

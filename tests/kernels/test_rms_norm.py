@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drawloom.kernels.rms_norm import add_rms_norm_eager, rms_norm_eager
+from drawloom.kernels.rms_norm.eager import add_rms_norm_eager, rms_norm_eager
 
 
 def formula(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drawloom.kernels.rope import rope_eager
+from drawloom.kernels.rope.eager import rope_eager
 
 
 def rotate_complex(x: Tensor, angles: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from drawloom.kernels.rope_frequencies import (
+from drawloom.kernels.rope.frequencies import (
     DynamicScaling,
     LinearScaling,
     Llama3Scaling,

@@ -2,9 +2,9 @@
 
 import torch
 
-from drawloom.kernels.rms_norm import rms_norm_eager
-from drawloom.kernels.rope import qk_norm_rope_eager, rope_eager
-from drawloom.kernels.rope_frequencies import compute_rope_cos_and_sin
+from drawloom.kernels.rms_norm.eager import rms_norm_eager
+from drawloom.kernels.rope.eager import qk_norm_rope_eager, rope_eager
+from drawloom.kernels.rope.frequencies import compute_rope_cos_and_sin
 
 
 def test_queries_and_keys_use_their_own_weights() -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from drawloom.kernels.scale import scale_and_sum_squares
+from drawloom.kernels.gradients.eager import scale_and_sum_squares
 from support.kernels import DEVICE
 
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from drawloom.kernels.stochastic_copy import stochastic_copy_eager
+from drawloom.kernels.stochastic_copy.eager import stochastic_copy_eager
 
 
 def copy(source: Tensor, key: int = 1, counter: int = 0, first: int = 0) -> Tensor:

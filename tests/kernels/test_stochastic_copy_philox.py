@@ -2,7 +2,7 @@
 
 import torch
 
-from drawloom.kernels.stochastic_copy import philox
+from drawloom.kernels.stochastic_copy.eager import philox
 
 ALL = 2**64 - 1
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from drawloom.kernels.sum_parts import sum_parts_eager
-from drawloom.kernels.triton.sum_parts import BLOCK, _sum_parts_kernel, sum_parts_triton
+from drawloom.kernels.gradients.eager import sum_parts_eager
+from drawloom.kernels.gradients.triton import BLOCK, _sum_parts_kernel, sum_parts_triton
 from support.kernels import DEVICE
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drawloom.kernels.swiglu import swiglu_eager, swiglu_halves_eager
+from drawloom.kernels.gates.eager import swiglu_eager, swiglu_halves_eager
 
 
 def formula(gate: Tensor, up: Tensor) -> Tensor:

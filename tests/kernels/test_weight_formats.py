@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drawloom.kernels.weight_formats import FLOAT8, FORMATS, FP4_VALUES, MXFP4, NF4, NF4_VALUES, WeightFormat
+from drawloom.kernels.weight_formats.eager import FLOAT8, FORMATS, FP4_VALUES, MXFP4, NF4, NF4_VALUES, WeightFormat
 
 NAMES = sorted(FORMATS)
 BITSANDBYTES = "018a183aa8d5d4b4d1afc15052e711ed1c603f92733cf1c6e256d7b8cbae025f"

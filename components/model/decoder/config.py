@@ -19,7 +19,7 @@ from drawloom.components.model.decoder.specs import (
 )
 from drawloom.graph import above, at_least, between, setting
 from drawloom.graph.component import Bound
-from drawloom.kernels.attention_options import AttentionOptions
+from drawloom.kernels.attention.options import AttentionOptions
 
 MAX_SIZES = {
     "num_hidden_layers": 10_000,  # ten times the deepest transformers; building many more would take hours

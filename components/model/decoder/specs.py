@@ -6,7 +6,7 @@ import attrs
 
 from drawloom.components.model.decoder.rope import Rope
 from drawloom.components.model.decoder.router import Routing
-from drawloom.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
+from drawloom.kernels.attention.options import PLAIN_ATTENTION, AttentionOptions
 
 Activation = Literal["silu", "gelu_tanh"]
 """Activation of the gate in a feed-forward network; `gelu_tanh` is the tanh approximation of GELU."""
@@ -110,7 +110,7 @@ class MlpSpec:
 
 @attrs.frozen
 class ClampedSwiGlu:
-    """Slope and bound for clamped SwiGLU, see kernels/oss_swiglu.py."""
+    """Slope and bound for clamped SwiGLU, see kernels/gates/eager.py."""
 
     alpha: float
     limit: float

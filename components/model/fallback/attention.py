@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from drawloom.components.model.fallback.parts import SelfCheckError
 from drawloom.components.ports.model import Kernels, TokenContext
-from drawloom.kernels.attention_options import AttentionOptions
+from drawloom.kernels.attention.options import AttentionOptions
 
 NAME = "drawloom"
 """Name of the attention in transformers' registry, which has no entry for its masks, so that no mask is built."""

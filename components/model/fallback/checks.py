@@ -23,7 +23,7 @@ from drawloom.components.model.fallback.parts import (
 )
 from drawloom.components.ports.model import LayerRange, TokenContext
 from drawloom.components.weights.convert import convert_tensors, persistent_tensors
-from drawloom.kernels.attention import attention_eager, create_causal_document_mask
+from drawloom.kernels.attention.eager import attention_eager, create_causal_document_mask
 from drawloom.kernels.linear import embedding_eager, linear_eager
 
 T = TypeVar("T")

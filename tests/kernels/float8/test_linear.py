@@ -21,10 +21,10 @@ from drawloom.kernels.float8.linear import (
     mlp_float8,
     rms_norm_float8,
 )
+from drawloom.kernels.gates.eager import swiglu_eager
 from drawloom.kernels.linear import linear_eager
 from drawloom.kernels.recompute import Selective, call_recomputable, call_with_recomputation
-from drawloom.kernels.rms_norm import rms_norm_eager
-from drawloom.kernels.swiglu import swiglu_eager
+from drawloom.kernels.rms_norm.eager import rms_norm_eager
 
 TOKENS, INPUTS, OUTPUTS = 37, 64, 48
 

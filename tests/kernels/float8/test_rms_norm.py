@@ -6,7 +6,7 @@ import torch
 from drawloom.kernels.float8.eager import EAGER
 from drawloom.kernels.float8.linear import rms_norm_float8
 from drawloom.kernels.float8.triton import TRITON
-from drawloom.kernels.triton.rms_norm import add_rms_norm_triton, rms_norm_triton
+from drawloom.kernels.rms_norm.triton import add_rms_norm_triton, rms_norm_triton
 from support.kernels import DEVICE
 
 

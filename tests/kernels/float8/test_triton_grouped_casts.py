@@ -9,7 +9,7 @@ from torch import Tensor
 from drawloom.kernels.float8.eager import EAGER, ScaledRows, allocate_quantized_experts
 from drawloom.kernels.float8.experts import expert_rows_float8, experts_float8
 from drawloom.kernels.float8.triton import TRITON
-from drawloom.kernels.moe import moe_routes_eager
+from drawloom.kernels.moe.eager import moe_routes_eager
 from support.kernels import DEVICE
 
 EXPERTS, TOP_K = 5, 2

@@ -9,9 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from drawloom.kernels.adamw import AdamwEager, ParamState, compute_step_scalars
-from drawloom.kernels.dynamic_map import ZERO_CODE, compute_scales_shape, compute_values_and_midpoints
-from drawloom.kernels.triton.adamw import PART, AdamwTriton
+from drawloom.kernels.adamw.eager import (
+    ZERO_CODE,
+    AdamwEager,
+    ParamState,
+    compute_scales_shape,
+    compute_step_scalars,
+    compute_values_and_midpoints,
+)
+from drawloom.kernels.adamw.triton import PART, AdamwTriton
 from support.kernels import BOUNDARIES, DEVICE, few
 from support.seeding import seeds
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from drawloom.kernels.attention import EAGER, attention_eager, create_causal_document_mask, create_causal_mask
-from drawloom.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
-from drawloom.kernels.triton.attention_blocks import BlockMask, attend_in_blocks_triton, create_block_attention
+from drawloom.kernels.attention.eager import EAGER, attention_eager, create_causal_document_mask, create_causal_mask
+from drawloom.kernels.attention.options import PLAIN_ATTENTION, AttentionOptions
+from drawloom.kernels.batch_invariant.triton import BlockMask, attend_in_blocks_triton, create_block_attention
 from support.kernels import DEVICE, draw_tensor
 
 CASES: dict[str, tuple[Any, ...]] = {

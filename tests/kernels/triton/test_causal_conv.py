@@ -4,8 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drawloom.kernels.causal_conv import causal_conv_eager
-from drawloom.kernels.triton.causal_conv import causal_conv_triton
+from drawloom.kernels.gated_delta.eager import causal_conv_eager
+from drawloom.kernels.gated_delta.triton import causal_conv_triton
 from support.kernels import DEVICE, assert_all_close, draw_tensor, dtypes, exact, few, layouts
 from support.seeding import seeds
 

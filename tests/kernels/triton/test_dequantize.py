@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from drawloom.kernels.dequantize import dequantize_eager
-from drawloom.kernels.triton.dequantize import dequantize_triton
-from drawloom.kernels.weight_formats import FORMATS
+from drawloom.kernels.weight_formats.eager import FORMATS, dequantize_eager
+from drawloom.kernels.weight_formats.triton import dequantize_triton
 from support.kernels import DEVICE
 
 SHAPES = [(1, 128), (3, 384), (40, 512), (2, 3, 128)]

@@ -4,8 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drawloom.kernels.expert_bias import add_expert_bias_eager
-from drawloom.kernels.triton.expert_bias import add_expert_bias_triton
+from drawloom.kernels.grouped_gemm.eager import add_expert_bias_eager
+from drawloom.kernels.grouped_gemm.triton import add_expert_bias_triton
 from support.kernels import DEVICE, assert_all_close, assert_close, draw_tensor, dtypes, exact, few, layouts
 from support.seeding import seeds
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from drawloom.kernels.gated_delta import delta_rule_eager
-from drawloom.kernels.recurrence import RecurrentDocuments, number_recurrent_documents
-from drawloom.kernels.triton.gated_delta import delta_rule_triton
+from drawloom.kernels.gated_delta.eager import RecurrentDocuments, delta_rule_eager, number_recurrent_documents
+from drawloom.kernels.gated_delta.triton import delta_rule_triton
 from support.kernels import DEVICE, assert_all_close, exact
 from support.recurrences import Inputs, draw_recurrence, replace_tokens
 

@@ -5,10 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drawloom.kernels.geglu import geglu_eager
-from drawloom.kernels.oss_swiglu import oss_swiglu_halves_eager
-from drawloom.kernels.triton.geglu import geglu_triton
-from drawloom.kernels.triton.oss_swiglu import oss_swiglu_halves_triton
+from drawloom.kernels.gates.eager import geglu_eager, oss_swiglu_halves_eager
+from drawloom.kernels.gates.triton import geglu_triton, oss_swiglu_halves_triton
 from support.kernels import DEVICE, assert_all_close, assert_close, draw_tensor, dtypes, exact, few, layouts
 from support.seeding import seeds
 

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from drawloom.kernels.deferred_grads import Deferral
-from drawloom.kernels.grouped_gemm import grouped_gemm_eager
-from drawloom.kernels.triton import grouped_gemm as module
-from drawloom.kernels.triton import grouped_gemm_blocks, tma
-from drawloom.kernels.triton.grouped_gemm import grouped_gemm_triton
+from drawloom.kernels.grouped_gemm import triton as module
+from drawloom.kernels.grouped_gemm.eager import grouped_gemm_eager
+from drawloom.kernels.grouped_gemm.triton import grouped_gemm_triton
+from drawloom.kernels.triton import tma
 from support.kernels import DEVICE, assert_all_close, assert_close, draw_tensor, dtypes, exact, few, layouts
 from support.seeding import seeds
 
@@ -97,7 +97,7 @@ def test_tma_equals_eager(
     wide, used = exact(x, weight), slice(rows - unused)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tma, "is_supported", lambda device: True)
-        patch.setattr(grouped_gemm_blocks, "MIN_ROWS_PER_EXPERT", 0)
+        patch.setattr(module, "MIN_ROWS_PER_EXPERT", 0)
         actual = grouped_gemm_triton(x, weight, ends, transposed)
         result = torch.autograd.grad(actual, (x, weight), grad)
     expected = grouped_gemm_eager(wide[0], wide[1], ends, transposed)
@@ -110,7 +110,7 @@ def test_tma_is_used_only_for_aligned_half_precision(monkeypatch: pytest.MonkeyP
     """TMA needs half precision, rows at multiples of 16 bytes, transposed or not, and enough rows per expert."""
     monkeypatch.setattr(tma, "is_supported", lambda device: True)
     rows, weight = torch.zeros(256, 16, dtype=torch.bfloat16), torch.zeros(4, 16, 24, dtype=torch.bfloat16)
-    is_faster_by_tma = grouped_gemm_blocks.is_faster_by_tma
+    is_faster_by_tma = module.is_faster_by_tma
     assert is_faster_by_tma(4, rows, weight) and is_faster_by_tma(4, rows, weight.transpose(1, 2))
     assert not is_faster_by_tma(5, rows, weight)
     assert not is_faster_by_tma(4, rows.float(), weight.float())

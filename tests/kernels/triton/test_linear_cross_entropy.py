@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from drawloom.kernels.cross_entropy import triton as module
+from drawloom.kernels.cross_entropy.eager import linear_cross_entropy_eager
+from drawloom.kernels.cross_entropy.triton import linear_cross_entropy_triton
 from drawloom.kernels.deferred_grads import Deferral
-from drawloom.kernels.linear_cross_entropy import linear_cross_entropy_eager
-from drawloom.kernels.triton import linear_cross_entropy
-from drawloom.kernels.triton.linear_cross_entropy import linear_cross_entropy_triton
 from support.cross_entropy import random_targets
 from support.kernels import DEVICE, assert_all_close, draw_tensor, dtypes, exact, few, layouts
 from support.seeding import seeds
@@ -21,7 +21,7 @@ from support.seeding import seeds
 def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep all logits, or compute in chunks, whatever the sizes."""
     if request.param == "in chunks":
-        monkeypatch.setattr(linear_cross_entropy, "MAX_LOGITS", 1)
+        monkeypatch.setattr(module, "MAX_LOGITS", 1)
 
 
 def losses_of(*inputs: Any, **options: Any) -> Tensor:
@@ -64,7 +64,7 @@ def test_triton_equals_eager(
     weight = draw_tensor(of_weight, words, width, dtype=dtype, scale=width**-0.5)
     targets, wide = random_targets(tuple(shape), words), exact(hidden, weight)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linear_cross_entropy, "MAX_LOGITS", at_once)
+        patch.setattr(module, "MAX_LOGITS", at_once)
         actual = losses_of(hidden, weight, targets)
     expected = eager_losses(wide[0], wide[1], targets)
     assert actual.dtype == torch.float32
@@ -78,8 +78,8 @@ def test_triton_equals_eager(
 
 def test_several_chunks_give_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several chunks, the last one smaller, over more words than a block, give the result of all tokens."""
-    monkeypatch.setattr(linear_cross_entropy, "MAX_LOGITS", 1)
-    monkeypatch.setattr(linear_cross_entropy, "BLOCK", 64)
+    monkeypatch.setattr(module, "MAX_LOGITS", 1)
+    monkeypatch.setattr(module, "BLOCK", 64)
     hidden, weight = draw_tensor("contiguous", 150, 8), draw_tensor("contiguous", 200, 8)
     targets, wide = random_targets((150,), 200), exact(hidden, weight)
     actual = losses_of(hidden, weight, targets)
@@ -93,7 +93,7 @@ def test_several_chunks_give_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("at_once", [1, 2**20])
 def test_chunks_cover_all_tokens(tokens: int, at_once: int) -> None:
     """Chunks have every token once, none is larger than may exist together, and all but the last are equal."""
-    chunks = list(linear_cross_entropy._split_token_chunks(tokens, 1000, at_once))
+    chunks = list(module._split_token_chunks(tokens, 1000, at_once))
     sizes = [len(range(tokens)[chunk]) for chunk in chunks]
     assert [token for chunk in chunks for token in range(tokens)[chunk]] == list(range(tokens))
     assert all(size <= max(128, at_once // 1000) for size in sizes)
@@ -194,7 +194,7 @@ def test_gradients_flow_through_losses_and_lse(
     if outputs != "both":
         factors[outputs == "losses"].zero_()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linear_cross_entropy, "MAX_LOGITS", max_logits)
+        patch.setattr(module, "MAX_LOGITS", max_logits)
         actual = linear_cross_entropy_triton(hidden, weight, targets, token_weights=token_weights)
     expected = linear_cross_entropy_eager(wide[0], wide[1], targets, token_weights=token_weights)
     eps = torch.finfo(dtype).eps

@@ -7,9 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from drawloom.kernels.moe import Routes, moe_permute_eager, moe_routes_eager, moe_unpermute_eager
-from drawloom.kernels.moe_peers import EAGER, PeerTensors
-from drawloom.kernels.triton.moe_peers import TRITON
+from drawloom.kernels.moe.eager import (
+    EAGER,
+    PeerTensors,
+    Routes,
+    moe_permute_eager,
+    moe_routes_eager,
+    moe_unpermute_eager,
+)
+from drawloom.kernels.moe.triton import moe_peers_triton
 from support.kernels import DEVICE, assert_close, dtypes, few
 from support.seeding import seeds
 
@@ -41,20 +47,20 @@ def test_rows_and_sums_equal_plain_torch(
     hidden = torch.randn(tokens, width, device=DEVICE).to(dtype)
     scalars = torch.rand(tokens, top_k, device=DEVICE)
     local = EAGER.localize_choices(peers(chosen, ranks), first, local_experts)
-    assert torch.equal(TRITON.localize_choices(peers(chosen, ranks), first, local_experts), local)
+    assert torch.equal(moe_peers_triton.localize_choices(peers(chosen, ranks), first, local_experts), local)
     routes = moe_routes_eager(local, local_experts)
     routes = routes._replace(source_choice=routes.source_choice[: int(routes.offsets[-1])])
     rows, row_scalars = EAGER.read_rows_and_scalars(peers(hidden, ranks), peers(scalars, ranks), routes)
     expected: Any = moe_permute_eager(hidden, scalars, routes)
     for actual in (
         (rows, row_scalars),
-        TRITON.read_rows_and_scalars(peers(hidden, ranks), peers(scalars, ranks), routes),
+        moe_peers_triton.read_rows_and_scalars(peers(hidden, ranks), peers(scalars, ranks), routes),
     ):
         assert all(torch.equal(result, reference) for result, reference in zip(actual, expected, strict=True))  # type: ignore[arg-type]
-    bare, nothing = TRITON.read_rows_and_scalars(peers(hidden, ranks), None, routes)
+    bare, nothing = moe_peers_triton.read_rows_and_scalars(peers(hidden, ranks), None, routes)
     assert nothing is None and torch.equal(bare, rows)
     staged = []
-    for exchange in (EAGER, TRITON):
+    for exchange in (EAGER, moe_peers_triton):
         sums, by_choice = torch.zeros_like(hidden), torch.zeros_like(scalars)
         exchange.publish_token_sums(rows, row_scalars, routes.dest_row, sums, by_choice)
         assert_close(sums, moe_unpermute_eager(rows.double(), routes), 2)
@@ -82,7 +88,7 @@ def test_sums_are_over_the_ranks_of_the_choices(
         for choice, expert in enumerate(experts):
             if expert >= 0:
                 choice_scalars[token, choice] = scalars[expert // local_experts, first + token, choice]
-    for exchange in (EAGER, TRITON):
+    for exchange in (EAGER, moe_peers_triton):
         total, actual = exchange.read_token_sums_and_scalars(*given, chosen, first, local_experts)
         assert total.dtype == dtype and actual is not None
         assert_close(total, expected, 2)
@@ -105,7 +111,7 @@ def test_publish_and_limit_equal_plain_torch(
     chosen = chosen_by(tokens, top_k, local_experts).long()
     room, most = max(1, tokens * top_k - unused), torch.tensor([unused], dtype=torch.int32, device=DEVICE)
     actual: list[Any] = []
-    for exchange in (EAGER, TRITON):
+    for exchange in (EAGER, moe_peers_triton):
         shown = torch.zeros(slots, width, device=DEVICE).to(dtype), torch.zeros(slots, top_k, device=DEVICE)
         choices = torch.zeros(slots, top_k, dtype=torch.int32, device=DEVICE)
         exchange.write_tokens_to_slots([hidden, scalars, chosen], [*shown, choices])
@@ -131,7 +137,7 @@ def test_no_rows_give_empty_results() -> None:
     hidden: Any = torch.randn(4, 8, device=DEVICE)
     routes = Routes(*moe_routes_eager(chosen, 2))
     routes = routes._replace(source_choice=routes.source_choice[:0])
-    for exchange in (EAGER, TRITON):
+    for exchange in (EAGER, moe_peers_triton):
         rows, _ = exchange.read_rows_and_scalars(peers(hidden, 2), None, routes)
         sums = torch.ones_like(hidden)
         exchange.publish_token_sums(rows, None, routes.dest_row, sums, None)

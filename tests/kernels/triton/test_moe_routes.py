@@ -4,8 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drawloom.kernels.moe import moe_routes_eager
-from drawloom.kernels.triton.moe_routes import moe_routes_triton
+from drawloom.kernels.moe.eager import moe_routes_eager
+from drawloom.kernels.moe.triton import moe_routes_triton
 from support.kernels import DEVICE, few
 from support.seeding import seeds
 

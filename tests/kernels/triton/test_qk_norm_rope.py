@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from drawloom.kernels.rope import qk_norm_rope_eager
-from drawloom.kernels.rope_frequencies import compute_rope_cos_and_sin
-from drawloom.kernels.triton.qk_norm_rope import qk_norm_rope_triton
+from drawloom.kernels.rope.eager import qk_norm_rope_eager
+from drawloom.kernels.rope.frequencies import compute_rope_cos_and_sin
+from drawloom.kernels.rope.triton import qk_norm_rope_triton
 from support.kernels import DEVICE, assert_all_close, draw_tensor, dtypes, exact, few, layouts
 from support.seeding import seeds
 

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drawloom.kernels.rms_norm import add_rms_norm_eager, rms_norm_eager
-from drawloom.kernels.triton.rms_norm import add_rms_norm_triton, rms_norm_triton
+from drawloom.kernels.rms_norm.eager import add_rms_norm_eager, rms_norm_eager
+from drawloom.kernels.rms_norm.triton import add_rms_norm_triton, rms_norm_triton
 from support.kernels import DEVICE, assert_all_close, assert_close, draw_tensor, dtypes, exact, few, layouts
 from support.seeding import seeds
 

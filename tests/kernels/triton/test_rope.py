@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from drawloom.kernels.rope import rope_eager
-from drawloom.kernels.rope_frequencies import compute_rope_cos_and_sin
-from drawloom.kernels.triton.rope import rope_triton
+from drawloom.kernels.rope.eager import rope_eager
+from drawloom.kernels.rope.frequencies import compute_rope_cos_and_sin
+from drawloom.kernels.rope.triton import rope_triton
 from support.kernels import DEVICE, assert_close, draw_tensor, dtypes, exact, few, layouts
 from support.seeding import seeds
 

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drawloom.kernels.scale import scale_and_sum_squares_eager
-from drawloom.kernels.triton.scale import BLOCK, PART, scale_and_sum_squares_triton
+from drawloom.kernels.gradients.eager import scale_and_sum_squares_eager
+from drawloom.kernels.gradients.triton import BLOCK, PART, scale_and_sum_squares_triton
 from support.kernels import DEVICE, few
 from support.seeding import seeds
 

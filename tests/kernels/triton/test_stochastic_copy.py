@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drawloom.kernels.stochastic_copy import stochastic_copy_eager
-from drawloom.kernels.triton.stochastic_copy import stochastic_copy_triton
+from drawloom.kernels.stochastic_copy.eager import stochastic_copy_eager
+from drawloom.kernels.stochastic_copy.triton import stochastic_copy_triton
 from support.kernels import BOUNDARIES, DEVICE, draw_tensor, few, int64s, layouts
 from support.seeding import seeds
 

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drawloom.kernels.swiglu import swiglu_eager, swiglu_halves_eager
-from drawloom.kernels.triton.swiglu import swiglu_halves_triton, swiglu_triton
+from drawloom.kernels.gates.eager import swiglu_eager, swiglu_halves_eager
+from drawloom.kernels.gates.triton import swiglu_halves_triton, swiglu_triton
 from support.kernels import DEVICE, assert_all_close, assert_close, draw_tensor, dtypes, exact, few, layouts
 from support.seeding import seeds
 
