@@ -164,8 +164,8 @@ def _create_argument_selector(
 
 
 def make_differentiable(
-    forward: Callable[Arguments, Any], backward: Callable[..., Sequence[Tensor | None]], results: int | None = None
-) -> Callable[Arguments, Any]:
+    forward: Callable[Arguments, Results], backward: Callable[..., Sequence[Tensor | None]], results: int | None = None
+) -> Callable[Arguments, Results]:
     """
     Return `forward` with gradients: autograd saves its arguments, which are tensors or constants.
 
@@ -175,7 +175,7 @@ def make_differentiable(
     """
 
     def save_and_compute(ctx: Any, *arguments: Any) -> Any:
-        computed = forward(*arguments)  # type: ignore[call-arg]
+        computed: Any = forward(*arguments)  # type: ignore[call-arg]
         values = *arguments, *(() if results is None else computed[results:])
         ctx.save_for_backward(*(value if isinstance(value, Tensor) else None for value in values))
         ctx.constants = [None if isinstance(value, Tensor) else value for value in values]
@@ -192,5 +192,5 @@ def make_differentiable(
         "backward": staticmethod(once_differentiable(compute_gradients)),
     }
     function: Any = type(forward.__name__, (Function,), methods)
-    differentiable: Callable[Arguments, Any] = function.apply
+    differentiable: Callable[Arguments, Results] = function.apply
     return differentiable

@@ -8,8 +8,8 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
+from drawloom.components.data.mixture import list_document_sources
 from drawloom.components.data.order.stream import convert_token_weights_to_shares, list_row_sources
-from drawloom.components.data.sources.mixed import list_document_sources
 from drawloom.components.ports.corpus import ChatTokenizer, Split, TokenDocuments, Tokenizer
 from drawloom.components.ports.data import IGNORE_INDEX, PackedDataset, RowsOfTokens, TracedRows, require_token_batch
 from drawloom.graph.cli.result import output, output_class

@@ -19,7 +19,13 @@ from drawloom.components.ports.experts import supports_expert_parallel
 from drawloom.components.ports.features import combine_classes, put_class_before
 from drawloom.components.ports.model import LinearLayer, StoredLayer
 from drawloom.kernels.float8.eager import Float8Kernels, Float8Rows
-from drawloom.kernels.float8.experts import CachedFloat8Experts, expert_rows_float8, experts_float8
+from drawloom.kernels.float8.experts import (
+    CachedFloat8Experts,
+    expert_rows_float8,
+    experts_float8,
+    pack_weights,
+    unpack_weights,
+)
 from drawloom.kernels.float8.linear import (
     CachedFloat8Weights,
     linear_float8,
@@ -28,7 +34,6 @@ from drawloom.kernels.float8.linear import (
     mlp_float8,
     rms_norm_float8,
 )
-from drawloom.kernels.float8.message import pack_weights, unpack_weights
 from drawloom.kernels.moe.eager import Routes
 from drawloom.kernels.recompute import accept_rounded_inputs
 from drawloom.kernels.results import NormAndSum

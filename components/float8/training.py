@@ -32,15 +32,8 @@ from drawloom.components.ports.model import StoredLayer
 from drawloom.components.ports.slices import RankSlice
 from drawloom.graph import Problem, UserError, component, setting
 from drawloom.graph.wiring.node import NodeView
-from drawloom.kernels.float8.eager import (
-    ALIGNMENT,
-    MIN_CAPABILITY,
-    Float8Kernels,
-    Implementation,
-    choose_float8_kernels,
-    lacks_float8,
-)
-from drawloom.kernels.float8.linear import CachedFloat8Weights
+from drawloom.kernels.float8.eager import ALIGNMENT, MIN_CAPABILITY, Float8Kernels, lacks_float8
+from drawloom.kernels.float8.linear import CachedFloat8Weights, Implementation, choose_float8_kernels
 
 Layers = Mapping[str, Candidate]
 

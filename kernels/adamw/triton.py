@@ -26,7 +26,13 @@ from drawloom.kernels.adamw.eager import BLOCK as CODE_BLOCK
 from drawloom.kernels.adamw.eager import SMALLEST, ParamState, compute_values_and_midpoints
 from drawloom.kernels.gradients.eager import scale_and_sum_squares
 from drawloom.kernels.triton.launch import cache_launches, limit_registers
-from drawloom.kernels.triton.primitives import philox, round_stochastically, split_into_16bit_halves, upload
+from drawloom.kernels.triton.primitives import (
+    load_or_zero,
+    philox,
+    round_stochastically,
+    split_into_16bit_halves,
+    upload,
+)
 
 ALIGNMENT = 16
 """Bytes per vectorized load; kernels read other tensors element by element."""
@@ -270,8 +276,7 @@ def multiply_by_factors(gradients, factors, FACTORS: tl.constexpr):
 
 
 # fmt: off
-@cache_launches
-@triton.jit
+@cache_launches()
 def _adamw_kernel(
     table, parts, decays, scalars, scalars_stride, counter, found_inf, factors, weight_like, grad_like,
     exp_avg_like,
@@ -303,10 +308,9 @@ def _adamw_kernel(
     scalars += tl.load(table + 5) * scalars_stride
     key, first = tl.load(table + 6), tl.load(table + 7)
     width, stride = tl.load(table + 8), tl.load(table + 9)
-    lr, one_minus_beta1, one_minus_beta2 = tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2)
-    corrected_lr, sq_correction, eps = tl.load(scalars + 3), tl.load(scalars + 4), tl.load(scalars + 5)
-    lr_decay = lr * tl.load(decays + row)
+    step = _load_step_scalars(scalars, decays + row)
     noise_step = None if counter is None else tl.load(counter)
+    tensors = weight, grad, exp_avg, exp_avg_sq, max_sq, remainder
     # fmt: off
     for block in range(0, tl.minimum(PART, count - start), BLOCK):
         element = start + block + tl.arange(0, BLOCK)
@@ -315,13 +319,40 @@ def _adamw_kernel(
         else:
             index = _parameter_index(element, first, width, stride, ROWS)
         if start + block + BLOCK <= count:
-            _update_elements(weight, grad, factors, exp_avg, exp_avg_sq, max_sq, remainder, element, None, key, index,
-                    noise_step, PAIRS, AMSGRAD, MASTER, MAXIMIZE, FACTORS, lr_decay, one_minus_beta1, one_minus_beta2,
-                    corrected_lr, sq_correction, eps)
+            _update_elements(tensors, factors, element, None, key, index, noise_step, step, PAIRS, AMSGRAD, MASTER,
+                    MAXIMIZE, FACTORS)
         else:
-            _update_elements(weight, grad, factors, exp_avg, exp_avg_sq, max_sq, remainder, element, element < count,
-                    key, index, noise_step, PAIRS, AMSGRAD, MASTER, MAXIMIZE, FACTORS, lr_decay, one_minus_beta1,
-                    one_minus_beta2, corrected_lr, sq_correction, eps)
+            _update_elements(tensors, factors, element, element < count, key, index, noise_step, step, PAIRS, AMSGRAD,
+                    MASTER, MAXIMIZE, FACTORS)
+
+
+@triton.jit
+def _load_step_scalars(scalars, decay):
+    """Return the step's scalars; in place of the learning rate, its product with the weight decay."""
+    lr, one_minus_beta1, one_minus_beta2 = tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2)
+    corrected_lr, sq_correction, eps = tl.load(scalars + 3), tl.load(scalars + 4), tl.load(scalars + 5)
+    return lr * tl.load(decay), one_minus_beta1, one_minus_beta2, corrected_lr, sq_correction, eps
+
+
+@triton.jit
+def _load_weight(weight, remainder, element, mask, MASTER: tl.constexpr):
+    """Load a weight in float32; with MASTER, put its halves together."""
+    if MASTER:
+        high = tl.load(weight + element, mask=mask).to(tl.int16, bitcast=True).to(tl.int32)
+        low = tl.load(remainder + element, mask=mask).to(tl.int32)
+        value = ((high << 16) + low).to(tl.float32, bitcast=True)
+    else:
+        value = tl.load(weight + element, mask=mask).to(tl.float32)
+    return value
+
+
+@triton.jit
+def _store_split_weight(weight, remainder, element, mask, new):
+    """Store the nearest bfloat16 number, and the rest as 16 bits."""
+    bits = new.to(tl.int32, bitcast=True)
+    high = tl.where(new != new, bits >> 16 | 0x40, bits + 0x8000 >> 16)
+    tl.store(weight + element, high.to(tl.int16).to(tl.bfloat16, bitcast=True), mask=mask)
+    tl.store(remainder + element, (bits - (high << 16)).to(tl.int16), mask=mask)
 
 
 @triton.jit
@@ -334,18 +365,14 @@ def _parameter_index(element, first, width, stride, ROWS: tl.constexpr):
 
 @triton.jit
 def _update_elements(
-    weight, grad, factors, exp_avg, exp_avg_sq, max_sq, remainder, element, mask, key, index, counter,
-    PAIRS: tl.constexpr, AMSGRAD: tl.constexpr, MASTER: tl.constexpr, MAXIMIZE: tl.constexpr, FACTORS: tl.constexpr,
-    lr_decay, one_minus_beta1, one_minus_beta2, corrected_lr, sq_correction, eps,
+    tensors, factors, element, mask, key, index, counter, step, PAIRS: tl.constexpr, AMSGRAD: tl.constexpr,
+    MASTER: tl.constexpr, MAXIMIZE: tl.constexpr, FACTORS: tl.constexpr,
 ):
     # fmt: on
     """Update elements by AdamW, with noise for the parameter indices `index`, of all elements or only the even ones."""
-    if MASTER:
-        high = tl.load(weight + element, mask=mask).to(tl.int16, bitcast=True).to(tl.int32)
-        low = tl.load(remainder + element, mask=mask).to(tl.int32)
-        old = ((high << 16) + low).to(tl.float32, bitcast=True)
-    else:
-        old = tl.load(weight + element, mask=mask).to(tl.float32)
+    weight, grad, exp_avg, exp_avg_sq, max_sq, remainder = tensors
+    lr_decay, one_minus_beta1, one_minus_beta2, corrected_lr, sq_correction, eps = step
+    old = _load_weight(weight, remainder, element, mask, MASTER)
     g = multiply_by_factors(tl.load(grad + element, mask=mask), factors, FACTORS)
     m = tl.load(exp_avg + element, mask=mask).to(tl.float32)
     s = tl.load(exp_avg_sq + element, mask=mask).to(tl.float32)
@@ -367,33 +394,33 @@ def _update_elements(
         s = _round_stochastically_if_bfloat16(s, for_square, index, exp_avg_sq, PAIRS)
     if AMSGRAD:  # both values are already in the stored dtype, so the maximum needs no rounding
         maximum = tl.maximum(maximum, s.to(tl.float32), propagate_nan=tl.PropagateNan.ALL)
-        tl.store(max_sq + element, maximum.to(max_sq.dtype.element_ty), mask=mask)
+        tl.store(max_sq + element, maximum, mask=mask)
     # These casts round float32 values without noise to the nearest.
     if MASTER:
-        bits = new.to(tl.int32, bitcast=True)
-        high = tl.where(new != new, bits >> 16 | 0x40, bits + 0x8000 >> 16)
-        tl.store(weight + element, high.to(tl.int16).to(tl.bfloat16, bitcast=True), mask=mask)
-        tl.store(remainder + element, (bits - (high << 16)).to(tl.int16), mask=mask)
+        _store_split_weight(weight, remainder, element, mask, new)
     else:
-        tl.store(weight + element, new.to(weight.dtype.element_ty), mask=mask)
-    tl.store(exp_avg + element, m.to(exp_avg.dtype.element_ty), mask=mask)
-    tl.store(exp_avg_sq + element, s.to(exp_avg_sq.dtype.element_ty), mask=mask)
+        tl.store(weight + element, new, mask=mask)
+    tl.store(exp_avg + element, m, mask=mask)
+    tl.store(exp_avg_sq + element, s, mask=mask)
 
 
 @triton.jit
 def _round_stochastically_if_bfloat16(x, word, index, pointer, PAIRS: tl.constexpr):
     """Round x stochastically with halves of the random words if the pointer is to bfloat16, else return it."""
     if pointer.dtype.element_ty == tl.bfloat16:
-        if PAIRS:
-            x = round_stochastically(x, split_into_16bit_halves(word))
-        else:
-            x = round_stochastically(x, tl.where((index & 1) > 0, word >> 16, word & 0xFFFF))
+        x = _round_by_half_of_word(x, word, index, PAIRS)
     return x
 
 
-# fmt: off
-@cache_launches
 @triton.jit
+def _round_by_half_of_word(x, word, index, PAIRS: tl.constexpr):
+    """Round x to bfloat16 stochastically, by its elements' indices, or for pairs by the even ones."""
+    noise = split_into_16bit_halves(word) if PAIRS else tl.where((index & 1) > 0, word >> 16, word & 0xFFFF)
+    return round_stochastically(x, noise)
+
+
+# fmt: off
+@cache_launches()
 def _adamw_8bit_kernel(
     table, parts, decays, scalars, scalars_stride, counter, found_inf, factors, weight_like, grad_like, maps,
     FACTORS: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, WHOLE: tl.constexpr, MASTER: tl.constexpr,
@@ -422,9 +449,9 @@ def _adamw_8bit_kernel(
     key, first = tl.load(table + 9), tl.load(table + 10)
     noise_width, noise_stride, width = tl.load(table + 11), tl.load(table + 12), tl.load(table + 13)
     by_row = (width + BLOCK - 1) // BLOCK
-    lr, one_minus_beta1, one_minus_beta2 = tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2)
-    corrected_lr, sq_correction, eps = tl.load(scalars + 3), tl.load(scalars + 4), tl.load(scalars + 5)
-    lr_decay = lr * tl.load(decays + row)
+    lr_decay, one_minus_beta1, one_minus_beta2, corrected_lr, sq_correction, eps = _load_step_scalars(
+        scalars, decays + row
+    )
     noise_step = None if counter is None else tl.load(counter)
     for offset in range(0, tl.minimum(PROGRAM_BLOCKS, blocks - begin), TILE):
         block = begin + offset + tl.arange(0, TILE)
@@ -436,13 +463,8 @@ def _adamw_8bit_kernel(
             start = (block // by_row) * width + (block % by_row) * BLOCK
             mask = ((block % by_row)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :] < width) & is_block[:, None]
         element = start[:, None] + tl.arange(0, BLOCK)[None, :]
-        if MASTER:
-            high = tl.load(weight + element, mask=mask).to(tl.int16, bitcast=True).to(tl.int32)
-            low = tl.load(remainder + element, mask=mask).to(tl.int32)
-            old = ((high << 16) + low).to(tl.float32, bitcast=True)
-        else:
-            old = tl.load(weight + element, mask=mask).to(tl.float32)
-        g = multiply_by_factors(_load_or_zero(grad + element, mask), factors, FACTORS)
+        old = _load_weight(weight, remainder, element, mask, MASTER)
+        g = multiply_by_factors(load_or_zero(grad + element, mask), factors, FACTORS)
         if MAXIMIZE:
             g = -g
         m = _load_and_decode_moments(mean, mean_scale, maps, element, block, mask, is_block)
@@ -452,10 +474,7 @@ def _adamw_8bit_kernel(
         old = old - old * lr_decay
         new = old - tl.div_rn(m * corrected_lr, tl.sqrt_rn(s) * sq_correction + eps)
         if MASTER:
-            bits = new.to(tl.int32, bitcast=True)
-            high = tl.where(new != new, bits >> 16 | 0x40, bits + 0x8000 >> 16)
-            tl.store(weight + element, high.to(tl.int16).to(tl.bfloat16, bitcast=True), mask=mask)
-            tl.store(remainder + element, (bits - (high << 16)).to(tl.int16), mask=mask)
+            _store_split_weight(weight, remainder, element, mask, new)
         else:
             if counter is not None and weight.dtype.element_ty == tl.bfloat16:
                 index = element
@@ -463,30 +482,18 @@ def _adamw_8bit_kernel(
                     index = start[:, None] + 2 * tl.arange(0, BLOCK // 2)[None, :]
                 if ROWS:
                     index = index // noise_width * noise_stride + index % noise_width
-                new = _round_stochastically(new, key, first + index, noise_step, PAIRS)
-            tl.store(weight + element, new.to(weight.dtype.element_ty), mask=mask)
+                word, _, _, _ = philox(key, first + index >> 1, noise_step)
+                new = _round_by_half_of_word(new, word, first + index, PAIRS)
+            tl.store(weight + element, new, mask=mask)
         _encode_and_store_moments(m, mean, mean_scale, maps + 256, element, block, mask, is_block, True, SMALLEST)
         _encode_and_store_moments(s, square, square_scale, maps + 768, element, block, mask, is_block, False, SMALLEST)
 
 
 @triton.jit
-def _load_or_zero(pointers, mask):
-    return tl.load(pointers) if mask is None else tl.load(pointers, mask=mask, other=0)
-
-
-@triton.jit
-def _round_stochastically(x, key, index, counter, PAIRS: tl.constexpr):
-    """Round x to bfloat16 stochastically, by its elements' indices, or for pairs by the even ones."""
-    word, _, _, _ = philox(key, index >> 1, counter)
-    noise = split_into_16bit_halves(word) if PAIRS else tl.where((index & 1) > 0, word >> 16, word & 0xFFFF)
-    return round_stochastically(x, noise)
-
-
-@triton.jit
 def _load_and_decode_moments(codes, scales, values, element, block, mask, is_block):
     """Decode numbers; 0 outside the mask."""
-    scale = tl.load(scales + block, mask=is_block, other=0.0)
-    numbers = tl.load(values + _load_or_zero(codes + element, mask).to(tl.int32)) * scale[:, None]
+    scale = load_or_zero(scales + block, is_block)
+    numbers = tl.load(values + load_or_zero(codes + element, mask).to(tl.int32)) * scale[:, None]
     if mask is not None:
         numbers = tl.where(mask, numbers, 0.0)
     return numbers

@@ -10,7 +10,6 @@ implementation differentiates, from the same inputs.
 from typing import Any, NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd import Function
@@ -19,7 +18,7 @@ from drawloom.kernels.attention.eager import AttentionImplementation, attention_
 from drawloom.kernels.attention.options import PLAIN_ATTENTION, AttentionOptions
 from drawloom.kernels.operation import once_differentiable, register_kernel
 from drawloom.kernels.triton.launch import cache_launches
-from drawloom.kernels.triton.primitives import cdiv, check_floats, contiguous_last_dim, next_power_of_2
+from drawloom.kernels.triton.primitives import cdiv, check_floats, contiguous_last_dim, load_or_zero, next_power_of_2
 
 QUERIES = 64
 """A tile's rows, for all heads in a group."""
@@ -173,8 +172,7 @@ def _attend(
 
 
 # fmt: off
-@cache_launches
-@triton.jit(do_not_specialize=["length", "keys", "window"])
+@cache_launches("length", "keys", "window")
 def _forward_kernel(
     q, k, v, documents, sinks, key_count, result, length, keys, window, scale, softcap,
     q_row, q_position, q_head, k_row, k_position, k_head, v_row, v_position, v_head,
@@ -193,7 +191,7 @@ def _forward_kernel(
     channel, v_channel = tl.arange(0, HEAD_BLOCK)[None, :], tl.arange(0, V_BLOCK)[None, :]
     inside = query < length
     at = q + row * q_row + query.to(tl.int64)[:, None] * q_position + query_head[:, None] * q_head + channel
-    queries = tl.load(at, mask=inside[:, None] & (channel < HEAD_DIM), other=0.0)
+    queries = load_or_zero(at, inside[:, None] & (channel < HEAD_DIM))
     largest = tl.full((QUERIES,), MASKED, tl.float32)
     total = tl.zeros((QUERIES,), tl.float32)
     if sinks is not None:
@@ -201,7 +199,7 @@ def _forward_kernel(
         total += 1.0
     mixed = tl.zeros((QUERIES, V_BLOCK), tl.float32)
     if documents is not None:
-        document = tl.load(documents + row * keys + position, mask=inside, other=0)
+        document = load_or_zero(documents + row * keys + position, inside)
     last = tl.minimum((tile * QUERIES + QUERIES - 1) // GROUP, length - 1) + keys - length
     first = 0
     if window > 0:
@@ -210,10 +208,8 @@ def _forward_kernel(
         key = start + tl.arange(0, KEYS)
         is_key = key < keys
         far = key.to(tl.int64)[:, None]
-        block = tl.load(
-            k + row * k_row + head * k_head + far * k_position + channel,
-            mask=is_key[:, None] & (channel < HEAD_DIM), other=0.0,
-        )
+        at = k + row * k_row + head * k_head + far * k_position + channel
+        block = load_or_zero(at, is_key[:, None] & (channel < HEAD_DIM))
         scores = tl.dot(queries, block.T, input_precision="ieee") * scale
         if CAPPED:
             scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
@@ -221,17 +217,15 @@ def _forward_kernel(
         if window > 0:
             visible = visible & (key[None, :] > position[:, None] - window)
         if documents is not None:
-            key_document = tl.load(documents + row * keys + key, mask=is_key, other=0)
+            key_document = load_or_zero(documents + row * keys + key, is_key)
             visible = visible & (key_document[None, :] == document[:, None])
         scores = tl.where(visible & is_key[None, :], scores, MASKED)
         new_largest = tl.maximum(largest, tl.max(scores, 1))
         weights, kept = tl.exp(scores - new_largest[:, None]), tl.exp(largest - new_largest)
         total = total * kept + tl.sum(weights, 1)
-        values = tl.load(
-            v + row * v_row + head * v_head + far * v_position + v_channel,
-            mask=is_key[:, None] & (v_channel < V_DIM), other=0.0,
-        )
+        at = v + row * v_row + head * v_head + far * v_position + v_channel
+        values = load_or_zero(at, is_key[:, None] & (v_channel < V_DIM))
         mixed = tl.dot(weights.to(values.dtype), values, mixed * kept[:, None], input_precision="ieee")
         largest = new_largest
     target = result + ((row * length + query)[:, None] * (HEADS * GROUP) + query_head[:, None]) * V_DIM + v_channel
-    tl.store(target, (mixed / total[:, None]).to(result.dtype.element_ty), mask=inside[:, None] & (v_channel < V_DIM))
+    tl.store(target, mixed / total[:, None], mask=inside[:, None] & (v_channel < V_DIM))

@@ -156,16 +156,15 @@ class CutCrossEntropy(NamedTuple):
         tokens, flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
         weight_gradient = get_weight_gradient_function(weight)
         results = _CutCrossEntropy.apply(tokens, weight, flat, cut, self, weight_gradient)  # type: ignore[no-untyped-call]
-        return reshape_and_weight_losses(*results, targets, token_weights)
+        return reshape_and_weight_losses(results, targets, token_weights)
 
 
 def reshape_and_weight_losses(
-    losses: Tensor, lse: Tensor, targets: Tensor, token_weights: Tensor | None
+    results: tuple[Tensor, Tensor], targets: Tensor, token_weights: Tensor | None
 ) -> TokenLosses:
     """Return losses and lse (tokens,) in the targets' shape (...), the losses times their tokens' weights, if any."""
-    return TokenLosses(
-        multiply_by_token_weights(losses.reshape(targets.shape), token_weights), lse.reshape(targets.shape)
-    )
+    losses, lse = (result.reshape(targets.shape) for result in results)
+    return TokenLosses(multiply_by_token_weights(losses, token_weights), lse)
 
 
 def multiply_by_token_weights(losses: Tensor, token_weights: Tensor | None) -> Tensor:
@@ -395,7 +394,7 @@ def linear_cross_entropy_eager(
         return cut_cross_entropy_eager(hidden, weight, targets, in_chunks, token_weights)
     tokens, flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     results = _WholeProbabilities.apply(tokens, weight, flat, cut.ignore_index, get_weight_gradient_function(weight))  # type: ignore[no-untyped-call]
-    return reshape_and_weight_losses(*results, targets, token_weights)
+    return reshape_and_weight_losses(results, targets, token_weights)
 
 
 @compute_at_once_if_hooked

@@ -60,7 +60,16 @@ from drawloom.kernels.operation import once_differentiable, register_kernel, reg
 from drawloom.kernels.results import TokenLosses
 from drawloom.kernels.triton import tma
 from drawloom.kernels.triton.launch import cache_launches
-from drawloom.kernels.triton.primitives import addmm_fp32, cdiv, check_floats, contiguous_last_dim, next_power_of_2
+from drawloom.kernels.triton.primitives import (
+    addmm_fp32,
+    cdiv,
+    check_floats,
+    contiguous_last_dim,
+    load_float32,
+    load_or_zero,
+    mask_tile,
+    next_power_of_2,
+)
 
 # fmt: off
 
@@ -74,8 +83,8 @@ def _load_block(
         return x.load([first_row, first_column])
     else:
         row, column = first_row + tl.arange(0, ROWS), first_column + tl.arange(0, COLUMNS)
-        inside = (row < rows)[:, None] & (column < columns)[None, :]
-        return tl.load(x + row.to(tl.int64)[:, None] * stride + column[None, :], mask=inside, other=0.0)
+        inside = mask_tile(row < rows, column < columns)
+        return load_or_zero(x + row.to(tl.int64)[:, None] * stride + column[None, :], inside)
 
 
 @triton.jit
@@ -95,8 +104,7 @@ def _get_logit_tile(
     return total
 
 
-@cache_launches
-@triton.jit(do_not_specialize=["tokens"])
+@cache_launches("tokens")
 def lse_and_target_logit_kernel(
     logits, hidden, weight, targets, lse, target_logit, tokens, words, width,
     logits_stride, hidden_stride, weight_stride, lse_stride,
@@ -122,8 +130,7 @@ def lse_and_target_logit_kernel(
     tl.store(target_logit + token, logit, mask=is_in_tile)
 
 
-@cache_launches
-@triton.jit(do_not_specialize=["tokens"])
+@cache_launches("tokens")
 def grad_logits_kernel(
     hidden, weight, targets, lse, grad, grad_lse, grad_logits, active, tokens, words, width,
     hidden_stride, weight_stride, logits_stride, grad_stride, filter_eps,
@@ -143,8 +150,8 @@ def grad_logits_kernel(
         grad_logits if HAS_LOGITS else None, hidden, weight, down * TOKENS, tile * WORDS, width, tokens, words,
         logits_stride, hidden_stride, weight_stride, TOKENS, WORDS, STEP, TMA,
     )
-    inside = (token < tokens)[:, None] & (word < words)[None, :]
-    total = tl.load(lse + token, mask=token < tokens, other=0.0)
+    inside = mask_tile(token < tokens, word < words)
+    total = load_or_zero(lse + token, token < tokens)
     target = tl.load(targets + token, mask=token < tokens, other=-1)
     onehot = tl.where(word[None, :] == target[:, None], 1.0, 0.0)
     probs = tl.where(inside, tl.exp(logits - total[:, None]), 0.0)
@@ -157,10 +164,10 @@ def grad_logits_kernel(
         is_active = tl.max(size) >= filter_eps
         tl.store(active + down * tl.cdiv(words, WORDS) + tile, is_active.to(tl.int8))
     if HAS_LOGITS or is_active:
-        factor = tl.load(grad + token.to(tl.int64) * grad_stride, mask=token < tokens, other=0.0)
+        factor = load_or_zero(grad + token.to(tl.int64) * grad_stride, token < tokens)
         values *= factor.to(tl.float32)[:, None]
         if grad_lse is not None:
-            factor_lse = tl.load(grad_lse + token, mask=token < tokens, other=0.0)
+            factor_lse = load_or_zero(grad_lse + token, token < tokens)
             values += onehot * factor_lse.to(tl.float32)[:, None]
         values = tl.where(inside, values, 0.0)
         at = grad_logits + token.to(tl.int64)[:, None] * logits_stride + word[None, :]
@@ -168,11 +175,10 @@ def grad_logits_kernel(
             tl.store(at, tl.where(is_active, values, 0.0), mask=inside)
         else:
             # The padding of a row is written, too: torch's bfloat16 matmul on a CPU reads it, and NaN * 0 is NaN.
-            tl.store(at, values.to(grad_logits.dtype.element_ty), mask=(token < tokens)[:, None])
+            tl.store(at, values, mask=(token < tokens)[:, None])
 
 
-@cache_launches
-@triton.jit(do_not_specialize=["tokens"])
+@cache_launches("tokens")
 def grad_hidden_kernel(
     grad_logits, weight, tiles, counts, result, tokens, words, width, logits_stride, weight_stride, result_stride,
     TOKENS: tl.constexpr, WORDS: tl.constexpr, CHANNELS: tl.constexpr, STEP: tl.constexpr, TMA: tl.constexpr,
@@ -189,11 +195,10 @@ def grad_hidden_kernel(
         total = tl.dot(a, b, total)
     token, channel = first + tl.arange(0, TOKENS), left + tl.arange(0, CHANNELS)
     at = result + token.to(tl.int64)[:, None] * result_stride + channel[None, :]
-    tl.store(at, total.to(result.dtype.element_ty), mask=(token < tokens)[:, None] & (channel < width)[None, :])
+    tl.store(at, total, mask=mask_tile(token < tokens, channel < width))
 
 
-@cache_launches
-@triton.jit(do_not_specialize=["tokens"])
+@cache_launches("tokens")
 def add_grad_weight_kernel(
     grad_logits, hidden, tiles, counts, result, tokens, words, width, logits_stride, hidden_stride,
     TOKENS: tl.constexpr, WORDS: tl.constexpr, CHANNELS: tl.constexpr, STEP: tl.constexpr, TMA: tl.constexpr,
@@ -204,9 +209,9 @@ def add_grad_weight_kernel(
     if count == 0:
         return
     word, channel = first + tl.arange(0, WORDS), left + tl.arange(0, CHANNELS)
-    inside = (word < words)[:, None] & (channel < width)[None, :]
+    inside = mask_tile(word < words, channel < width)
     at = result + word.to(tl.int64)[:, None] * width + channel[None, :]
-    total = tl.load(at, mask=inside, other=0.0)
+    total = load_or_zero(at, inside)
     for step in range(0, count * (TOKENS // STEP)):
         tile = tl.load(tiles + down * tl.cdiv(tokens, TOKENS) + step // (TOKENS // STEP))
         token = tile * TOKENS + step % (TOKENS // STEP) * STEP
@@ -517,11 +522,11 @@ def linear_cross_entropy_triton(
         return cut_cross_entropy_triton(hidden, weight, targets, cut, token_weights)
     common = tokens, weight, flat, cut.ignore_index, torch.is_grad_enabled(), get_weight_gradient_function(weight)
     if len(tokens) * len(weight) <= MAX_LOGITS:
-        return reshape_and_weight_losses(*_WholeLogits.apply(*common), targets, token_weights)  # type: ignore[no-untyped-call]
+        return reshape_and_weight_losses(_WholeLogits.apply(*common), targets, token_weights)  # type: ignore[no-untyped-call]
     factors = (flat != cut.ignore_index).to(torch.float32)
     if token_weights is not None:
         factors = factors * token_weights.detach().reshape(-1)
-    return reshape_and_weight_losses(*_InChunks.apply(*common, factors), targets, None)  # type: ignore[no-untyped-call]
+    return reshape_and_weight_losses(_InChunks.apply(*common, factors), targets, None)  # type: ignore[no-untyped-call]
 
 
 @compute_at_once_if_hooked
@@ -803,8 +808,7 @@ def _fill_losses_and_grad_logits(
 
 
 # fmt: off
-@cache_launches
-@triton.jit(do_not_specialize=["ignore_index"])
+@cache_launches("ignore_index")
 def _cross_entropy_kernel(
     logits, targets, losses, lse, factors, words, stride, ignore_index,
     LEARNS: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr,
@@ -818,14 +822,14 @@ def _cross_entropy_kernel(
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, words, DEPTH * BLOCK):
         inside = start + word < words
-        values = tl.load(logits + start + word, mask=inside, other=0.0).to(tl.float32)
+        values = load_float32(logits + start + word, inside)
         values = tl.where(inside, values, -1e38)  # -inf minus -inf would be NaN
         previous, largest = largest, tl.maximum(largest, tl.max(values, 0))
         total = total * tl.exp(previous - largest) + tl.sum(tl.exp(values - largest[None, :]), 0)
     row_max = tl.max(largest, 0)
     row_lse = row_max + tl.log(tl.sum(total * tl.exp(largest - row_max), 0))
     exists = (target >= 0) & (target < words)
-    target_logit = tl.load(logits + target, mask=exists, other=0.0).to(tl.float32)
+    target_logit = load_float32(logits + target, exists)
     loss = tl.where(exists, row_lse - target_logit, float("nan"))
     loss = tl.where(target == ignore_index, 0.0, loss)
     factor = 1.0
@@ -840,6 +844,6 @@ def _cross_entropy_kernel(
     learned = tl.where(target == ignore_index, -1, target)
     for start in range(0, words, DEPTH * BLOCK):
         inside = start + word < words
-        values = tl.load(logits + start + word, mask=inside, other=0.0).to(tl.float32)
+        values = load_float32(logits + start + word, inside)
         values = tl.exp(values - row_lse) - tl.where(start + word == learned, 1.0, 0.0)
-        tl.store(logits + start + word, (factor * values).to(logits.dtype.element_ty), mask=inside)
+        tl.store(logits + start + word, factor * values, mask=inside)

@@ -7,7 +7,7 @@ and contribute to no weight's gradient.
 """
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch import Tensor
 from drawloom.kernels.gates.eager import compute_swiglu_gradients, swiglu_eager, swiglu_halves_eager
 from drawloom.kernels.grouped_gemm.eager import grouped_gemm_eager
 from drawloom.kernels.moe.eager import Routes, gather_rows_by_choice
-from drawloom.kernels.operation import upcast, why_no_triton
+from drawloom.kernels.operation import upcast
 from drawloom.kernels.rms_norm.eager import rms_norm_eager
 
 E4M3 = torch.float8_e4m3fn
@@ -377,27 +377,3 @@ class Float8Kernels:
 
 
 EAGER = Float8Kernels()
-
-
-Implementation = Literal["auto", "eager", "triton"]
-
-
-def choose_float8_kernels(device: torch.device, implementation: Implementation = "auto") -> Float8Kernels:
-    """
-    Return an implementation: `auto` is Triton on GPUs that have it, and plain torch elsewhere.
-
-    Raises ValueError if Triton is requested and can't run on the device.
-    """
-    why_not = why_no_triton(device)
-    if implementation == "triton" and why_not:
-        raise ValueError(why_not)
-    if implementation == "eager" or (implementation == "auto" and (device.type == "cpu" or why_not)):
-        return EAGER
-    from drawloom.kernels.float8.triton import TRITON
-
-    return TRITON
-
-
-def choose_row_casts(device: torch.device) -> Float8Kernels:
-    """Return the implementation for casts alone: plain torch on GPUs without products in float8."""
-    return EAGER if lacks_float8(device) else choose_float8_kernels(device)

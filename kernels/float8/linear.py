@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 from weakref import ref
 
 import torch
@@ -38,12 +38,14 @@ from drawloom.kernels.deferred_grads import (
 )
 from drawloom.kernels.float8.eager import (
     ALIGNMENT,
+    EAGER,
     Float8Kernels,
     Float8Rows,
     QuantizedGradient,
     allocate_quantized_weights,
+    lacks_float8,
 )
-from drawloom.kernels.operation import once_differentiable
+from drawloom.kernels.operation import once_differentiable, why_no_triton
 from drawloom.kernels.recompute import (
     call_recomputable,
     call_recomputable_in_autograd_function,
@@ -51,6 +53,29 @@ from drawloom.kernels.recompute import (
     record_recomputable_call,
 )
 from drawloom.kernels.results import NormAndSum
+
+Implementation = Literal["auto", "eager", "triton"]
+
+
+def choose_float8_kernels(device: torch.device, implementation: Implementation = "auto") -> Float8Kernels:
+    """
+    Return an implementation: `auto` is Triton on GPUs that have it, and plain torch elsewhere.
+
+    Raises ValueError if Triton is requested and can't run on the device.
+    """
+    why_not = why_no_triton(device)
+    if implementation == "triton" and why_not:
+        raise ValueError(why_not)
+    if implementation == "eager" or (implementation == "auto" and (device.type == "cpu" or why_not)):
+        return EAGER
+    from drawloom.kernels.float8.triton import TRITON
+
+    return TRITON
+
+
+def choose_row_casts(device: torch.device) -> Float8Kernels:
+    """Return the implementation for casts alone: plain torch on GPUs without products in float8."""
+    return EAGER if lacks_float8(device) else choose_float8_kernels(device)
 
 
 def linear_float8(kernels: Float8Kernels, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -43,7 +43,16 @@ from drawloom.kernels.operation import register_kernel
 from drawloom.kernels.rms_norm.triton import RmsNorm, allocate_norm, launch_forward, norm_rows, rms_norm_triton
 from drawloom.kernels.triton import tma
 from drawloom.kernels.triton.launch import cache_launches
-from drawloom.kernels.triton.primitives import cdiv, check_floats, next_power_of_2, sm_count, view_as_rows
+from drawloom.kernels.triton.primitives import (
+    cdiv,
+    check_floats,
+    load_float32,
+    load_or_zero,
+    mask_tile,
+    next_power_of_2,
+    sm_count,
+    view_as_rows,
+)
 
 UP, BIAS, LEAST_EXPONENT = (tl.constexpr(number) for number in (ROUND_UP, SCALE_BIAS, MIN_SCALE_EXPONENT))
 
@@ -113,8 +122,7 @@ def _norm_and_quantize(
 
 
 # fmt: off
-@cache_launches
-@triton.jit(do_not_specialize=["count"])
+@cache_launches("count")
 def _norm_kernel(
     x, residual, weight, normed, summed, rstd, data, q_scale, count, width, x_stride, residual_stride, eps,
     ZERO_CENTRED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -127,7 +135,7 @@ def _norm_kernel(
     wide = result.to(tl.float32)
     scale, inverse = compute_scale_and_inverse(tl.max(get_magnitude_bits(wide), 1, keep_dims=True))
     inside = (row < count) & (column < width)
-    tl.store(data + row * width + column, (wide * inverse).to(data.dtype.element_ty), mask=inside)
+    tl.store(data + row * width + column, wide * inverse, mask=inside)
     tl.store(q_scale + row, scale, mask=row < count)
 
 
@@ -447,15 +455,15 @@ def sigmoid(values):
 def _load_values(x, second, third, up, row, column, width, first_end, second_end, stride, second_stride, third_stride):
     # fmt: on
     """Return a row's values in float32: up to three tensors side by side, or SwiGLU."""
-    values = tl.load(x + row * stride + column, mask=column < first_end, other=0.0).to(tl.float32)
+    values = load_float32(x + row * stride + column, column < first_end)
     if second is not None:
         at = second + row * second_stride + column - first_end
-        values += tl.load(at, mask=(column >= first_end) & (column < second_end), other=0.0).to(tl.float32)
+        values += load_float32(at, (column >= first_end) & (column < second_end))
     if third is not None:
         at = third + row * third_stride + column - second_end
-        values += tl.load(at, mask=(column >= second_end) & (column < width), other=0.0).to(tl.float32)
+        values += load_float32(at, (column >= second_end) & (column < width))
     if up is not None:
-        ups = tl.load(up + row * stride + column, mask=column < width, other=0.0).to(tl.float32)
+        ups = load_float32(up + row * stride + column, column < width)
         values *= sigmoid(values) * ups
     return values
 
@@ -475,8 +483,7 @@ def _update_column_maxima(most, quantized, shift):
 
 
 # fmt: off
-@cache_launches
-@triton.jit(do_not_specialize=["count"])
+@cache_launches("count")
 def _quantize_kernel(
     x, second, third, up, factor, row_scale, data, scale, row_factor, parts, count, width, first_end, second_end,
     stride, second_stride, third_stride,
@@ -487,7 +494,7 @@ def _quantize_kernel(
     column = tl.arange(0, BLOCK)
     inside = column < width
     if factor is not None:
-        factors = tl.load(factor + column, mask=inside, other=0.0)
+        factors = load_or_zero(factor + column, inside)
     if parts is not None:
         most = tl.zeros((BLOCK,), tl.bfloat16)
         not_finite = tl.zeros((), tl.float32)
@@ -495,7 +502,7 @@ def _quantize_kernel(
         rest = BLOCK + tl.arange(0, REST)
         rest_inside = rest < width
         if factor is not None:
-            rest_factors = tl.load(factor + rest, mask=rest_inside, other=0.0)
+            rest_factors = load_or_zero(factor + rest, rest_inside)
         if parts is not None:
             rest_most = tl.zeros((REST,), tl.bfloat16)
     for row in tl.range(program, count, tl.num_programs(0), num_stages=STAGES):
@@ -535,20 +542,19 @@ def _quantize_kernel(
 def _load_swiglu_gradient(grad, gate_and_up, factor, column, width):
     """Return a row's gradients for gate and up, times their factors."""
     inside = column < width
-    grads = tl.load(grad + column, mask=inside, other=0.0).to(tl.float32)
-    gates = tl.load(gate_and_up + column, mask=inside, other=0.0).to(tl.float32)
-    ups = tl.load(gate_and_up + width + column, mask=inside, other=0.0).to(tl.float32)
+    grads = load_float32(grad + column, inside)
+    gates = load_float32(gate_and_up + column, inside)
+    ups = load_float32(gate_and_up + width + column, inside)
     share = sigmoid(gates)
     silu = gates * share
     # Factors are read again for every row: registers are scarce, and the cache has them.
-    gate_factors = tl.load(factor + column, mask=inside, other=0.0).to(tl.float32)
-    up_factors = tl.load(factor + width + column, mask=inside, other=0.0).to(tl.float32)
+    gate_factors = load_float32(factor + column, inside)
+    up_factors = load_float32(factor + width + column, inside)
     return grads * ups * (share + silu * (1.0 - share)) * gate_factors, grads * silu * up_factors
 
 
 # fmt: off
-@cache_launches
-@triton.jit(do_not_specialize=["count"])
+@cache_launches("count")
 def _swiglu_gradient_kernel(
     grad, gate_and_up, factor, row_scale, data, scale, row_factor, parts, count, width, grad_stride, gate_and_up_stride,
     BLOCK: tl.constexpr, REST: tl.constexpr, STAGES: tl.constexpr,
@@ -602,8 +608,7 @@ def _swiglu_gradient_kernel(
 
 
 # fmt: off
-@cache_launches
-@triton.jit(do_not_specialize=["count"])
+@cache_launches("count")
 def _column_scale_kernel(
     parts, factor, scale, inverse, count, width, COLUMNS: tl.constexpr, PARTS_PER_STEP: tl.constexpr,
 ):
@@ -613,9 +618,9 @@ def _column_scale_kernel(
     most = tl.zeros((PARTS_PER_STEP, COLUMNS), tl.float32)
     for first in range(0, count, PARTS_PER_STEP):
         part = first + tl.arange(0, PARTS_PER_STEP)
-        inside = (part < count)[:, None] & (column < width)[None, :]
+        inside = mask_tile(part < count, column < width)
         at = parts + part.to(tl.int64)[:, None] * width + column[None, :]
-        most = tl.maximum(most, tl.load(at, mask=inside, other=0.0))
+        most = tl.maximum(most, load_or_zero(at, inside))
     own_scale, own_inverse = compute_scale_and_inverse(get_magnitude_bits(tl.max(most, 0)))
     factors = tl.load(factor + column, mask=column < width, other=1.0)
     tl.store(scale + column, tl.div_rn(own_scale, factors), mask=column < width)
@@ -623,8 +628,7 @@ def _column_scale_kernel(
 
 
 # fmt: off
-@cache_launches
-@triton.jit(do_not_specialize=["count"])
+@cache_launches("count")
 def _scale_and_transpose_kernel(
     x, result, row_scale, row_factor, column_factor, count, width, padded_count, stride, result_stride,
     TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
@@ -634,31 +638,30 @@ def _scale_and_transpose_kernel(
     across = tl.cdiv(padded_count, TOKENS)
     row = (tl.program_id(0) % across) * TOKENS + tl.arange(0, TOKENS)
     column = (tl.program_id(0) // across) * CHANNELS + tl.arange(0, CHANNELS)
-    inside = (row < count)[:, None] & (column < width)[None, :]
-    values = tl.load(x + row.to(tl.int64)[:, None] * stride + column[None, :], mask=inside, other=0.0)
+    inside = mask_tile(row < count, column < width)
+    values = load_or_zero(x + row.to(tl.int64)[:, None] * stride + column[None, :], inside)
     if row_scale is not None:
         inverse = tl.div_rn(1.0, tl.load(row_scale + row, mask=row < count, other=1.0))
         values = values.to(tl.float32) * inverse[:, None]
     if row_factor is not None:
         # Zeros stay zeros only if the row's factor comes first: both factors multiplied may be infinite.
-        values = values.to(tl.float32) * tl.load(row_factor + row, mask=row < count, other=0.0)[:, None]
-        values *= tl.load(column_factor + column, mask=column < width, other=0.0)[None, :]
+        values = values.to(tl.float32) * load_or_zero(row_factor + row, row < count)[:, None]
+        values *= load_or_zero(column_factor + column, column < width)[None, :]
     at = result + column.to(tl.int64)[:, None] * result_stride + row[None, :]
-    mask = (column < width)[:, None] & (row < padded_count)[None, :]
+    mask = mask_tile(column < width, row < padded_count)
     tl.store(at, tl.trans(values.to(result.dtype.element_ty)), mask=mask)
 
 
 # fmt: off
-@cache_launches
-@triton.jit(do_not_specialize=["count"])
+@cache_launches("count")
 def _dequantize_kernel(data, scale, result, count, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     # fmt: on
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     inside = (row < count) & (column < width)
-    elements = tl.load(data + row * width + column, mask=inside, other=0.0).to(tl.float32)
-    factors = tl.load(scale + row, mask=row < count, other=0.0)
-    tl.store(result + row * width + column, (elements * factors).to(result.dtype.element_ty), mask=inside)
+    elements = load_float32(data + row * width + column, inside)
+    factors = load_or_zero(scale + row, row < count)
+    tl.store(result + row * width + column, elements * factors, mask=inside)
 
 
 CHANNELS = 128
@@ -951,8 +954,7 @@ LEAST = tl.constexpr(MIN_SCALE)
 
 
 # fmt: off
-@cache_launches
-@triton.jit(do_not_specialize=["count"])
+@cache_launches("count")
 def _copy_tokens_to_experts_kernel(
     data, scale, probabilities, choices, rows, row_scale, by_row, count, width,
     CHOICES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -964,18 +966,17 @@ def _copy_tokens_to_experts_kernel(
     token = tl.where(is_used, choice // CHOICES, 0).to(tl.int64)
     tl.store(row_scale + row, tl.load(scale + token, mask=is_used, other=1.0), mask=row < count)
     if probabilities is not None:
-        probability = tl.load(probabilities + choice, mask=is_used, other=0.0)
+        probability = load_or_zero(probabilities + choice, is_used)
         tl.store(by_row + row, probability, mask=row < count)
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = (column < width)[None, :]
-        values = tl.load(data + token[:, None] * width + column[None, :], mask=is_used[:, None] & inside, other=0.0)
+        values = load_or_zero(data + token[:, None] * width + column[None, :], is_used[:, None] & inside)
         at = rows + row.to(tl.int64)[:, None] * width + column[None, :]
         tl.store(at, values, mask=(row < count)[:, None] & inside)
 
 
-@cache_launches
-@triton.jit
+@cache_launches()
 def _largest_magnitude_kernel(weight, parts, size, PARTS: tl.constexpr, STEP: tl.constexpr):
     """Store a part's largest magnitude as bits; NaN is above infinity."""
     expert, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
@@ -983,14 +984,13 @@ def _largest_magnitude_kernel(weight, parts, size, PARTS: tl.constexpr, STEP: tl
     most = tl.zeros((STEP,), tl.int32)
     for start in range(part * length, (part + 1) * length, STEP):
         index = start + tl.arange(0, STEP)
-        values = tl.load(weight + expert.to(tl.int64) * size + index, mask=index < size, other=0.0).to(tl.float32)
+        values = load_float32(weight + expert.to(tl.int64) * size + index, index < size)
         most = tl.maximum(most, get_magnitude_bits(values))
     tl.store(parts + tl.program_id(0), tl.max(most, 0))
 
 
 # fmt: off
-@cache_launches
-@triton.jit
+@cache_launches()
 def _cast_experts_kernel(
     weight, parts, scale, result, outputs, inputs,
     PARTS: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
@@ -1002,8 +1002,8 @@ def _cast_experts_kernel(
     row = (tile // across) * ROWS + tl.arange(0, ROWS)
     column = (tile % across) * CHANNELS + tl.arange(0, CHANNELS)
     first = expert * outputs * inputs
-    mask = (row < outputs)[:, None] & (column < inputs)[None, :]
-    values = tl.load(weight + first + row[:, None] * inputs + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    mask = mask_tile(row < outputs, column < inputs)
+    values = load_float32(weight + first + row[:, None] * inputs + column[None, :], mask)
     if parts is not None:
         own_scale, inverse = compute_scale_and_inverse(tl.max(tl.load(parts + expert * PARTS + tl.arange(0, PARTS)), 0))
         tl.store(scale + expert, own_scale)
@@ -1011,24 +1011,23 @@ def _cast_experts_kernel(
         tl.store(result + first + row[:, None] * inputs + column[None, :], quantized, mask=mask)
     else:
         quantized = (values * tl.div_rn(1.0, tl.load(scale + expert))).to(result.dtype.element_ty)
-        mask = (column < inputs)[:, None] & (row < outputs)[None, :]
+        mask = mask_tile(column < inputs, row < outputs)
         tl.store(result + first + column[:, None] * outputs + row[None, :], tl.trans(quantized), mask=mask)
 
 
 # fmt: off
-@cache_launches
-@triton.jit(do_not_specialize=["count"])
+@cache_launches("count")
 def _expert_swiglu_kernel(
     gate_and_up, probabilities, data, scale, count, width, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):
     # fmt: on
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
-    inside = (row < count)[:, None] & (column < width)[None, :]
+    inside = mask_tile(row < count, column < width)
     at = gate_and_up + row[:, None] * stride + column[None, :]
-    gates = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    ups = tl.load(at + width, mask=inside, other=0.0).to(tl.float32)
-    probability = tl.load(probabilities + row, mask=row < count, other=0.0).to(tl.float32)
+    gates = load_float32(at, inside)
+    ups = load_float32(at + width, inside)
+    probability = load_float32(probabilities + row, row < count)
     values = gates * sigmoid(gates) * ups * probability[:, None]
     own_scale, inverse = compute_scale_and_inverse(tl.max(get_magnitude_bits(values), 1))
     quantized = (values * inverse[:, None]).to(data.dtype.element_ty)
@@ -1037,8 +1036,7 @@ def _expert_swiglu_kernel(
 
 
 # fmt: off
-@cache_launches
-@triton.jit(do_not_specialize=["count"])
+@cache_launches("count")
 def _expert_swiglu_gradient_kernel(
     grad, gate_and_up, probabilities, data, scale, grad_probabilities, count, width, grad_stride, gate_and_up_stride,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -1046,47 +1044,45 @@ def _expert_swiglu_gradient_kernel(
     # fmt: on
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
-    inside = (row < count)[:, None] & (column < width)[None, :]
-    grads = tl.load(grad + row[:, None] * grad_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    inside = mask_tile(row < count, column < width)
+    grads = load_float32(grad + row[:, None] * grad_stride + column[None, :], inside)
     at = gate_and_up + row[:, None] * gate_and_up_stride + column[None, :]
-    gates = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    ups = tl.load(at + width, mask=inside, other=0.0).to(tl.float32)
-    probability = tl.load(probabilities + row, mask=row < count, other=0.0).to(tl.float32)
+    gates = load_float32(at, inside)
+    ups = load_float32(at + width, inside)
+    probability = load_float32(probabilities + row, row < count)
     share = sigmoid(gates)
     silu = gates * share
     total = tl.sum(grads * silu * ups, 1)
-    tl.store(grad_probabilities + row, total.to(grad_probabilities.dtype.element_ty), mask=row < count)
+    tl.store(grad_probabilities + row, total, mask=row < count)
     grads *= probability[:, None]
     gate_grads = grads * ups * (share + silu * (1.0 - share))
     up_grads = grads * silu
     largest = tl.max(tl.maximum(get_magnitude_bits(gate_grads), get_magnitude_bits(up_grads)), 1)
     own_scale, inverse = compute_scale_and_inverse(largest)
     at = data + row[:, None] * (2 * width) + column[None, :]
-    tl.store(at, (gate_grads * inverse[:, None]).to(data.dtype.element_ty), mask=inside)
-    tl.store(at + width, (up_grads * inverse[:, None]).to(data.dtype.element_ty), mask=inside)
+    tl.store(at, gate_grads * inverse[:, None], mask=inside)
+    tl.store(at + width, up_grads * inverse[:, None], mask=inside)
     tl.store(scale + row, own_scale, mask=row < count)
 
 
-@cache_launches
-@triton.jit
+@cache_launches()
 def _largest_scale_product_kernel(left_scale, right_scale, ends, scale, STEP: tl.constexpr):
     """Store the largest product between two scales in an expert's rows; NaN if one is not finite."""
     expert = tl.program_id(0)
-    begin = tl.load(ends + expert - 1, mask=expert > 0, other=0)
+    begin = load_or_zero(ends + expert - 1, expert > 0)
     end = tl.load(ends + expert)
     most = tl.zeros((STEP,), tl.int32)
     for start in range(begin, end, STEP):
         row = start + tl.arange(0, STEP)
-        left = tl.load(left_scale + row, mask=row < end, other=0.0)
-        most = tl.maximum(most, get_magnitude_bits(left * tl.load(right_scale + row, mask=row < end, other=0.0)))
+        left = load_or_zero(left_scale + row, row < end)
+        most = tl.maximum(most, get_magnitude_bits(left * load_or_zero(right_scale + row, row < end)))
     largest = tl.max(most, 0)
     number = tl.maximum(largest.to(tl.float32, bitcast=True), LEAST)
     tl.store(scale + expert, tl.where(largest < INFINITY, number, float("nan")))
 
 
 # fmt: off
-@cache_launches
-@triton.jit(do_not_specialize=["num_experts"])
+@cache_launches("num_experts")
 def _combine_scales_and_transpose_kernel(
     left, right, choices, left_scale, right_scale, scale, ends, left_result, right_result, num_experts, left_width,
     right_width, columns, CHOICES: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
@@ -1105,8 +1101,8 @@ def _combine_scales_and_transpose_kernel(
     if part < left_tiles:
         channel = part * CHANNELS + tl.arange(0, CHANNELS)
         values = _load_tile(left, row, inside, channel, left_width)
-        factor = tl.load(left_scale + row, mask=inside, other=0.0)
-        factor *= tl.load(right_scale + row, mask=inside, other=0.0)
+        factor = load_or_zero(left_scale + row, inside)
+        factor *= load_or_zero(right_scale + row, inside)
         factor *= tl.div_rn(1.0, tl.load(scale + expert))
         values = (values.to(tl.float32) * factor[:, None]).to(left_result.dtype.element_ty)
         _store_transposed(left_result, values, column, channel, left_width, columns)
@@ -1114,7 +1110,7 @@ def _combine_scales_and_transpose_kernel(
         channel = (part - left_tiles) * CHANNELS + tl.arange(0, CHANNELS)
         source = row
         if choices is not None:
-            source = tl.load(choices + row, mask=inside, other=0) // CHOICES
+            source = load_or_zero(choices + row, inside) // CHOICES
         values = _load_tile(right, source, inside, channel, right_width)
         _store_transposed(right_result, values, column, channel, right_width, columns)
 
@@ -1122,7 +1118,7 @@ def _combine_scales_and_transpose_kernel(
 @triton.jit
 def _load_tile(x, row, inside, channel, width):
     at = x + row.to(tl.int64)[:, None] * width + channel[None, :]
-    return tl.load(at, mask=inside[:, None] & (channel < width)[None, :], other=0.0)
+    return load_or_zero(at, mask_tile(inside, channel < width))
 
 
 @triton.jit
@@ -1132,8 +1128,7 @@ def _store_transposed(result, values, column, channel, width, columns):
 
 
 # fmt: off
-@cache_launches
-@triton.jit(do_not_specialize=["num_experts"])
+@cache_launches("num_experts")
 def _multiply_rows_kernel(
     a, b, a_scale, b_scale, ends, result, num_experts, inner, columns, EXPERTS: tl.constexpr, HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, SUMMANDS: tl.constexpr,
@@ -1149,15 +1144,14 @@ def _multiply_rows_kernel(
         matrix = b.load([expert * columns + left, start]).T
         total = tl.dot(a.load([first, start]), matrix, total, max_num_imprecise_acc=SUMMANDS)
     row, column = first + tl.arange(0, HEIGHT), left + tl.arange(0, WIDTH)
-    factor = tl.load(a_scale + row, mask=row < end, other=0.0) * tl.load(b_scale + expert)
+    factor = load_or_zero(a_scale + row, row < end) * tl.load(b_scale + expert)
     at = result + row.to(tl.int64)[:, None] * columns + column[None, :]
-    mask = (row < end)[:, None] & (column < columns)[None, :]
-    tl.store(at, (total * factor[:, None]).to(result.dtype.element_ty), mask=mask)
+    mask = mask_tile(row < end, column < columns)
+    tl.store(at, total * factor[:, None], mask=mask)
 
 
 # fmt: off
-@cache_launches
-@triton.jit(do_not_specialize=["num_experts"])
+@cache_launches("num_experts")
 def _sum_outer_products_kernel(
     left, right, scale, ends, result, num_experts, down, across, height, width, EXPERTS: tl.constexpr,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, SUMMANDS: tl.constexpr,
@@ -1166,8 +1160,8 @@ def _sum_outer_products_kernel(
     expert = tl.program_id(0) // (down * across)
     tile = tl.program_id(0) % (down * across)
     number = tl.arange(0, EXPERTS)
-    end = tl.load(ends + number, mask=number < num_experts, other=0)
-    begin = tl.load(ends + number - 1, mask=(number > 0) & (number < num_experts), other=0)
+    end = load_or_zero(ends + number, number < num_experts)
+    begin = load_or_zero(ends + number - 1, (number > 0) & (number < num_experts))
     steps = tl.where(number < num_experts, (end - begin + STEP - 1) // STEP, 0)
     first = tl.sum(tl.where(number < expert, steps, 0), 0) * STEP
     past = first + tl.sum(tl.where(number == expert, steps, 0), 0) * STEP
@@ -1178,25 +1172,25 @@ def _sum_outer_products_kernel(
     total *= tl.load(scale + expert)
     row, column = top + tl.arange(0, HEIGHT), side + tl.arange(0, WIDTH)
     at = result + (expert.to(tl.int64) * height + row[:, None]) * width + column[None, :]
-    tl.store(at, total.to(result.dtype.element_ty), mask=(row < height)[:, None] & (column < width)[None, :])
+    tl.store(at, total, mask=mask_tile(row < height, column < width))
 
 
 
 class TritonFloat8(Float8Kernels):
     """Casts and products in Triton, and products of `torch._scaled_mm`."""
 
-    dequantize_rows = staticmethod(_dequantize)  # type: ignore[assignment]
+    dequantize_rows = staticmethod(_dequantize)
     transpose = staticmethod(_transpose)  # type: ignore[assignment]
     quantize_weights = staticmethod(_quantize_weights)  # type: ignore[assignment]
     quantize_transposed_weights = staticmethod(_quantize_transposed_weights)  # type: ignore[assignment]
-    norm = staticmethod(rms_norm_triton)  # type: ignore[assignment]
-    norm_and_quantize = staticmethod(norm_and_quantize_triton)  # type: ignore[assignment]
+    norm = staticmethod(rms_norm_triton)
+    norm_and_quantize = staticmethod(norm_and_quantize_triton)
     quantize_experts = staticmethod(_quantize_experts)  # type: ignore[assignment]
-    quantize_transposed_experts = staticmethod(_quantize_transposed_experts)  # type: ignore[assignment]
+    quantize_transposed_experts = staticmethod(_quantize_transposed_experts)
     quantize_expert_swiglu = staticmethod(_quantize_expert_swiglu)  # type: ignore[assignment]
     quantize_expert_swiglu_gradient = staticmethod(_quantize_expert_swiglu_gradient)  # type: ignore[assignment]
-    multiply_rows_by_expert = staticmethod(_multiply_rows)  # type: ignore[assignment]
-    sum_outer_products = staticmethod(_sum_outer_products)  # type: ignore[assignment]
+    multiply_rows_by_expert = staticmethod(_multiply_rows)
+    sum_outer_products = staticmethod(_sum_outer_products)
 
     def quantize_rows(self, x: Tensor, transposed: bool) -> Float8Rows:
         data, scale = _quantize_rows(x)

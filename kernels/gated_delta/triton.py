@@ -38,6 +38,9 @@ from drawloom.kernels.triton.primitives import (
     cdiv,
     check_floats,
     get_dot_precision,
+    load_float32,
+    load_or_zero,
+    mask_tile,
     next_power_of_2,
     sm_count,
     sum_partials,
@@ -106,7 +109,7 @@ def _locate_tile(length, SIZE: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.con
     first = (tl.program_id(0) // tiles).to(tl.int64) * length
     token = tl.program_id(0) % tiles * TOKENS + tl.arange(0, TOKENS)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    return first, token, channel, (token < length)[:, None] & (channel < SIZE)[None, :]
+    return first, token, channel, mask_tile(token < length, channel < SIZE)
 
 
 @triton.jit
@@ -116,7 +119,7 @@ def _load_shifted(x, ids, own, first, token, channel, inside, length, lag, SIZE:
     exists = (other >= 0) & (other < length)
     number = tl.load(ids + first + other, mask=exists, other=-1)
     is_same = inside & (exists & (number == own))[:, None]
-    return tl.load(x + (first + other)[:, None] * SIZE + channel[None, :], mask=is_same, other=0.0).to(tl.float32)
+    return load_float32(x + (first + other)[:, None] * SIZE + channel[None, :], is_same)
 
 
 @triton.jit
@@ -127,14 +130,13 @@ def _convolve(
     """Return sums over taps, for tokens before if SIGN is 1 and after if it is -1."""
     summed = tl.zeros((TOKENS, BLOCK), tl.float32)
     for lag in tl.static_range(TAPS):
-        factors = tl.load(weight + channel * TAPS + TAPS - 1 - lag, mask=channel < SIZE, other=0.0).to(tl.float32)
+        factors = load_float32(weight + channel * TAPS + TAPS - 1 - lag, channel < SIZE)
         summed += factors[None, :] * _load_shifted(x, ids, own, first, token, channel, inside, length, SIGN * lag, SIZE)
     return summed
 
 
 # fmt: off
-@cache_launches
-@triton.jit(do_not_specialize=["length"])
+@cache_launches("length")
 def _conv_kernel(
     x, weight, ids, result, length, SIZE: tl.constexpr, TAPS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):
@@ -145,12 +147,11 @@ def _conv_kernel(
     summed = _convolve(x, weight, ids, own, first, token, channel, inside, length, 1, SIZE, TAPS, TOKENS, BLOCK)
     gated = summed * tl.sigmoid(summed)
     offsets = (first + token)[:, None] * SIZE + channel[None, :]
-    tl.store(result + offsets, gated.to(result.dtype.element_ty), mask=inside)
+    tl.store(result + offsets, gated, mask=inside)
 
 
 # fmt: off
-@cache_launches
-@triton.jit(do_not_specialize=["length"])
+@cache_launches("length")
 def _gate_gradient_kernel(
     grad, x, weight, ids, before_gate, parts, length, SIZE: tl.constexpr, TAPS: tl.constexpr, TOKENS: tl.constexpr,
     BLOCK: tl.constexpr, TAP_BLOCK: tl.constexpr,
@@ -163,8 +164,8 @@ def _gate_gradient_kernel(
     offsets = (first + token)[:, None] * SIZE + channel[None, :]
     gate = tl.sigmoid(summed)
     slope = gate * (1.0 + summed * (1.0 - gate))
-    grads = tl.load(grad + offsets, mask=inside, other=0.0).to(tl.float32) * slope
-    tl.store(before_gate + offsets, grads.to(before_gate.dtype.element_ty), mask=inside)
+    grads = load_float32(grad + offsets, inside) * slope
+    tl.store(before_gate + offsets, grads, mask=inside)
     tap, sums = tl.arange(0, TAP_BLOCK)[None, :], tl.zeros((BLOCK, TAP_BLOCK), tl.float32)
     for lag in tl.static_range(TAPS):
         product = tl.sum(grads * _load_shifted(x, ids, own, first, token, channel, inside, length, lag, SIZE), 0)
@@ -174,8 +175,7 @@ def _gate_gradient_kernel(
 
 
 # fmt: off
-@cache_launches
-@triton.jit(do_not_specialize=["length"])
+@cache_launches("length")
 def _input_gradient_kernel(
     before_gate, weight, ids, grad_x, length, SIZE: tl.constexpr, TAPS: tl.constexpr, TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -188,75 +188,113 @@ def _input_gradient_kernel(
         before_gate, weight, ids, own, first, token, channel, inside, length, -1, SIZE, TAPS, TOKENS, BLOCK
     )
     offsets = (first + token)[:, None] * SIZE + channel[None, :]
-    tl.store(grad_x + offsets, grads.to(grad_x.dtype.element_ty), mask=inside)
+    tl.store(grad_x + offsets, grads, mask=inside)
 
+
+CHUNK_SIZE = 64
+"""Tokens in a chunk."""
+
+CHUNK = tl.constexpr(CHUNK_SIZE)
 
 MIN_GATE = tl.constexpr(-40.0)
 """exp(-40) is 0 beside anything in float32, and sums with lower gates would lose digits."""
 
 
 @triton.jit
-def locate_chunk(program, length, chunks, CHUNK: tl.constexpr):
-    """Return the row, the chunk, its first token among all rows, and whether its tokens exist."""
-    row, chunk = program // chunks, program % chunks
-    first = row.to(tl.int64) * length + chunk * CHUNK
-    return row, chunk, first, chunk * CHUNK + tl.arange(0, CHUNK) < length
+def locate_chunk_and_head(program, length, chunks, HEADS: tl.constexpr):
+    """
+    Return the chunk's number among all rows' chunks, the head, the row, the chunk, and its tokens.
 
-
-@triton.jit
-def locate_chunk_and_head(program, length, chunks, HEADS: tl.constexpr, CHUNK: tl.constexpr):
-    """Return the chunk's number among all rows' chunks, the head, and the results from `locate_chunk`."""
+    Tokens are the first one's number among all rows, their indices in the chunk, and whether they exist.
+    """
     number, head = program // HEADS, program % HEADS
-    row, chunk, first, inside = locate_chunk(number, length, chunks, CHUNK)
-    return number, head, row, chunk, first, inside
+    row, chunk = number // chunks, number % chunks
+    return number, head, row, chunk, locate_tokens(row, chunk, length)
 
 
 @triton.jit
-def load_chunk_document_ids(ids, before, row, chunk, first, inside, length, CHUNK: tl.constexpr):
+def locate_tokens(row, chunk, length, SIZE: tl.constexpr = CHUNK_SIZE):
+    """Return a chunk's tokens, as `locate_chunk_and_head` does."""
+    first, token = row.to(tl.int64) * length + chunk * SIZE, tl.arange(0, SIZE)
+    return first, token, chunk * SIZE + token < length
+
+
+@triton.jit
+def load_chunk_document_ids(ids, before, row, chunk, tokens, length):
     """Return documents by token, for the incoming state and for the last token, and the last token's index."""
-    own = tl.load(ids + first + tl.arange(0, CHUNK), mask=inside, other=-2)
+    first, token, inside = tokens
+    own = tl.load(ids + first + token, mask=inside, other=-2)
     end = tl.minimum(length - chunk * CHUNK, CHUNK) - 1
-    incoming = tl.where(chunk > 0, tl.load(ids + first - 1, mask=chunk > 0, other=0), tl.load(before + row))
+    incoming = tl.where(chunk > 0, load_or_zero(ids + first - 1, chunk > 0), tl.load(before + row))
     return own, incoming, tl.load(ids + first + end), end
 
 
 @triton.jit
-def load_tile(tensor, first, stride, rows, columns, WIDTH: tl.constexpr, inside):
-    """Load tokens (rows,) by columns (columns,); tokens are `stride` elements apart."""
-    at = tensor + first * stride + (rows[:, None] * stride + columns[None, :])
-    return tl.load(at, mask=inside[:, None] & (columns < WIDTH)[None, :], other=0.0)
+def load_by_token(tensor, tokens, head, HEADS: tl.constexpr):
+    """Load a head's number for every token."""
+    first, token, inside = tokens
+    return load_or_zero(tensor + ((first + token) * HEADS + head), inside)
 
 
 @triton.jit
-def load_transposed(tensor, first, stride, rows, columns, WIDTH: tl.constexpr, inside):
+def load_tile(tensor, tokens, head, HEADS: tl.constexpr, columns, WIDTH: tl.constexpr):
+    """Load tokens by a head's columns (columns,)."""
+    first, token, inside = tokens
+    at = tensor + head * WIDTH + first * (HEADS * WIDTH) + (token[:, None] * (HEADS * WIDTH) + columns[None, :])
+    return load_or_zero(at, mask_tile(inside, columns < WIDTH))
+
+
+@triton.jit
+def load_transposed(tensor, tokens, head, HEADS: tl.constexpr, columns, WIDTH: tl.constexpr):
     """Load `load_tile` transposed: columns by tokens."""
-    at = tensor + first * stride + (rows[None, :] * stride + columns[:, None])
-    return tl.load(at, mask=inside[None, :] & (columns < WIDTH)[:, None], other=0.0)
+    first, token, inside = tokens
+    at = tensor + head * WIDTH + first * (HEADS * WIDTH) + (token[None, :] * (HEADS * WIDTH) + columns[:, None])
+    return load_or_zero(at, inside[None, :] & (columns < WIDTH)[:, None])
 
 
 @triton.jit
-def store_tile(tensor, first, stride, rows, columns, WIDTH: tl.constexpr, inside, values):
-    """Store tokens (rows,) by columns (columns,); tokens are `stride` elements apart."""
-    at = tensor + first * stride + (rows[:, None] * stride + columns[None, :])
-    tl.store(at, values.to(tensor.dtype.element_ty), mask=inside[:, None] & (columns < WIDTH)[None, :])
+def store_tile(tensor, tokens, head, HEADS: tl.constexpr, columns, WIDTH: tl.constexpr, values):
+    """Store tokens by a head's columns (columns,)."""
+    first, token, inside = tokens
+    at = tensor + head * WIDTH + first * (HEADS * WIDTH) + (token[:, None] * (HEADS * WIDTH) + columns[None, :])
+    tl.store(at, values, mask=mask_tile(inside, columns < WIDTH))
 
 
 @triton.jit
-def locate_state_tile(states, number, k_columns, v_columns, K: tl.constexpr, V: tl.constexpr):
-    """Return pointers and the mask for a tile (k_columns, v_columns) in a state."""
+def load_state_tile(states, number, k_columns, v_columns, K: tl.constexpr, V: tl.constexpr):
+    """Load a tile (k_columns, v_columns) of a state."""
     at = states + number.to(tl.int64) * (K * V) + (k_columns[:, None] * V + v_columns[None, :])
-    return at, (k_columns < K)[:, None] & (v_columns < V)[None, :]
+    return load_or_zero(at, mask_tile(k_columns < K, v_columns < V))
 
 
 @triton.jit
-def mask_causal_document_pairs(own, inside, CHUNK: tl.constexpr):
+def store_state_tile(states, number, k_columns, v_columns, K: tl.constexpr, V: tl.constexpr, values):
+    """Store a tile (k_columns, v_columns) of a state."""
+    at = states + number.to(tl.int64) * (K * V) + (k_columns[:, None] * V + v_columns[None, :])
+    tl.store(at, values, mask=mask_tile(k_columns < K, v_columns < V))
+
+
+@triton.jit
+def multiply(left, right, PRECISION: tl.constexpr):
+    """Return a matrix product, float32."""
+    return tl.dot(left, right, input_precision=PRECISION)
+
+
+@triton.jit
+def exp_where(exists, exponents):
+    """Return exp of exponents, and 0 elsewhere."""
+    return tl.exp(tl.where(exists, exponents, -float("inf")))
+
+
+@triton.jit
+def mask_causal_document_pairs(own, inside):
     """Return the pairs (query, key) within a document, up to the query itself."""
     token = tl.arange(0, CHUNK)
     return (own[:, None] == own[None, :]) & (token[:, None] >= token[None, :]) & inside[:, None]
 
 
 @triton.jit
-def invert_unit_lower_triangular(system, CHUNK: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
+def invert_unit_lower_triangular(system, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
     """
     Invert I + system, for a strictly lower triangular (64, 64), with products in a dtype.
 
@@ -277,80 +315,78 @@ def invert_unit_lower_triangular(system, CHUNK: tl.constexpr, DTYPE: tl.constexp
     token = tl.arange(0, CHUNK)
     below = tl.where((token // SIZE)[:, None] > (token // SIZE)[None, :], system, 0.0).to(DTYPE)
     blocks = inverse.to(DTYPE)
-    below = tl.dot(blocks, below, input_precision=PRECISION).to(DTYPE)
-    squared = tl.dot(below, below, input_precision=PRECISION).to(DTYPE)
-    inverse += tl.dot(squared, blocks, input_precision=PRECISION)
-    return inverse - tl.dot(below, inverse.to(DTYPE), input_precision=PRECISION)
+    below = multiply(blocks, below, PRECISION).to(DTYPE)
+    squared = multiply(below, below, PRECISION).to(DTYPE)
+    inverse += multiply(squared, blocks, PRECISION)
+    return inverse - multiply(below, inverse.to(DTYPE), PRECISION)
 
 
 # fmt: off
-@cache_launches
-@triton.jit(do_not_specialize=["length", "chunks"])
+@cache_launches("length", "chunks")
 def solve_chunk_systems(
     k, v, g, beta, ids, before, decays, inverse, keys, written, length, chunks, HEADS: tl.constexpr,
-    GROUPS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, CHUNK: tl.constexpr,
+    GROUPS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     # fmt: on
     """Store, by chunk and head, the decay sums, the inverse system, and its products with keys and values."""
-    _number, head, row, chunk, first, inside = locate_chunk_and_head(tl.program_id(0), length, chunks, HEADS, CHUNK)
-    own, incoming, _last, _end = load_chunk_document_ids(ids, before, row, chunk, first, inside, length, CHUNK)
-    token, channel = tl.arange(0, CHUNK), tl.arange(0, BK)
+    _number, head, row, chunk, tokens = locate_chunk_and_head(tl.program_id(0), length, chunks, HEADS)
+    first, token, inside = tokens
+    own, incoming, _last, _end = load_chunk_document_ids(ids, before, row, chunk, tokens, length)
+    channel = tl.arange(0, BK)
     by_head = (first + token) * HEADS + head
-    factors = tl.load(beta + by_head, mask=inside, other=0.0).to(tl.float32)
-    key = load_tile(k + (head // GROUPS) * K, first, HEADS // GROUPS * K, token, channel, K, inside)
-    gates = tl.maximum(tl.load(g + by_head, mask=inside, other=0.0).to(tl.float32), MIN_GATE)
-    is_pair = mask_causal_document_pairs(own, inside, CHUNK)
+    factors = load_by_token(beta, tokens, head, HEADS).to(tl.float32)
+    key = load_tile(k, tokens, head // GROUPS, HEADS // GROUPS, channel, K)
+    gates = tl.maximum(load_by_token(g, tokens, head, HEADS).to(tl.float32), MIN_GATE)
+    is_pair = mask_causal_document_pairs(own, inside)
     sums = tl.sum(tl.where(is_pair, gates[None, :], 0.0), 1)
     tl.store(decays + by_head, sums, mask=inside)
-    pair_decay = tl.exp(tl.where(is_pair, sums[:, None] - sums[None, :], -float("inf")))
-    products = tl.dot(key, tl.trans(key), input_precision=PRECISION)
+    pair_decay = exp_where(is_pair, sums[:, None] - sums[None, :])
+    products = multiply(key, tl.trans(key), PRECISION)
     system = tl.where(token[:, None] > token[None, :], factors[:, None] * products * pair_decay, 0.0)
     # With unit keys all numbers are small: float16 has the precision of TF32, and shorter products.
     DTYPE: tl.constexpr = tl.float16 if key.dtype.primitive_bitwidth == 16 else tl.float32
-    solved = invert_unit_lower_triangular(system, CHUNK, DTYPE, PRECISION)
-    store_tile(inverse + head * CHUNK, first, HEADS * CHUNK, token, token, CHUNK, inside, solved)
+    solved = invert_unit_lower_triangular(system, DTYPE, PRECISION)
+    store_tile(inverse, tokens, head, HEADS, token, CHUNK, solved)
     from_state = tl.where(own == incoming, tl.exp(sums), 0.0)
     weighted = (solved * (factors * from_state)[None, :]).to(key.dtype)
-    product = tl.dot(weighted, key, input_precision=PRECISION)
-    store_tile(keys + head * K, first, HEADS * K, token, channel, K, inside, product)
+    product = multiply(weighted, key, PRECISION)
+    store_tile(keys, tokens, head, HEADS, channel, K, product)
     weighted = (solved * factors[None, :]).to(key.dtype)
     for begin in range(0, V, BV):
         column = begin + tl.arange(0, BV)
-        values = load_tile(v + head * V, first, HEADS * V, token, column, V, inside)
-        solution = tl.dot(weighted, values, input_precision=PRECISION)
-        store_tile(written + head * V, first, HEADS * V, token, column, V, inside, solution)
+        values = load_tile(v, tokens, head, HEADS, column, V)
+        solution = multiply(weighted, values, PRECISION)
+        store_tile(written, tokens, head, HEADS, column, V, solution)
 
 
 # fmt: off
-@cache_launches
-@triton.jit(do_not_specialize=["length", "chunks"])
+@cache_launches("length", "chunks")
 def multiply_keys_by_inverse(
     k, beta, inverse, decays, ids, before, keys, length, chunks, HEADS: tl.constexpr, GROUPS: tl.constexpr,
-    K: tl.constexpr, BK: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+    K: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):
     # fmt: on
     """Store the inverse systems' products with keys, as `solve_chunk_systems` does."""
-    _number, head, row, chunk, first, inside = locate_chunk_and_head(tl.program_id(0), length, chunks, HEADS, CHUNK)
-    own, incoming, _last, _end = load_chunk_document_ids(ids, before, row, chunk, first, inside, length, CHUNK)
-    token, channel = tl.arange(0, CHUNK), tl.arange(0, BK)
-    by_head = (first + token) * HEADS + head
-    factors = tl.load(beta + by_head, mask=inside, other=0.0).to(tl.float32)
-    sums = tl.load(decays + by_head, mask=inside, other=0.0)
-    key = load_tile(k + (head // GROUPS) * K, first, HEADS // GROUPS * K, token, channel, K, inside)
-    solved = load_tile(inverse + head * CHUNK, first, HEADS * CHUNK, token, token, CHUNK, inside).to(tl.float32)
+    _number, head, row, chunk, tokens = locate_chunk_and_head(tl.program_id(0), length, chunks, HEADS)
+    _first, token, _inside = tokens
+    own, incoming, _last, _end = load_chunk_document_ids(ids, before, row, chunk, tokens, length)
+    channel = tl.arange(0, BK)
+    factors = load_by_token(beta, tokens, head, HEADS).to(tl.float32)
+    sums = load_by_token(decays, tokens, head, HEADS)
+    key = load_tile(k, tokens, head // GROUPS, HEADS // GROUPS, channel, K)
+    solved = load_tile(inverse, tokens, head, HEADS, token, CHUNK).to(tl.float32)
     from_state = tl.where(own == incoming, tl.exp(sums), 0.0)
     weighted = (solved * (factors * from_state)[None, :]).to(key.dtype)
-    product = tl.dot(weighted, key, input_precision=PRECISION)
-    store_tile(keys + head * K, first, HEADS * K, token, channel, K, inside, product)
+    product = multiply(weighted, key, PRECISION)
+    store_tile(keys, tokens, head, HEADS, channel, K, product)
 
 
 # fmt: off
-@cache_launches
-@triton.jit(do_not_specialize=["length", "chunks"])
+@cache_launches("length", "chunks")
 def carry_states_and_update_written(
     k, keys, written, decays, ids, before, state, states, result, length, chunks, HEADS: tl.constexpr,
-    GROUPS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, CHUNK: tl.constexpr,
+    GROUPS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     # fmt: on
@@ -362,40 +398,36 @@ def carry_states_and_update_written(
     column = tl.program_id(0) * BV + tl.arange(0, BV)
     carried = tl.zeros((BK, BV), tl.float32)
     if state is not None:
-        first_at, is_state = locate_state_tile(state, row * HEADS + head, channel, column, K, V)
-        carried += tl.load(first_at, mask=is_state, other=0.0).to(tl.float32)
+        carried += load_state_tile(state, row * HEADS + head, channel, column, K, V).to(tl.float32)
     incoming = tl.load(before + row)
     for chunk in range(0, chunks):
-        at, is_state = locate_state_tile(states, (row * chunks + chunk) * HEADS + head, channel, column, K, V)
         narrow = carried.to(states.dtype.element_ty)
-        tl.store(at, narrow, mask=is_state)
-        first = row.to(tl.int64) * length + chunk * CHUNK
-        inside = chunk * CHUNK + token < length
+        store_state_tile(states, (row * chunks + chunk) * HEADS + head, channel, column, K, V, narrow)
+        tokens = locate_tokens(row, chunk, length)
+        first, token, inside = tokens
         end = tl.minimum(length - chunk * CHUNK, CHUNK) - 1
         own = tl.load(ids + first + token, mask=inside, other=-2)
         last = tl.load(ids + first + end)
-        sums = tl.load(decays + (first + token) * HEADS + head, mask=inside, other=0.0)
+        sums = load_by_token(decays, tokens, head, HEADS)
         total = tl.load(decays + (first + end) * HEADS + head)
-        seen = load_tile(keys + head * K, first, HEADS * K, token, channel, K, inside)
-        values = load_tile(written + head * V, first, HEADS * V, token, column, V, inside).to(tl.float32)
-        values -= tl.dot(seen, narrow, input_precision=PRECISION)
-        store_tile(written + head * V, first, HEADS * V, token, column, V, inside, values)
-        to_end = tl.exp(tl.where(own == last, total - sums, -float("inf")))
-        key = load_transposed(k + (head // GROUPS) * K, first, HEADS // GROUPS * K, token, channel, K, inside)
+        seen = load_tile(keys, tokens, head, HEADS, channel, K)
+        values = load_tile(written, tokens, head, HEADS, column, V).to(tl.float32)
+        values -= multiply(seen, narrow, PRECISION)
+        store_tile(written, tokens, head, HEADS, column, V, values)
+        to_end = exp_where(own == last, total - sums)
+        key = load_transposed(k, tokens, head // GROUPS, HEADS // GROUPS, channel, K)
         carried = carried * tl.where(last == incoming, tl.exp(total), 0.0)
-        carried += tl.dot(key, (values * to_end[:, None]).to(key.dtype), input_precision=PRECISION)
+        carried += multiply(key, (values * to_end[:, None]).to(key.dtype), PRECISION)
         incoming = last
     if result is not None:
-        last_at, is_state = locate_state_tile(result, row * HEADS + head, channel, column, K, V)
-        tl.store(last_at, carried, mask=is_state)
+        store_state_tile(result, row * HEADS + head, channel, column, K, V, carried)
 
 
 # fmt: off
-@cache_launches
-@triton.jit(do_not_specialize=["length", "chunks"])
+@cache_launches("length", "chunks")
 def recompute_states(
     k, written, decays, ids, before, state, states, length, chunks, HEADS: tl.constexpr, GROUPS: tl.constexpr,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
 ):
     # fmt: on
     """Store the state before every chunk in a row, from the written values; a program has a tile (BK, BV)."""
@@ -405,65 +437,59 @@ def recompute_states(
     column = tl.program_id(0) % BLOCKS * BV + tl.arange(0, BV)
     carried = tl.zeros((BK, BV), tl.float32)
     if state is not None:
-        first_at, is_state = locate_state_tile(state, row * HEADS + head, channel, column, K, V)
-        carried += tl.load(first_at, mask=is_state, other=0.0).to(tl.float32)
+        carried += load_state_tile(state, row * HEADS + head, channel, column, K, V).to(tl.float32)
     incoming = tl.load(before + row)
     for chunk in range(0, chunks):
-        at, is_state = locate_state_tile(states, (row * chunks + chunk) * HEADS + head, channel, column, K, V)
-        tl.store(at, carried.to(states.dtype.element_ty), mask=is_state)
-        first = row.to(tl.int64) * length + chunk * CHUNK
-        inside = chunk * CHUNK + token < length
+        store_state_tile(states, (row * chunks + chunk) * HEADS + head, channel, column, K, V, carried)
+        tokens = locate_tokens(row, chunk, length)
+        first, token, inside = tokens
         end = tl.minimum(length - chunk * CHUNK, CHUNK) - 1
         own = tl.load(ids + first + token, mask=inside, other=-2)
         last = tl.load(ids + first + end)
-        sums = tl.load(decays + (first + token) * HEADS + head, mask=inside, other=0.0)
+        sums = load_by_token(decays, tokens, head, HEADS)
         total = tl.load(decays + (first + end) * HEADS + head)
-        to_end = tl.exp(tl.where(own == last, total - sums, -float("inf")))
-        values = load_tile(written + head * V, first, HEADS * V, token, column, V, inside).to(tl.float32)
-        key = load_transposed(k + (head // GROUPS) * K, first, HEADS // GROUPS * K, token, channel, K, inside)
+        to_end = exp_where(own == last, total - sums)
+        values = load_tile(written, tokens, head, HEADS, column, V).to(tl.float32)
+        key = load_transposed(k, tokens, head // GROUPS, HEADS // GROUPS, channel, K)
         carried = carried * tl.where(last == incoming, tl.exp(total), 0.0)
-        carried += tl.dot(key, (values * to_end[:, None]).to(key.dtype), input_precision=PRECISION)
+        carried += multiply(key, (values * to_end[:, None]).to(key.dtype), PRECISION)
         incoming = last
 
 
 # fmt: off
-@cache_launches
-@triton.jit(do_not_specialize=["length", "chunks"])
+@cache_launches("length", "chunks")
 def compute_results(
     q, k, written, states, decays, ids, before, result, length, chunks, HEADS: tl.constexpr, GROUPS: tl.constexpr,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
 ):
     # fmt: on
     """Store the results for one chunk, head and value block, from the incoming state and the written values."""
     # A program computes the results e Q S + (Q K^T D) N for one chunk, head and block of BV columns.
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
-    number, head, row, chunk, first, inside = locate_chunk_and_head(
-        tl.program_id(0) // BLOCKS, length, chunks, HEADS, CHUNK
-    )
-    own, incoming, _last, _end = load_chunk_document_ids(ids, before, row, chunk, first, inside, length, CHUNK)
-    token, channel = tl.arange(0, CHUNK), tl.arange(0, BK)
+    number, head, row, chunk, tokens = locate_chunk_and_head(tl.program_id(0) // BLOCKS, length, chunks, HEADS)
+    _first, _token, inside = tokens
+    own, incoming, _last, _end = load_chunk_document_ids(ids, before, row, chunk, tokens, length)
+    channel = tl.arange(0, BK)
     column = tl.program_id(0) % BLOCKS * BV + tl.arange(0, BV)
-    sums = tl.load(decays + (first + token) * HEADS + head, mask=inside, other=0.0)
-    query = load_tile(q + (head // GROUPS) * K, first, HEADS // GROUPS * K, token, channel, K, inside)
-    key = load_transposed(k + (head // GROUPS) * K, first, HEADS // GROUPS * K, token, channel, K, inside)
-    at, is_state = locate_state_tile(states, number * HEADS + head, channel, column, K, V)
-    state = tl.load(at, mask=is_state, other=0.0)
+    sums = load_by_token(decays, tokens, head, HEADS)
+    query = load_tile(q, tokens, head // GROUPS, HEADS // GROUPS, channel, K)
+    key = load_transposed(k, tokens, head // GROUPS, HEADS // GROUPS, channel, K)
+    state = load_state_tile(states, number * HEADS + head, channel, column, K, V)
     from_state = tl.where(own == incoming, tl.exp(sums), 0.0)
-    mixed = from_state[:, None] * tl.dot(query, state, input_precision=PRECISION)
-    is_pair = mask_causal_document_pairs(own, inside, CHUNK)
-    pair_decay = tl.exp(tl.where(is_pair, sums[:, None] - sums[None, :], -float("inf")))
-    scores = tl.dot(query, key, input_precision=PRECISION) * pair_decay
-    values = load_tile(written + head * V, first, HEADS * V, token, column, V, inside)
-    mixed += tl.dot(scores.to(values.dtype), values, input_precision=PRECISION)
-    store_tile(result + head * V, first, HEADS * V, token, column, V, inside, mixed)
+    mixed = from_state[:, None] * multiply(query, state, PRECISION)
+    is_pair = mask_causal_document_pairs(own, inside)
+    pair_decay = exp_where(is_pair, sums[:, None] - sums[None, :])
+    scores = multiply(query, key, PRECISION) * pair_decay
+    values = load_tile(written, tokens, head, HEADS, column, V)
+    mixed += multiply(scores.to(values.dtype), values, PRECISION)
+    store_tile(result, tokens, head, HEADS, column, V, mixed)
 
 
 # fmt: off
-@cache_launches
-@triton.jit(do_not_specialize=["length", "chunks"])
+@cache_launches("length", "chunks")
 def compute_gradients_within_chunks(
     grad, q, k, written, decays, ids, grad_written, grad_scores, grad_decays, length, chunks, HEADS: tl.constexpr,
-    GROUPS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, CHUNK: tl.constexpr,
+    GROUPS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     # fmt: on
@@ -471,124 +497,120 @@ def compute_gradients_within_chunks(
     Store gradients through results in the same chunk: for written values, and, by key and query, for scores without
     decays. Start the decay sums' gradients.
     """
-    _number, head, _row, _chunk, first, inside = locate_chunk_and_head(tl.program_id(0), length, chunks, HEADS, CHUNK)
-    token, channel = tl.arange(0, CHUNK), tl.arange(0, BK)
+    _number, head, _row, _chunk, tokens = locate_chunk_and_head(tl.program_id(0), length, chunks, HEADS)
+    first, token, inside = tokens
+    channel = tl.arange(0, BK)
     by_head = (first + token) * HEADS + head
     own = tl.load(ids + first + token, mask=inside, other=-2)
-    sums = tl.load(decays + by_head, mask=inside, other=0.0)
-    query = load_transposed(q + (head // GROUPS) * K, first, HEADS // GROUPS * K, token, channel, K, inside)
-    key = load_tile(k + (head // GROUPS) * K, first, HEADS // GROUPS * K, token, channel, K, inside)
+    sums = load_by_token(decays, tokens, head, HEADS)
+    query = load_transposed(q, tokens, head // GROUPS, HEADS // GROUPS, channel, K)
+    key = load_tile(k, tokens, head // GROUPS, HEADS // GROUPS, channel, K)
     # By key and query: the transpose of the scores.
     is_pair = (own[:, None] == own[None, :]) & (token[:, None] <= token[None, :]) & inside[:, None]
-    pair_decay = tl.exp(tl.where(is_pair, sums[None, :] - sums[:, None], -float("inf")))
-    scores = tl.dot(key, query, input_precision=PRECISION) * pair_decay
+    pair_decay = exp_where(is_pair, sums[None, :] - sums[:, None])
+    scores = multiply(key, query, PRECISION) * pair_decay
     by_key = tl.zeros((CHUNK, CHUNK), tl.float32)
     for begin in range(0, V, BV):
         column = begin + tl.arange(0, BV)
-        grads = load_tile(grad + head * V, first, HEADS * V, token, column, V, inside)
-        values = load_tile(written + head * V, first, HEADS * V, token, column, V, inside)
-        product = tl.dot(scores.to(grads.dtype), grads, input_precision=PRECISION)
-        store_tile(grad_written + head * V, first, HEADS * V, token, column, V, inside, product)
-        by_key += tl.dot(values, tl.trans(grads), input_precision=PRECISION)
+        grads = load_tile(grad, tokens, head, HEADS, column, V)
+        values = load_tile(written, tokens, head, HEADS, column, V)
+        product = multiply(scores.to(grads.dtype), grads, PRECISION)
+        store_tile(grad_written, tokens, head, HEADS, column, V, product)
+        by_key += multiply(values, tl.trans(grads), PRECISION)
     through_pairs = by_key * scores
     tl.store(grad_decays + by_head, tl.sum(through_pairs, 0) - tl.sum(through_pairs, 1), mask=inside)
     by_key *= pair_decay
-    store_tile(grad_scores + head * CHUNK, first, HEADS * CHUNK, token, token, CHUNK, inside, by_key)
+    store_tile(grad_scores, tokens, head, HEADS, token, CHUNK, by_key)
 
 
 # fmt: off
-@cache_launches
-@triton.jit(do_not_specialize=["length", "chunks"])
+@cache_launches("length", "chunks")
 def carry_gradients_back(
     grad, grad_last, q, k, keys, decays, ids, before, grad_written, grad_states, grad_state, length, chunks,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+   PRECISION: tl.constexpr,
 ):
     # fmt: on
     """Pass the state's gradient back through a row's chunks, and complete the written values' gradients."""
     row, head = tl.program_id(1) // HEADS, tl.program_id(1) % HEADS
-    token, channel = tl.arange(0, CHUNK), tl.arange(0, BK)
+    channel = tl.arange(0, BK)
     column = tl.program_id(0) * BV + tl.arange(0, BV)
-    last_at, is_state = locate_state_tile(grad_last, row * HEADS + head, channel, column, K, V)
-    carried = tl.load(last_at, mask=is_state, other=0.0).to(tl.float32)
+    carried = load_state_tile(grad_last, row * HEADS + head, channel, column, K, V).to(tl.float32)
     for back in range(0, chunks):
         chunk = chunks - 1 - back
-        at, is_state = locate_state_tile(grad_states, (row * chunks + chunk) * HEADS + head, channel, column, K, V)
         narrow = carried.to(grad_states.dtype.element_ty)
-        tl.store(at, narrow, mask=is_state)
-        first = row.to(tl.int64) * length + chunk * CHUNK
-        inside = chunk * CHUNK + token < length
-        own, incoming, last, end = load_chunk_document_ids(ids, before, row, chunk, first, inside, length, CHUNK)
-        sums = tl.load(decays + (first + token) * HEADS + head, mask=inside, other=0.0)
+        store_state_tile(grad_states, (row * chunks + chunk) * HEADS + head, channel, column, K, V, narrow)
+        tokens = locate_tokens(row, chunk, length)
+        first, _token, _inside = tokens
+        own, incoming, last, end = load_chunk_document_ids(ids, before, row, chunk, tokens, length)
+        sums = load_by_token(decays, tokens, head, HEADS)
         total = tl.load(decays + (first + end) * HEADS + head)
-        to_end = tl.exp(tl.where(own == last, total - sums, -float("inf")))
+        to_end = exp_where(own == last, total - sums)
         from_state = tl.where(own == incoming, tl.exp(sums), 0.0)
-        key = load_tile(k + (head // GROUPS) * K, first, HEADS // GROUPS * K, token, channel, K, inside)
-        values = load_tile(grad_written + head * V, first, HEADS * V, token, column, V, inside).to(tl.float32)
-        values += to_end[:, None] * tl.dot(key, narrow, input_precision=PRECISION)
-        store_tile(grad_written + head * V, first, HEADS * V, token, column, V, inside, values)
-        query = load_transposed(q + (head // GROUPS) * K, first, HEADS // GROUPS * K, token, channel, K, inside)
-        seen = load_transposed(keys + head * K, first, HEADS * K, token, channel, K, inside)
-        grads = load_tile(grad + head * V, first, HEADS * V, token, column, V, inside).to(tl.float32)
+        key = load_tile(k, tokens, head // GROUPS, HEADS // GROUPS, channel, K)
+        values = load_tile(grad_written, tokens, head, HEADS, column, V).to(tl.float32)
+        values += to_end[:, None] * multiply(key, narrow, PRECISION)
+        store_tile(grad_written, tokens, head, HEADS, column, V, values)
+        query = load_transposed(q, tokens, head // GROUPS, HEADS // GROUPS, channel, K)
+        seen = load_transposed(keys, tokens, head, HEADS, channel, K)
+        grads = load_tile(grad, tokens, head, HEADS, column, V).to(tl.float32)
         carried = carried * tl.where(last == incoming, tl.exp(total), 0.0)
-        carried += tl.dot(query, (from_state[:, None] * grads).to(query.dtype), input_precision=PRECISION)
-        carried -= tl.dot(seen, values.to(seen.dtype), input_precision=PRECISION)
+        carried += multiply(query, (from_state[:, None] * grads).to(query.dtype), PRECISION)
+        carried -= multiply(seen, values.to(seen.dtype), PRECISION)
     if grad_state is not None:
-        first_at, is_state = locate_state_tile(grad_state, row * HEADS + head, channel, column, K, V)
-        tl.store(first_at, carried, mask=is_state)
+        store_state_tile(grad_state, row * HEADS + head, channel, column, K, V, carried)
 
 
 # fmt: off
-@cache_launches
-@triton.jit(do_not_specialize=["length", "chunks"])
+@cache_launches("length", "chunks")
 def compute_system_gradients(
     k, v, beta, inverse, written, grad_written, decays, ids, grad_v, grad_pairs, grad_factors, grad_decays, length,
     chunks, HEADS: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
-    BV: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+    BV: tl.constexpr, PRECISION: tl.constexpr,
 ):
     # fmt: on
     """
     Store gradients through the solved systems, for values and for key pairs' products. Start beta's gradients, and add
     to the decay sums'. The right sides' gradients replace the written values'.
     """
-    _number, head, _row, _chunk, first, inside = locate_chunk_and_head(tl.program_id(0), length, chunks, HEADS, CHUNK)
-    token, channel = tl.arange(0, CHUNK), tl.arange(0, BK)
+    _number, head, _row, _chunk, tokens = locate_chunk_and_head(tl.program_id(0), length, chunks, HEADS)
+    first, token, inside = tokens
+    channel = tl.arange(0, BK)
     by_head = (first + token) * HEADS + head
     own = tl.load(ids + first + token, mask=inside, other=-2)
-    factors = tl.load(beta + by_head, mask=inside, other=0.0).to(tl.float32)
-    solved = load_transposed(inverse + head * CHUNK, first, HEADS * CHUNK, token, token, CHUNK, inside)
+    factors = load_by_token(beta, tokens, head, HEADS).to(tl.float32)
+    solved = load_transposed(inverse, tokens, head, HEADS, token, CHUNK)
     by_pair = tl.zeros((CHUNK, CHUNK), tl.float32)
     to_factors = tl.zeros((CHUNK,), tl.float32)
     for begin in range(0, V, BV):
         column = begin + tl.arange(0, BV)
-        grads = load_tile(grad_written + head * V, first, HEADS * V, token, column, V, inside)
-        real = load_tile(v + head * V, first, HEADS * V, token, column, V, inside)
-        wanted = tl.dot(solved, grads, input_precision=PRECISION)
-        store_tile(grad_v + head * V, first, HEADS * V, token, column, V, inside, factors[:, None] * wanted)
-        store_tile(grad_written + head * V, first, HEADS * V, token, column, V, inside, wanted)
+        grads = load_tile(grad_written, tokens, head, HEADS, column, V)
+        real = load_tile(v, tokens, head, HEADS, column, V)
+        wanted = multiply(solved, grads, PRECISION)
+        store_tile(grad_v, tokens, head, HEADS, column, V, factors[:, None] * wanted)
+        store_tile(grad_written, tokens, head, HEADS, column, V, wanted)
         to_factors += tl.sum(wanted * real.to(tl.float32), 1)
-        values = load_tile(written + head * V, first, HEADS * V, token, column, V, inside)
-        by_pair -= tl.dot(wanted.to(values.dtype), tl.trans(values), input_precision=PRECISION)
-    sums = tl.load(decays + by_head, mask=inside, other=0.0)
-    key = load_tile(k + (head // GROUPS) * K, first, HEADS // GROUPS * K, token, channel, K, inside)
-    is_pair = mask_causal_document_pairs(own, inside, CHUNK) & (token[:, None] > token[None, :])
-    by_pair *= tl.exp(tl.where(is_pair, sums[:, None] - sums[None, :], -float("inf")))
-    through_pairs = by_pair * tl.dot(key, tl.trans(key), input_precision=PRECISION)
+        values = load_tile(written, tokens, head, HEADS, column, V)
+        by_pair -= multiply(wanted.to(values.dtype), tl.trans(values), PRECISION)
+    sums = load_by_token(decays, tokens, head, HEADS)
+    key = load_tile(k, tokens, head // GROUPS, HEADS // GROUPS, channel, K)
+    is_pair = mask_causal_document_pairs(own, inside) & (token[:, None] > token[None, :])
+    by_pair *= exp_where(is_pair, sums[:, None] - sums[None, :])
+    through_pairs = by_pair * multiply(key, tl.trans(key), PRECISION)
     tl.store(grad_factors + by_head, to_factors + tl.sum(through_pairs, 1), mask=inside)
     through_pairs *= factors[:, None]
-    grad_sums = tl.load(grad_decays + by_head, mask=inside, other=0.0)
+    grad_sums = load_by_token(grad_decays, tokens, head, HEADS)
     grad_sums += tl.sum(through_pairs, 1) - tl.sum(through_pairs, 0)
     tl.store(grad_decays + by_head, grad_sums, mask=inside)
     by_pair *= factors[:, None]
-    store_tile(grad_pairs + head * CHUNK, first, HEADS * CHUNK, token, token, CHUNK, inside, by_pair)
+    store_tile(grad_pairs, tokens, head, HEADS, token, CHUNK, by_pair)
 
 
 # fmt: off
-@cache_launches
-@triton.jit(do_not_specialize=["length", "chunks"])
+@cache_launches("length", "chunks")
 def compute_query_gradients(
     grad, q, k, states, grad_scores, decays, ids, before, part_decays, grad_q, length, chunks, HEADS: tl.constexpr,
-    GROUPS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, CHUNK: tl.constexpr,
+    GROUPS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     # fmt: on
@@ -598,40 +620,38 @@ def compute_query_gradients(
     """
     PARTS: tl.constexpr = (K + BK - 1) // BK
     part = tl.program_id(0) % PARTS
-    chunk_number, key_head, row, chunk, first, inside = locate_chunk_and_head(
-        tl.program_id(0) // PARTS, length, chunks, HEADS // GROUPS, CHUNK
-    )
-    own, incoming, _last, _end = load_chunk_document_ids(ids, before, row, chunk, first, inside, length, CHUNK)
-    token, channel = tl.arange(0, CHUNK), part * BK + tl.arange(0, BK)
-    query = load_tile(q + key_head * K, first, HEADS // GROUPS * K, token, channel, K, inside)
-    key = load_tile(k + key_head * K, first, HEADS // GROUPS * K, token, channel, K, inside)
+    program = tl.program_id(0) // PARTS
+    chunk_number, key_head, row, chunk, tokens = locate_chunk_and_head(program, length, chunks, HEADS // GROUPS)
+    first, token, inside = tokens
+    own, incoming, _last, _end = load_chunk_document_ids(ids, before, row, chunk, tokens, length)
+    channel = part * BK + tl.arange(0, BK)
+    query = load_tile(q, tokens, key_head, HEADS // GROUPS, channel, K)
+    key = load_tile(k, tokens, key_head, HEADS // GROUPS, channel, K)
     total = tl.zeros((CHUNK, BK), tl.float32)
     for number in range(GROUPS):
         head = key_head * GROUPS + number
         to_query = tl.zeros((CHUNK, BK), tl.float32)
         for begin in range(0, V, BV):
             column = begin + tl.arange(0, BV)
-            at, is_state = locate_state_tile(states, chunk_number * HEADS + head, channel, column, K, V)
-            state = tl.load(at, mask=is_state, other=0.0)
-            grads = load_tile(grad + head * V, first, HEADS * V, token, column, V, inside)
-            to_query += tl.dot(grads, tl.trans(state), input_precision=PRECISION)
-        sums = tl.load(decays + (first + token) * HEADS + head, mask=inside, other=0.0)
+            state = load_state_tile(states, chunk_number * HEADS + head, channel, column, K, V)
+            grads = load_tile(grad, tokens, head, HEADS, column, V)
+            to_query += multiply(grads, tl.trans(state), PRECISION)
+        sums = load_by_token(decays, tokens, head, HEADS)
         to_query *= tl.where(own == incoming, tl.exp(sums), 0.0)[:, None]
         by_part = ((first + token) * PARTS + part) * HEADS + head
         tl.store(part_decays + by_part, tl.sum(to_query * query.to(tl.float32), 1), mask=inside)
-        scores = load_transposed(grad_scores + head * CHUNK, first, HEADS * CHUNK, token, token, CHUNK, inside)
+        scores = load_transposed(grad_scores, tokens, head, HEADS, token, CHUNK)
         total += to_query
-        total += tl.dot(scores, key, input_precision=PRECISION)
-    store_tile(grad_q + key_head * K, first, HEADS // GROUPS * K, token, channel, K, inside, total)
+        total += multiply(scores, key, PRECISION)
+    store_tile(grad_q, tokens, key_head, HEADS // GROUPS, channel, K, total)
 
 
 # fmt: off
-@cache_launches
-@triton.jit(do_not_specialize=["length", "chunks"])
+@cache_launches("length", "chunks")
 def compute_key_gradients(
     q, k, beta, written, states, grad_written, grad_states, grad_scores, grad_pairs, decays, ids, before, part_decays,
     part_factors, grad_k, length, chunks, HEADS: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
 ):
     # fmt: on
     """
@@ -640,92 +660,83 @@ def compute_key_gradients(
     """
     PARTS: tl.constexpr = (K + BK - 1) // BK
     part = tl.program_id(0) % PARTS
-    number, head, row, chunk, first, inside = locate_chunk_and_head(
-        tl.program_id(0) // PARTS, length, chunks, HEADS, CHUNK
-    )
-    own, incoming, last, end = load_chunk_document_ids(ids, before, row, chunk, first, inside, length, CHUNK)
-    token, channel = tl.arange(0, CHUNK), part * BK + tl.arange(0, BK)
-    by_head = (first + token) * HEADS + head
+    number, head, row, chunk, tokens = locate_chunk_and_head(tl.program_id(0) // PARTS, length, chunks, HEADS)
+    first, token, inside = tokens
+    own, incoming, last, end = load_chunk_document_ids(ids, before, row, chunk, tokens, length)
+    channel = part * BK + tl.arange(0, BK)
     through_state, to_key = tl.zeros((CHUNK, BK), tl.float32), tl.zeros((CHUNK, BK), tl.float32)
     along_state = tl.zeros((BK,), tl.float32)
     for begin in range(0, V, BV):
         column = begin + tl.arange(0, BV)
-        at, is_state = locate_state_tile(states, number * HEADS + head, channel, column, K, V)
-        state = tl.load(at, mask=is_state, other=0.0)
-        at, is_state = locate_state_tile(grad_states, number * HEADS + head, channel, column, K, V)
-        grad_state = tl.load(at, mask=is_state, other=0.0)
-        wanted = load_tile(grad_written + head * V, first, HEADS * V, token, column, V, inside)
-        values = load_tile(written + head * V, first, HEADS * V, token, column, V, inside)
-        through_state += tl.dot(wanted, tl.trans(state), input_precision=PRECISION)
-        to_key += tl.dot(values, tl.trans(grad_state), input_precision=PRECISION)
+        state = load_state_tile(states, number * HEADS + head, channel, column, K, V)
+        grad_state = load_state_tile(grad_states, number * HEADS + head, channel, column, K, V)
+        wanted = load_tile(grad_written, tokens, head, HEADS, column, V)
+        values = load_tile(written, tokens, head, HEADS, column, V)
+        through_state += multiply(wanted, tl.trans(state), PRECISION)
+        to_key += multiply(values, tl.trans(grad_state), PRECISION)
         along_state += tl.sum(state.to(tl.float32) * grad_state.to(tl.float32), 1)
-    factors = tl.load(beta + by_head, mask=inside, other=0.0).to(tl.float32)
-    sums = tl.load(decays + by_head, mask=inside, other=0.0)
+    factors = load_by_token(beta, tokens, head, HEADS).to(tl.float32)
+    sums = load_by_token(decays, tokens, head, HEADS)
     total = tl.load(decays + (first + end) * HEADS + head)
-    to_end = tl.exp(tl.where(own == last, total - sums, -float("inf")))
+    to_end = exp_where(own == last, total - sums)
     from_state = tl.where(own == incoming, tl.exp(sums), 0.0)
-    key = load_tile(k + (head // GROUPS) * K, first, HEADS // GROUPS * K, token, channel, K, inside)
+    key = load_tile(k, tokens, head // GROUPS, HEADS // GROUPS, channel, K)
     to_key *= to_end[:, None]
     from_end = tl.sum(to_key * key.to(tl.float32), 1)
     along = -from_state * tl.sum(through_state * key.to(tl.float32), 1)
     at_end = tl.sum(from_end, 0) + tl.where(last == incoming, tl.exp(total), 0.0) * tl.sum(along_state, 0)
     grad_sums = factors * along - from_end + tl.where(token == end, at_end, 0.0)
     by_part = ((first + token) * PARTS + part) * HEADS + head
-    grad_sums += tl.load(part_decays + by_part, mask=inside, other=0.0)
+    grad_sums += load_or_zero(part_decays + by_part, inside)
     tl.store(part_decays + by_part, grad_sums, mask=inside)
     tl.store(part_factors + by_part, along, mask=inside)
     to_key -= (factors * from_state)[:, None] * through_state
-    pairs = load_tile(grad_pairs + head * CHUNK, first, HEADS * CHUNK, token, token, CHUNK, inside)
-    to_key += tl.dot(pairs, key, input_precision=PRECISION)
-    to_key += tl.dot(tl.trans(pairs), key, input_precision=PRECISION)
-    query = load_tile(q + (head // GROUPS) * K, first, HEADS // GROUPS * K, token, channel, K, inside)
-    scores = load_tile(grad_scores + head * CHUNK, first, HEADS * CHUNK, token, token, CHUNK, inside)
-    to_key += tl.dot(scores, query, input_precision=PRECISION)
-    store_tile(grad_k + head * K, first, HEADS * K, token, channel, K, inside, to_key)
+    pairs = load_tile(grad_pairs, tokens, head, HEADS, token, CHUNK)
+    to_key += multiply(pairs, key, PRECISION)
+    to_key += multiply(tl.trans(pairs), key, PRECISION)
+    query = load_tile(q, tokens, head // GROUPS, HEADS // GROUPS, channel, K)
+    scores = load_tile(grad_scores, tokens, head, HEADS, token, CHUNK)
+    to_key += multiply(scores, query, PRECISION)
+    store_tile(grad_k, tokens, head, HEADS, channel, K, to_key)
 
 
 # fmt: off
-@cache_launches
-@triton.jit(do_not_specialize=["length", "chunks"])
+@cache_launches("length", "chunks")
 def sum_g_and_beta_gradients_kernel(
     part_decays, part_factors, grad_decays, grad_factors, ids, grad_g, grad_beta, length, chunks, HEADS: tl.constexpr,
-    PARTS: tl.constexpr, CHUNK: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     # fmt: on
     """Store gates' and beta's gradients: the sums over all parts, and for gates within a document and chunk."""
-    _number, head, _row, _chunk, first, inside = locate_chunk_and_head(tl.program_id(0), length, chunks, HEADS, CHUNK)
-    token = tl.arange(0, CHUNK)
+    _number, head, _row, _chunk, tokens = locate_chunk_and_head(tl.program_id(0), length, chunks, HEADS)
+    first, token, inside = tokens
     by_head = (first + token) * HEADS + head
     own = tl.load(ids + first + token, mask=inside, other=-2)
-    grad_sums = tl.load(grad_decays + by_head, mask=inside, other=0.0)
-    to_factors = tl.load(grad_factors + by_head, mask=inside, other=0.0)
+    grad_sums = load_by_token(grad_decays, tokens, head, HEADS)
+    to_factors = load_by_token(grad_factors, tokens, head, HEADS)
     for part in tl.static_range(PARTS):
         by_part = ((first + token) * PARTS + part) * HEADS + head
-        grad_sums += tl.load(part_decays + by_part, mask=inside, other=0.0)
-        to_factors += tl.load(part_factors + by_part, mask=inside, other=0.0)
-    tl.store(grad_beta + by_head, to_factors.to(grad_beta.dtype.element_ty), mask=inside)
-    is_pair = mask_causal_document_pairs(own, inside, CHUNK)
+        grad_sums += load_or_zero(part_decays + by_part, inside)
+        to_factors += load_or_zero(part_factors + by_part, inside)
+    tl.store(grad_beta + by_head, to_factors, mask=inside)
+    is_pair = mask_causal_document_pairs(own, inside)
     grad_gates = tl.sum(tl.where(is_pair, grad_sums[:, None], 0.0), 0)
-    tl.store(grad_g + by_head, grad_gates.to(grad_g.dtype.element_ty), mask=inside)
+    tl.store(grad_g + by_head, grad_gates, mask=inside)
 
 
 # fmt: off
-@cache_launches
-@triton.jit(do_not_specialize=["count"])
+@cache_launches("count")
 def sum_value_heads_kernel(grad, result, count, GROUPS: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, SIZE:
 tl.constexpr):
     # fmt: on
     """Store gradients summed over value heads with a common key head."""
     key_head = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-    channel, inside = tl.arange(0, BK), key_head < count
+    channel, tokens = tl.arange(0, BK), (0, key_head, key_head < count)
     total = tl.zeros((SIZE, BK), tl.float32)
     for number in tl.static_range(GROUPS):
-        total += load_tile(grad + number * K, 0, GROUPS * K, key_head, channel, K, inside).to(tl.float32)
-    store_tile(result, 0, K, key_head, channel, K, inside, total)
+        total += load_tile(grad, tokens, number, GROUPS, channel, K).to(tl.float32)
+    store_tile(result, tokens, 0, 1, channel, K, total)
 
-
-CHUNK = 64
-"""Tokens in a chunk."""
 
 MAX_WIDTH = 256
 """The widest key; values may have any width."""
@@ -756,13 +767,13 @@ def delta_rule_triton(
     check_floats("delta_rule_triton", q, k, v, g, beta)
     if k.shape[-1] > MAX_WIDTH:
         raise ValueError(f"keys are {k.shape[-1]} wide, and the kernel accepts at most {MAX_WIDTH}")
-    return _differentiable_delta_rule(q, k, v, g, beta, *documents, state)  # type: ignore[no-any-return]
+    return _differentiable_delta_rule(q, k, v, g, beta, *documents, state)  # type: ignore[return-value]
 
 
 def _allocate_forward(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return results, last states, decay sums, inverse systems and written values."""
     last = v.new_empty(v.shape[0], v.shape[2], k.shape[3], v.shape[3], dtype=torch.float32)
-    decays, inverse = v.new_empty(v.shape[:3], dtype=torch.float32), v.new_empty(*v.shape[:3], CHUNK)
+    decays, inverse = v.new_empty(v.shape[:3], dtype=torch.float32), v.new_empty(*v.shape[:3], CHUNK_SIZE)
     return v.new_empty(v.shape), last, decays, inverse, v.new_empty(v.shape)
 
 
@@ -775,19 +786,19 @@ def _float32_product_precision() -> str:
 def _count_forward_flops(k: Tensor, v: Tensor) -> float:
     """Return the products' FLOPs, for all tokens and heads."""
     width, v_width = k.shape[3], v.shape[3]
-    inside = 6 * CHUNK * width + 4 * CHUNK * v_width + 2 * CHUNK * CHUNK / 3
+    inside = 6 * CHUNK_SIZE * width + 4 * CHUNK_SIZE * v_width + 2 * CHUNK_SIZE * CHUNK_SIZE / 3
     return v.shape[:3].numel() * (6 * width * v_width + inside)
 
 
 def _count_backward_flops(k: Tensor, v: Tensor) -> float:
     """Return the backward pass's FLOPs; it computes states again."""
     width, v_width = k.shape[3], v.shape[3]
-    return v.shape[:3].numel() * (14 * width * v_width + 2 * CHUNK * (6 * width + 4 * v_width))
+    return v.shape[:3].numel() * (14 * width * v_width + 2 * CHUNK_SIZE * (6 * width + 4 * v_width))
 
 
 def _count_state_bytes(k: Tensor, v: Tensor) -> int:
     """Return the bytes for the states before all chunks."""
-    return cdiv(v.shape[1], CHUNK) * v.shape[0] * v.shape[2] * k.shape[3] * v.shape[3] * v.itemsize
+    return cdiv(v.shape[1], CHUNK_SIZE) * v.shape[0] * v.shape[2] * k.shape[3] * v.shape[3] * v.itemsize
 
 
 def _count_forward_scratch_bytes(k: Tensor, v: Tensor) -> int:
@@ -797,7 +808,7 @@ def _count_forward_scratch_bytes(k: Tensor, v: Tensor) -> int:
 def _count_backward_scratch_bytes(k: Tensor, v: Tensor) -> int:
     """Return the bytes for keys, gradients, states and sums."""
     keys = (1 if k.shape[2] == v.shape[2] else 2) * k.shape[3]
-    by_token = (keys + v.shape[3] + 2 * CHUNK) * v.itemsize + 8 * (1 + cdiv(k.shape[3], MIN_BLOCK))
+    by_token = (keys + v.shape[3] + 2 * CHUNK_SIZE) * v.itemsize + 8 * (1 + cdiv(k.shape[3], MIN_BLOCK))
     return v.shape[:3].numel() * by_token + 2 * _count_state_bytes(k, v)
 
 
@@ -860,8 +871,8 @@ class _Sizes(NamedTuple):
     @classmethod
     def from_keys_and_values(cls, k: Tensor, v: Tensor) -> "_Sizes":
         rows, length, heads, v_width = v.shape
-        groups, multiprocessors = heads // k.shape[2], sm_count(v.device)
-        return cls(rows, length, heads, groups, k.shape[3], v_width, cdiv(length, CHUNK), v.itemsize, multiprocessors)
+        groups, chunks = heads // k.shape[2], cdiv(length, CHUNK_SIZE)
+        return cls(rows, length, heads, groups, k.shape[3], v_width, chunks, v.itemsize, sm_count(v.device))
 
     @property
     def fits_several_chunks(self) -> bool:
@@ -912,7 +923,6 @@ class _Sizes(NamedTuple):
             "V": self.v_width,
             "BK": max(MIN_BLOCK, next_power_of_2(self.width)),
             "BV": MIN_BLOCK,
-            "CHUNK": CHUNK,
             "PRECISION": _float32_product_precision(),
         }
 
@@ -965,7 +975,7 @@ def _backward(
     parts = {**constants, "BK": MIN_BLOCK}
     multiply_keys_by_inverse[(sizes.chunk_head_count,)](
         *(k, beta, inverse, decays, ids, before, keys, *ends),
-        **{name: constants[name] for name in ("HEADS", "GROUPS", "K", "BK", "CHUNK", "PRECISION")},
+        **{name: constants[name] for name in ("HEADS", "GROUPS", "K", "BK", "PRECISION")},
         num_warps=4,
     )
     recompute_states[(sizes.key_parts * cdiv(sizes.v_width, MIN_BLOCK), sizes.rows * sizes.heads)](
@@ -1013,7 +1023,6 @@ def _backward(
         *(part_decays, part_factors, grad_decays, grad_factors, ids, grads[3], grads[4], *ends),
         HEADS=sizes.heads,
         PARTS=sizes.key_parts,
-        CHUNK=CHUNK,
         num_warps=1,
     )
     if sizes.groups > 1:

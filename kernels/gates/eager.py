@@ -83,7 +83,7 @@ def oss_swiglu_halves_eager(gate_and_up: Tensor, scale: Tensor | None, alpha: fl
     The gate is at most `limit`, and up is between -limit and limit. `scale` (...,) multiplies vectors. Computed in
     at least float32 and rounded once.
     """
-    return _differentiable_oss_swiglu(gate_and_up, scale, alpha, limit)  # type: ignore[no-any-return]
+    return _differentiable_oss_swiglu(gate_and_up, scale, alpha, limit)
 
 
 def _compute_gradients(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from drawloom.kernels.operation import make_differentiable, register_kernel
 from drawloom.kernels.triton.launch import cache_launches
-from drawloom.kernels.triton.primitives import cdiv, check_floats, next_power_of_2, view_as_rows
+from drawloom.kernels.triton.primitives import cdiv, check_floats, load_float32, next_power_of_2, view_as_rows
 
 TILE = 2048
 """Elements that a program processes at a time: 8 per thread, 16 bytes of each tensor in half precision."""
@@ -151,8 +151,7 @@ def _compute_up_factor_and_derivative(ups, FUNCTION: tl.constexpr, LIMIT: tl.con
 
 
 # fmt: off
-@cache_launches
-@triton.jit(do_not_specialize=["tiles"])
+@cache_launches("tiles")
 def _forward_kernel(
     gate, up, result, scale, width, tiles, gate_stride, up_stride, result_stride, BLOCK: tl.constexpr,
     FUNCTION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
@@ -161,19 +160,18 @@ def _forward_kernel(
     row = (tl.program_id(0) // tiles).to(tl.int64)
     column = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
-    gates = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
-    ups = tl.load(up + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
+    gates = load_float32(gate + row * gate_stride + column, inside)
+    ups = load_float32(up + row * up_stride + column, inside)
     values, _ = _compute_activation_and_derivative(gates, FUNCTION, ALPHA, LIMIT)
     factors, _ = _compute_up_factor_and_derivative(ups, FUNCTION, LIMIT)
     values *= factors
     if scale is not None:
         values *= tl.load(scale + row).to(tl.float32)
-    tl.store(result + row * result_stride + column, values.to(result.dtype.element_ty), mask=inside)
+    tl.store(result + row * result_stride + column, values, mask=inside)
 
 
 # fmt: off
-@cache_launches
-@triton.jit(do_not_specialize=["tiles"])
+@cache_launches("tiles")
 def _backward_kernel(
     grad, gate, up, grad_gate, grad_up, scale, grad_scale, width, tiles, grad_stride, gate_stride, up_stride,
     grad_gate_stride, grad_up_stride, BLOCK: tl.constexpr, FUNCTION: tl.constexpr, ALPHA: tl.constexpr,
@@ -191,9 +189,9 @@ def _backward_kernel(
     for start in range(first, last, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = column < width
-        grads = tl.load(grad + row * grad_stride + column, mask=inside, other=0.0).to(tl.float32)
-        gates = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
-        ups = tl.load(up + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
+        grads = load_float32(grad + row * grad_stride + column, inside)
+        gates = load_float32(gate + row * gate_stride + column, inside)
+        ups = load_float32(up + row * up_stride + column, inside)
         values, derivative = _compute_activation_and_derivative(gates, FUNCTION, ALPHA, LIMIT)
         factors, up_derivative = _compute_up_factor_and_derivative(ups, FUNCTION, LIMIT)
         if scale is not None:
@@ -204,7 +202,7 @@ def _backward_kernel(
         tl.store(grad_gate + row * grad_gate_stride + column, grad_gates, mask=inside)
         tl.store(grad_up + row * grad_up_stride + column, grad_ups, mask=inside)
     if scale is not None:
-        tl.store(grad_scale + row, tl.sum(total, 0).to(grad_scale.dtype.element_ty))
+        tl.store(grad_scale + row, tl.sum(total, 0))
 
 
 SWIGLU = Gate(SILU)
@@ -294,7 +292,7 @@ def oss_swiglu_halves_triton(gate_and_up: Tensor, scale: Tensor | None, alpha: f
     Returns (..., width); the gradient of `gate_and_up` is one tensor, without a concatenation.
     """
     check_floats("oss_swiglu_halves_triton", gate_and_up)
-    return _differentiable_oss_swiglu(gate_and_up, scale, alpha, limit)  # type: ignore[no-any-return]
+    return _differentiable_oss_swiglu(gate_and_up, scale, alpha, limit)
 
 
 @register_kernel(

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from drawloom.kernels.triton.launch import cache_launches
-from drawloom.kernels.triton.primitives import cdiv, upload
+from drawloom.kernels.triton.primitives import cdiv, load_float32, upload
 
 PART = 2**14
 """Elements that a program scales."""
@@ -62,8 +62,7 @@ def _create_launch_tables(
 
 
 # fmt: off
-@cache_launches
-@triton.jit
+@cache_launches()
 def _scale_kernel(
     like, addresses, owners, starts, sizes, counted, factor, squares,
     PART: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, WRITE: tl.constexpr,
@@ -115,12 +114,11 @@ def sum_parts_triton(own: Tensor, others: Tensor, out: Tensor) -> None:
         )
 
 
-@cache_launches
-@triton.jit
+@cache_launches()
 def _sum_parts_kernel(own, others, stride, out, size, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     element = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.load(own + element, mask=element < size, other=0.0).to(tl.float32)
+    total = load_float32(own + element, element < size)
     for _ in range(ROWS):
-        total += tl.load(others + element, mask=element < size, other=0.0).to(tl.float32)
+        total += load_float32(others + element, element < size)
         others += stride  # the product of row and stride would have 32 bits
-    tl.store(out + element, total.to(out.dtype.element_ty), mask=element < size)
+    tl.store(out + element, total, mask=element < size)

@@ -31,6 +31,9 @@ from drawloom.kernels.triton.primitives import (
     check_floats,
     contiguous_last_dim,
     get_dot_precision,
+    load_float32,
+    load_or_zero,
+    mask_tile,
     next_power_of_2,
 )
 
@@ -42,8 +45,8 @@ MAX_ROWS = 2**31 - 2**9
 def locate_tile_rows(tile, offsets, num_experts, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
     """Return a tile's expert, or `num_experts` for a surplus tile; its first row; and the end of the expert's rows."""
     number = tl.arange(0, EXPERTS)
-    end = tl.load(offsets + number, mask=number < num_experts, other=0)
-    begin = tl.load(offsets + number - 1, mask=(number > 0) & (number < num_experts), other=0)
+    end = load_or_zero(offsets + number, number < num_experts)
+    begin = load_or_zero(offsets + number - 1, (number > 0) & (number < num_experts))
     tiles = tl.where(number < num_experts, (end - begin + ROWS - 1) // ROWS, 0)
     last_tile = tl.cumsum(tiles, 0)
     expert = tl.sum((last_tile <= tile).to(tl.int32), 0)
@@ -118,8 +121,7 @@ def _choose_tma_layout(x: Tensor) -> Tensor | None:
 
 
 # fmt: off
-@cache_launches
-@triton.jit(do_not_specialize=["num_experts"])
+@cache_launches("num_experts")
 def _multiply_rows_by_tma_kernel(
     x, weight, offsets, result, num_experts, inputs, outputs, EXPERTS: tl.constexpr, TRANSPOSED: tl.constexpr,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
@@ -139,12 +141,11 @@ def _multiply_rows_by_tma_kernel(
         total = tl.dot(x.load([first, start]), factor, total)
     row, column = first + tl.arange(0, HEIGHT), left + tl.arange(0, WIDTH)
     at = result + row.to(tl.int64)[:, None] * outputs + column[None, :]
-    tl.store(at, total.to(result.dtype.element_ty), mask=(row < end)[:, None] & (column < outputs)[None, :])
+    tl.store(at, total, mask=mask_tile(row < end, column < outputs))
 
 
 # fmt: off
-@cache_launches
-@triton.jit
+@cache_launches()
 def _outer_products_by_tma_kernel(
     a, b, a_pointer, b_pointer, offsets, result, down, across, height, width, a_row, b_row,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
@@ -152,7 +153,7 @@ def _outer_products_by_tma_kernel(
     # fmt: on
     expert = tl.program_id(0) // (down * across)
     tile = tl.program_id(0) % (down * across)
-    begin = tl.load(offsets + expert - 1, mask=expert > 0, other=0)
+    begin = load_or_zero(offsets + expert - 1, expert > 0)
     end = tl.load(offsets + expert)
     top, left = (tile // across) * HEIGHT, (tile % across) * WIDTH
     of_a, of_b = top + tl.arange(0, HEIGHT), left + tl.arange(0, WIDTH)
@@ -164,12 +165,12 @@ def _outer_products_by_tma_kernel(
     if whole < end:
         row = whole + tl.arange(0, STEP)
         at = a_pointer + row.to(tl.int64)[None, :] * a_row + of_a[:, None]
-        rest_of_a = tl.load(at, mask=(row < end)[None, :] & (of_a < height)[:, None], other=0.0)
+        rest_of_a = load_or_zero(at, (row < end)[None, :] & (of_a < height)[:, None])
         at = b_pointer + row.to(tl.int64)[:, None] * b_row + of_b[None, :]
-        rest_of_b = tl.load(at, mask=(row < end)[:, None] & (of_b < width)[None, :], other=0.0)
+        rest_of_b = load_or_zero(at, mask_tile(row < end, of_b < width))
         total = tl.dot(rest_of_a, rest_of_b, total)
     at = result + (expert.to(tl.int64) * height + of_a[:, None]) * width + of_b[None, :]
-    tl.store(at, total.to(result.dtype.element_ty), mask=(of_a < height)[:, None] & (of_b < width)[None, :])
+    tl.store(at, total, mask=mask_tile(of_a < height, of_b < width))
 
 
 ROWS = (16, 128)
@@ -310,8 +311,7 @@ def _choose_tile_rows(rows: int, num_experts: int) -> int:
 
 
 # fmt: off
-@cache_launches
-@triton.jit(do_not_specialize=["num_experts"])
+@cache_launches("num_experts")
 def _multiply_rows_kernel(
     x, weight, offsets, result, num_experts, inputs, outputs, x_row, x_channel, weight_expert, weight_row,
     weight_column, EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
@@ -332,17 +332,16 @@ def _multiply_rows_kernel(
     for start in range(0, inputs, STEP):
         inner = start + channel
         at = x_at + inner.to(tl.int64)[None, :] * x_channel
-        a = tl.load(at, mask=inside[:, None] & (inner < inputs)[None, :], other=0.0)
-        mask = (inner < inputs)[:, None] & (column < outputs)[None, :]
-        b = tl.load(weight_at + inner.to(tl.int64)[:, None] * weight_row, mask=mask, other=0.0)
+        a = load_or_zero(at, mask_tile(inside, inner < inputs))
+        mask = mask_tile(inner < inputs, column < outputs)
+        b = load_or_zero(weight_at + inner.to(tl.int64)[:, None] * weight_row, mask)
         total = tl.dot(a, b, total, input_precision=PRECISION)
     at = result + row.to(tl.int64)[:, None] * outputs + column[None, :]
-    tl.store(at, total.to(result.dtype.element_ty), mask=inside[:, None] & (column < outputs)[None, :])
+    tl.store(at, total, mask=mask_tile(inside, column < outputs))
 
 
 # fmt: off
-@cache_launches
-@triton.jit
+@cache_launches()
 def _outer_products_kernel(
     a, b, offsets, result, down, across, height, width, a_row, a_channel, b_row, b_channel,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr,
@@ -351,7 +350,7 @@ def _outer_products_kernel(
     # fmt: on
     expert = tl.program_id(0) // (down * across)
     tile = tl.program_id(0) % (down * across)
-    begin = tl.load(offsets + expert - 1, mask=expert > 0, other=0)
+    begin = load_or_zero(offsets + expert - 1, expert > 0)
     end = tl.load(offsets + expert)
     of_a = (tile // across) * HEIGHT + tl.arange(0, HEIGHT)
     of_b = (tile % across) * WIDTH + tl.arange(0, WIDTH)
@@ -359,12 +358,12 @@ def _outer_products_kernel(
     for start in range(begin, end, STEP):
         row = start + tl.arange(0, STEP)
         at = a + row.to(tl.int64)[None, :] * a_row + of_a.to(tl.int64)[:, None] * a_channel
-        left = tl.load(at, mask=(row < end)[None, :] & (of_a < height)[:, None], other=0.0)
+        left = load_or_zero(at, (row < end)[None, :] & (of_a < height)[:, None])
         at = b + row.to(tl.int64)[:, None] * b_row + of_b.to(tl.int64)[None, :] * b_channel
-        right = tl.load(at, mask=(row < end)[:, None] & (of_b < width)[None, :], other=0.0)
+        right = load_or_zero(at, mask_tile(row < end, of_b < width))
         total = tl.dot(left, right, total, input_precision=PRECISION)
     at = result + (expert.to(tl.int64) * height + of_a[:, None]) * width + of_b[None, :]
-    tl.store(at, total.to(result.dtype.element_ty), mask=(of_a < height)[:, None] & (of_b < width)[None, :])
+    tl.store(at, total, mask=mask_tile(of_a < height, of_b < width))
 
 
 grouped_gemm_triton = GroupedGemm(_multiply_rows_by_expert, _sum_outer_products_by_expert)
@@ -442,8 +441,7 @@ def _find_row_expert_and_usage(row, offsets, num_experts, EXPERTS: tl.constexpr)
 
 
 # fmt: off
-@cache_launches
-@triton.jit(do_not_specialize=["count", "num_experts"])
+@cache_launches("count", "num_experts")
 def _add_bias_kernel(
     rows, bias, offsets, scale, result, count, width, num_experts, row_stride, bias_stride,
     EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -452,20 +450,19 @@ def _add_bias_kernel(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     expert, is_used = _find_row_expert_and_usage(row, offsets, num_experts, EXPERTS)
-    inside = (row < count)[:, None] & (column < width)[None, :]
+    inside = mask_tile(row < count, column < width)
     at = bias + expert.to(tl.int64)[:, None] * bias_stride + column[None, :]
-    added = tl.load(at, mask=inside & is_used[:, None], other=0.0).to(tl.float32)
+    added = load_float32(at, inside & is_used[:, None])
     if scale is not None:
-        factor = tl.load(scale + row, mask=(row < count) & is_used, other=0.0).to(tl.float32)
+        factor = load_float32(scale + row, (row < count) & is_used)
         added *= factor[:, None]
-    x = tl.load(rows + row.to(tl.int64)[:, None] * row_stride + column[None, :], mask=inside, other=0.0)
+    x = load_or_zero(rows + row.to(tl.int64)[:, None] * row_stride + column[None, :], inside)
     total = (x.to(tl.float32) + added).to(result.dtype.element_ty)
     tl.store(result + row.to(tl.int64)[:, None] * width + column[None, :], total, mask=inside)
 
 
 # fmt: off
-@cache_launches
-@triton.jit(do_not_specialize=["num_experts"])
+@cache_launches("num_experts")
 def _sum_rows_by_expert_kernel(
     grad, offsets, scale, sums, num_experts, width, row_stride, PARTS: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -474,24 +471,23 @@ def _sum_rows_by_expert_kernel(
     """Store sums over every PARTS-th block in an expert's rows."""
     expert, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    begin = tl.load(offsets + expert - 1, mask=expert > 0, other=0)
+    begin = load_or_zero(offsets + expert - 1, expert > 0)
     end = tl.load(offsets + expert)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for first in range(begin + part * ROWS, end, PARTS * ROWS):
         row = first + tl.arange(0, ROWS)
-        inside = (row < end)[:, None] & (column < width)[None, :]
+        inside = mask_tile(row < end, column < width)
         at = grad + row.to(tl.int64)[:, None] * row_stride + column[None, :]
-        values = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        values = load_float32(at, inside)
         if scale is not None:
-            values *= tl.load(scale + row, mask=row < end, other=0.0).to(tl.float32)[:, None]
+            values *= load_float32(scale + row, row < end)[:, None]
         total += values
     at = sums + (part * num_experts + expert).to(tl.int64) * width + column
     tl.store(at, tl.sum(total, 0), mask=column < width)
 
 
 # fmt: off
-@cache_launches
-@triton.jit(do_not_specialize=["count", "num_experts"])
+@cache_launches("count", "num_experts")
 def _bias_products_kernel(
     grad, bias, offsets, result, count, width, num_experts, row_stride, bias_stride,
     EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -504,11 +500,11 @@ def _bias_products_kernel(
     total = tl.zeros((ROWS, COLUMNS), tl.float64)  # products of a row cancel each other
     for begin in range(0, width, COLUMNS):
         column = begin + tl.arange(0, COLUMNS)
-        inside = is_used[:, None] & (column < width)[None, :]
-        values = tl.load(grad + row.to(tl.int64)[:, None] * row_stride + column[None, :], mask=inside, other=0.0)
+        inside = mask_tile(is_used, column < width)
+        values = load_or_zero(grad + row.to(tl.int64)[:, None] * row_stride + column[None, :], inside)
         at = bias + expert.to(tl.int64)[:, None] * bias_stride + column[None, :]
-        total += values.to(tl.float64) * tl.load(at, mask=inside, other=0.0).to(tl.float64)
-    tl.store(result + row, tl.sum(total, 1).to(result.dtype.element_ty), mask=row < count)
+        total += values.to(tl.float64) * load_or_zero(at, inside).to(tl.float64)
+    tl.store(result + row, tl.sum(total, 1), mask=row < count)
 
 
 add_expert_bias_triton = ExpertBias(_add_bias_by_expert, _sum_rows_by_expert, _sum_bias_products_by_row)

@@ -29,7 +29,15 @@ from drawloom.kernels.moe.eager import DROPPED, PeerTensors, Routes
 from drawloom.kernels.operation import once_differentiable, register_kernel
 from drawloom.kernels.results import PermutedRows
 from drawloom.kernels.triton.launch import cache_launches
-from drawloom.kernels.triton.primitives import cdiv, check_floats, next_power_of_2, view_as_rows
+from drawloom.kernels.triton.primitives import (
+    cdiv,
+    check_floats,
+    load_float32,
+    load_or_zero,
+    mask_tile,
+    next_power_of_2,
+    view_as_rows,
+)
 
 ENTRIES, STEP = 256, 32
 """Choices in a part, and how many of them a choice is compared with at a time: larger tiles would not fit."""
@@ -93,8 +101,7 @@ def _compute_routes(tables: tuple[Tensor, Tensor, Tensor], expert_indices: Tenso
     )
 
 
-@cache_launches
-@triton.jit(do_not_specialize=["count"])
+@cache_launches("count")
 def _count_choices_by_expert_kernel(expert_indices, counts, count, ENTRIES: tl.constexpr, WIDTH: tl.constexpr):
     part = tl.program_id(0).to(tl.int64)
     entry = part * ENTRIES + tl.arange(0, ENTRIES)
@@ -102,8 +109,7 @@ def _count_choices_by_expert_kernel(expert_indices, counts, count, ENTRIES: tl.c
     tl.store(counts + part * WIDTH + tl.arange(0, WIDTH), tl.histogram(expert, WIDTH, mask=expert >= 0))
 
 
-@cache_launches
-@triton.jit(do_not_specialize=["parts"])
+@cache_launches("parts")
 def _prefix_sum_kernel(counts, totals, parts, WIDTH: tl.constexpr, EXPERTS: tl.constexpr, PARTS: tl.constexpr):
     """Replace every count by the sum over all earlier parts (an exclusive prefix sum); store the totals."""
     expert = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
@@ -111,15 +117,14 @@ def _prefix_sum_kernel(counts, totals, parts, WIDTH: tl.constexpr, EXPERTS: tl.c
     for start in range(0, parts, PARTS):
         part = (start + tl.arange(0, PARTS))[:, None]
         at = counts + part.to(tl.int64) * WIDTH + expert[None, :]
-        count = tl.load(at, mask=part < parts, other=0)
+        count = load_or_zero(at, part < parts)
         tl.store(at, total[None, :] + tl.cumsum(count, 0) - count, mask=part < parts)
         total += tl.sum(count, 0)
     tl.store(totals + expert, total)
 
 
 # fmt: off
-@cache_launches
-@triton.jit(do_not_specialize=["count"])
+@cache_launches("count")
 def _assign_rows_kernel(
     expert_indices, earlier, totals, offsets, rows, choices, count, num_experts,
     ENTRIES: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr,
@@ -129,7 +134,7 @@ def _assign_rows_kernel(
     entry = part * ENTRIES + index
     expert = tl.load(expert_indices + entry, mask=entry < count, other=-1).to(tl.int32)
     has_row = expert >= 0
-    in_earlier_parts = tl.load(earlier + part * WIDTH + expert, mask=has_row, other=0)
+    in_earlier_parts = load_or_zero(earlier + part * WIDTH + expert, has_row)
     total = tl.load(totals + column)
     end = tl.cumsum(total, 0)
     of_lower_experts = tl.gather(end - total, tl.where(has_row, expert, 0), 0)
@@ -348,8 +353,7 @@ def choose_tile_constants(top_k: int, width: int) -> dict[str, Any]:
 
 
 # fmt: off
-@cache_launches
-@triton.jit(do_not_specialize=["tokens", "count", "num_experts"])
+@cache_launches("tokens", "count", "num_experts")
 def _copy_tokens_zero_unused_kernel(
     x, others, probabilities, dest_row, offsets, rows, row_scalars, products, tokens, count, num_experts, width,
     x_stride, others_stride, WEIGHTED: tl.constexpr, CHOICES: tl.constexpr, TOGETHER: tl.constexpr, BLOCK: tl.constexpr,
@@ -378,21 +382,21 @@ def copy_token_and_dot_others(
     has_row = row >= 0
     factor = tl.full((TOGETHER,), 1.0, tl.float32)
     if probabilities is not None:
-        probability = tl.load(probabilities + token * CHOICES + choice, mask=choice < CHOICES, other=0.0)
+        probability = load_or_zero(probabilities + token * CHOICES + choice, choice < CHOICES)
         if row_scalars is not None:
             tl.store(row_scalars + row, probability, mask=has_row)
         factor = probability.to(tl.float32)
     product = tl.zeros((TOGETHER, BLOCK), tl.float32)
     for start in range(0, width, BLOCK):
         within = start + column < width
-        inside = has_row[:, None] & within[None, :]
-        values = tl.load(x + token * x_stride + start + column, mask=within, other=0.0)
+        inside = mask_tile(has_row, within)
+        values = load_or_zero(x + token * x_stride + start + column, within)
         spread = tl.broadcast_to(values[None, :], (TOGETHER, BLOCK))
         if WEIGHTED:
             spread = (spread.to(tl.float32) * factor[:, None]).to(rows.dtype.element_ty)
         if others is not None:
             at = others + row[:, None] * others_stride + start + column[None, :]
-            product += tl.load(at, mask=inside, other=0.0).to(tl.float32) * values.to(tl.float32)[None, :]
+            product += load_float32(at, inside) * values.to(tl.float32)[None, :]
         tl.store(rows + row[:, None] * width + start + column[None, :], spread, mask=inside)
     if products is not None:
         # In float64, since terms may cancel: there is one reduction per row, however wide it is.
@@ -413,8 +417,7 @@ def _zero_every_nth_row(rows, row_scalars, first, count, step, width, BLOCK: tl.
 
 
 # fmt: off
-@cache_launches
-@triton.jit
+@cache_launches()
 def _sum_rows_by_token_kernel(
     rows, probabilities, row_scalars, dest_row, summed, scalars_by_choice, width, rows_stride,
     CHOICES: tl.constexpr, TOGETHER: tl.constexpr, BLOCK: tl.constexpr,
@@ -425,7 +428,7 @@ def _sum_rows_by_token_kernel(
     within = choice < CHOICES
     row = tl.load(dest_row + token * CHOICES + choice, mask=within, other=-1).to(tl.int64)
     if row_scalars is not None:
-        scalar = tl.load(row_scalars + row, mask=row >= 0, other=0.0)
+        scalar = load_or_zero(row_scalars + row, row >= 0)
         tl.store(scalars_by_choice + token * CHOICES + choice, scalar, mask=within)
     for start in range(0, width, BLOCK):
         total = tl.zeros((BLOCK,), tl.float32)
@@ -433,7 +436,7 @@ def _sum_rows_by_token_kernel(
         for number in tl.static_range(CHOICES):
             source = tl.load(dest_row + token * CHOICES + number).to(tl.int64)
             end = tl.where(source >= 0, width, 0)
-            values = tl.load(rows + source * rows_stride + start + column, mask=start + column < end, other=0.0)
+            values = load_or_zero(rows + source * rows_stride + start + column, start + column < end)
             values = values.to(tl.float32)
             if probabilities is not None:
                 values *= tl.load(probabilities + token * CHOICES + number).to(tl.float32)
@@ -578,8 +581,7 @@ moe_peers_triton = PeerExchangeTriton()
 
 
 # fmt: off
-@cache_launches
-@triton.jit(do_not_specialize=["tokens"])
+@cache_launches("tokens")
 def _publish_kernel(
     hidden, scalars, choices, to_hidden, to_scalars, to_choices, tokens, width, stride,
     CHOICES: tl.constexpr, TOGETHER: tl.constexpr, BLOCK: tl.constexpr,
@@ -589,7 +591,7 @@ def _publish_kernel(
     slot, column = tl.program_id(0).to(tl.int64), tl.arange(0, TOGETHER)
     if scalars is not None:
         within, is_used = column < CHOICES, column < tl.where(slot < tokens, CHOICES, 0)
-        scalar = tl.load(scalars + slot * CHOICES + column, mask=is_used, other=0.0)
+        scalar = load_or_zero(scalars + slot * CHOICES + column, is_used)
         tl.store(to_scalars + slot * CHOICES + column, scalar, mask=within)
         choice = tl.load(choices + slot * CHOICES + column, mask=is_used, other=-1)
         tl.store(to_choices + slot * CHOICES + column, choice.to(tl.int32), mask=within)
@@ -601,8 +603,7 @@ def _publish_kernel(
 
 
 # fmt: off
-@cache_launches
-@triton.jit(do_not_specialize=["count", "row_limit"])
+@cache_launches("count", "row_limit")
 def _limit_routes_kernel(
     dest_row, offsets, limited, ends, flag, peak_rows, count, experts, row_limit,
     ENTRIES: tl.constexpr, EXPERTS: tl.constexpr,
@@ -613,7 +614,7 @@ def _limit_routes_kernel(
     tl.store(limited + entry, tl.where(row < row_limit, row, -1), mask=entry < count)
     if tl.program_id(0) == 0:
         expert = tl.arange(0, EXPERTS)
-        end = tl.load(offsets + expert, mask=expert < experts, other=0)
+        end = load_or_zero(offsets + expert, expert < experts)
         tl.store(ends + expert, tl.minimum(end, row_limit), mask=expert < experts)
         rows = tl.max(end, 0)
         tl.store(peak_rows, tl.maximum(tl.load(peak_rows), rows))
@@ -621,8 +622,7 @@ def _limit_routes_kernel(
 
 
 # fmt: off
-@cache_launches
-@triton.jit(do_not_specialize=["first"])
+@cache_launches("first")
 def _localize_choices_kernel(chosen, local, count, per_rank, first, experts, ENTRIES: tl.constexpr):
     # fmt: on
     entry = tl.program_id(0) * ENTRIES + tl.arange(0, PEER_ENTRIES)
@@ -634,8 +634,7 @@ def _localize_choices_kernel(chosen, local, count, per_rank, first, experts, ENT
 
 
 # fmt: off
-@cache_launches
-@triton.jit
+@cache_launches()
 def _read_peer_rows_kernel(
     tokens, scalars, dest_row, rows, row_scalars, slots, width,
     CHOICES: tl.constexpr, TOGETHER: tl.constexpr, BLOCK: tl.constexpr,
@@ -657,8 +656,7 @@ def _read_peer_rows_kernel(
 
 
 # fmt: off
-@cache_launches
-@triton.jit(do_not_specialize=["first"])
+@cache_launches("first")
 def _read_peer_sums_kernel(
     staged, by_choice, chosen, total, choice_scalars, first, experts, width,
     RANKS: tl.constexpr, CHOICES: tl.constexpr, TOGETHER: tl.constexpr, BLOCK: tl.constexpr,
@@ -675,7 +673,7 @@ def _read_peer_sums_kernel(
     if by_choice is not None:
         has_rank = within & (rank >= 0)
         at = tl.load(by_choice + tl.where(has_rank, rank, 0)).to(tl.pointer_type(choice_scalars.dtype.element_ty))
-        scalar = tl.load(at + (first + token) * CHOICES + choice, mask=has_rank, other=0.0)
+        scalar = load_or_zero(at + (first + token) * CHOICES + choice, has_rank)
         tl.store(choice_scalars + token * CHOICES + choice, scalar, mask=within)
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)
@@ -683,5 +681,5 @@ def _read_peer_sums_kernel(
         for number in tl.static_range(RANKS):
             within_width = width * tl.max((rank == number).to(tl.int32), 0)  # 0 if the rank has no part
             part = tl.load(staged + number).to(tl.pointer_type(total.dtype.element_ty)) + (first + token) * width
-            result += tl.load(part + column, mask=column < within_width, other=0.0).to(tl.float32)
-        tl.store(total + token * width + column, result.to(total.dtype.element_ty), mask=column < width)
+            result += load_float32(part + column, column < within_width)
+        tl.store(total + token * width + column, result, mask=column < width)

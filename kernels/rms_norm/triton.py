@@ -21,6 +21,8 @@ from drawloom.kernels.triton.launch import cache_launches
 from drawloom.kernels.triton.primitives import (
     cdiv,
     check_floats,
+    load_float32,
+    load_or_zero,
     next_power_of_2,
     sm_count,
     sum_partials,
@@ -206,15 +208,15 @@ def norm_rows(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < count) & (column < width)
-    values = tl.load(x + row * x_stride + column, mask=inside, other=0.0)
+    values = load_or_zero(x + row * x_stride + column, inside)
     if residual is not None:
-        values = values.to(tl.float32) + tl.load(residual + row * residual_stride + column, mask=inside, other=0.0)
+        values = values.to(tl.float32) + load_or_zero(residual + row * residual_stride + column, inside)
         # Rounded before the norm, like the sum that the next layer reads.
         values = values.to(summed.dtype.element_ty)
         tl.store(summed + row * width + column, values, mask=inside)
     values = values.to(tl.float32)
     scale = tl.rsqrt(tl.sum(values * values, 1, keep_dims=True) / width + eps)
-    factors = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
+    factors = load_float32(weight + column, column < width)
     if ZERO_CENTRED:
         factors += 1.0
     tl.store(rstd + row, scale, mask=row < count)
@@ -224,8 +226,7 @@ def norm_rows(
 
 
 # fmt: off
-@cache_launches
-@triton.jit(do_not_specialize=["count"])
+@cache_launches("count")
 def _forward_kernel(
     x, residual, weight, normed, summed, rstd, count, width, x_stride, residual_stride, eps,
     ZERO_CENTRED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -238,8 +239,7 @@ def _forward_kernel(
 
 
 # fmt: off
-@cache_launches
-@triton.jit(do_not_specialize=["count"])
+@cache_launches("count")
 def _backward_kernel(
     grad, grad_summed, x, weight, rstd, grad_x, parts, count, width, grad_stride, grad_summed_stride, x_stride,
     ZERO_CENTRED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -248,23 +248,23 @@ def _backward_kernel(
     program = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)[None, :]
     within = column < width
-    factors = tl.load(weight + column, mask=within, other=0.0).to(tl.float32)
+    factors = load_float32(weight + column, within)
     if ZERO_CENTRED:
         factors += 1.0
     total = tl.zeros((ROWS, BLOCK), tl.float32)
     for first in tl.range(program * ROWS, count, tl.num_programs(0) * ROWS, num_stages=3):
         row = first + tl.arange(0, ROWS).to(tl.int64)[:, None]
         inside = (row < count) & within
-        values = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-        grads = tl.load(grad + row * grad_stride + column, mask=inside, other=0.0).to(tl.float32)
-        scale = tl.load(rstd + row, mask=row < count, other=0.0)
+        values = load_float32(x + row * x_stride + column, inside)
+        grads = load_float32(grad + row * grad_stride + column, inside)
+        scale = load_or_zero(rstd + row, row < count)
         unit = values * scale
         total += grads * unit
         grads *= factors
         along = tl.sum(grads * unit, 1, keep_dims=True) / width
         result = (grads - unit * along) * scale
         if grad_summed is not None:
-            result += tl.load(grad_summed + row * grad_summed_stride + column, mask=inside, other=0.0).to(tl.float32)
-        tl.store(grad_x + row * width + column, result.to(grad_x.dtype.element_ty), mask=inside)
+            result += load_float32(grad_summed + row * grad_summed_stride + column, inside)
+        tl.store(grad_x + row * width + column, result, mask=inside)
     if parts is not None:
         tl.store(parts + program * width + tl.arange(0, BLOCK), tl.sum(total, 0), mask=tl.arange(0, BLOCK) < width)

@@ -26,6 +26,8 @@ from drawloom.kernels.triton.primitives import (
     cdiv,
     check_floats,
     contiguous_last_dim,
+    load_float32,
+    load_or_zero,
     next_power_of_2,
     sm_count,
     sum_partials,
@@ -126,8 +128,7 @@ def rotate_pairs(a, b, cos, sin, REVERSE: tl.constexpr):
 
 
 # fmt: off
-@cache_launches
-@triton.jit(do_not_specialize=["length", "tiles"])
+@cache_launches("length", "tiles")
 def _rope_kernel(
     x, cos, sin, result, length, tiles, x_row, x_position, x_head, angle_row, angle_position, result_row,
     result_position, result_head, HEADS: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr,
@@ -135,32 +136,25 @@ def _rope_kernel(
     REST_BLOCK: tl.constexpr,
 ):
     # fmt: on
-    row = (tl.program_id(0) // tiles).to(tl.int64)
-    first = (tl.program_id(0) % tiles).to(tl.int64) * VECTORS
-    head = (first % HEADS).to(tl.int32) + tl.arange(0, VECTORS)[:, None]
-    position = first // HEADS + head // HEADS
-    head = (head % HEADS).to(tl.int64)
-    inside = position < length
+    row, position, head, inside = _locate_tile_vectors(tl.program_id(0), tiles, length, HEADS, VECTORS)
     pair = tl.arange(0, BLOCK)[None, :]
     is_pair = inside & (pair < PAIRS)
     x += row * x_row + position * x_position + head * x_head
     result += row * result_row + position * result_position + head * result_head
-    cosines = tl.load(cos + row * angle_row + position * angle_position + pair, mask=is_pair, other=0.0).to(tl.float32)
-    sines = tl.load(sin + row * angle_row + position * angle_position + pair, mask=is_pair, other=0.0).to(tl.float32)
+    cosines = load_float32(cos + row * angle_row + position * angle_position + pair, is_pair)
+    sines = load_float32(sin + row * angle_row + position * angle_position + pair, is_pair)
     if INTERLEAVED:
         channel = tl.arange(0, 2 * BLOCK)[None, :]
         rotates = inside & (channel < 2 * PAIRS)
-        values = tl.load(x + channel, mask=rotates, other=0.0).to(tl.float32)
+        values = load_float32(x + channel, rotates)
         a, b = tl.split(values.reshape(VECTORS, BLOCK, 2))
         a, b = rotate_pairs(a, b, cosines, sines, REVERSE)
         values = tl.join(a, b).reshape(VECTORS, 2 * BLOCK).to(result.dtype.element_ty)
         tl.store(result + channel, values, mask=rotates)
     else:
-        a = tl.load(x + pair, mask=is_pair, other=0.0).to(tl.float32)
-        b = tl.load(x + PAIRS + pair, mask=is_pair, other=0.0).to(tl.float32)
+        a, b = _load_first_and_second_half(x, is_pair, pair, PAIRS)
         a, b = rotate_pairs(a, b, cosines, sines, REVERSE)
-        tl.store(result + pair, a.to(result.dtype.element_ty), mask=is_pair)
-        tl.store(result + PAIRS + pair, b.to(result.dtype.element_ty), mask=is_pair)
+        _store_first_and_second_half(result, a, b, is_pair, pair, PAIRS)
     if REST:
         channel = 2 * PAIRS + tl.arange(0, REST_BLOCK)[None, :]
         is_rest = inside & (channel < 2 * PAIRS + REST)
@@ -183,14 +177,14 @@ def _locate_tile_vectors(tile, tiles, length, HEADS: tl.constexpr, VECTORS: tl.c
 @triton.jit
 def _load_first_and_second_half(at, mask, pair, PAIRS: tl.constexpr):
     """Return both channels by pair, in float32."""
-    a = tl.load(at + pair, mask=mask, other=0.0).to(tl.float32)
-    return a, tl.load(at + PAIRS + pair, mask=mask, other=0.0).to(tl.float32)
+    a = load_float32(at + pair, mask)
+    return a, load_float32(at + PAIRS + pair, mask)
 
 
 @triton.jit
 def _store_first_and_second_half(at, a, b, mask, pair, PAIRS: tl.constexpr):
-    tl.store(at + pair, a.to(at.dtype.element_ty), mask=mask)
-    tl.store(at + PAIRS + pair, b.to(at.dtype.element_ty), mask=mask)
+    tl.store(at + pair, a, mask=mask)
+    tl.store(at + PAIRS + pair, b, mask=mask)
 
 
 @triton.jit
@@ -207,14 +201,13 @@ def _norm_and_rotate(
     vector = (row * length + position) * HEADS + head
     tl.store(rstd + vector, scale, mask=inside)
     weight_a, weight_b = _load_first_and_second_half(weight, within, pair, PAIRS)
-    cosines = tl.load(cos + row * angle_row + position * angle_position + pair, mask=mask, other=0.0).to(tl.float32)
-    sines = tl.load(sin + row * angle_row + position * angle_position + pair, mask=mask, other=0.0).to(tl.float32)
+    cosines = load_float32(cos + row * angle_row + position * angle_position + pair, mask)
+    sines = load_float32(sin + row * angle_row + position * angle_position + pair, mask)
     a, b = rotate_pairs(a * scale * weight_a, b * scale * weight_b, cosines, sines, False)
     _store_first_and_second_half(result + vector * (2 * PAIRS), a, b, mask, pair, PAIRS)
 
 
-@cache_launches
-@triton.jit(do_not_specialize=["q_programs", "q_tiles", "k_tiles", "length"])
+@cache_launches("q_programs", "q_tiles", "k_tiles", "length")
 def forward_kernel(
     q, k, q_weight, k_weight, cos, sin, q_result, k_result, q_rstd, k_rstd, q_programs, q_tiles, k_tiles,
     length, eps, q_row, q_position, q_head, k_row, k_position, k_head, angle_row, angle_position,
@@ -253,9 +246,9 @@ def _norm_and_rotate_backward(
         a, b = _load_first_and_second_half(x + row * x_row + position * x_position + head * x_head, mask, pair, PAIRS)
         grad_at = grad + row * grad_row + position * grad_position + head * grad_head
         grad_a, grad_b = _load_first_and_second_half(grad_at, mask, pair, PAIRS)
-        cosines = tl.load(cos + row * angle_row + position * angle_position + pair, mask=mask, other=0.0).to(tl.float32)
-        sines = tl.load(sin + row * angle_row + position * angle_position + pair, mask=mask, other=0.0).to(tl.float32)
-        scale = tl.load(rstd + vector, mask=inside, other=0.0)
+        cosines = load_float32(cos + row * angle_row + position * angle_position + pair, mask)
+        sines = load_float32(sin + row * angle_row + position * angle_position + pair, mask)
+        scale = load_or_zero(rstd + vector, inside)
         grad_a, grad_b = rotate_pairs(grad_a, grad_b, cosines, sines, True)
         a *= scale
         b *= scale
@@ -270,8 +263,7 @@ def _norm_and_rotate_backward(
     _store_first_and_second_half(parts, tl.sum(total_a, 0), tl.sum(total_b, 0), pair < PAIRS, pair, PAIRS)
 
 
-@cache_launches
-@triton.jit(do_not_specialize=["q_programs", "q_count", "k_count", "q_tiles", "k_tiles", "length"])
+@cache_launches("q_programs", "q_count", "k_count", "q_tiles", "k_tiles", "length")
 def backward_kernel(
     q_grad, k_grad, q, k, q_weight, k_weight, q_rstd, k_rstd, cos, sin, q_result, k_result, parts, q_programs,
     q_count, k_count, q_tiles, k_tiles, length, q_grad_row, q_grad_position, q_grad_head, k_grad_row, k_grad_position,
@@ -315,7 +307,7 @@ def qk_norm_rope_triton(
     (rows, length, head_dim // 2).
     """
     check_floats("qk_norm_rope_triton", q, k, q_weight, k_weight, cos, sin)
-    return _differentiable_qk_norm_rope(q, k, q_weight, k_weight, eps, cos, sin)  # type: ignore[no-any-return]
+    return _differentiable_qk_norm_rope(q, k, q_weight, k_weight, eps, cos, sin)  # type: ignore[return-value]
 
 
 def _allocate_rotated(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

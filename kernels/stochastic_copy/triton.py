@@ -1,14 +1,13 @@
 """Stochastic rounding from float32 to bfloat16 in Triton, with one random draw for eight elements."""
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from drawloom.kernels.operation import register_operator
 from drawloom.kernels.stochastic_copy.eager import PER_DRAW
 from drawloom.kernels.triton.launch import cache_launches
-from drawloom.kernels.triton.primitives import cdiv, philox, round_stochastically, split_into_16bit_halves
+from drawloom.kernels.triton.primitives import cdiv, load_or_zero, philox, round_stochastically, split_into_16bit_halves
 
 BLOCK = 1024
 
@@ -38,8 +37,7 @@ def _copy(target: Tensor, source: Tensor, key: int, counter: int, first: int) ->
         target.copy_(dense)
 
 
-@cache_launches
-@triton.jit(do_not_specialize=["key", "counter", "first"])
+@cache_launches("key", "counter", "first")
 def _stochastic_copy_kernel(target, source, key, counter, first, count, BLOCK: tl.constexpr, PER_DRAW: tl.constexpr):
     start = tl.program_id(0).to(tl.int64) * BLOCK
     draw = (first + start) // PER_DRAW + tl.arange(0, BLOCK // PER_DRAW)
@@ -47,5 +45,5 @@ def _stochastic_copy_kernel(target, source, key, counter, first, count, BLOCK: t
     # Of eight elements, the first two use word a, the next two word b, and so on; each word has two halves.
     noise = tl.join(tl.join(a, c), tl.join(b, d)).reshape(BLOCK // 2)
     element = start + tl.arange(0, BLOCK)
-    values = tl.load(source + element, mask=element < count, other=0.0)
+    values = load_or_zero(source + element, element < count)
     tl.store(target + element, round_stochastically(values, split_into_16bit_halves(noise)), mask=element < count)

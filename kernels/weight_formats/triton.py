@@ -3,13 +3,12 @@
 from functools import cache
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from drawloom.kernels.operation import register_kernel
 from drawloom.kernels.triton.launch import cache_launches
-from drawloom.kernels.triton.primitives import cdiv
+from drawloom.kernels.triton.primitives import cdiv, load_or_zero
 from drawloom.kernels.weight_formats.eager import FORMATS, FP4_VALUES, NF4_VALUES, STORAGE
 
 ELEMENTS = 4096
@@ -50,8 +49,7 @@ def _upload_table(values: tuple[float, ...], device: torch.device) -> Tensor:
 
 
 # fmt: off
-@cache_launches
-@triton.jit
+@cache_launches()
 def _dequantize_kernel(
     halves, data, table, result, blocks,
     FORMAT: tl.constexpr, BLOCK: tl.constexpr, UNITS: tl.constexpr, PER_PROGRAM: tl.constexpr,
@@ -60,18 +58,18 @@ def _dequantize_kernel(
     block = tl.program_id(0).to(tl.int64) * PER_PROGRAM + tl.arange(0, PER_PROGRAM)
     is_block = block < blocks
     # Gathered storage is aligned to two bytes only.
-    low = tl.load(halves + block * UNITS, mask=is_block, other=0).to(tl.int32) & 0xFFFF
+    low = load_or_zero(halves + block * UNITS, is_block).to(tl.int32) & 0xFFFF
     if FORMAT == "mxfp4":
         scale, head = (low << 16).to(tl.float32, bitcast=True), 2
     else:
-        high = tl.load(halves + block * UNITS + 1, mask=is_block, other=0).to(tl.int32)
+        high = load_or_zero(halves + block * UNITS + 1, is_block).to(tl.int32)
         scale, head = (high << 16 | low).to(tl.float32, bitcast=True), 4
     codes = data + block[:, None] * (2 * UNITS) + head
     if FORMAT == "float8":
-        code = tl.load(codes + tl.arange(0, BLOCK)[None, :], mask=is_block[:, None], other=0)
+        code = load_or_zero(codes + tl.arange(0, BLOCK)[None, :], is_block[:, None])
         values = code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     else:
-        code = tl.load(codes + tl.arange(0, BLOCK // 2)[None, :], mask=is_block[:, None], other=0).to(tl.int32)
+        code = load_or_zero(codes + tl.arange(0, BLOCK // 2)[None, :], is_block[:, None]).to(tl.int32)
         if FORMAT == "nf4":
             first, second = code >> 4, code & 15
         else:

@@ -89,6 +89,13 @@ class ChatTemplate:
                 raise RenderError(answer["error"])
         return [answer["text"] for answer in answers]
 
+    def render_messages(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None, prompt: bool = False
+    ) -> str:
+        """Return one request's text."""
+        (text,) = self.render([make_request(messages, tools, prompt)])
+        return text
+
     def _send_request_and_wait_for_answer(self, request: Any, seconds: float) -> Any:
         """
         Send a request to the process, and return its answer. Raises UserError if it dies, or takes over `seconds`.
@@ -118,6 +125,13 @@ class ChatTemplate:
             self._buffer += read
         line, _, self._buffer = self._buffer.partition(b"\n")
         return line
+
+
+def make_request(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, prompt: bool = False
+) -> dict[str, Any]:
+    """Return a request for `ChatTemplate.render`; with `prompt`, the text goes on to an answer's beginning."""
+    return {"messages": list(messages), "tools": tools, "add_generation_prompt": prompt}
 
 
 def create_chat_template(

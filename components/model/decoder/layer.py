@@ -5,12 +5,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from drawloom.components.model.decoder.attention import Attention
+from drawloom.components.model.decoder.attention import Attention, GatedDeltaNet, LatentAttention
 from drawloom.components.model.decoder.config import DecoderConfig
-from drawloom.components.model.decoder.context import LayerContext
 from drawloom.components.model.decoder.experts import SparseMoeBlock
-from drawloom.components.model.decoder.gated_delta_net import GatedDeltaNet
-from drawloom.components.model.decoder.latent import LatentAttention
 from drawloom.components.model.decoder.mlp import GatedMlp
 from drawloom.components.model.decoder.specs import (
     AttentionSpec,
@@ -18,6 +15,7 @@ from drawloom.components.model.decoder.specs import (
     DeltaSpec,
     ExpertSpec,
     LatentSpec,
+    LayerContext,
     MlpSpec,
     PartSpec,
 )

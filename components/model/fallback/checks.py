@@ -9,10 +9,12 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.model.fallback.attention import NAME, RowAttention
-from drawloom.components.model.fallback.build import build_meta_model, build_transformers_model
-from drawloom.components.model.fallback.conversion import create_conversion_mapper
-from drawloom.components.model.fallback.module import TransformersLM
+from drawloom.components.model.fallback.build import (
+    build_meta_model,
+    build_transformers_model,
+    create_conversion_mapper,
+)
+from drawloom.components.model.fallback.module import NAME, RowAttention, TransformersLM
 from drawloom.components.model.fallback.parts import (
     CallOrder,
     Parts,
