@@ -35,7 +35,7 @@ from drawloom.kernels.float8.linear import (
     rms_norm_float8,
 )
 from drawloom.kernels.moe.eager import Routes
-from drawloom.kernels.recompute import accept_rounded_inputs
+from drawloom.kernels.recompute.marks import accept_rounded_inputs
 from drawloom.kernels.results import NormAndSum
 
 Candidate = LinearLayer | Experts

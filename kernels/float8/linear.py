@@ -46,7 +46,7 @@ from drawloom.kernels.float8.eager import (
     lacks_float8,
 )
 from drawloom.kernels.operation import once_differentiable, why_no_triton
-from drawloom.kernels.recompute import (
+from drawloom.kernels.recompute.marks import (
     call_recomputable,
     call_recomputable_in_autograd_function,
     keep_arguments_in_8_bits,

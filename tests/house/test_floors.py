@@ -112,7 +112,7 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
     ),
     # The stages of a rank follow from the schedule's program.
     "components.stages": (
-        BELOW | {"components.pipeline.program", "kernels.recompute"},
+        BELOW | {"components.pipeline.program", "kernels.recompute.policy"},
         {"attrs", "torch"},
     ),
     # A plan runs stages without memory, as a run does, and simulates their schedule; a calibration times kernels.

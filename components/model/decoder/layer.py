@@ -1,14 +1,12 @@
 """A decoder layer: branches of attention, a gated feed-forward network or experts on a residual stream."""
 
 from collections.abc import Hashable, Sequence
+from pkgutil import resolve_name
 from typing import Any
 
 from torch import Tensor, nn
 
-from drawloom.components.model.decoder.attention import Attention, GatedDeltaNet, LatentAttention
 from drawloom.components.model.decoder.config import DecoderConfig
-from drawloom.components.model.decoder.experts import SparseMoeBlock
-from drawloom.components.model.decoder.mlp import GatedMlp
 from drawloom.components.model.decoder.specs import (
     AttentionSpec,
     Branch,
@@ -23,14 +21,14 @@ from drawloom.components.model.layers import RMSNorm
 from drawloom.components.ports.model import Kernels
 from drawloom.kernels.results import NormAndSum
 
-PARTS: dict[type[PartSpec], Any] = {
-    AttentionSpec: Attention,
-    LatentSpec: LatentAttention,
-    DeltaSpec: GatedDeltaNet,
-    MlpSpec: GatedMlp,
-    ExpertSpec: SparseMoeBlock,
+PARTS: dict[type[PartSpec], str] = {
+    AttentionSpec: "attention:Attention",
+    LatentSpec: "latent:LatentAttention",
+    DeltaSpec: "gated_delta_net:GatedDeltaNet",
+    MlpSpec: "mlp:GatedMlp",
+    ExpertSpec: "experts:SparseMoeBlock",
 }
-"""The module class for each class of specifications."""
+"""The module class for each class of specifications, imported when a layer has such a part."""
 
 
 class Block(nn.Module):
@@ -49,7 +47,8 @@ class Block(nn.Module):
             for name in filter(None, (branch.norm_before, branch.norm_after)):
                 norm = RMSNorm(architecture.hidden_size, architecture.rms_norm_eps, kernels, architecture.zero_centered)
                 self.add_module(name, norm)
-            self.add_module(branch.name, PARTS[type(branch.spec)](architecture, branch.spec, kernels))
+            part = resolve_name(f"{__package__}.{PARTS[type(branch.spec)]}")
+            self.add_module(branch.name, part(architecture, branch.spec, kernels))
 
     @property
     def cost_key(self) -> Hashable:

@@ -23,7 +23,9 @@ from drawloom.kernels.float8.linear import (
 )
 from drawloom.kernels.gates.eager import swiglu_eager
 from drawloom.kernels.linear import linear_eager
-from drawloom.kernels.recompute import Selective, call_recomputable, call_with_recomputation
+from drawloom.kernels.recompute.marks import call_recomputable
+from drawloom.kernels.recompute.repeated_calls import call_with_recomputation
+from drawloom.kernels.recompute.selective import Selective
 from drawloom.kernels.rms_norm.eager import rms_norm_eager
 
 TOKENS, INPUTS, OUTPUTS = 37, 64, 48

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from drawloom.components.kernels.auto import REDUCTIONS, forbid_split_k
+from drawloom.components.kernels.batch_invariant import REDUCTIONS, forbid_split_k
 
 
 def read_split_k_settings() -> list[bool]:

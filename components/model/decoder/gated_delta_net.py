@@ -1,0 +1,86 @@
+"""Gated delta net: attention replaced by a state that each token corrects (Yang et al. 2024, arXiv 2412.06464)."""
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from drawloom.components.model.decoder.config import DecoderConfig
+from drawloom.components.model.decoder.specs import DeltaSpec, LayerContext
+from drawloom.components.model.layers import Linear, RMSNorm
+from drawloom.components.parallel.parameter_split import SplitDim
+from drawloom.components.parallel.tensor import TensorParallel
+from drawloom.components.ports.parameter_roles import Role
+from drawloom.components.ports.recurrence import RecurrentKernels
+
+KEY_EPS = 1e-6
+"""Constant added to the sum of squares by which queries and keys are divided, as in transformers."""
+
+
+class GatedDeltaNet(TensorParallel):
+    """
+    Short convolutions over the tokens in a document, then the gated delta rule.
+
+    Queries, keys and values have projections and convolutions of their own, which files join. Tensor-parallel ranks
+    partition the key heads, each with its value heads.
+    """
+
+    def __init__(self, architecture: DecoderConfig, spec: DeltaSpec, kernels: RecurrentKernels) -> None:
+        super().__init__()
+        outer, group = architecture.hidden_size, spec.value_heads // spec.key_heads
+        units = {"q": spec.key_dim, "k": spec.key_dim, "v": group * spec.value_dim}
+        self.units = units
+        for name, unit in units.items():
+            self.add_module(f"in_proj_{name}", Linear(outer, spec.key_heads * unit, kernels, unit=unit))
+            self.register_parameter(f"conv_{name}", nn.Parameter(torch.zeros(spec.key_heads * unit, spec.taps)))
+        values, unit = spec.value_heads * spec.value_dim, group * spec.value_dim
+        self.in_proj_z = Linear(outer, values, kernels, unit=unit)
+        self.in_proj_b = Linear(outer, spec.value_heads, kernels, unit=group)
+        self.in_proj_a = Linear(outer, spec.value_heads, kernels, unit=group)
+        self.A_log = nn.Parameter(torch.zeros(spec.value_heads))
+        self.dt_bias = nn.Parameter(torch.ones(spec.value_heads))
+        self.norm = RMSNorm(spec.value_dim, architecture.rms_norm_eps, kernels)
+        self.out_proj = Linear(values, outer, kernels, style="rowwise", unit=unit, is_residual=True)
+        self.group = group
+        self.spec = spec
+        self.kernels = kernels
+
+    def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
+        """Map hidden states (rows, length, hidden_size), of the parameters' dtype; split tokens with `ranks`."""
+        shape, spec = context.documents.shape, self.spec
+        hidden = self.ranks.gather_tokens(hidden, shape)
+        q, k, v = (
+            self._project_and_convolve(name, hidden, context).view(*shape, -1, width)
+            for name, width in spec.head_widths
+        )
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        beta = self.in_proj_b(hidden).sigmoid()
+        g = -self.A_log.to(wide).exp() * F.softplus(self.in_proj_a(hidden).to(wide) + self.dt_bias.to(wide))
+        q, k = self._scale_to_l2_norm(q, spec.key_dim**-0.5), self._scale_to_l2_norm(k, 1.0)
+        mixed = self.kernels.gated_delta_rule(q, k, v, g, beta, context.recurrence)
+        gated = self.kernels.swiglu(self.in_proj_z(hidden).view(mixed.shape), self.norm(mixed))
+        return self.ranks.reduce_scatter_tokens(self.out_proj(gated.flatten(-2)))
+
+    def _project_and_convolve(self, name: str, hidden: Tensor, context: LayerContext) -> Tensor:
+        """Project hidden (rows, length, hidden_size) to queries, keys or values, and convolve them over tokens."""
+        projected = self.get_submodule(f"in_proj_{name}")(hidden)
+        return self.kernels.causal_conv(projected, self.get_parameter(f"conv_{name}"), context.recurrence)
+
+    def _scale_to_l2_norm(self, x: Tensor, length: float) -> Tensor:
+        """Scale vectors (..., width) to an L2 norm; an RMS norm does it in one pass, and rounds once."""
+        width = x.shape[-1]
+        weight = x.new_full((width,), length * width**-0.5, dtype=torch.promote_types(x.dtype, torch.float32))
+        return self.kernels.rms_norm(x, weight, KEY_EPS / width)
+
+    def split_dims(self) -> Mapping[str, SplitDim]:
+        convolutions = {f"conv_{name}": SplitDim(0, unit) for name, unit in self.units.items()}
+        return convolutions | dict.fromkeys(("A_log", "dt_bias"), SplitDim(0, self.group))
+
+    def parameter_roles(self) -> Mapping[str, Role]:
+        convolution = Role(False, "normal", 1.0)
+        return {
+            **{f"conv_{name}": convolution for name in self.units},
+            "A_log": Role(False, lambda uniform: (0.01 + 15.99 * uniform).log()),
+            "dt_bias": Role(False, 1.0),
+        }

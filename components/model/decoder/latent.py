@@ -1,0 +1,79 @@
+"""Multi-head latent attention: keys and values are projected from a narrow latent (DeepSeek-V2, arXiv 2405.04434)."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from drawloom.components.model.decoder.config import DecoderConfig
+from drawloom.components.model.decoder.specs import LatentSpec, LayerContext
+from drawloom.components.model.layers import Linear, RMSNorm
+from drawloom.components.parallel.tensor import TensorParallel
+from drawloom.components.ports.model import Kernels
+
+LATENT_EPS = 1e-6
+"""Constant of the norms of latents, whatever rms_norm_eps is, as in transformers."""
+
+
+class LatentAttention(TensorParallel):
+    """
+    Multi-head latent attention inside each document, with the module names of DeepSeek-V3 in transformers.
+
+    Keys and values are expanded from the latent for all tokens. The part of the key that is rotated is shared by all
+    heads. Tensor-parallel ranks partition the heads, and gather latents instead of hidden states.
+    """
+
+    def __init__(self, architecture: DecoderConfig, spec: LatentSpec, kernels: Kernels) -> None:
+        super().__init__()
+        outer, has_bias, heads = architecture.hidden_size, architecture.has_bias, spec.heads
+        unit, kv_unit = spec.nope_dim + spec.rope_dim, spec.nope_dim + spec.v_dim
+        if spec.query_rank is None:
+            self.q_proj = Linear(outer, heads * unit, kernels, unit=unit)
+        else:
+            self.q_a_proj = Linear(outer, spec.query_rank, kernels, has_bias("q_a_proj"), "whole")
+            self.q_a_layernorm = RMSNorm(spec.query_rank, LATENT_EPS, kernels)
+            self.q_b_proj = Linear(spec.query_rank, heads * unit, kernels, unit=unit)
+        latent = spec.kv_rank + spec.rope_dim
+        self.kv_a_proj_with_mqa = Linear(outer, latent, kernels, has_bias("kv_a_proj_with_mqa"), "whole")
+        self.kv_a_layernorm = RMSNorm(spec.kv_rank, LATENT_EPS, kernels)
+        self.kv_b_proj = Linear(spec.kv_rank, heads * kv_unit, kernels, unit=kv_unit)
+        self.o_proj = Linear(
+            heads * spec.v_dim, outer, kernels, has_bias("o_proj"), "rowwise", spec.v_dim, is_residual=True
+        )
+        self.spec = spec
+        self.kernels = kernels
+
+    def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
+        """Map hidden states (rows, length, hidden_size), of the parameters' dtype; split tokens with `ranks`."""
+        shape, spec = context.documents.shape, self.spec
+        latent, k_rope = self.kv_a_proj_with_mqa(hidden).split([spec.kv_rank, spec.rope_dim], -1)
+        latent = self.kv_a_layernorm(latent)
+        if spec.query_rank is None:
+            q = self.q_proj(self.ranks.gather_tokens(hidden, shape))
+            latent, k_rope = self._gather_split_tokens([latent, k_rope], shape)
+        else:
+            query_latent = self.q_a_layernorm(self.q_a_proj(hidden))
+            query_latent, latent, k_rope = self._gather_split_tokens([query_latent, latent, k_rope], shape)
+            q = self.q_b_proj(query_latent)
+        q_nope, q_rope = q.view(*shape, -1, spec.nope_dim + spec.rope_dim).split([spec.nope_dim, spec.rope_dim], -1)
+        kv = self.kv_b_proj(latent).view(*shape, -1, spec.nope_dim + spec.v_dim)
+        k_nope, v = kv.split([spec.nope_dim, spec.v_dim], -1)
+        q_rope, k_rope = self._rotate(q_rope, context), self._rotate(k_rope.unsqueeze(-2), context)
+        q = torch.cat([q_nope, q_rope], -1)
+        k = torch.cat([k_nope, k_rope.expand(*k_nope.shape[:-1], -1)], -1)
+        mixed = self.kernels.attention(q, k, v, context.mask, spec.options)
+        return self.ranks.reduce_scatter_tokens(self.o_proj(mixed.flatten(-2)))
+
+    def _gather_split_tokens(self, parts: Sequence[Tensor], shape: Sequence[int]) -> Sequence[Tensor]:
+        """Gather several tensors' split tokens (tokens, width) in one collective; return (rows, length, width)."""
+        if self.ranks.size == 1:
+            return parts
+        gathered = self.ranks.gather_tokens(torch.cat([*parts], -1), shape)
+        return torch.split(gathered, [part.shape[-1] for part in parts], -1)
+
+    def _rotate(self, x: Tensor, context: LayerContext) -> Tensor:
+        """Rotate channels (rows, length, heads, rope_dim) by token positions, unless the layer has none."""
+        if self.spec.rope is None or context.angles is None:
+            return x
+        cos, sin = context.angles
+        return self.kernels.rope(x, cos, sin, self.spec.rope.interleaved)
