@@ -100,7 +100,7 @@ class ParamState:
     an element depends on `key`, the step's counter, and the element's index in the whole parameter. The weight is a
     part of the parameter: rows of `width` elements, `stride` elements apart, from element `first` on. `remainder`,
     int16, makes a bfloat16 weight a float32 master weight (`join_bfloat16_and_remainder`), which is rounded to the
-    nearest. If the means are codes of 8 bits, uint8 (`dynamic_map.py`), `exp_avg_scale` and `exp_avg_sq_scale`, float32
+    nearest. If the means are codes of 8 bits, uint8 (`encode_8bit`), `exp_avg_scale` and `exp_avg_sq_scale`, float32
     (..., blocks), have the scales of their rows' blocks.
     """
 

@@ -1,8 +1,14 @@
 """
-The causal convolution with SiLU in Triton: all taps but the first read a token's channels from the cache.
+Recurrent layers in Triton: the causal convolution with SiLU, and the gated delta rule in chunks with 64 tokens.
 
-The backward pass has two kernels: one computes the gradient before SiLU, and the weight's gradient; the other
-one is the convolution in the other direction. Sums over tokens have a fixed order.
+In the convolution all taps but the first read a token's channels from the cache. Its backward pass has two kernels: one
+computes the gradient before SiLU, and the weight's gradient; the other one is the convolution in the other direction.
+Sums over tokens have a fixed order.
+
+The delta rule's forward pass has three kernels: they solve the triangular systems by chunk, carry the state from chunk
+to chunk, and compute results. The backward pass computes the states again from the written values, carries the state's
+gradient from the last chunk to the first, and computes all other gradients by chunk, in kernels with one or two large
+sums each: with more, a multiprocessor has registers for one program only, and waits for memory.
 
 For a chunk with keys K, queries Q, values V and the incoming state S, all tokens solve (I + A) N = beta (V - e K S): A
 is the strictly lower part in beta K K^T D, where D has the decays from token to token within a document, and e the
@@ -15,13 +21,6 @@ stages, a loaded tile is an operand of products or read by other operations, and
 next tile over it while products still read it. `compute_key_gradients` has such tiles, and one stage.
 
 Heads follow each other in memory. Neighbouring programs have neighbouring heads, and read long pieces.
-
-The gated delta rule in Triton, forward and backward, in chunks with 64 tokens.
-
-The forward pass has three kernels: they solve the triangular systems by chunk, carry the state from chunk to chunk, and
-compute results. The backward pass computes the states again from the written values, carries the state's gradient from
-the last chunk to the first, and computes all other gradients by chunk, in kernels with one or two large sums each: with
-more, a multiprocessor has registers for one program only, and waits for memory.
 """
 
 from typing import Any, NamedTuple
