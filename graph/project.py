@@ -45,7 +45,7 @@ class Project:
             from drawloom.graph.registry.imports import find_source_and_extend_sys_path
 
             try:
-                registry = registry.with_source(find_source_and_extend_sys_path(package))
+                registry = attrs.evolve(registry, extra=(*registry.extra, find_source_and_extend_sys_path(package)))
             except (LookupError, ImportError, ValueError) as error:
                 raise UserError(f"--import {package}: {error}", exit_code=2) from error
         return attrs.evolve(self, registry=registry)
@@ -83,14 +83,12 @@ class Project:
 
     def shipped_components_by_node(self) -> dict[str, list[str]]:
         """Return the node names in the shipped recipes, with the components used there."""
-        from drawloom.graph.inspect.serialize import serialize_recipe
-
-        components: dict[str, list[str]] = {}
-        for name in RecipeFolder(self.recipes).names:
-            for node, table in serialize_recipe(self.load(name)).items():
-                uses = components.setdefault(node, [])
-                uses += [] if table["use"] in uses else [table["use"]]
-        return {node: uses for node, uses in components.items() if "." not in node}
+        uses: dict[str, dict[str, None]] = {}
+        for graph in self.shipped_graphs():
+            for name, node in graph.nodes.items():
+                if "." not in name:
+                    uses.setdefault(name, {})[node.spec.use] = None
+        return {name: list(components) for name, components in uses.items()}
 
     def shipped_graphs(self) -> Iterator[Graph]:
         """Return the graphs of the shipped recipes, with their problems: some recipes are overlays."""

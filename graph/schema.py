@@ -14,13 +14,12 @@ import attrs
 
 from drawloom.graph.component import Bound
 from drawloom.graph.inspect.serialize import convert_to_toml_types
-from drawloom.graph.problems import Problem
 from drawloom.graph.recipe.layers import STARTED_IN
 from drawloom.graph.recipe.merged import FORMAT, NAME
 from drawloom.graph.registry.registry import Registry
 from drawloom.graph.registry.spec import Field, Spec
 from drawloom.graph.types.describe import union_members_except_none
-from drawloom.graph.types.port_match import implements
+from drawloom.graph.types.port_match import implements_any
 
 Schema = dict[str, Any]
 
@@ -145,8 +144,7 @@ def make_recipe_schema(registry: Registry, common: Mapping[str, Iterable[str]] |
     another file, so all its keys are valid. Editors offer the keys of `common`: the components that nodes of this name
     often use.
     """
-    components_or_problems = [registry.find(use) for use in registry.names()]
-    specs = [spec for spec in components_or_problems if not isinstance(spec, Problem)]
+    specs = registry.specs()
     node = {
         "type": "object",
         "required": ["use"],
@@ -222,7 +220,7 @@ def _make_key_schema(field: Field, specs: list[Spec]) -> Schema:
     if field.kind == "setting":
         return make_setting_schema(field.type, field.check) | make_key_annotations(field.doc, field.default)
     description = {"description": f"edge to {field.target}"}
-    fitting = [spec for spec in specs if any(implements(spec.cls, port) for port in field.ports)]
+    fitting = [spec for spec in specs if implements_any(spec.cls, field.ports)]
     if field.kind not in ("list", "ordered", "mapping"):
         # Editors expand nested `properties` without limit, so inline nodes only list the names of components.
         names = {"use": {"enum": [spec.use for spec in fitting]}}

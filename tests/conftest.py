@@ -74,9 +74,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     Put slow files first, and skip tests marked `gpu` without a GPU. Ranks share GPUs if there are too few
     (`device.share`).
     """
-    folders = [Path(__file__).parent / folder for folder in FIRST]
-    paths = {item.path for item in items}
-    ranks = {path: [folder not in (path, *path.parents) for folder in folders] for path in paths}
+    folders = [str(Path(__file__).parent / folder) for folder in FIRST]
+    ranks = {path: [not f"{path}/".startswith(f"{folder}/") for folder in folders] for path in {i.path for i in items}}
     items.sort(key=lambda item: ranks[item.path])
     if not torch.cuda.is_available():
         for item in items:
@@ -85,8 +84,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Exclude the tests and their modules from later garbage collections, and start these."""
+    """Exclude the tests and their modules from garbage collections, and start these."""
     gc.freeze()
     atexit.register(gc.unfreeze)  # after pytest's last collections; some extension modules report what is left
     gc.set_threshold(10_000)  # of 700, every tenth second of a test would pass in them
     gc.enable()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_collections() -> Iterator[None]:
+    """
+    Exclude the modules and caches that a file's tests leave, such as syntax trees, from garbage collections.
+
+    A run in a test's process collects all generations twice, which takes seconds if there are millions of objects. A
+    run's end also includes all objects again.
+    """
+    yield
+    gc.collect()
+    gc.freeze()

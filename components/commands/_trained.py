@@ -24,10 +24,18 @@ from drawloom.components.ports.pipeline import Executor
 from drawloom.components.ports.run import FILES
 from drawloom.components.ports.stages import AveragedWeights, FrozenModel, Stages
 from drawloom.components.storage.regular_file import open_untrusted_file
-from drawloom.graph import UserError
-from drawloom.graph.cli.command import Command, argument, command_base_class, option
-from drawloom.graph.cli.result import Result, output, output_class
-from drawloom.graph.project import Project, Recipe
+from drawloom.graph.cli.command import (
+    Command,
+    Project,
+    Recipe,
+    Result,
+    UserError,
+    argument,
+    command,
+    option,
+    output,
+    output_class,
+)
 from drawloom.graph.recipe.layers import Layer
 from drawloom.graph.recipe.lockfile import LOCK
 from drawloom.graph.runtime.container import Container
@@ -46,7 +54,7 @@ class TrainedRun(NamedTuple):
     folder: Path
 
 
-@command_base_class
+@command
 class CheckpointCommand(Command):
     """A command with the weights of a run's checkpoint."""
 
@@ -239,10 +247,15 @@ FOLDER_MODELS = ("model.auto", "model.transformers")
 """Components that load the weights of the folder `path`, unless `weights` is false."""
 
 
+def _find_model_table(data: dict[str, Any], stages: dict[str, Any]) -> Any:
+    """Return the table of the stages' model: an inline one, or the one that they name; {} if there is none."""
+    model = stages.get("model")
+    return model if isinstance(model, dict) else data.get(str(model).removeprefix("@"), {})
+
+
 def _remove_initial_weight_settings(data: dict[str, Any], stages: dict[str, Any]) -> None:
     """Remove the stages' initial weights, except frozen ones, because checkpoints lack them."""
-    model = stages.get("model")
-    model = model if isinstance(model, dict) else data.get(str(model).removeprefix("@"), {})
+    model = _find_model_table(data, stages)
     if model.get("use") in FOLDER_MODELS:
         if model.get("weights", True):
             stages.setdefault("weights", model["path"])  # the run folder has copies of the other files only
@@ -257,8 +270,7 @@ def find_base_folder_of_run(run_folder: Path) -> Path | None:
     data: dict[str, Any] = tomli.loads(_read_text(lock))
     for node in data.values():
         if isinstance(node, dict) and node.get("use") == "stages.materialized":
-            model = node.get("model")
-            model = model if isinstance(model, dict) else data.get(str(model).removeprefix("@"), {})
+            model = _find_model_table(data, node)
             own = model.get("path") if model.get("use") in FOLDER_MODELS and model.get("weights", True) else None
             folder = node.get("weights") or own
             return None if folder is None else Path(Layer(str(lock), data).folder, folder)

@@ -55,11 +55,11 @@ class RunSummary:
     _best: dict[str, Any] = attrs.field(init=False, factory=dict)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return `loss` and `step` for the best validation loss so far; empty without validation."""
+        """Return `value` and `step` of the best validation loss and reward so far; empty without validation."""
         return dict(self._best)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._best = {"loss": float(state["loss"]), "step": int(state["step"])} if state else {}
+        self._best = dict(state)
 
     def preview(self) -> str:
         """Return the header, with one subject per line."""
@@ -72,7 +72,7 @@ class RunSummary:
             log.info("%s", self.preview())
         elif event.kind == "phase_ended" and event.step is not None:
             # at the end of phases, because a later phase of the step may save a checkpoint
-            self._keep_best_validation_loss(event.step)
+            self._keep_best_values(event.step)
         elif event.kind == "step_ended" and event.step is not None:
             self._count_step_and_tokens(event.step)
         elif event.kind == "run_ended":
@@ -86,12 +86,13 @@ class RunSummary:
         for ended in (before, step if step.is_last else None):
             self._tokens += ended.tokens if ended is not None else 0
 
-    def _keep_best_validation_loss(self, step: Step) -> None:
-        """Keep the step's validation loss if it is the lowest."""
-        if "validation_loss" in step.state:
-            loss = step.state.number("validation_loss")
-            if loss < self._best.get("loss", float("inf")):
-                self._best = {"loss": loss, "step": step.index}
+    def _keep_best_values(self, step: Step) -> None:
+        """Keep the step's validation loss if it is the lowest, and its reward if it is the highest."""
+        for name, best in (("validation_loss", min), ("validation_reward", max)):
+            if name in step.state:
+                value, known = step.state.number(name), self._best.get(name)
+                if known is None or (value != known["value"] and best(value, known["value"]) == value):
+                    self._best[name] = {"value": value, "step": step.index}
 
     def _header_lines(self) -> Iterator[tuple[str, str]]:
         """Yield the header as (subject, text): run, model, data, device."""
@@ -136,8 +137,8 @@ class RunSummary:
             speed = f"{self._tokens / max(seconds, 1e-9):,.0f} tokens/s"
             steps = f"steps {self._first} to {self._last}"
             yield "trained", f"{steps} in {timedelta(seconds=round(seconds))}: {self._tokens:,} tokens, {speed} overall"
-        if self._best:
-            yield "best", f"validation loss {self._best['loss']:.4f} after step {self._best['step']}"
+        for name, best in self._best.items():
+            yield "best", f"{name.replace('_', ' ')} {best['value']:.4f} after step {best['step']}"
         folder = self.job.folder_path
         names = [path.name for path in folder.iterdir() if path.name not in HIDDEN_FILES] if folder.is_dir() else []
         yield "results", f"in {folder}: {', '.join(sorted(names))}"

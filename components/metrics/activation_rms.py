@@ -8,11 +8,12 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.ports.distributed import Device, Mesh
+from drawloom.components.metrics.pass_sums import PassSums
+from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.model import BatchContext, TokenContext
 from drawloom.components.ports.run import Step
 from drawloom.components.ports.stages import Stages
-from drawloom.components.ports.tracking import Accumulator, Value
+from drawloom.components.ports.tracking import Value
 from drawloom.components.state.trees import list_leaves
 from drawloom.graph import UserError, component
 
@@ -20,7 +21,7 @@ LAYER = re.compile(r"^(?:.*\.)?layers\.(\d+)$")
 
 
 @component(impact="safe")
-class ActivationRms:
+class ActivationRms(PassSums):
     """
     `activation_rms/<layer>`: the root mean square over a layer's outputs, for all tokens and channels in a step.
 
@@ -30,10 +31,8 @@ class ActivationRms:
 
     stages: Stages
     mesh: Mesh
-    device: Device
 
     _layers: list[int] = attrs.field(init=False, factory=list)
-    _sums: Tensor = attrs.field(init=False, default=None)
     _hooks: list[Any] = attrs.field(init=False, factory=list)
     # whether a position of the current microbatch has a token, (positions,); None if its rows do not consist of tokens
     _is_token: Tensor | None = attrs.field(init=False, default=None)
@@ -50,7 +49,7 @@ class ActivationRms:
         self._layers = sorted({number for numbers in layers_by_rank for number in numbers})
         if not self._layers:
             raise UserError("no module of the model is called layers.<number>; leave out metrics.activation_rms", 2)
-        self._sums = torch.zeros(len(self._layers), 2, dtype=torch.float64, device=self.device.device)
+        self.allocate_sums(len(self._layers), 2)  # of squares, and of elements
         self._hooks = [stage.module.register_forward_pre_hook(self._note_padding) for stage in self.stages.local]
         self._hooks += [self._add_layer_hook(module, self._layers.index(number)) for number, module in local.items()]
 
@@ -58,20 +57,6 @@ class ActivationRms:
         """Stop observing layers."""
         while self._hooks:
             self._hooks.pop().remove()
-
-    @property
-    def accumulators(self) -> Mapping[str, Accumulator]:
-        """Sums of squares and element counts, by layer."""
-        return {"sums": Accumulator(shape=(len(self._layers), 2), scope="activations")}
-
-    def forget_passes(self) -> None:
-        self._sums.zero_()
-
-    def measure_on_rank(self, step: Step) -> Mapping[str, Tensor]:
-        """Return sums of squares and counts over the forward passes since the last step: float64 (layers, 2)."""
-        sums = self._sums.clone()
-        self._sums.zero_()  # in place: hooks that are part of a CUDA graph add to this tensor
-        return {"sums": sums}
 
     def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
         """Return the values, None for a layer without outputs or with infinite ones; `sums` are float64 (layers, 2)."""

@@ -1,18 +1,19 @@
 """Accuracy, precision, recall and F-beta for classifiers."""
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 from torch import Tensor
 
 from drawloom.components.metrics.class_counts import Average, compute_class_scores
-from drawloom.components.metrics.named_sums import read_losses_on_last_stage, sum_tensor_over_microbatches
+from drawloom.components.metrics.named_sums import SummedTensor
 from drawloom.components.ports.run import Step
-from drawloom.components.ports.tracking import Accumulator, Value
+from drawloom.components.ports.tracking import Value
 from drawloom.graph import above, between, component, setting
 
 
 @component(impact="safe")
-class Classification:
+class Classification(SummedTensor):
     """
     `accuracy`, and `precision`, `recall` and `f1` by class and on average, over all microbatches and replicas.
 
@@ -22,22 +23,18 @@ class Classification:
     items.
     """
 
+    size_setting: ClassVar[str] = "classes"
+
     classes: int = setting(check=between(2, 10_001), doc="number of classes")
     of: str = setting(default="confusion", doc="name of the loss's confusion matrix")
     averages: tuple[Average, ...] = setting(default=("macro",), doc="averages to report, or per_class for every class")
     beta: float = setting(default=1.0, check=above(0), doc="recall's weight relative to precision in the F-score")
 
     @property
-    def accumulators(self) -> Mapping[str, Accumulator]:
-        """The confusion matrix."""
-        return {"confusion": Accumulator(shape=(self.classes, self.classes))}
-
-    def measure_on_rank(self, step: Step) -> Mapping[str, Tensor]:
-        """Return this rank's matrix, float64 (classes, classes), or {} on ranks without the last stage."""
-        losses = read_losses_on_last_stage(step)
-        shape = (self.classes, self.classes)
-        return {} if losses is None else {"confusion": sum_tensor_over_microbatches(losses, self.of, shape, "classes")}
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of the counts."""
+        return self.classes, self.classes
 
     def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
-        """Return numbers from 0 to 1, None without items; `confusion` is float64 (classes, classes)."""
-        return compute_class_scores(totals["confusion"], self.averages, self.beta)
+        """Return numbers from 0 to 1, None without items; `sum` is float64 (classes, classes)."""
+        return compute_class_scores(totals["sum"], self.averages, self.beta)

@@ -7,18 +7,19 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.ports.distributed import Device, Mesh
+from drawloom.components.metrics.pass_sums import PassSums
+from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.experts import ExpertRouter, find_routers
 from drawloom.components.ports.run import Step
 from drawloom.components.ports.stages import Stages
-from drawloom.components.ports.tracking import Accumulator, Value
+from drawloom.components.ports.tracking import Value
 from drawloom.graph import UserError, component, setting
 
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 @component(impact="safe")
-class ExpertLoad:
+class ExpertLoad(PassSums):
     """
     `expert_imbalance/<layer>`, `router_entropy/<layer>` and `expert_tokens/<layer>/<expert>` for layers with experts.
 
@@ -31,12 +32,9 @@ class ExpertLoad:
 
     stages: Stages
     mesh: Mesh
-    device: Device
     by_expert: bool = setting(default=False, doc="also report token counts by expert")
 
     _names: list[str] = attrs.field(init=False, factory=list)
-    _experts: int = attrs.field(init=False, default=0)
-    _sums: Tensor = attrs.field(init=False, default=None)
     _observed: list[tuple[ExpertRouter, Callable[[Tensor, Tensor], None]]] = attrs.field(init=False, factory=list)
 
     def open(self) -> None:
@@ -47,9 +45,8 @@ class ExpertLoad:
         if not sizes:
             raise UserError("no layer of the model has experts; leave out metrics.expert_load", 2)
         self._names = sorted(sizes, key=lambda name: (len(name), name))
-        self._experts = max(sizes.values())
-        shape = self.accumulators["sums"].shape
-        self._sums = torch.zeros(shape, dtype=torch.float64, device=self.device.device)
+        # token counts by expert, the sum of entropies, and the number of tokens
+        self.allocate_sums(len(sizes), max(sizes.values()) + 2)
         for name, router in local.items():
             observer = self._make_load_counter(self._names.index(name))
             router.add_routing_observer(observer)
@@ -60,20 +57,6 @@ class ExpertLoad:
         while self._observed:
             router, observer = self._observed.pop()
             router.remove_routing_observer(observer)
-
-    @property
-    def accumulators(self) -> Mapping[str, Accumulator]:
-        """Token counts by expert, the entropy sum and the token count, by layer."""
-        return {"sums": Accumulator(shape=(len(self._names), self._experts + 2), scope="activations")}
-
-    def forget_passes(self) -> None:
-        self._sums.zero_()
-
-    def measure_on_rank(self, step: Step) -> Mapping[str, Tensor]:
-        """Return sums over the forward passes since the last step: float64 (layers, experts + 2)."""
-        sums = self._sums.clone()
-        self._sums.zero_()  # in place: observers that are part of a CUDA graph add to this tensor
-        return {"sums": sums}
 
     def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
         """Return the values, None for layers without tokens; `sums` are float64 (layers, experts + 2)."""

@@ -1,26 +1,20 @@
 """Fraction of training rows without padding."""
 
 from collections.abc import Mapping
-from typing import ClassVar
 
 from torch import Tensor
 
 from drawloom.components.ports.data import PackedDataset
 from drawloom.components.ports.run import Step
-from drawloom.components.ports.tracking import Accumulator, Value
+from drawloom.components.ports.tracking import Metric, Value
 from drawloom.graph import component
 
 
 @component(impact="safe")
-class FillRate:
+class FillRate(Metric):
     """`fill_rate`: the fraction of positions in training rows that are not padding."""
 
     rows: PackedDataset
-    accumulators: ClassVar[Mapping[str, Accumulator]] = {}
-
-    def measure_on_rank(self, step: Step) -> Mapping[str, Tensor]:
-        """Return {}, because the data set knows its fill rate."""
-        return {}
 
     def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
         """Return the fill rate, the same in every step."""

@@ -12,20 +12,13 @@ from drawloom.components.ports.distributed import Device, Mesh
 from drawloom.components.ports.run import Cadence, Step, describe_cadence_fault, is_due
 from drawloom.components.ports.stages import SpreadParameters
 from drawloom.components.ports.tracking import Accumulator, Histogram, Value
-from drawloom.graph import UserError, at_least, component, setting
+from drawloom.graph import UserError, between, component, setting
 
 MAX_BINS = 512
 """Maximum that trackers accept (Aim, Weights & Biases)."""
 
 CHUNK = 2**22
 """Elements that are counted at once, which bounds memory: 64 MB for their bins and bounds."""
-
-
-def find_bins_fault(value: int) -> str | None:
-    """Check the setting: return why a number of bins is invalid, or None."""
-    return at_least(1)(value) or (
-        f"{value} is more than {MAX_BINS}, the most that trackers take" if value > MAX_BINS else None
-    )
 
 
 def find_targets_fault(patterns: list[str]) -> str | None:
@@ -53,7 +46,7 @@ class Histograms:
     per: Literal["parameter", "pattern"] = setting(
         default="parameter", doc="one histogram per parameter, or one per pattern for all its matches"
     )
-    bins: int = setting(default=64, check=find_bins_fault, doc=f"bins of a histogram, at most {MAX_BINS}")
+    bins: int = setting(default=64, check=between(1, MAX_BINS + 1), doc=f"bins of a histogram, at most {MAX_BINS}")
     every: Cadence = setting(
         default=100, check=describe_cadence_fault, doc='steps between histograms, or "last" or "never"'
     )

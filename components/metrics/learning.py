@@ -1,26 +1,19 @@
 """Training progress, from the values that phases write to a step."""
 
 from collections.abc import Mapping
-from typing import ClassVar
 
 from torch import Tensor
 
 from drawloom.components.ports.run import Step
-from drawloom.components.ports.tracking import Accumulator, Value
+from drawloom.components.ports.tracking import Metric, Value
 from drawloom.graph import component
 
 NAMES = ("loss", "grad_norm", "lr", "validation_loss", "validation_reward")
 
 
 @component(impact="safe")
-class Learning:
+class Learning(Metric):
     """`loss`, `grad_norm`, `lr`, `validation_loss` and `validation_reward`, if the step has them."""
-
-    accumulators: ClassVar[Mapping[str, Accumulator]] = {}
-
-    def measure_on_rank(self, step: Step) -> Mapping[str, Tensor]:
-        """Return {}, because the phases combine these values over ranks."""
-        return {}
 
     def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
         """Return the values; a skipped step has `skipped` and no loss."""

@@ -1,18 +1,19 @@
 """Accuracy, precision, recall and F-beta for multi-label classifiers."""
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 from torch import Tensor
 
 from drawloom.components.metrics.class_counts import Average, compute_label_scores
-from drawloom.components.metrics.named_sums import read_losses_on_last_stage, sum_tensor_over_microbatches
+from drawloom.components.metrics.named_sums import SummedTensor
 from drawloom.components.ports.run import Step
-from drawloom.components.ports.tracking import Accumulator, Value
+from drawloom.components.ports.tracking import Value
 from drawloom.graph import above, between, component, setting
 
 
 @component(impact="safe")
-class Multilabel:
+class Multilabel(SummedTensor):
     """
     `label_accuracy`, and `precision`, `recall` and `f1` by label and on average, over all microbatches and replicas.
 
@@ -20,6 +21,8 @@ class Multilabel:
     to use both, put one into a `metrics.group` with a prefix. The accuracy is the fraction of right decisions over all
     items and labels. Averages except "micro" ignore labels without items.
     """
+
+    size_setting: ClassVar[str] = "labels"
 
     labels: int = setting(check=between(1, 1_000_001), doc="number of labels")
     of: str = setting(default="labels", doc="name of the loss's sum with one confusion matrix per label")
@@ -29,19 +32,10 @@ class Multilabel:
     beta: float = setting(default=1.0, check=above(0), doc="recall's weight relative to precision in the F-score")
 
     @property
-    def accumulators(self) -> Mapping[str, Accumulator]:
-        """Confusion matrices by label."""
-        return {"counts": Accumulator(shape=(self.labels, 2, 2))}
-
-    def measure_on_rank(self, step: Step) -> Mapping[str, Tensor]:
-        """Return this rank's counts, float64 (labels, 2, 2), or {} on ranks without the last stage."""
-        losses = read_losses_on_last_stage(step)
-        return (
-            {}
-            if losses is None
-            else {"counts": sum_tensor_over_microbatches(losses, self.of, (self.labels, 2, 2), "labels")}
-        )
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of the counts."""
+        return self.labels, 2, 2
 
     def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
-        """Return numbers from 0 to 1, None without items; `counts` are float64 (labels, 2, 2)."""
-        return compute_label_scores(totals["counts"], self.averages, self.beta)
+        """Return numbers from 0 to 1, None without items; `sum` is float64 (labels, 2, 2)."""
+        return compute_label_scores(totals["sum"], self.averages, self.beta)

@@ -1,7 +1,8 @@
 """The loss's named sums in a step's state, in total and by microbatch."""
 
+from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -9,7 +10,8 @@ from torch import Tensor
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.pipeline import LOSSES
 from drawloom.components.ports.run import Step
-from drawloom.graph import UserError
+from drawloom.components.ports.tracking import Accumulator, Metric
+from drawloom.graph import UserError, component_base_class
 
 
 def read_losses_on_last_stage(step: Step) -> Mapping[str, Any] | None:
@@ -36,15 +38,35 @@ def sum_scalar_over_microbatches(losses: Mapping[str, Any], name: str) -> Tensor
     return total
 
 
-def sum_tensor_over_microbatches(losses: Mapping[str, Any], name: str, shape: tuple[int, ...], setting: str) -> Tensor:
-    """Return a named sum over this rank's microbatches, float64 (*shape,). Raises UserError for other shapes."""
-    total = _read_values_by_microbatch(losses, name).double().sum(0)
-    if total.shape != shape:
-        text = f"the loss's sum {name!r} has shape {tuple(total.shape)}, and the metric needs shape {shape}"
-        raise UserError(
-            f"{text}; write the loss's value in the metric's `{setting}`, or name another sum in `of`", exit_code=2
-        )
-    return total
+@component_base_class
+class SummedTensor(Metric):
+    """Metric of a tensor among the loss's named sums, over all microbatches and replicas."""
+
+    size_setting: ClassVar[str]
+
+    of: str
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of the sum, by the setting `size_setting`."""
+
+    @property
+    def accumulators(self) -> Mapping[str, Accumulator]:
+        """The sum."""
+        return {"sum": Accumulator(shape=self.shape)}
+
+    def measure_on_rank(self, step: Step) -> Mapping[str, Tensor]:
+        """Return this rank's sum, float64 of `shape`, or {} on ranks without the last stage. Raises UserError."""
+        if (losses := read_losses_on_last_stage(step)) is None:
+            return {}
+        total = _read_values_by_microbatch(losses, self.of).double().sum(0)
+        if total.shape != self.shape:
+            text = f"the loss's sum {self.of!r} has shape {tuple(total.shape)}, and the metric needs shape {self.shape}"
+            raise UserError(
+                f"{text}; write the loss's value in the metric's `{self.size_setting}`, or name another sum in `of`", 2
+            )
+        return {"sum": total}
 
 
 def compute_microbatch_means_over_context(losses: Mapping[str, Any], name: str, mesh: Mesh) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from drawloom.components.ports.distributed import Device
 from drawloom.components.ports.intervals import Mark, compute_seconds_between, mark_time
 from drawloom.components.ports.run import Event, EventKind, Phase, Step
-from drawloom.components.ports.tracking import Accumulator, Value
+from drawloom.components.ports.tracking import Metric, Value
 from drawloom.graph import Every, component
 from drawloom.graph.component import find_declared_reads_and_writes
 
@@ -19,7 +19,7 @@ DATA, PASSES, SYNC, UPDATE, OTHER = "data", "forward_backward", "sync", "update"
 
 
 @component(impact="safe")
-class PhaseTimes:
+class PhaseTimes(Metric):
     """
     Seconds by part of a step: `seconds/data`, `forward_backward`, `sync`, `update`, and every other phase by its name.
 
@@ -34,7 +34,6 @@ class PhaseTimes:
     device: Device
     phases: Every[Phase]
     observes: ClassVar[tuple[EventKind, ...]] = ("step_started", "phase_started", "data_loaded", "phase_ended")
-    accumulators: ClassVar[Mapping[str, Accumulator]] = {}
 
     clock: Callable[[], float] = attrs.field(init=False, default=time.monotonic)
     # marks with the name of the part that ended there

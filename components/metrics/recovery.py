@@ -10,7 +10,7 @@ from torch import Tensor
 
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import Event, EventKind, Step
-from drawloom.components.ports.tracking import Accumulator, Value
+from drawloom.components.ports.tracking import Metric, Value
 from drawloom.graph import component
 
 PREFIX = "recovery/"
@@ -35,7 +35,7 @@ class Marks:
 
 
 @component(impact="safe")
-class Recovery:
+class Recovery(Metric):
     """
     `recovery/repeat`, `detect`, `agree`, `rebuild` and `transfer`: seconds lost when ranks leave or join a run.
 
@@ -47,7 +47,6 @@ class Recovery:
 
     mesh: Mesh
     observes: ClassVar[tuple[EventKind, ...]] = ("run_started", "step_started", "phase_ended", "step_ended")
-    accumulators: ClassVar[Mapping[str, Accumulator]] = {}
 
     clock: Callable[[], float] = attrs.field(init=False, default=time.monotonic)
     _marks: Marks | None = attrs.field(init=False, default=None)  # of the running step, or of its interruption

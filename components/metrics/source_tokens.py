@@ -1,18 +1,17 @@
 """Tokens and epochs by source in a mixture."""
 
 from collections.abc import Mapping
-from typing import ClassVar
 
 from torch import Tensor
 
 from drawloom.components.ports.data import MeasuredRows, SourceProgress
 from drawloom.components.ports.run import Step
-from drawloom.components.ports.tracking import Accumulator, Value
+from drawloom.components.ports.tracking import Metric, Value
 from drawloom.graph import component
 
 
 @component(impact="safe")
-class SourceTokens:
+class SourceTokens(Metric):
     """
     `tokens/<source>`, a source's tokens so far, and `epochs/<source>`, the passes over the source.
 
@@ -21,11 +20,6 @@ class SourceTokens:
 
     progress: SourceProgress
     rows: MeasuredRows
-    accumulators: ClassVar[Mapping[str, Accumulator]] = {}
-
-    def measure_on_rank(self, step: Step) -> Mapping[str, Tensor]:
-        """Return {}, because the loader knows the tokens."""
-        return {}
 
     def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
         """Return the tokens and epochs in all steps up to this one."""

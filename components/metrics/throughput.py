@@ -1,18 +1,18 @@
 """Token count, and tokens per second."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import attrs
 from torch import Tensor
 
 from drawloom.components.ports.run import Step
-from drawloom.components.ports.tracking import Accumulator, Value
+from drawloom.components.ports.tracking import Metric, Value
 from drawloom.graph import component
 
 
 @component(impact="safe")
-class Throughput:
+class Throughput(Metric):
     """
     `tokens` since the run's beginning, including skipped steps, and `tokens_per_second` in the step.
 
@@ -20,7 +20,6 @@ class Throughput:
     evaluations, replays and saving.
     """
 
-    accumulators: ClassVar[Mapping[str, Accumulator]] = {}
     _tokens: int = attrs.field(init=False, default=0)
     _measured: Step | None = attrs.field(init=False, default=None)
 

@@ -1,6 +1,8 @@
 """Rollouts: the policy completes the step's prompts, and rewards score the completions."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from inspect import getfile
+from traceback import extract_tb
 from typing import Any
 
 import attrs
@@ -265,11 +267,32 @@ def _score_answers_with(name: str, reward: Reward, answers: Sequence[Answer]) ->
     except UserError as error:
         raise UserError(f"[{name}]: {error}", error.exit_code) from error
     except Exception as error:
-        text = f"[{name}] raised {type(error).__name__}: {error}"
+        location = (
+            f"{_find_line_in_file_of(reward, error)}, for a completion of {_find_failing_source(reward, answers)}"
+        )
+        text = f"[{name}] raised {type(error).__name__} at {location}: {error}"
         raise UserError(f"{text}; a reward returns None for a completion that it can't score") from error
     if len(scores) != len(answers):
         raise UserError(f"[{name}] returned {len(scores)} scores for {len(answers)} completions; return one for each")
     return [_require_finite_score_or_nan(name, answer, value) for answer, value in zip(answers, scores, strict=True)]
+
+
+def _find_line_in_file_of(reward: Reward, error: Exception) -> str:
+    """Return the last place, as file:line, that an exception passed in the reward's file; else where it was raised."""
+    frames = [*extract_tb(error.__traceback__)]
+    own = [frame for frame in frames if frame.filename == getfile(type(reward))]
+    last = (own or frames)[-1]
+    return f"{last.filename}:{last.lineno}"
+
+
+def _find_failing_source(reward: Reward, answers: Sequence[Answer]) -> str:
+    """Return the source of the first answer that the reward fails on alone."""
+    for answer in answers:
+        try:
+            reward.scores([answer])
+        except Exception:
+            return str(answer.example.get("source", "an example"))
+    return "several examples"
 
 
 def _require_finite_score_or_nan(name: str, answer: Answer, value: float | None) -> float:

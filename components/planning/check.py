@@ -58,11 +58,7 @@ class PlanCheck:
             return  # a CPU run has no limit; its plan takes seconds and can wait until the end
         self._plan = self._try_to_plan()
         # All ranks compute the same plan, so that all ranks end at once with the same error.
-        if (
-            self.refuse
-            and self._plan
-            and REFUSAL_FRACTION * max(self._plan.peak_memory_bytes) > self._plan.device.memory
-        ):
+        if self.refuse and self._plan and REFUSAL_FRACTION * self._plan.peak_bytes > self._plan.device.memory:
             recipe = Recipe.of(tomllib.loads(self.recipe.text))
             hint = "to try the run anyway, write refuse = false in this component's node"
             raise UserError(f"{describe_excess(recipe, self._plan)}; {hint}")

@@ -13,7 +13,9 @@ import attrs
 
 from drawloom.components.planning.nodes import Nodes
 from drawloom.components.planning.plan import Plan
+from drawloom.components.ports.checkpoint import Restorer
 from drawloom.components.ports.staging import Stager
+from drawloom.graph.cli.result import output, output_class
 
 COPY_BANDWIDTH, WRITE_BANDWIDTH = 10e9, 2e9
 """Assumed bytes/s of a rank's copy to host memory, and of a host's writes to storage."""
@@ -21,35 +23,31 @@ COPY_BANDWIDTH, WRITE_BANDWIDTH = 10e9, 2e9
 SAVED_KINDS = ("parameters", "masters", "optimizer_state")
 
 
-@attrs.frozen
+@output_class
 class CheckpointInterval:
-    """
-    Proposal for the checkpointer `node`: a save `every` so many steps.
+    """Proposed checkpoint interval."""
 
-    `cost` is the seconds per save, `between_failures` the mean seconds between failures, and `step` the step time.
-    """
-
-    node: str
-    every: int
-    cost: float
-    between_failures: float
-    step: float
-
-    @property
-    def toml_line(self) -> str:
-        """Return the setting as a line of TOML."""
-        return f"{self.node}.every = {self.every}"
-
-    @property
-    def lost_time_fraction(self) -> float:
-        """Return the fraction of the time lost to saves and to steps repeated after failures, without restarts."""
-        interval = self.every * self.step
-        return self.cost / interval + interval / 2 / self.between_failures
+    node: str = output("node of the checkpointer")
+    every: int = output("steps between saves")
+    cost: float = output("seconds of a save")
+    between_failures: float = output("mean seconds between failures")
+    step: float = output("seconds of a step")
+    toml: str = output(
+        "setting as a line of TOML",
+        default=attrs.Factory(lambda self: f"{self.node}.every = {self.every}", takes_self=True),
+    )
+    lost: float = output(
+        "fraction of time lost to saves and repeated steps",
+        default=attrs.Factory(
+            lambda self: self.cost / (self.every * self.step) + self.every * self.step / 2 / self.between_failures,
+            takes_self=True,
+        ),
+    )
 
     def __str__(self) -> str:
         hours = f"{float(f'{self.between_failures / 3600:.3g}'):,g}"  # 1,000 and not 1e+03
         why = f"a save costs {self.cost:.3g} s, and a failure is expected every {hours} h"
-        return f"{self.toml_line}  # {why}; saves and lost steps take {self.lost_time_fraction:.2%} of the time"
+        return f"{self.toml}  # {why}; saves and lost steps take {self.lost:.2%} of the time"
 
 
 def propose_checkpoint_interval(
@@ -61,7 +59,7 @@ def propose_checkpoint_interval(
     if save_seconds is None:
         save_seconds = estimate_blocking_save_seconds(nodes, planned)
     every = max(1, round(math.sqrt(2 * save_seconds * between) / planned.time.seconds))
-    return CheckpointInterval(nodes.checkpointer_node, every, save_seconds, between, planned.time.seconds)
+    return CheckpointInterval(nodes.find_only_node(Restorer), every, save_seconds, between, planned.time.seconds)
 
 
 def estimate_blocking_save_seconds(nodes: Nodes, planned: Plan) -> float:
@@ -71,7 +69,7 @@ def estimate_blocking_save_seconds(nodes: Nodes, planned: Plan) -> float:
     With `checkpoint.staging.overlapped` copies overlap passes, so that the estimate is an upper bound.
     """
     sizes = [sum(memory.persistent.get(kind, 0) for kind in SAVED_KINDS) for memory in planned.memory]
-    if nodes.has_node_for(Stager):
+    if nodes.find_nodes(Stager):
         return max(sizes) / COPY_BANDWIDTH
     # The state of replicas is written once.
     whole = sum(sizes) * planned.ranks // len(sizes) // planned.mesh.replica_group.size

@@ -22,7 +22,7 @@ from drawloom.components.planning.stage_costs import Passes
 from drawloom.components.planning.timeline import compute_peak_memory
 from drawloom.components.planning.traces import TracedStep
 from drawloom.components.ports.program import Program
-from drawloom.components.ports.stages import Recompute
+from drawloom.components.ports.stages import Recompute, TrainableStages
 from drawloom.graph import UserError
 from drawloom.graph.project import Recipe
 
@@ -52,7 +52,7 @@ class CostSource(Protocol):
 
     def peak_activation_bytes(self, program: Program, sizes: Sequence[int] | None = None) -> Sequence[int] | None:
         """Return the peak activation bytes by rank, or None if unknown."""
-        ...
+        return None
 
     def auto_schedule_settings(self, ranks: int) -> dict[str, Any]:
         """Return `pipeline.schedules.auto` settings for these costs."""
@@ -60,7 +60,7 @@ class CostSource(Protocol):
 
 
 @attrs.frozen
-class UnitCosts:
+class UnitCosts(CostSource):
     """Costs per rank in any unit, divided evenly among its stages."""
 
     given: Costs
@@ -77,9 +77,6 @@ class UnitCosts:
         columns = [costs.forward + zeros, costs.backward + again, costs.backward_input + again]
         return CostTable(**attrs.asdict(costs), lengths=np.stack([*columns, costs.backward_weight + zeros], axis=1))
 
-    def peak_activation_bytes(self, program: Program, sizes: Sequence[int] | None = None) -> None:
-        """Return None: units have no bytes."""
-
     def auto_schedule_settings(self, ranks: int) -> dict[str, Any]:
         """Return the costs of a rank instead of slices; the schedule divides them evenly among its stages."""
         names = ["forward", "backward_input", "backward_weight", "comm", *["offload"] * bool(self.given.offload)]
@@ -87,7 +84,7 @@ class UnitCosts:
 
 
 @attrs.frozen(eq=False)
-class TracedCosts:
+class TracedCosts(CostSource):
     """Seconds of a traced step, redistributed evenly if the stage count differs from the traced one."""
 
     measured: TracedStep
@@ -102,9 +99,6 @@ class TracedCosts:
     ) -> Costs:
         """Return the costs by stage in seconds, including the traced run's recomputation."""
         return self._cost_table_of_trace.resample_to_sizes(sizes or (1,) * (ranks * stages_per_rank))
-
-    def peak_activation_bytes(self, program: Program, sizes: Sequence[int] | None = None) -> None:
-        """Return None: a trace has no bytes by stage."""
 
     def auto_schedule_settings(self, ranks: int) -> dict[str, Any]:
         """Return two slices per rank; a stage's costs besides its layers are not known."""
@@ -135,7 +129,7 @@ class FixedPartitionSchedule:
 
 
 @attrs.frozen(eq=False)
-class PlannedCosts:
+class PlannedCosts(CostSource):
     """Seconds and bytes from plans, made once for every partition into stages."""
 
     recipe: Recipe
@@ -152,7 +146,7 @@ class PlannedCosts:
         key = partition or (ranks, stages_per_rank)
         if key not in self._plans:
             nodes = Nodes.from_recipe(self.recipe)
-            layers = nodes.settings_of_node(nodes.model_node).get("num_hidden_layers")
+            layers = nodes.graph.nodes[nodes.model_node].settings.get("num_hidden_layers")
             if isinstance(layers, int) and layers < ranks * stages_per_rank:
                 raise UserError(
                     f"{layers} layers can't be cut into {ranks * stages_per_rank} stages; use fewer stages", 2
@@ -209,7 +203,7 @@ class PlannedCosts:
         if self.device.memory:
             activations, plans = _get_live_bytes_by_stage_after(by_layer, "F"), [one]
             nodes = Nodes.from_recipe(self.recipe)
-            if nodes.settings_of_node(nodes.stages_node)["recompute"] == "none":
+            if nodes.settings(TrainableStages)["recompute"] == "none":
                 recompute = {}
                 for policy in POLICIES:
                     again = self.plan(ranks, 1, attrs.evolve(partition, recompute=(policy,) * count))

@@ -10,15 +10,16 @@ arXiv 2503.19050) and OptPipe (arXiv 2510.05186); a fraction of the state: Deep 
 arXiv 2410.21316).
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import product
-from typing import NamedTuple
+from itertools import compress
+from operator import and_
 
 import attrs
 import numpy as np
 
 from drawloom.components.pipeline.program.lowering import pair_offloaded_forward_and_backward
-from drawloom.components.pipeline.program.recomputation import MAX_INDEPENDENT_STAGES, ONE_OF
+from drawloom.components.pipeline.program.recomputation import ONE_OF, list_stage_choices
 from drawloom.components.pipeline.program.timing import CostTable
 from drawloom.components.pipeline.simulation.simulator import simulate
 from drawloom.components.planning.stage_costs import StageCosts
@@ -40,15 +41,6 @@ HOST_FRACTIONS = tuple(part / 16 for part in range(17))
 """Fractions of the optimizer's state in host memory among which a rank chooses."""
 
 Costs = Mapping[int, StageCosts]
-
-
-class _Candidate(NamedTuple):
-    """A rank's choice: its busy seconds, offloaded stages, recompute policies by stage, and cost table."""
-
-    busy_seconds: float
-    offloaded: frozenset[int]
-    policies: Mapping[int, Recompute]
-    cost_table: CostTable
 
 
 @attrs.frozen
@@ -79,8 +71,12 @@ class _RankChoice:
     """A rank's recompute policies by stage, its offloaded stages, and its state's fraction in host memory."""
 
     policies: Mapping[int, Recompute]
-    offloaded: frozenset[int]
-    host_fraction: float
+    offloaded: frozenset[int] = frozenset()
+    host_fraction: float = 0.0
+
+
+def _make_unlimited_if_0(limit: int) -> float:
+    return limit or math.inf
 
 
 @attrs.frozen(eq=False)
@@ -98,8 +94,8 @@ class MemoryChoiceSearch:
     build_table: Callable[[Costs], CostTable]
     count_bytes: Callable[[int, Program, Costs], RankBytes]
     placements: Sequence[Sequence[StatePlacement]]
-    limit: int
-    host_limit: int
+    limit: float = attrs.field(converter=_make_unlimited_if_0)
+    host_limit: float = attrs.field(converter=_make_unlimited_if_0)
     may_offload_activations: bool
 
     def choose(self) -> MemoryChoice:
@@ -116,22 +112,19 @@ class MemoryChoiceSearch:
         """Return the fastest fitting choice for a rank, or the smallest."""
         rank_program = self.program.select_actions(self.program.rank_by_action == rank)
         stages = np.unique(rank_program.stage).tolist()
-        best = _RankChoice(dict.fromkeys(stages, "none"), frozenset(), 0.0)  # for a rank without stages
+        best = _RankChoice(dict.fromkeys(stages, "none"))  # for a rank without stages
         best_seconds, smallest, update = np.inf, (np.inf, np.inf), self.placements[rank][0].seconds
-        for busy, offloaded, policies, table in sorted(
-            self._iterate_candidates(rank_program, stages), key=lambda item: item.busy_seconds
-        ):
+        for busy, choice, table in sorted(self._iterate_candidates(rank_program, stages), key=lambda item: item[0]):
             if busy + update >= best_seconds:
                 break  # waits for the link only add to the busy time
-            program = attrs.evolve(self.program, offloaded=offloaded)
-            needed = self.count_bytes(rank, program, self._select_costs(policies))
+            program = attrs.evolve(self.program, offloaded=choice.offloaded)
+            needed = self.count_bytes(rank, program, self._select_costs(choice.policies))
             placement = self._choose_state_placement(rank, needed)
             device = needed.device - placement.saved
-            fits = _is_within_or_unlimited(device, self.limit) and _is_within_or_unlimited(
-                needed.host + placement.host, self.host_limit
-            )
-            passes = simulate(attrs.evolve(rank_program, offloaded=offloaded), table).makespan if offloaded else busy
-            seconds, choice = passes + placement.seconds, _RankChoice(policies, offloaded, placement.host_fraction)
+            fits = device <= self.limit and needed.host + placement.host <= self.host_limit
+            if choice.offloaded:
+                busy = simulate(attrs.evolve(rank_program, offloaded=choice.offloaded), table).makespan
+            seconds, choice = busy + placement.seconds, attrs.evolve(choice, host_fraction=placement.host_fraction)
             if fits and seconds < best_seconds:
                 best, best_seconds = choice, seconds
             elif best_seconds == np.inf and (device, seconds) < smallest:
@@ -141,34 +134,28 @@ class MemoryChoiceSearch:
     def _choose_state_placement(self, rank: int, needed: RankBytes) -> StatePlacement:
         """Return the fastest placement with which a rank fits, or the smallest for which the host has room."""
         placements = self.placements[rank]
-        possible = [item for item in placements if _is_within_or_unlimited(needed.host + item.host, self.host_limit)]
-        fitting = (item for item in possible if _is_within_or_unlimited(needed.device - item.saved, self.limit))
+        possible = [item for item in placements if needed.host + item.host <= self.host_limit]
+        fitting = (item for item in possible if needed.device - item.saved <= self.limit)
         return next(fitting, None) or max(possible or placements[:1], key=lambda item: item.saved)
 
-    def _iterate_candidates(self, rank_program: Program, stages: Sequence[int]) -> Iterator[_Candidate]:
-        """Yield a rank's choices."""
+    def _iterate_candidates(
+        self, rank_program: Program, stages: Sequence[int]
+    ) -> Iterator[tuple[float, _RankChoice, CostTable]]:
+        """Yield a rank's busy seconds and cost table by choice, with its state on the device."""
         actions = [rank_program.action(row) for row in range(len(rank_program.stage))]
         waiting = [
-            stage
+            self.may_offload_activations and bool(pair_offloaded_forward_and_backward(actions, {stage}))
             for stage in stages
-            if self.may_offload_activations and pair_offloaded_forward_and_backward(actions, {stage})
         ]
-        independent = len(stages) <= MAX_INDEPENDENT_STAGES
-        ways = (
-            product(self.costs, repeat=len(stages))
-            if independent
-            else ((policy,) * len(stages) for policy in self.costs)
-        )
-        subsets = [
-            frozenset(stage for stage, is_chosen in zip(waiting, flags, strict=True) if is_chosen)
-            for flags in product((False, True), repeat=len(waiting))
-            if independent or len({*flags}) == 1
-        ]
-        for way in ways:
+        subsets = {
+            frozenset(compress(stages, map(and_, chosen, waiting))): None
+            for chosen in list_stage_choices((False, True), len(stages))
+        }
+        for way in list_stage_choices(self.costs, len(stages)):
             policies = dict(zip(stages, way, strict=True))
             table = self.build_table(self._select_costs(policies))
             busy = float(table.get_durations(rank_program).sum())
-            yield from (_Candidate(busy, offloaded, policies, table) for offloaded in subsets)
+            yield from ((busy, _RankChoice(policies, offloaded), table) for offloaded in subsets)
 
     def _select_costs(self, policies: Mapping[int, Recompute]) -> Costs:
         """Return all stages' costs with these policies; other ranks' stages keep everything."""
@@ -176,8 +163,3 @@ class MemoryChoiceSearch:
             **next(iter(self.costs.values())),
             **{stage: self.costs[policy][stage] for stage, policy in policies.items()},
         }
-
-
-def _is_within_or_unlimited(size: int, limit: int) -> bool:
-    """Return whether a size is within a limit; 0 means none."""
-    return not limit or size <= limit

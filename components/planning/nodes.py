@@ -8,15 +8,13 @@ from typing import Any
 import attrs
 
 from drawloom.components.distributed.planned import PlannedMesh
-from drawloom.components.ports.checkpoint import Restorer
 from drawloom.components.ports.corpus import KnownDocuments, TokenCorpus
 from drawloom.components.ports.data import Collator, PackedDataset, WritesBatches
-from drawloom.components.ports.distributed import Device, Mesh, PerDimension, Precision
+from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.flops import CountsFlops
 from drawloom.components.ports.memory import HostMemoryUser, MemoryUser
 from drawloom.components.ports.memory_policy import MemoryPolicy
-from drawloom.components.ports.model import Kernels
-from drawloom.components.ports.pipeline import Loss, Schedule
+from drawloom.components.ports.pipeline import Schedule
 from drawloom.components.ports.rollouts import MakesRows, RowGrowth
 from drawloom.components.ports.run import Batching, Phase, accepts_deferred_factors
 from drawloom.components.ports.stages import FrozenModel, TrainableStages
@@ -42,41 +40,27 @@ class Nodes:
         graph = recipe.graph.require_valid()
         return cls(recipe, graph, frozenset(graph.topological_order([recipe.project.root])))
 
+    def find_nodes(self, port: type) -> list[str]:
+        """Return a port's nodes, without nodes unused in a run."""
+        return [name for name in self.graph.implementers(port) if name in self.used]
+
     def find_only_node(self, port: type) -> str:
         """Return the node for a port; UserError if there is not exactly one."""
-        names = self._find_nodes_used_in_run(port)
+        names = self.find_nodes(port)
         if len(names) != 1:
             raise UserError(
                 f"a plan needs exactly one node that implements {port.__name__}, and the recipe has {len(names)}", 2
             )
         return names[0]
 
-    def _find_nodes_used_in_run(self, port: type) -> list[str]:
-        """Return a port's nodes, without nodes unused in a run."""
-        return [name for name in self.graph.implementers(port) if name in self.used]
-
-    def has_node_for(self, port: type) -> bool:
-        """Return whether a run uses a node for a port."""
-        return bool(self._find_nodes_used_in_run(port))
-
-    @property
-    def checkpointer_node(self) -> str:
-        """Return the checkpointer's node; UserError if there is not exactly one."""
-        return self.find_only_node(Restorer)
-
-    def settings_of_node(self, node: str) -> Mapping[str, Any]:
-        """Return a node's settings."""
-        return self.graph.nodes[node].settings
+    def settings(self, port: type) -> Mapping[str, Any]:
+        """Return the settings of a port's only node; UserError if there is not exactly one."""
+        return self.graph.nodes[self.find_only_node(port)].settings
 
     @cached_property
     def mesh_node(self) -> str:
         """The mesh's node."""
         return self.find_only_node(Mesh)
-
-    @cached_property
-    def device_nodes(self) -> list[str]:
-        """The devices' nodes."""
-        return self._find_nodes_used_in_run(Device)
 
     @cached_property
     def model_node(self) -> str:
@@ -85,24 +69,9 @@ class Nodes:
         return edge
 
     @property
-    def model_counts_flops(self) -> bool:
-        """Return whether the model counts its FLOPs."""
-        return self.model_node in self.graph.implementers(CountsFlops)
-
-    @property
     def has_experts(self) -> bool:
         """Return whether the model has experts, according to its node's settings."""
-        return bool(self.settings_of_node(self.model_node).get("num_experts"))
-
-    @cached_property
-    def loss_node(self) -> str:
-        """The loss's node."""
-        return self.find_only_node(Loss)
-
-    @cached_property
-    def precision_node(self) -> str:
-        """The precision's node."""
-        return self.find_only_node(Precision)
+        return bool(self.graph.nodes[self.model_node].settings.get("num_experts"))
 
     @cached_property
     def schedule_node(self) -> str:
@@ -114,39 +83,26 @@ class Nodes:
         """The stages' node."""
         return self.find_only_node(TrainableStages)
 
-    @cached_property
-    def memory_reporting_nodes(self) -> list[str]:
-        """The nodes with memory to report by kind, including the stages."""
-        return self._find_nodes_used_in_run(MemoryUser)
-
-    @cached_property
-    def frozen_model_nodes(self) -> list[str]:
-        """The nodes with a frozen second model."""
-        return self._find_nodes_used_in_run(FrozenModel)
-
     @property
     def frozen_models_with_flops(self) -> list[str]:
         """The frozen second models' nodes, if these models count their FLOPs."""
-        names = [name for frozen in self.frozen_model_nodes for name in self.graph.nodes[frozen].edges["model"].targets]
+        names = [
+            name for frozen in self.find_nodes(FrozenModel) for name in self.graph.nodes[frozen].edges["model"].targets
+        ]
         return [name for name in names if name in self.graph.implementers(CountsFlops)]
-
-    @cached_property
-    def memory_policy_nodes(self) -> list[str]:
-        """The memory policies' nodes; none if settings decide."""
-        return self._find_nodes_used_in_run(MemoryPolicy)
 
     @property
     def lets_policy_place_optimizer_state(self) -> bool:
         """Return whether an optimizer lets the memory policy choose where its state is."""
-        users = {user for name in self.memory_policy_nodes for user, _ in self.graph.list_users_with_edge_names(name)}
+        users = {
+            user for name in self.find_nodes(MemoryPolicy) for user, _ in self.graph.list_users_with_edge_names(name)
+        }
         return bool(users & {*self.streaming_optimizer_nodes})
 
     @property
     def streaming_optimizer_nodes(self) -> list[str]:
         """Return the nodes able to stream their state from host memory."""
-        return [
-            name for name in self.memory_reporting_nodes if issubclass(self.graph.nodes[name].spec.cls, HostMemoryUser)
-        ]
+        return self.find_nodes(HostMemoryUser)
 
     def has_feature(self, use: str) -> bool:
         """Return whether the run has the feature with this `use`."""
@@ -160,7 +116,7 @@ class Nodes:
     @property
     def nodes_needed_by_stages(self) -> list[str]:
         """The nodes to which the stages and a frozen second model refer."""
-        stages = [self.graph.nodes[name] for name in (self.stages_node, *self.frozen_model_nodes)]
+        stages = [self.graph.nodes[name] for name in (self.stages_node, *self.find_nodes(FrozenModel))]
         return [*dict.fromkeys(name for node in stages for edge in node.edges.values() for name in edge.targets)]
 
     @property
@@ -168,28 +124,18 @@ class Nodes:
         """Return the tokenizer if only the model needs it and its settings already determine the vocabulary size."""
         edge = self.graph.nodes[self.model_node].edges.get("tokenizer")
         is_known = any(
-            self.settings_of_node(self.model_node).get(key) is not None for key in ("vocab_size", "config", "path")
+            self.graph.nodes[self.model_node].settings.get(key) is not None for key in ("vocab_size", "config", "path")
         )
         if edge is None or not is_known:
             return []
-        needed = {*self.graph.topological_order([*self.nodes_needed_by_stages, *self.memory_reporting_nodes])}
+        needed = {*self.graph.topological_order([*self.nodes_needed_by_stages, *self.find_nodes(MemoryUser)])}
         users = {user for name in edge.targets for user, _ in self.graph.list_users_with_edge_names(name)}
         return [*edge.targets] if users & needed == {self.model_node} else []
-
-    @property
-    def mesh_settings(self) -> Mapping[str, Any]:
-        """Return the mesh's dimension sizes."""
-        return self.graph.nodes[self.mesh_node].settings
-
-    @property
-    def min_rank_count(self) -> int:
-        """Return the minimum rank count: the product over dimensions with explicit sizes."""
-        return math.prod(PerDimension.from_settings(self.mesh_settings).without_expert_dimensions().values())
 
     @cached_property
     def phase_row_growth(self) -> RowGrowth:
         """Row growth by a phase, such as sampling; NO_GROWTH without such a phase."""
-        for name in self._find_nodes_used_in_run(Phase):
+        for name in self.find_nodes(Phase):
             if issubclass(component := self.graph.nodes[name].spec.cls, MakesRows):
                 return component.predict_row_growth(self.graph.view(name))
         return NO_GROWTH
@@ -198,7 +144,7 @@ class Nodes:
     def batch_type(self) -> type[Batch]:
         """Return the run's batch class; UserError if there is not exactly one."""
         ports = (Phase,) if self.phase_row_growth != NO_GROWTH else (PackedDataset, Collator)
-        classes = [self.graph.nodes[name].spec.cls for port in ports for name in self._find_nodes_used_in_run(port)]
+        classes = [self.graph.nodes[name].spec.cls for port in ports for name in self.find_nodes(port)]
         types = {cls.batch_type for cls in classes if isinstance(cls, WritesBatches) and cls.batch_type is not None}
         if len(types) != 1:
             raise UserError(f"a plan needs exactly one batch class, and the recipe's data sets have {len(types)}", 2)
@@ -209,7 +155,7 @@ class Nodes:
         """Return the sequence length, or 1 if rows are not tokens; UserError if no data set has it as a setting."""
         if "tokens" not in self.batch_type.specs.values():
             return 1
-        for name in self._find_nodes_used_in_run(PackedDataset):
+        for name in self.find_nodes(PackedDataset):
             for key in ("length", "max_length"):
                 if isinstance(length := self.graph.nodes[name].settings.get(key), int):
                     return length + self.phase_row_growth.added_tokens
@@ -219,7 +165,7 @@ class Nodes:
     @property
     def mean_document_length(self) -> float:
         """Return the mean document length in tokens, or inf if the data are not available or do not know it."""
-        names = self._find_nodes_used_in_run(TokenCorpus)
+        names = self.find_nodes(TokenCorpus)
         if len(names) != 1 or not issubclass(self.graph.nodes[names[0]].spec.cls, KnownDocuments):
             return math.inf
         container = self.recipe.project.container(self.graph, *names)
@@ -228,17 +174,9 @@ class Nodes:
         return math.inf if length is None else length
 
     @property
-    def attention_kernel(self) -> str:
-        """Return the recipe's attention kernel, or `auto`."""
-        settings = [
-            self.settings_of_node(name).get("attention", "auto") for name in self._find_nodes_used_in_run(Kernels)
-        ]
-        return next(iter(settings), "auto")
-
-    @property
     def global_batch_size(self) -> int:
         """Return the global batch size: rows of the data set in a step."""
-        return int(self.settings_of_node(self.find_only_node(Batching))["global_size"])
+        return int(self.settings(Batching)["global_size"])
 
     @property
     def optimizer_applies_gradient_factors(self) -> bool:
@@ -255,15 +193,9 @@ class Nodes:
                 return False
         return True
 
-    @property
-    def step_count(self) -> int | None:
-        """Return the run's step count, or None if its length is not in steps."""
-        steps = self.graph.nodes[self.recipe.project.root].settings.get("steps")
-        return steps if isinstance(steps, int) else None
-
     def count_rows_per_microbatch_and_microbatches(self, mesh: PlannedMesh) -> tuple[int, int]:
         """Count a rank's rows per microbatch and microbatches per step; UserError if a step is not divisible."""
-        rows = int(self.settings_of_node(self.find_only_node(Batching))["micro_size"])
+        rows = int(self.settings(Batching)["micro_size"])
         replicas = mesh.sizes.data_replicate * mesh.sizes.data_shard
         if self.global_batch_size % (rows * replicas):
             text = (

@@ -1,8 +1,7 @@
 """Planner for a recipe: estimates every rank's memory and the step time without processes, memory or data."""
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -28,12 +27,14 @@ from drawloom.components.planning.rank_view import ElementCounts, RankView, esti
 from drawloom.components.planning.stage_costs import Recordings, StageCostRecorder, StageCosts
 from drawloom.components.planning.step_time import StepTime, build_cost_table, estimate_step_time
 from drawloom.components.planning.timeline import Peak, compute_peak_host_bytes, compute_peak_memory
+from drawloom.components.ports.distributed import Device, Mesh, PerDimension, Precision
 from drawloom.components.ports.flops import CountsFlops, ForwardFlops, UpdateArithmetic, UpdateFlops
-from drawloom.components.ports.memory import HostMemoryUser, sum_memory_by_kind
+from drawloom.components.ports.memory import HostMemoryUser, MemoryUser, sum_memory_by_kind
 from drawloom.components.ports.memory_policy import MemoryChoice, MemoryPolicy
-from drawloom.components.ports.pipeline import PartitioningSchedule, Referenced, Schedule, embeds_on_every_rank
+from drawloom.components.ports.model import Kernels
+from drawloom.components.ports.pipeline import Loss, PartitioningSchedule, Referenced, Schedule, embeds_on_every_rank
 from drawloom.components.ports.program import Program
-from drawloom.components.ports.stages import Recompute
+from drawloom.components.ports.stages import FrozenModel, Recompute, TrainableStages
 from drawloom.graph import UserError
 from drawloom.graph.project import Recipe
 
@@ -125,10 +126,15 @@ class Plan:
         return [rank.peak_bytes for rank in self.memory for _ in range(copies)]
 
     @property
+    def peak_bytes(self) -> int:
+        """Return the peak bytes of the rank with the highest peak."""
+        return max(rank.peak_bytes for rank in self.memory)
+
+    @property
     def fits(self) -> bool:
         """Return whether every rank fits the memory of the device and the host, as far as they are known."""
         device, host = self.device.memory, self.device.host_memory
-        fits_device = not device or max(self.peak_memory_bytes) <= device
+        fits_device = not device or self.peak_bytes <= device
         return fits_device and (not host or max(rank.host for rank in self.memory) <= host)
 
     @property
@@ -202,31 +208,22 @@ def plan(
     do not fit.
     """
     nodes = Nodes.from_recipe(recipe)
-    mesh = PlannedMesh.from_settings(nodes.mesh_settings, ranks or nodes.min_rank_count)
-    with open_planner(nodes, device, mesh, schedule) as planner:
-        if cache is None:
-            return planner.plan()
-        planner.cache, planner.memory_limit = cache, device.memory
-        return planner.plan()
-
-
-@contextmanager
-def open_planner(
-    nodes: Nodes, device: DeviceModel, mesh: PlannedMesh, schedule: Schedule | None = None
-) -> Iterator["Planner"]:
-    """Yield a planner whose model, loss and kernels are open."""
+    settings = nodes.settings(Mesh)
+    smallest = math.prod(PerDimension.from_settings(settings).without_expert_dimensions().values())
+    mesh = PlannedMesh.from_settings(settings, ranks or smallest)
     kind = "cuda" if device.is_gpu else "cpu"
     replacements: dict[str, Any] = {
         nodes.mesh_node: mesh,
-        **dict.fromkeys(nodes.device_nodes, PlannedDevice(torch.device(kind))),
+        **dict.fromkeys(nodes.find_nodes(Device), PlannedDevice(torch.device(kind))),
         # The planner makes the choice itself, and each rank's view has its own.
-        **dict.fromkeys(nodes.memory_policy_nodes, FixedMemory(MemoryChoice.keep_all(0, 0))),
+        **dict.fromkeys(nodes.find_nodes(MemoryPolicy), FixedMemory(MemoryChoice.keep_all(0, 0))),
+        **dict.fromkeys(nodes.tokenizer_nodes_to_omit),
     }
-    replacements |= dict.fromkeys(nodes.tokenizer_nodes_to_omit)
     if schedule is not None:
         replacements[nodes.schedule_node] = schedule
-    with nodes.recipe.open(nodes.nodes_needed_by_stages, replacements) as objects:
-        yield Planner(nodes, device, mesh, {**objects, **replacements})
+    with recipe.open(nodes.nodes_needed_by_stages, replacements) as objects:
+        limit = 0 if cache is None else device.memory
+        return Planner(nodes, device, mesh, {**objects, **replacements}, cache or PlanCache(), limit).plan()
 
 
 @attrs.define(eq=False)
@@ -237,11 +234,9 @@ class Planner:
     device: DeviceModel
     mesh: PlannedMesh
     objects: Mapping[str, Any]
-    cache: PlanCache = attrs.field(factory=PlanCache)
-    memory_limit: int = 0
-    frozen_model_bytes_per_microbatch: int = attrs.field(
-        init=False, default=0
-    )  # of one microbatch, on the last stage's rank
+    cache: PlanCache
+    memory_limit: int
+    frozen_model_bytes_per_microbatch: int = attrs.field(init=False, default=0)  # on the last stage's rank
 
     def plan(self) -> Plan:
         """Plan the recipe on this mesh. Raises UserError if impossible, TooLargeError above `memory_limit`."""
@@ -254,11 +249,11 @@ class Planner:
             program = schedule.program(self.mesh.sizes.pipeline, microbatches)
         except DeadlockError as deadlock:
             raise UserError(f"{self.nodes.schedule_node} can't be executed: {deadlock}") from deadlock
-        if self.nodes.memory_policy_nodes:
+        if self.nodes.find_nodes(MemoryPolicy):
             return self._plan_with_memory_policy(program, rows)
         views = self._build_rank_views(program)
         self._check_persistent_bytes(views)
-        stages = self.nodes.settings_of_node(self.nodes.stages_node)
+        stages = self.nodes.settings(TrainableStages)
         policies = program.recompute or (stages["recompute"],) * program.stages
         costs = self._record_stage_costs(views, program, rows, policies)
         if self.nodes.has_feature("pipeline.offloaded"):
@@ -267,7 +262,7 @@ class Planner:
 
     def _plan_with_memory_policy(self, program: Program, rows: int) -> Plan:
         """Plan the fastest fitting choice of recomputation, offloading and memory for the state, or the smallest."""
-        limits = self.nodes.settings_of_node(self.nodes.find_only_node(MemoryPolicy))
+        limits = self.nodes.settings(MemoryPolicy)
         memory = min(limits["limit"] or DEVICE_FRACTION * self.device.memory, self.device.memory or math.inf)
         host_memory = int(limits["host_limit"] or self.device.host_memory)
         self.device = attrs.evolve(self.device, memory=int(memory), host_memory=host_memory)
@@ -340,41 +335,47 @@ class Planner:
     def _build_cost_table(self, views: Sequence["RankView"], costs: Mapping[int, StageCosts]) -> CostTable:
         """Return the seconds for passes, messages and copies to host memory."""
         exchanges = [view.estimate_sync_and_update_times(self.device) for view in views]
-        return build_cost_table(costs, exchanges, self._estimate_message_seconds(costs), self.device.host_link)
+        bandwidth = estimate_link_bandwidth(self.mesh, self.device, PipelineDimension.name)
+        message_seconds = max(stage_costs.sent for stage_costs in costs.values()) / bandwidth
+        return build_cost_table(costs, exchanges, message_seconds, self.device.host_link)
 
     def _build_plan_from_costs(
         self, views: Sequence["RankView"], program: Program, microbatch_rows: int, costs: Mapping[int, StageCosts]
     ) -> Plan:
         """Plan a program with merged backward passes, with these costs by stage."""
         memory = [self._estimate_rank_memory(view, index, program, costs) for index, view in enumerate(views)]
-        precision = self.objects[self.nodes.precision_node]
+        precision = self.objects[self.nodes.find_only_node(Precision)]
         document_rows = self._build_microbatch_rows(microbatch_rows)
         tokens = self.nodes.global_batch_size * self.nodes.phase_row_growth.rows_per_row * self.nodes.sequence_length
         exchanges = [view.estimate_sync_and_update_times(self.device) for view in views]
         table = self._build_cost_table(views, costs)
         frozen = set[str]().union(*(view.frozen_names for view in views))
+        forward, per_row = self._model_forward_flops, document_rows.count_expected_pairs_per_row
+        windows = () if forward is None else forward.per_pair
+        pairs = {window: tokens / document_rows.length * per_row(window) for window in windows}
+        steps = self.nodes.graph.nodes[self.nodes.recipe.project.root].settings.get("steps")
         return Plan(
             device=self.device,
             mesh=self.mesh,
             program=program,
             rows=document_rows,
             microbatches=program.microbatches,
-            layers=self._layer_count,
+            layers=self.objects[self.nodes.model_node].num_hidden_layers,
             elements={stage: elements for view in views for stage, elements in view.elements_by_stage.items()},
             costs=costs,
             table=table,
             memory=memory,
             time=estimate_step_time(program, table, costs, exchanges, self._reference_forward_passes),
             tokens=tokens,
-            flops=_count_training_flops(self._model_forward_flops, tokens, document_rows, frozen),
+            flops=None if forward is None else forward.count_training_flops(tokens, pairs, frozen),
             peak_flops=self.device.peaks.get(get_matmul_dtype_key(precision.compute), math.nan),
-            steps=self.nodes.step_count,
+            steps=steps if isinstance(steps, int) else None,
         )
 
     @property
     def _reference_forward_passes(self) -> float:
         """Return a reference model's forward passes per microbatch, in passes of the trained model."""
-        loss = self.objects[self.nodes.loss_node]
+        loss = self.objects[self.nodes.find_only_node(Loss)]
         if not isinstance(loss, Referenced) or loss.reference not in ("adapters", "model"):
             return 0.0
         if loss.reference == "adapters" or self._model_forward_flops is None:
@@ -382,12 +383,6 @@ class Planner:
         models = [self.objects[name] for name in self.nodes.frozen_models_with_flops]
         counts = [sum(model.forward_flops().by_parameter.values()) for model in models]
         return sum(counts) / sum(self._model_forward_flops.by_parameter.values()) if counts else 1.0
-
-    @property
-    def _layer_count(self) -> int:
-        """The model's layer count."""
-        layers: int = self.objects[self.nodes.model_node].num_hidden_layers
-        return layers
 
     def _build_microbatch_rows(self, count: int) -> MicrobatchRows:
         """Return microbatch rows for the estimates: `count`, sequence length, and mean document length."""
@@ -403,7 +398,8 @@ class Planner:
             )
             return attrs.evolve(fractions, packed=0.0)
         captured = self.nodes.has_feature("pipeline.captured") and rows.document < math.inf
-        by_cudnn = self.nodes.attention_kernel in ("auto", "cudnn") and self.mesh.sizes.context == 1 and not captured
+        kernels = [self.nodes.graph.nodes[name].settings.get("attention") for name in self.nodes.find_nodes(Kernels)]
+        by_cudnn = kernels[:1] in ([], [None], ["auto"], ["cudnn"]) and self.mesh.sizes.context == 1 and not captured
         return estimate_attention_fractions(
             self._model_forward_flops, rows, rows.all_rows_one_document_probability * by_cudnn
         )
@@ -411,7 +407,7 @@ class Planner:
     @cached_property
     def _model_forward_flops(self) -> ForwardFlops | None:
         """Return the model's forward FLOPs, or None if the model does not count them."""
-        if not self.nodes.model_counts_flops:
+        if self.nodes.model_node not in self.nodes.find_nodes(CountsFlops):
             return None
         model: CountsFlops = self.objects[self.nodes.model_node]
         return self.cache.get_or_compute("operations", model.forward_flops)  # it builds the model
@@ -420,7 +416,8 @@ class Planner:
         """Return the views by pipeline rank, from the cache if another plan has the same partition."""
         schedule = self.objects[self.nodes.schedule_node]
         cuts = isinstance(schedule, PartitioningSchedule)
-        sizes = tuple(schedule.layers_by_stage(program.ranks, self._layer_count)) if cuts else ()
+        layers = self.objects[self.nodes.model_node].num_hidden_layers
+        sizes = tuple(schedule.layers_by_stage(program.ranks, layers)) if cuts else ()
         key = self.mesh.sizes, program.stage_to_rank, sizes
         if key not in self.cache.views:
             self.cache.views[key] = [
@@ -432,21 +429,21 @@ class Planner:
         """Build a pipeline rank's stages on the meta device, and sum its memory by kind."""
         mesh = self.mesh.seen_from_pipeline_rank(index)
         policy = FixedMemory(MemoryChoice.keep_all(stage_count, self.mesh.sizes.pipeline))
-        policies = dict.fromkeys(self.nodes.memory_policy_nodes, policy)
+        policies = dict.fromkeys(self.nodes.find_nodes(MemoryPolicy), policy)
         replacements = {**self.objects, self.nodes.mesh_node: mesh, **policies}
         container = self.nodes.recipe.project.container(
             self.nodes.recipe.graph,
             self.nodes.stages_node,
-            *self.nodes.memory_reporting_nodes,
+            *self.nodes.find_nodes(MemoryUser),
             replacements=replacements,
         )
         container.build()
         stages = container[self.nodes.stages_node]
         stages.build_meta_stages()
-        frozen = [container[name] for name in self.nodes.frozen_model_nodes]
+        frozen = [container[name] for name in self.nodes.find_nodes(FrozenModel)]
         for model in frozen:
             model.build_meta_stages()
-        users = [container[name] for name in self.nodes.memory_reporting_nodes]
+        users = [container[name] for name in self.nodes.find_nodes(MemoryUser)]
 
         def count_bytes_with_state_on_host(fraction: float) -> tuple[dict[str, int], int]:
             """Return the bytes by kind, and in host memory, with a fraction of the state there."""
@@ -476,7 +473,7 @@ class Planner:
         self, views: Sequence["RankView"], program: Program, rows: int, policies: Sequence[Recompute]
     ) -> dict[int, StageCosts]:
         """Record every stage's passes on the meta device, with a recompute policy each; return the costs by stage."""
-        model, loss = self.objects[self.nodes.model_node], self.objects[self.nodes.loss_node]
+        model, loss = self.objects[self.nodes.model_node], self.objects[self.nodes.find_only_node(Loss)]
         captured, sizes = self.nodes.has_feature("pipeline.captured"), self.mesh.sizes.settings()
         meter = StageCostRecorder(
             loss=loss,
@@ -485,7 +482,7 @@ class Planner:
             rows=rows,
             length=self.nodes.sequence_length,
             context=self.mesh.context_group,
-            gradient=self.objects[self.nodes.precision_node].gradient,
+            gradient=self.objects[self.nodes.find_only_node(Precision)].gradient,
             device=self.device.without_host_time() if captured else self.device,
             links=lambda dimension: estimate_link_bandwidth(self.mesh, self.device, dimension),
             fractions=self._estimate_attention_fractions(self._build_microbatch_rows(rows)),
@@ -511,7 +508,10 @@ class Planner:
             stage.index: view.gradient_bytes_in_backward(stage, program.microbatches) for stage in view.stages.local
         }
         peak = compute_peak_memory(program, index, costs, gradients)
-        buffers = view.buffer_bytes_by_kind(costs, self.device, self._count_step_batch_bytes(program.microbatches))
+        rows, _ = self.nodes.count_rows_per_microbatch_and_microbatches(self.mesh)
+        tokens = program.microbatches * rows * self.nodes.sequence_length // self.mesh.sizes.context
+        # Batches have tokens, targets, positions and documents (int64), and weights (float32).
+        buffers = view.buffer_bytes_by_kind(costs, self.device, tokens * (4 * 8 + 4))
         if self.frozen_model_bytes_per_microbatch and view.stages.local[-1].span.head:
             buffers["reference"] = program.microbatches * self.frozen_model_bytes_per_microbatch
         return RankMemory(
@@ -525,29 +525,7 @@ class Planner:
             host=view.host_bytes + view.stages.feature_host_bytes + compute_peak_host_bytes(program, index, costs),
         )
 
-    def _estimate_message_seconds(self, costs: Mapping[int, StageCosts]) -> float:
-        """Return the seconds for a message from a stage to the next."""
-        size = max(stage_costs.sent for stage_costs in costs.values())
-        return size / estimate_link_bandwidth(self.mesh, self.device, PipelineDimension.name)
-
-    def _count_step_batch_bytes(self, microbatch_count: int) -> int:
-        """Return the bytes in a step's batches: tokens, targets, positions, documents (int64) and weights (float32)."""
-        rows, _ = self.nodes.count_rows_per_microbatch_and_microbatches(self.mesh)
-        return microbatch_count * rows * self.nodes.sequence_length // self.mesh.sizes.context * (4 * 8 + 4)
-
 
 def _select_persistent_bytes_by_kind(view: RankView) -> dict[str, int]:
     """Return a rank's persistent bytes by kind: all but gradients."""
     return {kind: size for kind, size in view.bytes_by_kind.items() if kind != "gradients"}
-
-
-def _count_training_flops(
-    forward_flops: ForwardFlops | None, tokens: int, rows: MicrobatchRows, frozen_names: set[str]
-) -> float | None:
-    """Return the FLOPs to train on `tokens`, or None if the model does not count them."""
-    if forward_flops is None:
-        return None
-    pairs = {
-        window: tokens / rows.length * rows.count_expected_pairs_per_row(window) for window in forward_flops.per_pair
-    }
-    return forward_flops.count_training_flops(tokens, pairs, frozen_names)

@@ -188,16 +188,12 @@ class RankView:
         size = self.mesh.group(*dimensions).size
         return (size - 1) / size / estimate_link_bandwidth(self.mesh, device, *dimensions)
 
-    @cached_property
-    def _weight_bytes_to_update(self) -> int:
-        """Return the weight bytes that the optimizer updates on this rank."""
-        return sum(weight.nbytes for _, weight in self.stages.named_parameters())
-
     def _estimate_update_seconds(self, device: DeviceModel) -> float:
         """Return the seconds for an update: gradient norm and scaling, weights, moments, casts, and streams."""
         sizes, bandwidth = self.bytes_by_kind, device.bandwidth * device.reached.memory
         state, gradients = self.host_bytes + sizes.get("optimizer_state", 0), sizes.get("gradients", 0)
-        traffic: float = gradients + 2 * self._weight_bytes_to_update + 2 * state
+        weights = sum(weight.nbytes for _, weight in self.stages.named_parameters())
+        traffic: float = gradients + 2 * weights + 2 * state
         traffic += sizes.get("masters", 0) + sizes.get("compute_copies", 0)
         arithmetic = self.update_arithmetic / device.peaks.get("float32", math.inf)
         products = self.update_flops / device.compute_achieved_matmul_flop_rate(torch.bfloat16)

@@ -27,7 +27,7 @@ from drawloom.kernels.costs import OperationCosts, accesses_elements, bind_argum
 from drawloom.kernels.weight_formats.eager import FETCH
 
 
-@attrs.frozen
+@attrs.define
 class PassCost:
     """
     Costs of one pass.
@@ -52,22 +52,18 @@ class PassCost:
         """Return the costs plus `times` repetitions of another pass; `peak_delta` is the maximum of both."""
         labels = dict.fromkeys([*self.kept_bytes, *other.kept_bytes])
         kept = {label: self.kept_bytes.get(label, 0) + times * other.kept_bytes.get(label, 0) for label in labels}
-        return PassCost(
-            seconds=self.seconds + times * other.seconds,
-            comm_seconds=self.comm_seconds + times * other.comm_seconds,
-            host=self.host + times * other.host,
-            link_seconds=self.link_seconds + times * other.link_seconds,
-            flops=self.flops + times * other.flops,
-            peak_delta=max(self.peak_delta, other.peak_delta),
-            net_delta=self.net_delta + times * other.net_delta,
-            kept_bytes={label: size for label, size in kept.items() if size},
-        )
+        sums = {name: getattr(self, name) + times * getattr(other, name) for name in SUMMED}
+        peak = max(self.peak_delta, other.peak_delta)
+        return PassCost(**sums, peak_delta=peak, kept_bytes={label: size for label, size in kept.items() if size})
 
     @property
     def total_kept_bytes(self) -> int:
         """Return the live bytes at the end."""
         return sum(self.kept_bytes.values())
 
+
+SUMMED = ("seconds", "comm_seconds", "host", "flops", "net_delta", "link_seconds")
+"""Costs that add up over passes."""
 
 Links = Callable[[str], float]
 """Return the bytes per second that a rank sends to others along a dimension of the mesh."""
@@ -81,7 +77,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._device, self._links, self._fractions = device, links, fractions
         self._sizes: dict[weakref.ref[Any], tuple[int, str]] = {}
         self._now = self._peak = self._start = 0
-        self._seconds = self._comm_seconds = self._host = self._flops = self._link_seconds = 0.0
+        self._cost = PassCost()
         self._label = ["other"]
 
     def label_storages_allocated_by_module(self, module: nn.Module, label: str) -> list[Any]:
@@ -98,7 +94,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def begin_pass(self) -> None:
         """Start recording a pass."""
-        self._seconds = self._comm_seconds = self._host = self._flops = self._link_seconds = 0.0
+        self._cost = PassCost()
         self._start = self._peak = self._now
 
     def end_pass(self) -> PassCost:
@@ -106,16 +102,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kept: Counter[str] = Counter()
         for size, label in self._sizes.values():
             kept[label] += size
-        return PassCost(
-            seconds=self._seconds,
-            comm_seconds=self._comm_seconds,
-            host=self._host,
-            link_seconds=self._link_seconds,
-            flops=self._flops,
-            peak_delta=self._peak - self._start,
-            net_delta=self._now - self._start,
-            kept_bytes=dict(kept),
-        )
+        peak_delta, net_delta = self._peak - self._start, self._now - self._start
+        return attrs.evolve(self._cost, peak_delta=peak_delta, net_delta=net_delta, kept_bytes=dict(kept))
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -128,9 +116,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in new:
             self._count_storage_once(tensor)
         if function.overloadpacket is COLLECTIVE:
-            self._add_collective_seconds(bind_arguments(function, args, kwargs), result)
+            bound = bind_arguments(function, args, kwargs)
+            sent = count_message_bytes(bound["x"], result, bound["kind"], bound["ranks"])
+            seconds = sent / self._links(bound["dimension"])
+            self._cost.seconds += seconds
+            self._cost.comm_seconds += seconds
         elif function.overloadpacket is FETCH:
-            self._link_seconds += outputs[0].nbytes / self._device.host_link
+            self._cost.link_seconds += outputs[0].nbytes / self._device.host_link
         elif accesses_elements(function, bool(new)):
             self._count_operation(compute_operation_costs(function, args, kwargs, result), inputs, outputs)
         return result
@@ -149,13 +141,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Subtract a storage's bytes when Python frees it."""
         self._now -= self._sizes.pop(reference)[0]
 
-    def _add_collective_seconds(self, arguments: Mapping[str, Any], result: Tensor) -> None:
-        """Add the seconds for a collective over its link."""
-        sent = count_message_bytes(arguments["x"], result, arguments["kind"], arguments["ranks"])
-        seconds = sent / self._links(arguments["dimension"])
-        self._seconds += seconds
-        self._comm_seconds += seconds
-
     def _count_operation(self, costs: OperationCosts, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         """Add an operation's FLOPs, and its seconds on device and host."""
         reached = self._device.reached
@@ -165,12 +150,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if costs.is_attention:
             rate *= reached.attention / reached.products
             rate /= 1 - self._fractions.packed + self._fractions.packed / reached.packed
-        self._flops += flops
+        self._cost.flops += flops
         moved = sum(tensor.nbytes for tensor in (*inputs, *outputs)) + 2 * costs.scratch * costs.is_attention
         arithmetic, traffic = work / rate, moved / (self._device.bandwidth * reached.memory)
         seconds = arithmetic + traffic if costs.is_attention else max(arithmetic, traffic)
-        self._seconds += max(seconds, reached.launch)
-        self._host += reached.host
+        self._cost.seconds += max(seconds, reached.launch)
+        self._cost.host += reached.host
         self._peak = max(self._peak, self._now + costs.scratch)
 
 

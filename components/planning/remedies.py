@@ -7,10 +7,14 @@ import attrs
 
 from drawloom.components.planning.nodes import Nodes
 from drawloom.components.planning.plan import Plan, plan
+from drawloom.components.ports.distributed import Precision
+from drawloom.components.ports.memory_policy import MemoryPolicy
 from drawloom.components.ports.run import Batching
+from drawloom.components.ports.stages import TrainableStages
 from drawloom.components.storage.byte_size import format_decimal_byte_size
 from drawloom.graph import RecipeError, UserError
 from drawloom.graph.project import Recipe
+from drawloom.graph.toml.emit import dump_toml
 
 Values = Mapping[str, Mapping[str, Any]]
 """Settings by node."""
@@ -19,38 +23,24 @@ STREAMED = "frozen_weights.streamed"
 
 
 @attrs.frozen
-class Remedy:
-    """Changed settings, their cost in words, and the plan with these settings."""
+class TriedPlan:
+    """Changed settings, the plan with these settings, and their cost in words, if known."""
 
     values: Values
-    cost: str
     plan: Plan
+    cost: str = ""
 
     @property
-    def setting_lines(self) -> list[str]:
-        """Return the settings as TOML lines."""
-        return format_toml_lines(self.values)
+    def toml_lines(self) -> list[str]:
+        """Return the settings as TOML lines with dotted keys, for an overlay."""
+        return [
+            f"{node}.{key} = {dump_toml(value)}"
+            for node, settings in self.values.items()
+            for key, value in settings.items()
+        ]
 
 
-def format_toml_lines(values: Values) -> list[str]:
-    """Return settings as TOML lines with dotted keys."""
-    return [
-        f"{node}.{key} = {_format_toml_value(value)}"
-        for node, settings in values.items()
-        for key, value in settings.items()
-    ]
-
-
-def _format_toml_value(value: Any) -> str:
-    """Return a value in TOML."""
-    if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{key} = {_format_toml_value(item)}" for key, item in value.items()) + " }"
-    if isinstance(value, str):
-        return f'"{value}"'
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def find_remedies(recipe: Recipe, planned: Plan) -> list[Remedy]:
+def find_remedies(recipe: Recipe, planned: Plan) -> list[TriedPlan]:
     """
     Return remedies for a plan over its memory limit, sorted by decreasing memory; all take less than the plan.
 
@@ -61,7 +51,7 @@ def find_remedies(recipe: Recipe, planned: Plan) -> list[Remedy]:
         for values, cost, ranks in _list_settings_with_cost_and_rank_count(Nodes.from_recipe(recipe), planned)
         if (remedy := _make_remedy_if_saving_memory(recipe, values, cost, planned, ranks)) is not None
     ]
-    helpful.sort(key=lambda remedy: -max(remedy.plan.peak_memory_bytes))
+    helpful.sort(key=lambda remedy: -remedy.plan.peak_bytes)
     if not any(remedy.plan.fits for remedy in helpful):
         helpful += _combine_until_fit(recipe, planned)
     return helpful
@@ -72,7 +62,11 @@ def describe_excess(recipe: Recipe, planned: Plan) -> str:
     fitting = [
         remedy for remedy in find_remedies(recipe, planned) if remedy.plan.fits and remedy.plan.ranks == planned.ranks
     ]
-    settings = " or ".join(map(_describe_fitting_remedy, fitting)) or "none was found"
+    settings = " or ".join(
+        f"{'; '.join(remedy.toml_lines)} ({format_decimal_byte_size(remedy.plan.peak_bytes)}, "
+        f"{remedy.plan.time.seconds:.3g} s a step)"
+        for remedy in fitting
+    )
     fullest = max(planned.memory, key=lambda rank: rank.peak_bytes)
     needed, available = map(format_decimal_byte_size, (fullest.peak_bytes, planned.device.memory))
     excess = f"the run needs {needed} on a GPU, in {fullest.action_at_peak}, and each has {available}"
@@ -80,16 +74,10 @@ def describe_excess(recipe: Recipe, planned: Plan) -> str:
     if host and planned.device.host_memory:
         capacity = format_decimal_byte_size(planned.device.host_memory)
         excess += f", and {format_decimal_byte_size(host)} in host memory of {capacity}"
-    return f"{excess}; settings that fit: {settings}"
+    return f"{excess}; settings that fit: {settings or 'none was found'}"
 
 
-def _describe_fitting_remedy(remedy: Remedy) -> str:
-    """Return a remedy's settings, with the memory and the step time that they are planned to take."""
-    peak, seconds = format_decimal_byte_size(max(remedy.plan.peak_memory_bytes)), remedy.plan.time.seconds
-    return f"{'; '.join(remedy.setting_lines)} ({peak}, {seconds:.3g} s a step)"
-
-
-def _combine_until_fit(recipe: Recipe, planned: Plan) -> Iterator[Remedy]:
+def _combine_until_fit(recipe: Recipe, planned: Plan) -> Iterator[TriedPlan]:
     """Yield the shortest combination of leading candidates with which the recipe fits, if any."""
     so_far: dict[str, dict[str, Any]] = {}
     best = planned
@@ -105,28 +93,32 @@ def _combine_until_fit(recipe: Recipe, planned: Plan) -> Iterator[Remedy]:
 
 def _make_remedy_if_saving_memory(
     recipe: Recipe, values: Values, cost_in_words: str, unfitting_plan: Plan, ranks: int
-) -> Remedy | None:
+) -> TriedPlan | None:
     """Return the remedy with these settings, or None if they are invalid in this recipe or do not save memory."""
     try:
         changed_plan = plan(recipe.with_values(values), unfitting_plan.device, ranks)
     except (RecipeError, UserError):
         return None
-    less = max(changed_plan.peak_memory_bytes) < 0.99 * max(unfitting_plan.peak_memory_bytes)
-    return Remedy(values, cost_in_words, changed_plan) if less else None
+    less = changed_plan.peak_bytes < 0.99 * unfitting_plan.peak_bytes
+    return TriedPlan(values, changed_plan, cost_in_words) if less else None
 
 
 def _list_settings_with_cost_and_rank_count(nodes: Nodes, planned: Plan) -> Iterator[tuple[Values, str, int]]:
     """Yield settings that may save memory, their cost in words, and the rank count; cheap settings first."""
-    ranks, stages = planned.ranks, nodes.settings_of_node(nodes.stages_node)
-    chooses = bool(nodes.memory_policy_nodes)
+    ranks, stages = planned.ranks, nodes.settings(TrainableStages)
+    chooses = bool(nodes.find_nodes(MemoryPolicy))
     shards = planned.mesh.sizes.data_shard
     if shards > 1 and planned.microbatches > 1 and not stages["sync_each_microbatch"]:
         yield {nodes.stages_node: {"sync_each_microbatch": True}}, "gradients are reduced for each microbatch", ranks
     if stages["recompute"] == "none" and not chooses:
         yield {nodes.stages_node: {"recompute": "selective"}}, "norms and gates are computed twice", ranks
-    precision = nodes.settings_of_node(nodes.precision_node)
+    precision = nodes.settings(Precision)
     if (precision["compute"] or precision["parameter"]) not in ("bfloat16", "float16"):
-        yield {nodes.precision_node: {"compute": "bfloat16"}}, "layers compute with 8 bits of fraction", ranks
+        yield (
+            {nodes.find_only_node(Precision): {"compute": "bfloat16"}},
+            "layers compute with 8 bits of fraction",
+            ranks,
+        )
     if (rows := planned.rows.count) > 1:
         smaller = next(size for size in range(rows // 2, 0, -1) if rows % size == 0)
         yield {nodes.find_only_node(Batching): {"micro_size": smaller}}, "products of fewer rows are slower", ranks
@@ -135,7 +127,7 @@ def _list_settings_with_cost_and_rank_count(nodes: Nodes, planned: Plan) -> Iter
         more = {"data_shard": shards * replicas, "data_replicate": 1}
         yield {nodes.mesh_node: more}, "parameters are gathered from other ranks", ranks
     for name in nodes.streaming_optimizer_nodes:
-        optimizer = nodes.settings_of_node(name)
+        optimizer = nodes.graph.nodes[name].settings
         if optimizer.get("states") == "device" and not chooses:
             yield {name: {"states": "host"}}, "optimizer state is streamed from host memory in each step", ranks
         if optimizer.get("state_dtype") in ("bfloat16", "float32") and not optimizer["amsgrad"]:
@@ -154,21 +146,13 @@ def _list_settings_with_cost_and_rank_count(nodes: Nodes, planned: Plan) -> Iter
     yield {nodes.mesh_node: {"data_shard": 2 * shards}}, f"{2 * ranks} ranks", 2 * ranks
 
 
-def describe_remedy_for_json(remedy: Remedy) -> dict[str, Any]:
-    """Return a remedy for JSON."""
-    peak = max(remedy.plan.peak_memory_bytes)
-    seconds = {"step_seconds": remedy.plan.time.seconds, "ranks": remedy.plan.ranks, "fits": remedy.plan.fits}
-    return {"toml": remedy.setting_lines, "cost": remedy.cost, "peak_memory_bytes": peak, **seconds}
-
-
-def format_remedies(remedies: Sequence[Remedy]) -> str:
+def format_remedies(remedies: Sequence[TriedPlan]) -> str:
     """Return a line per remedy: settings, memory, time and cost."""
     if not remedies:
         return "nothing that was tried takes less memory; take more ranks, or a smaller model"
     lines = ["what would help, each by itself:"]
     for remedy in remedies:
-        peak, seconds = max(remedy.plan.peak_memory_bytes), remedy.plan.time.seconds
-        fits = "fits" if remedy.plan.fits else "too much"
-        settings = "; ".join(remedy.setting_lines)
-        lines.append(f"  {settings}  # {format_decimal_byte_size(peak)}, {fits}; {seconds:.3g} s a step; {remedy.cost}")
+        fits = f"{format_decimal_byte_size(remedy.plan.peak_bytes)}, {'fits' if remedy.plan.fits else 'too much'}"
+        settings, seconds = "; ".join(remedy.toml_lines), remedy.plan.time.seconds
+        lines.append(f"  {settings}  # {fits}; {seconds:.3g} s a step; {remedy.cost}")
     return "\n".join(lines)

@@ -12,10 +12,12 @@ from drawloom.components.parallel.context import ContextDimension
 from drawloom.components.parallel.expert import ExpertDimension
 from drawloom.components.planning.cost_sources import PlannedCosts
 from drawloom.components.planning.nodes import Nodes
-from drawloom.components.planning.plan import Plan, PlanCache, TooLargeError, plan
-from drawloom.components.planning.remedies import Values, format_toml_lines
-from drawloom.components.ports.distributed import PerDimension
+from drawloom.components.planning.plan import PlanCache, TooLargeError, plan
+from drawloom.components.planning.remedies import TriedPlan, Values
+from drawloom.components.ports.distributed import Mesh, PerDimension
+from drawloom.components.ports.memory_policy import MemoryPolicy
 from drawloom.components.ports.run import Batching
+from drawloom.components.ports.stages import TrainableStages
 from drawloom.components.storage.byte_size import format_decimal_byte_size
 from drawloom.graph import RecipeError, UserError
 from drawloom.graph.project import Recipe
@@ -47,20 +49,7 @@ END_COSTS = ("embedding_layer_cost", "head_layer_cost")
 """Settings of stages that a partitioning schedule ignores."""
 
 
-@attrs.frozen
-class PlanChoice:
-    """Settings tried by the search, and the plan with these settings."""
-
-    values: Values
-    plan: Plan
-
-    @property
-    def overlay_toml(self) -> str:
-        """The settings as an overlay in TOML."""
-        return "\n".join(format_toml_lines(self.values))
-
-
-def search_fastest_plans(recipe: Recipe, device: DeviceModel, ranks: int) -> list[PlanChoice]:
+def search_fastest_plans(recipe: Recipe, device: DeviceModel, ranks: int) -> list[TriedPlan]:
     """
     Return the fitting plans, the fastest first; if none fits, the plans with the least memory.
 
@@ -74,13 +63,10 @@ def search_fastest_plans(recipe: Recipe, device: DeviceModel, ranks: int) -> lis
     tried += searched.search_auto_schedules(tried)
     if not tried and searched.problem:
         raise UserError(f"no mesh of {ranks} ranks suits the recipe: {searched.problem}")
-    fitting = sorted((choice for choice in tried if choice.plan.fits), key=_get_time_then_memory_key)
-    return (fitting or sorted(tried, key=lambda choice: max(choice.plan.peak_memory_bytes)))[:MAX_PLANS_SHOWN]
-
-
-def _get_time_then_memory_key(choice: PlanChoice) -> tuple[int, int]:
-    """Return a sort key: the step time in TIME_TOLERANCE units, then the memory."""
-    return round(math.log(choice.plan.time.seconds) / TIME_TOLERANCE), max(choice.plan.peak_memory_bytes)
+    plans = sorted(tried, key=lambda choice: choice.plan.peak_bytes)
+    fitting = [choice for choice in plans if choice.plan.fits]
+    fitting.sort(key=lambda choice: round(math.log(choice.plan.time.seconds) / TIME_TOLERANCE))
+    return (fitting or plans)[:MAX_PLANS_SHOWN]
 
 
 @attrs.define(eq=False)
@@ -95,7 +81,7 @@ class _Search:
     best: float = math.inf
     problem: str = ""
 
-    def plan_meshes_until_more_tensor_ranks_stop_helping(self) -> Iterator[PlanChoice]:
+    def plan_meshes_until_more_tensor_ranks_stop_helping(self) -> Iterator[TriedPlan]:
         """
         Yield plans by rising tensor sizes until a larger one is no faster.
 
@@ -110,14 +96,10 @@ class _Search:
             before = self.best
         if self.best == math.inf:
             for _, mesh in sorted(self.too_large, key=lambda pair: pair[0])[:MAX_PLANS_SHOWN]:
-                if (
-                    choice := self._plan_configuration_if_valid(
-                        mesh, 1, _list_schedules_for_mesh(mesh)[0], POLICIES[-1], None
-                    )
-                ) is not None:
-                    yield choice
+                choice = self._plan_configuration_if_valid(mesh, 1, SCHEDULES[0], POLICIES[-1], None)
+                yield from () if choice is None else (choice,)
 
-    def search_auto_schedules(self, tried: Sequence[PlanChoice]) -> list[PlanChoice]:
+    def search_auto_schedules(self, tried: Sequence[TriedPlan]) -> list[TriedPlan]:
         """Search for a schedule and stages, and return the fastest fitting pipeline."""
         nodes, device = self.nodes, self.device
         pipelines = [choice for choice in tried if choice.plan.fits and choice.plan.mesh.sizes.pipeline > 1]
@@ -125,7 +107,7 @@ class _Search:
         if fastest is None:
             return []
         # Slices include the costs of the ends, and the schedule sets the recompute policies.
-        ends = [key for key in END_COSTS if nodes.settings_of_node(nodes.stages_node).get(key)]
+        ends = [key for key in END_COSTS if nodes.settings(TrainableStages).get(key)]
         stages = {**fastest.values[nodes.stages_node], **dict.fromkeys(ends, 0), "recompute": "none"}
         values = {**fastest.values, nodes.stages_node: stages}
         cache = attrs.evolve(self.cache, views={})  # without the costs of the ends, stages contain other layers
@@ -138,9 +120,9 @@ class _Search:
             return []
         return [] if choice is None else [choice]
 
-    def _plan_mesh(self, mesh: PerDimension) -> Iterator[PlanChoice]:
+    def _plan_mesh(self, mesh: PerDimension) -> Iterator[TriedPlan]:
         """Yield plans on one mesh: for every schedule and microbatch size the first fitting policy, or the last."""
-        for schedule in _list_schedules_for_mesh(mesh):
+        for schedule in SCHEDULES[: None if mesh.pipeline > 1 else 1]:
             best = math.inf
             for rows in MICRO_SIZES:
                 if self.nodes.global_batch_size % (rows * mesh.data_replicate * mesh.data_shard):
@@ -157,10 +139,10 @@ class _Search:
                     break
                 best = choice.plan.time.seconds
 
-    def _plan_with_rising_recomputation(self, mesh: PerDimension, rows: int, schedule: str) -> PlanChoice | None:
+    def _plan_with_rising_recomputation(self, mesh: PerDimension, rows: int, schedule: str) -> TriedPlan | None:
         """Return the plan with the least recomputation that fits; if none fits, a plan with more; None if invalid."""
         choice = None
-        for policy in POLICIES if not self.nodes.memory_policy_nodes else POLICIES[:1]:
+        for policy in POLICIES if not self.nodes.find_nodes(MemoryPolicy) else POLICIES[:1]:
             choice = self._plan_configuration_if_valid(mesh, rows, schedule, policy, self.cache) or choice
             if choice is None:
                 break
@@ -173,7 +155,7 @@ class _Search:
 
     def _plan_configuration_if_valid(
         self, mesh: PerDimension, rows: int, schedule: str, policy: str, cache: PlanCache | None
-    ) -> PlanChoice | None:
+    ) -> TriedPlan | None:
         """Plan with these settings; return None if they are invalid. Raises TooLargeError if parameters do not fit."""
         nodes, sync = self.nodes, mesh.data_shard > 1 and mesh.pipeline == 1
         stages: dict[str, Any] = {"recompute": policy, "sync_each_microbatch": sync}
@@ -185,14 +167,14 @@ class _Search:
             nodes.find_only_node(Batching): batch,
             nodes.stages_node: stages,
         }
-        if schedule:
+        if mesh.pipeline > 1:
             values[nodes.schedule_node] = {"use": f"pipeline.schedules.{schedule}"}
         return self._plan_if_valid(values, cache)
 
-    def _plan_if_valid(self, values: Values, cache: PlanCache | None) -> PlanChoice | None:
+    def _plan_if_valid(self, values: Values, cache: PlanCache | None) -> TriedPlan | None:
         """Plan with these settings; return None if they are invalid, and keep the first reason."""
         try:
-            return PlanChoice(values, plan(self.nodes.recipe.with_values(values), self.device, self.ranks, cache))
+            return TriedPlan(values, plan(self.nodes.recipe.with_values(values), self.device, self.ranks, cache))
         except TooLargeError:
             raise
         except (RecipeError, UserError) as error:
@@ -200,14 +182,9 @@ class _Search:
             return None
 
 
-def _list_schedules_for_mesh(mesh: PerDimension) -> tuple[str, ...]:
-    """Return the schedules to try on a mesh; "" leaves the recipe's schedule."""
-    return SCHEDULES if mesh.pipeline > 1 else ("",)
-
-
 def _list_meshes(nodes: Nodes, device: DeviceModel, ranks: int, tensor: int) -> Iterator[PerDimension]:
     """Yield meshes with this `tensor` size: pipelines and shards in powers of two; the context size does not change."""
-    context = PerDimension.from_settings(nodes.mesh_settings).context
+    context = PerDimension.from_settings(nodes.settings(Mesh)).context
     for pipeline in _list_power_of_two_divisors(ranks, 8):
         rest, remainder = divmod(ranks, tensor * pipeline * context)
         if remainder:
@@ -237,21 +214,21 @@ def _list_power_of_two_divisors(number: int, most: int) -> list[int]:
     return [size for size in (2**power for power in range(12)) if size <= most and number % size == 0]
 
 
-def format_search_table(choices: Sequence[PlanChoice]) -> str:
+def format_search_table(choices: Sequence[TriedPlan]) -> str:
     """Return plans as a table: time, tokens/s, memory, and the settings."""
     if not choices:
         return "no mesh of that many ranks suits the recipe; take another number of ranks, or another global_size"
     lines = ["" if choices[0].plan.fits else "no plan fits; the plans with the least memory:"]
     for number, choice in enumerate(choices, 1):
         planned = choice.plan
-        peak, time = max(planned.peak_memory_bytes), planned.time
+        time, memory = planned.time, format_decimal_byte_size(planned.peak_bytes)
         spent = ", ".join(
             f"{name} {seconds / time.seconds:.0%}"
-            for name, seconds in time.as_data().items()
+            for name, seconds in attrs.asdict(time).items()
             if name != "compute" and seconds > 0.01 * time.seconds
         )
-        speed = f"{time.seconds:.3g} s, {planned.tokens_per_second:,.0f} tokens/s, {format_decimal_byte_size(peak)}"
-        settings = "; ".join(_abbreviate_lists(line) for line in format_toml_lines(choice.values))
+        speed = f"{time.seconds:.3g} s, {planned.tokens_per_second:,.0f} tokens/s, {memory}"
+        settings = "; ".join(_abbreviate_lists(line) for line in choice.toml_lines)
         lines += [f"{number:2}  {speed}{': ' + spent if spent else ''}", f"    {settings}"]
     return "\n".join(lines).lstrip("\n")
 

@@ -42,10 +42,6 @@ class StepTime:
         parts = self.compute, self.bubble, self.offload, self.reference, self.gather, self.sync, self.update
         return sum(parts)
 
-    def as_data(self) -> dict[str, float]:
-        """Return the seconds by part, for JSON."""
-        return attrs.asdict(self)
-
 
 @attrs.frozen
 class ReplicaTimes:
@@ -110,12 +106,13 @@ def estimate_step_time(
     device, host = (_sum_pass_cost_field(program, costs, busiest, field) for field in ("seconds", "host"))
     makespan = compute_timing(program, table).makespan
     last_backwards = [_get_last_backward_seconds(program, lengths, rank) for rank in range(program.ranks)]
+    forwards = build_forward_only_program(program.stage_to_rank, program.microbatches)
     return StepTime(
         compute=compute,
         sending=_sum_pass_cost_field(program, costs, busiest, "comm_seconds"),
         bubble=max(0.0, makespan - compute),
         offload=simulate(program, table).makespan - makespan if program.offloaded else 0.0,
-        reference=reference * _estimate_forward_makespan(program, table) if reference else 0.0,
+        reference=reference and reference * compute_timing(forwards, table).makespan,
         gather=max(times.gathered_once for times in exchanges),
         sync=max(max(0.0, times.reduced_once - last) for times, last in zip(exchanges, last_backwards, strict=True)),
         update=max(0.0, max(times.update for times in exchanges) - max(0.0, host - device)),
@@ -134,8 +131,3 @@ def _sum_pass_cost_field(program: Program, costs: Mapping[int, StageCosts], rank
     rows = program.rows(rank)
     pairs = zip(program.stage[rows].tolist(), program.op[rows].tolist(), strict=True)
     return math.fsum(getattr(costs[stage].passes[OPS[op]], field) for stage, op in pairs)
-
-
-def _estimate_forward_makespan(program: Program, table: CostTable) -> float:
-    """Return the seconds for one forward pass per microbatch, without backward passes."""
-    return compute_timing(build_forward_only_program(program.stage_to_rank, program.microbatches), table).makespan

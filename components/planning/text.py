@@ -1,73 +1,15 @@
-"""Plans as text and as data."""
+"""Plans as text."""
 
 import math
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+
+import attrs
 
 from drawloom.components.pipeline.program.recomputation import describe_recompute_policies
-from drawloom.components.planning.plan import Plan, RankMemory
-from drawloom.components.ports.memory_policy import MemoryChoice
-from drawloom.components.ports.program import OPS
+from drawloom.components.planning.plan import Plan
 from drawloom.components.storage.byte_size import choose_byte_unit_and_its_size, format_decimal_byte_size
 from drawloom.graph.cli.terminal import format_table
-
-
-def as_data(plan: Plan) -> dict[str, Any]:
-    """Return a plan for JSON: bytes by rank, seconds by part."""
-    return {
-        "device": plan.device.name,
-        "ranks": plan.ranks,
-        "mesh": plan.mesh.sizes.without_expert_dimensions(),
-        "microbatches": plan.microbatches,
-        "document_tokens": plan.rows.document if plan.rows.document < math.inf else None,
-        "fits": plan.fits,
-        "device_memory_bytes": plan.device.memory,
-        "peak_memory_bytes": plan.peak_memory_bytes,
-        "memory": [_rank_data(memory) for memory in plan.memory],
-        "stages": [_stage_data(plan, stage) for stage in range(plan.program.stages)],
-        "step_seconds": plan.time.seconds,
-        "seconds": plan.time.as_data(),
-        "tokens_per_second": plan.tokens_per_second,
-        "mfu": plan.mfu,
-        "run_seconds": None if plan.steps is None else plan.steps * plan.time.seconds,
-        "choice": None if plan.choice is None else _memory_choice_data(plan.choice),
-        "kept_seconds": plan.kept_seconds,
-    }
-
-
-def _memory_choice_data(choice: MemoryChoice) -> dict[str, Any]:
-    """Return a memory policy's choice for JSON."""
-    recompute = [str(policy) for policy in choice.recompute]
-    return {"recompute": recompute, "offloaded": sorted(choice.offloaded), "host_states": [*choice.host_states]}
-
-
-def _rank_data(memory: RankMemory) -> dict[str, Any]:
-    """Return a rank's memory for JSON."""
-    return {
-        "stages": list(memory.stages),
-        "kept": dict(memory.persistent),
-        "gradients": memory.gradients,
-        "peak_gradients": memory.peak_gradient_bytes,
-        "activations": memory.activation_bytes_at_peak,
-        "buffers": dict(memory.buffers),
-        "peak": memory.peak_bytes,
-        "host": memory.host,
-        "when": memory.action_at_peak,
-    }
-
-
-def _stage_data(plan: Plan, stage: int) -> dict[str, Any]:
-    """Return a stage's elements, and for one microbatch seconds by pass and bytes kept until the backward pass."""
-    costs, elements = plan.costs[stage], plan.elements[stage]
-    return {
-        "pipeline_rank": plan.program.stage_to_rank[stage],
-        "parameters": elements.all,
-        "trained_parameters": elements.trained,
-        "seconds": {op: float(plan.table.lengths[stage, OPS.index(op)]) for op in costs.passes},
-        "activations": dict(costs.passes["F"].kept_bytes),
-        "sent_bytes": costs.sent,
-    }
 
 
 def format_plan(plan: Plan) -> str:
@@ -127,12 +69,8 @@ def describe_host_states(fractions: Sequence[float]) -> str:
 
 def format_time_percentages(plan: Plan) -> str:
     """Return the step time's parts in %, without parts near 0."""
-    parts = plan.time.as_data()
-    parts["passes"] = parts.pop("compute") - parts["sending"]
-    shown = {
-        name: parts[name]
-        for name in ("passes", "sending", "bubble", "offload", "reference", "gather", "sync", "update")
-    }
+    parts = attrs.asdict(plan.time)
+    shown = {"passes": parts.pop("compute") - parts["sending"], **parts}
     percent = {name: f"{seconds / plan.time.seconds:.1%}" for name, seconds in shown.items()}
     return ", ".join(f"{name} {part}" for name, part in percent.items() if part != "0.0%")
 
@@ -144,8 +82,12 @@ def _format_rank_table(plan: Plan) -> Iterator[str]:
     """Yield a table with a column per pipeline rank: persistent bytes, and bytes at the peak."""
     kinds = [kind for kind in KINDS if any(kind in memory.persistent for memory in plan.memory)]
     labels = list(dict.fromkeys(label for memory in plan.memory for label in memory.activation_bytes_at_peak))
-    shown = [label for label in labels if any(_peak_fraction(memory, label) >= 0.01 for memory in plan.memory)]
-    unit, scale = choose_byte_unit_and_its_size(max(plan.peak_memory_bytes))
+    shown = [
+        label
+        for label in labels
+        if any(memory.activation_bytes_at_peak.get(label, 0) >= 0.01 * memory.peak_bytes > 0 for memory in plan.memory)
+    ]
+    unit, scale = choose_byte_unit_and_its_size(plan.peak_bytes)
     sizes = [(kind.replace("_", " "), [memory.persistent.get(kind, 0) for memory in plan.memory]) for kind in kinds]
     sizes += [("gradients", [memory.peak_gradient_bytes for memory in plan.memory])]
     sizes += [
@@ -160,19 +102,9 @@ def _format_rank_table(plan: Plan) -> Iterator[str]:
     sizes += [("peak", [memory.peak_bytes for memory in plan.memory])]
     yield format_table(
         [
-            [unit, *(f"rank {number}" for number in _list_first_rank_per_pipeline_rank(plan))],
+            [unit, *(f"rank {rank}" for rank in range(0, plan.ranks, plan.ranks // len(plan.memory)))],
             ["stages", *(" ".join(map(str, memory.stages)) for memory in plan.memory)],
             *([name, *(f"{size / scale:.3f}" for size in row)] for name, row in sizes),
             ["in", *(memory.action_at_peak for memory in plan.memory)],
         ]
     )
-
-
-def _peak_fraction(memory: RankMemory, label: str) -> float:
-    """Return which fraction of a rank's peak the activations with a label are."""
-    return memory.activation_bytes_at_peak.get(label, 0) / max(1, memory.peak_bytes)
-
-
-def _list_first_rank_per_pipeline_rank(plan: Plan) -> Sequence[int]:
-    """Return the first global rank in every pipeline stage's ranks."""
-    return range(0, plan.ranks, plan.ranks // len(plan.memory))

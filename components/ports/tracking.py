@@ -51,14 +51,14 @@ class Metric(Protocol):
 
     @property
     def accumulators(self) -> Mapping[str, Accumulator]:
-        """Accumulators to combine over ranks, by name; equal on every rank once the run is open."""
-        ...
+        """Accumulators to combine over ranks, by name; equal on every rank once the run is open. Default: none."""
+        return {}
 
     def measure_on_rank(self, step: Step) -> Mapping[str, Tensor]:
         """
         Return this rank's contributions by accumulator, on any device. An omitted accumulator gets no contribution.
         """
-        ...
+        return {}
 
     def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
         """

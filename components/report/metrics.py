@@ -47,10 +47,6 @@ class Column:
     steps: "array[int]" = attrs.field(factory=lambda: array("q"))
     values: "array[float]" = attrs.field(factory=lambda: array("d"))
 
-    def thin_to_curve(self, max_points: int) -> MetricCurve:
-        """Return a curve with at most this many points."""
-        return thin_values_to_curve(np.asarray(self.steps), np.asarray(self.values), max_points)
-
 
 @attrs.define(eq=False)
 class Metrics:
@@ -120,7 +116,10 @@ class Metrics:
     def thin_all_curves(self) -> dict[str, MetricCurve]:
         """Return all metrics' thinned curves, by name."""
         points = choose_max_points_per_curve(len(self.columns))
-        return {name: column.thin_to_curve(points) for name, column in self.columns.items()}
+        return {
+            name: thin_values_to_curve(np.asarray(column.steps), np.asarray(column.values), points)
+            for name, column in self.columns.items()
+        }
 
     def thin_all_axes(self) -> dict[str, list[float]]:
         """Return at most MAX_POINTS steps with their total tokens and seconds; the page interpolates between them."""

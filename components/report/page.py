@@ -14,10 +14,11 @@ from datetime import timedelta
 from pathlib import Path
 
 from drawloom.components.report.ettr import compute_ettr
-from drawloom.components.report.events import LogEvent
 from drawloom.components.report.run_record import RunRecord
 from drawloom.components.report.seed_groups import SeedGroup, find_last_common_step, group_runs_by_settings
 from drawloom.components.storage.byte_size import format_decimal_byte_size
+from drawloom.components.storage.step_log import StepLine
+from drawloom.graph.drawing.svg import escape_xml, replace_unprintable
 
 FOLDER = Path(__file__).parent
 COLOURS = 8  # classes c0 to c7 of the style
@@ -25,6 +26,8 @@ MARKED_KINDS = ("resumed", "killed", "stopped", "skipped")
 MAX_SAMPLE_START = 300  # characters of a sample that are shown at once
 MAX_VALUE_LENGTH = 300  # characters of a recipe's value in the table of differences
 CURVES = {
+    "reward": "reward",
+    "validation_reward": "validation reward",
     "loss": "loss",
     "validation_loss": "validation loss",
     "lr": "learning rate",
@@ -49,8 +52,8 @@ def render_page(runs: Sequence[RunRecord], heading: str = "") -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{html.escape(policy)}">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         '<meta name="color-scheme" content="light dark">',
-        f"<title>{escape_text(title)}</title><style>{style}</style></head><body>",
-        f"<header><h1>{escape_text(title)}</h1></header><main>",
+        f"<title>{escape_xml(title)}</title><style>{style}</style></head><body>",
+        f"<header><h1>{escape_xml(title)}</h1></header><main>",
         *(_render_seed_group_table(groups) if len(runs) > 1 else ()),
         *_render_key_number_table(runs, groups),
         *CONTROLS,
@@ -74,16 +77,6 @@ CONTROLS = (
 )
 
 
-def escape_text(words: str) -> str:
-    """Escape text for HTML, and replace unprintable characters, such as direction marks, by U+FFFD."""
-    return html.escape(_replace_unprintable(words))
-
-
-def _replace_unprintable(words: str) -> str:
-    """Replace unprintable characters by U+FFFD."""
-    return "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in words)
-
-
 def _content_security_hash(content: str) -> str:
     """Return the content's hash for the page's content security policy."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
@@ -99,7 +92,7 @@ def _dump_curves_as_json(groups: Sequence[SeedGroup]) -> str:
 def _describe_group_for_json(group: SeedGroup) -> dict[str, object]:
     """Return a group's curves and marks for JSON; over several seeds, means with bands from minimum to maximum."""
     curves = {
-        _replace_unprintable(name): {
+        replace_unprintable(name): {
             "x": curve.x,
             "y": curve.y,
             **({"low": curve.low, "high": curve.high} if curve.low else {}),
@@ -108,7 +101,7 @@ def _describe_group_for_json(group: SeedGroup) -> dict[str, object]:
     }
     marks = [[event.step, event.kind] for run in group.runs for event in run.log.events if event.kind in MARKED_KINDS]
     return {
-        "name": _replace_unprintable(group.name_with_seed_count),
+        "name": replace_unprintable(group.name_with_seed_count),
         "axes": group.runs[0].metrics.thin_all_axes(),
         "curves": curves,
         "marks": marks,
@@ -141,7 +134,7 @@ def _render_seed_group_table(groups: Sequence[SeedGroup]) -> Iterator[str]:
     yield '<section id="differences"><h2>Recipes</h2>'
     yield from _render_table(head, rows, row_colours=colours)
     if equal:
-        yield f'<p class="equal">{escape_text(equal)}</p>'
+        yield f'<p class="equal">{escape_xml(equal)}</p>'
     if len(groups) > 1 and not keys:
         yield "<p>Some recipes can't be read, so that their differences are not known.</p>"
     elif len(groups) == 1:
@@ -177,6 +170,8 @@ def _list_key_numbers(run: RunRecord) -> Iterator[tuple[str, str]]:
         yield "last loss", f"{loss:.4f}"
     if (best := metrics.smallest_value_and_step("validation_loss")) is not None:
         yield "best validation loss", f"{best[0]:.4f} after step {best[1]:,}"
+    if (reward := metrics.largest_value("validation_reward")) is not None:
+        yield "best validation reward", f"{reward:.4f}"
     if "memory" in log.header:
         yield "memory, planned", log.header["memory"]
     if (memory := metrics.largest_value("memory")) is not None:
@@ -191,14 +186,15 @@ def _list_key_numbers(run: RunRecord) -> Iterator[tuple[str, str]]:
 
 def _render_run(run: RunRecord, number: int) -> Iterator[str]:
     """Yield a run's section: events, checkpoints, plan, sample and drawings."""
-    yield f'<section class="run"><h2 class="c{number % COLOURS}">{escape_text(run.name)}</h2>'
+    yield f'<section class="run"><h2 class="c{number % COLOURS}">{escape_xml(run.name)}</h2>'
+    yield from _render_rollouts(run.rollouts)
     yield from _render_events(run)
     yield from _render_checkpoints(run)
     if run.plan:
-        yield f"<h3>Planned and measured</h3><pre>{escape_text(run.plan)}</pre>"
+        yield f"<h3>Planned and measured</h3><pre>{escape_xml(run.plan)}</pre>"
     yield from _render_sample(run.sample)
     if run.drawings.missing:
-        yield f"<p>The graph is not drawn: {escape_text(run.drawings.missing)}</p>"
+        yield f"<p>The graph is not drawn: {escape_xml(run.drawings.missing)}</p>"
     # drawloom's own drawings are not escaped here, because they escape the names that they contain
     for title, drawing, is_open in (
         ("One step", run.drawings.step, True),
@@ -209,8 +205,24 @@ def _render_run(run: RunRecord, number: int) -> Iterator[str]:
             attribute = " open" if is_open else ""
             yield f'<details{attribute}><summary>{title}</summary><div class="drawing">{drawing}</div></details>'
     if run.recipe:
-        yield f"<details><summary>The resolved recipe</summary><pre>{escape_text(run.recipe)}</pre></details>"
+        yield f"<details><summary>The resolved recipe</summary><pre>{escape_xml(run.recipe)}</pre></details>"
     yield "</section>"
+
+
+def _render_rollouts(recorded: StepLine | None) -> Iterator[str]:
+    """Yield a table of a step's sampled completions with their rewards; of a stranger's file as far as it is one."""
+    completions = recorded.row.get("completions") if recorded else None
+    if not recorded or not isinstance(completions, list) or not completions:
+        return
+    head = ["reward", "advantage", "tokens", "stop", "prompt", "completion"]
+    rows = [[_format_cell(entry.get(key)) for key in head] for entry in completions if isinstance(entry, dict)]
+    yield f"<h3>Completions sampled in step {recorded.step:,}</h3>"
+    yield from _render_table(head, rows, prose=True)
+
+
+def _format_cell(value: object) -> str:
+    """Return a number with 3 decimals, or the beginning of a text."""
+    return f"{value:.3f}" if isinstance(value, float) else "" if value is None else str(value)[:MAX_SAMPLE_START]
 
 
 def _render_sample(sample: str) -> Iterator[str]:
@@ -220,10 +232,10 @@ def _render_sample(sample: str) -> Iterator[str]:
     heading, line, words = sample.partition("\n")
     short = f"{heading}{line}{words[:MAX_SAMPLE_START]}"
     if len(words) <= MAX_SAMPLE_START + 1:  # with the line's end
-        yield f"<h3>Sample</h3><pre>{escape_text(sample)}</pre>"
+        yield f"<h3>Sample</h3><pre>{escape_xml(sample)}</pre>"
     else:
-        yield f"<h3>Sample</h3><pre>{escape_text(short)} ...</pre>"
-        yield f"<details><summary>All of the sample</summary><pre>{escape_text(sample)}</pre></details>"
+        yield f"<h3>Sample</h3><pre>{escape_xml(short)} ...</pre>"
+        yield f"<details><summary>All of the sample</summary><pre>{escape_xml(sample)}</pre></details>"
 
 
 def _render_events(run: RunRecord) -> Iterator[str]:
@@ -233,12 +245,9 @@ def _render_events(run: RunRecord) -> Iterator[str]:
     omitted = f" ({run.log.omitted:,} in the middle are left out)" if run.log.omitted else ""
     yield f"<h3>Events{omitted}</h3>"
     head = ["time", "after step", "event", "what the log says"]
-    yield from _render_table(head, [_event_cells(event) for event in run.log.events], prose=True)
-
-
-def _event_cells(event: LogEvent) -> list[str]:
-    """Return an event's cells."""
-    return [event.time, f"{event.step:,}", event.kind, event.text]
+    yield from _render_table(
+        head, [[event.time, f"{event.step:,}", event.kind, event.text] for event in run.log.events], prose=True
+    )
 
 
 def _render_checkpoints(run: RunRecord) -> Iterator[str]:
@@ -259,7 +268,7 @@ def _render_checkpoints(run: RunRecord) -> Iterator[str]:
     head, rows, equal = _drop_and_describe_equal_columns(["step", "loss", "validation loss", "size", "ranks"], rows)
     yield from _render_table(head, rows)
     if equal:
-        yield f'<p class="equal">{escape_text(equal)}</p>'
+        yield f'<p class="equal">{escape_xml(equal)}</p>'
 
 
 def _drop_and_describe_equal_columns(head: list[str], rows: list[list[str]]) -> tuple[list[str], list[list[str]], str]:
@@ -292,14 +301,14 @@ def _render_table(
     """
     classes = [f' class="c{number}"' for number in column_colours] or [""] * (len(head) - 1)
     row_classes = [f' class="c{number}"' for number in row_colours] or [""] * len(rows)
-    cells = "".join(f"<th{name}>{escape_text(cell)}</th>" for name, cell in zip(classes, head[1:], strict=True))
+    cells = "".join(f"<th{name}>{escape_xml(cell)}</th>" for name, cell in zip(classes, head[1:], strict=True))
     kind = f"table{' prose' if prose else ''}"
-    corner = f"<th>{escape_text(head[0])}</th>"
+    corner = f"<th>{escape_xml(head[0])}</th>"
     yield f'<div class="{kind}" tabindex="0"><table><thead><tr>{corner}{cells}</tr></thead><tbody>'
     for row_class, (name, *values) in zip(row_classes, rows, strict=True):
         if column_colours and len(values) > 1 and len(set(values)) == 1:
-            yield f'<tr><th>{escape_text(name)}</th><td colspan="{len(values)}">{escape_text(values[0])}</td></tr>'
+            yield f'<tr><th>{escape_xml(name)}</th><td colspan="{len(values)}">{escape_xml(values[0])}</td></tr>'
         else:
-            cells = "".join(f"<td>{escape_text(cell)}</td>" for cell in values)
-            yield f"<tr><th{row_class}>{escape_text(name)}</th>{cells}</tr>"
+            cells = "".join(f"<td>{escape_xml(cell)}</td>" for cell in values)
+            yield f"<tr><th{row_class}>{escape_xml(name)}</th>{cells}</tr>"
     yield "</tbody></table></div>"

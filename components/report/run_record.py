@@ -1,8 +1,7 @@
 """A run folder's parts for its report: metrics, events, checkpoints, recipe and sample; any may be missing."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import attrs
 
@@ -16,6 +15,7 @@ from drawloom.components.checkpoint.manifest import (
 from drawloom.components.report.events import RunLog, read_log
 from drawloom.components.report.metrics import METRICS, Metrics, read_metrics
 from drawloom.components.storage.regular_file import open_untrusted_file
+from drawloom.components.storage.step_log import StepLine, parse_step_lines
 from drawloom.graph import RecipeError, UserError
 from drawloom.graph.inspect.serialize import flatten_inline_nodes, serialize_recipe
 from drawloom.graph.recipe.lockfile import LOCK
@@ -23,7 +23,7 @@ from drawloom.graph.recipe.merged import MergedRecipe
 from drawloom.graph.toml.emit import dump_toml
 from drawloom.graph.toml.parsing import parse
 
-SAMPLE, PLAN = "sample.txt", "plan.txt"
+SAMPLE, PLAN, ROLLOUTS = "sample.txt", "plan.txt", "rollouts.jsonl"
 MAX_SAMPLE_BYTES, MAX_RECIPE_BYTES = 20_000, 2**20
 MAX_CHECKPOINTS = 100
 OWN_SETTINGS = ("run.name", "run.folder")
@@ -52,6 +52,7 @@ class RunRecord:
     sample: str
     drawings: Drawings = attrs.field(factory=Drawings)
     plan: str = ""
+    rollouts: StepLine | None = None  # the last recorded step with completions
 
 
 def read_run_record(folder: Path, name: str, drawings: Drawings) -> RunRecord:
@@ -69,6 +70,7 @@ def read_run_record(folder: Path, name: str, drawings: Drawings) -> RunRecord:
         sample=_read_file_beginning(folder / SAMPLE, MAX_SAMPLE_BYTES),
         drawings=drawings,
         plan=_read_file_beginning(folder / PLAN, MAX_SAMPLE_BYTES),
+        rollouts=_read_last_line(folder / ROLLOUTS),
     )
 
 
@@ -84,27 +86,34 @@ def make_unique_run_names(folders: Sequence[Path]) -> list[str]:
     return [str(folder) if names.count(name) > 1 else name for folder, name in zip(folders, names, strict=True)]
 
 
-def find_differing_settings(recipes: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """
-    Return differing settings of resolved recipes in TOML: `node.key`, and its value in every run.
-
-    A missing value is "". A recipe that can't be read counts as empty.
-    """
-    values = [parse_recipe_settings(text) for text in recipes]
-    keys = dict.fromkeys(key for settings in values for key in settings)
-    rows = [(key, [settings.get(key, "") for settings in values]) for key in keys]
-    return [(key, row) for key, row in rows if len(set(row)) > 1]
+def list_differing_settings(recipes: Iterable[Mapping[str, str]]) -> list[str]:
+    """Return the keys whose values differ between the settings of recipes, or are missing in some."""
+    recipes = list(recipes)
+    keys = dict.fromkeys(key for settings in recipes for key in settings)
+    return [key for key in keys if len({settings.get(key) for settings in recipes}) > 1]
 
 
 def parse_recipe_settings(text: str) -> dict[str, str]:
-    """Return the values of a resolved recipe as TOML, by `node.key`. Empty for a recipe that can't be read."""
+    """
+    Return the values of a resolved recipe as TOML, by `node.key`, without OWN_SETTINGS.
+
+    Empty for a recipe that can't be read.
+    """
     try:
-        nodes: Mapping[str, Mapping[str, Any]] = flatten_inline_nodes(
-            serialize_recipe(MergedRecipe.from_values(parse(text)))
-        )
+        nodes = flatten_inline_nodes(serialize_recipe(MergedRecipe.from_values(parse(text))))
     except (RecipeError, ValueError):
         return {}
-    return {f"{name}.{key}": dump_toml(value) for name, node in nodes.items() for key, value in node.items()}
+    settings = {f"{name}.{key}": dump_toml(value) for name, node in nodes.items() for key, value in node.items()}
+    return {key: value for key, value in settings.items() if key not in OWN_SETTINGS}
+
+
+def _read_last_line(path: Path) -> StepLine | None:
+    """Return a step log's last line; None if the file is missing, or its end has no readable line."""
+    if not path.exists() and not path.is_symlink():
+        return None
+    with open_untrusted_file(path) as file:
+        lines, _ = parse_step_lines(file.read(max(0, file.size - MAX_RECIPE_BYTES), min(file.size, MAX_RECIPE_BYTES)))
+    return lines[-1] if lines else None
 
 
 def _read_file_beginning(path: Path, max_bytes: int) -> str:

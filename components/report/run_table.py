@@ -10,10 +10,10 @@ from drawloom.components.report.ettr import compute_ettr, sum_recovery_seconds
 from drawloom.components.report.events import RunLog
 from drawloom.components.report.metrics import METRICS
 from drawloom.components.report.run_record import (
-    OWN_SETTINGS,
     Drawings,
     RunRecord,
-    find_differing_settings,
+    list_differing_settings,
+    parse_recipe_settings,
     read_run_record,
 )
 from drawloom.components.run.locks import is_lock_holder_alive
@@ -88,14 +88,18 @@ def read_run_rows(folder: Path) -> list[RunRow]:
             records.append((path, name, read_run_record(path, name, Drawings())))
         except UserError as error:
             records.append((path, name, error))
-    settings = _find_differing_settings_by_recipe(
-        [record.recipe if isinstance(record, RunRecord) else "" for *_, record in records]
-    )
+    settings = [parse_recipe_settings(record.recipe) if isinstance(record, RunRecord) else {} for *_, record in records]
+    differing = list_differing_settings(known for known in settings if known)
     return [
         RunRow(name, "unreadable", problem=str(record))
         if isinstance(record, UserError)
-        else _make_run_row(name, record, determine_run_state(path, record.log), differs)
-        for (path, name, record), differs in zip(records, settings, strict=True)
+        else _make_run_row(
+            name,
+            record,
+            determine_run_state(path, record.log),
+            {key: known[key] for key in differing if key in known},
+        )
+        for (path, name, record), known in zip(records, settings, strict=True)
     ]
 
 
@@ -150,17 +154,6 @@ def _make_run_row(name: str, record: RunRecord, state: State, differs: dict[str,
         recovery_seconds=sum_recovery_seconds(metrics),
         differs=differs,
     )
-
-
-def _find_differing_settings_by_recipe(recipes: Sequence[str]) -> list[dict[str, str]]:
-    """Return every recipe's settings that differ from the others. Empty for an unknown recipe."""
-    known = [number for number, recipe in enumerate(recipes) if recipe]
-    differing: list[dict[str, str]] = [{} for _ in recipes]
-    for key, values in find_differing_settings([recipes[number] for number in known]):
-        for number, value in zip(known, values, strict=True):
-            if value and key not in OWN_SETTINGS:
-                differing[number][key] = value
-    return differing
 
 
 def _cell_value(row: RunRow, key: str) -> Any:

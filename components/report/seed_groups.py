@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drawloom.components.report.metrics import Column, MetricCurve, choose_max_points_per_curve, thin_values_to_curve
-from drawloom.components.report.run_record import OWN_SETTINGS, RunRecord, parse_recipe_settings
+from drawloom.components.report.run_record import RunRecord, list_differing_settings, parse_recipe_settings
 from drawloom.graph.cli.result import output, output_class
 
 MAX_NAMED_SETTINGS = 3
@@ -25,9 +25,12 @@ class SeedSpread:
     deviation: float | None = output("sample standard deviation; null for one seed")
 
     @classmethod
-    def from_values(cls, values: Sequence[float]) -> "SeedSpread":
-        """Return the spread of one value, or of several."""
-        return cls(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None)
+    def from_values(cls, values: Sequence[float | None]) -> "SeedSpread | None":
+        """Return the spread of one value, or of several; None if one is missing."""
+        known = [value for value in values if value is not None]
+        if len(known) < len(values):
+            return None
+        return cls(statistics.fmean(known), statistics.stdev(known) if len(known) > 1 else None)
 
     def __str__(self) -> str:
         if self.deviation is None:
@@ -51,14 +54,12 @@ class SeedGroup:
     def spread_at_step(self, metric: str, step: int) -> SeedSpread | None:
         """Return a metric's spread at a step, or None if a run lacks it."""
         values = [find_value_at_step(run.metrics.columns.get(metric), step) for run in self.runs]
-        known = [value for value in values if value is not None]
-        return SeedSpread.from_values(known) if len(known) == len(self.runs) else None
+        return SeedSpread.from_values(values)
 
     def spread_of_best_values(self, metric: str) -> SeedSpread | None:
         """Return the spread of a metric's smallest values, or None if a run lacks it."""
         values = [run.metrics.smallest_value_and_step(metric) for run in self.runs]
-        known = [value[0] for value in values if value is not None]
-        return SeedSpread.from_values(known) if len(known) == len(self.runs) else None
+        return SeedSpread.from_values([value and value[0] for value in values])
 
     def curves_over_seeds(self) -> dict[str, MetricCurve]:
         """
@@ -81,7 +82,9 @@ class SeedGroup:
         steps = find_common_steps(known)
         if len(known) < len(columns) or not len(steps):
             return None
-        values = np.stack([_get_values_at_existing_steps(column, steps) for column in known])
+        values = np.stack(
+            [np.asarray(column.values)[np.searchsorted(np.asarray(column.steps), steps)] for column in known]
+        )
         return thin_values_to_curve(steps, values.mean(0), max_points, values.min(0), values.max(0))
 
 
@@ -91,13 +94,12 @@ def group_runs_by_settings(runs: Sequence[RunRecord]) -> list[SeedGroup]:
     settings: dict[object, dict[str, str]] = {}
     for number, run in enumerate(runs):
         known = {
-            key: value for key, value in parse_recipe_settings(run.recipe).items() if not _may_differ_within_group(key)
+            key: value for key, value in parse_recipe_settings(run.recipe).items() if key.rpartition(".")[2] != "seed"
         }
         identity: object = frozenset(known.items()) if known else number
         grouped.setdefault(identity, []).append(run)
         settings[identity] = known
-    keys = dict.fromkeys(key for known in settings.values() for key in known)
-    differing = [key for key in keys if len({known.get(key, "") for known in settings.values()}) > 1]
+    differing = list_differing_settings(settings.values())
     chosen = {identity: {key: known.get(key, "") for key in differing} for identity, known in settings.items()}
     names = [_name_group(members, chosen[identity]) for identity, members in grouped.items()]
     return [
@@ -130,21 +132,15 @@ def find_value_at_step(column: Column | None, step: int) -> float | None:
     return column.values[index] if has_step and math.isfinite(column.values[index]) else None
 
 
-def _get_values_at_existing_steps(column: Column, steps: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return a column's values at these steps, which it must have."""
-    return np.asarray(column.values)[np.searchsorted(np.asarray(column.steps), steps)]
-
-
-def _may_differ_within_group(key: str) -> bool:
-    """Return whether a setting may differ within a group: names, folders and seeds."""
-    return key in OWN_SETTINGS or key.rpartition(".")[2] == "seed"
-
-
 def _name_group(runs: Sequence[RunRecord], settings: dict[str, str]) -> str:
     """Return a group's name: its settings if there are a few, otherwise its first run's name."""
     if len(runs) == 1 or not 0 < len(settings) <= MAX_NAMED_SETTINGS:
         return runs[0].name
-    short = [key.rpartition(".")[2] for key in settings]
-    labels = [last if short.count(last) == 1 else key for key, last in zip(settings, short, strict=True)]
     values = (value[:MAX_NAMED_VALUE] or "absent" for value in settings.values())
-    return ", ".join(f"{label}={value}" for label, value in zip(labels, values, strict=True))
+    return ", ".join(f"{label}={value}" for label, value in zip(shorten_keys([*settings]), values, strict=True))
+
+
+def shorten_keys(keys: Sequence[str]) -> list[str]:
+    """Return the last parts of keys, or the whole keys where several end alike."""
+    short = [key.rpartition(".")[2] for key in keys]
+    return [last if short.count(last) == 1 else key for key, last in zip(keys, short, strict=True)]

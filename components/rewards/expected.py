@@ -21,10 +21,7 @@ class ExpectedValueReward(Weighted):
 
     def read_expected(self, answer: Answer) -> Any:
         """Return the expected value. Raises UserError, with the example's source, if the example has none."""
-        if self.key in answer.example:
-            return answer.example[self.key]
-        source, keys = answer.example.get("source", "an example"), ", ".join(answer.example)
-        raise UserError(f"{source} has the keys {keys}, but not {self.key!r}; write key = ... in the reward", 2)
+        return read_key(answer, self.key, "write key = ... in the reward")
 
     def read_expected_text(self, answer: Answer) -> str:
         """Return the expected text. Raises UserError for values other than texts."""
@@ -33,3 +30,11 @@ class ExpectedValueReward(Weighted):
             return value
         source = answer.example.get("source", "an example")
         raise UserError(f"{source}: {self.key} is {value!r}; write a text", 2)
+
+
+def read_key(answer: Answer, key: str, remedy: str) -> Any:
+    """Return a key's value in the prompt's example. Raises UserError, with its source, if the example lacks it."""
+    if key in answer.example:
+        return answer.example[key]
+    source, keys = answer.example.get("source", "an example"), ", ".join(answer.example)
+    raise UserError(f"{source} has the keys {keys}, but not {key!r}; {remedy}", 2)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from functools import cached_property, partial
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
@@ -28,14 +28,13 @@ from drawloom.kernels.recompute.policy import make_recomputable
 
 if TYPE_CHECKING:
     from drawloom.components.parallel.fsdp import ShardedStore
-    from drawloom.components.stages.materialized import MaterializedStages
 
 
 @attrs.define(eq=False, slots=False)
 class StageAssembly:
     """This rank's stages, built as the component's settings say; its attributes follow from `materialize`."""
 
-    settings: "MaterializedStages"
+    settings: Any  # the component, which imports this module
     features: FeatureStack
     local: list[Stage] = attrs.field(init=False, factory=list)  # this rank's stages, in order
     store: "ParameterStore | ShardedStore" = attrs.field(init=False, default=None)

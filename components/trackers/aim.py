@@ -3,23 +3,38 @@
 import atexit
 import uuid
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 
-from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import RunFolder, RunInfo
 from drawloom.components.ports.tracking import Context, Histogram, Value
-from drawloom.components.trackers.aim_repository import AimLocation, AimRun, find_run_hash, refuse_linked_repository
-from drawloom.components.trackers.background import Background, OneWarning, Task, select_finite_values
-from drawloom.components.trackers.remembered_run import read_stored_run_id
-from drawloom.graph import UserError, above, at_least, component, setting
+from drawloom.components.trackers.aim_repository import (
+    AimLocation,
+    delete_steps_after,
+    find_run_hash,
+    has_run_with_hash,
+    open_or_create_aim_repository,
+    prepare_run_for_writing,
+    refuse_linked_repository,
+)
+from drawloom.components.trackers.background import (
+    ServiceTracker,
+    Task,
+    import_tracker_package,
+    select_finite_values,
+)
+from drawloom.components.trackers.remembered_run import read_stored_run_id, store_run_id
+from drawloom.graph import above, component, setting
+
+METRICS_ONLY = {"capture_terminal_logs": False, "log_system_params": False}
 
 
 @component(impact="safe", needs={"aim": "drawloom[aim]"})
-class AimTracker:
+class AimTracker(ServiceTracker):
     """
     Aim tracker: writes `.aim` in the run folder, which `aim up --repo RUN_FOLDER` shows, or a shared `repository`.
 
@@ -32,8 +47,9 @@ class AimTracker:
     not recorded. CPU, memory and GPU are recorded if `system_metrics` is set.
     """
 
+    called: ClassVar[str] = "Aim"
+
     folder: RunFolder
-    mesh: Mesh
     job: RunInfo
     repository: str | None = setting(
         default=None,
@@ -43,14 +59,14 @@ class AimTracker:
     system_metrics: float | None = setting(
         default=None, check=above(0), doc="seconds between measurements of CPU, memory and GPU; default: none"
     )
-    queue_size: int = setting(default=1000, check=at_least(1), doc="maximum number of steps queued for writing")
     timeout: float = setting(default=10.0, check=above(0), doc="seconds to wait for Aim at the start and the end")
 
+    _aim: Any = attrs.field(init=False, default=None)
+    _location: AimLocation = attrs.field(init=False, default=None)
     _hash: str = attrs.field(init=False, default="")
-    _properties: Mapping[str, Any] = attrs.field(init=False, factory=dict)
-    _run: AimRun | None = attrs.field(init=False, default=None)
-    _background: Background | None = attrs.field(init=False, default=None)
-    _warn: OneWarning = attrs.field(init=False, factory=OneWarning)
+    _repository: Any = attrs.field(init=False, default=None)
+    _run: Any = attrs.field(init=False, default=None)
+    _is_usable: bool = attrs.field(init=False, default=True)
 
     def open(self) -> None:
         """
@@ -58,20 +74,8 @@ class AimTracker:
 
         Raises UserError if Aim is not installed, or if the repository is a link.
         """
-        if self.mesh.world.rank == 0:
-            self._run = AimRun(
-                import_aim(), self._locate_repository(), self.job.name, self.experiment, self.system_metrics
-            )
-            self._hash = self._recall_or_make_run_hash()
-            self._background = Background("aim", self.queue_size, self._warn_of_error, self._run.close)
-            self._run_and_wait_or_warn(self._run.open_or_create_repository)
-
-    def close(self) -> None:
-        """Write queued values and close the Aim run, within `timeout` seconds."""
-        background, self._background, self._run = self._background, None, None
-        if background is not None and not background.finish_tasks(self.timeout):
-            self._warn(f"Aim was not done within {self.timeout:g} s; some of the last steps are missing there")
-            atexit.unregister(import_aim().ext.cleanup.AutoClean.cleanup)  # it waits for Aim without a timeout
+        super().open()
+        self._run_and_wait_or_warn(self._open_repository)
 
     def state_dict(self) -> dict[str, Any]:
         """Return `run`, the hash of the Aim run; "" on ranks other than 0."""
@@ -81,70 +85,102 @@ class AimTracker:
         """Continue the Aim run with the saved hash."""
         self._hash = state["run"] or self._hash
 
-    def store_properties(self, properties: Mapping[str, Any]) -> None:
-        """Store the properties for the Aim run, which `rewind` opens."""
-        self._properties = properties
-
     def rewind(self, step: int) -> None:
         """Open the Aim run, and delete the values of later steps."""
-        if self._run is not None:
-            self._run.properties = self._properties
-            self._run_and_wait_or_warn(partial(self._run.rewind, self._hash, step))
-
-    def track(self, step: int, values: Mapping[str, Value]) -> None:
-        """Queue the finite values of a step for writing, without a context."""
-        self.track_in_context(step, values, {})
+        self._run_and_wait_or_warn(partial(self._open_writer_after, step))
 
     def track_in_context(self, step: int, values: Mapping[str, Value], context: Context) -> None:
         """Queue the finite values of a step for writing."""
-        if self._run is not None:
-            self._queue_task(partial(self._run.track, self._hash, step, select_finite_values(values), context))
+        self._queue_task(partial(self._write_values, step, select_finite_values(values), context))
 
-    def track_distributions(self, step: int, distributions: Mapping[str, Histogram]) -> None:
-        """Queue the histograms of a step for writing."""
-        if self._run is not None:
-            self._queue_task(partial(self._run.track_distributions, self._hash, step, distributions))
-
-    def _locate_repository(self) -> "AimLocation":
-        """Return the repository's location. Raises UserError if it is a link in the run folder."""
-        if self.repository is None:
-            refuse_linked_repository(self.folder.folder)
-            return AimLocation(str(self.folder.folder))
-        return AimLocation(self.repository, shared_by=self.folder.folder)
-
-    def _recall_or_make_run_hash(self) -> str:
-        """Return the run folder's Aim run hash, or a new one; in a shared repository, "" before the first run."""
+    def _load_package_and_create_files(self) -> None:
+        self._aim = import_aim()
         folder = self.folder.folder
-        return read_stored_run_id(folder, "aim") if self.repository else find_run_hash(folder) or uuid.uuid4().hex[:24]
-
-    def _queue_task(self, task: Task) -> None:
-        """Queue a task on rank 0; warn if the queue is full."""
-        if self._background is not None and not self._background.try_to_queue(task):
-            self._warn("Aim does not keep up; some steps will be missing there")
+        if self.repository is None:
+            refuse_linked_repository(folder)
+            self._location, known = AimLocation(str(folder)), find_run_hash(folder) or uuid.uuid4().hex[:24]
+        else:  # before the first run in a shared repository, the hash is unknown
+            self._location, known = AimLocation(self.repository, folder), read_stored_run_id(folder, "aim")
+        self._hash = known
 
     def _run_and_wait_or_warn(self, task: Task) -> None:
         """Run a task on rank 0 and wait for it up to `timeout` seconds; warn if it takes longer."""
         if self._background is not None and not self._background.run_and_wait(task, self.timeout):
             self._warn(f"Aim was not ready within {self.timeout:g} s; some steps may be missing there")
 
-    def _warn_of_error(self, error: Exception) -> None:
-        """Warn about Aim's exception, and say if later values are lost, too."""
-        is_usable = self._run is None or self._run.usable
-        effect = "some steps will be missing there" if is_usable else "nothing is written to it"
-        self._warn(f"Aim failed, {effect}: {type(error).__name__}: {error}")
+    def _open_repository(self) -> None:
+        with self._mark_unusable_on_error():
+            self._repository = open_or_create_aim_repository(self._aim, self._location)
+
+    def _open_writer_after(self, step: int) -> None:
+        exists = self._location.is_remote or has_run_with_hash(self._location.folder, self._hash)
+        if self._hash and exists and self._open_run_if_usable():
+            delete_steps_after(self._run, step)
+            self._close_writer()
+        self._open_run_if_usable()
+
+    def _write_values(self, step: int, numbers: Mapping[str, float], context: Context | None = None) -> None:
+        if self._open_run_if_usable():
+            for name, number in numbers.items():
+                self._run.track(number, name=name, step=step, context=dict(context or {}))
+
+    def _write_distributions(self, step: int, distributions: Mapping[str, Histogram]) -> None:
+        if self._open_run_if_usable():
+            for name, histogram in distributions.items():
+                bounds = (histogram.low, histogram.high)
+                self._run.track(self._aim.Distribution.from_histogram(histogram.counts, bounds), name=name, step=step)
+
+    def _close_writer(self) -> None:
+        """Close the run, so Aim marks it as ended; it may be opened again."""
+        run, self._run = self._run, None
+        if run is not None:
+            run.close()
+
+    def _warn_of_timeout(self) -> None:
+        super()._warn_of_timeout()
+        atexit.unregister(self._aim.ext.cleanup.AutoClean.cleanup)  # it waits for Aim without a timeout
+
+    def _open_run_if_usable(self) -> bool:
+        """Open the run unless it is open, and return whether Aim is usable: a failed opening is not repeated."""
+        if self._run is None and self._is_usable:
+            with self._mark_unusable_on_error():
+                self._run = self._open_existing_or_new_run()
+                self._run.name = self.job.name
+                if self._properties:
+                    self._run["hparams"] = dict(self._properties)
+        return self._is_usable
+
+    def _open_existing_or_new_run(self) -> Any:
+        """
+        Open the run with the known hash, or a new run.
+
+        In a shared repository, the hash that the run folder remembers has priority, and a new run's hash is remembered.
+        """
+        run_hash, shared_by = self._hash, self._location.shared_by
+        if shared_by is not None:
+            run_hash = read_stored_run_id(shared_by, "aim") or run_hash
+        if run_hash and not self._location.is_remote:
+            prepare_run_for_writing(self._location.folder, run_hash)
+        options = {**METRICS_ONLY, "system_tracking_interval": self.system_metrics}
+        opened = self._aim.Run(run_hash or None, repo=self._repository, experiment=self.experiment, **options)
+        if shared_by is not None and not run_hash:
+            store_run_id(shared_by, "aim", opened.hash)
+        return opened
+
+    @contextmanager
+    def _mark_unusable_on_error(self) -> Iterator[None]:
+        """Make later calls do nothing if the context raises."""
+        self._is_usable = False
+        yield
+        self._is_usable = True
+
+    def _describe_loss(self) -> str:
+        return super()._describe_loss() if self._is_usable else "nothing is written to it"
 
 
 def import_aim() -> Any:
     """Return the package `aim`. Raises UserError with the command to install it if it is missing."""
-    try:
-        with warnings.catch_warnings():
-            # Aim imports declarative_base from its deprecated location in SQLAlchemy
-            warnings.filterwarnings("ignore", r".*declarative_base", DeprecationWarning)
-            import aim
-            import aim.ext.cleanup
-    except ImportError as error:
-        raise UserError(
-            f"trackers.aim: the package `aim` is missing ({error}); "
-            "pip install 'drawloom[aim]' on Python 3.11 or 3.12, or remove this tracker"
-        ) from error
-    return aim
+    with warnings.catch_warnings():
+        # Aim imports declarative_base from its deprecated location in SQLAlchemy
+        warnings.filterwarnings("ignore", r".*declarative_base", DeprecationWarning)
+        return import_tracker_package("aim", "aim", "aim.ext.cleanup", remark=" on Python 3.11 or 3.12")

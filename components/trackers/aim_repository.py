@@ -7,17 +7,14 @@ object reads.
 """
 
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import attrs
 
-from drawloom.components.ports.tracking import Histogram
 from drawloom.components.storage.durable_files import remove_file_or_folder, rename_durably
-from drawloom.components.trackers.remembered_run import read_stored_run_id, store_run_id
 from drawloom.graph import UserError
 
 
@@ -108,103 +105,8 @@ def _chunks_folder(folder: Path) -> Path:
     return folder / ".aim" / "meta" / "chunks"
 
 
-METRICS_ONLY = {"capture_terminal_logs": False, "log_system_params": False}
-
 SYSTEM_PREFIX = "__system__"
 """Prefix of Aim's own measurements, which count their own steps."""
-
-
-class AimRun:
-    """
-    Calls to Aim, made by one thread. Aim may raise any exception, and may hang.
-
-    A repository or a run is opened only once. If opening fails, `usable` is false, and later calls do nothing.
-    """
-
-    def __init__(
-        self,
-        aim: Any,
-        location: AimLocation,
-        name: str,
-        experiment: str | None = None,
-        system_metrics: float | None = None,
-    ) -> None:
-        self.usable = True
-        self.properties: Mapping[str, Any] = {}
-        self._aim = aim
-        self._location = location
-        self._name = name
-        self._experiment = experiment
-        self._system_metrics = system_metrics
-        self._repository: Any = None
-        self._run: Any = None
-
-    def open_or_create_repository(self) -> None:
-        """Open the repository, or create it if it is missing."""
-        with self._mark_unusable_on_error():
-            self._repository = open_or_create_aim_repository(self._aim, self._location)
-
-    def rewind(self, run_hash: str, step: int) -> None:
-        """Open the run with this hash, and delete its steps after `step`."""
-        exists = self._location.is_remote or has_run_with_hash(self._location.folder, run_hash)
-        if run_hash and exists and self._open_if_usable(run_hash):
-            delete_steps_after(self._run, step)
-            self.close()
-        self._open_if_usable(run_hash)
-
-    def track(self, run_hash: str, step: int, numbers: Mapping[str, float], context: Mapping[str, str]) -> None:
-        """Write a step's values to the run with this hash."""
-        if self._open_if_usable(run_hash):
-            for name, number in numbers.items():
-                self._run.track(number, name=name, step=step, context=dict(context))
-
-    def track_distributions(self, run_hash: str, step: int, distributions: Mapping[str, Histogram]) -> None:
-        """Write a step's histograms to the run with this hash."""
-        if self._open_if_usable(run_hash):
-            for name, histogram in distributions.items():
-                bounds = (histogram.low, histogram.high)
-                distribution = self._aim.Distribution.from_histogram(histogram.counts, bounds)
-                self._run.track(distribution, name=name, step=step)
-
-    def close(self) -> None:
-        """Close the run, so Aim marks it as ended; it may be opened again."""
-        run, self._run = self._run, None
-        if run is not None:
-            run.close()
-
-    def _open_if_usable(self, run_hash: str) -> bool:
-        """Open the run unless it is open, and return whether it is usable."""
-        if self._run is None and self.usable:
-            with self._mark_unusable_on_error():
-                self._run = self._open_existing_or_new_run(run_hash)
-                self._run.name = self._name
-                if self.properties:
-                    self._run["hparams"] = dict(self.properties)
-        return self.usable
-
-    def _open_existing_or_new_run(self, run_hash: str) -> Any:
-        """
-        Open the run with the hash `run_hash`, or a new run if it is empty.
-
-        In a shared repository, the hash that the run folder remembers has priority, and a new run's hash is remembered.
-        """
-        shared_by = self._location.shared_by
-        if shared_by is not None:
-            run_hash = read_stored_run_id(shared_by, "aim") or run_hash
-        if run_hash and not self._location.is_remote:
-            prepare_run_for_writing(self._location.folder, run_hash)
-        options = {**METRICS_ONLY, "system_tracking_interval": self._system_metrics}
-        opened = self._aim.Run(run_hash or None, repo=self._repository, experiment=self._experiment, **options)
-        if shared_by is not None and not run_hash:
-            store_run_id(shared_by, "aim", opened.hash)
-        return opened
-
-    @contextmanager
-    def _mark_unusable_on_error(self) -> Iterator[None]:
-        """Make later calls do nothing if the context raises."""
-        self.usable = False
-        yield
-        self.usable = True
 
 
 COLUMNS = ("val", "epoch", "time", "step")

@@ -8,29 +8,18 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import partial
+from importlib import import_module
 from typing import Any, ClassVar
 
 import attrs
 
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.tracking import Histogram, Value
-from drawloom.graph import above, at_least, component_base_class, setting
+from drawloom.graph import UserError, above, at_least, component_base_class, setting
 
 log = logging.getLogger("drawloom.trackers")
 
 Task = Callable[[], None]
-
-
-@attrs.define
-class OneWarning:
-    """Logger for only the first warning, because a failing program's later warnings repeat it."""
-
-    _was_logged: bool = False
-
-    def __call__(self, text: str) -> None:
-        if not self._was_logged:
-            self._was_logged = True
-            log.warning("%s", text)
 
 
 class Background:
@@ -92,6 +81,19 @@ class Background:
             self._failed(error)
 
 
+def import_tracker_package(tracker: str, package: str, *modules: str, remark: str = "") -> Any:
+    """Import a package and modules of it. Raises UserError with the command to install it if it is missing."""
+    try:
+        for name in modules:
+            import_module(name)
+        return import_module(package)
+    except ImportError as error:
+        raise UserError(
+            f"trackers.{tracker}: the package `{tracker}` is missing ({error}); "
+            f"pip install 'drawloom[{tracker}]'{remark}, or remove this tracker"
+        ) from error
+
+
 def select_finite_values(values: Mapping[str, Value]) -> dict[str, float]:
     """Return the finite values as floats, by name."""
     return {name: float(value) for name, value in values.items() if value is not None and math.isfinite(value)}
@@ -113,7 +115,7 @@ class TrackerInBackground(ABC):
     timeout: float = setting(default=10.0, check=above(0), doc="seconds to wait at the end for queued steps")
 
     _background: Background | None = attrs.field(init=False, default=None)
-    _warn: OneWarning = attrs.field(init=False, factory=OneWarning)
+    _has_warned: bool = attrs.field(init=False, default=False)
 
     def open(self) -> None:
         """Prepare, and start the thread on rank 0. Raises UserError if a package or folder is missing."""
@@ -125,8 +127,7 @@ class TrackerInBackground(ABC):
         """Write queued values within `timeout` seconds."""
         background, self._background = self._background, None
         if background is not None and not background.finish_tasks(self.timeout):
-            text = f"{self.called} was not done within {self.timeout:g} s"
-            self._warn(f"{text}; some of the last steps are missing there")
+            self._warn_of_timeout()
 
     def rewind(self, step: int) -> None:
         """Queue the start of writing after this step."""
@@ -159,7 +160,21 @@ class TrackerInBackground(ABC):
 
     def _warn_of_error(self, error: Exception) -> None:
         """Warn about the program's exception."""
-        self._warn(f"{self.called} failed, some steps will be missing there: {type(error).__name__}: {error}")
+        self._warn(f"{self.called} failed, {self._describe_loss()}: {type(error).__name__}: {error}")
+
+    def _warn_of_timeout(self) -> None:
+        """Warn about steps that the program has not written at the end."""
+        self._warn(f"{self.called} was not done within {self.timeout:g} s; some of the last steps are missing there")
+
+    def _describe_loss(self) -> str:
+        """Return which values the program lacks after an exception."""
+        return "some steps will be missing there"
+
+    def _warn(self, text: str) -> None:
+        """Log only the first warning, because a failing program's later warnings repeat it."""
+        if not self._has_warned:
+            self._has_warned = True
+            log.warning("%s", text)
 
 
 @component_base_class
@@ -179,3 +194,30 @@ class ServiceTracker(TrackerInBackground):
     @abstractmethod
     def _write_distributions(self, step: int, distributions: Mapping[str, Histogram]) -> None:
         """Write a step's histograms."""
+
+
+@component_base_class
+class LoggedRunTracker(ServiceTracker):
+    """Service tracker whose package has runs with `log` and `finish`, and histograms like numpy's."""
+
+    _package: Any = attrs.field(init=False, default=None)
+    _run: Any = attrs.field(init=False, default=None)
+
+    @abstractmethod
+    def _log(self, step: int, values: Mapping[str, Any]) -> None:
+        """Log a step's values to the open run."""
+
+    def _write_values(self, step: int, numbers: Mapping[str, float]) -> None:
+        self._open_writer_after(step - 1)
+        self._log(step, numbers)
+
+    def _write_distributions(self, step: int, distributions: Mapping[str, Histogram]) -> None:
+        make = self._package.Histogram
+        self._write_values(
+            step, {name: make(np_histogram=(item.counts, item.edges)) for name, item in distributions.items()}
+        )
+
+    def _close_writer(self) -> None:
+        run, self._run = self._run, None
+        if run is not None:
+            run.finish()

@@ -80,9 +80,5 @@ class JsonlTracker:
 
 def _make_json_row(step: int, values: Mapping[str, Value]) -> dict[str, Any]:
     """Return a step's JSON object; NaN and infinity are null."""
-    return {"step": step} | {name: _finite_or_none(value) for name, value in values.items()} | {"format": FORMAT}
-
-
-def _finite_or_none(value: Value) -> Value:
-    """Return the value, or None if it is not finite."""
-    return value if value is None or math.isfinite(value) else None
+    finite = {name: value if value is None or math.isfinite(value) else None for name, value in values.items()}
+    return {"step": step, **finite, "format": FORMAT}

@@ -11,9 +11,9 @@ import attrs
 from drawloom.components.ports.run import RunFolder, RunInfo
 from drawloom.components.ports.tracking import Histogram, flatten_properties
 from drawloom.components.storage.regular_file import create_folder_unless_link, open_to_append
-from drawloom.components.trackers.background import ServiceTracker
+from drawloom.components.trackers.background import ServiceTracker, import_tracker_package
 from drawloom.components.trackers.remembered_run import read_stored_run_id, store_run_id
-from drawloom.graph import UserError, component, setting
+from drawloom.graph import component, setting
 
 REFUSED_CHARACTERS = re.compile(r"[^\w\-. :/]")
 """Characters that MLflow refuses in names."""
@@ -56,7 +56,8 @@ class MlflowTracker(ServiceTracker):
     _run: str = attrs.field(init=False, default="")
 
     def _load_package_and_create_files(self) -> None:
-        self._mlflow = import_mlflow()
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # MLflow reads it at import
+        self._mlflow = import_tracker_package("mlflow", "mlflow", "mlflow.entities", "mlflow.utils.time")
         if self.uri is None:
             os.close(open_to_append(self._database_path))
             create_folder_unless_link(self._artifacts_folder)
@@ -131,18 +132,3 @@ class MlflowTracker(ServiceTracker):
 def _replace_refused_characters(name: str) -> str:
     """Replace characters that MLflow refuses in names by _."""
     return REFUSED_CHARACTERS.sub("_", name)
-
-
-def import_mlflow() -> Any:
-    """Return the package `mlflow` without telemetry. Raises UserError with the install command if it is missing."""
-    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # MLflow reads it at import
-    try:
-        import mlflow
-        import mlflow.entities
-        import mlflow.utils.time
-    except ImportError as error:
-        raise UserError(
-            f"trackers.mlflow: the package `mlflow` is missing ({error}); "
-            "pip install 'drawloom[mlflow]', or remove this tracker"
-        ) from error
-    return mlflow

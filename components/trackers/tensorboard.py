@@ -9,8 +9,8 @@ import attrs
 from drawloom.components.ports.run import RunFolder
 from drawloom.components.ports.tracking import Histogram, flatten_properties
 from drawloom.components.storage.regular_file import create_folder_unless_link
-from drawloom.components.trackers.background import ServiceTracker
-from drawloom.graph import UserError, component
+from drawloom.components.trackers.background import ServiceTracker, import_tracker_package
+from drawloom.graph import component
 
 HyperparameterValue = str | bool | int | float
 """Types of hyperparameters that TensorBoard accepts."""
@@ -44,7 +44,7 @@ class TensorBoardTracker(ServiceTracker):
         return self.folder.folder / "tensorboard"
 
     def _load_package_and_create_files(self) -> None:
-        self._writer_class = import_summary_writer()
+        self._writer_class = import_tracker_package("tensorboard", "torch.utils.tensorboard").SummaryWriter
         create_folder_unless_link(self._folder)
 
     def _open_writer_after(self, step: int) -> None:
@@ -94,15 +94,3 @@ class TensorBoardTracker(ServiceTracker):
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()
-
-
-def import_summary_writer() -> Any:
-    """Return torch's writer class for event files. Raises UserError if the package `tensorboard` is missing."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise UserError(
-            f"trackers.tensorboard: the package `tensorboard` is missing ({error}); "
-            "pip install 'drawloom[tensorboard]', or remove this tracker"
-        ) from error
-    return SummaryWriter

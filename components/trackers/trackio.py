@@ -3,18 +3,15 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import attrs
-
 from drawloom.components.ports.run import RunInfo
-from drawloom.components.ports.tracking import Histogram
-from drawloom.components.trackers.background import ServiceTracker
-from drawloom.graph import UserError, component, setting
+from drawloom.components.trackers.background import LoggedRunTracker, import_tracker_package
+from drawloom.graph import component, setting
 
 METRICS_ONLY = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
 
 
 @component(impact="safe", needs={"trackio": "drawloom[trackio]"})
-class TrackioTracker(ServiceTracker):
+class TrackioTracker(LoggedRunTracker):
     """
     Trackio tracker: writes to Trackio's own database, which `trackio show --project PROJECT` shows.
 
@@ -34,42 +31,13 @@ class TrackioTracker(ServiceTracker):
         default=None, doc="Hugging Face Space that receives the metrics, as user/name; default: none"
     )
 
-    _trackio: Any = attrs.field(init=False, default=None)
-    _run: Any = attrs.field(init=False, default=None)
-
     def _load_package_and_create_files(self) -> None:
-        self._trackio = import_trackio()
+        self._package = import_tracker_package("trackio", "trackio")
 
     def _open_writer_after(self, step: int) -> None:
         if self._run is None:
             target: dict[str, Any] = {"project": self.project, "name": self.job.name, "space_id": self.space}
-            self._run = self._trackio.init(**target, resume="allow", config=dict(self._properties), **METRICS_ONLY)
+            self._run = self._package.init(**target, resume="allow", config=dict(self._properties), **METRICS_ONLY)
 
-    def _write_values(self, step: int, numbers: Mapping[str, float]) -> None:
-        self._open_writer_after(step - 1)
-        self._run.log(dict(numbers), step=step)
-
-    def _write_distributions(self, step: int, distributions: Mapping[str, Histogram]) -> None:
-        self._open_writer_after(step - 1)
-        histograms = {
-            name: self._trackio.Histogram(np_histogram=(histogram.counts, histogram.edges))
-            for name, histogram in distributions.items()
-        }
-        self._run.log(histograms, step=step)
-
-    def _close_writer(self) -> None:
-        run, self._run = self._run, None
-        if run is not None:
-            run.finish()
-
-
-def import_trackio() -> Any:
-    """Return the package `trackio`. Raises UserError with the command to install it if it is missing."""
-    try:
-        import trackio
-    except ImportError as error:
-        raise UserError(
-            f"trackers.trackio: the package `trackio` is missing ({error}); "
-            "pip install 'drawloom[trackio]', or remove this tracker"
-        ) from error
-    return trackio
+    def _log(self, step: int, values: Mapping[str, Any]) -> None:
+        self._run.log(dict(values), step=step)

@@ -8,10 +8,9 @@ from typing import Any, ClassVar, Literal
 import attrs
 
 from drawloom.components.ports.run import RunFolder, RunInfo
-from drawloom.components.ports.tracking import Histogram
 from drawloom.components.storage.regular_file import create_folder_unless_link
-from drawloom.components.trackers.background import ServiceTracker
-from drawloom.graph import UserError, component, setting
+from drawloom.components.trackers.background import LoggedRunTracker, import_tracker_package
+from drawloom.graph import component, setting
 
 STEP = "step"
 METRICS_ONLY = {"silent": True, "console": "off", "disable_code": True, "disable_git": True, "x_disable_stats": True}
@@ -20,7 +19,7 @@ log = logging.getLogger("drawloom.run")
 
 
 @component(impact="safe", needs={"wandb": "drawloom[wandb]"})
-class WandbTracker(ServiceTracker):
+class WandbTracker(LoggedRunTracker):
     """
     Weights & Biases tracker: writes online, or to `wandb` in the run folder, which `wandb sync` uploads later.
 
@@ -43,8 +42,6 @@ class WandbTracker(ServiceTracker):
     )
 
     _id: str = attrs.field(init=False, factory=lambda: uuid.uuid4().hex[:8])
-    _wandb: Any = attrs.field(init=False, default=None)
-    _run: Any = attrs.field(init=False, default=None)
 
     def state_dict(self) -> dict[str, Any]:
         """Return `run`, the Weights & Biases run identifier."""
@@ -55,13 +52,13 @@ class WandbTracker(ServiceTracker):
         self._id = state["run"]
 
     def _load_package_and_create_files(self) -> None:
-        self._wandb = import_wandb()
+        self._package = import_tracker_package("wandb", "wandb")
         create_folder_unless_link(self.folder.folder / "wandb")
 
     def _open_writer_after(self, step: int) -> None:
         if self._run is not None:
             return
-        self._run = self._wandb.init(
+        self._run = self._package.init(
             project=self.project,
             entity=self.entity,
             name=self.job.name,
@@ -70,38 +67,12 @@ class WandbTracker(ServiceTracker):
             mode=self.mode,
             dir=str(self.folder.folder),
             config=dict(self._properties),
-            settings=self._wandb.Settings(**METRICS_ONLY),
+            settings=self._package.Settings(**METRICS_ONLY),
         )
         if self.mode == "online":
             log.info("Weights & Biases: %s", self._run.url)
         self._run.define_metric(STEP, hidden=True)
         self._run.define_metric("*", step_metric=STEP)
 
-    def _write_values(self, step: int, numbers: Mapping[str, float]) -> None:
-        self._open_writer_after(step - 1)
-        self._run.log({STEP: step, **numbers})
-
-    def _write_distributions(self, step: int, distributions: Mapping[str, Histogram]) -> None:
-        self._open_writer_after(step - 1)
-        histograms = {
-            name: self._wandb.Histogram(np_histogram=(histogram.counts, histogram.edges))
-            for name, histogram in distributions.items()
-        }
-        self._run.log({STEP: step, **histograms})
-
-    def _close_writer(self) -> None:
-        run, self._run = self._run, None
-        if run is not None:
-            run.finish()
-
-
-def import_wandb() -> Any:
-    """Return the package `wandb`. Raises UserError with the command to install it if it is missing."""
-    try:
-        import wandb
-    except ImportError as error:
-        raise UserError(
-            f"trackers.wandb: the package `wandb` is missing ({error}); "
-            "pip install 'drawloom[wandb]', or remove this tracker"
-        ) from error
-    return wandb
+    def _log(self, step: int, values: Mapping[str, Any]) -> None:
+        self._run.log({STEP: step, **values})

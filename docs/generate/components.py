@@ -1,7 +1,7 @@
 """Pages of the components, by subject: their settings with types, defaults and units, and their edges."""
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import groupby
 
 from drawloom.graph.component import Bound
@@ -35,7 +35,16 @@ def component_pages() -> Iterator[tuple[str, str]]:
         about = summary(modules()[f"components/{name}/__init__.py"].tree)
         body = "\n".join(line for spec in of_subject for line in _component(spec))
         yield f"reference/components/{name}.md", f"# {name}\n\n{about}\n\n{body}\n"
-    yield "reference/components/index.md", INDEX + "\n".join(listed) + "\n"
+    yield "reference/components/index.md", INDEX + "\n".join([*listed, *_exclusions()]) + "\n"
+
+
+def _exclusions() -> Iterator[str]:
+    """A table of the features that can't be beside another component, and why; all others work together."""
+    yield from ["", "## Components that exclude one another", ""]
+    yield from ["| component | not beside | because |", "|---|---|---|"]
+    for spec in specs():
+        excludes: Mapping[str, str] = getattr(spec.cls, "excludes", {})
+        yield from (f"| `{spec.use}` | `{other}` | {cell(reason)} |" for other, reason in excludes.items())
 
 
 def _component(spec: Spec) -> Iterator[str]:

@@ -35,6 +35,7 @@ HOMES = {
     "Position": "graph.problems",
     "RecipeError": "graph.problems",
     "UserError": "graph.problems",
+    "reward": "components.rewards.function",
 }
 """Where public classes are defined; the other names are of `graph.component`."""
 

@@ -1,5 +1,5 @@
 """
-The vocabulary for commands: `@command`, `argument` and `option`.
+The vocabulary for commands: `@command`, `argument` and `option`, and names used by most commands.
 
 A command is an attrs class in a file with its name. Its fields are its arguments; parser, checks, help and the tools
 for agents follow from them.
@@ -12,10 +12,17 @@ from typing import Annotated, Any, ClassVar, TypeVar, dataclass_transform, get_a
 
 import attrs
 
-from drawloom.graph.cli.exit_codes import Console
-from drawloom.graph.cli.result import Result
+from drawloom.graph.cli.exit_codes import FAILED, INVALID, OK, STOPPED, Console
+from drawloom.graph.cli.result import JSON, Result, TextResult, dump_json, internal, output, output_class
+from drawloom.graph.cli.terminal import format_table, print_escaped_text
 from drawloom.graph.component import Check, at_least
+from drawloom.graph.problems import Problem, RecipeError, UserError
 from drawloom.graph.project import Project, Recipe
+
+__all__ = ["Command", "Count", "OverlayCommand", "RecipeCommand", "argument", "command", "option"]
+__all__ += ["FAILED", "INVALID", "JSON", "OK", "STOPPED", "Result", "TextResult", "dump_json", "internal", "output"]
+__all__ += ["Problem", "Project", "Recipe", "RecipeError", "UserError", "output_class"]
+__all__ += ["format_table", "print_escaped_text"]
 
 T = TypeVar("T")
 
@@ -68,30 +75,19 @@ def _add_default(field: "attrs.Attribute[Any]") -> "attrs.Attribute[Any]":
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(argument, option, attrs.field))
-def command_base_class(cls: type[T]) -> type[T]:
-    """Let commands inherit the arguments of a base class."""
+def command(cls: type[T]) -> type[T]:
+    """
+    Make a class a command, or a base class with arguments for commands.
+
+    The command line finds commands by their files, `plan` in `commands/planning/plan.py`, and imports only the called
+    one. The first line of the file's docstring is the summary, and the folder is the command's group in `--help`.
+    """
     return attrs.frozen(
         cls, kw_only=True, slots=False, field_transformer=lambda _, fields: [*map(_add_default, fields)]
     )
 
 
-@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(argument, option, attrs.field))
-def command(group: str) -> Callable[[type[T]], type[T]]:
-    """
-    Make a class a command, in a group in `--help`. Its summary is the first line in its module's docstring.
-
-    The command line finds commands by their files, `plan` in `commands/plan.py`, and imports only the called one.
-    """
-
-    def make(cls: type[T]) -> type[T]:
-        attrs_class = command_base_class(cls)
-        attrs_class.group = group  # type: ignore[attr-defined]
-        return attrs_class
-
-    return make
-
-
-@command_base_class
+@command
 class Command(ABC):
     """
     A command with its arguments, and with fields set for every command.
@@ -99,7 +95,6 @@ class Command(ABC):
     `words` are values such as trainer.steps=10, if the class accepts them; `format` is the chosen result format.
     """
 
-    group: ClassVar[str] = ""
     epilog: ClassVar[str] = ""
     accepts_words: ClassVar[bool] = False
 
@@ -118,7 +113,7 @@ class Command(ABC):
         """Return the result. The annotation names its classes, and with them the formats; None is for a server."""
 
 
-@command_base_class
+@command
 class OverlayCommand(Command):
     """A command with recipes, over which overlays and values are merged."""
 
@@ -131,19 +126,19 @@ class OverlayCommand(Command):
         """Load a recipe with the overlays and values."""
         return Recipe.load(name, *self.words, overlays=self.overlay, project=project)
 
-    def load_checked_recipe_and_warn(self, project: Project, name: str, *, skip_machine_checks: bool = True) -> Recipe:
+    def load_checked_recipe_and_warn(self, project: Project, name: str) -> Recipe:
         """
         Load a recipe and print its warnings. Raises RecipeError with its errors, after the warnings.
 
-        Without `skip_machine_checks`, the errors include files and devices missing on this machine.
+        Files and devices missing on this machine are no errors.
         """
         recipe = self.load_recipe(project, name)
         self.console.print_warnings(problem for problem in recipe.graph.problems if problem.warning)
-        recipe.check(skip_machine_checks=skip_machine_checks)
+        recipe.check(skip_machine_checks=True)
         return recipe
 
 
-@command_base_class
+@command
 class RecipeCommand(OverlayCommand):
     """A command with one recipe."""
 

@@ -43,10 +43,6 @@ def describe_machine_limit(error: Exception) -> str:
     return ""
 
 
-def _return_true(_text: str) -> bool:
-    return True
-
-
 @attrs.frozen
 class Console:
     """
@@ -57,7 +53,7 @@ class Console:
     """
 
     warns: bool = True
-    is_first: Callable[[str], bool] = _return_true
+    is_first: Callable[[str], bool] = lambda _: True
 
     def print_warnings(self, problems: Iterable[Problem]) -> None:
         if self.warns and (text := format_problems(problems)):

@@ -31,9 +31,6 @@ from drawloom.graph.cli.terminal import print_escaped_text, redirect_stdout_to_s
 from drawloom.graph.problems import RecipeError, ReportedError, UserError, did_you_mean, find_nearest
 from drawloom.graph.project import Project
 
-GROUP = re.compile(r'^@command\("(\w+)"\)', re.MULTILINE)
-"""How a command's file names its group; help reads it without importing the file."""
-
 # The name of a node as a key, such as @metrics.learning or @metrics.*, is an anchor of a list edit.
 OVERRIDE = re.compile(r"[\w-]+(\.(@?[\w-]+|\*))+=")
 FLAG = re.compile(r"--[\w-]+(\.(@?[\w-]+|\*))+(=|$)")
@@ -74,8 +71,10 @@ def _print_failure(failure: CommandFailure, arguments: Sequence[str], console: C
 
 
 def _run_command(arguments: Sequence[str], project: Project, console: Console) -> int:
-    if not _does_current_folder_exist():
-        raise UserError("the current folder has been removed; change to another one")
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise UserError("the current folder has been removed; change to another one") from error
     rest, words = split_off_overrides(arguments)
     name, files = rest[0] if rest else "", find_command_files(project)
     if name not in files:
@@ -101,7 +100,7 @@ def _run_command(arguments: Sequence[str], project: Project, console: Console) -
 
 @attrs.frozen
 class CommandFile:
-    """A command's file, imported only by `load`: its module, group, and docstring's first line."""
+    """A command's file, imported only by `load`: its module, group (its folder), and docstring's first line."""
 
     module: str
     group: str
@@ -110,7 +109,7 @@ class CommandFile:
     def load(self) -> type[Command]:
         """Import the file, and return its command."""
         classes = [cls for cls in vars(importlib.import_module(self.module)).values() if isinstance(cls, type)]
-        return next(cls for cls in classes if issubclass(cls, Command) and cls.group and cls.__module__ == self.module)
+        return next(cls for cls in classes if issubclass(cls, Command) and cls.__module__ == self.module)
 
 
 def find_command_files(project: Project) -> dict[str, CommandFile]:
@@ -121,12 +120,10 @@ def find_command_files(project: Project) -> dict[str, CommandFile]:
     }
     files = {}
     for package, folder in folders.items():
-        for path in folder.glob("[a-z]*.py"):
-            text = path.read_text("utf-8")
-            summary = text.partition('"""')[2].partition('"""')[0].strip().partition("\n")[0]
-            group = GROUP.search(text)
-            name = path.stem.replace("_", "-")
-            files[name] = CommandFile(f"{package}.{path.stem}", group[1] if group else "", summary)
+        for path in folder.glob("*/[a-z]*.py"):
+            summary = path.read_text("utf-8").partition('"""')[2].partition('"""')[0].strip().partition("\n")[0]
+            group = path.parent.name
+            files[path.stem.replace("_", "-")] = CommandFile(f"{package}.{group}.{path.stem}", group, summary)
     return dict(sorted(files.items(), key=lambda item: ((*GROUPS, item[1].group).index(item[1].group), item[0])))
 
 
@@ -149,13 +146,6 @@ def read_result_schema(project: Project, name: str) -> Schema:
             f"{name} is a server and has no result that a schema could describe; name another command", INVALID
         )
     return make_result_schema(name, classes)
-
-
-def _does_current_folder_exist() -> bool:
-    try:
-        return bool(os.getcwd())
-    except FileNotFoundError:
-        return False
 
 
 def split_off_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

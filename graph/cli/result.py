@@ -5,7 +5,6 @@ import json
 import math
 import types
 import typing
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import date, time
 from pathlib import PurePath
@@ -37,11 +36,11 @@ def internal(default: Any = attrs.NOTHING) -> Any:
 @dataclass_transform(frozen_default=True, field_specifiers=(output, internal))
 def output_class(cls: type[T]) -> type[T]:
     """Make a frozen attrs class from `output` and `internal` fields: a Result, or a part."""
-    return attrs.frozen(cls)
+    return attrs.frozen(cls, slots=False)  # a result may have several of them as bases
 
 
 @output_class
-class Result(ABC):
+class Result:
     """
     A command's result. Its fields are the JSON text, and `render` returns the other formats.
 
@@ -57,9 +56,20 @@ class Result(ABC):
         """The command's exit code."""
         return OK
 
-    @abstractmethod
     def render(self, format: str) -> str:
-        """Return the result in a format other than JSON. An empty string prints nothing."""
+        """Return the result in a format other than JSON. An empty string prints nothing more than the command did."""
+        return ""
+
+
+@output_class
+class TextResult(Result):
+    """A result made with its text."""
+
+    text: str = internal()
+
+    def render(self, format: str) -> str:
+        """Return the text."""
+        return self.text
 
 
 @output_class

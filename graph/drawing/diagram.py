@@ -48,13 +48,9 @@ class Diagram:
     @property
     def caption(self) -> str:
         """A line below the title: the numbers of nodes and arrows, and the meaning of an arrow."""
-        counts = " and ".join(
-            f"{count} {noun}{'' if count == 1 else 's'}" for count, noun in self._count_nodes_and_arrows()
-        )
+        numbers = {"node": len(self.boxes), "arrow": len(self.arrows)}
+        counts = " and ".join(f"{count} {noun}{'' if count == 1 else 's'}" for noun, count in numbers.items())
         return f"{counts}; an arrow leads from a node to a node that it needs, in the colour of the latter"
-
-    def _count_nodes_and_arrows(self) -> tuple[tuple[int, str], tuple[int, str]]:
-        return (len(self.boxes), "node"), (len(self.arrows), "arrow")
 
     @property
     def component_folders(self) -> list[str]:
@@ -107,13 +103,9 @@ class ValueTrace:
     access_by_member: dict[int, str]
 
     @property
-    def has_writer(self) -> bool:
-        """Whether a member writes it; an optional read may have no writer."""
-        return "writes" in self.access_by_member.values()
-
-    @property
     def title(self) -> str:
-        return self.value if self.has_writer else f"{self.value} (not written)"
+        """The value, marked if no member writes it, as for an optional read."""
+        return self.value if "writes" in self.access_by_member.values() else f"{self.value} (not written)"
 
 
 @attrs.frozen

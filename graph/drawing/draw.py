@@ -47,11 +47,6 @@ def _list_branches(graph: Graph, name: str, indent: str) -> list[_Branch]:
     ]
 
 
-def draw_step_text(step: SequenceDrawing) -> str:
-    """List a sequence's members in order, numbered from 1, with the values read, changed and written."""
-    return "\n".join([step.title, *_format_members(step)]) + "\n"
-
-
 def _format_members(step: SequenceDrawing) -> Iterator[str]:
     for number, box in enumerate(step.members):
         yield f"{number + 1:3d}. [{box.name}] {box.use}"
@@ -141,7 +136,7 @@ def draw(graph: Graph, title: str, root: str, format: Format = "tree", focus: st
 def _draw_step(graph: Graph, title: str, name: str, format: Format) -> str:
     step = make_sequence_drawing(graph, title, name)
     if format == "tree":
-        return draw_step_text(step)
+        return "\n".join([step.title, *_format_members(step)]) + "\n"
     return draw_step(step) if format == "svg" else PICTURES[format](step.diagram())
 
 

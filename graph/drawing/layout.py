@@ -45,15 +45,6 @@ class Layering:
     segments: tuple[tuple[ArrowPoint, ArrowPoint], ...]
     routes: Mapping[tuple[str, str], tuple[ArrowPoint, ...]]
 
-    @property
-    def neighbours(self) -> dict[ArrowPoint, list[ArrowPoint]]:
-        """The points on both sides of every point."""
-        neighbours: dict[ArrowPoint, list[ArrowPoint]] = defaultdict(list)
-        for left, right in self.segments:
-            neighbours[left].append(right)
-            neighbours[right].append(left)
-        return neighbours
-
 
 def arrange_boxes_in_columns(
     names: Sequence[str], arrows: Sequence[tuple[str, str]], sequences: Sequence[Sequence[str]] = ()
@@ -225,7 +216,10 @@ def place_boxes(diagram: Diagram) -> PlacedDiagram:
     arrows = [(arrow.source, arrow.target) for arrow in diagram.arrows]
     layering = arrange_boxes_in_columns([box.name for box in diagram.boxes], arrows, diagram.sequences)
     boxes = {box.name: box for box in diagram.boxes}
-    widths = [max(_box_width(boxes[point.box]) for point in column if not point.is_bend) for column in layering.columns]
+    widths = [
+        max(estimate_box_width(boxes[point.box]) for point in column if not point.is_bend)
+        for column in layering.columns
+    ]
     xs = [LEFT + sum(widths[:number]) + GAP * number for number in range(len(widths))]
     ys = _compute_ys(layering)
     highest = min((ys[point] - _point_height(point) / 2 for point in ys), default=0.0)
@@ -238,7 +232,8 @@ def place_boxes(diagram: Diagram) -> PlacedDiagram:
     return PlacedDiagram(layering, xs, widths, ys, width, lowest + BOTTOM)
 
 
-def _box_width(box: Box) -> float:
+def estimate_box_width(box: Box) -> float:
+    """Return an upper bound for a box's width in pixels."""
     return max(estimate_max_text_width(box.name, NAME, bold=True), estimate_max_text_width(box.use, USE)) + 2 * PADDING
 
 
@@ -253,12 +248,15 @@ def _compute_ys(layering: Layering) -> dict[ArrowPoint, float]:
     ys: dict[ArrowPoint, float] = {}
     for column in layering.columns:
         ys |= _compute_column_ys(column, [0.0] * len(column))
-    neighbours = layering.neighbours
+    neighbours: dict[ArrowPoint, list[ArrowPoint]] = defaultdict(list)
+    for left, right in layering.segments:
+        neighbours[left].append(right)
+        neighbours[right].append(left)
     for sweep in range(STRAIGHTENING_SWEEPS):
         columns: Columns = layering.columns if sweep % 2 == 0 else layering.columns[::-1]
         for column in columns:
-            near = [[ys[other] for other in neighbours.get(point, [])] or [ys[point]] for point in column]
-            ys |= _compute_column_ys(column, [sum(heights) / len(heights) for heights in near])
+            wishes = [_mean_or_default([ys[other] for other in neighbours[point]], ys[point]) for point in column]
+            ys |= _compute_column_ys(column, wishes)
     return ys
 
 

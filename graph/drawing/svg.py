@@ -19,6 +19,7 @@ from drawloom.graph.drawing.layout import (
     USE,
     ArrowPoint,
     PlacedDiagram,
+    estimate_box_width,
     estimate_max_text_width,
     place_boxes,
 )
@@ -84,15 +85,18 @@ def make_svg_document(title: str, width: float, height: float, body: Iterable[st
 
 
 def escape_xml(words: str) -> str:
-    """Escape text for XML. Characters not allowed in XML become U+FFFD."""
-    if not words.isprintable():
-        words = "".join(letter if letter.isprintable() else "\ufffd" for letter in words)
-    return html.escape(words)
+    """Escape text for XML or HTML. Unprintable characters, such as direction marks, become U+FFFD."""
+    return html.escape(replace_unprintable(words))
+
+
+def replace_unprintable(words: str) -> str:
+    """Replace characters not allowed in XML, or without a picture, by U+FFFD."""
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in words)
 
 
 def num(number: float) -> str:
-    """Format a number with at most one decimal."""
-    return f"{round(number, 1):g}" if abs(number) < 1e5 else f"{number:.0f}"
+    """Format a number with at most two decimals."""
+    return f"{round(number, 2) + 0.0:.2f}".rstrip("0").rstrip(".")
 
 
 def format_point(x: float, y: float) -> str:
@@ -246,10 +250,7 @@ class _StepDrawing:
     def __attrs_post_init__(self) -> None:
         boxes = self.step.members
         self.margin = max((estimate_max_text_width(trace.title, VALUE) for trace in self.step.traces), default=0.0) + 14
-        self.widths = [
-            max(estimate_max_text_width(b.name, NAME, bold=True), estimate_max_text_width(b.use, USE)) + 2 * PADDING
-            for b in boxes
-        ]
+        self.widths = [estimate_box_width(box) for box in boxes]
         starts = [sum(self.widths[:number]) + SPACING * number for number in range(len(boxes))]
         self.middles = [
             LEFT + self.margin + start + width / 2 for start, width in zip(starts, self.widths, strict=True)

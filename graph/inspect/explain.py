@@ -53,7 +53,7 @@ def _parse_path(text: str) -> KeyPath:
 
 
 def _explain_recipe(graph: Graph) -> Iterator[str]:
-    yield f"{', then '.join(layer.source for layer in graph.recipe.layers if layer.data)}"
+    yield ", then ".join(layer.source for layer in graph.recipe.layers if layer.data)
     yield from (f"[{name}] {node.spec.use}: {node.spec.summary}" for name, node in graph.nodes.items())
 
 
@@ -102,9 +102,8 @@ def _format_setting(graph: Graph, node: Node, field: Field) -> str:
             f"invalid; {describe_provenance(graph, node, field.name)}" if field.name in node.table.items else "missing"
         )
         return f"{field.name}  ({kind}; {origin})"
-    return (
-        f"{field.name} = {_format_setting_value(node, field)}  ({kind}; {describe_provenance(graph, node, field.name)})"
-    )
+    value = _format_value(node.settings[field.name])
+    return f"{field.name} = {value}  ({kind}; {describe_provenance(graph, node, field.name)})"
 
 
 def _format_edge(graph: Graph, node: Node, field: Field) -> str:
@@ -124,12 +123,8 @@ def _format_container_field(graph: Graph, field: Field, root: str) -> str:
     return f"{field.name}: every {' or '.join(port.__name__ for port in field.ports)}: {', '.join(fitting) or 'none'}"
 
 
-def _format_setting_value(node: Node, field: Field) -> str:
-    return _format_value(convert_to_toml_types(node.settings[field.name]))
-
-
-def _format_value(plain: Any) -> str:
-    return "none" if plain is None else dump_toml_or_repr(plain)
+def _format_value(value: Any) -> str:
+    return "none" if value is None else dump_toml_or_repr(convert_to_toml_types(value))
 
 
 def _explain_key(graph: Graph, node: Node, path: KeyPath) -> Iterator[str]:
@@ -147,7 +142,7 @@ def _explain_key(graph: Graph, node: Node, path: KeyPath) -> Iterator[str]:
     for leaf in iterate_leaves(item) if item else ():
         yield from _indent(_format_history(graph, leaf, rest))
     if not field.required and field.kind == "setting" and not path[1:]:
-        yield f"  {_format_value(convert_to_toml_types(field.default_value()))}  default"
+        yield f"  {_format_value(field.default_value())}  default"
 
 
 def _find_item_and_rest_of_path(item: Leaf | Table | None, path: KeyPath) -> tuple[Leaf | Table | None, KeyPath]:

@@ -9,7 +9,7 @@ from drawloom.graph.problems import Problem, UserError, did_you_mean
 from drawloom.graph.registry.registry import Registry, describe_distribution
 from drawloom.graph.registry.spec import Field, Spec
 from drawloom.graph.types.describe import describe_type, dump_toml_or_repr
-from drawloom.graph.types.port_match import implements
+from drawloom.graph.types.port_match import implements, implements_any
 from drawloom.graph.wiring.graph import Graph
 from drawloom.graph.wiring.node import Node
 
@@ -39,15 +39,15 @@ def find_fitting_components(registry: Registry, graphs: Iterable[Graph], name: s
     The incoming edges of a node determine which components fit. In a sequence such as phases, a component must also
     write and change the same values. A group stands for its members.
     """
-    specs, ports = _collect_specs(registry), {}
+    specs, ports = registry.specs(), {}
     if not (required_roles := [role for graph in graphs for role in find_replacement_conditions(graph, name)]):
-        ports = collect_field_ports(specs.values())
+        ports = collect_field_ports(specs)
         if name not in ports:
             known = {part for graph in graphs for node in graph.nodes for part in (node, node.partition(".")[0])}
             hint = did_you_mean(name, known | ports.keys())
             raise UserError(f"no shipped recipe has a node [{name}], and there is no such port; {hint}".rstrip("; "), 2)
         required_roles = [lambda spec: implements(spec.cls, ports[name])]
-    return {use: spec for use, spec in specs.items() if all(role(spec) for role in required_roles)}
+    return {spec.use: spec for spec in specs if all(role(spec) for role in required_roles)}
 
 
 def format_fitting_components(fitting: Mapping[str, Spec], name: str) -> str:
@@ -69,14 +69,14 @@ class PortListing:
 
 def list_ports(registry: Registry) -> list[PortListing]:
     """Return the ports used by component fields."""
-    specs = _collect_specs(registry)
+    specs = registry.specs()
     return [
         PortListing(
             name,
             (port.__doc__ or "").strip().partition("\n")[0],
-            [use for use, spec in specs.items() if implements(spec.cls, port)],
+            [spec.use for spec in specs if implements(spec.cls, port)],
         )
-        for name, port in collect_field_ports(specs.values()).items()
+        for name, port in collect_field_ports(specs).items()
     ]
 
 
@@ -84,10 +84,6 @@ def collect_field_ports(specs: Iterable[Spec]) -> dict[str, type]:
     """Return the ports of all fields in these components by name, sorted."""
     ports = {port.__name__: port for spec in specs for field in spec.fields.values() for port in field.ports}
     return dict(sorted(ports.items()))
-
-
-def _collect_specs(registry: Registry) -> dict[str, Spec]:
-    return {use: spec for use in registry.names() if isinstance(spec := registry.find(use), Spec)}
 
 
 def _format_table(rows: Mapping[str, str]) -> str:
@@ -112,7 +108,7 @@ def _make_replacement_condition(node: Node, field: Field) -> Callable[[Spec], bo
 
     def fits(spec: Spec) -> bool:
         produces_same = field.kind != "ordered" or {*spec.traits.flow.writes, *spec.traits.flow.changes} == produced
-        return produces_same and any(implements(spec.cls, port) for port in field.ports)
+        return produces_same and implements_any(spec.cls, field.ports)
 
     return fits
 
@@ -144,8 +140,9 @@ def _format_component(name: str, spec: Spec | Problem) -> Iterator[str]:
 
 def format_field(field: Field) -> str:
     """Format a setting with type, default and documentation, or an edge with its port. Empty for other fields."""
+    doc = f"  ({field.doc})" if field.doc else ""
     if field.kind == "setting":
-        return f"{field.name}: {describe_type(field.type)}{_format_default(field)}{_format_doc(field)}"
+        return f"{field.name}: {describe_type(field.type)}{_format_default(field)}{doc}"
     return f"{field.name} -> {field.target}" if field.is_edge else ""
 
 
@@ -154,7 +151,3 @@ def _format_default(field: Field) -> str:
         return ", required"
     plain = convert_to_toml_types(field.default_value())
     return "" if plain is None else f" = {dump_toml_or_repr(plain)}"
-
-
-def _format_doc(field: Field) -> str:
-    return f"  ({field.doc})" if field.doc else ""

@@ -12,7 +12,7 @@ import attrs
 from drawloom.graph.inspect.listing import find_replacement_conditions, format_field
 from drawloom.graph.inspect.serialize import convert_to_toml_types
 from drawloom.graph.lsp.meaning import Meaning
-from drawloom.graph.lsp.workspace import Workspace
+from drawloom.graph.lsp.workspace import Workspace, find_items
 from drawloom.graph.problems import KeyPath
 from drawloom.graph.recipe.edits import OPERATIONS
 from drawloom.graph.recipe.layers import EDIT, STARTED_IN, Leaf, Table
@@ -60,14 +60,14 @@ def _complete_headers(meaning: Meaning) -> Iterator[Completion]:
     """Yield names for a header: the recipe's tables missing in this document, or in an edit all tables and lists."""
     path = meaning.cursor.path[:-1]
     is_edit = path[:1] == (EDIT,)
-    table = _find_table(meaning, path[1:] if is_edit else path)
+    items = find_items(meaning.graph.recipe, path[1:] if is_edit else path)
     own_keys = () if is_edit else _list_keys_in_document(meaning, path)
-    for name, item in table.items.items() if table else ():
+    for name, item in items.items():
         is_list = is_edit and isinstance(item, Leaf) and isinstance(item.value, list)
         if (isinstance(item, Table) and name not in own_keys) or is_list:
             yield Completion(dump_key(name), "node", _describe_node(meaning, ".".join(map(str, (*path, name)))))
     if not path:
-        known = {*own_keys, *(table.items if table else ())} - {EDIT}  # an edit may have several tables
+        known = {*own_keys, *items} - {EDIT}  # an edit may have several tables
         yield from (Completion(name, "node") for name in ("vars", EDIT) if name not in known)
 
 
@@ -98,23 +98,18 @@ def _complete_edits(meaning: Meaning, path: KeyPath) -> Iterator[Completion]:
     """Yield an edit's operations, and its anchors."""
     if path[-1] in OPERATIONS:
         yield from _complete_elements_of_edited_list(meaning, path[1:-1])
-    elif isinstance(_find_item(meaning, path[1:]), Leaf):
+    elif _find_leaf(meaning, path[1:]):
         yield from (Completion(name, "key") for name in OPERATIONS)
 
 
 def _complete_elements_of_edited_list(meaning: Meaning, path: KeyPath) -> Iterator[Completion]:
     """Yield elements for `remove`, `before` and `after` to name: the list's elements without this document's edits."""
-    leaf = _find_item(meaning, path)
-    for element in _list_elements_before_edits(meaning, leaf) if isinstance(leaf, Leaf) else ():
-        yield Completion(dump_toml(element), "node", _describe_node(meaning, element[1:]))
-
-
-def _list_elements_before_edits(meaning: Meaning, leaf: Leaf) -> list[str]:
-    """Return the strings in a list as the extended recipes write it, without this document's edits."""
-    unedited = leaf.overridden if leaf.layer is meaning.analysis.own and leaf.overridden else leaf
-    return (
-        [element for element in unedited.value if isinstance(element, str)] if isinstance(unedited.value, list) else []
-    )
+    leaf = _find_leaf(meaning, path)
+    if leaf and leaf.layer is meaning.analysis.own and leaf.overridden:
+        leaf = leaf.overridden
+    for element in leaf.value if leaf and isinstance(leaf.value, list) else ():
+        if isinstance(element, str):
+            yield Completion(dump_toml(element), "node", _describe_node(meaning, element[1:]))
 
 
 def _complete_values(workspace: Workspace, meaning: Meaning) -> Iterator[Completion]:
@@ -220,17 +215,10 @@ def _describe_node(meaning: Meaning, name: str) -> str:
     return f"{node.spec.use}: {node.spec.summary}" if node else ""
 
 
-def _find_item(meaning: Meaning, path: KeyPath) -> Leaf | Table | None:
-    """Return the merged value or table at a path, or None."""
-    item: Leaf | Table | None = meaning.graph.recipe.tree
-    for step in path:
-        item = item.items.get(str(step)) if isinstance(item, Table) else None
-    return item
-
-
-def _find_table(meaning: Meaning, path: KeyPath) -> Table | None:
-    item = _find_item(meaning, path)
-    return item if isinstance(item, Table) else None
+def _find_leaf(meaning: Meaning, path: KeyPath) -> Leaf | None:
+    """Return the merged value at a path, or None."""
+    item = find_items(meaning.graph.recipe, path[:-1]).get(str(path[-1])) if path else None
+    return item if isinstance(item, Leaf) else None
 
 
 def _list_keys_in_document(meaning: Meaning, path: KeyPath) -> Iterable[str]:

@@ -9,9 +9,9 @@ import attrs
 
 from drawloom.graph.lsp.cursor import Cursor
 from drawloom.graph.lsp.meaning import Meaning
-from drawloom.graph.lsp.workspace import Workspace
+from drawloom.graph.lsp.workspace import Workspace, find_items, list_files
 from drawloom.graph.problems import RecipeError, UserError
-from drawloom.graph.recipe.layers import EDIT, Table
+from drawloom.graph.recipe.layers import EDIT
 from drawloom.graph.recipe.merged import DIRECTIVES, NAME, VARIABLE, MergedRecipe
 from drawloom.graph.toml.positions import SourceRange
 
@@ -75,7 +75,7 @@ class References:
                 recipes[other] = workspace.project.load(os.path.relpath(other), unsaved=workspace.texts)
             except RecipeError:
                 unread += [other] if symbol[-1] in workspace.text(other) else []
-        layers = {other: _list_files(recipe) for other, recipe in recipes.items()}
+        layers = {other: list_files(recipe) for other, recipe in recipes.items()}
         named = {file: [*find_symbol_ranges(workspace.text(file), symbol)] for file in {path}.union(*layers.values())}
         shared_files, has_grown = {path}, True
         while has_grown:
@@ -85,10 +85,6 @@ class References:
             shared_files, has_grown = shared_files | added, bool(added)
         files = {file: named[file] for file in sorted(shared_files) if named[file]}
         return cls(files, [recipes[other] for other in layers if layers[other] & files.keys()], unread)
-
-
-def _list_files(recipe: MergedRecipe) -> set[Path]:
-    return {Path(layer.source).resolve() for layer in recipe.layers if layer.text is not None}
 
 
 def find_rename_ranges(workspace: Workspace, path: Path, symbol: Symbol, new: str) -> Mapping[Path, list[SourceRange]]:
@@ -109,14 +105,6 @@ def find_rename_ranges(workspace: Workspace, path: Path, symbol: Symbol, new: st
     for file in references.unread:
         raise UserError(f"{old!r} can't be renamed: {os.path.relpath(file)} can't be read, but may name it")
     for recipe in references.recipes:
-        if new in _find_siblings(recipe, symbol):
+        if new in find_items(recipe, symbol[:-1]):
             raise UserError(f"{old!r} can't be renamed: {recipe.source} already has {'.'.join((*symbol[:-1], new))!r}")
     return references.files
-
-
-def _find_siblings(recipe: MergedRecipe, symbol: Symbol) -> Mapping[str, object]:
-    """Return the items beside a symbol in a recipe, by name."""
-    item: object = recipe.tree
-    for part in symbol[:-1]:
-        item = item.items.get(part) if isinstance(item, Table) else None
-    return item.items if isinstance(item, Table) else {}

@@ -3,6 +3,7 @@
 import importlib
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ class RecipeServer(LanguageServer):
 
     def publish_diagnostics(self, path: Path) -> None:
         """Check an open document and send its problems."""
-        if not (self.recipe_workspace.contains(path) and self.recipe_workspace.is_recipe(path)):
+        if not self.recipe_workspace.is_recipe(path):
             return
         diagnostics = [
             self._to_lsp_diagnostic(path, diagnostic) for diagnostic in diagnose(self.recipe_workspace, path)
@@ -109,7 +110,7 @@ class RecipeServer(LanguageServer):
 
     def find_meaning(self, path: Path, position: lsp.Position) -> Meaning | None:
         """Return a position's meaning in an open recipe. None if it has no meaning, or in other files."""
-        if not (self.recipe_workspace.contains(path) and self.recipe_workspace.is_recipe(path)):
+        if not self.recipe_workspace.is_recipe(path):
             return None
         cursor = Cursor.at(self.recipe_workspace.text(path), self.to_offset(path, position))
         return (
@@ -127,24 +128,6 @@ class RecipeServer(LanguageServer):
 def path_from_uri(uri: str) -> Path:
     """Return a document's resolved path."""
     return Path(to_fs_path(uri) or uri).resolve()
-
-
-def make_server(project: Project) -> RecipeServer:
-    """Return a server with handlers for all supported requests."""
-    server = RecipeServer(project)
-    server.feature(lsp.INITIALIZE)(initialize)
-    server.feature(lsp.INITIALIZED)(request_file_events)
-    server.feature(lsp.TEXT_DOCUMENT_DID_OPEN)(did_open)
-    server.feature(lsp.TEXT_DOCUMENT_DID_CHANGE)(did_change)
-    server.feature(lsp.TEXT_DOCUMENT_DID_CLOSE)(did_close)
-    server.feature(lsp.WORKSPACE_DID_CHANGE_WATCHED_FILES)(did_change_files)
-    server.feature(lsp.TEXT_DOCUMENT_HOVER)(show_hover)
-    server.feature(lsp.TEXT_DOCUMENT_COMPLETION, lsp.CompletionOptions(trigger_characters=[*"\"'@$.["]))(complete)
-    server.feature(lsp.TEXT_DOCUMENT_DEFINITION)(find_definition)
-    server.feature(lsp.TEXT_DOCUMENT_REFERENCES)(list_references)
-    server.feature(lsp.TEXT_DOCUMENT_PREPARE_RENAME)(prepare_rename)
-    server.feature(lsp.TEXT_DOCUMENT_RENAME)(make_rename_edits)
-    return server
 
 
 def initialize(server: RecipeServer, params: lsp.InitializeParams) -> None:
@@ -173,27 +156,18 @@ def request_file_events(server: RecipeServer, _params: lsp.InitializedParams) ->
         server.client_register_capability(lsp.RegistrationParams([lsp.Registration("recipes", method, options)]))
 
 
-def did_open(server: RecipeServer, params: lsp.DidOpenTextDocumentParams) -> None:
-    """Check a document when it is opened."""
-    _store_text_and_publish_diagnostics(server, params.text_document.uri, params.text_document.text)
-
-
-def did_change(server: RecipeServer, params: lsp.DidChangeTextDocumentParams) -> None:
-    """Check a changed document, and the documents extending it."""
-    _store_text_and_publish_diagnostics(server, params.text_document.uri, params.content_changes[-1].text)
-
-
-def _store_text_and_publish_diagnostics(server: RecipeServer, uri: str, text: str) -> None:
-    path = path_from_uri(uri)
-    server.uris[path] = uri
-    server.recipe_workspace.texts[path] = text
+def did_open_or_change(server: RecipeServer, path: Path, params: Any) -> None:
+    """Check an opened or changed document, and the documents extending it."""
+    is_opened = isinstance(params, lsp.DidOpenTextDocumentParams)
+    newest = params.text_document if is_opened else params.content_changes[-1]
+    server.uris[path] = params.text_document.uri
+    server.recipe_workspace.texts[path] = newest.text
     server.publish_diagnostics(path)
     server.publish_diagnostics_of_dependents(path)
 
 
-def did_close(server: RecipeServer, params: lsp.DidCloseTextDocumentParams) -> None:
+def did_close(server: RecipeServer, path: Path, params: lsp.DidCloseTextDocumentParams) -> None:
     """Forget a closed document. Other documents see the file again."""
-    path = path_from_uri(params.text_document.uri)
     server.recipe_workspace.texts.pop(path, None)
     server.recipe_workspace.analyses.pop(path, None)
     uri = server.uris.pop(path, params.text_document.uri)
@@ -211,9 +185,8 @@ def did_change_files(server: RecipeServer, params: lsp.DidChangeWatchedFilesPara
         server.publish_diagnostics(path)
 
 
-def show_hover(server: RecipeServer, params: lsp.HoverParams) -> lsp.Hover | None:
+def show_hover(server: RecipeServer, path: Path, params: lsp.HoverParams) -> lsp.Hover | None:
     """Explain the key or value at a position."""
-    path = path_from_uri(params.text_document.uri)
     meaning = server.find_meaning(path, params.position)
     text = describe_token(server.recipe_workspace, meaning) if meaning else ""
     if not meaning or not text:
@@ -223,9 +196,8 @@ def show_hover(server: RecipeServer, params: lsp.HoverParams) -> lsp.Hover | Non
     return lsp.Hover(content, server.to_lsp_range(path, (meaning.cursor.start, meaning.cursor.end)))
 
 
-def complete(server: RecipeServer, params: lsp.CompletionParams) -> lsp.CompletionList:
+def complete(server: RecipeServer, path: Path, params: lsp.CompletionParams) -> lsp.CompletionList:
     """Offer completions at a position. Editors filter them by the typed characters."""
-    path = path_from_uri(params.text_document.uri)
     meaning = server.find_meaning(path, params.position)
     if meaning is None:
         return lsp.CompletionList(is_incomplete=False, items=[])
@@ -244,9 +216,9 @@ def complete(server: RecipeServer, params: lsp.CompletionParams) -> lsp.Completi
     return lsp.CompletionList(is_incomplete=False, items=items)
 
 
-def find_definition(server: RecipeServer, params: lsp.DefinitionParams) -> list[lsp.Location]:
+def find_definition(server: RecipeServer, path: Path, params: lsp.DefinitionParams) -> list[lsp.Location]:
     """Return the locations where the token at a position is defined."""
-    meaning = server.find_meaning(path_from_uri(params.text_document.uri), params.position)
+    meaning = server.find_meaning(path, params.position)
     return (
         [server.to_lsp_location(position) for position in find_definitions(server.recipe_workspace, meaning)]
         if meaning
@@ -254,9 +226,8 @@ def find_definition(server: RecipeServer, params: lsp.DefinitionParams) -> list[
     )
 
 
-def list_references(server: RecipeServer, params: lsp.ReferenceParams) -> list[lsp.Location]:
+def list_references(server: RecipeServer, path: Path, params: lsp.ReferenceParams) -> list[lsp.Location]:
     """Return the locations naming the node or variable at a position, including its tables."""
-    path = path_from_uri(params.text_document.uri)
     symbol = server.find_symbol_at(path, params.position)
     files = References.find(server.recipe_workspace, path, symbol).files if symbol else {}
     return [
@@ -266,9 +237,10 @@ def list_references(server: RecipeServer, params: lsp.ReferenceParams) -> list[l
     ]
 
 
-def prepare_rename(server: RecipeServer, params: lsp.PrepareRenameParams) -> lsp.PrepareRenamePlaceholder | None:
+def prepare_rename(
+    server: RecipeServer, path: Path, params: lsp.PrepareRenameParams
+) -> lsp.PrepareRenamePlaceholder | None:
     """Return the name's range at a position, if it may be renamed."""
-    path = path_from_uri(params.text_document.uri)
     symbol = server.find_symbol_at(path, params.position)
     offset = server.to_offset(path, params.position)
     ranges = [*find_symbol_ranges(server.recipe_workspace.text(path), symbol)] if symbol else []
@@ -280,9 +252,8 @@ def prepare_rename(server: RecipeServer, params: lsp.PrepareRenameParams) -> lsp
     )
 
 
-def make_rename_edits(server: RecipeServer, params: lsp.RenameParams) -> lsp.WorkspaceEdit | None:
+def make_rename_edits(server: RecipeServer, path: Path, params: lsp.RenameParams) -> lsp.WorkspaceEdit | None:
     """Return the edits for renaming a node or variable in all recipes merged with each other."""
-    path = path_from_uri(params.text_document.uri)
     symbol = server.find_symbol_at(path, params.position)
     try:
         files = find_rename_ranges(server.recipe_workspace, path, symbol, params.new_name) if symbol else {}
@@ -295,6 +266,35 @@ def make_rename_edits(server: RecipeServer, params: lsp.RenameParams) -> lsp.Wor
         for file, ranges in files.items()
     }
     return lsp.WorkspaceEdit(edits) if edits else None
+
+
+DOCUMENT_HANDLERS: dict[str, Callable[..., Any]] = {
+    lsp.TEXT_DOCUMENT_DID_OPEN: did_open_or_change,
+    lsp.TEXT_DOCUMENT_DID_CHANGE: did_open_or_change,
+    lsp.TEXT_DOCUMENT_DID_CLOSE: did_close,
+    lsp.TEXT_DOCUMENT_HOVER: show_hover,
+    lsp.TEXT_DOCUMENT_COMPLETION: complete,
+    lsp.TEXT_DOCUMENT_DEFINITION: find_definition,
+    lsp.TEXT_DOCUMENT_REFERENCES: list_references,
+    lsp.TEXT_DOCUMENT_PREPARE_RENAME: prepare_rename,
+    lsp.TEXT_DOCUMENT_RENAME: make_rename_edits,
+}
+
+
+def make_server(project: Project) -> RecipeServer:
+    """Return a server with handlers for all supported requests."""
+    server = RecipeServer(project)
+    server.feature(lsp.INITIALIZE)(initialize)
+    server.feature(lsp.INITIALIZED)(request_file_events)
+    server.feature(lsp.WORKSPACE_DID_CHANGE_WATCHED_FILES)(did_change_files)
+    for method, handler in DOCUMENT_HANDLERS.items():
+
+        def handle(params: Any, handler: Callable[..., Any] = handler) -> Any:
+            return handler(server, path_from_uri(params.text_document.uri), params)
+
+        completes = method == lsp.TEXT_DOCUMENT_COMPLETION
+        server.feature(method, lsp.CompletionOptions(trigger_characters=[*"\"'@$.["]) if completes else None)(handle)
+    return server
 
 
 def serve_language_server(project: Project) -> None:

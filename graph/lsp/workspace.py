@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -10,10 +10,9 @@ from typing import Any
 import attrs
 import tomli
 
-from drawloom.graph.problems import Problem, RecipeError
+from drawloom.graph.problems import KeyPath, Problem, RecipeError
 from drawloom.graph.project import Project
-from drawloom.graph.recipe.layers import STARTED_IN, Layer
-from drawloom.graph.recipe.loading import RecipeFolder
+from drawloom.graph.recipe.layers import STARTED_IN, Layer, Leaf, Table
 from drawloom.graph.recipe.lockfile import LOCK
 from drawloom.graph.recipe.merged import DIRECTIVES, MergedRecipe
 from drawloom.graph.registry.registry import NAME
@@ -60,11 +59,6 @@ class Analysis:
     graph: Graph
     is_overlay: bool
 
-    @property
-    def files(self) -> set[Path]:
-        """The files of the recipe and all its bases."""
-        return {Path(layer.source).resolve() for layer in self.graph.recipe.layers if layer.text is not None}
-
 
 @attrs.define(eq=False, slots=False)
 class Workspace:
@@ -92,12 +86,7 @@ class Workspace:
 
     @cached_property
     def _top_level_names_in_shipped_recipes(self) -> set[str]:
-        names = RecipeFolder(self.project.recipes).names
-        return {name for recipe in names for name in self.project.load(recipe).tree.items}
-
-    def contains(self, path: Path) -> bool:
-        """Return whether a file is in the workspace."""
-        return not self.folders or any(path.is_relative_to(folder) for folder in self.folders)
+        return {name for graph in self.shipped_graphs for name in graph.recipe.tree.items}
 
     def may_rename_in(self, path: Path) -> bool:
         """Return whether a file may be changed: it is open, or in a workspace folder where users write recipes."""
@@ -114,7 +103,13 @@ class Workspace:
             return ""
 
     def is_recipe(self, path: Path) -> bool:
-        """Return whether a TOML file is a recipe, judged by nodes, directives or node names of shipped recipes."""
+        """
+        Return whether a TOML file is a recipe in the workspace.
+
+        It is judged by its nodes, its directives, or the node names of shipped recipes.
+        """
+        if self.folders and not any(path.is_relative_to(folder) for folder in self.folders):
+            return False
         if path in self.analyses:
             return True
         text = self.text(path)
@@ -150,11 +145,13 @@ class Workspace:
     def list_open_dependents(self, path: Path) -> list[Path]:
         """Return the other open recipes extending a file, or without an analysis."""
         known = {other: self.analyses.get(other) for other in self.texts if other != path}
-        return [other for other, analysis in known.items() if analysis is None or path in analysis.files]
+        return [
+            other for other, analysis in known.items() if analysis is None or path in list_files(analysis.graph.recipe)
+        ]
 
     def find_recipes(self) -> Iterator[Path]:
         """Yield the workspace's recipes, open or not, except lock files of runs."""
-        paths = {path for path in self.texts if self.contains(path)}
+        paths = {*self.texts}
         for folder in self.folders:
             for root, folders, files in os.walk(folder):
                 folders[:] = [name for name in folders if not _is_skipped_folder(name)]
@@ -162,6 +159,19 @@ class Workspace:
                 if len(paths) > MAX_RECIPES:
                     break
         return (path for path in sorted(paths) if self.is_recipe(path))
+
+
+def find_items(recipe: MergedRecipe, path: KeyPath) -> Mapping[str, Leaf | Table]:
+    """Return the items by name in the merged table at a path; none if it is no table."""
+    table: Leaf | Table | None = recipe.tree
+    for step in path:
+        table = table.items.get(str(step)) if isinstance(table, Table) else None
+    return table.items if isinstance(table, Table) else {}
+
+
+def list_files(recipe: MergedRecipe) -> set[Path]:
+    """Return the files of a recipe and all its bases."""
+    return {Path(layer.source).resolve() for layer in recipe.layers if layer.text is not None}
 
 
 def _is_skipped_folder(folder: str) -> bool:

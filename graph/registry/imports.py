@@ -17,16 +17,19 @@ NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 @attrs.frozen
 class FileSource:
-    """A Python file with a component named like the file."""
+    """A Python file with a component named like the file, or with several, named `file.component`."""
 
     module: str
     path: Path
 
     def names(self) -> list[str]:
-        return [self.module]
+        names = DECORATED.findall(self.path.read_text("utf-8"))
+        return [self.module] if len(names) == 1 else [f"{self.module}.{name}" for name in names]
 
     def find_candidates(self, use: str) -> list[Candidate]:
-        return [Candidate(self.module, distribution=str(self.path))] if use == self.module else []
+        module, _, attribute = use.partition(".")
+        is_here = use == self.module or (module == self.module and use in self.names())
+        return [Candidate(self.module, attribute, str(self.path))] if is_here else []
 
 
 def find_source_and_extend_sys_path(text: str) -> Source:
@@ -69,5 +72,7 @@ def _find_package_or_module(name: str) -> PackageSource | FileSource | None:
 
 def _require_any_component(source: PackageSource | FileSource) -> Source:
     if isinstance(source, FileSource) and not DECORATED.search(source.path.read_text("utf-8")):
-        raise LookupError(f"{source.path} contains no component; write @component above its class")
+        raise LookupError(
+            f"{source.path} contains no component; write @component above its class, or @reward above a function"
+        )
     return source

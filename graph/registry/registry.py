@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import attrs
 
-from drawloom.graph.problems import Problem, find_nearest
+from drawloom.graph.problems import Problem, RecipeError, find_nearest
 from drawloom.graph.registry.spec import Spec, read_spec
 
 # Lower case only, so that a name means the same file on case-insensitive file systems.
@@ -21,7 +21,8 @@ NAME = re.compile(r"[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)+")
 """Valid names of components: dotted, so that a name can only lead below the folder of its package."""
 
 # Components are listed by searching text: importing every component would take seconds.
-DECORATED = re.compile(r"^@component\b", re.MULTILINE)
+DECORATED = re.compile(r"^@(?:component|reward)\b.*?^(?:class|def) (\w+)", re.MULTILINE | re.DOTALL)
+"""A component: a class, or a function that is a reward."""
 
 
 class Source(Protocol):
@@ -165,10 +166,6 @@ class Registry:
         """Return the registry of components in a package's files and in installed distributions; imports nothing."""
         return cls(PackageSource.from_package(package), EntryPointSource(package))
 
-    def with_source(self, source: Source) -> "Registry":
-        """Return this registry with the components of another source added."""
-        return Registry(self.own, self.installed, (*self.extra, source))
-
     @property
     def package(self) -> str:
         return self.own.package
@@ -197,6 +194,16 @@ class Registry:
             self._specs[use] = self._look_up_uncached(use)
         return self._specs[use]
 
+    def require(self, use: str) -> Spec:
+        """Return the component with this name. Raises RecipeError if there is none."""
+        if isinstance(spec := self.find(use), Problem):
+            raise RecipeError([spec])
+        return spec
+
+    def specs(self) -> list[Spec]:
+        """Return all components without a problem."""
+        return [spec for spec in map(self.find, self.names()) if isinstance(spec, Spec)]
+
     def _look_up_uncached(self, use: str) -> Spec | Problem:
         candidates = self.find_candidates(use)
         if not candidates:
@@ -212,11 +219,10 @@ class Registry:
             names = " and ".join(item.__name__ for item in classes)
             return Problem("DL203", f"{use!r} contains the components {names}", "move every class to a file of its own")
         if not classes:
-            return Problem(
-                "DL203",
-                f"{use!r} is not a component, but {_describe_candidate(candidates[0])}",
-                self._describe_siblings(use),
+            actual = (
+                f"{candidates[0].module}:{candidates[0].attribute}" if candidates[0].installed else "a library module"
             )
+            return Problem("DL203", f"{use!r} is not a component, but {actual}", self._describe_siblings(use))
         try:
             return read_spec(use, classes[0], candidates[0].distribution if candidates[0].installed else "")
         except Exception as error:
@@ -286,7 +292,3 @@ def _belongs_to_installed_package(use: str) -> bool:
     except ValueError:
         return False
     return spec is not None and bool(spec.submodule_search_locations)
-
-
-def _describe_candidate(candidate: Candidate) -> str:
-    return f"{candidate.module}:{candidate.attribute}" if candidate.installed else "a library module"

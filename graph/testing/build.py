@@ -10,7 +10,7 @@ from drawloom.graph.project import Project
 from drawloom.graph.recipe.lockfile import ResolvedRecipe
 from drawloom.graph.recipe.merged import MergedRecipe
 from drawloom.graph.registry.spec import Field, Spec, read_spec
-from drawloom.graph.types.port_match import find_mismatches, implements, join_mismatches
+from drawloom.graph.types.port_match import find_mismatches, implements_any, join_mismatches
 from drawloom.graph.types.structure import ValueConverter
 from drawloom.graph.wiring.node import Node, NodeView
 from drawloom.graph.wiring.settings import SettingsResolver
@@ -46,10 +46,7 @@ def build(component: str | type, /, *, package: str = "drawloom", **values: Any)
 def _find_spec(component: str | type, package: str) -> Spec:
     if isinstance(component, type):
         return read_spec(component.__name__, component)
-    spec = Project.from_package(package).registry.find(component)
-    if isinstance(spec, Problem):
-        raise RecipeError([spec])
-    return spec
+    return Project.from_package(package).registry.require(component)
 
 
 def _is_edge_or_container_field(spec: Spec, key: str) -> bool:
@@ -77,7 +74,7 @@ def _check_edges(spec: Spec, objects: Mapping[str, Any]) -> Iterator[Problem]:
             yield Problem("DL315", text, f"pass {field.name}=fake({field.ports[0].__name__})", spec.use)
         for item in _list_edge_objects(field, objects.get(field.name)):
             cls: type = type(item)
-            if field.is_edge and not any(implements(cls, port) for port in field.ports):
+            if field.is_edge and not implements_any(cls, field.ports):
                 reasons = join_mismatches([reason for port in field.ports for reason in find_mismatches(cls, port)[:2]])
                 ports = " or ".join(port.__name__ for port in field.ports)
                 yield Problem("DL314", f"{field.name} needs {ports}, but {cls.__name__} {reasons}", "", spec.use)

@@ -11,7 +11,7 @@ from drawloom.graph.problems import KeyPath, Problem, did_you_mean
 from drawloom.graph.recipe.layers import Leaf, Table
 from drawloom.graph.recipe.merged import VARIABLE, MergedRecipe
 from drawloom.graph.registry.registry import Registry
-from drawloom.graph.registry.spec import Field, Spec
+from drawloom.graph.registry.spec import Field
 from drawloom.graph.types.describe import describe
 from drawloom.graph.types.port_match import find_mismatches, implements, implements_any, join_mismatches
 from drawloom.graph.wiring.node import Edge, Node, format_path
@@ -275,8 +275,7 @@ class EdgeResolver:
 
     def _list_fitting_components(self, field: Field) -> list[str]:
         """Return the components that implement a field's port, by `use`."""
-        specs = ((use, self.registry.find(use)) for use in self.registry.names())
-        return [use for use, spec in specs if isinstance(spec, Spec) and implements_any(spec.cls, field.ports)]
+        return [spec.use for spec in self.registry.specs() if implements_any(spec.cls, field.ports)]
 
     def report_unnamed_inline_nodes(self) -> None:
         """

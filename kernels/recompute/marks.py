@@ -1,6 +1,6 @@
 """
-Marks of operations for activation checkpointing: which results are cheap to recompute, and which arguments may be kept
-in 8 bits. A pass that recomputes such operations has an active `Recorder`; any other pass ignores the marks.
+Marks of operations for activation checkpointing: results that are cheap to recompute, and arguments that may be kept
+in 8 bits. A pass that recomputes such operations has an active `CallRecorder`; any other pass ignores the marks.
 """
 
 from abc import ABC, abstractmethod
@@ -42,8 +42,8 @@ class RowKernels(Protocol):
         ...
 
 
-class Recorder(ABC):
-    """Context manager for a forward pass, in which marked operations are recorded for the backward pass."""
+class CallRecorder(ABC):
+    """Context manager for a forward pass; marked operations within it are recorded for the backward pass."""
 
     __slots__ = ()
 
@@ -62,11 +62,11 @@ class Recorder(ABC):
         return nullcontext()
 
 
-recorder: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
+recorder: ContextVar[CallRecorder | None] = ContextVar("recorder", default=None)
 """The active recorder, entered by a policy."""
 
 
-def _find_recorder() -> Recorder | None:
+def _find_recorder() -> CallRecorder | None:
     return None if torch.compiler.is_compiling() else recorder.get()
 
 

@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from drawloom.kernels.recompute.marks import mark_as_recomputation
 from drawloom.kernels.recompute.saved_tensors import (
     KeptTensor,
-    Recomputation,
+    RepeatedCall,
     SavedTensor,
     is_trained_leaf_or_transpose,
     unpack,
@@ -37,7 +37,7 @@ def call_with_recomputation(function: Callable[..., Any], *arguments: Any, **nam
         return function(*arguments, **named)
 
 
-class _FunctionRecomputation(Recomputation):
+class _FunctionRecomputation(RepeatedCall):
     """Function call, whose parts are its saved tensors."""
 
     __slots__ = ("_arguments", "_autocast", "_function", "_named", "_random")

@@ -1,4 +1,4 @@
-"""What autograd saves instead of a tensor: a wrapper, readable any number of times."""
+"""Wrappers that autograd saves instead of tensors, readable any number of times."""
 
 from abc import ABC, abstractmethod
 from contextvars import ContextVar, Token
@@ -96,7 +96,7 @@ def _is_parameter_or_view(tensor: Tensor) -> bool:
     return isinstance(tensor, Parameter) or isinstance(tensor._base, Parameter) or is_trained_leaf_or_transpose(tensor)
 
 
-class Recomputation(ABC):
+class RepeatedCall(ABC):
     """Call that can be repeated to compute its tensors; unreferenced tensors are skipped."""
 
     __slots__ = ("parts",)
@@ -139,7 +139,7 @@ class RecomputedTensor(SavedTensor):
 
     __slots__ = ("call", "layout", "tensor")
 
-    def __init__(self, call: Recomputation, tensor: Tensor) -> None:
+    def __init__(self, call: RepeatedCall, tensor: Tensor) -> None:
         self.call = call
         self.layout = get_layout(tensor)
         self.tensor: Tensor | None = None

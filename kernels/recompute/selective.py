@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
-from drawloom.kernels.recompute.marks import Recorder, RowKernels, recorder
-from drawloom.kernels.recompute.saved_tensors import KeptTensor, Recomputation, SavedTensor, get_layout, unpack
+from drawloom.kernels.recompute.marks import CallRecorder, RowKernels, recorder
+from drawloom.kernels.recompute.saved_tensors import KeptTensor, RepeatedCall, SavedTensor, get_layout, unpack
 
 
-class Selective(Recorder):
+class Selective(CallRecorder):
     """
     Context manager that drops the results of cheap operations until the backward pass recomputes them.
 
@@ -34,7 +34,7 @@ class Selective(Recorder):
         self._hooks = saved_tensors_hooks(self._pack, unpack)
 
     def __enter__(self) -> None:
-        self._token: Token[Recorder | None] = recorder.set(self)
+        self._token: Token[CallRecorder | None] = recorder.set(self)
         self._hooks.__enter__()
 
     def __exit__(self, *_: object) -> None:
@@ -194,7 +194,7 @@ def _count_spanned_elements(tensor: Tensor) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-class _OperationRecomputation(Recomputation):
+class _OperationRecomputation(RepeatedCall):
     """Cheap operation's call, whose parts are its results."""
 
     __slots__ = ("_arguments", "_function")

@@ -13,8 +13,9 @@ Train language models from components combined in a recipe.
 several ranks, every rank raises the `UserError` printed by one rank.
 
 `Recipe` is for users who run recipes. Authors of components use `component`, `setting`, its bounds `above`, `at_least`
-and `between`, `port`, `wired`, `Every` and `Ordered`, the interfaces between components in `drawloom.ports`, building
-blocks in `drawloom.models`, and `drawloom.testing`. Names outside `__all__` of these four modules are internal.
+and `between`, `port`, `wired`, `Every` and `Ordered`, `reward` for a function, the interfaces between components in
+`drawloom.ports`, building blocks in `drawloom.models`, and `drawloom.testing`. Names outside `__all__` of these four
+modules are internal.
 """
 
 TYPE_CHECKING = False  # stands for typing.TYPE_CHECKING: importing `typing` takes as long as starting Python
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from drawloom import models as models
     from drawloom import ports as ports
     from drawloom import testing as testing
+    from drawloom.components.rewards.function import reward
     from drawloom.graph.component import Every, Ordered, above, at_least, between, component, port, setting, wired
     from drawloom.graph.problems import Position, Problem, RecipeError, UserError
     from drawloom.graph.project import Recipe
@@ -48,6 +50,7 @@ __all__ = [
     "models",
     "port",
     "ports",
+    "reward",
     "setting",
     "testing",
     "wired",
@@ -61,7 +64,11 @@ if not TYPE_CHECKING:  # otherwise type checkers would accept any attribute
             raise AttributeError(f"module 'drawloom' has no attribute {name!r}")
         from importlib import import_module
 
-        homes = {"Recipe": "graph.project", "Container": "graph.runtime.container"}
+        homes = {
+            "Recipe": "graph.project",
+            "Container": "graph.runtime.container",
+            "reward": "components.rewards.function",
+        }
         if name in ("models", "ports", "testing"):
             return import_module(f"drawloom.{name}")
         globals()[name] = value = getattr(import_module(f"drawloom.{homes.get(name, 'graph')}"), name)

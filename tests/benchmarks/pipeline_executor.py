@@ -24,7 +24,6 @@ from drawloom.components.ports.model import BatchContext, LayerRange, TokenConte
 from drawloom.components.ports.pipeline import create_step_state
 from drawloom.components.ports.program import iterate_actions
 from drawloom.components.ports.stages import Stage
-from drawloom.graph.problems import Problem
 from drawloom.graph.registry.registry import Registry
 from drawloom.kernels.deferred_grads import MatrixProduct
 from drawloom.kernels.linear import linear_eager
@@ -135,10 +134,7 @@ class World:
 
 def measure_drawloom(name: str) -> tuple[int, float, float]:
     """Return the action count of our executor's step, and its least and median microseconds per action."""
-    spec = Registry.from_package("drawloom.components").find(f"pipeline.schedules.{name}")
-    if isinstance(spec, Problem):
-        raise LookupError(spec)
-    schedule = spec.cls()
+    schedule = Registry.from_package("drawloom.components").require(f"pipeline.schedules.{name}").cls()
     owners = schedule.stage_to_rank(RANKS)
     clock = Clock()
     stages = [index for index, owner in enumerate(owners) if owner == RANK]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from drawloom.graph.problems import did_you_mean, find_nearest
-from support.golden import FAULTY
+from support.golden import read_faulty
 
 KNOWN = ["max_norm", "every", "Keep"]
 
@@ -74,7 +74,7 @@ CODES = [code for code, *_ in SECTION.findall(PAGE)]
 
 def read_printed() -> str:
     """Return the output of `check` for all faulty golden recipes."""
-    return "".join(path.read_text("utf-8") for path in FAULTY.glob("*.txt"))
+    return "".join(block.output for block in read_faulty().values())
 
 
 def test_docs_explain_every_code_in_the_source() -> None:

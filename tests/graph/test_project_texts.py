@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from drawloom.graph.cli.main import main
 from drawloom.graph.project import Project
 from drawloom.graph.toml.emit import dump_key, dump_toml
-from support.golden import FAULTY, GOOD
+from support.golden import GOOD, read_faulty
 from support.made_up import recipes
 
 PROJECT = Project.from_package("support.shop")
@@ -25,7 +25,8 @@ PIECES = [
     "__class__", "..", "stores.memory", "pages.plain", "os.system", "small", "../x.toml", "*", "@more.*", "'''\n",
 ]  # fmt: skip
 
-TEXTS = [path.read_text("utf-8") for folder in (FAULTY, GOOD) for path in sorted(folder.glob("*.toml"))]
+TEXTS = [block.recipe for block in read_faulty().values()]
+TEXTS += [path.read_text("utf-8") for path in sorted(GOOD.glob("*.toml"))]
 
 
 def as_toml(data: dict[str, Any]) -> str:

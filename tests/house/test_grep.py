@@ -42,7 +42,7 @@ QUESTIONS = {
     "is there packing?": ("packing", "data/packing/packed_rows.py", "data.md"),
     "how is the MFU computed?": ("mfu", "metrics/utilization.py", "howto/speed.md"),
     "how do I measure perplexity?": ("perplexity", "metrics/perplexity.py", "howto/evaluation.md"),
-    "how do I run lm-eval?": ("lm-eval", "commands/lm_eval.py", "howto/evaluation.md"),
+    "how do I run lm-eval?": ("lm-eval", "commands/models/lm_eval.py", "howto/evaluation.md"),
     "how do I resume?": ("resume", "run/trainer.py", "howto/resume.md"),
     "how do I log to Weights & Biases?": ("weights & biases", "trackers/wandb.py", "howto/trackers.md"),
     "where do CUDA graphs pay?": ("cuda graph", "pipeline/runtime/cuda_graphs.py", "kernels.md"),

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-from drawloom.graph.problems import Problem
 from drawloom.graph.registry.registry import Registry
 
 ROOT = Path(__file__).parents[2]
@@ -12,8 +11,7 @@ CATALOGUE = Registry.from_package("drawloom.components")
 def test_every_file_with_a_component_holds_exactly_one() -> None:
     """Every component is named by its file's path, and has a one-line docstring and documented settings."""
     for name in CATALOGUE.names():
-        spec = CATALOGUE.find(name)
-        assert not isinstance(spec, Problem), spec
+        spec = CATALOGUE.require(name)
         assert spec.summary.endswith("."), f"{name}: the docstring's first line is a sentence"
         assert not [f.name for f in spec.fields.values() if f.kind == "setting" and not f.doc], name
 

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as HuggingFace
 from tokenizers import models, pre_tokenizers, trainers
 
 from drawloom.components.pipeline.program.notation import format_program_csv
-from drawloom.graph.problems import Problem, RecipeError, UserError
+from drawloom.graph.problems import RecipeError, UserError
 from drawloom.graph.project import Recipe
 from drawloom.graph.registry.registry import Registry
 from drawloom.graph.testing import build
@@ -29,8 +29,7 @@ REGISTRY = Registry.from_package("drawloom.components")
 def settings() -> Iterator[tuple[str, str]]:
     """Yield every component's settings, and the keys of their tables."""
     for use in REGISTRY.names():
-        spec = REGISTRY.find(use)
-        assert not isinstance(spec, Problem), spec
+        spec = REGISTRY.require(use)
         for field in (field for field in spec.fields.values() if field.kind == "setting"):
             yield use, field.name
             yield from ((use, f"{field.name}.{key}") for key in _keys(field.type))

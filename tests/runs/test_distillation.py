@@ -59,8 +59,6 @@ unset = ["model"]
 model = { use = "model.auto", path = "runs/teacher/export" }
 """
 MESHES = {
-    "shards": (2, ("mesh.data_shard=2", "batch.micro_size=2")),
-    "stages": (2, ("mesh.pipeline=2", "batch.micro_size=4")),
     "tensor": (2, ("mesh.tensor=2", "batch.micro_size=4", "model.num_key_value_heads=2")),
     "both": (4, ("mesh.pipeline=2", "mesh.data_shard=2", "batch.micro_size=2")),
 }

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from drawloom.components.report.events import read_log
-from support.runs import deterministic_rows, drawloom
+from support.runs import REPORT, deterministic_rows, drawloom
 
 STOPPING = [
     "run",
@@ -12,6 +12,7 @@ STOPPING = [
     "early_stopping.min_change=10",
     "edit.trainer.phases.before.@report=@early_stopping",
     "evaluate.every=2",
+    *REPORT,
 ]
 
 

@@ -17,6 +17,7 @@ import pytest
 
 from drawloom.components.phases.forward_backward import ForwardBackward
 from drawloom.components.ports.run import Step
+from support.forked_children import fork_children
 from support.mutations import put
 from support.processes import RanksFailedError, is_alive, run_ranks
 from support.runs import Outcome, command, drawloom, rows, series, write_corpus
@@ -173,16 +174,8 @@ def test_a_long_first_step_is_not_a_hang(folder: Path) -> None:
 
 
 def _list_workers(agent: int) -> list[int]:
-    """List the child processes that run drawloom."""
-    workers = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parent = int(path.read_text().rpartition(")")[2].split()[1])
-            if parent == agent and b"drawloom" in (path.parent / "cmdline").read_bytes():
-                workers.append(int(path.parent.name))
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-    return workers
+    """List the child processes."""
+    return [int(pid) for pid in Path(f"/proc/{agent}/task/{agent}/children").read_text().split()]
 
 
 def _start_torchrun(
@@ -201,6 +194,19 @@ def _wait_for(path: Path, name: str) -> None:
         time.sleep(0.02)
 
 
+def _kill_worker_of_two_torchruns(folder: Path, options: Sequence[str], words: Sequence[str]) -> tuple[list[int], int]:
+    """Kill the second torchrun's worker after a checkpoint; return how both torchruns end, and the worker."""
+    fork_children()
+    hosts = []
+    for number in "01":
+        with (folder / f"host-{number}").open("wb") as file:
+            hosts.append(_start_torchrun(folder, [*options, number], words, stdout=file, stderr=file))
+    _wait_for(folder / "runs/tiny/checkpoints", "step-*")
+    [worker] = _list_workers(hosts[1].pid)
+    os.kill(worker, signal.SIGKILL)
+    return [host.wait(timeout=60) for host in hosts], worker
+
+
 def test_two_torchruns_are_one_run(folder: Path) -> None:
     """
     Two launchers with one rank each train one run. If a rank is killed, both end and name the rank and its host.
@@ -212,14 +218,11 @@ def test_two_torchruns_are_one_run(folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     options = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}", "--node-rank"]
-    hosts, meshed = [], (*words, "mesh.data_shard=2")
-    for number in "01":
-        with (folder / f"host-{number}").open("wb") as file:
-            hosts.append(_start_torchrun(folder, [*options, number], meshed, stdout=file, stderr=file))
-    _wait_for(folder / "runs/tiny/checkpoints", "step-*")
-    [worker] = _list_workers(hosts[1].pid)
-    os.kill(worker, signal.SIGKILL)
-    assert [host.wait(timeout=60) for host in hosts] == [1, 1]
+    meshed = (*words, "mesh.data_shard=2")
+    [(codes, worker)] = run_ranks(
+        _kill_worker_of_two_torchruns, 1, folder, options, meshed, variables=False, timeout=200
+    )
+    assert codes == [1, 1]
     printed = [(folder / f"host-{number}").read_text("utf-8") for number in "01"]
     assert "2 processes on 2 hosts: data_shard 2" in printed[0]
     # Both ranks are on this machine, so rank 0 may be the first to report it, under its own host name.

@@ -54,7 +54,6 @@ COMMANDS: dict[str, tuple[list[str], int]] = {
     "sweep": (["tiny.toml", "optimizer.lr=1e-3,3e-4", "--dry-run"], 0),
     "tokenize": (["corpus", "--to", "store", "--workers", "1"], 0),
     "verify": ([RUN], 0),
-    "verify-step": ([RUN, "--step", "2"], 0),
     "why": ([RUN, "alike/other", "--recorded"], 0),
 }
 SLOW: dict[str, tuple[list[str], int]] = {  # they start processes of their own

@@ -121,6 +121,11 @@ def _run_forked(folder: Path, words: Sequence[str]) -> "subprocess.CompletedProc
 
 def test_processes_that_were_all_killed_start_again(folder: Path) -> None:
     """The store of the launcher keeps the addresses of the killed ones, to which the new ones do not connect."""
+    run_ranks(_kill_all_and_wait_for_others, 1, folder, timeout=300, variables=False)
+
+
+def _kill_all_and_wait_for_others(folder: Path) -> None:
+    fork_children()
     launch = [sys.executable, "-m", "drawloom", "launch", "--nproc-per-node", "2", "--max-restarts", "1"]
     with _start([*launch, "run", "recipe.toml"], folder) as process:
         _wait_for_step(folder, 1, process)
@@ -235,6 +240,7 @@ def _slurm_script() -> str:
         return script.replace("29500", str(server.getsockname()[1]))
 
 
+@pytest.mark.soak
 def test_the_slurm_script_saves_a_checkpoint_at_sigterm(folder: Path) -> None:
     """The batch shell, which alone gets the signal, forwards it to the tasks of two nodes and waits for them."""
     hosts = "#!/bin/bash\necho 127.0.0.1\n"

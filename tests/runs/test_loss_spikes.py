@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from drawloom.components.checkpoint.reader import load_node_state
-from support.runs import deterministic_rows, drawloom, rows, series, take_back, write_corpus
+from support.runs import REPORT, deterministic_rows, drawloom, rows, series, take_back, write_corpus
 
 GOES_BACK = """
 extends = "tiny.toml"
@@ -32,7 +32,8 @@ def test_a_run_goes_back_past_the_rows_of_spikes(tmp_path: Path) -> None:
     # Rows of bytes that no other text has, with a higher loss.
     (tmp_path / "corpus" / "part20.py").write_bytes(bytes(range(128, 190)).decode("latin-1").encode())
     (tmp_path / "spikes.toml").write_text(GOES_BACK)
-    words = ("spikes.toml", "trainer.steps=30", "checkpoint.every=4", "checkpoint.keep=20", "batch.micro_size=2")
+    words = ["spikes.toml", "trainer.steps=30", "checkpoint.every=4", "checkpoint.keep=20", "batch.micro_size=2"]
+    words.extend(REPORT)
     run, other = tmp_path / "runs/tiny", tmp_path / "runs/other"
     outcome = drawloom(tmp_path, "run", *words)[0]
     assert outcome.code == 0 and outcome.text.count("the run goes back, time ") >= 2, outcome.text

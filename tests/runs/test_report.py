@@ -4,13 +4,13 @@ import json
 import re
 from pathlib import Path
 
-from support.runs import drawloom, rows, run_and_kill, write_corpus
+from support.runs import REPORT, drawloom, rows, run_and_kill, write_corpus
 
 
 def test_a_report_lists_starts_kills_and_resumes(tmp_path: Path) -> None:
     """A killed and resumed run reports both processes, and the command compares several runs in one report."""
     write_corpus(tmp_path)
-    longer = ("run", "tiny.toml", "trainer.steps=60", "checkpoint.every=10")
+    longer = ("run", "tiny.toml", "trainer.steps=60", "checkpoint.every=10", *REPORT)
     assert run_and_kill(tmp_path, "one", *longer, after=25)
     [outcome] = drawloom(tmp_path, *longer, "run.name=one")
     run = tmp_path / "runs/one"
@@ -27,7 +27,7 @@ def test_a_report_lists_starts_kills_and_resumes(tmp_path: Path) -> None:
     [outcome] = drawloom(tmp_path, "report", "runs/one", "runs/two", "corpus", "--to", "both.html")
     both = (tmp_path / "both.html").read_text("utf-8")
     assert outcome.code == 0 and "in both.html" in outcome.text
-    assert "left out: corpus is not a run folder" in outcome.text
+    assert "left out, because they have no run: corpus" in outcome.text
     recipes = both.partition("<h2>Recipes</h2>")[2]
     lines = re.findall(r"<tr><th class=.c\d.>(one|two)</th>(.*?)</tr>", recipes, re.DOTALL)
     assert "<th>optimizer.lr</th>" in recipes and [name for name, _ in lines] == ["one", "two"]

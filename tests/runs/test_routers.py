@@ -59,8 +59,6 @@ every = 3
 steps = 6
 """
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
-    "replicas": (2, ()),
-    "shards": (2, ("mesh.data_replicate=1", "mesh.data_shard=2")),
     "stages that recompute": (
         2,
         (

@@ -29,7 +29,6 @@ from drawloom.components.ports.run import Step
 from drawloom.components.ports.tracking import Value
 from drawloom.components.run.locks import FolderLock
 from drawloom.components.trackers.aim import AimTracker
-from drawloom.components.trackers.aim_repository import AimRun
 from drawloom.graph.project import Project
 from support import cgroups
 from support.audit import Audit
@@ -75,7 +74,7 @@ def _run_with_faults(folder: Path, arguments: Sequence[str]) -> Outcome:
         track(self, step, values, context)
 
     put(AimTracker, "track_in_context", track_with_short_timeout)
-    put(AimRun, "track", hang)
+    put(AimTracker, "_write_values", hang)
     put(profiler, "profile", fail)
     put(Report, "run_phase", count_and_report)
 

@@ -168,13 +168,10 @@ def test_without_copies_or_checkpoints_the_run_begins_anew(folder: Path) -> None
     assert outcomes[0].text.count("is gone") == 1 and "continue" not in outcomes[0].text
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("count", "replica", "words"),
-    [
-        (2, 1, ()),
-        pytest.param(4, 2, ("mesh.data_shard=2",), marks=pytest.mark.soak),
-        pytest.param(2, 1, ("mesh.data_shard=2", "checkpoint.neighbour_every=2"), marks=pytest.mark.soak),
-    ],
+    [(2, 1, ()), (4, 2, ("mesh.data_shard=2",)), (2, 1, ("mesh.data_shard=2", "checkpoint.neighbour_every=2"))],
     ids=["replicas", "replicas of shards", "shards"],
 )
 def test_the_launcher_replaces_lost_workers(folder: Path, count: int, replica: int, words: tuple[str, ...]) -> None:

@@ -1,4 +1,4 @@
-"""`drawloom verify-step` finds a flipped bit in a recorded step."""
+"""`drawloom verify --step` finds a flipped bit in a recorded step."""
 
 import json
 from pathlib import Path
@@ -31,7 +31,7 @@ HASHES = ("listeners.trace.use=checkpoint.phase_hashes",)
 
 def _verify(folder: Path, step: int, code: int) -> dict[str, Any]:
     """Return the JSON about a step."""
-    words = ("verify-step", "runs/tiny", "--step", str(step), *IMPORTS, "--format", "json")
+    words = ("verify", "runs/tiny", "--step", str(step), *IMPORTS, "--format", "json")
     [outcome] = drawloom(folder, *words)
     assert outcome.code == code, outcome.text
     answer: dict[str, Any] = json.loads(outcome.text[outcome.text.index("{\n") :])
@@ -54,5 +54,5 @@ def test_a_flipped_bit_is_found_in_its_step_and_phase(folder: Path) -> None:
     answer = _verify(folder, 4, 0)
     assert (answer["start"], answer["different_step"], answer["metrics"]) == (2, None, [])
     assert answer["compared"] > 100 and answer["deterministic"] is None
-    [outcome] = drawloom(folder, "verify-step", "runs/tiny", "--step", "9", *IMPORTS)
+    [outcome] = drawloom(folder, "verify", "runs/tiny", "--step", "9", *IMPORTS)
     assert outcome.code == 2 and "no record of this step; the last one is step 6" in outcome.text

@@ -1,24 +1,72 @@
-"""The output of `drawloom check` for a recipe, as a user sees it."""
+"""
+Golden recipes and the output of `drawloom check` for them, as a user sees it.
+
+The files of `tests/golden/faulty` are blocks: a line `=== name`, a recipe, `--- ` and its output. Blocks of `bases.txt`
+are recipes that others extend.
+"""
 
 import contextlib
 import io
 import os
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+
+import attrs
 
 from drawloom.graph.cli.main import main, split_off_overrides
 from drawloom.graph.inspect.changes import make_resolved_recipe
 from drawloom.graph.problems import RecipeError
 from drawloom.graph.project import Project
 
-GOLDEN = Path(__file__).parents[1] / "golden"
+ROOT = Path(__file__).parents[2]
+GOLDEN = ROOT / "tests" / "golden"
 FAULTY, GOOD = GOLDEN / "faulty", GOLDEN / "good"
+
+
+@attrs.frozen
+class Block:
+    """A recipe of `tests/golden/faulty`; `output` is empty if others extend it."""
+
+    name: str
+    recipe: str
+    output: str
+
+
+def read_blocks(file: Path) -> list[Block]:
+    """Return the blocks of a file."""
+    texts = file.read_text("utf-8").removeprefix("=== ").split("\n\n=== ")
+    heads = [text.rstrip("\n").partition("\n") for text in texts]
+    recipes = [(name, *f"{text}\n".partition("--- ")) for name, _, text in heads]
+    return [Block(name, recipe, output) for name, recipe, _, output in recipes]
+
+
+def write_blocks(file: Path, blocks: list[Block]) -> None:
+    """Write the blocks of a file."""
+    texts = [f"=== {block.name}\n{block.recipe}--- {block.output}" for block in blocks]
+    file.write_text("\n".join(texts), "utf-8")
+
+
+@cache
+def read_faulty() -> dict[str, Block]:
+    """Return all faulty recipes with an output, by name."""
+    blocks = [block for file in sorted(FAULTY.glob("*.txt")) for block in read_blocks(file)]
+    return {block.name: block for block in blocks if block.output}
+
+
+def write_faulty(folder: Path) -> Path:
+    """Write the faulty recipes, and those that they extend, to a new folder, and return it."""
+    (folder / "bases" / "folder.toml").mkdir(parents=True)
+    (folder / "bases" / "link.toml").symlink_to(ROOT / "README.md")
+    for block in (*read_faulty().values(), *read_blocks(FAULTY / "bases.txt")):
+        (folder / f"{block.name}.toml").write_text(block.recipe, "utf-8")
+    return folder
 
 
 def run_check(recipe: Path) -> str:
     """
-    Return the exit code, and the text written to stderr and stdout.
+    Return the exit code, and the text written to stderr and stdout, in which `$ROOT` is this repository.
 
     First lines such as `# project: shop` and `# arguments: clip.max_norm=0` name another project than drawloom's and
     give the rest of the command line.
@@ -29,7 +77,9 @@ def run_check(recipe: Path) -> str:
             code = main(["check", recipe.name, *_directive(recipe, "arguments").split()], project_of(recipe))
         except SystemExit as error:  # words that are no arguments
             code = int(error.code or 0)
-    return f"exit {code}\n{stderr.getvalue()}{stdout.getvalue()}"
+        printed = stderr.getvalue() + stdout.getvalue()
+        printed = printed.replace(os.path.relpath(ROOT), "$ROOT")
+    return f"exit {code}\n{printed}"
 
 
 def resolve_recipe(recipe: Path) -> str:

@@ -1,5 +1,6 @@
 """Observers for reinforcement learning settings; used by test_settings."""
 
+import json
 import time
 from collections.abc import Sequence
 from contextlib import closing
@@ -11,10 +12,11 @@ import torch
 
 from drawloom.components.data.bytes import Bytes
 from drawloom.components.data.hugging_face_tokenizer import HuggingFaceTokenizer
+from drawloom.components.phases.advantages import Advantages
 from drawloom.components.ports.data import TrainingData, ValidationData
 from drawloom.components.ports.model import LanguageModel
 from drawloom.components.ports.rollouts import Answer, Completions, PolicyBatch, PromptBatch, Prompts, Scored
-from drawloom.components.ports.run import Batching, Events, RunInfo, Step
+from drawloom.components.ports.run import Batching, Events, RunFolder, RunInfo, Step
 from drawloom.graph import Ordered
 from drawloom.graph.project import Recipe
 from drawloom.graph.testing import build, fake
@@ -152,6 +154,23 @@ def advantages_of(use: str, values: Values, _place: Path) -> Any:
     build(use, **values).run_phase(step)
     (batch,) = step.state["batches"]
     return batch.weights.tolist(), batch.advantages.tolist()
+
+
+def record_steps(use: str, values: Values, place: Path) -> Any:
+    """Record five steps with two completions, and return the numbers of completions by step."""
+    place.mkdir(exist_ok=True)
+    one, tokens = torch.ones(2, dtype=torch.int64), torch.zeros(2, 2, dtype=torch.int64)
+    completions = Completions(tokens, one, one + 1, torch.zeros(2, 2), torch.zeros(2, 2), one > 0)
+    totals = torch.zeros(2, dtype=torch.float64)
+    record = build(use, folder=fake(RunFolder, folder=place), mesh=SingleRankMesh(), tokenizer=Bytes(), **values)
+    for index in range(1, 6):
+        step = Step(index, 5)
+        step.state["rollouts"] = [Scored(completions, 2, ("r",), totals[:, None], totals)]
+        Advantages().run_phase(step)
+        record.run_phase(step)
+    record.close()
+    lines = map(json.loads, (place / "rollouts.jsonl").read_text("utf-8").splitlines())
+    return {line["step"]: len(line["completions"]) for line in lines}
 
 
 class Ends:

@@ -508,7 +508,7 @@ def tracker_calls(use: str, values: Values, folder: Path) -> Any:
         "mlflow": {"folder": fake(RunFolder, folder=folder), "job": fake(RunInfo, **JOB)},
         "trackio": {"job": fake(RunInfo, **JOB)},
     }
-    loaded = mock.patch(f"drawloom.components.trackers.{name}.import_{name}", create=True)
+    loaded = mock.patch(f"drawloom.components.trackers.{name}.import_tracker_package", create=True)
     with mock.patch.object(background, "Background") as background_class, loaded as load:
         with open_node(build(use, mesh=SingleRankMesh(), **edges[name], **values)) as tracker:
             tracker.rewind(0)
@@ -538,11 +538,19 @@ OWN = ("id", "dir", "settings")
 
 
 def aim_calls(use: str, values: Values, folder: Path) -> Any:
-    """Return the queue's size, and the timeout for Aim."""
-    with mock.patch.multiple(aim, import_aim=mock.DEFAULT, AimRun=mock.DEFAULT, Background=mock.DEFAULT) as doubles:
+    """Return the queue's size, the timeout for Aim, and the arguments for its repository and run."""
+    with mock.patch.object(aim, "import_aim") as load, mock.patch.object(background, "Background") as background_class:
+        (folder / ".aim").mkdir(parents=True)
         edges = {"folder": fake(RunFolder, folder=folder), "mesh": SingleRankMesh(), "job": fake(RunInfo, **JOB)}
-        with open_node(build(use, **edges, **values)):
-            background = doubles["Background"]
-            _, location, *options = doubles["AimRun"].call_args.args
-            queue_size, timeout = background.call_args.args[1], background.return_value.run_and_wait.call_args.args[1]
-            return queue_size, timeout, location.is_remote, options
+        with open_node(build(use, **edges, **values)) as tracker:
+            wait = background_class.return_value.run_and_wait
+            wait.call_args.args[0]()
+            tracker.rewind(0)
+            with mock.patch.multiple(aim, read_stored_run_id=mock.DEFAULT, store_run_id=mock.DEFAULT):
+                wait.call_args.args[0]()
+            address, options = (
+                load.return_value.Repo.from_path.call_args.args[0],
+                load.return_value.Run.call_args.kwargs,
+            )
+            del options["repo"]  # the mock
+            return background_class.call_args.args[1], wait.call_args.args[1], "://" in address, options

@@ -53,7 +53,6 @@ from drawloom.components.ports.program import Program
 from drawloom.components.ports.run import Step
 from drawloom.components.ports.stages import Recompute
 from drawloom.components.stages.materialized import MaterializedStages
-from drawloom.graph.problems import Problem
 from drawloom.graph.registry.registry import Registry
 from support.adapted import lora
 from support.joined import join_processes
@@ -100,9 +99,7 @@ class FreezeAllButNorms(StageFeature):
 
 def schedule(name: str, **settings: Any) -> Any:
     """Build a schedule by the last part of its name."""
-    spec = Registry.from_package("drawloom.components").find(f"pipeline.schedules.{name}")
-    assert not isinstance(spec, Problem), spec
-    return spec.cls(**settings)
+    return Registry.from_package("drawloom.components").require(f"pipeline.schedules.{name}").cls(**settings)
 
 
 @attrs.frozen

@@ -17,6 +17,20 @@ from drawloom.components.kernels.choosing import OPERATIONS, load_implementation
 from drawloom.graph.project import Project
 from drawloom.graph.types.port_match import implements_any
 
+LATE = (
+    "components.checkpoint.reader",
+    "components.checkpoint.saves",
+    "components.data.auto_tokenizer",
+    "components.data.store.build",
+    "components.data.text_files",
+    "components.distributed.launched_ranks",
+    "components.export.hf_writer",
+    "components.parallel.fsdp",
+    "components.sampling.generate",
+    "graph.cli.commands.training.run",
+)
+"""Modules that most runs import late."""
+
 if "PYTHONPATH" in os.environ:
     sys.path[:] = os.environ.pop("PYTHONPATH").split(os.pathsep)
 import_module("torch._dynamo")  # takes a second of its own
@@ -37,8 +51,10 @@ with suppress(Exception):  # the test of a broken component reports it
         implements_any(cls, field.ports)  # is cached, as for the container of every run
 for operation in OPERATIONS:
     load_implementation(operation, "eager")  # as every run does on a CPU
-for name in ("_strptime", "drawloom.components.data.text_files"):  # which most runs import later
+for name in ("_strptime", "torch.profiler._cupti_monitor"):  # which most runs import later
     import_module(name)
+for name in LATE:
+    import_module(f"drawloom.{name}")
 gc.freeze()  # no collection of a forked process walks through, and copies, what all of them share
 gc.set_threshold(10_000)  # of 700, every 25th second of a rank would pass in collections
 os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # a thread that wakes preempts none that holds its lock

@@ -14,7 +14,7 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.commands._replay import MACHINE_METRICS
+from drawloom.components.commands.runs._replay import MACHINE_METRICS
 from drawloom.components.distributed.torchrun import create_rank_console
 from drawloom.components.storage.step_log import CHECKSUM
 from drawloom.graph.cli.main import main
@@ -24,6 +24,7 @@ from support.processes import RanksFailedError, run_ranks
 SOURCE = str(Path(__file__).parents[2] / "src")
 TINY = """
 extends = "first_run"
+unset = ["html_report"]
 
 [run]
 name = "tiny"
@@ -64,13 +65,17 @@ keep = 2
 
 [trainer]
 steps = 10
+on_finish = ["@export", "@sample"]
 
 [sample]
-tokens = 8
+tokens = 4
 
 [listeners.logging]
 use = "listeners.logging"
 """
+
+REPORT = ("html_report.use=report.html", "trainer.on_finish=['@export', '@sample', '@html_report']")
+"""Words for a tiny run with a report, whose drawings take longer than some runs."""
 
 QWEN3 = """
 [model]

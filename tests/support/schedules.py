@@ -4,10 +4,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from drawloom.components.pipeline.program.lowering import lower_to_rank_program
-from drawloom.components.pipeline.program.notation import format_program
+from drawloom.components.pipeline.program.notation import parse_action
 from drawloom.components.ports.pipeline import Schedule
 from drawloom.components.ports.program import Action, Overlap, Program, RankProgram
-from drawloom.graph.problems import Problem
 from drawloom.graph.registry.registry import Registry
 
 FOLDER = "pipeline.schedules."
@@ -15,18 +14,26 @@ CATALOGUE = Registry.from_package("drawloom.components")
 NAMES = [name.removeprefix(FOLDER) for name in CATALOGUE.names() if name.startswith(FOLDER)]
 
 
+def parse_program(text: str) -> Program:
+    """Parse a program in `format_program`'s format; ValueError if the text is not a program."""
+    rows = [row.partition(":")[2] for row in text.splitlines() if row.strip()]
+    return Program.from_rank_programs([[parse_action(word) for word in row.split()] for row in rows])
+
+
+def format_program(program: Program) -> str:
+    """Return a program as text with a row per rank, such as `0: 0F0 0F1 0B0`."""
+    return "".join(f"{rank}: {' '.join(map(str, program.rank_program(rank)))}\n" for rank in range(program.ranks))
+
+
 def schedule(name: str, **settings: Any) -> Schedule:
     """Return a schedule by the last part of its name."""
-    spec = CATALOGUE.find(FOLDER + name)
-    assert not isinstance(spec, Problem), spec
-    made: Schedule = spec.cls(**settings)
+    made: Schedule = CATALOGUE.require(FOLDER + name).cls(**settings)
     return made
 
 
 def variants(name: str, max_stages: int = 4) -> Iterator[Schedule]:
     """Yield a schedule with each number of stages on a rank, and each value of its settings."""
-    spec = CATALOGUE.find(FOLDER + name)
-    assert not isinstance(spec, Problem), spec
+    spec = CATALOGUE.require(FOLDER + name)
     if "trials" in spec.fields:
         # A short search, for speed; with little memory no published schedule fits.
         yield from (schedule(name, trials=8, memory=memory) for memory in (None, 1.5))

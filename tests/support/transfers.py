@@ -92,3 +92,9 @@ class DelayedTransfers:
                     target.copy_(source)
                 copy.state, copy.copies = "done", ()
                 queue.popleft()
+
+
+class NoWaits(DelayedTransfers):
+    """Transfers that do not let computation wait for an arrival."""
+
+    def make_computation_wait(self, ticket: Ticket) -> None: ...

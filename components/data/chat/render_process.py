@@ -2,16 +2,17 @@
 Process for rendering chat templates like transformers, with limited memory.
 
 A template is untrusted data. Jinja2's sandbox keeps it from Python, but bounds neither memory nor time: this
-process bounds memory, its parent bounds time. The input is JSON lines: first the templates by name, their special
-tokens and their date, then rendering lists. This file is run by its path and imports neither drawloom nor torch.
+process bounds memory, its parent bounds time. The input is JSON: first the templates by name, their special tokens and
+their date, then rendering lists. This file is run by its path and imports neither drawloom nor torch.
 """
 
 import json
 import re
 import resource
 import sys
-from collections.abc import Callable
+from contextlib import suppress
 from datetime import datetime
+from multiprocessing.connection import Connection
 from typing import Any
 
 MAX_MEMORY = 2**29
@@ -102,30 +103,24 @@ def render_request(
     return {"text": text}
 
 
-def serve_rendering_requests(read: Callable[[], bytes], write: Callable[[bytes], Any]) -> None:
+def serve_rendering_requests(pipe: Connection) -> None:
     """Read the templates and confirm them, or answer with an error; then answer rendering lists until the end."""
-    opening = json.loads(read())
+    opening = json.loads(pipe.recv_bytes())
     try:
         sandbox = create_sandboxed_environment(opening["date"])
         templates = {name: sandbox.from_string(text) for name, text in opening["templates"].items()}
-        answer: dict[str, Any] = {"ready": True}
+        answer: Any = {"ready": True}
     except Exception as error:  # a template can raise anything when it is parsed
         answer = {"error": f"{error}"[:500]}
-    write(json.dumps(answer).encode() + b"\n")
-    while line := read():
-        answers = [render_request(templates, request, opening["special_tokens"]) for request in json.loads(line)]
-        write(json.dumps(answers).encode() + b"\n")
+    with suppress(EOFError):
+        while True:
+            pipe.send_bytes(json.dumps(answer).encode())
+            requests = json.loads(pipe.recv_bytes())
+            answer = [render_request(templates, request, opening["special_tokens"]) for request in requests]
 
 
 if __name__ == "__main__":
     import jinja2.sandbox  # noqa: F401 - before the limit, which is meant for the template
 
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
-    output = sys.stdout.buffer
-
-    def write_and_flush(line: bytes) -> None:
-        """Write a line, and flush it."""
-        output.write(line)
-        output.flush()
-
-    serve_rendering_requests(sys.stdin.buffer.readline, write_and_flush)
+    serve_rendering_requests(Connection(int(sys.argv[1])))

@@ -3,12 +3,10 @@
 import datetime
 import importlib.util
 import json
-import os
-import select
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +38,7 @@ class ChatTemplate:
     date: str | None = None
     seconds: float = TIMEOUT
     _process: Any = attrs.field(init=False, default=None)
-    _buffer: bytes = attrs.field(init=False, default=b"")
+    _pipe: Any = attrs.field(init=False, default=None)
 
     def open(self) -> None:
         """Start the process, if no rendering has started it. Raises UserError if the template is invalid."""
@@ -52,11 +50,12 @@ class ChatTemplate:
         if importlib.util.find_spec("jinja2") is None:
             raise UserError("chat templates need the package jinja2; pip install 'drawloom[chat]'")
         # -I: neither the environment nor the current directory can change its imports.
-        command = [sys.executable, "-I", render_process.__file__]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        os.set_blocking(self._process.stdout.fileno(), False)
+        self._pipe, child_end = Pipe()
+        command = [sys.executable, "-I", render_process.__file__, str(child_end.fileno())]
+        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[child_end.fileno()])
+        child_end.close()
         opening = {"templates": dict(self.texts), "special_tokens": dict(self.special_tokens), "date": self.date}
-        answer = self._send_request_and_wait_for_answer(opening, 60.0)
+        answer = self._ask(opening, 60.0)
         if "error" in answer:
             self.close()
             raise UserError(
@@ -72,7 +71,8 @@ class ChatTemplate:
         """Kill the process."""
         if self._process is not None:
             self._process.kill()
-            self._process.communicate()
+            self._process.wait()
+            self._pipe.close()
             self._process = None
 
     def render(self, requests: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -83,7 +83,7 @@ class ChatTemplate:
         """
         if self._process is None:
             self.open()
-        answers = self._send_request_and_wait_for_answer(requests, self.seconds)
+        answers = self._ask(requests, self.seconds)
         for answer in answers:
             if "error" in answer:
                 raise RenderError(answer["error"])
@@ -96,35 +96,19 @@ class ChatTemplate:
         (text,) = self.render([make_request(messages, tools, prompt)])
         return text
 
-    def _send_request_and_wait_for_answer(self, request: Any, seconds: float) -> Any:
+    def _ask(self, request: Any, seconds: float) -> Any:
         """
         Send a request to the process, and return its answer. Raises UserError if it dies, or takes over `seconds`.
         """
         try:
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
-            self._process.stdin.flush()
-            return json.loads(self._read_answer_line(time.monotonic() + seconds))
-        except (BrokenPipeError, EOFError) as error:
+            self._pipe.send_bytes(json.dumps(request).encode())
+            if self._pipe.poll(seconds):
+                return json.loads(self._pipe.recv_bytes())
+        except (EOFError, OSError) as error:
             self.close()
             raise UserError("the process that renders the chat template has died; use another template") from error
-        except TimeoutError as error:
-            self.close()
-            text = f"the chat template takes more than {seconds:g} s for a conversation; use another template"
-            raise UserError(text) from error
-
-    def _read_answer_line(self, deadline: float) -> bytes:
-        """
-        Read a line from the process, until `deadline` (time.monotonic). Raises TimeoutError, or EOFError if it ends.
-        """
-        stream = self._process.stdout
-        while b"\n" not in self._buffer:
-            if not select.select([stream], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                raise TimeoutError
-            if not (read := stream.read(2**20)):
-                raise EOFError
-            self._buffer += read
-        line, _, self._buffer = self._buffer.partition(b"\n")
-        return line
+        self.close()
+        raise UserError(f"the chat template takes more than {seconds:g} s for a conversation; use another template")
 
 
 def make_request(

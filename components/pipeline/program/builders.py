@@ -31,6 +31,11 @@ def list_stages_of_rank(rank: int, stage_to_rank: tuple[int, ...]) -> list[int]:
     return [stage for stage, owner in enumerate(stage_to_rank) if owner == rank]
 
 
+def index_stages_on_ranks(stage_to_rank: tuple[int, ...]) -> list[int]:
+    """Return the position of every stage among its rank's stages, from 0."""
+    return [stage_to_rank[:stage].count(rank) for stage, rank in enumerate(stage_to_rank)]
+
+
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
@@ -99,13 +104,19 @@ def build_program(
 
 
 class OpCodeSchedule(ABC):
-    """Schedule whose ranks build their op codes independently; `backward_newest_first` reverses backward passes."""
+    """
+    Schedule whose ranks build their op codes independently.
+
+    Stages are in a loop, or with `in_vee` in a V. `backward_newest_first` reverses backward passes.
+    """
 
     backward_newest_first: ClassVar[bool] = False
+    in_vee: ClassVar[bool] = False
+    stages_per_rank: int = 1
 
-    @abstractmethod
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
         """Return the stages' ranks."""
+        return assign_stages_in_vee(ranks) if self.in_vee else assign_stages_in_loop(ranks, self.stages_per_rank)
 
     @abstractmethod
     def build_rank_op_codes(self, rank: int, ranks: int, microbatches: int) -> OpCodes:

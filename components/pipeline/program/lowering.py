@@ -87,12 +87,7 @@ def insert_shard_actions(
     """
     before: dict[int, list[Action]] = defaultdict(list)
     after: dict[int, list[Action]] = defaultdict(list)
-    positioned = [
-        (position, part)
-        for position, item in enumerate(rank_program)
-        for part in iterate_actions([item])
-        if part.op in OPS
-    ]
+    positioned = _list_computes_with_positions(rank_program)
     computes = sorted({position for position, _ in positioned})
     first = {part.stage: (position, part.microbatch) for position, part in reversed(positioned)}
     last = {part.stage: (position, part) for position, part in positioned}
@@ -111,6 +106,12 @@ def insert_shard_actions(
     return [
         action for position, item in enumerate(rank_program) for action in (*before[position], item, *after[position])
     ]
+
+
+def _list_computes_with_positions(rank_program: RankProgram) -> list[tuple[int, Action]]:
+    """Return a rank's compute actions, also those in overlaps, with their positions in its program."""
+    parts = ((position, part) for position, item in enumerate(rank_program) for part in iterate_actions([item]))
+    return [(position, part) for position, part in parts if part.op in OPS]
 
 
 MIN_GAP = 2
@@ -143,12 +144,7 @@ def insert_offload_actions(rank_program: RankProgram, offloaded_stages: Set[int]
     """
     before: dict[int, list[Action]] = defaultdict(list)
     after: dict[int, list[Action]] = defaultdict(list)
-    positioned = [
-        (position, part)
-        for position, item in enumerate(rank_program)
-        for part in iterate_actions([item])
-        if part.op in OPS
-    ]
+    positioned = _list_computes_with_positions(rank_program)
     for start, end in pair_offloaded_forward_and_backward([part for _, part in positioned], offloaded_stages):
         position, part = positioned[start]
         after[position].append(Action(part.stage, "OFFLOAD", part.microbatch))

@@ -1,4 +1,4 @@
-"""Text formats for programs: rows like `3F7`, and `torch.distributed.pipelining`'s CSV format."""
+"""Text formats for actions, like `3F7`, and `torch.distributed.pipelining`'s CSV format for programs."""
 
 import csv
 import io
@@ -20,22 +20,6 @@ def _parse_single_action(text: str) -> Action:
     if match is None:
         raise ValueError(f"{text!r} is not an action; write such as 3F7: stage, op (F, B, I or W) and microbatch")
     return Action(int(match[1]), match[2], int(match[3]))  # type: ignore[arg-type]
-
-
-def parse_program(text: str) -> Program:
-    """Parse a program in `format_program`'s format; ValueError if the text is not a program."""
-    return Program.from_rank_programs(
-        [_parse_rank_program(row.partition(":")[2]) for row in text.splitlines() if row.strip()]
-    )
-
-
-def _parse_rank_program(text: str) -> RankProgram:
-    return [parse_action(word) for word in text.split()]
-
-
-def format_program(program: Program) -> str:
-    """Return a program as text with a row per rank, such as `0: 0F0 0F1 0B0`."""
-    return "".join(f"{rank}: {' '.join(map(str, program.rank_program(rank)))}\n" for rank in range(program.ranks))
 
 
 OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")

@@ -8,8 +8,8 @@ are simulated.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence, Set
-from itertools import combinations
+from collections.abc import Sequence, Set
+from itertools import compress
 
 import attrs
 import numpy as np
@@ -17,7 +17,7 @@ import numpy as np
 from drawloom.components.pipeline.program.list_scheduling import ROUNDING
 from drawloom.components.pipeline.program.lowering import pair_offloaded_forward_and_backward
 from drawloom.components.pipeline.program.partition import FittedProgram, ModelSlices
-from drawloom.components.pipeline.program.recomputation import MAX_INDEPENDENT_STAGES, Floats
+from drawloom.components.pipeline.program.recomputation import Floats, list_stage_choices
 from drawloom.components.pipeline.simulation.simulator import simulate
 from drawloom.components.ports.program import Action
 
@@ -36,11 +36,12 @@ def offload_until_fit(
     offloaded = set[int]()
     for rank in range(fitted.program.ranks):
         actions = [fitted.program.action(row) for row in range(*fitted.program.bounds[rank : rank + 2])]
-        choices = sorted(_list_choices_of_offloaded_stages(actions), key=lambda stages: float(seconds[[*stages]].sum()))
+        stages = sorted({action.stage for action in actions}, reverse=True)
+        choices = [frozenset(compress(stages, chosen)) for chosen in list_stage_choices((False, True), len(stages))]
         fitting = (
-            stages
-            for stages in choices
-            if _compute_peak(actions, stages, merged.activations, merged.pending) <= limit * (1 + ROUNDING)
+            choice
+            for choice in sorted(choices, key=lambda choice: float(seconds[[*choice]].sum()))
+            if _compute_peak(actions, choice, merged.activations, merged.pending) <= limit * (1 + ROUNDING)
         )
         if (chosen := next(fitting, None)) is None:
             return attrs.evolve(fitted, makespan=math.inf)
@@ -48,14 +49,6 @@ def offload_until_fit(
     program = attrs.evolve(fitted.program, recompute=(), offloaded=frozenset(offloaded))
     table = attrs.evolve(slices.compute_cost_table(fitted.sizes), offload_by_stage=seconds)
     return attrs.evolve(fitted, program=program, makespan=simulate(program, table).makespan)
-
-
-def _list_choices_of_offloaded_stages(actions: Sequence[Action]) -> Iterator[frozenset[int]]:
-    """Yield a rank's choices of offloaded stages: all subsets of a few, or none and all of them."""
-    stages = sorted({action.stage for action in actions})
-    counts = range(len(stages) + 1) if len(stages) <= MAX_INDEPENDENT_STAGES else (0, len(stages))
-    for count in counts:
-        yield from map(frozenset, combinations(stages, count))
 
 
 def _compute_peak(actions: Sequence[Action], offloaded: Set[int], activations: Floats, pending: Floats) -> float:

@@ -15,13 +15,14 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
+from drawloom.components.pipeline.program.builders import index_stages_on_ranks
 from drawloom.components.pipeline.program.list_scheduling import ROUNDING, SchedulingTask
 from drawloom.components.pipeline.program.recomputation import (
     ONE_OF,
     LiveMicrobatches,
     RecomputeCosts,
     RecomputeOptions,
-    list_option_combinations,
+    list_stage_choices,
 )
 from drawloom.components.pipeline.program.timing import BatchedTiming, CostTable
 from drawloom.components.ports.program import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Program
@@ -72,9 +73,9 @@ class ModelSlices:
         """Yield a partition's scheduling tasks by choice of recompute policies; the first recomputes nothing."""
         table = self.compute_cost_table(sizes)
         options, stages = self.list_recompute_options([sizes]), range(len(sizes))
-        local = [stage_to_rank[:stage].count(rank) for stage, rank in enumerate(stage_to_rank)]
-        for way in list_option_combinations(len(options.policies), 1 + max(local)):
-            chosen = way[local], 0, stages
+        local = index_stages_on_ranks(stage_to_rank)
+        for way in list_stage_choices(range(len(options.policies)), 1 + max(local)):
+            chosen = [way[position] for position in local], 0, stages
             costs = attrs.evolve(
                 table, lengths=_add_recompute_seconds_to_backward(table.lengths, options.again[chosen])
             )

@@ -6,9 +6,9 @@ within its memory, the one with the shortest backward passes. Korthikanti et al.
 Large Transformer Models", MLSys 2023, choose by layer in the same way, equally on every rank.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby, product
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import attrs
 import numpy as np
@@ -19,6 +19,7 @@ from drawloom.components.ports.stages import Recompute
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Option = TypeVar("Option")
 
 SELECTIVE = 0.06
 """Approximate part of a forward pass that "selective" repeats: Qwen3-0.6B keeps 98 % of its speed."""
@@ -27,7 +28,7 @@ ONE_OF = (1, 2, 3, 4, 6, 8)
 """Numbers n of which every n-th block may be recomputed."""
 
 MAX_INDEPENDENT_STAGES = 2
-"""A rank with more stages uses one policy for all of them."""
+"""A rank with more stages has one option, such as a recompute policy, for all of them."""
 
 
 def estimate_recomputed_forward_fraction(policy: Recompute) -> float:
@@ -91,7 +92,7 @@ class RecomputeOptions:
             nothing, partitions = np.zeros((1, len(rank.stages)), dtype=np.int64), np.arange(len(self.pending))
             over = np.flatnonzero(self._compute_peaks(rank, nothing, partitions)[0] > limit)
             if len(over) and len(self.policies) > 1:
-                tried = list_option_combinations(len(self.policies), len(rank.stages))
+                tried: Ints = np.array(list_stage_choices(range(len(self.policies)), len(rank.stages)))
                 more = self.again[tried[..., None], over, rank.stages[:, None]].sum(1)
                 more[self._compute_peaks(rank, tried, over) > limit] = np.inf
                 best = more.argmin(0)
@@ -109,15 +110,11 @@ class RecomputeOptions:
         return peaks
 
 
-def list_option_combinations(options: int, stages: int) -> Ints:
-    """
-    Return all choices for a rank (ways, stages), as option indices by stage; the first recomputes nothing.
-
-    A rank with more than MAX_INDEPENDENT_STAGES has one option for all its stages.
-    """
+def list_stage_choices(options: Iterable[Option], stages: int) -> list[tuple[Option, ...]]:
+    """Return a rank's choices of an option by stage, the first option for all stages first."""
     if stages > MAX_INDEPENDENT_STAGES:
-        return np.repeat(np.arange(options)[:, None], stages, axis=1)
-    return np.array(list(product(range(options), repeat=stages)))
+        return [(option,) * stages for option in options]
+    return list(product(options, repeat=stages))
 
 
 @attrs.frozen(eq=False)

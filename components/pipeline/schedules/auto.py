@@ -51,6 +51,7 @@ from drawloom.components.pipeline.schedules.zero_bubble_v import ZeroBubbleV
 from drawloom.components.ports.pipeline import Schedule
 from drawloom.components.ports.program import FORWARD, OPS, Program
 from drawloom.graph import UserError, above, at_least, between, component, setting
+from drawloom.graph.component import Bound, Check
 
 
 def list_published_schedules(stages_per_rank: int) -> list[Schedule]:
@@ -77,14 +78,21 @@ Cost = float | Sequence[float]
 """Cost of a slice: its times of F, B, I and W, or a factor of the times of a slice of cost 1."""
 
 
-def _describe_activations_fault(values: list[float]) -> str | None:
-    return None if all(value > 0 for value in values) else f"{min(values)} is not above 0"
+def _check_each(bound: Bound, *, may_be_empty: bool = True) -> Check:
+    """Return a check for a number, or for every number in a list."""
+
+    def find_fault(values: float | Sequence[float] | None) -> str | None:
+        numbers = _list_cost_numbers(() if values is None else values)
+        if not numbers and not may_be_empty and values is not None:
+            return "the list is empty; write a number, or one for each slice"
+        return next(filter(None, map(bound, numbers)), None)
+
+    return find_fault
 
 
 def _describe_slices_fault(values: Sequence[Cost]) -> str | None:
-    small = [least for cost in values if (least := min(_list_cost_numbers(cost), default=1.0)) <= 0]
-    faults = [fault for cost in values if (fault := _describe_cost_fault(cost))]
-    return next(iter(faults), None) or (f"{small[0]} is not above 0" if small else None)
+    faults = (_describe_cost_fault(cost) or _check_each(above(0))(cost) for cost in values)
+    return next(filter(None, faults), None)
 
 
 def _describe_cost_fault(cost: Cost) -> str | None:
@@ -92,26 +100,14 @@ def _describe_cost_fault(cost: Cost) -> str | None:
     numbers = _list_cost_numbers(cost)
     if len(numbers) not in (1, len(OPS)):
         return f"{numbers} has {len(numbers)} times; write one number, or {len(OPS)}, for {', '.join(OPS)}"
-    return None if min(numbers) >= 0 else f"{min(numbers)} is below 0"
-
-
-def _describe_negative_number_fault(values: float | Sequence[float]) -> str | None:
-    numbers = _list_cost_numbers(values)
-    if not numbers:
-        return "the list is empty; write a number, or one for each slice"
-    return None if min(numbers) >= 0 else f"{min(numbers)} is below 0"
+    return _check_each(at_least(0))(cost)
 
 
 def _describe_kept_fractions_fault(values: float | Sequence[float]) -> str | None:
     """Return the fault in fractions outside 0 to 1; None if there is none."""
     most = max(_list_cost_numbers(values), default=0.0)
-    return _describe_negative_number_fault(values) or (
-        f"{most} is above 1, which is all activations" if most > 1 else None
-    )
-
-
-def _describe_copy_times_fault(copies: float | Sequence[float] | None) -> str | None:
-    return None if copies is None else _describe_negative_number_fault(copies)
+    too_much = f"{most} is above 1, which is all activations" if most > 1 else None
+    return _check_each(at_least(0), may_be_empty=False)(values) or too_much
 
 
 def _list_cost_numbers(cost: Cost) -> list[float]:
@@ -123,7 +119,7 @@ class Recomputation:
     """Costs of a recompute policy: a number per slice, or one number for all slices."""
 
     again: float | Sequence[float] = setting(
-        check=_describe_negative_number_fault,
+        check=_check_each(at_least(0), may_be_empty=False),
         doc="additional time of a backward pass, as a fraction of the forward pass",
     )
     kept: float | Sequence[float] = setting(
@@ -158,12 +154,12 @@ class Auto:
     )
     activations: list[float] = setting(
         factory=list,
-        check=_describe_activations_fault,
+        check=_check_each(above(0)),
         doc="sizes of a microbatch's activations by slice; if empty, 1 in a rank's share",
     )
     pending: list[float] = setting(
         factory=list,
-        check=_describe_activations_fault,
+        check=_check_each(above(0)),
         doc="sizes kept from input gradients until weight gradients, by slice; default: the activations",
     )
     recompute: dict[Literal["selective", "blocks"], Recomputation] = setting(
@@ -171,7 +167,7 @@ class Auto:
     )
     offload: float | Sequence[float] | None = setting(
         default=None,
-        check=_describe_copy_times_fault,
+        check=_check_each(at_least(0), may_be_empty=False),
         doc="time to copy a slice's activations to host memory, a number or a list; without slices, of a rank's "
         "share; if left out, the feature `pipeline.offloaded` decides",
     )

@@ -6,6 +6,8 @@ symmetry by Sea AI Lab, as in DeepSeek's `dualpipev.py`, whose eight steps are t
 `_build_untrimmed_op_codes`.
 """
 
+from typing import ClassVar
+
 from drawloom.components.pipeline.program.builders import (
     B0,
     B1,
@@ -16,7 +18,6 @@ from drawloom.components.pipeline.program.builders import (
     OpCodes,
     OpCodeSchedule,
     W,
-    assign_stages_in_vee,
     overlap_op_code,
 )
 from drawloom.graph import component
@@ -26,8 +27,7 @@ from drawloom.graph import component
 class DualPipeV(OpCodeSchedule):
     """DualPipeV: forward passes overlap backward passes, on a V."""
 
-    def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
-        return assign_stages_in_vee(ranks)
+    in_vee: ClassVar[bool] = True
 
     def build_rank_op_codes(self, rank: int, ranks: int, microbatches: int) -> OpCodes:
         # The eight steps need 2 p microbatches; build_program drops the surplus.

@@ -7,7 +7,7 @@ Every rank keeps the activations of all microbatches.
 
 from typing import ClassVar
 
-from drawloom.components.pipeline.program.builders import B0, F0, OpCodes, OpCodeSchedule, assign_stages_in_loop
+from drawloom.components.pipeline.program.builders import B0, F0, OpCodes, OpCodeSchedule
 from drawloom.graph import component
 
 
@@ -16,9 +16,6 @@ class GPipe(OpCodeSchedule):
     """GPipe: all forward passes, then all backward passes."""
 
     backward_newest_first: ClassVar[bool] = True
-
-    def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
-        return assign_stages_in_loop(ranks)
 
     def build_rank_op_codes(self, rank: int, ranks: int, microbatches: int) -> OpCodes:
         return [F0] * microbatches + [B0] * microbatches

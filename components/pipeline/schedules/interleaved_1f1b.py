@@ -9,7 +9,6 @@ equal, so that any number of microbatches is possible.
 from drawloom.components.pipeline.program.builders import (
     OpCodes,
     OpCodeSchedule,
-    assign_stages_in_loop,
     backward_op_code,
     build_interleaved_op_codes,
 )
@@ -21,9 +20,6 @@ class Interleaved1F1B(OpCodeSchedule):
     """Interleaved 1F1B: one forward, one backward, over several stages on every rank."""
 
     stages_per_rank: int = setting(default=2, check=between(1, 1001), doc="stages per rank")
-
-    def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
-        return assign_stages_in_loop(ranks, self.stages_per_rank)
 
     def build_rank_op_codes(self, rank: int, ranks: int, microbatches: int) -> OpCodes:
         return build_interleaved_op_codes(

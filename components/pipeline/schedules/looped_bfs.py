@@ -10,7 +10,6 @@ from typing import ClassVar
 from drawloom.components.pipeline.program.builders import (
     OpCodes,
     OpCodeSchedule,
-    assign_stages_in_loop,
     build_breadth_first_op_codes,
 )
 from drawloom.graph import between, component, setting
@@ -22,9 +21,6 @@ class LoopedBreadthFirst(OpCodeSchedule):
 
     backward_newest_first: ClassVar[bool] = True
     stages_per_rank: int = setting(default=2, check=between(1, 1001), doc="stages per rank")
-
-    def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
-        return assign_stages_in_loop(ranks, self.stages_per_rank)
 
     def build_rank_op_codes(self, rank: int, ranks: int, microbatches: int) -> OpCodes:
         return build_breadth_first_op_codes(self.stages_per_rank, microbatches)

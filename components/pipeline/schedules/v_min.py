@@ -14,6 +14,7 @@ If messages take time, a better order is searched within the same memory.
 """
 
 from collections.abc import Collection, Iterable
+from typing import ClassVar
 
 import numpy as np
 
@@ -46,12 +47,11 @@ PERIOD = 6
 class VMin(OpCodeSchedule):
     """V-Min: a third of the memory of 1F1B, with about the same bubble."""
 
+    in_vee: ClassVar[bool] = True
+
     comm: float = setting(
         default=0.0, check=at_least(0), doc="time of a message, relative to the forward pass of a stage"
     )
-
-    def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
-        return assign_stages_in_vee(ranks)
 
     def build_rank_op_codes(self, rank: int, ranks: int, microbatches: int) -> OpCodes:
         """Return the op codes of one rank, in order, for messages that take no time."""

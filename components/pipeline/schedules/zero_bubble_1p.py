@@ -8,7 +8,6 @@ interleaved form. Rank r defers r weight gradients, so that every rank needs the
 from drawloom.components.pipeline.program.builders import (
     OpCodes,
     OpCodeSchedule,
-    assign_stages_in_loop,
     backward_input_op_code,
     build_interleaved_op_codes,
 )
@@ -20,9 +19,6 @@ class ZeroBubble1P(OpCodeSchedule):
     """ZB-H1: 1F1B with split backward passes, plain or interleaved; the same memory, a third of the bubble."""
 
     stages_per_rank: int = setting(default=1, check=between(1, 1001), doc="stages per rank")
-
-    def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
-        return assign_stages_in_loop(ranks, self.stages_per_rank)
 
     def build_rank_op_codes(self, rank: int, ranks: int, microbatches: int) -> OpCodes:
         return build_interleaved_op_codes(

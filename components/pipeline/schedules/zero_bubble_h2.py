@@ -9,7 +9,6 @@ first action and its last.
 from drawloom.components.pipeline.program.builders import (
     OpCodes,
     OpCodeSchedule,
-    assign_stages_in_loop,
     backward_input_op_code,
     build_interleaved_op_codes,
 )
@@ -19,9 +18,6 @@ from drawloom.graph import component
 @component(impact="safe")
 class ZeroBubbleH2(OpCodeSchedule):
     """ZB-H2: no bubble except the skew of the ranks' starts and ends, with nearly twice the memory of 1F1B."""
-
-    def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
-        return assign_stages_in_loop(ranks)
 
     def build_rank_op_codes(self, rank: int, ranks: int, microbatches: int) -> OpCodes:
         return build_interleaved_op_codes(

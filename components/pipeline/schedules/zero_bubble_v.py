@@ -5,6 +5,8 @@ Qi, Wan, Huang and Lin, "Zero Bubble Pipeline Parallelism", ICLR 2024, section 6
 gradients cost the same and there are 2 p - 1 microbatches or more, no rank waits between its first action and its last.
 """
 
+from typing import ClassVar
+
 from drawloom.components.pipeline.program.builders import (
     F0,
     F1,
@@ -14,7 +16,6 @@ from drawloom.components.pipeline.program.builders import (
     W1,
     OpCodes,
     OpCodeSchedule,
-    assign_stages_in_vee,
 )
 from drawloom.graph import component
 
@@ -23,8 +24,7 @@ from drawloom.graph import component
 class ZeroBubbleV(OpCodeSchedule):
     """ZBV: zero bubble on a V, in the memory of 1F1B."""
 
-    def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
-        return assign_stages_in_vee(ranks)
+    in_vee: ClassVar[bool] = True
 
     def build_rank_op_codes(self, rank: int, ranks: int, microbatches: int) -> OpCodes:
         # The op codes below need 2 p - 1 microbatches; build_program drops the surplus.

@@ -1,7 +1,6 @@
 """Simulation summaries, as JSON and as text."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import attrs
 
@@ -59,36 +58,6 @@ class Summary:
         seconds = self.measured.makespan
         return f"{simulated}; measured makespan {seconds:.5g}, simulated {run.makespan / seconds - 1:+.1%}"
 
-    def as_data(self) -> dict[str, Any]:
-        """Return sizes, times, bubbles, peaks and message counts as JSON data."""
-        run = self.simulation
-        return {
-            "schedule": self.schedule,
-            "ranks": self.ranks,
-            "stages_per_rank": self.stages_per_rank,
-            "microbatches": run.program.microbatches,
-            "makespan": run.makespan,
-            "ideal": run.busiest_rank_compute_time,
-            "bubble": run.bubble_fraction,
-            "span_bubble": run.longest_span_bubble_fraction,
-            "peak_activations": run.peak_activations,
-            "peak_live_weights": run.peak_microbatches_in_flight,
-            "messages": run.message_count,
-            **({"choice": run.program.choice} if run.program.choice else {}),
-            **({"recompute": list(run.program.recompute)} if run.program.recompute else {}),
-            **({} if self.measured is None else {"measured_makespan": self.measured.makespan}),
-            **({} if self.memory is None else {"activation_bytes": list(self.memory)}),
-            "actions": run.action_counts,
-            "shard_actions": [
-                [{"action": str(bar.action), "start": bar.start, "end": bar.end} for bar in bars]
-                for bars in run.shard_bars
-            ],
-            "transfers": [
-                [{"action": str(bar.action), "start": bar.start, "end": bar.end} for bar in bars]
-                for bars in run.transfer_bars
-            ],
-        }
-
     def format_peaks_by_rank(self) -> str:
         """Return a table with every rank's peak counts: activations, live and pending weights, messages."""
         run = self.simulation
@@ -104,9 +73,17 @@ class Summary:
 
 def format_comparison(summaries: Sequence[Summary]) -> str:
     """Return a table of schedules with equal sizes, sorted by makespan, then by memory."""
+    ordered = sorted(
+        summaries,
+        key=lambda summary: (
+            round(summary.simulation.makespan, 9),
+            max(summary.simulation.peak_microbatches_in_flight) / summary.stages_per_rank,
+            summary.schedule,
+        ),
+    )
     head = ["schedule", "stages", "makespan", "ideal", "bubble", "span bubble", "live", "until weights", "microbatches"]
     head += ["messages", *(["GB"] if any(summary.memory for summary in summaries) else [])]
-    return format_table([head, *(_format_row(summary) for summary in sorted(summaries, key=_get_sort_key))])
+    return format_table([head, *(_format_row(summary) for summary in ordered)])
 
 
 LEGEND = """\
@@ -119,12 +96,6 @@ messages: tensors that ranks send one another in a step"""
 def format_count(number: int, noun: str, ending: str = "s") -> str:
     """Return a count with its noun, such as `2 stages`; `ending` is the plural's."""
     return f"{number} {noun}{ending * (number != 1)}"
-
-
-def _get_sort_key(summary: Summary) -> tuple[float, float, str]:
-    """Return makespan, live microbatches per stage, and name, to sort summaries by."""
-    microbatches = max(summary.simulation.peak_microbatches_in_flight) / summary.stages_per_rank
-    return round(summary.simulation.makespan, 9), microbatches, summary.schedule
 
 
 def _format_row(summary: Summary) -> tuple[str, ...]:

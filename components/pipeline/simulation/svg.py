@@ -8,12 +8,12 @@ sharded weights are gathered and gradients reduced, and when activations leave f
 
 import math
 from collections.abc import Iterator
-from xml.sax.saxutils import escape
 
 import attrs
 
-from drawloom.components.pipeline.program.builders import list_stages_of_rank
+from drawloom.components.pipeline.program.builders import index_stages_on_ranks
 from drawloom.components.pipeline.simulation.simulator import Bar, Simulation
+from drawloom.graph.drawing.svg import BOLD_TEXT, END, GREY, INK, MIDDLE, make_svg_document, make_text_element, num
 
 Colour = tuple[int, int, int]
 """Red, green and blue, each from 0 to 255."""
@@ -41,7 +41,7 @@ NAMES = {
     "RELOAD": "activations back",
 }
 WHITE: Colour = (255, 255, 255)
-INK, PALE, IDLE = "#1a1a1a", "#6b6b6b", "#ececec"
+IDLE = "#ececec"
 PALEST = 0.62
 """Fraction of white in the colour of a rank's last stage."""
 
@@ -55,7 +55,9 @@ SMALLEST_DIGITS = 5
 
 def draw_svg(simulation: Simulation, title: str, caption: str, measured: Simulation | None = None) -> str:
     """Return an SVG document on white, with the measured timeline below every rank's row, if there is one."""
-    return "\n".join(_Picture(simulation, title, caption, measured).draw_elements()) + "\n"
+    picture = _Picture(simulation, title, caption, measured)
+    width, height = max(picture.right_x, LEFT + NARROWEST) + RIGHT, picture.bottom_y + BOTTOM
+    return make_svg_document(title, width, height, picture.draw_elements())
 
 
 @attrs.define(eq=False)
@@ -66,7 +68,7 @@ class _Picture:
     title: str
     caption: str
     measured: Simulation | None = None
-    local_stage: dict[int, int] = attrs.field(init=False)
+    local_stage: list[int] = attrs.field(init=False)
     stages_per_rank: int = attrs.field(init=False)
     unit: float = attrs.field(init=False)
     digits: float = attrs.field(init=False)
@@ -76,9 +78,8 @@ class _Picture:
         sides = bool(self.simulation.shard_bars) + 2 * bool(self.simulation.transfer_bars)
         self.row = BAR + GAP + (SIDE_BAR + 3) * sides
         self.row += (BAR + GAP) * (self.measured is not None)
-        owners = self.simulation.program.stage_to_rank
-        self.local_stage = {stage: list_stages_of_rank(rank, owners).index(stage) for stage, rank in enumerate(owners)}
-        self.stages_per_rank = 1 + max(self.local_stage.values())
+        self.local_stage = index_stages_on_ranks(self.simulation.program.stage_to_rank)
+        self.stages_per_rank = 1 + max(self.local_stage)
         lengths = self.simulation.end - self.simulation.start
         shortest = float(lengths[lengths > 0].min(initial=math.inf))
         self.unit = min(LARGEST_UNIT / shortest, WIDEST / (self.longest_makespan or 1.0))
@@ -102,27 +103,19 @@ class _Picture:
         return TOP + self.simulation.program.ranks * self.row
 
     def draw_elements(self) -> Iterator[str]:
-        width, height = max(self.right_x, LEFT + NARROWEST) + RIGHT, self.bottom_y + BOTTOM
-        yield (
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_px(width)} {_px(height)}" width="{_px(width)}" '
-            f'height="{_px(height)}" font-family="Helvetica, Arial, sans-serif" fill="{INK}">'
-        )
-        yield f"<title>{escape(self.title)}</title>"
-        yield f'<rect width="{_px(width)}" height="{_px(height)}" fill="#fff"/>'
-        yield _format_text(LEFT, 24, self.title, 15, weight="bold")
-        yield _format_text(LEFT, 43, self.caption, 12, PALE)
-        yield _format_text(self.right_x + 8, TOP - 7, "peak live", 10, PALE)
+        yield make_text_element(LEFT, 24, self.title, 15, attributes=BOLD_TEXT)
+        yield make_text_element(LEFT, 43, self.caption, 12, GREY)
+        yield make_text_element(self.right_x + 8, TOP - 7, "peak live", 10, GREY)
         for rank, live in enumerate(self.simulation.peak_activations):
             yield from self._draw_row(rank, live)
         yield from self._draw_axis()
         yield from self._draw_legend()
-        yield "</svg>"
 
     def _draw_row(self, rank: int, live: int) -> Iterator[str]:
         y = TOP + rank * self.row
         bars = list(self.simulation.iterate_bars(rank))
-        yield _format_text(LEFT - 10, y + BAR / 2 + 4, f"rank {rank}", 12, anchor="end")
-        yield f'<rect x="{LEFT}" y="{y}" width="{_px(self.right_x - LEFT)}" height="{BAR}" fill="{IDLE}"/>'
+        yield make_text_element(LEFT - 10, y + BAR / 2 + 4, f"rank {rank}", 12, attributes=END)
+        yield f'<rect x="{LEFT}" y="{y}" width="{num(self.right_x - LEFT)}" height="{BAR}" fill="{IDLE}"/>'
         for bar in bars:
             yield from self._draw_bar(bar, y)
         side = y + BAR + 2
@@ -134,13 +127,13 @@ class _Picture:
         for first, last in _find_first_and_last_bars_of_overlaps(bars):
             x, width = LEFT + first.start * self.unit, (last.end - first.start) * self.unit
             yield (
-                f'<rect x="{_px(x)}" y="{y}" width="{_px(width)}" height="{BAR}" rx="2" fill="none" stroke="{INK}" '
+                f'<rect x="{num(x)}" y="{y}" width="{num(width)}" height="{BAR}" rx="2" fill="none" stroke="{INK}" '
                 'stroke-width="1.5"/>'
             )
-        yield _format_text(self.right_x + 8, y + BAR / 2 + 4, str(live), 11, PALE)
+        yield make_text_element(self.right_x + 8, y + BAR / 2 + 4, str(live), 11, GREY)
         if self.measured is not None:
             y += self.row - BAR - GAP
-            yield _format_text(LEFT - 10, y + BAR / 2 - 1, "measured", 10, PALE, anchor="end")
+            yield make_text_element(LEFT - 10, y + BAR / 2 - 1, "measured", 10, GREY, attributes=END)
             for bar in self.measured.iterate_bars(rank):
                 yield from self._draw_bar(bar, y - GAP)
 
@@ -148,19 +141,22 @@ class _Picture:
         x, width = LEFT + bar.start * self.unit, (bar.end - bar.start) * self.unit
         colour = self._choose_colour(bar.action.op, self.local_stage[bar.action.stage])
         yield (
-            f'<rect x="{_px(x)}" y="{y}" width="{_px(width)}" height="{BAR}" fill="{_to_hex(colour)}" stroke="#fff" '
+            f'<rect x="{num(x)}" y="{y}" width="{num(width)}" height="{BAR}" fill="{_to_hex(colour)}" stroke="#fff" '
             f'stroke-width="0.8"><title>{bar.action}: {bar.start:g} to {bar.end:g}</title></rect>'
         )
         if self.digits >= SMALLEST_DIGITS:
             # 150 of 255 is where white text becomes hard to read; 0.36 em is half the height of a digit.
-            ink, middle = "#fff" if _compute_brightness(colour) < 150 else INK, y + BAR / 2 + 0.36 * self.digits
-            yield _format_text(x + width / 2, middle, str(bar.action.microbatch), self.digits, ink, anchor="middle")
+            brightness = 0.299 * colour[0] + 0.587 * colour[1] + 0.114 * colour[2]
+            ink, middle = "#fff" if brightness < 150 else INK, y + BAR / 2 + 0.36 * self.digits
+            yield make_text_element(
+                x + width / 2, middle, str(bar.action.microbatch), self.digits, ink, attributes=MIDDLE
+            )
 
     def _draw_side_bar(self, bar: Bar, y: float) -> str:
         x, width = LEFT + bar.start * self.unit, max(2.0, (bar.end - bar.start) * self.unit)
         colour = self._choose_colour(bar.action.op, self.local_stage[bar.action.stage])
         return (
-            f'<rect x="{_px(x)}" y="{_px(y)}" width="{_px(width)}" height="{SIDE_BAR}" fill="{_to_hex(colour)}">'
+            f'<rect x="{num(x)}" y="{num(y)}" width="{num(width)}" height="{SIDE_BAR}" fill="{_to_hex(colour)}">'
             f"<title>{bar.action}: {bar.start:g} to {bar.end:g}</title></rect>"
         )
 
@@ -172,13 +168,13 @@ class _Picture:
 
     def _draw_axis(self) -> Iterator[str]:
         y = self.bottom_y + 3
-        yield f'<path d="M{LEFT} {_px(y)}H{_px(self.right_x)}" stroke="{PALE}" stroke-width="0.8"/>'
+        yield f'<path d="M{LEFT} {num(y)}H{num(self.right_x)}" stroke="{GREY}" stroke-width="0.8"/>'
         step = _round_up_axis_step(70 / self.unit)
         for number in range(math.floor(self.longest_makespan / step + 1e-9) + 1):
             x = LEFT + number * step * self.unit
-            yield f'<path d="M{_px(x)} {_px(y)}v4" stroke="{PALE}" stroke-width="0.8"/>'
-            yield _format_text(x, y + 15, f"{number * step:g}", 10, PALE, anchor="middle")
-        yield _format_text(self.right_x + 8, y + 15, "time", 10, PALE)
+            yield f'<path d="M{num(x)} {num(y)}v4" stroke="{GREY}" stroke-width="0.8"/>'
+            yield make_text_element(x, y + 15, f"{number * step:g}", 10, GREY, attributes=MIDDLE)
+        yield make_text_element(self.right_x + 8, y + 15, "time", 10, GREY)
 
     def _draw_legend(self) -> Iterator[str]:
         x, y = float(LEFT), self.bottom_y + 40
@@ -188,12 +184,14 @@ class _Picture:
         for op in filter(done.__contains__, NAMES):
             for local_stage in range(self.stages_per_rank):
                 colour = _to_hex(self._choose_colour(op, local_stage))
-                yield f'<rect x="{_px(x)}" y="{_px(y)}" width="13" height="13" fill="{colour}"/>'
+                yield f'<rect x="{num(x)}" y="{num(y)}" width="13" height="13" fill="{colour}"/>'
                 x += 15
-            yield _format_text(x + 3, y + 11, NAMES[op], 11.5)
+            yield make_text_element(x + 3, y + 11, NAMES[op], 11.5)
             x += 24 + 6.2 * len(NAMES[op])
         if self.stages_per_rank > 1:
-            yield _format_text(x, y + 11, f"paler: the later of a rank's {self.stages_per_rank} stages", 11.5, PALE)
+            yield make_text_element(
+                x, y + 11, f"paler: the later of a rank's {self.stages_per_rank} stages", 11.5, GREY
+            )
 
 
 def _find_first_and_last_bars_of_overlaps(bars: list[Bar]) -> Iterator[tuple[Bar, Bar]]:
@@ -210,23 +208,6 @@ def _round_up_axis_step(least: float) -> float:
     return next(step * power for step in (1, 2, 5, 10) if step * power >= least * (1 - 1e-9))
 
 
-def _format_text(
-    x: float, y: float, text: str, size: float, colour: str = INK, *, anchor: str = "", weight: str = ""
-) -> str:
-    more = (f' text-anchor="{anchor}"' if anchor else "") + (f' font-weight="{weight}"' if weight else "")
-    return f'<text x="{_px(x)}" y="{_px(y)}" font-size="{_px(size)}" fill="{colour}"{more}>{escape(text)}</text>'
-
-
-def _px(number: float) -> str:
-    """Return a number as text for an SVG attribute, with at most 6 digits."""
-    return f"{number:.6g}"
-
-
 def _to_hex(colour: Colour) -> str:
     """Return a colour as text, such as `#1f77b4`."""
     return "#" + "".join(f"{part:02x}" for part in colour)
-
-
-def _compute_brightness(colour: Colour) -> float:
-    """Return a colour's perceived brightness, from 0 to 255."""
-    return 0.299 * colour[0] + 0.587 * colour[1] + 0.114 * colour[2]

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from drawloom.components.pipeline.program.builders import list_stages_of_rank
+from drawloom.components.pipeline.program.builders import index_stages_on_ranks
 from drawloom.components.pipeline.simulation.simulator import Bar, Simulation
 from drawloom.components.ports.program import Action
 
@@ -63,11 +63,8 @@ class _Labels:
     def __init__(self, simulation: Simulation, *, brief: bool = False) -> None:
         program = simulation.program
         self.brief = brief
-        self.local_stage = {
-            stage: list_stages_of_rank(rank, program.stage_to_rank).index(stage)
-            for stage, rank in enumerate(program.stage_to_rank)
-        }
-        self.stages_per_rank = 1 + max(self.local_stage.values())
+        self.local_stage = index_stages_on_ranks(program.stage_to_rank)
+        self.stages_per_rank = 1 + max(self.local_stage)
         numbers = len(str(max(0, program.microbatches - 1)))
         self.longest = 1 if brief else 1 + numbers + (len(str(program.stages - 1)) if self.stages_per_rank > 2 else 0)
 

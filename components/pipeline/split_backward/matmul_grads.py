@@ -42,7 +42,8 @@ def find_node_users(outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> User
             input_leaves.add(id(tensor))  # the walk reaches the leaf's node anyway; asking torch for it takes 3 us
         else:
             stops.append(tensor.grad_fn)
-    roots = [(_get_gradient_node(output), 0) for output in outputs]
+    # get_gradient_edge alone takes microseconds.
+    roots = [(output.grad_fn or get_gradient_edge(output).node, 0) for output in outputs]
     users: Users = {node: [] for node in (None, *stops)}
     nodes: list[Node | None] = [None]
     for node in nodes:  # a breadth-first search: the list grows during the loop
@@ -52,21 +53,10 @@ def find_node_users(outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> User
             else:
                 users[child] = [node]
                 nodes.append(child)
-    leaves = [node for node in nodes if type(node) is LEAF and _get_leaf_tensor_id(node) in input_leaves]
+    leaves = [node for node in nodes if type(node) is LEAF and id(node.variable) in input_leaves]  # type: ignore[attr-defined]
     for node in {None, *stops, *leaves}:
         del users[node]
     return users
-
-
-def _get_leaf_tensor_id(leaf: Any) -> int:
-    """Return the id of the tensor whose gradient a leaf's node accumulates."""
-    return id(leaf.variable)
-
-
-def _get_gradient_node(tensor: Tensor) -> Node:
-    """Return the node that computed a tensor (any shape), or that accumulates a leaf's gradient."""
-    # get_gradient_edge also returns the first kind, but takes microseconds.
-    return tensor.grad_fn or get_gradient_edge(tensor).node
 
 
 @attrs.frozen

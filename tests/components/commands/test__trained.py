@@ -10,7 +10,7 @@ import torch
 
 from drawloom.components.checkpoint.reader import load_node_state
 from drawloom.components.commands import _trained
-from drawloom.components.commands.export import ExportCommand
+from drawloom.components.commands.models.export import ExportCommand
 from drawloom.components.ports.stages import Stages
 from drawloom.graph import UserError
 from drawloom.graph.cli.arguments import parse_command

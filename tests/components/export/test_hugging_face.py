@@ -23,15 +23,9 @@ from drawloom.components.ports.pipeline import SequenceHead
 from drawloom.components.ports.run import FinalTask
 from drawloom.components.ports.stages import Stage
 from drawloom.graph.types.port_match import find_mismatches
+from support.folders import Folder
 from support.processes import run_ranks
 from support.qwen3 import dense, whole
-
-
-@attrs.frozen
-class FakeFolder:
-    """A run folder."""
-
-    folder: Path
 
 
 @attrs.frozen
@@ -48,7 +42,7 @@ class OneStage:
 def export_of(folder: Path, mesh: Any, **settings: Any) -> HuggingFaceExport:
     model = dense()
     stages: Any = OneStage(whole(model))
-    return HuggingFaceExport(model=model, stages=stages, folder=FakeFolder(folder), mesh=mesh, **settings)
+    return HuggingFaceExport(model=model, stages=stages, folder=Folder(folder), mesh=mesh, **settings)
 
 
 def test_the_export_implements_its_port() -> None:

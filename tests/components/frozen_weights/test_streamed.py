@@ -18,7 +18,7 @@ from drawloom.graph.problems import RecipeError
 from drawloom.graph.project import Recipe
 from support.pipelines import batches
 from support.steps import train
-from support.transfers import DelayedTransfers
+from support.transfers import DelayedTransfers, NoWaits
 
 WORDS = (
     *("model.num_hidden_layers=4", "model.hidden_size=64", "model.intermediate_size=64", "model.head_dim=16"),
@@ -94,12 +94,6 @@ def test_streamed_weights_are_never_whole_on_the_device(tmp_path: Path, monkeypa
         gradients(tmp_path)
     _, on_host = gradients(tmp_path, STREAMED)
     assert on_host > 150_000
-
-
-class NoWaits(DelayedTransfers):
-    """Transfers that do not let computation wait."""
-
-    def make_computation_wait(self, ticket: Any) -> None: ...
 
 
 def test_a_product_that_does_not_wait_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

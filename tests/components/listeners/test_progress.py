@@ -17,7 +17,7 @@ from drawloom.components.listeners.progress import ProgressBar
 from drawloom.components.ports.intervals import Interval
 from drawloom.components.ports.run import Event, Step
 from drawloom.graph import Every
-from support.doubles import Machine
+from support.doubles import FakeClock, Machine
 from support.folders import Folder
 from support.steps import LateState, make_skipped_step
 
@@ -27,16 +27,6 @@ class Second:
     """A world group as rank 1 sees it."""
 
     rank: int = 1
-
-
-@attrs.define
-class FakeClock:
-    """A clock set by a test."""
-
-    now: float = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

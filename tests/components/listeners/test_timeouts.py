@@ -12,6 +12,7 @@ import pytest
 from drawloom.components.distributed.guard import guard
 from drawloom.components.listeners.timeouts import GUARD_MARGIN, WATCHDOG_MARGIN, Timeouts
 from drawloom.components.ports.run import Event, EventKind, Step
+from support.doubles import Exit
 from support.folders import Folder
 
 
@@ -38,18 +39,6 @@ class FakeProcesses:
     def fail_ranks_and_must_exit(self, text: str) -> bool:
         self.failures.append(text)
         return True
-
-
-@attrs.define
-class Exit:
-    """Replaces os._exit, and records the codes."""
-
-    codes: list[int] = attrs.field(factory=list)
-    called: threading.Event = attrs.field(factory=threading.Event)
-
-    def __call__(self, code: int) -> None:
-        self.codes.append(code)
-        self.called.set()
 
 
 @pytest.fixture

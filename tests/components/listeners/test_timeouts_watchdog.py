@@ -2,19 +2,8 @@
 
 import threading
 
-import attrs
-
 from drawloom.components.listeners.timeouts import Watchdog
-
-
-@attrs.define
-class FakeClock:
-    """A clock set by a test."""
-
-    now: float = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+from support.doubles import FakeClock
 
 
 def _dog(hands: FakeClock) -> tuple[Watchdog, list[float]]:

@@ -2,7 +2,6 @@
 
 import copy
 import re
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -21,19 +20,13 @@ from drawloom.components.ports.run import Step
 from drawloom.graph import UserError, component
 from drawloom.graph.wiring.node import NodeView
 from support.checkpoints import SingleRankMesh
+from support.doubles import OneJob
 from support.equality import assert_equal
 from support.steps import make_skipped_step
 from support.weights import Weights
 
 SHAPES = {"embed.weight": (5, 4), "layers.0.up.weight": (6, 4), "layers.1.up.weight": (6, 4), "layers.0.norm": (4,)}
 SHAPES |= {"layers.1.norm": (4,), "loss.temperature": ()}
-
-
-@attrs.frozen
-class OneJob:
-    seed: int = 3
-    name: str = "run"
-    folder_path: Path = Path("runs/run")
 
 
 def open_optimizer(kind: Any, weights: Weights, **settings: Any) -> Any:

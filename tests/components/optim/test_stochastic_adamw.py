@@ -2,10 +2,8 @@
 
 import copy
 from math import prod
-from pathlib import Path
 from typing import Any
 
-import attrs
 import pytest
 import torch
 import triton
@@ -20,6 +18,7 @@ from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.stages import get_or_create_gradient
 from drawloom.graph import UserError
 from support.checkpoints import SingleRankMesh
+from support.doubles import OneJob
 from support.kernels import DEVICE
 from support.steps import make_skipped_step
 from support.weights import Weights
@@ -30,13 +29,6 @@ SHAPES = {"matrix": (4, 6), "vector": (6,)}
 def narrow_weights(*names: str) -> Weights:
     """Return a bfloat16 matrix and vector to train, or one of them."""
     return Weights({name: SHAPES[name] for name in names or SHAPES}, torch.bfloat16, DEVICE)
-
-
-@attrs.frozen
-class OneJob:
-    seed: int = 3
-    name: str = "run"
-    folder_path: Path = Path("runs/run")
 
 
 def open_optimizer(weights: Weights, seed: int = 3, **settings: Any) -> StochasticAdamW:

@@ -29,7 +29,7 @@ from support.checkpoints import SingleRankMesh
 from support.kernels import DEVICE
 from support.pipelines import Job
 from support.steps import make_skipped_step
-from support.transfers import DelayedTransfers
+from support.transfers import DelayedTransfers, NoWaits
 from support.weights import Weights
 
 SHAPES: dict[str, tuple[int, ...]] = {"matrix": (40, 96), "vector": (7,), "table": (130, 33), "last": (16, 16)}
@@ -131,12 +131,6 @@ def test_streamed_state_has_the_bits_of_resident_state(options: dict[str, Any], 
     take_steps(resident, theirs, 4, 5)
     assert_same((streamed, resumed), (resident, theirs))
     resumed.close()
-
-
-class NoWaits(DelayedTransfers):
-    """Transfers that do not let computation wait for an arrival."""
-
-    def make_computation_wait(self, ticket: Any) -> None: ...
 
 
 class NoOrder(DelayedTransfers):

@@ -1,10 +1,8 @@
 """Steps skipped on the device, which the host learns a step later, beside the same steps skipped by the host."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import attrs
 import pytest
 import torch
 
@@ -16,6 +14,7 @@ from drawloom.components.optim.sgd import SGD
 from drawloom.components.optim.stochastic_adamw import StochasticAdamW
 from drawloom.components.ports.run import Step
 from support.checkpoints import SingleRankMesh
+from support.doubles import OneJob
 from support.equality import assert_equal
 from support.host_reads import NoHostReads
 from support.kernels import DEVICE
@@ -38,13 +37,6 @@ def give_gradients(weights: Weights, seed: int, finite: bool) -> None:
         for _, parameter in weights.named_parameters():
             assert parameter.grad is not None
             parameter.grad /= 0.0
-
-
-@attrs.frozen
-class OneJob:
-    seed: int = 3
-    name: str = "run"
-    folder_path: Path = Path("runs/run")
 
 
 def stochastic(parameters: Weights, **settings: Any) -> StochasticAdamW:

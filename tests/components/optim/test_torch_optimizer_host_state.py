@@ -20,7 +20,7 @@ from drawloom.graph.project import Recipe
 from support.checkpoints import SingleRankMesh
 from support.kernels import DEVICE
 from support.steps import make_skipped_step
-from support.transfers import DelayedTransfers
+from support.transfers import DelayedTransfers, NoWaits
 from support.weights import Weights
 
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -121,12 +121,6 @@ def test_a_policy_moves_a_part_of_the_state(kind: Any, options: dict[str, Any]) 
     take_steps(divided, ours, 4, 4)
     take_steps(resident, theirs, 4, 4)
     assert_same((divided, ours), (resident, theirs))
-
-
-class NoWaits(DelayedTransfers):
-    """Transfers that do not let computation wait for an arrival."""
-
-    def make_computation_wait(self, ticket: Any) -> None: ...
 
 
 @pytest.mark.parametrize(("kind", "options"), KINDS)

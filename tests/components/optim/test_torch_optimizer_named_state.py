@@ -1,10 +1,8 @@
 """All optimizers' state by parameter names: its device, and a rank without parameters."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import attrs
 import pytest
 import torch
 from torch import Tensor
@@ -16,6 +14,7 @@ from drawloom.components.optim.sgd import SGD
 from drawloom.components.optim.stochastic_adamw import StochasticAdamW
 from drawloom.components.ports.run import Step
 from support.checkpoints import SingleRankMesh
+from support.doubles import OneJob
 from support.weights import Weights
 
 
@@ -23,13 +22,6 @@ def give_gradients(weights: Weights, *names: str) -> None:
     """Give a gradient to the parameters of these names, and None to the others."""
     for name, parameter in weights.named_parameters():
         parameter.grad = torch.full_like(parameter, 0.5) if name in names else None
-
-
-@attrs.frozen
-class OneJob:
-    seed: int = 3
-    name: str = "run"
-    folder_path: Path = Path("runs/run")
 
 
 def _stochastic(weights: Weights) -> StochasticAdamW:

@@ -9,25 +9,18 @@ from torch import Tensor
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.distributed.processes import TorchProcesses
-from drawloom.components.distributed.single_process import SingleProcess
 from drawloom.components.parallel.context import ContextPart
 from drawloom.components.ports.data import TokenBatch
 from drawloom.graph import UserError
 from support.clips import clips
+from support.doubles import SilentRank
 from support.processes import run_ranks
-
-
-class Rank(SingleProcess):
-    """A rank among several, which sends nothing."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
 
 
 @pytest.mark.parametrize(("length", "size"), [(16, 2), (24, 4), (6, 2), (12, 4)])
 def test_each_token_is_on_one_rank_and_all_have_as_many_to_attend_to(length: int, size: int) -> None:
     """The parts make up the row; where rows divide into pieces for both ends, ranks see as many earlier tokens."""
-    parts = [ContextPart.for_rank(length, Rank(rank, size)) for rank in range(size)]
+    parts = [ContextPart.for_rank(length, SilentRank(rank, size)) for rank in range(size)]
     places = torch.cat([part.token_indices for part in parts])
     assert places.sort().values.tolist() == list(range(length))
     assert places[parts[0].order].tolist() == list(range(length))
@@ -38,14 +31,14 @@ def test_each_token_is_on_one_rank_and_all_have_as_many_to_attend_to(length: int
 def test_a_row_that_does_not_divide_is_refused() -> None:
     """The message has the length and a remedy."""
     with pytest.raises(UserError, match=r"rows of 9 tokens .* mesh\.context = 2 .* multiple of 2, or better of 4"):
-        ContextPart.for_rank(9, Rank(0, 2))
+        ContextPart.for_rank(9, SilentRank(0, 2))
 
 
 def test_a_batch_is_cut_in_all_of_its_tensors() -> None:
     """Tokens, targets, positions, documents and weights of this rank's places."""
     numbers = torch.arange(16).view(2, 8)
     batch = TokenBatch(numbers, numbers + 1, numbers % 8, numbers // 8, numbers.float())
-    cut = ContextPart.for_rank(8, Rank(1, 2)).select_own_tokens(batch)
+    cut = ContextPart.for_rank(8, SilentRank(1, 2)).select_own_tokens(batch)
     assert cut.positions.tolist() == [[2, 3, 4, 5]] * 2
     assert cut.weights.tolist() == [[2.0, 3.0, 4.0, 5.0], [10.0, 11.0, 12.0, 13.0]]
 
@@ -53,7 +46,7 @@ def test_a_batch_is_cut_in_all_of_its_tensors() -> None:
 def test_own_leaves_are_cut_by_their_specs() -> None:
     """A row's frames are partitioned; a row's single values, and values shared by all rows, are on all ranks."""
     whole = clips()
-    part = ContextPart.for_rank(6, Rank(1, 3)).select_own_tokens(whole)
+    part = ContextPart.for_rank(6, SilentRank(1, 3)).select_own_tokens(whole)
     assert part.frames["left"].tolist() == [[6 * row + 1, 6 * row + 4] for row in range(4)]
     assert part.frames["right"].shape == (4, 2, 2) and part.labels is whole.labels and part.scale is whole.scale
 

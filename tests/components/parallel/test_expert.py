@@ -6,14 +6,8 @@ from drawloom.components.adapters.lora import Lora
 from drawloom.components.distributed.single_process import SingleProcess
 from drawloom.components.parallel.expert import split_experts
 from drawloom.components.weights.adapted import freeze_adapt_and_list_targets
+from support.doubles import SilentRank
 from support.qwen3 import sparse, whole
-
-
-class Rank(SingleProcess):
-    """A rank among several, which sends nothing."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
 
 
 def test_each_rank_holds_its_experts_of_every_layer_and_nothing_else_is_split() -> None:
@@ -24,7 +18,7 @@ def test_each_rank_holds_its_experts_of_every_layer_and_nothing_else_is_split() 
             module = whole(sparse(num_experts=6, num_hidden_layers=3, mlp_only_layers=[1]))
             freeze_adapt_and_list_targets([Lora(targets=["experts.down_proj", "q_proj"], rank=2, alpha=4.0)], module)
         before = {name: tuple(part.shape) for name, part in module.named_parameters()}
-        splits.append(split_experts(module, Rank(rank, 2)))
+        splits.append(split_experts(module, SilentRank(rank, 2)))
         assert splits[-1].keys() == {name for name in before if ".experts." in name} and len(splits[-1]) == 8
         for name, split in splits[-1].items():
             assert tuple(module.get_parameter(name).shape) == split.tensor_slice.size == (3, *before[name][1:])

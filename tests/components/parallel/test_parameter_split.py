@@ -4,24 +4,17 @@ import pytest
 import torch
 from torch import nn
 
-from drawloom.components.distributed.single_process import SingleProcess
 from drawloom.components.model.layers import VOCABULARY
 from drawloom.components.parallel.parameter_split import SplitDim, replace_by_rank_slice
 from drawloom.graph import UserError
-
-
-class Rank(SingleProcess):
-    """A rank among several, which sends nothing."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
+from support.doubles import SilentRank
 
 
 def test_a_slice_keeps_dtype_and_requires_grad() -> None:
     """A frozen bfloat16 parameter becomes a frozen one with the rank's size along the dimension."""
     with torch.device("meta"):
         module = nn.Sequential(nn.Linear(6, 4, dtype=torch.bfloat16).requires_grad_(False))
-    split = replace_by_rank_slice(module, "0.weight", Rank(1, 3), "expert", SplitDim(1))
+    split = replace_by_rank_slice(module, "0.weight", SilentRank(1, 3), "expert", SplitDim(1))
     local = module.get_parameter("0.weight")
     assert (tuple(local.shape), local.dtype, local.requires_grad, local.is_meta) == (
         (4, 2),
@@ -37,7 +30,7 @@ def test_ranks_that_do_not_divide_are_named() -> None:
     with pytest.raises(
         UserError, match=r"mesh.expert = 4 ranks can't partition dimension 0 of size 6 of weight evenly"
     ):
-        replace_by_rank_slice(nn.Linear(2, 6, device="meta"), "weight", Rank(0, 4), "expert", SplitDim(0))
+        replace_by_rank_slice(nn.Linear(2, 6, device="meta"), "weight", SilentRank(0, 4), "expert", SplitDim(0))
 
 
 def test_uneven_slices_tile_the_whole_and_differ_by_one() -> None:
@@ -45,7 +38,7 @@ def test_uneven_slices_tile_the_whole_and_differ_by_one() -> None:
     for length, ranks in ((7, 2), (50257, 4), (8, 4), (5, 5), (11, 8)):
         places = [
             replace_by_rank_slice(
-                nn.Linear(2, length, device="meta"), "weight", Rank(rank, ranks), "tensor", VOCABULARY
+                nn.Linear(2, length, device="meta"), "weight", SilentRank(rank, ranks), "tensor", VOCABULARY
             ).tensor_slice
             for rank in range(ranks)
         ]

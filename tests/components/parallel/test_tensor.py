@@ -9,20 +9,13 @@ from torch import Tensor
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.distributed.processes import TorchProcesses
-from drawloom.components.distributed.single_process import SingleProcess
 from drawloom.components.model.layers import Embedding, Linear
 from drawloom.components.parallel.tensor import ALONE, TensorRanks, split_over_ranks
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.graph import UserError
+from support.doubles import SilentRank
 from support.processes import run_ranks
 from support.qwen3 import cpu_kernels, dense, whole
-
-
-class Rank(SingleProcess):
-    """A rank among several, which sends nothing."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
 
 
 def _exchange_rows() -> list[dict[str, Any]]:
@@ -97,7 +90,7 @@ def test_slices_tile_each_split_parameter_and_norms_are_whole() -> None:
         splits = []
         for rank in range(2):
             module = whole(model).to("meta")
-            splits.append(split_over_ranks(module, TensorRanks(Rank(rank, 2))))
+            splits.append(split_over_ranks(module, TensorRanks(SilentRank(rank, 2))))
             for name, parameter_split in splits[-1].items():
                 assert tuple(module.get_parameter(name).shape) == parameter_split.tensor_slice.size, name
     assert {name for name in sizes if name not in splits[0]} == {name for name in sizes if "norm" in name}
@@ -118,7 +111,7 @@ def test_slices_tile_each_split_parameter_and_norms_are_whole() -> None:
 def test_indivisible_sizes_are_refused(layer: Any, message: str) -> None:
     """The message has the ranks, the size and the name."""
     with pytest.raises(UserError, match=f"mesh.tensor = 2 ranks {message}"):
-        split_over_ranks(layer, TensorRanks(Rank(0, 2)))
+        split_over_ranks(layer, TensorRanks(SilentRank(0, 2)))
 
 
 def test_a_bias_of_partial_sums_is_added_once() -> None:
@@ -128,7 +121,7 @@ def test_a_bias_of_partial_sums_is_added_once() -> None:
     expected, parts = layer(x), list[Tensor]()
     for rank in range(2):
         part = Linear(4, 3, cpu_kernels(), True, "rowwise")
-        [weight_split] = split_over_ranks(part, TensorRanks(Rank(rank, 2))).values()
+        [weight_split] = split_over_ranks(part, TensorRanks(SilentRank(rank, 2))).values()
         with torch.no_grad():
             part.weight.copy_(layer.weight[weight_split.tensor_slice.index()])
             part.bias.copy_(layer.bias)

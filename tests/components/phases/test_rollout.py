@@ -137,7 +137,10 @@ class Broken:
 @pytest.mark.parametrize(
     ("result", "message"),
     [
-        (ZeroDivisionError("no"), r"\[bad\] raised ZeroDivisionError: no; a reward returns None"),
+        (
+            ZeroDivisionError("no"),
+            r"\[bad\] raised ZeroDivisionError at \S+test_rollout.py:\d+, for a completion of line a: no; a reward",
+        ),
         (UserError("line a has no letter", 2), r"\[bad\]: line a has no letter"),
         ([1.0], r"\[bad\] returned 1 scores for 2 completions; return one for each"),
         ([0.0, NAN], r"\[bad\] scored a completion of line a with nan; return a finite number or None"),

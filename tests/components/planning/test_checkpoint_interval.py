@@ -28,12 +28,10 @@ def test_no_other_number_of_steps_loses_less() -> None:
         intervals[ranks] = advised.every * advised.step
         for other in (advised.every * 2, advised.every // 2, advised.every * 1.1):
             assert (
-                CheckpointInterval(
-                    advised.node, round(other), 2.0, advised.between_failures, advised.step
-                ).lost_time_fraction
-                > advised.lost_time_fraction
+                CheckpointInterval(advised.node, round(other), 2.0, advised.between_failures, advised.step).lost
+                > advised.lost
             )
-        assert advised.toml_line == f"checkpoint.every = {advised.every}"
+        assert advised.toml == f"checkpoint.every = {advised.every}"
     assert intervals[1] == pytest.approx(2 * intervals[32], rel=0.01)
 
 
@@ -49,5 +47,5 @@ def test_a_save_takes_longer_without_staging() -> None:
     kept = planned.memory[0].persistent
     size = kept["parameters"] + kept["optimizer_state"]
     assert estimate_blocking_save_seconds(Nodes.from_recipe(RECIPE), planned) == pytest.approx(size / 10e9)
-    with mock.patch.object(Nodes, "has_node_for", return_value=False):
+    with mock.patch.object(Nodes, "find_nodes", return_value=[]):
         assert estimate_blocking_save_seconds(Nodes.from_recipe(RECIPE), planned) == pytest.approx(size / 2e9)

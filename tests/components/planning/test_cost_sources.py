@@ -6,7 +6,6 @@ import pytest
 
 from drawloom import Recipe
 from drawloom.components.distributed.device_model import DeviceModel, find_device_model
-from drawloom.components.pipeline.program.notation import parse_program
 from drawloom.components.pipeline.program.timing import Costs, CostTable
 from drawloom.components.planning.cost_sources import FixedPartitionSchedule, PlannedCosts, TracedCosts, UnitCosts
 from drawloom.components.planning.plan import Plan, plan
@@ -14,7 +13,7 @@ from drawloom.components.planning.traces import TracedStep
 from drawloom.components.ports.stages import Recompute
 from drawloom.graph import UserError
 from support.plans import RECIPE
-from support.schedules import schedule
+from support.schedules import parse_program, schedule
 
 
 def test_a_plan_costs_as_much_in_other_stages() -> None:

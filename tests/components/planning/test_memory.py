@@ -7,13 +7,14 @@ import attrs
 import pytest
 
 from drawloom import Recipe
+from drawloom.components.commands.planning.plan import ChoiceData, make_plan_fields
 from drawloom.components.distributed.device_model import find_device_model
 from drawloom.components.pipeline.schedules.gpipe import GPipe
 from drawloom.components.planning import memory
 from drawloom.components.planning.calibrate import load_local_device_model
 from drawloom.components.planning.memory import PlannedMemory
 from drawloom.components.planning.plan import Plan, plan
-from drawloom.components.planning.text import as_data, describe_memory_choice, format_plan
+from drawloom.components.planning.text import describe_memory_choice, format_plan
 from drawloom.components.ports.memory_policy import MemoryChoice
 from drawloom.graph import UserError
 
@@ -88,7 +89,7 @@ def test_state_moves_to_a_host_that_has_room_for_it() -> None:
     [part] = moved.choice.host_states
     assert 0 < part < 1 and {*moved.choice.recompute} == {"none"}
     assert stays.choice.host_states == (0.0,) and {*stays.choice.recompute} != {"none"}
-    assert as_data(moved)["choice"] == {"recompute": ["none"], "offloaded": [], "host_states": [part]}
+    assert make_plan_fields(moved)["choice"] == ChoiceData(["none"], [], [part])
     assert "optimizer state in host memory" in format_plan(moved)
 
 

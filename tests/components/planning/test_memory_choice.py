@@ -34,15 +34,15 @@ def stage_costs(policy: Recompute, stage: int) -> StageCosts:
 
 
 def link_table(link: float, costs: dict[int, StageCosts]) -> CostTable:
-    """Return the costs of two stages, with a link of this bandwidth."""
-    lengths = np.array([[costs[s].passes[op].seconds if op in "FB" else 0.0 for op in OPS] for s in range(2)])
-    kept = np.array([costs[s].passes["F"].total_kept_bytes / link for s in range(2)])
+    """Return the costs of the stages, with a link of this bandwidth."""
+    lengths = np.array([[costs[s].passes[op].seconds if op in "FB" else 0.0 for op in OPS] for s in costs])
+    kept = np.array([costs[s].passes["F"].total_kept_bytes / link for s in costs])
     return CostTable(lengths=lengths, offload_by_stage=kept)
 
 
 def count_bytes(rank: int, program: Program, costs: dict[int, StageCosts]) -> RankBytes:
     """Return the bytes of a rank with its state on the device."""
-    device = 200 + compute_peak_memory(program, rank, costs, {0: 0, 1: 0}).bytes
+    device = 200 + compute_peak_memory(program, rank, costs, dict.fromkeys(costs, 0)).bytes
     return RankBytes(device, compute_peak_host_bytes(program, rank, costs))
 
 
@@ -116,6 +116,16 @@ def test_links_decide_between_offloading_and_recomputing() -> None:
     assert search(1.0, 700).choose() == recomputed
     assert search(1e9, 700, may_offload_activations=False).choose() == recomputed
     assert search(1e9, 700, host_limit=10).choose() == recomputed
+
+
+def test_rank_with_three_stages_recomputes_all_alike() -> None:
+    """Stages beyond two have one policy together, also where none may be offloaded."""
+    looped = attrs.evolve(
+        search(1e9, 2400, may_offload_activations=False),
+        program=schedule("looped_bfs", stages_per_rank=3).program(1, 4),
+        costs={policy: {stage: stage_costs(policy, stage) for stage in range(3)} for policy in KEPT},
+    )
+    assert looped.choose() == MemoryChoice(("selective",) * 3, frozenset(), (0.0,))
 
 
 def test_state_leaves_the_device_as_far_as_needed() -> None:

@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from drawloom import Recipe, RecipeError
+from drawloom.components.commands.planning.plan import make_plan_fields
 from drawloom.components.distributed.device_model import find_device_model
 from drawloom.components.optim.stochastic_adamw import CODES_ARITHMETIC
 from drawloom.components.pipeline.runtime.stage_runner import StageRunner
 from drawloom.components.planning.attention import AttentionFractions
 from drawloom.components.planning.plan import Plan, plan
 from drawloom.components.planning.recorder import Recorder
-from drawloom.components.planning.text import as_data
 from drawloom.components.ports.data import TokenBatch
 from drawloom.components.ports.memory import sum_memory_by_kind
 from drawloom.graph import UserError
@@ -208,7 +208,7 @@ def test_the_parts_of_a_step_add_up() -> None:
     words = ("mesh.pipeline=2", "model.num_hidden_layers=4", "batch.global_size=32")
     pipeline_plan = plan_recipe("untied", *words, ranks=2)
     time = pipeline_plan.time
-    assert time.seconds == pytest.approx(sum(value for name, value in time.as_data().items() if name != "sending"))
+    assert time.seconds == pytest.approx(sum(value for name, value in attrs.asdict(time).items() if name != "sending"))
     assert 0.5 / (pipeline_plan.microbatches + 1) < time.bubble / time.seconds < 3 / (pipeline_plan.microbatches + 1)
 
 
@@ -280,7 +280,7 @@ def test_state_in_host_memory_takes_the_time_of_the_link() -> None:
     assert offloaded.time.update > 10 * resident.time.update
     assert resident.memory[0].persistent["optimizer_state"] == 10 * weights
     assert offloaded.memory[0].persistent["optimizer_state"] == 3 * 2**28
-    assert as_data(offloaded)["memory"][0]["host"] == 10 * weights
+    assert offloaded.memory[0].host == 10 * weights
 
 
 def test_a_plan_charges_the_link_for_offloaded_activations() -> None:
@@ -312,7 +312,7 @@ def test_attention_of_packed_rows_uses_the_kernel_and_documents_of_a_run(tmp_pat
     def seconds(corpus: str, *words: str, device: str = "h200") -> tuple[float, float]:
         recipe = Recipe.load("qwen3_0_6b", f"vars.data={tmp_path / corpus}", *PACKED, *words)
         packed_plan = plan(recipe, find_device_model(device))
-        assert as_data(packed_plan)["document_tokens"] == (4000 if corpus == "store" else None)
+        assert make_plan_fields(packed_plan)["document_tokens"] == (4000 if corpus == "store" else None)
         return packed_plan.costs[0].passes["F"].seconds, packed_plan.flops or 0.0
 
     long = "vars.length=4096"

@@ -8,7 +8,7 @@ from drawloom import Recipe
 from drawloom.components.distributed.device_model import find_device_model
 from drawloom.components.frozen_weights import streamed
 from drawloom.components.planning.plan import plan
-from drawloom.components.planning.remedies import Remedy, describe_remedy_for_json, find_remedies, format_remedies
+from drawloom.components.planning.remedies import TriedPlan, find_remedies, format_remedies
 
 RECIPE = Recipe.load(
     "first_run",
@@ -17,7 +17,7 @@ RECIPE = Recipe.load(
 )
 
 
-def remedies_at(part: float) -> list[Remedy]:
+def remedies_at(part: float) -> list[TriedPlan]:
     """Return the remedies on two ranks of a device with this part of the recipe's memory."""
     roomy = plan(RECIPE, find_device_model("cpu"), 2)
     device = attrs.evolve(find_device_model("cpu"), memory=int(part * max(roomy.peak_memory_bytes)))
@@ -32,15 +32,14 @@ def test_each_line_is_a_setting_with_its_planned_memory() -> None:
     assert len(single) >= 4
     assert not any(remedy.plan.fits for remedy in single)
     assert together.plan.fits
-    assert len(together.setting_lines) > 1
+    assert len(together.toml_lines) > 1
     peaks = [max(remedy.plan.peak_memory_bytes) for remedy in single]
     assert peaks == sorted(peaks, reverse=True)
     for remedy in (single[0], together):
-        overlaid = RECIPE.with_values(tomli.loads("\n".join(remedy.setting_lines)))
+        overlaid = RECIPE.with_values(tomli.loads("\n".join(remedy.toml_lines)))
         again = plan(overlaid, remedy.plan.device, remedy.plan.ranks)
         assert again.peak_memory_bytes == remedy.plan.peak_memory_bytes
-        assert all(line in format_remedies([remedy]) for line in remedy.setting_lines)
-    assert describe_remedy_for_json(together)["toml"] == together.setting_lines
+        assert all(line in format_remedies([remedy]) for line in remedy.toml_lines)
 
 
 def test_quantized_frozen_weights_may_be_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +54,7 @@ def test_quantized_frozen_weights_may_be_streamed(monkeypatch: pytest.MonkeyPatc
     recipe = RECIPE.with_values({**values, "stages": {"adapters": ["@adapters.*"]}, "model": {"hidden_size": 512}})
     recipe = recipe.with_values({"model": {"intermediate_size": 1024}})
     device = attrs.evolve(find_device_model("cpu"), memory=1_000_000)
-    proposed = {line: remedy for remedy in find_remedies(recipe, plan(recipe, device)) for line in remedy.setting_lines}
+    proposed = {line: remedy for remedy in find_remedies(recipe, plan(recipe, device)) for line in remedy.toml_lines}
     remedy = proposed['streamed.use = "frozen_weights.streamed"']
     assert remedy.plan.memory[0].host > 0 and "host memory" in remedy.cost
 

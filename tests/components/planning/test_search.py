@@ -7,11 +7,11 @@ import pytest
 import tomli
 
 from drawloom import Recipe
+from drawloom.components.commands.planning.plan import make_plan_fields
 from drawloom.components.distributed.device_model import find_device_model
 from drawloom.components.planning.cost_sources import PlannedCosts
 from drawloom.components.planning.plan import PlanCache, TooLargeError, plan
 from drawloom.components.planning.search import _abbreviate_lists, format_search_table, search_fastest_plans
-from drawloom.components.planning.text import as_data
 from drawloom.graph import UserError
 
 RECIPE = Recipe.load(
@@ -26,13 +26,13 @@ def test_the_fastest_plans_come_first_and_are_overlays() -> None:
     candidates = search_fastest_plans(RECIPE, find_device_model("cpu"), 2)
     seconds = [candidate.plan.time.seconds for candidate in candidates]
     assert all(later > 0.98 * earlier for earlier, later in pairwise(seconds))
-    overlays = [tomli.loads(candidate.overlay_toml) for candidate in candidates]
+    overlays = [tomli.loads("\n".join(candidate.toml_lines)) for candidate in candidates]
     for dimension in ("data_replicate", "data_shard", "pipeline"):
         assert any(overlay["mesh"][dimension] == 2 for overlay in overlays), dimension
     for overlay, candidate in zip(overlays, candidates, strict=True):
         again = plan(RECIPE.with_values(overlay), find_device_model("cpu"), 2)
-        assert as_data(again) == as_data(candidate.plan)
-    lines = [line for line in candidates[0].overlay_toml.splitlines() if "[" not in line]  # long lists are left out
+        assert make_plan_fields(again) == make_plan_fields(candidate.plan)
+    lines = [line for line in candidates[0].toml_lines if "[" not in line]  # long lists are left out
     assert all(line in format_search_table(candidates) for line in lines)
 
 
@@ -42,7 +42,7 @@ def test_the_fastest_pipeline_is_tried_with_auto() -> None:
     recipe = Recipe.load("first_run", *words, "batch.global_size=8", "batch.micro_size=1")
     device = find_device_model("cpu")
     every = search_fastest_plans(recipe, device, 2)
-    overlays = [(tomli.loads(candidate.overlay_toml), candidate.plan) for candidate in every]
+    overlays = [(tomli.loads("\n".join(candidate.toml_lines)), candidate.plan) for candidate in every]
     [(overlay, planned)] = [pair for pair in overlays if pair[0].get("schedule", {}).get("use", "").endswith(".auto")]
     assert len(overlay["schedule"]["slices"]) == 5
     again = plan(recipe.with_values(overlay), device, 2)
@@ -90,7 +90,8 @@ def test_experts_are_tried_on_one_rank_and_on_several() -> None:
     words = ("mesh.data_shard=2", "mesh.expert=2", "stages.dispatcher.use=experts.all_to_all", "vars.length=64")
     recipe = Recipe.load("moe", *words, "batch.global_size=8", "batch.micro_size=4")
     every = [
-        tomli.loads(candidate.overlay_toml) for candidate in search_fastest_plans(recipe, find_device_model("h200"), 2)
+        tomli.loads("\n".join(candidate.toml_lines))
+        for candidate in search_fastest_plans(recipe, find_device_model("h200"), 2)
     ]
     ways = {(candidate["mesh"]["expert"], candidate["stages"]["dispatcher"]["use"]) for candidate in every}
     assert ways == {(1, "experts.local"), (2, "experts.all_to_all")}

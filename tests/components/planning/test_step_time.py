@@ -70,8 +70,3 @@ def test_forward_passes_of_a_reference_come_before() -> None:
     assert both.reference == pytest.approx(forward[0] + 0.5 + 2 * forward[1])
     assert both.seconds == pytest.approx(alone.seconds + both.reference)
     assert alone.reference == 0
-
-
-def test_the_parts_have_names() -> None:
-    """The names are for JSON."""
-    assert StepTime(1, 2, 3, 4, 5, 6, 7, 8).as_data()["sync"] == 7

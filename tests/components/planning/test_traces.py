@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from drawloom.components.pipeline.program.notation import parse_program
 from drawloom.components.pipeline.runtime.p2p import WAIT
 from drawloom.components.planning.traces import read_traced_step
 from drawloom.graph import UserError
+from support.schedules import parse_program
 
 PROGRAM = parse_program("0: 0F0 0B0\n1: 1F0 1I0 1W0\n")
 RANKS = (

@@ -72,6 +72,9 @@ def page_saying(words: str, folder: Path) -> str:
     line = f"2026-01-01 00:00:00,000 WARNING drawloom.run: {words}\n"
     (folder / "log/rank-0.log").write_bytes(line.encode("utf-8", "replace"))
     (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 2.0, words: 2.0}), "utf-8")
+    sampled = {"prompt": words, "completion": words, "reward": 0.5, "advantage": None, "tokens": 3, "stop": words}
+    line = json.dumps({"step": 1, "completions": [sampled, 3]})
+    (folder / "rollouts.jsonl").write_text(f"not JSON\n{line}\n", "utf-8")
     run = read_run_record(folder, words, Drawings(missing=words))
     runs = [attrs.evolve(run, recipe=f'[run]\nname = "{name}"\n# {words}', sample=words) for name in "ab"]
     return render_page(runs)
@@ -82,6 +85,7 @@ def test_nothing_of_a_run_becomes_markup(tmp_path: Path) -> None:
     hostile, tame = page_saying(EVIL, tmp_path), page_saying("tame", tmp_path)
     shapes = [[(tag, list(attrs)) for tag, attrs in Elements(content).found] for content in (hostile, tame)]
     assert shapes[0] == shapes[1]
+    assert "<th>0.500</th><td></td><td>3</td><td>tame</td><td>tame</td><td>tame</td>" in tame
     assert "\u202e" not in hostile  # it would turn the direction of what follows
     hostile.encode()  # a lone surrogate, as in a file name, would have no encoding
     assert data_of(hostile)["runs"][0]["curves"].keys() == {"loss", f"{EVIL[:-2]}\ufffd\ufffd"}

@@ -7,21 +7,23 @@ import pytest
 from drawloom.components.report.run_record import (
     Drawings,
     check_is_run,
-    find_differing_settings,
+    list_differing_settings,
     make_unique_run_names,
+    parse_recipe_settings,
     read_run_record,
 )
 from drawloom.graph import UserError
 
 
 def test_recipes_are_compared_key_by_key() -> None:
-    """Only differences are listed; a node missing in one recipe is empty there, an unreadable recipe all over."""
+    """Only differences are listed, without runs' names; an unreadable recipe has no settings."""
     one = '[clip]\nuse = "gradients.clip_norm"\nmax_norm = 1.0\n[run]\nuse = "run.job"\nname = "a"\n'
     other = '[run]\nuse = "run.job"\nname = "b"\n'
-    clip = [("clip.use", ['"gradients.clip_norm"', ""]), ("clip.max_norm", ["1.0", ""])]
-    assert find_differing_settings([one, other]) == [*clip, ("run.name", ['"a"', '"b"'])]
-    assert find_differing_settings([other, other]) == []
-    assert find_differing_settings([other, "= no TOML"]) == [("run.use", ['"run.job"', ""]), ("run.name", ['"b"', ""])]
+    known, rest, unread = map(parse_recipe_settings, (one, other, "= no TOML"))
+    assert known == {"clip.use": '"gradients.clip_norm"', "clip.max_norm": "1.0", "run.use": '"run.job"'}
+    assert list_differing_settings([known, rest]) == ["clip.use", "clip.max_norm"]
+    assert list_differing_settings([rest, rest]) == []
+    assert list_differing_settings([rest, unread]) == ["run.use"]
 
 
 def test_two_runs_of_one_name_are_called_by_their_paths(tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ def test_recorded_steps_learn_the_same(tmp_path: Path) -> None:
     }
     changes |= {"rewards": {"regex": {"use": "rewards.regex", "pattern": "[a-m]"}}, "evaluate": {"every": "never"}}
     changes |= {"checkpoint": {"best": "loss", "best_is": "lowest", "every": "never"}, "lr": {"warmup_steps": 0}}
-    changes |= {"trainer": {"steps": 4, "on_finish": []}}
+    changes |= {"trainer": {"steps": 3, "on_finish": []}}
     for capture in (False, True):
         folder = tmp_path / str(capture)
         with (

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from drawloom.components.ports.run import StoppedError
 from drawloom.components.run.signals import Signals
+from support.doubles import Exit
 from support.processes import RanksFailedError, run_ranks
 
 ECHO_HERE = 0.3
@@ -37,18 +38,6 @@ class Alone:
     """A mesh of one rank, in a separate process."""
 
     world: World = attrs.field(factory=lambda: World(rank=0, others=0))
-
-
-@attrs.define
-class Exit:
-    """Replaces os._exit, and records the codes."""
-
-    codes: list[int] = attrs.field(factory=list)
-    called: threading.Event = attrs.field(factory=threading.Event)
-
-    def __call__(self, code: int) -> None:
-        self.codes.append(code)
-        self.called.set()
 
 
 @pytest.fixture

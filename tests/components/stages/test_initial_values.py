@@ -6,19 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from drawloom.components.distributed.single_process import SingleProcess
 from drawloom.components.parallel.tensor import TensorRanks, split_over_ranks
 from drawloom.components.ports.model import LayerRange
 from drawloom.components.stages.initial_values import InitialValues, check_parameters_fit_device, get_device_memory
 from drawloom.graph import UserError
+from support.doubles import SilentRank
 from support.qwen3 import dense
-
-
-class Rank(SingleProcess):
-    """A rank among several, which sends nothing."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
 
 
 def fill_model(rank: int = 0, ranks: int = 1, seed: int = 1) -> tuple[dict[str, torch.Tensor], Any]:
@@ -28,7 +21,7 @@ def fill_model(rank: int = 0, ranks: int = 1, seed: int = 1) -> tuple[dict[str, 
         module: nn.Module = model.build(LayerRange(0, model.num_hidden_layers, embedding=True, head=True))
     places = {
         name: parameter_split.tensor_slice
-        for name, parameter_split in split_over_ranks(module, TensorRanks(Rank(rank, ranks))).items()
+        for name, parameter_split in split_over_ranks(module, TensorRanks(SilentRank(rank, ranks))).items()
     }
     InitialValues(model, seed, torch.device("cpu"), None, places).allocate_and_fill_modules([module])
     return dict(module.named_parameters()), places

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import attrs
 import pytest
 
 from drawloom.components.ports.run import RunInfo
@@ -21,19 +20,12 @@ from drawloom.components.trackers.remembered_run import read_stored_run_id
 from drawloom.graph import UserError
 from drawloom.graph.testing import fake
 from support.checkpoints import SingleRankMesh
+from support.doubles import SecondRank
 from support.folders import Folder
 from support.processes import run_ranks
 
 pytestmark = pytest.mark.usefixtures("load_before_timing")
 PROPERTIES = {"run": {"name": "test"}, "optimizer": {"betas": [0.9, 0.95], "lr": 0.1}}
-
-
-@attrs.frozen
-class Second:
-    """A world group as rank 1 sees it."""
-
-    rank: int = 1
-    size: int = 2
 
 
 @pytest.fixture(scope="module")
@@ -252,7 +244,7 @@ def test_a_missing_package_names_the_extra(make: Any, monkeypatch: pytest.Monkey
 def test_another_rank_neither_loads_nor_writes(make: Any, mesh_of: Any, tmp_path: Path, monkeypatch: Any) -> None:
     """Aim need not even be installed there; state from the main rank is taken."""
     monkeypatch.setitem(sys.modules, "aim", None)
-    tracker = make(mesh=mesh_of(world=Second()))
+    tracker = make(mesh=mesh_of(world=SecondRank()))
     assert tracker.state_dict() == {"run": ""}
     tracker.load_state_dict({"run": "abc"})
     tracker.rewind(0)
@@ -311,7 +303,7 @@ def test_an_aim_that_hangs_delays_nothing(
     assert caplog.messages == ["Aim does not keep up; some steps will be missing there"]
     gate.set()
     for thread in threading.enumerate():
-        if thread.name == "aim":
+        if thread.name == "Aim":
             thread.join(10)
 
 

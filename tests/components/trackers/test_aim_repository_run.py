@@ -1,13 +1,16 @@
 """The Aim run of a run folder, with a double of Aim."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import attrs
 import pytest
 
-from drawloom.components.trackers.aim_repository import AimLocation, AimRun
+from drawloom.components.trackers import aim as module
+from drawloom.components.trackers.aim import AimTracker
 from drawloom.components.trackers.remembered_run import read_stored_run_id
+from support.folders import Folder
 
 
 @attrs.define
@@ -48,87 +51,83 @@ class Aim:
             raise OSError("no")
 
 
-def run_of(aim: Aim, folder: Path) -> AimRun:
-    """Return a run with a property in a folder's repository."""
-    run = AimRun(aim, AimLocation(str(folder)), "name")
-    run.properties = {"seed": 3}
-    return run
-
-
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Return a run folder with a repository."""
-    (tmp_path / ".aim").mkdir()
-    return tmp_path
+def make(monkeypatch: pytest.MonkeyPatch, one_rank: Any, job: Any) -> Callable[..., AimTracker]:
+    """Return a function for opening a tracker with a double of Aim, continuing the run `abc` of a folder."""
+
+    def make(aim: Aim, folder: Path, **settings: Any) -> AimTracker:
+        monkeypatch.setattr(module, "import_aim", lambda: aim)
+        (folder / ".aim").mkdir(exist_ok=True)
+        tracker = AimTracker(folder=Folder(folder), mesh=one_rank, job=job, timeout=60.0, **settings)
+        tracker.open()
+        tracker.store_properties({"seed": 3})
+        tracker.load_state_dict({"run": "" if settings.get("repository") else "abc"})
+        return tracker
+
+    return make
 
 
-def test_a_run_is_opened_once_and_closed(folder: Path) -> None:
+OPENED = ["repository", "run abc", "hparams is {'seed': 3}"]
+
+
+def test_a_run_is_opened_once_and_closed(make: Any, tmp_path: Path) -> None:
     """The first step opens it, with the properties and nothing else of the environment."""
     aim = Aim()
-    run = run_of(aim, folder)
-    run.open_or_create_repository()
-    run.track("abc", 1, {"loss": 2.0, "lr": 1.0}, {})
-    run.track("abc", 2, {"loss": 1.0}, {})
-    run.close()
-    run.close()
-    steps = ["loss 2.0 at 1", "lr 1.0 at 1", "loss 1.0 at 2"]
-    assert aim.asked == ["repository", "run abc", "hparams is {'seed': 3}", *steps, "close"]
+    tracker = make(aim, tmp_path)
+    tracker.track(1, {"loss": 2.0, "lr": 1.0})
+    tracker.track(2, {"loss": 1.0})
+    tracker.close()
+    tracker.close()
+    assert aim.asked == [*OPENED, "loss 2.0 at 1", "lr 1.0 at 1", "loss 1.0 at 2", "close"]
     assert not any(aim.options.values())
     options = {"experiment", "capture_terminal_logs", "log_system_params", "system_tracking_interval"}
     assert aim.options.keys() == options
 
 
-def test_system_metrics_and_experiment_are_passed_on(folder: Path) -> None:
-    """Aim measures at the requested interval."""
+def test_rewinding_a_new_run_only_opens_it_with_the_settings(make: Any, tmp_path: Path) -> None:
+    """No values are deleted; Aim measures at the requested interval."""
     aim = Aim()
-    run = AimRun(aim, AimLocation(str(folder)), "name", "looms", 30.0)
-    run.open_or_create_repository()
-    run.rewind("abc", 0)
+    tracker = make(aim, tmp_path, experiment="looms", system_metrics=30.0)
+    tracker.rewind(0)
+    assert aim.asked == OPENED
     assert (aim.options["system_tracking_interval"], aim.options["experiment"]) == (30.0, "looms")
+    tracker.close()
 
 
-def test_a_run_on_a_server_is_made_by_aim_and_remembered(tmp_path: Path) -> None:
+def test_a_run_on_a_server_is_made_by_aim_and_remembered(make: Any, tmp_path: Path) -> None:
     """A server makes the identifiers of new runs; the next start of the run folder asks for its own."""
     for opened in ("None", "made by aim"):
         aim = Aim()
-        run = AimRun(aim, AimLocation("aim://host:1", shared_by=tmp_path), "name")
-        run.open_or_create_repository()
-        run.track("", 1, {"loss": 1.0}, {"phase": "train"})
-        assert aim.asked == ["repository", f"run {opened}", "loss 1.0 at 1"]
+        tracker = make(aim, tmp_path, repository="aim://host:1")
+        tracker.track_in_context(1, {"loss": 1.0}, {"phase": "train"})
+        tracker.close()
+        assert aim.asked == ["repository", f"run {opened}", "hparams is {'seed': 3}", "loss 1.0 at 1", "close"]
         assert read_stored_run_id(tmp_path, "aim") == "made by aim"
 
 
-def test_rewinding_a_new_run_only_opens_it(folder: Path) -> None:
-    """No values are deleted."""
-    aim = Aim()
-    run = run_of(aim, folder)
-    run.open_or_create_repository()
-    run.rewind("abc", 0)
-    assert aim.asked == ["repository", "run abc", "hparams is {'seed': 3}"]
-
-
 @pytest.mark.parametrize("refused", ["repository", "run", "hparams"])
-def test_a_run_that_cannot_be_opened_is_tried_once(folder: Path, refused: str) -> None:
-    """The first try raises, later calls do nothing, and `usable` is false."""
+def test_a_run_that_cannot_be_opened_is_tried_once(
+    make: Any, tmp_path: Path, refused: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After the first failure, later calls do nothing, and the warning says so."""
     aim = Aim(refuses=refused)
-    run = run_of(aim, folder)
-    with pytest.raises(OSError, match="no"):
-        run.open_or_create_repository()
-        run.track("abc", 1, {"loss": 1.0}, {})
-    assert not run.usable
-    asked = list(aim.asked)
-    run.rewind("abc", 0)
-    run.track("abc", 2, {"loss": 1.0}, {})
-    assert aim.asked == asked
+    tracker = make(aim, tmp_path)
+    for step in (1, 2):
+        tracker.track(step, {"loss": 1.0})
+    tracker.rewind(0)
+    tracker.close()
+    assert [call for call in aim.asked if call != "close"] == OPENED[
+        : 1 + ["repository", "run", "hparams"].index(refused)
+    ]
+    assert caplog.messages == ["Aim failed, nothing is written to it: OSError: no"]
 
 
-def test_a_failed_step_leaves_the_run_usable(folder: Path) -> None:
+def test_a_failed_step_leaves_the_run_usable(make: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The next step is written."""
     aim = Aim(refuses="loss 1.0")
-    run = run_of(aim, folder)
-    run.open_or_create_repository()
-    with pytest.raises(OSError, match="no"):
-        run.track("abc", 1, {"loss": 1.0}, {})
-    run.track("abc", 2, {"loss": 2.0}, {})
-    assert run.usable
-    assert aim.asked[-1] == "loss 2.0 at 2"
+    tracker = make(aim, tmp_path)
+    for step, loss in ((1, 1.0), (2, 2.0)):
+        tracker.track(step, {"loss": loss})
+    tracker.close()
+    assert aim.asked[-2:] == ["loss 2.0 at 2", "close"]
+    assert caplog.messages == ["Aim failed, some steps will be missing there: OSError: no"]

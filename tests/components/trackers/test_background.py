@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 import attrs
 import pytest
 
-from drawloom.components.trackers.background import Background, OneWarning, TrackerInBackground
+from drawloom.components.trackers.background import Background, TrackerInBackground
+from support.doubles import SecondRank
 
 
 def _nothing() -> None: ...
@@ -94,15 +95,6 @@ def test_waiting_for_a_task_has_a_timeout() -> None:
     assert background.finish_tasks(10)
 
 
-def test_one_warning_is_the_first(caplog: pytest.LogCaptureFixture) -> None:
-    """Later warnings are not logged, and another tracker's first one is."""
-    warn, other = OneWarning(), OneWarning()
-    for text in ("first", "second"):
-        warn(text)
-    other("third")
-    assert caplog.messages == ["first", "third"]
-
-
 @attrs.define(eq=False, kw_only=True)
 class Notes(TrackerInBackground):
     """A recorder of values; `act` may hang or raise first."""
@@ -129,14 +121,6 @@ class Notes(TrackerInBackground):
 NOTES: Any = Notes  # whose fields are inherited by a decorator of its own
 
 
-@attrs.frozen
-class Second:
-    """A world group as rank 1 sees it."""
-
-    rank: int = 1
-    size: int = 2
-
-
 def test_finite_values_are_written_in_order(one_rank: Any) -> None:
     """Values become floats; None and values that are not finite are left out; the end comes last."""
     tracker = NOTES(mesh=one_rank)
@@ -150,7 +134,7 @@ def test_finite_values_are_written_in_order(one_rank: Any) -> None:
 
 def test_other_ranks_write_nothing(one_rank: Any) -> None:
     """Only rank 0 prepares and writes."""
-    tracker = NOTES(mesh=attrs.evolve(one_rank, world=Second()))
+    tracker = NOTES(mesh=attrs.evolve(one_rank, world=SecondRank()))
     tracker.open()
     tracker.track(1, {"loss": 1.0})
     tracker.close()

@@ -8,7 +8,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,15 +17,8 @@ from drawloom.components.storage.step_log import StepLog, encode_row, read_step_
 from drawloom.components.trackers.jsonl import JsonlTracker
 from drawloom.graph import Every
 from drawloom.graph.testing import fake
+from support.doubles import SecondRank
 from support.folders import Folder
-
-
-@attrs.frozen
-class Second:
-    """A world group as rank 1 sees it."""
-
-    rank: int = 1
-    size: int = 2
 
 
 @pytest.fixture
@@ -160,7 +152,7 @@ def test_rewind_removes_and_counts_lines_without_a_step(
 
 def test_only_rank_0_writes(tmp_path: Path, mesh_of: Callable[..., Any]) -> None:
     """On another rank no file is made by any call."""
-    tracker = JsonlTracker(folder=Folder(tmp_path), mesh=mesh_of(world=Second()))
+    tracker = JsonlTracker(folder=Folder(tmp_path), mesh=mesh_of(world=SecondRank()))
     tracker.open()
     tracker.rewind(0)
     tracker.track(1, {"loss": 1.0})

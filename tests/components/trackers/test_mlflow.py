@@ -5,19 +5,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import attrs
 import pytest
 
 from drawloom.components.ports.tracking import Histogram
-from drawloom.components.trackers.mlflow import MlflowTracker, import_mlflow
+from drawloom.components.trackers.background import import_tracker_package
+from drawloom.components.trackers.mlflow import MlflowTracker
 from drawloom.graph import UserError
-
-
-@attrs.frozen
-class Folder:
-    """A run folder."""
-
-    folder: Path
+from support.folders import Folder
 
 
 def open_tracker(folder: Path, mesh: Any, job: Any, properties: dict[str, Any]) -> MlflowTracker:
@@ -43,7 +37,9 @@ def test_a_resumed_run_continues_the_run(tmp_path: Path, one_rank: Any, job: Any
     second.rewind(2)
     second.track(3, {"loss": 3.0})
     second.close()
-    client = import_mlflow().MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    client = import_tracker_package("mlflow", "mlflow", "mlflow.entities").MlflowClient(
+        f"sqlite:///{tmp_path / 'mlflow.db'}"
+    )
     experiment = client.get_experiment_by_name("drawloom")
     [run] = client.search_runs([experiment.experiment_id])
     history = {name: client.get_metric_history(run.info.run_id, name) for name in ("loss", "norms/a_b")}
@@ -60,4 +56,4 @@ def test_without_the_package_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch
     """The message names the package to install."""
     monkeypatch.setitem(sys.modules, "mlflow", None)
     with pytest.raises(UserError, match=r"pip install 'drawloom\[mlflow\]'"):
-        import_mlflow()
+        import_tracker_package("mlflow", "mlflow", "mlflow.entities")

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from drawloom.components.ports.tracking import Histogram
-from drawloom.components.trackers.tensorboard import TensorBoardTracker, import_summary_writer
+from drawloom.components.trackers.background import import_tracker_package
+from drawloom.components.trackers.tensorboard import TensorBoardTracker
 from drawloom.graph import UserError
 from support.folders import Folder
 
@@ -98,7 +99,7 @@ def test_without_the_package_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch
     """The message names the package to install."""
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(UserError, match=r"pip install 'drawloom\[tensorboard\]'"):
-        import_summary_writer()
+        import_tracker_package("tensorboard", "torch.utils.tensorboard")
 
 
 def test_a_folder_elsewhere_is_refused(make: Any, tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from drawloom.components.ports.tracking import Histogram
-from drawloom.components.trackers.trackio import TrackioTracker, import_trackio
+from drawloom.components.trackers.background import import_tracker_package
+from drawloom.components.trackers.trackio import TrackioTracker
 from drawloom.graph import UserError
 from drawloom.graph.testing import fake
 from support.checkpoints import SingleRankMesh
@@ -53,4 +54,4 @@ def test_without_the_package_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch
     """The message names the package to install."""
     monkeypatch.setitem(sys.modules, "trackio", None)
     with pytest.raises(UserError, match=r"pip install 'drawloom\[trackio\]'"):
-        import_trackio()
+        import_tracker_package("trackio", "trackio")

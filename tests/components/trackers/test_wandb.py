@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from drawloom.components.ports.tracking import Histogram
-from drawloom.components.trackers.wandb import WandbTracker, import_wandb
+from drawloom.components.trackers.background import import_tracker_package
+from drawloom.components.trackers.wandb import WandbTracker
 from drawloom.graph import UserError
 from support.folders import Folder
 
@@ -90,4 +91,4 @@ def test_without_the_package_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch
     """The message names the package to install."""
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match=r"pip install 'drawloom\[wandb\]'"):
-        import_wandb()
+        import_tracker_package("wandb", "wandb")

@@ -14,7 +14,7 @@ from drawloom.graph.problems import UserError
 from drawloom.graph.project import Project
 
 
-@command("letters")
+@command
 class SendCommand(Command):
     """A command with an argument of every kind."""
 

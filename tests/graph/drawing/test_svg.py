@@ -38,7 +38,9 @@ def test_black_is_legible_on_pale_and_white_beside_strong() -> None:
         assert lightness[0] < 0.45 and lightness[1] > 0.9
 
 
-@pytest.mark.parametrize(("number", "text"), [(1.0, "1"), (0.25, "0.2"), (1234567.0, "1234567"), (12345.67, "12345.7")])
+@pytest.mark.parametrize(
+    ("number", "text"), [(1.0, "1"), (0.25, "0.25"), (-0.001, "0"), (1234567.0, "1234567"), (100.0, "100")]
+)
 def test_numbers_are_plain_decimals(number: float, text: str) -> None:
     """Numbers are written without an exponent, which is hard to read in a path."""
     assert num(number) == text

@@ -86,4 +86,5 @@ def test_a_workspace_lists_recipes_written_by_users(workspace: Workspace, write:
     unsaved = write("unsaved.toml", recipe)
     here = workspace.folders[0]
     assert [*workspace.find_recipes()] == [here / "a.toml", here / "sub" / "b.toml", unsaved]
-    assert workspace.contains(unsaved) and not workspace.contains(here.parent / "elsewhere.toml")
+    (here.parent / "elsewhere.toml").write_text(recipe, "utf-8")
+    assert workspace.is_recipe(unsaved) and not workspace.is_recipe(here.parent / "elsewhere.toml")

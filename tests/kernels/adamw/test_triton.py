@@ -237,8 +237,7 @@ def test_codes_beside_midpoints_are_the_nearest(signed: bool) -> None:
 
 
 @pytest.mark.parametrize(("shape", "steps"), [((3, 300), 3), ((70, 256), 1), ((2, 5, 17), 3)])
-@pytest.mark.parametrize("master", [False, True])
-@pytest.mark.parametrize("rows", [False, True])
+@pytest.mark.parametrize(("master", "rows"), [(False, True), (True, False)])
 def test_means_of_8_bits_equal_eager_ones(shape: tuple[int, ...], steps: int, master: bool, rows: bool) -> None:
     """
     Weights, codes and scales have the eager bits for any row width, whichever part of a parameter the weight is. The

@@ -16,11 +16,10 @@ from drawloom.components.pipeline.program.lowering import (
     lower_to_rank_program,
     merge_split_backwards,
 )
-from drawloom.components.pipeline.program.notation import parse_program
 from drawloom.components.ports.pipeline import PartialSchedule
 from drawloom.components.ports.program import OPS, RankProgram, iterate_actions
 from drawloom.graph import UserError
-from support.schedules import NAMES, variants
+from support.schedules import NAMES, parse_program, variants
 
 
 def lower_text(text: str, rank: int) -> str:

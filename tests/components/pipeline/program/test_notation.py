@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drawloom.components.pipeline.program.notation import format_program, parse_action, parse_program
+from drawloom.components.pipeline.program.notation import parse_action
 from drawloom.components.ports.program import Action, Overlap
-from support.schedules import NAMES, schedule, texts
+from support.schedules import NAMES, format_program, parse_program, schedule, texts
 
 ACTIONS = st.builds(Action, st.integers(0, 99), st.sampled_from("FBIW"), st.integers(0, 99))
 

@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from drawloom.components.pipeline.program.notation import parse_program
 from drawloom.components.pipeline.program.timing import BatchedTiming, Costs, CostTable, DeadlockError, compute_timing
-from support.schedules import schedule
+from support.schedules import parse_program, schedule
 
 
 def test_actions_wait_for_their_inputs() -> None:

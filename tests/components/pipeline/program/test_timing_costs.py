@@ -1,7 +1,7 @@
 """The durations of ops."""
 
-from drawloom.components.pipeline.program.notation import parse_program
 from drawloom.components.pipeline.program.timing import Costs
+from support.schedules import parse_program
 
 
 def test_a_whole_backward_costs_its_parts() -> None:

@@ -2,9 +2,9 @@
 
 import pytest
 
-from drawloom.components.pipeline.program.notation import parse_program
 from drawloom.components.pipeline.program.validity import find_violations
 from drawloom.components.ports.program import Action, Program
+from support.schedules import parse_program
 
 VALID = ["0: 0F0 0F1 0B0 0I1 0W1\n1: 1F0 1B0 1F1 1B1\n", "0: 0F0 0F1\n1: 1F0 1F1\n", "0: 0F0 1F0 1B0 0B0\n"]
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from drawloom.components.pipeline.program.list_scheduling import compute_peak_activations
-from drawloom.components.pipeline.program.notation import format_program
+from drawloom.components.pipeline.program.notation import format_program_csv
 from drawloom.components.pipeline.program.timing import Costs, CostTable, compute_timing
 from drawloom.components.pipeline.program.validity import find_violations
 from drawloom.components.pipeline.schedules import auto
@@ -320,19 +320,18 @@ def test_a_costly_last_stage_and_slow_messages_are_made_up_for() -> None:
 
 
 def test_every_process_finds_the_same() -> None:
-    """Processes with different seeds of hashes find the same program, action by action, and the same stages."""
+    """A process with another seed of hashes finds the same program, action by action, and the same stages."""
     settings = "Auto(comm=0.3, memory=30.0, slices=[1.0] * 23 + [4.0])"
     path = "drawloom.components.pipeline"
     script = (
-        f"from {path}.schedules.auto import Auto; from {path}.program.notation import format_program;"
-        f"made = {settings}; print(format_program(made.program(4, 8)), made.layers_by_stage(4, 24), end='')"
+        f"from {path}.schedules.auto import Auto; from {path}.program.notation import format_program_csv;"
+        f"made = {settings}; print(format_program_csv(made.program(4, 8)), made.layers_by_stage(4, 24), end='')"
     )
     made = Auto(comm=0.3, memory=30.0, slices=[1.0] * 23 + [4.0])
-    ours = f"{format_program(made.program(4, 8))} {made.layers_by_stage(4, 24)}"
-    for seed in ("1", "2"):
-        surroundings = {"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)}
-        done = subprocess.run([sys.executable, "-c", script], env=surroundings, capture_output=True, check=True)
-        assert done.stdout.decode() == ours
+    ours = f"{format_program_csv(made.program(4, 8))} {made.layers_by_stage(4, 24)}"
+    surroundings = {"PYTHONHASHSEED": "1", "PYTHONPATH": ":".join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", script], env=surroundings, capture_output=True, check=True)
+    assert done.stdout.decode() == ours
 
 
 def test_stages_stay_where_they_are_for_other_numbers_of_microbatches() -> None:

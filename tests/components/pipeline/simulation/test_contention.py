@@ -3,10 +3,10 @@
 import pytest
 
 from drawloom.components.pipeline.program.lowering import insert_offload_actions
-from drawloom.components.pipeline.program.notation import parse_program
 from drawloom.components.pipeline.program.timing import Costs, DeadlockError
 from drawloom.components.pipeline.simulation.contention import Channels, simulate_events
 from drawloom.components.ports.program import Action, RankProgram
+from support.schedules import parse_program
 
 
 def line(rank: int, text: str) -> RankProgram:

@@ -8,11 +8,10 @@ import pytest
 
 from drawloom.components.pipeline.program.builders import build_forward_only_program
 from drawloom.components.pipeline.program.lowering import Sharding
-from drawloom.components.pipeline.program.notation import parse_program
 from drawloom.components.pipeline.program.timing import Costs, DeadlockError
 from drawloom.components.pipeline.simulation.simulator import Simulation, simulate
 from drawloom.components.ports.program import BACKWARD, BACKWARD_WEIGHT
-from support.schedules import schedule
+from support.schedules import parse_program, schedule
 
 PROGRAM = parse_program("0: 0F0 0F1 0F2 0I0 0W0 0B1 0B2\n1: 1F0 1I0 1F1 1I1 1W0 1F2 1W1 1B2\n")
 

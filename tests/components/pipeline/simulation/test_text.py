@@ -5,11 +5,10 @@ import re
 import attrs
 
 from drawloom.components.pipeline.program.lowering import Sharding
-from drawloom.components.pipeline.program.notation import parse_program
 from drawloom.components.pipeline.program.timing import Costs
 from drawloom.components.pipeline.simulation.simulator import simulate
 from drawloom.components.pipeline.simulation.text import draw_text
-from support.schedules import schedule
+from support.schedules import parse_program, schedule
 
 
 def draw_lines(name: str, ranks: int, microbatches: int, width: int = 120, costs: Costs | None = None) -> list[str]:

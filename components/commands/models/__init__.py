@@ -1,0 +1,1 @@
+"""Commands with a run's weights."""

@@ -1,0 +1,46 @@
+"""export a run's weights as a Hugging Face folder"""
+
+from pathlib import Path
+
+from drawloom.components.commands._trained import CheckpointCommand, find_base_folder_of_run, get_if_any
+from drawloom.components.export.hf_writer import write_hugging_face_folder
+from drawloom.components.ports.corpus import EndsAnswers, Tokenizer
+from drawloom.components.ports.model import LanguageModel
+from drawloom.components.ports.pipeline import Loss, SequenceHead
+from drawloom.components.ports.stages import Stages
+from drawloom.graph.cli.command import Project, Result, command, option, output, output_class
+
+
+@output_class
+class ExportResult(Result):
+    """A Hugging Face folder with the weights of a run."""
+
+    folder: Path = output("written folder")
+    step: int = output("step of the checkpoint")
+
+    def render(self, format: str) -> str:
+        """Return one line."""
+        return f"exported to {self.folder}"
+
+
+@command
+class ExportCommand(CheckpointCommand):
+    """An export with a checkpoint's weights."""
+
+    to: Path = option("folder to write; it must not exist", metavar="DIR")
+
+    def run(self, project: Project) -> ExportResult:
+        with self.open_run(project, LanguageModel, Stages, Loss, every=(Tokenizer, EndsAnswers)) as run:
+            loss = run.nodes.get(Loss)
+            ends = [node.answer_end_ids for node in run.nodes.values() if isinstance(node, EndsAnswers)]
+            write_hugging_face_folder(
+                self.to,
+                run.nodes.get(LanguageModel),
+                run.nodes.get(Stages),
+                get_if_any(run.nodes, Tokenizer),
+                head=loss if isinstance(loss, SequenceHead) else None,
+                base=find_base_folder_of_run(run.folder),
+                step=run.step,
+                end_ids=frozenset().union(*ends),
+            )
+        return ExportResult(self.to, run.step)

@@ -1,0 +1,1 @@
+"""Commands that plan, simulate and measure before a run."""

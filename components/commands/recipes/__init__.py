@@ -1,0 +1,1 @@
+"""Commands for writing and reading recipes."""

@@ -1,0 +1,84 @@
+"""Record of sampled completions, for people who watch a policy learn."""
+
+from typing import Any
+
+import attrs
+
+from drawloom.components.ports.corpus import Tokenizer
+from drawloom.components.ports.distributed import Mesh
+from drawloom.components.ports.rollouts import PolicyBatch, Scored
+from drawloom.components.ports.run import RunFolder, Step
+from drawloom.components.storage.step_log import RewindingLog, StepLog
+from drawloom.graph import between, component, setting
+
+FILE = "rollouts.jsonl"
+
+
+@component(reads=("rollouts", "batches"), impact="safe")
+class RecordRollouts:
+    """
+    Writer for `rollouts.jsonl` in the run folder: completions of some steps with rewards and advantages.
+
+    A line is a step: `completions` have `prompt`, `completion`, `rewards` by name, their sum `reward`, `advantage`,
+    `tokens`, and `stop`: "end", or "length" for a cut completion. They are the first rows on the first rank. The report
+    shows the last line.
+    """
+
+    folder: RunFolder
+    mesh: Mesh
+    tokenizer: Tokenizer
+    every: int = setting(default=10, check=between(1, 10**9), doc="steps between records, beside the first and last")
+    rows: int = setting(default=4, check=between(1, 10_001), doc="completions in a record")
+
+    _log: RewindingLog = attrs.field(
+        init=False, default=attrs.Factory(lambda self: RewindingLog(self._rewind_and_open), takes_self=True)
+    )
+
+    def run_phase(self, step: Step) -> None:
+        """Append the step's first completions, if the step is recorded."""
+        if self.mesh.world.rank or not (step.index == 1 or step.index % self.every == 0 or step.is_last):
+            return
+        rows = [
+            row
+            for scored, batch in zip(step.state["rollouts"], step.state["batches"], strict=True)
+            for row in self._describe_completions(scored, batch)
+        ]
+        self._log.append({"step": step.index, "completions": rows[: self.rows]})
+
+    def flush(self) -> None:
+        """Write the lines that are still in memory, and sync the file. Raises OSError if the disk refuses some."""
+        self._log.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._log.close()
+
+    def _rewind_and_open(self, step: int) -> StepLog:
+        """Open the file without lines from this step on."""
+        log = StepLog.open(self.folder.folder / FILE)
+        log.rewind_and_get_last_step(step - 1)
+        return log
+
+    def _describe_completions(self, scored: Scored, batch: PolicyBatch) -> list[dict[str, Any]]:
+        """Return a microbatch's first completions as JSON objects."""
+        sampled, rows = scored.completions, []
+        for row in range(min(self.rows, len(sampled.tokens))):
+            start, end, is_ended = (int(column[row]) for column in (sampled.starts, sampled.ends, sampled.is_ended))
+            ids, scores = sampled.tokens[row], scored.scores[row].tolist()
+            advantages = batch.advantages
+            rows.append(
+                {
+                    "prompt": self.tokenizer.decode(ids[:start].tolist()),
+                    "completion": self.tokenizer.decode(ids[start : end - is_ended].tolist()),
+                    "rewards": {name: _none_if_nan(score) for name, score in zip(scored.names, scores, strict=True)},
+                    "reward": _none_if_nan(float(scored.totals[row])),
+                    "advantage": None if advantages is None else float(advantages[row].sum() / max(1, end - start)),
+                    "tokens": end - start,
+                    "stop": "end" if is_ended else "length",
+                }
+            )
+        return rows
+
+
+def _none_if_nan(value: float) -> float | None:
+    return None if value != value else value

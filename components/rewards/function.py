@@ -1,0 +1,57 @@
+"""Rewards that are plain functions of a completion's text, marked with `@reward`."""
+
+from collections.abc import Callable, Sequence
+from inspect import Parameter, signature
+from typing import Any, ClassVar
+
+from drawloom.components.ports.rollouts import Answer
+from drawloom.components.rewards.expected import Weighted, read_key
+from drawloom.graph import component, component_base_class, setting
+
+Score = float | None
+
+
+@component_base_class
+class FunctionReward(Weighted):
+    """Base for rewards made from functions: `keys` are read from the example, and `options` are settings."""
+
+    function: ClassVar[Callable[..., Score]]
+    keys: ClassVar[tuple[str, ...]]
+    options: ClassVar[tuple[str, ...]]
+
+    def scores(self, answers: Sequence[Answer]) -> list[Score]:
+        return [self.score(answer) for answer in answers]
+
+    def score(self, answer: Answer) -> Score:
+        """Call the function. Raises UserError, with the example's source, if the example lacks a key."""
+        values = {key: read_key(answer, key, f"add it, or give {key} a default in the reward") for key in self.keys}
+        return self.function(answer.text, **values, **{name: getattr(self, name) for name in self.options})
+
+
+def reward(function: Callable[..., Score]) -> type[Any]:
+    """
+    Make a function a reward's component, which a recipe names like a class: by its file, or as `file.function`.
+
+    The first parameter is the completion's text. Other parameters are keys of the prompt's example, or with a default
+    settings in the recipe, beside `weight`. The function returns a score, or None for a completion without one.
+    Raises TypeError for a function without a parameter for the text, and for *args and **kwargs.
+    """
+    parameters = [*signature(function).parameters.values()]
+    if not parameters or {Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD} & {one.kind for one in parameters}:
+        raise TypeError(
+            f"the reward {function.__name__} takes the completion's text, and then keys of the example by name; write "
+            f"def {function.__name__}(completion, answer): ..."
+        )
+    others = parameters[1:]
+    options = [one for one in others if one.default is not Parameter.empty]
+    kinds = {one.name: function.__annotations__.get(one.name, type(one.default)) for one in options}
+    body: dict[str, Any] = {
+        "__module__": function.__module__,
+        "__doc__": function.__doc__ or f"Reward by the function {function.__name__}.",
+        "__annotations__": kinds,
+        "function": staticmethod(function),
+        "keys": tuple(one.name for one in others if one.default is Parameter.empty),
+        "options": tuple(kinds),
+        **{one.name: setting(default=one.default, doc=f"the function's {one.name}") for one in options},
+    }
+    return component(type(function.__name__, (FunctionReward,), body))
