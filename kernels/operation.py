@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from importlib.util import find_spec
 from inspect import Signature, signature
+from itertools import zip_longest
 from operator import itemgetter
 from typing import Any, Concatenate, ParamSpec, TypeVar, Unpack
 
@@ -163,22 +164,33 @@ def _create_argument_selector(
 
 
 def make_differentiable(
-    forward: Callable[Arguments, Results], backward: Callable[..., tuple[Tensor | None, ...]]
+    forward: Callable[Arguments, Results], backward: Callable[..., Sequence[Tensor | None]], results: int | None = None
 ) -> Callable[Arguments, Results]:
     """
-    Return `forward` with gradients: autograd saves its arguments, which are tensors or None.
+    Return `forward` with gradients: autograd saves its arguments, which are tensors or constants.
 
-    `backward` takes the results' gradients and the arguments, and returns a gradient, or None, for every argument.
+    With `results`, `forward` returns only its first so many results, and autograd saves the others. `backward` takes
+    the results' gradients, the arguments and the saved results. It returns the gradients of the first arguments; those
+    that are not needed are dropped.
     """
 
-    compute: Callable[..., Any] = forward
-
     def save_and_compute(ctx: Any, *arguments: Any) -> Any:
-        ctx.save_for_backward(*arguments)
-        return compute(*arguments)
+        computed: Any = forward(*arguments)  # type: ignore[call-arg]
+        values = *arguments, *(() if results is None else computed[results:])
+        ctx.save_for_backward(*(value if isinstance(value, Tensor) else None for value in values))
+        ctx.constants = [None if isinstance(value, Tensor) else value for value in values]
+        return computed if results is None else computed[:results]
 
-    compute_gradients = once_differentiable(lambda ctx, *grads: backward(*grads, *ctx.saved_tensors))
-    methods = {"forward": staticmethod(save_and_compute), "backward": staticmethod(compute_gradients)}
+    def compute_gradients(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        both = zip(ctx.saved_tensors, ctx.constants, strict=True)
+        values = [constant if tensor is None else tensor for tensor, constant in both]
+        computed = zip_longest(ctx.needs_input_grad, backward(*grads, *values))
+        return tuple(gradient if needed else None for needed, gradient in computed)
+
+    methods = {
+        "forward": staticmethod(save_and_compute),
+        "backward": staticmethod(once_differentiable(compute_gradients)),
+    }
     function: Any = type(forward.__name__, (Function,), methods)
     differentiable: Callable[Arguments, Results] = function.apply
     return differentiable

@@ -28,6 +28,9 @@ from drawloom.components.weights.mapper_ops import rename
 PEFT = "base_model.model."
 """Prefix of PEFT's tensor names, before the name of the module in transformers."""
 
+PEFT_NAMES = {"lora_magnitude": "lora_magnitude_vector"}
+"""Names of parameters in PEFT that do not end with `.weight`."""
+
 
 @attrs.frozen
 class LoraOptions:
@@ -57,7 +60,41 @@ def compute_initial_std(inputs: int) -> float:
     return 1 / math.sqrt(3 * inputs)
 
 
-class LoraLinear(Linear, AdaptedLayer):
+class LowRankLayer(AdaptedLayer):
+    """Layer with the factors `lora_A` and `lora_B` of one weight's change."""
+
+    options: LoraOptions
+
+    @property
+    def adapter_parameter_names(self) -> list[str]:
+        return ["lora_A", "lora_B"]
+
+    def merge_factors(self, weight: Tensor, a: Tensor, b: Tensor, *others: Tensor) -> Tensor:
+        """Return W + scale * B A."""
+        return weight + self.options.scale * (b @ a)
+
+    def make_merge_mapper(self, name: str, unmerged_weight_name: str | None = None) -> Mapper:
+        return self.map_to_merged_weight(name, f"{name}.weight", f"{name}.weight", unmerged_weight_name)
+
+    def map_to_merged_weight(self, name: str, weight: str, merged: str, unmerged: str | None) -> Mapper:
+        """Map the tensor `weight` and this layer's factors to `merged` and, if there is a name, to `unmerged`."""
+
+        def merge(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+            wide = [tensor.to(choose_merge_dtype(tensors[0])) for tensor in tensors]
+            return [self.merge_factors(*wide).to(tensors[0].dtype), *([tensors[0]] if unmerged else [])]
+
+        inputs = (weight, *(f"{name}.{leaf}" for leaf in self.adapter_parameter_names))
+        return Mapper((TensorGroup(inputs, (merged, *([unmerged] if unmerged else [])), merge),))
+
+    def make_mapper_to_peft(self, name: str) -> Mapper:
+        names = {leaf: PEFT_NAMES.get(leaf, f"{leaf}.weight") for leaf in self.adapter_parameter_names}
+        return rename({f"{name}.{leaf}": f"{PEFT}{name}.{peft_name}" for leaf, peft_name in names.items()})
+
+    def list_low_rank_pairs(self, name: str) -> list[LowRank]:
+        return [self.options.make_low_rank(name)]
+
+
+class LoraLinear(Linear, LowRankLayer):
     """
     Linear layer with `lora_A` (rank, inputs) and `lora_B` (outputs, rank).
 
@@ -127,7 +164,7 @@ class LoraLinear(Linear, AdaptedLayer):
 
     @property
     def adapter_parameter_names(self) -> list[str]:
-        return ["lora_A", "lora_B", *(["lora_magnitude"] if self.options.dora else [])]
+        return [*super().adapter_parameter_names, *(["lora_magnitude"] if self.options.dora else [])]
 
     def initialize_adapter(self, name: str, fill: Fill) -> None:
         """Fill A with random numbers and B with zeros, so the layer begins like the frozen layer."""
@@ -140,31 +177,15 @@ class LoraLinear(Linear, AdaptedLayer):
                 squares = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float64).square()
                 self.lora_magnitude.copy_(self._ranks_splitting_each_weight_row.all_reduce(squares).sqrt())
 
-    def make_merge_mapper(self, name: str, unmerged_weight_name: str | None = None) -> Mapper:
-        """Map to W + scale * B A, with DoRA scaled to the rows' magnitudes."""
-        weight = f"{name}.weight"
-
-        def merge(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-            w, a, b, *magnitude = [tensor.to(choose_merge_dtype(tensors[0])) for tensor in tensors]
-            merged = w + self.options.scale * (b @ a)
-            if magnitude:
-                merged = merged * (magnitude[0] / torch.linalg.vector_norm(merged, dim=1))[:, None]
-            return [merged.to(tensors[0].dtype), *([tensors[0]] if unmerged_weight_name else [])]
-
-        inputs = (weight, *(f"{name}.{leaf}" for leaf in self.adapter_parameter_names))
-        return Mapper(
-            (TensorGroup(inputs, (weight, *([unmerged_weight_name] if unmerged_weight_name else [])), merge),)
-        )
-
-    def make_mapper_to_peft(self, name: str) -> Mapper:
-        peft_names = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight", "lora_magnitude": "lora_magnitude_vector"}
-        return rename({f"{name}.{leaf}": f"{PEFT}{name}.{peft_names[leaf]}" for leaf in self.adapter_parameter_names})
-
-    def list_low_rank_pairs(self, name: str) -> list[LowRank]:
-        return [self.options.make_low_rank(name)]
+    def merge_factors(self, weight: Tensor, a: Tensor, b: Tensor, *magnitude: Tensor) -> Tensor:
+        """Return W + scale * B A, with DoRA scaled to the rows' magnitudes."""
+        merged = super().merge_factors(weight, a, b)
+        if magnitude:
+            merged = merged * (magnitude[0] / torch.linalg.vector_norm(merged, dim=1))[:, None]
+        return merged
 
 
-class LoraEmbedding(Embedding, AdaptedLayer):
+class LoraEmbedding(Embedding, LowRankLayer):
     """
     Embedding with `lora_A` (vocab_size, rank), a second table, and `lora_B` (hidden_size, rank).
 
@@ -191,29 +212,15 @@ class LoraEmbedding(Embedding, AdaptedLayer):
         """Split the vocabulary."""
         return {"weight": VOCABULARY, "lora_A": VOCABULARY}
 
-    @property
-    def adapter_parameter_names(self) -> list[str]:
-        return ["lora_A", "lora_B"]
-
     def initialize_adapter(self, name: str, fill: Fill) -> None:
         """Fill A with zeros and B with random numbers, as in PEFT's embeddings."""
         with torch.no_grad():
             self.lora_A.zero_()
             fill(f"{name}.lora_B", self.lora_B, 1.0)
 
-    def make_merge_mapper(self, name: str, unmerged_weight_name: str | None = None) -> Mapper:
-        """Map to the table + scale * A Bᵀ."""
-        weight = f"{name}.weight"
-
-        def merge(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-            w, a, b = [tensor.to(choose_merge_dtype(tensors[0])) for tensor in tensors]
-            merged = w + self.options.scale * (a @ b.T)
-            return [merged.to(tensors[0].dtype), *([tensors[0]] if unmerged_weight_name else [])]
-
-        inputs = (weight, f"{name}.lora_A", f"{name}.lora_B")
-        return Mapper(
-            (TensorGroup(inputs, (weight, *([unmerged_weight_name] if unmerged_weight_name else [])), merge),)
-        )
+    def merge_factors(self, weight: Tensor, a: Tensor, b: Tensor, *others: Tensor) -> Tensor:
+        """Return the table + scale * A Bᵀ."""
+        return weight + self.options.scale * (a @ b.T)
 
     def make_mapper_to_peft(self, name: str) -> Mapper:
         """Transpose A, because it is (rank, vocab_size) in PEFT."""
@@ -224,9 +231,6 @@ class LoraEmbedding(Embedding, AdaptedLayer):
         start = f"{PEFT}{name}.lora_embedding_"
         first = TensorGroup((f"{name}.lora_A",), (f"{start}A",), transpose_factor_a, transpose_factor_a)
         return parallel(Mapper((first,)), rename({f"{name}.lora_B": f"{start}B"}))
-
-    def list_low_rank_pairs(self, name: str) -> list[LowRank]:
-        return [self.options.make_low_rank(name)]
 
 
 EXPERT_BIASES = ("gate_up_proj_bias", "down_proj_bias")

@@ -1,28 +1,26 @@
 """LoRA for a head tied to the embedding; the factors change only the head."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from drawloom.components.adapters.lora_layers import (
-    PEFT,
     LoraOptions,
-    choose_merge_dtype,
+    LowRankLayer,
     compute_initial_std,
     create_factor,
 )
 from drawloom.components.model.layers import VOCABULARY, ChunkedHead, Embedding
 from drawloom.components.parallel.parameter_split import SplitDim
 from drawloom.components.parallel.tensor import TensorParallel
-from drawloom.components.ports.adapters import AdaptedLayer, Fill, LowRank
+from drawloom.components.ports.adapters import Fill
 from drawloom.components.ports.model import Head, HeadLayer
-from drawloom.components.ports.weights import Mapper, TensorGroup
+from drawloom.components.ports.weights import Mapper
 from drawloom.components.weights.adapted import EMBEDDING, HEAD
-from drawloom.components.weights.mapper_ops import rename
 
 
-class LoraTiedHead(TensorParallel, AdaptedLayer, HeadLayer):
+class LoraTiedHead(TensorParallel, LowRankLayer, HeadLayer):
     """
     Head with `lora_A` (rank, hidden_size) and `lora_B` (vocab_size, rank) beside the embedding's frozen table.
 
@@ -58,10 +56,6 @@ class LoraTiedHead(TensorParallel, AdaptedLayer, HeadLayer):
         """Split the vocabulary, as the table is split."""
         return {"lora_B": VOCABULARY}
 
-    @property
-    def adapter_parameter_names(self) -> list[str]:
-        return ["lora_A", "lora_B"]
-
     def initialize_adapter(self, name: str, fill: Fill) -> None:
         """Fill A with random numbers and B with zeros, so the layer begins like the tied head."""
         with torch.no_grad():
@@ -70,16 +64,5 @@ class LoraTiedHead(TensorParallel, AdaptedLayer, HeadLayer):
 
     def make_merge_mapper(self, name: str, unmerged_weight_name: str | None = None) -> Mapper:
         """Map to a separate head, table + scale * B A, and the unchanged table."""
-
-        def merge(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-            w, a, b = [tensor.to(choose_merge_dtype(tensors[0])) for tensor in tensors]
-            return [(w + self.options.scale * (b @ a)).to(tensors[0].dtype), tensors[0]]
-
         table = f"{EMBEDDING}.weight"
-        return Mapper((TensorGroup((table, f"{name}.lora_A", f"{name}.lora_B"), (HEAD, table), merge),))
-
-    def make_mapper_to_peft(self, name: str) -> Mapper:
-        return rename({f"{name}.{leaf}": f"{PEFT}{name}.{leaf}.weight" for leaf in self.adapter_parameter_names})
-
-    def list_low_rank_pairs(self, name: str) -> list[LowRank]:
-        return [self.options.make_low_rank(name)]
+        return self.map_to_merged_weight(name, table, HEAD, table)

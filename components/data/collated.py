@@ -10,7 +10,7 @@ from torch import Tensor
 
 from drawloom.components.data.loader import compute_row_digests
 from drawloom.components.data.packing.packed_rows import check_rows_are_unchanged, warn_of_long_texts
-from drawloom.components.data.sources.endless import warn_while_reading
+from drawloom.components.data.token_arrays import warn_while_reading
 from drawloom.components.ports.corpus import Split
 from drawloom.components.ports.data import MAX_LENGTH, Collator, Example, Examples, TokenBatch
 from drawloom.components.ports.model import LanguageModel, find_length_fault

@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
-from drawloom.components.data.chat.corpus import ChatCorpus, copy_without_key
+from drawloom.components.data.chat.corpus import ChatCorpus
 from drawloom.components.data.chat.encode import Encoded, encode_conversation, encode_prompt_and_completion
-from drawloom.components.data.chat.messages import Message, check_messages
 from drawloom.components.data.chat.template import ChatTemplate
+from drawloom.components.data.chat.turns import Message, check_messages
 from drawloom.graph import component, setting
 
 FORMS = '{"messages": [{"role": "user", "content": "..."}, ...]} or {"prompt": ..., "completion": ...}'
@@ -48,7 +48,7 @@ class Conversations(ChatCorpus):
     def format_nothing_trained_error(self) -> str:
         return f"no line has a turn to train; roles has {', '.join(self.roles) or 'none'}"
 
-    def _read_messages_and_weights(self, row: Mapping[str, Any]) -> tuple[list[Message], list[float]]:
+    def _read_messages_and_weights(self, row: Mapping[str, Any]) -> tuple[Sequence[Message], list[float]]:
         """Return a line's messages and their weights."""
         if isinstance(row.get("prompt"), list) and isinstance(row.get("completion"), list):
             prompt, trained = row["prompt"], row["completion"]
@@ -58,7 +58,10 @@ class Conversations(ChatCorpus):
             raise ValueError(f"it has {', '.join(row) or 'no keys'}; write {FORMS}")
         check_messages([*prompt, *trained])
         weights = [0.0] * len(prompt) + [self._get_turn_weight(message) for message in trained]
-        return [copy_without_key(message, "weight") for message in (*prompt, *trained)], weights
+        messages = [
+            {key: value for key, value in message.items() if key != "weight"} for message in (*prompt, *trained)
+        ]
+        return messages, weights
 
     def _get_turn_weight(self, message: Mapping[str, Any]) -> float:
         """
@@ -70,7 +73,7 @@ class Conversations(ChatCorpus):
         return float(weight)
 
     def _split_into_trained_conversations(
-        self, messages: list[Message], weights: list[float]
+        self, messages: Sequence[Message], weights: list[float]
     ) -> Iterator[tuple[Sequence[Message], Sequence[float]]]:
         """
         Yield messages and turn weights to encode: the whole conversation, or, as `turns` says, beginnings up to a

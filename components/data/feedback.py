@@ -7,10 +7,13 @@ import attrs
 import numpy as np
 
 from drawloom.components.data.chat.corpus import ChatCorpus
-from drawloom.components.data.chat.encode import Encoded, encode_conversation, encode_prompt_and_completion
-from drawloom.components.data.chat.messages import check_messages
+from drawloom.components.data.chat.encode import Encoded, encode_prompt_with_answers
 from drawloom.components.data.chat.template import ChatTemplate
-from drawloom.components.data.preferences import find_answer_start, select_prompt_ids
+from drawloom.components.data.preferences import (
+    find_answer_start,
+    select_prompt_ids,
+    spread_unit_weight_over_trained_tokens,
+)
 from drawloom.components.ports.corpus import ChatTokenizer, Split
 from drawloom.graph import UserError, component
 
@@ -56,22 +59,14 @@ class Feedback(ChatCorpus):
         return [
             part
             for one, other in zip(documents, others, strict=True)
-            for part in _spread_unit_weight_over_trained_tokens(one, _replace_answer(one, other))
+            for part in spread_unit_weight_over_trained_tokens(one, _replace_answer(one, other))
         ]
 
 
 def encode_prompt_completion_row(tokenizer: ChatTokenizer, row: Mapping[str, Any], template: ChatTemplate) -> Encoded:
     """Encode a line's prompt and completion, with the completion trained. Raises ValueError for a malformed line."""
-    prompt, completion = row.get("prompt"), row.get("completion")
-    if isinstance(prompt, str) and isinstance(completion, str):
-        return encode_prompt_and_completion(tokenizer, prompt, completion)
-    if not (isinstance(prompt, list) and isinstance(completion, list)):
-        keys = ", ".join(row) or "no keys"
-        raise ValueError(f"it has {keys}; write a prompt and a completion, two texts or two lists of messages")
-    messages = [*prompt, *completion]
-    check_messages(messages)
-    weights = [float(n >= len(prompt) and turn["role"] == "assistant") for n, turn in enumerate(messages)]
-    return encode_conversation(tokenizer, template, messages, weights, row.get("tools"))
+    forms = "a prompt and a completion, two texts or two lists of messages"
+    return encode_prompt_with_answers(tokenizer, template, row, row.get("prompt"), [row.get("completion")], forms)[0]
 
 
 def _replace_answer(document: Encoded, answer_document: Encoded) -> Encoded:
@@ -79,10 +74,3 @@ def _replace_answer(document: Encoded, answer_document: Encoded) -> Encoded:
     first, second = find_answer_start(document), find_answer_start(answer_document)
     ids = np.concatenate([document.ids[:first], answer_document.ids[second:]])
     return Encoded(ids, np.concatenate([document.weights[:first], answer_document.weights[second:]]), label=0.0)
-
-
-def _spread_unit_weight_over_trained_tokens(*sides: Encoded) -> list[Encoded]:
-    """Return the documents with equal weights for all trained tokens; the weights sum to 1 over all documents."""
-    targets = [np.append(False, side.weights[1:] > 0) for side in sides]
-    weight = np.float32(1 / sum(int(is_target.sum()) for is_target in targets))
-    return [attrs.evolve(side, weights=weight * is_target) for side, is_target in zip(sides, targets, strict=True)]

@@ -1,19 +1,19 @@
 """Corpus in a folder written by `save_to_disk` from Hugging Face's `datasets`."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from drawloom.components.data.sources.documents import Part, iterate_texts, wrap_parts_for_split
+from drawloom.components.data.sources.documents import DividedCorpus, Part, iterate_texts, validation_fraction
 from drawloom.components.data.sources.files import stat_local_file
-from drawloom.components.data.sources.tables import ArrowPart
+from drawloom.components.data.sources.formats import ArrowPart
 from drawloom.components.ports.corpus import Split
-from drawloom.graph import UserError, between, component, setting
+from drawloom.graph import UserError, component, setting
 
 
 @component(needs={"pyarrow": "drawloom[arrow]"})
-class HuggingFaceDataset:
+class HuggingFaceDataset(DividedCorpus):
     """
     A saved dataset, or a dictionary with several, with one text column.
 
@@ -26,26 +26,21 @@ class HuggingFaceDataset:
     validation: str | None = setting(
         default=None, doc="validation dataset's name in a dictionary; the training dataset is then used whole"
     )
-    validation_fraction: float = setting(
-        default=0.05, check=between(0, 1), doc="fraction of documents held out for evaluation; 0: none"
-    )
+    validation_fraction: float = validation_fraction("documents")
 
     def check_before_open(self) -> None:
         """Read every dataset's first document. Raises UserError if a folder or the column is missing."""
         for name in filter(None, (self.train, self.validation)):
             next(iterate_texts(self._list_arrow_files(name)[:1]), None)
 
-    def documents(self, split: Split) -> Iterator[str]:
-        """
-        Return a split's texts. Raises UserError if the folder is not a dataset, or lacks the named dataset.
-        """
-        return iterate_texts(self.parts(split))
+    def divide(self) -> Sequence[Part]:
+        """Return the training dataset's files. Raises UserError if the folder is not a dataset, or lacks it."""
+        return self._list_arrow_files(self.train)
 
-    def parts(self, split: Split) -> list[Part]:
-        """Return a split's documents in independently readable parts."""
-        if self.validation is not None:
-            return [*self._list_arrow_files(self.train if split == "train" else self.validation)]
-        return [*wrap_parts_for_split(self._list_arrow_files(self.train), split, self.validation_fraction)]
+    def parts(self, split: Split) -> Sequence[Part]:
+        if self.validation is None:
+            return super().parts(split)
+        return self._list_arrow_files(self.train if split == "train" else self.validation)
 
     def _list_arrow_files(self, dataset_name: str) -> list[ArrowPart]:
         """Return a dataset's Arrow files, by its name in the dictionary. Raises UserError if it is missing."""

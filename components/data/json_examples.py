@@ -4,11 +4,11 @@ import json
 
 import attrs
 
-from drawloom.components.data.sources.documents import choose_split
-from drawloom.components.data.sources.rows import read_json_lines_or_table_rows
+from drawloom.components.data.sources.documents import choose_split, file_globs, validation_fraction
+from drawloom.components.data.sources.formats import read_json_lines_or_table_rows
 from drawloom.components.ports.corpus import Split
 from drawloom.components.ports.data import Example
-from drawloom.graph import between, component, setting
+from drawloom.graph import component
 
 
 @component
@@ -20,14 +20,8 @@ class JsonExamples:
     examples stay in memory; `.gz` and `.zst` are decompressed.
     """
 
-    paths: list[str] = setting(
-        globs=True,
-        check=lambda paths: None if paths else "an empty list names no file",
-        doc="globs for JSON-lines, Parquet or Arrow files, relative to the current directory; `**` crosses folders",
-    )
-    validation_fraction: float = setting(
-        default=0.05, check=between(0, 1), doc="fraction of lines held out for evaluation; 0: none"
-    )
+    paths: list[str] = file_globs("JSON-lines, Parquet or Arrow files")
+    validation_fraction: float = validation_fraction("lines")
     _splits: dict[Split, list[Example]] = attrs.field(init=False, factory=dict)
 
     def check_before_open(self) -> None:

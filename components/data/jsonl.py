@@ -2,10 +2,9 @@
 
 from collections.abc import Sequence
 
-from drawloom.components.data.sources.documents import Part
-from drawloom.components.data.sources.file_corpus import FileCorpus
+from drawloom.components.data.sources.documents import FileCorpus, Part
 from drawloom.components.data.sources.files import File
-from drawloom.components.data.sources.json_lines import split_json_lines_files
+from drawloom.components.data.sources.formats import split_json_lines_files
 from drawloom.graph import component, setting
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from drawloom.components.data.store.splits import ChosenDocuments, select_split_documents
+from drawloom.components.data.store.store import ChosenDocuments, select_split_documents
 from drawloom.components.ports.corpus import DocumentPart, Split
 from drawloom.graph import UserError, between, component, setting
 
@@ -118,10 +118,3 @@ class MegatronDocuments:
         # the file stores sequences one after another
         ends = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
         return ends[bounds] if len(bounds) else ends[:1]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in attrs.fields(type(self))}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        for name, value in state.items():
-            object.__setattr__(self, name, value)

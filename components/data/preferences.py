@@ -9,9 +9,9 @@ import attrs
 import numpy as np
 
 from drawloom.components.data.chat.corpus import ChatCorpus
-from drawloom.components.data.chat.encode import Encoded, encode_conversation, encode_prompt_and_completion
-from drawloom.components.data.chat.messages import Message, check_messages
+from drawloom.components.data.chat.encode import Encoded, encode_prompt_with_answers
 from drawloom.components.data.chat.template import ChatTemplate
+from drawloom.components.data.chat.turns import Message
 from drawloom.graph import component
 
 MARGIN = "margin"
@@ -42,33 +42,19 @@ class Preferences(ChatCorpus):
 
     def encode_row(self, row: Mapping[str, Any], template: ChatTemplate) -> Sequence[Encoded]:
         """Return a line's two documents, the preferred one first, or none. Raises ValueError for a malformed line."""
-        prompt, chosen, rejected = row.get("prompt"), row.get("chosen"), row.get("rejected")
-        if isinstance(prompt, str) and isinstance(chosen, str) and isinstance(rejected, str):
-            return _make_weighted_pair_or_drop_it(
-                [encode_prompt_and_completion(self.tokenizer, prompt, answer) for answer in (chosen, rejected)], row
-            )
-        if not (isinstance(chosen, list) and isinstance(rejected, list) and isinstance(prompt, list | None)):
-            raise ValueError(f"it has {', '.join(row) or 'no keys'}; write {FORMS}")
-        sides = [[*(prompt or []), *answer] for answer in (chosen, rejected)]
-        shared = len(prompt) if prompt else len([*takewhile(_are_messages_equal, zip(*sides, strict=False))])
-        tools = row.get("tools")
-        return _make_weighted_pair_or_drop_it(
-            [self._encode_conversation(side, shared, tools, template) for side in sides], row
-        )
+        prompt = row.get("prompt")
+        answers: Any = [row.get("chosen"), row.get("rejected")]
+        if prompt in (None, []) and all(isinstance(answer, list) for answer in answers):
+            shared = len([*takewhile(_are_messages_equal, zip(*answers, strict=False))])
+            prompt, answers = answers[0][:shared], [answer[shared:] for answer in answers]
+        sides = encode_prompt_with_answers(self.tokenizer, template, row, prompt, answers, FORMS)
+        return _make_weighted_pair_or_drop_it(sides, row)
 
     def select_ids_that_decide_split(self, row: Mapping[str, Any], documents: Sequence[Encoded]) -> np.ndarray:
         return select_prompt_ids(row, documents)
 
     def format_nothing_trained_error(self) -> str:
         return f"no line has two different answers to compare; write {FORMS}"
-
-    def _encode_conversation(
-        self, messages: Sequence[Message], prompt_turns: int, tools: Any, template: ChatTemplate
-    ) -> Encoded:
-        """Encode a conversation, with trained assistant turns after the prompt."""
-        check_messages(messages)
-        weights = [float(index >= prompt_turns and turn["role"] == "assistant") for index, turn in enumerate(messages)]
-        return encode_conversation(self.tokenizer, template, messages, weights, tools)
 
 
 def select_prompt_ids(row: Mapping[str, Any], documents: Sequence[Encoded]) -> np.ndarray:
@@ -94,35 +80,35 @@ def _make_weighted_pair_or_drop_it(sides: Sequence[Encoded], row: Mapping[str, A
     Returns an empty list if a side has no trained token, or both sides are equal. Raises ValueError for malformed
     values.
     """
-    references = [_read_reference_logp(row, key) for key in REFERENCES]
+    references = [
+        _read_number(row, key, 0, "the logarithm of a probability, a number of at most 0") for key in REFERENCES
+    ]
     if (references[0] is None) != (references[1] is None):
         raise ValueError(f"it has only one of {' and '.join(REFERENCES)}; write both or none")
-    targets = [np.append(False, side.weights[1:] > 0) for side in sides]  # nothing predicts the first token
-    if not all(is_target.any() for is_target in targets) or np.array_equal(sides[0].ids, sides[1].ids):
+    if not all((side.weights[1:] > 0).any() for side in sides) or np.array_equal(sides[0].ids, sides[1].ids):
         return []
-    weight = np.float32(1 / sum(int(is_target.sum()) for is_target in targets))
-    labels = [None, None] if (margin := _read_margin(row)) is None else [margin, 0.0]
+    margin = _read_number(row, MARGIN, math.inf, "a finite number")
+    labels = [None, None] if margin is None else [margin, 0.0]
     return [
-        attrs.evolve(side, weights=weight * is_target, reference=reference, label=label)
-        for side, is_target, reference, label in zip(sides, targets, references, labels, strict=True)
+        attrs.evolve(side, reference=reference, label=label)
+        for side, reference, label in zip(
+            spread_unit_weight_over_trained_tokens(*sides), references, labels, strict=True
+        )
     ]
 
 
-def _read_margin(row: Mapping[str, Any]) -> float | None:
-    """Return a line's margin, or None. Raises ValueError unless it is a finite number."""
-    value = row.get(MARGIN)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{MARGIN} is {value!r}; write a finite number")
-    return float(value)
+def spread_unit_weight_over_trained_tokens(*sides: Encoded) -> list[Encoded]:
+    """Return the documents with equal weights for all trained tokens; the weights sum to 1 over all documents."""
+    targets = [np.append(False, side.weights[1:] > 0) for side in sides]  # nothing predicts the first token
+    weight = np.float32(1 / sum(int(is_target.sum()) for is_target in targets))
+    return [attrs.evolve(side, weights=weight * is_target) for side, is_target in zip(sides, targets, strict=True)]
 
 
-def _read_reference_logp(row: Mapping[str, Any], key: str) -> float | None:
-    """Return a line's log-probability under `key`, or None. Raises ValueError unless it is a number up to 0."""
+def _read_number(row: Mapping[str, Any], key: str, maximum: float, valid: str) -> float | None:
+    """Return a line's number under `key`, or None. Raises ValueError unless it is finite, and at most `maximum`."""
     value = row.get(key)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not -math.inf < value <= 0:
-        raise ValueError(f"{key} is {value!r}; write the logarithm of a probability, a number of at most 0")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value > maximum:
+        raise ValueError(f"{key} is {value!r}; write {valid}")
     return float(value)

@@ -7,7 +7,7 @@ import attrs
 import numpy as np
 import torch
 
-from drawloom.components.data.sources.documents import choose_split
+from drawloom.components.data.sources.documents import choose_split, validation_fraction
 from drawloom.components.distributed.rng import create_generator
 from drawloom.components.ports.corpus import Split, Tokenizer, complete_document
 from drawloom.components.ports.data import IGNORE_INDEX, Example
@@ -30,9 +30,7 @@ class SortDigits:
     examples_drawn: int = setting(
         default=8192, check=between(1, 10_000_001), doc="numbers drawn, before repetitions are dropped"
     )
-    validation_fraction: float = setting(
-        default=0.05, check=between(0, 1), doc="fraction of numbers held out for evaluation; 0: none"
-    )
+    validation_fraction: float = validation_fraction("numbers")
     _splits: dict[Split, list[Example]] = attrs.field(init=False, factory=dict)
 
     def open(self) -> None:

@@ -1,31 +1,39 @@
 """Corpus on every machine with Python: the standard library's source, without its tests."""
 
-from collections.abc import Iterator
+import os
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
 
-from drawloom.components.data.sources.documents import Part, iterate_texts, wrap_parts_for_split
-from drawloom.components.ports.corpus import Split
-from drawloom.graph import between, component, setting
+from drawloom.components.data.sources.documents import DividedCorpus, Part, validation_fraction
+from drawloom.components.data.sources.files import File, stat_local_file
+from drawloom.components.data.sources.formats import group_text_files
+from drawloom.graph import UserError, component
+
+UNUSED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+GENERATED = ("config-", "_sysconfigdata_")
+"""Prefixes of files that the build of Python generates, and that differ between machines."""
+
+
+def list_source_files() -> list[File]:
+    """Return the running Python's modules, sorted by path below `stdlib`. Raises UserError if there are none."""
+    root = Path(sysconfig.get_path("stdlib"))
+    paths: list[Path] = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in UNUSED and not name.startswith(GENERATED)]
+        paths += [Path(folder, name) for name in names if name.endswith(".py") and not name.startswith(GENERATED)]
+    if not paths:
+        raise UserError(f'{root}: this Python has no source files; write use = "data.text_files"')
+    return sorted(
+        (stat_local_file(path.relative_to(root).as_posix(), path) for path in paths), key=lambda file: file.name
+    )
 
 
 @component
-class StandardLibrary:
+class StandardLibrary(DividedCorpus):
     """The standard library's source, one document per module, without tests and installed packages."""
 
-    validation_fraction: float = setting(
-        default=0.05, check=between(0, 1), doc="fraction of files held out for evaluation; 0: none"
-    )
+    validation_fraction: float = validation_fraction("files")
 
-    def documents(self, split: Split) -> Iterator[str]:
-        """Return a split's texts, ordered by module path."""
-        return iterate_texts(self.parts(split))
-
-    def parts(self, split: Split) -> list[Part]:
-        """Return a split's documents in independently readable parts."""
-        from drawloom.components.data.sources.library_files import list_source_files
-        from drawloom.components.data.sources.text import group_text_files
-
-        return [
-            *wrap_parts_for_split(
-                group_text_files(list_source_files(), replace_invalid=True), split, self.validation_fraction
-            )
-        ]
+    def divide(self) -> Sequence[Part]:
+        return group_text_files(list_source_files(), replace_invalid=True)

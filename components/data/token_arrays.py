@@ -1,17 +1,40 @@
 """In-memory token documents."""
 
 import hashlib
-from collections.abc import Iterable, Sequence
+import logging
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
+from typing import TypeVar
 
 import attrs
 import numpy as np
 import torch
 from torch import Tensor
 
-from drawloom.components.data.sources.endless import warn_while_reading
 from drawloom.components.data.store.shard import choose_id_dtype
 from drawloom.components.ports.corpus import Corpus, DocumentPart, Split, Tokenizer, complete_document
+
+WARN_SECONDS = 60.0
+"""Seconds between warnings."""
+
+T = TypeVar("T")
+
+log = logging.getLogger("drawloom.data")
+
+
+def warn_while_reading(items: Iterable[T], name: str) -> Iterator[T]:
+    """Yield all items, and warn every minute that the run waits for their end; `name` is who yields them."""
+    start = last = time.monotonic()
+    for count, item in enumerate(items, 1):
+        yield item
+        if (now := time.monotonic()) - last >= WARN_SECONDS:
+            last = now
+            log.warning(
+                "%s has yielded %d items in %d seconds, and the run begins after the last one; for data without "
+                "an end, write a component with `next_step` for [data]: docs/data.md, Generated and streamed data",
+                *(name, count, now - start),
+            )
 
 
 @attrs.frozen(eq=False)

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import attrs
 
-from drawloom.components.data.store.splits import select_split_documents
-from drawloom.components.data.store.store import Store
+from drawloom.components.data.sources.documents import validation_fraction
+from drawloom.components.data.store.store import Store, select_split_documents
 from drawloom.components.ports.corpus import Split, TokenDocuments, Tokenizer
-from drawloom.graph import UserError, between, component, setting, wired
+from drawloom.graph import UserError, component, setting, wired
 
 
 @component
@@ -20,9 +20,7 @@ class Tokenized:
 
     tokenizer: Tokenizer | None = wired(default=None)
     path: Path = setting(doc="the token store's folder, relative to the current directory")
-    validation_fraction: float = setting(
-        default=0.05, check=between(0, 1), doc="fraction of documents held out for evaluation; 0: none"
-    )
+    validation_fraction: float = validation_fraction("documents")
     validation_path: Path | None = setting(
         default=None, doc="token store for the validation split; all documents in `path` are then for training"
     )

@@ -6,11 +6,10 @@ import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
 import attrs
 
-from drawloom.components.data.sources.documents import Part
+from drawloom.components.data.sources.documents import DividedCorpus, Part
 from drawloom.components.ports.corpus import Corpus, Split, TokenDocuments, Tokenizer
 from drawloom.components.ports.run import RunInfo
 from drawloom.graph import component, setting
@@ -19,15 +18,6 @@ SPLITS: tuple[Split, ...] = ("train", "validation")
 CACHE = ".tokens"
 
 log = logging.getLogger("drawloom.data")
-
-
-@runtime_checkable
-class DividedCorpus(Protocol):
-    """File corpus, readable in parts; a part's `repr` changes with its files, so a stale cache is never used."""
-
-    def parts(self, split: Split) -> Sequence[Part]:
-        """Return a split's documents in independently readable parts."""
-        ...
 
 
 @component

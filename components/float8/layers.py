@@ -18,19 +18,23 @@ from drawloom.components.ports.adapters import AdaptedLayer
 from drawloom.components.ports.experts import supports_expert_parallel
 from drawloom.components.ports.features import combine_classes, put_class_before
 from drawloom.components.ports.model import LinearLayer, StoredLayer
-from drawloom.kernels.float8.casts import Float8Rows
-from drawloom.kernels.float8.experts import CachedFloat8Experts, expert_rows_float8, experts_float8
-from drawloom.kernels.float8.grouped_casts import GroupedFloat8Kernels
+from drawloom.kernels.float8.eager import Float8Kernels, Float8Rows
+from drawloom.kernels.float8.experts import (
+    CachedFloat8Experts,
+    expert_rows_float8,
+    experts_float8,
+    pack_weights,
+    unpack_weights,
+)
 from drawloom.kernels.float8.linear import (
     CachedFloat8Weights,
     linear_float8,
     linear_quantized_float8,
     linears_float8,
     mlp_float8,
+    rms_norm_float8,
 )
-from drawloom.kernels.float8.message import pack_weights, unpack_weights
-from drawloom.kernels.float8.rms_norm import rms_norm_float8
-from drawloom.kernels.moe import Routes
+from drawloom.kernels.moe.eager import Routes
 from drawloom.kernels.recompute.marks import accept_rounded_inputs
 from drawloom.kernels.results import NormAndSum
 
@@ -49,7 +53,7 @@ class Float8Message:
 class Float8Module(nn.Module):
     """Base of modules whose class was replaced."""
 
-    float8: GroupedFloat8Kernels
+    float8: Float8Kernels
 
 
 class Float8Linear(Float8Module, LinearLayer):
@@ -135,7 +139,7 @@ CLASSES: Mapping[type, type[Float8Module]] = {
 """The class with float8 by module class; subclasses, such as layers with adapters, keep their own methods."""
 
 
-def enable_float8(module: Any, kernels: GroupedFloat8Kernels) -> None:
+def enable_float8(module: Any, kernels: Float8Kernels) -> None:
     """Let a module compute in float8."""
     put_class_before(module, next(float8_class for kind, float8_class in CLASSES.items() if isinstance(module, kind)))
     module.float8 = kernels

@@ -33,10 +33,8 @@ from drawloom.components.ports.model import StoredLayer
 from drawloom.components.ports.slices import RankSlice
 from drawloom.graph import Problem, UserError, component, setting
 from drawloom.graph.wiring.node import NodeView
-from drawloom.kernels.float8.casts import ALIGNMENT, MIN_CAPABILITY, lacks_float8
-from drawloom.kernels.float8.choosing import Implementation, choose_float8_kernels
-from drawloom.kernels.float8.grouped_casts import GroupedFloat8Kernels
-from drawloom.kernels.float8.linear import CachedFloat8Weights
+from drawloom.kernels.float8.eager import ALIGNMENT, MIN_CAPABILITY, Float8Kernels, lacks_float8
+from drawloom.kernels.float8.linear import CachedFloat8Weights, Implementation, choose_float8_kernels
 
 Layers = Mapping[str, Candidate]
 
@@ -134,7 +132,7 @@ class Float8Training(StageFeature):
         _ = self._kernels
 
     @cached_property
-    def _kernels(self) -> GroupedFloat8Kernels:
+    def _kernels(self) -> Float8Kernels:
         try:
             return choose_float8_kernels(self.device.device, self.implementation)
         except ValueError as error:

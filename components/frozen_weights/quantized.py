@@ -18,7 +18,7 @@ from drawloom.components.ports.features import NamePatterns, StageFeature, Stage
 from drawloom.components.ports.slices import RankSlice, TensorSlice
 from drawloom.graph import Problem, UserError, component, setting
 from drawloom.graph.wiring.node import NodeView
-from drawloom.kernels.weight_formats import FORMATS, FORMATS_IN_WORDS, FormatName, WeightFormat
+from drawloom.kernels.weight_formats.eager import FORMATS, FORMATS_IN_WORDS, FormatName, WeightFormat
 
 Weights = dict[str, tuple[Linear | Experts, str]]
 """Layers and parameter names by weight name."""

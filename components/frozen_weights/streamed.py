@@ -26,7 +26,7 @@ from drawloom.components.ports.memory import MemoryKind, Ticket, Transfers
 from drawloom.components.ports.slices import RankSlice
 from drawloom.graph import Problem, component
 from drawloom.graph.wiring.node import NodeView
-from drawloom.kernels.weight_formats import trace_weight_fetch_on_meta
+from drawloom.kernels.weight_formats.eager import trace_weight_fetch_on_meta
 
 WINDOW_BYTES = 2**28
 """Bytes on their way to the device, ahead of the weight in use; at least one weight."""

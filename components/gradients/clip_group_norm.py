@@ -12,7 +12,7 @@ from drawloom.components.ports.distributed import Device, Reduce
 from drawloom.components.ports.run import Step
 from drawloom.components.ports.stages import Parameters, get_or_create_gradient
 from drawloom.graph import UserError, above, at_least, component, setting
-from drawloom.kernels.scale import scale_and_sum_squares
+from drawloom.kernels.gradients.eager import scale_and_sum_squares
 
 
 @component(changes=("gradients",))

@@ -8,7 +8,7 @@ import torch
 from drawloom.components.ports.run import Step
 from drawloom.components.ports.stages import Parameters
 from drawloom.graph import above, component, setting
-from drawloom.kernels.scale import scale_and_sum_squares
+from drawloom.kernels.gradients.eager import scale_and_sum_squares
 
 
 @component(reads=("grad_norm",), changes=("gradients",))

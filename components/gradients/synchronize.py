@@ -23,7 +23,7 @@ from drawloom.components.ports.run import Step
 from drawloom.components.ports.stages import Parameters, get_or_create_gradient
 from drawloom.components.state.step_state import StepState
 from drawloom.graph import component, setting
-from drawloom.kernels.scale import scale_and_sum_squares
+from drawloom.kernels.gradients.eager import scale_and_sum_squares
 
 FLOAT64_SHIFT = 1074  # the smallest float64 is 2**-1074
 DIGIT_BITS = 32  # 2**21 ranks can add their digits before the 53 bits of a float64 are full

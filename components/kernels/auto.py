@@ -1,11 +1,19 @@
-"""Model operations in the best implementation for the device, or in the recipe's explicit choice."""
+"""
+Model operations in the best implementation for the device, or in the recipe's explicit choice.
 
-from collections.abc import Iterator, Sequence
+Recurrent operations under context parallelism: the state after a row's piece is an affine function of the state before,
+S -> M S + B. Every rank computes (B, M) for its pieces in one call, as values beside the identity; ranks exchange these
+and apply the pieces before their own, and a second call computes the results. A document border in a piece makes M
+zero.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from importlib import import_module
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from drawloom.components.kernels.choosing import (
@@ -16,7 +24,6 @@ from drawloom.components.kernels.choosing import (
     choose_implementation,
     load_implementation,
 )
-from drawloom.components.kernels.recurrence import PieceMask, WholeMask
 from drawloom.components.ports.data import IGNORE_INDEX
 from drawloom.components.ports.distributed import Device
 from drawloom.components.ports.kernels import PeerExchange, Routes
@@ -24,10 +31,10 @@ from drawloom.components.ports.model import CachedKeys, KeyValueCache, RowPart, 
 from drawloom.graph import between, component, setting
 from drawloom.graph.problems import Problem
 from drawloom.graph.wiring.node import NodeView
-from drawloom.kernels.attention import attention_eager, create_causal_mask
-from drawloom.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
-from drawloom.kernels.cut_cross_entropy import LogitCut, cut_cross_entropy_eager
-from drawloom.kernels.dequantize import linear_quantized, multiply_quantized_experts
+from drawloom.kernels.attention.eager import attention_eager, create_causal_mask
+from drawloom.kernels.attention.options import PLAIN_ATTENTION, AttentionOptions
+from drawloom.kernels.cross_entropy.eager import LogitCut
+from drawloom.kernels.gated_delta.eager import RecurrentDocuments, number_recurrent_documents
 from drawloom.kernels.linear import embedding_eager, linear_eager
 from drawloom.kernels.operation import why_no_triton
 from drawloom.kernels.recompute.marks import (
@@ -38,9 +45,115 @@ from drawloom.kernels.recompute.marks import (
     record_recomputable_call,
 )
 from drawloom.kernels.results import NormAndSum, PermutedRows, TokenLosses
-from drawloom.kernels.weight_formats import StorageFormat
+from drawloom.kernels.weight_formats.eager import StorageFormat, linear_quantized, multiply_quantized_experts
 
-Choice = Literal["auto", "eager", "triton"]
+Rule = Callable[..., tuple[Tensor, Tensor]]
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+"""q, k, v, g and beta of the gated delta rule, (rows, length, heads, ...)."""
+
+
+class WholeMask(NamedTuple):
+    """Documents in whole rows for recurrent operations, with or without a cache for the states after earlier tokens."""
+
+    documents: RecurrentDocuments
+    cache: KeyValueCache | None
+
+    @classmethod
+    def from_document_ids(cls, document_ids: Tensor, cache: KeyValueCache | None) -> Self:
+        """Return the mask for document ids int64 (rows, length); with a cache a row's state is for its one document."""
+        documents = number_recurrent_documents(document_ids)
+        if cache is not None and cache.length:
+            documents = documents._replace(before=documents.ids[:, 0])
+        return cls(documents, cache)
+
+    def convolve(self, function: Callable[..., Tensor], x: Tensor, weight: Tensor) -> Tensor:
+        """Apply a causal convolution to x (rows, length, channels), which continues the cached tokens, if any."""
+        ids = self.documents.ids
+        if self.cache is None:
+            return function(x, weight, ids)
+        history, taps = self.cache.read_next_state(), weight.shape[1]
+        both = x if history is None else torch.cat([history, x], 1)
+        self.cache.replace_last_read_state(both[:, max(0, both.shape[1] - taps + 1) :].detach().clone())
+        return function(both, weight, ids.new_zeros(both.shape[:2]))[:, both.shape[1] - x.shape[1] :]
+
+    def apply_gated_delta_rule(self, rule: Rule, inputs: Inputs) -> Tensor:
+        """Apply the gated delta rule; with a cache, start from the cached state and store the new one."""
+        if self.cache is None:
+            return rule(*inputs, self.documents)[0]
+        mixed, state = rule(*inputs, self.documents, self.cache.read_next_state())
+        self.cache.replace_last_read_state(state.detach())
+        return mixed
+
+
+class PieceMask(NamedTuple):
+    """
+    Mask for this rank's pieces of every row, which become rows: `ids` int32 (rows, pieces, tokens).
+
+    `row_ids` int32 (rows, length) are for whole rows, and `starts` int64 (pieces,) the pieces' first tokens in the row.
+    """
+
+    ids: Tensor
+    row_ids: Tensor
+    starts: Tensor
+    part: RowPart
+
+    @classmethod
+    def gather_from_document_ids(cls, document_ids: Tensor, part: RowPart) -> Self:
+        """Return the mask for document ids int64 (rows, tokens) for this rank's tokens."""
+        row_ids = number_recurrent_documents(part.gather(document_ids)).ids
+        places = part.token_indices.view(len(part.piece_indices), -1)
+        return cls(row_ids[:, places], row_ids, places[:, 0], part)
+
+    def convolve(self, function: Callable[..., Tensor], x: Tensor, weight: Tensor) -> Tensor:
+        """Apply a causal convolution to x (rows, tokens, channels), behind the previous pieces' last tokens."""
+        lags = weight.shape[1] - 1
+        pieces = self._split_pieces(x)
+        kept = min(lags, pieces.shape[1])
+        tails = self.part.gather_pieces(pieces[:, pieces.shape[1] - kept :].view(len(x), -1, kept, x.shape[2]))
+        # The tokens before a piece end where its number of tails ends; short pieces have tokens of several before them.
+        earlier = F.pad(tails.flatten(1, 2), (0, 0, lags, 0))
+        history = torch.stack([earlier[:, piece * kept :][:, :lags] for piece in self.part.piece_indices], 1).flatten(
+            0, 1
+        )
+        ids = torch.cat([self._document_ids_before_pieces(lags).flatten(0, 1), self.ids.flatten(0, 1)], 1)
+        return function(torch.cat([history, pieces], 1), weight, ids)[:, lags:].reshape(x.shape)
+
+    def apply_gated_delta_rule(self, rule: Rule, inputs: Inputs) -> Tensor:
+        """Apply the gated delta rule to the states after the previous pieces."""
+        q, k, v, g, beta = (self._split_pieces(x) for x in inputs)
+        documents = RecurrentDocuments(self.ids.flatten(0, 1), self._document_ids_before_pieces(1).flatten())
+        heads, width, v_width = v.shape[2], k.shape[3], v.shape[3]
+        # Values, and beside them the identity as a state that values of 0 change.
+        values = torch.cat([v, v.new_zeros(*v.shape[:3], width)], 3)
+        state = torch.eye(width, v_width + width, device=v.device, dtype=torch.float32)
+        state = state.roll(v_width, 1).expand(len(v), heads, -1, -1)
+        _, maps = rule(k, k, values, g=g, beta=beta, documents=documents, state=state)
+        by_piece = maps.unflatten(0, (-1, len(self.part.piece_indices)))  # type: ignore[no-untyped-call]
+        incoming = self._gather_and_compute_states_before_pieces(by_piece, v_width)
+        mixed, _ = rule(q, k, v, g=g, beta=beta, documents=documents, state=incoming.flatten(0, 1))
+        return mixed.reshape(inputs[2].shape)
+
+    def _gather_and_compute_states_before_pieces(self, own: Tensor, v_width: int) -> Tensor:
+        """
+        Return the states before this rank's pieces: (rows, pieces, heads, K, V).
+
+        `own` (..., K, V + K) has, by piece, a summand and a factor: the piece changes state S to factor @ S + summand.
+        """
+        maps = self.part.gather_pieces(own)
+        states = [torch.zeros_like(maps[:, 0, ..., :v_width])]
+        for piece in range(max(self.part.piece_indices)):
+            added, factor = maps[:, piece, ..., :v_width], maps[:, piece, ..., v_width:]
+            states.append(factor @ states[-1] + added)
+        return torch.stack([states[piece] for piece in self.part.piece_indices], 1)
+
+    def _split_pieces(self, x: Tensor) -> Tensor:
+        """Split rows into pieces: x (rows, tokens, ...) becomes (rows * pieces, tokens / pieces, ...)."""
+        return x.reshape(len(x) * len(self.part.piece_indices), -1, *x.shape[2:])
+
+    def _document_ids_before_pieces(self, count: int) -> Tensor:
+        """Return the documents of the `count` tokens before every piece, int32 (rows, pieces, count); -1 if none."""
+        places = self.starts[:, None] + torch.arange(-count, 0, device=self.starts.device)
+        return torch.where(places < 0, -1, self.row_ids[:, places.clamp(min=0)])
 
 
 class Cached(NamedTuple):
@@ -50,9 +163,14 @@ class Cached(NamedTuple):
     window: int | None
 
 
-def _declare_operation_setting(default: str, doc: str) -> Any:
-    """Declare the setting for an operation's implementation."""
-    return setting(default="auto", alias=default, doc=f"implementation of {doc}")
+class _OperationSettings:
+    """Base that declares a setting for every operation's implementation."""
+
+    def __init_subclass__(cls) -> None:
+        for name, operation in OPERATIONS.items() if _OperationSettings in cls.__bases__ else ():
+            doc = f"implementation of {operation.doc}"
+            setattr(cls, f"_{name}", setting(default="auto", alias=name, doc=doc))
+            cls.__annotations__[f"_{name}"] = Literal["auto", *operation.implementations]
 
 
 @component(
@@ -61,7 +179,7 @@ def _declare_operation_setting(default: str, doc: str) -> Any:
     )
     | {"batch_invariant": 'use = "kernels.batch_invariant" in this table'}
 )
-class AutoKernels:
+class AutoKernels(_OperationSettings):
     """
     Model operations: `eager` is plain torch, `auto` the best implementation for the device.
 
@@ -72,44 +190,11 @@ class AutoKernels:
     """
 
     device: Device
-    _dequantize: Choice = _declare_operation_setting("dequantize", "the dequantization of frozen weights")
-    _rms_norm: Choice = _declare_operation_setting("rms_norm", "RMSNorm")
-    _add_rms_norm: Choice = _declare_operation_setting("add_rms_norm", "an addition with the RMSNorm of the sum")
-    _swiglu: Choice = _declare_operation_setting("swiglu", "silu(gate) * up")
-    _swiglu_halves: Choice = _declare_operation_setting(
-        "swiglu_halves", "silu(gate) * up of experts, whose gate and up are one tensor"
-    )
-    _geglu: Choice = _declare_operation_setting("geglu", "gelu(gate) * up")
-    _oss_swiglu_halves: Choice = _declare_operation_setting(
-        "oss_swiglu_halves", "gpt-oss's clamped SwiGLU, gate and up in one tensor"
-    )
-    _rope: Choice = _declare_operation_setting("rope", "the rotary position embedding")
-    _qk_norm_rope: Choice = _declare_operation_setting("qk_norm_rope", "the norms and rotations of queries and keys")
-    _attention: Literal["auto", "eager", "cudnn", "flex", "varlen"] = _declare_operation_setting(
-        "attention", "attention"
-    )
-    _causal_conv: Choice = _declare_operation_setting("causal_conv", "the convolution over tokens in recurrent layers")
-    _gated_delta_rule: Choice = _declare_operation_setting(
-        "gated_delta_rule", "the gated delta rule in recurrent layers"
-    )
-    _linear_cross_entropy: Literal["auto", "eager", "triton", "cut"] = _declare_operation_setting(
-        "linear_cross_entropy", "the loss over the vocabulary"
-    )
     filter_eps: float = setting(
         default=0.0,
         check=between(0, 1),
         doc="threshold for `cut` to skip tiles with small logit gradients; 0 is exact",
     )
-    _moe_routes: Choice = _declare_operation_setting("moe_routes", "the routes from tokens to experts")
-    _moe_permute: Choice = _declare_operation_setting("moe_permute", "copies of tokens for their experts")
-    _moe_unpermute: Choice = _declare_operation_setting("moe_unpermute", "sums of expert rows by token")
-    _moe_peers: Choice = _declare_operation_setting(
-        "moe_peers", "copies and sums of tokens in the memory of other ranks"
-    )
-    _grouped_gemm: Literal["auto", "eager", "torch", "triton"] = _declare_operation_setting(
-        "grouped_gemm", "the matrix products of experts"
-    )
-    _add_expert_bias: Choice = _declare_operation_setting("add_expert_bias", "the addition of experts' biases")
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
@@ -158,7 +243,7 @@ class AutoKernels:
 
     def _load_row_casts(self) -> RowKernels:
         """Return the casts of saved rows to 8 bits, which only runs that keep such rows import."""
-        casts: RowKernels = import_module("drawloom.kernels.float8.choosing").choose_row_casts(self.device.device)
+        casts: RowKernels = import_module("drawloom.kernels.float8.linear").choose_row_casts(self.device.device)
         return casts
 
     @cached_property
@@ -168,18 +253,7 @@ class AutoKernels:
         is_eager = self.choose_implementation_of("attention").name == "eager"
         if is_eager or device.type == "cpu" or why_no_triton(device):
             return None
-        return import_module("drawloom.kernels.triton.attention_blocks")
-
-    @cached_property
-    def _vocab_parallel_loss(self) -> Any:
-        is_eager = self.choose_implementation_of("linear_cross_entropy").name == "eager"
-        return cut_cross_entropy_eager if is_eager else load_implementation("linear_cross_entropy", "cut")
-
-    @cached_property
-    def _loss_options(self) -> Any:
-        """Return the loss's options: the ignored target index, and for `cut` the logit filter."""
-        cuts = self.choose_implementation_of("linear_cross_entropy").name == "cut"
-        return LogitCut(ignore_index=IGNORE_INDEX, filter_eps=self.filter_eps) if cuts else IGNORE_INDEX
+        return import_module("drawloom.kernels.batch_invariant.triton")
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         with accept_rounded_inputs():
@@ -328,13 +402,10 @@ class AutoKernels:
         """
         Return losses and log-sum-exp, float32 (...), for logits hidden (..., hidden_size) @ weight.T (vocab_size, ...).
 
-        A vocabulary `part` requires `cut`, or its equivalent in plain torch.
+        With a vocabulary `part`, and if the recipe chooses `cut`, logits are filtered.
         """
-        if part is not None:
-            cut = LogitCut(ignore_index=IGNORE_INDEX, filter_eps=self.filter_eps, part=part)
-            return self._vocab_parallel_loss(hidden, weight, targets, cut, token_weights)  # type: ignore[no-any-return]
-        function, options = self._functions_by_operation["linear_cross_entropy"], self._loss_options
-        return function(hidden, weight, targets, options, token_weights)  # type: ignore[no-any-return]
+        cut = LogitCut(ignore_index=IGNORE_INDEX, filter_eps=self.filter_eps, part=part)
+        return self._functions_by_operation["linear_cross_entropy"](hidden, weight, targets, cut, token_weights)  # type: ignore[no-any-return]
 
     def swiglu_halves(self, gate_and_up: Tensor, scale: Tensor | None = None) -> Tensor:
         return self._call_recomputable_gate("swiglu_halves", (gate_and_up,), scale)

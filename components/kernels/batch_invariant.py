@@ -1,11 +1,12 @@
 """Kernels whose results for a token have the same bits in every batch, at every length, and with a cache."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from typing import Any, ClassVar
 
 import attrs
+import torch
 from torch import Tensor
 
 from drawloom.components.kernels.auto import AutoKernels
@@ -14,27 +15,54 @@ from drawloom.components.kernels.choosing import (
     choose_implementation,
     load_implementation,
 )
-from drawloom.components.kernels.split_k import forbid_split_k
 from drawloom.components.ports.data import IGNORE_INDEX
 from drawloom.components.ports.model import KeyValueCache, RowPart, VocabularyPart
 from drawloom.graph import UserError, component
 from drawloom.graph.problems import Problem
 from drawloom.graph.wiring.node import NodeView
-from drawloom.kernels.attention import AttentionImplementation
-from drawloom.kernels.batch_invariant import (
+from drawloom.kernels.attention.eager import AttentionImplementation
+from drawloom.kernels.batch_invariant.eager import (
     BLOCKS,
     apply_with_padded_rows,
     attend_in_blocks,
     cut_cross_entropy_with_padded_rows,
     multiply_groups_with_padded_rows,
 )
-from drawloom.kernels.cut_cross_entropy import LogitCut
+from drawloom.kernels.cross_entropy.eager import LogitCut
 from drawloom.kernels.linear import linear_eager
 from drawloom.kernels.results import TokenLosses
-from drawloom.kernels.weight_formats import StorageFormat
+from drawloom.kernels.weight_formats.eager import StorageFormat
 
 OWN = {"attention": "blocks", "grouped_gemm": "fixed tiles", "linear_cross_entropy": "fixed tiles"}
 """Names of the implementations that only these kernels have, by operation."""
+
+
+REDUCTIONS = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
+"""torch's settings for sums of products in 16 bits: whether they are in 16 bits, and whether split-K is allowed."""
+
+
+@contextmanager
+def forbid_split_k() -> Iterator[None]:
+    """
+    Let cuBLASLt compute products, without split-K in 16 bits; restore torch's settings at the end.
+
+    Split-K divides a product's inner dimension among programs, into more parts if there are fewer rows, so that a row's
+    bits depend on the number of rows. Without it rows in 16 bits have the same bits from 16 rows on, for any number of
+    outputs (measured on an H200 with torch 2.11; `tests/gpu/test_batch_invariant.py`).
+    """
+    matmul = torch.backends.cuda.matmul
+    before = {name: (getattr(matmul, name), getattr(matmul, f"{name}_split_k")) for name in REDUCTIONS}
+    library = torch.backends.cuda.preferred_blas_library()
+    try:
+        if torch.version.cuda is not None:  # torch for CPUs refuses the choice
+            torch.backends.cuda.preferred_blas_library("cublaslt")
+        for name in REDUCTIONS:
+            setattr(matmul, name, (False, False))
+        yield
+    finally:
+        for name, allowed in before.items():
+            setattr(matmul, name, allowed)
+        torch.backends.cuda.preferred_blas_library(library)
 
 
 @component
@@ -87,7 +115,7 @@ class BatchInvariantKernels(AutoKernels):
             return self._block_attention_with_gradients
         # The kernels for losses and experts have tiles of one size.
         if operation == "grouped_gemm":
-            return import_module("drawloom.kernels.triton.grouped_gemm").multiply_groups_in_fixed_tiles
+            return import_module("drawloom.kernels.grouped_gemm.triton").multiply_groups_in_fixed_tiles
         return load_implementation("linear_cross_entropy", "cut")
 
     @property

@@ -16,61 +16,69 @@ KERNELS = "drawloom.kernels"
 @attrs.frozen
 class Operation:
     """
-    An operation's implementations, from name to `module.function` below drawloom.kernels.
+    An operation's implementations, from name to `module.function` below drawloom.kernels; `doc` says what it computes.
 
     On a GPU, `auto` chooses the first name in `on_gpu` supported on the GPU. An attention implementation is an object
     with functions for attention and for its mask.
     """
 
+    doc: str
     implementations: Mapping[str, str]
     on_gpu: tuple[str, ...] = ("triton", "eager")
 
 
-def _create_operation(module: str, triton_module: str, function: str) -> Operation:
+def _create_operation(doc: str, folder: str, function: str) -> Operation:
     """Return an operation with an implementation in plain torch and one in Triton."""
-    return Operation({"eager": f"{module}.{function}_eager", "triton": f"triton.{triton_module}.{function}_triton"})
+    return Operation(doc, {name: f"{folder}.{name}.{function}_{name}" for name in ("eager", "triton")})
 
 
 OPERATIONS = {
-    "dequantize": _create_operation("dequantize", "dequantize", "dequantize"),
-    "rms_norm": _create_operation("rms_norm", "rms_norm", "rms_norm"),
-    "add_rms_norm": _create_operation("rms_norm", "rms_norm", "add_rms_norm"),
-    "swiglu": _create_operation("swiglu", "swiglu", "swiglu"),
-    "swiglu_halves": _create_operation("swiglu", "swiglu", "swiglu_halves"),
-    "geglu": _create_operation("geglu", "geglu", "geglu"),
-    "oss_swiglu_halves": _create_operation("oss_swiglu", "oss_swiglu", "oss_swiglu_halves"),
-    "rope": _create_operation("rope", "rope", "rope"),
-    "qk_norm_rope": _create_operation("rope", "qk_norm_rope", "qk_norm_rope"),
+    "dequantize": _create_operation("the dequantization of frozen weights", "weight_formats", "dequantize"),
+    "rms_norm": _create_operation("RMSNorm", "rms_norm", "rms_norm"),
+    "add_rms_norm": _create_operation("an addition with the RMSNorm of the sum", "rms_norm", "add_rms_norm"),
+    "swiglu": _create_operation("silu(gate) * up", "gates", "swiglu"),
+    "swiglu_halves": _create_operation(
+        "silu(gate) * up of experts, whose gate and up are one tensor", "gates", "swiglu_halves"
+    ),
+    "geglu": _create_operation("gelu(gate) * up", "gates", "geglu"),
+    "oss_swiglu_halves": _create_operation(
+        "gpt-oss's clamped SwiGLU, gate and up in one tensor", "gates", "oss_swiglu_halves"
+    ),
+    "rope": _create_operation("the rotary position embedding", "rope", "rope"),
+    "qk_norm_rope": _create_operation("the norms and rotations of queries and keys", "rope", "qk_norm_rope"),
     "attention": Operation(
+        "attention",
         {
-            "eager": "attention.EAGER",
-            "cudnn": "attention_cudnn.CUDNN",
-            "flex": "attention_flex.FLEX",
-            "varlen": "attention_flash.VARLEN",
+            "eager": "attention.eager.EAGER",
+            "cudnn": "attention.cudnn.CUDNN",
+            "flex": "attention.flex.FLEX",
+            "varlen": "attention.flash.VARLEN",
         },
         ("cudnn", "flex", "eager"),
     ),
-    "causal_conv": _create_operation("causal_conv", "causal_conv", "causal_conv"),
-    "gated_delta_rule": _create_operation("gated_delta", "gated_delta", "delta_rule"),
+    "causal_conv": _create_operation("the convolution over tokens in recurrent layers", "gated_delta", "causal_conv"),
+    "gated_delta_rule": _create_operation("the gated delta rule in recurrent layers", "gated_delta", "delta_rule"),
     "linear_cross_entropy": Operation(
+        "the loss over the vocabulary",
         {
-            "eager": "linear_cross_entropy.linear_cross_entropy_eager",
-            "triton": "triton.linear_cross_entropy.linear_cross_entropy_triton",
-            "cut": "triton.cut_cross_entropy.cut_cross_entropy_triton",
-        }
+            "eager": "cross_entropy.eager.linear_cross_entropy_eager",
+            "triton": "cross_entropy.triton.linear_cross_entropy_triton",
+            "cut": "cross_entropy.triton.cut_cross_entropy_triton",
+        },
     ),
-    "moe_routes": _create_operation("moe", "moe_routes", "moe_routes"),
-    "moe_permute": _create_operation("moe", "moe_permute", "moe_permute"),
-    "moe_unpermute": _create_operation("moe", "moe_permute", "moe_unpermute"),
-    "moe_peers": Operation({"eager": "moe_peers.EAGER", "triton": "triton.moe_peers.TRITON"}),
+    "moe_routes": _create_operation("the routes from tokens to experts", "moe", "moe_routes"),
+    "moe_permute": _create_operation("copies of tokens for their experts", "moe", "moe_permute"),
+    "moe_unpermute": _create_operation("sums of expert rows by token", "moe", "moe_unpermute"),
+    "moe_peers": _create_operation("copies and sums of tokens in the memory of other ranks", "moe", "moe_peers"),
     "grouped_gemm": Operation(
+        "the matrix products of experts",
         {
-            "eager": "grouped_gemm.grouped_gemm_eager",
-            "torch": "grouped_gemm.grouped_gemm_torch",
-            "triton": "triton.grouped_gemm.grouped_gemm_triton",
-        }
+            "eager": "grouped_gemm.eager.grouped_gemm_eager",
+            "torch": "grouped_gemm.eager.grouped_gemm_torch",
+            "triton": "grouped_gemm.triton.grouped_gemm_triton",
+        },
     ),
-    "add_expert_bias": _create_operation("expert_bias", "expert_bias", "add_expert_bias"),
+    "add_expert_bias": _create_operation("the addition of experts' biases", "grouped_gemm", "add_expert_bias"),
 }
 
 TRITON = {"triton", "cut", "cudnn", "flex"}

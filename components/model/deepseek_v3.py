@@ -6,13 +6,19 @@ from typing import Any
 import attrs
 
 from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.config import MAX_SIZES, create_size_check
-from drawloom.components.model.decoder.grouped_experts import RENAMED, GroupedExpertsConfig, SigmoidExpertsConfig
+from drawloom.components.model.decoder.config import (
+    MAX_SIZES,
+    RENAMED,
+    GroupedExpertsConfig,
+    SigmoidExpertsConfig,
+    create_size_check,
+    training_setting,
+)
 from drawloom.components.model.decoder.hugging_face import Family
 from drawloom.components.model.decoder.rope import InvalidSetting, Rope, latent_score_multiplier
 from drawloom.components.model.decoder.specs import LatentSpec
 from drawloom.graph import between, component, setting
-from drawloom.kernels.attention_options import AttentionOptions
+from drawloom.kernels.attention.options import AttentionOptions
 
 
 @attrs.frozen(kw_only=True, slots=False)
@@ -80,10 +86,8 @@ class LatentConfig(GroupedExpertsConfig):
 class DeepseekV3Config(LatentConfig, SigmoidExpertsConfig):
     """Config of DeepSeek-V3. Without `rope_interleave`, halves of channels are rotated instead of adjacent pairs."""
 
-    rope_interleave: bool = setting(
-        default=True,
-        impact="changes_training",
-        doc="rotate pairs of adjacent channels instead of pairs of halves",
+    rope_interleave: bool = training_setting(
+        default=True, doc="rotate pairs of adjacent channels instead of pairs of halves"
     )
 
 

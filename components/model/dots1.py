@@ -3,9 +3,9 @@
 import attrs
 
 from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.grouped_experts import RENAMED, SigmoidExpertsConfig
+from drawloom.components.model.decoder.config import RENAMED, SigmoidExpertsConfig, training_setting
 from drawloom.components.model.decoder.hugging_face import Family
-from drawloom.graph import at_least, component, setting
+from drawloom.graph import at_least, component
 
 
 @attrs.frozen(kw_only=True)
@@ -14,14 +14,13 @@ class Dots1Config(SigmoidExpertsConfig):
 
     qk_norm = "head"
 
-    sliding_window: int | None = setting(
+    sliding_window: int | None = training_setting(
         default=None,
         check=at_least(1),
-        impact="changes_training",
         doc="number of tokens that a token attends to in the last layers, including itself; default: all before it",
     )
-    max_window_layers: int = setting(
-        default=62, check=at_least(0), impact="changes_training", doc="index of the first layer with a window"
+    max_window_layers: int = training_setting(
+        default=62, check=at_least(0), doc="index of the first layer with a window"
     )
 
     def window_of(self, layer: int) -> int | None:

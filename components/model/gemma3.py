@@ -14,6 +14,7 @@ from drawloom.components.model.decoder.config import (
     alternate_layer_types,
     create_size_check,
     layer_types_setting,
+    training_setting,
 )
 from drawloom.components.model.decoder.hugging_face import Family, fill_layer_list
 from drawloom.components.model.decoder.rope import Rope, join_rope_by_type, split_rope_by_type
@@ -33,17 +34,11 @@ class Gemma3Config(LayerTypesConfig):
 
     tie_word_embeddings: bool = True
     layer_types: SlidingTypes = layer_types_setting(6)
-    rope_local_base_freq: float = setting(
-        default=SLIDING_THETA,
-        check=above(1),
-        impact="changes_training",
-        doc="base of rotary positions in layers with a window",
+    rope_local_base_freq: float = training_setting(
+        default=SLIDING_THETA, check=above(1), doc="base of rotary positions in layers with a window"
     )
-    query_pre_attn_scalar: int = setting(
-        default=256,
-        check=create_size_check("head_dim"),
-        impact="changes_training",
-        doc="attention scores are divided by the root of this number",
+    query_pre_attn_scalar: int = training_setting(
+        default=256, check=create_size_check("head_dim"), doc="attention scores are divided by the root of this number"
     )
     attention_bias: bool = setting(default=False, doc=ATTENTION_BIAS)
 

@@ -3,8 +3,7 @@
 import attrs
 
 from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.config import rotary_factor_setting
-from drawloom.components.model.decoder.grouped_experts import RENAMED, SigmoidExpertsConfig
+from drawloom.components.model.decoder.config import RENAMED, SigmoidExpertsConfig, rotary_factor_setting
 from drawloom.components.model.decoder.hugging_face import Family
 from drawloom.components.model.decoder.specs import MixerSpec
 from drawloom.graph import component, setting

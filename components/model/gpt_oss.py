@@ -16,6 +16,7 @@ from drawloom.components.model.decoder.config import (
     SlidingTypes,
     create_size_check,
     layer_types_setting,
+    training_setting,
 )
 from drawloom.components.model.decoder.hugging_face import Family
 from drawloom.components.model.decoder.specs import ClampedSwiGlu, ExpertSpec, MixerSpec, Routing
@@ -35,12 +36,8 @@ class GptOssConfig(LayerTypesConfig, ExpertsConfig):
     sliding_window: int = 128
     layer_types: SlidingTypes = layer_types_setting(2)
     attention_bias: bool = setting(default=True, doc=ATTENTION_BIAS)
-    swiglu_alpha: float = setting(
-        default=1.702, check=above(0), impact="changes_training", doc="slope of the experts' gate"
-    )
-    swiglu_limit: float = setting(
-        default=7.0, check=above(0), impact="changes_training", doc="bound of the experts' inner values"
-    )
+    swiglu_alpha: float = training_setting(default=1.702, check=above(0), doc="slope of the experts' gate")
+    swiglu_limit: float = training_setting(default=7.0, check=above(0), doc="bound of the experts' inner values")
 
     @property
     def routing(self) -> Routing:

@@ -5,11 +5,11 @@ from typing import Any
 import attrs
 import torch
 
-from drawloom.components.model.decoder.config import DecoderConfig
+from drawloom.components.model.decoder.builder import ParametrizedBuilder
+from drawloom.components.model.decoder.config import DecoderConfig, training_setting
 from drawloom.components.model.decoder.hugging_face import Family
-from drawloom.components.model.decoder.parametrized import ParametrizedBuilder
 from drawloom.components.model.llama import LlamaConfig
-from drawloom.graph import above, component, setting
+from drawloom.graph import above, component
 
 
 @attrs.frozen(kw_only=True)
@@ -17,19 +17,12 @@ class GraniteConfig(LlamaConfig):
     """Config of Granite: Llama with factors for embeddings, attention scores, residual outputs and logits."""
 
     rope_theta: float = 1e4
-    embedding_multiplier: float = setting(
-        default=1.0, check=above(0), impact="changes_training", doc="factor of embeddings"
+    embedding_multiplier: float = training_setting(default=1.0, check=above(0), doc="factor of embeddings")
+    attention_multiplier: float = training_setting(default=1.0, check=above(0), doc="factor of attention scores")
+    residual_multiplier: float = training_setting(
+        default=1.0, check=above(0), doc="factor of the outputs of attention and feed-forward networks"
     )
-    attention_multiplier: float = setting(
-        default=1.0, check=above(0), impact="changes_training", doc="factor of attention scores"
-    )
-    residual_multiplier: float = setting(
-        default=1.0,
-        check=above(0),
-        impact="changes_training",
-        doc="factor of the outputs of attention and feed-forward networks",
-    )
-    logits_scaling: float = setting(default=1.0, check=above(0), impact="changes_training", doc="divisor of logits")
+    logits_scaling: float = training_setting(default=1.0, check=above(0), doc="divisor of logits")
 
     @property
     def attention_score_scale(self) -> float:

@@ -23,7 +23,7 @@ from drawloom.components.ports.parameter_roles import (
     TABLE_ROLE,
     Role,
 )
-from drawloom.kernels.logsumexp import logsumexp_in_fixed_order
+from drawloom.kernels.cross_entropy.logsumexp import logsumexp_in_fixed_order
 from drawloom.kernels.results import TokenLosses
 
 VOCABULARY = SplitDim(0, uneven=True)

@@ -3,25 +3,16 @@
 import attrs
 
 from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.config import DecoderConfig
+from drawloom.components.model.decoder.config import WindowConfig
 from drawloom.components.model.decoder.hugging_face import Family
-from drawloom.graph import at_least, component, setting
+from drawloom.graph import component
 
 
 @attrs.frozen(kw_only=True)
-class MistralConfig(DecoderConfig):
+class MistralConfig(WindowConfig):
     """Config of Mistral: like Llama, with an optional sliding window in all layers."""
 
     rms_norm_eps: float = 1e-5
-    sliding_window: int | None = setting(
-        default=None,
-        check=at_least(1),
-        impact="changes_training",
-        doc="number of tokens that a token attends to, including itself; default: all before it",
-    )
-
-    def window_of(self, layer: int) -> int | None:
-        return self.sliding_window
 
 
 @component(impact="incompatible")

@@ -6,35 +6,30 @@ from typing import Any
 import attrs
 
 from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.config import DecoderConfig, rotary_factor_setting
+from drawloom.components.model.decoder.config import (
+    DecoderConfig,
+    WindowConfig,
+    rotary_factor_setting,
+)
 from drawloom.components.model.decoder.hugging_face import Family
 from drawloom.components.model.decoder.rope import InvalidSetting
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.weights.mapper import parallel
 from drawloom.components.weights.mapper_ops import concatenate, identity
-from drawloom.graph import at_least, component, setting
+from drawloom.graph import component
 
 EXPORTED_ROPES = ("default", "ntk", "longrope")
 """Values of rope_type whose exports transformers loads as a Phi-3 model."""
 
 
 @attrs.frozen(kw_only=True)
-class Phi3Config(DecoderConfig):
+class Phi3Config(WindowConfig):
     """Config of Phi-3: like Llama, with a rotated part of each head, and an optional sliding window in all layers."""
 
     max_position_embeddings: int = 4096
     rope_theta: float = 1e4
     rms_norm_eps: float = 1e-5
     partial_rotary_factor: float = rotary_factor_setting(1.0)
-    sliding_window: int | None = setting(
-        default=None,
-        check=at_least(1),
-        impact="changes_training",
-        doc="number of tokens that a token attends to, including itself; default: all before it",
-    )
-
-    def window_of(self, layer: int) -> int | None:
-        return self.sliding_window
 
     @classmethod
     def find_faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:

@@ -3,21 +3,19 @@
 import attrs
 
 from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.config import WINDOW, DecoderConfig
+from drawloom.components.model.decoder.config import WINDOW, DecoderConfig, training_setting
 from drawloom.components.model.decoder.hugging_face import Family
-from drawloom.graph import at_least, component, setting
+from drawloom.graph import at_least, component
 
 
 @attrs.frozen(kw_only=True)
 class Qwen2Config(DecoderConfig):
     """Config of Qwen2: biases of queries, keys and values, and optional windows from layer `max_window_layers` on."""
 
-    use_sliding_window: bool = setting(
-        default=False, impact="changes_training", doc="use a sliding window in the last layers"
-    )
-    sliding_window: int = setting(default=4096, check=at_least(1), impact="changes_training", doc=WINDOW)
-    max_window_layers: int = setting(
-        default=28, check=at_least(0), impact="changes_training", doc="index of the first layer with a window"
+    use_sliding_window: bool = training_setting(default=False, doc="use a sliding window in the last layers")
+    sliding_window: int = training_setting(default=4096, check=at_least(1), doc=WINDOW)
+    max_window_layers: int = training_setting(
+        default=28, check=at_least(0), doc="index of the first layer with a window"
     )
 
     def has_bias(self, projection: str) -> bool:

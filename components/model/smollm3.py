@@ -6,11 +6,11 @@ from typing import Any, Literal
 import attrs
 
 from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.config import WINDOW, find_short_list_faults
+from drawloom.components.model.decoder.config import WINDOW, find_short_list_faults, training_setting
 from drawloom.components.model.decoder.hugging_face import Family, fill_layer_list
 from drawloom.components.model.decoder.rope import InvalidSetting, Rope
 from drawloom.components.model.llama import LlamaConfig
-from drawloom.graph import at_least, component, setting
+from drawloom.graph import at_least, component
 
 
 def _compute_rope_flags(layers: int, interval: int = 4) -> list[int]:
@@ -31,16 +31,15 @@ class SmolLm3Config(LlamaConfig):
     rope_theta: float = 2e6
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = True
-    no_rope_layers: list[Literal[0, 1]] = setting(
+    no_rope_layers: list[Literal[0, 1]] = training_setting(
         default=attrs.Factory(lambda self: _compute_rope_flags(self.num_hidden_layers), takes_self=True),
-        impact="changes_training",
         doc="1 for every layer with rotary positions, 0 for every layer without; default: every fourth is without",
     )
-    use_sliding_window: bool = setting(
-        default=False, impact="changes_training", doc="use a sliding window in layers without rotary positions"
+    use_sliding_window: bool = training_setting(
+        default=False, doc="use a sliding window in layers without rotary positions"
     )
-    sliding_window: int | None = setting(
-        default=None, check=at_least(1), impact="changes_training", doc=f"{WINDOW}; default: all before it"
+    sliding_window: int | None = training_setting(
+        default=None, check=at_least(1), doc=f"{WINDOW}; default: all before it"
     )
 
     def rope_of(self, layer: int) -> Rope | None:

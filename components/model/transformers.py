@@ -15,12 +15,12 @@ from drawloom.components.model.decoder.hugging_face import locate_config_json, r
 from drawloom.components.model.fallback.build import (
     allocate_parameters,
     build_meta_model,
+    create_conversion_mapper,
     find_float32_patterns,
     has_transformers_classifier,
     load_transformers_config,
 )
 from drawloom.components.model.fallback.checks import EXPERT_COUNTS, Verdict, run_self_check
-from drawloom.components.model.fallback.conversion import create_conversion_mapper
 from drawloom.components.model.fallback.module import TransformersLM
 from drawloom.components.model.fallback.parts import SelfCheckError, first_config_value, mask_layer_number
 from drawloom.components.ports.corpus import Tokenizer

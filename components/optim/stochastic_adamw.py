@@ -30,8 +30,15 @@ from drawloom.components.ports.stages import Parameters, get_or_create_gradient
 from drawloom.graph import UserError, above, at_least, component, setting
 from drawloom.graph.problems import Problem
 from drawloom.graph.wiring.node import NodeView
-from drawloom.kernels.adamw import ALL, AdamwEager, ParamState, compute_step_scalars
-from drawloom.kernels.dynamic_map import BLOCK, ZERO_CODE, compute_scales_shape
+from drawloom.kernels.adamw.eager import (
+    ALL,
+    BLOCK,
+    ZERO_CODE,
+    AdamwEager,
+    ParamState,
+    compute_scales_shape,
+    compute_step_scalars,
+)
 from drawloom.kernels.operation import why_no_triton
 
 DTYPES = {"uint8": torch.uint8, "bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -39,7 +46,7 @@ CODES_ARITHMETIC = 536.0
 """
 Operations per weight for means of 8 bits, at a GPU's float32 peak: decoding, a division, a root, noise and encoding.
 
-Measured with `kernels/triton/adamw_codes.py` alone on one H200: 8.0 ms for a billion weights, at 67 TFLOP/s.
+Measured with `kernels/adamw/triton.py` alone on one H200: 8.0 ms for a billion weights, at 67 TFLOP/s.
 """
 
 SCALES = ".scales"
@@ -335,7 +342,7 @@ class StochasticAdamW(HostStates):
             raise UserError(f"optim.stochastic_adamw: implementation is 'triton', but {problem}; write 'auto'", 2)
         if wanted == "eager" or problem:
             return AdamwEager
-        from drawloom.kernels.triton.adamw import AdamwTriton
+        from drawloom.kernels.adamw.triton import AdamwTriton
 
         return AdamwTriton
 

@@ -49,7 +49,7 @@ def create_fastest_adamw(groups: Iterable[dict[str, Any]], **options: Any) -> to
     groups = list(groups)
     if not all(_fits_triton(part) for group in groups for part in group["params"]):
         return torch.optim.AdamW(groups, fused=True, **options)
-    from drawloom.components.optim.adamw_triton import AdamWTriton
+    from drawloom.components.optim.adamw_step import AdamWTriton
 
     return AdamWTriton(groups, fused=True, **options)
 

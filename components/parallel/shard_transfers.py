@@ -18,7 +18,7 @@ from torch import Tensor
 
 from drawloom.components.ports.distributed import Precision
 from drawloom.components.ports.model import GatherEncoding
-from drawloom.kernels.sum_parts import sum_parts
+from drawloom.kernels.gradients.eager import sum_parts
 
 PACKED_BELOW_BYTES = 2**18
 """

@@ -22,7 +22,7 @@ from drawloom.components.planning.attention import AttentionFractions
 from drawloom.components.planning.recorder import PassCost, Recorder
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import UserError
-from drawloom.kernels.attention_meta import attention_flops
+from drawloom.kernels.attention.eager import attention_flops
 
 SECONDS = 1.0
 """
@@ -273,7 +273,7 @@ def _make_vector_addition(device: torch.device, size: int) -> Callable[[], objec
 def _make_attention_pass(device: torch.device, dtype: torch.dtype, sizes: CalibrationSizes) -> Callable[[], object]:
     """Return a function that runs causal attention forward and backward."""
     # The import takes a second, and plans do not need it.
-    from drawloom.kernels.attention_cudnn import ONE_DOCUMENT_PER_ROW, attention_cudnn
+    from drawloom.kernels.attention.cudnn import ONE_DOCUMENT_PER_ROW, attention_cudnn
 
     shapes = ((ROWS, sizes.length, heads, HEAD_SIZE) for heads in (HEADS, KV_HEADS, KV_HEADS))
     q, k, v = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for shape in shapes)
@@ -323,7 +323,7 @@ def _measure_device_and_host_launch_seconds(device: torch.device, seconds: float
 def _make_host_bound_pass(device: torch.device) -> Callable[[], object]:
     """Return a function that runs norms and linear layers forward and backward, tiny so that the host is the limit."""
     from drawloom.kernels.linear import linear_eager
-    from drawloom.kernels.triton.rms_norm import rms_norm_triton
+    from drawloom.kernels.rms_norm.triton import rms_norm_triton
 
     shapes = [*[(32,)] * HOST_LAYERS, *[(32, 32)] * HOST_LAYERS]
     tensors = [

@@ -24,7 +24,7 @@ from drawloom.components.distributed.device_model import DeviceModel
 from drawloom.components.parallel.meta_collectives import COLLECTIVE, count_message_bytes
 from drawloom.components.planning.attention import AttentionFractions
 from drawloom.kernels.costs import OperationCosts, accesses_elements, bind_arguments, compute_operation_costs
-from drawloom.kernels.weight_formats import FETCH
+from drawloom.kernels.weight_formats.eager import FETCH
 
 
 @attrs.define

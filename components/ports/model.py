@@ -14,7 +14,7 @@ from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.weights import Mapper
 from drawloom.graph import port
 from drawloom.kernels.results import TokenLosses
-from drawloom.kernels.weight_formats import StorageFormat, WeightFormat
+from drawloom.kernels.weight_formats.eager import StorageFormat, WeightFormat
 
 
 @attrs.frozen

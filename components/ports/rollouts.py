@@ -12,7 +12,7 @@ from drawloom.components.ports.data import IGNORE_INDEX, Example, TokenBatch
 from drawloom.components.ports.model import Head
 from drawloom.components.state.batch import Batch, leaf
 from drawloom.graph import port
-from drawloom.kernels.logsumexp import logsumexp_in_fixed_order
+from drawloom.kernels.cross_entropy.logsumexp import logsumexp_in_fixed_order
 
 
 class PromptBatch(Batch):

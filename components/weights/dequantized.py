@@ -3,7 +3,7 @@ Sources for folders whose tensors differ from the model's: quantized weights, or
 
 Quantized are bitsandbytes' NF4, float8 in tiles (DeepSeek, Qwen) and gpt-oss's MXFP4.
 
-Formats are described in `kernels/weight_formats.py`.
+Formats are described in `kernels/weight_formats/eager.py`.
 """
 
 import json
@@ -18,7 +18,16 @@ from torch import Tensor
 
 from drawloom.components.storage.tensor_source import TensorSource, TensorSpec
 from drawloom.graph import UserError
-from drawloom.kernels.weight_formats import E4M3, FLOAT8, MXFP4, NF4, NF4_VALUES, TILE, WeightFormat, split_into_blocks
+from drawloom.kernels.weight_formats.eager import (
+    E4M3,
+    FLOAT8,
+    MXFP4,
+    NF4,
+    NF4_VALUES,
+    TILE,
+    WeightFormat,
+    split_into_blocks,
+)
 
 STYLES: tuple[tuple[tuple[str, str], ...], ...] = (
     (("model.", "language_model.model."), ("lm_head.", "language_model.lm_head.")),

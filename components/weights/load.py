@@ -29,7 +29,7 @@ from drawloom.components.weights.dequantized import BITS, DequantizedSource, Tex
 from drawloom.components.weights.mapper import parallel, select_outputs, sequential
 from drawloom.components.weights.mapper_ops import cut_slice, distribute_like
 from drawloom.graph import UserError
-from drawloom.kernels.weight_formats import STORAGE, WeightFormat
+from drawloom.kernels.weight_formats.eager import STORAGE, WeightFormat
 
 COMPUTED = ("*.rotary_emb.inv_freq", "*.rotary_emb.cos_cached", "*.rotary_emb.sin_cached")
 """Patterns (fnmatch) for buffers in old folders, which follow from the config; transformers ignores them, too."""

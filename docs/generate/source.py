@@ -9,7 +9,7 @@ import attrs
 
 ROOT = Path(__file__).parents[2]
 PORTS = "components/ports/"
-KERNELS = ("kernels/attention_options.py", "kernels/results.py")
+KERNELS = ("kernels/attention/options.py", "kernels/results.py")
 STATE = ("components/state/batch.py", "components/state/step_state.py", *KERNELS)
 """Modules whose names `drawloom.ports` has besides the ports."""
 

@@ -1,1 +1,1 @@
-"""Products and casts in float8, in plain torch and, in modules named `triton_...`, in Triton."""
+"""Products and casts in float8, in plain torch and in Triton."""

@@ -6,10 +6,16 @@ float8 alone. `linear.py` has the dense recipe. Here a weight has one scale by e
 therefore multiplies products without a change to the gradient. For a weight's gradient both operands have scales by
 row; their product multiplies one of them, relative to the largest in the expert's rows. Scales are powers of two, so
 this shifts exponents; only elements 2^15 times smaller than their expert's largest lose bits.
+
+A message with weights has elements in e4m3 and a power-of-two scale per row. A float8 element times its scale is exact
+in bfloat16, and quantizing the product by rows again gives the same number, so a layer that multiplies in float8 gets
+the weights that it would compute itself.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
 
@@ -18,22 +24,22 @@ from drawloom.kernels.deferred_grads import (
     compute_at_once_if_hooked,
     get_weight_gradient_function,
 )
-from drawloom.kernels.float8.casts import Float8Rows, ScaledRows
-from drawloom.kernels.float8.grouped_casts import GroupedFloat8Kernels, allocate_quantized_experts
+from drawloom.kernels.float8.eager import E4M3, Float8Kernels, Float8Rows, ScaledRows, allocate_quantized_experts
 from drawloom.kernels.float8.linear import (
     CachedFloat8Weights,
     FactorProduct,
     GradientDispatcher,
     check_float8_operands,
+    choose_float8_kernels,
     get_or_quantize_input,
 )
-from drawloom.kernels.moe import Routes
+from drawloom.kernels.moe.eager import Routes
 from drawloom.kernels.operation import once_differentiable
 from drawloom.kernels.recompute.marks import call_recomputable_in_autograd_function
 
 
 def experts_float8(
-    kernels: GroupedFloat8Kernels, x: Tensor, probabilities: Tensor, gate_up: Tensor, down: Tensor, routes: Routes
+    kernels: Float8Kernels, x: Tensor, probabilities: Tensor, gate_up: Tensor, down: Tensor, routes: Routes
 ) -> Tensor:
     """
     Return the sum over a token's choices of probability * down(silu(gate(x)) * up(x)), (tokens, width).
@@ -47,7 +53,7 @@ def experts_float8(
 
 
 def expert_rows_float8(
-    kernels: GroupedFloat8Kernels, rows: Tensor, probabilities: Tensor, gate_up: Tensor, down: Tensor, ends: Tensor
+    kernels: Float8Kernels, rows: Tensor, probabilities: Tensor, gate_up: Tensor, down: Tensor, ends: Tensor
 ) -> Tensor:
     """
     Compute `experts_float8` for rows (rows, width) sorted by expert, without sums: probabilities (rows,), ends int32
@@ -57,7 +63,7 @@ def expert_rows_float8(
 
 
 def _multiply_by_experts(
-    kernels: GroupedFloat8Kernels,
+    kernels: Float8Kernels,
     x: Tensor,
     probabilities: Tensor,
     gate_up: Tensor,
@@ -86,7 +92,7 @@ class CachedFloat8Experts(CachedFloat8Weights):
         kernels.quantize_experts_into(self.weights[0], self.rows)
 
 
-def _get_or_quantize_weight(kernels: GroupedFloat8Kernels, weight: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+def _get_or_quantize_weight(kernels: Float8Kernels, weight: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     """Quantize a weight (experts, outputs, inputs), or return the cached elements, scales and transposed copy."""
     kept: CachedFloat8Experts | None = getattr(weight, "float8", None)
     if kept is None:
@@ -108,7 +114,7 @@ class _ExpertsFloat8(Function):
         gate_up: Tensor,
         down: Tensor,
         weight_gradient: WeightGradient,
-        kernels: GroupedFloat8Kernels,
+        kernels: Float8Kernels,
         data: Tensor,
         scale: Tensor,
         ends: Tensor,
@@ -139,7 +145,7 @@ class _ExpertsFloat8(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         gate_up, down, first_scale, second_scale, data, x_scale, probabilities, *rest = ctx.saved_tensors
         gate_and_up, inner, inner_scale, ends, dest_row, source_choice = rest
-        kernels: GroupedFloat8Kernels = ctx.kernels
+        kernels: Float8Kernels = ctx.kernels
         needs_x, needs_probabilities, needs_first, needs_second, *_ = ctx.needs_input_grad
         tokens = ScaledRows(*kernels.quantize_rows(grad.reshape(-1, grad.shape[-1]), False)[:2])
         rows, top_k = tokens, 1
@@ -180,7 +186,49 @@ class _ExpertsFloat8(Function):
 
 
 def _get_transposed_quantized_weight(
-    kernels: GroupedFloat8Kernels, weight: Tensor, scale: Tensor, kept: Tensor | None
+    kernels: Float8Kernels, weight: Tensor, scale: Tensor, kept: Tensor | None
 ) -> Tensor:
     """Return a quantized weight, transposed (experts, inputs, outputs)."""
     return kernels.quantize_transposed_experts(weight, scale) if kept is None else kept
+
+
+ALIGNMENT = 16
+"""Message sizes in bytes are multiples."""
+
+MANTISSA_BITS = {torch.float32: 23, torch.bfloat16: 7}
+"""Bits below the exponent."""
+
+
+def pack_weights(weights: Sequence[Tensor], widths: Sequence[int]) -> Tensor:
+    """
+    Return a message, uint8 (bytes,), with flat bfloat16 weights (n,).
+
+    Weights with a row width other than 0 are quantized to float8 by rows.
+    """
+    kernels = choose_float8_kernels(weights[0].device)
+    rows = [
+        kernels.quantize_rows(weight.view(-1, width), False)
+        for weight, width in zip(weights, widths, strict=True)
+        if width
+    ]
+    plain = [weight.view(torch.uint8) for weight, width in zip(weights, widths, strict=True) if not width]
+    exponents = [(part.scale.view(torch.int32) >> MANTISSA_BITS[torch.float32]).to(torch.uint8) for part in rows]
+    parts = [*plain, *(part.data.view(torch.uint8).view(-1) for part in rows), *exponents]
+    size = sum(map(len, parts))
+    return torch.cat([*parts, parts[0].new_zeros(-size % ALIGNMENT)])
+
+
+def unpack_weights(messages: Tensor, outputs: Sequence[Tensor], widths: Sequence[int]) -> None:
+    """Fill outputs, bfloat16 (ranks, n), from all ranks' messages, uint8 (ranks, bytes)."""
+    quantized = [(output, width) for output, width in zip(outputs, widths, strict=True) if width]
+    plain = [output for output, width in zip(outputs, widths, strict=True) if not width]
+    sizes = [output.shape[1] * output.itemsize for output in plain]
+    sizes += [output.shape[1] for output, _ in quantized]
+    sizes += [output.shape[1] // width for output, width in quantized]
+    parts = [*torch.split(messages[:, : sum(sizes)], sizes, 1)]
+    for output in plain:
+        output.copy_(parts.pop(0).view(output.dtype))
+    for (output, width), elements, exponents in zip(quantized, parts, parts[len(quantized) :], strict=False):
+        scale = (exponents.to(torch.int16) << MANTISSA_BITS[torch.bfloat16]).view(torch.bfloat16)
+        shape = len(output), -1, width
+        torch.mul(elements.view(E4M3).to(torch.bfloat16).view(shape), scale.unsqueeze(2), out=output.view(shape))

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 from weakref import ref
 
 import torch
@@ -36,20 +36,46 @@ from drawloom.kernels.deferred_grads import (
     compute_at_once_if_hooked,
     get_weight_gradient_function,
 )
-from drawloom.kernels.float8.casts import (
+from drawloom.kernels.float8.eager import (
     ALIGNMENT,
+    EAGER,
     Float8Kernels,
     Float8Rows,
     QuantizedGradient,
     allocate_quantized_weights,
+    lacks_float8,
 )
-from drawloom.kernels.operation import once_differentiable
+from drawloom.kernels.operation import once_differentiable, why_no_triton
 from drawloom.kernels.recompute.marks import (
     call_recomputable,
     call_recomputable_in_autograd_function,
     keep_arguments_in_8_bits,
     record_recomputable_call,
 )
+from drawloom.kernels.results import NormAndSum
+
+Implementation = Literal["auto", "eager", "triton"]
+
+
+def choose_float8_kernels(device: torch.device, implementation: Implementation = "auto") -> Float8Kernels:
+    """
+    Return an implementation: `auto` is Triton on GPUs that have it, and plain torch elsewhere.
+
+    Raises ValueError if Triton is requested and can't run on the device.
+    """
+    why_not = why_no_triton(device)
+    if implementation == "triton" and why_not:
+        raise ValueError(why_not)
+    if implementation == "eager" or (implementation == "auto" and (device.type == "cpu" or why_not)):
+        return EAGER
+    from drawloom.kernels.float8.triton import TRITON
+
+    return TRITON
+
+
+def choose_row_casts(device: torch.device) -> Float8Kernels:
+    """Return the implementation for casts alone: plain torch on GPUs without products in float8."""
+    return EAGER if lacks_float8(device) else choose_float8_kernels(device)
 
 
 def linear_float8(kernels: Float8Kernels, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -437,3 +463,19 @@ def _compute_down_projection_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, 
         return grad_inner, None
     factors = quantized.columns, quantized.column_scale, inner.detach()
     return grad_inner, ctx.weight_gradient(FactorProduct(partial(_multiply_factors, kernels), 2), *factors)
+
+
+def rms_norm_float8(
+    kernels: Float8Kernels, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, zero_centered: bool
+) -> NormAndSum:
+    """
+    Return x + residual, normed, and the sum, both (..., width); products in float8 find the norm's rounded rows.
+
+    Without a residual, the sum is x. `weight` is (width,); if `zero_centered`, the factor is 1 + weight.
+    """
+    with keep_arguments_in_8_bits(lambda: kernels, x):
+        normed, summed, rows = kernels.norm_and_quantize(x, residual, weight, eps, zero_centered)
+        attach_quantized_rows(normed, rows)
+        # Recomputation starts from the sum, which is saved anyway, not from its terms.
+        record_recomputable_call(normed, kernels.norm, summed, weight, eps, zero_centered)
+    return NormAndSum(normed, summed)

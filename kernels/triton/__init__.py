@@ -1,1 +1,1 @@
-"""Kernels in Triton; no other module of kernels/ imports triton when it is imported."""
+"""Launches, primitives and TMA for kernels in Triton; only modules named `triton` import triton when imported."""

@@ -7,23 +7,31 @@ arguments' values. The JIT does the first launch of every kind. It does all laun
 GPUs, where it uses more properties.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 
-def cache_launches(kernel: Any) -> Any:
+def cache_launches(*varying: str) -> Callable[[Any], Any]:
     """
-    Decorate a kernel, above `triton.jit`; it is launched as before, `kernel[grid](*arguments, **constants)`.
+    Return a decorator for kernels, which are launched as `triton.jit`'s, by `kernel[grid](*arguments, **constants)`.
 
-    `constexpr` arguments and compiler options must be passed by name, all other arguments by position.
+    A kernel is compiled once for all values of `varying` arguments. `constexpr` arguments and compiler options must be
+    passed by name, all other arguments by position.
     """
-    return LeanKernel(kernel) if isinstance(kernel, JITFunction) and torch.version.hip is None else kernel
+
+    def compile_kernel(function: Any) -> Any:
+        kernel = triton.jit(function, do_not_specialize=varying)
+        return LeanKernel(kernel) if isinstance(kernel, JITFunction) and torch.version.hip is None else kernel
+
+    return compile_kernel
 
 
 def limit_registers(count: int) -> dict[str, int]:

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from drawloom.kernels.stochastic_copy import ROUNDS as PHILOX_ROUNDS
+from drawloom.kernels.stochastic_copy.eager import ROUNDS as PHILOX_ROUNDS
 from drawloom.kernels.triton.launch import cache_launches
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -95,16 +95,33 @@ def sum_partials(parts: Tensor, result: Tensor) -> None:
     )
 
 
-@cache_launches
-@triton.jit(do_not_specialize=["count"])
+@cache_launches("count")
 def _sum_partials_kernel(parts, result, count, width, BLOCK: tl.constexpr, PARTS_PER_STEP: tl.constexpr):
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((PARTS_PER_STEP, BLOCK), tl.float32)
     for first in range(0, count, PARTS_PER_STEP):
         part = first + tl.arange(0, PARTS_PER_STEP)
-        inside = (part < count)[:, None] & (column < width)[None, :]
-        total += tl.load(parts + part.to(tl.int64)[:, None] * width + column[None, :], mask=inside, other=0.0)
-    tl.store(result + column, tl.sum(total, 0).to(result.dtype.element_ty), mask=column < width)
+        inside = mask_tile(part < count, column < width)
+        total += load_or_zero(parts + part.to(tl.int64)[:, None] * width + column[None, :], inside)
+    tl.store(result + column, tl.sum(total, 0), mask=column < width)
+
+
+@triton.jit
+def mask_tile(rows, columns):
+    """Return a tile's elements in chosen rows and columns."""
+    return rows[:, None] & columns[None, :]
+
+
+@triton.jit
+def load_or_zero(pointers, mask):
+    """Load numbers; 0 outside the mask, if there is one."""
+    return tl.load(pointers) if mask is None else tl.load(pointers, mask=mask, other=0.0)
+
+
+@triton.jit
+def load_float32(pointers, mask):
+    """Load numbers in float32; 0 outside the mask."""
+    return load_or_zero(pointers, mask).to(tl.float32)
 
 
 ROUNDS = tl.constexpr(PHILOX_ROUNDS)

@@ -26,5 +26,5 @@ from drawloom.components.ports.tracking import *
 from drawloom.components.ports.weights import *
 from drawloom.components.state.batch import *
 from drawloom.components.state.step_state import *
-from drawloom.kernels.attention_options import *
+from drawloom.kernels.attention.options import *
 from drawloom.kernels.results import *

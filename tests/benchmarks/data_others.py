@@ -23,7 +23,7 @@ from pathlib import Path
 import attrs
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from drawloom.components.data.sources.library_files import list_source_files
+from drawloom.components.data.standard_library import list_source_files
 from drawloom.components.data.store.store import Store
 
 PEERS = Path(os.environ.get("PEERS", "/nowhere"))

@@ -18,9 +18,9 @@ from drawloom.components.data.order.permutation import Permutation
 from drawloom.components.data.packing.best_fit import BestFit
 from drawloom.components.data.packing.concatenated import Concatenated
 from drawloom.components.data.packing.first_fit import FirstFit
+from drawloom.components.data.packing.packed_rows import RowIndex
 from drawloom.components.data.packing.padded import Padded
-from drawloom.components.data.packing.rows import RowIndex
-from drawloom.components.data.store.shard import ShardFiles, ShardWriter, TokenShard
+from drawloom.components.data.store.shard import ShardWriter, TokenShard, get_shard_stem
 from drawloom.components.data.store.store import FORMAT, STORE, Store, encode_index_with_digest
 
 LENGTH = 4096
@@ -59,14 +59,13 @@ def read_store(count: int) -> None:
     """Print how long shuffled reads from a store take, first with verification and then with all blocks verified."""
     with tempfile.TemporaryDirectory() as temporary:
         folder, random = Path(temporary), np.random.default_rng(0)
-        with ShardWriter(folder, 0, np.dtype("<u2"), weighted=False) as writer:
+        with ShardWriter(folder, 0, np.dtype("<u2")) as writer:
             for length in draw_lengths(count):
                 writer.append_document(random.integers(2**16, size=length, dtype=np.uint16), "drawn", 0)
-        shard = TokenShard.open_from_json(ShardFiles(folder, 0), np.dtype("<u2"), weighted=False)
+        shard = TokenShard.open_from_json(get_shard_stem(folder, 0), np.dtype("<u2"))
         index = {
             "format": FORMAT,
             "dtype": "uint16",
-            "weighted": False,
             "vocab_size": 2**16,
             "eos_id": 0,
             "prefix_ids": [],

@@ -25,7 +25,7 @@ from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.pipeline.split_backward.split_backward import SplitBackward
 from drawloom.components.pipeline.split_backward.weight_grads import WeightGrads
 from drawloom.components.ports.model import KeyValueCache, LayerRange, TokenContext
-from drawloom.kernels.attention import attention_eager, create_causal_document_mask
+from drawloom.kernels.attention.eager import attention_eager, create_causal_document_mask
 from support.qwen3 import cpu_kernels
 
 SIZES = [(128, 2, 64), (128, 8, 64), (256, 4, 64)]

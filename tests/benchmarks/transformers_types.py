@@ -16,8 +16,8 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.model.fallback.attention import register_attention
 from drawloom.components.model.fallback.checks import run_self_check
+from drawloom.components.model.fallback.module import register_attention
 from drawloom.components.model.fallback.parts import SelfCheckError
 
 PAGE = Path(__file__).parents[2] / "docs" / "transformers_types.md"

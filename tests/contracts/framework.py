@@ -28,7 +28,7 @@ from drawloom.components.ports.pipeline import (
 from drawloom.components.ports.run import Batching, Event, EventKind, Events, Randomness, RunFolder, RunInfo, Step, Stop
 from drawloom.components.ports.stages import Parameters, Stages, get_or_create_gradient
 from drawloom.graph.testing import expect
-from drawloom.kernels.attention_options import AttentionOptions
+from drawloom.kernels.attention.options import AttentionOptions
 
 
 def known_steps_count_from_1_and_have_numbers(node: Restorer) -> None:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from drawloom.kernels.attention_cudnn import CUDNN, ONE_DOCUMENT_PER_ROW
+from drawloom.kernels.attention.cudnn import CUDNN, ONE_DOCUMENT_PER_ROW
 
 pytestmark = pytest.mark.gpu
 

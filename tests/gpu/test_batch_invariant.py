@@ -15,10 +15,10 @@ from drawloom.components.model.layers import LinearHead
 from drawloom.components.parallel.tensor import ALONE
 from drawloom.components.ports.rollouts import compute_policy_logps
 from drawloom.graph import UserError
-from drawloom.kernels.attention_options import AttentionOptions
-from drawloom.kernels.logsumexp import logsumexp_in_fixed_order
-from drawloom.kernels.rope_frequencies import compute_rope_cos_and_sin
-from drawloom.kernels.triton.attention_blocks import BlockMask, attend_in_blocks_triton
+from drawloom.kernels.attention.options import AttentionOptions
+from drawloom.kernels.batch_invariant.triton import BlockMask, attend_in_blocks_triton
+from drawloom.kernels.cross_entropy.logsumexp import logsumexp_in_fixed_order
+from drawloom.kernels.rope.frequencies import compute_rope_cos_and_sin
 from runs.test_rollouts import LAYOUTS, RECIPE, SAMPLED
 from support.gpu import drawloom_run
 from support.processes import run_ranks

@@ -6,24 +6,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from drawloom.kernels.adamw import AdamwEager, ParamState, compute_step_scalars
-from drawloom.kernels.cut_cross_entropy import LogitCut
-from drawloom.kernels.rms_norm import rms_norm_eager
-from drawloom.kernels.rope import rope_eager
-from drawloom.kernels.rope_frequencies import compute_rope_cos_and_sin
-from drawloom.kernels.stochastic_copy import stochastic_copy_eager
-from drawloom.kernels.swiglu import swiglu_eager
-from drawloom.kernels.triton.adamw import AdamwTriton
-from drawloom.kernels.triton.cut_cross_entropy import cut_cross_entropy_triton
-from drawloom.kernels.triton.grouped_gemm import grouped_gemm_triton
-from drawloom.kernels.triton.linear_cross_entropy import linear_cross_entropy_triton
-from drawloom.kernels.triton.moe_permute import moe_permute_triton, moe_unpermute_triton
-from drawloom.kernels.triton.moe_routes import moe_routes_triton
-from drawloom.kernels.triton.rms_norm import rms_norm_triton
-from drawloom.kernels.triton.rope import rope_triton
-from drawloom.kernels.triton.stochastic_copy import stochastic_copy_triton
-from drawloom.kernels.triton.sum_parts import sum_parts_triton
-from drawloom.kernels.triton.swiglu import swiglu_triton
+from drawloom.kernels.adamw.eager import AdamwEager, ParamState, compute_step_scalars
+from drawloom.kernels.adamw.triton import AdamwTriton
+from drawloom.kernels.cross_entropy.eager import LogitCut
+from drawloom.kernels.cross_entropy.triton import cut_cross_entropy_triton, linear_cross_entropy_triton
+from drawloom.kernels.gates.eager import swiglu_eager
+from drawloom.kernels.gates.triton import swiglu_triton
+from drawloom.kernels.gradients.triton import sum_parts_triton
+from drawloom.kernels.grouped_gemm.triton import grouped_gemm_triton
+from drawloom.kernels.moe.triton import moe_permute_triton, moe_routes_triton, moe_unpermute_triton
+from drawloom.kernels.rms_norm.eager import rms_norm_eager
+from drawloom.kernels.rms_norm.triton import rms_norm_triton
+from drawloom.kernels.rope.eager import rope_eager
+from drawloom.kernels.rope.frequencies import compute_rope_cos_and_sin
+from drawloom.kernels.rope.triton import rope_triton
+from drawloom.kernels.stochastic_copy.eager import stochastic_copy_eager
+from drawloom.kernels.stochastic_copy.triton import stochastic_copy_triton
 
 pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("great"), pytest.mark.usefixtures("room")]
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from drawloom.kernels.cross_entropy.triton import linear_cross_entropy_triton
 from drawloom.kernels.deferred_grads import Accumulation
 from drawloom.kernels.linear import linear_eager
-from drawloom.kernels.triton.linear_cross_entropy import linear_cross_entropy_triton
 
 pytestmark = pytest.mark.gpu
 

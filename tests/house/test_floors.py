@@ -37,15 +37,15 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
         {
             "graph",
             "components.state",
-            "kernels.attention_options",
-            "kernels.logsumexp",
+            "kernels.attention.options",
+            "kernels.cross_entropy.logsumexp",
             "kernels.results",
             "kernels.weight_formats",
         },
         {"attrs", "numpy", "torch"},
     ),
     "components.contracts": (
-        {"graph", "components.ports", "components.state", "kernels.attention_options", "kernels.results"},
+        {"graph", "components.ports", "components.state", "kernels.attention.options", "kernels.results"},
         {"attrs", "numpy", "torch"},
     ),
     "components.storage": (
@@ -66,7 +66,7 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
             "components.storage",
             "components.weights",
             "components.distributed",
-            "kernels.sum_parts",
+            "kernels.gradients.eager",
         },
         {"attrs", "torch"},
     ),
@@ -77,18 +77,18 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
     "components.model": (
         BELOW
         | {
-            "kernels.attention_options",
-            "kernels.logsumexp",
+            "kernels.attention.options",
+            "kernels.cross_entropy.logsumexp",
             "kernels.recompute",
             "kernels.results",
-            "kernels.rope_frequencies",
+            "kernels.rope.frequencies",
             "components.experts.local",
         },
         {"attrs", "torch"},
     ),
     # Models of transformers, which are compared with plain operations.
     "components.model.fallback": (
-        BELOW | {"components.model", "kernels.attention", "kernels.attention_options", "kernels.linear"},
+        BELOW | {"components.model", "kernels.attention", "kernels.attention.options", "kernels.linear"},
         {"attrs", "torch", "transformers"},
     ),
     # Layers with products in float8 take the place of layers.
@@ -104,7 +104,7 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
     # Adapters take the place of layers.
     "components.adapters": (BELOW | {"components.model"}, {"attrs", "torch"}),
     # A factor that the device alone knows is applied in one way.
-    "components.gradients": (BELOW | {"kernels.scale"}, {"attrs", "numpy", "torch"}),
+    "components.gradients": (BELOW | {"kernels.gradients.eager"}, {"attrs", "numpy", "torch"}),
     # The executor decides which operations are deferred or recomputed.
     "components.pipeline": (
         BELOW | {"kernels.deferred_grads", "kernels.recompute"},

@@ -8,16 +8,13 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from drawloom.kernels.cut_cross_entropy import cut_cross_entropy_eager
-from drawloom.kernels.geglu import geglu_eager
+from drawloom.kernels.cross_entropy.eager import cut_cross_entropy_eager, linear_cross_entropy_eager
+from drawloom.kernels.gates.eager import geglu_eager, oss_swiglu_halves_eager, swiglu_eager, swiglu_halves_eager
 from drawloom.kernels.linear import embedding_eager, linear_eager
-from drawloom.kernels.linear_cross_entropy import linear_cross_entropy_eager
-from drawloom.kernels.moe import moe_permute_eager, moe_routes_eager, moe_unpermute_eager
+from drawloom.kernels.moe.eager import moe_permute_eager, moe_routes_eager, moe_unpermute_eager
 from drawloom.kernels.operation import once_differentiable
-from drawloom.kernels.oss_swiglu import oss_swiglu_halves_eager
-from drawloom.kernels.rms_norm import add_rms_norm_eager, rms_norm_eager
-from drawloom.kernels.rope import qk_norm_rope_eager, rope_eager
-from drawloom.kernels.swiglu import swiglu_eager, swiglu_halves_eager
+from drawloom.kernels.rms_norm.eager import add_rms_norm_eager, rms_norm_eager
+from drawloom.kernels.rope.eager import qk_norm_rope_eager, rope_eager
 
 TARGETS = torch.tensor([0, 3, -100, 5])
 ROUTES = moe_routes_eager(torch.tensor([[0, 2], [1, -1], [2, 1], [0, 1]]), 3)

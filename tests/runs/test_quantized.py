@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from drawloom.kernels.weight_formats import NF4, NF4_VALUES
+from drawloom.kernels.weight_formats.eager import NF4, NF4_VALUES
 from support.runs import drawloom, series, take_back, write_corpus
 
 LEARNED = ("step", "loss", "grad_norm", "lr")

@@ -123,29 +123,25 @@ def failures() -> dict[str, str]:
 
 def calls() -> dict[str, Callable[[int], object]]:
     """Return launches of operations at any size."""
-    from drawloom.kernels.triton import (
-        causal_conv,
-        gated_delta,
-        grouped_gemm,
-        moe_permute,
-        moe_routes,
-        rms_norm,
-        rope,
-        swiglu,
-    )
+    from drawloom.kernels.gated_delta import triton as gated_delta
+    from drawloom.kernels.gates import triton as gate_kernels
+    from drawloom.kernels.grouped_gemm import triton as grouped_gemm
+    from drawloom.kernels.moe import triton as moe
+    from drawloom.kernels.rms_norm import triton as rms_norm
+    from drawloom.kernels.rope import triton as rope
 
     weight, angles = torch.empty(2048), torch.empty(1, 400, 16)
     return {
-        "swiglu of any size": lambda size: swiglu._swiglu(torch.empty(size), torch.empty(size), None),
-        "swiglu backward": lambda size: (lambda x: swiglu._swiglu_backward(x, x, x, None))(torch.empty(size, 96)),
+        "swiglu of any size": lambda size: gate_kernels._swiglu(torch.empty(size), torch.empty(size), None),
+        "swiglu backward": lambda size: (lambda x: gate_kernels._swiglu_backward(x, x, x, None))(torch.empty(size, 96)),
         "rms_norm of any rows": lambda size: rms_norm._forward(
             torch.empty(size, 2048), None, weight, 1e-6, False
         ),
         "rope of any length": lambda size: rope._rotate(
             torch.empty(1, size, 4, 32), angles[:, :size], angles[:, :size], False, False
         ),
-        "moe_routes": lambda size: moe_routes._compute_routes(torch.zeros(size, 8, dtype=torch.int64), 16),
-        "moe_permute": lambda size: moe_permute._copy_tokens_to_rows(
+        "moe_routes": lambda size: moe._compute_routes(torch.zeros(size, 8, dtype=torch.int64), 16),
+        "moe_permute": lambda size: moe._copy_tokens_to_rows(
             torch.empty(size, 64), None, torch.empty(size, 8), torch.zeros(size, 8, dtype=torch.int32),
             torch.zeros(16, dtype=torch.int32), 7 * size, False,
         ),
@@ -153,7 +149,7 @@ def calls() -> dict[str, Callable[[int], object]]:
             *(torch.empty(1, size, 2, 64) for _ in "qkv"), *(torch.empty(1, size, 2) for _ in "gb"),
             torch.zeros(1, size, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), None,
         ),
-        "causal_conv": lambda size: causal_conv._causal_conv(
+        "causal_conv": lambda size: gated_delta._causal_conv(
             torch.empty(1, size, 64), torch.empty(64, 4), torch.zeros(1, size, dtype=torch.int32)
         ),
         "grouped_gemm": lambda size: grouped_gemm._multiply_rows_by_expert(
@@ -193,7 +189,8 @@ def _identity(argument: Any) -> Any:
 
 def lean_launches() -> dict[str, Any]:
     """Return how many launches bypassed the JIT, and the ones that differ from the JIT's own launches."""
-    from drawloom.kernels.triton import rms_norm, swiglu
+    from drawloom.kernels.gates import triton as gate_kernels
+    from drawloom.kernels.rms_norm import triton as rms_norm
     from drawloom.kernels.triton.launch import LeanKernel
     from support.kernel_launches import launches
 
@@ -236,7 +233,7 @@ def lean_launches() -> dict[str, Any]:
             call(sizes.randint(1, 400))
     for _, first, dtype in product("12", (0, 1), (torch.bfloat16, torch.float32)):
         x = torch.empty(64 * 64 + 8, dtype=dtype)[first : 64 * 64 + first].view(64, 64)
-        swiglu._swiglu(x, x, None)
+        gate_kernels._swiglu(x, x, None)
         rms_norm._forward(x, None, x[0], 1e-6, first == 0)
     return {**counts, "wrong": wrong}
 

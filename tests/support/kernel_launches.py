@@ -7,30 +7,20 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from drawloom.kernels.adamw import ParamState, compute_step_scalars
-from drawloom.kernels.float8 import triton_casts, triton_rms_norm
-from drawloom.kernels.float8 import triton_grouped_casts as grouped_casts
-from drawloom.kernels.float8.casts import E4M3
-from drawloom.kernels.triton import (
-    causal_conv,
-    cut_cross_entropy,
-    expert_bias,
-    gated_delta,
-    grouped_gemm,
-    grouped_gemm_blocks,
-    linear_cross_entropy,
-    moe_permute,
-    moe_routes,
-    qk_norm_rope,
-    rms_norm,
-    rope,
-    swiglu,
-    tma,
-)
-from drawloom.kernels.triton.adamw import AdamwTriton
-from drawloom.kernels.triton.scale import scale_and_sum_squares_triton
-from drawloom.kernels.triton.stochastic_copy import stochastic_copy_triton
-from drawloom.kernels.triton.sum_parts import sum_parts_triton
+from drawloom.kernels.adamw.eager import ParamState, compute_step_scalars
+from drawloom.kernels.adamw.triton import AdamwTriton
+from drawloom.kernels.cross_entropy import triton as cross_entropy
+from drawloom.kernels.float8 import triton as float8
+from drawloom.kernels.float8.eager import E4M3
+from drawloom.kernels.gated_delta import triton as gated_delta
+from drawloom.kernels.gates import triton as gate_kernels
+from drawloom.kernels.gradients.triton import scale_and_sum_squares_triton, sum_parts_triton
+from drawloom.kernels.grouped_gemm import triton as grouped_gemm
+from drawloom.kernels.moe import triton as moe
+from drawloom.kernels.rms_norm import triton as rms_norm
+from drawloom.kernels.rope import triton as rope
+from drawloom.kernels.stochastic_copy.triton import stochastic_copy_triton
+from drawloom.kernels.triton import tma
 
 Launch = Callable[[], object]
 BF16, FLOAT = torch.bfloat16, torch.float32
@@ -51,7 +41,7 @@ def norms() -> Iterator[tuple[str, Launch]]:
     for width, dtype in [(128, BF16), (2048, BF16), (4096, BF16), (5120, BF16), (4096, FLOAT)]:
         x, weight, inverse = empty(64, width, dtype=dtype), empty(width, dtype=dtype), empty(64, dtype=FLOAT)
         yield f"rms_norm {width} {dtype}", lambda x=x, w=weight: rms_norm._forward(x, None, w, 1e-6, False)
-        yield f"rms_norm_float8 {width} {dtype}", lambda x=x, w=weight: triton_rms_norm._forward(x, x, w, 1e-6, False)
+        yield f"rms_norm_float8 {width} {dtype}", lambda x=x, w=weight: float8._norm_and_quantize(x, x, w, 1e-6, False)
         yield f"add_rms_norm {width} {dtype}", lambda x=x, w=weight: rms_norm._forward(x, x, w, 1e-6, True)
         for name, summed in (("rms_norm", None), ("add_rms_norm", x)):
             yield (
@@ -63,12 +53,12 @@ def norms() -> Iterator[tuple[str, Launch]]:
 def gates() -> Iterator[tuple[str, Launch]]:
     for dtype in (BF16, FLOAT):
         gate, gate_and_up, scale = empty(64, 1536, dtype=dtype), empty(64, 3072, dtype=dtype), empty(64, dtype=FLOAT)
-        yield f"swiglu {dtype}", lambda g=gate: swiglu._swiglu(g, g, None)
-        yield f"swiglu backward {dtype}", lambda g=gate: swiglu._swiglu_backward(g, g, g, None)
-        yield f"swiglu scaled {dtype}", lambda b=gate_and_up, s=scale: swiglu._swiglu_halves(b, s)
+        yield f"swiglu {dtype}", lambda g=gate: gate_kernels._swiglu(g, g, None)
+        yield f"swiglu backward {dtype}", lambda g=gate: gate_kernels._swiglu_backward(g, g, g, None)
+        yield f"swiglu scaled {dtype}", lambda b=gate_and_up, s=scale: gate_kernels._swiglu_halves(b, s)
         yield (
             f"swiglu of halves backward {dtype}",
-            lambda g=gate, b=gate_and_up, s=scale: swiglu._swiglu_halves_backward(g, b, s),
+            lambda g=gate, b=gate_and_up, s=scale: gate_kernels._swiglu_halves_backward(g, b, s),
         )
 
 
@@ -82,8 +72,11 @@ def rotations() -> Iterator[tuple[str, Launch]]:
             lambda a=angles, i=interleaved, b=back: rope._rotate(q, a, a, i, b),
         )
     yield "rope in place", lambda: rope._rotate_in_place(q, cos, cos, False, False)
-    yield "qk_norm_rope", lambda: qk_norm_rope._forward(q, k, weight, weight, 1e-6, cos, cos)
-    yield "qk_norm_rope backward", lambda: qk_norm_rope._backward(q, k, q, k, weight, weight, *inverses, cos, cos)
+    yield "qk_norm_rope", lambda: rope._qk_norm_rope(q, k, weight, weight, 1e-6, cos, cos)
+    yield (
+        "qk_norm_rope backward",
+        lambda: rope._qk_norm_rope_backward(q, k, q, k, weight, weight, 1e-6, cos, cos, *inverses),
+    )
 
 
 def steps() -> Iterator[tuple[str, Launch]]:
@@ -164,38 +157,38 @@ def great_numbers() -> Iterator[tuple[str, Launch]]:
         yield f"rope of far {name}", lambda x=vectors, c=cos: rope._rotate(x, c, c, False, False)
         yield (
             f"qk_norm_rope of far {name}",
-            lambda x=vectors, c=cos: qk_norm_rope._forward(x, x, norm, norm, 1e-6, c, c),
+            lambda x=vectors, c=cos: rope._qk_norm_rope(x, x, norm, norm, 1e-6, c, c),
         )
         yield (
             f"qk_norm_rope backward of far {name}",
-            lambda x=vectors, c=cos, i=inverses: qk_norm_rope._backward(x, x, x, x, norm, norm, i, i, c, c),
+            lambda x=vectors, c=cos, i=inverses: rope._qk_norm_rope_backward(x, x, x, x, norm, norm, 1e-6, c, c, i, i),
         )
     yield "rms_norm of far rows", lambda: rms_norm._forward(rows, rows, norm, 1e-6, False)
     yield "rms_norm backward of far rows", lambda: rms_norm._backward(rows, rows, rows, norm, numbers, False, True)
-    yield "swiglu of far rows", lambda: swiglu._swiglu(rows, rows, numbers)
-    yield "swiglu backward of far rows", lambda: swiglu._swiglu_backward(rows, rows, rows, numbers)
-    yield "swiglu of many elements", lambda: swiglu._swiglu(storage, storage, None)
+    yield "swiglu of far rows", lambda: gate_kernels._swiglu(rows, rows, numbers)
+    yield "swiglu backward of far rows", lambda: gate_kernels._swiglu_backward(rows, rows, rows, numbers)
+    yield "swiglu of many elements", lambda: gate_kernels._swiglu(storage, storage, None)
     yield (
         "cut_cross_entropy of far rows",
-        lambda: cut_cross_entropy._forward(rows, rows, targets, 128, 256, 2**28),
+        lambda: cross_entropy._forward(rows, rows, targets, 128, 256, 2**28),
     )
     yield (
         "cut_cross_entropy backward of far rows",
-        lambda: cut_cross_entropy._backward(
+        lambda: cross_entropy._backward(
             rows, rows, targets, numbers, numbers, numbers, 1e-4, 128, 128, 2**28, True, True
         ),
     )
     of_choices = ends[:, None]
     yield (
         "moe_permute of far rows",
-        lambda: moe_permute._copy_tokens_to_rows(rows, rows, None, of_choices, ends, of_choices.numel(), False),
+        lambda: moe._copy_tokens_to_rows(rows, rows, None, of_choices, ends, of_choices.numel(), False),
     )
-    yield "moe_unpermute of far rows", lambda: moe_permute.sum_rows_and_gather_scalars(rows, None, None, of_choices)
+    yield "moe_unpermute of far rows", lambda: moe.sum_rows_and_gather_scalars(rows, None, None, of_choices)
     yield "grouped_gemm of far rows", lambda: grouped_gemm._multiply_rows_by_expert(rows, matrices, ends)
     yield "grouped_gemm of weights of far rows", lambda: grouped_gemm._sum_outer_products_by_expert(rows, rows, ends)
-    yield "add_expert_bias of far rows", lambda: expert_bias._add_bias_by_expert(rows, rows, ends, numbers)
-    yield "expert_bias_sums of far rows", lambda: expert_bias._sum_rows_by_expert(rows, ends, numbers)
-    yield "expert_bias_products of far rows", lambda: expert_bias._sum_bias_products_by_row(rows, rows, ends, numbers)
+    yield "add_expert_bias of far rows", lambda: grouped_gemm._add_bias_by_expert(rows, rows, ends, numbers)
+    yield "expert_bias_sums of far rows", lambda: grouped_gemm._sum_rows_by_expert(rows, ends, numbers)
+    yield "expert_bias_products of far rows", lambda: grouped_gemm._sum_bias_products_by_row(rows, rows, ends, numbers)
 
 
 def losses() -> Iterator[tuple[str, Launch]]:
@@ -205,18 +198,18 @@ def losses() -> Iterator[tuple[str, Launch]]:
     for factors in (None, numbers[:4]):
         yield (
             f"linear_cross_entropy{'' if factors is None else ' in chunks'}",
-            lambda f=factors: linear_cross_entropy._fill_losses_and_grad_logits(
+            lambda f=factors: cross_entropy._fill_losses_and_grad_logits(
                 logits, targets[:4], numbers[:4], numbers[:4], f, -100, True
             ),
         )
-    forward = cut_cross_entropy._forward
+    forward = cross_entropy._forward
     yield "cut_cross_entropy", lambda: forward(hidden, weight, targets, 128, 256, 2**28)
     wide, words = hidden.float(), weight.float()
-    yield "cut_cross_entropy float32", lambda: cut_cross_entropy._forward(wide, words, targets, 32, 256, 2**28)
+    yield "cut_cross_entropy float32", lambda: cross_entropy._forward(wide, words, targets, 32, 256, 2**28)
     for least in (0.0, 1e-4):
         yield (
             f"cut_cross_entropy backward float32 {least}",
-            lambda e=least: cut_cross_entropy._backward(
+            lambda e=least: cross_entropy._backward(
                 wide, words, targets, numbers, numbers, None, e, 32, 256, 2**28, True, True
             ),
         )
@@ -224,27 +217,27 @@ def losses() -> Iterator[tuple[str, Launch]]:
     for least, grad_lse in product((0.0, 1e-4), (None, numbers)):
         name, rest = f"cut_cross_entropy backward {least}", (grad_lse, least, 128, 256, 2**28, True, True)
         name += "" if grad_lse is None else " with lse"
-        yield name, lambda r=rest: cut_cross_entropy._backward(*backward, *r)
-        yield f"{name} by blocks", _with_tma(lambda r=rest: cut_cross_entropy._backward(*backward, *r))
+        yield name, lambda r=rest: cross_entropy._backward(*backward, *r)
+        yield f"{name} by blocks", _with_tma(lambda r=rest: cross_entropy._backward(*backward, *r))
 
 
 def experts() -> Iterator[tuple[str, Launch]]:
     expert_indices, ends = torch.zeros(64, 8, dtype=torch.int64), torch.zeros(128, dtype=torch.int32)
     x, rows, chances = empty(64, 2048), empty(512, 2048), empty(64, 8, dtype=FLOAT)
     of_choices = expert_indices.to(torch.int32)
-    yield "moe_routes", lambda: moe_routes._compute_routes(expert_indices, 128)
+    yield "moe_routes", lambda: moe._compute_routes(expert_indices, 128)
     yield (
         "moe_permute",
-        lambda: moe_permute._copy_tokens_to_rows(x, None, chances, of_choices, ends, of_choices.numel(), False),
+        lambda: moe._copy_tokens_to_rows(x, None, chances, of_choices, ends, of_choices.numel(), False),
     )
     yield (
         "moe_permute backward",
-        lambda: moe_permute.sum_rows_and_gather_scalars(rows, None, chances.flatten(), of_choices),
+        lambda: moe.sum_rows_and_gather_scalars(rows, None, chances.flatten(), of_choices),
     )
-    yield "moe_unpermute", lambda: moe_permute.sum_rows_and_gather_scalars(rows, chances, None, of_choices)
+    yield "moe_unpermute", lambda: moe.sum_rows_and_gather_scalars(rows, chances, None, of_choices)
     yield (
         "moe_unpermute backward",
-        lambda: moe_permute._copy_tokens_to_rows(x, rows, chances, of_choices, ends, of_choices.numel(), True),
+        lambda: moe._copy_tokens_to_rows(x, rows, chances, of_choices, ends, of_choices.numel(), True),
     )
     for dtype in (BF16, FLOAT):
         biased, biases, scale = empty(512, 2880, dtype=dtype), empty(32, 2880, dtype=dtype), empty(512, dtype=FLOAT)
@@ -252,15 +245,15 @@ def experts() -> Iterator[tuple[str, Launch]]:
             kind = f"{dtype}{'' if factors is None else ' scaled'}"
             yield (
                 f"add_expert_bias {kind}",
-                lambda x=biased, b=biases, f=factors: expert_bias._add_bias_by_expert(x, b, ends[:32], f),
+                lambda x=biased, b=biases, f=factors: grouped_gemm._add_bias_by_expert(x, b, ends[:32], f),
             )
             yield (
                 f"expert_bias_sums {kind}",
-                lambda x=biased, f=factors: expert_bias._sum_rows_by_expert(x, ends[:32], f),
+                lambda x=biased, f=factors: grouped_gemm._sum_rows_by_expert(x, ends[:32], f),
             )
         yield (
             f"expert_bias_products {dtype}",
-            lambda x=biased, b=biases, f=scale: expert_bias._sum_bias_products_by_row(x, b, ends[:32], f),
+            lambda x=biased, b=biases, f=scale: grouped_gemm._sum_bias_products_by_row(x, b, ends[:32], f),
         )
     for count in (4096, 512):
         a, b, weight = empty(count, 512), empty(count, 256), empty(16, 512, 256)
@@ -282,56 +275,56 @@ def experts() -> Iterator[tuple[str, Launch]]:
             _with_tf32(tf32, lambda a=a, b=b: grouped_gemm._sum_outer_products_by_expert(a, b, ends[:16])),
         )
     a, b, product = empty(4096, 512), empty(4096, 256), empty(16, 512, 256)
-    few, by_blocks = ends[:16], grouped_gemm_blocks.multiply_rows_by_tma
+    few, by_blocks = ends[:16], grouped_gemm.multiply_rows_by_tma
     yield "grouped_gemm by blocks", lambda: by_blocks(a, product, few, b)
     yield "grouped_gemm of inputs by blocks", lambda: by_blocks(b, product.transpose(1, 2), few, a)
-    yield "grouped_gemm of weights by blocks", lambda: grouped_gemm_blocks.sum_outer_products_by_tma(a, b, few, product)
+    yield "grouped_gemm of weights by blocks", lambda: grouped_gemm.sum_outer_products_by_tma(a, b, few, product)
 
 
 def casts() -> Iterator[tuple[str, Launch]]:
     for width in (3072, 4096):
         both, grad, factor = empty(64, 2 * width), empty(64, width), empty(2 * width, dtype=FLOAT)
-        yield f"float8 swiglu {width}", lambda b=both: triton_casts._quantize_swiglu(b)
-        yield f"float8 quantize {width}", lambda g=grad: triton_casts._quantize_rows(g)
+        yield f"float8 swiglu {width}", lambda b=both: float8._quantize_swiglu(b)
+        yield f"float8 quantize {width}", lambda g=grad: float8._quantize_rows(g)
         for scale in (None, empty(64, dtype=FLOAT)):
             name = f"{width}{' by rows' if scale is None else ''}"
             yield (
                 f"float8 swiglu gradient {name}",
-                lambda g=grad, b=both, f=factor, s=scale: triton_casts._quantize_swiglu_gradient(g, b, f, s),
+                lambda g=grad, b=both, f=factor, s=scale: float8._quantize_swiglu_gradient(g, b, f, s),
             )
             yield (
                 f"float8 gradient {name}",
-                lambda g=grad, f=factor[:width], s=scale: triton_casts._quantize_gradient([g], f, s),
+                lambda g=grad, f=factor[:width], s=scale: float8._quantize_gradient([g], f, s),
             )
     tokens, rows, ends = empty(64, 1024, dtype=E4M3), empty(512, 384, dtype=E4M3), torch.zeros(16, dtype=torch.int32)
     scale, choices, both = empty(512, dtype=FLOAT), torch.zeros(512, dtype=torch.int32), empty(512, 768)
     weight, rounded, by_expert = empty(16, 1024, 384), empty(16, 1024, 384, dtype=E4M3), empty(16, dtype=FLOAT)
     yield (
         "float8 take",
-        lambda: grouped_casts._copy_tokens_to_expert_rows(tokens, scale[:64], empty(64, 8, dtype=FLOAT), choices, 8),
+        lambda: float8._copy_tokens_to_expert_rows(tokens, scale[:64], empty(64, 8, dtype=FLOAT), choices, 8),
     )
-    yield "float8 experts' weights", lambda: grouped_casts._quantize_experts(weight)
+    yield "float8 experts' weights", lambda: float8._quantize_experts(weight)
     yield (
         "float8 experts' weights transposed",
-        lambda: grouped_casts._quantize_transposed_experts(weight, by_expert),
+        lambda: float8._quantize_transposed_experts(weight, by_expert),
     )
-    yield "float8 experts' swiglu", lambda: grouped_casts._quantize_swiglu(both, scale)
+    yield "float8 experts' swiglu", lambda: float8._quantize_expert_swiglu(both, scale)
     yield (
         "float8 experts' swiglu gradient",
-        lambda: grouped_casts._quantize_swiglu_gradient(both[:, :384], both, scale),
+        lambda: float8._quantize_expert_swiglu_gradient(both[:, :384], both, scale),
     )
     for indices in (None, choices):
         yield (
             f"float8 experts' factors {'' if indices is None else 'of tokens'}",
-            lambda i=indices: grouped_casts._prepare_outer_product_factors(rows, scale, tokens, scale, i, 8, ends),
+            lambda i=indices: float8._prepare_outer_product_factors(rows, scale, tokens, scale, i, 8, ends),
         )
     for fast in (True, False):
         yield (
             f"float8 experts' products {fast}",
-            lambda f=fast: grouped_casts._multiply_rows(rows, scale, rounded, by_expert, ends, f),
+            lambda f=fast: float8._multiply_rows(rows, scale, rounded, by_expert, ends, f),
         )
     factors = empty(384, 2560, dtype=E4M3), empty(1024, 2560, dtype=E4M3)
-    yield "float8 experts' gradients", lambda: grouped_casts._sum_outer_products(*factors, by_expert, ends)
+    yield "float8 experts' gradients", lambda: float8._sum_outer_products(*factors, by_expert, ends)
 
 
 def recurrences() -> Iterator[tuple[str, Launch]]:
@@ -350,8 +343,8 @@ def recurrences() -> Iterator[tuple[str, Launch]]:
             )
     for dtype in (BF16, FLOAT):
         x, weight, ids = empty(2, 200, 4096, dtype=dtype), empty(4096, 4, dtype=dtype), empty(2, 200, dtype=torch.int32)
-        yield f"causal_conv {dtype}", lambda x=x, w=weight, ids=ids: causal_conv._causal_conv(x, w, ids)
+        yield f"causal_conv {dtype}", lambda x=x, w=weight, ids=ids: gated_delta._causal_conv(x, w, ids)
         yield (
             f"causal_conv {dtype} backward",
-            lambda x=x, w=weight, ids=ids: causal_conv._causal_conv_backward(x, x, w, ids),
+            lambda x=x, w=weight, ids=ids: gated_delta._causal_conv_backward(x, x, w, ids),
         )

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from drawloom.kernels.recurrence import RecurrentDocuments
+from drawloom.kernels.gated_delta.eager import RecurrentDocuments
 
 
 class Inputs(NamedTuple):

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from drawloom.kernels.linear import embedding_eager, linear_eager
 from drawloom.kernels.recompute.repeated_calls import call_with_recomputation
-from drawloom.kernels.rms_norm import rms_norm_eager
+from drawloom.kernels.rms_norm.eager import rms_norm_eager
 
 WIDTH = 6
 Ops = Literal["ours", "torch"]

@@ -8,7 +8,7 @@ from pathlib import Path
 from drawloom.components.data.bytes import Bytes
 from drawloom.components.data.hugging_face_tokenizer import HuggingFaceTokenizer, read_eos_token, read_tokenizer
 from drawloom.components.data.sources.files import find_files
-from drawloom.components.data.sources.parts import split_files_into_parts
+from drawloom.components.data.sources.formats import split_files_into_parts
 from drawloom.components.data.store.build import build_store
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.graph.cli.command import (

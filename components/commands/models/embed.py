@@ -13,7 +13,7 @@ from drawloom.components.commands._documents import infer_documents, pad_documen
 from drawloom.components.commands._options import check_new_file, convert_write_errors
 from drawloom.components.commands._trained import CheckpointCommand, CheckpointResult
 from drawloom.components.data.sources.files import find_files
-from drawloom.components.data.sources.parts import split_files_into_parts
+from drawloom.components.data.sources.formats import split_files_into_parts
 from drawloom.components.pipeline.executor import ProgramExecutor
 from drawloom.components.ports.corpus import Tokenizer, complete_prompt
 from drawloom.components.ports.model import HiddenStates, Model

@@ -12,7 +12,7 @@ import torch
 from drawloom.components.commands._trained import CheckpointCommand, CheckpointResult, get_if_any
 from drawloom.components.data.packing.windows import Windows
 from drawloom.components.data.sources.files import find_files
-from drawloom.components.data.sources.parts import FORMATS
+from drawloom.components.data.sources.formats import FORMATS
 from drawloom.components.ports.corpus import Corpus, Split, TokenCorpus, Tokenizer
 from drawloom.components.ports.data import (
     PackedDataset,

@@ -15,7 +15,7 @@ from drawloom.components.commands._trained import CheckpointCommand, CheckpointR
 from drawloom.components.data.chat.template import ChatTemplate, create_chat_template
 from drawloom.components.data.feedback import encode_prompt_completion_row
 from drawloom.components.data.labelled_texts import encode_text_or_messages
-from drawloom.components.data.sources.rows import Line, read_json_lines_or_table_rows
+from drawloom.components.data.sources.formats import Line, read_json_lines_or_table_rows
 from drawloom.components.pipeline.executor import ProgramExecutor
 from drawloom.components.ports.corpus import ChatTokenizer
 from drawloom.components.ports.pipeline import Scorer

@@ -37,7 +37,7 @@ from drawloom.graph.cli.command import (
     output_class,
 )
 from drawloom.graph.component import above, at_least
-from drawloom.kernels.float8.grouped_casts import GroupedFloat8Kernels
+from drawloom.kernels.float8.eager import Float8Kernels
 
 MIN_MEDIAN = 1e-12
 """Smallest median error that errors are compared with, for a model whose gradients float8 does not change."""
@@ -184,7 +184,7 @@ class _Probe:
     executor: Executor
     batches: Sequence[Batch]
     layers: Mapping[str, Float8Linear | Float8Experts]
-    kernels: GroupedFloat8Kernels
+    kernels: Float8Kernels
 
     def measure_layers_alone_and_together(self) -> Float8Effects:
         """Measure no layer, all layers, and each layer alone."""

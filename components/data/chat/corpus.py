@@ -12,16 +12,14 @@ import attrs
 import numpy as np
 
 from drawloom.components.data.chat.encode import Encoded
-from drawloom.components.data.chat.messages import Message
 from drawloom.components.data.chat.template import ChatTemplate, RenderError, create_chat_template
-from drawloom.components.data.chat.turn_ends import find_turn_end_ids
-from drawloom.components.data.chat.turns import EarlierTurnError
-from drawloom.components.data.sources.documents import choose_split
-from drawloom.components.data.sources.rows import Line, read_json_lines_or_table_rows
+from drawloom.components.data.chat.turns import EarlierTurnError, find_turn_end_ids
+from drawloom.components.data.sources.documents import choose_split, file_globs, validation_fraction
+from drawloom.components.data.sources.formats import Line, read_json_lines_or_table_rows
 from drawloom.components.data.store.shard import choose_id_dtype
 from drawloom.components.data.token_arrays import TokenArrays
 from drawloom.components.ports.corpus import ChatTokenizer, Split, find_end_ids
-from drawloom.graph import UserError, between, component_base_class, setting
+from drawloom.graph import UserError, component_base_class, setting
 
 log = logging.getLogger("drawloom.data")
 
@@ -35,20 +33,14 @@ class ChatCorpus:
     earlier_turn_remedy: ClassVar[str] = "write one line for each answer, with the earlier turns in its prompt"
 
     tokenizer: ChatTokenizer
-    paths: list[str] = setting(
-        globs=True,
-        check=lambda paths: None if paths else "an empty list names no file",
-        doc="globs for JSON-lines, .parquet and .arrow files, relative to the current directory; `**` crosses folders",
-    )
+    paths: list[str] = file_globs("JSON-lines, .parquet and .arrow files")
     template: Path | None = setting(
         default=None, doc="file with a jinja2 chat template; default: the tokenizer's template"
     )
     date: datetime.date | None = setting(
         default=None, doc="date for templates with today's date, such as 2025-01-31; without it they fail"
     )
-    validation_fraction: float = setting(
-        default=0.05, check=between(0, 1), doc="fraction of lines held out for evaluation; 0: none"
-    )
+    validation_fraction: float = validation_fraction("lines")
     _splits: dict[Split, TokenArrays] = attrs.field(init=False, factory=dict)
     _straddling: int = attrs.field(init=False, default=0)
     _untrained: int = attrs.field(init=False, default=0)
@@ -181,8 +173,3 @@ class ChatCorpus:
                 self._straddling,
                 self.kind,
             )
-
-
-def copy_without_key(message: Message, key: str) -> Message:
-    """Return a copy without the key."""
-    return {name: value for name, value in message.items() if name != key}

@@ -2,17 +2,23 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 import attrs
 import numpy as np
 
-from drawloom.components.data.chat.messages import Tools, check_messages, get_text, parse_tools
 from drawloom.components.data.chat.template import ChatTemplate
-from drawloom.components.data.chat.turn_ends import extend_answers_to_end_tokens
-from drawloom.components.data.chat.turns import Rendered, render_and_locate_turns
+from drawloom.components.data.chat.turns import (
+    Rendered,
+    Tools,
+    check_messages,
+    extend_answers_to_end_tokens,
+    get_text,
+    parse_tools,
+    render_and_locate_turns,
+)
 from drawloom.components.ports.corpus import ChatTokenizer, complete_document
 
 
@@ -66,8 +72,7 @@ def encode_prompt_messages(
     check_messages(messages)
     tools = parse_tools(tools)
     rendered = render_and_locate_turns(template, messages, [0.0] * len(messages), tools)
-    request = {"messages": list(rendered.messages), "tools": tools, "add_generation_prompt": True}
-    (whole,) = template.render([request])
+    whole = template.render_messages(rendered.messages, tools, prompt=True)
     if not whole.startswith(rendered.text):
         raise ValueError("the template renders the messages differently before an answer; use another template")
     return encode_rendered_conversation(tokenizer, attrs.evolve(rendered, text=whole), tools).ids
@@ -135,3 +140,29 @@ def encode_prompt_and_completion(tokenizer: ChatTokenizer, prompt: str, completi
     weights = np.ones(len(ids), np.float32)
     weights[: len(tokenizer.prefix_ids) + len(prompt_ids)] = 0.0
     return Encoded(ids, weights, not np.array_equal(tokenizer.encode(prompt + completion), text_ids))
+
+
+def encode_prompt_with_answers(
+    tokenizer: ChatTokenizer,
+    template: ChatTemplate,
+    row: Mapping[str, Any],
+    prompt: Any,
+    answers: Sequence[Any],
+    forms: str,
+) -> list[Encoded]:
+    """
+    Encode a row's prompt with its answers, all text or all messages; the assistant's turns in an answer are trained.
+
+    Raises ValueError for a malformed row, with the `forms` that it may have.
+    """
+    parts = [prompt, *answers]
+    if all(isinstance(part, str) for part in parts):
+        return [encode_prompt_and_completion(tokenizer, prompt, answer) for answer in answers]
+    if not all(isinstance(part, list) for part in parts):
+        raise ValueError(f"it has {', '.join(row) or 'no keys'}; write {forms}")
+    documents = []
+    for messages in ([*prompt, *answer] for answer in answers):
+        check_messages(messages)
+        weights = [float(n >= len(prompt) and turn["role"] == "assistant") for n, turn in enumerate(messages)]
+        documents.append(encode_conversation(tokenizer, template, messages, weights, row.get("tools")))
+    return documents

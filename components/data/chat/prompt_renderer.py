@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 
 from drawloom.components.data.chat.template import ChatTemplate, create_chat_template
-from drawloom.components.data.chat.turn_ends import find_turn_end_ids
+from drawloom.components.data.chat.turns import find_turn_end_ids
 from drawloom.components.ports.corpus import ChatTokenizer, Tokenizer, find_end_ids
 from drawloom.graph import UserError, component_base_class, setting
 

@@ -89,6 +89,13 @@ class ChatTemplate:
                 raise RenderError(answer["error"])
         return [answer["text"] for answer in answers]
 
+    def render_messages(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None, prompt: bool = False
+    ) -> str:
+        """Return one request's text."""
+        (text,) = self.render([make_request(messages, tools, prompt)])
+        return text
+
     def _ask(self, request: Any, seconds: float) -> Any:
         """
         Send a request to the process, and return its answer. Raises UserError if it dies, or takes over `seconds`.
@@ -102,6 +109,13 @@ class ChatTemplate:
             raise UserError("the process that renders the chat template has died; use another template") from error
         self.close()
         raise UserError(f"the chat template takes more than {seconds:g} s for a conversation; use another template")
+
+
+def make_request(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, prompt: bool = False
+) -> dict[str, Any]:
+    """Return a request for `ChatTemplate.render`; with `prompt`, the text goes on to an answer's beginning."""
+    return {"messages": list(messages), "tools": tools, "add_generation_prompt": prompt}
 
 
 def create_chat_template(

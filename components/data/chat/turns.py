@@ -1,14 +1,23 @@
 """
-Turn spans in a rendered conversation, found by rendering it turn by turn.
+Messages, their turns' spans in a rendered conversation, and the end tokens of answers.
 
-Templates do not mark turns. A turn's span begins after the rendered earlier turns with the generation prompt, which is
-the text that a model answers; the rendered conversation up to this turn, and the whole one, must both start with that
-text. The content's span is also found by rendering the conversation with other content in its place, and must be inside
-the turn's span. A template that violates this renders a turn differently once other turns follow (such as an empty
-`<think>` only in the last turn), so the text to train is ambiguous: the turn is refused instead of guessed. So is a
-turn whose content or tool calls are not in its text.
+Templates read a message's content as a string, as a list of parts such as `{"type": "text", "text": "..."}`, or as
+both. With the other form, jinja2 drops the text or writes a Python list, and raises no error.
+
+Templates do not mark turns: the conversation is rendered turn by turn. A turn's span begins after the rendered earlier
+turns with the generation prompt, which is the text that a model answers; the rendered conversation up to this turn, and
+the whole one, must both start with that text. The content's span is also found by rendering the conversation with other
+content in its place, and must be inside the turn's span. A template that violates this renders a turn differently once
+other turns follow (such as an empty `<think>` only in the last turn), so the text to train is ambiguous: the turn is
+refused instead of guessed. So is a turn whose content or tool calls are not in its text.
+
+Most templates end an answer with a control token, such as `<|im_end|>`. In others (GLM-4, ChatGLM3, Hunyuan) the next
+turn's first token ends the answer: a model stops there, so the answer is trained up to this token, as by the training
+templates of TRL. After a conversation's last answer, this is the token of a user's turn, or of a tool's after a tool
+call; without such a token it is the tokenizer's end token.
 """
 
+import json
 import re
 import secrets
 from collections.abc import Mapping, Sequence
@@ -17,16 +26,115 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.data.chat.messages import (
-    Message,
-    Tools,
-    get_text,
-    get_tool_name,
-    join_parts_unless_read,
-    replace_text,
-    split_strings_read_as_parts,
-)
-from drawloom.components.data.chat.template import ChatTemplate
+from drawloom.components.data.chat.template import ChatTemplate, RenderError, make_request
+from drawloom.components.ports.corpus import ChatTokenizer
+
+Message = Mapping[str, Any]
+
+Tools = Sequence[Mapping[str, Any]] | None
+
+
+def parse_tools(tools: Any) -> Tools:
+    """Return a line's tools, also if they are JSON in a string. Raises ValueError unless they are a list of objects."""
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except ValueError as error:
+            raise ValueError(f"its tools are a text that is not JSON ({error}); write a list of objects") from error
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise ValueError("its tools are not a list of objects; write each tool as a JSON schema in a list")
+    return tools
+
+
+def check_messages(messages: Sequence[Any]) -> None:
+    """Raise ValueError for a message without a role, or with neither text nor tool calls."""
+    for number, message in enumerate(messages, 1):
+        if not (isinstance(message, dict) and isinstance(message.get("role"), str)):
+            raise ValueError(f'turn {number} is not an object with a role; write {{"role": "user", "content": "..."}}')
+        if fault := _find_tool_calls_fault(message.get("tool_calls")) or _find_content_fault(message):
+            raise ValueError(f"turn {number}: {fault}")
+
+
+def _find_content_fault(message: Message) -> str | None:
+    """Return a message's fault in its content, or None."""
+    content = message.get("content")
+    if content is None:
+        remedy = 'write content as text, or "" for an empty turn'
+        return None if message.get("tool_calls") else f"it has neither content nor tool_calls; {remedy}"
+    if not isinstance(content, str | list):
+        return f"its content is {content!r}, not text; write a string, or a list of text parts"
+    for number, part in enumerate(content if isinstance(content, list) else (), 1):
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, dict) else part
+            remedy = 'write {"type": "text", "text": "..."}, or leave the line out'
+            return f"part {number} of its content is {kind!r}, and only text can be read; {remedy}"
+    return None
+
+
+def _find_tool_calls_fault(calls: Any) -> str | None:
+    """Return a message's fault in its tool calls, or None."""
+    is_valid = isinstance(calls, list) and all(isinstance(get_tool_name(call), str) for call in calls)
+    remedy = '[{"type": "function", "function": {"name": "...", "arguments": {...}}}]'
+    return None if calls is None or is_valid else f"its tool_calls are not a list of named calls; write {remedy}"
+
+
+def get_tool_name(call: Any) -> Any:
+    """Return the name in a tool call or its `function`; None if it has none."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    return function.get("name") if isinstance(function, dict) else None
+
+
+def get_text(message: Message) -> str:
+    """Return a message's text; parts are joined."""
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+
+
+def replace_text(messages: Sequence[Message], turn_index: int, text: str) -> list[Message]:
+    """Return the messages, with a text as the content in one, a string or a single part as before."""
+    as_parts = isinstance(messages[turn_index].get("content"), list)
+    content = [{"type": "text", "text": text}] if as_parts else text
+    return [*messages[:turn_index], {**messages[turn_index], "content": content}, *messages[turn_index + 1 :]]
+
+
+def join_parts_unless_read(template: ChatTemplate, messages: Sequence[Message], tools: Tools) -> Sequence[Message]:
+    """Return the messages, with a string in place of parts, unless the template reads parts."""
+    lists = [index for index, message in enumerate(messages) if isinstance(message.get("content"), list)]
+    if not lists:
+        return messages
+    kept = _find_turns_read_as_parts(template, messages, lists, tools)
+    return [
+        {**message, "content": get_text(message)} if index in lists and index not in kept else message
+        for index, message in enumerate(messages)
+    ]
+
+
+def split_strings_read_as_parts(
+    template: ChatTemplate, messages: Sequence[Message], turns: Sequence[int], tools: Tools = None
+) -> list[Message]:
+    """Return the messages, with one part in place of the strings in `turns`, if the template reads only parts."""
+    changed = _find_turns_read_as_parts(template, messages, turns, tools)
+    return [
+        {**message, "content": [{"type": "text", "text": get_text(message)}]} if index in changed else message
+        for index, message in enumerate(messages)
+    ]
+
+
+def _find_turns_read_as_parts(
+    template: ChatTemplate, messages: Sequence[Message], turns: Sequence[int], tools: Tools
+) -> set[int]:
+    """Return the turns whose text the template writes from a part; a quoted text is from a list written as a whole."""
+    nonces = {index: secrets.token_hex(12) for index in turns}
+    trial = [
+        {**message, "content": [{"type": "text", "text": nonces[index]}]} if index in nonces else message
+        for index, message in enumerate(messages)
+    ]
+    try:
+        text = template.render_messages(trial, tools)
+    except RenderError:  # such as for a list that is added to a string
+        return set()
+    return {index for index, nonce in nonces.items() if re.search(rf"(?<!['\"]){nonce}", text)}
+
 
 MAX_QUOTED = 40
 """Characters of a template's text in an error message."""
@@ -70,33 +178,24 @@ def render_and_locate_turns(
 
     Raises EarlierTurnError or ValueError with the turn's number, from 1, and RenderError.
     """
-
-    def make_request(part: Sequence[Message], prompt: bool = False) -> dict[str, Any]:
-        """Return a rendering request."""
-        return {"messages": list(part), "tools": tools, "add_generation_prompt": prompt}
-
-    def render(part: Sequence[Message]) -> str:
-        (text,) = template.render([make_request(part)])
-        return text
-
-    messages = join_parts_unless_read(render, messages)
+    messages = join_parts_unless_read(template, messages, tools)
     trained = [number for number, weight in enumerate(weights) if weight]
     contents = [number for number, message in enumerate(messages) if get_text(message)]
     nonces = [(secrets.token_hex(12), secrets.token_hex(12)) for _ in contents]
-    requests = [make_request(messages)]
+    requests = [make_request(messages, tools)]
     for number in trained:
         requests += [
-            make_request(messages[:number], prompt=messages[number].get("role") == "assistant"),
-            make_request(messages[: number + 1]),
+            make_request(messages[:number], tools, prompt=messages[number].get("role") == "assistant"),
+            make_request(messages[: number + 1], tools),
         ]
     for number, pair in zip(contents, nonces, strict=True):
-        requests += [make_request(replace_text(messages, number, nonce)) for nonce in pair]
+        requests += [make_request(replace_text(messages, number, nonce), tools) for nonce in pair]
     whole, *rest = template.render(requests)
     prefixes = list(zip(rest[: 2 * len(trained) : 2], rest[1 : 2 * len(trained) : 2], strict=True))
     others = rest[2 * len(trained) :]
     lost = [number for index, number in enumerate(contents) if nonces[index][0] not in others[2 * index]]
     if strings := [number for number in lost if isinstance(messages[number]["content"], str)]:
-        changed = split_strings_read_as_parts(render, messages, strings)
+        changed = split_strings_read_as_parts(template, messages, strings, tools)
         if changed != list(messages):
             return render_and_locate_turns(template, changed, weights, tools)
     content_spans = {
@@ -175,3 +274,106 @@ def _find_content_span(
     first, last = len(before), len(whole_text) - len(after)
     fits = first <= last and whole_text.startswith(before) and whole_text.endswith(after)
     return (first, last) if fits and whole_text[first:last] in (content, content.strip()) else None
+
+
+QUESTION = {"role": "user", "content": "Hello"}
+
+
+def extend_answers_to_end_tokens(
+    template: ChatTemplate, rendered: Rendered, tools: Tools, control_tokens: Sequence[str]
+) -> Rendered:
+    """
+    Return the conversation with every trained answer extended to its end token.
+
+    Text is added only after the last turn. Raises EarlierTurnError for an answer without an end token.
+    """
+    text, messages, end_weight = rendered.text, rendered.messages, 0.0
+    spans: list[Span] = []
+    for span in rendered.trained:
+        content_end = rendered.contents.get(span.turn, (span.first, span.first))[1]
+        is_ended = _get_control_token_at_end(text[content_end : span.last], control_tokens) is not None
+        if messages[span.turn]["role"] != "assistant" or is_ended:
+            spans.append(span)
+            continue
+        is_last = span.turn == len(messages) - 1
+        continued = _render_with_next_turn(template, messages, tools) if is_last else text
+        end = _match_control_token_after(text[: span.last], continued, control_tokens)
+        if end is None and not is_last:
+            reason = "no control token ends it or begins the next turn, so a model would not learn to stop"
+            raise EarlierTurnError(f"turn {span.turn + 1}: {reason}")
+        if is_last and end is None:
+            text, end_weight = text[: span.last], span.weight
+        elif is_last:
+            text = continued[:end]
+        spans.append(attrs.evolve(span, last=end or span.last))
+    return attrs.evolve(rendered, text=text, trained=tuple(spans), end_weight=end_weight)
+
+
+def find_turn_end_ids(tokenizer: ChatTokenizer, template: ChatTemplate) -> frozenset[int]:
+    """
+    Return the control tokens after a template's answers and tool calls; empty if there are none.
+
+    Models trained on conversations predict these tokens, and stop.
+    """
+    nonce = secrets.token_hex(12)
+    call = {"id": "call00000", "type": "function", "function": {"name": nonce, "arguments": {}}}
+    answers = ({"role": "assistant", "content": nonce}, {"role": "assistant", "content": "", "tool_calls": [call]})
+    tokens = (_find_end_token(template, [QUESTION, answer], nonce, tokenizer.control_tokens) for answer in answers)
+    return frozenset(int(tokenizer.encode_with_control_tokens(token)[0]) for token in tokens if token)
+
+
+def _find_end_token(
+    template: ChatTemplate, messages: Sequence[Message], nonce: str, control_tokens: Sequence[str]
+) -> str | None:
+    """Return the last message's end token; its text or call is the nonce. None if unknown."""
+    try:
+        text = template.render_messages(messages)
+        if nonce not in text:
+            messages = split_strings_read_as_parts(template, messages, range(len(messages)))
+            text = template.render_messages(messages)
+    except RenderError:  # a template may require more than a question and an answer
+        return None
+    if nonce not in text:
+        return None
+    begin = text[: text.index(nonce) + len(nonce)]
+    if "tool_calls" in messages[-1]:
+        if token := _get_control_token_at_end(text[len(begin) :], control_tokens):
+            return token
+        begin = text.rstrip()
+    for continued in (text, _render_with_next_turn(template, messages, None)):
+        if end := _match_control_token_after(begin, continued, control_tokens):
+            return continued[len(begin) : end].lstrip()
+    return None
+
+
+def _render_with_next_turn(template: ChatTemplate, messages: Sequence[Message], tools: Tools) -> str:
+    """Return the conversation with a user's turn after it, or a tool's after a tool call; empty if it is refused."""
+    following: Message = QUESTION
+    if calls := messages[-1].get("tool_calls"):
+        following = {
+            "role": "tool",
+            "name": get_tool_name(calls[0]),
+            "tool_call_id": calls[0].get("id", ""),
+            "content": "Hello",
+        }
+    try:
+        return template.render_messages([*messages, following], tools)
+    except RenderError:
+        return ""
+
+
+def _get_control_token_at_end(text: str, control_tokens: Sequence[str]) -> str | None:
+    """Return an answer's last control token; None for a part's end, such as `</think>`."""
+    stripped = text.rstrip()
+    token = max((token for token in control_tokens if stripped.endswith(token)), key=len, default=None)
+    closes = token is not None and token.startswith("</") and f"<{token[2:]}" in stripped
+    return None if closes else token
+
+
+def _match_control_token_after(begin: str, text: str, control_tokens: Sequence[str]) -> int | None:
+    """Return the end of the control token after `begin` and white space in a text; None without any."""
+    if not text.startswith(begin):
+        return None
+    alternatives = "|".join(map(re.escape, sorted(control_tokens, key=len, reverse=True))) or "(?!)"
+    match = re.compile(rf"\s*(?:{alternatives})").match(text, len(begin))
+    return match and match.end()

@@ -9,8 +9,13 @@ import torch
 from torch import Tensor
 
 from drawloom.components.data.order.permutation import Permutation
-from drawloom.components.data.packing.packed_rows import PackedRows, find_document_nodes
-from drawloom.components.data.packing.rows import RowIndex, RowPiece, select_trainable_documents
+from drawloom.components.data.packing.packed_rows import (
+    PackedRows,
+    RowIndex,
+    RowPiece,
+    find_document_nodes,
+    select_trainable_documents,
+)
 from drawloom.components.ports.data import answers_prompts
 from drawloom.graph import Problem, component
 from drawloom.graph.wiring.node import NodeView

@@ -14,8 +14,7 @@ from drawloom.components.data.packing.groups import (
     group_items_by_row,
     split_into_blocks,
 )
-from drawloom.components.data.packing.packed_rows import PackedRows
-from drawloom.components.data.packing.rows import RowIndex, select_trainable_documents
+from drawloom.components.data.packing.packed_rows import PackedRows, RowIndex, select_trainable_documents
 from drawloom.graph import component
 
 BRANCH = 21

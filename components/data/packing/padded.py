@@ -8,8 +8,7 @@ from drawloom.components.data.packing.groups import (
     build_rows_from_documents,
     split_into_blocks,
 )
-from drawloom.components.data.packing.packed_rows import PackedRows
-from drawloom.components.data.packing.rows import RowIndex, select_trainable_documents
+from drawloom.components.data.packing.packed_rows import PackedRows, RowIndex, select_trainable_documents
 from drawloom.graph import component
 
 

@@ -9,8 +9,7 @@ import torch
 from drawloom.components.data.order.permutation import Permutation
 from drawloom.components.data.packing.best_fit import pack_by_best_fit
 from drawloom.components.data.packing.groups import Groups
-from drawloom.components.data.packing.packed_rows import PackedRows
-from drawloom.components.data.packing.rows import RowIndex
+from drawloom.components.data.packing.packed_rows import PackedRows, RowIndex
 from drawloom.graph import component
 
 log = logging.getLogger("drawloom.data")

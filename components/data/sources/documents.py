@@ -1,12 +1,15 @@
-"""Text documents in independently readable parts, and their splits."""
+"""Text documents in independently readable parts, their splits, and base classes for corpora."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
-from typing import Protocol, get_args
+from typing import Any, Protocol, get_args
 
 import attrs
 
+from drawloom.components.data.sources.files import File, find_files
 from drawloom.components.ports.corpus import Split
+from drawloom.graph import between, component_base_class, setting
 
 PART_BYTES = 2**26
 """Approximate bytes of files per part: large enough to hide its overhead, small enough to lose when killed."""
@@ -32,6 +35,20 @@ class Part(Protocol):
     def documents(self) -> Iterator[Document]:
         """Yield the documents in order, reading one at a time."""
         ...
+
+
+def file_globs(files: str) -> Any:
+    """Return the setting for globs that select files."""
+    return setting(
+        globs=True,
+        check=lambda paths: None if paths else "an empty list names no file",
+        doc=f"globs for {files}, relative to the current directory; `**` crosses folders",
+    )
+
+
+def validation_fraction(units: str) -> Any:
+    """Return the setting for the validation split's share."""
+    return setting(default=0.05, check=between(0, 1), doc=f"fraction of {units} held out for evaluation; 0: none")
 
 
 def choose_split(content: bytes, validation_fraction: float) -> Split:
@@ -97,3 +114,45 @@ def _do_both_splits_have_text(parts: Iterable[Part], validation_fraction: float)
         if not missing:
             return True
     return False
+
+
+class DividedCorpus(ABC):
+    """
+    Base for texts in files.
+
+    A document's split depends only on its text: documents can be moved and added, and copies are never in both splits.
+    If there are only a few documents, their ends are validation data.
+    """
+
+    validation_fraction: float
+
+    @abstractmethod
+    def divide(self) -> Sequence[Part]:
+        """Divide the files into independently readable parts."""
+
+    def documents(self, split: Split) -> Iterator[str]:
+        """Return a split's texts. Raises UserError with the position of a malformed document."""
+        return iterate_texts(self.parts(split))
+
+    def parts(self, split: Split) -> Sequence[Part]:
+        """Return a split's documents in independently readable parts."""
+        return wrap_parts_for_split(self.divide(), split, self.validation_fraction)
+
+
+@component_base_class
+class FileCorpus(DividedCorpus):
+    """Base for texts in files that globs select, ordered by file."""
+
+    paths: list[str] = file_globs("files")
+    validation_fraction: float = validation_fraction("documents")
+
+    @abstractmethod
+    def divide_files(self, files: Sequence[File]) -> Sequence[Part]:
+        """Divide files into independently readable parts."""
+
+    def check_before_open(self) -> None:
+        """Read the first document. Raises UserError for a glob without a file, or a malformed document."""
+        next(iterate_texts(self.divide_files(find_files(self.paths)[:1])), None)
+
+    def divide(self) -> Sequence[Part]:
+        return self.divide_files(find_files(self.paths))

@@ -3,6 +3,8 @@ Writer for token stores. If it is killed, the same call completes the store.
 
 Every part becomes one shard, with bytes determined by the part and the tokenizer. A shard is complete when its JSON
 file exists, and the store when `store.json` exists; until then `plan.json` describes the input.
+
+Tokenizing processes; every process has a pipe, and ends with its parent process.
 """
 
 import fcntl
@@ -10,20 +12,26 @@ import hashlib
 import json
 import logging
 import math
+import multiprocessing
 import os
+import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import attrs
 import numpy as np
 
-from drawloom.components.data.sources.documents import Part
-from drawloom.components.data.store import processes
-from drawloom.components.data.store.processes import Progress
-from drawloom.components.data.store.shard import ShardFiles, TokenShard, choose_id_dtype
+from drawloom.components.data.child_process import ChildProcess, start_process_with_pipe
+from drawloom.components.data.sources.documents import Document, Part
+from drawloom.components.data.store.shard import ShardWriter, TokenShard, choose_id_dtype, get_shard_stem
 from drawloom.components.data.store.store import (
     FORMAT,
     LOCK,
@@ -33,9 +41,253 @@ from drawloom.components.data.store.store import (
     hash_documents,
     read_index,
 )
-from drawloom.components.ports.corpus import Tokenizer
+from drawloom.components.ports.corpus import Tokenizer, complete_document
+from drawloom.components.storage.byte_size import format_decimal_byte_size
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph import UserError
+from drawloom.graph.lifecycle import Openable
+
+BATCH = 2**18  # characters; longer documents are cut into pieces of about this size
+MARGIN = 256  # characters on either side of a cut, which must have the same ids with and without it
+MAX_TRIES = 64  # candidate cuts per kind of separator
+
+Report = Callable[[int, int], None]
+"""Receives the numbers of characters and tokens of a written batch."""
+
+
+def tokenize_part_into_shard(folder: Path, number: int, part: Part, tokenizer: Tokenizer, report: Report) -> None:
+    """Tokenize a part into a shard; empty documents are dropped."""
+    with ShardWriter(folder, number, np.dtype(choose_id_dtype(tokenizer.vocab_size))) as shard:
+        for batch in batch_documents_by_characters(part.documents()):
+            before = shard.tokens
+            for document, ids in zip(batch, _encode_batch(batch, tokenizer), strict=True):
+                if len(ids):
+                    shard.append_document(complete_document(tokenizer, ids), document.source, document.offset)
+            report(sum(len(document.text) for document in batch), shard.tokens - before)
+
+
+def batch_documents_by_characters(documents: Iterator[Document]) -> Iterator[list[Document]]:
+    """Group documents into batches with `BATCH` characters; a longer document is its own batch."""
+    batch: list[Document] = []
+    size = 0
+    for document in documents:
+        if batch and size + len(document.text) > BATCH:
+            yield batch
+            batch, size = [], 0
+        batch.append(document)
+        size += len(document.text)
+    if batch:
+        yield batch
+
+
+def split_text_for_encoding(text: str, encode: Callable[[str], np.ndarray]) -> list[str]:
+    """
+    Cut a long text into pieces, so that the pieces' ids in succession are the whole text's; `encode` returns ids
+    (tokens,).
+
+    Cuts are after line ends, or else at spaces, where the surrounding characters have the same ids with and without the
+    cut.
+    """
+    parts = []
+    while len(text) > BATCH:
+        cut = next((cut for cut in _iterate_cut_candidates(text) if _keeps_ids_if_cut(text, cut, encode)), len(text))
+        parts.append(text[:cut])
+        text = text[cut:]
+    return [*parts, text]
+
+
+def _iterate_cut_candidates(text: str) -> Iterator[int]:
+    """Yield candidate ends for a piece, between half of `BATCH` and `BATCH` characters from the start."""
+    for separator, shift in (("\n", 1), (" ", 0)):
+        cut = BATCH
+        for _ in range(MAX_TRIES):
+            cut = text.rfind(separator, BATCH // 2, cut)
+            if cut < 0:
+                break
+            yield cut + shift
+    yield from range(BATCH, BATCH - MAX_TRIES, -1)
+
+
+def _keeps_ids_if_cut(text: str, cut: int, encode: Callable[[str], np.ndarray]) -> bool:
+    """Return whether encoding both sides of a cut separately gives the same ids as encoding them together."""
+    left, right = text[max(cut - MARGIN, 0) : cut], text[cut : cut + MARGIN]
+    return np.array_equal(encode(left + right), np.concatenate([encode(left), encode(right)]))
+
+
+def _encode_batch(batch: Sequence[Document], tokenizer: Tokenizer) -> list[np.ndarray]:
+    """Tokenize a batch's documents. Raises UserError with the batch's first and last position."""
+    try:
+        if len(batch) == 1 and len(batch[0].text) > BATCH:
+            return [
+                np.concatenate(
+                    [tokenizer.encode(piece) for piece in split_text_for_encoding(batch[0].text, tokenizer.encode)]
+                )
+            ]
+        return tokenizer.encode_batch([document.text for document in batch])
+    except UserError as error:
+        first, last = batch[0], batch[-1]
+        where = f"{first.source}:{first.offset} to {last.source}:{last.offset}"
+        raise UserError(f"{where}: can't be tokenized: {error}") from error
+
+
+def make_unopened_copy(tokenizer: Tokenizer) -> Tokenizer:
+    """
+    Return an unopened copy of a tokenizer for another process, because some open tokenizers can't be pickled, or lose
+    settings.
+    """
+    fresh: Tokenizer = attrs.evolve(tokenizer) if attrs.has(type(tokenizer)) else tokenizer  # type: ignore[misc]
+    return fresh
+
+
+@attrs.define
+class Progress:
+    """
+    Progress counter, with a report every `interval` seconds.
+
+    sizes: bytes by part number, for incomplete parts; `complete`: bytes in parts complete at the start.
+    """
+
+    sizes: Mapping[int, int]
+    complete: int
+    say: Callable[[str], None]
+    interval: float
+    clock: Callable[[], float] = time.monotonic
+    _read: dict[int, int] = attrs.field(init=False, factory=dict)
+    _tokens: int = attrs.field(init=False, default=0)
+    _started: float = attrs.field(init=False)
+    _last_shown: float = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._started = self._last_shown = self.clock()
+
+    def add_batch(self, part: int, characters: int, tokens: int) -> None:
+        """Add a batch to a part's progress; characters count as bytes, up to the part's size."""
+        self._read[part] = min(self._read.get(part, 0) + characters, self.sizes[part])
+        self._tokens += tokens
+        self.report_if_due()
+
+    def finish_part(self, part: int) -> None:
+        """Count a whole part as read, whatever its batches counted."""
+        self._read[part] = self.sizes[part]
+
+    def report_if_due(self) -> None:
+        """Report the progress if `interval` seconds have passed since the last report."""
+        if self.clock() - self._last_shown >= self.interval:
+            self._last_shown = self.clock()
+            self.say(str(self))
+
+    def __str__(self) -> str:
+        read, total = sum(self._read.values()), sum(self.sizes.values())
+        seconds = max(self.clock() - self._started, 1e-9)
+        percent = 100 * (self.complete + read) / max(self.complete + total, 1)
+        rate = f"{self._tokens / seconds / 1e6:.2f} M tokens/s"
+        left = f", {format_duration((total - read) * seconds / read)} left" if read else ""
+        done, whole = (format_decimal_byte_size(self.complete + size) for size in (read, total))
+        return f"tokenized {done} of {whole} ({percent:.0f} %), {rate}{left}"
+
+
+def format_duration(seconds: float) -> str:
+    """Format a time span in seconds, minutes, or hours and minutes."""
+    minutes = round(seconds / 60)
+    if minutes < 2:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+
+
+TICK = 1.0  # seconds between checks of the progress
+
+
+def tokenize_parts_into_shards(
+    folder: Path, parts: dict[int, Part], tokenizer: Tokenizer, workers: int, progress: Progress, lock: int
+) -> None:
+    """
+    Write shards for these parts, by number, in up to `workers` processes; in the current one if one suffices.
+
+    The descriptor `lock` holds the folder's lock. The processes hold it too: otherwise a process that briefly outlives
+    this one could remove the next one's files. Raises a part's first error, or UserError if a process dies; complete
+    shards stay.
+    """
+    if min(workers, len(parts)) <= 1:
+        for number, part in parts.items():
+            tokenize_part_into_shard(folder, number, part, tokenizer, partial(progress.add_batch, number))
+            progress.finish_part(number)
+        return
+    waiting = deque(parts.items())
+    processes = [
+        _start_tokenizing_process(folder, make_unopened_copy(tokenizer), lock) for _ in range(min(workers, len(parts)))
+    ]
+    try:
+        for child in processes:
+            child.pipe.send(waiting.popleft())
+        _distribute_parts(processes, waiting, progress)
+    finally:
+        for child in processes:
+            child.kill_and_close()
+
+
+def _distribute_parts(
+    processes: Sequence[ChildProcess], waiting: "deque[tuple[int, Part]]", progress: Progress
+) -> None:
+    """Receive the processes' reports, and send waiting parts to idle processes, until all parts are complete."""
+    busy = {child.pipe: child for child in processes}
+    while busy:
+        for ready in wait([*busy, *(child.process.sentinel for child in busy.values())], TICK):
+            if not isinstance(ready, Connection):
+                continue
+            child = busy[ready]
+            try:
+                kind, *values = ready.recv()
+            except (EOFError, OSError) as error:
+                hint = "check for a lack of memory; run the same command again to complete the store"
+                end = child.wait_and_describe_process_exit()
+                raise UserError(f"a process that tokenizes ({child.process.pid}) {end}; {hint}") from error
+            if kind == "error":
+                raise values[0]
+            if kind == "batch":
+                progress.add_batch(*values)
+            else:
+                progress.finish_part(*values)
+                if waiting:
+                    ready.send(waiting.popleft())
+                else:
+                    del busy[ready]
+        progress.report_if_due()
+
+
+def _start_tokenizing_process(folder: Path, tokenizer: Tokenizer, lock: int) -> ChildProcess:
+    """Start a tokenizing process, and pass it the lock."""
+    lock_connection = Connection(os.dup(lock))  # a Connection can be passed to a process, unlike a bare descriptor
+    try:
+        # spawn, because a fork would copy the memory of a training rank
+        return start_process_with_pipe(
+            multiprocessing.get_context("spawn"), _tokenize_received_parts, folder, tokenizer, lock_connection
+        )
+    finally:
+        lock_connection.close()
+
+
+def _tokenize_received_parts(folder: Path, tokenizer: Any, _lock: Connection, pipe: Connection) -> None:
+    """Write shards for the parts that arrive through the pipe, until it closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C signals every process; the one that started this ends it
+    os.environ["RAYON_NUM_THREADS"] = "1"  # disables the threads of the package tokenizers: each process has one core
+    with suppress(EOFError, OSError):
+        try:
+            if isinstance(tokenizer, Openable):
+                tokenizer.open()
+            while True:
+                number, part = pipe.recv()
+
+                def report(characters: int, tokens: int, number: int = number) -> None:
+                    pipe.send(("batch", number, characters, tokens))
+
+                tokenize_part_into_shard(folder, number, part, tokenizer, report)
+                pipe.send(("done", number))
+        except (EOFError, BrokenPipeError):
+            raise
+        except BaseException as error:
+            can_be_pickled = isinstance(error, UserError | OSError)
+            pipe.send(("error", error if can_be_pickled else RuntimeError(traceback.format_exc())))
+
 
 PLAN = "plan.json"
 POLL = 0.1  # seconds between attempts to lock a folder
@@ -92,7 +344,6 @@ def make_store_plan(parts: Sequence[Part], tokenizer: Tokenizer) -> dict[str, An
         "eos_id": tokenizer.eos_id,
         "prefix_ids": [*tokenizer.prefix_ids],
         "dtype": np.dtype(choose_id_dtype(tokenizer.vocab_size)).name,
-        "weighted": False,
         "parts": len(parts),
     }
 
@@ -176,11 +427,11 @@ def _write_missing_shards_and_index(
 ) -> None:
     """Write the missing shards, followed by `store.json`."""
     if not (folder / PLAN).exists():
-        replace_file(folder / PLAN, _encode_json(plan))
+        replace_file(folder / PLAN, (json.dumps(plan) + "\n").encode())
     missing = {number: part for number, part in enumerate(parts) if not _is_complete_shard(folder, number, plan)}
     sizes = {number: part.byte_count for number, part in missing.items()}
     complete = sum(part.byte_count for part in parts) - sum(sizes.values())
-    processes.tokenize_parts_into_shards(
+    tokenize_parts_into_shards(
         folder, missing, tokenizer, workers, Progress(sizes, complete, say, report_interval), lock
     )
     shards = [_open_shard(folder, number, plan) for number in range(len(parts))]
@@ -193,21 +444,15 @@ def _write_missing_shards_and_index(
 
 def _open_shard(folder: Path, number: int, plan: dict[str, Any]) -> TokenShard:
     """Return a complete shard, as its JSON file describes it."""
-    return TokenShard.open_from_json(
-        ShardFiles(folder, number), np.dtype(plan["dtype"]).newbyteorder("<"), plan["weighted"]
-    )
+    return TokenShard.open_from_json(get_shard_stem(folder, number), np.dtype(plan["dtype"]).newbyteorder("<"))
 
 
 def _is_complete_shard(folder: Path, number: int, plan: dict[str, Any]) -> bool:
     """Return whether a shard is complete, and its files have the right sizes."""
-    if not ShardFiles(folder, number).path("json").is_file():
+    if not get_shard_stem(folder, number).with_suffix(".json").is_file():
         return False
     try:
         _open_shard(folder, number, plan).check_file_sizes()
     except UserError:
         return False
     return True
-
-
-def _encode_json(value: dict[str, Any]) -> bytes:
-    return (json.dumps(value) + "\n").encode()

@@ -1,14 +1,15 @@
 """
-Token store shard: a file with ids, a file with columns by document, perhaps a file with weights, and two with digests.
+Token store shard: a file with ids, a file with columns by document, and two with digests. Its files are mapped into
+memory, and every block is verified when a process first reads it.
 
-`NNNNN.tokens` has all ids end to end, little-endian, 2 bytes each up to 65,536 ids and else 4.
-`NNNNN.weights`, if there are weights, has a float32 per id. `NNNNN.documents` has four columns, one after another, with
-a number per document: its end in the shard (uint64, tokens), a hash over ids and weights (uint64), its offset in its
-source (uint64), and its source's index (uint32). `NNNNN.digests` has SHA-256 digests (32 bytes) per block with 2^16
-bytes: for tokens, then weights, then documents. `NNNNN.json` is written last, with counts, source names, and the
-digests' SHA-256; a shard without it is incomplete.
+`NNNNN.tokens` has all ids end to end, little-endian, 2 bytes each up to 65,536 ids and else 4. `NNNNN.documents` has
+four columns, one after another, with a number per document: its end in the shard (uint64, tokens), a hash over its ids
+(uint64), its offset in its source (uint64), and its source's index (uint32). `NNNNN.digests` has SHA-256 digests (32
+bytes) per block with 2^16 bytes: for tokens, then documents. `NNNNN.json` is written last, with counts, source names,
+and the digests' SHA-256; a shard without it is incomplete.
 """
 
+import hashlib
 import json
 from array import array
 from contextlib import ExitStack
@@ -20,12 +21,70 @@ from typing import Any
 import attrs
 import numpy as np
 
-from drawloom.components.data.store.blocks import BLOCK, DIGEST, MappedFile, count_blocks, read_file_following_link
 from drawloom.components.storage.durable_files import FileWriter, create_new_durable_file, replace_file
+from drawloom.components.storage.regular_file import read_file
 from drawloom.graph import UserError
 
+BLOCK = 2**16  # bytes; part of the format; small, because shuffled documents are read one by one
+MAX_SIZE = 2**32  # bytes of a JSON file or of the digests of a shard
+DIGEST = hashlib.sha256().digest_size
+
+
+def count_blocks(byte_count: int) -> int:
+    """Return the block count for a file with `byte_count` bytes."""
+    return -(-byte_count // BLOCK)
+
+
+@attrs.frozen(eq=False)
+class MappedFile:
+    """
+    Memory-mapped file with known digests.
+
+    content: uint8 (bytes,). digests: concatenated SHA-256 over all blocks. `verified` has 1 for blocks verified by
+    this process.
+    """
+
+    path: Path
+    content: np.ndarray
+    digests: memoryview
+    verified: bytearray
+
+    @classmethod
+    def open(cls, path: Path, size: int, digests: memoryview) -> "MappedFile":
+        """Map a file with `size` bytes without reading it."""
+        # an empty file can't be mapped; a plain array is sliced in less time than a memmap
+        content = np.asarray(np.memmap(path, np.uint8, "r", 0, (size,))) if size else np.empty(0, np.uint8)
+        return cls(path, content, digests, bytearray(count_blocks(size)))
+
+    def read(self, dtype: np.dtype[Any], offset: int, count: int) -> np.ndarray:
+        """Return a view on `count` numbers from a byte offset. Raises UserError if one of their blocks has changed."""
+        end = offset + count * dtype.itemsize
+        first, last = offset // BLOCK, count_blocks(end)
+        if self.verified.find(0, first, last) >= 0:
+            self.verify_blocks(first, last)
+        return self.content[offset:end].view(dtype)
+
+    def verify_blocks(self, first_block: int, end_block: int) -> None:
+        """Hash the unverified blocks from `first_block` to before `end_block`. Raises UserError if one has changed."""
+        for number in range(first_block, end_block):
+            if not self.verified[number]:
+                block = self.content[number * BLOCK : (number + 1) * BLOCK]
+                digest = self.digests[number * DIGEST : (number + 1) * DIGEST]
+                if hashlib.sha256(block.data).digest() != digest:
+                    end = number * BLOCK + len(block)
+                    raise UserError(
+                        f"{self.path} has other content than was written, in bytes {number * BLOCK} to {end}: the "
+                        f"token store is damaged; restore the file, or remove {self.path.parent} and make it anew"
+                    )
+                self.verified[number] = 1
+
+
+def read_file_following_link(path: Path) -> bytes:
+    """Return a regular file's content, following a link. Raises OSError for a pipe or a device."""
+    return read_file(path.resolve(), MAX_SIZE)
+
+
 U8, U4 = np.dtype("<u8"), np.dtype("<u4")
-WEIGHT = np.dtype("<f4")
 COLUMNS = (("ends", U8), ("keys", U8), ("offsets", U8), ("sources", U4))
 ROW = sum(dtype.itemsize for _, dtype in COLUMNS)
 FLUSH_SIZE = 2**20  # bytes of ids per write
@@ -37,39 +96,27 @@ def choose_id_dtype(vocab_size: int) -> type[np.generic]:
     return np.uint16 if vocab_size <= 1 << 16 else np.uint32
 
 
-@attrs.frozen
-class ShardFiles:
-    """A shard's file paths."""
-
-    folder: Path
-    number: int
-
-    def path(self, kind: str) -> Path:
-        """Return the file for a kind: tokens, weights, documents, digests or json."""
-        return self.folder / f"{self.number:05}.{kind}"
+def get_shard_stem(folder: Path, number: int) -> Path:
+    """Return the path of a shard's files without their suffixes: .tokens, .documents, .digests and .json."""
+    return folder / f"{number:05}"
 
 
 class ShardWriter:
     """Shard writer; leaving the `with` block completes the shard. Documents are added in order."""
 
-    def __init__(self, folder: Path, number: int, dtype: np.dtype[Any], weighted: bool) -> None:
-        self._files = ShardFiles(folder, number)
+    def __init__(self, folder: Path, number: int, dtype: np.dtype[Any]) -> None:
+        self._stem = get_shard_stem(folder, number)
         self._dtype = dtype.newbyteorder("<")
-        self._weighted = weighted
         self._stack = ExitStack()
         self._columns = {"ends": array("Q"), "keys": array("Q"), "offsets": array("Q"), "sources": array("I")}
         self._sources: dict[str, int] = {}
         self._pending: list[np.ndarray] = []
-        self._pending_weights: list[np.ndarray] = []
         self._pending_bytes = 0
         self.tokens = 0
 
     def __enter__(self) -> "ShardWriter":
-        self._files.path("json").unlink(missing_ok=True)
+        self._stem.with_suffix(".json").unlink(missing_ok=True)
         self._out = self._stack.enter_context(self._create_or_replace_file("tokens"))
-        self._out_weights = (
-            self._stack.enter_context(self._create_or_replace_file("weights")) if self._weighted else None
-        )
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
@@ -81,26 +128,23 @@ class ShardWriter:
         with self._create_or_replace_file("documents") as file:
             for name, dtype in COLUMNS:
                 _append_values(file, np.array(self._columns[name], dtype))
-        written = [self._out, *([self._out_weights] if self._out_weights is not None else []), file]
-        digests = b"".join(map(_join_block_digests, written))
-        replace_file(self._files.path("digests"), digests)
+        # An empty file has no blocks.
+        contents = [content for part in (self._out, file) if (content := part.finish_digest()).size]
+        digests = b"".join(bytes.fromhex(block) for content in contents for block in content.blocks)
+        replace_file(self._stem.with_suffix(".digests"), digests)
         summary = {
             "documents": len(self._columns["ends"]),
             "tokens": self.tokens,
             "digests": sha256(digests).hexdigest(),
             "sources": list(self._sources),
         }
-        replace_file(self._files.path("json"), (json.dumps(summary, indent=1) + "\n").encode())
+        replace_file(self._stem.with_suffix(".json"), (json.dumps(summary, indent=1) + "\n").encode())
 
-    def append_document(self, ids: np.ndarray, source: str, offset: int, weights: np.ndarray | None = None) -> None:
-        """Append a document: ids, integers (tokens,), and for a store with weights, weights, float32 (tokens,)."""
+    def append_document(self, ids: np.ndarray, source: str, offset: int) -> None:
+        """Append a document: ids, integers (tokens,)."""
         stored_ids = ids.astype(self._dtype)
         key = blake2b(stored_ids.data, digest_size=8)
         self._pending.append(stored_ids)
-        if self._weighted:
-            stored_weights = np.ones(len(ids), "<f4") if weights is None else weights.astype("<f4")
-            key.update(stored_weights.data)
-            self._pending_weights.append(stored_weights)
         self.tokens += len(stored_ids)
         for name, value in (
             ("ends", self.tokens),
@@ -115,53 +159,54 @@ class ShardWriter:
 
     def _create_or_replace_file(self, kind: str) -> Any:
         """Create a file, in place of a killed process's file."""
-        path = self._files.path(kind)
+        path = self._stem.with_suffix(f".{kind}")
         path.unlink(missing_ok=True)  # a killed process may have left it
         return create_new_durable_file(path, BLOCK)
 
     def _write_pending(self) -> None:
-        """Write the pending ids and weights."""
+        """Write the pending ids."""
         if self._pending:
             _append_values(self._out, np.concatenate(self._pending))
-        if self._pending_weights and self._out_weights is not None:
-            _append_values(self._out_weights, np.concatenate(self._pending_weights))
-        self._pending, self._pending_weights, self._pending_bytes = [], [], 0
+        self._pending, self._pending_bytes = [], 0
 
 
 @attrs.frozen
 class TokenShard:
     """Complete shard, memory-mapped at the first read; `digest` is its JSON file's SHA-256."""
 
-    files: ShardFiles
+    stem: Path
     documents: int
     tokens: int
     dtype: np.dtype[Any]
-    weighted: bool
     digest: str
 
     @classmethod
-    def open_from_json(cls, files: ShardFiles, dtype: np.dtype[Any], weighted: bool) -> "TokenShard":
+    def open_from_json(cls, stem: Path, dtype: np.dtype[Any]) -> "TokenShard":
         """Return a complete shard, as its JSON file describes it."""
-        text = _read_store_file(files.path("json"))
-        summary = _parse_summary(files.path("json"), text)
-        return cls(files, summary["documents"], summary["tokens"], dtype, weighted, sha256(text).hexdigest())
+        path = stem.with_suffix(".json")
+        text = _read_store_file(path)
+        summary = _parse_summary(path, text)
+        return cls(stem, summary["documents"], summary["tokens"], dtype, sha256(text).hexdigest())
 
     @property
     def sizes(self) -> dict[str, int]:
         """File sizes in bytes, without the JSON file, in digest order."""
-        weights = {"weights": self.tokens * WEIGHT.itemsize} if self.weighted else {}
-        sizes = {"tokens": self.tokens * self.dtype.itemsize, **weights, "documents": self.documents * ROW}
+        sizes = {"tokens": self.tokens * self.dtype.itemsize, "documents": self.documents * ROW}
         return {**sizes, "digests": DIGEST * sum(map(count_blocks, sizes.values()))}
+
+    def path(self, kind: str) -> Path:
+        """Return the file for a kind: tokens, documents, digests or json."""
+        return self.stem.with_suffix(f".{kind}")
 
     @property
     def paths(self) -> list[Path]:
         """All file paths."""
-        return [self.files.path(kind) for kind in (*self.sizes, "json")]
+        return [self.path(kind) for kind in (*self.sizes, "json")]
 
     def check_file_sizes(self) -> None:
         """Raise UserError with the path to a file that is missing, has another size, or is a changed JSON file."""
         for kind, size in self.sizes.items():
-            path = self.files.path(kind)
+            path = self.path(kind)
             actual = path.stat().st_size if path.is_file() else -1
             if actual != size:
                 state = f"has {actual} bytes instead of {size}" if actual >= 0 else "is missing"
@@ -172,30 +217,16 @@ class TokenShard:
         """Verify the shard's files. Raises UserError with the path to a file with changed content."""
         self.check_file_sizes()
         for file in (self._map_file(kind) for kind in self.sizes if kind != "digests"):
-            file.verify_all_blocks()
+            file.verify_blocks(0, len(file.verified))
 
     @property
     def summary(self) -> dict[str, Any]:
         """The JSON file's content: counts, the digest over all digests, source names."""
-        return _parse_summary(self.files.path("json"), self._read_and_verify_file("json", self.digest))
-
-    @property
-    def ids(self) -> np.ndarray:
-        """All ids, (tokens,)."""
-        return self.read_ids(0, self.tokens)
-
-    @property
-    def weights(self) -> np.ndarray:
-        """Weights for all ids, float32 (tokens,)."""
-        return self.read_weights(0, self.tokens)
+        return _parse_summary(self.path("json"), self._read_and_verify_file("json", self.digest))
 
     def read_ids(self, first: int, end: int) -> np.ndarray:
         """Return the token ids from `first` to before `end`."""
         return self._map_file("tokens").read(self.dtype, first * self.dtype.itemsize, end - first)
-
-    def read_weights(self, first: int, end: int) -> np.ndarray:
-        """Return the token weights, float32, from `first` to before `end`."""
-        return self._map_file("weights").read(WEIGHT, first * WEIGHT.itemsize, end - first)
 
     @cached_property
     def document_ends(self) -> np.ndarray:
@@ -229,21 +260,17 @@ class TokenShard:
                 if other == kind:
                     break
                 start += DIGEST * count_blocks(length) if other != "digests" else 0
-            digests = self._block_digests[start : start + DIGEST * count_blocks(size)]
+            blocks = memoryview(self._read_and_verify_file("digests", self.summary["digests"]))
+            digests = blocks[start : start + DIGEST * count_blocks(size)]
             try:
-                self._file_cache[kind] = MappedFile.open(self.files.path(kind), size, digests)
+                self._file_cache[kind] = MappedFile.open(self.path(kind), size, digests)
             except OSError as error:  # such as too many open files
-                raise UserError(f"{self.files.path(kind)} can't be mapped: {error}") from error
+                raise UserError(f"{self.path(kind)} can't be mapped: {error}") from error
         return self._file_cache[kind]
-
-    @cached_property
-    def _block_digests(self) -> memoryview:
-        """Block digests for all files, in the same order as `sizes`."""
-        return memoryview(self._read_and_verify_file("digests", self.summary["digests"]))
 
     def _read_and_verify_file(self, kind: str, digest: str) -> bytes:
         """Return a small file's content. Raises UserError if its SHA-256 differs."""
-        path = self.files.path(kind)
+        path = self.path(kind)
         content = _read_store_file(path)
         if sha256(content).hexdigest() != digest:
             raise UserError(f"{path} has other content than was written: {_DAMAGED.format(path.parent)}")
@@ -265,12 +292,6 @@ def _parse_summary(path: Path, text: bytes) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(f"{path} can't be read ({error}): {_DAMAGED.format(path.parent)}") from error
     return summary
-
-
-def _join_block_digests(file: FileWriter) -> bytes:
-    """Return a file's block digests in succession; empty for an empty file."""
-    content = file.finish_digest()
-    return b"".join(map(bytes.fromhex, content.blocks)) if content.size else b""
 
 
 def _append_values(file: FileWriter, values: np.ndarray) -> None:

@@ -10,10 +10,11 @@ from typing import Any
 
 import attrs
 import numpy as np
+import torch
+from torch import Tensor
 
-from drawloom.components.data.store.blocks import read_file_following_link
-from drawloom.components.data.store.shard import ShardFiles, TokenShard
-from drawloom.components.ports.corpus import DocumentPart
+from drawloom.components.data.store.shard import TokenShard, get_shard_stem, read_file_following_link
+from drawloom.components.ports.corpus import DocumentPart, Split, TokenDocuments
 from drawloom.components.storage.strict_json import parse_strict_json
 from drawloom.graph import UserError
 
@@ -52,7 +53,7 @@ class Store:
         index = read_index(folder / STORE)
         dtype = np.dtype(index["dtype"]).newbyteorder("<")
         shards = [
-            TokenShard(ShardFiles(folder, number), documents, tokens, dtype, index["weighted"], digest)
+            TokenShard(get_shard_stem(folder, number), documents, tokens, dtype, digest)
             for number, (documents, tokens, digest) in enumerate(index["shards"])
         ]
         return cls(
@@ -91,16 +92,15 @@ class Store:
 
     @cached_property
     def document_hashes(self) -> np.ndarray:
-        """Hashes over ids and weights by document, uint64 (documents,)."""
+        """Hashes over ids by document, uint64 (documents,)."""
         return np.concatenate([np.empty(0, np.uint64), *(shard.read_document_column("keys") for shard in self.shards)])
 
     def read(self, document: int, first: int, end: int) -> DocumentPart:
-        """Return views into a document's ids, and into its weights if the store has them, at most up to its end."""
+        """Return a view into a document's ids, at most up to its end."""
         shard, number = self._find_shard_and_document_number(document)
         begin, document_end = int(shard.document_ends[number - 1]) if number else 0, int(shard.document_ends[number])
         start, stop = begin + first, max(begin + first, min(begin + end, document_end))
-        weights = shard.read_weights(start, stop) if shard.weighted else None
-        return DocumentPart(shard.read_ids(start, stop), weights)
+        return DocumentPart(shard.read_ids(start, stop))
 
     def describe_origin(self, document: int) -> str:
         """Return a document's file, and its offset there."""
@@ -116,14 +116,6 @@ class Store:
         """Return a document's shard, and its number there."""
         index = bisect_right(self._first_document_by_shard, document) - 1
         return self.shards[index], document - self._first_document_by_shard[index]
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return only the fields, without cached values: a worker process maps the shards itself."""
-        return {field.name: getattr(self, field.name) for field in attrs.fields(type(self))}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        for name, value in state.items():
-            object.__setattr__(self, name, value)
 
 
 def hash_documents(shards: list[TokenShard]) -> str:
@@ -168,3 +160,38 @@ def _describe_shard_fault(shard: TokenShard) -> str:
     except UserError as error:
         return str(error)
     return ""
+
+
+@attrs.frozen(eq=False)
+class ChosenDocuments:
+    """Document subset; chosen: the document numbers, int64 (documents,), a tensor shared by processes."""
+
+    documents: TokenDocuments
+    chosen: Tensor
+    name: str
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        lengths: np.ndarray = self.documents.lengths[self.chosen.numpy()]
+        return lengths
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest over all documents and the choice."""
+        return hashlib.sha256(f"{self.documents.fingerprint} {self.name}".encode()).hexdigest()
+
+    def read(self, document: int, first: int, end: int) -> DocumentPart:
+        return self.documents.read(int(self.chosen[document]), first, end)
+
+    def describe_origin(self, document: int) -> str:
+        return self.documents.describe_origin(int(self.chosen[document]))
+
+
+def select_split_documents(
+    documents: TokenDocuments, document_hashes: np.ndarray, split: Split, validation_fraction: float
+) -> ChosenDocuments:
+    """Select a split's documents by their hashes, uint64 (documents,)."""
+    # the highest bits of a hash suffice
+    for_validation = document_hashes >> np.uint64(11) < np.uint64(int(validation_fraction * 2**53))
+    chosen = np.flatnonzero(for_validation if split == "validation" else ~for_validation)
+    return ChosenDocuments(documents, torch.from_numpy(chosen), f"{split} {validation_fraction}")

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.model.decoder.config import DecoderConfig
-from drawloom.components.model.decoder.context import LayerContext
-from drawloom.components.model.decoder.specs import AttentionSpec
+from drawloom.components.model.decoder.specs import AttentionSpec, LayerContext
 from drawloom.components.model.layers import Linear, ProjectionNorm, RMSNorm
 from drawloom.components.parallel.parameter_split import SplitDim
 from drawloom.components.parallel.tensor import TensorParallel

@@ -15,18 +15,28 @@ from drawloom.components.distributed.rng import derive_seed, fill_normal
 from drawloom.components.model.decoder.config import (
     DecoderConfig,
     create_size_check,
+    derive_head_sizes,
+    find_head_count_faults,
     find_tensor_parallel_faults,
 )
 from drawloom.components.model.decoder.hugging_face import (
     Family,
     build_hugging_face_config,
     build_updated_folder_config,
+    find_inconsistent_sizes,
     locate_config_json,
     read_config,
     read_config_json,
 )
-from drawloom.components.model.decoder.rope import BY_LENGTH, RopeScaling, find_context_parallel_faults
-from drawloom.components.model.decoder.settings import build_architecture_from_settings, find_setting_faults
+from drawloom.components.model.decoder.rope import (
+    BY_LENGTH,
+    InvalidSetting,
+    RopeScaling,
+    find_context_parallel_faults,
+    find_duplicate_rope_settings,
+    find_rope_faults,
+    separate_theta_and_scaling,
+)
 from drawloom.components.model.new_tokens import (
     NewTokens,
     NewTokenSplit,
@@ -37,13 +47,135 @@ from drawloom.components.model.new_tokens import (
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.kernels import Kernels
 from drawloom.components.ports.model import ForwardFlops, LayerRange
-from drawloom.components.ports.parameter_roles import ModelScaling, Role, default_role, parameter_roles
+from drawloom.components.ports.parameter_roles import (
+    ModelScaling,
+    Parametrization,
+    Role,
+    default_role,
+    parameter_roles,
+)
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.weights.convert import persistent_tensors
 from drawloom.components.weights.mapper import sequential
 from drawloom.graph import Problem, UserError, component_base_class, setting, wired
 from drawloom.graph.toml.emit import dump_toml
+
+EXAMPLES = {
+    "num_hidden_layers": 4,
+    "hidden_size": 256,
+    "num_attention_heads": 8,
+    "intermediate_size": 768,
+    "num_experts": 16,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+}
+
+
+def find_setting_faults(family: Family, settings: Mapping[str, Any], has_tokenizer: bool) -> Iterator[InvalidSetting]:
+    """Return problems in a recipe's settings; None stands for a setting left out."""
+    given = _drop_unset_settings(family, settings)
+    if settings["config"] is not None:
+        yield from find_duplicate_rope_settings(given)
+        return  # a config, which another machine may have, sets everything else
+    needed = _list_required_keys(family)
+    for key in needed:
+        if key not in given:
+            yield InvalidSetting(
+                key, f"{key} is missing", f"write {key} = {EXAMPLES[key]}, for example, or config = a config.json"
+            )
+    if "vocab_size" not in given and not has_tokenizer:
+        instead = "add a [tokenizer], or write the number of its ids: vocab_size = 50304, for example"
+        yield InvalidSetting("vocab_size", "there is neither a vocabulary nor a tokenizer to ask for it", instead)
+    if "hidden_size" in given and "num_attention_heads" in given:
+        yield from _find_attention_faults(given)
+    yield from find_duplicate_rope_settings(given)
+    complete = family.constants | derive_head_sizes(given) | given
+    rotary_dim = None
+    if "head_dim" in complete:
+        rotary_dim = int(complete["head_dim"] * complete.get("partial_rotary_factor", 1.0))
+    for key in ("rope_scaling", "rope_parameters"):
+        if key in given:
+            yield from find_rope_faults(given[key], rotary_dim, key)
+    if given.keys() >= set(needed):
+        yield from family.config.find_faults(complete)
+
+
+def build_architecture_from_settings(
+    family: Family, settings: Mapping[str, Any], tokens: int | None, new_tokens: int = 0
+) -> DecoderConfig:
+    """
+    Return the architecture for these settings, with `tokens` ids in the tokenizer; the last ones may be new.
+
+    Raises UserError for invalid settings.
+    """
+    for fault in find_setting_faults(family, settings, tokens is not None):
+        raise UserError(f"{fault.key}: {fault.why}; {fault.instead}")
+    if settings["config"] is not None:
+        architecture = _read_and_override_config(family, settings)
+        for fault in find_inconsistent_sizes(architecture):
+            raise UserError(f"{fault.key}: {fault.why}; {fault.instead}")
+    else:
+        try:
+            architecture = family.config(**_fill_derived_defaults(family, settings, tokens))
+        except ValueError as error:  # a derived default beyond its maximum
+            raise UserError(f"{error}; write smaller sizes") from error
+    if tokens is not None and tokens - new_tokens > (rows := architecture.vocab_size):
+        why = f"the tokenizer has {tokens} ids, but the model's vocabulary only {rows}"
+        added = f"new_tokens = {tokens - rows} for some that were added"
+        key, instead = ("vocab_size", f"vocab_size = {tokens}") if settings["config"] is None else ("config", added)
+        raise UserError(f"{key}: {why}; write {instead}, or another tokenizer")
+    if tokens is not None and new_tokens >= tokens:
+        raise UserError(
+            f"new_tokens: {new_tokens} of the tokenizer's {tokens} ids can't all be added ones; write a smaller number"
+        )
+    return architecture
+
+
+def _list_required_keys(family: Family) -> list[str]:
+    """Return the keys without a default, constant or derived."""
+    derived = {"num_key_value_heads", "head_dim", "vocab_size"}
+    if "moe_intermediate_size" in family.keys:
+        derived.add("intermediate_size")
+    return [key for key, field in family.keys.items() if field.default is attrs.NOTHING and key not in derived]
+
+
+def _drop_unset_settings(family: Family, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that are keys of the family's `config.json` and not None."""
+    return {key: settings[key] for key in (*family.keys, "rope_parameters") if settings[key] is not None}
+
+
+def _fill_derived_defaults(family: Family, settings: Mapping[str, Any], tokens: int | None) -> dict[str, Any]:
+    """Add defaults derived from other settings or the tokenizer's size; the config class has constant defaults."""
+    given = _drop_unset_settings(family, settings)
+    if tokens is not None:
+        # A vocabulary that 64 or 128 divides makes the head's matrix products faster on GPUs.
+        multiple = settings["vocabulary_multiple"]
+        given.setdefault("vocab_size", -(-tokens // multiple) * multiple)
+    if "moe_intermediate_size" in given:
+        # The size of layers without experts: if it was left out there are none, and only exports show it.
+        given.setdefault("intermediate_size", given["num_experts_per_tok"] * given["moe_intermediate_size"])
+    return derive_head_sizes(given) | separate_theta_and_scaling(given)
+
+
+def _read_and_override_config(family: Family, settings: Mapping[str, Any]) -> DecoderConfig:
+    """Read the config file named in the settings, and override its values by the other settings."""
+    given = _drop_unset_settings(family, settings)
+    scaling = {"rope_scaling": None} if given.keys() & {"rope_scaling", "rope_parameters"} else {}
+    return attrs.evolve(read_config(family, settings["config"]), **scaling | separate_theta_and_scaling(given))
+
+
+def _find_attention_faults(given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+    """Yield the fault if head counts or sizes do not fit together, or head_dim has no default."""
+    width, heads = given["hidden_size"], given["num_attention_heads"]
+    if "head_dim" not in given and width % heads:
+        why = f"num_attention_heads = {heads} does not divide hidden_size = {width}, so head_dim has no default"
+        yield InvalidSetting("num_attention_heads", why, "write head_dim = 64, for example")
+        return
+    yield from find_head_count_faults(
+        heads, given.get("num_key_value_heads", heads), given.get("head_dim", width // heads)
+    )
+
 
 NEW_TOKENS_ARE_WHOLE = "the rows of new tokens can't be shared"
 
@@ -309,3 +441,41 @@ class DecoderBuilder(DecoderModel):
         if self.config is None:
             return {}
         return {"config": [locate_config_json(self.config)]}
+
+
+@component_base_class
+class ParametrizedBuilder(DecoderBuilder):
+    """
+    Builder for a pre-norm decoder without experts, whose initial values and learning rates a parametrization may scale.
+
+    Multipliers of residual outputs and logits are folded into weights, so an export needs no keys for them.
+    """
+
+    has_multipliers: ClassVar[bool] = False
+    """Whether the family's config has multipliers of residual outputs and logits, which a tied head requires."""
+
+    parametrization: Parametrization | None = None
+
+    @classmethod
+    def constraints(cls, node: Any) -> Iterator[Problem]:
+        """Yield the family's problems, and problems of a parametrization with a file's sizes or with a tied head."""
+        yield from super().constraints(node)
+        if node.neighbour("parametrization") is None:
+            return
+        if node.settings["config"] is not None:
+            text = "a parametrization scales factors that the file may have scaled already"
+            yield node.problem("config", text, "write the sizes in the recipe, or remove the parametrization")
+        if node.settings["tie_word_embeddings"] and not cls.has_multipliers:
+            text = f"a parametrization scales embedding and head differently, and {node.use} has no factor for logits"
+            yield node.problem("tie_word_embeddings", text, "write false, or use = 'model.granite'")
+
+    @property
+    def scaling(self) -> ModelScaling:
+        scaling = self.compute_scaling(self.architecture)
+        return scaling if self.has_multipliers else scaling.fold_multipliers()
+
+    def compute_scaling(self, config: DecoderConfig) -> ModelScaling:
+        """Return the parametrization's factors for a config's sizes; all are 1 without a parametrization."""
+        if self.parametrization is None:
+            return ModelScaling()
+        return self.parametrization.compute_scaling_for_size(config.hidden_size, config.num_hidden_layers)

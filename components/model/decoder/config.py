@@ -2,6 +2,7 @@
 
 import typing
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import attrs
@@ -19,7 +20,7 @@ from drawloom.components.model.decoder.specs import (
 )
 from drawloom.graph import above, at_least, between, setting
 from drawloom.graph.component import Bound
-from drawloom.kernels.attention_options import AttentionOptions
+from drawloom.kernels.attention.options import AttentionOptions
 
 MAX_SIZES = {
     "num_hidden_layers": 10_000,  # ten times the deepest transformers; building many more would take hours
@@ -38,6 +39,10 @@ MAX_EXPERTS_IN_ALL = 1_000_000
 
 ATTENTION_BIAS = "add biases to the linear layers of attention"
 WINDOW = "number of tokens that a token attends to in layers with a window, including itself"
+
+
+training_setting = partial(setting, impact="changes_training")
+"""Declare a setting that a run may change, with another result."""
 
 
 def create_size_check(name: str) -> Bound:
@@ -101,15 +106,13 @@ class DecoderConfig:
         impact="safe",
         doc="maximum sequence length in an export",
     )
-    rope_theta: float = setting(default=1e6, check=above(1), impact="changes_training", doc="base of rotary positions")
-    rope_scaling: RopeScaling | None = setting(
-        default=None, impact="changes_training", doc="scaling of rotary positions for longer texts; default: none"
+    rope_theta: float = training_setting(default=1e6, check=above(1), doc="base of rotary positions")
+    rope_scaling: RopeScaling | None = training_setting(
+        default=None, doc="scaling of rotary positions for longer texts; default: none"
     )
-    rms_norm_eps: float = setting(
-        default=1e-6, check=above(0), impact="changes_training", doc="constant added to mean squares in norms"
-    )
-    initializer_range: float = setting(
-        default=0.02, check=above(0), impact="changes_training", doc="standard deviation of initial weights"
+    rms_norm_eps: float = training_setting(default=1e-6, check=above(0), doc="constant added to mean squares in norms")
+    initializer_range: float = training_setting(
+        default=0.02, check=above(0), doc="standard deviation of initial weights"
     )
 
     @property
@@ -212,11 +215,8 @@ def config_fields(config: type[DecoderConfig]) -> "dict[str, attrs.Attribute[Any
 
 def rotary_factor_setting(default: float) -> Any:
     """Declare `partial_rotary_factor`, from which `rotary_dim` follows."""
-    return setting(
-        default=default,
-        check=between(0.01, 1.001),
-        impact="changes_training",
-        doc="part of the channels of a head that rotary positions rotate",
+    return training_setting(
+        default=default, check=between(0.01, 1.001), doc="part of the channels of a head that rotary positions rotate"
     )
 
 
@@ -234,11 +234,10 @@ def alternate_layer_types(layers: int, interval: int, other: str = SLIDING) -> l
 def layer_types_setting(interval: int, other: str = SLIDING) -> Any:
     """Declare `layer_types`: by default the last of every `interval` layers has full attention."""
     ordinals = {2: "second", 4: "fourth", 6: "sixth"}
-    return setting(
+    return training_setting(
         default=attrs.Factory(
             lambda self: alternate_layer_types(self.num_hidden_layers, interval, other), takes_self=True
         ),
-        impact="changes_training",
         doc=f"{FULL} or {other} for every layer; default: every {ordinals[interval]} is {FULL}",
     )
 
@@ -252,6 +251,20 @@ def find_short_list_faults(given: Mapping[str, Any], key: str, items: str) -> It
 
 
 @attrs.frozen(kw_only=True, slots=False)
+class WindowConfig(DecoderConfig):
+    """Config with an optional sliding window in all layers."""
+
+    sliding_window: int | None = training_setting(
+        default=None,
+        check=at_least(1),
+        doc="number of tokens that a token attends to, including itself; default: all before it",
+    )
+
+    def window_of(self, layer: int) -> int | None:
+        return self.sliding_window
+
+
+@attrs.frozen(kw_only=True, slots=False)
 class LayerTypesConfig(DecoderConfig):
     """
     Config with a type for every layer: full attention, or attention within `sliding_window` tokens.
@@ -259,7 +272,7 @@ class LayerTypesConfig(DecoderConfig):
     `layer_types` may be longer than the model.
     """
 
-    sliding_window: int = setting(default=4096, check=at_least(1), impact="changes_training", doc=WINDOW)
+    sliding_window: int = training_setting(default=4096, check=at_least(1), doc=WINDOW)
     layer_types: SlidingTypes = layer_types_setting(4)
 
     def window_of(self, layer: int) -> int | None:
@@ -282,14 +295,11 @@ class ExpertsConfig(DecoderConfig):
 
     num_experts: int = setting(check=create_size_check("num_experts"), doc="number of routed experts per layer")
     num_experts_per_tok: int = setting(check=create_size_check("num_experts"), doc="number of routed experts per token")
-    router_aux_loss_coef: float = setting(  # the default of transformers' MoeConfig
-        default=0.001, check=at_least(0), impact="changes_training", doc="load-balancing loss coefficient"
+    router_aux_loss_coef: float = training_setting(  # the default of transformers' MoeConfig
+        default=0.001, check=at_least(0), doc="load-balancing loss coefficient"
     )
-    router_z_loss_coef: float = setting(
-        default=0.0,
-        check=at_least(0),
-        impact="changes_training",
-        doc="router z-loss coefficient, to keep the router's logits small",
+    router_z_loss_coef: float = training_setting(
+        default=0.0, check=at_least(0), doc="router z-loss coefficient, to keep the router's logits small"
     )
 
     @property
@@ -401,3 +411,79 @@ def find_dense_width_faults(given: Mapping[str, Any], dense: Sequence[int]) -> I
     if dense and "intermediate_size" not in given:
         why = f"intermediate_size is missing, and layer {dense[0]} has no experts"
         yield InvalidSetting("intermediate_size", why, "write intermediate_size = 768, for example")
+
+
+@attrs.frozen(kw_only=True, slots=False)
+class GroupedExpertsConfig(MoeConfig):
+    """Config for routed experts in groups and shared experts in all layers but the first."""
+
+    n_shared_experts: int = setting(
+        default=1,
+        check=create_size_check("num_experts"),
+        doc="number of shared experts per layer, which process all tokens",
+    )
+    first_k_dense_replace: int = setting(default=0, check=at_least(0), doc="number of first layers without experts")
+    routed_scaling_factor: float = training_setting(
+        default=1.0, check=above(0), doc="multiplier of the scores of a token's experts"
+    )
+    n_group: int = training_setting(default=1, check=at_least(1), doc="number of expert groups")
+    topk_group: int = training_setting(default=1, check=at_least(1), doc="maximum number of expert groups per token")
+
+    @property
+    def shared_expert_width(self) -> int:
+        return self.n_shared_experts * self.moe_intermediate_size
+
+    def layer_has_experts(self, number: int) -> bool:
+        return number >= self.first_k_dense_replace
+
+    @classmethod
+    def find_faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+        """Yield the faults in expert groups, and the fault if no layer has experts."""
+        yield from super().find_faults(given)
+        layers, dense = given["num_hidden_layers"], given["first_k_dense_replace"]
+        if dense >= layers:
+            why = f"first_k_dense_replace = {dense} leaves none of {layers} layers with experts"
+            yield InvalidSetting("first_k_dense_replace", why, f"write less than {layers}")
+        yield from find_dense_width_faults(given, range(dense))
+        yield from _find_expert_group_faults(given)
+
+
+@attrs.frozen(kw_only=True, slots=False)
+class SigmoidExpertsConfig(GroupedExpertsConfig):
+    """Config for DeepSeek-V3's experts: scores are sigmoids, and a bias added to them balances the load."""
+
+    norm_topk_prob: bool = training_setting(default=True, doc="normalise the scores of a token's experts to a sum of 1")
+    router_aux_loss_coef: float = 0.0  # the router's bias balances
+
+    @property
+    def routing(self) -> Routing:
+        """Routing by sigmoid scores, with float32 logits and a balancing bias."""
+        return Routing(
+            scoring_func="sigmoid",
+            bias=True,
+            norm_topk_prob=self.norm_topk_prob,
+            routed_scaling_factor=self.routed_scaling_factor,
+            n_group=self.n_group,
+            topk_group=self.topk_group,
+            wide_logits=True,
+        )
+
+
+def _find_expert_group_faults(given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+    """Yield the fault if groups do not divide the experts, or allow fewer experts than a token chooses."""
+    experts, choices = given["num_experts"], given["num_experts_per_tok"]
+    groups, used = given["n_group"], given["topk_group"]
+    if experts % groups or (groups > 1 and experts // groups < 2):
+        fitting = [number for number in range(1, experts // 2 + 1) if experts % number == 0] or [1]
+        why = f"n_group = {groups} does not divide num_experts = {experts} into groups of 2 or more"
+        yield InvalidSetting("n_group", why, f"write one of {', '.join(map(str, fitting))}")
+    elif used > groups:
+        yield InvalidSetting("topk_group", f"topk_group = {used} is more than n_group = {groups}", f"write {groups}")
+    elif choices > used * (experts // groups) and choices <= experts:
+        allowed = f"topk_group = {used} allows {used * experts // groups} experts"
+        why = f"{allowed}, fewer than num_experts_per_tok = {choices}"
+        yield InvalidSetting("topk_group", why, f"write {-(-choices * groups // experts)}, or more")
+
+
+RENAMED = {"num_experts": "n_routed_experts"}
+"""Keys that have other names in a `config.json`."""

@@ -7,10 +7,9 @@ from torch import Tensor, nn
 
 from drawloom.components.experts.local import LocalExperts
 from drawloom.components.model.decoder.config import MoeConfig
-from drawloom.components.model.decoder.context import LayerContext
 from drawloom.components.model.decoder.mlp import GatedMlp
 from drawloom.components.model.decoder.router import Router
-from drawloom.components.model.decoder.specs import ExpertSpec, MlpSpec
+from drawloom.components.model.decoder.specs import ExpertSpec, LayerContext, MlpSpec
 from drawloom.components.model.layers import Linear
 from drawloom.components.parallel.expert import ExpertParallel
 from drawloom.components.ports.kernels import Kernels

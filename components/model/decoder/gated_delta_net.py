@@ -7,8 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drawloom.components.model.decoder.config import DecoderConfig
-from drawloom.components.model.decoder.context import LayerContext
-from drawloom.components.model.decoder.specs import DeltaSpec
+from drawloom.components.model.decoder.specs import DeltaSpec, LayerContext
 from drawloom.components.model.layers import Linear, RMSNorm
 from drawloom.components.parallel.parameter_split import SplitDim
 from drawloom.components.parallel.tensor import TensorParallel

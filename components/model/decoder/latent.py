@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from drawloom.components.model.decoder.config import DecoderConfig
-from drawloom.components.model.decoder.context import LayerContext
-from drawloom.components.model.decoder.specs import LatentSpec
+from drawloom.components.model.decoder.specs import LatentSpec, LayerContext
 from drawloom.components.model.layers import Linear, RMSNorm
 from drawloom.components.parallel.tensor import TensorParallel
 from drawloom.components.ports.kernels import Kernels

@@ -7,13 +7,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from drawloom.components.model.decoder.config import DecoderConfig
-from drawloom.components.model.decoder.context import LayerContext
 from drawloom.components.model.decoder.specs import (
     AttentionSpec,
     Branch,
     DeltaSpec,
     ExpertSpec,
     LatentSpec,
+    LayerContext,
     MlpSpec,
     PartSpec,
 )

@@ -3,8 +3,7 @@
 from torch import Tensor
 
 from drawloom.components.model.decoder.config import DecoderConfig
-from drawloom.components.model.decoder.context import LayerContext
-from drawloom.components.model.decoder.specs import MlpSpec
+from drawloom.components.model.decoder.specs import LayerContext, MlpSpec
 from drawloom.components.model.layers import Linear
 from drawloom.components.parallel.tensor import TensorParallel
 from drawloom.components.ports.kernels import Kernels

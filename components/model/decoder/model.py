@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.model.decoder.config import DecoderConfig
-from drawloom.components.model.decoder.context import LayerContext
 from drawloom.components.model.decoder.layer import Block
-from drawloom.components.model.decoder.specs import Branch, DeltaSpec, MixerSpec
+from drawloom.components.model.decoder.specs import Branch, DeltaSpec, LayerContext, MixerSpec
 from drawloom.components.model.layers import Embedding, Linear, RMSNorm
 from drawloom.components.parallel.tensor import TensorParallel
 from drawloom.components.ports.kernels import Kernels

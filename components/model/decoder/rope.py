@@ -12,7 +12,7 @@ from torch import Tensor
 
 from drawloom.graph import above, at_least, between, setting
 from drawloom.graph.types.structure import ValueConverter
-from drawloom.kernels.rope_frequencies import (
+from drawloom.kernels.rope.frequencies import (
     DynamicScaling,
     LinearScaling,
     Llama3Scaling,
@@ -90,7 +90,7 @@ class RopeScaling:
 
     rope_type: Literal["default", "linear", "ntk", "dynamic", "yarn", "llama3", "longrope"] = setting(
         default="default",
-        doc="how positions are scaled, see kernels/rope_frequencies.py; default: not; ntk is exported as a larger "
+        doc="how positions are scaled, see kernels/rope/frequencies.py; default: not; ntk is exported as a larger "
         "rope_theta, for Hugging Face has no such type",
     )
     rope_theta: float | None = setting(

@@ -1,11 +1,12 @@
-"""Specifications for a layer's parts. A config chooses them; the modules are built from them."""
+"""Specifications of a layer's parts, and the context in which they compute."""
 
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import attrs
+from torch import Tensor
 
 from drawloom.components.model.decoder.rope import Rope
-from drawloom.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
+from drawloom.kernels.attention.options import PLAIN_ATTENTION, AttentionOptions
 
 Activation = Literal["silu", "gelu_tanh"]
 """Activation of the gate in a feed-forward network; `gelu_tanh` is the tanh approximation of GELU."""
@@ -109,7 +110,7 @@ class MlpSpec:
 
 @attrs.frozen
 class ClampedSwiGlu:
-    """Slope and bound for clamped SwiGLU, see kernels/oss_swiglu.py."""
+    """Slope and bound for clamped SwiGLU, see kernels/gates/eager.py."""
 
     alpha: float
     limit: float
@@ -179,3 +180,22 @@ class Branch:
     name: str
     spec: PartSpec
     norm_after: str | None = None
+
+
+class LayerContext(NamedTuple):
+    """
+    Inputs of a layer beside hidden states.
+
+    `documents` are int64 (rows, length). `angles` are cos and sin, float32 (rows, length, pairs); None: the layer does
+    not rotate. `mask` is the kernels' attention_mask of the microbatch, and `recurrence` their recurrence_mask.
+    `weights`, float32 (rows, length), weight each token in losses inside of the layer; None disables them. `padding`,
+    bool (rows, length), is true where there is no document's token; None without padding.
+    """
+
+    # A tuple, so that torch's compiler and tree functions see the tensors.
+    documents: Tensor
+    angles: tuple[Tensor, Tensor] | None = None
+    mask: Any = None
+    weights: Tensor | None = None
+    padding: Tensor | None = None
+    recurrence: Any = None

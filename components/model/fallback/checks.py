@@ -9,10 +9,12 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.model.fallback.attention import NAME, RowAttention
-from drawloom.components.model.fallback.build import build_meta_model, build_transformers_model
-from drawloom.components.model.fallback.conversion import create_conversion_mapper
-from drawloom.components.model.fallback.module import TransformersLM
+from drawloom.components.model.fallback.build import (
+    build_meta_model,
+    build_transformers_model,
+    create_conversion_mapper,
+)
+from drawloom.components.model.fallback.module import NAME, RowAttention, TransformersLM
 from drawloom.components.model.fallback.parts import (
     CallOrder,
     Parts,
@@ -23,7 +25,7 @@ from drawloom.components.model.fallback.parts import (
 )
 from drawloom.components.ports.model import LayerRange, TokenContext
 from drawloom.components.weights.convert import convert_tensors, persistent_tensors
-from drawloom.kernels.attention import attention_eager, create_causal_document_mask
+from drawloom.kernels.attention.eager import attention_eager, create_causal_document_mask
 from drawloom.kernels.linear import embedding_eager, linear_eager
 
 T = TypeVar("T")

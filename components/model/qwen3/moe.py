@@ -6,7 +6,7 @@ from typing import Any
 import attrs
 
 from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.config import MoeConfig, find_dense_width_faults
+from drawloom.components.model.decoder.config import MoeConfig, find_dense_width_faults, training_setting
 from drawloom.components.model.decoder.hugging_face import Family
 from drawloom.components.model.decoder.rope import InvalidSetting
 from drawloom.components.model.decoder.specs import Routing
@@ -20,10 +20,8 @@ class Qwen3MoeConfig(MoeConfig):
 
     qk_norm = "head"
 
-    norm_topk_prob: bool = setting(
-        default=True,
-        impact="changes_training",
-        doc="normalise the probabilities of a token's experts to a sum of 1",
+    norm_topk_prob: bool = training_setting(
+        default=True, doc="normalise the probabilities of a token's experts to a sum of 1"
     )
     decoder_sparse_step: int = setting(default=1, check=at_least(1), doc="the last of every so many layers has experts")
     mlp_only_layers: list[int] = setting(factory=list, doc="indices of layers without experts; default: none")

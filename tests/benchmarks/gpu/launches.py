@@ -14,16 +14,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu import clock
-from drawloom.kernels.attention_cudnn import ONE_DOCUMENT_PER_ROW, attention_cudnn
-from drawloom.kernels.triton.grouped_gemm import grouped_gemm_triton
+from drawloom.kernels.attention.cudnn import ONE_DOCUMENT_PER_ROW, attention_cudnn
+from drawloom.kernels.cross_entropy.triton import linear_cross_entropy_triton
+from drawloom.kernels.gates.triton import swiglu_triton
+from drawloom.kernels.grouped_gemm.triton import grouped_gemm_triton
+from drawloom.kernels.moe.triton import moe_permute_triton, moe_routes_triton, moe_unpermute_triton
+from drawloom.kernels.rms_norm.triton import add_rms_norm_triton, rms_norm_triton
+from drawloom.kernels.rope.triton import qk_norm_rope_triton, rope_triton
 from drawloom.kernels.triton.launch import LeanKernel
-from drawloom.kernels.triton.linear_cross_entropy import linear_cross_entropy_triton
-from drawloom.kernels.triton.moe_permute import moe_permute_triton, moe_unpermute_triton
-from drawloom.kernels.triton.moe_routes import moe_routes_triton
-from drawloom.kernels.triton.qk_norm_rope import qk_norm_rope_triton
-from drawloom.kernels.triton.rms_norm import add_rms_norm_triton, rms_norm_triton
-from drawloom.kernels.triton.rope import rope_triton
-from drawloom.kernels.triton.swiglu import swiglu_triton
 
 CALLS, BATCHES = 50, 20
 

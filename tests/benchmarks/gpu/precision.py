@@ -45,8 +45,7 @@ from drawloom.components.ports.data import TokenBatch  # noqa: E402
 from drawloom.components.ports.pipeline import create_step_state  # noqa: E402
 from drawloom.components.ports.run import Step  # noqa: E402
 from drawloom.components.stages.materialized import MaterializedStages  # noqa: E402
-from drawloom.kernels.triton.cut_cross_entropy import cut_cross_entropy_triton  # noqa: E402
-from drawloom.kernels.triton.linear_cross_entropy import linear_cross_entropy_triton  # noqa: E402
+from drawloom.kernels.cross_entropy.triton import cut_cross_entropy_triton, linear_cross_entropy_triton  # noqa: E402
 from support import pipelines  # noqa: E402
 
 LENGTH = 12 if TINY else 4096

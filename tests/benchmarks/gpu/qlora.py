@@ -17,7 +17,7 @@ from benchmarks.gpu.meshes import LARGE, QWEN_30B, TINY, Case
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.distributed.processes import TorchProcesses
-from drawloom.kernels.weight_formats import FORMATS
+from drawloom.kernels.weight_formats.eager import FORMATS
 
 FROZEN = ("compute", "mxfp4") if TINY else ("compute", "nf4", "float8", "mxfp4")
 SHAPE = (14_336, 4096)
@@ -56,7 +56,7 @@ def main() -> None:
 
 def _measure_dequantization(name: str, device: torch.device) -> None:
     """Print the time and the rate of one launch."""
-    from drawloom.kernels.triton.dequantize import dequantize_triton
+    from drawloom.kernels.weight_formats.triton import dequantize_triton
 
     stored = FORMATS[name].quantize(torch.randn(SHAPE, device=device))
     result = dequantize_triton(stored, name)

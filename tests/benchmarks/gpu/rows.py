@@ -10,32 +10,24 @@ from torch import Tensor
 
 from benchmarks.gpu import peers
 from drawloom.components.ports.model import count_attended_pairs
-from drawloom.kernels.adamw import ParamState, compute_step_scalars
-from drawloom.kernels.attention import EAGER, AttentionImplementation
-from drawloom.kernels.cut_cross_entropy import LogitCut
-from drawloom.kernels.dynamic_map import compute_scales_shape
-from drawloom.kernels.geglu import geglu_eager
-from drawloom.kernels.grouped_gemm import grouped_gemm_torch
-from drawloom.kernels.moe import moe_permute_eager, moe_routes_eager, moe_unpermute_eager
-from drawloom.kernels.oss_swiglu import oss_swiglu_halves_eager
-from drawloom.kernels.rms_norm import add_rms_norm_eager, rms_norm_eager
-from drawloom.kernels.rope import qk_norm_rope_eager, rope_eager
-from drawloom.kernels.rope_frequencies import compute_rope_cos_and_sin
-from drawloom.kernels.scale import scale_and_sum_squares, scale_and_sum_squares_eager
-from drawloom.kernels.swiglu import swiglu_eager
-from drawloom.kernels.triton.adamw import AdamwTriton
-from drawloom.kernels.triton.cut_cross_entropy import cut_cross_entropy_triton
-from drawloom.kernels.triton.geglu import geglu_triton
-from drawloom.kernels.triton.grouped_gemm import grouped_gemm_triton
-from drawloom.kernels.triton.linear_cross_entropy import linear_cross_entropy_triton
-from drawloom.kernels.triton.moe_permute import moe_permute_triton, moe_unpermute_triton
-from drawloom.kernels.triton.moe_routes import moe_routes_triton
-from drawloom.kernels.triton.oss_swiglu import oss_swiglu_halves_triton
-from drawloom.kernels.triton.qk_norm_rope import qk_norm_rope_triton
-from drawloom.kernels.triton.rms_norm import add_rms_norm_triton, rms_norm_triton
-from drawloom.kernels.triton.rope import rope_triton
-from drawloom.kernels.triton.stochastic_copy import stochastic_copy_triton
-from drawloom.kernels.triton.swiglu import swiglu_triton
+from drawloom.kernels.adamw.eager import ParamState, compute_scales_shape, compute_step_scalars
+from drawloom.kernels.adamw.triton import AdamwTriton
+from drawloom.kernels.attention.eager import EAGER, AttentionImplementation
+from drawloom.kernels.cross_entropy.eager import LogitCut
+from drawloom.kernels.cross_entropy.triton import cut_cross_entropy_triton, linear_cross_entropy_triton
+from drawloom.kernels.gates.eager import geglu_eager, oss_swiglu_halves_eager, swiglu_eager
+from drawloom.kernels.gates.triton import geglu_triton, oss_swiglu_halves_triton, swiglu_triton
+from drawloom.kernels.gradients.eager import scale_and_sum_squares, scale_and_sum_squares_eager
+from drawloom.kernels.grouped_gemm.eager import grouped_gemm_torch
+from drawloom.kernels.grouped_gemm.triton import grouped_gemm_triton
+from drawloom.kernels.moe.eager import moe_permute_eager, moe_routes_eager, moe_unpermute_eager
+from drawloom.kernels.moe.triton import moe_permute_triton, moe_routes_triton, moe_unpermute_triton
+from drawloom.kernels.rms_norm.eager import add_rms_norm_eager, rms_norm_eager
+from drawloom.kernels.rms_norm.triton import add_rms_norm_triton, rms_norm_triton
+from drawloom.kernels.rope.eager import qk_norm_rope_eager, rope_eager
+from drawloom.kernels.rope.frequencies import compute_rope_cos_and_sin
+from drawloom.kernels.rope.triton import qk_norm_rope_triton, rope_triton
+from drawloom.kernels.stochastic_copy.triton import stochastic_copy_triton
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 RANDOM = torch.Generator(DEVICE)
@@ -355,9 +347,9 @@ def _attention_in(row: Tensor, description: str, tiny: bool) -> Row:
     product = 4.0 * batch * heads * channels * count_attended_pairs(row[None])
     fast: dict[str, Callable[..., Any]] = {}
     if DEVICE.type == "cuda":
-        from drawloom.kernels.attention_cudnn import CUDNN
-        from drawloom.kernels.attention_flash import VARLEN
-        from drawloom.kernels.attention_flex import FLEX
+        from drawloom.kernels.attention.cudnn import CUDNN
+        from drawloom.kernels.attention.flash import VARLEN
+        from drawloom.kernels.attention.flex import FLEX
 
         kinds = {"flex": FLEX, "varlen": VARLEN} | ({} if row.any() else {"cudnn": CUDNN})
         fast = {f"drawloom {name}": _with_mask(kind, documents) for name, kind in kinds.items()}

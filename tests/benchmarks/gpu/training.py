@@ -46,7 +46,7 @@ from drawloom.components.ports.model import (  # noqa: E402
     TokenContext,
     count_attended_pairs,
 )
-from drawloom.kernels.adamw import ParamState, compute_step_scalars  # noqa: E402
+from drawloom.kernels.adamw.eager import ParamState, compute_step_scalars  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 Step = Callable[[], object]
@@ -282,7 +282,7 @@ def _step(model: nn.Module, loss: Callable[[], Tensor], rounded: bool) -> Step:
 
 
 def _stochastic_adamw(parameters: list[nn.Parameter]) -> Callable[[], None]:
-    module = "triton.adamw.AdamwTriton" if DEVICE.type == "cuda" else "adamw.AdamwEager"
+    module = "adamw.triton.AdamwTriton" if DEVICE.type == "cuda" else "adamw.eager.AdamwEager"
     path, _, name = f"drawloom.kernels.{module}".rpartition(".")
     weights = [parameter.detach() for parameter in parameters]
     kept = [ParamState(w, torch.zeros_like(w), torch.zeros_like(w), 0.1, number) for number, w in enumerate(weights)]

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from drawloom.components.data.sources.library_files import list_source_files
-from drawloom.components.data.standard_library import StandardLibrary
+from drawloom.components.data.standard_library import StandardLibrary, list_source_files
 from drawloom.graph import UserError
 
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from drawloom.components.data import token_arrays
 from drawloom.components.data.bytes import Bytes
-from drawloom.components.data.sources import endless
 from drawloom.components.data.store.shard import choose_id_dtype
 from drawloom.components.data.token_arrays import TokenArrays, tokenize_split
 from drawloom.components.ports.corpus import Split
@@ -51,7 +51,7 @@ def test_a_corpus_that_does_not_end_is_named(monkeypatch: pytest.MonkeyPatch, ca
             assert "Endless.documents('train') has yielded 2 items" in caplog.text
             assert "write a component with `next_step` for [data]" in caplog.text
 
-    monkeypatch.setattr(endless, "WARN_SECONDS", 0.0)
+    monkeypatch.setattr(token_arrays, "WARN_SECONDS", 0.0)
     assert len(tokenize_split(Endless(), Bytes(), "train").lengths) == 2
 
 

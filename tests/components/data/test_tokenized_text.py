@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from drawloom.components.data.bytes import Bytes
-from drawloom.components.data.store import processes
+from drawloom.components.data.store import build
 from drawloom.components.data.text_files import TextFiles
 from drawloom.components.data.tokenized_text import TokenizedText
 from drawloom.components.ports.corpus import Split
@@ -85,7 +85,7 @@ def test_files_are_tokenized_once(
     stores = sorted((tmp_path / "runs" / ".tokens").iterdir())
     assert len(stores) == 2
     with monkeypatch.context() as patch:
-        patch.setattr(processes, "tokenize_parts_into_shards", lambda *arguments: pytest.fail("tokenized again"))
+        patch.setattr(build, "tokenize_parts_into_shards", lambda *arguments: pytest.fail("tokenized again"))
         assert tokens_of(run(), "train") == tokens_of(first, "train")
     (tmp_path / "3.txt").write_text("text X")
     run()

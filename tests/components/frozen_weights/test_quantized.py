@@ -15,7 +15,7 @@ from drawloom.components.model.qwen3.moe import Qwen3Moe
 from drawloom.components.ports.model import list_quantized_parameter_formats
 from drawloom.components.ports.slices import RankSlice, TensorSlice
 from drawloom.graph import UserError
-from drawloom.kernels.weight_formats import FORMATS, NF4
+from drawloom.kernels.weight_formats.eager import FORMATS, NF4
 from support.qwen3 import SIZES, SPARSE_SIZES
 
 DENSE: dict[str, Any] = SIZES | {"hidden_size": 128, "head_dim": 64, "intermediate_size": 192}

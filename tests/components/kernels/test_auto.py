@@ -18,18 +18,15 @@ from drawloom.graph import UserError
 from drawloom.graph.project import Project
 from drawloom.graph.registry.spec import read_spec
 from drawloom.graph.types.port_match import find_mismatches
-from drawloom.kernels.attention import attention_eager, create_causal_document_mask
-from drawloom.kernels.attention_options import AttentionOptions
-from drawloom.kernels.expert_bias import add_expert_bias_eager
-from drawloom.kernels.geglu import geglu_eager
-from drawloom.kernels.grouped_gemm import grouped_gemm_eager
+from drawloom.kernels.attention.eager import attention_eager, create_causal_document_mask
+from drawloom.kernels.attention.options import AttentionOptions
+from drawloom.kernels.cross_entropy.eager import linear_cross_entropy_eager
+from drawloom.kernels.gates.eager import geglu_eager, oss_swiglu_halves_eager, swiglu_eager, swiglu_halves_eager
+from drawloom.kernels.grouped_gemm.eager import add_expert_bias_eager, grouped_gemm_eager
 from drawloom.kernels.linear import embedding_eager, linear_eager
-from drawloom.kernels.linear_cross_entropy import linear_cross_entropy_eager
-from drawloom.kernels.moe import moe_permute_eager, moe_routes_eager, moe_unpermute_eager
-from drawloom.kernels.oss_swiglu import oss_swiglu_halves_eager
-from drawloom.kernels.rms_norm import add_rms_norm_eager, rms_norm_eager
-from drawloom.kernels.rope import qk_norm_rope_eager, rope_eager
-from drawloom.kernels.swiglu import swiglu_eager, swiglu_halves_eager
+from drawloom.kernels.moe.eager import moe_permute_eager, moe_routes_eager, moe_unpermute_eager
+from drawloom.kernels.rms_norm.eager import add_rms_norm_eager, rms_norm_eager
+from drawloom.kernels.rope.eager import qk_norm_rope_eager, rope_eager
 from support.exchanges import Exchange, ThreadPart, run_threads
 from support.kernels import DEVICE
 from support.qwen3 import cpu_kernels, kernels_on

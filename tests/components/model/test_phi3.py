@@ -13,7 +13,7 @@ from drawloom.components.model.decoder.hugging_face import read_config
 from drawloom.components.model.decoder.rope import RopeScaling
 from drawloom.components.model.phi3 import Phi3
 from drawloom.graph import UserError
-from drawloom.kernels.rope_frequencies import document_length_by_token
+from drawloom.kernels.rope.frequencies import document_length_by_token
 from support.families import (
     assert_equal_to_transformers,
     assert_files_go_both_ways,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.optim.adamw_triton import AdamWTriton
+from drawloom.components.optim.adamw_step import AdamWTriton
 from drawloom.components.optim.torch_optimizer import create_fastest_adamw
 from support.equality import assert_equal
 from support.kernels import DEVICE

@@ -24,7 +24,7 @@ from drawloom.components.ports.memory import MemoryChoice
 from drawloom.components.ports.run import Step
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.graph import UserError
-from drawloom.kernels.adamw import AdamwEager, ParamState, compute_step_scalars
+from drawloom.kernels.adamw.eager import AdamwEager, ParamState, compute_step_scalars
 from support.checkpoints import SingleRankMesh
 from support.kernels import DEVICE
 from support.pipelines import Job

@@ -8,7 +8,7 @@ import torch
 
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.optim.adamw import AdamW
-from drawloom.components.optim.adamw_triton import AdamWTriton
+from drawloom.components.optim.adamw_step import AdamWTriton
 from drawloom.components.optim.muon import Muon
 from drawloom.components.optim.sgd import SGD
 from drawloom.components.optim.stochastic_adamw import StochasticAdamW

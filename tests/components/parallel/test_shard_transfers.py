@@ -12,7 +12,7 @@ from drawloom.components.distributed.precision import DtypePolicy
 from drawloom.components.float8.layers import Float8Message
 from drawloom.components.parallel import shard_transfers
 from drawloom.components.parallel.shard_transfers import choose_gradient_message_dtype, start_gather, start_sum
-from drawloom.kernels.float8.message import pack_weights
+from drawloom.kernels.float8.experts import pack_weights
 from support.joined import join_processes
 from support.processes import run_ranks
 from support.sharded_sums import Case, alone, assert_same, on_shards, slice_of

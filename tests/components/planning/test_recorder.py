@@ -9,8 +9,8 @@ from drawloom.components.distributed.device_model import DeviceModel, Reached
 from drawloom.components.parallel.meta_collectives import emulate_collective
 from drawloom.components.planning.attention import AttentionFractions
 from drawloom.components.planning.recorder import PassCost, Recorder
-from drawloom.kernels.cut_cross_entropy import LogitCut
-from drawloom.kernels.triton.cut_cross_entropy import cut_cross_entropy_triton
+from drawloom.kernels.cross_entropy.eager import LogitCut
+from drawloom.kernels.cross_entropy.triton import cut_cross_entropy_triton
 
 DEVICE = DeviceModel(
     name="made up",

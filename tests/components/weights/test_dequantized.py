@@ -18,7 +18,7 @@ from drawloom.components.weights.load import fill_module, fill_module_from_folde
 from drawloom.components.weights.mapper import parallel, sequential
 from drawloom.components.weights.mapper_ops import chunk, rename, transpose, unstack
 from drawloom.graph import UserError
-from drawloom.kernels.weight_formats import FLOAT8, FORMATS, MXFP4, NF4, NF4_VALUES, WeightFormat
+from drawloom.kernels.weight_formats.eager import FLOAT8, FORMATS, MXFP4, NF4, NF4_VALUES, WeightFormat
 from support.tensor_sources import InMemoryTensors
 
 BYTE = torch.uint8

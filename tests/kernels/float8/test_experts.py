@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from drawloom.kernels.deferred_grads import Accumulation, Deferral
+from drawloom.kernels.float8.eager import EAGER
 from drawloom.kernels.float8.experts import CachedFloat8Experts, expert_rows_float8, experts_float8
-from drawloom.kernels.float8.grouped_casts import EAGER
-from drawloom.kernels.grouped_gemm import grouped_gemm_eager
-from drawloom.kernels.moe import Routes, moe_permute_eager, moe_routes_eager, moe_unpermute_eager
+from drawloom.kernels.gates.eager import swiglu_halves_eager
+from drawloom.kernels.grouped_gemm.eager import grouped_gemm_eager
+from drawloom.kernels.moe.eager import Routes, moe_permute_eager, moe_routes_eager, moe_unpermute_eager
 from drawloom.kernels.recompute.repeated_calls import call_with_recomputation
 from drawloom.kernels.recompute.selective import Selective
-from drawloom.kernels.swiglu import swiglu_halves_eager
 
 TOKENS, WIDTH, INNER, EXPERTS, TOP_K = 45, 32, 48, 6, 3
 
@@ -170,7 +170,7 @@ def test_shapes_on_the_meta_device(kernels: str) -> None:
     chosen = EAGER
     if kernels == "triton":
         pytest.importorskip("triton")
-        from drawloom.kernels.float8.triton_grouped_casts import TRITON
+        from drawloom.kernels.float8.triton import TRITON
 
         chosen = TRITON
     with torch.device("meta"):

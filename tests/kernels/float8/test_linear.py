@@ -13,15 +13,20 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.kernels.deferred_grads import Accumulation, Deferral
-from drawloom.kernels.float8.casts import E4M3, EAGER, Float8Kernels, Float8Rows
-from drawloom.kernels.float8.linear import CachedFloat8Weights, linear_float8, linears_float8, mlp_float8
-from drawloom.kernels.float8.rms_norm import rms_norm_float8
+from drawloom.kernels.float8.eager import E4M3, EAGER, Float8Kernels, Float8Rows
+from drawloom.kernels.float8.linear import (
+    CachedFloat8Weights,
+    linear_float8,
+    linears_float8,
+    mlp_float8,
+    rms_norm_float8,
+)
+from drawloom.kernels.gates.eager import swiglu_eager
 from drawloom.kernels.linear import linear_eager
 from drawloom.kernels.recompute.marks import call_recomputable
 from drawloom.kernels.recompute.repeated_calls import call_with_recomputation
 from drawloom.kernels.recompute.selective import Selective
-from drawloom.kernels.rms_norm import rms_norm_eager
-from drawloom.kernels.swiglu import swiglu_eager
+from drawloom.kernels.rms_norm.eager import rms_norm_eager
 
 TOKENS, INPUTS, OUTPUTS = 37, 64, 48
 
@@ -330,7 +335,7 @@ def test_recomputed_layers_have_the_bits_of_kept_ones(policy: str) -> None:
 def test_products_have_the_layouts_that_gpus_multiply(tokens: int) -> None:
     """On the meta device torch applies CUDA's rules of layout and alignment to each product, for any tokens."""
     pytest.importorskip("triton")
-    from drawloom.kernels.float8.triton_casts import TRITON
+    from drawloom.kernels.float8.triton import TRITON
 
     with torch.device("meta"):
         x, weight, bias = (torch.empty(*shape, dtype=torch.bfloat16) for shape in ((2, tokens, 64), (48, 64), (48,)))

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from drawloom.kernels.float8.casts import E4M3, EAGER
+from drawloom.kernels.float8.eager import E4M3, EAGER
 from drawloom.kernels.float8.linear import linear_float8, mlp_float8
-from drawloom.kernels.float8.triton_casts import TRITON
+from drawloom.kernels.float8.triton import TRITON
 from support.kernels import DEVICE
 
 SHAPES = [(1, 16), (7, 48), (33, 80), (66, 1040), (5, 3056), (5, 4112)]

@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from drawloom.kernels.float8.casts import ScaledRows
+from drawloom.kernels.float8.eager import EAGER, ScaledRows, allocate_quantized_experts
 from drawloom.kernels.float8.experts import expert_rows_float8, experts_float8
-from drawloom.kernels.float8.grouped_casts import EAGER, allocate_quantized_experts
-from drawloom.kernels.float8.triton_grouped_casts import TRITON
-from drawloom.kernels.moe import moe_routes_eager
+from drawloom.kernels.float8.triton import TRITON
+from drawloom.kernels.moe.eager import moe_routes_eager
 from support.kernels import DEVICE
 
 EXPERTS, TOP_K = 5, 2

@@ -8,11 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from drawloom.kernels.float8.eager import EAGER
 from drawloom.kernels.float8.experts import experts_float8
-from drawloom.kernels.float8.grouped_casts import EAGER
-from drawloom.kernels.float8.linear import linear_float8, mlp_float8
-from drawloom.kernels.float8.rms_norm import rms_norm_float8
-from drawloom.kernels.moe import Routes
+from drawloom.kernels.float8.linear import linear_float8, mlp_float8, rms_norm_float8
+from drawloom.kernels.moe.eager import Routes
 from drawloom.kernels.recompute.marks import accept_rounded_inputs
 from drawloom.kernels.recompute.saved_tensors import get_wrapper_of_saved_variable
 from drawloom.kernels.recompute.selective import Quantized

@@ -7,25 +7,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from drawloom.kernels.cut_cross_entropy import LogitCut
-from drawloom.kernels.moe import moe_routes_eager
-from drawloom.kernels.recurrence import RecurrentDocuments
-from drawloom.kernels.rope_frequencies import compute_rope_cos_and_sin
-from drawloom.kernels.triton.causal_conv import causal_conv_triton
-from drawloom.kernels.triton.cut_cross_entropy import cut_cross_entropy_triton
-from drawloom.kernels.triton.gated_delta import delta_rule_triton
-from drawloom.kernels.triton.geglu import geglu_triton
-from drawloom.kernels.triton.grouped_gemm import grouped_gemm_triton
-from drawloom.kernels.triton.linear_cross_entropy import linear_cross_entropy_triton
-from drawloom.kernels.triton.moe_permute import moe_permute_triton, moe_unpermute_triton
-from drawloom.kernels.triton.moe_routes import moe_routes_triton
-from drawloom.kernels.triton.oss_swiglu import oss_swiglu_halves_triton
+from drawloom.kernels.cross_entropy.eager import LogitCut
+from drawloom.kernels.cross_entropy.triton import cut_cross_entropy_triton, linear_cross_entropy_triton
+from drawloom.kernels.gated_delta.eager import RecurrentDocuments
+from drawloom.kernels.gated_delta.triton import causal_conv_triton, delta_rule_triton
+from drawloom.kernels.gates.triton import geglu_triton, oss_swiglu_halves_triton, swiglu_halves_triton, swiglu_triton
+from drawloom.kernels.grouped_gemm.triton import grouped_gemm_triton
+from drawloom.kernels.moe.eager import moe_routes_eager
+from drawloom.kernels.moe.triton import moe_permute_triton, moe_routes_triton, moe_unpermute_triton
+from drawloom.kernels.rms_norm.triton import add_rms_norm_triton, rms_norm_triton
+from drawloom.kernels.rope.frequencies import compute_rope_cos_and_sin
+from drawloom.kernels.rope.triton import qk_norm_rope_triton, rope_triton
+from drawloom.kernels.stochastic_copy.triton import stochastic_copy_triton
 from drawloom.kernels.triton.primitives import next_power_of_2, unify_angle_strides, view_as_rows
-from drawloom.kernels.triton.qk_norm_rope import qk_norm_rope_triton
-from drawloom.kernels.triton.rms_norm import add_rms_norm_triton, rms_norm_triton
-from drawloom.kernels.triton.rope import rope_triton
-from drawloom.kernels.triton.stochastic_copy import stochastic_copy_triton
-from drawloom.kernels.triton.swiglu import swiglu_halves_triton, swiglu_triton
 from support.kernels import DEVICE, draw_tensor, spread_apart
 
 TARGETS = torch.tensor([0, 3, -100, 5]).to(DEVICE)

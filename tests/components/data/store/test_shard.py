@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from drawloom.components.data.store.shard import ShardFiles, ShardWriter, TokenShard, choose_id_dtype
+from drawloom.components.data.store.shard import ShardWriter, TokenShard, choose_id_dtype, get_shard_stem
 from drawloom.graph import UserError
 from support.stores import content, damage
 
@@ -14,26 +14,22 @@ DTYPE = np.dtype("<u2")
 DOCUMENTS = [([1, 2, 65_535], "a.txt", 0), ([], "a.txt", 7), ([9], "b.txt", 2**40)]
 
 
-def write(folder: Path, weighted: bool = False) -> TokenShard:
-    with ShardWriter(folder, 3, DTYPE, weighted) as shard:
+def write(folder: Path) -> TokenShard:
+    with ShardWriter(folder, 3, DTYPE) as shard:
         for ids, source, offset in DOCUMENTS:
-            weights = np.linspace(0, 1, len(ids), dtype=np.float32) if weighted else None
-            shard.append_document(np.array(ids, np.int64), source, offset, weights)
-    return TokenShard.open_from_json(ShardFiles(folder, 3), DTYPE, weighted)
+            shard.append_document(np.array(ids, np.int64), source, offset)
+    return TokenShard.open_from_json(get_shard_stem(folder, 3), DTYPE)
 
 
 def test_documents_come_back(tmp_path: Path) -> None:
     """Ids, ends, offsets and sources are as they were added; equal ids have equal hashes, others different ones."""
-    shard = write(tmp_path, weighted=True)
-    assert shard.ids.tolist() == [1, 2, 65_535, 9] and shard.document_ends.tolist() == [3, 3, 4]
-    assert shard.weights.tolist() == [0.0, 0.5, 1.0, 0.0]
+    shard = write(tmp_path)
+    assert shard.read_ids(0, shard.tokens).tolist() == [1, 2, 65_535, 9] and shard.document_ends.tolist() == [3, 3, 4]
     assert [shard.describe_origin(number) for number in range(3)] == ["a.txt:0", "a.txt:7", f"b.txt:{2**40}"]
     assert len(set(shard.read_document_column("keys").tolist())) == 3
     other = tmp_path / "other"
     other.mkdir()
-    assert (
-        write(other, weighted=True).read_document_column("keys").tolist() == shard.read_document_column("keys").tolist()
-    )
+    assert write(other).read_document_column("keys").tolist() == shard.read_document_column("keys").tolist()
     shard.check_file_contents()
 
 
@@ -49,10 +45,10 @@ def test_the_files_are_as_documented(tmp_path: Path) -> None:
     assert files["00003.digests"] == b"".join(hashes)
 
 
-@pytest.mark.parametrize("kind", ["tokens", "documents", "weights"])
+@pytest.mark.parametrize("kind", ["tokens", "documents"])
 def test_a_damaged_file_is_named(tmp_path: Path, kind: str) -> None:
     """A changed byte is found by reading, a cut-off or missing file at once; the error names the file."""
-    shard = write(tmp_path, weighted=True)
+    shard = write(tmp_path)
     path = tmp_path / f"00003.{kind}"
     damage(path)
     shard.check_file_sizes()
@@ -69,7 +65,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, kind: str) -> None:
 def test_a_failure_leaves_no_complete_shard(tmp_path: Path) -> None:
     """An error while a shard is written leaves it without its JSON file, also if it had one before."""
     write(tmp_path)
-    with pytest.raises(KeyError), ShardWriter(tmp_path, 3, DTYPE, False) as shard:
+    with pytest.raises(KeyError), ShardWriter(tmp_path, 3, DTYPE) as shard:
         shard.append_document(np.array([1]), "a", 0)
         raise KeyError
     assert not (tmp_path / "00003.json").exists()
@@ -78,11 +74,11 @@ def test_a_failure_leaves_no_complete_shard(tmp_path: Path) -> None:
 
 def test_an_empty_shard_is_complete(tmp_path: Path) -> None:
     """A part may have no document."""
-    with ShardWriter(tmp_path, 0, DTYPE, False):
+    with ShardWriter(tmp_path, 0, DTYPE):
         pass
-    shard = TokenShard.open_from_json(ShardFiles(tmp_path, 0), DTYPE, False)
+    shard = TokenShard.open_from_json(get_shard_stem(tmp_path, 0), DTYPE)
     shard.check_file_contents()
-    assert shard.ids.tolist() == shard.document_ends.tolist() == []
+    assert shard.read_ids(0, shard.tokens).tolist() == shard.document_ends.tolist() == []
 
 
 @pytest.mark.parametrize(("size", "width"), [(257, 2), (65_536, 2), (65_537, 4)])

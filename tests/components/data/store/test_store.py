@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from drawloom.components.data.store.blocks import MappedFile
+from drawloom.components.data.store.shard import MappedFile
 from drawloom.components.data.store.store import Store
 from drawloom.graph import UserError
 from support.stores import damage, store_of

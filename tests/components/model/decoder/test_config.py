@@ -8,11 +8,10 @@ import attrs
 import pytest
 
 from drawloom.components.model.auto import FAMILIES
-from drawloom.components.model.decoder.builder import DecoderBuilder
+from drawloom.components.model.decoder.builder import DecoderBuilder, find_setting_faults
 from drawloom.components.model.decoder.config import DecoderConfig
 from drawloom.components.model.decoder.hugging_face import Family
 from drawloom.components.model.decoder.rope import CONVERTER
-from drawloom.components.model.decoder.settings import find_setting_faults
 from drawloom.components.model.phi3 import Phi3
 from drawloom.graph import UserError, at_least, component, setting
 from drawloom.graph.project import Recipe

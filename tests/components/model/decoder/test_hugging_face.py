@@ -13,7 +13,7 @@ from drawloom.components.model.decoder.rope import RopeScaling, convert_to_kerne
 from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.model.qwen3.moe import Qwen3Moe, Qwen3MoeConfig
 from drawloom.graph import UserError
-from drawloom.kernels.rope_frequencies import rope_frequencies
+from drawloom.kernels.rope.frequencies import rope_frequencies
 from support.qwen3 import dense, sparse
 
 

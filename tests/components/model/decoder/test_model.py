@@ -14,8 +14,8 @@ from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.decoder.model import check_hidden_states_request, compute_document_means
 from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.ports.model import HiddenStates, LayerRange, TokenContext
-from drawloom.kernels.attention import AttentionImplementation
-from drawloom.kernels.attention_flex import FLEX
+from drawloom.kernels.attention.eager import AttentionImplementation
+from drawloom.kernels.attention.flex import FLEX
 from support.qwen3 import (
     SIZES,
     cpu_kernels,

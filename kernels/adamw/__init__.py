@@ -1,0 +1,1 @@
+"""AdamW for weights and means of few bits."""

@@ -1,0 +1,566 @@
+"""
+AdamW in Triton, rounded to the nearest or stochastically: one launch for all weights with the same dtypes.
+
+A table on the device holds the addresses of every weight, its gradient and its state. A second table assigns a weight
+and a part of it to every program. Two small tensors on the device hold the values that change from step to step, so a
+launch can be captured in a CUDA graph and replayed. Nothing is contracted into fused multiply-adds, and division
+and square root are rounded by IEEE 754, so the results are bitwise equal to the eager implementation. Gradients may
+have factors; products have the bits of tensors scaled in place.
+
+With running means of 8 bits, a program decodes, updates and encodes blocks of 256 elements in a row, each with its own
+scale. The nearest code is computed from the number's place in its decade. Only blocks with a number beside a midpoint,
+where rounding decides, are compared with the table of midpoints.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from itertools import groupby
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from drawloom.kernels.adamw.eager import BLOCK as CODE_BLOCK
+from drawloom.kernels.adamw.eager import SMALLEST, ParamState, compute_values_and_midpoints
+from drawloom.kernels.gradients.eager import scale_and_sum_squares
+from drawloom.kernels.triton.launch import cache_launches, limit_registers
+from drawloom.kernels.triton.primitives import (
+    load_or_zero,
+    philox,
+    round_stochastically,
+    split_into_16bit_halves,
+    upload,
+)
+
+ALIGNMENT = 16
+"""Bytes per vectorized load; kernels read other tensors element by element."""
+
+PART = 2**14
+"""Elements per program."""
+
+BLOCK = 512
+"""Elements per iteration of a program: 4 per thread, 8 bytes in bfloat16; larger ones lower the occupancy."""
+
+TABLE_COLUMNS = 12
+"""
+Numbers in a row of the table: four addresses, the element count, the weight's index among all weights, the
+noise's key, first index, row width and row stride, and the addresses of max_exp_avg_sq and of the remainder, or 0.
+"""
+
+CODE_LAUNCH = {"TILE": 1, "num_warps": 1}
+"""
+Blocks of codes per iteration of a program, and warps per program: with one, no barrier waits for a block's largest
+number.
+"""
+
+REGISTERS = 64
+"""Registers per thread for codes; more leave too few programs to hide the loads."""
+
+PROGRAM_BLOCKS = 32
+"""Blocks of codes of a program."""
+
+CODE_TABLE_COLUMNS = 14
+"""
+Numbers in a row of the table for codes: the addresses of weight, gradient, means, their scales and the remainder, or 0;
+the count of blocks, the weight's index, the noise's key, first index, row width and row stride, and the weight's row
+width.
+"""
+
+
+class AdamwTriton:
+    """Optimizer step with one launch for each dtype combination; bitwise equal to AdamwEager."""
+
+    def __init__(self, params: Sequence[ParamState], maximize: bool = False) -> None:
+        filled = [index for index, param in enumerate(params) if param.weight.numel()]
+        kinds = sorted(filled, key=lambda index: _get_launch_group_key(params[index]))
+        groups = [list(group) for _, group in groupby(kinds, key=lambda index: _get_launch_group_key(params[index]))]
+        self._launches = [
+            (
+                indices,
+                (_FusedCodeStep if params[indices[0]].has_8bit_moments else _FusedStep)(
+                    [params[index] for index in indices], indices, maximize
+                ),
+            )
+            for indices in groups
+        ]
+
+    def step(
+        self,
+        grads: Sequence[Tensor],
+        scalars: Tensor,
+        counter: int | None = None,
+        found_inf: Tensor | None = None,
+        factors: Tensor | None = None,
+    ) -> None:
+        """Update all weights and their state in place. The arguments are those of AdamwEager.step."""
+        for indices, launch in self._launches:
+            launch.run(
+                [grads[index] for index in indices], *launch.upload_scalars(scalars, counter), found_inf, factors
+            )
+
+
+def _get_launch_group_key(param: ParamState) -> tuple[str, ...]:
+    """Return the dtypes, device and compile-time constants shared by a launch's weights."""
+    kind = param.weight.dtype, param.exp_avg.dtype, param.weight.device, param.has_whole_blocks
+    return tuple(map(str, (*kind, *_kernel_constants(param).values())))
+
+
+def _kernel_constants(param: ParamState) -> dict[str, bool]:
+    """
+    Return the kernel's compile-time constants for a weight.
+
+    They state whether loads are aligned, how elements map to the noise, whether the step divides by max_exp_avg_sq, and
+    whether weights are master weights.
+    """
+    aligned = all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in param.weight_and_state_tensors)
+    has_maximum = param.max_exp_avg_sq is not None
+    constants = {
+        "ALIGNED": aligned,
+        "ROWS": not param.is_one_flat_range,
+        "PAIRS": param.has_adjacent_noise_pairs,
+        "AMSGRAD": has_maximum,
+    }
+    return constants | {"MASTER": param.remainder is not None}
+
+
+class _FusedStep:
+    """Launch for non-empty weights with equal dtypes and constants, with their address tables."""
+
+    def __init__(self, params: list[ParamState], indices: list[int], maximize: bool) -> None:
+        if any(not tensor.is_contiguous() for param in params for tensor in param.weight_and_state_tensors):
+            raise ValueError("weights and their state must be contiguous; use AdamwEager for others")
+        self._params, self._indices = params, indices
+        self._device = params[0].weight.device
+        self._constants = _kernel_constants(params[0]) | {"MAXIMIZE": maximize}
+        parts = [(row, part) for row, param in enumerate(params) for part in self._list_parts(param)]
+        self._parts = upload(torch.tensor(parts, dtype=torch.int32), self._device)
+        weight_decays = torch.tensor([param.weight_decay for param in params], dtype=torch.float32)
+        self._weight_decays = upload(weight_decays, self._device)
+        # Empty tensors carry the dtypes; the address of a tensor with memory would matter to the launch.
+        self._likes = [x.view(-1)[:0] for x in (params[0].weight, params[0].exp_avg)]
+        self._addresses: list[int] = []
+        self._table = torch.empty(0)
+
+    def upload_scalars(self, scalars: Tensor, counter: int | None) -> tuple[Tensor, Tensor | None]:
+        """Return the scalars, float32 (6,) or (all weights, 6), and the counter, int64 (1,), on the device."""
+        noise_step = None if counter is None else upload(torch.tensor([counter]), self._device)
+        return upload(scalars, self._device), noise_step
+
+    def run(
+        self,
+        grads: list[Tensor],
+        scalars: Tensor,
+        counter: Tensor | None = None,
+        found_inf: Tensor | None = None,
+        factors: Tensor | None = None,
+    ) -> None:
+        """
+        Launch the step with gradients (any shape) in the weights' order, and the tensors from `upload_scalars`.
+
+        The weights do not change if `found_inf` is not 0. `factors`, float32 (factors,), multiply the gradients.
+        """
+        grads, factors = _cast_and_scale_if_mixed_dtypes([_align_gradient(grad) for grad in grads], factors)
+        addresses = [grad.data_ptr() for grad in grads]
+        # Gradients move when they are freed and allocated again; the addresses of other tensors are constant.
+        if addresses != self._addresses:
+            rows = [
+                self._make_table_row(*fields) for fields in zip(self._params, addresses, self._indices, strict=True)
+            ]
+            self._table, self._addresses = upload(torch.tensor(rows), self._device), addresses
+        tables = self._table, self._parts, self._weight_decays
+        numbers = scalars, 0 if scalars.ndim == 1 else scalars.stride(0), counter, found_inf, factors
+        likes = self._likes[0], grads[0].view(-1)[:0]
+        self._launch((*tables, *numbers, *likes), 0 if factors is None else len(factors))
+
+    def _list_parts(self, param: ParamState) -> range:
+        """Return the numbers of a weight's parts, one per program."""
+        return range(-(-param.weight.numel() // PART))
+
+    def _make_table_row(self, param: ParamState, grad: int, index: int) -> list[int]:
+        """Return a weight's table row."""
+        weight, exp_avg, exp_avg_sq = (tensor.data_ptr() for tensor in param.weight_and_state_tensors[:3])
+        noise = param.key, param.first, param.width, param.stride
+        optional = (0 if tensor is None else tensor.data_ptr() for tensor in (param.max_exp_avg_sq, param.remainder))
+        return [weight, grad, exp_avg, exp_avg_sq, param.weight.numel(), index, *noise, *optional]
+
+    def _launch(self, arguments: tuple[Any, ...], factor_count: int) -> None:
+        _adamw_kernel[(len(self._parts),)](
+            *arguments,
+            self._likes[1],
+            **self._constants,
+            FACTORS=factor_count,
+            PART=PART,
+            BLOCK=BLOCK,
+            TABLE_COLUMNS=TABLE_COLUMNS,
+            enable_fp_fusion=False,
+        )
+
+
+class _FusedCodeStep(_FusedStep):
+    """Launch for weights whose means have 8 bits."""
+
+    def _list_parts(self, param: ParamState) -> range:
+        """Return the first blocks of a weight's programs."""
+        return range(0, _count_scales_per_moment(param), PROGRAM_BLOCKS)
+
+    def _make_table_row(self, param: ParamState, grad: int, index: int) -> list[int]:
+        weight, mean, square, *others = (tensor.data_ptr() for tensor in param.weight_and_state_tensors)
+        *remainder, mean_scale, square_scale = others
+        addresses = [weight, grad, mean, square, mean_scale, square_scale, *(remainder or [0])]
+        noise = [param.key, param.first, param.width, param.stride]
+        return [*addresses, _count_scales_per_moment(param), index, *noise, param.weight.shape[-1]]
+
+    def _launch(self, arguments: tuple[Any, ...], factor_count: int) -> None:
+        whole = self._params[0].has_whole_blocks and self._constants["ALIGNED"]
+        _adamw_8bit_kernel[(len(self._parts),)](
+            *arguments,
+            _upload_code_values_and_midpoints(self._device),
+            FACTORS=factor_count,
+            ROWS=self._constants["ROWS"],
+            PAIRS=whole and self._constants["PAIRS"],
+            WHOLE=whole,
+            MASTER=self._constants["MASTER"],
+            MAXIMIZE=self._constants["MAXIMIZE"],
+            BLOCK=CODE_BLOCK,
+            PROGRAM_BLOCKS=PROGRAM_BLOCKS,
+            TABLE_COLUMNS=CODE_TABLE_COLUMNS,
+            SMALLEST=SMALLEST,
+            **CODE_LAUNCH,
+            **limit_registers(REGISTERS),
+            enable_fp_fusion=False,
+        )
+
+
+def _count_scales_per_moment(param: ParamState) -> int:
+    """Return how many scales a mean has; 0 without codes."""
+    return 0 if param.exp_avg_scale is None else param.exp_avg_scale.numel()
+
+
+@cache
+def _upload_code_values_and_midpoints(device: torch.device) -> Tensor:
+    """Return values and midpoints of both maps, float32 (4 * 256,), with infinity after the midpoints."""
+    parts = [part for signed in (True, False) for part in compute_values_and_midpoints(signed, torch.device("cpu"))]
+    padded = [torch.cat([part, torch.full((256 - len(part),), torch.inf)]) for part in parts]
+    return upload(torch.cat(padded), device)
+
+
+def _cast_and_scale_if_mixed_dtypes(grads: list[Tensor], factors: Tensor | None) -> tuple[list[Tensor], Tensor | None]:
+    """
+    Return gradients (any shapes) in one dtype, as a launch needs, and remaining factors, float32 (factors,).
+
+    Mixed dtypes are rare enough for copies.
+    """
+    if len({grad.dtype for grad in grads}) == 1:
+        return grads, factors
+    for factor in () if factors is None else factors.double():
+        scale_and_sum_squares(grads, factor)
+    return [grad.float() for grad in grads], None
+
+
+def _align_gradient(grad: Tensor) -> Tensor:
+    """Return the gradient, contiguous and aligned for vectorized loads."""
+    grad = grad.contiguous()
+    return grad if grad.data_ptr() % ALIGNMENT == 0 else grad.clone()
+
+
+@triton.jit
+def multiply_by_factors(gradients, factors, FACTORS: tl.constexpr):
+    """Return gradients, in float32, times all factors; every product is rounded to their own dtype."""
+    dtype = gradients.dtype
+    gradients = gradients.to(tl.float32)
+    for number in tl.static_range(FACTORS):
+        gradients = (gradients * tl.load(factors + number)).to(dtype).to(tl.float32)
+    return gradients
+
+
+# fmt: off
+@cache_launches()
+def _adamw_kernel(
+    table, parts, decays, scalars, scalars_stride, counter, found_inf, factors, weight_like, grad_like,
+    exp_avg_like,
+    ALIGNED: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, AMSGRAD: tl.constexpr, MASTER: tl.constexpr,
+    MAXIMIZE: tl.constexpr, FACTORS: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr,
+    TABLE_COLUMNS: tl.constexpr,
+):
+    # fmt: on
+    program = tl.program_id(0).to(tl.int64)
+    row = tl.load(parts + 2 * program).to(tl.int64)
+    start = tl.load(parts + 2 * program + 1).to(tl.int64) * PART
+    table += row * TABLE_COLUMNS
+    weight = tl.load(table).to(weight_like.dtype)
+    grad = tl.load(table + 1).to(grad_like.dtype)
+    exp_avg = tl.load(table + 2).to(exp_avg_like.dtype)
+    exp_avg_sq = tl.load(table + 3).to(exp_avg_like.dtype)
+    if ALIGNED:
+        weight, grad = tl.multiple_of(weight, 16), tl.multiple_of(grad, 16)
+        exp_avg, exp_avg_sq = tl.multiple_of(exp_avg, 16), tl.multiple_of(exp_avg_sq, 16)
+    max_sq = tl.load(table + 10).to(exp_avg_like.dtype)
+    if ALIGNED:
+        max_sq = tl.multiple_of(max_sq, 16)
+    remainder = tl.load(table + 11).to(tl.pointer_type(tl.int16))
+    if ALIGNED:
+        remainder = tl.multiple_of(remainder, 16)
+    count = tl.load(table + 4)
+    if found_inf is not None:
+        count = tl.where(tl.load(found_inf) == 0, count, 0)
+    scalars += tl.load(table + 5) * scalars_stride
+    key, first = tl.load(table + 6), tl.load(table + 7)
+    width, stride = tl.load(table + 8), tl.load(table + 9)
+    step = _load_step_scalars(scalars, decays + row)
+    noise_step = None if counter is None else tl.load(counter)
+    tensors = weight, grad, exp_avg, exp_avg_sq, max_sq, remainder
+    # fmt: off
+    for block in range(0, tl.minimum(PART, count - start), BLOCK):
+        element = start + block + tl.arange(0, BLOCK)
+        if PAIRS:  # one draw for two neighbouring elements
+            index = _parameter_index(start + block + 2 * tl.arange(0, BLOCK // 2), first, width, stride, ROWS)
+        else:
+            index = _parameter_index(element, first, width, stride, ROWS)
+        if start + block + BLOCK <= count:
+            _update_elements(tensors, factors, element, None, key, index, noise_step, step, PAIRS, AMSGRAD, MASTER,
+                    MAXIMIZE, FACTORS)
+        else:
+            _update_elements(tensors, factors, element, element < count, key, index, noise_step, step, PAIRS, AMSGRAD,
+                    MASTER, MAXIMIZE, FACTORS)
+
+
+@triton.jit
+def _load_step_scalars(scalars, decay):
+    """Return the step's scalars; in place of the learning rate, its product with the weight decay."""
+    lr, one_minus_beta1, one_minus_beta2 = tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2)
+    corrected_lr, sq_correction, eps = tl.load(scalars + 3), tl.load(scalars + 4), tl.load(scalars + 5)
+    return lr * tl.load(decay), one_minus_beta1, one_minus_beta2, corrected_lr, sq_correction, eps
+
+
+@triton.jit
+def _load_weight(weight, remainder, element, mask, MASTER: tl.constexpr):
+    """Load a weight in float32; with MASTER, put its halves together."""
+    if MASTER:
+        high = tl.load(weight + element, mask=mask).to(tl.int16, bitcast=True).to(tl.int32)
+        low = tl.load(remainder + element, mask=mask).to(tl.int32)
+        value = ((high << 16) + low).to(tl.float32, bitcast=True)
+    else:
+        value = tl.load(weight + element, mask=mask).to(tl.float32)
+    return value
+
+
+@triton.jit
+def _store_split_weight(weight, remainder, element, mask, new):
+    """Store the nearest bfloat16 number, and the rest as 16 bits."""
+    bits = new.to(tl.int32, bitcast=True)
+    high = tl.where(new != new, bits >> 16 | 0x40, bits + 0x8000 >> 16)
+    tl.store(weight + element, high.to(tl.int16).to(tl.bfloat16, bitcast=True), mask=mask)
+    tl.store(remainder + element, (bits - (high << 16)).to(tl.int16), mask=mask)
+
+
+@triton.jit
+def _parameter_index(element, first, width, stride, ROWS: tl.constexpr):
+    """Return the indices in the whole parameter of elements of its part, the weight."""
+    if ROWS:
+        element = element // width * stride + element % width
+    return first + element
+
+
+@triton.jit
+def _update_elements(
+    tensors, factors, element, mask, key, index, counter, step, PAIRS: tl.constexpr, AMSGRAD: tl.constexpr,
+    MASTER: tl.constexpr, MAXIMIZE: tl.constexpr, FACTORS: tl.constexpr,
+):
+    # fmt: on
+    """Update elements by AdamW, with noise for the parameter indices `index`, of all elements or only the even ones."""
+    weight, grad, exp_avg, exp_avg_sq, max_sq, remainder = tensors
+    lr_decay, one_minus_beta1, one_minus_beta2, corrected_lr, sq_correction, eps = step
+    old = _load_weight(weight, remainder, element, mask, MASTER)
+    g = multiply_by_factors(tl.load(grad + element, mask=mask), factors, FACTORS)
+    m = tl.load(exp_avg + element, mask=mask).to(tl.float32)
+    s = tl.load(exp_avg_sq + element, mask=mask).to(tl.float32)
+    if MAXIMIZE:
+        g = -g
+    m = m + (g - m) * one_minus_beta1
+    s = s + (g * g - s) * one_minus_beta2
+    old = old - old * lr_decay
+    divisor = s
+    if AMSGRAD:
+        maximum = tl.load(max_sq + element, mask=mask).to(tl.float32)
+        divisor = tl.maximum(maximum, s, propagate_nan=tl.PropagateNan.ALL)
+    new = old - tl.div_rn(m * corrected_lr, tl.sqrt_rn(divisor) * sq_correction + eps)
+    if counter is not None:
+        for_weight, for_mean, for_square, _ = philox(key, index >> 1, counter)
+        if not MASTER:
+            new = _round_stochastically_if_bfloat16(new, for_weight, index, weight, PAIRS)
+        m = _round_stochastically_if_bfloat16(m, for_mean, index, exp_avg, PAIRS)
+        s = _round_stochastically_if_bfloat16(s, for_square, index, exp_avg_sq, PAIRS)
+    if AMSGRAD:  # both values are already in the stored dtype, so the maximum needs no rounding
+        maximum = tl.maximum(maximum, s.to(tl.float32), propagate_nan=tl.PropagateNan.ALL)
+        tl.store(max_sq + element, maximum, mask=mask)
+    # These casts round float32 values without noise to the nearest.
+    if MASTER:
+        _store_split_weight(weight, remainder, element, mask, new)
+    else:
+        tl.store(weight + element, new, mask=mask)
+    tl.store(exp_avg + element, m, mask=mask)
+    tl.store(exp_avg_sq + element, s, mask=mask)
+
+
+@triton.jit
+def _round_stochastically_if_bfloat16(x, word, index, pointer, PAIRS: tl.constexpr):
+    """Round x stochastically with halves of the random words if the pointer is to bfloat16, else return it."""
+    if pointer.dtype.element_ty == tl.bfloat16:
+        x = _round_by_half_of_word(x, word, index, PAIRS)
+    return x
+
+
+@triton.jit
+def _round_by_half_of_word(x, word, index, PAIRS: tl.constexpr):
+    """Round x to bfloat16 stochastically, by its elements' indices, or for pairs by the even ones."""
+    noise = split_into_16bit_halves(word) if PAIRS else tl.where((index & 1) > 0, word >> 16, word & 0xFFFF)
+    return round_stochastically(x, noise)
+
+
+# fmt: off
+@cache_launches()
+def _adamw_8bit_kernel(
+    table, parts, decays, scalars, scalars_stride, counter, found_inf, factors, weight_like, grad_like, maps,
+    FACTORS: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, WHOLE: tl.constexpr, MASTER: tl.constexpr,
+    MAXIMIZE: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, PROGRAM_BLOCKS: tl.constexpr,
+    TABLE_COLUMNS: tl.constexpr, SMALLEST: tl.constexpr,
+):
+    # fmt: on
+    program = tl.program_id(0).to(tl.int64)
+    row = tl.load(parts + 2 * program).to(tl.int64)
+    begin = tl.load(parts + 2 * program + 1).to(tl.int64)
+    table += row * TABLE_COLUMNS
+    weight, grad = tl.load(table).to(weight_like.dtype), tl.load(table + 1).to(grad_like.dtype)
+    mean = tl.load(table + 2).to(tl.pointer_type(tl.uint8))
+    square = tl.load(table + 3).to(tl.pointer_type(tl.uint8))
+    mean_scale = tl.load(table + 4).to(tl.pointer_type(tl.float32))
+    square_scale = tl.load(table + 5).to(tl.pointer_type(tl.float32))
+    remainder = tl.load(table + 6).to(tl.pointer_type(tl.int16))
+    if WHOLE:
+        weight, grad = tl.multiple_of(weight, 16), tl.multiple_of(grad, 16)
+        mean, square = tl.multiple_of(mean, 16), tl.multiple_of(square, 16)
+        remainder = tl.multiple_of(remainder, 16)
+    blocks = tl.load(table + 7)
+    if found_inf is not None:
+        blocks = tl.where(tl.load(found_inf) == 0, blocks, 0)
+    scalars += tl.load(table + 8) * scalars_stride
+    key, first = tl.load(table + 9), tl.load(table + 10)
+    noise_width, noise_stride, width = tl.load(table + 11), tl.load(table + 12), tl.load(table + 13)
+    by_row = (width + BLOCK - 1) // BLOCK
+    lr_decay, one_minus_beta1, one_minus_beta2, corrected_lr, sq_correction, eps = _load_step_scalars(
+        scalars, decays + row
+    )
+    noise_step = None if counter is None else tl.load(counter)
+    for offset in range(0, tl.minimum(PROGRAM_BLOCKS, blocks - begin), TILE):
+        block = begin + offset + tl.arange(0, TILE)
+        is_block = block < blocks
+        if WHOLE:  # blocks follow one another, without a rest at the end of a row
+            start = block * BLOCK
+            mask = is_block[:, None] if TILE > 1 else None
+        else:
+            start = (block // by_row) * width + (block % by_row) * BLOCK
+            mask = ((block % by_row)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :] < width) & is_block[:, None]
+        element = start[:, None] + tl.arange(0, BLOCK)[None, :]
+        old = _load_weight(weight, remainder, element, mask, MASTER)
+        g = multiply_by_factors(load_or_zero(grad + element, mask), factors, FACTORS)
+        if MAXIMIZE:
+            g = -g
+        m = _load_and_decode_moments(mean, mean_scale, maps, element, block, mask, is_block)
+        s = _load_and_decode_moments(square, square_scale, maps + 512, element, block, mask, is_block)
+        m = m + (g - m) * one_minus_beta1
+        s = s + (g * g - s) * one_minus_beta2
+        old = old - old * lr_decay
+        new = old - tl.div_rn(m * corrected_lr, tl.sqrt_rn(s) * sq_correction + eps)
+        if MASTER:
+            _store_split_weight(weight, remainder, element, mask, new)
+        else:
+            if counter is not None and weight.dtype.element_ty == tl.bfloat16:
+                index = element
+                if PAIRS:  # one draw for two neighbouring elements
+                    index = start[:, None] + 2 * tl.arange(0, BLOCK // 2)[None, :]
+                if ROWS:
+                    index = index // noise_width * noise_stride + index % noise_width
+                word, _, _, _ = philox(key, first + index >> 1, noise_step)
+                new = _round_by_half_of_word(new, word, first + index, PAIRS)
+            tl.store(weight + element, new, mask=mask)
+        _encode_and_store_moments(m, mean, mean_scale, maps + 256, element, block, mask, is_block, True, SMALLEST)
+        _encode_and_store_moments(s, square, square_scale, maps + 768, element, block, mask, is_block, False, SMALLEST)
+
+
+@triton.jit
+def _load_and_decode_moments(codes, scales, values, element, block, mask, is_block):
+    """Decode numbers; 0 outside the mask."""
+    scale = load_or_zero(scales + block, is_block)
+    numbers = tl.load(values + load_or_zero(codes + element, mask).to(tl.int32)) * scale[:, None]
+    if mask is not None:
+        numbers = tl.where(mask, numbers, 0.0)
+    return numbers
+
+
+@triton.jit
+def _encode_and_store_moments(
+    numbers, codes, scales, midpoints, element, block, mask, is_block, SIGNED: tl.constexpr, SMALLEST: tl.constexpr
+):
+    """Store the nearest codes, and the largest magnitudes as scales."""
+    # An undefined number makes the scale undefined, as in torch.
+    magnitude = tl.abs(numbers) if mask is None else tl.where(mask, tl.abs(numbers), 0.0)
+    undefined = tl.max(tl.where(magnitude != magnitude, 1, 0), 1)
+    scale = tl.max(tl.where(magnitude != magnitude, 0.0, magnitude), 1)
+    scale = tl.where(undefined > 0, float("nan"), scale)
+    smallest = tl.full(scale.shape, SMALLEST, tl.float32)  # a number below float32's normal ones would be float64
+    divisor = tl.maximum(scale, smallest, propagate_nan=tl.PropagateNan.ALL)
+    code, margin = _compute_code(numbers * (1.0 / divisor)[:, None], SIGNED)
+    if mask is not None:
+        margin = tl.where(mask, margin, 1.0)
+    # The inverse of a number beyond 1e37 is not a normal one.
+    is_certain = (tl.min(margin, 1) > 0) & (scale < 1e37)
+    if tl.min(is_certain.to(tl.int32), 0) == 0:
+        relative = tl.div_rn(numbers, tl.broadcast_to(divisor[:, None], numbers.shape))
+        is_defined = relative == relative
+        code, _ = _compute_code(tl.where(is_defined, relative, 0.0), SIGNED)
+        # The code is the count of midpoints below the number; after the 255 midpoints comes infinity.
+        above = tl.load(midpoints + code)
+        below = tl.load(midpoints + code - 1, mask=code > 0, other=float("-inf"))
+        code = code + (relative > above).to(tl.int32) - (relative <= below).to(tl.int32)
+        code = tl.where(is_defined, code, 255)  # the place of NaN in torch's order
+    tl.store(codes + element, code.to(tl.uint8), mask=mask)
+    tl.store(scales + block, scale, mask=is_block)
+
+
+@triton.jit
+def _compute_code(relative, SIGNED: tl.constexpr):
+    """
+    Return the nearest code to a number from -1 to 1, known to 3e-7 of it, and a margin: above 0 if the code is certain.
+
+    Codes divide a decade evenly, and each decade has twice as many as the one before. In units of a code, midpoints are
+    whole numbers, but the first one of a decade is at a fifth. So a decade's logarithm need not be exact: at a power of
+    ten both decades have one code. Numbers are rounded, and become integers and back, in the lower bits of 2^23, which
+    is faster than conversions.
+    """
+    codes: tl.constexpr = 1.0 if SIGNED else 2.0
+    first_of_all: tl.constexpr = 0.175 / 0.9 if SIGNED else 0.125 / 0.9
+    last_of_all: tl.constexpr = 64 * codes - 0.25
+    size = tl.abs(relative)
+    bits = size.to(tl.int32, bitcast=True)
+    exponent = ((bits >> 23) + 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + 127.0)
+    mantissa = (bits & 0x7FFFFF | 0x3F800000).to(tl.float32, bitcast=True)
+    logarithm = tl.fma(tl.fma(mantissa, -1 / 3, 2.0), mantissa, exponent)  # of two, and 5 / 3 more, known to 0.01
+    decade = tl.minimum(tl.maximum(tl.fma(logarithm, 0.30103, 6.5 - 5 / 3 * 0.30103), 0.0), 6.0) + 8388608.0
+    bits = decade.to(tl.int32, bitcast=True) - 0x4B000000
+    decade -= 8388608.0
+    count = (bits + (127 if SIGNED else 128) << 23).to(tl.float32, bitcast=True)
+    # 5^-decade, with the power of 4 apart, so that the exponent has few bits to lose.
+    units = tl.exp2(decade * -0.32192809489) * (127 - 2 * bits << 23).to(tl.float32, bitcast=True)
+    position = tl.fma(size, units * (1e6 * codes / 0.9), count * (-0.1 / 0.9))
+    first = tl.where(bits == 0, first_of_all, 0.2)
+    nearest = tl.minimum((position + 12582912.0) - 12582912.0, count - 1.0)
+    floor = tl.maximum(nearest - tl.where(nearest > position, 1.0, 0.0), 0.0)
+    rank = count + floor - tl.where(position < first, 1.0, 0.0)
+    rank = (rank + 8388608.0).to(tl.int32, bitcast=True) - 0x4B000000
+    distance = tl.minimum(tl.abs(position - nearest), tl.abs(position - first))
+    margin = tl.minimum(distance, tl.abs(position - last_of_all)) - count * 8e-7
+    above = rank + (position > last_of_all).to(tl.int32)
+    code = tl.where(relative < 0, 127 - rank, 127 + above) if SIGNED else above - 1
+    return code, margin

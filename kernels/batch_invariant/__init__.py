@@ -1,0 +1,1 @@
+"""Operations whose bits do not depend on the batch."""

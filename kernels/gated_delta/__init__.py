@@ -1,0 +1,1 @@
+"""Recurrent layers: the gated delta rule, and the convolution before it."""

@@ -1,0 +1,323 @@
+"""
+Gates of feed-forward networks in Triton: act(gate) * up for several functions, with or without a scale for each vector.
+
+Contiguous tensors without a scale are treated as one long row, so that one compiled kernel serves all sizes.
+
+SwiGLU in Triton, of two tensors or of the halves of one, with or without a scale for each vector.
+
+GeGLU in Triton.
+
+gpt-oss's clamped SwiGLU in Triton, of the halves of a tensor, with or without a scale for each vector.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from drawloom.kernels.operation import make_differentiable, register_kernel
+from drawloom.kernels.triton.launch import cache_launches
+from drawloom.kernels.triton.primitives import cdiv, check_floats, load_float32, next_power_of_2, view_as_rows
+
+TILE = 2048
+"""Elements that a program processes at a time: 8 per thread, 16 bytes of each tensor in half precision."""
+
+SILU, GELU_TANH, CLAMPED = 0, 1, 2
+"""
+Functions of gate and up: silu(gate) * up; gelu(gate) * up with the tanh approximation; and (up + 1) * gate *
+sigmoid(alpha * gate), where gate is at most `limit`, and up is between -limit and limit.
+"""
+
+
+GELU_TANH_GATE, CLAMPED_GATE = tl.constexpr(GELU_TANH), tl.constexpr(CLAMPED)
+
+
+class Gate(NamedTuple):
+    """Gate function, with `alpha` and `limit` for the clamped one."""
+
+    function: int
+    alpha: float = 1.0
+    limit: float = 0.0
+
+
+def launch_gate_forward(gate: Gate, tensors: tuple[Tensor, ...], scale: Tensor | None) -> None:
+    """Fill the result; `tensors` are gate, up and result, (..., width) in one dtype, and scale is (...)."""
+    if not tensors[0].numel():
+        return
+    rows = _view_as_rows_or_one_row(tensors, whole=scale is not None)
+    count, width = rows[0].shape
+    block = _choose_tile_size(count, width)
+    tiles = cdiv(width, block)
+    _forward_kernel[(count * tiles,)](
+        *rows,
+        None if scale is None else scale.contiguous(),
+        width,
+        tiles,
+        *(x.stride(0) for x in rows),
+        BLOCK=block,
+        FUNCTION=gate.function,
+        ALPHA=gate.alpha,
+        LIMIT=gate.limit,
+        num_warps=max(1, block // 256),
+        enable_fp_fusion=True,
+    )
+
+
+def allocate_scale_gradient(grad: Tensor, scale: Tensor | None) -> Tensor:
+    """Return an empty tensor (...) like the scale, or without elements if there is no scale; grad is (..., width)."""
+    return grad.new_empty(0) if scale is None else scale.new_empty(scale.shape)
+
+
+def launch_gate_backward(gate: Gate, tensors: tuple[Tensor, ...], scale: Tensor | None, grad_scale: Tensor) -> None:
+    """Fill grad_gate, grad_up and grad_scale; `tensors` are grad, gate, up, grad_gate and grad_up."""
+    if not tensors[0].numel():
+        grad_scale.zero_()
+        return
+    rows = _view_as_rows_or_one_row(tensors, whole=scale is not None)
+    count, width = rows[0].shape
+    block = _choose_tile_size(count, width)
+    tiles = 1 if scale is not None else cdiv(width, block)
+    _backward_kernel[(count * tiles,)](
+        *rows,
+        None if scale is None else scale.contiguous(),
+        None if scale is None else grad_scale,
+        width,
+        tiles,
+        *(x.stride(0) for x in rows),
+        BLOCK=block,
+        FUNCTION=gate.function,
+        ALPHA=gate.alpha,
+        LIMIT=gate.limit,
+        num_warps=max(1, block // 256),
+        enable_fp_fusion=True,
+    )
+
+
+def _view_as_rows_or_one_row(tensors: tuple[Tensor, ...], whole: bool) -> list[Tensor]:
+    """Return tensors as rows of equal shape, or as a single row if all are contiguous and rows need not stay whole."""
+    if not whole and all(x.is_contiguous() for x in tensors):
+        return [x.view(1, -1) for x in tensors]
+    return [view_as_rows(x) for x in tensors]
+
+
+def _choose_tile_size(count: int, width: int) -> int:
+    """Return the tile size in elements; all single rows have the same, so no other kernel is compiled."""
+    return TILE if count == 1 else min(TILE, next_power_of_2(width))
+
+
+@triton.jit
+def _clamp_but_keep_nan(x, least: tl.constexpr, most: tl.constexpr):
+    """Return x between two bounds; NaN stays NaN, unlike in tl.clamp."""
+    return tl.where(x > most, most, tl.where(x < least, least, x))
+
+
+@triton.jit
+def _compute_activation_and_derivative(gates, FUNCTION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+    """Return the activated gates and the activation's derivatives."""
+    if FUNCTION == GELU_TANH_GATE:
+        # (1 + tanh(u)) / 2 = sigmoid(2 u), and 2 u = 2 sqrt(2 / pi) (x + 0.044715 x^3). Beyond 10 it is 0 or 1, and
+        # the cube of a large gate would overflow.
+        near = _clamp_but_keep_nan(gates, -10.0, 10.0)
+        square = near * near
+        double = near * (1.5957691216057308 + 0.07135481627260025 * square)
+        sigmoid = tl.sigmoid(double)
+        slope = 1.5957691216057308 + 0.21406444881780076 * square
+        value = gates * sigmoid
+        # tl.sigmoid(-double) is 1 - sigmoid, of which a difference would keep few digits, and the slope is large.
+        derivative = sigmoid + near * sigmoid * tl.sigmoid(-double) * slope
+    elif FUNCTION == CLAMPED_GATE:
+        bounded = tl.where(gates > LIMIT, LIMIT, gates)
+        sigmoid = tl.sigmoid(ALPHA * bounded)
+        value = bounded * sigmoid
+        derivative = tl.where(gates > LIMIT, 0.0, sigmoid + ALPHA * value * (1.0 - sigmoid))
+    else:
+        sigmoid = tl.sigmoid(gates)
+        value = gates * sigmoid
+        derivative = sigmoid + value * (1.0 - sigmoid)
+    return value, derivative
+
+
+@triton.jit
+def _compute_up_factor_and_derivative(ups, FUNCTION: tl.constexpr, LIMIT: tl.constexpr):
+    """Return the activated gates' factors, computed from `ups`, and the factors' derivatives."""
+    if FUNCTION == CLAMPED_GATE:
+        factor = _clamp_but_keep_nan(ups, -LIMIT, LIMIT) + 1.0
+        derivative = tl.where((ups <= LIMIT) & (ups >= -LIMIT), 1.0, 0.0)
+    else:
+        factor = ups
+        derivative = 1.0
+    return factor, derivative
+
+
+# fmt: off
+@cache_launches("tiles")
+def _forward_kernel(
+    gate, up, result, scale, width, tiles, gate_stride, up_stride, result_stride, BLOCK: tl.constexpr,
+    FUNCTION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+):
+    # fmt: on
+    row = (tl.program_id(0) // tiles).to(tl.int64)
+    column = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    gates = load_float32(gate + row * gate_stride + column, inside)
+    ups = load_float32(up + row * up_stride + column, inside)
+    values, _ = _compute_activation_and_derivative(gates, FUNCTION, ALPHA, LIMIT)
+    factors, _ = _compute_up_factor_and_derivative(ups, FUNCTION, LIMIT)
+    values *= factors
+    if scale is not None:
+        values *= tl.load(scale + row).to(tl.float32)
+    tl.store(result + row * result_stride + column, values, mask=inside)
+
+
+# fmt: off
+@cache_launches("tiles")
+def _backward_kernel(
+    grad, gate, up, grad_gate, grad_up, scale, grad_scale, width, tiles, grad_stride, gate_stride, up_stride,
+    grad_gate_stride, grad_up_stride, BLOCK: tl.constexpr, FUNCTION: tl.constexpr, ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+):
+    # fmt: on
+    row = (tl.program_id(0) // tiles).to(tl.int64)
+    first = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK
+    last = first + BLOCK
+    if scale is not None:
+        factor = tl.load(scale + row).to(tl.float32)
+        total = tl.zeros((BLOCK,), tl.float32)
+        # A vector's scale has one gradient, so one program processes the whole row.
+        last = tl.cast(width, tl.int64)
+    for start in range(first, last, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < width
+        grads = load_float32(grad + row * grad_stride + column, inside)
+        gates = load_float32(gate + row * gate_stride + column, inside)
+        ups = load_float32(up + row * up_stride + column, inside)
+        values, derivative = _compute_activation_and_derivative(gates, FUNCTION, ALPHA, LIMIT)
+        factors, up_derivative = _compute_up_factor_and_derivative(ups, FUNCTION, LIMIT)
+        if scale is not None:
+            total += grads * values * factors
+            grads *= factor
+        grad_gates = (grads * factors * derivative).to(grad_gate.dtype.element_ty)
+        grad_ups = (grads * values * up_derivative).to(grad_up.dtype.element_ty)
+        tl.store(grad_gate + row * grad_gate_stride + column, grad_gates, mask=inside)
+        tl.store(grad_up + row * grad_up_stride + column, grad_ups, mask=inside)
+    if scale is not None:
+        tl.store(grad_scale + row, tl.sum(total, 0))
+
+
+SWIGLU = Gate(SILU)
+
+
+def swiglu_triton(gate: Tensor, up: Tensor, scale: Tensor | None = None) -> Tensor:
+    """Compute swiglu_eager for float32, bfloat16 and float16: gate and up (..., width), scale (...,)."""
+    check_floats("swiglu_triton", gate, up)
+    return _differentiable_swiglu(gate, up, scale)
+
+
+def swiglu_halves_triton(gate_and_up: Tensor, scale: Tensor | None = None) -> Tensor:
+    """
+    Compute swiglu_halves_eager for float32, bfloat16 and float16: gate_and_up (..., 2 * width), scale (...,).
+
+    Returns (..., width); the gradient of `gate_and_up` is one tensor, without a concatenation.
+    """
+    check_floats("swiglu_halves_triton", gate_and_up)
+    return _differentiable_swiglu_halves(gate_and_up, scale)
+
+
+@register_kernel("swiglu", lambda gate: gate.new_empty(gate.shape))
+def _swiglu(result: Tensor, gate: Tensor, up: Tensor, scale: Tensor | None) -> None:
+    launch_gate_forward(SWIGLU, (gate, up, result), scale)
+
+
+@register_kernel(
+    "swiglu_backward",
+    lambda grad, gate, up, scale: (
+        gate.new_empty(gate.shape),
+        up.new_empty(up.shape),
+        allocate_scale_gradient(grad, scale),
+    ),
+)
+def _swiglu_backward(
+    grads: tuple[Tensor, Tensor, Tensor], grad: Tensor, gate: Tensor, up: Tensor, scale: Tensor | None
+) -> None:
+    launch_gate_backward(SWIGLU, (grad, gate, up, *grads[:2]), scale, grads[2])
+
+
+def _swiglu_halves(gate_and_up: Tensor, scale: Tensor | None) -> Tensor:
+    gate, up = gate_and_up.chunk(2, -1)
+    return _swiglu(gate, up, scale)
+
+
+@register_kernel(
+    "swiglu_halves_backward",
+    lambda grad, gate_and_up, scale: (gate_and_up.new_empty(gate_and_up.shape), allocate_scale_gradient(grad, scale)),
+)
+def _swiglu_halves_backward(
+    grads: tuple[Tensor, Tensor], grad: Tensor, gate_and_up: Tensor, scale: Tensor | None
+) -> None:
+    grad_both, grad_scale = grads
+    launch_gate_backward(SWIGLU, (grad, *gate_and_up.chunk(2, -1), *grad_both.chunk(2, -1)), scale, grad_scale)
+
+
+_differentiable_swiglu = make_differentiable(_swiglu, _swiglu_backward)
+_differentiable_swiglu_halves = make_differentiable(_swiglu_halves, _swiglu_halves_backward)
+
+
+GEGLU = Gate(GELU_TANH)
+
+
+def geglu_triton(gate: Tensor, up: Tensor) -> Tensor:
+    """Compute geglu_eager for float32, bfloat16 and float16: gate and up (..., width)."""
+    check_floats("geglu_triton", gate, up)
+    return _differentiable_geglu(gate, up)
+
+
+@register_kernel("geglu", lambda gate: gate.new_empty(gate.shape))
+def _geglu(result: Tensor, gate: Tensor, up: Tensor) -> None:
+    launch_gate_forward(GEGLU, (gate, up, result), None)
+
+
+@register_kernel("geglu_backward", lambda gate, up: (gate.new_empty(gate.shape), up.new_empty(up.shape)))
+def _geglu_backward(grads: tuple[Tensor, Tensor], grad: Tensor, gate: Tensor, up: Tensor) -> None:
+    launch_gate_backward(GEGLU, (grad, gate, up, *grads), None, grad.new_empty(0))
+
+
+_differentiable_geglu = make_differentiable(_geglu, _geglu_backward)
+
+
+def oss_swiglu_halves_triton(gate_and_up: Tensor, scale: Tensor | None, alpha: float, limit: float) -> Tensor:
+    """
+    Compute oss_swiglu_halves_eager for float32, bfloat16 and float16: gate_and_up (..., 2 * width), scale (...,).
+
+    Returns (..., width); the gradient of `gate_and_up` is one tensor, without a concatenation.
+    """
+    check_floats("oss_swiglu_halves_triton", gate_and_up)
+    return _differentiable_oss_swiglu(gate_and_up, scale, alpha, limit)
+
+
+@register_kernel(
+    "oss_swiglu_halves",
+    lambda gate_and_up: gate_and_up.new_empty(*gate_and_up.shape[:-1], gate_and_up.shape[-1] // 2),
+)
+def _oss_swiglu(result: Tensor, gate_and_up: Tensor, scale: Tensor | None, alpha: float, limit: float) -> None:
+    launch_gate_forward(Gate(CLAMPED, alpha, limit), (*gate_and_up.chunk(2, -1), result), scale)
+
+
+@register_kernel(
+    "oss_swiglu_halves_backward",
+    lambda grad, gate_and_up, scale: (gate_and_up.new_empty(gate_and_up.shape), allocate_scale_gradient(grad, scale)),
+)
+def _oss_swiglu_backward(
+    grads: tuple[Tensor, Tensor],
+    grad: Tensor,
+    gate_and_up: Tensor,
+    scale: Tensor | None,
+    alpha: float,
+    limit: float,
+) -> None:
+    grad_both, grad_scale = grads
+    tensors = (grad, *gate_and_up.chunk(2, -1), *grad_both.chunk(2, -1))
+    launch_gate_backward(Gate(CLAMPED, alpha, limit), tensors, scale, grad_scale)
+
+
+_differentiable_oss_swiglu = make_differentiable(_oss_swiglu, _oss_swiglu_backward)

@@ -1,0 +1,1 @@
+"""Scales and sums of gradients."""

@@ -1,0 +1,1 @@
+"""Grouped GEMM and expert biases: rows sorted by expert."""

@@ -1,0 +1,1 @@
+"""RMSNorm, alone or after an addition."""

@@ -1,0 +1,1 @@
+"""Stochastic rounding from float32 to bfloat16."""
