@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import attrs
+
 from drawloom.components.commands._options import check_writable_file, write_file
 from drawloom.components.commands._plan_result import CalibrationResult, PlanResult, SearchResult
 from drawloom.components.distributed.device_model import DeviceModel, find_device_model
@@ -14,6 +16,7 @@ from drawloom.components.planning.checkpoint_interval import propose_checkpoint_
 from drawloom.components.planning.nodes import Nodes
 from drawloom.components.planning.plan import plan
 from drawloom.components.planning.remedies import find_remedies
+from drawloom.components.planning.run_length import count_run_length
 from drawloom.components.planning.search import format_search_table, search_fastest_plans
 from drawloom.graph import UserError
 from drawloom.graph.cli.command import OverlayCommand, argument, command, option
@@ -63,7 +66,7 @@ class PlanCommand(OverlayCommand):
         device = find_device_model(self.device) if self.device else load_local_device_model()
         if self.search and self.ranks:
             return self._search_plans_and_write_best(recipe, device, self.ranks)
-        planned = plan(recipe, device, self.ranks)
+        planned = attrs.evolve(plan(recipe, device, self.ranks), length=count_run_length(recipe))
         helpful = [] if planned.fits else find_remedies(recipe, planned)
         interval = None
         if self.mtbf is not None:
@@ -73,7 +76,11 @@ class PlanCommand(OverlayCommand):
 
     def _search_plans_and_write_best(self, recipe: Recipe, device: DeviceModel, ranks: int) -> SearchResult:
         """Find the best plans, and write the best plan's settings as an overlay."""
-        choices = search_fastest_plans(recipe, device, ranks)
+        length = count_run_length(recipe)
+        choices = [
+            attrs.evolve(choice, plan=attrs.evolve(choice.plan, length=length))
+            for choice in search_fastest_plans(recipe, device, ranks)
+        ]
         overlay = self.to if choices else None
         if overlay is not None:
             head = f"# For {ranks} ranks of {device.name}, by `drawloom plan {self.recipe} --search`."

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator
+from fractions import Fraction
 from hashlib import blake2b
 from itertools import count
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -176,6 +177,13 @@ class Loader:
         rows = self._rows.count_rows_before(self._compute_start_position(step + 1))
         sources = self._rows.sources.values()
         return {source.name: rows.get(source.name, 0) * source.tokens / max(source.rows, 1) for source in sources}
+
+    @property
+    def rows_per_epoch(self) -> int:
+        return sum(source.rows for source in self._rows.sources.values() if source.weight)
+
+    def count_epochs_after(self, step: int) -> Fraction:
+        return Fraction(self._compute_start_position(step + 1), self.rows_per_epoch)
 
     @property
     def next_row_position(self) -> int:

@@ -255,12 +255,6 @@ class Nodes:
                 return False
         return True
 
-    @property
-    def step_count(self) -> int | None:
-        """Return the run's step count, or None if its length is not in steps."""
-        steps = self.graph.nodes[self.recipe.project.root].settings.get("steps")
-        return steps if isinstance(steps, int) else None
-
     def count_rows_per_microbatch_and_microbatches(self, mesh: PlannedMesh) -> tuple[int, int]:
         """Count a rank's rows per microbatch and microbatches per step; UserError if a step is not divisible."""
         rows = int(self.settings_of_node(self.find_only_node(Batching))["micro_size"])

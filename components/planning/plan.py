@@ -25,6 +25,7 @@ from drawloom.components.planning.memory_choice import (
 )
 from drawloom.components.planning.nodes import Nodes
 from drawloom.components.planning.rank_view import ElementCounts, RankView, estimate_link_bandwidth
+from drawloom.components.planning.run_length import RunLength
 from drawloom.components.planning.stage_costs import Recordings, StageCostRecorder, StageCosts
 from drawloom.components.planning.step_time import StepTime, build_cost_table, estimate_step_time
 from drawloom.components.planning.timeline import Peak, compute_peak_host_bytes, compute_peak_memory
@@ -109,9 +110,9 @@ class Plan:
     tokens: int
     flops: float | None
     peak_flops: float
-    steps: int | None
     choice: MemoryChoice | None = None
     kept_seconds: float | None = None
+    length: RunLength | None = None
 
     @property
     def ranks(self) -> int:
@@ -368,7 +369,6 @@ class Planner:
             tokens=tokens,
             flops=_count_training_flops(self._model_forward_flops, tokens, document_rows, frozen),
             peak_flops=self.device.peaks.get(get_matmul_dtype_key(precision.compute), math.nan),
-            steps=self.nodes.step_count,
         )
 
     @property

@@ -1,17 +1,13 @@
 """A decoder layer: branches of attention, a gated feed-forward network or experts on a residual stream."""
 
 from collections.abc import Hashable, Sequence
+from importlib import import_module
 from typing import Any
 
 from torch import Tensor, nn
 
-from drawloom.components.model.decoder.attention import Attention
 from drawloom.components.model.decoder.config import DecoderConfig
 from drawloom.components.model.decoder.context import LayerContext
-from drawloom.components.model.decoder.experts import SparseMoeBlock
-from drawloom.components.model.decoder.gated_delta_net import GatedDeltaNet
-from drawloom.components.model.decoder.latent import LatentAttention
-from drawloom.components.model.decoder.mlp import GatedMlp
 from drawloom.components.model.decoder.specs import (
     AttentionSpec,
     Branch,
@@ -25,14 +21,14 @@ from drawloom.components.model.layers import RMSNorm
 from drawloom.components.ports.model import Kernels
 from drawloom.kernels.results import NormAndSum
 
-PARTS: dict[type[PartSpec], Any] = {
-    AttentionSpec: Attention,
-    LatentSpec: LatentAttention,
-    DeltaSpec: GatedDeltaNet,
-    MlpSpec: GatedMlp,
-    ExpertSpec: SparseMoeBlock,
+PARTS: dict[type[PartSpec], tuple[str, str]] = {
+    AttentionSpec: ("attention", "Attention"),
+    LatentSpec: ("latent", "LatentAttention"),
+    DeltaSpec: ("gated_delta_net", "GatedDeltaNet"),
+    MlpSpec: ("mlp", "GatedMlp"),
+    ExpertSpec: ("experts", "SparseMoeBlock"),
 }
-"""The module class for each class of specifications."""
+"""The file and the module class for each class of specifications; few models need all."""
 
 
 class Block(nn.Module):
@@ -51,7 +47,9 @@ class Block(nn.Module):
             for name in filter(None, (branch.norm_before, branch.norm_after)):
                 norm = RMSNorm(architecture.hidden_size, architecture.rms_norm_eps, kernels, architecture.zero_centered)
                 self.add_module(name, norm)
-            self.add_module(branch.name, PARTS[type(branch.spec)](architecture, branch.spec, kernels))
+            file, name = PARTS[type(branch.spec)]
+            part = getattr(import_module(f"drawloom.components.model.decoder.{file}"), name)
+            self.add_module(branch.name, part(architecture, branch.spec, kernels))
 
     @property
     def cost_key(self) -> Hashable:

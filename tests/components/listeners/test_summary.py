@@ -79,7 +79,8 @@ def summary(folder: Path, mesh: Any, **parts: Any) -> RunSummary:
 
 
 EMPTY: dict[str, Any] = {
-    name: Every() for name in ("models", "data", "validation", "batching", "precision", "launches", "stages")
+    name: Every()
+    for name in ("models", "data", "validation", "batching", "counters", "precision", "launches", "stages")
 }
 
 
