@@ -173,10 +173,11 @@ def _format_validation_row_counts(validation: ValidationData) -> str:
 def _describe_tokens_per_step(rows: PackedDataset, batching: Batching) -> str:
     """Return the tokens in a step, estimated from the fill rate if rows are padded."""
     fill = rows.fill_rate("train")
+    size = f"in a step, in microbatches of {batching.micro_size:,} rows"
     if fill > MIN_FULL_RATE:
-        return f"{batching.global_size * rows.length:,} in a step"
+        return f"{batching.global_size * rows.length:,} {size}"
     tokens = round(fill * batching.global_size * rows.length)
-    return f"about {tokens:,} in a step, whose rows of {rows.length:,} are {100 * fill:.1f} % full"
+    return f"about {tokens:,} {size} of {rows.length:,}, which are {100 * fill:.1f} % full"
 
 
 def _list_architectures(model: Model) -> list[str]:

@@ -20,6 +20,7 @@ from drawloom.components.ports.pipeline import Loss, Schedule
 from drawloom.components.ports.rollouts import MakesRows, RowGrowth
 from drawloom.components.ports.run import Batching, Phase, accepts_deferred_factors
 from drawloom.components.ports.stages import FrozenModel, TrainableStages
+from drawloom.components.run.batch import choose_micro_size
 from drawloom.components.state.batch import Batch
 from drawloom.graph import UserError
 from drawloom.graph.project import Recipe
@@ -257,11 +258,10 @@ class Nodes:
 
     def count_rows_per_microbatch_and_microbatches(self, mesh: PlannedMesh) -> tuple[int, int]:
         """Count a rank's rows per microbatch and microbatches per step; UserError if a step is not divisible."""
-        rows = int(self.settings_of_node(self.find_only_node(Batching))["micro_size"])
+        limit = int(self.settings_of_node(self.find_only_node(Batching))["micro_size"])
         replicas = mesh.sizes.data_replicate * mesh.sizes.data_shard
-        if self.global_batch_size % (rows * replicas):
-            text = (
-                f"{self.global_batch_size} rows are not divisible among {replicas} replicas with microbatches of {rows}"
-            )
-            raise UserError(f"batch.global_size: {text}; write a multiple of {rows * replicas}", 2)
+        if self.global_batch_size % replicas:
+            text = f"{self.global_batch_size} rows are not divisible among {replicas} replicas"
+            raise UserError(f"batch.global_size: {text}; write a multiple of {replicas}", 2)
+        rows = choose_micro_size([self.global_batch_size], limit, replicas)
         return rows * self.phase_row_growth.rows_per_row, self.global_batch_size // (rows * replicas)
