@@ -31,7 +31,7 @@ from drawloom.kernels.float8.linear import (
 from drawloom.kernels.float8.message import pack_weights, unpack_weights
 from drawloom.kernels.float8.rms_norm import rms_norm_float8
 from drawloom.kernels.moe import Routes
-from drawloom.kernels.recompute import accept_rounded_inputs
+from drawloom.kernels.recompute.marks import accept_rounded_inputs
 from drawloom.kernels.results import NormAndSum
 
 Candidate = LinearLayer | Experts

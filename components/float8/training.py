@@ -28,7 +28,7 @@ from drawloom.components.parallel.tensor import TensorParallel
 from drawloom.components.ports.distributed import Device, Precision
 from drawloom.components.ports.features import NamePatterns, StageFeature, StageNodes, WrappingOrder
 from drawloom.components.ports.memory import MemoryKind
-from drawloom.components.ports.model import StoredLayer
+from drawloom.components.ports.model import BatchInvariant, StoredLayer
 from drawloom.components.ports.slices import RankSlice
 from drawloom.graph import Problem, UserError, component, setting
 from drawloom.graph.wiring.node import NodeView
@@ -85,9 +85,9 @@ class Float8Training(StageFeature):
             text = "shards are gathered for every use, so that nothing can keep their weights in float8"
             yield feature.problem("round_weights", text, 'write round_weights = "pass"')
         for kernels in [] if nodes.model is None else nodes.model.neighbours("kernels"):
-            if kernels.settings.get("batch_invariant"):
+            if kernels.implements(BatchInvariant):
                 text = f"[{kernels.name}] has no products in float8 that are batch-invariant"
-                yield feature.problem("use", text, f"remove [{feature.name}], or write batch_invariant = false")
+                yield feature.problem("use", text, f'remove [{feature.name}], or write use = "kernels.auto" there')
         device = feature.neighbour("device")
         if feature.settings["implementation"] == "triton" and device and device.settings.get("kind") == "cpu":
             text = "'triton' runs on GPUs, and the device is the CPU"

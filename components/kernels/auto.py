@@ -1,12 +1,10 @@
 """Model operations in the best implementation for the device, or in the recipe's explicit choice."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from functools import cached_property, partial
 from importlib import import_module
 from typing import Any, Literal, NamedTuple
 
-import attrs
 import torch
 from torch import Tensor
 
@@ -19,29 +17,21 @@ from drawloom.components.kernels.choosing import (
     load_implementation,
 )
 from drawloom.components.kernels.recurrence import PieceMask, WholeMask
-from drawloom.components.kernels.split_k import forbid_split_k
-from drawloom.components.ports.cache import KeyValueCache
+from drawloom.components.ports.cache import CachedKeys, KeyValueCache
 from drawloom.components.ports.data import IGNORE_INDEX
 from drawloom.components.ports.distributed import Device
 from drawloom.components.ports.experts import PeerExchange, Routes
 from drawloom.components.ports.model import RowPart, VocabularyPart
-from drawloom.graph import UserError, between, component, setting
+from drawloom.graph import between, component, setting
 from drawloom.graph.problems import Problem
 from drawloom.graph.wiring.node import NodeView
-from drawloom.kernels.attention import AttentionImplementation, attention_eager, create_causal_mask
+from drawloom.kernels.attention import attention_eager, create_causal_mask
 from drawloom.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
-from drawloom.kernels.batch_invariant import (
-    BLOCKS,
-    apply_with_padded_rows,
-    attend_in_blocks,
-    cut_cross_entropy_with_padded_rows,
-    multiply_groups_with_padded_rows,
-)
 from drawloom.kernels.cut_cross_entropy import LogitCut, cut_cross_entropy_eager
 from drawloom.kernels.dequantize import linear_quantized, multiply_quantized_experts
 from drawloom.kernels.linear import embedding_eager, linear_eager
 from drawloom.kernels.operation import why_no_triton
-from drawloom.kernels.recompute import (
+from drawloom.kernels.recompute.marks import (
     RowKernels,
     accept_rounded_inputs,
     call_recomputable,
@@ -50,13 +40,6 @@ from drawloom.kernels.recompute import (
 )
 from drawloom.kernels.results import NormAndSum, PermutedRows, TokenLosses
 from drawloom.kernels.weight_formats import StorageFormat
-
-WIDE_PRODUCTS = (
-    "a row of cuBLAS's products in float32 depends on the number of rows; write precision.compute = 'bfloat16', or "
-    "batch_invariant = false"
-)
-BATCH_INVARIANT = {"attention": "blocks", "grouped_gemm": "fixed tiles", "linear_cross_entropy": "fixed tiles"}
-"""Implementations by operation, chosen by `batch_invariant`."""
 
 Choice = Literal["auto", "eager", "triton"]
 
@@ -77,6 +60,7 @@ def _declare_operation_setting(default: str, doc: str) -> Any:
     replaced_keys=dict.fromkeys(
         ("linear_float8", "experts_float8"), 'implementation in a table with use = "float8.training"'
     )
+    | {"batch_invariant": 'use = "kernels.batch_invariant" in this table'}
 )
 class AutoKernels:
     """
@@ -117,11 +101,6 @@ class AutoKernels:
         check=between(0, 1),
         doc="threshold for `cut` to skip tiles with small logit gradients; 0 is exact",
     )
-    batch_invariant: bool = setting(
-        default=False,
-        doc="whether a token's results have the same bits in every batch, at every length and with a cache; without "
-        "recurrent layers, and on a GPU in 16 bits only",
-    )
     _moe_routes: Choice = _declare_operation_setting("moe_routes", "the routes from tokens to experts")
     _moe_permute: Choice = _declare_operation_setting("moe_permute", "copies of tokens for their experts")
     _moe_unpermute: Choice = _declare_operation_setting("moe_unpermute", "sums of expert rows by token")
@@ -132,17 +111,11 @@ class AutoKernels:
         "grouped_gemm", "the matrix products of experts"
     )
     _add_expert_bias: Choice = _declare_operation_setting("add_expert_bias", "the addition of experts' biases")
-    _settings_before: ExitStack = attrs.field(init=False, factory=ExitStack)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Refuse implementations for GPUs if the device is the CPU, and another attention beside `batch_invariant`."""
-        invariant, kind = node.settings["batch_invariant"], _read_device_kind(node)
-        for operation in BATCH_INVARIANT:
-            if invariant and node.settings[operation] != "auto":
-                text = f"batch_invariant has its own {operation}"
-                yield node.problem(operation, text, "leave it out, or write batch_invariant = false")
-        if kind == "cpu":
+        """Refuse implementations for GPUs if the device is the CPU."""
+        if _read_device_kind(node) == "cpu":
             for operation in OPERATIONS:
                 if node.settings[operation] in TRITON | GPU:
                     text = f"{node.settings[operation]!r} runs on GPUs, and the device is the CPU"
@@ -163,18 +136,10 @@ class AutoKernels:
 
     def open(self) -> None:
         """Load the implementations. Raises UserError if the device can't run one."""
-        if self.batch_invariant and self.device.device.type == "cuda":
-            self._settings_before.enter_context(forbid_split_k())
         _ = self._functions_by_operation
-
-    def close(self) -> None:
-        """Restore torch's settings for products."""
-        self._settings_before.close()
 
     def choose_implementation_of(self, operation: str) -> ImplementationChoice:
         """Return an operation's implementation and the reason for the choice."""
-        if self.batch_invariant and operation in BATCH_INVARIANT:
-            return ImplementationChoice(BATCH_INVARIANT[operation], "kernels are batch-invariant")
         return choose_implementation(operation, getattr(self, f"_{operation}"), self.device.device)
 
     def list_versions_and_choices(self) -> dict[str, str]:
@@ -183,47 +148,22 @@ class AutoKernels:
 
     @cached_property
     def _functions_by_operation(self) -> dict[str, Any]:
-        names = {operation: self.choose_implementation_of(operation).name for operation in OPERATIONS}
-        fixed = self._batch_invariant_functions if self.batch_invariant else {}
-        functions = fixed | {
-            name: load_implementation(name, implementation)
-            for name, implementation in names.items()
-            if name not in fixed
-        }
+        functions = {operation: self._load_function(operation) for operation in OPERATIONS}
         # Recomputation normalises the sum that add_rms_norm made; the same implementation gives the same bits.
         return functions | {
             "norm_of_sum": load_implementation("rms_norm", self.choose_implementation_of("add_rms_norm").name)
         }
+
+    def _load_function(self, operation: str) -> Any:
+        return load_implementation(operation, self.choose_implementation_of(operation).name)
 
     def _load_row_casts(self) -> RowKernels:
         """Return the casts of saved rows to 8 bits, which only runs that keep such rows import."""
         casts: RowKernels = import_module("drawloom.kernels.float8.choosing").choose_row_casts(self.device.device)
         return casts
 
-    @property
-    def _batch_invariant_functions(self) -> dict[str, Any]:
-        """Return the operations with a batch-invariant implementation of their own."""
-        if self._triton_block_attention_module is None:
-            return {
-                "attention": BLOCKS,
-                "grouped_gemm": multiply_groups_with_padded_rows,
-                "linear_cross_entropy": cut_cross_entropy_with_padded_rows,
-            }
-        # The kernels for losses and experts have tiles of one size.
-        return {
-            "attention": self._batch_invariant_attention,
-            "grouped_gemm": import_module("drawloom.kernels.triton.grouped_gemm").multiply_groups_in_fixed_tiles,
-            "linear_cross_entropy": load_implementation("linear_cross_entropy", "cut"),
-        }
-
-    @property
-    def _batch_invariant_attention(self) -> AttentionImplementation:
-        """Return batch-invariant attention in Triton, with the gradients of the implementation for the GPU."""
-        name = choose_implementation("attention", "auto", self.device.device).name
-        return self._triton_block_attention_module.create_block_attention(load_implementation("attention", name))  # type: ignore[no-any-return]
-
     @cached_property
-    def _triton_block_attention_module(self) -> Any:
+    def _block_attention(self) -> Any:
         """Return the module for attention in blocks in Triton; None if the recipe or the device has another one."""
         device = self.device.device
         is_eager = self.choose_implementation_of("attention").name == "eager"
@@ -243,9 +183,6 @@ class AutoKernels:
         return LogitCut(ignore_index=IGNORE_INDEX, filter_eps=self.filter_eps) if cuts else IGNORE_INDEX
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if self.batch_invariant:
-            _refuse_wide_products(x)
-            return apply_with_padded_rows(lambda rows: linear_eager(rows, weight, bias), x)
         with accept_rounded_inputs():
             return linear_eager(x, weight, bias)
 
@@ -262,11 +199,6 @@ class AutoKernels:
         bias: Tensor | None = None,
     ) -> Tensor:
         dequantize = self._functions_by_operation["dequantize"]
-        if self.batch_invariant:
-            _refuse_wide_products(x)
-            return apply_with_padded_rows(
-                lambda rows: linear_quantized(dequantize, rows, stored, weight_format, bias), x
-            )
         return linear_quantized(dequantize, x, stored, weight_format, bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
@@ -333,8 +265,6 @@ class AutoKernels:
         """
         if cache is not None:
             return Cached(cache, window)
-        if part is not None and self.batch_invariant and self._triton_block_attention_module is not None:
-            raise UserError("kernels.auto: batch_invariant has no attention to a part of a row; write context = 1", 2)
         chosen = self._functions_by_operation["attention"]
         if part is None:
             if one_document_per_row and window is None and chosen.one_document_mask is not None:
@@ -356,15 +286,20 @@ class AutoKernels:
             mask = mask.whole
         if isinstance(mask, Cached):
             # The implementations for training require as many queries as keys.
-            k, v, count = mask.cache.extend(k, v)
-            if self._triton_block_attention_module is not None and q.dtype != torch.float64:
-                blocks = self._triton_block_attention_module.BlockMask(None, mask.window, key_count=count)
-                return self._triton_block_attention_module.attend_in_blocks_triton(q, k, v, blocks, options, sinks)  # type: ignore[no-any-return]
-            visible = create_causal_mask(q.shape[1], k.shape[1], mask.window, q.device, count)
-            if self.batch_invariant:
-                return attend_in_blocks(q, k, v, visible, options, sinks)
-            return attention_eager(q, k, v, visible, options, sinks)
+            return self._attend_to_cached(q, mask.cache.extend(k, v), mask.window, options, sinks)
         return self._functions_by_operation["attention"].attend(q, k, v, mask, options, sinks)  # type: ignore[no-any-return]
+
+    _attend_to_cached_eager = staticmethod(attention_eager)
+
+    def _attend_to_cached(
+        self, q: Tensor, cached: CachedKeys, window: int | None, options: AttentionOptions, sinks: Tensor | None
+    ) -> Tensor:
+        k, v, count = cached
+        if self._block_attention is not None and q.dtype != torch.float64:
+            blocks = self._block_attention.BlockMask(None, window, key_count=count)
+            return self._block_attention.attend_in_blocks_triton(q, k, v, blocks, options, sinks)  # type: ignore[no-any-return]
+        visible = create_causal_mask(q.shape[1], k.shape[1], window, q.device, count)
+        return self._attend_to_cached_eager(q, k, v, visible, options, sinks)
 
     def recurrence_mask(
         self, documents: Tensor, part: RowPart | None = None, cache: KeyValueCache | None = None
@@ -396,9 +331,6 @@ class AutoKernels:
 
         A vocabulary `part` requires `cut`, or its equivalent in plain torch.
         """
-        if self.batch_invariant:
-            cut = LogitCut(ignore_index=IGNORE_INDEX, part=part)
-            return self._functions_by_operation["linear_cross_entropy"](hidden, weight, targets, cut, token_weights)  # type: ignore[no-any-return]
         if part is not None:
             cut = LogitCut(ignore_index=IGNORE_INDEX, filter_eps=self.filter_eps, part=part)
             return self._vocab_parallel_loss(hidden, weight, targets, cut, token_weights)  # type: ignore[no-any-return]
@@ -446,12 +378,6 @@ class PartMask(NamedTuple):
 
     whole: Any
     part: RowPart
-
-
-def _refuse_wide_products(x: Tensor) -> None:
-    """Raise UserError for products of x that are not batch-invariant on its device."""
-    if x.is_cuda and x.dtype.itemsize > 2:
-        raise UserError(f"kernels.auto: {WIDE_PRODUCTS}", 2)
 
 
 def _gather_keys_and_values(part: RowPart, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ import attrs
 
 from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.decoder.hugging_face import Family
-from drawloom.components.model.decoder.router import Routing
+from drawloom.components.model.decoder.specs import Routing
 from drawloom.components.model.deepseek_v3 import (
     LATENT_RENAMED,
     LatentConfig,

@@ -18,8 +18,7 @@ from drawloom.components.model.decoder.config import (
     layer_types_setting,
 )
 from drawloom.components.model.decoder.hugging_face import Family
-from drawloom.components.model.decoder.router import Routing
-from drawloom.components.model.decoder.specs import ClampedSwiGlu, ExpertSpec, MixerSpec
+from drawloom.components.model.decoder.specs import ClampedSwiGlu, ExpertSpec, MixerSpec, Routing
 from drawloom.components.ports.experts import ExpertKernels
 from drawloom.components.ports.weights import Mapper, TensorGroup
 from drawloom.components.weights.mapper import parallel, sequential

@@ -3,25 +3,17 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.parallel.context import ContextPart
 from drawloom.components.parallel.pipeline import find_layer_conflicts
-from drawloom.components.pipeline.program.builders import build_forward_only_program
-from drawloom.components.pipeline.program.lowering import (
+from drawloom.components.pipeline.program.builders import (
+    build_forward_only_program,
     build_program_of_rank_and_neighbours,
-    check_ranks_agree_on_program,
-    insert_offload_actions,
-    insert_shard_actions,
-    lower_to_rank_program,
 )
-from drawloom.components.pipeline.runtime.p2p import P2PBuffers
-from drawloom.components.pipeline.runtime.program_runner import ProgramRunner
-from drawloom.components.pipeline.runtime.stage_runner import StageRunner
 from drawloom.components.pipeline.runtime.uploads import Uploads
 from drawloom.components.ports.data import uses_preference_pairs
 from drawloom.components.ports.distributed import Device, Mesh, Neighbours, P2PChannel, PerDimension
@@ -35,7 +27,11 @@ from drawloom.components.state.batch import Batch
 from drawloom.components.state.step_state import StepState
 from drawloom.graph import Problem, component, wired
 from drawloom.graph.wiring.node import NodeView
-from drawloom.kernels.recompute import mark_as_recomputation
+from drawloom.kernels.recompute.marks import mark_as_recomputation
+
+if TYPE_CHECKING:
+    from drawloom.components.parallel.context import ContextPart
+    from drawloom.components.pipeline.runtime.program_runner import ProgramRunner
 
 
 @attrs.frozen
@@ -79,7 +75,7 @@ class ProgramExecutor:
     # forward actions by another model's stages, or None for the trained model's, and by microbatch count
     _forward: dict[tuple[ForwardStages | None, int], list[Action]] = attrs.field(init=False, factory=dict)
     # by sequence length: the context part on the CPU, where batches are cut, and on the device
-    _parts: dict[int, tuple[ContextPart, ContextPart]] = attrs.field(init=False, factory=dict)
+    _parts: "dict[int, tuple[ContextPart, ContextPart]]" = attrs.field(init=False, factory=dict)
     # host memory for activations, if a program has moved any
     _offloads: Any = attrs.field(init=False, default=None)
 
@@ -226,8 +222,12 @@ class ProgramExecutor:
         local_stages: Sequence[Stage],
         split_stages: Set[int] = frozenset(),
         boundaries: StageInputs | None = None,
-    ) -> ProgramRunner:
+    ) -> "ProgramRunner":
         """Return a runner that writes microbatch losses into `state`."""
+        from drawloom.components.pipeline.runtime.p2p import P2PBuffers
+        from drawloom.components.pipeline.runtime.program_runner import ProgramRunner
+        from drawloom.components.pipeline.runtime.stage_runner import StageRunner
+
         stages = {
             stage.index: StageRunner(stage, self.objective, state, stage.index in split_stages)
             for stage in local_stages
@@ -246,6 +246,8 @@ class ProgramExecutor:
             return MicrobatchInputs(inputs, shared, moved)
         length = batch.length
         if length not in self._parts:  # cached: a copy to a GPU would wait
+            from drawloom.components.parallel.context import ContextPart
+
             part = ContextPart.for_rank(length, group)
             self._parts[length] = part, self._uploads.start_upload(part)
         host_part, device_part = self._parts[length]
@@ -266,6 +268,8 @@ class ProgramExecutor:
         """Return the plan for a step with this many microbatches; built once, and compared between ranks."""
         # The program of a large pipeline takes milliseconds to build and lower, and is the same in every step.
         if microbatches not in self._training:
+            from drawloom.components.pipeline.program.lowering import check_ranks_agree_on_program
+
             rank, ranks = self.mesh.indices.pipeline, self.mesh.sizes.pipeline
             program = build_program_of_rank_and_neighbours(self.schedule, rank, ranks, microbatches)
             check_ranks_agree_on_program(program, rank, self.mesh.pipeline_group)
@@ -301,6 +305,12 @@ class ProgramExecutor:
 
     def _lower_to_actions(self, program: Program, local: Sequence[Stage]) -> list[Action]:
         """Return this rank's actions with messages; an overlap's parts follow one another."""
+        from drawloom.components.pipeline.program.lowering import (
+            insert_offload_actions,
+            insert_shard_actions,
+            lower_to_rank_program,
+        )
+
         line = insert_offload_actions(lower_to_rank_program(program, self.mesh.indices.pipeline), program.offloaded)
         shards = {stage.index: stage.shards for stage in local if stage.shards is not None}
         gathered = {index for index, shard in shards.items() if not shard.gathers_per_block}

@@ -31,7 +31,7 @@ from drawloom.components.state.batch import Batch
 from drawloom.components.state.trees import list_leaves, map_leaves
 from drawloom.graph import UserError
 from drawloom.kernels.deferred_grads import fuse_gradient_sums_on_meta
-from drawloom.kernels.recompute_policy import make_recomputable
+from drawloom.kernels.recompute.policy import make_recomputable
 
 Passes = dict[str, PassCost]
 """Costs by op: F, and B or I and W."""

@@ -452,15 +452,10 @@ class BufferOwner(Protocol):
 
 
 @runtime_checkable
-class BatchInvariantKernels(Protocol):
-    """Kernels with a choice: a token has the same bits in every batch, at every length and with a cache."""
+class BatchInvariant(Protocol):
+    """Kernels by which a token has the same bits in every batch, at every length and with a cache."""
 
-    batch_invariant: bool
-
-
-def is_batch_invariant(kernels: object) -> bool:
-    """Return whether a token's results do not depend on other rows, later tokens and the use of a cache."""
-    return isinstance(kernels, BatchInvariantKernels) and kernels.batch_invariant
+    batch_invariant: ClassVar[bool]
 
 
 @port

@@ -19,7 +19,7 @@ from drawloom.components.ports.cache import KeyValueCache
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.data import MAX_LENGTH
 from drawloom.components.ports.distributed import Device, Group, Mesh
-from drawloom.components.ports.model import Head, Kernels, TokenContext, is_batch_invariant
+from drawloom.components.ports.model import BatchInvariant, Head, Kernels, TokenContext
 from drawloom.components.ports.pipeline import ForwardPasses
 from drawloom.components.ports.rollouts import Completions, Prompts, compute_policy_logps
 from drawloom.components.ports.run import RunInfo
@@ -37,9 +37,9 @@ class StageRollouts:
     Sampler that runs the training stages themselves, with a cache of keys and values.
 
     A row's draws depend on the seed, the step and the row, not on other rows or the mesh. With `exact`,
-    log-probabilities have the bits of the training pass, and the ratio of both is exactly 1. If the kernels are
-    `batch_invariant`, passes use the cache. Otherwise every token is computed by a pass over the whole rows of a
-    training microbatch, in every dtype and on every mesh; the cost is one such pass per token.
+    log-probabilities have the bits of the training pass, and the ratio of both is exactly 1. With
+    `kernels.batch_invariant`, passes use the cache. Otherwise every token is computed by a pass over the whole rows of
+    a training microbatch, in every dtype and on every mesh; the cost is one such pass per token.
     """
 
     model: ForwardPasses
@@ -54,7 +54,7 @@ class StageRollouts:
     )
     exact: bool = setting(
         default=False,
-        doc="whether log-probabilities have the bits of the training pass; slow unless kernels are `batch_invariant`",
+        doc="whether log-probabilities have the bits of the training pass; slow without `kernels.batch_invariant`",
     )
     _copy: Group = attrs.field(init=False, default=None)
 
@@ -67,7 +67,7 @@ class StageRollouts:
             yield mesh.problem("context", text, "write context = 1")
         kernels, executor = node.neighbour("kernels"), node.neighbour("model")
         stages = executor.neighbour("stages") if executor else None
-        is_exact = node.settings["exact"] and kernels and kernels.settings.get("batch_invariant")
+        is_exact = node.settings["exact"] and kernels and kernels.implements(BatchInvariant)
         for feature in stages.neighbours("features") if is_exact and stages else ():
             if feature.use == "stages.compiled":
                 text = "exact rollouts with a cache need batch-invariant kernels, and torch.compile makes its own"
@@ -98,7 +98,7 @@ class StageRollouts:
     @property
     def _recomputes_rows_per_token(self) -> bool:
         """Whether each token needs a pass over whole rows for the bits of the training pass."""
-        return self.exact and not is_batch_invariant(self.kernels)
+        return self.exact and not isinstance(self.kernels, BatchInvariant)
 
     def _sample_completions_on_all_ranks(self, prompts: Prompts, seed: int) -> Completions:
         """Sample completions for a batch of prompts; `seed` is for all draws. A collective over all ranks."""
@@ -169,7 +169,7 @@ class StageRollouts:
         if self.exact and cache is not None and (layers[1] or not layers[0]):
             raise UserError(
                 "exact rollouts need a model whose layers all use the cache for keys and values; "
-                "write batch_invariant = false in the kernels",
+                'write use = "kernels.auto" in the kernels',
                 exit_code=2,
             )
         if cache is not None and layers[0]:  # a plugin's model may not use the cache

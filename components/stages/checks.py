@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from drawloom.components.parallel.pipeline import build_schedule_or_none
-from drawloom.components.pipeline.program.lowering import build_program_of_rank_and_neighbours
-from drawloom.components.pipeline.program.recomputation import describe_recompute_policies
+from drawloom.components.pipeline.program.builders import build_program_of_rank_and_neighbours
 from drawloom.components.ports.distributed import PerDimension
 from drawloom.components.ports.features import StageNodes
 from drawloom.components.ports.model import Model, PretrainedModel
@@ -124,8 +123,10 @@ def describe_chosen_layer_partition(schedule: NodeView, mesh: NodeView, model: N
         count = f"if a step has {program.microbatches} microbatches"
         if program.choice:
             yield f"chosen by [{schedule.name}] {count}: {program.choice}"
-        if policies := describe_recompute_policies(program.recompute):
-            yield f"recomputed, by [{schedule.name}] {count}: {policies}"
+        if program.recompute:
+            from drawloom.components.pipeline.program.recomputation import describe_recompute_policies
+
+            yield f"recomputed, by [{schedule.name}] {count}: {describe_recompute_policies(program.recompute)}"
 
 
 def _get_microbatch_count(schedule: NodeView, mesh: NodeView) -> int:

@@ -29,7 +29,7 @@ from drawloom.kernels.float8.linear import (
 )
 from drawloom.kernels.moe import Routes
 from drawloom.kernels.operation import once_differentiable
-from drawloom.kernels.recompute import call_recomputable_in_autograd_function
+from drawloom.kernels.recompute.marks import call_recomputable_in_autograd_function
 
 
 def experts_float8(

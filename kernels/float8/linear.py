@@ -44,7 +44,7 @@ from drawloom.kernels.float8.casts import (
     allocate_quantized_weights,
 )
 from drawloom.kernels.operation import once_differentiable
-from drawloom.kernels.recompute import (
+from drawloom.kernels.recompute.marks import (
     call_recomputable,
     call_recomputable_in_autograd_function,
     keep_arguments_in_8_bits,

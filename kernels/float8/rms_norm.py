@@ -4,7 +4,7 @@ from torch import Tensor
 
 from drawloom.kernels.float8.casts import Float8Kernels
 from drawloom.kernels.float8.linear import attach_quantized_rows
-from drawloom.kernels.recompute import keep_arguments_in_8_bits, record_recomputable_call
+from drawloom.kernels.recompute.marks import keep_arguments_in_8_bits, record_recomputable_call
 from drawloom.kernels.results import NormAndSum
 
 

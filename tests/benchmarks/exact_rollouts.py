@@ -29,7 +29,7 @@ MODEL: dict[str, Any] = {
 }
 MODES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "batch-invariant": {"rollouts": {"exact": True}, "kernels": {"batch_invariant": True}},
+    "batch-invariant": {"rollouts": {"exact": True}, "kernels": {"use": "kernels.batch_invariant"}},
     "whole rows": {"rollouts": {"exact": True}},
 }
 

@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from drawloom.components.pipeline.program.lowering import build_program_of_rank_and_neighbours, lower_to_rank_program
+from drawloom.components.pipeline.program.builders import build_program_of_rank_and_neighbours
+from drawloom.components.pipeline.program.lowering import lower_to_rank_program
 from drawloom.components.ports.pipeline import PartialSchedule
 from drawloom.components.ports.program import iterate_actions
 from support.schedules import NAMES, schedule

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.kernels.auto import AutoKernels
+from drawloom.components.kernels.batch_invariant import BatchInvariantKernels
 from drawloom.components.model.layers import LinearHead
 from drawloom.components.parallel.tensor import ALONE
 from drawloom.components.ports.rollouts import compute_policy_logps
@@ -28,14 +29,19 @@ pytestmark = pytest.mark.gpu
 GPU: Any = {"device": "cuda", "dtype": torch.bfloat16}
 SIZES = (
     *("model.hidden_size=256", "model.head_dim=64", "model.num_attention_heads=4", "model.intermediate_size=512"),
-    *("precision.parameter=bfloat16", "kernels.batch_invariant=true", "rollouts.max_tokens=150", "trainer.steps=3"),
+    *(
+        "precision.parameter=bfloat16",
+        "kernels.use=kernels.batch_invariant",
+        "rollouts.max_tokens=150",
+        "trainer.steps=3",
+    ),
     *("batch.global_size=8", "batch.micro_size=2", "evaluate.every=9", "optimizer.lr=1e-3", "device.share=false"),
 )
 
 
 @pytest.fixture
 def kernels() -> Iterator[AutoKernels]:
-    kernels = AutoKernels(device=ComputeDevice(kind="cuda"), batch_invariant=True)
+    kernels = BatchInvariantKernels(device=ComputeDevice(kind="cuda"))
     kernels.open()
     yield kernels
     kernels.close()
@@ -81,7 +87,7 @@ def make_operations(kernels: AutoKernels) -> dict[str, tuple[Callable[..., Tenso
 def find_wrong_operations() -> list[tuple[str, int, int]]:
     """Return operations and parts for which some rows alone have other bits than among all rows."""
     torch.manual_seed(0)
-    kernels, wrong = AutoKernels(device=ComputeDevice(kind="cuda"), batch_invariant=True), []
+    kernels, wrong = BatchInvariantKernels(device=ComputeDevice(kind="cuda")), []
     kernels.open()
     for name, (function, tensors) in make_operations(kernels).items():
         whole = function(*tensors)
@@ -143,9 +149,9 @@ def test_cuda_graphs_draw_the_same_completions(tmp_path: Path, kernels_are_invar
     same gradients to bfloat16's rounding (`test_capture.py`), so later weights differ.
     """
     (tmp_path / "tiny.toml").write_text(RECIPE, "utf-8")
-    invariant = str(kernels_are_invariant).lower()
+    use = "kernels.batch_invariant" if kernels_are_invariant else "kernels.auto"
     words = (
-        *(f"kernels.batch_invariant={invariant}", f"rollouts.exact={invariant}"),
+        *(f"kernels.use={use}", f"rollouts.exact={str(kernels_are_invariant).lower()}"),
         *("randomness.deterministic=true", "trainer.steps=2"),
     )
     rows = []

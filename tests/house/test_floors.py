@@ -107,12 +107,12 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
     "components.gradients": (BELOW | {"kernels.scale"}, {"attrs", "numpy", "torch"}),
     # The executor decides which operations are deferred or recomputed.
     "components.pipeline": (
-        BELOW | {"kernels.deferred_grads", "kernels.recompute", "kernels.recompute_policy"},
+        BELOW | {"kernels.deferred_grads", "kernels.recompute"},
         {"attrs", "numpy", "torch"},
     ),
     # The stages of a rank follow from the schedule's program.
     "components.stages": (
-        BELOW | {"components.pipeline.program", "kernels.recompute_policy"},
+        BELOW | {"components.pipeline.program", "kernels.recompute.policy"},
         {"attrs", "torch"},
     ),
     # A plan runs stages without memory, as a run does, and simulates their schedule; a calibration times kernels.

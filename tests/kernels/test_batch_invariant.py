@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from drawloom.components.kernels.auto import AutoKernels
+from drawloom.components.kernels.batch_invariant import BatchInvariantKernels
 from drawloom.components.ports.data import IGNORE_INDEX
 from drawloom.kernels.attention import attention_eager, create_causal_document_mask, create_causal_mask
 from drawloom.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
@@ -72,7 +73,7 @@ def test_rows_of_products_do_not_depend_on_their_number(dtype: torch.dtype) -> N
         x, weight = (torch.randn(rows, inputs, generator=generator).to(dtype) for rows in (500, outputs))
         targets = torch.randint(outputs, (500,), generator=generator)
         targets[::7] = IGNORE_INDEX
-        kernels = cpu_kernels(batch_invariant=True)
+        kernels = BatchInvariantKernels(device=cpu_kernels().device)
         whole, losses = kernels.linear(x, weight), kernels.linear_cross_entropy(x, weight, targets)
         for rows in (*range(1, 41), 63, 129):
             for first in (0, 11):
@@ -101,7 +102,7 @@ def test_padding_of_few_rows_has_no_effect() -> None:
 def test_rows_of_experts_do_not_depend_on_their_number(dtype: torch.dtype) -> None:
     """A token's experts have the same bits among few and many tokens, whatever experts these have."""
     generator = torch.Generator().manual_seed(1)
-    kernels, count, width, inner = cpu_kernels(batch_invariant=True), 5, 48, 40
+    kernels, count, width, inner = BatchInvariantKernels(device=cpu_kernels().device), 5, 48, 40
     x = torch.randn(300, width, generator=generator).to(dtype)
     up = torch.randn(count, 2 * inner, width, generator=generator).to(dtype)
     down = torch.randn(count, width, inner, generator=generator).to(dtype)

@@ -69,7 +69,12 @@ def test_ratios_are_exactly_1_and_samples_the_same_on_every_mesh(lab: Path) -> N
 
 def test_a_cache_keeps_the_bits_of_batch_invariant_kernels(lab: Path) -> None:
     """With these kernels exact rollouts use a cache, and ratios are 1 on every mesh, with the same samples."""
-    words = ("kernels.batch_invariant=true", "trainer.steps=2", "rollouts.max_tokens=40", "rollouts.temperature=0.8")
+    words = (
+        "kernels.use=kernels.batch_invariant",
+        "trainer.steps=2",
+        "rollouts.max_tokens=40",
+        "rollouts.temperature=0.8",
+    )
     one = run(lab, "one", *words)
     meshes = [run(lab, name, *words, *layout, ranks=2) for name, layout in LAYOUTS.items()]
     for folder in (one, *meshes):
@@ -82,7 +87,7 @@ def test_experts_keep_the_bits_of_batch_invariant_kernels(lab: Path) -> None:
     recipe = (lab / "tiny.toml").read_text("utf-8").replace("qwen3.dense", "qwen3.moe")
     experts = "num_experts = 6\nnum_experts_per_tok = 2\nmoe_intermediate_size = 16\n"
     (lab / "tiny.toml").write_text(recipe.replace("intermediate_size = 32\n", experts), "utf-8")
-    words = ("kernels.batch_invariant=true", "trainer.steps=2", "rollouts.max_tokens=12", "evaluate.every=9")
+    words = ("kernels.use=kernels.batch_invariant", "trainer.steps=2", "rollouts.max_tokens=12", "evaluate.every=9")
     exchange = ("mesh.expert=2", "dispatcher.use=experts.all_to_all", "stages.dispatcher=@dispatcher")
     one = run(lab, "one", *words)
     ranks = [

@@ -428,8 +428,13 @@ ROWS: dict[str, Row] = {
         parts.choose_kernels,
         {},
         dict.fromkeys(TRITON, "triton")
-        | {"attention": "flex", "batch_invariant": True}
+        | {"attention": "flex"}
         | {"filter_eps": Change(0.5, {"linear_cross_entropy": "cut"}, parts.filter_of)},
+    ),
+    "kernels.batch_invariant": Row(
+        parts.choose_kernels,
+        {},
+        dict.fromkeys(set(TRITON) - {"grouped_gemm", "linear_cross_entropy"}, "triton"),
     ),
     "learning_rate.constant": Row(parts.lr_factors, {"warmup_steps": 2}, WARMUP),
     "learning_rate.cosine": Row(parts.lr_factors, {"warmup_steps": 2}, WARMUP | {"end": 0.5}),

@@ -12,7 +12,7 @@ from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
 from drawloom.kernels.linear import embedding_eager, linear_eager
-from drawloom.kernels.recompute import call_with_recomputation
+from drawloom.kernels.recompute.repeated_calls import call_with_recomputation
 from drawloom.kernels.rms_norm import rms_norm_eager
 
 WIDTH = 6

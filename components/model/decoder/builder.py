@@ -1,8 +1,7 @@
 """The settings that all families share, the modules that they build, and initial weights."""
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -26,20 +25,14 @@ from drawloom.components.model.decoder.hugging_face import (
     read_config,
     read_config_json,
 )
-from drawloom.components.model.decoder.layer import Block
-from drawloom.components.model.decoder.model import CausalLM
 from drawloom.components.model.decoder.rope import BY_LENGTH, RopeScaling, find_context_parallel_faults
 from drawloom.components.model.decoder.settings import build_architecture_from_settings, find_setting_faults
-from drawloom.components.model.decoder.specs import DeltaSpec, MixerSpec
-from drawloom.components.model.layers import Linear
-from drawloom.components.model.split_vocabulary import (
+from drawloom.components.model.new_tokens import (
     NewTokens,
     NewTokenSplit,
     count_new_rows,
     count_new_tokens,
-    create_vocabulary_join_mapper,
     find_new_tokens_fault,
-    replace_by_split_layers,
 )
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.flops import ForwardFlops
@@ -184,11 +177,19 @@ class DecoderModel:
         return self.architecture.max_sequence_length
 
     def build(self, span: LayerRange) -> nn.Module:
+        from drawloom.components.model.decoder.model import CausalLM, set_joined_layer_names
+
         module = CausalLM(self.architecture, span, self.kernels, self.scaling)
         set_joined_layer_names(module, self.family.mapper, self.architecture)
-        return module if self.new_token_split is None else replace_by_split_layers(module, self.new_token_split)
+        if self.new_token_split is None:
+            return module
+        from drawloom.components.model.split_vocabulary import replace_by_split_layers
+
+        return replace_by_split_layers(module, self.new_token_split)
 
     def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
+        from drawloom.components.model.decoder.layer import Block
+
         return [part for part in module.modules() if isinstance(part, Block)]
 
     def initialize_parameter(
@@ -199,7 +200,9 @@ class DecoderModel:
         fill_with_initial_weights(name, parameter, role, seed=seed, layers=layers, std=std, tensor_slice=tensor_slice)
 
     def forward_flops(self) -> ForwardFlops:
-        return forward_flops(self.build_on_meta(), self.architecture)
+        from drawloom.components.model.decoder.model import count_forward_flops
+
+        return count_forward_flops(self.build_on_meta(), self.architecture)
 
     def hugging_face_config(self) -> dict[str, Any]:
         written = attrs.evolve(self.architecture, vocab_size=self.vocab_size)
@@ -213,10 +216,11 @@ class DecoderModel:
         return self.family.nested_types.get(str(read_config_json(path).get("model_type")), "model.")
 
     def hugging_face_mapper(self) -> Mapper:
-        names = [*persistent_tensors(self.build_on_meta())]
-        joined = (
-            Mapper(()) if self.new_token_split is None else create_vocabulary_join_mapper(names, self.new_token_split)
-        )
+        names, joined = [*persistent_tensors(self.build_on_meta())], Mapper(())
+        if self.new_token_split is not None:
+            from drawloom.components.model.split_vocabulary import create_vocabulary_join_mapper
+
+            joined = create_vocabulary_join_mapper(names, self.new_token_split)
         kept = [name for name in names if name not in joined.inputs or name in joined.outputs]
         mapper = sequential(joined, self.family.mapper(kept, self.architecture))
         layers = str(self.num_hidden_layers)
@@ -306,36 +310,3 @@ class DecoderBuilder(DecoderModel):
         if self.config is None:
             return {}
         return {"config": [locate_config_json(self.config)]}
-
-
-def set_joined_layer_names(
-    module: nn.Module, mapper: Callable[[Iterable[str], DecoderConfig], Mapper], architecture: DecoderConfig
-) -> None:
-    """Set `joined_name` in all linear layers that are one tensor with others in the family's files."""
-    # Experts are many, and no linear layers.
-    names = [name for name, _ in module.named_parameters() if ".experts." not in name]
-    for group in mapper(names, architecture).groups:
-        for name in group.inputs if len(group.inputs) > 1 else ():
-            layer = module.get_submodule(name.rpartition(".")[0])
-            if isinstance(layer, Linear):
-                layer.joined_name = group.outputs[0].rpartition(".")[0]
-
-
-def forward_flops(whole: nn.Module, architecture: DecoderConfig) -> ForwardFlops:
-    """Count FLOPs in a whole model's forward pass, by parameter and by pair; the model may be on the meta device."""
-    shapes = {name: parameter.numel() for name, parameter in whole.named_parameters()}
-    by_parameter = {}
-    for name, role in parameter_roles(whole):
-        # A tied table is multiplied by where it is the head.
-        products = 1.0 if ".embed_tokens." in name and architecture.tie_word_embeddings else role.products
-        if name in shapes and products:
-            by_parameter[name] = 2.0 * shapes[name] * products
-    per_pair: Counter[int | None] = Counter()
-    per_token = 0.0
-    for layer in range(architecture.num_hidden_layers):
-        for branch in architecture.branches_of(layer):
-            if isinstance(branch.spec, MixerSpec):
-                per_pair[branch.spec.window] += branch.spec.pair_flops
-            elif isinstance(branch.spec, DeltaSpec):
-                per_token += branch.spec.token_flops
-    return ForwardFlops(by_parameter, {window: float(flops) for window, flops in per_pair.items()}, per_token)

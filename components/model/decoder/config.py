@@ -8,7 +8,6 @@ import attrs
 import torch
 
 from drawloom.components.model.decoder.rope import InvalidSetting, Rope, RopeScaling, convert_to_kernel_scaling
-from drawloom.components.model.decoder.router import Routing
 from drawloom.components.model.decoder.specs import (
     Activation,
     AttentionSpec,
@@ -16,6 +15,7 @@ from drawloom.components.model.decoder.specs import (
     ExpertSpec,
     MixerSpec,
     MlpSpec,
+    Routing,
 )
 from drawloom.graph import above, at_least, between, setting
 from drawloom.graph.component import Bound

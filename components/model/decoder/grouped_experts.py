@@ -7,7 +7,7 @@ import attrs
 
 from drawloom.components.model.decoder.config import MoeConfig, create_size_check, find_dense_width_faults
 from drawloom.components.model.decoder.rope import InvalidSetting
-from drawloom.components.model.decoder.router import Routing
+from drawloom.components.model.decoder.specs import Routing
 from drawloom.graph import above, at_least, setting
 
 

@@ -1,7 +1,7 @@
 """A decoder layer: branches of attention, a gated feed-forward network or experts on a residual stream."""
 
 from collections.abc import Hashable, Sequence
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,14 +21,14 @@ from drawloom.components.model.layers import RMSNorm
 from drawloom.components.ports.model import Kernels
 from drawloom.kernels.results import NormAndSum
 
-PARTS: dict[type[PartSpec], tuple[str, str]] = {
-    AttentionSpec: ("attention", "Attention"),
-    LatentSpec: ("latent", "LatentAttention"),
-    DeltaSpec: ("gated_delta_net", "GatedDeltaNet"),
-    MlpSpec: ("mlp", "GatedMlp"),
-    ExpertSpec: ("experts", "SparseMoeBlock"),
+PARTS: dict[type[PartSpec], str] = {
+    AttentionSpec: "attention:Attention",
+    LatentSpec: "latent:LatentAttention",
+    DeltaSpec: "gated_delta_net:GatedDeltaNet",
+    MlpSpec: "mlp:GatedMlp",
+    ExpertSpec: "experts:SparseMoeBlock",
 }
-"""The file and the module class for each class of specifications; few models need all."""
+"""The module class for each class of specifications, imported when a layer has such a part."""
 
 
 class Block(nn.Module):
@@ -47,8 +47,7 @@ class Block(nn.Module):
             for name in filter(None, (branch.norm_before, branch.norm_after)):
                 norm = RMSNorm(architecture.hidden_size, architecture.rms_norm_eps, kernels, architecture.zero_centered)
                 self.add_module(name, norm)
-            file, name = PARTS[type(branch.spec)]
-            part = getattr(import_module(f"drawloom.components.model.decoder.{file}"), name)
+            part = resolve_name(f"{__package__}.{PARTS[type(branch.spec)]}")
             self.add_module(branch.name, part(architecture, branch.spec, kernels))
 
     @property

@@ -1,6 +1,7 @@
 """The module for a span of layers, with the submodules and names of Hugging Face's models."""
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,9 +15,11 @@ from drawloom.components.model.decoder.layer import Block
 from drawloom.components.model.decoder.specs import Branch, DeltaSpec, MixerSpec
 from drawloom.components.model.layers import Embedding, Linear, RMSNorm
 from drawloom.components.parallel.tensor import TensorParallel
+from drawloom.components.ports.flops import ForwardFlops
 from drawloom.components.ports.model import Finish, HeadLayer, Kernels, LayerRange, TokenContext
-from drawloom.components.ports.parameter_roles import Role
+from drawloom.components.ports.parameter_roles import Role, parameter_roles
 from drawloom.components.ports.parametrization import ModelScaling
+from drawloom.components.ports.weights import Mapper
 
 
 def check_hidden_states_request(shared: TokenContext, layers: int) -> None:
@@ -197,3 +200,36 @@ class CausalLM(nn.Module):
         if role.is_residual:
             return attrs.evolve(role, scaling=scaling.residual if role.is_matrix else scaling.residual_vector)
         return attrs.evolve(role, scaling=scaling.matrix if role.is_matrix else scaling.vector)
+
+
+def set_joined_layer_names(
+    module: nn.Module, mapper: Callable[[Iterable[str], DecoderConfig], Mapper], architecture: DecoderConfig
+) -> None:
+    """Set `joined_name` in all linear layers that are one tensor with others in the family's files."""
+    # Experts are many, and no linear layers.
+    names = [name for name, _ in module.named_parameters() if ".experts." not in name]
+    for group in mapper(names, architecture).groups:
+        for name in group.inputs if len(group.inputs) > 1 else ():
+            layer = module.get_submodule(name.rpartition(".")[0])
+            if isinstance(layer, Linear):
+                layer.joined_name = group.outputs[0].rpartition(".")[0]
+
+
+def count_forward_flops(whole: nn.Module, architecture: DecoderConfig) -> ForwardFlops:
+    """Count FLOPs in a whole model's forward pass, by parameter and by pair; the model may be on the meta device."""
+    shapes = {name: parameter.numel() for name, parameter in whole.named_parameters()}
+    by_parameter = {}
+    for name, role in parameter_roles(whole):
+        # A tied table is multiplied by where it is the head.
+        products = 1.0 if ".embed_tokens." in name and architecture.tie_word_embeddings else role.products
+        if name in shapes and products:
+            by_parameter[name] = 2.0 * shapes[name] * products
+    per_pair: Counter[int | None] = Counter()
+    per_token = 0.0
+    for layer in range(architecture.num_hidden_layers):
+        for branch in architecture.branches_of(layer):
+            if isinstance(branch.spec, MixerSpec):
+                per_pair[branch.spec.window] += branch.spec.pair_flops
+            elif isinstance(branch.spec, DeltaSpec):
+                per_token += branch.spec.token_flops
+    return ForwardFlops(by_parameter, {window: float(flops) for window, flops in per_pair.items()}, per_token)

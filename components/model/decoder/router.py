@@ -1,42 +1,18 @@
 """The router of a layer with experts: which experts each token is sent to, and the losses that keep it in balance."""
 
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-import attrs
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from drawloom.components.model.decoder.specs import Routing
 from drawloom.components.model.layers import Linear
 from drawloom.components.parallel.parameter_split import SplitDim
 from drawloom.components.parallel.row_sums import RowSums
 from drawloom.components.ports.experts import ExpertKernels, ExpertRouter, ObserveRouting
-from drawloom.kernels.recompute import is_recomputing
-
-
-@attrs.frozen(kw_only=True)
-class Routing:
-    """
-    How a token's experts are chosen and weighted.
-
-    Scores are the softmax over all experts, or the sigmoid of each. With `bias` every expert has a number added to its
-    scores for the choice alone. With `n_group` groups, a token is sent to experts in the `topk_group` groups whose
-    `best_in_group` best scores have the greatest sums. The chosen experts' weights are their scores, with
-    `norm_topk_prob` divided by their sum, times `routed_scaling_factor`. A softmax over the chosen experts' logits
-    alone, as in Mixtral, is the softmax with `norm_topk_prob`. With `wide_logits` logits are computed in at least
-    float32, and with `linear_bias` a learned bias is added to them.
-    """
-
-    scoring_func: Literal["softmax", "sigmoid"] = "softmax"
-    bias: bool = False
-    norm_topk_prob: bool = True
-    routed_scaling_factor: float = 1.0
-    n_group: int = 1
-    topk_group: int = 1
-    best_in_group: int = 2
-    wide_logits: bool = False
-    linear_bias: bool = False
+from drawloom.kernels.recompute.marks import is_recomputing
 
 
 def attach_loss_gradient(tensor: Tensor, loss: Tensor) -> Tensor:

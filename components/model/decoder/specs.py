@@ -5,7 +5,6 @@ from typing import Literal
 import attrs
 
 from drawloom.components.model.decoder.rope import Rope
-from drawloom.components.model.decoder.router import Routing
 from drawloom.kernels.attention_options import PLAIN_ATTENTION, AttentionOptions
 
 Activation = Literal["silu", "gelu_tanh"]
@@ -114,6 +113,30 @@ class ClampedSwiGlu:
 
     alpha: float
     limit: float
+
+
+@attrs.frozen(kw_only=True)
+class Routing:
+    """
+    How a token's experts are chosen and weighted.
+
+    Scores are the softmax over all experts, or the sigmoid of each. With `bias` every expert has a number added to its
+    scores for the choice alone. With `n_group` groups, a token is sent to experts in the `topk_group` groups whose
+    `best_in_group` best scores have the greatest sums. The chosen experts' weights are their scores, with
+    `norm_topk_prob` divided by their sum, times `routed_scaling_factor`. A softmax over the chosen experts' logits
+    alone, as in Mixtral, is the softmax with `norm_topk_prob`. With `wide_logits` logits are computed in at least
+    float32, and with `linear_bias` a learned bias is added to them.
+    """
+
+    scoring_func: Literal["softmax", "sigmoid"] = "softmax"
+    bias: bool = False
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 1.0
+    n_group: int = 1
+    topk_group: int = 1
+    best_in_group: int = 2
+    wide_logits: bool = False
+    linear_bias: bool = False
 
 
 @attrs.frozen(kw_only=True)

@@ -9,7 +9,7 @@ from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.decoder.config import MoeConfig, find_dense_width_faults
 from drawloom.components.model.decoder.hugging_face import Family
 from drawloom.components.model.decoder.rope import InvalidSetting
-from drawloom.components.model.decoder.router import Routing
+from drawloom.components.model.decoder.specs import Routing
 from drawloom.components.model.qwen3.dense import FIXED
 from drawloom.components.ports.experts import ExpertKernels
 from drawloom.graph import at_least, component, setting

@@ -2,11 +2,13 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
+from itertools import pairwise
 from typing import ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from drawloom.components.ports.pipeline import PartialSchedule, Schedule
 from drawloom.components.ports.program import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action, Program
 
 
@@ -232,3 +234,16 @@ def build_forward_only_program(stage_to_rank: Sequence[int], microbatches: int) 
     for stage, number in passes:
         lines[stage_to_rank[stage]].append(Action(stage, "F", number))
     return Program.from_rank_programs(lines, stage_to_rank)
+
+
+def build_program_of_rank_and_neighbours(schedule: Schedule, rank: int, ranks: int, microbatches: int) -> Program:
+    """
+    Return the actions that a rank needs for lowering: its own and its neighbours'.
+
+    Only a PartialSchedule returns less than the whole program.
+    """
+    if not isinstance(schedule, PartialSchedule):
+        return schedule.program(ranks, microbatches)
+    hops = pairwise(schedule.stage_to_rank(ranks))
+    neighbours = {neighbour for hop in hops if rank in hop for neighbour in hop}
+    return schedule.program_for_ranks({rank} | neighbours, ranks, microbatches)

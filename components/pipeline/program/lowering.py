@@ -16,7 +16,6 @@ direction.
 from collections import defaultdict
 from collections.abc import Sequence, Set
 from hashlib import sha256
-from itertools import pairwise
 
 import attrs
 import numpy as np
@@ -24,7 +23,6 @@ from numpy.typing import NDArray
 
 from drawloom.components.pipeline.program.timing import Costs, Timing, compute_timing
 from drawloom.components.ports.distributed import Group
-from drawloom.components.ports.pipeline import PartialSchedule, Schedule
 from drawloom.components.ports.program import (
     BACKWARD,
     BACKWARD_INPUT,
@@ -53,19 +51,6 @@ def lower_to_rank_program(program: Program, rank: int, costs: Costs = ASSUMED_CO
     """
     program = merge_split_backwards(program)
     return insert_messages(program, compute_timing(program, costs), rank)
-
-
-def build_program_of_rank_and_neighbours(schedule: Schedule, rank: int, ranks: int, microbatches: int) -> Program:
-    """
-    Return the actions that a rank needs for lowering: its own and its neighbours'.
-
-    Only a PartialSchedule returns less than the whole program.
-    """
-    if not isinstance(schedule, PartialSchedule):
-        return schedule.program(ranks, microbatches)
-    hops = pairwise(schedule.stage_to_rank(ranks))
-    neighbours = {neighbour for hop in hops if rank in hop for neighbour in hop}
-    return schedule.program_for_ranks({rank} | neighbours, ranks, microbatches)
 
 
 def check_ranks_agree_on_program(program: Program, rank: int, group: Group) -> None:

@@ -13,7 +13,7 @@ from drawloom.components.ports.memory import Ticket, Transfers
 from drawloom.components.ports.passes import Operation, PassFeature, PassRun
 from drawloom.components.ports.program import OPS, Action
 from drawloom.components.ports.slices import is_dtensor
-from drawloom.kernels.recompute import Collecting, KeptTensor
+from drawloom.kernels.recompute.saved_tensors import Collecting, KeptTensor
 
 
 @attrs.define(eq=False)

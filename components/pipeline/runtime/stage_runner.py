@@ -16,7 +16,7 @@ from drawloom.components.state.batch import Batch
 from drawloom.components.state.step_state import StepState
 from drawloom.components.state.trees import list_leaves, map_leaves
 from drawloom.kernels.deferred_grads import Accumulation
-from drawloom.kernels.recompute_policy import apply_recompute_policy
+from drawloom.kernels.recompute.policy import apply_recompute_policy
 
 
 @attrs.define(eq=False)

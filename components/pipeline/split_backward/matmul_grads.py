@@ -18,7 +18,13 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from drawloom.kernels.deferred_grads import Compute, Deferral, MatrixProduct, record_versions
-from drawloom.kernels.recompute import LEAF, TRANSPOSE, KeptTensor, SavedTensor, get_wrapper_of_saved_variable
+from drawloom.kernels.recompute.saved_tensors import (
+    LEAF,
+    TRANSPOSE,
+    KeptTensor,
+    SavedTensor,
+    get_wrapper_of_saved_variable,
+)
 
 Users = dict[Node | None, list[Node | None]]
 """Nodes with an edge to a node, by this node; None stands for the outputs of the graph."""

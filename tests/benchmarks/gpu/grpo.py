@@ -38,7 +38,7 @@ STEPS = 2
 
 PHASES = ("rollout", "advantages", "policy_gradient", "sync_gradients", "clip", "lr", "optimizer", "report")
 
-INVARIANT = {"rollouts": {"exact": True}, "kernels": {"batch_invariant": True}}
+INVARIANT = {"rollouts": {"exact": True}, "kernels": {"use": "kernels.batch_invariant"}}
 """Settings for ratios of exactly 1."""
 
 GRAPHS = {"capture": {"use": "pipeline.captured"}}

@@ -44,7 +44,7 @@ from drawloom.components.ports.pipeline import create_step_state  # noqa: E402
 from drawloom.components.ports.run import Step  # noqa: E402
 from drawloom.components.ports.stages import Recompute  # noqa: E402
 from drawloom.components.stages.materialized import MaterializedStages  # noqa: E402
-from drawloom.kernels.recompute_policy import apply_recompute_policy  # noqa: E402
+from drawloom.kernels.recompute.policy import apply_recompute_policy  # noqa: E402
 from support import pipelines  # noqa: E402
 
 GPU = torch.cuda.is_available()

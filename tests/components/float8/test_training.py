@@ -90,7 +90,10 @@ FLOAT8 = ("precision.compute='bfloat16'", "float8.use=float8.training")
             (*FLOAT8, "float8.round_weights='step'", "mesh.data_shard=2", "batch.micro_size=8"),
             ["shards are gathered for every use"],
         ),
-        ((*FLOAT8, "kernels.batch_invariant=true"), ["[kernels] has no products in float8 that are batch-invariant"]),
+        (
+            (*FLOAT8, "kernels.use=kernels.batch_invariant"),
+            ["[kernels] has no products in float8 that are batch-invariant"],
+        ),
         ((*FLOAT8, "float8.implementation='triton'", "device.kind='cpu'"), ["'triton' runs on GPUs"]),
         (("precision.linear='float8'",), ['a table [float8] with use = "float8.training"']),
         (("kernels.linear_float8='eager'",), ['write implementation in a table with use = "float8.training"']),

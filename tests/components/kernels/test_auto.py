@@ -45,9 +45,7 @@ def test_auto_fits_its_ports(port: type) -> None:
 def test_each_operation_is_a_setting() -> None:
     """A recipe names an implementation by the operation's own name, and leaves it to us by default."""
     fields = read_spec("kernels.auto", AutoKernels).fields
-    settings = {
-        name: field.default for name, field in fields.items() if name not in ("device", "filter_eps", "batch_invariant")
-    }
+    settings = {name: field.default for name, field in fields.items() if name not in ("device", "filter_eps")}
     assert settings == dict.fromkeys(OPERATIONS, "auto")
 
 

@@ -10,7 +10,8 @@ from drawloom.components.kernels.auto import AutoKernels
 from drawloom.components.ports.cache import KeyValueCache
 from drawloom.components.ports.recurrence import RecurrentKernels
 from drawloom.graph.types.port_match import find_mismatches
-from drawloom.kernels.recompute import Selective, call_with_recomputation
+from drawloom.kernels.recompute.repeated_calls import call_with_recomputation
+from drawloom.kernels.recompute.selective import Selective
 from support.exchanges import Exchange, ThreadPart, run_threads
 from support.qwen3 import cpu_kernels
 from support.recurrences import draw_recurrence, requiring_grad

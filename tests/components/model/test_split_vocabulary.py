@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from drawloom.components.export.hf_writer import write_hugging_face_folder
 from drawloom.components.model.auto import AutoModel
 from drawloom.components.model.decoder.builder import DecoderModel
-from drawloom.components.model.split_vocabulary import NewTokens, count_new_rows, find_new_tokens_fault
+from drawloom.components.model.new_tokens import NewTokens, count_new_rows, find_new_tokens_fault
 from drawloom.components.ports.model import LayerRange
 from drawloom.components.weights.load import fill_module_from_folder
 from drawloom.graph import UserError

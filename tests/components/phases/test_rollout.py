@@ -282,7 +282,7 @@ def test_the_policy_gradient_is_of_the_step_s_batches() -> None:
         (["rollout.rewards=[]"], "no completion has a reward"),
         (["mesh.context=2"], "[rollouts] samples whole rows, but ranks along 'context' divide rows"),
         (
-            ["rollouts.exact=true", "kernels.batch_invariant=true", "compile.use=stages.compiled"],
+            ["rollouts.exact=true", "kernels.use=kernels.batch_invariant", "compile.use=stages.compiled"],
             "exact rollouts with a cache need batch-invariant kernels, and torch.compile makes its own",
         ),
         (["collator.use=data.pad_collator"], "[collator] makes TokenBatch, and rollouts complete prompts"),

@@ -18,7 +18,7 @@ from drawloom.components.ports.passes import Operation, PassFeature, PassRun
 from drawloom.components.ports.pipeline import create_step_state, sum_losses_and_weights
 from drawloom.components.ports.program import Action, Op, Program
 from drawloom.components.ports.stages import Stage
-from drawloom.kernels.recompute import is_recomputing
+from drawloom.kernels.recompute.marks import is_recomputing
 from support import pipelines
 from support.doubles import Machine
 from support.processes import run_ranks

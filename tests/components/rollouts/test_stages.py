@@ -100,7 +100,7 @@ def test_recorded_passes_draw_the_same_completions(tmp_path: Path, stages_per_ra
     schedule = {"use": "pipeline.schedules.interleaved_1f1b", "stages_per_rank": stages_per_rank}
     changes: dict[str, Any] = {
         "schedule": schedule if stages_per_rank > 1 else {},
-        "kernels": {"batch_invariant": True},
+        "kernels": {"use": "kernels.batch_invariant"},
         "model": {"use": "model.gemma3", **TINY, "initializer_range": 0.3, "sliding_window": 4},
     }
     prompts, sampled = prompts_of(PROMPTS * 8, [*range(32)]), []
@@ -122,7 +122,11 @@ def test_recorded_passes_draw_the_same_completions(tmp_path: Path, stages_per_ra
 def test_recorded_steps_learn_the_same(tmp_path: Path) -> None:
     """Steps of GRPO, whose passes for sampling and training are recorded, have the bits of steps that run."""
     weights, batch = [], {"global_size": 4, "micro_size": 2}
-    changes: dict[str, Any] = {"kernels": {"batch_invariant": True}, "batch": batch, "rollout": {"group_size": 4}}
+    changes: dict[str, Any] = {
+        "kernels": {"use": "kernels.batch_invariant"},
+        "batch": batch,
+        "rollout": {"group_size": 4},
+    }
     changes |= {"rewards": {"regex": {"use": "rewards.regex", "pattern": "[a-m]"}}, "evaluate": {"every": "never"}}
     changes |= {"checkpoint": {"best": "loss", "best_is": "lowest", "every": "never"}, "lr": {"warmup_steps": 0}}
     changes |= {"trainer": {"steps": 4, "on_finish": []}}

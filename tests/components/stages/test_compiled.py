@@ -13,7 +13,7 @@ from drawloom.components.pipeline.split_backward.split_backward import SplitBack
 from drawloom.components.ports.model import Head, LayerRange, TokenContext
 from drawloom.components.ports.stages import Recompute
 from drawloom.components.stages.compiled import CompiledBlocks
-from drawloom.kernels.recompute_policy import apply_recompute_policy, make_recomputable
+from drawloom.kernels.recompute.policy import apply_recompute_policy, make_recomputable
 from support.qwen3 import cpu_kernels, dense, sparse
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own tracer

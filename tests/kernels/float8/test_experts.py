@@ -11,7 +11,8 @@ from drawloom.kernels.float8.experts import CachedFloat8Experts, expert_rows_flo
 from drawloom.kernels.float8.grouped_casts import EAGER
 from drawloom.kernels.grouped_gemm import grouped_gemm_eager
 from drawloom.kernels.moe import Routes, moe_permute_eager, moe_routes_eager, moe_unpermute_eager
-from drawloom.kernels.recompute import Selective, call_with_recomputation
+from drawloom.kernels.recompute.repeated_calls import call_with_recomputation
+from drawloom.kernels.recompute.selective import Selective
 from drawloom.kernels.swiglu import swiglu_halves_eager
 
 TOKENS, WIDTH, INNER, EXPERTS, TOP_K = 45, 32, 48, 6, 3

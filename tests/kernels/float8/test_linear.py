@@ -17,7 +17,9 @@ from drawloom.kernels.float8.casts import E4M3, EAGER, Float8Kernels, Float8Rows
 from drawloom.kernels.float8.linear import CachedFloat8Weights, linear_float8, linears_float8, mlp_float8
 from drawloom.kernels.float8.rms_norm import rms_norm_float8
 from drawloom.kernels.linear import linear_eager
-from drawloom.kernels.recompute import Selective, call_recomputable, call_with_recomputation
+from drawloom.kernels.recompute.marks import call_recomputable
+from drawloom.kernels.recompute.repeated_calls import call_with_recomputation
+from drawloom.kernels.recompute.selective import Selective
 from drawloom.kernels.rms_norm import rms_norm_eager
 from drawloom.kernels.swiglu import swiglu_eager
 

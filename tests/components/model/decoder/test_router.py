@@ -11,13 +11,14 @@ from torch.utils.checkpoint import checkpoint
 
 from drawloom.components.model.decoder.router import (
     Router,
-    Routing,
     attach_loss_gradient,
     compute_aux_loss_grad,
     sum_weighted_z_loss,
 )
+from drawloom.components.model.decoder.specs import Routing
 from drawloom.components.parallel.row_sums import RowSums
-from drawloom.kernels.recompute import call_with_recomputation, get_wrapper_of_saved_variable
+from drawloom.kernels.recompute.repeated_calls import call_with_recomputation
+from drawloom.kernels.recompute.saved_tensors import get_wrapper_of_saved_variable
 from support.qwen3 import cpu_kernels
 from support.seeding import seeds
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from drawloom.components.pipeline.program.builders import build_program_of_rank_and_neighbours
 from drawloom.components.pipeline.program.lowering import (
-    build_program_of_rank_and_neighbours,
     check_ranks_agree_on_program,
     insert_offload_actions,
     insert_shard_actions,

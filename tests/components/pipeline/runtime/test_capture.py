@@ -16,8 +16,8 @@ from drawloom.components.ports.data import TokenBatch
 from drawloom.components.ports.pipeline import create_step_state
 from drawloom.components.state.step_state import StepState
 from drawloom.graph import UserError
-from drawloom.kernels import recompute_policy
-from drawloom.kernels.recompute import call_with_recomputation
+from drawloom.kernels.recompute import repeated_calls
+from drawloom.kernels.recompute.repeated_calls import call_with_recomputation
 from support import pipelines
 from support.processes import run_ranks
 from support.recorders import Again, Recorder, use_recorder
@@ -79,7 +79,7 @@ def test_captured_passes_recompute_as_the_program_says(recorder: Recorder, monke
         train(executor, state)
 
     train = ProgramExecutor.run_forward_and_backward
-    monkeypatch.setattr(recompute_policy, "call_with_recomputation", count_and_rerun)
+    monkeypatch.setattr(repeated_calls, "call_with_recomputation", count_and_rerun)
     monkeypatch.setattr(ProgramExecutor, "run_forward_and_backward", after_evaluation)
     program = pipelines.Recomputing(pipelines.schedule("zero_bubble_v"), ("none", "blocks"))
     steps([(program, 3, False, False, "plain")], True)

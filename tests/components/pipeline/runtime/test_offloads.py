@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import drawloom
 from drawloom.components.pipeline.runtime.offloads import Offloads
 from drawloom.components.pipeline.schedules.gpipe import GPipe
-from drawloom.kernels.recompute import Collecting
+from drawloom.kernels.recompute.saved_tensors import Collecting
 from support.observers_of_runs import TINY
 from support.pipelines import batches
 from support.steps import train

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from drawloom.components.pipeline.split_backward.matmul_grads import Users, find_node_users
 from drawloom.kernels.linear import linear_eager
-from drawloom.kernels.recompute import LEAF
+from drawloom.kernels.recompute.saved_tensors import LEAF
 
 
 def leaf(*shape: int) -> Tensor:

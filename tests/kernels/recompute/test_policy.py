@@ -14,9 +14,9 @@ from drawloom.components.ports.model import Head, LayerRange, TokenContext
 from drawloom.components.ports.stages import Recompute
 from drawloom.components.stages.checks import describe_recompute_fault, describe_recompute_policy
 from drawloom.components.stages.materialized import MaterializedStages
-from drawloom.kernels import recompute_policy
-from drawloom.kernels.recompute import call_with_recomputation
-from drawloom.kernels.recompute_policy import apply_recompute_policy, make_recomputable
+from drawloom.kernels.recompute import repeated_calls
+from drawloom.kernels.recompute.policy import apply_recompute_policy, make_recomputable
+from drawloom.kernels.recompute.repeated_calls import call_with_recomputation
 from support import pipelines
 from support.pipelines import Recomputing, schedule
 from support.processes import run_ranks
@@ -83,7 +83,7 @@ def test_stages_recompute_as_their_program_says(
         ran.append(forward)
         return call_with_recomputation(forward, *arguments, **keywords)
 
-    monkeypatch.setattr(recompute_policy, "call_with_recomputation", rerun_and_count)
+    monkeypatch.setattr(repeated_calls, "call_with_recomputation", rerun_and_count)
     pipelines.steps([(Recomputing(schedule("zero_bubble_v"), policies), 3, False, False, "plain")], layers=4)
     assert len(ran) == 3 * blocks
 

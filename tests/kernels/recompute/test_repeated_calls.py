@@ -13,7 +13,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from drawloom.components.kernels.auto import AutoKernels
 from drawloom.kernels.linear import linear_eager
-from drawloom.kernels.recompute import Selective, call_recomputable, call_with_recomputation
+from drawloom.kernels.recompute.marks import call_recomputable
+from drawloom.kernels.recompute.repeated_calls import call_with_recomputation
+from drawloom.kernels.recompute.selective import Selective
 from support.kernels import DEVICE
 from support.qwen3 import kernels_on
 

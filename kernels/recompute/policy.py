@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from drawloom.kernels.recompute import Quantized, Selective, call_with_recomputation
-
 _every: ContextVar[int] = ContextVar("every", default=0)
 """Recompute one block of every so many in this thread's forward pass; 0 recomputes none."""
 
@@ -28,6 +26,8 @@ def _forward_block_recomputing_every_nth(
     every = _every.get()
     if not every or number % every or not torch.is_grad_enabled():
         return forward(*arguments, **named)
+    from drawloom.kernels.recompute.repeated_calls import call_with_recomputation
+
     return call_with_recomputation(forward, *arguments, **named)
 
 
@@ -39,6 +39,8 @@ def apply_recompute_policy(policy: int | str) -> AbstractContextManager[Any]:
     if policy == "none":
         return nullcontext()
     if policy in ("selective", "quantized"):
+        from drawloom.kernels.recompute.selective import Quantized, Selective
+
         return Selective() if policy == "selective" else Quantized()
     return _Blocks(policy if isinstance(policy, int) else 1)
 

@@ -13,7 +13,9 @@ from drawloom.kernels.float8.grouped_casts import EAGER
 from drawloom.kernels.float8.linear import linear_float8, mlp_float8
 from drawloom.kernels.float8.rms_norm import rms_norm_float8
 from drawloom.kernels.moe import Routes
-from drawloom.kernels.recompute import Quantized, accept_rounded_inputs, get_wrapper_of_saved_variable
+from drawloom.kernels.recompute.marks import accept_rounded_inputs
+from drawloom.kernels.recompute.saved_tensors import get_wrapper_of_saved_variable
+from drawloom.kernels.recompute.selective import Quantized
 from support import pipelines
 from support.pipelines import assert_same_steps
 from support.processes import run_ranks

@@ -1,0 +1,144 @@
+"""Kernels whose results for a token have the same bits in every batch, at every length, and with a cache."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from importlib import import_module
+from typing import Any, ClassVar
+
+import attrs
+from torch import Tensor
+
+from drawloom.components.kernels.auto import AutoKernels
+from drawloom.components.kernels.choosing import (
+    ImplementationChoice,
+    choose_implementation,
+    load_implementation,
+)
+from drawloom.components.kernels.split_k import forbid_split_k
+from drawloom.components.ports.cache import KeyValueCache
+from drawloom.components.ports.data import IGNORE_INDEX
+from drawloom.components.ports.model import RowPart, VocabularyPart
+from drawloom.graph import UserError, component
+from drawloom.graph.problems import Problem
+from drawloom.graph.wiring.node import NodeView
+from drawloom.kernels.attention import AttentionImplementation
+from drawloom.kernels.batch_invariant import (
+    BLOCKS,
+    apply_with_padded_rows,
+    attend_in_blocks,
+    cut_cross_entropy_with_padded_rows,
+    multiply_groups_with_padded_rows,
+)
+from drawloom.kernels.cut_cross_entropy import LogitCut
+from drawloom.kernels.linear import linear_eager
+from drawloom.kernels.results import TokenLosses
+from drawloom.kernels.weight_formats import StorageFormat
+
+OWN = {"attention": "blocks", "grouped_gemm": "fixed tiles", "linear_cross_entropy": "fixed tiles"}
+"""Names of the implementations that only these kernels have, by operation."""
+
+
+@component
+class BatchInvariantKernels(AutoKernels):
+    """
+    Model operations in which a token has the same bits in every batch, at every length and with a cache.
+
+    Without recurrent layers, and on a GPU in 16 bits only. Other operations are those of `kernels.auto`, because they
+    compute row by row anyway.
+    """
+
+    batch_invariant: ClassVar[bool] = True
+    _attend_to_cached_eager = staticmethod(attend_in_blocks)
+    _settings_before: ExitStack = attrs.field(init=False, factory=ExitStack)
+
+    @classmethod
+    def constraints(cls, node: NodeView) -> Iterator[Problem]:
+        """Refuse GPU implementations if the device is the CPU, and choices for operations with an own one."""
+        yield from super().constraints(node)
+        for operation in OWN:
+            if node.settings[operation] != "auto":
+                text = f"batch-invariant kernels have their own {operation}"
+                yield node.problem(operation, text, 'leave it out, or write use = "kernels.auto"')
+
+    def open(self) -> None:
+        """Load the implementations, and let cuBLAS compute without split-K. Raises UserError like `kernels.auto`."""
+        if self.device.device.type == "cuda":
+            self._settings_before.enter_context(forbid_split_k())
+        super().open()
+
+    def close(self) -> None:
+        """Restore torch's settings for products."""
+        self._settings_before.close()
+
+    def choose_implementation_of(self, operation: str) -> ImplementationChoice:
+        if operation in OWN:
+            return ImplementationChoice(OWN[operation], "kernels are batch-invariant")
+        return super().choose_implementation_of(operation)
+
+    def _load_function(self, operation: str) -> Any:
+        if operation not in OWN:
+            return super()._load_function(operation)
+        if self._block_attention is None:
+            return {
+                "attention": BLOCKS,
+                "grouped_gemm": multiply_groups_with_padded_rows,
+                "linear_cross_entropy": cut_cross_entropy_with_padded_rows,
+            }[operation]
+        if operation == "attention":
+            return self._block_attention_with_gradients
+        # The kernels for losses and experts have tiles of one size.
+        if operation == "grouped_gemm":
+            return import_module("drawloom.kernels.triton.grouped_gemm").multiply_groups_in_fixed_tiles
+        return load_implementation("linear_cross_entropy", "cut")
+
+    @property
+    def _block_attention_with_gradients(self) -> AttentionImplementation:
+        """Return batch-invariant attention in Triton, with the gradients of the implementation for the GPU."""
+        name = choose_implementation("attention", "auto", self.device.device).name
+        return self._block_attention.create_block_attention(load_implementation("attention", name))  # type: ignore[no-any-return]
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        _refuse_wide_products(x)
+        return apply_with_padded_rows(lambda rows: linear_eager(rows, weight, bias), x)
+
+    def linear_quantized(
+        self, x: Tensor, stored: Tensor, weight_format: StorageFormat, bias: Tensor | None = None
+    ) -> Tensor:
+        _refuse_wide_products(x)
+        multiply = super().linear_quantized
+        return apply_with_padded_rows(lambda rows: multiply(rows, stored, weight_format, bias), x)
+
+    def attention_mask(
+        self,
+        documents: Tensor,
+        window: int | None = None,
+        part: RowPart | None = None,
+        cache: KeyValueCache | None = None,
+        one_document_per_row: bool = False,
+    ) -> Any:
+        """Return the mask for `attention`. Raises UserError for a part of a row on a GPU."""
+        if part is not None and self._block_attention is not None:
+            raise UserError("kernels.batch_invariant has no attention to a part of a row; write context = 1", 2)
+        return super().attention_mask(documents, window, part, cache, one_document_per_row)
+
+    def linear_cross_entropy(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        token_weights: Tensor | None = None,
+        part: VocabularyPart | None = None,
+    ) -> TokenLosses:
+        """Return losses and log-sum-exp, float32 (...), like `kernels.auto`, without its filter of small gradients."""
+        cut = LogitCut(ignore_index=IGNORE_INDEX, part=part)
+        return self._functions_by_operation["linear_cross_entropy"](hidden, weight, targets, cut, token_weights)  # type: ignore[no-any-return]
+
+
+def _refuse_wide_products(x: Tensor) -> None:
+    """Raise UserError for products of x that are not batch-invariant on its device."""
+    if x.is_cuda and x.dtype.itemsize > 2:
+        raise UserError(
+            "kernels.batch_invariant: a row of cuBLAS's products in float32 depends on the number of rows; write "
+            'precision.compute = "bfloat16", or use = "kernels.auto"',
+            2,
+        )
