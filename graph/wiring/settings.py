@@ -48,8 +48,9 @@ class SettingsResolver:
     def _drop_overridden_alternatives(self, node: Node, field: Field) -> None:
         """Remove the settings that exclude this one from the node if earlier layers set them; report one beside it."""
         items = node.table.items
+        order = {id(layer): number for number, layer in enumerate(self.layers)}
         layers = {
-            other.name: self.layers.index(items[other.name].layer)
+            other.name: order.get(id(items[other.name].layer), 0)
             for other in node.spec.settings
             if other.one_of == field.one_of and other.name in items
         }
