@@ -1,4 +1,4 @@
-"""Names that other frameworks have for settings and components, from `foreign_names.toml` beside the package."""
+"""Names of settings and components in other frameworks, from `foreign_names.toml` beside the package."""
 
 from collections.abc import Collection
 from functools import cache

@@ -248,7 +248,7 @@ def _convert_value(target: str, key: str, value: Any, values: Mapping[str, Any])
 
 
 def _set_batch_sizes(imported: Imported, config: Mapping[str, Any], names: Mapping[str, str], ranks: int) -> None:
-    """Set the rows of a microbatch and of a step, which others write as a product."""
+    """Set the rows of a microbatch and of a step: in other frameworks a product."""
     sizes = {key: int(config[key]) for key in config if names.get(key, "").startswith("batch.")}
     micro = next((sizes[key] for key in sizes if names[key] == "batch.micro_size"), 1)
     steps = sizes.get("gradient_accumulation_steps", 1)

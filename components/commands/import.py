@@ -27,7 +27,7 @@ class ImportResult(Result):
         return FAILED if self.unmapped else OK
 
     def render(self, format: str) -> str:
-        """Return the recipe, or where it was written and which keys have no counterpart."""
+        """Return the recipe, or its path and the keys without a counterpart."""
         if self.path is None:
             return self.recipe
         return "\n".join([f"wrote {self.path}", *(f"no counterpart: {line}" for line in self.unmapped)])
@@ -39,7 +39,7 @@ class ImportCommand(Command):
 
     file: Path = argument("axolotl's YAML, torchtitan's TOML, or TRL's YAML, or a file with a command's arguments")
     base: str | None = option("extend this recipe (default: by the configuration)", name="--from", metavar="RECIPE")
-    ranks: Count = option("data-parallel ranks, by which rows of a device are multiplied", default=1, check=at_least(1))
+    ranks: Count = option("data-parallel ranks, to multiply the rows of a device", default=1, check=at_least(1))
     to: Path | None = option("write the recipe to this file", metavar="FILE", check=check_new_file)
 
     def run(self, project: Project) -> ImportResult:

@@ -177,7 +177,7 @@ def _describe_tokens_per_step(rows: PackedDataset, batching: Batching) -> str:
     if fill > MIN_FULL_RATE:
         return f"{batching.global_size * rows.length:,} {size}"
     tokens = round(fill * batching.global_size * rows.length)
-    return f"about {tokens:,} {size} of {rows.length:,}, which are {100 * fill:.1f} % full"
+    return f"about {tokens:,} {size} of {rows.length:,}, {100 * fill:.1f} % full"
 
 
 def _list_architectures(model: Model) -> list[str]:

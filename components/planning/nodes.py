@@ -18,9 +18,8 @@ from drawloom.components.ports.memory_policy import MemoryPolicy
 from drawloom.components.ports.model import Kernels
 from drawloom.components.ports.pipeline import Loss, Schedule
 from drawloom.components.ports.rollouts import MakesRows, RowGrowth
-from drawloom.components.ports.run import Batching, Phase, accepts_deferred_factors
+from drawloom.components.ports.run import Batching, Phase, accepts_deferred_factors, choose_micro_size
 from drawloom.components.ports.stages import FrozenModel, TrainableStages
-from drawloom.components.run.batch import choose_micro_size
 from drawloom.components.state.batch import Batch
 from drawloom.graph import UserError
 from drawloom.graph.project import Recipe

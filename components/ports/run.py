@@ -5,6 +5,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from fractions import Fraction
+from math import gcd
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, get_args, runtime_checkable
 
@@ -302,6 +303,12 @@ class Batching(Protocol):
     def microbatch_row_positions(self, step: int) -> list[list[int]]:
         """Return this rank's microbatches in a step (from 1) as lists of positions in the endless row order."""
         ...
+
+
+def choose_micro_size(sizes: Sequence[int], limit: int, replicas: int) -> int:
+    """Return the largest number of rows up to `limit` dividing a replica's rows in all steps of these sizes."""
+    share = max(gcd(*sizes) // replicas, 1)
+    return max(rows for rows in range(1, min(limit, share) + 1) if share % rows == 0)
 
 
 @port

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from math import gcd
 from typing import Literal
 
 import attrs
 
 from drawloom.components.ports.data import PackedDataset
 from drawloom.components.ports.distributed import Mesh, PerDimension
+from drawloom.components.ports.run import choose_micro_size
 from drawloom.graph import UserError, at_least, between, component, setting
 from drawloom.graph.problems import KeyPath, Problem
 from drawloom.graph.wiring.node import NodeView
@@ -128,12 +128,6 @@ class GlobalBatch:
             elif stage.until_tokens is not None and not node.neighbour("rows"):
                 text = f"ramp[{number}]: until_tokens needs the length of rows"
                 yield node.problem(("ramp", number), text, 'write rows = "@packing"')
-
-
-def choose_micro_size(sizes: Sequence[int], limit: int, replicas: int) -> int:
-    """Return the largest number of rows up to `limit` that divides a replica's rows in all steps of these sizes."""
-    share = max(gcd(*sizes) // replicas, 1)
-    return max(rows for rows in range(1, min(limit, share) + 1) if share % rows == 0)
 
 
 def _find_undivided_sizes(

@@ -12,15 +12,12 @@ import attrs
 
 from drawloom.components.distributed.rank_errors import RankError
 from drawloom.components.ports.checkpoint import AfterRestore, Restorer
-from drawloom.components.ports.pipeline import STEP_SPECS
 from drawloom.components.ports.run import (
     EpochCounter,
-    Epochs,
     Event,
     Events,
     FinalTask,
     Listener,
-    NamesNumbers,
     Phase,
     PlannedPhase,
     Randomness,
@@ -32,12 +29,12 @@ from drawloom.components.ports.run import (
     accepts_deferred_factors,
     count_steps_of_epochs,
 )
-from drawloom.components.ports.stages import IN_PARAMETERS
 from drawloom.components.run.batch_leaves import find_missing_batch_leaves
+from drawloom.components.run.lengths import check_lengths, find_missing_numbers
 from drawloom.components.run.skipped_steps import SkippedSteps
 from drawloom.graph import Every, Ordered, above, at_least, component, setting, wired
 from drawloom.graph.component import find_declared_reads_and_writes
-from drawloom.graph.problems import Problem, did_you_mean
+from drawloom.graph.problems import Problem
 from drawloom.graph.wiring.node import NodeView
 
 log = logging.getLogger("drawloom.run")
@@ -79,34 +76,10 @@ class Trainer:
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """
-        Report batch leaves without a writer, settings that name a number without a writer, phases whose plan does not
-        fit the step count, and lengths in epochs of data that counts none.
-        """
+        """Report batch leaves and numbers without a writer, and lengths that do not fit the phases or the data."""
         yield from find_missing_batch_leaves(node)
-        yield from _check_lengths(node)
-        phases = node.neighbours("phases")
-        for phase in phases:
-            if issubclass(phase.component, PlannedPhase) and node.settings["steps"]:
-                yield from phase.component.check_total_steps(phase, node.settings["steps"])
-        written = {
-            value
-            for phase in phases
-            if phase.settings.get("every") != "never"
-            for value in find_declared_reads_and_writes(phase.component).writes
-        }
-        for phase in phases:
-            reads = (value.removesuffix("?") for value in find_declared_reads_and_writes(phase.component).reads)
-            known = {*written, *reads} - IN_PARAMETERS - STEP_SPECS.keys()
-            for key in phase.component.number_settings if isinstance(phase.component, NamesNumbers) else ():
-                value = phase.settings[key]
-                text = f"no phase of [{node.name}] writes a number {value!r}"
-                if value is not None and value not in known:
-                    yield phase.problem(key, text, did_you_mean(value, known))
-                elif value is not None and value not in written:
-                    # Only a warning: the setting may come from a recipe that this one extends.
-                    hint = f'add a phase that does, or write unset = ["{phase.name}.{key}"]'
-                    yield phase.warning(key, f"{text}, so that {key!r} does nothing", hint)
+        yield from check_lengths(node)
+        yield from find_missing_numbers(node)
 
     def run(self, *callbacks: Callable[[Step], object]) -> int:
         """
@@ -145,7 +118,7 @@ class Trainer:
         self.events.emit(Event("run_started"))
         done = self.checkpointer.restore() if self.checkpointer else 0
         self._call_after_restore_hooks(done)
-        if self.epochs and self.epoch_counter:  # after restoring, which may change the batch size
+        if self.epochs and self.epoch_counter:  # after restoring: it may change the batch size
             self._total = count_steps_of_epochs(self.epochs, self.epoch_counter)
         reason = self._find_stop_reason() if done else ""
         self._log_start(done, reason)
@@ -308,20 +281,6 @@ class Trainer:
         derived = [f"[{phase.name}]" for phase in node.neighbours("phases") if _depends_on_step_count(phase)]
         why = f"the values of {' and '.join(derived)} at each step follow from the number of all"
         return ("changes_training", why) if derived else ("safe", "")
-
-
-def _check_lengths(node: NodeView) -> Iterator[Problem]:
-    """Report a trainer without a length, and lengths in epochs of data that counts none."""
-    if node.settings["steps"] is None and node.settings["epochs"] is None:
-        yield node.problem("use", "neither steps nor epochs is set", "write steps = 1000 or epochs = 3.0")
-    text, hint = "no data of the run counts epochs", "write a number of steps, or let data.loader read the data"
-    if node.neighbour("epoch_counter"):
-        return
-    if node.settings["epochs"] is not None:
-        yield node.problem("epochs", text, hint)
-    for phase in node.neighbours("phases"):
-        if (every := phase.settings.get("every")) == "epoch" or isinstance(every, Epochs):
-            yield phase.problem("every", text, hint)
 
 
 def _depends_on_step_count(phase: Any) -> bool:

@@ -935,9 +935,8 @@ UNOBSERVED = {
     ("stages.materialized", "sync_each_microbatch"): "the same: test_fsdp.py and tests/meshes/test_steps.py",
     ("distributed.device", "share"): "it needs GPUs: test_device.py pretends to have some, and tests/gpu share one",
     ("optim.stochastic_adamw", "implementation"): "it is about speed: both give the same bits, as tests of kernels say",
-    **{
-        (use, key): "all have `is_due`: tests/components/data/test_loader.py"
-        for use, key in (
+    **dict.fromkeys(
+        (
             ("checkpoint.checkpointer", "every.epochs"),
             ("checkpoint.checkpointer", "neighbour_every.epochs"),
             ("listeners.replay", "every.epochs"),
@@ -947,7 +946,8 @@ UNOBSERVED = {
             ("phases.evaluate_rewards", "every.epochs"),
             ("phases.garbage_collection", "every.epochs"),
             ("phases.report", "every.epochs"),
-        )
-    },
+        ),
+        "all have `is_due`: tests/components/data/test_loader.py",
+    ),
 }
 """Settings whose effect can't be observed on a CPU, and why."""

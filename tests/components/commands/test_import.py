@@ -78,7 +78,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def imported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Import:
+def run_import(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Import:
     """Return a function that writes a configuration, imports it, and returns the recipe and the unmapped keys."""
 
     def run(name: str, text: str, *words: str) -> dict[str, object]:
@@ -96,11 +96,11 @@ def imported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Import:
     [("lora", "true", "chat"), ("qlora", "false", ["chat", "with_nf4"]), ("", "true", ["chat", "with_all_weights"])],
 )
 def test_axolotl_configuration_becomes_a_valid_recipe(
-    imported: Import, base: Path, tmp_path: Path, adapter: str, packing: str, bases: object
+    run_import: Import, base: Path, tmp_path: Path, adapter: str, packing: str, bases: object
 ) -> None:
     """The recipe has no problem, its values are the configuration's, and the unknown key is reported."""
     text = AXOLOTL.format(base=base, data=EXAMPLES / "conversations.jsonl", adapter=adapter, packing=packing)
-    result = imported("mine.yml", text)
+    result = run_import("mine.yml", text)
     values = result["values"]
     assert result["unmapped"] == ["unheard_of = {'a': 1}"]
     assert isinstance(values, dict) and values["extends"] == bases
@@ -112,9 +112,9 @@ def test_axolotl_configuration_becomes_a_valid_recipe(
     Recipe.load(str(tmp_path / "mine.toml")).check()
 
 
-def test_arguments_of_trl_become_a_valid_recipe(imported: Import, base: Path, tmp_path: Path) -> None:
+def test_arguments_of_trl_become_a_valid_recipe(run_import: Import, base: Path, tmp_path: Path) -> None:
     """Given steps replace the default epochs, sizes are multiplied by the ranks, and all weights are trained."""
-    result = imported("dpo.sh", TRL.format(base=base), "--ranks", "2")
+    result = run_import("dpo.sh", TRL.format(base=base), "--ranks", "2")
     values = result["values"]
     assert isinstance(values, dict) and result["unmapped"] == []
     assert values["extends"] == ["dpo", "with_mixed_precision", "with_all_weights_and_reference"]
@@ -126,9 +126,9 @@ def test_arguments_of_trl_become_a_valid_recipe(imported: Import, base: Path, tm
     Recipe.load(str(tmp_path / "dpo.toml"), f'tokens.paths=["{data}"]').check()
 
 
-def test_torchtitan_configuration_becomes_a_valid_recipe(imported: Import, tmp_path: Path) -> None:
+def test_torchtitan_configuration_becomes_a_valid_recipe(run_import: Import, tmp_path: Path) -> None:
     """A known flavor is a shipped recipe, -1 is auto, and a size of 1 is left out."""
-    result = imported("titan.toml", TORCHTITAN, "--ranks", "4")
+    result = run_import("titan.toml", TORCHTITAN, "--ranks", "4")
     values = result["values"]
     assert isinstance(values, dict) and result["unmapped"] == [] and values["extends"] == "llama3_8b"
     assert values["mesh"] == {"data_shard": "auto", "tensor": 2} and values["checkpoint"] == {"every": "never"}

@@ -123,7 +123,7 @@ def test_padding_is_not_counted_as_tokens(tmp_path: Path, one_rank: Any) -> None
     """Half-full rows have half the tokens, and the header has the fill rate."""
     made = summary(tmp_path, one_rank, data=Every({"d": Rows(fill=0.5)}), batching=Every({"p": Parts()}))
     assert made.preview().splitlines()[1] == (
-        "data    400 tokens to learn from; about 16 in a step, in microbatches of 2 rows of 8, which are 50.0 % full"
+        "data    400 tokens to learn from; about 16 in a step, in microbatches of 2 rows of 8, 50.0 % full"
     )
 
 

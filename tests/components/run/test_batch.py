@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drawloom.components.ports.data import PackedDataset
-from drawloom.components.run.batch import GlobalBatch, RampStage, choose_micro_size
+from drawloom.components.ports.run import choose_micro_size
+from drawloom.components.run.batch import GlobalBatch, RampStage
 from drawloom.graph import UserError
 from drawloom.graph.testing import fake
 

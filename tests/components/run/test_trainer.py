@@ -504,4 +504,4 @@ def test_the_last_layer_decides_between_steps_and_epochs() -> None:
     ]
     assert lengths == [(None, 2.0), (5, None), (240, None)]
     with pytest.raises(RecipeError, match="neither steps nor epochs is set"):
-        base.with_values({"unset": ["trainer.epochs"]}).check(skip_machine_checks=True)
+        base.with_values({"unset": ["trainer.epochs", "trainer.steps"]}).check(skip_machine_checks=True)
