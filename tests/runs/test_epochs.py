@@ -16,11 +16,11 @@ WORDS = (
 """The corpus has 56 rows, so that 2 epochs take 112, and both end within a step of 10."""
 
 
-def saved_steps(run: Path) -> list[int]:
+def list_saved_steps(run: Path) -> list[int]:
     return [step_of_checkpoint(path) for path in list_checkpoints(run / "checkpoints")]
 
 
-def evaluated_steps(run: Path) -> list[int]:
+def list_evaluated_steps(run: Path) -> list[int]:
     return [row["step"] for row in rows(run) if row.get("validation_loss") is not None]
 
 
@@ -39,7 +39,7 @@ def test_every_epoch_ends_within_the_step_with_its_last_row(folder: Path) -> Non
     """The steps with rows 28, 56, 84 and 112 evaluate, and the steps with rows 56 and 112 save."""
     run = folder / "runs/straight"
     assert len(rows(run)) == 12
-    assert evaluated_steps(run) == [3, 6, 9, 12] and saved_steps(run) == [6, 12]
+    assert list_evaluated_steps(run) == [3, 6, 9, 12] and list_saved_steps(run) == [6, 12]
 
 
 def test_a_run_resumed_in_its_second_epoch_has_the_bits_of_an_unbroken_run(folder: Path) -> None:
@@ -51,7 +51,7 @@ def test_a_run_resumed_in_its_second_epoch_has_the_bits_of_an_unbroken_run(folde
     assert "step 7/12" in outcome.text, outcome.text
     assert series(resumed, "loss", "lr", "validation_loss") == series(straight, "loss", "lr", "validation_loss")
     states = [hash_states(load_node_state(run / "checkpoints/step-12", "stages")) for run in (straight, resumed)]
-    assert states[0] == states[1] and saved_steps(resumed) == [6, 12]
+    assert states[0] == states[1] and list_saved_steps(resumed) == [6, 12]
 
 
 def test_another_batch_size_continues_to_the_same_row(folder: Path) -> None:
@@ -62,14 +62,17 @@ def test_another_batch_size_continues_to_the_same_row(folder: Path) -> None:
     words = ("batch.global_size=4", "batch.micro_size=4", "run.name=resized", "--accept-changes")
     [outcome] = drawloom(folder, *WORDS, *words)
     assert "length  19 steps, 2 epochs" in outcome.text, outcome.text
-    assert evaluated_steps(resized) == [3, 6, 12, 19] and saved_steps(resized) == [6, 19]
+    assert list_evaluated_steps(resized) == [3, 6, 12, 19] and list_saved_steps(resized) == [6, 19]
 
 
 def test_two_processes_take_the_steps_of_one(folder: Path) -> None:
     """Epochs count the rows of all data-parallel ranks."""
     outcomes = drawloom(folder, *WORDS, "run.name=two", "mesh.data_replicate=2", ranks=2)
     assert [outcome.code for outcome in outcomes] == [0, 0], outcomes[0].text
-    assert evaluated_steps(folder / "runs/two") == [3, 6, 9, 12] and saved_steps(folder / "runs/two") == [6, 12]
+    assert list_evaluated_steps(folder / "runs/two") == [3, 6, 9, 12] and list_saved_steps(folder / "runs/two") == [
+        6,
+        12,
+    ]
 
 
 def test_plans_and_learning_rates_count_the_steps(folder: Path) -> None:
