@@ -28,6 +28,7 @@ def setting(
     doc: str = "",
     alias: str | None = None,
     globs: bool = False,
+    one_of: str = "",
 ) -> Any:
     """
     Declare a field that a recipe sets.
@@ -36,10 +37,12 @@ def setting(
     (training continues with other results) or incompatible (saved state no longer fits). Default: the impact of the
     component. `check` receives the value and returns why it is invalid, or None. `alias` is the name in recipes and in
     the constructor, for a field whose own name clashes with a method or property. `globs` is true if its strings are
-    paths or globs: like Paths, they are relative to the folder where a run was started.
+    paths or globs: like Paths, they are relative to the folder where a run was started. Settings of a component with
+    the same name `one_of` exclude one another, such as lengths in steps and in epochs: the last layer's counts, and two
+    in one layer are a problem.
     """
     default = attrs.Factory(factory) if factory is not None else default
-    meta = {"impact": impact, "check": check, "doc": doc, "globs": globs}
+    meta = {"impact": impact, "check": check, "doc": doc, "globs": globs, "one_of": one_of}
     return attrs.field(default=default, validator=check and _make_validator(check), metadata=meta, alias=alias)
 
 

@@ -125,8 +125,16 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789_-."
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a hint with the known name nearest to `name`, or else with all known names if they are few."""
+    """
+    Return a hint with the known name nearest to `name`, or else with all known names if they are few.
+
+    Names of other frameworks, such as `num_train_epochs`, get a hint with drawloom's.
+    """
+    from drawloom.graph.foreign_names import find_own_name  # few recipes have problems
+
     known = list(known)
+    if own := find_own_name(name, known):
+        return own
     near = find_nearest(name, known)
     if near is not None:
         return f"did you mean {near!r}?"
@@ -139,15 +147,15 @@ def find_nearest(name: str, known: Iterable[str]) -> str | None:
     """
     Return the known name most similar to `name`, ignoring case, or None if none is similar.
 
-    A single word is also compared with the last words of dotted names: `optim.adamw` is near to `adamw`. For short
+    A single word is also compared with the last words of dotted names: `optim.adamw` is near to `AdamW`. For short
     words a replaced letter makes another word: `cpu` is near to `cup`, but not to `gpu`.
     """
     known = list(known)
     if len(known) >= MAX_CANDIDATES:
         return None
-    if ends := sorted(candidate for candidate in known if candidate.endswith(f".{name}")):
-        return ends[0]
     name = name.casefold()[:MAX_COMPARED_LETTERS]
+    if ends := sorted(candidate for candidate in known if candidate.casefold().endswith(f".{name}")):
+        return ends[0]
     # Sorted, so that every machine suggests the same among equally similar names.
     folded = {candidate.casefold(): candidate for candidate in sorted(known)}
     if name in folded:

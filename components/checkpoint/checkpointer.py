@@ -184,7 +184,9 @@ class Checkpointer:
             newest = max(steps, default=0)
             if joins_others and (done := self._peers.restore(newest)):
                 saves.saved_step = done if done == newest else 0
-                saves.is_overdue = isinstance(self.every, int) and done // self.every * self.every > newest
+                # in epochs, a save may have been due since the newest checkpoint, and another one does no harm
+                last_due = done // self.every * self.every if isinstance(self.every, int) else done
+                saves.is_overdue = self.every not in ("last", "never") and last_due > newest
                 return done
             self._peers.drop_all_states()  # a run that goes back repeats no later step
         loaded = None

@@ -4,6 +4,7 @@ import attrs
 
 from drawloom.components.ports.distributed import Mesh, PerDimension
 from drawloom.components.ports.pipeline import Schedule
+from drawloom.components.ports.run import choose_micro_size
 from drawloom.components.ports.stages import FrozenModel
 from drawloom.graph import UserError
 from drawloom.graph.project import Recipe
@@ -60,7 +61,8 @@ def count_microbatches_per_replica(graph: Graph) -> int | None:
     replicas = sizes.data_replicate * sizes.data_shard
     for node in graph.nodes.values():
         if {"global_size", "micro_size"} <= node.settings.keys():
-            return max(1, int(node.settings["global_size"]) // (int(node.settings["micro_size"]) * replicas))
+            size, limit = int(node.settings["global_size"]), int(node.settings["micro_size"])
+            return max(1, size // (choose_micro_size([size], limit, replicas) * replicas))
     return None
 
 

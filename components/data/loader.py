@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator
+from fractions import Fraction
 from hashlib import blake2b
 from itertools import count
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -9,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import attrs
 import torch
 
-from drawloom.components.data.order.stream import RowStream, Segment, convert_token_weights_to_shares, list_row_sources
 from drawloom.components.ports.data import (
     MAX_LENGTH,
     PackedDataset,
@@ -29,6 +29,7 @@ from drawloom.graph import Problem, UserError, above, at_least, between, compone
 from drawloom.graph.wiring.node import NodeView
 
 if TYPE_CHECKING:
+    from drawloom.components.data.order.stream import RowStream, Segment
     from drawloom.components.data.workers import Workers
 
 
@@ -102,7 +103,7 @@ class Loader:
     _workers: "Workers | None" = attrs.field(init=False, default=None)
     _stream: Iterator[Batch] | None = attrs.field(init=False, default=None)
     _checked: bool = attrs.field(init=False, default=False)
-    _rows: RowStream = attrs.field(init=False, default=None)
+    _rows: "RowStream" = attrs.field(init=False, default=None)
 
     def open(self) -> None:
         """Lay out the row stream, and start the workers. Raises UserError if there are no rows."""
@@ -178,6 +179,13 @@ class Loader:
         return {source.name: rows.get(source.name, 0) * source.tokens / max(source.rows, 1) for source in sources}
 
     @property
+    def rows_per_epoch(self) -> int:
+        return sum(source.rows for source in self._rows.sources.values() if source.weight)
+
+    def count_epochs_after(self, step: int) -> Fraction:
+        return Fraction(self._compute_start_position(step + 1), self.rows_per_epoch)
+
+    @property
     def next_row_position(self) -> int:
         """The position in the endless row order where the next step begins."""
         return self._compute_start_position(self._step + 1)
@@ -208,6 +216,8 @@ class Loader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume after a step; batch size and source shares may change from there on."""
+        from drawloom.components.data.order.stream import RowStream, Segment
+
         step, position = state["step"], state["position"]
         for key, number in (("step", step), ("position", position)):
             if not isinstance(number, int) or number < 0:
@@ -222,7 +232,7 @@ class Loader:
         is_unchanged = has_old_rows and self._offset == state.get("offset", 0)
         self._last_changed_step = state.get("since", 0) if is_unchanged else step
 
-    def _compute_first_rows_digest(self, stream: RowStream) -> str:
+    def _compute_first_rows_digest(self, stream: "RowStream") -> str:
         """Return a digest for the order's first row numbers and the first row's content."""
         numbers = stream.rows_at(range(MAX_HASHED_ROWS))
         contents = compute_row_digests(self.rows.batch("train", numbers[:1]))
@@ -232,8 +242,15 @@ class Loader:
         """Return the position where a step begins."""
         return self.batching.first_row_position(step) + self._offset
 
-    def _build_stream_from_share_segments(self, segments: list[Segment]) -> None:
+    def _build_stream_from_share_segments(self, segments: "list[Segment]") -> None:
         """Build `_rows` from earlier segments, plus one from the next step on if the source shares have changed."""
+        from drawloom.components.data.order.stream import (  # a check needs the settings alone
+            RowStream,
+            Segment,
+            convert_token_weights_to_shares,
+            list_row_sources,
+        )
+
         sources = {source.name: source for source in list_row_sources(self.rows)}
         shares = convert_token_weights_to_shares([*sources.values()])
         if segments and segments[-1].shares != shares:

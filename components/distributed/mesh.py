@@ -72,8 +72,8 @@ MAX_PIPELINE = 1024  # ten times the deepest known pipelines; a program has an a
 RANKS = between(1, MAX_RANKS + 1)
 
 
-def _describe_replicas_fault(value: Any) -> str | None:
-    """Return a fault for a replica count other than "auto" or a valid rank count, else None."""
+def _describe_ranks_fault(value: Any) -> str | None:
+    """Return a fault for a value other than "auto" or a valid rank count, else None."""
     return None if value == "auto" else RANKS(value)
 
 
@@ -87,10 +87,14 @@ class RankMesh(MeshView):
     )
     data_replicate: int | Literal["auto"] = setting(
         default="auto",
-        check=_describe_replicas_fault,
+        check=_describe_ranks_fault,
         doc="data parallel (DDP): ranks with the same parameters; auto: all remaining ranks",
     )
-    data_shard: int = setting(default=1, check=RANKS, doc="FSDP (ZeRO-3): ranks with a shard of every parameter")
+    data_shard: int | Literal["auto"] = setting(
+        default=1,
+        check=_describe_ranks_fault,
+        doc="FSDP (ZeRO-3): ranks with a shard of every parameter; auto: all remaining ranks, without replicas",
+    )
     context: int = setting(default=1, check=RANKS, doc="context parallel: ranks that split every sequence")
     tensor: int = setting(default=1, check=RANKS, doc="tensor parallel: ranks that share every matrix product")
     expert: int = setting(
@@ -115,6 +119,10 @@ class RankMesh(MeshView):
         elif fault := describe_expert_fault_and_remedy(node.settings, node.settings["expert"]):
             text, hint = fault
             yield node.problem("expert", text, hint)
+        processes = node.neighbour("processes")
+        if node.settings["data_shard"] == "auto" and processes and processes.settings.get("on_failure") == "continue":
+            text = "a run that survives losses needs the number of shards in a complete replica"
+            yield node.problem("data_shard", text, "write it instead of auto")
 
     def open(self) -> None:
         """Make the process groups. Raises UserError, before any communication, if the world size does not fit."""
@@ -129,7 +137,8 @@ class RankMesh(MeshView):
         single = [(name,) for name in DIMENSIONS if name != "data_shard"]  # FSDP shards over `context`, too: SHARDS
         for names in (DIMENSIONS, *single, SHARDS, DATA, MODEL, *expert_groups):
             self.group(*names)
-        self.processes.set_replica_shape(self.pipeline, self.data_shard, self.context * self.tensor, expert)
+        shards = self.layout.sizes["data_shard"] if self.data_shard == "auto" else self.data_shard
+        self.processes.set_replica_shape(self.pipeline, shards, self.context * self.tensor, expert)
 
     @property
     def rank(self) -> int:

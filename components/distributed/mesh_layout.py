@@ -163,8 +163,12 @@ def resolve_layout(
     """
     Return the layout for `world_size` ranks; an "auto" dimension's size is `world_size` divided by the other sizes.
 
+    If data_shard is "auto", an "auto" data_replicate is 1.
+
     Raises UserError if the sizes do not fit, with the `remedy` for a fitting rank count.
     """
+    if sizes["data_shard"] == sizes["data_replicate"] == "auto":
+        sizes = {**sizes, "data_replicate": 1}
     fixed = {name: size for name, size in sizes.items() if isinstance(size, int)}
     product = math.prod(fixed.values())
     if len(fixed) < len(sizes) and world_size % product:
@@ -187,7 +191,7 @@ def resolve_layout(
 
 def describe_expert_fault_and_remedy(sizes: Mapping[str, Any], expert: int) -> tuple[str, str] | None:
     """Return the reason why `expert` does not fit a mesh with these sizes, and the remedy; None if it fits."""
-    if sizes["data_replicate"] == "auto":  # some number of replicas fits
+    if "auto" in (sizes["data_replicate"], sizes["data_shard"]):  # some number of ranks fits
         return None
     ranks = math.prod(sizes[name] for name in EXPERT_DIVIDES)
     if ranks % expert == 0:

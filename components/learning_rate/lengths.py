@@ -36,10 +36,7 @@ class TokenCounts:
 
     def count_steps_to_reach(self, tokens: int) -> int:
         """Return the smallest step count with at least `tokens` tokens."""
-        upper = 1
-        while self.tokens_after(upper) < tokens:
-            upper *= 2
-        return bisect_left(range(upper + 1), tokens, key=self.tokens_after)
+        return bisect_left(range(2**62), tokens, key=self.tokens_after)
 
 
 def create_token_counts(batching: Batching | None, rows: PackedDataset | None) -> TokenCounts:
@@ -60,13 +57,6 @@ def create_token_counts_unless_ramped(node: Any) -> TokenCounts | None:
         return None
     size, length = batch.settings.get("global_size"), rows.settings.get("length")
     return TokenCounts(lambda steps: steps * size * length) if size and length else None
-
-
-def report_several_units(node: Any, name: str) -> Iterator[Problem]:
-    """Yield a problem if a length is given in more than one unit."""
-    keys = [f"{name}_{unit}" for unit in UNITS if node.settings[f"{name}_{unit}"] is not None]
-    if len(keys) > 1:
-        yield node.problem(keys[-1], f"both {keys[0]} and {keys[-1]} are given", "leave one of them out")
 
 
 def convert_length_setting_to_steps(node: Any, name: str, total: int, *, at_end: bool) -> int:

@@ -11,7 +11,6 @@ from drawloom.components.learning_rate.lengths import (
     create_token_counts,
     find_length_key,
     report_missing_batch_or_rows_edge,
-    report_several_units,
 )
 from drawloom.components.ports.data import PackedDataset
 from drawloom.components.ports.run import Batching, Step
@@ -39,13 +38,14 @@ class AfterWarmup:
         doc="learning-rate multiplier at the first step; default: 1 / warm-up steps; 0, as in transformers, trains "
         "nothing in this step",
     )
-    warmup_steps: int | None = setting(default=None, check=at_least(0), doc="warm-up length in steps")
+    warmup_steps: int | None = setting(default=None, check=at_least(0), one_of="warmup", doc="warm-up length in steps")
     warmup_tokens: int | None = setting(
-        default=None, check=at_least(0), doc="warm-up length in tokens, counted in full rows"
+        default=None, check=at_least(0), one_of="warmup", doc="warm-up length in tokens, counted in full rows"
     )
     warmup_percent: float | None = setting(
         default=None,
         check=between(0, 100),
+        one_of="warmup",
         doc="warm-up length as a percentage of all steps; without any length there is no warm-up",
     )
 
@@ -100,9 +100,7 @@ class AfterWarmup:
 
     @classmethod
     def constraints(cls, node: Any) -> Iterator[Problem]:
-        """Report lengths in several units, and lengths in tokens without the batch size and sequence length."""
+        """Report lengths in tokens without the batch size and sequence length."""
         for name in LENGTHS:
-            if f"{name}_steps" in node.settings:
-                yield from report_several_units(node, name)
-                if node.settings[key := f"{name}_tokens"] is not None:
-                    yield from report_missing_batch_or_rows_edge(node, key, key)
+            if node.settings.get(key := f"{name}_tokens") is not None:
+                yield from report_missing_batch_or_rows_edge(node, key, key)

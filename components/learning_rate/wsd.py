@@ -16,13 +16,14 @@ class WarmupStableDecay(AfterWarmup):
     the step count.
     """
 
-    decay_steps: int | None = setting(default=None, check=at_least(0), doc="decay length in steps")
+    decay_steps: int | None = setting(default=None, check=at_least(0), one_of="decay", doc="decay length in steps")
     decay_tokens: int | None = setting(
-        default=None, check=at_least(0), doc="decay length in tokens, counted in full rows"
+        default=None, check=at_least(0), one_of="decay", doc="decay length in tokens, counted in full rows"
     )
     decay_percent: float | None = setting(
         default=None,
         check=within(0, 100),
+        one_of="decay",
         doc="decay length as a percentage of all steps; without any length there is no decay",
     )
     curve: Curve = setting(default="linear", doc="decay curve")

@@ -14,7 +14,15 @@ from torch import nn
 from drawloom.components.ports.data import PackedDataset, ValidationData
 from drawloom.components.ports.distributed import Device, Mesh, Precision, Processes
 from drawloom.components.ports.model import LanguageModel, LayerRange, Model
-from drawloom.components.ports.run import Batching, Event, EventKind, RunInfo, Step
+from drawloom.components.ports.run import (
+    Batching,
+    EpochCounter,
+    Event,
+    EventKind,
+    RunInfo,
+    Step,
+    count_steps_of_epochs,
+)
 from drawloom.components.ports.stages import DescribedStages
 from drawloom.graph import Every, component
 
@@ -42,6 +50,7 @@ class RunSummary:
     data: Every[PackedDataset]
     validation: Every[ValidationData]
     batching: Every[Batching]
+    counters: Every[EpochCounter]
     precision: Every[Precision]
     launches: Every[Processes]
     stages: Every[DescribedStages]
@@ -105,8 +114,10 @@ class RunSummary:
             yield "model", ", ".join([*_list_architectures(model), count, *phrases])
         for rows in self.data.values():
             steps = (_describe_tokens_per_step(rows, batching) for batching in self.batching.values())
+            epochs = map(_describe_epoch, self.counters.values())
             validation = map(_format_validation_row_counts, self.validation.values())
-            yield "data", "; ".join([f"{_estimate_training_tokens(rows):,} tokens to learn from", *steps, *validation])
+            tokens = f"{_estimate_training_tokens(rows):,} tokens to learn from"
+            yield "data", "; ".join([tokens, *epochs, *steps, *validation])
         yield "device", self._describe_device()
 
     def _describe_weight_dtypes(self, whole: nn.Module) -> Iterator[str]:
@@ -149,6 +160,11 @@ def _estimate_training_tokens(rows: PackedDataset) -> int:
     return round(rows.fill_rate("train") * rows.count_rows("train") * rows.length)
 
 
+def _describe_epoch(counter: EpochCounter) -> str:
+    """Return the rows and steps in an epoch."""
+    return f"{counter.rows_per_epoch:,} rows and {count_steps_of_epochs(1, counter):,} steps in an epoch"
+
+
 def _format_validation_row_counts(validation: ValidationData) -> str:
     """Return how many validation rows are used."""
     used, count = validation.count_evaluated_and_total_rows()
@@ -158,10 +174,11 @@ def _format_validation_row_counts(validation: ValidationData) -> str:
 def _describe_tokens_per_step(rows: PackedDataset, batching: Batching) -> str:
     """Return the tokens in a step, estimated from the fill rate if rows are padded."""
     fill = rows.fill_rate("train")
+    size = f"in a step, in microbatches of {batching.micro_size:,} rows"
     if fill > MIN_FULL_RATE:
-        return f"{batching.global_size * rows.length:,} in a step"
+        return f"{batching.global_size * rows.length:,} {size}"
     tokens = round(fill * batching.global_size * rows.length)
-    return f"about {tokens:,} in a step, whose rows of {rows.length:,} are {100 * fill:.1f} % full"
+    return f"about {tokens:,} {size} of {rows.length:,}, {100 * fill:.1f} % full"
 
 
 def _list_architectures(model: Model) -> list[str]:

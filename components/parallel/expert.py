@@ -33,7 +33,7 @@ class ExpertParallel(nn.Module):
 
 
 NO_DISPATCHER = "experts are partitioned over ranks, but no dispatcher sends tokens to the experts on other ranks"
-WRITE_DISPATCHER = 'write dispatcher = { use = "experts.all_to_all" } in [stages]'
+WRITE_DISPATCHER = 'write dispatcher.use = "experts.all_to_all" in [stages]'
 
 
 @attrs.define(eq=False)

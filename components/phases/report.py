@@ -272,7 +272,7 @@ class Report:
     def _should_log_step(self, step: Step, values: Mapping[str, Value]) -> bool:
         """Return whether the log gets a line for a step."""
         news = step is self._first or any(values.get(name) is not None for name in VALIDATION)
-        return is_due(self.every, step) or (news and isinstance(self.every, int))
+        return is_due(self.every, step) or (news and self.every not in ("last", "never"))
 
     def _estimate_seconds_left(self, step: Step) -> float:
         """Estimate the time for the remaining steps; 0 if unknown. The first step is left out, because it compiles."""

@@ -98,6 +98,11 @@ class Rollout:
             if node.settings[key] > 1 and sizes and sizes.settings.get("ramp"):
                 text = f"the steps of a rollout have equal batch sizes, and [{sizes.name}] changes them"
                 yield node.problem(key, text, f"write {key} = 1, or leave out ramp")
+        if node.settings["epochs"] > 1:
+            for name, other in node.nodes.items():
+                if "epoch_counter" in other.edges and other.settings.get("epochs"):
+                    text = f"steps that use completions again draw no prompts, and the length of [{name}] counts these"
+                    yield node.problem("epochs", text, f"write {name}.steps instead of {name}.epochs")
 
     @classmethod
     def predict_row_growth(cls, node: NodeView) -> RowGrowth:

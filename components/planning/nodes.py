@@ -15,7 +15,7 @@ from drawloom.components.ports.memory import HostMemoryUser, MemoryPolicy, Memor
 from drawloom.components.ports.model import CountsFlops
 from drawloom.components.ports.pipeline import Schedule
 from drawloom.components.ports.rollouts import MakesRows, RowGrowth
-from drawloom.components.ports.run import Batching, Phase, accepts_deferred_factors
+from drawloom.components.ports.run import Batching, Phase, accepts_deferred_factors, choose_micro_size
 from drawloom.components.ports.stages import FrozenModel, Stages
 from drawloom.components.state.batch import Batch
 from drawloom.graph.problems import UserError
@@ -194,11 +194,10 @@ class Nodes:
 
     def count_rows_per_microbatch_and_microbatches(self, mesh: PlannedMesh) -> tuple[int, int]:
         """Count a rank's rows per microbatch and microbatches per step; UserError if a step is not divisible."""
-        rows = int(self.settings(Batching)["micro_size"])
+        limit = int(self.settings(Batching)["micro_size"])
         replicas = mesh.sizes.data_replicate * mesh.sizes.data_shard
-        if self.global_batch_size % (rows * replicas):
-            text = (
-                f"{self.global_batch_size} rows are not divisible among {replicas} replicas with microbatches of {rows}"
-            )
-            raise UserError(f"batch.global_size: {text}; write a multiple of {rows * replicas}", 2)
+        if self.global_batch_size % replicas:
+            text = f"{self.global_batch_size} rows are not divisible among {replicas} replicas"
+            raise UserError(f"batch.global_size: {text}; write a multiple of {replicas}", 2)
+        rows = choose_micro_size([self.global_batch_size], limit, replicas)
         return rows * self.phase_row_growth.rows_per_row, self.global_batch_size // (rows * replicas)

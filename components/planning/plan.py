@@ -24,6 +24,7 @@ from drawloom.components.planning.memory_choice import (
 )
 from drawloom.components.planning.nodes import Nodes
 from drawloom.components.planning.rank_view import ElementCounts, RankView, estimate_link_bandwidth
+from drawloom.components.planning.run_length import RunLength
 from drawloom.components.planning.stage_costs import Recordings, StageCostRecorder, StageCosts
 from drawloom.components.planning.step_time import StepTime, build_cost_table, estimate_step_time
 from drawloom.components.planning.timeline import Peak, compute_peak_host_bytes, compute_peak_memory
@@ -109,9 +110,9 @@ class Plan:
     tokens: int
     flops: float | None
     peak_flops: float
-    steps: int | None
     choice: MemoryChoice | None = None
     kept_seconds: float | None = None
+    length: RunLength | None = None
 
     @property
     def ranks(self) -> int:
@@ -352,7 +353,6 @@ class Planner:
         forward, per_row = self._model_forward_flops, document_rows.count_expected_pairs_per_row
         windows = () if forward is None else forward.per_pair
         pairs = {window: tokens / document_rows.length * per_row(window) for window in windows}
-        steps = self.nodes.graph.nodes[self.nodes.recipe.project.root].settings.get("steps")
         return Plan(
             device=self.device,
             mesh=self.mesh,
@@ -368,7 +368,6 @@ class Planner:
             tokens=tokens,
             flops=None if forward is None else forward.count_training_flops(tokens, pairs, frozen),
             peak_flops=self.device.peaks.get(get_matmul_dtype_key(precision.compute), math.nan),
-            steps=steps if isinstance(steps, int) else None,
         )
 
     @property

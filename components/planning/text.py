@@ -42,9 +42,9 @@ def _iterate_summary_lines(plan: Plan) -> Iterator[tuple[str, str]]:
     mfu = "" if plan.mfu is None else f", {plan.mfu:.1%} MFU"
     per_rank = f", {plan.tokens_per_second / plan.ranks:,.0f} on each rank" if plan.ranks > 1 else ""
     yield "speed", f"{plan.tokens_per_second:,.0f} tokens/s{per_rank}{mfu}"
-    if plan.steps is not None:
-        length = timedelta(seconds=round(plan.steps * plan.time.seconds))
-        yield "run", f"{plan.steps:,} steps in {length}, without evaluations and checkpoints"
+    if plan.length is not None:
+        length = timedelta(seconds=round(plan.length.steps * plan.time.seconds))
+        yield "run", f"{plan.length} in {length}, without evaluations and checkpoints"
 
 
 def describe_memory_choice(plan: Plan) -> str:

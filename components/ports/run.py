@@ -2,8 +2,11 @@
 
 import logging
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from fractions import Fraction
+from math import gcd
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, get_args, runtime_checkable
 
@@ -13,7 +16,7 @@ from torch import Tensor
 
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.state.step_state import StepState
-from drawloom.graph import Problem, port
+from drawloom.graph import Problem, above, port, setting
 
 PRINTED = "printed"
 """Mark of a record that was already printed on the terminal."""
@@ -139,7 +142,8 @@ class Step:
     the host issues the update before it knows `skip`. `before_update` is called before every update.
 
     If `defers_scaling`, phases may leave the multiplication of gradients by a factor to the optimizer, which then reads
-    and writes them once less; see `DefersScaling`.
+    and writes them once less; see `DefersScaling`. `epochs` are the epochs before and after the step, equal if the
+    data counts none.
     """
 
     index: int
@@ -151,6 +155,7 @@ class Step:
     goes_back: bool = False
     before_update: Callable[[], object] = lambda: None
     defers_scaling: bool = False
+    epochs: tuple[Fraction, Fraction] = (Fraction(), Fraction())
     stop_reason: str = ""
     _skip_reasons: list[Callable[[], str]] = attrs.field(init=False, factory=list)
     _deferred: list[tuple[Callable[[Tensor], object], Tensor]] = attrs.field(init=False, factory=list)
@@ -364,6 +369,26 @@ class Batching(Protocol):
         ...
 
 
+def choose_micro_size(sizes: Sequence[int], limit: int, replicas: int) -> int:
+    """Return the largest number of rows up to `limit` dividing a replica's rows in all steps of these sizes."""
+    share = max(gcd(*sizes) // replicas, 1)
+    return max(rows for rows in range(1, min(limit, share) + 1) if share % rows == 0)
+
+
+@port
+class EpochCounter(Protocol):
+    """Data with a known row count. An epoch is as many rows as all training sources have."""
+
+    @property
+    def rows_per_epoch(self) -> int:
+        """Rows in an epoch."""
+        ...
+
+    def count_epochs_after(self, step: int) -> Fraction:
+        """Return the exact number of epochs in all steps up to and including this one; 0 for step 0."""
+        ...
+
+
 EventKind = Literal[
     "run_started",
     "step_started",
@@ -494,15 +519,36 @@ class FinalTask(Protocol):
         ...
 
 
+@attrs.frozen(kw_only=True)
+class Epochs:
+    """An interval in epochs; an epoch may end within a step."""
+
+    epochs: float = setting(check=above(0), doc="epochs between two actions, also fractions, such as 0.25")
+
+
 # Words instead of 0 or -1, so that a recipe is clear about "last" and "never".
-Cadence = int | Literal["last", "never"]
+Cadence = int | Literal["epoch", "last", "never"] | Epochs
 
 
 def is_due(cadence: Cadence, step: Step) -> bool:
-    """Return whether a cadence contains the step: every n-th step and the last, only the last, or none."""
+    """Return whether a cadence contains the step: the end of every n-th step or epoch and the last step, or none."""
+    if step.is_last or cadence in ("last", "never"):
+        return step.is_last and cadence != "never"
     if isinstance(cadence, int):
-        return step.is_last or step.index % cadence == 0
-    return cadence == "last" and step.is_last
+        return step.index % cadence == 0
+    length = _convert_to_fraction(cadence.epochs if isinstance(cadence, Epochs) else 1)
+    before, after = step.epochs
+    return before // length < after // length
+
+
+def count_steps_of_epochs(epochs: float, counter: EpochCounter) -> int:
+    """Return the smallest step count with so many epochs."""
+    return bisect_left(range(2**62), _convert_to_fraction(epochs), key=counter.count_epochs_after)
+
+
+def _convert_to_fraction(epochs: float) -> Fraction:
+    """Return a recipe's decimal number exactly, so that ten times 0.1 epochs are one."""
+    return Fraction(str(epochs))
 
 
 def describe_cadence_fault(value: Cadence) -> str | None:

@@ -8,6 +8,7 @@ import attrs
 
 from drawloom.components.ports.data import PackedDataset
 from drawloom.components.ports.distributed import Mesh, PerDimension
+from drawloom.components.ports.run import choose_micro_size
 from drawloom.graph import UserError, at_least, between, component, setting
 from drawloom.graph.problems import KeyPath, Problem
 from drawloom.graph.wiring.node import NodeView
@@ -34,7 +35,7 @@ class RampStage:
 @component
 class GlobalBatch:
     """
-    A fixed batch size, divided evenly among data-parallel ranks and then into microbatches.
+    A fixed batch size, divided evenly among data-parallel ranks and then into equal microbatches.
 
     A step takes the next `global_size` positions in the endless order and splits them over the data-parallel ranks, so
     its rows do not depend on the rank count. A rank with several microbatches accumulates their gradients (gradient
@@ -44,7 +45,12 @@ class GlobalBatch:
     mesh: Mesh
     rows: PackedDataset | None = None
     global_size: int = setting(check=ROWS, doc="rows in a step, over all data-parallel ranks")
-    micro_size: int = setting(check=ROWS, impact="safe", doc="rows in a microbatch")
+    micro_limit: int = setting(
+        alias="micro_size",
+        check=ROWS,
+        impact="safe",
+        doc="rows in a microbatch at most: it has the largest number that divides a rank's rows in a step",
+    )
     ramp: list[RampStage] = setting(
         factory=list,
         doc='batch sizes for the first steps, in order (batch size warm-up); `until_tokens` needs rows = "@packing"',
@@ -55,10 +61,13 @@ class GlobalBatch:
 
     def open(self) -> None:
         """Check the sizes against the mesh. Raises UserError if a step's rows can't be divided evenly."""
-        for path, text, hint in _explain_uneven_sizes_and_remedies(
-            self.global_size, self.ramp, self.micro_size, self.dp_size
-        ):
+        for path, text, hint in _find_undivided_sizes(self.global_size, self.ramp, self.dp_size):
             raise UserError(f"{path[0]}: {text}; {hint}", exit_code=2)
+
+    @cached_property
+    def micro_size(self) -> int:
+        sizes = [self.global_size, *(stage.size for stage in self.ramp)]
+        return choose_micro_size(sizes, self.micro_limit, self.dp_size)
 
     @cached_property
     def dp_size(self) -> int:
@@ -70,7 +79,7 @@ class GlobalBatch:
         return self.mesh.indices.data_replicate * self.mesh.sizes.data_shard + self.mesh.indices.data_shard
 
     def supports_replica_count(self, count: int) -> bool:
-        return not any(_explain_uneven_sizes_and_remedies(self.global_size, self.ramp, self.micro_size, count))
+        return not any(_find_undivided_sizes(self.global_size, self.ramp, count))
 
     def first_row_position(self, step: int) -> int:
         return self._compute_first_position_and_size(step)[0]
@@ -107,10 +116,9 @@ class GlobalBatch:
         """Report sizes uneven for any process count, and stages without an end."""
         # a dimension of size "auto" counts as 1, which is the smallest size and divides all others
         if mesh := node.neighbour("mesh"):
-            sizes, settings = PerDimension.from_settings(mesh.settings), node.settings
-            replicas = sizes.data_replicate * sizes.data_shard
-            faults = _explain_uneven_sizes_and_remedies(
-                settings["global_size"], settings["ramp"], settings["micro_size"], replicas
+            sizes = PerDimension.from_settings(mesh.settings)
+            faults = _find_undivided_sizes(
+                node.settings["global_size"], node.settings["ramp"], sizes.data_replicate * sizes.data_shard
             )
             yield from (node.problem(key, text, hint) for key, text, hint in faults)
         for number, stage in enumerate(node.settings["ramp"]):
@@ -122,36 +130,15 @@ class GlobalBatch:
                 yield node.problem(("ramp", number), text, 'write rows = "@packing"')
 
 
-def _explain_uneven_sizes_and_remedies(
-    global_size: int, ramp: Sequence[RampStage], micro_size: int, replicas: int
+def _find_undivided_sizes(
+    global_size: int, ramp: Sequence[RampStage], replicas: int
 ) -> Iterator[tuple[KeyPath, str, str]]:
-    """Yield the key of every size not divisible into whole microbatches, the reason, and the remedy."""
-    if fault := explain_uneven_step_and_remedy(global_size, micro_size, replicas):
-        yield ("global_size",), *fault
-    for number, stage in enumerate(ramp):
-        if fault := explain_uneven_step_and_remedy(stage.size, micro_size, replicas):
-            yield ("ramp", number, "size"), f"ramp[{number}]: {fault[0]}", fault[1].replace("global_size", "size")
-
-
-def explain_uneven_step_and_remedy(global_size: int, micro_size: int, replicas: int) -> tuple[str, str] | None:
-    """Return why a step can't be divided into whole microbatches, and the remedy; None if it can."""
-    unit = micro_size * replicas
-    if global_size % unit == 0:
-        return None
-    among = f"{replicas} replica{'s' * (replicas > 1)} with microbatches of {micro_size}"
-    return f"{global_size} rows can't be divided evenly among {among}", _suggest_sizes(
-        global_size, micro_size, replicas
-    )
-
-
-def _suggest_sizes(global_size: int, micro_size: int, replicas: int) -> str:
-    """Return a hint with the nearest sizes divisible into whole microbatches."""
-    unit = micro_size * replicas
-    below = global_size // unit * unit
-    nearest = [below, below + unit] if below else [unit]
-    remedy = "write global_size = " + " or ".join(map(str, nearest))
-    if global_size % replicas == 0:
-        share = global_size // replicas
-        fitting = max(size for size in range(1, min(micro_size, share) + 1) if share % size == 0)
-        remedy += f", or micro_size = {fitting}"
-    return remedy
+    """Yield the key of every size that is not divisible among the replicas, the reason, and the remedy."""
+    paths: dict[KeyPath, int] = {("global_size",): global_size}
+    paths |= {("ramp", number, "size"): stage.size for number, stage in enumerate(ramp)}
+    for path, size in paths.items():
+        if size % replicas:
+            nearest = [number for number in (size // replicas * replicas, -(-size // replicas) * replicas) if number]
+            where = "" if len(path) == 1 else f"ramp[{path[1]}]: "
+            text = f"{where}{size} rows can't be divided evenly among {replicas} replicas"
+            yield path, text, f"write {path[-1]} = {' or '.join(map(str, nearest))}"

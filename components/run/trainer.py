@@ -4,6 +4,7 @@ import logging
 import signal as signals
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
@@ -11,13 +12,12 @@ import attrs
 
 from drawloom.components.distributed.rank_errors import RankError
 from drawloom.components.ports.checkpoint import AfterRestore, Restorer
-from drawloom.components.ports.pipeline import STEP_SPECS
 from drawloom.components.ports.run import (
+    EpochCounter,
     Event,
     Events,
     FinalTask,
     Listener,
-    NamesNumbers,
     Phase,
     PlannedPhase,
     Randomness,
@@ -27,13 +27,14 @@ from drawloom.components.ports.run import (
     StoppedError,
     StoppingPhase,
     accepts_deferred_factors,
+    count_steps_of_epochs,
 )
-from drawloom.components.ports.stages import IN_PARAMETERS
 from drawloom.components.run.batch_leaves import find_missing_batch_leaves
+from drawloom.components.run.lengths import check_lengths, find_missing_numbers
 from drawloom.components.run.skipped_steps import SkippedSteps
-from drawloom.graph import Every, Ordered, at_least, component, setting
+from drawloom.graph import Every, Ordered, above, at_least, component, setting, wired
 from drawloom.graph.component import find_declared_reads_and_writes
-from drawloom.graph.problems import Problem, did_you_mean
+from drawloom.graph.problems import Problem
 from drawloom.graph.wiring.node import NodeView
 
 log = logging.getLogger("drawloom.run")
@@ -51,7 +52,16 @@ class Trainer:
     checkpointer: Restorer | None = None
     restored: Every[AfterRestore]
     on_finish: list[FinalTask] = attrs.field(factory=list)
-    steps: int = setting(check=at_least(1), doc="optimizer steps in the whole run")
+    epoch_counter: EpochCounter | None = wired(default=None)
+    steps: int | None = setting(
+        default=None, check=at_least(1), one_of="length", doc="optimizer steps in the whole run"
+    )
+    epochs: float | None = setting(
+        default=None,
+        check=above(0),
+        one_of="length",
+        doc="length in passes over the training rows, also fractions; they end within the last step",
+    )
     max_skipped_steps: int = setting(
         default=100, impact="safe", check=at_least(1), doc="number of skipped steps in a row that stops the run"
     )
@@ -59,39 +69,17 @@ class Trainer:
     _skipped: SkippedSteps = attrs.field(
         init=False, default=attrs.Factory(lambda self: SkippedSteps(self.max_skipped_steps), takes_self=True)
     )
+    _total: int = attrs.field(init=False, default=attrs.Factory(lambda self: self.steps or 0, takes_self=True))
     _last_step: int = attrs.field(init=False, default=0)
     _end_reason: str = attrs.field(init=False, default="")
     _signal: int = attrs.field(init=False, default=0)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """
-        Report batch leaves without a writer, settings that name a number without a writer, and phases whose plan does
-        not fit the step count.
-        """
+        """Report batch leaves and numbers without a writer, and lengths that do not fit the phases or the data."""
         yield from find_missing_batch_leaves(node)
-        phases = node.neighbours("phases")
-        for phase in phases:
-            if issubclass(phase.component, PlannedPhase):
-                yield from phase.component.check_total_steps(phase, node.settings["steps"])
-        written = {
-            value
-            for phase in phases
-            if phase.settings.get("every") != "never"
-            for value in find_declared_reads_and_writes(phase.component).writes
-        }
-        for phase in phases:
-            reads = (value.removesuffix("?") for value in find_declared_reads_and_writes(phase.component).reads)
-            known = {*written, *reads} - IN_PARAMETERS - STEP_SPECS.keys()
-            for key in phase.component.number_settings if isinstance(phase.component, NamesNumbers) else ():
-                value = phase.settings[key]
-                text = f"no phase of [{node.name}] writes a number {value!r}"
-                if value is not None and value not in known:
-                    yield phase.problem(key, text, did_you_mean(value, known))
-                elif value is not None and value not in written:
-                    # Only a warning: the setting may come from a recipe that this one extends.
-                    hint = f'add a phase that does, or write unset = ["{phase.name}.{key}"]'
-                    yield phase.warning(key, f"{text}, so that {key!r} does nothing", hint)
+        yield from check_lengths(node)
+        yield from find_missing_numbers(node)
 
     def run(self, *callbacks: Callable[[Step], object]) -> int:
         """
@@ -124,16 +112,18 @@ class Trainer:
 
     def outcome(self) -> dict[str, Any]:
         """Return the last step and the reason of an early end, for programs."""
-        return {"step": self._last_step, "steps": self.steps, "stop_reason": self._end_reason}
+        return {"step": self._last_step, "steps": self._total, "stop_reason": self._end_reason}
 
     def _train_steps(self, *, is_watched: bool) -> Iterator[Step]:
         self.events.emit(Event("run_started"))
         done = self.checkpointer.restore() if self.checkpointer else 0
         self._call_after_restore_hooks(done)
+        if self.epochs and self.epoch_counter:  # after restoring: it may change the batch size
+            self._total = count_steps_of_epochs(self.epochs, self.epoch_counter)
         reason = self._find_stop_reason() if done else ""
         self._log_start(done, reason)
         self._last_step, self._end_reason = done, reason
-        while done < self.steps and not reason:
+        while done < self._total and not reason:
             step = self._make_step(done + 1)
             self._run_step(step)
             done, reason = (
@@ -141,7 +131,7 @@ class Trainer:
             )
             self._last_step, self._end_reason = done, reason
             yield step
-            if is_watched and not reason and not step.goes_back and done < self.steps:
+            if is_watched and not reason and not step.goes_back and done < self._total:
                 reason = self._end_reason = self._save_if_any_caller_stops(step)
         with self.stop.raise_stopped_error_on_signal():
             self._run_final_tasks(done)
@@ -164,22 +154,30 @@ class Trainer:
         return next(filter(None, reasons), "")
 
     def _log_start(self, done: int, reason: str) -> None:
-        """Log where the run resumes, or that it is finished."""
-        ended = done >= self.steps or bool(reason)
+        """Log the length in steps and epochs, and where the run resumes, or that it is finished."""
+        if self.epoch_counter:
+            log.info("length  %s steps, %.4g epochs", f"{self._total:,}", self._count_epochs_after(self._total))
+        ended = done >= self._total or bool(reason)
         if ended and all(task.has_result_of_step(done) for task in self.on_finish):
-            why = f"all {self.steps} steps are done"
-            if done > self.steps:
+            why = f"all {self._total} steps are done"
+            if done > self._total:
                 why = f"step {done} is done, and with it {why}"
-            elif done < self.steps:
+            elif done < self._total:
                 why = f"the run ended after step {done}: {reason}"
             log.info("finished: %s, there is nothing left to do", why)
         elif done:
             log.info("resuming after step %d", done)
 
     def _make_step(self, index: int) -> Step:
-        if self.checkpointer is None:
-            return Step(index, self.steps, defers_scaling=True)
-        return Step(index, self.steps, before_update=self.checkpointer.wait_until_staged, defers_scaling=True)
+        step = Step(index, self._total, defers_scaling=True)
+        step.epochs = self._count_epochs_after(index - 1), self._count_epochs_after(index)
+        if self.checkpointer:
+            step.before_update = self.checkpointer.wait_until_staged
+        return step
+
+    def _count_epochs_after(self, step: int) -> Fraction:
+        """Return the epochs after a step, or 0 if the data counts none."""
+        return self.epoch_counter.count_epochs_after(step) if self.epoch_counter else Fraction()
 
     def _call_after_restore_hooks(self, done: int) -> None:
         for node in self.restored.values():
@@ -277,8 +275,8 @@ class Trainer:
 
     @classmethod
     def resume_impact(cls, node: Any, key: str, before: Any) -> tuple[str, str] | None:
-        """Return "safe" for changed `steps`, unless a phase such as a learning-rate schedule depends on them."""
-        if key != "steps":
+        """Return "safe" for another length, unless a phase such as a learning-rate schedule depends on it."""
+        if key not in ("steps", "epochs"):
             return None
         derived = [f"[{phase.name}]" for phase in node.neighbours("phases") if _depends_on_step_count(phase)]
         why = f"the values of {' and '.join(derived)} at each step follow from the number of all"

@@ -13,7 +13,7 @@ from drawloom.graph.cli.command import Command
 from drawloom.graph.cli.exit_codes import INVALID
 from drawloom.graph.cli.result import Schema, list_output_formats, make_type_schema
 from drawloom.graph.component import Bound, Check
-from drawloom.graph.problems import Problem, RecipeError, UserError
+from drawloom.graph.problems import Problem, RecipeError, UserError, did_you_mean
 from drawloom.graph.types.describe import union_members_except_none
 
 C = TypeVar("C", bound=Command)
@@ -25,7 +25,9 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise a UserError, since argparse requires a method without return."""
         if message.startswith("unrecognized arguments"):
-            message += "; set values with node.key=value, such as trainer.steps=10"
+            key = message.partition(": ")[2].partition("=")[0]
+            hint = did_you_mean(key, ()) or "set values with node.key=value, such as trainer.steps=10"
+            message += f"; {hint}"
         raise UserError(f"{self.format_usage()}{self.prog}: error: {message}", INVALID)
 
 

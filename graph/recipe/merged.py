@@ -157,8 +157,8 @@ def _classify_tables(source: str, top: Table) -> MergedRecipe:
             recipe.problems.append(_make_name_problem(name, item))
         elif not isinstance(item, Table):
             text = f"{name!r} is outside of any table"
-            near = find_nearest(name, DIRECTIVES)
-            hint = f"did you mean {near!r}?" if near else "write it below the [node] that it belongs to"
+            near = did_you_mean(name, DIRECTIVES)
+            hint = near if near.startswith(("did", "write")) else "write it below the [node] that it belongs to"
             recipe.problems.append(Problem("DL111", text, hint, position=item.key_position))
         elif "use" in item.items:
             recipe.nodes[name] = item

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import attrs
 
-from drawloom.graph.problems import Problem, RecipeError, find_nearest
+from drawloom.graph.problems import Problem, RecipeError, did_you_mean, find_nearest
 from drawloom.graph.registry.spec import Spec, read_spec
 
 # Lower case only, so that a name means the same file on case-insensitive file systems.
@@ -258,6 +258,8 @@ class Registry:
             package, _, rest = use.partition(".")
             offer = f"to use the components of the package {package!r}, add --import {package}"
             offer = offer if _belongs_to_installed_package(use) else ""
+            if not rest and (own := did_you_mean(use, names)):
+                return own
             if near := self._find_similar_component(rest.lower()):
                 return f"did you mean {near!r}?{offer and f' Otherwise, {offer}'}"
             if offer:

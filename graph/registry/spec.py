@@ -21,7 +21,7 @@ class Field:
 
     An edge leads to one node, an optional node, a list, a mapping or a sequence. The container fills `every` node of a
     port, or the resolved `recipe`. An edge with `is_wired` is found by type. The strings of a setting with
-    `globs` are paths or globs.
+    `globs` are paths or globs. Settings with the same `one_of` exclude one another.
     """
 
     name: str
@@ -35,6 +35,7 @@ class Field:
     doc: str = ""
     is_wired: bool = False
     globs: bool = False
+    one_of: str = ""
     required: bool = attrs.field(init=False)
     is_edge: bool = attrs.field(init=False)
 
@@ -137,6 +138,7 @@ def _read_field(attribute: "attrs.Attribute[Any]", kind: Any, impact: Impact) ->
         doc=meta.get("doc", ""),
         is_wired=meta.get("wired", False),
         globs=meta.get("globs", False),
+        one_of=meta.get("one_of", ""),
     )
 
 

@@ -32,7 +32,7 @@ class GraphBuilder:
     _settings: SettingsResolver = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self._settings = SettingsResolver(self.recipe.vars, self.recipe.folder)
+        self._settings = SettingsResolver(self.recipe.vars, self.recipe.folder, self.recipe.layers)
 
     def build_nodes_and_edges(self) -> None:
         """Make every node with its settings, and then resolve and check every edge."""

@@ -1,12 +1,13 @@
 """Settings of a node: substitute variables, remove escapes, and convert and check every value."""
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
 
 from drawloom.graph.problems import COMMAND_LINE, KeyPath, Position, Problem, did_you_mean
-from drawloom.graph.recipe.layers import Leaf, Table, find_origin
+from drawloom.graph.recipe.layers import Layer, Leaf, Table, find_origin
 from drawloom.graph.recipe.merged import DIRECTIVES, VARIABLE, describe_missing_variable
 from drawloom.graph.recipe.overrides import quote_override
 from drawloom.graph.registry.spec import Field
@@ -21,14 +22,18 @@ INVALID_VALUE = object()
 
 @attrs.define(eq=False)
 class SettingsResolver:
-    """Resolver for the settings of nodes, with the variables of their recipe, and its folder for relative paths."""
+    """Resolver for the settings of nodes, with their recipe's variables, layers and folder for relative paths."""
 
     vars: dict[str, Leaf]
     folder: str = ""
+    layers: Sequence[Layer] = ()
     values: ValueConverter = attrs.field(factory=ValueConverter)
 
     def resolve(self, node: Node) -> None:
         """Fill in a node's settings. Invalid values become problems."""
+        for choice in node.spec.settings:
+            if choice.one_of and choice.name in node.table.items:
+                self._drop_overridden_alternatives(node, choice)
         items = node.table.items
         for key, item in items.items():
             field = node.spec.fields.get(key)
@@ -39,6 +44,23 @@ class SettingsResolver:
         for field in node.spec.settings:
             if field.name not in items:
                 self._set_default_or_report_missing(node, field)
+
+    def _drop_overridden_alternatives(self, node: Node, field: Field) -> None:
+        """Remove the settings that exclude this one from the node if earlier layers set them; report one beside it."""
+        items = node.table.items
+        order = {id(layer): number for number, layer in enumerate(self.layers)}
+        layers = {
+            other.name: order.get(id(items[other.name].layer), 0)
+            for other in node.spec.settings
+            if other.one_of == field.one_of and other.name in items
+        }
+        own = layers[field.name]
+        dropped = [key for key, layer in layers.items() if layer < own]
+        node.table = attrs.evolve(node.table, items={key: item for key, item in items.items() if key not in dropped})
+        first = next(key for key, layer in layers.items() if layer == own)
+        if first != field.name:
+            text = f"both {first} and {field.name} are given"
+            node.add_problem("DL303", text, "leave one of them out", (field.name,), key=True)
 
     def _report_unsettable_key(self, node: Node, key: str, field: Field | None) -> None:
         if field is not None:

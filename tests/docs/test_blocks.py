@@ -135,8 +135,10 @@ class Reader:
         subprocess.run(["bash", "-n"], input=block.text, text=True, check=True)
 
     def yaml(self, block: Block) -> None:
-        """Parse a configuration of another program."""
-        assert block.kind == "not run", f"{block}: say why it is not run"
+        """Parse a configuration of another program, and write it if it has a title."""
+        if block.title:
+            (self.folder / block.title).write_text(block.text, "utf-8")
+        assert block.title or block.kind == "not run", f"{block}: say why it is not run"
         list(yaml.safe_load_all(block.text))
 
     def lua(self, block: Block) -> None:

@@ -5,6 +5,7 @@ from tempfile import TemporaryDirectory
 
 from attrs import evolve
 
+from generate import coming
 from generate.schedules import PAGE, page
 from generate.step import PICTURE, step_picture
 from support.editing import record
@@ -22,4 +23,5 @@ for recipe in sorted(GOOD.glob("[!f]*.toml")):  # only the shop's recipes; first
 for name in NAMES:
     (GOLDEN / "schedules" / f"{name}.txt").write_text(golden(name), "utf-8")
 PAGE.write_text(page(), "utf-8")
+coming.PAGE.write_text(coming.page(), "utf-8")
 PICTURE.write_text(step_picture(), "utf-8")

@@ -95,7 +95,7 @@ def make_calls() -> dict[str, Callable[[], Any]]:
         "linear_cross_entropy": lambda: grad(linear_cross_entropy_triton(x, matrix, targets), x, matrix),
         "cut": lambda: grad(cut_cross_entropy_triton(x, matrix, targets), x, matrix),
         "filtered": lambda: grad(cut_cross_entropy_triton(x, matrix, targets, LogitCut(filter_eps=1e-4)), x, matrix),
-        "experts": lambda: grad(expert_layer(x, up, down, expert_indices, grouped_gemm_triton), x, up, down),
+        "experts": lambda: grad(expert_layer(x, up, down, expert_indices, grouped_gemm_triton.__call__), x, up, down),
         "adamw": lambda: launch.run([ones], *nearest),
         "adamw, stochastic": lambda: launch.run([ones], *noisy),
         "stochastic_copy": lambda: stochastic_copy_triton(copy, x.detach().float(), 1, 2),

@@ -157,7 +157,7 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
                 "stages",
             )
         },
-        {"attrs", "lm_eval", "mcp", "numpy", "rich", "tomli", "torch"},
+        {"attrs", "lm_eval", "mcp", "numpy", "rich", "tomli", "torch", "yaml"},
     ),
 }
 SUBJECT = (BELOW, {"attrs", "numpy", "torch"})

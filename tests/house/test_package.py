@@ -11,13 +11,16 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = {"graph", "components", "kernels", "recipes"}
 
 
+MODULES = ("__init__.py", "__main__.py", "models.py", "ports.py", "testing.py")
+
+
 def test_src_contains_public_modules_and_folder_links() -> None:
     """The import package contains the public modules and links to the four folders, and nothing else."""
     package = ROOT / "src" / "drawloom"
     links = {path.name: path.readlink() for path in package.iterdir() if path.is_symlink()}
     files = {path.name for path in package.iterdir() if not path.is_symlink() and path.name != "__pycache__"}
     assert links == {name: Path("../..") / name for name in FOLDERS}
-    assert files == {"__init__.py", "__main__.py", "models.py", "ports.py", "py.typed", "testing.py"}
+    assert files == {*MODULES, "foreign_names.toml", "py.typed"}
 
 
 def test_graph_needs_no_torch() -> None:

@@ -1,6 +1,7 @@
 """Preference losses against TRL's trainers, with the same base, adapter and pairs."""
 
 import json
+import math
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -192,3 +193,26 @@ def test_kto_and_its_gradients_equal_trl(tmp_path: Path) -> None:
     assert actual.loss == pytest.approx(expected.loss, rel=1e-5)
     for name, gradient in expected.gradients.items():
         torch.testing.assert_close(actual.gradients[name], gradient, rtol=1e-4, atol=3e-5 * float(gradient.abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overlay", "data"),
+    [
+        ("chat", "with_all_weights", ROOT / "docs/examples/conversations.jsonl"),
+        ("dpo", "with_all_weights_and_reference", PAIRS),
+        ("kto", "with_all_weights_and_reference", JUDGED_ANSWERS),
+    ],
+)
+def test_one_overlay_trains_all_weights(tmp_path: Path, recipe: str, overlay: str, data: Path) -> None:
+    """Every weight of the base changes, and a preference loss begins at a reference equal to the model."""
+    words = [f"vars.base={export_base(tmp_path)}", f'tokens.paths=["{data}"]', f"run.folder={tmp_path / 'run'}"]
+    words += ["trainer.steps=2", 'trainer.on_finish=["@adapter"]', "optimizer.lr=1e-2"]
+    with Recipe.load(recipe, *words, overlays=[overlay]).open() as run:
+        before = {name: tensor.detach().clone() for name, tensor in run["stages"].named_parameters()}
+        losses = [step.state.number("loss") for step in run.steps()]
+        after = dict(run["stages"].named_parameters())
+        assert before.keys() == after.keys() and "model.embed_tokens.weight" in before
+        assert not any(torch.equal(before[name], tensor) for name, tensor in after.items())
+    start = {"dpo": math.log(2), "kto": 0.5}.get(recipe)
+    assert start is None or losses[0] == pytest.approx(start, abs=1e-6)
+    assert losses[1] < losses[0] and not (tmp_path / "run/adapter").exists()

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -36,7 +37,17 @@ from drawloom.components.ports.data import TokenBatch, ValidationData
 from drawloom.components.ports.distributed import Device, Group, Mesh, Pending, Processes
 from drawloom.components.ports.model import Model, TokenContext, list_quantized_parameter_formats
 from drawloom.components.ports.pipeline import Executor
-from drawloom.components.ports.run import Event, Events, Phase, Randomness, RunFolder, RunInfo, Step, Stop
+from drawloom.components.ports.run import (
+    EpochCounter,
+    Event,
+    Events,
+    Phase,
+    Randomness,
+    RunFolder,
+    RunInfo,
+    Step,
+    Stop,
+)
 from drawloom.components.ports.stages import Parameters, Stages
 from drawloom.components.state.step_state import StepState
 from drawloom.components.trackers import aim, background
@@ -288,7 +299,8 @@ def run_trainer(use: str, values: Values, _place: Path) -> Any:
         steps.append(step.index)
 
     edges = {"phases": [fake(Phase, run_phase=skip)], "events": fake(Events), "stop": fake(Stop)}
-    trainer = build(use, randomness=fake(Randomness), **edges, **values)
+    counter = fake(EpochCounter, count_epochs_after=lambda step: Fraction(step, 2))
+    trainer = build(use, randomness=fake(Randomness), epoch_counter=counter, **edges, **values)
     try:
         trainer.run()
     except UserError as error:

@@ -885,7 +885,11 @@ ROWS: dict[str, Row] = {
     "run.job": Row(runs.randomness_of, {"name": "one"}, {"name": "other", "folder": "elsewhere", "seed": 1}),
     "run.randomness": Row(runs.randomness_of, {}, {"deterministic": True}),
     "run.signals": Row(runs.stops, {}, {"grace": 0.05, "extra_signals": ["SIGUSR1"]}),
-    "run.trainer": Row(runs.run_trainer, {"steps": 3}, {"steps": 4, "max_skipped_steps": 2}),
+    "run.trainer": Row(
+        runs.run_trainer,
+        {"steps": 3},
+        {"steps": 4, "max_skipped_steps": 2, "epochs": Change(2.0, {"steps": None})},
+    ),
     "sampling.sample": Row(
         runs.write_sample,
         {"prompt": "abc", "tokens": 20},
@@ -932,5 +936,19 @@ UNOBSERVED = {
     ("stages.materialized", "sync_each_microbatch"): "the same: test_fsdp.py and tests/meshes/test_steps.py",
     ("distributed.device", "share"): "it needs GPUs: test_device.py pretends to have some, and tests/gpu share one",
     ("optim.stochastic_adamw", "implementation"): "it is about speed: both give the same bits, as tests of kernels say",
+    **dict.fromkeys(
+        (
+            ("checkpoint.checkpointer", "every.epochs"),
+            ("checkpoint.checkpointer", "neighbour_every.epochs"),
+            ("listeners.replay", "every.epochs"),
+            ("metrics.histograms", "every.epochs"),
+            ("phases.compare_replicas", "every.epochs"),
+            ("phases.evaluate", "every.epochs"),
+            ("phases.evaluate_rewards", "every.epochs"),
+            ("phases.garbage_collection", "every.epochs"),
+            ("phases.report", "every.epochs"),
+        ),
+        "all have `is_due`: tests/components/data/test_loader.py",
+    ),
 }
 """Settings whose effect can't be observed on a CPU, and why."""

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
 from drawloom.components.commands._plots import Panel, draw_svg_panels, draw_text_plot
+from drawloom.components.planning.run_length import count_run_length
 from drawloom.components.ports.run import Batching, Phase, Step
 from drawloom.graph.cli.command import (
     JSON,
@@ -53,7 +54,10 @@ def _compute_lr_and_batch_size_curves(recipe: Recipe) -> Iterator[tuple[str, lis
     if root not in graph.nodes or not {"steps", "phases"} <= {*graph.nodes[root].settings, *graph.nodes[root].edges}:
         graph.require_valid()
         raise UserError(f"[{root}] has no steps and phases to draw", 2)
-    total, phases = graph.nodes[root].settings["steps"], graph.nodes[root].edges["phases"].targets
+    if (length := count_run_length(recipe)) is None:
+        graph.require_valid()
+        raise UserError(f"[{root}] has neither steps nor epochs to draw", 2)
+    total, phases = length.steps, graph.nodes[root].edges["phases"].targets
     steps = _select_plotted_steps(total)
     factors = [name for name in phases if "lr_factor" in graph.nodes[name].spec.traits.flow.writes]
     sizes = graph.implementers(Batching)

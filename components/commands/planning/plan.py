@@ -18,6 +18,7 @@ from drawloom.components.planning.checkpoint_interval import CheckpointInterval,
 from drawloom.components.planning.nodes import Nodes
 from drawloom.components.planning.plan import Plan, plan
 from drawloom.components.planning.remedies import TriedPlan, find_remedies, format_remedies
+from drawloom.components.planning.run_length import count_run_length
 from drawloom.components.planning.search import format_search_table, search_fastest_plans
 from drawloom.components.planning.text import format_plan
 from drawloom.components.ports.program import OPS
@@ -197,7 +198,7 @@ class PlanCommand(OverlayCommand):
         device = find_device_model(self.device) if self.device else load_local_device_model()
         if self.search and self.ranks:
             return self._search_plans_and_write_best(recipe, device, self.ranks)
-        planned = plan(recipe, device, self.ranks)
+        planned = attrs.evolve(plan(recipe, device, self.ranks), length=count_run_length(recipe))
         parts, helpful, interval = [format_plan(planned)], list[TriedPlan](), None
         if not planned.fits:
             helpful = find_remedies(recipe, planned)
@@ -221,7 +222,11 @@ class PlanCommand(OverlayCommand):
 
     def _search_plans_and_write_best(self, recipe: Recipe, device: DeviceModel, ranks: int) -> SearchResult:
         """Find the best plans, and write the best plan's settings as an overlay."""
-        choices = search_fastest_plans(recipe, device, ranks)
+        length = count_run_length(recipe)
+        choices = [
+            attrs.evolve(choice, plan=attrs.evolve(choice.plan, length=length))
+            for choice in search_fastest_plans(recipe, device, ranks)
+        ]
         table, overlay = format_search_table(choices), self.to if choices else None
         if overlay is not None:
             head = f"# For {ranks} ranks of {device.name}, by `drawloom plan {self.recipe} --search`."
@@ -281,7 +286,7 @@ def make_plan_fields(plan: Plan) -> dict[str, Any]:
         "seconds": attrs.asdict(plan.time),
         "tokens_per_second": plan.tokens_per_second,
         "mfu": plan.mfu,
-        "run_seconds": None if plan.steps is None else plan.steps * plan.time.seconds,
+        "run_seconds": None if plan.length is None else plan.length.steps * plan.time.seconds,
         "choice": plan.choice
         and ChoiceData([*map(str, plan.choice.recompute)], sorted(plan.choice.offloaded), [*plan.choice.host_states]),
         "kept_seconds": plan.kept_seconds,

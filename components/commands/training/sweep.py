@@ -31,6 +31,7 @@ from drawloom.components.commands.training._sweep_points import (
 from drawloom.components.distributed.cpu_threads import THREADS, count_threads_per_process
 from drawloom.components.distributed.device_model import DeviceModel, find_device_model
 from drawloom.components.planning.plan import plan
+from drawloom.components.planning.run_length import count_run_length
 from drawloom.components.report.events import read_log
 from drawloom.components.report.run_table import RunRow, determine_run_state, read_run_rows, sort_run_rows
 from drawloom.components.storage.byte_size import format_decimal_byte_size
@@ -416,7 +417,7 @@ def _check_fit_and_print_hours(runs: Sequence[SweepRun], device: DeviceModel) ->
         lines = [f"  {name}: {format_decimal_byte_size(planned.peak_bytes)}" for name, planned in large]
         limit = f"{device.name} has {format_decimal_byte_size(device.memory)}" if device.memory else device.name
         raise UserError("\n".join([f"{len(large)} of {len(runs)} runs do not fit: {limit}", *lines]))
-    slowest = max(plans, key=lambda item: (item[1].steps or 0) * item[1].time.seconds)
-    seconds = sum((planned.steps or 0) * planned.time.seconds for _, planned in plans)
-    hours = f"{seconds / 3600:,.2g} hours of {device.name} in all"
-    print_escaped_text(f"all runs fit; {hours}, the longest is {slowest[0]}")
+    lengths = [(count_run_length(run.recipe), planned) for run, (_, planned) in zip(runs, plans, strict=True)]
+    seconds = [0.0 if length is None else length.steps * planned.time.seconds for length, planned in lengths]
+    hours = f"{sum(seconds) / 3600:,.2g} hours of {device.name} in all"
+    print_escaped_text(f"all runs fit; {hours}, the longest is {runs[seconds.index(max(seconds))].name}")

@@ -67,7 +67,7 @@ def _check_reference_adapters(loss: NodeView, stages: NodeView) -> Iterator[Prob
     """Yield a problem if adapters are missing, or train the base's weights."""
     adapters = stages.neighbours("adapters")
     if not adapters:
-        other = ', or reference = "model" with a frozen model'
+        other = ', or reference = "model" with a frozen model: --overlay with_all_weights_and_reference'
         text = f"[{loss.name}] compares the model with itself without adapters, and [{stages.name}] has no adapters"
         yield loss.problem("use", text, f'write adapters = ["@lora"] in [{stages.name}]{other}')
     for adapter in adapters:

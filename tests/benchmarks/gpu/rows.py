@@ -180,9 +180,9 @@ def _losses(tiny: bool) -> Iterator[Row]:
             partial(make, chances),
             {
                 "drawloom": partial(sum_losses, linear_cross_entropy_triton),
-                "drawloom cut": partial(sum_losses, cut_cross_entropy_triton),
+                "drawloom cut": partial(sum_losses, cut_cross_entropy_triton.__call__),
                 "drawloom filtered": lambda h, w, t: sum_losses(
-                    cut_cross_entropy_triton, h, w, t, LogitCut(filter_eps=2**-12)
+                    cut_cross_entropy_triton.__call__, h, w, t, LogitCut(filter_eps=2**-12)
                 ),
             },
             {"eager": peers.linear_cross_entropy, "compile": peers.compile_function(peers.linear_cross_entropy)},
@@ -326,8 +326,8 @@ def _experts(tiny: bool) -> Iterator[Row]:
         "grouped_gemm",
         f"{rows_of_all} x {width} x {inner}, {experts} experts",
         lambda: ((numbers(rows_of_all, width), numbers(experts, width, inner, scale=width**-0.5)), (routes.offsets,)),
-        {"drawloom": grouped_gemm_triton},
-        {"torch": grouped_gemm_torch},
+        {"drawloom": grouped_gemm_triton.__call__},
+        {"torch": grouped_gemm_torch.__call__},
         None,
         (product, 2 * product),
         in_operations=True,

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain
+from math import ceil
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,7 @@ from drawloom.components.data.order.permutation import Permutation
 from drawloom.components.data.order.sequential import Sequential
 from drawloom.components.data.order.shuffled import Shuffled
 from drawloom.components.ports.data import RowOrder
+from drawloom.components.ports.run import Epochs, Step, count_steps_of_epochs, is_due
 from drawloom.components.run.batch import GlobalBatch
 from drawloom.graph import UserError
 
@@ -189,6 +191,24 @@ def test_a_step_larger_than_the_corpus_wraps_around(rows_of: RowsOf, one_rank: A
         step = list(chain(*names(loader.next_step())))
     assert sorted(step[:3]) == sorted(step[3:6]) == [0, 1, 2]
     assert len(step) == 8
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 16])
+@pytest.mark.parametrize("length", [0.1, 0.25, 1, 1.5])
+def test_actions_in_epochs_follow_the_rows_exactly(
+    rows_of: RowsOf, one_rank: Any, job: Any, size: int, length: float
+) -> None:
+    """An action is due in the steps that contain the last row of a multiple of its length, and in no other."""
+    with loading(rows_of(ROWS), one_rank, job, size) as loader:
+        ends = [(step, loader.count_epochs_after(step)) for step in range(61)]
+        due = [
+            step
+            for (step, after), (_, before) in zip(ends[1:], ends, strict=False)
+            if is_due(Epochs(epochs=length), Step(step, 99, epochs=(before, after)))
+        ]
+        rows = [ceil(number * round(length * 100) * ROWS / 100) for number in range(1, 1500)]
+        assert due == sorted({-(-row // size) for row in rows if -(-row // size) <= 60})
+        assert count_steps_of_epochs(length, loader) == -(-rows[0] // size)
 
 
 def test_an_empty_training_split_is_an_error(rows_of: RowsOf, one_rank: Any, job: Any) -> None:

@@ -18,10 +18,12 @@ from drawloom.components.data.order.chunks import Chunks
 from drawloom.components.data.order.sequential import Sequential
 from drawloom.components.data.order.shuffled import Shuffled
 from drawloom.components.data.order.sorted_buffers import SortedBuffers
+from drawloom.components.data.order.stream import list_row_sources
 from drawloom.components.data.packing.best_fit import BestFit
 from drawloom.components.data.packing.packed_rows import PackedRows
 from drawloom.components.data.token_arrays import TokenArrays
 from drawloom.components.ports.data import RowOrder, require_token_batch
+from drawloom.components.ports.run import count_steps_of_epochs
 from drawloom.components.run.batch import GlobalBatch
 
 GLOBAL = 8
@@ -187,6 +189,30 @@ def _alone(source: "Documents", name: str) -> list[int]:
     loader.open()
     [batch] = loader.next_step()
     return [int(first) for first in require_token_batch(batch, "test").tokens[:, 0]]
+
+
+def test_an_epoch_of_a_mixture_has_every_row_once(mesh_of: Any, job: Any) -> None:
+    """A mixture by size passes over its sources at once; a source without weight does not count."""
+    mesh = mesh_of()
+    sources: dict[str, Any] = {"long": Documents(), "short": Documents(first=100, count=17)}
+    rows = [
+        BestFit(tokens=Mixture(sources=sources, weights=weights), job=job, length=16)
+        for weights in ({}, {"long": 1.0, "short": 0.0})
+    ]
+    loaders = [
+        Loader(
+            rows=data, order=Shuffled(job=job), batching=GlobalBatch(mesh=mesh, global_size=1, micro_size=1), mesh=mesh
+        )
+        for data in rows
+    ]
+    for data, loader in zip(rows, loaders, strict=True):
+        data.open()
+        loader.open()
+    steps = count_steps_of_epochs(2, loaders[0])
+    seen = [row for step in range(1, steps + 1) for row in loaders[0].list_rows_on_all_ranks(step)]
+    assert sorted(seen) == sorted([*range(rows[0].count_rows("train"))] * 2)
+    [long, _] = list_row_sources(rows[1])
+    assert loaders[1].rows_per_epoch == long.rows < rows[1].count_rows("train")
 
 
 class RunsWithWorkers(Runs):

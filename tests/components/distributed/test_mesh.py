@@ -67,6 +67,9 @@ class View:
         """Return the key and the text of the problem."""
         return key, text
 
+    def neighbour(self, edge: str) -> None:
+        """Return no node."""
+
 
 def _settings(**changed: Any) -> dict[str, Any]:
     names = ("pipeline", "data_replicate", "data_shard", "context", "tensor", "expert")

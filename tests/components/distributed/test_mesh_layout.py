@@ -52,6 +52,14 @@ def test_expert_groups_are_consecutive_ranks_of_a_stage() -> None:
     assert (layout.indices(6).expert, layout.indices(6).expert_shard, layout.indices(6).data_replicate) == (0, 1, 1)
 
 
+def test_auto_shards_take_the_remaining_ranks() -> None:
+    """They leave no ranks for `auto` replicas, and the rest beside a number of replicas."""
+    sizes: dict[str, int | str] = {**ONES, "data_shard": "auto", "tensor": 2}
+    for replicas, expected in (("auto", (1, 6)), (3, (3, 2))):
+        layout = resolve_layout({**sizes, "data_replicate": replicas}, 1, 12)
+        assert (layout.sizes["data_replicate"], layout.sizes["data_shard"]) == expected
+
+
 @pytest.mark.parametrize(("world_size", "rest"), [(1, None), (2, None), (6, 1), (12, 2), (9, None)])
 def test_auto_takes_the_remaining_ranks(world_size: int, rest: int | None) -> None:
     """`auto` is the world size over the product of the others; a remainder is an error."""

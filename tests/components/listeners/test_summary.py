@@ -67,6 +67,7 @@ class Parts:
     """Sizes and dtypes."""
 
     global_size: int = 4
+    micro_size: int = 2
     parameter: torch.dtype = torch.float32
     compute: torch.dtype = torch.bfloat16
     linear: str = "compute"
@@ -79,7 +80,8 @@ def summary(folder: Path, mesh: Any, **parts: Any) -> RunSummary:
 
 
 EMPTY: dict[str, Any] = {
-    name: Every() for name in ("models", "data", "validation", "batching", "precision", "launches", "stages")
+    name: Every()
+    for name in ("models", "data", "validation", "batching", "counters", "precision", "launches", "stages")
 }
 
 
@@ -112,7 +114,7 @@ def test_the_header_describes_the_run(tmp_path: Path, mesh_of: Any) -> None:
     assert made.preview().splitlines() == [
         f"run     mine, in {tmp_path}",
         f"model   Qwen3ForCausalLM, {count:,} parameters, float32, computed in bfloat16",
-        "data    800 tokens to learn from; 32 in a step; validation: 64 of 1,234 rows",
+        "data    800 tokens to learn from; 32 in a step, in microbatches of 2 rows; validation: 64 of 1,234 rows",
         f"device  cpu, 1 process on 2 hosts: pipeline 2, CPU threads: {torch.get_num_threads()}",
     ]
 
@@ -121,7 +123,7 @@ def test_padding_is_not_counted_as_tokens(tmp_path: Path, one_rank: Any) -> None
     """Half-full rows have half the tokens, and the header has the fill rate."""
     made = summary(tmp_path, one_rank, data=Every({"d": Rows(fill=0.5)}), batching=Every({"p": Parts()}))
     assert made.preview().splitlines()[1] == (
-        "data    400 tokens to learn from; about 16 in a step, whose rows of 8 are 50.0 % full"
+        "data    400 tokens to learn from; about 16 in a step, in microbatches of 2 rows of 8, 50.0 % full"
     )
 
 

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drawloom.components.ports.data import PackedDataset
-from drawloom.components.run.batch import GlobalBatch, RampStage, explain_uneven_step_and_remedy
+from drawloom.components.ports.run import choose_micro_size
+from drawloom.components.run.batch import GlobalBatch, RampStage
 from drawloom.graph import UserError
 from drawloom.graph.testing import fake
 
@@ -27,12 +28,12 @@ def ranks(mesh_of: MeshOf, global_size: int, micro_size: int, replicate: int, sh
     return [GlobalBatch(mesh=mesh, global_size=global_size, micro_size=micro_size) for mesh in meshes]
 
 
-def test_replicas_fit_if_all_get_whole_microbatches(mesh_of: MeshOf) -> None:
-    """24 rows in microbatches of 2 fit every divisor of 12, whatever the mesh is; a ramp must fit, too."""
+def test_replicas_fit_if_all_get_equal_numbers_of_rows(mesh_of: MeshOf) -> None:
+    """24 rows fit every divisor of 24, whatever the mesh and the microbatches are; a ramp must fit, too."""
     batch = ranks(mesh_of, 24, 2, 1, 2)[0]
-    assert [count for count in range(1, 13) if batch.supports_replica_count(count)] == [1, 2, 3, 4, 6, 12]
+    assert [count for count in range(1, 25) if batch.supports_replica_count(count)] == [1, 2, 3, 4, 6, 8, 12, 24]
     batch.ramp = [RampStage(size=8, until_step=2)]
-    assert [count for count in range(1, 13) if batch.supports_replica_count(count)] == [1, 2, 4]
+    assert [count for count in range(1, 25) if batch.supports_replica_count(count)] == [1, 2, 4, 8]
 
 
 @given(sizes, sizes, sizes, sizes, st.integers(1, 5))
@@ -87,18 +88,23 @@ def test_pipeline_context_and_tensor_ranks_see_the_same_rows(mesh_of: MeshOf) ->
     assert [batch.microbatch_row_positions(1) for batch in batches] == [[[4, 5], [6, 7]]] * 3
 
 
-@given(st.integers(1, 60), st.integers(1, 12), st.integers(1, 6))
-def test_every_number_in_the_remedy_works(global_size: int, micro_size: int, replicas: int) -> None:
-    """Every size in the error message is accepted."""
-    fault = explain_uneven_step_and_remedy(global_size, micro_size, replicas)
-    if fault is None:
-        assert global_size % (micro_size * replicas) == 0
-        return
-    remedy, _, other = fault[1].partition(", or micro_size = ")
-    for number in re.findall(r"\d+", remedy):
-        assert explain_uneven_step_and_remedy(int(number), micro_size, replicas) is None
-    assert re.findall(r"\d+", remedy)
-    assert not other or explain_uneven_step_and_remedy(global_size, int(other), replicas) is None
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=3), st.integers(1, 12), st.integers(1, 4))
+def test_microbatches_have_the_largest_equal_sizes_up_to_the_limit(
+    shares: list[int], limit: int, replicas: int
+) -> None:
+    """No larger number up to the limit divides a replica's rows in all steps."""
+    rows = choose_micro_size([share * replicas for share in shares], limit, replicas)
+    assert rows == max(size for size in range(1, limit + 1) if not any(share % size for share in shares))
+
+
+@given(st.integers(1, 60), st.integers(1, 6))
+def test_every_number_in_the_remedy_works(global_size: int, replicas: int) -> None:
+    """A size that is not divisible among the replicas is a fault, and every size in its remedy is divisible."""
+    found = faults(global_size, 4, {"data_replicate": replicas, "data_shard": 1})
+    assert bool(found) == bool(global_size % replicas)
+    for _, _, hint in found:
+        sizes = [int(number) for number in re.findall(r"\d+", hint)]
+        assert sizes and not any(size % replicas for size in sizes)
 
 
 def test_uneven_step_is_refused_when_the_mesh_is_known(mesh_of: MeshOf) -> None:
@@ -107,8 +113,7 @@ def test_uneven_step_is_refused_when_the_mesh_is_known(mesh_of: MeshOf) -> None:
     with pytest.raises(UserError) as error:
         batch.open()
     assert str(error.value) == (
-        "global_size: 30 rows can't be divided evenly among 4 replicas with microbatches of 4; "
-        "write global_size = 16 or 32"
+        "global_size: 30 rows can't be divided evenly among 4 replicas; write global_size = 28 or 32"
     )
     ranks(mesh_of, 32, 4, 2, 2)[0].open()
 
@@ -133,14 +138,14 @@ def faults(global_size: int, micro_size: int, mesh: dict[str, Any], *ramp: RampS
 
 
 def test_check_reports_sizes_without_a_matching_world_size() -> None:
-    """Microbatches and shards that do not divide a step are reported before the world size is known."""
+    """Shards that do not divide a step are reported before the world size is known, and microbatches adapt."""
     assert faults(8, 4, {"data_replicate": "auto", "data_shard": 1}) == []
     assert faults(8, 2, {"data_replicate": "auto", "data_shard": 4}) == []
-    [(key, text, hint)] = faults(8, 3, {"data_replicate": "auto", "data_shard": 1})
+    assert faults(8, 3, {"data_replicate": "auto", "data_shard": 1}) == []
+    [(key, text, hint)] = faults(8, 2, {"data_replicate": "auto", "data_shard": 3})
     assert key == ("global_size",)
-    assert text == "8 rows can't be divided evenly among 1 replica with microbatches of 3"
-    assert hint == "write global_size = 6 or 9, or micro_size = 2"
-    assert len(faults(8, 2, {"data_replicate": "auto", "data_shard": 3})) == 1
+    assert text == "8 rows can't be divided evenly among 3 replicas"
+    assert hint == "write global_size = 6 or 9"
 
 
 def test_check_reports_sizes_that_do_not_fit_the_written_mesh() -> None:
@@ -156,12 +161,13 @@ def test_a_mesh_without_these_settings_is_not_checked() -> None:
 
 def test_check_reports_stages_without_one_end() -> None:
     """A stage ends at a step or after tokens; tokens need the length of rows; its size has to be even, too."""
-    found = faults(8, 2, {}, RampStage(size=2), RampStage(size=2, until_tokens=9), RampStage(size=3, until_step=2))
+    stages = (RampStage(size=2), RampStage(size=2, until_tokens=9), RampStage(size=3, until_step=2))
+    found = faults(8, 2, {"data_shard": 2}, *stages)
     assert found == [
         (
             ("ramp", 2, "size"),
-            "ramp[2]: 3 rows can't be divided evenly among 1 replica with microbatches of 2",
-            "write size = 2 or 4, or micro_size = 1",
+            "ramp[2]: 3 rows can't be divided evenly among 2 replicas",
+            "write size = 2 or 4",
         ),
         (
             ("ramp", 0),

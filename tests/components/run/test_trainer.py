@@ -492,3 +492,16 @@ def test_callbacks_are_functions_of_a_step() -> None:
     )
     assert code == 0 and calls == [("a", 1), ("b", 1), ("a", 2), ("b", 2), ("a", 3), ("b", 3)]
     assert trainer(Record(), steps=5).run() == 0
+
+
+def test_the_last_layer_decides_between_steps_and_epochs() -> None:
+    """A later length replaces an earlier one in the other unit, and a trainer needs one."""
+    base = Recipe.load("first_run", "trainer.epochs=2")
+    lengths = [
+        (nodes["trainer"].settings["steps"], nodes["trainer"].settings["epochs"])
+        for recipe in (base, base.with_values({"trainer": {"steps": 5}}), Recipe.load("first_run"))
+        for nodes in [recipe.graph.nodes]
+    ]
+    assert lengths == [(None, 2.0), (5, None), (240, None)]
+    with pytest.raises(RecipeError, match="neither steps nor epochs is set"):
+        base.with_values({"unset": ["trainer.epochs", "trainer.steps"]}).check(skip_machine_checks=True)

@@ -68,7 +68,7 @@ def test_experts_equal_dense_ones(name: str) -> None:
     x, stored = torch.randn(7, 128).bfloat16(), FORMATS[name].quantize(torch.randn(3, 32, 128))
     ends = torch.tensor([4, 4, 7], dtype=torch.int32)
     weight = dequantize_eager(stored, name)
-    multiply = partial(multiply_quantized_experts, dequantize_eager, grouped_gemm_eager)
+    multiply = partial(multiply_quantized_experts, dequantize_eager, grouped_gemm_eager.__call__)
     ours = results(lambda x: multiply(x, stored, FORMATS[name], ends), x)
     dense = results(lambda x: grouped_gemm_eager(x, weight, ends, True), x)
     assert torch.equal(ours[0], dense[0]) and torch.equal(ours[1], dense[1])

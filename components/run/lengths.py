@@ -1,0 +1,50 @@
+"""Checks of a trainer's recipe: its length, its phases' intervals and plans, and the numbers that settings name."""
+
+from collections.abc import Iterator
+
+from drawloom.components.ports.pipeline import STEP_SPECS
+from drawloom.components.ports.run import Epochs, NamesNumbers, PlannedPhase
+from drawloom.components.ports.stages import IN_PARAMETERS
+from drawloom.graph.component import find_declared_reads_and_writes
+from drawloom.graph.problems import Problem, did_you_mean
+from drawloom.graph.wiring.node import NodeView
+
+
+def check_lengths(node: NodeView) -> Iterator[Problem]:
+    """Report a missing length, plans longer than the run, and lengths in epochs if no data counts them."""
+    if node.settings["steps"] is None and node.settings["epochs"] is None:
+        yield node.problem("use", "neither steps nor epochs is set", "write steps = 1000 or epochs = 3.0")
+    for phase in node.neighbours("phases"):
+        if issubclass(phase.component, PlannedPhase) and node.settings["steps"]:
+            yield from phase.component.check_total_steps(phase, node.settings["steps"])
+    text, hint = "no data of the run counts epochs", "write a number of steps, or let data.loader read the data"
+    if node.neighbour("epoch_counter"):
+        return
+    if node.settings["epochs"] is not None:
+        yield node.problem("epochs", text, hint)
+    for phase in node.neighbours("phases"):
+        if (every := phase.settings.get("every")) == "epoch" or isinstance(every, Epochs):
+            yield phase.problem("every", text, hint)
+
+
+def find_missing_numbers(node: NodeView) -> Iterator[Problem]:
+    """Report settings of phases with the name of a number and no phase to write it."""
+    phases = node.neighbours("phases")
+    written = {
+        value
+        for phase in phases
+        if phase.settings.get("every") != "never"
+        for value in find_declared_reads_and_writes(phase.component).writes
+    }
+    for phase in phases:
+        reads = (value.removesuffix("?") for value in find_declared_reads_and_writes(phase.component).reads)
+        known = {*written, *reads} - IN_PARAMETERS - STEP_SPECS.keys()
+        for key in phase.component.number_settings if isinstance(phase.component, NamesNumbers) else ():
+            value = phase.settings[key]
+            text = f"no phase of [{node.name}] writes a number {value!r}"
+            if value is not None and value not in known:
+                yield phase.problem(key, text, did_you_mean(value, known))
+            elif value is not None and value not in written:
+                # Only a warning: the setting may come from a recipe that this one extends.
+                hint = f'add a phase that does, or write unset = ["{phase.name}.{key}"]'
+                yield phase.warning(key, f"{text}, so that {key!r} does nothing", hint)

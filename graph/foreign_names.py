@@ -1,0 +1,26 @@
+"""Names of settings and components in other frameworks, from `foreign_names.toml` beside the package."""
+
+from collections.abc import Collection
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import tomli
+
+
+@cache
+def read_foreign_names() -> dict[str, dict[str, Any]]:
+    """Return the file's tables."""
+    text = (files(__name__.partition(".")[0]) / "foreign_names.toml").read_text("utf-8")
+    return tomli.loads(text)
+
+
+def find_own_name(name: str, known: Collection[str]) -> str | None:
+    """Return a hint with drawloom's name for another framework's name of a setting, or of a `known` component."""
+    tables = read_foreign_names()
+    if (value := tables["values"].get(name.casefold())) in known:
+        return f"did you mean {value!r}?"
+    keys = [table for framework, table in tables.items() if framework not in ("values", "defaults")]
+    own = {foreign.rpartition(".")[2]: str(key) for table in keys for foreign, key in table.items()}
+    target = own.get(name, "").partition(" *")[0]
+    return f"write {target}" if target and not target.startswith(("-", "extends")) else None

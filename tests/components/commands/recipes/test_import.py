@@ -1,0 +1,158 @@
+"""Recipes for configurations of other frameworks."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tomli
+
+from drawloom.graph.cli.main import main
+from drawloom.graph.project import Recipe
+from support.chat import tokenizer_folder
+from support.observers_of_runs import TINY
+
+EXAMPLES = Path(__file__).parents[3] / "docs/examples"
+AXOLOTL = """
+base_model: {base}
+datasets:
+  - path: {data}
+    type: chat_template
+val_set_size: 0.2
+adapter: {adapter}
+sequence_len: 512
+sample_packing: {packing}
+micro_batch_size: 2
+gradient_accumulation_steps: 3
+num_epochs: 2
+optimizer: adamw_torch
+lr_scheduler: cosine
+learning_rate: 2e-4
+warmup_ratio: 0.1
+evals_per_epoch: 4
+saves_per_epoch: 1
+lora_r: 4
+lora_target_modules: [q_proj, v_proj]
+flash_attention: true
+unheard_of: {{ a: 1 }}
+"""
+TRL = """
+# a comment
+accelerate launch trl/scripts/dpo.py --model_name_or_path {base} --beta 0.2 --learning_rate=1e-6 --max_steps 7 \\
+    --per_device_train_batch_size 2 --gradient_accumulation_steps 4 --eval_strategy epoch --bf16 --adam_beta2 0.98
+"""
+TORCHTITAN = """
+[model]
+name = "llama3"
+flavor = "8B"
+[optimizer]
+lr = 3e-4
+[lr_scheduler]
+warmup_steps = 20
+decay_ratio = 0.3
+[training]
+local_batch_size = 2
+seq_len = 8192
+steps = 100
+[parallelism]
+data_parallel_shard_degree = -1
+tensor_parallel_degree = 2
+[checkpoint]
+enable = false
+interval = 500
+"""
+
+Import = Callable[..., dict[str, object]]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a tiny model with a chat template."""
+    folder = tmp_path_factory.mktemp("base")
+    tokenizer = {"use": "data.hugging_face_tokenizer", "path": str(tokenizer_folder(folder / "tokenizer"))}
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "head_dim": 16}
+    values = {"model": TINY | sizes, "run": {"name": "base", "folder": str(folder / "run")}, "tokenizer": tokenizer}
+    with Recipe.load("first_run").with_values(values).open(only="export") as objects:
+        objects["export"].run_after_training(1)
+    return folder / "run/export"
+
+
+@pytest.fixture
+def run_import(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Import:
+    """Return a function that writes a configuration, imports it, and returns the recipe and the unmapped keys."""
+
+    def run(name: str, text: str, *words: str) -> dict[str, object]:
+        (tmp_path / name).write_text(text, "utf-8")
+        code = main(["import", str(tmp_path / name), *words, "--format", "json"])
+        result: dict[str, object] = json.loads(capsys.readouterr().out)
+        assert code == bool(result["unmapped"])
+        return result | {"values": tomli.loads(str(result["recipe"]))}
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("adapter", "packing", "bases"),
+    [("lora", "true", "chat"), ("qlora", "false", ["chat", "with_nf4"]), ("", "true", ["chat", "with_all_weights"])],
+)
+def test_axolotl_configuration_becomes_a_valid_recipe(
+    run_import: Import, base: Path, tmp_path: Path, adapter: str, packing: str, bases: object
+) -> None:
+    """The recipe has no problem, its values are the configuration's, and the unknown key is reported."""
+    text = AXOLOTL.format(base=base, data=EXAMPLES / "conversations.jsonl", adapter=adapter, packing=packing)
+    result = run_import("mine.yml", text)
+    values = result["values"]
+    assert result["unmapped"] == ["unheard_of = {'a': 1}"]
+    assert isinstance(values, dict) and values["extends"] == bases
+    assert values["batch"] == {"micro_size": 2, "global_size": 6}
+    assert values["trainer"] == {"epochs": 2} and values["evaluate"] == {"every": {"epochs": 0.25}}
+    assert values["lr"] == {"use": "learning_rate.cosine", "warmup_percent": 10.0}
+    assert values["optimizer"] == {"use": "optim.adamw", "lr": 2e-4, "weight_decay": 0.0, "betas": [0.9, 0.999]}
+    (tmp_path / "mine.toml").write_text(str(result["recipe"]), "utf-8")
+    Recipe.load(str(tmp_path / "mine.toml")).check()
+
+
+def test_arguments_of_trl_become_a_valid_recipe(run_import: Import, base: Path, tmp_path: Path) -> None:
+    """Given steps replace the default epochs, sizes are multiplied by the ranks, and all weights are trained."""
+    result = run_import("dpo.sh", TRL.format(base=base), "--ranks", "2")
+    values = result["values"]
+    assert isinstance(values, dict) and result["unmapped"] == []
+    assert values["extends"] == ["dpo", "with_mixed_precision", "with_all_weights_and_reference"]
+    assert values["trainer"] == {"steps": 7} and values["loss"] == {"beta": 0.2}
+    assert values["batch"] == {"micro_size": 2, "global_size": 16} and values["evaluate"] == {"every": "epoch"}
+    assert values["optimizer"]["betas"] == [0.9, 0.98] and values["optimizer"]["lr"] == 1e-6
+    (tmp_path / "dpo.toml").write_text(str(result["recipe"]), "utf-8")
+    data = EXAMPLES / "preferences.jsonl"
+    Recipe.load(str(tmp_path / "dpo.toml"), f'tokens.paths=["{data}"]').check()
+
+
+def test_torchtitan_configuration_becomes_a_valid_recipe(run_import: Import, tmp_path: Path) -> None:
+    """A known flavor is a shipped recipe, -1 is auto, and a size of 1 is left out."""
+    result = run_import("titan.toml", TORCHTITAN, "--ranks", "4")
+    values = result["values"]
+    assert isinstance(values, dict) and result["unmapped"] == [] and values["extends"] == "llama3_8b"
+    assert values["mesh"] == {"data_shard": "auto", "tensor": 2} and values["checkpoint"] == {"every": "never"}
+    assert values["batch"] == {"micro_size": 2, "global_size": 8} and values["trainer"] == {"steps": 100}
+    assert values["lr"] == {"use": "learning_rate.wsd", "warmup_steps": 20, "decay_percent": 30.0}
+    (tmp_path / "titan.imported.toml").write_text(str(result["recipe"]), "utf-8")
+    words = ("vars.data=store", f"vars.tokenizer={tokenizer_folder(tmp_path / 'tokenizer')}")
+    Recipe.load(str(tmp_path / "titan.imported.toml"), *words).check(skip_machine_checks=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.yml", "a: [1", "expected"),
+        ("a.yml", "- 1", "has no keys"),
+        ("a.toml", "a = ", "a.toml"),
+        ("a.sh", "run --nothing 3", "no key is known"),
+        ("a.sh", "run 'unclosed", "No closing quotation"),
+    ],
+)
+def test_unreadable_configurations_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, text: str, said: str
+) -> None:
+    """The error names the file or the keys, without a traceback."""
+    (tmp_path / name).write_text(text, "utf-8")
+    assert main(["import", str(tmp_path / name)]) == 2
+    assert said in capsys.readouterr().err
