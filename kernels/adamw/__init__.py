@@ -1,1 +1,1 @@
-"""AdamW for weights and means of few bits."""
+"""AdamW for weights and means with few bits."""

@@ -24,15 +24,15 @@ from drawloom.kernels.operation import accumulation_dtype
 from drawloom.kernels.stochastic_copy.eager import CHUNK, philox, round_stochastically, split_into_16bit_halves
 
 BLOCK = 256
-"""Elements of a row with a common scale."""
+"""Row elements with a common scale."""
 
 CODES = 256
 DECADES = 7
 ZERO_CODE = 127
-"""Code of 0 in the map with signs; 0 in the other."""
+"""Code for 0 in the map with signs; 0 in the other."""
 
 SMALLEST = 1e-38
-"""Divisor of blocks of zeros."""
+"""Divisor for blocks that are zero."""
 
 
 def compute_code_values(signed: bool) -> Tensor:

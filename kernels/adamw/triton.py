@@ -7,8 +7,8 @@ launch can be captured in a CUDA graph and replayed. Nothing is contracted into 
 and square root are rounded by IEEE 754, so the results are bitwise equal to the eager implementation. Gradients may
 have factors; products have the bits of tensors scaled in place.
 
-With running means of 8 bits, a program decodes, updates and encodes blocks of 256 elements in a row, each with its own
-scale. The nearest code is computed from the number's place in its decade. Only blocks with a number beside a midpoint,
+With running means in 8 bits, a program decodes, updates and encodes blocks with 256 elements in a row, each with its
+own scale. The nearest code is computed from the number's place in its decade. Only blocks with a number beside a midpoint,
 where rounding decides, are compared with the table of midpoints.
 """
 
@@ -41,7 +41,7 @@ PART = 2**14
 """Elements per program."""
 
 BLOCK = 512
-"""Elements per iteration of a program: 4 per thread, 8 bytes in bfloat16; larger ones lower the occupancy."""
+"""Elements per program iteration: 4 per thread, 8 bytes in bfloat16; larger ones lower the occupancy."""
 
 TABLE_COLUMNS = 12
 """
@@ -51,7 +51,7 @@ noise's key, first index, row width and row stride, and the addresses of max_exp
 
 CODE_LAUNCH = {"TILE": 1, "num_warps": 1}
 """
-Blocks of codes per iteration of a program, and warps per program: with one, no barrier waits for a block's largest
+Blocks with codes per program iteration, and warps per program: with one, no barrier waits for a block's largest
 number.
 """
 
@@ -59,7 +59,7 @@ REGISTERS = 64
 """Registers per thread for codes; more leave too few programs to hide the loads."""
 
 PROGRAM_BLOCKS = 32
-"""Blocks of codes of a program."""
+"""A program's blocks with codes."""
 
 CODE_TABLE_COLUMNS = 14
 """
@@ -357,7 +357,7 @@ def _store_split_weight(weight, remainder, element, mask, new):
 
 @triton.jit
 def _parameter_index(element, first, width, stride, ROWS: tl.constexpr):
-    """Return the indices in the whole parameter of elements of its part, the weight."""
+    """Return the indices in the whole parameter for its part's elements, the weight."""
     if ROWS:
         element = element // width * stride + element % width
     return first + element
@@ -534,7 +534,7 @@ def _compute_code(relative, SIGNED: tl.constexpr):
     """
     Return the nearest code to a number from -1 to 1, known to 3e-7 of it, and a margin: above 0 if the code is certain.
 
-    Codes divide a decade evenly, and each decade has twice as many as the one before. In units of a code, midpoints are
+    Codes divide a decade evenly, and each decade has twice as many as the one before. In a code's units, midpoints are
     whole numbers, but the first one of a decade is at a fifth. So a decade's logarithm need not be exact: at a power of
     ten both decades have one code. Numbers are rounded, and become integers and back, in the lower bits of 2^23, which
     is faster than conversions.

@@ -8,7 +8,7 @@ tokens' log-sum-exp. The backward pass computes logit gradients again, some toke
 tiles in which all gradients are small; to this end the vocabulary's words are first sorted by their mean logits, so
 that improbable words share tiles.
 
-Cross entropy of a linear layer's logits, which keeps all probabilities for the backward pass if they fit.
+Cross entropy for a linear layer's logits; it keeps all probabilities for the backward pass if they fit.
 
 More tokens than fit go through `cut_cross_entropy`, which computes logits again in the backward pass.
 """
@@ -399,7 +399,7 @@ def linear_cross_entropy_eager(
 
 @compute_at_once_if_hooked
 class _WholeProbabilities(Function):
-    """Cross entropy of hidden (tokens, width), weight (vocabulary, width) and targets (tokens,)."""
+    """Cross entropy for hidden (tokens, width), weight (vocabulary, width) and targets (tokens,)."""
 
     @staticmethod
     def forward(

@@ -15,7 +15,7 @@ gradient is summed in float32. On GPUs with TMA, products in half precision use 
 In float32 all products are torch's, which are several times as fast as Triton's, and use TF32 if torch does. So some
 tokens' logits at a time are written in float32.
 
-Cross entropy of a linear layer's logits, with as many logits at a time as may exist together (Triton and torch).
+Cross entropy for a linear layer's logits, with as many logits at a time as may exist together (Triton and torch).
 
 torch's matrix product computes logits, a kernel overwrites them with their gradients, and two more products turn these
 into the hidden states' and the weight's gradients. There are three products in all; computing logits again for the
@@ -222,15 +222,15 @@ def add_grad_weight_kernel(
 
 
 FLOAT32_TILE = 32, 256
-"""Tokens and words of the vocabulary in a tile of float32, unless a filter uses the caller's tiles."""
+"""Tokens and vocabulary words in a float32 tile, unless a filter uses the caller's tiles."""
 
 STEP, CHANNELS = 64, 128
-"""Channels of hidden states in one step of a tile of logits, and in a tile of their gradients."""
+"""Hidden channels in one step for a tile with logits, and in a tile with their gradients."""
 
 WARPS = 8
 
 STAGES = 4
-"""Pipeline stages of loops over active tiles; one stage loads the index of the next tile."""
+"""Pipeline stages for loops over active tiles; one stage loads the index of the next tile."""
 
 
 def _count_forward_scratch_bytes(hidden: Tensor, weight: Tensor, max_logits: int) -> int:
@@ -501,7 +501,7 @@ MAX_LOGITS = 5 * 2**28
 TINY = torch.finfo(torch.float32).tiny
 
 MULTIPLE = 128
-"""Divisor of a chunk's token count, for whole tiles in torch's matrix products."""
+"""Divisor for a chunk's token count, for whole tiles in torch's matrix products."""
 
 BLOCK, DEPTH = 4096, 2
 """Logits in a block, 8 per thread, and blocks that a program reads before it updates the maximum."""

@@ -3,11 +3,11 @@ Gates of feed-forward networks in Triton: act(gate) * up for several functions, 
 
 Contiguous tensors without a scale are treated as one long row, so that one compiled kernel serves all sizes.
 
-SwiGLU in Triton, of two tensors or of the halves of one, with or without a scale for each vector.
+SwiGLU in Triton, for two tensors or the halves of one, with or without a scale for each vector.
 
 GeGLU in Triton.
 
-gpt-oss's clamped SwiGLU in Triton, of the halves of a tensor, with or without a scale for each vector.
+gpt-oss's clamped SwiGLU in Triton, for a tensor's two halves, with or without a scale for each vector.
 """
 
 from typing import NamedTuple

@@ -31,7 +31,7 @@ def mark_as_recomputation() -> Iterator[None]:
 
 
 class RowKernels(Protocol):
-    """Casts of rows to elements of 8 bits with power-of-two scales, float32 (rows,), and back."""
+    """Casts of rows to 8-bit elements with power-of-two scales, float32 (rows,), and back."""
 
     def quantize_rows(self, x: Tensor, transposed: bool) -> Any:
         """Return elements (rows, width) and scales (rows,) as `data` and `scale`, for x (rows, width)."""

@@ -1,4 +1,4 @@
-"""Wrappers that autograd saves instead of tensors, readable any number of times."""
+"""Wrappers saved by autograd instead of tensors, readable any number of times."""
 
 from abc import ABC, abstractmethod
 from contextvars import ContextVar, Token

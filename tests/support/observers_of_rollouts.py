@@ -156,20 +156,20 @@ def advantages_of(use: str, values: Values, _place: Path) -> Any:
     return batch.weights.tolist(), batch.advantages.tolist()
 
 
-def record_steps(use: str, values: Values, place: Path) -> Any:
+def record_steps(use: str, values: Values, folder: Path) -> Any:
     """Record five steps with two completions, and return the numbers of completions by step."""
-    place.mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True)
     one, tokens = torch.ones(2, dtype=torch.int64), torch.zeros(2, 2, dtype=torch.int64)
     completions = Completions(tokens, one, one + 1, torch.zeros(2, 2), torch.zeros(2, 2), one > 0)
     totals = torch.zeros(2, dtype=torch.float64)
-    record = build(use, folder=fake(RunFolder, folder=place), mesh=SingleRankMesh(), tokenizer=Bytes(), **values)
+    record = build(use, folder=fake(RunFolder, folder=folder), mesh=SingleRankMesh(), tokenizer=Bytes(), **values)
     for index in range(1, 6):
         step = Step(index, 5)
         step.state["rollouts"] = [Scored(completions, 2, ("r",), totals[:, None], totals)]
         Advantages().run_phase(step)
         record.run_phase(step)
     record.close()
-    lines = map(json.loads, (place / "rollouts.jsonl").read_text("utf-8").splitlines())
+    lines = map(json.loads, (folder / "rollouts.jsonl").read_text("utf-8").splitlines())
     return {line["step"]: len(line["completions"]) for line in lines}
 
 
