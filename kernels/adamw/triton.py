@@ -8,8 +8,8 @@ and square root are rounded by IEEE 754, so the results are bitwise equal to the
 have factors; products have the bits of tensors scaled in place.
 
 With running means in 8 bits, a program decodes, updates and encodes blocks with 256 elements in a row, each with its
-own scale. The nearest code is computed from the number's place in its decade. Only blocks with a number beside a midpoint,
-where rounding decides, are compared with the table of midpoints.
+own scale. The nearest code is computed from the number's place in its decade. Only blocks with a number beside a
+midpoint, where rounding decides, are compared with the table of midpoints.
 """
 
 from collections.abc import Sequence
