@@ -5,7 +5,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import tomli
 
@@ -20,7 +20,6 @@ from drawloom.components.checkpoint.remote import fetch_run
 from drawloom.components.commands._recipes import find_only_node
 from drawloom.components.export.hf_writer import read_exported_step
 from drawloom.components.ports.corpus import TokenCorpus
-from drawloom.components.ports.pipeline import Executor
 from drawloom.components.ports.run import FILES
 from drawloom.components.ports.stages import AveragedWeights, FrozenModel, Stages
 from drawloom.components.storage.regular_file import open_untrusted_file
@@ -65,6 +64,7 @@ class CheckpointCommand(Command):
     average: bool = option("use the averaged weights of phases.ema")
     step: int | None = option("use the checkpoint after this step (default: newest)", exclusive="checkpoint")
     best: bool = option("use the checkpoint with the lowest validation loss", exclusive="checkpoint")
+    computes_loss: ClassVar[bool] = False  # a teacher or reference model is needed for a loss alone
 
     @contextmanager
     def open_run(
@@ -85,8 +85,7 @@ class CheckpointCommand(Command):
             step, recipe, names, weights = _read_checkpoint_recipe_and_weights(project, self, folder, ports, change)
             data = recipe.graph.implementers(TokenCorpus)  # a command need not have the run's data
             others = [name for port in every for name in recipe.graph.implementers(port) if name not in data]
-            # A teacher or reference model is needed for a loss alone.
-            unused = () if Executor in ports else recipe.graph.implementers(FrozenModel)
+            unused = () if self.computes_loss else recipe.graph.implementers(FrozenModel)
             with recipe.open([*names, *others], dict.fromkeys(unused)) as nodes:
                 nodes[names[0]].load_state_dict(weights)
                 del weights

@@ -201,7 +201,7 @@ class AutoKernels(_OperationSettings):
         """Refuse implementations for GPUs if the device is the CPU."""
         if _read_device_kind(node) == "cpu":
             for operation in OPERATIONS:
-                if node.settings[operation] in TRITON | GPU:
+                if node.settings.get(operation) in TRITON | GPU:
                     text = f"{node.settings[operation]!r} runs on GPUs, and the device is the CPU"
                     yield node.problem(operation, text, "write 'auto' or 'eager'")
 
@@ -214,7 +214,7 @@ class AutoKernels(_OperationSettings):
             return
         device = torch.device(available if _read_device_kind(node) == "auto" else _read_device_kind(node))
         for operation in OPERATIONS:
-            if node.settings[operation] == "auto":
+            if node.settings.get(operation) == "auto":
                 chosen = choose_implementation(operation, "auto", device)
                 yield f"{operation}: auto is {chosen.name}, for {chosen.why}"
 

@@ -18,8 +18,6 @@ from drawloom.components.kernels.choosing import (
 from drawloom.components.ports.data import IGNORE_INDEX
 from drawloom.components.ports.model import KeyValueCache, RowPart, VocabularyPart
 from drawloom.graph import UserError, component
-from drawloom.graph.problems import Problem
-from drawloom.graph.wiring.node import NodeView
 from drawloom.kernels.attention.eager import AttentionImplementation
 from drawloom.kernels.batch_invariant.eager import (
     BLOCKS,
@@ -76,16 +74,12 @@ class BatchInvariantKernels(AutoKernels):
 
     batch_invariant: ClassVar[bool] = True
     _attend_to_cached_eager = staticmethod(attend_in_blocks)
+    # operations with one implementation are no settings
+    _attention: str = attrs.field(init=False, default="auto")
+    _grouped_gemm: str = attrs.field(init=False, default="auto")
+    _linear_cross_entropy: str = attrs.field(init=False, default="auto")
+    filter_eps: float = attrs.field(init=False, default=0.0)
     _settings_before: ExitStack = attrs.field(init=False, factory=ExitStack)
-
-    @classmethod
-    def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Refuse GPU implementations if the device is the CPU, and choices for operations with an own one."""
-        yield from super().constraints(node)
-        for operation in OWN:
-            if node.settings[operation] != "auto":
-                text = f"batch-invariant kernels have their own {operation}"
-                yield node.problem(operation, text, 'leave it out, or write use = "kernels.auto"')
 
     def open(self) -> None:
         """Load the implementations, and let cuBLAS compute without split-K. Raises UserError like `kernels.auto`."""

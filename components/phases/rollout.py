@@ -272,9 +272,7 @@ def _score_answers_with(name: str, reward: Reward, answers: Sequence[Answer]) ->
     except UserError as error:
         raise UserError(f"[{name}]: {error}", error.exit_code) from error
     except Exception as error:
-        location = (
-            f"{_find_line_in_file_of(reward, error)}, for a completion of {_find_failing_source(reward, answers)}"
-        )
+        location = f"{_find_line_in_file_of(reward, error)}{_describe_failing_example(reward, answers)}"
         text = f"[{name}] raised {type(error).__name__} at {location}: {error}"
         raise UserError(f"{text}; a reward returns None for a completion that it can't score") from error
     if len(scores) != len(answers):
@@ -290,14 +288,14 @@ def _find_line_in_file_of(reward: Reward, error: Exception) -> str:
     return f"{last.filename}:{last.lineno}"
 
 
-def _find_failing_source(reward: Reward, answers: Sequence[Answer]) -> str:
-    """Return the source of the first answer that the reward fails on alone."""
+def _describe_failing_example(reward: Reward, answers: Sequence[Answer]) -> str:
+    """Return words with the source of the first answer that the reward fails on again; "" if it fails on none."""
     for answer in answers:
         try:
             reward.scores([answer])
         except Exception:
-            return str(answer.example.get("source", "an example"))
-    return "several examples"
+            return f", for a completion of {answer.example.get('source', 'an example')}"
+    return ""
 
 
 def _require_finite_score_or_nan(name: str, answer: Answer, value: float | None) -> float:

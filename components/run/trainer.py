@@ -156,7 +156,8 @@ class Trainer:
     def _log_start(self, done: int, reason: str) -> None:
         """Log the length in steps and epochs, and where the run resumes, or that it is finished."""
         if self.epoch_counter:
-            log.info("length  %s steps, %.4g epochs", f"{self._total:,}", self._count_epochs_after(self._total))
+            epochs = f"{float(self._count_epochs_after(self._total)):,.4f}".rstrip("0").rstrip(".")
+            log.info("length  %s steps, %s epochs", f"{self._total:,}", epochs)
         ended = done >= self._total or bool(reason)
         if ended and all(task.has_result_of_step(done) for task in self.on_finish):
             why = f"all {self._total} steps are done"

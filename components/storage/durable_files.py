@@ -128,9 +128,10 @@ def replace_file(path: Path, data: bytes) -> None:
     try:
         create_file_with_content(temporary, data)
         rename_durably(temporary, path)
-    except OSError:
+    except OSError as error:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
+        error.filename = str(path)  # the name that a reader of the error knows
         raise
 
 

@@ -80,7 +80,7 @@ def test_a_run_resumes_once_its_reward_is_repaired(lab: Path) -> None:
         assert outcome.code == 0, outcome.text
     whole = deterministic_rows(lab / "runs/unbroken")
     assert len(whole) == 4
-    faults = {"raises": "[rewards.judge] raised ConnectionError: the judge does not answer", "hangs": "rollout"}
+    faults = {"raises": "the judge does not answer; a reward returns None", "hangs": "phase [rollout]"}
     for fault, text in faults.items():
         (lab / "repaired").unlink()
         more = (*shards, f"rewards.judge.fault={fault}", f"run.name={fault}", "listeners.timeouts.step=3.0")

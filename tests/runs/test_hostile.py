@@ -95,6 +95,7 @@ def _check_all(folder: Path) -> tuple[list[str], list[tuple[str, int, float]]]:
     ends: list[tuple[str, int, float]] = []
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as printed:
         main(["check", "fine.toml"])  # imports all components and the modules beside them
+        main(["check", "fine.toml", "optimizer.learning_rate=1"])  # reads the names of other frameworks
         for name in LIBRARIES:
             (folder / "evil.toml").write_text(f'[evil]\nuse = "{name}"\n')
             main(["check", "evil.toml"])

@@ -42,6 +42,7 @@ COMMANDS: dict[str, tuple[list[str], int]] = {
     "generate": ([RUN, "--prompt", "def ", "--tokens", "4", "--temperature", "0"], 0),
     "lm-eval": ([RUN, "--tasks", "no_such_task"], 2 if find_spec("lm_eval") else 1),
     "ladder": (["tiny.toml"], 2),
+    "import": (["lora.yml"], 0),
     "lr": (["tiny.toml"], 0),
     "new": (["mine"], 0),
     "plan": (["tiny.toml", "--device", "cpu", "--mtbf", "24"], 0),
@@ -58,7 +59,7 @@ COMMANDS: dict[str, tuple[list[str], int]] = {
 }
 SLOW: dict[str, tuple[list[str], int]] = {  # they start processes of their own
     "launch": (["--nproc-per-node", "1", "check", "tiny.toml"], 0),
-    "verify-resume": (["tiny.toml", "--steps", "4"], 0),
+    "verify-resume": (["tiny.toml", "--steps", "12"], 0),
 }
 
 
@@ -74,6 +75,7 @@ def answer(folder: Path, commands: Sequence[list[str]]) -> list[Answer]:
     """Run commands one after another in this process; for `run_ranks`."""
     os.chdir(folder)
     write_run(folder / "alike/other")
+    Path("lora.yml").write_text("base_model: base\nadapter: lora\nlora_r: 4\n", "utf-8")
     answers = []
     for arguments in commands:
         with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()):

@@ -68,6 +68,6 @@ def output_lines(outcomes: dict[int, Outcome]) -> list[str]:
     return [
         line
         for line in lines
-        if not line.startswith(("step ", "memory ", "run ", "model ", "data ", "device "))
+        if not line.startswith(("step ", "memory ", "run ", "model ", "data ", "device ", "length "))
         and ": warning: [" not in line
     ]

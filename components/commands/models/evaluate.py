@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 import torch
@@ -73,6 +73,7 @@ class EvaluateRewardsResult(CheckpointResult):
 class EvaluateCommand(CheckpointCommand):
     """The mean loss per token with conversions to other units, or the mean rewards."""
 
+    computes_loss: ClassVar[bool] = True
     corpus: Sequence[str] = option(
         "measure the documents in these text, JSON-lines, Parquet or Arrow files (default: the validation rows)",
         default=(),
