@@ -12,7 +12,7 @@ from drawloom.graph.project import Recipe
 from support.chat import tokenizer_folder
 from support.observers_of_runs import TINY
 
-EXAMPLES = Path(__file__).parents[3] / "docs/examples"
+EXAMPLES = Path(__file__).parents[4] / "docs/examples"
 AXOLOTL = """
 base_model: {base}
 datasets:
