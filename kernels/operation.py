@@ -119,7 +119,11 @@ def register_kernel(
 
 
 def register_operator(
-    name: str, fake: Callable[..., Any], mutates: Sequence[str] = (), **costs: Unpack[CostFunctions]
+    name: str,
+    fake: Callable[..., Any],
+    mutates: Sequence[str] = (),
+    is_opaque: bool = False,
+    **costs: Unpack[CostFunctions],
 ) -> Callable[[Callable[Arguments, Results]], Callable[Arguments, Results]]:
     """
     Register a function as the operator `drawloom::<name>`, which torch.compile does not trace.
@@ -127,7 +131,8 @@ def register_operator(
     The schema follows from the function's types and from `mutates`, the arguments that change in place. `fake` returns
     empty results. The parameters of `fake`, and of the functions in `costs`, name some of the operator's arguments.
     Under torch.compile, and for fake and meta tensors, the decorated function calls the operator; otherwise it calls
-    the function directly. It takes positional arguments.
+    the function directly, unless the operator `is_opaque`: then counters of operations see it as one. It takes
+    positional arguments.
     """
 
     def register(function: Callable[..., Any]) -> Any:
@@ -144,7 +149,7 @@ def register_operator(
         def call_function_or_operator(*arguments: Any) -> Any:
             # torch's dispatcher takes longer than a launch, so eager code avoids it.
             first = arguments[0][0] if isinstance(arguments[0], list) else arguments[0]
-            is_concrete = type(first) in CONCRETE_TYPES and not first.is_meta
+            is_concrete = not is_opaque and type(first) in CONCRETE_TYPES and not first.is_meta
             return function(*arguments) if is_concrete and not is_dynamo_compiling() else operator(*arguments)
 
         return call_function_or_operator

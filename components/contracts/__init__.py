@@ -5,6 +5,7 @@ FRAMEWORK_ONLY = {
     "DescribedStages": "its phrases are about a run's model and features",
     "Device": "every other component relies on its device and its backend",
     "EndsAnswers": "its ids belong to a chat template and a tokenizer of the run",
+    "EpochCounter": "its rows are those of the loader",
     "Events": "it sends all events of a run to its listeners",
     "Executor": "it runs programs on the stages, features and losses of a run",
     "FrozenModel": "it has weights and stages on the ranks of a run",

@@ -27,9 +27,9 @@ class FileSource:
         return [self.module] if len(names) == 1 else [f"{self.module}.{name}" for name in names]
 
     def find_candidates(self, use: str) -> list[Candidate]:
-        module, _, attribute = use.partition(".")
-        is_here = use == self.module or (module == self.module and use in self.names())
-        return [Candidate(self.module, attribute, str(self.path))] if is_here else []
+        if use != self.module and use not in self.names():
+            return []
+        return [Candidate(self.module, use.removeprefix(self.module)[1:], str(self.path))]
 
 
 def find_source_and_extend_sys_path(text: str) -> Source:

@@ -137,6 +137,7 @@ def cut_cross_entropy_with_padded_rows(
 @register_operator(
     "grouped_gemm_padded_rows",
     lambda x, weight: x.new_empty(len(x), weight.shape[2]),
+    is_opaque=True,
     flops=count_row_product_flops,
 )
 def _multiply_padded_rows_by_expert(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:

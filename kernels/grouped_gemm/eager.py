@@ -108,6 +108,7 @@ def count_outer_product_flops(a: Tensor, b: Tensor) -> float:
 @register_operator(
     "grouped_gemm_rows_eager",
     lambda x, weight: x.new_empty(len(x), weight.shape[2]),
+    is_opaque=True,
     flops=count_row_product_flops,
 )
 def _multiply_rows_by_expert(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
@@ -122,6 +123,7 @@ def _multiply_rows_by_expert(x: Tensor, weight: Tensor, offsets: Tensor) -> Tens
 @register_operator(
     "grouped_gemm_matrices_eager",
     lambda a, b, offsets: a.new_empty(len(offsets), a.shape[1], b.shape[1]),
+    is_opaque=True,
     flops=count_outer_product_flops,
 )
 def _sum_outer_products_by_expert(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:

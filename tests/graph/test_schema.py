@@ -80,6 +80,7 @@ UNSEEN = {
     "integer_too_large",  # JSON has no bound for integers
     "variable_of_wrong_type",  # variables stand for anything
     "group_with_setting",
+    "lengths_in_two_units",  # a base may set the other one
 }
 """Recipes with such problems that only Python can find."""
 

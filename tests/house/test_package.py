@@ -55,7 +55,7 @@ def test_every_port_is_public() -> None:
     imported = [f"{node.module}" for node in tree.body if isinstance(node, ast.ImportFrom)]
     modules = [path.stem for path in (ROOT / "components" / "ports").glob("*.py") if path.stem != "__init__"]
     plain = ["components.state.batch", "components.state.step_state"]
-    plain += ["kernels.attention_options", "kernels.results"]
+    plain += ["kernels.attention.options", "kernels.results"]
     assert imported == [
         f"drawloom.{name}" for name in (*(f"components.ports.{name}" for name in sorted(modules)), *plain)
     ]
