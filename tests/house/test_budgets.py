@@ -3,16 +3,16 @@
 from house import budgets
 
 BUDGETS = {
-    "tokens of the source": 646_395,
+    "tokens of the source": 627_049,
     "files that name float8 outside its folder": 8,
-    "code lines imported by check": 20_773,
-    "code lines imported by run": 23_916,
+    "code lines imported by check": 18_493,
+    "code lines imported by run": 23_324,
     "functions on the journey rate": 42,
     "files on the journey rate": 21,
-    "functions on the journey batch": 165,
-    "files on the journey batch": 53,
-    "functions on the journey checkpoint": 152,
-    "files on the journey checkpoint": 49,
+    "functions on the journey batch": 163,
+    "files on the journey batch": 49,
+    "functions on the journey checkpoint": 149,
+    "files on the journey checkpoint": 44,
 }
 """The last measures. Lower a number with the change that makes it smaller, and raise none."""
 
