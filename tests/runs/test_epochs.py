@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_corpus(folder)
     [outcome] = drawloom(folder, *WORDS, "run.name=straight")
     assert outcome.code == 0 and "56 rows and 6 steps in an epoch" in outcome.text, outcome.text
-    assert "length  12 steps, 2.143 epochs" in outcome.text
+    assert "length  12 steps, 2.1429 epochs" in outcome.text
     return folder
 
 
