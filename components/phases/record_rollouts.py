@@ -1,5 +1,7 @@
 """Record of sampled completions, for people who watch a policy learn."""
 
+from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import attrs
@@ -7,7 +9,7 @@ import attrs
 from drawloom.components.ports.corpus import Tokenizer
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.rollouts import PolicyBatch, Scored
-from drawloom.components.ports.run import RunFolder, Step
+from drawloom.components.ports.run import Cadence, RunFolder, Step, describe_cadence_fault, is_due
 from drawloom.components.storage.step_log import RewindingLog, StepLog
 from drawloom.graph import between, component, setting
 
@@ -27,7 +29,9 @@ class RecordRollouts:
     folder: RunFolder
     mesh: Mesh
     tokenizer: Tokenizer
-    every: int = setting(default=10, check=between(1, 10**9), doc="steps between records, beside the first and last")
+    every: Cadence = setting(
+        default=10, check=describe_cadence_fault, doc="steps between records, and the last one is recorded, too"
+    )
     rows: int = setting(default=4, check=between(1, 10_001), doc="completions in a record")
 
     _log: RewindingLog = attrs.field(
@@ -36,14 +40,11 @@ class RecordRollouts:
 
     def run_phase(self, step: Step) -> None:
         """Append the step's first completions, if the step is recorded."""
-        if self.mesh.world.rank or not (step.index == 1 or step.index % self.every == 0 or step.is_last):
+        if self.mesh.world.rank or not is_due(self.every, step):
             return
-        rows = [
-            row
-            for scored, batch in zip(step.state["rollouts"], step.state["batches"], strict=True)
-            for row in self._describe_completions(scored, batch)
-        ]
-        self._log.append({"step": step.index, "completions": rows[: self.rows]})
+        parts = zip(step.state["rollouts"], step.state["batches"], strict=True)
+        rows = islice((row for scored, batch in parts for row in self._describe_completions(scored, batch)), self.rows)
+        self._log.append({"step": step.index, "completions": [*rows]})
 
     def flush(self) -> None:
         """Write the lines that are still in memory, and sync the file. Raises OSError if the disk refuses some."""
@@ -59,25 +60,21 @@ class RecordRollouts:
         log.rewind_and_get_last_step(step - 1)
         return log
 
-    def _describe_completions(self, scored: Scored, batch: PolicyBatch) -> list[dict[str, Any]]:
-        """Return a microbatch's first completions as JSON objects."""
-        sampled, rows = scored.completions, []
-        for row in range(min(self.rows, len(sampled.tokens))):
+    def _describe_completions(self, scored: Scored, batch: PolicyBatch) -> Iterator[dict[str, Any]]:
+        """Yield a microbatch's completions as JSON objects."""
+        sampled, advantages = scored.completions, batch.advantages
+        for row in range(len(sampled.tokens)):
             start, end, is_ended = (int(column[row]) for column in (sampled.starts, sampled.ends, sampled.is_ended))
             ids, scores = sampled.tokens[row], scored.scores[row].tolist()
-            advantages = batch.advantages
-            rows.append(
-                {
-                    "prompt": self.tokenizer.decode(ids[:start].tolist()),
-                    "completion": self.tokenizer.decode(ids[start : end - is_ended].tolist()),
-                    "rewards": {name: _none_if_nan(score) for name, score in zip(scored.names, scores, strict=True)},
-                    "reward": _none_if_nan(float(scored.totals[row])),
-                    "advantage": None if advantages is None else float(advantages[row].sum() / max(1, end - start)),
-                    "tokens": end - start,
-                    "stop": "end" if is_ended else "length",
-                }
-            )
-        return rows
+            yield {
+                "prompt": self.tokenizer.decode(ids[:start].tolist()),
+                "completion": self.tokenizer.decode(ids[start : end - is_ended].tolist()),
+                "rewards": {name: _none_if_nan(score) for name, score in zip(scored.names, scores, strict=True)},
+                "reward": _none_if_nan(float(scored.totals[row])),
+                "advantage": None if advantages is None else float(advantages[row].sum() / max(1, end - start)),
+                "tokens": end - start,
+                "stop": "end" if is_ended else "length",
+            }
 
 
 def _none_if_nan(value: float) -> float | None:

@@ -272,30 +272,24 @@ def _score_answers_with(name: str, reward: Reward, answers: Sequence[Answer]) ->
     except UserError as error:
         raise UserError(f"[{name}]: {error}", error.exit_code) from error
     except Exception as error:
-        location = f"{_find_line_in_file_of(reward, error)}{_describe_failing_example(reward, answers)}"
-        text = f"[{name}] raised {type(error).__name__} at {location}: {error}"
+        text = f"[{name}] raised {type(error).__name__} at {_locate_failure(reward, answers, error)}: {error}"
         raise UserError(f"{text}; a reward returns None for a completion that it can't score") from error
     if len(scores) != len(answers):
         raise UserError(f"[{name}] returned {len(scores)} scores for {len(answers)} completions; return one for each")
     return [_require_finite_score_or_nan(name, answer, value) for answer, value in zip(answers, scores, strict=True)]
 
 
-def _find_line_in_file_of(reward: Reward, error: Exception) -> str:
-    """Return the last place, as file:line, that an exception passed in the reward's file; else where it was raised."""
-    frames = [*extract_tb(error.__traceback__)]
-    own = [frame for frame in frames if frame.filename == getfile(type(reward))]
-    last = (own or frames)[-1]
-    return f"{last.filename}:{last.lineno}"
-
-
-def _describe_failing_example(reward: Reward, answers: Sequence[Answer]) -> str:
-    """Return words with the source of the first answer that the reward fails on again; "" if it fails on none."""
+def _locate_failure(reward: Reward, answers: Sequence[Answer], error: Exception) -> str:
+    """Return the last place that an exception passed in the reward's file, and the first example that fails again."""
+    frames = extract_tb(error.__traceback__)
+    last = ([frame for frame in frames if frame.filename == getfile(type(reward))] or frames)[-1]
     for answer in answers:
         try:
             reward.scores([answer])
         except Exception:
-            return f", for a completion of {answer.example.get('source', 'an example')}"
-    return ""
+            source = answer.example.get("source", "an example")
+            return f"{last.filename}:{last.lineno}, for a completion of {source}"
+    return f"{last.filename}:{last.lineno}"
 
 
 def _require_finite_score_or_nan(name: str, answer: Answer, value: float | None) -> float:

@@ -1,6 +1,7 @@
 """Rewards that are plain functions of a completion's text, marked with `@reward`."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from inspect import Parameter, signature
 from typing import Any, ClassVar
 
@@ -20,12 +21,14 @@ class FunctionReward(Weighted):
     options: ClassVar[tuple[str, ...]]
 
     def scores(self, answers: Sequence[Answer]) -> list[Score]:
-        return [self.score(answer) for answer in answers]
+        """Call the function for every answer. Raises UserError, with its source, for an example without a key."""
+        call = partial(self.function, **{name: getattr(self, name) for name in self.options})
+        remedies = {key: f"add it, or give {key} a default in the reward" for key in self.keys}
+        return [call(one.text, **{key: read_key(one, key, remedies[key]) for key in remedies}) for one in answers]
 
-    def score(self, answer: Answer) -> Score:
-        """Call the function. Raises UserError, with the example's source, if the example lacks a key."""
-        values = {key: read_key(answer, key, f"add it, or give {key} a default in the reward") for key in self.keys}
-        return self.function(answer.text, **values, **{name: getattr(self, name) for name in self.options})
+
+OWN = {*dir(FunctionReward), *FunctionReward.__annotations__, *Weighted.__annotations__}
+"""Names that every reward has."""
 
 
 def reward(function: Callable[..., Score]) -> type[Any]:
@@ -34,7 +37,8 @@ def reward(function: Callable[..., Score]) -> type[Any]:
 
     The first parameter is the completion's text. Other parameters are keys of the prompt's example, or with a default
     settings in the recipe, beside `weight`. The function returns a score, or None for a completion without one.
-    Raises TypeError for a function without a parameter for the text, and for *args and **kwargs.
+    Raises TypeError for a function without a parameter for the text, for *args and **kwargs, and for a setting with
+    the name of one that every reward has.
     """
     parameters = [*signature(function).parameters.values()]
     if not parameters or {Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD} & {one.kind for one in parameters}:
@@ -44,6 +48,8 @@ def reward(function: Callable[..., Score]) -> type[Any]:
         )
     others = parameters[1:]
     options = [one for one in others if one.default is not Parameter.empty]
+    if taken := OWN & {one.name for one in options}:
+        raise TypeError(f"the reward {function.__name__} has a setting {min(taken)} of its own; write another name")
     kinds = {one.name: function.__annotations__.get(one.name, type(one.default)) for one in options}
     body: dict[str, Any] = {
         "__module__": function.__module__,

@@ -1,6 +1,5 @@
 """Assembly of this rank's stages: modules on the meta device, split over ranks, then memory and values."""
 
-from collections.abc import Sequence
 from functools import cached_property, partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ from drawloom.components.parallel.master_weights import ParameterStore
 from drawloom.components.ports.distributed import Precision
 from drawloom.components.ports.features import NamePatterns
 from drawloom.components.ports.model import layers_keep_shapes
-from drawloom.components.ports.stages import Recompute, Stage
+from drawloom.components.ports.stages import Stage
 from drawloom.components.stages.activation_specs import ActivationSpecs
 from drawloom.components.stages.build import ParallelModules, StageBuilder, tie_equally_named_parameters
 from drawloom.components.stages.feature_stack import FeatureStack
@@ -126,11 +125,12 @@ class StageAssembly:
         """Set this rank's stages from the modules, with parameters in `store`."""
         self.store = store
         self.features.allocate([*parallel.modules.values()])
-        policies = self._choose_recompute_policies(len(parallel.spans))
+        memory, count = self.settings.memory, len(parallel.spans)
+        policies = (self.settings.recompute,) * count if memory is None else memory.choose().recompute
         self.local = [
             Stage(
                 index=index,
-                count=len(parallel.spans),
+                count=count,
                 span=parallel.spans[index],
                 module=module,
                 masters=store.masters,
@@ -153,11 +153,6 @@ class StageAssembly:
             experts=parallel.experts,
         )
 
-    def _choose_recompute_policies(self, stages: int) -> Sequence[Recompute]:
-        """Return the memory policy's choice by stage, or the setting."""
-        memory = self.settings.memory
-        return (self.settings.recompute,) * stages if memory is None else memory.choose().recompute
-
     @property
     def _do_layers_keep_shapes(self) -> bool:
         """Whether every layer keeps its input shapes: the model declares it, and nothing here changes layers."""
@@ -165,17 +160,12 @@ class StageAssembly:
         return unchanged and layers_keep_shapes(self.settings.model)
 
     def _check_patterns_over_ranks(self) -> None:
-        """Raise UserError for a pattern of the precision or a feature that matches nothing on any rank."""
+        """Raise UserError for a pattern of the precision or a feature without a match on any rank. A collective."""
         modules = [stage.module for stage in self.local]
         parameters = [name for module in modules for name, _ in module.named_parameters()]
         uncast = NamePatterns("precision", "uncast", "parameter", self.settings.precision.uncast, parameters)
-        for setting_of_patterns in (uncast, *self.features.name_patterns(modules)):
-            self._check_patterns_match_on_some_rank(setting_of_patterns)
-
-    def _check_patterns_match_on_some_rank(self, use: NamePatterns) -> None:
-        """Raise UserError if a pattern matches no name on any pipeline rank. A collective."""
-        matched_here = [pattern for pattern in use.patterns if use.matches(pattern)]
-        gathered = self.settings.mesh.pipeline_group.gather_json(matched_here)
-        matched = {pattern for by_rank in gathered for pattern in by_rank}
-        if unknown := [pattern for pattern in use.patterns if pattern not in matched]:
-            raise UserError(f"{use.component}.{use.setting}: {use.describe_fault(unknown[0])}", exit_code=2)
+        for use in (uncast, *self.features.name_patterns(modules)):
+            matched_here = [pattern for pattern in use.patterns if use.matches(pattern)]
+            matched = {*chain.from_iterable(self.settings.mesh.pipeline_group.gather_json(matched_here))}
+            if unknown := [pattern for pattern in use.patterns if pattern not in matched]:
+                raise UserError(f"{use.component}.{use.setting}: {use.describe_fault(unknown[0])}", exit_code=2)

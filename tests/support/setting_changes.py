@@ -946,6 +946,7 @@ UNOBSERVED = {
             ("phases.evaluate", "every.epochs"),
             ("phases.evaluate_rewards", "every.epochs"),
             ("phases.garbage_collection", "every.epochs"),
+            ("phases.record_rollouts", "every.epochs"),
             ("phases.report", "every.epochs"),
         ),
         "all have `is_due`: tests/components/data/test_loader.py",

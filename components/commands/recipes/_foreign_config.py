@@ -29,8 +29,6 @@ FLAVORS = {
 }
 """Shipped recipes by torchtitan's model and flavor."""
 
-FLAVOR_KEYS = ("model.name", "model.flavor")
-
 DATA_FILES = (".jsonl", ".json", ".parquet", ".arrow")
 
 
@@ -139,7 +137,7 @@ def detect_framework(config: Mapping[str, Any]) -> str:
     """Return the framework with most of these keys. Raises UserError if no key is known."""
     tables = read_foreign_names()
     counts = {name: len(config.keys() & tables[name].keys()) for name in tables["defaults"]}
-    best = max(counts, key=lambda name: counts[name])
+    best = max(counts, key=counts.__getitem__)
     if not counts[best]:
         raise UserError(f"no key is known from {', '.join(counts)}: {', '.join(list(config)[:5])}", 2)
     return best
@@ -158,7 +156,7 @@ def import_config(config: Mapping[str, Any], framework: str, base: str | None, r
         target = names.get(key)
         if value is None or (is_default and has_length and str(target).startswith("trainer.")):
             continue
-        if target is None and not (key in FLAVOR_KEYS and imported.extends[0] in FLAVORS.values()):
+        if target is None and not (key in ("model.name", "model.flavor") and imported.extends[0] in FLAVORS.values()):
             imported.unmapped.append(f"{key} = {value!r}")
         elif target is None:
             imported.notes.append(f"{key}: the recipe {imported.extends[0]} is {value}")
@@ -167,10 +165,13 @@ def import_config(config: Mapping[str, Any], framework: str, base: str | None, r
         elif target.startswith("extends "):
             imported.extends += [target.removeprefix("extends ")] if value else []
         elif not target.startswith("batch."):
-            converted = _convert_value(target, key, value, imported.values)
+            try:
+                converted = _convert_value(target, key, value, imported.values)
+            except (TypeError, ValueError, ArithmeticError):
+                converted = None  # a value of another kind than the key's
             if converted is not None:
                 imported.set_value(target.partition(" ")[0], converted, f"default of {key}" if is_default else key)
-            elif value not in (-1, 1, "steps", *ADAPTERS, False):
+            elif value not in WITHOUT_EFFECT:
                 imported.unmapped.append(f"{key} = {value!r}")
     if {"trainer.steps", "trainer.epochs"} <= imported.values.keys():
         del imported.values["trainer.epochs"]  # of both, Trainer and axolotl take the steps
@@ -192,7 +193,8 @@ def import_config(config: Mapping[str, Any], framework: str, base: str | None, r
     return imported
 
 
-ADAPTERS = ("lora", "qlora", True)
+WITHOUT_EFFECT = (-1, "steps", "lora", "qlora", True, False)
+"""Values that need no line in a recipe if their setting has none: a choice of the base, or the default."""
 
 
 def _choose_base(config: Mapping[str, Any], framework: str) -> str:
@@ -231,7 +233,7 @@ def _convert_value(target: str, key: str, value: Any, values: Mapping[str, Any])
         paths = [entry.get("path") if isinstance(entry, dict) else entry for entry in value]
         return paths if all(str(path).endswith(DATA_FILES) for path in paths) else None
     if key.endswith("_per_epoch"):
-        return {"epochs": 1 / value}
+        return {"epochs": 1 / value} if value else "never"
     if (part := PARTS.get(own, {}).get(str(value).lower())) is not None:
         return part
     if own == "loss.use":
@@ -249,7 +251,9 @@ def _convert_value(target: str, key: str, value: Any, values: Mapping[str, Any])
 
 def _set_batch_sizes(imported: Imported, config: Mapping[str, Any], names: Mapping[str, str], ranks: int) -> None:
     """Set the rows of a microbatch and of a step: in other frameworks a product."""
-    sizes = {key: int(config[key]) for key in config if names.get(key, "").startswith("batch.")}
+    sizes = {key: config[key] for key in config if names.get(key, "").startswith("batch.")}
+    if odd := [key for key in sizes if not isinstance(sizes[key], int)]:
+        raise UserError(f"{odd[0]} is {sizes[odd[0]]!r}; write a number of rows or steps", 2)
     micro = next((sizes[key] for key in sizes if names[key] == "batch.micro_size"), 1)
     steps = sizes.get("gradient_accumulation_steps", 1)
     total = sizes.get("training.global_batch_size", -1)

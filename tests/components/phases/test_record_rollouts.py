@@ -28,7 +28,7 @@ def two_completions() -> Scored:
 
 
 def test_a_record_has_texts_rewards_advantages_and_stop_reasons(tmp_path: Path, one_rank: Any) -> None:
-    """The first, every n-th and the last step have a line; a run that goes back replaces the later lines."""
+    """Every n-th and the last step have a line; a run that goes back replaces the later lines."""
 
     def run(*indices: int) -> list[Any]:
         record = RecordRollouts(
@@ -43,7 +43,7 @@ def test_a_record_has_texts_rewards_advantages_and_stop_reasons(tmp_path: Path, 
         return [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text("utf-8").splitlines()]
 
     lines = run(1, 2, 3, 4, 5)
-    assert [line["step"] for line in lines] == [1, 2, 4, 5]
+    assert [line["step"] for line in lines] == [2, 4, 5]
     first, second, _ = lines[0]["completions"]
     assert first == {
         "prompt": "ab=",
@@ -55,4 +55,4 @@ def test_a_record_has_texts_rewards_advantages_and_stop_reasons(tmp_path: Path, 
         "stop": "end",
     }
     assert (second["completion"], second["advantage"], second["stop"]) == ("de", 1.5, "length")
-    assert [line["step"] for line in run(3, 4)] == [1, 2, 4]
+    assert [line["step"] for line in run(3, 4)] == [2, 4]

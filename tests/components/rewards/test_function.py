@@ -39,6 +39,9 @@ def test_a_function_scores_texts_with_keys_of_examples_and_settings() -> None:
     for function in (lambda: 0.0, lambda text, **keys: 0.0):
         with pytest.raises(TypeError, match=r"takes the completion's text, and then keys of the example by name"):
             reward(function)
+    for named_like_ours in (lambda text, weight=1.0: weight, lambda text, options=3: options):
+        with pytest.raises(TypeError, match=r"has a setting (weight|options) of its own; write another name"):
+            reward(named_like_ours)
 
 
 def test_a_file_has_rewards_by_function(tmp_path: Path) -> None:

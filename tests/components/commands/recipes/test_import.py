@@ -156,3 +156,15 @@ def test_unreadable_configurations_are_refused(
     (tmp_path / name).write_text(text, "utf-8")
     assert main(["import", str(tmp_path / name)]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_values_of_another_kind_are_listed_and_end_without_a_traceback(run_import: Import, tmp_path: Path) -> None:
+    """A value that its key can't have is listed as unmapped; a size of a batch that is no number is an error."""
+    text = "base_model: base\nwarmup_ratio: few\nevals_per_epoch: often\ndatasets: 5\n"
+    assert run_import("odd.yml", text)["unmapped"] == [
+        "warmup_ratio = 'few'",
+        "evals_per_epoch = 'often'",
+        "datasets = 5",
+    ]
+    (tmp_path / "odd.yml").write_text("base_model: base\nmicro_batch_size: few\n", "utf-8")
+    assert main(["import", str(tmp_path / "odd.yml")]) == 2
