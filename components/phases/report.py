@@ -53,16 +53,21 @@ class Measurements:
     distributions: Mapping[str, Histogram]
 
 
-def wait_and_compute_measurements(metrics: Sequence[Metric], step: Step) -> Measurements:
-    """Compute a measured step's metrics from their totals, after waiting until the totals are on the host."""
+def split_metric_totals(metrics: Sequence[Metric], step: Step) -> Iterator[dict[str, Tensor]]:
+    """Yield every metric's totals over all ranks, by accumulator, after waiting until they are on the host."""
     rest = {
         op: iter(_split_accumulators(metrics, op, packed))
         for op, packed in step.state.read_on_host(METRIC_TOTALS).items()
     }
+    for metric in metrics:
+        yield {name: next(rest[accumulator.op]) for name, accumulator in metric.accumulators.items()}
+
+
+def wait_and_compute_measurements(metrics: Sequence[Metric], step: Step) -> Measurements:
+    """Compute a measured step's metrics from their totals, after waiting until the totals are on the host."""
     values: dict[str, Value] = {}
     distributions: dict[str, Histogram] = {}
-    for metric in metrics:
-        totals = {name: next(rest[accumulator.op]) for name, accumulator in metric.accumulators.items()}
+    for metric, totals in zip(metrics, split_metric_totals(metrics, step), strict=True):
         values |= metric.compute(totals, step)
         if isinstance(metric, DistributionMetric):
             distributions |= metric.distributions(totals, step)

@@ -1,0 +1,224 @@
+"""The first difference between the records of a mesh's ranks and the record of one process, and its likely cause."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Literal
+
+import attrs
+import torch
+from torch import Tensor
+
+from drawloom.components.ports.distributed import DIMENSIONS
+from drawloom.components.proving.recorder import GRADIENT, Piece, RankRecord, Snapshot
+
+Key = tuple[int, str, str]
+"""A step, a phase, and the name of a value."""
+
+Kind = Literal["part", "number", "piece"]
+
+SMALL = 1e-3
+"""Norm of a tensor, relative to all tensors' norm, below which errors are relative to this fraction of all."""
+EXACT = 1e-6
+"""Relative error below which a ratio, or a sum over ranks, counts as found."""
+LAST = ("grad_norm",)
+"""Numbers that follow from gradients, compared after them."""
+MAX_RANKS_SHOWN = 4
+
+
+@attrs.frozen
+class Difference:
+    """A value that differs from one process's: where, by what relative error, and a sentence about the cause."""
+
+    step: int
+    phase: str
+    name: str
+    error: float
+    cause: str
+
+
+@attrs.frozen
+class Compared:
+    """One value of one process, and what the ranks have in its place, by rank; None where a rank lacks it."""
+
+    key: Key
+    kind: Kind
+    expected: Tensor
+    actual: Sequence[Piece | None]
+    scale: float
+
+    def get_expected_piece(self, piece: Piece) -> Tensor:
+        """Return one process's values for a rank's piece."""
+        return self.expected if piece.tensor_slice is None else self.expected[piece.tensor_slice.index()]
+
+    def compute_error(self) -> float:
+        """Return the largest relative error over ranks; infinity for a value that no rank has."""
+        present = [piece for piece in self.actual if piece is not None]
+        if not present or (self.kind == "number" and len(present) < len(self.actual)):
+            return float("inf")
+        return max(
+            compute_relative_error(piece.tensor, self.get_expected_piece(piece), self.scale) for piece in present
+        )
+
+
+def compute_relative_error(actual: Tensor, expected: Tensor, scale: float = 0.0) -> float:
+    """Return |actual - expected| / max(|expected|, scale); infinity for other shapes, 0 for equal NaNs."""
+    if actual.shape != expected.shape:
+        return float("inf")
+    actual, expected = actual.double(), expected.double()
+    difference = torch.where(actual.isnan() & expected.isnan(), 0.0, actual - expected)
+    if not difference.isfinite().all():
+        return float("inf")
+    distance, norm = float(difference.norm()), max(float(expected.nan_to_num().norm()), scale)
+    return distance / norm if norm else (float("inf") if distance else 0.0)
+
+
+def iterate_compared_values(one: RankRecord, ranks: Sequence[RankRecord]) -> Iterator[Compared]:
+    """
+    Yield all values of one process in the order in which an error would show.
+
+    In a phase, sums of losses come first, then numbers, gradients from the last parameter to the first, as in a
+    backward pass, weights, and numbers that follow from gradients. Exports come last.
+    """
+    for index, snapshot in enumerate(one.snapshots):
+        others = [record.snapshots[index] if index < len(record.snapshots) else None for record in ranks]
+        key = snapshot.step, snapshot.phase
+        for name, part in snapshot.parts.items():
+            yield Compared((*key, name), "part", part, _add_parts(name, others, ranks), 0.0)
+        late = [name for name in snapshot.numbers if name in LAST]
+        yield from _iterate_numbers(snapshot, [name for name in snapshot.numbers if name not in LAST], others)
+        gradients = [name for name in snapshot.pieces if name.startswith(GRADIENT)]
+        weights = [name for name in snapshot.pieces if name not in gradients]
+        for names in (gradients[::-1], weights):
+            scale = SMALL * float(sum(snapshot.pieces[name].tensor.double().square().sum() for name in names)) ** 0.5
+            for name in names:
+                pieces = [None if other is None else other.pieces.get(name) for other in others]
+                yield Compared((*key, name), "piece", snapshot.pieces[name].tensor, pieces, scale)
+        yield from _iterate_numbers(snapshot, late, others)
+    exported = {name: tensor for record in ranks for name, tensor in record.exported.items()}
+    for name, tensor in one.exported.items():
+        piece = Piece(exported[name]) if name in exported else None
+        yield Compared((one.snapshots[-1].step, "export", name), "piece", tensor, [piece], 0.0)
+
+
+def _iterate_numbers(
+    snapshot: Snapshot, names: Sequence[str], others: Sequence[Snapshot | None]
+) -> Iterator[Compared]:
+    for name in names:
+        values = [None if other is None else other.numbers.get(name) for other in others]
+        pieces = [None if value is None else Piece(value) for value in values]
+        yield Compared((snapshot.step, snapshot.phase, name), "number", snapshot.numbers[name], pieces, 0.0)
+
+
+def _add_parts(
+    name: str, others: Sequence[Snapshot | None], ranks: Sequence[RankRecord]
+) -> Sequence[Piece | None]:
+    """Return a sum's total over ranks with other tokens or layers, by index along `tensor`."""
+    totals: dict[int, Tensor] = {}
+    for other, record in zip(others, ranks, strict=True):
+        part = None if other is None else other.parts.get(name)
+        if part is not None:
+            index = record.indices.tensor
+            totals[index] = totals[index] + part if index in totals else part
+    return [Piece(totals[index]) for index in sorted(totals)] or [None]
+
+
+def measure_errors(one: RankRecord, ranks: Sequence[RankRecord]) -> dict[Key, float]:
+    """Return the relative error of every value."""
+    return {value.key: value.compute_error() for value in iterate_compared_values(one, ranks)}
+
+
+def find_first_difference(
+    one: RankRecord,
+    ranks: Sequence[RankRecord],
+    sizes: Mapping[str, int],
+    get_tolerance: Callable[[Key], float],
+) -> Difference | None:
+    """Return the first value whose error is above its tolerance, on a mesh with `sizes` above 1 by dimension."""
+    for value in iterate_compared_values(one, ranks):
+        if (error := value.compute_error()) > get_tolerance(value.key):
+            return Difference(*value.key, error, explain_difference(value, ranks, sizes))
+    return None
+
+
+def explain_difference(value: Compared, ranks: Sequence[RankRecord], sizes: Mapping[str, int]) -> str:
+    """Return a sentence with the axis and the operation that is most probably missing."""
+    axis = " x ".join(sizes) or "microbatches"
+    pieces = [piece for piece in value.actual if piece is not None]
+    if not pieces:
+        return f"no rank has it; it is lost along {axis}"
+    expected = [value.get_expected_piece(piece) for piece in pieces]
+    if any(piece.tensor.shape != part.shape for piece, part in zip(pieces, expected, strict=True)):
+        return f"ranks have the shape {tuple(pieces[0].tensor.shape)}, and one process has {tuple(expected[0].shape)}"
+    ratios = [_compute_ratio(piece.tensor, part) for piece, part in zip(pieces, expected, strict=True)]
+    errors = [
+        compute_relative_error(piece.tensor, part * ratio, value.scale)
+        for piece, part, ratio in zip(pieces, expected, ratios, strict=True)
+    ]
+    shown = " and ".join(f"{ratio:.4g}" for ratio in ratios[:MAX_RANKS_SHOWN])
+    is_replicated = len(pieces) > 1 and all(piece.tensor_slice == pieces[0].tensor_slice for piece in pieces)
+    if is_replicated and any(not piece.tensor.equal(pieces[0].tensor) for piece in pieces):
+        total = torch.stack([piece.tensor.double() for piece in pieces]).sum(0)
+        factor = _compute_ratio(total, expected[0])
+        axis = _find_axis_with_other_values(value, ranks, sizes) or axis
+        if compute_relative_error(total, expected[0] * factor, value.scale) < EXACT and factor > EXACT:
+            times = "" if abs(factor - 1) < EXACT else f", {factor:.4g} times over"
+            return (
+                f"a partial sum over {axis}: ranks hold {shown} of it{times}; add it up over {axis} "
+                "(in the backward pass, if it is a gradient)"
+            )
+        wrong = [rank for rank, ratio in enumerate(ratios) if abs(ratio - 1) > EXACT or errors[rank] > EXACT]
+        return (
+            f"ranks along {axis} differ, and should be equal: ranks {', '.join(map(str, wrong))} hold {shown} of it; "
+            f"one of them lacks a sum or a broadcast over {axis}"
+        )
+    if max(errors) < EXACT and max(ratios) - min(ratios) < EXACT:
+        return _explain_common_factor(ratios[0], axis, sizes)
+    return f"the values are others, not a multiple ({shown} of it in the right direction): a part of {axis} is left out"
+
+
+def _explain_common_factor(ratio: float, axis: str, sizes: Mapping[str, int]) -> str:
+    counts = {size for size in sizes.values()} | {_product(sizes)}
+    for count in sorted(counts):
+        if abs(ratio - count) < EXACT:
+            return (
+                f"exactly {count} times too large: every rank along {axis} adds the whole; let one of them count, or "
+                "leave out the sum"
+            )
+        if abs(ratio * count - 1) < EXACT:
+            return f"exactly 1/{count} of it: only one rank's part along {axis}, or a mean where a sum is due"
+    if abs(ratio) < EXACT:
+        return f"it is 0: nothing is computed, or nothing arrives, along {axis}"
+    return f"{ratio:.6g} times one process's, on all ranks: a count or a factor differs along {axis}"
+
+
+def _compute_ratio(actual: Tensor, expected: Tensor) -> float:
+    """Return the factor c with the smallest |actual - c expected|; 0 for an expected 0."""
+    actual, expected = actual.double().flatten(), expected.double().flatten()
+    square = float(expected @ expected)
+    return float(actual @ expected) / square if square else 0.0
+
+
+def _find_axis_with_other_values(value: Compared, ranks: Sequence[RankRecord], sizes: Mapping[str, int]) -> str:
+    """Return the only mesh dimension along which ranks have other values, or ""."""
+    if value.kind == "part":
+        return "tensor"
+    names = [name for name in sizes if name in DIMENSIONS]
+    if len(value.actual) != len(ranks):
+        return ""
+    places = [tuple(getattr(record.indices, name) for name in DIMENSIONS) for record in ranks]
+    by_place = dict(zip(places, value.actual, strict=True))
+    differing = []
+    for name in names:
+        at = DIMENSIONS.index(name)
+        for place, piece in by_place.items():
+            first = by_place.get((*place[:at], 0, *place[at + 1 :]))
+            if piece is not None and first is not None and not piece.tensor.equal(first.tensor):
+                differing.append(name)
+                break
+    return differing[0] if len(differing) == 1 else ""
+
+
+def _product(sizes: Mapping[str, int]) -> int:
+    total = 1
+    for size in sizes.values():
+        total *= size
+    return total

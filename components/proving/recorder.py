@@ -1,0 +1,138 @@
+"""Records of a run: a rank's numbers, gradients and weights after every phase."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+import attrs
+import torch
+from torch import Tensor
+
+from drawloom.components.phases.report import Report, split_metric_totals
+from drawloom.components.ports.distributed import Mesh, PerDimension
+from drawloom.components.ports.pipeline import LOSSES
+from drawloom.components.ports.run import Event, EventKind, Phase, Step
+from drawloom.components.ports.slices import TensorSlice
+from drawloom.components.ports.stages import IN_PARAMETERS, Parameters
+from drawloom.components.ports.tracking import METRIC_TOTALS, Value
+from drawloom.graph.component import find_declared_reads_and_writes
+
+GRADIENT = "the gradient of "
+"""Start of the names of gradients."""
+
+
+@attrs.frozen
+class Piece:
+    """A rank's part of a tensor, and where it is in the whole one; None for a whole tensor."""
+
+    tensor: Tensor
+    tensor_slice: TensorSlice | None = None
+
+
+@attrs.frozen
+class Snapshot:
+    """
+    A rank's values after a phase of a step.
+
+    `parts` are added up over ranks with other tokens or layers, and are equal along `tensor`. `numbers` are equal on
+    every rank. `pieces` are gradients and weights.
+    """
+
+    step: int
+    phase: str
+    parts: Mapping[str, Tensor]
+    numbers: Mapping[str, Tensor]
+    pieces: Mapping[str, Piece]
+
+
+@attrs.define
+class RankRecord:
+    """A rank's place in the mesh, its snapshots in order, and the tensors of its exports."""
+
+    indices: PerDimension
+    snapshots: list[Snapshot] = attrs.field(factory=list)
+    exported: dict[str, Tensor] = attrs.field(factory=dict)
+
+
+@attrs.define(eq=False)
+class RecordTracker:
+    """Tracker that keeps the newest values for the recorder."""
+
+    values: dict[str, Tensor] = attrs.field(factory=dict)
+
+    def track(self, step: int, values: Mapping[str, Value]) -> None:
+        self.values |= {f"metric {name}": _to_tensor(value) for name, value in values.items() if value is not None}
+
+    def rewind(self, step: int) -> None:
+        """Do nothing: a record is made in one process."""
+
+
+@attrs.define(eq=False)
+class Recorder:
+    """
+    Listener that copies values after every phase that writes them.
+
+    With `noise`, it multiplies gradients by numbers that differ from 1 by about `noise`, as rounding does. An error of
+    the recorder is kept, because events hide it.
+    """
+
+    observes: ClassVar[tuple[EventKind, ...]] = ("phase_ended",)
+
+    noise: float = 0.0
+    tracker: RecordTracker = attrs.field(factory=RecordTracker)
+    nodes: Mapping[str, Any] = attrs.field(factory=dict)
+    record: RankRecord = attrs.field(factory=lambda: RankRecord(PerDimension.of_first_rank()))
+    error: Exception | None = None
+    _parameters: Any = None
+
+    def start(self, nodes: Any) -> None:
+        """Remember the open nodes of the run."""
+        self.nodes, self._parameters = dict(nodes), nodes.get(Parameters)
+        self.record.indices = nodes.get(Mesh).indices
+
+    def on_event(self, event: Event) -> None:
+        if event.step is not None and self.error is None:
+            try:
+                self.record.snapshots.append(self._take_snapshot(event.step, event.phase))
+            except Exception as error:
+                self.error = error
+
+    def _take_snapshot(self, step: Step, phase: str) -> Snapshot:
+        node: Phase = self.nodes[phase]
+        flow = find_declared_reads_and_writes(node)
+        written = {*flow.writes, *flow.changes}
+        parts: dict[str, Tensor] = {}
+        if LOSSES in written:
+            losses = step.state[LOSSES]
+            named = {"the sum of losses": losses["loss"], "the sum of weights": losses["weight"]}
+            named |= {f"the sum of {name}": sums for name, sums in losses["sums"].items()}
+            parts = {name: sums.double().sum(0).clone() for name, sums in named.items()}
+        numbers = self.tracker.values | dict(self._iterate_numbers(step, written))
+        self.tracker.values = {}
+        if isinstance(node, Report):
+            for metric, totals in zip(node.metrics, split_metric_totals(node.metrics, step), strict=True):
+                name = next(name for name, item in self.nodes.items() if item is metric)
+                numbers |= {f"the total {key} of [{name}]": total.clone() for key, total in totals.items()}
+        return Snapshot(step.index, phase, parts, numbers, dict(self._iterate_pieces(written)))
+
+    def _iterate_numbers(self, step: Step, written: set[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the single numbers among a phase's written values."""
+        for name in sorted(written - IN_PARAMETERS - {LOSSES, METRIC_TOTALS}):
+            value = step.state.get(name)
+            if isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1):
+                yield name, _to_tensor(value)
+
+    def _iterate_pieces(self, written: set[str]) -> Iterator[tuple[str, Piece]]:
+        """Yield copies of gradients after a phase that writes or changes them, and of weights."""
+        slices = self._parameters.parameter_slices()
+        for name, parameter in self._parameters.named_parameters():
+            if "gradients" in written and parameter.grad is not None:
+                if self.noise:
+                    parameter.grad.mul_(1 + self.noise * torch.randn_like(parameter.grad))
+                yield GRADIENT + name, Piece(parameter.grad.detach().clone(), slices[name])
+            if "weights" in written:
+                yield name, Piece(parameter.detach().clone(), slices[name])
+
+
+def _to_tensor(value: Any) -> Tensor:
+    """Return a number as a float64 tensor ()."""
+    return torch.as_tensor(value).detach().double().reshape(()).clone()

@@ -1,0 +1,107 @@
+"""One run of a proof on this rank, with a record of its values."""
+
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import attrs
+from safetensors.torch import load_file
+
+from drawloom.components.checkpoint.manifest import FOLDER as CHECKPOINTS
+from drawloom.components.phases.report import Report
+from drawloom.components.ports.run import RunInfo
+from drawloom.components.proving.recorder import RankRecord, Recorder
+from drawloom.graph.problems import RecipeError, ReportedError, UserError
+from drawloom.graph.project import Project, Recipe
+
+LISTENER, TRACKER = "prove_listener", "prove_tracker"
+"""Nodes that the recorder replaces."""
+EXPORTS = ("export", "adapter")
+
+Values = Mapping[str, Any]
+"""Values of a recipe, as nested dicts."""
+
+
+@attrs.frozen
+class Source:
+    """A recipe's name or path, with the words, overlays and imports of a command."""
+
+    recipe: str
+    words: Sequence[str] = ()
+    overlays: Sequence[str] = ()
+    imports: Sequence[str] = ()
+
+    def load(self, values: Values) -> Recipe:
+        """Return the recipe with more values."""
+        project = Project.from_package("drawloom")
+        return Recipe.load(
+            self.recipe, *self.words, overlays=self.overlays, imports=self.imports, project=project
+        ).with_values(values, "prove")
+
+
+@attrs.frozen
+class RecordedRun:
+    """
+    A run to record: a recipe with values, in a folder, up to a step.
+
+    It resumes from the copied `checkpoint`, if there is one. `noise` is the recorder's. `within` is a context around
+    the whole run, for tests with faults.
+    """
+
+    source: Source
+    values: Values
+    folder: Path
+    last_step: int
+    checkpoint: Path | None = None
+    noise: float = 0.0
+    within: Callable[[], AbstractContextManager[object]] = nullcontext
+
+
+class RefusedError(Exception):
+    """The run was refused before its first step."""
+
+
+def run_and_record(run: RecordedRun) -> RankRecord:
+    """Run a recipe on this rank, and return the record. Raises RefusedError if the run can't start."""
+    recorder = Recorder(noise=run.noise)
+    with run.within():
+        recipe = run.source.load(run.values)
+        if run.checkpoint is not None and os.environ.get("RANK", "0") == "0":
+            shutil.copytree(run.checkpoint, run.folder / CHECKPOINTS / run.checkpoint.name)
+        try:
+            with _add_recorder(recipe, run.folder).open(
+                replacements={LISTENER: recorder, TRACKER: recorder.tracker}, accept_changes=True
+            ) as nodes:
+                recorder.start(nodes)
+                for step in nodes.steps():
+                    if step.index == run.last_step and not step.is_last:
+                        break
+        except (UserError, RecipeError, ReportedError) as error:
+            if recorder.record.snapshots:
+                raise
+            raise RefusedError(str(error)) from error
+    if recorder.error is not None:
+        raise recorder.error
+    if os.environ.get("RANK", "0") == "0":
+        files = [file for folder in EXPORTS for file in sorted((run.folder / folder).glob("*.safetensors"))]
+        recorder.record.exported = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    return recorder.record
+
+
+def _add_recorder(recipe: Recipe, folder: Path) -> Recipe:
+    """Return the recipe in another run folder, with nodes that the recorder replaces."""
+    graph = recipe.graph
+    reports = {name: {"trackers": [f"@{TRACKER}"]} for name in graph.nodes if graph.nodes[name].spec.cls is Report}
+    return recipe.with_values(
+        {
+            LISTENER: {"use": "listeners.progress"},
+            TRACKER: {"use": "trackers.jsonl"},
+            recipe.project.root: {"listeners": [f"@{LISTENER}"]},
+            **{name: {"folder": str(folder)} for name in graph.implementers(RunInfo)},
+            **reports,
+        },
+        "prove",
+    )

@@ -1,0 +1,300 @@
+"""The smallest recipe that uses a component, or another recipe with the smallest sizes."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from drawloom.components.phases.report import Report
+from drawloom.components.ports.adapters import Adapter
+from drawloom.components.ports.checkpoint import Restorer, Stager
+from drawloom.components.ports.corpus import Corpus, TokenCorpus, Tokenizer
+from drawloom.components.ports.data import (
+    PackedDataset,
+    ReadsLeaves,
+    RowOrder,
+    TokenBatch,
+    WritesBatches,
+    uses_preference_pairs,
+    uses_unpaired_answers,
+)
+from drawloom.components.ports.distributed import Device, Mesh, Precision, Processes
+from drawloom.components.ports.experts import Dispatcher
+from drawloom.components.ports.features import StageFeature
+from drawloom.components.ports.kernels import Kernels
+from drawloom.components.ports.model import Model
+from drawloom.components.ports.passes import PassFeature
+from drawloom.components.ports.pipeline import Loss, Schedule
+from drawloom.components.ports.run import FinalTask, Listener, Phase
+from drawloom.components.ports.stages import ModelExport, Stages
+from drawloom.components.ports.tracking import Metric, Tracker
+from drawloom.graph.problems import UserError
+from drawloom.graph.project import Recipe
+from drawloom.graph.registry.spec import Spec
+from drawloom.graph.toml.emit import dump_key, dump_toml
+from drawloom.graph.types.port_match import implements
+from drawloom.graph.wiring.graph import Graph
+
+STEPS = 4
+SIZES: dict[str, int] = {
+    "num_hidden_layers": 4,
+    "hidden_size": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 24,
+    "moe_intermediate_size": 6,
+    "shared_expert_intermediate_size": 8,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 11,
+    "kv_lora_rank": 9,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 7,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 5,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "sliding_window": 5,
+    "global_size": 8,
+    "micro_size": 2,
+    "rows_used": 8,
+    "length": 16,
+    "max_length": 16,
+    "group_size": 2,
+    "max_tokens": 4,
+    "rank": 2,
+}
+"""Upper bounds of settings with these names."""
+TIMED = ("throughput", "utilization", "memory", "phase_times", "recovery")
+"""Metrics of the machine, which differ between two runs."""
+FLOAT64 = {"parameter": "float64", "compute": "float64", "gradient": "float64"}
+LEAVES = {"tokens", "targets", "positions", "document_ids", "weights", "padding"}
+"""Leaves of the generated rows."""
+GENERATED = {"use": "proving.rows", "length": SIZES["length"]}
+LR, MAX_NORM = 0.1, 0.1
+DENSE: dict[str, Any] = {
+    "use": "model.qwen3.dense",
+    **{name: SIZES[name] for name in list(SIZES)[:6]},
+    "initializer_range": 0.2,
+}
+EXPERTS: dict[str, Any] = {
+    **DENSE,
+    "use": "model.qwen3.moe",
+    **{name: SIZES[name] for name in ("moe_intermediate_size", "num_experts", "num_experts_per_tok")},
+    "mlp_only_layers": [0, 2],
+    "router_aux_loss_coef": 0.5,
+}
+BASE: dict[str, Any] = {
+    "extends": "pretrain",
+    "unset": ["tokens", *(f"metrics.{name}" for name in TIMED[:4]), "garbage_collection"],
+    "edit": {"trainer": {"phases": {"remove": "@garbage_collection"}}},
+    "run": {"name": "prove"},
+    "tokenizer": {"use": "data.bytes"},
+    "packing": GENERATED,
+    "order": {"use": "data.order.sequential"},
+    "model": EXPERTS,
+    "stages": {"dispatcher": {"use": "experts.all_to_all"}},
+    "batch": {"global_size": SIZES["global_size"], "micro_size": SIZES["micro_size"]},
+    "optimizer": {"use": "optim.sgd", "lr": LR, "momentum": 0.9},
+    "clip": {"max_norm": MAX_NORM},
+    "validation": {"rows_used": SIZES["rows_used"]},
+    "evaluate": {"every": 2},
+    "trainer": {"steps": STEPS, "on_finish": ["@export"]},
+}
+"""
+A run with every kind of collective. Its optimizer is SGD, since Adam's update hides a common factor of gradients.
+"""
+REQUIRED: dict[str, Any] = {"lr": LR, "max_norm": MAX_NORM, "max_value": MAX_NORM, "targets": ["*_proj"], "alpha": 4.0}
+"""Values for settings without a default."""
+
+
+def make_component_recipe(spec: Spec, folder: Path) -> tuple[dict[str, Any], str]:
+    """
+    Return the smallest recipe with a component, and the component's node. A corpus is written into the folder.
+
+    Raises UserError for a component without a place in a training run.
+    """
+    place = next(iter(_find_places(spec)), None)
+    if place is None:
+        raise UserError(f"{spec.use} has no port that `prove` can place in a run; write a recipe with it, and prove it", 2)
+    node, changes = place
+    names = {field.name for field in spec.settings}
+    settings = {name: value for name, value in REQUIRED.items() if name in names and spec.fields[name].required}
+    if implements(spec.cls, Model):
+        settings |= {name: SIZES[name] for name in list(SIZES)[: list(SIZES).index("global_size")] if name in names}
+        settings |= {"initializer_range": 0.2} if "initializer_range" in names else {}
+    values = _merge(_merge(BASE, changes), _nest(node, {"use": spec.use, **settings}))
+    if any(implements(spec.cls, port) for port in (Corpus, TokenCorpus, Tokenizer, PackedDataset)):
+        return _add_texts(values, node, folder), node
+    return values, node
+
+
+def _find_places(spec: Spec) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield a component's node in the smallest recipe, and what else the recipe needs."""
+    cls, flow = spec.cls, spec.traits.flow
+    after = {"@optimizer": "@proved"}
+    phases: dict[str, Any] = {"edit": {"trainer": {"phases": {"remove": "@garbage_collection", "after": after}}}}
+    if implements(cls, Phase):
+        node = next((node for value, node in REPLACED_PHASES.items() if value in flow.writes), "")
+        yield (node, {}) if node else (("clip", {}) if "gradients" in flow.changes else ("proved", phases))
+    places: dict[Any, tuple[str, dict[str, Any]]] = {
+        Loss: ("loss", {}),
+        Model: ("model", {"model": {}}),
+        Schedule: ("schedule", {}),
+        Dispatcher: ("dispatcher", {"stages": {"dispatcher": "@dispatcher"}}),
+        Metric: ("metrics.proved", {}),
+        Adapter: ("adapter", {"stages": {"adapters": ["@adapter"]}}),
+        Kernels: ("kernels", {}),
+        PackedDataset: ("packing", {}),
+        RowOrder: ("order", {}),
+        Tokenizer: ("tokenizer", {}),
+        TokenCorpus: ("tokens", {}),
+        Corpus: ("corpus", {}),
+        Stager: ("staging", {}),
+        ModelExport: ("export", {}),
+        Tracker: ("trackers.proved", {}),
+        Listener: ("listeners.proved", {}),
+        FinalTask: ("proved", {"trainer": {"on_finish": ["@export", "@proved"]}}),
+    }
+    yield from (place for port, place in places.items() if implements(cls, port))
+    if issubclass(cls, StageFeature | PassFeature):
+        yield "proved", {}
+
+
+REPLACED_PHASES = {
+    "weights": "optimizer",
+    "lr_factor": "lr",
+    "local_gradients": "forward_backward",
+    "gradients": "sync_gradients",
+    "validation_loss": "evaluate",
+}
+"""Nodes that a phase replaces, by a value that it writes."""
+
+
+def _add_texts(values: dict[str, Any], node: str, folder: Path) -> dict[str, Any]:
+    """Return the recipe with a corpus of texts of odd lengths, and a packing that pads."""
+    folder.mkdir(exist_ok=True)
+    for number in range(120):
+        (folder / f"{number:03}.txt").write_text("abcdefghijklmnopqrs"[: 3 + number % 8 * 2], "utf-8")
+    texts = {"use": "data.text_files", "paths": [str(folder / "*.txt")], "validation_fraction": 0.2}
+    others = {
+        "corpus": texts,
+        "tokens": {"use": "data.tokenized_text"},
+        "packing": {"use": "data.packing.first_fit", "length": SIZES["length"]},
+    }
+    own = {"length": SIZES["length"]} if node == "packing" else {}
+    values = _merge(values, {name: table for name, table in others.items() if name != node})
+    return {**_merge(values, {node: own}), "unset": values["unset"][1:]}
+
+
+def shrink_recipe(recipe: Recipe, folder: Path) -> dict[str, Any]:
+    """Return values that give a recipe the smallest sizes, and generated rows if its loss reads only tokens."""
+    graph = recipe.graph
+    values: dict[str, Any] = {}
+    for name, node in graph.nodes.items():
+        small = dict(_iterate_small_settings(node.settings, folder / name.replace("/", "-")))
+        if implements(node.spec.cls, Restorer):
+            small["keep"] = 9
+        values = _merge(values, _nest(name, small))
+    root = graph.nodes[recipe.project.root]
+    exports = set(graph.implementers(ModelExport))
+    tasks = root.edges["on_finish"].targets if "on_finish" in root.edges else ()
+    values = _merge(values, _nest(root.name, {"steps": STEPS, "on_finish": [f"@{n}" for n in tasks if n in exports]}))
+    if _can_use_generated_rows(graph):
+        [packing] = graph.implementers(PackedDataset)
+        values = _merge(values, {packing: GENERATED})
+        for order in graph.implementers(RowOrder):
+            values = _merge(values, {order: {"use": "data.order.sequential"}})
+    return values
+
+
+def make_reproducible_values(graph: Graph) -> dict[str, Any]:
+    """Return values for every run of a proof: on the CPU, in float64, and without measurements of time."""
+    values: dict[str, Any] = {name: {"kind": "cpu"} for name in graph.implementers(Device)}
+    values |= {name: {"timeout": 60.0} for name in graph.implementers(Processes)}
+    values |= {name: FLOAT64 for name in graph.implementers(Precision)}
+    values |= {name: {"data_replicate": 1} for name in graph.implementers(Mesh)}
+    for name, node in graph.nodes.items():
+        if node.spec.cls is Report:
+            metrics = node.edges["metrics"].targets if "metrics" in node.edges else ()
+            kept = [f"@{metric}" for metric in metrics if graph.nodes[metric].spec.use.split(".")[-1] not in TIMED]
+            values[name] = {"metrics": kept, "every": "never"}
+    for name in graph.implementers(Restorer):
+        values[name] = {"every": STEPS // 2, "keep": 9}
+    return values
+
+
+def _iterate_small_settings(settings: Mapping[str, Any], folder: Path) -> Iterator[tuple[str, Any]]:
+    """Yield smaller values for settings; a model's config is written, with smaller sizes, into the folder."""
+    for name, value in settings.items():
+        if type(value) is int and value > SIZES.get(name, value):
+            heads = settings.get("num_attention_heads")
+            yield name, SIZES["num_attention_heads" if name == "num_key_value_heads" and value == heads else name]
+        elif name == "every" and value != "never":
+            yield name, STEPS // 2
+        elif name == "layer_types" and isinstance(value, list):
+            kinds = [*dict.fromkeys(value)]
+            yield name, [kinds[layer % len(kinds)] for layer in range(SIZES["num_hidden_layers"])]
+        elif name == "mlp_only_layers" and isinstance(value, list):
+            yield name, [layer for layer in value if layer < SIZES["num_hidden_layers"]]
+        elif name in ("path", "config") and (file := _find_config(value)) is not None:
+            config = json.loads(file.read_text("utf-8"))
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "config.json").write_text(json.dumps(config | dict(_iterate_small_settings(config, folder))))
+            yield name, str(folder)
+            if "weights" in settings:
+                yield "weights", False
+
+
+def _find_config(value: Any) -> Path | None:
+    """Return the config.json that a setting names, by its folder or itself."""
+    if not isinstance(value, str | Path):
+        return None
+    path = Path(value)
+    return next((file for file in (path, path / "config.json") if file.name == "config.json" and file.is_file()), None)
+
+
+def _can_use_generated_rows(graph: Graph) -> bool:
+    """Return whether the only packing makes rows of tokens, and the loss reads nothing else."""
+    packings, losses = graph.implementers(PackedDataset), graph.implementers(Loss)
+    if len(packings) != 1 or len(losses) != 1 or graph.nodes[packings[0]].spec.distribution:
+        return False
+    rows, loss = graph.nodes[packings[0]].spec.cls, graph.nodes[losses[0]].spec.cls
+    makes_tokens = isinstance(rows, WritesBatches) and rows.batch_type is TokenBatch
+    reads = set(loss.batch_leaves) if isinstance(loss, ReadsLeaves) else {"unknown"}
+    return makes_tokens and reads <= LEAVES and not (uses_preference_pairs(loss) or uses_unpaired_answers(loss))
+
+
+def format_recipe(values: Mapping[str, Any], comment: str) -> str:
+    """Return values as a TOML file below a comment."""
+    lines = [f"# {line}" for line in comment.splitlines()]
+    lines += [f"{key} = {dump_toml(value)}" for key, value in values.items() if not isinstance(value, dict)]
+    for name, table in values.items():
+        if isinstance(table, dict):
+            lines += ["", f"[{dump_key(name)}]", *(f"{dump_key(key)} = {dump_toml(item)}" for key, item in table.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _nest(node: str, table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a node's table below its groups."""
+    nested: dict[str, Any] = dict(table)
+    for part in reversed(node.split(".")):
+        nested = {part: nested}
+    return nested
+
+
+def _merge(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge tables; a table with another `use`, or an empty one, replaces the first."""
+    merged = dict(one)
+    for key, value in other.items():
+        mine = merged.get(key)
+        if isinstance(value, dict) and isinstance(mine, dict) and value and mine.get("use") == value.get("use", mine.get("use")):
+            merged[key] = _merge(mine, value)
+        else:
+            merged[key] = value
+    return merged
