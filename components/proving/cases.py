@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from itertools import combinations
+from math import prod
 from typing import Any
 
 import attrs
@@ -29,13 +30,15 @@ class Case:
     """
     A change of a recipe that must not change its numbers, on `ranks` processes.
 
-    `sizes` are the mesh dimensions above 1. A narrow case computes in bfloat16.
+    `sizes` are the mesh dimensions above 1. A case resumes from the checkpoint of the case `resumed`, if it has a name.
+    A narrow case computes in bfloat16.
     """
 
     name: str
     ranks: int
     values: Mapping[str, Any]
     sizes: Mapping[str, int] = attrs.field(factory=dict)
+    resumed: str = ""
     is_narrow: bool = False
 
     def find_refusal(self, recipe: Recipe) -> str:
@@ -47,26 +50,41 @@ class Case:
         return ""
 
 
+ONE = Case("one process", 1, {})
+SINGLE: tuple[dict[str, int], ...] = (
+    *({name: 2} for name in ("tensor", "context", "pipeline", "data_shard", "data_replicate")),
+    {"data_shard": 2, "expert": 2},
+)
+
+
 def list_cases(recipe: Recipe) -> list[Case]:
-    """Return the cases, those that find most faults first: single dimensions, schedules, pairs, and narrow dtypes."""
+    """
+    Return the cases, those that find most faults first.
+
+    Single dimensions are followed by checkpoints that change the mesh, pairs of dimensions, schedules and narrow dtypes.
+    """
     graph = recipe.graph
-    singles = [{name: 2} for name in ("tensor", "context", "pipeline", "data_shard", "data_replicate")]
-    meshes = [*singles, {"data_shard": 2, "expert": 2}]
-    cases = [
-        *(Case("microbatches of other sizes", 1, {name: {"micro_size": 8}}) for name in graph.implementers(Batching)),
-        *(_make_mesh_case(graph, sizes) for sizes in meshes),
-        *_list_pipeline_cases(graph, recipe),
+    singles = [_make_mesh_case(graph, sizes) for sizes in SINGLE]
+    return [
+        *(Case("microbatches of another size", 1, {name: {"micro_size": 8}}) for name in graph.implementers(Batching)),
+        *singles,
+        *(
+            Case(f"one process, resumed from {case.name}", 1, {}, {"checkpoint": 1}, resumed=case.name)
+            for case in singles
+        ),
+        *(
+            attrs.evolve(case, name=f"{case.name}, resumed from one process", resumed=ONE.name)
+            for case in singles
+        ),
         *(_make_mesh_case(graph, dict.fromkeys(pair, 2)) for pair in combinations(DIMENSIONS, 2)),
+        *_list_pipeline_cases(graph, recipe),
         *(_make_mesh_case(graph, sizes) for sizes in EXPERT_MESHES),
-        *(_make_narrow(_make_mesh_case(graph, sizes), graph) for sizes in meshes),
+        *(make_narrow(case, graph) for case in singles),
     ]
-    return cases
 
 
 def _make_mesh_case(graph: Graph, sizes: Mapping[str, int]) -> Case:
-    ranks = 1
-    for name, size in sizes.items():
-        ranks *= size if name != "expert" else 1
+    ranks = prod(size for name, size in sizes.items() if name != "expert")
     values: dict[str, Any] = {name: {"data_replicate": 1, **sizes} for name in graph.implementers(Mesh)}
     if "expert" in sizes and not graph.implementers(Dispatcher):
         values |= {name: {"dispatcher": {"use": "experts.all_to_all"}} for name in graph.implementers(Stages)}
@@ -85,7 +103,7 @@ def _list_pipeline_cases(graph: Graph, recipe: Recipe) -> Iterator[Case]:
                 yield attrs.evolve(mesh, name=f"{mesh.name}, {use.rpartition('.')[2]}", values=values)
 
 
-def _make_narrow(case: Case, graph: Graph) -> Case:
+def make_narrow(case: Case, graph: Graph) -> Case:
     """Return a case in bfloat16."""
     values = {**case.values, **{name: NARROW for name in graph.implementers(Precision)}}
     return attrs.evolve(case, name=f"{case.name}, bfloat16", values=values, is_narrow=True)

@@ -1,6 +1,7 @@
 """The first difference between the records of a mesh's ranks and the record of one process, and its likely cause."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
 from typing import Literal
 
 import attrs
@@ -159,12 +160,12 @@ def explain_difference(value: Compared, ranks: Sequence[RankRecord], sizes: Mapp
         total = torch.stack([piece.tensor.double() for piece in pieces]).sum(0)
         factor = _compute_ratio(total, expected[0])
         axis = _find_axis_with_other_values(value, ranks, sizes) or axis
-        if compute_relative_error(total, expected[0] * factor, value.scale) < EXACT and factor > EXACT:
-            times = "" if abs(factor - 1) < EXACT else f", {factor:.4g} times over"
-            return (
-                f"a partial sum over {axis}: ranks hold {shown} of it{times}; add it up over {axis} "
-                "(in the backward pass, if it is a gradient)"
-            )
+        if compute_relative_error(total, expected[0] * factor, value.scale) < EXACT:
+            if abs(factor - 1) < EXACT:
+                where = ", in the backward pass" if value.key[2].startswith(GRADIENT) else ""
+                return f"a partial sum over {axis}: ranks hold {shown} of it; add it up over {axis}{where}"
+            if abs(factor - len(pieces)) < EXACT:
+                return f"ranks along {axis} hold {shown} of it, and their mean is right: take the mean over {axis}"
         wrong = [rank for rank, ratio in enumerate(ratios) if abs(ratio - 1) > EXACT or errors[rank] > EXACT]
         return (
             f"ranks along {axis} differ, and should be equal: ranks {', '.join(map(str, wrong))} hold {shown} of it; "
@@ -172,11 +173,14 @@ def explain_difference(value: Compared, ranks: Sequence[RankRecord], sizes: Mapp
         )
     if max(errors) < EXACT and max(ratios) - min(ratios) < EXACT:
         return _explain_common_factor(ratios[0], axis, sizes)
-    return f"the values are others, not a multiple ({shown} of it in the right direction): a part of {axis} is left out"
+    return (
+        f"the values are others, not a multiple ({shown} of it in the right direction): a rank computes with its own "
+        f"part along {axis}, where it needs the others' too"
+    )
 
 
 def _explain_common_factor(ratio: float, axis: str, sizes: Mapping[str, int]) -> str:
-    counts = {size for size in sizes.values()} | {_product(sizes)}
+    counts = {size for size in sizes.values()} | {prod(sizes.values())}
     for count in sorted(counts):
         if abs(ratio - count) < EXACT:
             return (
@@ -187,7 +191,10 @@ def _explain_common_factor(ratio: float, axis: str, sizes: Mapping[str, int]) ->
             return f"exactly 1/{count} of it: only one rank's part along {axis}, or a mean where a sum is due"
     if abs(ratio) < EXACT:
         return f"it is 0: nothing is computed, or nothing arrives, along {axis}"
-    return f"{ratio:.6g} times one process's, on all ranks: a count or a factor differs along {axis}"
+    return (
+        f"{ratio:.6g} times one process's on all ranks, which is no simple factor: a count differs along {axis}, or a "
+        "rank computes with its own part where it needs the others' too"
+    )
 
 
 def _compute_ratio(actual: Tensor, expected: Tensor) -> float:
@@ -215,10 +222,3 @@ def _find_axis_with_other_values(value: Compared, ranks: Sequence[RankRecord], s
                 differing.append(name)
                 break
     return differing[0] if len(differing) == 1 else ""
-
-
-def _product(sizes: Mapping[str, int]) -> int:
-    total = 1
-    for size in sizes.values():
-        total *= size
-    return total

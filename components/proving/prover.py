@@ -1,19 +1,18 @@
 """The proof of a component or a recipe: its contracts, and its runs on meshes compared with one process."""
 
-import shutil
+import math
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import attrs
 
 from drawloom.components.checkpoint.manifest import FOLDER as CHECKPOINTS
-from drawloom.components.proving.cases import Case, list_cases
+from drawloom.components.proving.cases import ONE, Case, list_cases, make_narrow
 from drawloom.components.proving.compare import (
     Difference,
     Key,
@@ -131,7 +130,6 @@ class _OneProof:
     equal: list[str] = attrs.field(factory=list)
     refused: dict[str, str] = attrs.field(factory=dict)
     uncompared: set[str] = attrs.field(factory=set)
-    numbers: Iterator[int] = attrs.field(factory=count)
 
     def run(self, nodes: Sequence[str]) -> Proof:
         """Return the proof."""
@@ -176,6 +174,8 @@ class _OneProof:
             self.prover.on_progress(done, len(cases), case.name)
             if reason := case.find_refusal(recipe):
                 self.refused[case.name] = reason
+            elif case.resumed in self.refused:
+                self.refused[case.name] = self.refused[case.resumed]
             else:
                 self._compare_case(case)
         return []
@@ -186,62 +186,77 @@ class _OneProof:
         try:
             return self._record(ONE)[0]
         except RanksFailedError as error:
-            raise UserError(f"the recipe does not run in one process: {_find_last_line(error)}", 2) from error
+            if error.last_line.startswith(REFUSED):
+                text = error.last_line.removeprefix(REFUSED)
+                raise UserError(f"the smallest recipe is refused: {text}", 2) from error
+            raise _FailedError(Failure(ONE, None, str(error))) from error
 
     @cached_property
     def errors_by_noise(self) -> dict[Key, float]:
         """Errors after a change of gradients in the last bits."""
-        return measure_errors(self.one, self._record(ONE, noise=NOISE))
+        return measure_errors(self.one, self._record(NOISY, noise=NOISE))
+
+    @cached_property
+    def narrow_errors(self) -> dict[Key, float]:
+        """Errors of one process in bfloat16, in the first step."""
+        narrow = make_narrow(ONE, self.source.load(self.values).graph)
+        return measure_errors(self._select_steps(1, 1), self._record(narrow))
 
     def _compare_second_run_and_resume(self, one: RankRecord) -> None:
         """Compare one process with itself, and with a run that was left after a checkpoint and resumed, bit by bit."""
-        self.uncompared |= {name for (_, _, name), error in measure_errors(one, self._record(ONE)).items() if error}
-        shown = {name for snapshot in one.snapshots for name in snapshot.numbers}
-        again = Case("the same run again", 1, {})
-        if self.uncompared - shown:
-            self._compare(again, one, self._record(ONE), lambda key: 0.0 if key[2] not in shown else float("inf"))
-        resumed = Case("a resume from a checkpoint", 1, {})
-        self._compare(resumed, one, self._record(resumed, checkpoint=self._one_checkpoint), self._get_exact_tolerance)
+        second = self._record(AGAIN)
+        self.uncompared |= {name for (_, _, name), error in measure_errors(one, second).items() if error}
+        numbers = {name for snapshot in one.snapshots for name in snapshot.numbers}
+        if self.uncompared - numbers:
+            self._compare(AGAIN, one, second, lambda key: 0.0 if key[2] not in numbers else math.inf)
+        later = self._select_steps(SAVED + 1, STEPS)
+        self._compare(RESUMED, later, self._record(RESUMED), lambda key: math.inf if key[2] in self.uncompared else 0.0)
 
-    def _get_exact_tolerance(self, key: Key) -> float:
-        return float("inf") if key[2] in self.uncompared else 0.0
+    def _compare_case(self, case: Case) -> None:
+        """Compare a case with one process, up to rounding."""
+        try:
+            ranks = self._record(case)
+        except RanksFailedError as error:
+            if not error.last_line.startswith(REFUSED):
+                raise _FailedError(Failure(case, None, str(error))) from error
+            self.refused[case.name] = f"at the start: {error.last_line.removeprefix(REFUSED)}"
+            return
+        steps = (1, 1) if case.is_narrow else (SAVED + 1, STEPS) if case.resumed else (1, STEPS)
+        self._compare(case, self._select_steps(*steps), ranks, self._get_narrow_tolerance if case.is_narrow else self._get_tolerance)
+
+    def _select_steps(self, first: int, last: int) -> RankRecord:
+        """Return the record of one process with the snapshots of some steps, and with exports after the last step."""
+        snapshots = [snapshot for snapshot in self.one.snapshots if first <= snapshot.step <= last]
+        return attrs.evolve(self.one, snapshots=snapshots, exported=self.one.exported if last == STEPS else {})
 
     def _get_tolerance(self, key: Key) -> float:
         if key[2] in self.uncompared:
-            return float("inf")
+            return math.inf
         return TOLERANCE + AMPLIFICATION * self.errors_by_noise.get(key, 0.0)
 
-    @property
-    def _one_checkpoint(self) -> Path:
-        return self.folder / ONE.name / CHECKPOINTS / f"step-{SAVED}"
-
-    def _compare_case(self, case: Case) -> None:
-        """Compare a case with one process; on a mesh of one dimension also checkpoints that change the mesh."""
-        ranks = self._record(case)
-        self._compare(case, self.one, ranks, self._get_tolerance)
+    def _get_narrow_tolerance(self, key: Key) -> float:
+        if key[2] in self.uncompared:
+            return math.inf
+        return max(MIN_NARROW_ERROR, NARROW_FACTOR * self.narrow_errors.get(key, 0.0))
 
     def _compare(
         self, case: Case, one: RankRecord, ranks: Sequence[RankRecord], get_tolerance: Callable[[Key], float]
     ) -> None:
         """Raise _FailedError unless a case has one process's values."""
-        first = ranks[0].snapshots[0].step
-        later = attrs.evolve(one, snapshots=[snapshot for snapshot in one.snapshots if snapshot.step >= first])
-        if difference := find_first_difference(later, ranks, case.sizes, get_tolerance):
+        if difference := find_first_difference(one, ranks, case.sizes, get_tolerance):
             raise _FailedError(Failure(case, difference))
         self.equal.append(case.name)
 
-    def _record(self, case: Case, noise: float = 0.0, checkpoint: Path | None = None) -> list[RankRecord]:
-        """Run a case, and return the records by rank. Raises _FailedError if it crashes, unless it is one process."""
-        target = self.folder / case.name
-        shutil.rmtree(target, ignore_errors=True)
-        values = {**self.values, **case.values}
-        run = RecordedRun(self.source, values, target, STEPS, checkpoint, noise, self.within)
+    def _record(self, case: Case, noise: float = 0.0) -> list[RankRecord]:
+        """Run a case in its own folder, and return the records by rank."""
+        values, target = {**self.values, **case.values}, self.folder / case.name
+        checkpoint = self.folder / case.resumed / CHECKPOINTS / f"step-{SAVED}" if case.resumed else None
+        last = 1 if case.is_narrow else STEPS
+        run = RecordedRun(self.source, values, target, last, checkpoint, noise, self.within)
         return self.prover.call(case.ranks, run_and_record, run)
 
 
-ONE = Case("one process", 1, {})
-
-
-def _find_last_line(error: RanksFailedError) -> str:
-    """Return the last line of the first failure."""
-    return next(iter(error.failures.values())).strip().splitlines()[-1]
+REFUSED = f"{RefusedError.__module__}.{RefusedError.__qualname__}: "
+NOISY = Case("one process with noise", 1, {})
+AGAIN = Case("one process again", 1, {})
+RESUMED = Case("one process, resumed", 1, {}, resumed=ONE.name)

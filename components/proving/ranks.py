@@ -26,6 +26,11 @@ class RanksFailedError(Exception):
         super().__init__("\n".join(f"rank {rank}: {text}" for rank, text in failures.items()))
         self.failures = failures
 
+    @property
+    def last_line(self) -> str:
+        """The last line of the first failure."""
+        return next(iter(self.failures.values())).strip().splitlines()[-1]
+
 
 @attrs.define(eq=False)
 class RankPool:

@@ -82,7 +82,7 @@ def run_and_record(run: RecordedRun) -> RankRecord:
         except (UserError, RecipeError, ReportedError) as error:
             if recorder.record.snapshots:
                 raise
-            raise RefusedError(str(error)) from error
+            raise RefusedError(" ".join(str(error).split())) from error
     if recorder.error is not None:
         raise recorder.error
     if os.environ.get("RANK", "0") == "0":
