@@ -1,13 +1,17 @@
 """Contracts for ports of checkpoints."""
 
 import threading
+from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
 
+import attrs
 import torch
 
-from drawloom.components.ports.checkpoint import AfterRestore, Durable, GrowingState, Stager, Stateful
+from drawloom.components.ports.checkpoint import AfterRestore, Durable, GrowingState, SlicedState, Stager, Stateful
+from drawloom.components.ports.stages import Parameters
 from drawloom.graph.testing import expect
+from drawloom.graph.types.port_match import implements
 
 LEAVES = torch.Tensor | int | float | str | bool | None
 
@@ -62,6 +66,30 @@ def _expect_entries_in_forecast(state: Any, forecast: Any, where: str) -> None:
             _expect_entries_in_forecast(part, forecast[name], f"{where}, {name}")
     elif isinstance(state, torch.Tensor):
         expect((state.shape, state.dtype) == (forecast.shape, forecast.dtype), f"{where} was forecast differently")
+
+
+def state_of_parameters_declares_its_slices(node: Stateful) -> None:
+    """
+    Tensors like the parameters that a node refers to are declared as slices (`SlicedState`): ranks may have other ones.
+    """
+    fields = attrs.fields(type(node)) if attrs.has(type(node)) else ()
+    edges = [item for item in (getattr(node, field.name) for field in fields) if implements(type(item), Parameters)]
+    shapes = {name: param.shape for edge in edges for name, param in edge.named_parameters() if param.ndim}
+    if isinstance(node, SlicedState) or not shapes:
+        return
+    for path, tensor in _iterate_tensors(node.state_dict(), ()):
+        name = next((name for name in shapes if name in path and tensor.shape == shapes[name]), None)
+        text = f"the state of {name} is sharded like the parameter on several ranks; write the method `state_slices`"
+        expect(name is None, f"{text}, which returns `parameter_slices()` by name")
+
+
+def _iterate_tensors(state: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
+    """Yield the tensors of a nested state, with the keys that lead to them."""
+    if isinstance(state, torch.Tensor):
+        yield path, state
+    elif isinstance(state, dict):
+        for key, part in state.items():
+            yield from _iterate_tensors(part, (*path, key))
 
 
 def loading_another_nodes_state_raises(node: Stateful) -> None:

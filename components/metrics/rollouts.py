@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from drawloom.components.metrics.named_sums import read_losses_on_last_stage
-from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.rollouts import Reward, Scored
 from drawloom.components.ports.run import Step
 from drawloom.components.ports.tracking import Accumulator, Value
@@ -27,7 +26,6 @@ class RolloutMetrics:
     the training pass: 0 if both have the same bits. Only steps right after their rollout count.
     """
 
-    mesh: Mesh
     rewards: Every[Reward] = attrs.field(factory=Every)
 
     @property
@@ -39,12 +37,11 @@ class RolloutMetrics:
         return {**sums, "rewards": rewards, LARGEST_DIFFERENCE: Accumulator("max")}
 
     def measure_on_rank(self, step: Step) -> Mapping[str, Tensor]:
-        """Return the sums over this rank's completions; pipeline ranks have the same ones."""
+        """Return the sums over this rank's completions."""
         values: dict[str, Tensor] = {}
-        if self.mesh.indices.pipeline == 0:
-            for scored in step.state.get("rollouts", []):
-                for name, value in _sum_over_completions(scored, [*self.rewards]).items():
-                    values[name] = values[name] + value if name in values else value
+        for scored in step.state.get("rollouts", []):
+            for name, value in _sum_over_completions(scored, [*self.rewards]).items():
+                values[name] = values[name] + value if name in values else value
         losses, is_fresh = (
             read_losses_on_last_stage(step),
             all(scored.age == 0 for scored in step.state.get("rollouts", [])),

@@ -82,12 +82,8 @@ class Utilization:
         }
 
     def measure_on_rank(self, step: Step) -> Mapping[str, Tensor]:
-        """
-        Return float64 counts: positions (), and query-key pairs by window (windows,).
-
-        Pipeline ranks after the first return nothing, because all pipeline ranks have the same microbatches.
-        """
-        if self._flops is None or self.mesh.indices.pipeline:
+        """Return float64 counts: positions (), and query-key pairs by window (windows,)."""
+        if self._flops is None:
             return {}
         batches = step.state["batches"]
         pairs = [sum(_count_query_key_pairs(batch, window) for batch in batches) for window in self._flops.per_pair]

@@ -3,7 +3,7 @@
 import logging
 import threading
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from drawloom.components.ports.checkpoint import Durable
 from drawloom.components.ports.distributed import Device, Mesh
+from drawloom.components.ports.pipeline import LOSSES
 from drawloom.components.ports.run import (
     STEP_LINE,
     Cadence,
@@ -77,8 +78,9 @@ def wait_and_compute_measurements(metrics: Sequence[Metric], step: Step) -> Meas
 def reduce_metrics_over_ranks(metrics: Sequence[Metric], step: Step, mesh: Mesh, device: Device) -> None:
     """Combine every metric's accumulators over ranks, and write the totals into the step's state. Does not wait."""
     parts = [(metric.accumulators, metric.measure_on_rank(step)) for metric in metrics]
+    scopes = _list_counted_scopes(step, mesh)
     packed = {
-        op: torch.cat(tensors) for op in OPS if (tensors := [*_flatten_accumulators(parts, op, mesh, device.device)])
+        op: torch.cat(tensors) for op in OPS if (tensors := [*_flatten_accumulators(parts, op, scopes, device.device)])
     }
     for op, tensor in packed.items():
         if op == "sum":
@@ -91,24 +93,31 @@ def reduce_metrics_over_ranks(metrics: Sequence[Metric], step: Step, mesh: Mesh,
     step.state[METRIC_TOTALS] = packed
 
 
+def _list_counted_scopes(step: Step, mesh: Mesh) -> set[str]:
+    """Return the scopes in which this rank's sums count: of a pipeline's ranks, one has the losses of its batches."""
+    losses = step.state.get(LOSSES)
+    has_losses = len(losses["weight"]) > 0 if losses is not None else mesh.indices.pipeline == 0
+    is_counted = has_losses and mesh.indices.tensor == 0
+    scopes = {
+        "activations": True,
+        "data": is_counted,
+        "rows": is_counted and mesh.indices.context == 0,
+        "model": mesh.replica_group.rank == 0,
+    }
+    return {scope for scope, counts in scopes.items() if counts}
+
+
 def _flatten_accumulators(
     parts: Sequence[tuple[Mapping[str, Accumulator], Mapping[str, Tensor]]],
     reduce_op: str,
-    mesh: Mesh,
+    counted_scopes: Collection[str],
     device: torch.device,
 ) -> Iterator[Tensor]:
     """Yield this rank's flattened accumulators for one op; the op's identity where only another rank's counts."""
-    is_first = mesh.indices.tensor == 0
-    counts = {
-        "activations": True,
-        "data": is_first,
-        "rows": is_first and mesh.indices.context == 0,
-        "model": mesh.replica_group.rank == 0,
-    }
     for accumulators, update in parts:
         for name, accumulator in accumulators.items():
             if accumulator.op == reduce_op:
-                has_part = name in update and (reduce_op != "sum" or counts[accumulator.scope])
+                has_part = name in update and (reduce_op != "sum" or accumulator.scope in counted_scopes)
                 part = update[name] if has_part else accumulator.identity_element()
                 # A blocking copy of a part on the CPU, such as a count, would wait for the GPU's queue.
                 part = part.detach().to(device, torch.float64, non_blocking=device.type == "cuda")

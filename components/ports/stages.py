@@ -209,9 +209,12 @@ class Parameters(Protocol):
     This rank's trained parameters for the optimizer, in `precision.parameter`; slices if sharded.
 
     Layers may compute with casts: change a parameter in place, and the next step's forward passes use the new values.
-    Between forward_backward and the optimizer, `.grad` is the gradient summed over this rank's
-    microbatches (gradient accumulation), in `precision.gradient`; it is None if no gradient reached the parameter.
-    Clippers, metrics and optimizers read and change `.grad`, and the optimizer sets it to None.
+    After gradients.synchronize, `.grad` is the mean gradient per token over the whole step, in `precision.gradient`: of
+    the whole parameter, equal on all ranks that have it, or of this rank's slice. Clippers, metrics and optimizers read
+    and change it, and the optimizer sets it to None. Before, it is a sum over this rank's microbatches (gradient
+    accumulation), to which some ranks' sums may have been added during backward passes, or None if no gradient reached
+    the parameter; only `sum_remaining_gradients` reads it then. A parameter may be on several ranks: a norm or a count
+    takes `owned_parameters`, and adds up over ranks with the port Reduce.
     """
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:

@@ -22,9 +22,10 @@ class Accumulator:
     """
     A float64 tensor with fixed shape, combined over ranks at every step.
 
-    `scope` selects the ranks that contribute to a sum. "data" is for values that differ by batch, such as losses, and
-    are equal along `tensor`. "rows" is for counts over whole rows, which ranks along `context` share. "activations" is
-    for hidden states, which differ on all ranks. "model" is for values that replicas have in common, such as gradient
+    `scope` selects the ranks that contribute to a sum, so that nothing counts twice. "data" is for values of losses and
+    of batches, which ranks along `pipeline` and `tensor` have in common: the first rank along `tensor` with the losses
+    contributes. "rows" is for counts over whole rows, which ranks along `context` also share. "activations" is for
+    hidden states, which differ on all ranks. "model" is for values that replicas have in common, such as gradient
     norms: one replica contributes.
     """
 

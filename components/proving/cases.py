@@ -61,7 +61,7 @@ def list_cases(recipe: Recipe) -> list[Case]:
     """
     Return the cases, those that find most faults first.
 
-    Single dimensions are followed by checkpoints that change the mesh, pairs of dimensions, schedules and narrow dtypes.
+    Single dimensions come before checkpoints that change the mesh, pairs of dimensions, schedules and narrow dtypes.
     """
     graph = recipe.graph
     singles = [_make_mesh_case(graph, sizes) for sizes in SINGLE]
@@ -72,10 +72,7 @@ def list_cases(recipe: Recipe) -> list[Case]:
             Case(f"one process, resumed from {case.name}", 1, {}, {"checkpoint": 1}, resumed=case.name)
             for case in singles
         ),
-        *(
-            attrs.evolve(case, name=f"{case.name}, resumed from one process", resumed=ONE.name)
-            for case in singles
-        ),
+        *(attrs.evolve(case, name=f"{case.name}, resumed from one process", resumed=ONE.name) for case in singles),
         *(_make_mesh_case(graph, dict.fromkeys(pair, 2)) for pair in combinations(DIMENSIONS, 2)),
         *_list_pipeline_cases(graph, recipe),
         *(_make_mesh_case(graph, sizes) for sizes in EXPERT_MESHES),
@@ -105,5 +102,5 @@ def _list_pipeline_cases(graph: Graph, recipe: Recipe) -> Iterator[Case]:
 
 def make_narrow(case: Case, graph: Graph) -> Case:
     """Return a case in bfloat16."""
-    values = {**case.values, **{name: NARROW for name in graph.implementers(Precision)}}
+    values = {**case.values, **dict.fromkeys(graph.implementers(Precision), NARROW)}
     return attrs.evolve(case, name=f"{case.name}, bfloat16", values=values, is_narrow=True)

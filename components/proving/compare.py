@@ -35,6 +35,9 @@ class Difference:
     error: float
     cause: str
 
+    def __str__(self) -> str:
+        return f"step {self.step}, [{self.phase}], {self.name} ({100 * self.error:.2g} % off): {self.cause}"
+
 
 @attrs.frozen
 class Compared:
@@ -100,18 +103,14 @@ def iterate_compared_values(one: RankRecord, ranks: Sequence[RankRecord]) -> Ite
         yield Compared((one.snapshots[-1].step, "export", name), "piece", tensor, [piece], 0.0)
 
 
-def _iterate_numbers(
-    snapshot: Snapshot, names: Sequence[str], others: Sequence[Snapshot | None]
-) -> Iterator[Compared]:
+def _iterate_numbers(snapshot: Snapshot, names: Sequence[str], others: Sequence[Snapshot | None]) -> Iterator[Compared]:
     for name in names:
         values = [None if other is None else other.numbers.get(name) for other in others]
         pieces = [None if value is None else Piece(value) for value in values]
         yield Compared((snapshot.step, snapshot.phase, name), "number", snapshot.numbers[name], pieces, 0.0)
 
 
-def _add_parts(
-    name: str, others: Sequence[Snapshot | None], ranks: Sequence[RankRecord]
-) -> Sequence[Piece | None]:
+def _add_parts(name: str, others: Sequence[Snapshot | None], ranks: Sequence[RankRecord]) -> Sequence[Piece | None]:
     """Return a sum's total over ranks with other tokens or layers, by index along `tensor`."""
     totals: dict[int, Tensor] = {}
     for other, record in zip(others, ranks, strict=True):
@@ -180,7 +179,7 @@ def explain_difference(value: Compared, ranks: Sequence[RankRecord], sizes: Mapp
 
 
 def _explain_common_factor(ratio: float, axis: str, sizes: Mapping[str, int]) -> str:
-    counts = {size for size in sizes.values()} | {prod(sizes.values())}
+    counts = {*sizes.values()} | {prod(sizes.values())}
     for count in sorted(counts):
         if abs(ratio - count) < EXACT:
             return (

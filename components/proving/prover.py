@@ -1,10 +1,11 @@
 """The proof of a component or a recipe: its contracts, and its runs on meshes compared with one process."""
 
 import math
+import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,11 @@ from drawloom.components.proving.compare import (
 from drawloom.components.proving.contracts import check_contracts
 from drawloom.components.proving.ranks import RankPool, RanksFailedError
 from drawloom.components.proving.recorder import RankRecord
-from drawloom.components.proving.run import RecordedRun, RefusedError, Source, Values, run_and_record
-from drawloom.components.proving.smallest import STEPS
-from drawloom.graph.problems import UserError
+from drawloom.components.proving.result import ProvedDifference, ProveResult
+from drawloom.components.proving.run import RecordedRun, RefusedError, Source, run_and_record
+from drawloom.components.proving.smallest import STEPS, list_smaller_values, merge_values
+from drawloom.components.proving.subject import Subject
+from drawloom.graph.problems import RecipeError, UserError
 from drawloom.graph.project import Recipe
 
 TOLERANCE = 1e-9
@@ -42,34 +45,12 @@ SAVED = STEPS // 2
 
 @attrs.frozen
 class Failure:
-    """A case with other numbers than one process, or with a crash, and the words for the smallest failing recipe."""
+    """A case with other numbers than one process, or with a crash, and the text of the smallest failing recipe."""
 
     case: Case
     difference: Difference | None
     crash: str = ""
-
-
-@attrs.frozen
-class Proof:
-    """
-    What a proof has shown: the checked contracts, the cases with equal numbers, and the first failure.
-
-    `refused` has reasons by case. `uncompared` are values that differ between two runs of one process.
-    """
-
-    contracts: Sequence[str]
-    broken_contract: str
-    equal: Sequence[str]
-    refused: Mapping[str, str]
-    untried: Sequence[str]
-    uncompared: Sequence[str]
-    failure: Failure | None
-    seconds: float
-
-    @property
-    def is_right(self) -> bool:
-        """Whether nothing was wrong."""
-        return not self.broken_contract and self.failure is None
+    recipe: str = ""
 
 
 class _FailedError(Exception):
@@ -100,16 +81,14 @@ class Prover:
 
     def prove(
         self,
-        source: Source,
-        values: Values,
-        nodes: Sequence[str],
+        subject: Subject,
         budget: float | None = None,
         within: Callable[[], AbstractContextManager[object]] = nullcontext,
-    ) -> Proof:
-        """Check the contracts of `nodes`, and compare runs, for at most `budget` seconds after the first cases."""
+    ) -> ProveResult:
+        """Check the contracts of nodes, and compare runs with one process; no case begins after `budget` seconds."""
         with tempfile.TemporaryDirectory(prefix="prove-") as folder:
-            proof = _OneProof(self, source, values, Path(folder), within, budget)
-            return proof.run(nodes)
+            source, values, nodes = subject.make_source_values_and_nodes(Path(folder) / "input")
+            return _OneProof(self, source, values, Path(folder), within, budget).run(subject.name, nodes)
 
     def call(self, ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Call a function in `ranks` processes."""
@@ -122,7 +101,7 @@ class _OneProof:
 
     prover: Prover
     source: Source
-    values: Values
+    values: dict[str, Any]
     folder: Path
     within: Callable[[], AbstractContextManager[object]]
     budget: float | None
@@ -131,8 +110,8 @@ class _OneProof:
     refused: dict[str, str] = attrs.field(factory=dict)
     uncompared: set[str] = attrs.field(factory=set)
 
-    def run(self, nodes: Sequence[str]) -> Proof:
-        """Return the proof."""
+    def run(self, subject: str, nodes: Sequence[str]) -> ProveResult:
+        """Return the result for a subject, whose `nodes` have contracts to keep."""
         contracts: list[str] = []
         broken, failure = "", None
         recipe = self.source.load(self.values)
@@ -150,16 +129,22 @@ class _OneProof:
         try:
             untried = [case.name for case in cases] if broken else self._compare_cases(recipe, cases)
         except _FailedError as failed:
-            failure = failed.failure
+            failure = self._find_smallest(failed.failure)
             untried = [case.name for case in cases if case.name not in {*self.equal, *self.refused, failure.case.name}]
-        return Proof(
+        found = failure and failure.difference
+        return ProveResult(
+            subject=subject,
             contracts=contracts,
             broken_contract=broken,
             equal=self.equal,
+            failed=failure.case.name if failure else "",
+            difference=ProvedDifference(**attrs.asdict(found)) if found else None,
+            crash=failure.crash if failure else "",
             refused=self.refused,
             untried=untried,
             uncompared=sorted(self.uncompared),
-            failure=failure,
+            recipe=failure.recipe if failure else "",
+            path=None,
             seconds=time.monotonic() - self.start,
         )
 
@@ -222,7 +207,33 @@ class _OneProof:
             self.refused[case.name] = f"at the start: {error.last_line.removeprefix(REFUSED)}"
             return
         steps = (1, 1) if case.is_narrow else (SAVED + 1, STEPS) if case.resumed else (1, STEPS)
-        self._compare(case, self._select_steps(*steps), ranks, self._get_narrow_tolerance if case.is_narrow else self._get_tolerance)
+        self._compare(
+            case,
+            self._select_steps(*steps),
+            ranks,
+            self._get_narrow_tolerance if case.is_narrow else self._get_tolerance,
+        )
+
+    def _find_smallest(self, failure: Failure) -> Failure:
+        """Return the failure with the smallest recipe that still fails, and with its text."""
+        values, case, difference = {**self.values}, failure.case, failure.difference
+        if difference is not None and not (case.resumed or case.is_narrow):
+            for smaller in list_smaller_values(self.source.load(self.values), difference.step):
+                tried = attrs.evolve(self, values=merge_values(values, smaller), equal=[])
+                with suppress(RanksFailedError, RecipeError, UserError):
+                    recipe = self.source.load(tried.values)
+                    recipe.check(skip_machine_checks=True)
+                    if not case.find_refusal(recipe):
+                        self.prover.on_progress(0, 1, "the smallest failing recipe")
+                        tried.errors_by_noise = {}  # one run less; a real difference is larger
+                        try:
+                            tried._compare_case(case)
+                        except _FailedError as smallest:
+                            if smallest.failure.difference is not None:
+                                values, failure = tried.values, smallest.failure
+        comment = f"{case.name}: {failure.difference}" if failure.difference else case.name
+        text = self.source.format_with(merge_values(values, case.values), comment)
+        return attrs.evolve(failure, recipe=text)
 
     def _select_steps(self, first: int, last: int) -> RankRecord:
         """Return the record of one process with the snapshots of some steps, and with exports after the last step."""
@@ -249,8 +260,9 @@ class _OneProof:
 
     def _record(self, case: Case, noise: float = 0.0) -> list[RankRecord]:
         """Run a case in its own folder, and return the records by rank."""
-        values, target = {**self.values, **case.values}, self.folder / case.name
+        values, target = merge_values(self.values, case.values), self.folder / case.name
         checkpoint = self.folder / case.resumed / CHECKPOINTS / f"step-{SAVED}" if case.resumed else None
+        shutil.rmtree(target, ignore_errors=True)  # of the same case with a larger recipe
         last = 1 if case.is_narrow else STEPS
         run = RecordedRun(self.source, values, target, last, checkpoint, noise, self.within)
         return self.prover.call(case.ranks, run_and_record, run)

@@ -90,7 +90,7 @@ class RankPool:
         while waiting:
             ready = wait(list(waiting), timeout)
             if not ready:
-                failures |= {rank: f"not done after {timeout:g} s" for rank in waiting.values()}
+                failures |= dict.fromkeys(waiting.values(), f"not done after {timeout:g} s")
                 break
             for pipe in ready:
                 rank = waiting.pop(pipe)  # type: ignore[call-overload]

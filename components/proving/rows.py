@@ -21,8 +21,8 @@ class ProvingRows:
     """
     Random tokens in documents of odd lengths, with random weights, for `drawloom prove`.
 
-    Of eight rows, three end with padding, the fourth has targets only in its first quarter, the fifth and the sixth have
-    none, and the seventh is one document.
+    Of eight rows, three end with padding, the fourth has targets only in its first quarter, the fifth and the sixth
+    have none, and the seventh is one document.
     """
 
     batch_type: ClassVar[type[Batch]] = TokenBatch

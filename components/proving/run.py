@@ -14,8 +14,12 @@ from drawloom.components.checkpoint.manifest import FOLDER as CHECKPOINTS
 from drawloom.components.phases.report import Report
 from drawloom.components.ports.run import RunInfo
 from drawloom.components.proving.recorder import RankRecord, Recorder
+from drawloom.components.proving.smallest import merge_values
 from drawloom.graph.problems import RecipeError, ReportedError, UserError
 from drawloom.graph.project import Project, Recipe
+from drawloom.graph.recipe.loading import RecipeFolder
+from drawloom.graph.recipe.overrides import read_overrides
+from drawloom.graph.toml.emit import dump_key, dump_toml
 
 LISTENER, TRACKER = "prove_listener", "prove_tracker"
 """Nodes that the recorder replaces."""
@@ -27,19 +31,35 @@ Values = Mapping[str, Any]
 
 @attrs.frozen
 class Source:
-    """A recipe's name or path, with the words, overlays and imports of a command."""
+    """
+    A recipe's name or path, with the overlays and imports of a command, values over them, and then words over these.
+    """
 
     recipe: str
+    values: Values = attrs.field(factory=dict)
     words: Sequence[str] = ()
     overlays: Sequence[str] = ()
     imports: Sequence[str] = ()
 
     def load(self, values: Values) -> Recipe:
         """Return the recipe with more values."""
-        project = Project.from_package("drawloom")
-        return Recipe.load(
-            self.recipe, *self.words, overlays=self.overlays, imports=self.imports, project=project
-        ).with_values(values, "prove")
+        recipe = Recipe.load(self.recipe, overlays=self.overlays, imports=self.imports)
+        for layer, name in ((self.values, "prove"), (read_overrides(self.words), "command line"), (values, "prove")):
+            recipe = recipe.with_values(layer, name)
+        return recipe
+
+    def format_with(self, values: Values, comment: str) -> str:
+        """Return a recipe file with more values, below a comment."""
+        shipped = RecipeFolder(Project.from_package("drawloom").recipes).names
+        bases = [name if name in shipped or name[:1] in "./" else f"./{name}" for name in (self.recipe, *self.overlays)]
+        tables = merge_values(merge_values(self.values, read_overrides(self.words)), values)
+        plain = {"extends": bases} | {name: value for name, value in tables.items() if not isinstance(value, dict)}
+        lines = [f"# {line}" for line in comment.splitlines()]
+        lines += [f"{name} = {dump_toml(value)}" for name, value in plain.items()]
+        for name, table in tables.items():
+            if isinstance(table, dict):
+                lines += ["", f"[{dump_key(name)}]", *(f"{dump_key(key)} = {dump_toml(table[key])}" for key in table)]
+        return "\n".join(lines) + "\n"
 
 
 @attrs.frozen

@@ -25,13 +25,13 @@ from drawloom.components.ports.kernels import Kernels
 from drawloom.components.ports.model import Model
 from drawloom.components.ports.passes import PassFeature
 from drawloom.components.ports.pipeline import Loss, Schedule
-from drawloom.components.ports.run import FinalTask, Listener, Phase
-from drawloom.components.ports.stages import ModelExport, Stages
+from drawloom.components.ports.run import Batching, FinalTask, Listener, Phase
+from drawloom.components.ports.stages import ModelExport
 from drawloom.components.ports.tracking import Metric, Tracker
 from drawloom.graph.problems import UserError
 from drawloom.graph.project import Recipe
+from drawloom.graph.recipe.overrides import nest_values
 from drawloom.graph.registry.spec import Spec
-from drawloom.graph.toml.emit import dump_key, dump_toml
 from drawloom.graph.types.port_match import implements
 from drawloom.graph.wiring.graph import Graph
 
@@ -89,8 +89,8 @@ EXPERTS: dict[str, Any] = {
     "mlp_only_layers": [0, 2],
     "router_aux_loss_coef": 0.5,
 }
-BASE: dict[str, Any] = {
-    "extends": "pretrain",
+BASE = "pretrain"
+BASE_VALUES: dict[str, Any] = {
     "unset": ["tokens", *(f"metrics.{name}" for name in TIMED[:4]), "garbage_collection"],
     "edit": {"trainer": {"phases": {"remove": "@garbage_collection"}}},
     "run": {"name": "prove"},
@@ -107,28 +107,32 @@ BASE: dict[str, Any] = {
     "trainer": {"steps": STEPS, "on_finish": ["@export"]},
 }
 """
-A run with every kind of collective. Its optimizer is SGD, since Adam's update hides a common factor of gradients.
+What makes `pretrain` a small run with every kind of collective. Its optimizer is SGD, since Adam's update hides a
+common factor of gradients.
 """
 REQUIRED: dict[str, Any] = {"lr": LR, "max_norm": MAX_NORM, "max_value": MAX_NORM, "targets": ["*_proj"], "alpha": 4.0}
 """Values for settings without a default."""
 
 
-def make_component_recipe(spec: Spec, folder: Path) -> tuple[dict[str, Any], str]:
+def make_component_recipe(spec: Spec, folder: Path, key_heads: int) -> tuple[dict[str, Any], str]:
     """
-    Return the smallest recipe with a component, and the component's node. A corpus is written into the folder.
+    Return the values that `BASE` needs to use a component, and its node. A corpus is written into the folder.
 
     Raises UserError for a component without a place in a training run.
     """
     place = next(iter(_find_places(spec)), None)
     if place is None:
-        raise UserError(f"{spec.use} has no port that `prove` can place in a run; write a recipe with it, and prove it", 2)
+        raise UserError(
+            f"{spec.use} has no port that `prove` can place in a run; write a recipe with it, and prove it", 2
+        )
     node, changes = place
     names = {field.name for field in spec.settings}
     settings = {name: value for name, value in REQUIRED.items() if name in names and spec.fields[name].required}
     if implements(spec.cls, Model):
         settings |= {name: SIZES[name] for name in list(SIZES)[: list(SIZES).index("global_size")] if name in names}
+        settings |= {"num_key_value_heads": key_heads} if "num_key_value_heads" in names else {}
         settings |= {"initializer_range": 0.2} if "initializer_range" in names else {}
-    values = _merge(_merge(BASE, changes), _nest(node, {"use": spec.use, **settings}))
+    values = merge_values(merge_values(BASE_VALUES, changes), nest_values(node, {"use": spec.use, **settings}))
     if any(implements(spec.cls, port) for port in (Corpus, TokenCorpus, Tokenizer, PackedDataset)):
         return _add_texts(values, node, folder), node
     return values, node
@@ -188,8 +192,8 @@ def _add_texts(values: dict[str, Any], node: str, folder: Path) -> dict[str, Any
         "packing": {"use": "data.packing.first_fit", "length": SIZES["length"]},
     }
     own = {"length": SIZES["length"]} if node == "packing" else {}
-    values = _merge(values, {name: table for name, table in others.items() if name != node})
-    return {**_merge(values, {node: own}), "unset": values["unset"][1:]}
+    values = merge_values(values, {name: table for name, table in others.items() if name != node})
+    return {**merge_values(values, {node: own}), "unset": values["unset"][1:]}
 
 
 def shrink_recipe(recipe: Recipe, folder: Path) -> dict[str, Any]:
@@ -200,16 +204,18 @@ def shrink_recipe(recipe: Recipe, folder: Path) -> dict[str, Any]:
         small = dict(_iterate_small_settings(node.settings, folder / name.replace("/", "-")))
         if implements(node.spec.cls, Restorer):
             small["keep"] = 9
-        values = _merge(values, _nest(name, small))
+        values = merge_values(values, nest_values(name, small))
     root = graph.nodes[recipe.project.root]
     exports = set(graph.implementers(ModelExport))
     tasks = root.edges["on_finish"].targets if "on_finish" in root.edges else ()
-    values = _merge(values, _nest(root.name, {"steps": STEPS, "on_finish": [f"@{n}" for n in tasks if n in exports]}))
+    values = merge_values(
+        values, nest_values(root.name, {"steps": STEPS, "on_finish": [f"@{n}" for n in tasks if n in exports]})
+    )
     if _can_use_generated_rows(graph):
         [packing] = graph.implementers(PackedDataset)
-        values = _merge(values, {packing: GENERATED})
+        values = merge_values(values, {packing: GENERATED})
         for order in graph.implementers(RowOrder):
-            values = _merge(values, {order: {"use": "data.order.sequential"}})
+            values = merge_values(values, {order: {"use": "data.order.sequential"}})
     return values
 
 
@@ -217,7 +223,7 @@ def make_reproducible_values(graph: Graph) -> dict[str, Any]:
     """Return values for every run of a proof: on the CPU, in float64, and without measurements of time."""
     values: dict[str, Any] = {name: {"kind": "cpu"} for name in graph.implementers(Device)}
     values |= {name: {"timeout": 60.0} for name in graph.implementers(Processes)}
-    values |= {name: FLOAT64 for name in graph.implementers(Precision)}
+    values |= dict.fromkeys(graph.implementers(Precision), FLOAT64)
     values |= {name: {"data_replicate": 1} for name in graph.implementers(Mesh)}
     for name, node in graph.nodes.items():
         if node.spec.cls is Report:
@@ -227,6 +233,27 @@ def make_reproducible_values(graph: Graph) -> dict[str, Any]:
     for name in graph.implementers(Restorer):
         values[name] = {"every": STEPS // 2, "keep": 9}
     return values
+
+
+def list_smaller_values(recipe: Recipe, step: int) -> list[dict[str, Any]]:
+    """Return changes that make a recipe smaller, to be tried one after another; `step` is the first that fails."""
+    graph, root = recipe.graph, recipe.project.root
+    models = graph.implementers(Model)
+    return [
+        *(
+            {name: {"num_hidden_layers": layers, **_select_dense_layers(graph, name, layers)}}
+            for name in models
+            for layers in (2, 1)
+        ),
+        *({name: {"global_size": 4}} for name in graph.implementers(Batching)),
+        {root: {"steps": step, "on_finish": []}},
+    ]
+
+
+def _select_dense_layers(graph: Graph, model: str, layers: int) -> dict[str, Any]:
+    """Return the setting for layers without experts, cut to a number of layers, if the model has it."""
+    dense = graph.nodes[model].settings.get("mlp_only_layers")
+    return {"mlp_only_layers": [layer for layer in dense if layer < layers - 1]} if dense else {}
 
 
 def _iterate_small_settings(settings: Mapping[str, Any], folder: Path) -> Iterator[tuple[str, Any]]:
@@ -270,31 +297,18 @@ def _can_use_generated_rows(graph: Graph) -> bool:
     return makes_tokens and reads <= LEAVES and not (uses_preference_pairs(loss) or uses_unpaired_answers(loss))
 
 
-def format_recipe(values: Mapping[str, Any], comment: str) -> str:
-    """Return values as a TOML file below a comment."""
-    lines = [f"# {line}" for line in comment.splitlines()]
-    lines += [f"{key} = {dump_toml(value)}" for key, value in values.items() if not isinstance(value, dict)]
-    for name, table in values.items():
-        if isinstance(table, dict):
-            lines += ["", f"[{dump_key(name)}]", *(f"{dump_key(key)} = {dump_toml(item)}" for key, item in table.items())]
-    return "\n".join(lines) + "\n"
-
-
-def _nest(node: str, table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a node's table below its groups."""
-    nested: dict[str, Any] = dict(table)
-    for part in reversed(node.split(".")):
-        nested = {part: nested}
-    return nested
-
-
-def _merge(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+def merge_values(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     """Merge tables; a table with another `use`, or an empty one, replaces the first."""
     merged = dict(one)
     for key, value in other.items():
         mine = merged.get(key)
-        if isinstance(value, dict) and isinstance(mine, dict) and value and mine.get("use") == value.get("use", mine.get("use")):
-            merged[key] = _merge(mine, value)
+        if (
+            isinstance(value, dict)
+            and isinstance(mine, dict)
+            and value
+            and mine.get("use") == value.get("use", mine.get("use"))
+        ):
+            merged[key] = merge_values(mine, value)
         else:
             merged[key] = value
     return merged

@@ -32,8 +32,10 @@ from drawloom.graph.problems import RecipeError, ReportedError, UserError, did_y
 from drawloom.graph.project import Project
 
 # The name of a node as a key, such as @metrics.learning or @metrics.*, is an anchor of a list edit.
-OVERRIDE = re.compile(r"[\w-]+(\.(@?[\w-]+|\*))+=")
-FLAG = re.compile(r"--[\w-]+(\.(@?[\w-]+|\*))+(=|$)")
+# It may be in quotes, as in a file.
+DOTTED = r"""[\w-]+(\.(@?[\w-]+|\*|"@[^"]+"|'@[^']+'))+"""
+OVERRIDE = re.compile(f"{DOTTED}=")
+FLAG = re.compile(f"--{DOTTED}(=|$)")
 
 
 def main(arguments: Sequence[str] | None = None, project: Project | None = None, console: Console | None = None) -> int:

@@ -1,5 +1,6 @@
 """Overrides: words `node.key=value`, from the command line or from Python, as a table."""
 
+import re
 import shlex
 from collections.abc import Sequence
 from typing import Any
@@ -8,19 +9,22 @@ import tomli
 
 from drawloom.graph.problems import COMMAND_LINE, Problem, RecipeError
 
+QUOTED = re.compile(r"""["'](@[^"']+)["']""")
+"""The name of a node in quotes, as a key in a file needs them."""
+
 
 def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     """
     Read overrides `node.key=value` into one table. Raises RecipeError with all malformed ones.
 
-    A value without TOML syntax is a string: `kernels.rms_norm=eager`. After ".@", a key is the dotted name of a node:
-    `edit.report.metrics.after.@metrics.learning=@metrics.mine`.
+    A value without TOML syntax is a string: `kernels.rms_norm=eager`. After ".@", a key is the dotted name of a node,
+    also in quotes: `edit.report.metrics.after.@metrics.learning=@metrics.mine`.
     """
     tree: dict[str, Any] = {}
     problems = []
     for word in overrides:
         key, equals, text = word.partition("=")
-        path, at, name = key.partition(".@")
+        path, at, name = QUOTED.sub(r"\1", key).partition(".@")
         *tables, last = [*path.split("."), f"@{name}"] if at else path.split(".")
         # A key without a dot would set a whole node, which only an inline table can be.
         if not (equals and last and all(tables)) or not (tables or text.lstrip().startswith("{")):

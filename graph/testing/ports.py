@@ -38,8 +38,9 @@ def fake(*ports: type, **answers: Any) -> Any:
 
     `answers` are attribute values and return values for methods: a value, or a function with the arguments of the
     method. Every other value is empty for its annotated type: 0, "", an empty list, another fake for another port,
-    None. `calls` lists the calls of methods as `Call`s. Raises TypeError for calls not allowed by the port, and
-    immediately for names missing in all ports.
+    None; if there is no such value, such as for a tensor, a TypeError names the port and the member that is asked for.
+    `calls` lists the calls of methods as `Call`s. Raises TypeError for calls not allowed by the port, and immediately
+    for names missing in all ports.
     """
     known = {name: port for port in ports for name in list_protocol_members(port)}
     unknown = answers.keys() - known.keys()
@@ -51,10 +52,10 @@ def fake(*ports: type, **answers: Any) -> Any:
     for name, port in known.items():
         expected = inspect.getattr_static(port, name, None)
         if inspect.isfunction(expected):
-            namespace[name] = _make_method(expected, calls, answers.get(name, _Unanswered))
+            namespace[name] = _make_method(port, expected, calls, answers.get(name, _Unanswered))
         else:
             namespace["__annotations__"][name] = kind = _read_attribute_type(port, name, expected)
-            namespace[name] = answers[name] if name in answers else _make_empty_value(kind)
+            namespace[name] = answers[name] if name in answers else _make_empty_attribute(port, name, kind)
     # A new class, because ports are matched by class.
     return type(f"Fake{''.join(port.__name__ for port in ports)}", (), namespace)()
 
@@ -63,7 +64,7 @@ class _Unanswered:
     """Marker for a method without an answer; None may be an answer."""
 
 
-def _make_method(expected: Callable[..., Any], calls: list[Call], answer: Any) -> Callable[..., Any]:
+def _make_method(port: type, expected: Callable[..., Any], calls: list[Call], answer: Any) -> Callable[..., Any]:
     signature = inspect.signature(expected)
     kind = typing.get_type_hints(expected).get("return")
 
@@ -72,7 +73,7 @@ def _make_method(expected: Callable[..., Any], calls: list[Call], answer: Any) -
         bound = signature.bind(self, *args, **kwargs)
         calls.append(Call(expected.__name__, dict(list(bound.arguments.items())[1:])))
         if answer is _Unanswered:
-            return _make_empty_value(kind)
+            return _require_empty_value(port, expected.__name__, kind)
         return answer(*args, **kwargs) if callable(answer) else answer
 
     return record_call_and_answer
@@ -84,8 +85,23 @@ def _read_attribute_type(port: type, name: str, expected: Any) -> Any:
     return hints.get("return" if isinstance(expected, property) else name, Any)
 
 
+def _make_empty_attribute(port: type, name: str, kind: Any) -> Any:
+    """Return an empty value for an attribute's type, or a property that raises TypeError when it is read."""
+    value = _make_empty_value(kind)
+    if value is not _Unanswered:
+        return value
+    return property(lambda self: _require_empty_value(port, name, kind))
+
+
+def _require_empty_value(port: type, name: str, kind: Any) -> Any:
+    """Return an empty value for the type of a port's member. Raises TypeError if the type has none."""
+    if (value := _make_empty_value(kind)) is _Unanswered:
+        raise TypeError(f"the fake of {port.__name__} has no {name}; write fake({port.__name__}, {name}=...)")
+    return value
+
+
 def _make_empty_value(kind: Any) -> Any:
-    """Return an empty value for a type."""
+    """Return an empty value for a type; _Unanswered for a type without one."""
     origin = typing.get_origin(kind) or kind
     if origin in EMPTY:
         return EMPTY[origin]()
@@ -95,7 +111,10 @@ def _make_empty_value(kind: Any) -> Any:
         return _make_empty_value(typing.get_args(kind)[0])
     if getattr(origin, "_is_protocol", False) and is_port_or_component(origin):
         return fake(origin)
-    return iter(()) if getattr(origin, "__name__", "") in ("Iterator", "Iterable", "Generator") else None
+    if getattr(origin, "__name__", "") in ("Iterator", "Iterable", "Generator", "Sequence", "Collection"):
+        return iter(()) if origin.__name__ in ("Iterator", "Generator") else []
+    is_optional = kind is None or origin is type(None) or type(None) in typing.get_args(kind)
+    return None if is_optional or kind is Any else _Unanswered
 
 
 Property = Callable[..., None]

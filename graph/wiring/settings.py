@@ -67,7 +67,13 @@ class SettingsResolver:
             text = f"{key!r} is filled in by the container and can't be set"
             return node.add_problem("DL301", text, "remove it", (key,), key=True)
         owner = node.table.discarded.get(key)
-        known = [name for name, field in node.spec.fields.items() if field.kind not in ("every", "recipe")]
+        item = node.table.items.get(key)
+        is_number = isinstance(item, Leaf) and isinstance(item.value, int | float)  # which no edge can be
+        known = [
+            name
+            for name, field in node.spec.fields.items()
+            if field.kind == "setting" or (field.is_edge and not is_number)
+        ]
         hint = f"it belonged to {owner!r}, which this `use` replaces" if owner else did_you_mean(key, known)
         if line := node.spec.traits.replaced_keys.get(key):
             hint = f"write {line}"

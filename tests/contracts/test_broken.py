@@ -4,7 +4,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import attrs
 import pytest
+import torch
 from torch import Tensor, nn
 
 from drawloom.components.contracts.model import layers_keep_shape_and_dtype_if_declared
@@ -13,8 +15,9 @@ from drawloom.components.ports.distributed import ReplicaLimit
 from drawloom.components.ports.features import StageFeature
 from drawloom.components.ports.model import BatchContext, LayerRange
 from drawloom.components.ports.run import FinalTask, Phase, Step
+from drawloom.components.ports.stages import Parameters
 from drawloom.graph import component
-from drawloom.graph.testing import BrokenContractError, check_port
+from drawloom.graph.testing import BrokenContractError, check_port, fake
 
 
 @component(reads=("loss",), writes=("doubled",))
@@ -51,6 +54,51 @@ class Skips:
     def run_phase(self, step: Step) -> None:
         """Go to the next step."""
         step.index += 1
+
+
+@component(reads=("tokens",), writes=("doubled",))
+class ReadsBesideTokens:
+    """Reads a value without declaring it, beside a value that the step has."""
+
+    def run_phase(self, step: Step) -> None:
+        """Read the loss after the tokens."""
+        step.state["doubled"] = 2 * step.state["tokens"] + step.state.get("loss", 0)
+
+
+@component(reads=("plans_of_a_plugin",))
+class WritesBesideOwnValue:
+    """Writes a value without declaring it, and then reads a value that no shipped phase writes."""
+
+    def run_phase(self, step: Step) -> None:
+        """Write a value, and fail at the other one."""
+        step.state["secret"] = 1
+        step.state["plans_of_a_plugin"].items()
+
+
+@component
+class Averages:
+    """An average of parameters, whose slices it does not declare."""
+
+    parameters: Parameters
+    _averages: dict[str, Tensor] = attrs.field(init=False, factory=dict)
+
+    def open(self) -> None:
+        """Copy the parameters."""
+        self._averages = {name: part.detach().clone() for name, part in self.parameters.named_parameters()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the averages by parameter."""
+        return {name: {"average": part} for name, part in self._averages.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Copy saved averages."""
+        for name, part in self._averages.items():
+            part.copy_(state[name]["average"])
+
+
+def make_averages() -> Averages:
+    """Return averages of a parameter."""
+    return Averages(parameters=fake(Parameters, named_parameters=[("weight", nn.Parameter(torch.ones(2, 3)))]))
 
 
 class Wraps(StageFeature):
@@ -131,6 +179,9 @@ BROKEN: list[tuple[Callable[[], Any], type, str]] = [
     (ReadsInSecret, Phase, "reads loss without declaring it"),
     (WritesInSecret, Phase, "writes secret without declaring it"),
     (Skips, Phase, "changes the index"),
+    (ReadsBesideTokens, Phase, "reads loss without declaring it"),
+    (WritesBesideOwnValue, Phase, "writes secret without declaring it"),
+    (make_averages, Stateful, "write the method `state_slices`"),
     (Wraps, StageFeature, "called otherwise"),
     (Materializes, StageFeature, "made real"),
     (Aliases, Stager, "after a change of the state"),

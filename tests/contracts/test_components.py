@@ -340,6 +340,7 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     "data.packing.padded": lambda folder: {"packing": {"use": "data.packing.padded", "length": 16}},
     "data.packing.windows": lambda folder: {"packing": {"use": "data.packing.windows", "length": 16}},
     "data.tokenized": store,
+    "proving.rows": lambda folder: {"packing": {"use": "proving.rows", "length": 16}},
     "data.record": lambda folder: {"record": {"use": "data.record"}},
     "data.standard_library": lambda folder: {},
     "learning_rate.constant": lambda folder: {"lr": {"use": "learning_rate.constant", "warmup_steps": 2}},

@@ -21,7 +21,7 @@ LIBRARIES = {
     "components.parallel",
 }
 BELOW = {"graph", *LIBRARIES}
-TOOLS = {"components.commands", "components.planning", "graph.lsp"}
+TOOLS = {"components.commands", "components.planning", "components.proving", "graph.lsp"}
 
 FLOORS: dict[str, tuple[set[str], set[str]]] = {
     "graph": (set(), {"attrs", "cattrs", "tomli", "rich", "pytest"}),  # pytest in the plugin that pytest itself imports
@@ -120,6 +120,11 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
         BELOW | {"components.pipeline", "components.stages", "kernels"},
         {"attrs", "numpy", "torch"},
     ),
+    # A proof records whole runs in processes of its own, and checks the contracts of ports.
+    "components.proving": (
+        BELOW | {"components.checkpoint.manifest", "components.phases.report"},
+        {"attrs", "safetensors", "torch"},
+    ),
     "components.checkpoint": (BELOW, {"attrs", "torch"}),
     # A report puts together what several subjects have left in a run folder, and draws the schedule.
     "components.report": (
@@ -152,6 +157,7 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
                 "float8",
                 "pipeline",
                 "planning",
+                "proving",
                 "report",
                 "sampling",
                 "stages",

@@ -1,4 +1,4 @@
-"""Faults of meshes, seeded into drawloom's own components: contexts to run a recipe in, for tests of `drawloom prove`."""
+"""Faults of meshes, seeded into drawloom's own components, as contexts of runs, for tests of `drawloom prove`."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -10,6 +10,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from drawloom.components.distributed.sum_over_shards import SumOverParameters
 from drawloom.components.experts.all_to_all import AllToAllExperts
 from drawloom.components.gradients.clip_group_norm import ClipGroupNorm
 from drawloom.components.gradients.synchronize import Synchronize
@@ -17,15 +18,14 @@ from drawloom.components.model.decoder.router import Router
 from drawloom.components.model.layers import Linear, LinearHead
 from drawloom.components.optim.muon import SharedMatrices, orthogonalize
 from drawloom.components.parallel import context as context_module
-from drawloom.components.parallel.context import ContextDimension, ContextPart
+from drawloom.components.parallel.context import ContextPart
 from drawloom.components.parallel.data_replicate import DataReplicateDimension
 from drawloom.components.parallel.ddp import ReplicatedModule
 from drawloom.components.parallel.dimension import RankParameters
 from drawloom.components.parallel.expert import ExpertDimension
 from drawloom.components.parallel.pipeline import PipelineDimension
 from drawloom.components.parallel.row_sums import RowSums
-from drawloom.components.parallel.tensor import TensorDimension, TensorRanks
-from drawloom.components.distributed.sum_over_shards import SumOverParameters
+from drawloom.components.parallel.tensor import TensorDimension
 from drawloom.components.stages.materialized import MaterializedStages
 
 Fault = Callable[[], AbstractContextManager[object]]
@@ -54,16 +54,13 @@ def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None
         yield
 
 
-def _skip_names(pattern: str) -> Callable[[Any], Any]:
+def _skip_names(pattern: str, original: Any) -> Any:
     """Return a replacement of `sum_named_gradients_over_group` that leaves parameters out."""
 
-    def make(original: Any) -> Any:
-        def sum_others(self: RankParameters, names: Any, group: Any) -> None:
-            original(self, [name for name in names if pattern not in name], group)
+    def sum_others(self: RankParameters, names: Any, group: Any) -> None:
+        original(self, [name for name in names if pattern not in name], group)
 
-        return sum_others
-
-    return make
+    return sum_others
 
 
 def _make_nothing(_original: Any) -> Any:
@@ -139,9 +136,9 @@ def _keep_local_norm(_original: Any) -> Any:
 
 def _orthogonalize_slices(_original: Any) -> Any:
     def orthogonalize_own(self: SharedMatrices, updates: Mapping[str, Tensor], ns_steps: int) -> dict[str, Tensor]:
-        return {name: orthogonalize(update.bfloat16(), ns_steps) for name, update in updates.items() if update.numel()} | {
-            name: update.bfloat16() for name, update in updates.items() if not update.numel()
-        }
+        return {
+            name: orthogonalize(update.bfloat16(), ns_steps) for name, update in updates.items() if update.numel()
+        } | {name: update.bfloat16() for name, update in updates.items() if not update.numel()}
 
     return orthogonalize_own
 
@@ -223,29 +220,163 @@ def _load_layers_by_local_number(original: Any) -> Any:
 EXPERTS = ("model.mlp_only_layers=[]",)
 TIED = ("model.tie_word_embeddings=true",)
 FAULTS = [
-    SeededFault("norm_gradients", "gradients of norms are not summed", ("tensor",), replace(TensorDimension, "sum_remaining_gradients", _make_nothing)),
-    SeededFault("delta_norm", "the gradient of a delta net's output norm is not summed", ("tensor",), replace(RankParameters, "sum_named_gradients_over_group", _skip_names("linear_attn.norm")), "model.qwen3_5"),
-    SeededFault("latent_rows", "the rows of a latent projection are not summed", ("tensor",), replace(RankParameters, "sum_named_gradients_over_group", _skip_names("kv_a_proj")), "model.deepseek_v3"),
-    SeededFault("local_smoothing", "label smoothing over the local vocabulary", ("tensor",), replace(LinearHead, "mean_logits", _use_local_mean), words=("loss.label_smoothing=0.1",)),
-    SeededFault("gathered_twice", "the log of the rank count is added to losses", ("tensor",), replace(LinearHead, "token_losses", _add_log_of_size)),
-    SeededFault("bias_everywhere", "every rank adds the bias of a rowwise layer", ("tensor",), replace(Linear, "forward", _add_bias_on_every_rank), "model.gpt_oss"),
-    SeededFault("norm_counts_copies", "the norm counts copies", ("tensor",), replace(TensorDimension, "list_copies_owned_elsewhere", _make_empty_set)),
-    SeededFault("padding_in_router", "a router counts padding if tokens are split", ("tensor",), replace(Router, "forward", _ignore_padding_of_split_tokens)),
-    SeededFault("muon_on_slices", "Newton-Schulz on a slice", ("tensor", "context", "data_shard"), replace(SharedMatrices, "orthogonalize", _orthogonalize_slices), "optim.muon"),
-    SeededFault("no_exchange", "attention sees only this rank's keys", ("context",), replace(ContextPart, "gather", _return_own_part)),
-    SeededFault("rank_order", "gathered keys stay in the order of ranks", ("context",), replace(ContextPart, "for_rank", _keep_rank_order)),
-    SeededFault("no_remote_gradient", "gradients of other ranks' keys are dropped", ("context",), replace(context_module._Gather, "backward", _keep_own_gradient)),
-    SeededFault("dropped_token", "a token at the end of a part is dropped", ("context",), replace(ContextPart, "select_own_tokens", _drop_last_token)),
-    SeededFault("row_weights", "the weights of rows are not summed over parts", ("context",), replace(RowSums, "sum_row_weights", _count_local_rows)),
-    SeededFault("whole_rows_counted", "every part counts whole rows", ("context",), replace(Synchronize, "_sum_losses_weights_and_tokens_over_ranks", _count_whole_rows)),
-    SeededFault("tied_copies", "gradients of a tied embedding's copies are not summed", ("pipeline",), replace(PipelineDimension, "sum_remaining_gradients", _make_nothing), words=TIED),
-    SeededFault("norm_of_a_stage", "the norm leaves the other stages out", ("pipeline", "tensor", "context", "data_shard"), replace(SumOverParameters, "sum_over_ranks", _keep_local_norm)),
-    SeededFault("clip_by_own_norm", "every rank clips by the norm of its own parameters", ("pipeline", "tensor", "context", "data_shard"), replace(ClipGroupNorm, "_compute_norm_over_ranks", _clip_by_own_norm), "gradients.clip_group_norm"),
-    SeededFault("local_layer_numbers", "layer numbers of a checkpoint are local to a stage", ("pipeline", "checkpoint"), replace(MaterializedStages, "load_state_dict", _load_layers_by_local_number)),
-    SeededFault("mean_of_means", "the weight is averaged over ranks", ("context", "data_shard", "data_replicate"), replace(Synchronize, "_sum_losses_weights_and_tokens_over_ranks", _weight_by_context)),
-    SeededFault("no_replica_sum", "replicas do not sum gradients", ("data_replicate",), replace(ReplicatedModule, "send_remaining_and_wait_for_sums", _keep_local_sums)),
-    SeededFault("unsummed_outside", "gradients outside of the backward pass are not summed", ("data_replicate",), replace(DataReplicateDimension, "sum_remaining_gradients", _make_nothing), "loss.next_token", TIED),
-    SeededFault("experts_twice", "gradients of experts are doubled", ("expert",), replace(ExpertDimension, "sum_remaining_gradients", _double_experts)),
-    SeededFault("unsummed_experts", "gradients of experts are not summed", ("expert", "tensor", "data_replicate"), replace(ExpertDimension, "sum_remaining_gradients", _make_nothing)),
-    SeededFault("router_gradient", "the router's gradient covers no sent token", ("expert",), replace(AllToAllExperts, "_exchange_tokens_and_probabilities", _send_without_probability_gradient)),
+    SeededFault(
+        "norm_gradients",
+        "gradients of norms are not summed",
+        ("tensor",),
+        replace(TensorDimension, "sum_remaining_gradients", _make_nothing),
+    ),
+    SeededFault(
+        "delta_norm",
+        "the gradient of a delta net's output norm is not summed",
+        ("tensor",),
+        replace(RankParameters, "sum_named_gradients_over_group", partial(_skip_names, "linear_attn.norm")),
+        "model.qwen3_5",
+    ),
+    SeededFault(
+        "latent_rows",
+        "the rows of a latent projection are not summed",
+        ("tensor",),
+        replace(RankParameters, "sum_named_gradients_over_group", partial(_skip_names, "kv_a_proj")),
+        "model.deepseek_v3",
+    ),
+    SeededFault(
+        "local_smoothing",
+        "label smoothing over the local vocabulary",
+        ("tensor",),
+        replace(LinearHead, "mean_logits", _use_local_mean),
+        words=("loss.label_smoothing=0.1",),
+    ),
+    SeededFault(
+        "gathered_twice",
+        "the log of the rank count is added to losses",
+        ("tensor",),
+        replace(LinearHead, "token_losses", _add_log_of_size),
+    ),
+    SeededFault(
+        "bias_everywhere",
+        "every rank adds the bias of a rowwise layer",
+        ("tensor",),
+        replace(Linear, "forward", _add_bias_on_every_rank),
+        "model.gpt_oss",
+    ),
+    SeededFault(
+        "norm_counts_copies",
+        "the norm counts copies",
+        ("tensor",),
+        replace(TensorDimension, "list_copies_owned_elsewhere", _make_empty_set),
+    ),
+    SeededFault(
+        "padding_in_router",
+        "a router counts padding if tokens are split",
+        ("tensor",),
+        replace(Router, "forward", _ignore_padding_of_split_tokens),
+    ),
+    SeededFault(
+        "muon_on_slices",
+        "Newton-Schulz on a slice",
+        ("tensor", "context", "data_shard"),
+        replace(SharedMatrices, "orthogonalize", _orthogonalize_slices),
+        "optim.muon",
+    ),
+    SeededFault(
+        "no_exchange",
+        "attention sees only this rank's keys",
+        ("context",),
+        replace(ContextPart, "gather", _return_own_part),
+    ),
+    SeededFault(
+        "rank_order",
+        "gathered keys stay in the order of ranks",
+        ("context",),
+        replace(ContextPart, "for_rank", _keep_rank_order),
+    ),
+    SeededFault(
+        "no_remote_gradient",
+        "gradients of other ranks' keys are dropped",
+        ("context",),
+        replace(context_module._Gather, "backward", _keep_own_gradient),
+    ),
+    SeededFault(
+        "dropped_token",
+        "a token at the end of a part is dropped",
+        ("context",),
+        replace(ContextPart, "select_own_tokens", _drop_last_token),
+    ),
+    SeededFault(
+        "row_weights",
+        "the weights of rows are not summed over parts",
+        ("context",),
+        replace(RowSums, "sum_row_weights", _count_local_rows),
+    ),
+    SeededFault(
+        "whole_rows_counted",
+        "every part counts whole rows",
+        ("context",),
+        replace(Synchronize, "_sum_losses_weights_and_tokens_over_ranks", _count_whole_rows),
+    ),
+    SeededFault(
+        "tied_copies",
+        "gradients of a tied embedding's copies are not summed",
+        ("pipeline",),
+        replace(PipelineDimension, "sum_remaining_gradients", _make_nothing),
+        words=TIED,
+    ),
+    SeededFault(
+        "norm_of_a_stage",
+        "the norm leaves the other stages out",
+        ("pipeline", "tensor", "context", "data_shard"),
+        replace(SumOverParameters, "sum_over_ranks", _keep_local_norm),
+    ),
+    SeededFault(
+        "clip_by_own_norm",
+        "every rank clips by the norm of its own parameters",
+        ("pipeline", "tensor", "context", "data_shard"),
+        replace(ClipGroupNorm, "_compute_norm_over_ranks", _clip_by_own_norm),
+        "gradients.clip_group_norm",
+    ),
+    SeededFault(
+        "local_layer_numbers",
+        "layer numbers of a checkpoint are local to a stage",
+        ("pipeline", "checkpoint"),
+        replace(MaterializedStages, "load_state_dict", _load_layers_by_local_number),
+    ),
+    SeededFault(
+        "mean_of_means",
+        "the weight is averaged over ranks",
+        ("context", "data_shard", "data_replicate"),
+        replace(Synchronize, "_sum_losses_weights_and_tokens_over_ranks", _weight_by_context),
+    ),
+    SeededFault(
+        "no_replica_sum",
+        "replicas do not sum gradients",
+        ("data_replicate",),
+        replace(ReplicatedModule, "send_remaining_and_wait_for_sums", _keep_local_sums),
+    ),
+    SeededFault(
+        "unsummed_outside",
+        "gradients outside of the backward pass are not summed",
+        ("data_replicate",),
+        replace(DataReplicateDimension, "sum_remaining_gradients", _make_nothing),
+        "loss.next_token",
+        TIED,
+    ),
+    SeededFault(
+        "experts_twice",
+        "gradients of experts are doubled",
+        ("expert",),
+        replace(ExpertDimension, "sum_remaining_gradients", _double_experts),
+    ),
+    SeededFault(
+        "unsummed_experts",
+        "gradients of experts are not summed",
+        ("expert", "tensor", "data_replicate"),
+        replace(ExpertDimension, "sum_remaining_gradients", _make_nothing),
+    ),
+    SeededFault(
+        "router_gradient",
+        "the router's gradient covers no sent token",
+        ("expert",),
+        replace(AllToAllExperts, "_exchange_tokens_and_probabilities", _send_without_probability_gradient),
+    ),
 ]

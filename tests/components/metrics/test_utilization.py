@@ -88,13 +88,6 @@ def test_a_rate_above_the_peak_is_an_error_of_the_meter(one_rank: Any, caplog: p
     assert values(rounded)["mfu"] == pytest.approx(1.015)
 
 
-def test_pipeline_ranks_do_not_count_a_batch_again(mesh_of: Any) -> None:
-    """Each has the whole batch; the first one counts."""
-    metric = make_metric(mesh_of(sizes={"pipeline": 2}, indices={"pipeline": 1}), peak_tflops=1.0)
-    metric.open()
-    assert metric.measure_on_rank(Step(1, 1)) == {}
-
-
 def test_a_cpu_without_a_peak_has_no_utilization(one_rank: Any) -> None:
     """There is none with two models either, or without a model that counts FLOPs."""
     for metric in (

@@ -11,7 +11,12 @@ import torch
 from torch import Tensor
 
 from drawloom.components.distributed.device import ComputeDevice
-from drawloom.components.phases.report import Report, format_step_line
+from drawloom.components.phases.report import (
+    Report,
+    format_step_line,
+    reduce_metrics_over_ranks,
+    split_metric_totals,
+)
 from drawloom.components.ports.run import Step
 from drawloom.components.ports.tracking import Accumulator, Histogram, Value
 from drawloom.graph import ResolvedRecipe, UserError
@@ -61,6 +66,48 @@ def test_every_tracker_gets_all_metrics_of_every_step(one_rank: Any) -> None:
     report.run_phase(Step(9, 9))
     values = [("a", 1.0), ("b", None), ("c", 3)]
     assert [tracker.calls for tracker in trackers] == [["rewind 7", (8, values), (9, values)]] * 2
+
+
+@attrs.frozen
+class CountsOne:
+    """A metric whose only sum is 1 on every rank."""
+
+    scope: Any
+    op: Any = "sum"
+
+    @property
+    def accumulators(self) -> Mapping[str, Accumulator]:
+        return {"one": Accumulator(self.op, scope=self.scope)}
+
+    def measure_on_rank(self, step: Step) -> Mapping[str, Tensor]:
+        return {"one": torch.ones(())}
+
+    def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
+        return {"one": float(totals["one"])}
+
+
+@pytest.mark.parametrize(
+    ("indices", "microbatches", "counted"),
+    [
+        ({}, None, "activations data rows"),
+        ({"pipeline": 1}, None, "activations"),
+        ({"pipeline": 1}, 2, "activations data rows"),
+        ({}, 0, "activations"),
+        ({"tensor": 1}, 2, "activations"),
+        ({"context": 1}, 2, "activations data"),
+    ],
+)
+def test_ranks_with_the_same_batches_count_once(
+    mesh_of: Any, indices: Mapping[str, int], microbatches: int | None, counted: str
+) -> None:
+    """Of ranks with the same batches the one with losses contributes to sums; a maximum has every rank's value."""
+    mesh = mesh_of(sizes=dict.fromkeys(indices, 2), indices=indices)
+    step = Step(1, 1, {} if microbatches is None else {"losses": {"weight": torch.ones(microbatches), "sums": {}}})
+    scopes = "activations", "data", "rows"
+    metrics = [*(CountsOne(scope) for scope in scopes), CountsOne("rows", "max")]
+    reduce_metrics_over_ranks(metrics, step, mesh, ComputeDevice(kind="cpu"))
+    totals = [float(totals["one"]) for totals in split_metric_totals(metrics, step)]
+    assert totals == [*(float(scope in counted) for scope in scopes), 1.0]
 
 
 def test_an_evaluation_before_the_first_step_is_step_0(one_rank: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -28,6 +28,14 @@ def test_three_ways_to_set_a_value() -> None:
     assert read_overrides(words) == {"a": {"b": 1}, "c": {"d": "x y"}, "e": {"f": [1, 2]}}
 
 
+@pytest.mark.parametrize("quote", ["", '"', "'"])
+def test_a_node_name_in_a_key_may_be_in_quotes(quote: str) -> None:
+    """A key that a file writes in quotes is the same key on the command line."""
+    word = f"edit.a.list.after.{quote}@b.c{quote}=@d"
+    assert split_off_overrides(["check", word]) == (["check"], [word])
+    assert read_overrides([word]) == {"edit": {"a": {"list": {"after": {"@b.c": "@d"}}}}}
+
+
 @pytest.mark.parametrize(
     ("word", "value"),
     [("a.b=1", 1), ("a.b=1e-3", 1e-3), ("a.b=eager", "eager"), ('a.b="1"', "1"), ("a.b=true", True), ("a.b=", "")],

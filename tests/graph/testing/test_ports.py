@@ -34,6 +34,8 @@ class Rich(Protocol):
 
     def items(self) -> Iterator[int]: ...
 
+    def secret(self) -> complex: ...
+
 
 @port
 @runtime_checkable
@@ -94,6 +96,9 @@ def test_a_method_without_an_answer_returns_an_empty_value() -> None:
         [],
     )
     assert rich.page.answer("x") == ""
+    with pytest.raises(TypeError, match=r"the fake of Rich has no secret; write fake\(Rich, secret=...\)"):
+        rich.secret()
+    assert fake(Rich, secret=1j).secret() == 1j
 
 
 def test_names_and_calls_that_the_port_lacks_are_refused() -> None:

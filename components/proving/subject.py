@@ -1,0 +1,84 @@
+"""What is proved: a component in the smallest recipe that uses it, or a recipe with the smallest sizes."""
+
+import inspect
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from drawloom.components.proving.run import Source
+from drawloom.components.proving.smallest import (
+    BASE,
+    make_component_recipe,
+    make_reproducible_values,
+    merge_values,
+    shrink_recipe,
+)
+from drawloom.graph.problems import RecipeError, UserError
+from drawloom.graph.project import Project
+from drawloom.graph.recipe.loading import RecipeFolder
+
+OWN = "drawloom.components"
+
+
+@attrs.frozen
+class Subject:
+    """
+    A component's or a recipe's name, with the words, overlays and imports of a command.
+
+    `nodes` are nodes of a recipe whose contracts are checked; default: those with components of others.
+    """
+
+    name: str
+    words: Sequence[str] = ()
+    overlays: Sequence[str] = ()
+    imports: Sequence[str] = ()
+    nodes: Sequence[str] = ()
+
+    @classmethod
+    def of_class(cls, component: type, words: Sequence[str]) -> "Subject":
+        """Return the subject for a component class in a package, or in a file of its own."""
+        module, file = component.__module__, inspect.getfile(component)
+        if module.startswith(f"{OWN}."):
+            return cls(module.removeprefix(f"{OWN}."), words)
+        package = module.partition(".")[0]
+        return cls(module, words, imports=[package if package != module else file])
+
+    def make_source_values_and_nodes(self, folder: Path) -> tuple[Source, dict[str, Any], list[str]]:
+        """
+        Return the recipe, the values for all its runs, and the nodes whose contracts are checked.
+
+        Files for the recipe are written into the folder. Raises UserError or RecipeError.
+        """
+        project = Project.from_package("drawloom").with_imports(self.imports)
+        common: dict[str, Any] = {"words": self.words, "overlays": self.overlays, "imports": self.imports}
+        if self._is_recipe(project):
+            source = Source(self.name, **common)
+            recipe = source.load({})
+            recipe.check(skip_machine_checks=True)
+            graph = recipe.graph
+            if unknown := [node for node in self.nodes if node not in graph.nodes]:
+                raise UserError(f"--node {unknown[0]}: {self.name} has no such node", 2)
+            others = [name for name, node in graph.nodes.items() if not node.spec.cls.__module__.startswith(OWN)]
+            values = merge_values(shrink_recipe(recipe, folder), make_reproducible_values(graph))
+            return source, values, list(self.nodes or others)
+        if self.nodes:
+            raise UserError(f"--node needs a recipe, and {self.name} is a component; leave it out", 2)
+        spec = project.registry.require(self.name)
+        problem: RecipeError | None = None
+        for heads in (2, 4):  # latent attention has as many key heads as heads
+            small, node = make_component_recipe(spec, folder, heads)
+            source = Source(BASE, small, **common)
+            try:
+                source.load({}).check(skip_machine_checks=True)
+                return source, make_reproducible_values(source.load({}).graph), [node]
+            except RecipeError as error:
+                problem = problem or error
+        assert problem is not None
+        raise problem
+
+    def _is_recipe(self, project: Project) -> bool:
+        return (
+            self.name in RecipeFolder(project.recipes).names or self.name.endswith(".toml") or Path(self.name).exists()
+        )
