@@ -18,6 +18,7 @@ from drawloom.kernels.gates import triton as gate_kernels
 from drawloom.kernels.gradients.triton import scale_and_sum_squares_triton, sum_parts_triton
 from drawloom.kernels.grouped_gemm import triton as grouped_gemm
 from drawloom.kernels.moe import triton as moe
+from drawloom.kernels.moe.eager import Routes
 from drawloom.kernels.rms_norm import triton as rms_norm
 from drawloom.kernels.rope import triton as rope
 from drawloom.kernels.stochastic_copy.triton import stochastic_copy_triton
@@ -101,7 +102,7 @@ def attention() -> Iterator[tuple[str, Launch]]:
         for options in ((documents, q[0, 0, :, 0], None, 32), (None, None, count, 0)):
             yield (
                 f"block_attention {width}/{v_width} {dtype} window {options[-1]}",
-                lambda q=q, k=k, v=v, o=options: block_attention._attend(q, k, v, *o, 0.1, 0.0),
+                lambda q=q, k=k, v=v, o=options: block_attention._attend(q, k, v, *o, 0.1, 0.0),  # type: ignore[call-arg]
             )
 
 
@@ -139,8 +140,8 @@ def steps() -> Iterator[tuple[str, Launch]]:
 
         def step_8bit(w: torch.dtype = of_weight, g: torch.dtype = of_gradient, width: int = width) -> None:
             mean, square = (encode_8bit(torch.zeros(4, width), signed=signed) for signed in (True, False))
-            scales = {"exp_avg_scale": mean.scales, "exp_avg_sq_scale": square.scales}
-            trained = ParamState(empty(4, width, dtype=w), mean.codes, square.codes, 0.1, 1 << 60, **scales)
+            weight, means, scales = empty(4, width, dtype=w), (mean.codes, square.codes), (mean.scales, square.scales)
+            trained = ParamState(weight, *means, 0.1, 1 << 60, exp_avg_scale=scales[0], exp_avg_sq_scale=scales[1])
             stepper = AdamwTriton([trained])
             stepper.step([empty(4, width, dtype=g)], compute_step_scalars(1e-3, (0.9, 0.95), 1e-8, 1), 1)
 
@@ -321,7 +322,7 @@ def exchanges() -> Iterator[tuple[str, Launch]]:
     exchange, slots = moe.moe_peers_triton, 64
     addresses, ends = torch.zeros(2, dtype=torch.int64), torch.zeros(16, dtype=torch.int32)
     choices, scalars = torch.zeros(slots, 8, dtype=torch.int32), empty(slots, 8, dtype=FLOAT)
-    routes = moe.Routes(torch.zeros(2 * slots, 8, dtype=torch.int32), torch.zeros(512, dtype=torch.int32), ends)
+    routes = Routes(torch.zeros(2 * slots, 8, dtype=torch.int32), torch.zeros(512, dtype=torch.int32), ends)
     of_scalars, of_choices = ([scalars] * 2, addresses), ([choices] * 2, addresses)
     yield "moe_peers choices", lambda: exchange.localize_choices(of_choices, 16, 16)
     yield "moe_peers limit", lambda: exchange.limit_routes_and_flag_overflow(routes, 256, ends[:1])
