@@ -59,12 +59,13 @@ SINGLE: tuple[dict[str, int], ...] = (
 
 def list_cases(recipe: Recipe) -> list[Case]:
     """
-    Return the cases, those that find most faults first.
+    Return the cases, those that find most faults in a short time first.
 
-    Single dimensions come before checkpoints that change the mesh, pairs of dimensions, schedules and narrow dtypes.
+    Single dimensions and their checkpoints come before several dimensions, schedules and narrow dtypes.
     """
     graph = recipe.graph
     singles = [_make_mesh_case(graph, sizes) for sizes in SINGLE]
+    pairs = [dict.fromkeys(pair, 2) for pair in combinations(DIMENSIONS, 2)]
     return [
         *(Case("microbatches of another size", 1, {name: {"micro_size": 8}}) for name in graph.implementers(Batching)),
         *singles,
@@ -72,10 +73,9 @@ def list_cases(recipe: Recipe) -> list[Case]:
             Case(f"one process, resumed from {case.name}", 1, {}, {"checkpoint": 1}, resumed=case.name)
             for case in singles
         ),
+        *(_make_mesh_case(graph, sizes) for sizes in (*EXPERT_MESHES, *pairs)),
         *(attrs.evolve(case, name=f"{case.name}, resumed from one process", resumed=ONE.name) for case in singles),
-        *(_make_mesh_case(graph, dict.fromkeys(pair, 2)) for pair in combinations(DIMENSIONS, 2)),
         *_list_pipeline_cases(graph, recipe),
-        *(_make_mesh_case(graph, sizes) for sizes in EXPERT_MESHES),
         *(make_narrow(case, graph) for case in singles),
     ]
 

@@ -130,11 +130,11 @@ def find_first_difference(
     one: RankRecord,
     ranks: Sequence[RankRecord],
     sizes: Mapping[str, int],
-    get_tolerance: Callable[[Key], float],
+    get_tolerance: Callable[["Compared"], float],
 ) -> Difference | None:
     """Return the first value whose error is above its tolerance, on a mesh with `sizes` above 1 by dimension."""
     for value in iterate_compared_values(one, ranks):
-        if (error := value.compute_error()) > get_tolerance(value.key):
+        if (error := value.compute_error()) > get_tolerance(value):
             return Difference(*value.key, error, explain_difference(value, ranks, sizes))
     return None
 
@@ -179,8 +179,7 @@ def explain_difference(value: Compared, ranks: Sequence[RankRecord], sizes: Mapp
 
 
 def _explain_common_factor(ratio: float, axis: str, sizes: Mapping[str, int]) -> str:
-    counts = {*sizes.values()} | {prod(sizes.values())}
-    for count in sorted(counts):
+    for count in sorted({*sizes.values(), prod(sizes.values())} - {1}):
         if abs(ratio - count) < EXACT:
             return (
                 f"exactly {count} times too large: every rank along {axis} adds the whole; let one of them count, or "
@@ -188,6 +187,8 @@ def _explain_common_factor(ratio: float, axis: str, sizes: Mapping[str, int]) ->
             )
         if abs(ratio * count - 1) < EXACT:
             return f"exactly 1/{count} of it: only one rank's part along {axis}, or a mean where a sum is due"
+    if abs(ratio - 1) < EXACT:
+        return f"nearly right: along {axis}, numbers are rounded to another dtype"
     if abs(ratio) < EXACT:
         return f"it is 0: nothing is computed, or nothing arrives, along {axis}"
     return (

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import torch
 
 from drawloom.components.checkpoint.manifest import FOLDER as CHECKPOINTS
 from drawloom.components.proving.cases import ONE, Case, list_cases, make_narrow
 from drawloom.components.proving.compare import (
+    Compared,
     Difference,
     Key,
     find_first_difference,
@@ -105,6 +107,7 @@ class _OneProof:
     folder: Path
     within: Callable[[], AbstractContextManager[object]]
     budget: float | None
+    tolerance: float = TOLERANCE
     start: float = attrs.field(factory=time.monotonic)
     equal: list[str] = attrs.field(factory=list)
     refused: dict[str, str] = attrs.field(factory=dict)
@@ -193,9 +196,11 @@ class _OneProof:
         self.uncompared |= {name for (_, _, name), error in measure_errors(one, second).items() if error}
         numbers = {name for snapshot in one.snapshots for name in snapshot.numbers}
         if self.uncompared - numbers:
-            self._compare(AGAIN, one, second, lambda key: 0.0 if key[2] not in numbers else math.inf)
+            self._compare(AGAIN, one, second, lambda value: math.inf if value.kind == "number" else 0.0)
         later = self._select_steps(SAVED + 1, STEPS)
-        self._compare(RESUMED, later, self._record(RESUMED), lambda key: math.inf if key[2] in self.uncompared else 0.0)
+        self._compare(
+            RESUMED, later, self._record(RESUMED), lambda value: math.inf if value.key[2] in self.uncompared else 0.0
+        )
 
     def _compare_case(self, case: Case) -> None:
         """Compare a case with one process, up to rounding."""
@@ -218,14 +223,15 @@ class _OneProof:
         """Return the failure with the smallest recipe that still fails, and with its text."""
         values, case, difference = {**self.values}, failure.case, failure.difference
         if difference is not None and not (case.resumed or case.is_narrow):
+            tolerance = max(TOLERANCE, difference.error / 10)
             for smaller in list_smaller_values(self.source.load(self.values), difference.step):
-                tried = attrs.evolve(self, values=merge_values(values, smaller), equal=[])
+                tried = attrs.evolve(self, values=merge_values(values, smaller), equal=[], tolerance=tolerance)
                 with suppress(RanksFailedError, RecipeError, UserError):
                     recipe = self.source.load(tried.values)
                     recipe.check(skip_machine_checks=True)
                     if not case.find_refusal(recipe):
                         self.prover.on_progress(0, 1, "the smallest failing recipe")
-                        tried.errors_by_noise = {}  # one run less; a real difference is larger
+                        tried.errors_by_noise = {}  # one run less
                         try:
                             tried._compare_case(case)
                         except _FailedError as smallest:
@@ -240,18 +246,19 @@ class _OneProof:
         snapshots = [snapshot for snapshot in self.one.snapshots if first <= snapshot.step <= last]
         return attrs.evolve(self.one, snapshots=snapshots, exported=self.one.exported if last == STEPS else {})
 
-    def _get_tolerance(self, key: Key) -> float:
-        if key[2] in self.uncompared:
+    def _get_tolerance(self, value: Compared) -> float:
+        if value.key[2] in self.uncompared:
             return math.inf
-        return TOLERANCE + AMPLIFICATION * self.errors_by_noise.get(key, 0.0)
+        rounding = torch.finfo(value.expected.dtype).eps if value.expected.dtype.is_floating_point else 0.0
+        return self.tolerance + AMPLIFICATION * (rounding + self.errors_by_noise.get(value.key, 0.0))
 
-    def _get_narrow_tolerance(self, key: Key) -> float:
-        if key[2] in self.uncompared:
+    def _get_narrow_tolerance(self, value: Compared) -> float:
+        if value.key[2] in self.uncompared:
             return math.inf
-        return max(MIN_NARROW_ERROR, NARROW_FACTOR * self.narrow_errors.get(key, 0.0))
+        return max(MIN_NARROW_ERROR, NARROW_FACTOR * self.narrow_errors.get(value.key, 0.0))
 
     def _compare(
-        self, case: Case, one: RankRecord, ranks: Sequence[RankRecord], get_tolerance: Callable[[Key], float]
+        self, case: Case, one: RankRecord, ranks: Sequence[RankRecord], get_tolerance: Callable[[Compared], float]
     ) -> None:
         """Raise _FailedError unless a case has one process's values."""
         if difference := find_first_difference(one, ranks, case.sizes, get_tolerance):

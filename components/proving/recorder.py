@@ -34,7 +34,7 @@ class Snapshot:
     A rank's values after a phase of a step.
 
     `parts` are added up over ranks with other tokens or layers, and are equal along `tensor`. `numbers` are equal on
-    every rank. `pieces` are gradients and weights.
+    every rank; metrics may add up float32. `pieces` are gradients and weights.
     """
 
     step: int
@@ -60,7 +60,9 @@ class RecordTracker:
     values: dict[str, Tensor] = attrs.field(factory=dict)
 
     def track(self, step: int, values: Mapping[str, Value]) -> None:
-        self.values |= {f"metric {name}": _to_tensor(value) for name, value in values.items() if value is not None}
+        self.values |= {
+            f"metric {name}": _to_tensor(value).float() for name, value in values.items() if value is not None
+        }
 
     def rewind(self, step: int) -> None:
         """Do nothing: a record is made in one process."""
@@ -105,13 +107,13 @@ class Recorder:
             losses = step.state[LOSSES]
             named = {"the sum of losses": losses["loss"], "the sum of weights": losses["weight"]}
             named |= {f"the sum of {name}": sums for name, sums in losses["sums"].items()}
-            parts = {name: sums.double().sum(0).clone() for name, sums in named.items()}
+            parts = {name: sums.double().sum(0).to(sums.dtype) for name, sums in named.items()}
         numbers = self.tracker.values | dict(self._iterate_numbers(step, written))
         self.tracker.values = {}
         if isinstance(node, Report):
             for metric, totals in zip(node.metrics, split_metric_totals(node.metrics, step), strict=True):
                 name = next(name for name, item in self.nodes.items() if item is metric)
-                numbers |= {f"the total {key} of [{name}]": total.clone() for key, total in totals.items()}
+                numbers |= {f"the total {key} of [{name}]": total.float() for key, total in totals.items()}
         return Snapshot(step.index, phase, parts, numbers, dict(self._iterate_pieces(written)))
 
     def _iterate_numbers(self, step: Step, written: set[str]) -> Iterator[tuple[str, Tensor]]:

@@ -1,10 +1,39 @@
 """
-Component tests: build one component, fake a port, check a component against its port's contract.
+Component tests: build one component, fake a port, check a component against its port's contract, prove it on meshes.
 
 The pytest fixtures are `drawloom_build`, `drawloom_fake` and `drawloom_check_port`; `drawloom_opened` opens a component
 until the test ends.
 """
 
+from collections.abc import Sequence
+
 from drawloom.graph.testing import BrokenContractError, Call, build, check_port, expect, fake
 
-__all__ = ["BrokenContractError", "Call", "build", "check_port", "expect", "fake"]
+__all__ = ["BrokenContractError", "Call", "build", "check_port", "expect", "fake", "prove"]
+
+
+def prove(
+    subject: str | type,
+    *words: str,
+    imports: str | Sequence[str] = (),
+    budget: float | None = 120.0,
+    nodes: Sequence[str] = (),
+) -> None:
+    """
+    Prove a component, by class or name, or a recipe, like `drawloom prove`.
+
+    `words` set values of its recipe, such as "optimizer.lr=0.1". No case begins after `budget` seconds; None tries all.
+    Raises BrokenContractError with the first difference.
+    """
+    from drawloom.components.proving.prover import Prover  # imports torch
+    from drawloom.components.proving.subject import Subject
+
+    found = [imports] if isinstance(imports, str) else imports
+    named = (
+        Subject(subject, words, imports=found, nodes=nodes)
+        if isinstance(subject, str)
+        else Subject.of_class(subject, words)
+    )
+    with Prover() as prover:
+        result = prover.prove(named, budget)
+    expect(not result.exit_code, result.render("text"))

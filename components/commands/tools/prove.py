@@ -44,7 +44,7 @@ class ProveCommand(OverlayCommand):
         with _show_progress() as show, Prover(on_progress=show) as prover:
             result = prover.prove(subject, None if self.all else self.budget)
         if result.recipe:
-            path = self.to or Path(f"prove-{Path(self.subject).stem.replace('.', '-')}.toml")
+            path = self.to or Path(f"prove-{Path(self.subject).name.removesuffix('.toml').replace('.', '-')}.toml")
             write_file(path, result.recipe.encode())
             result = attrs.evolve(result, path=path)
         return result
