@@ -141,10 +141,12 @@ class PieceMask(NamedTuple):
         """
         maps = self.part.gather_pieces(own)
         states = [torch.zeros_like(maps[:, 0, ..., :v_width])]
-        for piece in range(max(self.part.piece_indices)):
+        for piece in range(maps.shape[1] - 1):
             added, factor = maps[:, piece, ..., :v_width], maps[:, piece, ..., v_width:]
             states.append(factor @ states[-1] + added)
-        return torch.stack([states[piece] for piece in self.part.piece_indices], 1)
+        # Selected from all, so that `maps` has a gradient on every rank: its backward pass is a collective.
+        before = torch.stack(states, 1)
+        return torch.stack([before[:, piece] for piece in self.part.piece_indices], 1)
 
     def _split_pieces(self, x: Tensor) -> Tensor:
         """Split rows into pieces: x (rows, tokens, ...) becomes (rows * pieces, tokens / pieces, ...)."""
