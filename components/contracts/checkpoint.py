@@ -72,8 +72,9 @@ def state_of_parameters_declares_its_slices(node: Stateful) -> None:
     """
     Tensors like the parameters that a node refers to are declared as slices (`SlicedState`): ranks may have other ones.
     """
-    fields = attrs.fields(type(node)) if attrs.has(type(node)) else ()
-    edges = [item for item in (getattr(node, field.name) for field in fields) if implements(type(item), Parameters)]
+    kind: Any = type(node)
+    values: list[Any] = [getattr(node, field.name) for field in attrs.fields(kind)] if attrs.has(kind) else []
+    edges = [value for value in values if implements(value.__class__, Parameters)]
     shapes = {name: param.shape for edge in edges for name, param in edge.named_parameters() if param.ndim}
     if isinstance(node, SlicedState) or not shapes:
         return

@@ -12,6 +12,7 @@ from drawloom.components.ports.experts import Dispatcher
 from drawloom.components.ports.pipeline import Executor, Schedule
 from drawloom.components.ports.run import Batching
 from drawloom.components.ports.stages import Stages
+from drawloom.components.proving.smallest import STEPS
 from drawloom.graph.problems import RecipeError
 from drawloom.graph.project import Recipe
 from drawloom.graph.wiring.graph import Graph
@@ -40,6 +41,11 @@ class Case:
     sizes: Mapping[str, int] = attrs.field(factory=dict)
     resumed: str = ""
     is_narrow: bool = False
+
+    @property
+    def last_step(self) -> int:
+        """The last step: in bfloat16 the first, since rounding errors grow."""
+        return 1 if self.is_narrow else STEPS
 
     def find_refusal(self, recipe: Recipe) -> str:
         """Return why `check` refuses the case, or ""."""

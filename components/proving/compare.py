@@ -1,20 +1,27 @@
 """The first difference between the records of a mesh's ranks and the record of one process, and its likely cause."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from math import prod
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import attrs
 import torch
 from torch import Tensor
 
 from drawloom.components.ports.distributed import DIMENSIONS
-from drawloom.components.proving.recorder import GRADIENT, Piece, RankRecord, Snapshot
+from drawloom.components.proving.recorder import GRADIENT, PhaseSnapshot, RankPiece, RankRecord
 
-Key = tuple[int, str, str]
-"""A step, a phase, and the name of a value."""
 
-Kind = Literal["part", "number", "piece"]
+class Key(NamedTuple):
+    """A value after a phase: a part of a sum, a number that all ranks have, or pieces of a tensor."""
+
+    step: int
+    phase: str
+    name: str
+    kind: Literal["part", "number", "piece"]
+
 
 SMALL = 1e-3
 """Norm of a tensor, relative to all tensors' norm, below which errors are relative to this fraction of all."""
@@ -41,38 +48,52 @@ class Difference:
 
 @attrs.frozen
 class Compared:
-    """One value of one process, and what the ranks have in its place, by rank; None where a rank lacks it."""
+    """
+    A value of one process, and the pieces on ranks, None on a rank without one.
+
+    Errors are relative to `scale` for a smaller value.
+    """
 
     key: Key
-    kind: Kind
     expected: Tensor
-    actual: Sequence[Piece | None]
-    scale: float
+    actual: Sequence[RankPiece | None]
+    scale: float = 0.0
 
-    def get_expected_piece(self, piece: Piece) -> Tensor:
-        """Return one process's values for a rank's piece."""
+    @property
+    def pieces(self) -> list[RankPiece]:
+        """The pieces on ranks that have one."""
+        return [piece for piece in self.actual if piece is not None]
+
+    def get_expected_piece(self, piece: RankPiece) -> Tensor:
+        """Return one process's elements for a rank's piece."""
         return self.expected if piece.tensor_slice is None else self.expected[piece.tensor_slice.index()]
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether ranks have all elements; of a number, all ranks."""
+        slices = {piece.tensor_slice for piece in self.pieces}
+        count = sum(self.expected.numel() if part is None else part.numel for part in slices)
+        return count >= self.expected.numel() and not (self.key.kind == "number" and None in self.actual)
+
     def compute_error(self) -> float:
-        """Return the largest relative error over ranks; infinity for a value that no rank has."""
-        present = [piece for piece in self.actual if piece is not None]
-        if not present or (self.kind == "number" and len(present) < len(self.actual)):
-            return float("inf")
+        """Return the largest relative error over ranks; infinity for missing elements."""
+        if not self.is_complete:
+            return math.inf
         return max(
-            compute_relative_error(piece.tensor, self.get_expected_piece(piece), self.scale) for piece in present
+            compute_relative_error(piece.tensor, self.get_expected_piece(piece), self.scale) for piece in self.pieces
         )
 
 
 def compute_relative_error(actual: Tensor, expected: Tensor, scale: float = 0.0) -> float:
     """Return |actual - expected| / max(|expected|, scale); infinity for other shapes, 0 for equal NaNs."""
     if actual.shape != expected.shape:
-        return float("inf")
+        return math.inf
     actual, expected = actual.double(), expected.double()
     difference = torch.where(actual.isnan() & expected.isnan(), 0.0, actual - expected)
     if not difference.isfinite().all():
-        return float("inf")
+        return math.inf
     distance, norm = float(difference.norm()), max(float(expected.nan_to_num().norm()), scale)
-    return distance / norm if norm else (float("inf") if distance else 0.0)
+    return distance / norm if norm else (math.inf if distance else 0.0)
 
 
 def iterate_compared_values(one: RankRecord, ranks: Sequence[RankRecord]) -> Iterator[Compared]:
@@ -83,42 +104,40 @@ def iterate_compared_values(one: RankRecord, ranks: Sequence[RankRecord]) -> Ite
     backward pass, weights, and numbers that follow from gradients. Exports come last.
     """
     for index, snapshot in enumerate(one.snapshots):
-        others = [record.snapshots[index] if index < len(record.snapshots) else None for record in ranks]
-        key = snapshot.step, snapshot.phase
-        for name, part in snapshot.parts.items():
-            yield Compared((*key, name), "part", part, _add_parts(name, others, ranks), 0.0)
-        late = [name for name in snapshot.numbers if name in LAST]
-        yield from _iterate_numbers(snapshot, [name for name in snapshot.numbers if name not in LAST], others)
-        gradients = [name for name in snapshot.pieces if name.startswith(GRADIENT)]
-        weights = [name for name in snapshot.pieces if name not in gradients]
-        for names in (gradients[::-1], weights):
-            scale = SMALL * float(sum(snapshot.pieces[name].tensor.double().square().sum() for name in names)) ** 0.5
-            for name in names:
-                pieces = [None if other is None else other.pieces.get(name) for other in others]
-                yield Compared((*key, name), "piece", snapshot.pieces[name].tensor, pieces, scale)
-        yield from _iterate_numbers(snapshot, late, others)
+        others = [record.snapshots[index] for record in ranks if index < len(record.snapshots)]
+        yield from _iterate_values_after_phase(snapshot, others, [record.indices.tensor for record in ranks])
     exported = {name: tensor for record in ranks for name, tensor in record.exported.items()}
     for name, tensor in one.exported.items():
-        piece = Piece(exported[name]) if name in exported else None
-        yield Compared((one.snapshots[-1].step, "export", name), "piece", tensor, [piece], 0.0)
+        piece = RankPiece(exported[name]) if name in exported else None
+        yield Compared(Key(one.snapshots[-1].step, "export", name, "piece"), tensor, [piece])
 
 
-def _iterate_numbers(snapshot: Snapshot, names: Sequence[str], others: Sequence[Snapshot | None]) -> Iterator[Compared]:
-    for name in names:
-        values = [None if other is None else other.numbers.get(name) for other in others]
-        pieces = [None if value is None else Piece(value) for value in values]
-        yield Compared((snapshot.step, snapshot.phase, name), "number", snapshot.numbers[name], pieces, 0.0)
-
-
-def _add_parts(name: str, others: Sequence[Snapshot | None], ranks: Sequence[RankRecord]) -> Sequence[Piece | None]:
-    """Return a sum's total over ranks with other tokens or layers, by index along `tensor`."""
-    totals: dict[int, Tensor] = {}
-    for other, record in zip(others, ranks, strict=True):
-        part = None if other is None else other.parts.get(name)
-        if part is not None:
-            index = record.indices.tensor
-            totals[index] = totals[index] + part if index in totals else part
-    return [Piece(totals[index]) for index in sorted(totals)] or [None]
+def _iterate_values_after_phase(
+    one: PhaseSnapshot, others: Sequence[PhaseSnapshot], tensor_indices: Sequence[int]
+) -> Iterator[Compared]:
+    """Yield the values after a phase; `tensor_indices` are the ranks' indices along `tensor`."""
+    make_key = partial(Key, one.step, one.phase)
+    for name, part in one.parts.items():
+        totals: dict[int, Tensor] = {}
+        for other, index in zip(others, tensor_indices, strict=False):
+            if name in other.parts:
+                totals[index] = totals.get(index, torch.zeros_like(part)) + other.parts[name]
+        yield Compared(make_key(name, "part"), part, [RankPiece(totals[index]) for index in sorted(totals)])
+    gradients = [name for name in one.pieces if name.startswith(GRADIENT)]
+    weights = [name for name in one.pieces if name not in gradients]
+    for numbers, names in (
+        ([name for name in one.numbers if name not in LAST], gradients[::-1]),
+        ([], weights),
+        ([name for name in one.numbers if name in LAST], []),
+    ):
+        for name in numbers:
+            values = [RankPiece(other.numbers[name]) if name in other.numbers else None for other in others]
+            yield Compared(make_key(name, "number"), one.numbers[name], values)
+        squares = [one.pieces[name].tensor.double().square().sum() for name in names]
+        for name in names:
+            pieces = [other.pieces.get(name) for other in others]
+            scale = SMALL * float(sum(squares)) ** 0.5
+            yield Compared(make_key(name, "piece"), one.pieces[name].tensor, pieces, scale)
 
 
 def measure_errors(one: RankRecord, ranks: Sequence[RankRecord]) -> dict[Key, float]:
@@ -130,21 +149,22 @@ def find_first_difference(
     one: RankRecord,
     ranks: Sequence[RankRecord],
     sizes: Mapping[str, int],
-    get_tolerance: Callable[["Compared"], float],
+    get_tolerance: Callable[[Compared], float],
 ) -> Difference | None:
     """Return the first value whose error is above its tolerance, on a mesh with `sizes` above 1 by dimension."""
     for value in iterate_compared_values(one, ranks):
         if (error := value.compute_error()) > get_tolerance(value):
-            return Difference(*value.key, error, explain_difference(value, ranks, sizes))
+            step, phase, name, _ = value.key
+            return Difference(step, phase, name, error, explain_difference(value, ranks, sizes))
     return None
 
 
 def explain_difference(value: Compared, ranks: Sequence[RankRecord], sizes: Mapping[str, int]) -> str:
     """Return a sentence with the axis and the operation that is most probably missing."""
     axis = " x ".join(sizes) or "microbatches"
-    pieces = [piece for piece in value.actual if piece is not None]
-    if not pieces:
-        return f"no rank has it; it is lost along {axis}"
+    pieces = value.pieces
+    if not value.is_complete:
+        return f"it is lost along {axis}: {'some ranks lack' if pieces else 'no rank has'} it"
     expected = [value.get_expected_piece(piece) for piece in pieces]
     if any(piece.tensor.shape != part.shape for piece, part in zip(pieces, expected, strict=True)):
         return f"ranks have the shape {tuple(pieces[0].tensor.shape)}, and one process has {tuple(expected[0].shape)}"
@@ -161,7 +181,7 @@ def explain_difference(value: Compared, ranks: Sequence[RankRecord], sizes: Mapp
         axis = _find_axis_with_other_values(value, ranks, sizes) or axis
         if compute_relative_error(total, expected[0] * factor, value.scale) < EXACT:
             if abs(factor - 1) < EXACT:
-                where = ", in the backward pass" if value.key[2].startswith(GRADIENT) else ""
+                where = ", in the backward pass" if value.key.name.startswith(GRADIENT) else ""
                 return f"a partial sum over {axis}: ranks hold {shown} of it; add it up over {axis}{where}"
             if abs(factor - len(pieces)) < EXACT:
                 return f"ranks along {axis} hold {shown} of it, and their mean is right: take the mean over {axis}"
@@ -206,7 +226,7 @@ def _compute_ratio(actual: Tensor, expected: Tensor) -> float:
 
 def _find_axis_with_other_values(value: Compared, ranks: Sequence[RankRecord], sizes: Mapping[str, int]) -> str:
     """Return the only mesh dimension along which ranks have other values, or ""."""
-    if value.kind == "part":
+    if value.key.kind == "part":
         return "tensor"
     names = [name for name in sizes if name in DIMENSIONS]
     if len(value.actual) != len(ranks):

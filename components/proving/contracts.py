@@ -10,7 +10,7 @@ from typing import Any
 
 from drawloom.components import ports
 from drawloom.components.ports.run import RunInfo
-from drawloom.components.proving.run import Source, Values
+from drawloom.components.proving.run import ProofSource, Values
 from drawloom.graph.component import is_port_or_component
 from drawloom.graph.testing.ports import BrokenContractError, check_port, load_contract
 from drawloom.graph.types.port_match import implements
@@ -36,7 +36,7 @@ def _has_contract(port: type) -> bool:
         return False
 
 
-def check_contracts(source: Source, values: Values, node: str, folder: Path) -> tuple[list[str], str]:
+def check_contracts(source: ProofSource, values: Values, node: str, folder: Path) -> tuple[list[str], str]:
     """
     Check a node of a recipe against the contracts of its ports.
 
@@ -54,7 +54,7 @@ def check_contracts(source: Source, values: Values, node: str, folder: Path) -> 
     return checked, ""
 
 
-def _make_opener(source: Source, values: Values, node: str, folder: Path) -> Callable[[], Any]:
+def _make_opener(source: ProofSource, values: Values, node: str, folder: Path) -> Callable[[], Any]:
     """Return a function that opens the node in a run folder of its own."""
     numbers = count()
 

@@ -21,7 +21,7 @@ GRADIENT = "the gradient of "
 
 
 @attrs.frozen
-class Piece:
+class RankPiece:
     """A rank's part of a tensor, and where it is in the whole one; None for a whole tensor."""
 
     tensor: Tensor
@@ -29,7 +29,7 @@ class Piece:
 
 
 @attrs.frozen
-class Snapshot:
+class PhaseSnapshot:
     """
     A rank's values after a phase of a step.
 
@@ -41,7 +41,7 @@ class Snapshot:
     phase: str
     parts: Mapping[str, Tensor]
     numbers: Mapping[str, Tensor]
-    pieces: Mapping[str, Piece]
+    pieces: Mapping[str, RankPiece]
 
 
 @attrs.define
@@ -49,13 +49,13 @@ class RankRecord:
     """A rank's place in the mesh, its snapshots in order, and the tensors of its exports."""
 
     indices: PerDimension
-    snapshots: list[Snapshot] = attrs.field(factory=list)
+    snapshots: list[PhaseSnapshot] = attrs.field(factory=list)
     exported: dict[str, Tensor] = attrs.field(factory=dict)
 
 
 @attrs.define(eq=False)
 class RecordTracker:
-    """Tracker that keeps the newest values for the recorder."""
+    """Tracker with the newest values, for the recorder."""
 
     values: dict[str, Tensor] = attrs.field(factory=dict)
 
@@ -71,18 +71,19 @@ class RecordTracker:
 @attrs.define(eq=False)
 class Recorder:
     """
-    Listener that copies values after every phase that writes them.
+    Listener for copies of values after the phases that write them.
 
-    With `noise`, it multiplies gradients by numbers that differ from 1 by about `noise`, as rounding does. An error of
-    the recorder is kept, because events hide it.
+    With `noise`, it multiplies gradients by numbers near 1, as rounding does. It keeps its own error, because events
+    hide errors.
     """
 
-    observes: ClassVar[tuple[EventKind, ...]] = ("phase_ended",)
+    observes: ClassVar[tuple[EventKind, ...]] = ("step_started", "phase_ended")
 
     noise: float = 0.0
     tracker: RecordTracker = attrs.field(factory=RecordTracker)
     nodes: Mapping[str, Any] = attrs.field(factory=dict)
     record: RankRecord = attrs.field(factory=lambda: RankRecord(PerDimension.of_first_rank()))
+    has_started: bool = False
     error: Exception | None = None
     _parameters: Any = None
 
@@ -92,13 +93,14 @@ class Recorder:
         self.record.indices = nodes.get(Mesh).indices
 
     def on_event(self, event: Event) -> None:
-        if event.step is not None and self.error is None:
+        self.has_started = True
+        if event.kind == "phase_ended" and event.step is not None and self.error is None:
             try:
                 self.record.snapshots.append(self._take_snapshot(event.step, event.phase))
             except Exception as error:
                 self.error = error
 
-    def _take_snapshot(self, step: Step, phase: str) -> Snapshot:
+    def _take_snapshot(self, step: Step, phase: str) -> PhaseSnapshot:
         node: Phase = self.nodes[phase]
         flow = find_declared_reads_and_writes(node)
         written = {*flow.writes, *flow.changes}
@@ -114,7 +116,7 @@ class Recorder:
             for metric, totals in zip(node.metrics, split_metric_totals(node.metrics, step), strict=True):
                 name = next(name for name, item in self.nodes.items() if item is metric)
                 numbers |= {f"the total {key} of [{name}]": total.float() for key, total in totals.items()}
-        return Snapshot(step.index, phase, parts, numbers, dict(self._iterate_pieces(written)))
+        return PhaseSnapshot(step.index, phase, parts, numbers, dict(self._iterate_pieces(written)))
 
     def _iterate_numbers(self, step: Step, written: set[str]) -> Iterator[tuple[str, Tensor]]:
         """Yield the single numbers among a phase's written values."""
@@ -123,16 +125,16 @@ class Recorder:
             if isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1):
                 yield name, _to_tensor(value)
 
-    def _iterate_pieces(self, written: set[str]) -> Iterator[tuple[str, Piece]]:
+    def _iterate_pieces(self, written: set[str]) -> Iterator[tuple[str, RankPiece]]:
         """Yield copies of gradients after a phase that writes or changes them, and of weights."""
         slices = self._parameters.parameter_slices()
         for name, parameter in self._parameters.named_parameters():
             if "gradients" in written and parameter.grad is not None:
                 if self.noise:
                     parameter.grad.mul_(1 + self.noise * torch.randn_like(parameter.grad))
-                yield GRADIENT + name, Piece(parameter.grad.detach().clone(), slices[name])
+                yield GRADIENT + name, RankPiece(parameter.grad.detach().clone(), slices[name])
             if "weights" in written:
-                yield name, Piece(parameter.detach().clone(), slices[name])
+                yield name, RankPiece(parameter.detach().clone(), slices[name])
 
 
 def _to_tensor(value: Any) -> Tensor:

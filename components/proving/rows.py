@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from drawloom.components.ports.corpus import Split, Tokenizer
-from drawloom.components.ports.data import IGNORE_INDEX, TokenBatch
+from drawloom.components.ports.data import IGNORE_INDEX, MAX_LENGTH, TokenBatch
 from drawloom.components.state.batch import Batch
-from drawloom.graph import at_least, component, setting
+from drawloom.graph import between, component, setting
 
 ROWS: dict[Split, int] = {"train": 64, "validation": 8}
 PATTERN = 8
@@ -28,7 +28,7 @@ class ProvingRows:
     batch_type: ClassVar[type[Batch]] = TokenBatch
 
     tokenizer: Tokenizer
-    length: int = setting(default=16, check=at_least(8), doc="sequence length: tokens in a row")
+    length: int = setting(default=16, check=between(8, MAX_LENGTH + 1), doc="sequence length: tokens in a row")
 
     def count_rows(self, split: Split) -> int:
         return ROWS[split]
@@ -37,12 +37,11 @@ class ProvingRows:
         return self.batch(split, range(ROWS[split])).token_count / (ROWS[split] * self.length)
 
     def batch(self, split: Split, indices: Sequence[int]) -> TokenBatch:
-        columns = zip(*(self._make_row(split, index) for index in indices), strict=True)
-        *leaves, padding = (torch.stack(parts) for parts in columns)
-        return TokenBatch(*leaves, padding=padding)
+        rows = [self._make_row(split, index) for index in indices]
+        return TokenBatch(**{name: torch.stack([row[name] for row in rows]) for name in rows[0]})
 
-    def _make_row(self, split: Split, index: int) -> tuple[Tensor, ...]:
-        """Return a row's tokens, targets, positions, document ids, weights and padding, (length,) each."""
+    def _make_row(self, split: Split, index: int) -> dict[str, Tensor]:
+        """Return a row's leaves (length,), as a function of its number."""
         length, kind = self.length, index % PATTERN
         generator = torch.Generator().manual_seed(2 * index + (split == "validation"))
         tokens = torch.randint(self.tokenizer.vocab_size, (length,), generator=generator)
@@ -50,17 +49,24 @@ class ProvingRows:
         filled = length - (kind // 2 * 2 + 1 if kind in (0, 2, 7) else 0)
         documents, positions, targets = (torch.zeros(length, dtype=torch.int64) for _ in range(3))
         start = number = 0
-        for size in [length] if kind == 6 else [*[(3, 5, 7)[(index + n) % 3] for n in range(length)]]:
+        while start < filled:
+            size = length if kind == 6 else (3, 5, 7)[(index + number) % 3]
             end = min(start + size, filled)
-            if end > start:
-                documents[start:end], positions[start:end] = number, torch.arange(end - start)
-                targets[start:end] = tokens[start:end].roll(-1)
-                targets[end - 1] = IGNORE_INDEX
-                start, number = end, number + 1
+            documents[start:end], positions[start:end] = number, torch.arange(end - start)
+            targets[start:end] = tokens[start:end].roll(-1)
+            targets[end - 1] = IGNORE_INDEX
+            start, number = end, number + 1
         documents[filled:], positions[filled:] = number, torch.arange(length - filled)
         padding = torch.arange(length) >= filled
         without_loss = padding.clone()
         without_loss[{3: length // 4, 4: 0, 5: 0}.get(kind, length) :] = True
         targets[without_loss] = IGNORE_INDEX
         weights[targets == IGNORE_INDEX] = 0.0
-        return tokens, targets, positions, documents, weights, padding
+        return {
+            "tokens": tokens,
+            "targets": targets,
+            "positions": positions,
+            "document_ids": documents,
+            "weights": weights,
+            "padding": padding,
+        }

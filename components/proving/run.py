@@ -30,7 +30,7 @@ Values = Mapping[str, Any]
 
 
 @attrs.frozen
-class Source:
+class ProofSource:
     """
     A recipe's name or path, with the overlays and imports of a command, values over them, and then words over these.
     """
@@ -63,7 +63,7 @@ class Source:
 
 
 @attrs.frozen
-class RecordedRun:
+class ProofRun:
     """
     A run to record: a recipe with values, in a folder, up to a step.
 
@@ -71,7 +71,7 @@ class RecordedRun:
     the whole run, for tests with faults.
     """
 
-    source: Source
+    source: ProofSource
     values: Values
     folder: Path
     last_step: int
@@ -84,7 +84,7 @@ class RefusedError(Exception):
     """The run was refused before its first step."""
 
 
-def run_and_record(run: RecordedRun) -> RankRecord:
+def run_and_record(run: ProofRun) -> RankRecord:
     """Run a recipe on this rank, and return the record. Raises RefusedError if the run can't start."""
     recorder = Recorder(noise=run.noise)
     with run.within():
@@ -100,7 +100,7 @@ def run_and_record(run: RecordedRun) -> RankRecord:
                     if step.index == run.last_step and not step.is_last:
                         break
         except (UserError, RecipeError, ReportedError) as error:
-            if recorder.record.snapshots:
+            if recorder.has_started:
                 raise
             raise RefusedError(" ".join(str(error).split())) from error
     if recorder.error is not None:

@@ -110,7 +110,10 @@ BASE_VALUES: dict[str, Any] = {
 What makes `pretrain` a small run with every kind of collective. Its optimizer is SGD, since Adam's update hides a
 common factor of gradients.
 """
-REQUIRED: dict[str, Any] = {"lr": LR, "max_norm": MAX_NORM, "max_value": MAX_NORM, "targets": ["*_proj"], "alpha": 4.0}
+REQUIRED: dict[str, Any] = {
+    **{"lr": LR, "max_norm": MAX_NORM, "max_value": MAX_NORM},
+    **{"targets": ["*_proj"], "alpha": 4.0, "rank": SIZES["rank"]},
+}
 """Values for settings without a default."""
 
 
@@ -191,9 +194,10 @@ def _add_texts(values: dict[str, Any], node: str, folder: Path) -> dict[str, Any
         "tokens": {"use": "data.tokenized_text"},
         "packing": {"use": "data.packing.first_fit", "length": SIZES["length"]},
     }
-    own = {"length": SIZES["length"]} if node == "packing" else {}
     values = merge_values(values, {name: table for name, table in others.items() if name != node})
-    return {**merge_values(values, {node: own}), "unset": values["unset"][1:]}
+    if node == "packing":
+        values = merge_values(values, {node: {"length": SIZES["length"]}})
+    return {**values, "unset": values["unset"][1:]}
 
 
 def shrink_recipe(recipe: Recipe, folder: Path) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.proving.run import Source
+from drawloom.components.proving.run import ProofSource
 from drawloom.components.proving.smallest import (
     BASE,
     make_component_recipe,
@@ -45,7 +45,7 @@ class Subject:
         package = module.partition(".")[0]
         return cls(module, words, imports=[package if package != module else file])
 
-    def make_source_values_and_nodes(self, folder: Path) -> tuple[Source, dict[str, Any], list[str]]:
+    def make_source_values_and_nodes(self, folder: Path) -> tuple[ProofSource, dict[str, Any], list[str]]:
         """
         Return the recipe, the values for all its runs, and the nodes whose contracts are checked.
 
@@ -54,7 +54,7 @@ class Subject:
         project = Project.from_package("drawloom").with_imports(self.imports)
         common: dict[str, Any] = {"words": self.words, "overlays": self.overlays, "imports": self.imports}
         if self._is_recipe(project):
-            source = Source(self.name, **common)
+            source = ProofSource(self.name, **common)
             recipe = source.load({})
             recipe.check(skip_machine_checks=True)
             graph = recipe.graph
@@ -69,7 +69,7 @@ class Subject:
         problem: RecipeError | None = None
         for heads in (2, 4):  # latent attention has as many key heads as heads
             small, node = make_component_recipe(spec, folder, heads)
-            source = Source(BASE, small, **common)
+            source = ProofSource(BASE, small, **common)
             try:
                 source.load({}).check(skip_machine_checks=True)
                 return source, make_reproducible_values(source.load({}).graph), [node]

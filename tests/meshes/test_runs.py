@@ -11,16 +11,15 @@ import drawloom as api
 from support.runs import drawloom, series, take_back, write_corpus
 
 COMMON = ("run", "tiny.toml", "batch.micro_size=2", "checkpoint.every=5", "model.num_hidden_layers=2")
-BITS = "metrics.bits.use=metrics.bits_per_byte"
 LEARNED = ("loss", "grad_norm", "validation_loss", "tokens")
 
 
 @pytest.fixture(scope="module")
 def runs_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a corpus, the tiny recipe, and its run in one process with bits per byte."""
+    """Return a folder with a corpus, the tiny recipe, and its run in one process."""
     folder = tmp_path_factory.mktemp("meshes")
     write_corpus(folder)
-    assert drawloom(folder, *COMMON, BITS, "run.name=one")[0].code == 0
+    assert drawloom(folder, *COMMON, "run.name=one")[0].code == 0
     return folder
 
 
@@ -68,15 +67,6 @@ def test_ranks_without_validation_rows_join_evaluations(runs_folder: Path) -> No
         assert meshed == pytest.approx(losses[0], rel=1e-6)
 
 
-def test_context_parallel_run_matches_one_process(runs_folder: Path) -> None:
-    """Two ranks with half rows have one process's losses, bits per byte, token counts, export and sample."""
-    codes = drawloom(runs_folder, *COMMON, BITS, "run.name=parts", "mesh.context=2", ranks=2)
-    assert {outcome.code for outcome in codes} == {0}, codes
-    assert_same(runs_folder / "runs/one", runs_folder / "runs/parts")
-    ours, theirs = (series(runs_folder / "runs" / name, "bits_per_byte") for name in ("one", "parts"))
-    assert [value for (value,) in theirs] == pytest.approx([value for (value,) in ours], rel=1e-6)
-
-
 def test_tensor_parallel_run_matches_one_process(runs_folder: Path) -> None:
     """
     Two tensor ranks, which share 257 bytes unevenly, times two sharding ranks have one process's losses, export and
@@ -112,23 +102,6 @@ moe_intermediate_size = 16
 [stages]
 dispatcher = { use = "experts.all_to_all" }
 """
-
-
-def test_expert_parallel_run_matches_one_process(runs_folder: Path) -> None:
-    """Two ranks with half of the experts have one process's losses, export and sample, also after one rank resumes."""
-    (runs_folder / "experts.toml").write_text(EXPERTS, "utf-8")
-    common = ("run", "experts.toml", *COMMON[2:4])
-    for name, ranks in (("all", 1), ("halves", 2)):
-        words = (f"run.name={name}", f"mesh.data_shard={ranks}", f"mesh.expert={ranks}")
-        codes = drawloom(runs_folder, *common, *words, ranks=ranks)
-        assert {outcome.code for outcome in codes} == {0}, codes
-    one, run = runs_folder / "runs/all", runs_folder / "runs/halves"
-    assert_same(one, run)
-    assert (one / "sample.txt").read_text() == (run / "sample.txt").read_text()
-    take_back(run, 5)
-    codes = drawloom(runs_folder, *common, "run.name=halves", ranks=1)
-    assert {outcome.code for outcome in codes} == {0}, codes
-    assert_same(one, run)
 
 
 def test_sample_after_kill_equals_uninterrupted_sample(runs_folder: Path) -> None:

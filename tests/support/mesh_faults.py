@@ -26,6 +26,9 @@ from drawloom.components.parallel.expert import ExpertDimension
 from drawloom.components.parallel.pipeline import PipelineDimension
 from drawloom.components.parallel.row_sums import RowSums
 from drawloom.components.parallel.tensor import TensorDimension
+from drawloom.components.proving.prover import Prover
+from drawloom.components.proving.result import ProveResult
+from drawloom.components.proving.subject import Subject
 from drawloom.components.stages.materialized import MaterializedStages
 
 Fault = Callable[[], AbstractContextManager[object]]
@@ -38,7 +41,7 @@ class SeededFault:
     name: str
     text: str
     axes: tuple[str, ...]
-    fault: Fault
+    context: Fault
     use: str = "loss.next_token"
     words: tuple[str, ...] = ()
 
@@ -104,7 +107,7 @@ def _return_own_part(_original: Any) -> Any:
 
 def _keep_rank_order(original: Any) -> Any:
     def for_rank(length: int, group: Any) -> ContextPart:
-        part = original(length, group)
+        part: ContextPart = original(length, group)
         return attrs.evolve(part, order=torch.arange(length))
 
     return for_rank
@@ -174,7 +177,7 @@ def _keep_local_sums(_original: Any) -> Any:
 
 def _count_whole_rows(original: Any) -> Any:
     def sum_counts(self: Synchronize, state: Any) -> Tensor:
-        sums = original(self, state)
+        sums: Tensor = original(self, state)
         return torch.cat([sums[:2], sums[2:] * self.mesh.sizes.context])
 
     return sum_counts
@@ -184,7 +187,7 @@ def _weight_by_context(original: Any) -> Any:
     """Each rank divides by the tokens of its own part, as a mean over a microbatch does."""
 
     def sum_means(self: Synchronize, state: Any) -> Tensor:
-        sums = original(self, state)
+        sums: Tensor = original(self, state)
         return torch.cat([sums[:1], sums[1:2] / self.mesh.data_group.size, sums[2:]])
 
     return sum_means
@@ -217,7 +220,6 @@ def _load_layers_by_local_number(original: Any) -> Any:
     return load
 
 
-EXPERTS = ("model.mlp_only_layers=[]",)
 TIED = ("model.tie_word_embeddings=true",)
 FAULTS = [
     SeededFault(
@@ -380,3 +382,24 @@ FAULTS = [
         replace(AllToAllExperts, "_exchange_tokens_and_probabilities", _send_without_probability_gradient),
     ),
 ]
+
+
+def prove_with(fault: SeededFault, prover: Prover, budget: float | None = 200.0) -> ProveResult:
+    """Return the result of a proof with a fault."""
+    return prover.prove(Subject(fault.use, fault.words), budget, fault.context)
+
+
+def main() -> None:
+    """Print the table of docs/proving.md."""
+    print("| fault | found with | first difference | cause |\n|---|---|---|---|")
+    with Prover() as prover:
+        for fault in FAULTS:
+            result = prove_with(fault, prover)
+            difference = result.difference
+            assert difference is not None, f"{fault.name} is not found: {result.render('text')}"
+            where = f"`{difference.name}` after `{difference.phase}`"
+            print(f"| {fault.text} | {result.failed} | {where} | {difference.cause.partition(':')[0]} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

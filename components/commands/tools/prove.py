@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, cast
 
 import attrs
 from rich.console import Console
@@ -42,12 +43,12 @@ class ProveCommand(OverlayCommand):
     def run(self, project: Project) -> ProveResult:
         subject = Subject(self.subject, self.words, self.overlay, self.imports, self.node)
         with _show_progress() as show, Prover(on_progress=show) as prover:
-            result = prover.prove(subject, None if self.all else self.budget)
+            result: Any = prover.prove(subject, None if self.all else self.budget)
         if result.recipe:
             path = self.to or Path(f"prove-{Path(self.subject).name.removesuffix('.toml').replace('.', '-')}.toml")
             write_file(path, result.recipe.encode())
             result = attrs.evolve(result, path=path)
-        return result
+        return cast(ProveResult, result)
 
 
 @contextmanager

@@ -1,0 +1,75 @@
+"""The smallest recipes, and the generated rows."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from drawloom import RecipeError, UserError
+from drawloom.components.data.bytes import Bytes
+from drawloom.components.ports.data import IGNORE_INDEX
+from drawloom.components.proving.rows import ProvingRows
+from drawloom.components.proving.subject import Subject
+from drawloom.graph.project import Project
+
+PLACED = (
+    *("loss.next_token", "loss.dft", "optim.muon", "optim.adamw", "gradients.clip_group_norm", "learning_rate.linear"),
+    *("metrics.perplexity", "metrics.layer_norms", "phases.ema", "phases.router_bias", "adapters.lora", "model.gemma3"),
+    *("model.deepseek_v3", "data.packing.best_fit", "data.order.shuffled", "data.bytes", "pipeline.schedules.gpipe"),
+    *("experts.all_to_all", "kernels.auto", "checkpoint.staging.overlapped", "trackers.csv", "listeners.summary"),
+)
+
+
+@pytest.mark.parametrize("use", PLACED)
+def test_a_component_of_every_kind_has_a_valid_recipe(use: str, tmp_path: Path) -> None:
+    """The smallest recipe with a component is valid, has it in the returned node, and runs on a CPU in float64."""
+    source, values, [node] = Subject(use).make_source_values_and_nodes(tmp_path)
+    recipe = source.load(values)
+    recipe.check(skip_machine_checks=True)
+    assert recipe.graph.nodes[node].spec.use == use
+    assert recipe.graph.nodes["precision"].settings["compute"] == "float64"
+    assert node in recipe.graph.topological_order(["trainer"]) or node == "data.bytes"
+
+
+def test_a_recipe_becomes_small_and_keeps_its_parts(tmp_path: Path) -> None:
+    """A shipped recipe gets small sizes, generated rows, and no final task but exports; words set values before."""
+    source, values, nodes = Subject("moe", ["loss.z_loss=0.25"]).make_source_values_and_nodes(tmp_path)
+    graph = source.load(values).graph
+    model, settings = graph.nodes["model"].settings, graph.nodes["trainer"].settings
+    assert (model["hidden_size"], model["num_experts"], settings["steps"], nodes) == (16, 4, 4, [])
+    assert graph.nodes["packing"].spec.use == "proving.rows" and graph.nodes["loss"].settings["z_loss"] == 0.25
+    assert graph.nodes["trainer"].edges["on_finish"].targets == ("export",)
+    text = source.format_with(values, "a comment")
+    (tmp_path / "small.toml").write_text(text, "utf-8")
+    assert Project.from_package("drawloom").graph(source.load(values).merged).nodes.keys() == graph.nodes.keys()
+    assert text.startswith('# a comment\nextends = ["moe"]\n')
+
+
+def test_what_can_not_be_proved_is_an_error_of_the_user(tmp_path: Path) -> None:
+    """An unknown component, an unknown node, and a component without a place in a run end with a sentence."""
+    with pytest.raises(RecipeError, match="no component is called"):
+        Subject("my_lab.nothing").make_source_values_and_nodes(tmp_path)
+    with pytest.raises(UserError, match="has no such node"):
+        Subject("first_run", nodes=["nothing"]).make_source_values_and_nodes(tmp_path)
+    with pytest.raises(UserError, match="leave it out"):
+        Subject("loss.dft", nodes=["loss"]).make_source_values_and_nodes(tmp_path)
+    with pytest.raises(UserError, match="write a recipe with it"):
+        Subject("rewards.regex").make_source_values_and_nodes(tmp_path)
+
+
+def test_generated_rows_have_everything_that_differs_between_ranks() -> None:
+    """Of eight rows two have no target, one has all in its first quarter, some have padding and several documents."""
+    batch = ProvingRows(tokenizer=Bytes()).batch("train", range(8))
+    trained = batch.targets != IGNORE_INDEX
+    assert batch.padding is not None and not (trained & batch.padding).any()
+    assert torch.equal(trained, batch.weights > 0)
+    counts = trained.sum(1).tolist()
+    assert counts[4:6] == [0, 0] and counts[3] > 0 and not trained[3, 4:].any()
+    assert batch.padding.any(1).tolist() == [True, False, True, False, False, False, False, True]
+    documents = batch.document_ids.max(1).values + 1
+    assert int(documents[6]) == 1 and int(documents.max()) > 2
+    starts = batch.document_ids.diff(dim=1, prepend=batch.document_ids[:, :1] - 1) > 0
+    assert torch.equal(batch.positions == 0, starts)
+    # the target is the next token of the same document
+    following = batch.tokens.roll(-1, 1)
+    assert torch.equal(batch.targets[trained], following[trained])

@@ -1,0 +1,81 @@
+"""Proofs of shipped components and of the documents' examples, and of seeded faults."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from drawloom.components.proving.prover import Prover
+from drawloom.components.proving.subject import Subject
+from drawloom.graph.project import Project
+from support.mesh_faults import FAULTS, SeededFault, prove_with
+
+pytestmark = pytest.mark.soak
+
+DOCS = Path(__file__).parents[2] / "docs"
+EXAMPLES = ("focal", "soft_clip", "inverse_sqrt", "lion", "repeats", "counted", "clip_embedding", "parallel_lm")
+NEEDS_MORE = re.compile(r"model\.(auto|transformers|parametrization)")
+"""Models that need a folder, and scalings of models."""
+REQUIRED = {
+    "metrics.spread": ["metrics.proved.quantiles=[0.5]"],
+    "metrics.histograms": ["metrics.proved.targets=['*']"],
+}
+SHIPPED = [
+    *(name for name in Project.from_package("drawloom").registry.names() if re.fullmatch(r"model\.(\w|\.)+", name)),
+    *("loss.dft", "optim.adam", "optim.adamw", "optim.muon", "adapters.lora", "adapters.full_tuning"),
+    *("gradients.clip_group_norm", "gradients.clip_value", "phases.ema", "metrics.layer_norms", "metrics.spread"),
+    *(
+        "metrics.histograms",
+        "metrics.perplexity",
+        "metrics.bits_per_byte",
+        "experts.symmetric",
+        "kernels.batch_invariant",
+    ),
+]
+BUDGET = 30.0
+
+
+@pytest.fixture(scope="module")
+def prover() -> Iterator[Prover]:
+    """Return a prover, whose processes all tests share."""
+    with Prover() as prover:
+        yield prover
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_seeded_fault_is_found_with_its_axis(fault: SeededFault, prover: Prover) -> None:
+    """A fault that was reported for a training framework makes a difference, on a mesh with its axis."""
+    result = prove_with(fault, prover, budget=None)
+    assert result.difference is not None, result.render("text")
+    assert any(axis in result.failed for axis in fault.axes), result.render("text")
+
+
+@pytest.mark.parametrize("use", [name for name in SHIPPED if not NEEDS_MORE.match(name)])
+def test_a_shipped_component_is_like_one_process(use: str, prover: Prover) -> None:
+    """There is no alarm on a shipped component, on as many meshes as half a minute allows."""
+    words = {
+        "metrics.spread": ["metrics.proved.quantiles=[0.5]"],
+        "metrics.histograms": ['metrics.proved.targets=["*"]'],
+    }
+    result = prover.prove(Subject(use, words.get(use, [])), BUDGET)
+    assert result.exit_code == 0 and len(result.equal) > 1, result.render("text")
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_of_the_documents_is_like_one_process(
+    name: str, prover: Prover, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The components that a reader copies are right on every mesh."""
+    (tmp_path / "my_lab").mkdir()
+    (tmp_path / "my_lab" / "__init__.py").touch()
+    for page in ("components.md", "proving.md"):
+        for file, text in re.findall(
+            r'title="(my_lab/\w+\.py)"\n(.*?)```', (DOCS / page).read_text("utf-8"), re.DOTALL
+        ):
+            (tmp_path / file).write_text(text, "utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sizes = ["model.width=16", "model.heads=2"] if name == "parallel_lm" else []
+    result = prover.prove(Subject(f"my_lab.{name}", sizes, imports=["my_lab"]), BUDGET)
+    assert result.exit_code == 0 and len(result.equal) > 1, result.render("text")
