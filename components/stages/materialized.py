@@ -25,6 +25,8 @@ from drawloom.components.ports.run import RunInfo
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.stages import Recompute, Stage
 from drawloom.components.stages.checks import (
+    check_adapter_folder,
+    check_adapter_weights_have_adapters,
     check_embedding_and_head_costs_are_used,
     check_initial_folder,
     check_loss_is_not_module,
@@ -129,6 +131,10 @@ class MaterializedStages:
         default=None,
         doc="Hugging Face folder with initial weights; default: `model.auto`'s folder, or random weights",
     )
+    adapter_weights: Path | None = setting(
+        default=None,
+        doc="folder of a run's adapter, or one of PEFT, with the adapters' initial values; default: random values",
+    )
     local: list[Stage] = attrs.field(init=False, factory=list)  # this rank's stages, in order
     store: "ParameterStore | ShardedStore" = attrs.field(init=False, default=None)
 
@@ -143,6 +149,7 @@ class MaterializedStages:
                 yield from check_recompute_is_set_once(node, schedule, nodes.mesh)
             yield from check_features(nodes)
         yield from warn_narrowed_weights(node)
+        yield from check_adapter_weights_have_adapters(node)
         if loss := node.neighbour("loss"):
             yield from check_loss_is_not_module(node, loss)
         if schedule := node.neighbour("schedule"):
@@ -169,12 +176,14 @@ class MaterializedStages:
 
     def check_before_open(self) -> None:
         """
-        Raise UserError if `weights` is not a folder of readable safetensors files, its head is of another kind, or
-        adapters match nothing.
+        Raise UserError if `weights` is not a folder of readable safetensors files, its head is of another kind,
+        adapters match nothing, or `adapter_weights` do not fit them.
         """
         if self.adapters:
             build_meta_model_with_adapters(self.model, self.adapters)
         check_initial_folder(self.weights, self.model, self.loss)
+        if self.adapter_weights is not None:
+            check_adapter_folder(self.adapter_weights, self.model, self.adapters, self.weights)
 
     def open(self) -> None:
         """Build, parallelize and materialize this rank's stages, with initial or loaded values."""
