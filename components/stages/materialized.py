@@ -12,10 +12,10 @@ from torch import nn
 
 from drawloom.components.parallel.buckets import BUCKET_BYTES
 from drawloom.components.parallel.dimensions import DIMENSIONS
-from drawloom.components.parallel.expert import NO_DISPATCHER, WRITE_DISPATCHER
+from drawloom.components.parallel.expert import set_dispatcher
 from drawloom.components.ports.adapters import Adapter
 from drawloom.components.ports.distributed import Device, Mesh, Precision
-from drawloom.components.ports.experts import Dispatcher, supports_expert_parallel
+from drawloom.components.ports.experts import Dispatcher
 from drawloom.components.ports.features import StageFeature
 from drawloom.components.ports.memory import MemoryKind, MemoryPolicy
 from drawloom.components.ports.model import BatchContext, Model
@@ -187,8 +187,6 @@ class MaterializedStages:
 
     def open(self) -> None:
         """Build, parallelize and materialize this rank's stages, with initial or loaded values."""
-        if self.mesh.sizes.expert > 1 and not supports_expert_parallel(self.dispatcher):
-            raise UserError(f"{NO_DISPATCHER}; {WRITE_DISPATCHER}", exit_code=2)
         self._assembly.materialize()
         self.local, self.store = self._assembly.local, self._assembly.store
 
@@ -285,4 +283,7 @@ class MaterializedStages:
                     tensor.copy_(state[name])
 
     def describe_features(self, whole: nn.Module) -> Iterator[str]:
-        return self._features.describe_model(whole, self._assembly.precision)
+        yield from self._features.describe_model(whole, self._assembly.precision)
+        set_dispatcher(whole, self.dispatcher)
+        for dimension in DIMENSIONS:
+            yield from dimension(self.mesh).describe(whole)
