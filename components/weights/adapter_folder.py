@@ -33,7 +33,7 @@ BASE_COPIES = (".embed_tokens.base_layer.weight", "lm_head.base_layer.weight")
 """Endings of frozen tensors of the base, which PEFT saves beside adapters of the embedding or the head."""
 
 CHANGED_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Beginnings of PEFT's `init_lora_weights` that also change the base's weights."""
+"""Beginnings of PEFT's `init_lora_weights` that change base weights, too."""
 
 
 @attrs.frozen
@@ -65,7 +65,7 @@ class AdapterFolder:
 
     def check(self, model: Model, adapters: Sequence[Adapter], base: Path | None) -> None:
         """
-        Raise UserError with everything in which the folder differs from a run's adapters on the base model in a folder.
+        Raise UserError with all differences between the folder and a run's adapters on a base model.
         """
         peft_format = _create_format(model, adapters, base)
         reasons = [*self._find_differences(peft_format), *self._find_other_base(base)]
@@ -113,12 +113,12 @@ class AdapterFolder:
         return float(alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank))
 
     def _get_pattern_value(self, key: str, name: str, default: float) -> float:
-        """Return a module's value in `rank_pattern` or `alpha_pattern`, whose keys are regular expressions for ends."""
+        """Return a module's value in `rank_pattern` or `alpha_pattern`; keys are regular expressions for ends."""
         patterns = self.config.get(key) or {}
         return next((value for end, value in patterns.items() if re.match(rf"(.*\.)?({end})$", name)), default)
 
     def _find_other_base(self, base: Path | None) -> Iterator[str]:
-        """Yield that the adapter was trained on other weights, if the folder or its base tells."""
+        """Yield a reason if the folder or its base has other weights."""
         recorded = self.config.get("base_model_name_or_path")
         state = _read_object(self.folder / STATE) if (self.folder / STATE).is_file() else {}
         fingerprint = state.get(BASE_KEY)
@@ -128,7 +128,7 @@ class AdapterFolder:
             yield f"its base{f' {recorded:.200}' if recorded else ''} has other weights than {base}"
 
     def _describe_settings(self) -> str:
-        """Return the folder's settings as those of a recipe's adapter."""
+        """Return the folder's settings, as a recipe's adapter has them."""
         config, targets = self.config, self.config.get("target_modules")
         words = {"rank": config["r"], "alpha": config["lora_alpha"], "targets": targets}
         words |= {name: True for name, key in (("rslora", "use_rslora"), ("dora", "use_dora")) if config.get(key)}
@@ -160,12 +160,12 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _list_modules(names: Iterable[str]) -> list[str]:
-    """Return the sorted modules of PEFT's tensors; the tensor itself for a fully tuned one."""
+    """Return the sorted modules behind PEFT's tensors; the tensor itself for a fully tuned one."""
     return sorted({FACTOR.sub("", name.removeprefix(PREFIX)) for name in names})
 
 
 def _find_wrong_shapes(mapper: Mapper, specs: Mapping[str, Any], parameters: Mapping[str, Any]) -> Iterator[str]:
-    """Yield parameters that the folder's tensors can't fill, because their shapes or ranks differ."""
+    """Yield parameters with other shapes or ranks than the folder's tensors."""
     wrong = []
     for group in mapper.groups:
         if all(name in specs for name in group.inputs):

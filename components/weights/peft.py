@@ -98,12 +98,12 @@ class JoinedLayer:
         return self.group.convert(blocks)
 
     def _split_input_factor(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return the parts' A: rows of a factor that was joined, or the whole factor that PEFT trained for all."""
+        """Return the parts' A: their rows of a joined factor, or one factor of PEFT for all parts."""
         [factor] = tensors
         return [factor[columns] for columns in self._list_factor_columns(len(factor))]
 
     def _split_output_factor(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return the parts' B. Raises UserError for a change that the parts can't have."""
+        """Return the parts' B. Raises UserError for a change in other outputs, or with another rank."""
         [factor] = tensors
         by_name = dict(zip(self._layer_names, self._revert(factor), strict=True))
         columns = dict(zip(self.parts, self._list_factor_columns(factor.shape[1]), strict=True))
@@ -395,7 +395,7 @@ def _make_tuned_tensor_mapper(name: str, tied: bool, own: Mapping[str, TensorGro
 
 
 def _take_equal_tables(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return the table of an embedding and a tied head, which PEFT saves as two. Raises UserError if they differ."""
+    """Return the table of an embedding and a tied head, two tensors in PEFT. Raises UserError if they differ."""
     table, head = tensors
     if not table.is_meta and not torch.equal(table, head):
         raise UserError(
