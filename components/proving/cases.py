@@ -8,10 +8,8 @@ from typing import Any
 import attrs
 
 from drawloom.components.ports.distributed import DIMENSIONS, Mesh, Precision
-from drawloom.components.ports.experts import Dispatcher
 from drawloom.components.ports.pipeline import Executor, Schedule
 from drawloom.components.ports.run import Batching
-from drawloom.components.ports.stages import Stages
 from drawloom.components.proving.smallest import STEPS
 from drawloom.graph.problems import RecipeError
 from drawloom.graph.project import Recipe
@@ -89,8 +87,6 @@ def list_cases(recipe: Recipe) -> list[Case]:
 def _make_mesh_case(graph: Graph, sizes: Mapping[str, int]) -> Case:
     ranks = prod(size for name, size in sizes.items() if name != "expert")
     values: dict[str, Any] = {name: {"data_replicate": 1, **sizes} for name in graph.implementers(Mesh)}
-    if "expert" in sizes and not graph.implementers(Dispatcher):
-        values |= {name: {"dispatcher": {"use": "experts.all_to_all"}} for name in graph.implementers(Stages)}
     return Case(", ".join(f"{name} = {size}" for name, size in sizes.items()), ranks, values, sizes)
 
 

@@ -98,7 +98,6 @@ BASE_VALUES: dict[str, Any] = {
     "packing": GENERATED,
     "order": {"use": "data.order.sequential"},
     "model": EXPERTS,
-    "stages": {"dispatcher": {"use": "experts.all_to_all"}},
     "batch": {"global_size": SIZES["global_size"], "micro_size": SIZES["micro_size"]},
     "optimizer": {"use": "optim.sgd", "lr": LR, "momentum": 0.9},
     "clip": {"max_norm": MAX_NORM},
