@@ -70,7 +70,7 @@ def _expect_entries_in_forecast(state: Any, forecast: Any, where: str) -> None:
 
 def state_of_parameters_declares_its_slices(node: Stateful) -> None:
     """
-    Tensors like the parameters that a node refers to are declared as slices (`SlicedState`): ranks may have other ones.
+    State tensors with a parameter's name and shape are declared as slices (`SlicedState`): ranks may have other ones.
     """
     kind: Any = type(node)
     values: list[Any] = [getattr(node, field.name) for field in attrs.fields(kind)] if attrs.has(kind) else []
@@ -85,7 +85,7 @@ def state_of_parameters_declares_its_slices(node: Stateful) -> None:
 
 
 def _iterate_tensors(state: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
-    """Yield the tensors of a nested state, with the keys that lead to them."""
+    """Yield a nested state's tensors with their keys."""
     if isinstance(state, torch.Tensor):
         yield path, state
     elif isinstance(state, dict):

@@ -36,7 +36,7 @@ VALUES: dict[str, Any] = {
 }
 """Values that shipped phases write, as inputs of the phases under test."""
 MADE_UP = torch.tensor(1.0, dtype=torch.float64)
-"""Any other value that a phase under test requires; a phase that expects another kind of value may raise with it."""
+"""Any other required value; a phase may raise because it expects another kind of value."""
 
 
 class ObservedState(StepState):
@@ -69,7 +69,7 @@ class ObservedState(StepState):
 
 
 def _run_steps_with_declared_values(phase: Phase) -> typing.Iterator[Step]:
-    """Run the phase in two steps with the values that it requires, and yield the steps."""
+    """Run the phase in two steps with its required values, and yield the steps."""
     flow = find_declared_reads_and_writes(phase)
     required = [name for name in (*flow.reads, *flow.changes) if not name.endswith("?") and name not in IN_PARAMETERS]
     for index in (1, 2):

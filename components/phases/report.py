@@ -94,7 +94,7 @@ def reduce_metrics_over_ranks(metrics: Sequence[Metric], step: Step, mesh: Mesh,
 
 
 def _list_counted_scopes(step: Step, mesh: Mesh) -> set[str]:
-    """Return the scopes in which this rank's sums count: of a pipeline's ranks, one has the losses of its batches."""
+    """Return the scopes in which this rank's sums count: among pipeline ranks, one has losses."""
     losses = step.state.get(LOSSES)
     has_losses = len(losses["weight"]) > 0 if losses is not None else mesh.indices.pipeline == 0
     is_counted = has_losses and mesh.indices.tensor == 0

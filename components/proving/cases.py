@@ -27,7 +27,7 @@ EXPERT_MESHES: tuple[dict[str, int], ...] = (
 @attrs.frozen
 class Case:
     """
-    A change of a recipe that must not change its numbers, on `ranks` processes.
+    Change to a recipe, on `ranks` processes, with the same numbers as before.
 
     `sizes` are the mesh dimensions above 1. A case resumes from the checkpoint of the case `resumed`, if it has a name.
     A narrow case computes in bfloat16.
@@ -63,7 +63,7 @@ SINGLE: tuple[dict[str, int], ...] = (
 
 def list_cases(recipe: Recipe) -> list[Case]:
     """
-    Return the cases, those that find most faults in a short time first.
+    Return the cases, most likely faults first.
 
     Single dimensions and their checkpoints come before several dimensions, schedules and narrow dtypes.
     """

@@ -1,4 +1,4 @@
-"""The first difference between the records of a mesh's ranks and the record of one process, and its likely cause."""
+"""The first difference between ranks and one process, and its likely cause."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ from drawloom.components.proving.recorder import GRADIENT, PhaseSnapshot, RankPi
 
 
 class Key(NamedTuple):
-    """A value after a phase: a part of a sum, a number that all ranks have, or pieces of a tensor."""
+    """Value after a phase: a part to be added up, a number common to all ranks, or pieces of a tensor."""
 
     step: int
     phase: str
@@ -34,7 +34,7 @@ MAX_RANKS_SHOWN = 4
 
 @attrs.frozen
 class Difference:
-    """A value that differs from one process's: where, by what relative error, and a sentence about the cause."""
+    """Value with a relative error, and a sentence about its cause."""
 
     step: int
     phase: str
@@ -70,7 +70,7 @@ class Compared:
 
     @property
     def is_complete(self) -> bool:
-        """Whether ranks have all elements; of a number, all ranks."""
+        """Whether ranks have all elements, and all ranks a number."""
         slices = {piece.tensor_slice for piece in self.pieces}
         count = sum(self.expected.numel() if part is None else part.numel for part in slices)
         return count >= self.expected.numel() and not (self.key.kind == "number" and None in self.actual)
@@ -98,10 +98,10 @@ def compute_relative_error(actual: Tensor, expected: Tensor, scale: float = 0.0)
 
 def iterate_compared_values(one: RankRecord, ranks: Sequence[RankRecord]) -> Iterator[Compared]:
     """
-    Yield all values of one process in the order in which an error would show.
+    Yield one process's values in the order of computation.
 
     In a phase, sums of losses come first, then numbers, gradients from the last parameter to the first, as in a
-    backward pass, weights, and numbers that follow from gradients. Exports come last.
+    backward pass, weights, and the gradient norm. Exports come last.
     """
     for index, snapshot in enumerate(one.snapshots):
         others = [record.snapshots[index] for record in ranks if index < len(record.snapshots)]
@@ -231,13 +231,13 @@ def _find_axis_with_other_values(value: Compared, ranks: Sequence[RankRecord], s
     names = [name for name in sizes if name in DIMENSIONS]
     if len(value.actual) != len(ranks):
         return ""
-    places = [tuple(getattr(record.indices, name) for name in DIMENSIONS) for record in ranks]
-    by_place = dict(zip(places, value.actual, strict=True))
+    positions = [tuple(getattr(record.indices, name) for name in DIMENSIONS) for record in ranks]
+    by_position = dict(zip(positions, value.actual, strict=True))
     differing = []
     for name in names:
         at = DIMENSIONS.index(name)
-        for place, piece in by_place.items():
-            first = by_place.get((*place[:at], 0, *place[at + 1 :]))
+        for position, piece in by_position.items():
+            first = by_position.get((*position[:at], 0, *position[at + 1 :]))
             if piece is not None and first is not None and not piece.tensor.equal(first.tensor):
                 differing.append(name)
                 break

@@ -1,4 +1,4 @@
-"""The contracts of a component's ports, checked on nodes of a recipe."""
+"""Checks of contracts on a recipe's nodes."""
 
 import importlib
 import pkgutil
@@ -38,9 +38,9 @@ def _has_contract(port: type) -> bool:
 
 def check_contracts(source: ProofSource, values: Values, node: str, folder: Path) -> tuple[list[str], str]:
     """
-    Check a node of a recipe against the contracts of its ports.
+    Check a recipe's node against its ports' contracts.
 
-    Return the names of the ports, and the first broken property with its reason, or "".
+    Return the ports' names, and the first broken property with its reason, or "".
     """
     recipe = source.load(values)
     checked: list[str] = []
@@ -55,7 +55,7 @@ def check_contracts(source: ProofSource, values: Values, node: str, folder: Path
 
 
 def _make_opener(source: ProofSource, values: Values, node: str, folder: Path) -> Callable[[], Any]:
-    """Return a function that opens the node in a run folder of its own."""
+    """Return a function for opening the node, in another run folder every time."""
     numbers = count()
 
     @contextmanager

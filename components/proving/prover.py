@@ -1,4 +1,4 @@
-"""The proof of a component or a recipe: its contracts, and its runs on meshes compared with one process."""
+"""Proofs: contracts, and runs on meshes compared with one process."""
 
 import math
 import shutil
@@ -89,7 +89,7 @@ class Prover:
 
 @attrs.define(eq=False, slots=False)
 class _Proof:
-    """One proof: its recipe, its folder, and the names of the cases so far."""
+    """One proof: its recipe, its folder, and its cases so far."""
 
     prover: Prover
     source: ProofSource
@@ -158,7 +158,7 @@ class _Proof:
 
     @cached_property
     def one(self) -> RankRecord:
-        """The record of one process."""
+        """One process's record."""
         try:
             return self._record(ONE)[0]
         except RanksFailedError as error:
@@ -174,7 +174,7 @@ class _Proof:
 
     @cached_property
     def narrow_errors(self) -> dict[Key, float]:
-        """Errors of one process in bfloat16."""
+        """One process's errors in bfloat16."""
         narrow = make_narrow(ONE, self.source.load(self.values).graph)
         return measure_errors(self._select_steps(narrow), self._record(narrow))
 
@@ -205,7 +205,7 @@ class _Proof:
         self.equal.append(case.name)
 
     def _select_steps(self, case: Case) -> RankRecord:
-        """Return the record of one process with the steps of a case; exports belong to the last step."""
+        """Return one process's record with a case's steps; exports belong to the last step."""
         first = SAVED + 1 if case.resumed else 1
         snapshots = [snapshot for snapshot in self.one.snapshots if first <= snapshot.step <= case.last_step]
         return attrs.evolve(

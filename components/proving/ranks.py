@@ -1,4 +1,4 @@
-"""Processes over gloo that stay alive between runs, because the start of a process costs more than a small run."""
+"""Processes over gloo; they stay alive between runs, because starting one takes longer than a small run."""
 
 import multiprocessing
 import os
@@ -28,13 +28,13 @@ class RanksFailedError(Exception):
 
     @property
     def last_line(self) -> str:
-        """The last line of the first failure."""
+        """The first failure's last line."""
         return next(iter(self.failures.values())).strip().splitlines()[-1]
 
 
 @attrs.define(eq=False)
 class RankPool:
-    """`size` processes, each of which calls the same function at a time; a single one has no launch."""
+    """`size` processes for calling one function at a time in all; a single one has no launch."""
 
     size: int
     _processes: list[BaseProcess] = attrs.field(init=False, factory=list)
@@ -42,7 +42,7 @@ class RankPool:
 
     def call(self, function: Callable[..., Any], *arguments: Any, timeout: float) -> list[Any]:
         """
-        Return the results of `function(*arguments)`, a plain function of a module, by rank.
+        Call a module's plain function in all processes, and return the results by rank.
 
         Raises RanksFailedError if a rank raises, dies, or is not done after `timeout` seconds; the next call starts
         new processes.

@@ -1,4 +1,4 @@
-"""Records of a run: a rank's numbers, gradients and weights after every phase."""
+"""Records: a rank's numbers, gradients and weights after every phase."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
@@ -46,7 +46,7 @@ class PhaseSnapshot:
 
 @attrs.define
 class RankRecord:
-    """A rank's place in the mesh, its snapshots in order, and the tensors of its exports."""
+    """A rank's mesh indices, its snapshots in order, and its exported tensors."""
 
     indices: PerDimension
     snapshots: list[PhaseSnapshot] = attrs.field(factory=list)
@@ -71,7 +71,7 @@ class RecordTracker:
 @attrs.define(eq=False)
 class Recorder:
     """
-    Listener for copies of values after the phases that write them.
+    Listener for copying the values written by every phase.
 
     With `noise`, it multiplies gradients by numbers near 1, as rounding does. It keeps its own error, because events
     hide errors.
@@ -88,7 +88,7 @@ class Recorder:
     _parameters: Any = None
 
     def start(self, nodes: Any) -> None:
-        """Remember the open nodes of the run."""
+        """Remember the run's open nodes."""
         self.nodes, self._parameters = dict(nodes), nodes.get(Parameters)
         self.record.indices = nodes.get(Mesh).indices
 
@@ -126,7 +126,7 @@ class Recorder:
                 yield name, _to_tensor(value)
 
     def _iterate_pieces(self, written: set[str]) -> Iterator[tuple[str, RankPiece]]:
-        """Yield copies of gradients after a phase that writes or changes them, and of weights."""
+        """Yield copies of the gradients and weights written by a phase."""
         slices = self._parameters.parameter_slices()
         for name, parameter in self._parameters.named_parameters():
             if "gradients" in written and parameter.grad is not None:

@@ -1,4 +1,4 @@
-"""Generated rows with everything that makes counts differ between ranks, for `drawloom prove`."""
+"""Generated rows with different counts on different ranks, for `drawloom prove`."""
 
 from collections.abc import Sequence
 from typing import ClassVar

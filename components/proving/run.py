@@ -1,4 +1,4 @@
-"""One run of a proof on this rank, with a record of its values."""
+"""A proof's run on this rank, with a record."""
 
 import os
 import shutil
@@ -22,7 +22,7 @@ from drawloom.graph.recipe.overrides import read_overrides
 from drawloom.graph.toml.emit import dump_key, dump_toml
 
 LISTENER, TRACKER = "prove_listener", "prove_tracker"
-"""Nodes that the recorder replaces."""
+"""Nodes to replace by the recorder."""
 EXPORTS = ("export", "adapter")
 
 Values = Mapping[str, Any]
@@ -32,7 +32,7 @@ Values = Mapping[str, Any]
 @attrs.frozen
 class ProofSource:
     """
-    A recipe's name or path, with the overlays and imports of a command, values over them, and then words over these.
+    A recipe's name or path, with a command's overlays and imports, values over them, and words over these.
     """
 
     recipe: str
@@ -112,7 +112,7 @@ def run_and_record(run: ProofRun) -> RankRecord:
 
 
 def _add_recorder(recipe: Recipe, folder: Path) -> Recipe:
-    """Return the recipe in another run folder, with nodes that the recorder replaces."""
+    """Return the recipe in another run folder, with nodes to replace by the recorder."""
     graph = recipe.graph
     reports = {name: {"trackers": [f"@{TRACKER}"]} for name in graph.nodes if graph.nodes[name].spec.cls is Report}
     return recipe.with_values(

@@ -1,4 +1,4 @@
-"""The smallest recipe that uses a component, or another recipe with the smallest sizes."""
+"""The smallest recipe with a component, and smallest sizes for other recipes."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -106,8 +106,8 @@ BASE_VALUES: dict[str, Any] = {
     "trainer": {"steps": STEPS, "on_finish": ["@export"]},
 }
 """
-What makes `pretrain` a small run with every kind of collective. Its optimizer is SGD, since Adam's update hides a
-common factor of gradients.
+Values that make `pretrain` a small run with all kinds of collectives. Its optimizer is SGD, since Adam's update hides a
+common factor in gradients.
 """
 REQUIRED: dict[str, Any] = {
     **{"lr": LR, "max_norm": MAX_NORM, "max_value": MAX_NORM},
@@ -118,16 +118,16 @@ REQUIRED: dict[str, Any] = {
 
 def make_component_recipe(spec: Spec, folder: Path, key_heads: int) -> tuple[dict[str, Any], str]:
     """
-    Return the values that `BASE` needs to use a component, and its node. A corpus is written into the folder.
+    Return values for `BASE` with a component, and its node. A corpus is written into the folder.
 
     Raises UserError for a component without a place in a training run.
     """
-    place = next(iter(_find_places(spec)), None)
-    if place is None:
+    position = next(iter(_find_positions(spec)), None)
+    if position is None:
         raise UserError(
             f"{spec.use} has no port that `prove` can place in a run; write a recipe with it, and prove it", 2
         )
-    node, changes = place
+    node, changes = position
     names = {field.name for field in spec.settings}
     settings = {name: value for name, value in REQUIRED.items() if name in names and spec.fields[name].required}
     if implements(spec.cls, Model):
@@ -140,7 +140,7 @@ def make_component_recipe(spec: Spec, folder: Path, key_heads: int) -> tuple[dic
     return values, node
 
 
-def _find_places(spec: Spec) -> Iterator[tuple[str, dict[str, Any]]]:
+def _find_positions(spec: Spec) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield a component's node in the smallest recipe, and what else the recipe needs."""
     cls, flow = spec.cls, spec.traits.flow
     after = {"@optimizer": "@proved"}
@@ -148,7 +148,7 @@ def _find_places(spec: Spec) -> Iterator[tuple[str, dict[str, Any]]]:
     if implements(cls, Phase):
         node = next((node for value, node in REPLACED_PHASES.items() if value in flow.writes), "")
         yield (node, {}) if node else (("clip", {}) if "gradients" in flow.changes else ("proved", phases))
-    places: dict[Any, tuple[str, dict[str, Any]]] = {
+    positions: dict[Any, tuple[str, dict[str, Any]]] = {
         Loss: ("loss", {}),
         Model: ("model", {"model": {}}),
         Schedule: ("schedule", {}),
@@ -167,7 +167,7 @@ def _find_places(spec: Spec) -> Iterator[tuple[str, dict[str, Any]]]:
         Listener: ("listeners.proved", {}),
         FinalTask: ("proved", {"trainer": {"on_finish": ["@export", "@proved"]}}),
     }
-    yield from (place for port, place in places.items() if implements(cls, port))
+    yield from (position for port, position in positions.items() if implements(cls, port))
     if issubclass(cls, StageFeature | PassFeature):
         yield "proved", {}
 
@@ -179,11 +179,11 @@ REPLACED_PHASES = {
     "gradients": "sync_gradients",
     "validation_loss": "evaluate",
 }
-"""Nodes that a phase replaces, by a value that it writes."""
+"""Nodes to replace by a phase, by written value."""
 
 
 def _add_texts(values: dict[str, Any], node: str, folder: Path) -> dict[str, Any]:
-    """Return the recipe with a corpus of texts of odd lengths, and a packing that pads."""
+    """Return the recipe with texts of odd lengths, and a packing with padding."""
     folder.mkdir(exist_ok=True)
     for number in range(120):
         (folder / f"{number:03}.txt").write_text("abcdefghijklmnopqrs"[: 3 + number % 8 * 2], "utf-8")
@@ -200,7 +200,7 @@ def _add_texts(values: dict[str, Any], node: str, folder: Path) -> dict[str, Any
 
 
 def shrink_recipe(recipe: Recipe, folder: Path) -> dict[str, Any]:
-    """Return values that give a recipe the smallest sizes, and generated rows if its loss reads only tokens."""
+    """Return values for the smallest sizes, and for generated rows if the loss reads only tokens."""
     graph = recipe.graph
     values: dict[str, Any] = {}
     for name, node in graph.nodes.items():
@@ -223,7 +223,7 @@ def shrink_recipe(recipe: Recipe, folder: Path) -> dict[str, Any]:
 
 
 def make_reproducible_values(graph: Graph) -> dict[str, Any]:
-    """Return values for every run of a proof: on the CPU, in float64, and without measurements of time."""
+    """Return values for a proof's runs: on the CPU, in float64, and without measurements of time."""
     values: dict[str, Any] = {name: {"kind": "cpu"} for name in graph.implementers(Device)}
     values |= {name: {"timeout": 60.0} for name in graph.implementers(Processes)}
     values |= dict.fromkeys(graph.implementers(Precision), FLOAT64)
@@ -239,7 +239,7 @@ def make_reproducible_values(graph: Graph) -> dict[str, Any]:
 
 
 def list_smaller_values(recipe: Recipe, step: int) -> list[dict[str, Any]]:
-    """Return changes that make a recipe smaller, to be tried one after another; `step` is the first that fails."""
+    """Return changes towards a smaller recipe, to be tried one after another; `step` is the first failing one."""
     graph, root = recipe.graph, recipe.project.root
     models = graph.implementers(Model)
     return [
@@ -260,7 +260,7 @@ def _select_dense_layers(graph: Graph, model: str, layers: int) -> dict[str, Any
 
 
 def _iterate_small_settings(settings: Mapping[str, Any], folder: Path) -> Iterator[tuple[str, Any]]:
-    """Yield smaller values for settings; a model's config is written, with smaller sizes, into the folder."""
+    """Yield smaller values; a model's config is written into the folder, with smaller sizes."""
     for name, value in settings.items():
         if type(value) is int and value > SIZES.get(name, value):
             heads = settings.get("num_attention_heads")
@@ -282,7 +282,7 @@ def _iterate_small_settings(settings: Mapping[str, Any], folder: Path) -> Iterat
 
 
 def _find_config(value: Any) -> Path | None:
-    """Return the config.json that a setting names, by its folder or itself."""
+    """Return the config.json named by a setting, itself or by its folder."""
     if not isinstance(value, str | Path):
         return None
     path = Path(value)

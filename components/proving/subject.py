@@ -1,4 +1,4 @@
-"""What is proved: a component in the smallest recipe that uses it, or a recipe with the smallest sizes."""
+"""Subjects of proofs: a component in its smallest recipe, or a recipe with the smallest sizes."""
 
 import inspect
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ class Subject:
     """
     A component's or a recipe's name, with the words, overlays and imports of a command.
 
-    `nodes` are nodes of a recipe whose contracts are checked; default: those with components of others.
+    `nodes` are a recipe's nodes with contracts to check; default: nodes with foreign components.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Subject:
 
     def make_source_values_and_nodes(self, folder: Path) -> tuple[ProofSource, dict[str, Any], list[str]]:
         """
-        Return the recipe, the values for all its runs, and the nodes whose contracts are checked.
+        Return the recipe, values for all its runs, and the nodes with contracts to check.
 
         Files for the recipe are written into the folder. Raises UserError or RecipeError.
         """

@@ -38,7 +38,7 @@ def fake(*ports: type, **answers: Any) -> Any:
 
     `answers` are attribute values and return values for methods: a value, or a function with the arguments of the
     method. Every other value is empty for its annotated type: 0, "", an empty list, another fake for another port,
-    None; if there is no such value, such as for a tensor, a TypeError names the port and the member that is asked for.
+    None. Reading another value, such as a tensor, raises a TypeError with the names of port and member.
     `calls` lists the calls of methods as `Call`s. Raises TypeError for calls not allowed by the port, and immediately
     for names missing in all ports.
     """
@@ -86,7 +86,7 @@ def _read_attribute_type(port: type, name: str, expected: Any) -> Any:
 
 
 def _make_empty_attribute(port: type, name: str, kind: Any) -> Any:
-    """Return an empty value for an attribute's type, or a property that raises TypeError when it is read."""
+    """Return an empty value for an attribute's type, or a property raising TypeError."""
     value = _make_empty_value(kind)
     if value is not _Unanswered:
         return value

@@ -16,24 +16,22 @@ def prove(
     subject: str | type,
     *words: str,
     imports: str | Sequence[str] = (),
-    budget: float | None = 120.0,
     nodes: Sequence[str] = (),
+    budget: float | None = 120.0,
 ) -> None:
     """
     Prove a component, by class or name, or a recipe, like `drawloom prove`.
 
-    `words` set values of its recipe, such as "optimizer.lr=0.1". No case begins after `budget` seconds; None tries all.
-    Raises BrokenContractError with the first difference.
+    `words` set values, such as "optimizer.lr=0.1". No case begins after `budget` seconds; None tries all. Raises
+    BrokenContractError with the first difference.
     """
     from drawloom.components.proving.prover import Prover  # imports torch
     from drawloom.components.proving.subject import Subject
 
-    found = [imports] if isinstance(imports, str) else imports
-    named = (
-        Subject(subject, words, imports=found, nodes=nodes)
-        if isinstance(subject, str)
-        else Subject.of_class(subject, words)
-    )
+    if isinstance(subject, str):
+        named = Subject(subject, words, imports=[imports] if isinstance(imports, str) else imports, nodes=nodes)
+    else:
+        named = Subject.of_class(subject, words)
     with Prover() as prover:
         result = prover.prove(named, budget)
     expect(not result.exit_code, result.render("text"))

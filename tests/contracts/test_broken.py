@@ -58,7 +58,7 @@ class Skips:
 
 @component(reads=("tokens",), writes=("doubled",))
 class ReadsBesideTokens:
-    """Reads a value without declaring it, beside a value that the step has."""
+    """Reads a value without declaring it, beside a declared one."""
 
     def run_phase(self, step: Step) -> None:
         """Read the loss after the tokens."""
@@ -67,7 +67,7 @@ class ReadsBesideTokens:
 
 @component(reads=("plans_of_a_plugin",))
 class WritesBesideOwnValue:
-    """Writes a value without declaring it, and then reads a value that no shipped phase writes."""
+    """Writes a value without declaring it, and then reads a plugin's value."""
 
     def run_phase(self, step: Step) -> None:
         """Write a value, and fail at the other one."""
@@ -77,7 +77,7 @@ class WritesBesideOwnValue:
 
 @component
 class Averages:
-    """An average of parameters, whose slices it does not declare."""
+    """Averages without declared slices."""
 
     parameters: Parameters
     _averages: dict[str, Tensor] = attrs.field(init=False, factory=dict)
@@ -97,7 +97,7 @@ class Averages:
 
 
 def make_averages() -> Averages:
-    """Return averages of a parameter."""
+    """Return a parameter's averages."""
     return Averages(parameters=fake(Parameters, named_parameters=[("weight", nn.Parameter(torch.ones(2, 3)))]))
 
 

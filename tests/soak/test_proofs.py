@@ -1,4 +1,4 @@
-"""Proofs of shipped components and of the documents' examples, and of seeded faults."""
+"""Proofs: seeded faults, shipped components, and the documents' examples."""
 
 import re
 from collections.abc import Iterator
@@ -45,7 +45,7 @@ def prover() -> Iterator[Prover]:
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_seeded_fault_is_found_with_its_axis(fault: SeededFault, prover: Prover) -> None:
-    """A fault that was reported for a training framework makes a difference, on a mesh with its axis."""
+    """A fault reported for a training framework makes a difference, on a mesh with its axis."""
     result = prove_with(fault, prover, budget=None)
     assert result.difference is not None, result.render("text")
     assert any(axis in result.failed for axis in fault.axes), result.render("text")
@@ -53,7 +53,7 @@ def test_a_seeded_fault_is_found_with_its_axis(fault: SeededFault, prover: Prove
 
 @pytest.mark.parametrize("use", [name for name in SHIPPED if not NEEDS_MORE.match(name)])
 def test_a_shipped_component_is_like_one_process(use: str, prover: Prover) -> None:
-    """There is no alarm on a shipped component, on as many meshes as half a minute allows."""
+    """There is no alarm for a shipped component, on as many meshes as half a minute allows."""
     words = {
         "metrics.spread": ["metrics.proved.quantiles=[0.5]"],
         "metrics.histograms": ['metrics.proved.targets=["*"]'],
@@ -63,10 +63,10 @@ def test_a_shipped_component_is_like_one_process(use: str, prover: Prover) -> No
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_an_example_of_the_documents_is_like_one_process(
+def test_an_example_in_the_documents_is_like_one_process(
     name: str, prover: Prover, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The components that a reader copies are right on every mesh."""
+    """The components for readers to copy are right on every mesh."""
     (tmp_path / "my_lab").mkdir()
     (tmp_path / "my_lab" / "__init__.py").touch()
     for page in ("components.md", "proving.md"):

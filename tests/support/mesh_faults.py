@@ -1,4 +1,4 @@
-"""Faults of meshes, seeded into drawloom's own components, as contexts of runs, for tests of `drawloom prove`."""
+"""Faults on meshes, seeded into drawloom's own components, for testing `drawloom prove`."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -47,7 +47,7 @@ class SeededFault:
 
 
 def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> Fault:
-    """Return a context in which a method is replaced by `make` of it."""
+    """Return a context for replacing a method by the result of `make`."""
     return partial(_replace, owner, name, make)
 
 
@@ -58,7 +58,7 @@ def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None
 
 
 def _skip_names(pattern: str, original: Any) -> Any:
-    """Return a replacement of `sum_named_gradients_over_group` that leaves parameters out."""
+    """Return a replacement for `sum_named_gradients_over_group` without some parameters."""
 
     def sum_others(self: RankParameters, names: Any, group: Any) -> None:
         original(self, [name for name in names if pattern not in name], group)
@@ -184,7 +184,7 @@ def _count_whole_rows(original: Any) -> Any:
 
 
 def _weight_by_context(original: Any) -> Any:
-    """Each rank divides by the tokens of its own part, as a mean over a microbatch does."""
+    """Divide by the local weight, as a mean over a microbatch does."""
 
     def sum_means(self: Synchronize, state: Any) -> Tensor:
         sums: Tensor = original(self, state)
@@ -385,12 +385,12 @@ FAULTS = [
 
 
 def prove_with(fault: SeededFault, prover: Prover, budget: float | None = 200.0) -> ProveResult:
-    """Return the result of a proof with a fault."""
+    """Prove with a fault."""
     return prover.prove(Subject(fault.use, fault.words), budget, fault.context)
 
 
 def main() -> None:
-    """Print the table of docs/proving.md."""
+    """Print the table for docs/proving.md."""
     print("| fault | found with | first difference | cause |\n|---|---|---|---|")
     with Prover() as prover:
         for fault in FAULTS:

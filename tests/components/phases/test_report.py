@@ -100,7 +100,7 @@ class CountsOne:
 def test_ranks_with_the_same_batches_count_once(
     mesh_of: Any, indices: Mapping[str, int], microbatches: int | None, counted: str
 ) -> None:
-    """Of ranks with the same batches the one with losses contributes to sums; a maximum has every rank's value."""
+    """Among ranks with the same batches the one with losses contributes to sums; a maximum has every rank's value."""
     mesh = mesh_of(sizes=dict.fromkeys(indices, 2), indices=indices)
     step = Step(1, 1, {} if microbatches is None else {"losses": {"weight": torch.ones(microbatches), "sums": {}}})
     scopes = "activations", "data", "rows"

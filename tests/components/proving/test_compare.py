@@ -17,14 +17,14 @@ OTHER = torch.tensor([0.3, 0.1, -0.2, 0.9], dtype=torch.float64)
 
 
 def record(pieces: dict[str, RankPiece], tensor: int = 0, **values: dict[str, Tensor]) -> RankRecord:
-    """Return a record of one phase, of a rank with an index along `tensor`."""
-    place = attrs.evolve(PerDimension.of_first_rank(), tensor=tensor)
+    """Return a rank's record with one phase; `tensor` is its index."""
+    indices = attrs.evolve(PerDimension.of_first_rank(), tensor=tensor)
     snapshot = PhaseSnapshot(1, "sync_gradients", values.get("parts", {}), values.get("numbers", {}), pieces)
-    return RankRecord(place, [snapshot], values.get("exported", {}))
+    return RankRecord(indices, [snapshot], values.get("exported", {}))
 
 
 def explain(parts: Sequence[Tensor], name: str = f"{GRADIENT}norm.weight") -> str:
-    """Return the explanation of what two tensor ranks have in place of a tensor; "" for no difference."""
+    """Explain two tensor ranks' values for WHOLE; "" without a difference."""
     ranks = [record({name: RankPiece(part)}, index) for index, part in enumerate(parts)]
     difference = find_first_difference(record({name: RankPiece(WHOLE)}), ranks, {"tensor": 2}, lambda value: 1e-9)
     return difference.cause if difference else ""
@@ -49,12 +49,12 @@ def explain(parts: Sequence[Tensor], name: str = f"{GRADIENT}norm.weight") -> st
     ],
 )
 def test_a_wrong_tensor_names_the_missing_operation(parts: Sequence[Tensor], sentence: str) -> None:
-    """What two ranks have in place of a tensor is told apart by their sum, their mean and their ratio to it."""
+    """Sum, mean and ratio to one process's tensor distinguish the faults."""
     assert sentence in explain(parts) if sentence else not explain(parts)
 
 
 def test_slices_are_compared_with_their_part_of_the_whole() -> None:
-    """A rank's slice is compared with the same elements; a parameter that no rank has is lost."""
+    """A rank's slice is compared with the same elements; elements without a rank are lost."""
     halves = [RankPiece(WHOLE[at : at + 2].clone(), TensorSlice((4,), (at,), (2,))) for at in (0, 2)]
     one = record({"a": RankPiece(WHOLE)})
     assert find_first_difference(one, [record({"a": half}) for half in halves], {}, lambda value: 0) is None
@@ -80,7 +80,7 @@ def test_sums_of_losses_are_added_up_and_equal_along_tensor() -> None:
 
 
 def test_the_difference_nearest_to_the_loss_comes_first() -> None:
-    """Of wrong gradients the last parameter's is named, before the norm, and after the step's other numbers."""
+    """The last parameter's wrong gradient is named, before the norm, and after the step's other numbers."""
     names = [f"{GRADIENT}{name}" for name in "abc"]
     numbers = {"grad_norm": torch.ones(()), "tokens": torch.ones(())}
     one = record({name: RankPiece(WHOLE) for name in names}, numbers=numbers)

@@ -1,4 +1,4 @@
-"""`drawloom prove`, with a loss that forgets a sum."""
+"""`drawloom prove`, with a wrong loss."""
 
 import re
 from pathlib import Path
@@ -12,22 +12,22 @@ PAGE = (Path(__file__).parents[3] / "docs/proving.md").read_text("utf-8")
 
 
 def read_example(name: str) -> str:
-    """Return a file of the page."""
-    found = re.search(rf'title="my_lab/{name}.py"\n(.*?)```', PAGE, re.DOTALL)
-    assert found is not None, name
-    return found[1]
+    """Return a file in the page."""
+    match = re.search(rf'title="my_lab/{name}.py"\n(.*?)```', PAGE, re.DOTALL)
+    assert match is not None, name
+    return match[1]
 
 
 @pytest.fixture
 def short_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Write the loss that counts tokens of documents on one rank, and return its name."""
+    """Write the page's wrong loss, and return its name."""
     (tmp_path / "short_first.py").write_text(read_example("short_first"), "utf-8")
     monkeypatch.chdir(tmp_path)
     return "short_first"
 
 
 def test_a_forgotten_sum_is_found_and_its_axis_named(short_first: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The command names the axis and the phase, and exits with 1; the recipe that it writes fails, too."""
+    """The command names the axis and the phase, and exits with 1; the written recipe is valid."""
     assert main(["prove", short_first, "--import", "short_first.py"]) == 1
     printed = capsys.readouterr().out
     assert "is wrong with context = 2" in printed and "the sum of losses is" in printed
@@ -37,7 +37,7 @@ def test_a_forgotten_sum_is_found_and_its_axis_named(short_first: str, capsys: p
     assert main(["check", "prove-short_first.toml", "--import", "short_first.py"]) == 0
 
 
-def test_a_broken_contract_fails_the_test_of_a_component(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_contract_fails_a_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before any run, a component is put to its contracts, and `prove` raises like a failed contract."""
     text = read_example("short_first").replace("batch.weights.double().sum()", "batch.weights.double().mean()")
     (tmp_path / "mean_loss.py").write_text(text, "utf-8")

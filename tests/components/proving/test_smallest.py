@@ -21,7 +21,7 @@ PLACED = (
 
 
 @pytest.mark.parametrize("use", PLACED)
-def test_a_component_of_every_kind_has_a_valid_recipe(use: str, tmp_path: Path) -> None:
+def test_every_kind_of_component_has_a_valid_recipe(use: str, tmp_path: Path) -> None:
     """The smallest recipe with a component is valid, has it in the returned node, and runs on a CPU in float64."""
     source, values, [node] = Subject(use).make_source_values_and_nodes(tmp_path)
     recipe = source.load(values)
@@ -57,8 +57,8 @@ def test_what_can_not_be_proved_is_an_error_of_the_user(tmp_path: Path) -> None:
         Subject("rewards.regex").make_source_values_and_nodes(tmp_path)
 
 
-def test_generated_rows_have_everything_that_differs_between_ranks() -> None:
-    """Of eight rows two have no target, one has all in its first quarter, some have padding and several documents."""
+def test_generated_rows_have_different_counts() -> None:
+    """Two rows in eight have no target, one has all in its first quarter, some have padding and several documents."""
     batch = ProvingRows(tokenizer=Bytes()).batch("train", range(8))
     trained = batch.targets != IGNORE_INDEX
     assert batch.padding is not None and not (trained & batch.padding).any()
