@@ -77,8 +77,8 @@ def list_cases(recipe: Recipe) -> list[Case]:
             Case(f"one process, resumed from {case.name}", 1, {}, {"checkpoint": 1}, resumed=case.name)
             for case in singles
         ),
-        *(_make_mesh_case(graph, sizes) for sizes in (*EXPERT_MESHES, *pairs)),
         *(attrs.evolve(case, name=f"{case.name}, resumed from one process", resumed=ONE.name) for case in singles),
+        *(_make_mesh_case(graph, sizes) for sizes in (*pairs, *EXPERT_MESHES)),
         *_list_pipeline_cases(graph, recipe),
         *(make_narrow(case, graph) for case in singles),
     ]

@@ -46,7 +46,7 @@ def prover() -> Iterator[Prover]:
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_seeded_fault_is_found_with_its_axis(fault: SeededFault, prover: Prover) -> None:
     """A fault reported for a training framework makes a difference, on a mesh with its axis."""
-    result = prove_with(fault, prover, budget=None)
+    result = prove_with(fault, prover)
     assert result.difference is not None, result.render("text")
     assert any(axis in result.failed for axis in fault.axes), result.render("text")
 

@@ -1,5 +1,6 @@
 """Faults on meshes, seeded into drawloom's own components, for testing `drawloom prove`."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -384,21 +385,22 @@ FAULTS = [
 ]
 
 
-def prove_with(fault: SeededFault, prover: Prover, budget: float | None = 200.0) -> ProveResult:
+def prove_with(fault: SeededFault, prover: Prover) -> ProveResult:
     """Prove with a fault."""
-    return prover.prove(Subject(fault.use, fault.words), budget, fault.context)
+    return prover.prove(Subject(fault.use, fault.words), None, fault.context)
 
 
 def main() -> None:
     """Print the table for docs/proving.md."""
-    print("| fault | found with | first difference | cause |\n|---|---|---|---|")
+    print("| fault | found with | first difference | named cause |\n|---|---|---|---|")
     with Prover() as prover:
         for fault in FAULTS:
             result = prove_with(fault, prover)
             difference = result.difference
             assert difference is not None, f"{fault.name} is not found: {result.render('text')}"
-            where = f"`{difference.name}` after `{difference.phase}`"
-            print(f"| {fault.text} | {result.failed} | {where} | {difference.cause.partition(':')[0]} |", flush=True)
+            cause = re.split(r"[:(;]| on all ranks", difference.cause)[0].strip()
+            where = f"{difference.name}, [{difference.phase}]"
+            print(f"| {fault.text} | {result.failed} | {where} | {cause} |", flush=True)
 
 
 if __name__ == "__main__":
