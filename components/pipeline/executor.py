@@ -16,7 +16,7 @@ from drawloom.components.pipeline.program.builders import (
 )
 from drawloom.components.pipeline.runtime.uploads import Uploads
 from drawloom.components.ports.data import uses_preference_pairs
-from drawloom.components.ports.distributed import Device, Mesh, P2PChannel, PerDimension
+from drawloom.components.ports.distributed import Device, Group, Mesh, P2PChannel, PerDimension
 from drawloom.components.ports.features import StageFeature, check_exclusions
 from drawloom.components.ports.model import BatchContext, ContextParallelModel, Finish, Head
 from drawloom.components.ports.passes import Compute, Microbatches, MicrobatchInputs, PassFeature, PassKind
@@ -233,23 +233,25 @@ class ProgramExecutor:
 
     def _upload_inputs(self, batch: Batch) -> MicrobatchInputs:
         """Copy this context rank's part of a batch to the device, and return it with the stages' inputs."""
-        group = self.mesh.context_group
-        if group.size == 1:
-            moved: Batch = self._uploads.start_upload(batch)
-            inputs, shared = self.objective.inputs(moved)
-            if batch.has_one_document_per_row():
-                shared = attrs.evolve(shared, one_document_per_row=True)
-            return MicrobatchInputs(inputs, shared, moved)
-        length = batch.length
+        group, part = self.mesh.context_group, None
+        whole_rows = batch.has_one_document_per_row()
+        if group.size > 1:
+            host_part, part = self._get_part(batch.length, group)
+            batch = host_part.select_own_tokens(batch)
+        moved: Batch = self._uploads.start_upload(batch)
+        inputs, shared = self.objective.inputs(moved)
+        if whole_rows or part is not None:
+            shared = attrs.evolve(shared, part=part, one_document_per_row=whole_rows)
+        return MicrobatchInputs(inputs, shared, moved)
+
+    def _get_part(self, length: int, group: Group) -> "tuple[ContextPart, ContextPart]":
+        """Return this rank's part of rows with `length` tokens, on the host and on the device."""
         if length not in self._parts:  # cached: a copy to a GPU would wait
             from drawloom.components.parallel.context import ContextPart
 
             part = ContextPart.for_rank(length, group)
             self._parts[length] = part, self._uploads.start_upload(part)
-        host_part, device_part = self._parts[length]
-        moved = self._uploads.start_upload(host_part.select_own_tokens(batch))
-        inputs, shared = self.objective.inputs(moved)
-        return MicrobatchInputs(inputs, attrs.evolve(shared, part=device_part), moved)
+        return self._parts[length]
 
     @cached_property
     def _features(self) -> list[PassFeature]:
