@@ -18,7 +18,7 @@ from drawloom.graph.types.port_match import implements
 
 def list_ports_with_contract(cls: type) -> list[type]:
     """Return the ports with a contract that a component implements."""
-    return [port for port in iterate_ports() if implements(cls, port) and _has_contract(port)]
+    return [port for port in iterate_ports() if implements(cls, port) and has_contract(port)]
 
 
 def iterate_ports() -> Iterator[type]:
@@ -29,7 +29,8 @@ def iterate_ports() -> Iterator[type]:
                 yield item
 
 
-def _has_contract(port: type) -> bool:
+def has_contract(port: type) -> bool:
+    """Return whether a port has a contract."""
     try:
         return bool(load_contract(port))
     except LookupError:

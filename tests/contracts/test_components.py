@@ -18,10 +18,9 @@ from tokenizers import Tokenizer as HuggingFace
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 import drawloom.components.contracts as contracts
-import drawloom.components.ports as ports
 from contracts import framework
 from drawloom.components.model.qwen3.dense import Qwen3Dense
-from drawloom.graph.component import is_port_or_component
+from drawloom.components.proving.contracts import has_contract, iterate_ports
 from drawloom.graph.problems import Problem
 from drawloom.graph.project import Project, Recipe
 from drawloom.graph.testing.ports import check_port, load_contract
@@ -538,33 +537,16 @@ def recipe_for(use: str, texts: Mapping[str, Any], folder: Path) -> tuple[Recipe
     return recipe, names[0]
 
 
-def all_ports() -> Iterator[type]:
-    """Every port."""
-    for module in pkgutil.iter_modules(ports.__path__):
-        if not module.ispkg:
-            for item in vars(importlib.import_module(f"{ports.__name__}.{module.name}")).values():
-                if is_port_or_component(item) and item.__module__.endswith(f".{module.name}"):
-                    yield item
-
-
 def _types_of(item: object) -> Iterator[Any]:
     """Yield the types of a function's parameters; nothing for another object."""
     return iter(get_type_hints(item).values() if isinstance(item, FunctionType) else ())
 
 
-def contract_of(port: type) -> list[Callable[..., None]]:
-    """Return the properties in a port's contract; empty if it has none."""
-    try:
-        return load_contract(port)
-    except LookupError:
-        return []
-
-
-WITH_CONTRACT = [port for port in all_ports() if contract_of(port)]
+WITH_CONTRACT = [port for port in iterate_ports() if has_contract(port)]
 
 INTERNAL = {
     port: [item for name, item in vars(framework).items() if name[0] != "_" and next(_types_of(item), None) is port]
-    for port in all_ports()
+    for port in iterate_ports()
 }
 """Properties of ports that plugins do not implement."""
 
@@ -601,7 +583,7 @@ def test_every_component_keeps_the_contracts_of_its_ports(use: str, texts: Mappi
 
 def test_every_port_has_a_contract_or_a_reason() -> None:
     """A plugin's author can put an implementation of any port to a contract, or reads why no plugin implements it."""
-    without = {port.__name__ for port in all_ports()} - {port.__name__ for port in WITH_CONTRACT}
+    without = {port.__name__ for port in iterate_ports()} - {port.__name__ for port in WITH_CONTRACT}
     assert without == contracts.FRAMEWORK_ONLY.keys()
     assert all(len(reason) > 20 for reason in contracts.FRAMEWORK_ONLY.values())
 
@@ -617,5 +599,6 @@ def test_every_contract_is_found_by_its_port() -> None:
         for name, item in vars(module).items()
         if isinstance(item, FunctionType) and item.__module__ == module.__name__ and not name.startswith("_")
     }
-    assert written == {found for port in all_ports() for found in (*contract_of(port), *INTERNAL[port])}
+    known = {item for port in WITH_CONTRACT for item in load_contract(port)}
+    assert written == known | {item for properties in INTERNAL.values() for item in properties}
     assert len(WITH_CONTRACT) >= 37 and sum(map(len, map(list_ports_with_contract, CATALOGUE.names()))) >= 85

@@ -22,6 +22,7 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from drawloom.components.distributed.launch_store import set_short_dns_timeout_variable
+from drawloom.components.proving.ranks import make_torchrun_variables
 
 set_short_dns_timeout_variable()  # the stores of tests are in this process
 
@@ -82,7 +83,7 @@ def run_ranks(
     try:
         for rank in range(world_size):
             receiver, sender = context.Pipe(duplex=False)
-            environment = _torchrun_variables(rank, world_size, store.port) if variables else {}
+            environment = make_torchrun_variables(rank, world_size, store.port) if variables else {}
             arguments = call, environment, sender, _duplicate_output_streams()
             process: BaseProcess = context.Process(target=_serve, args=arguments)
             process.start()
@@ -141,7 +142,7 @@ class Crew:
             self.processes.pop(rank).join()
             self._pipes.pop(rank).close()
         self._pipes[rank], sender = self._context.Pipe(duplex=False)
-        environment = _torchrun_variables(rank, self.world_size, self.store.port)
+        environment = make_torchrun_variables(rank, self.world_size, self.store.port)
         arguments = self._call, environment, sender, _duplicate_output_streams()
         self.processes[rank] = self._context.Process(target=_serve, args=arguments)
         self.processes[rank].start()
@@ -171,18 +172,6 @@ def _start_fork_server() -> None:
         del os.environ["PYTHONPATH"]
         if before is not None:
             os.environ["PYTHONPATH"] = before
-
-
-def _torchrun_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
 
 
 def _results(
