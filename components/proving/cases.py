@@ -8,13 +8,15 @@ from typing import Any
 import attrs
 
 from drawloom.components.ports.distributed import DIMENSIONS, Mesh, Precision
+from drawloom.components.ports.model import Model
 from drawloom.components.ports.pipeline import Executor, Schedule
 from drawloom.components.ports.run import Batching
-from drawloom.components.proving.smallest import STEPS
+from drawloom.components.proving.smallest import DENSE, EXPERTS, STEPS
 from drawloom.graph.problems import RecipeError
 from drawloom.graph.project import Recipe
 from drawloom.graph.wiring.graph import Graph
 
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 NARROW = {"parameter": "float32", "compute": "bfloat16", "gradient": "float32"}
 EXPERT_MESHES: tuple[dict[str, int], ...] = (
     {"pipeline": 2, "data_shard": 2, "expert": 2},
@@ -46,7 +48,11 @@ class Case:
         return 1 if self.is_narrow else STEPS
 
     def find_refusal(self, recipe: Recipe) -> str:
-        """Return why `check` refuses the case, or ""."""
+        """Return why `check` refuses the case, or why it can't be compared, or ""."""
+        models = [recipe.graph.nodes[name] for name in recipe.graph.implementers(Model)]
+        others = [node.settings for node in models if node.spec.use != EXPERTS["use"]]
+        if self.is_narrow and any(settings.get(key) for settings in others for key in EXPERT_COUNTS):
+            return "a router may choose other experts after rounding"
         try:
             recipe.with_values(self.values, "prove").check(skip_machine_checks=True)
         except RecipeError as error:
@@ -55,6 +61,9 @@ class Case:
 
 
 ONE = Case("one process", 1, {})
+REPLICATED_PIPELINE = {"pipeline": 2, "data_replicate": 2}
+BOTH_ENDS = "zero_bubble_v"
+"""A schedule whose first rank has the first and the last stage."""
 SINGLE: tuple[dict[str, int], ...] = (
     *({name: 2} for name in ("tensor", "context", "pipeline", "data_shard", "data_replicate")),
     {"data_shard": 2, "expert": 2},
@@ -80,7 +89,7 @@ def list_cases(recipe: Recipe) -> list[Case]:
         *(attrs.evolve(case, name=f"{case.name}, resumed from one process", resumed=ONE.name) for case in singles),
         *(_make_mesh_case(graph, sizes) for sizes in (*pairs, *EXPERT_MESHES)),
         *_list_pipeline_cases(graph, recipe),
-        *(make_narrow(case, graph) for case in singles),
+        *(make_narrow(case, graph) for case in singles if "expert" not in case.sizes),
     ]
 
 
@@ -91,18 +100,27 @@ def _make_mesh_case(graph: Graph, sizes: Mapping[str, int]) -> Case:
 
 
 def _list_pipeline_cases(graph: Graph, recipe: Recipe) -> Iterator[Case]:
-    """Yield a case on two pipeline ranks for every schedule that the recipe does not use."""
-    mesh = _make_mesh_case(graph, {"pipeline": 2})
+    """
+    Yield a case on two pipeline ranks for every other schedule, and one with replicas for a rank with both ends.
+    """
+    mesh, replicated = (_make_mesh_case(graph, sizes) for sizes in ({"pipeline": 2}, REPLICATED_PIPELINE))
     for schedule in graph.implementers(Schedule):
         for use in recipe.project.registry.names():
             if use.startswith("pipeline.schedules.") and use != graph.nodes[schedule].spec.use:
-                values = {**mesh.values, schedule: {"use": use}}
-                if use.endswith(".circular"):
-                    values |= {name: {"use": "pipeline.circular.executor"} for name in graph.implementers(Executor)}
-                yield attrs.evolve(mesh, name=f"{mesh.name}, {use.rpartition('.')[2]}", values=values)
+                name, values = use.rpartition(".")[2], {schedule: {"use": use}}
+                if name == "circular":
+                    values |= {node: {"use": "pipeline.circular.executor"} for node in graph.implementers(Executor)}
+                for case in (mesh, replicated) if name == BOTH_ENDS else (mesh,):
+                    yield attrs.evolve(case, name=f"{case.name}, {name}", values={**case.values, **values})
 
 
 def make_narrow(case: Case, graph: Graph) -> Case:
-    """Return a case in bfloat16."""
-    values = {**case.values, **dict.fromkeys(graph.implementers(Precision), NARROW)}
+    """Return a case in bfloat16 without experts, since a router may choose other experts after rounding."""
+    values = {**make_dense(case, graph).values, **dict.fromkeys(graph.implementers(Precision), NARROW)}
     return attrs.evolve(case, name=f"{case.name}, bfloat16", values=values, is_narrow=True)
+
+
+def make_dense(case: Case, graph: Graph) -> Case:
+    """Return a case without the smallest recipe's experts, for the first step."""
+    models = {name: DENSE for name in graph.implementers(Model) if graph.nodes[name].spec.use == EXPERTS["use"]}
+    return attrs.evolve(case, name=f"{case.name}, dense", values={**case.values, **models}, is_narrow=True)

@@ -4,13 +4,14 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import attrs
 import torch
 from torch import Tensor
 
 from drawloom.components.ports.distributed import DIMENSIONS
+from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.proving.recorder import GRADIENT, PhaseSnapshot, RankPiece, RankRecord
 
 
@@ -174,17 +175,17 @@ def explain_difference(value: Compared, ranks: Sequence[RankRecord], sizes: Mapp
         for piece, part, ratio in zip(pieces, expected, ratios, strict=True)
     ]
     shown = " and ".join(f"{ratio:.4g}" for ratio in ratios[:MAX_RANKS_SHOWN])
-    is_replicated = len(pieces) > 1 and all(piece.tensor_slice == pieces[0].tensor_slice for piece in pieces)
-    if is_replicated and any(not piece.tensor.equal(pieces[0].tensor) for piece in pieces):
-        total = torch.stack([piece.tensor.double() for piece in pieces]).sum(0)
-        factor = _compute_ratio(total, expected[0])
+    copies: dict[TensorSlice | None, list[int]] = {}
+    for number, piece in enumerate(pieces):
+        copies.setdefault(piece.tensor_slice, []).append(number)
+    if any(not pieces[number].tensor.equal(pieces[same[0]].tensor) for same in copies.values() for number in same):
         axis = _find_axis_with_other_values(value, ranks, sizes) or axis
-        if compute_relative_error(total, expected[0] * factor, value.scale) < EXACT:
-            if abs(factor - 1) < EXACT:
-                where = ", in the backward pass" if value.key.name.startswith(GRADIENT) else ""
-                return f"a partial sum over {axis}: ranks hold {shown} of it; add it up over {axis}{where}"
-            if abs(factor - len(pieces)) < EXACT:
-                return f"ranks along {axis} hold {shown} of it, and their mean is right: take the mean over {axis}"
+        totals = {same[0]: sum(pieces[number].tensor.double() for number in same) for same in copies.values()}
+        if _are_equal(totals, expected, value.scale):
+            where = ", in the backward pass" if value.key.name.startswith(GRADIENT) else ""
+            return f"a partial sum over {axis}: ranks hold {shown} of it; add it up over {axis}{where}"
+        if _are_equal({same[0]: totals[same[0]] / len(same) for same in copies.values()}, expected, value.scale):
+            return f"ranks along {axis} hold {shown} of it, and their mean is right: take the mean over {axis}"
         wrong = [rank for rank, ratio in enumerate(ratios) if abs(ratio - 1) > EXACT or errors[rank] > EXACT]
         return (
             f"ranks along {axis} differ, and should be equal: ranks {', '.join(map(str, wrong))} hold {shown} of it; "
@@ -196,6 +197,11 @@ def explain_difference(value: Compared, ranks: Sequence[RankRecord], sizes: Mapp
         f"the values are others, not a multiple ({shown} of it in the right direction): a rank computes with its own "
         f"part along {axis}, where it needs the others' too"
     )
+
+
+def _are_equal(tensors: Mapping[int, Any], expected: Sequence[Tensor], scale: float) -> bool:
+    """Return whether tensors by rank are nearly equal to one process's."""
+    return all(compute_relative_error(tensor, expected[rank], scale) < EXACT for rank, tensor in tensors.items())
 
 
 def _explain_common_factor(ratio: float, axis: str, sizes: Mapping[str, int]) -> str:

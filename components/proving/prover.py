@@ -14,7 +14,7 @@ import attrs
 import torch
 
 from drawloom.components.checkpoint.manifest import FOLDER as CHECKPOINTS
-from drawloom.components.proving.cases import ONE, Case, list_cases, make_narrow
+from drawloom.components.proving.cases import ONE, Case, list_cases, make_dense, make_narrow
 from drawloom.components.proving.compare import Compared, Difference, Key, find_first_difference, measure_errors
 from drawloom.components.proving.contracts import check_contracts
 from drawloom.components.proving.ranks import RankPool, RanksFailedError
@@ -175,8 +175,12 @@ class _Proof:
     @cached_property
     def narrow_errors(self) -> dict[Key, float]:
         """One process's errors in bfloat16."""
-        narrow = make_narrow(ONE, self.source.load(self.values).graph)
-        return measure_errors(self._select_steps(narrow), self._record(narrow))
+        return measure_errors(self.dense, self._record(make_narrow(ONE, self.source.load(self.values).graph)))
+
+    @cached_property
+    def dense(self) -> RankRecord:
+        """One process's record without experts, for comparisons in bfloat16."""
+        return self._record(make_dense(ONE, self.source.load(self.values).graph))[0]
 
     def _get_tolerance(self, value: Compared) -> float:
         rounding = torch.finfo(value.expected.dtype).eps if value.expected.dtype.is_floating_point else 0.0
@@ -205,12 +209,11 @@ class _Proof:
         self.equal.append(case.name)
 
     def _select_steps(self, case: Case) -> RankRecord:
-        """Return one process's record with a case's steps; exports belong to the last step."""
+        """Return one process's record with a case's steps."""
+        if case.is_narrow:
+            return attrs.evolve(self.dense, exported={})
         first = SAVED + 1 if case.resumed else 1
-        snapshots = [snapshot for snapshot in self.one.snapshots if first <= snapshot.step <= case.last_step]
-        return attrs.evolve(
-            self.one, snapshots=snapshots, exported=self.one.exported if case.last_step == STEPS else {}
-        )
+        return attrs.evolve(self.one, snapshots=[part for part in self.one.snapshots if part.step >= first])
 
     def _record(self, case: Case, noise: float = 0.0) -> list[RankRecord]:
         """Run a case in its own folder, and return the records by rank."""

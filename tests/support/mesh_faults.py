@@ -198,7 +198,8 @@ def _clip_by_own_norm(original: Any) -> Any:
     def compute(self: ClipGroupNorm) -> Tensor:
         kept, self.reduce = self.reduce, type("Own", (), {"sum_over_ranks": lambda _, value: value.clone()})()
         try:
-            return original(self)
+            norm: Tensor = original(self)
+            return norm
         finally:
             self.reduce = kept
 

@@ -67,6 +67,15 @@ def test_slices_are_compared_with_their_part_of_the_whole() -> None:
     assert half is not None and "some ranks lack it" in half.cause
 
 
+def test_copies_of_slices_may_be_partial_sums() -> None:
+    """Two shards with two copies each, which add up to the shard, are a partial sum."""
+    slices = [TensorSlice((4,), (at,), (2,)) for at in (0, 2)]
+    pieces = [RankPiece(WHOLE[part.index()] * share, part) for part in slices for share in (0.3, 0.7)]
+    ranks = [record({"a": piece}) for piece in pieces]
+    difference = find_first_difference(record({"a": RankPiece(WHOLE)}), ranks, {"data_replicate": 2}, lambda value: 0)
+    assert difference is not None and difference.cause.startswith("a partial sum over data_replicate")
+
+
 def test_sums_of_losses_are_added_up_and_equal_along_tensor() -> None:
     """Ranks with other tokens add up to one process's sum; ranks along `tensor` have the same one."""
     one = record({}, parts={"loss": torch.tensor(6.0)})
