@@ -69,7 +69,7 @@ class RecordTracker:
 
 
 @attrs.define(eq=False)
-class Recorder:
+class ProofRecorder:
     """
     Listener for copying the values written by every phase.
 

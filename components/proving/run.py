@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from drawloom.components.checkpoint.manifest import FOLDER as CHECKPOINTS
 from drawloom.components.phases.report import Report
 from drawloom.components.ports.run import RunInfo
-from drawloom.components.proving.recorder import RankRecord, Recorder
+from drawloom.components.proving.recorder import ProofRecorder, RankRecord
 from drawloom.components.proving.smallest import merge_values
 from drawloom.graph.problems import RecipeError, ReportedError, UserError
 from drawloom.graph.project import Project, Recipe
@@ -86,7 +86,7 @@ class RefusedError(Exception):
 
 def run_and_record(run: ProofRun) -> RankRecord:
     """Run a recipe on this rank, and return the record. Raises RefusedError if the run can't start."""
-    recorder = Recorder(noise=run.noise)
+    recorder = ProofRecorder(noise=run.noise)
     with run.within():
         recipe = run.source.load(run.values)
         if run.checkpoint is not None and os.environ.get("RANK", "0") == "0":

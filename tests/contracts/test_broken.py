@@ -49,7 +49,7 @@ class WritesInSecret:
 
 @component
 class Skips:
-    """Changes the number of the step."""
+    """Changes the step's number."""
 
     def run_phase(self, step: Step) -> None:
         """Go to the next step."""
@@ -222,7 +222,7 @@ class SaysThatItKeepsShapes:
     num_hidden_layers = 3
 
     def build(self, span: LayerRange) -> nn.Module:
-        """Return the module of a span."""
+        """Return a span's module."""
         return _Span(span.embedding)
 
 

@@ -107,7 +107,7 @@ class Row:
 
     @property
     def ranks(self) -> int:
-        """The number of ranks; those along `expert` are others' ranks."""
+        """The number of ranks; ranks along `expert` are others' ranks."""
         sizes = {"expert": 1, **{name: size for name, size in self.mesh.items() if name != "expert"}}
         return int(torch.Size(sizes.values()).numel())
 
