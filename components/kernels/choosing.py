@@ -8,7 +8,6 @@ import attrs
 import torch
 
 from drawloom.graph import UserError
-from drawloom.kernels.operation import why_no_triton
 
 KERNELS = "drawloom.kernels"
 
@@ -81,6 +80,16 @@ OPERATIONS = {
     "add_expert_bias": _create_operation("the addition of experts' biases", "grouped_gemm", "add_expert_bias"),
 }
 
+PLAIN = {
+    "linear": "linear.linear_eager",
+    "embedding": "linear.embedding_eager",
+    "linear_quantized": "weight_formats.eager.linear_quantized",
+    "multiply_quantized_experts": "weight_formats.eager.multiply_quantized_experts",
+    "causal_mask": "attention.eager.create_causal_mask",
+    "attend_to_cached": "attention.eager.attention_eager",
+}
+"""Functions with one implementation, `module.function` below drawloom.kernels."""
+
 TRITON = {"triton", "cut", "cudnn", "flex"}
 """Implementations that Triton compiles."""
 
@@ -118,11 +127,20 @@ def find_unavailable_reason(implementation: str, device: torch.device) -> str:
     """Return why an implementation can't run on a device, or an empty string if it can."""
     if implementation in GPU and device.type == "cpu":
         return "its backward pass runs on GPUs, and the device is the CPU"
-    return why_no_triton(device) if implementation in TRITON else ""
+    if implementation not in TRITON:
+        return ""
+    from drawloom.kernels.operation import why_no_triton  # a run on a CPU needs no reason
+
+    return why_no_triton(device)
 
 
 def load_implementation(operation: str, implementation: str) -> Any:
     """Return an implementation's function."""
-    # Modules are imported on demand, so that a run on a CPU never imports triton.
-    module, _, name = OPERATIONS[operation].implementations[implementation].rpartition(".")
+    return load_function(OPERATIONS[operation].implementations[implementation])
+
+
+def load_function(path: str) -> Any:
+    """Return a function from `module.function` below drawloom.kernels."""
+    # Modules are imported on demand, so that a check imports no kernel, and a run on a CPU never imports triton.
+    module, _, name = path.rpartition(".")
     return getattr(import_module(f"{KERNELS}.{module}"), name)

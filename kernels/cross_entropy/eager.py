@@ -15,7 +15,7 @@ More tokens than fit go through `cut_cross_entropy`, which computes logits again
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from drawloom.kernels.cross_entropy.logsumexp import logsumexp_in_fixed_order
+from drawloom.kernels.cross_entropy.options import EXACT, LogitCut, SplitVocabulary
 from drawloom.kernels.deferred_grads import (
     MatrixProduct,
     WeightGradient,
@@ -34,32 +35,6 @@ from drawloom.kernels.results import TokenLosses
 
 NOT_HERE = -1
 """Local target of a token whose target is a row of another rank, or is ignored."""
-
-
-class VocabularyGroup(Protocol):
-    """Process group collectives for a split vocabulary."""
-
-    def sum(self, tensor: Tensor) -> None:
-        """Sum a tensor (any shape) over the ranks, in place (all-reduce)."""
-        ...
-
-    def gather(self, tensor: Tensor) -> Tensor:
-        """Stack all ranks' tensors (...) along a new first dimension: (ranks, ...) (all-gather)."""
-        ...
-
-
-class SplitVocabulary(Protocol):
-    """Rows of the output weight on this rank, from `first` on; the group's ranks together have all rows."""
-
-    @property
-    def first(self) -> int:
-        """Return this rank's first row index."""
-        ...
-
-    @property
-    def group(self) -> VocabularyGroup:
-        """Return the rank group with all rows."""
-        ...
 
 
 def find_local_target_rows(targets: Tensor, rows: int, ignore_index: int, part: SplitVocabulary | None) -> Tensor:
@@ -92,27 +67,6 @@ def all_reduce_gradient(gradient: Tensor, part: SplitVocabulary | None) -> Tenso
     if part is not None:
         part.group.sum(gradient)
     return gradient
-
-
-@dataclass(frozen=True)
-class LogitCut:
-    """
-    Options for how logits are cut into tiles and chunks.
-
-    The gradients skip a tile if every probability in it, less 1 at the target, is below `filter_eps` (0 skips none).
-    `tile` is in tokens and words. At most `max_logits` logit gradients exist together. With `part`, the weight has some
-    words, and the other ranks in the part's group have the rest.
-    """
-
-    ignore_index: int = -100
-    filter_eps: float = 0.0
-    tile: tuple[int, int] = (128, 256)
-    max_logits: int = 2**28
-    part: SplitVocabulary | None = None
-
-
-EXACT = LogitCut()
-"""Default options, without a filter."""
 
 
 class NeededGradients(NamedTuple):

@@ -37,9 +37,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from drawloom.kernels.cross_entropy.eager import (
-    EXACT,
     CutCrossEntropy,
-    LogitCut,
     NeededGradients,
     compute_logit_grad_factors,
     count_logits_bytes,
@@ -50,6 +48,7 @@ from drawloom.kernels.cross_entropy.eager import (
     split_token_chunks,
 )
 from drawloom.kernels.cross_entropy.logsumexp import logsumexp_in_fixed_order
+from drawloom.kernels.cross_entropy.options import EXACT, LogitCut
 from drawloom.kernels.deferred_grads import (
     MatrixProduct,
     WeightGradient,

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from drawloom.kernels.cross_entropy.eager import LogitCut, cut_cross_entropy_eager, sort_vocabulary_by_mean_logit
+from drawloom.kernels.cross_entropy.eager import cut_cross_entropy_eager, sort_vocabulary_by_mean_logit
+from drawloom.kernels.cross_entropy.options import LogitCut
 from drawloom.kernels.deferred_grads import Deferral
 from support.cross_entropy import exact_losses
 

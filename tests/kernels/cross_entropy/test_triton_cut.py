@@ -9,12 +9,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from drawloom.kernels.cross_entropy.eager import (
-    LogitCut,
-    NeededGradients,
-    cut_cross_entropy_eager,
-    sort_vocabulary_by_mean_logit,
-)
+from drawloom.kernels.cross_entropy.eager import NeededGradients, cut_cross_entropy_eager, sort_vocabulary_by_mean_logit
+from drawloom.kernels.cross_entropy.options import LogitCut
 from drawloom.kernels.cross_entropy.triton import cut_cross_entropy_triton
 from drawloom.kernels.deferred_grads import Deferral
 from drawloom.kernels.triton import tma
