@@ -8,6 +8,7 @@ import attrs
 import torch
 
 from drawloom.graph import UserError
+from drawloom.kernels.availability import why_no_triton
 
 KERNELS = "drawloom.kernels"
 
@@ -127,11 +128,7 @@ def find_unavailable_reason(implementation: str, device: torch.device) -> str:
     """Return why an implementation can't run on a device, or an empty string if it can."""
     if implementation in GPU and device.type == "cpu":
         return "its backward pass runs on GPUs, and the device is the CPU"
-    if implementation not in TRITON:
-        return ""
-    from drawloom.kernels.operation import why_no_triton  # a run on a CPU needs no reason
-
-    return why_no_triton(device)
+    return why_no_triton(device) if implementation in TRITON else ""
 
 
 def load_implementation(operation: str, implementation: str) -> Any:

@@ -6,7 +6,8 @@ from typing import Any
 import attrs
 
 from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.hugging_face import Family, create_decoder_mapper
+from drawloom.components.model.decoder.family import Family
+from drawloom.components.model.decoder.hugging_face import create_decoder_mapper
 from drawloom.components.model.decoder.hybrid import (
     HYBRID_DEFAULTS,
     create_hybrid_mapper,

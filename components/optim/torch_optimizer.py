@@ -10,7 +10,6 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.optim.adamw_step import ADAM_MOMENTS, FactorStep, WideGradientStep
 from drawloom.components.optim.host_states import HostStates
 from drawloom.components.optim.parameter_groups import (
     ParameterGroup,
@@ -24,12 +23,18 @@ from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.stages import Parameters
 from drawloom.graph import Problem, component_base_class
 from drawloom.graph.wiring.node import NodeView
-from drawloom.kernels.operation import why_no_triton
+from drawloom.kernels.availability import why_no_triton
 
 if TYPE_CHECKING:
     from drawloom.components.optim.streamed_states import Slots, StreamedTorchStep
 
 Named = Sequence[tuple[str, nn.Parameter]]
+
+ADAM_MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Names in torch of Adam's running means of gradients and of their squares."""
+
+AMSGRAD_MOMENTS = (*ADAM_MOMENTS, "max_exp_avg_sq")
+"""Names in torch of Adam's running means and of the largest mean of squares so far."""
 
 KEEP_UPDATES = (
     'write use = "optim.stochastic_adamw" in [{}], or keep float32 masters, as --overlay with_mixed_precision does: '
@@ -41,6 +46,22 @@ TRITON_DTYPES = (torch.float32, torch.bfloat16)
 """Dtypes of weights that the kernel is tested with."""
 
 
+class WideGradientStep(torch.optim.Optimizer):
+    """
+    Optimizer for gradients in wider dtypes than the weights.
+
+    A step changes nothing if `found_inf`, float32 () on the weights' device, is not 0.
+    """
+
+    found_inf: Tensor | None = None
+
+
+class FactorStep(WideGradientStep):
+    """Optimizer that multiplies the gradients by each of `factors`, float32 (factors,) on the device."""
+
+    factors: Tensor | None = None
+
+
 def create_fastest_adamw(groups: Iterable[dict[str, Any]], **options: Any) -> torch.optim.AdamW:
     """
     Return the fastest AdamW for the parameter groups: torch's fused one, or on GPUs a Triton kernel with less memory
@@ -49,7 +70,7 @@ def create_fastest_adamw(groups: Iterable[dict[str, Any]], **options: Any) -> to
     groups = list(groups)
     if not all(_fits_triton(part) for group in groups for part in group["params"]):
         return torch.optim.AdamW(groups, fused=True, **options)
-    from drawloom.components.optim.adamw_step import AdamWTriton
+    from drawloom.components.optim.adamw_step import AdamWTriton  # most machines for checks have no GPU
 
     return AdamWTriton(groups, fused=True, **options)
 

@@ -38,7 +38,6 @@ from drawloom.components.stages.checks import (
     warn_narrowed_weights,
 )
 from drawloom.components.stages.feature_stack import FeatureStack, check_features, describe_features
-from drawloom.components.weights.adapted import build_meta_model_with_adapters
 from drawloom.graph import Problem, UserError, above, at_least, component, setting, wired
 from drawloom.graph.wiring.node import NodeView
 
@@ -173,6 +172,8 @@ class MaterializedStages:
         adapters match nothing.
         """
         if self.adapters:
+            from drawloom.components.weights.adapted import build_meta_model_with_adapters
+
             build_meta_model_with_adapters(self.model, self.adapters)
         check_initial_folder(self.weights, self.model, self.loss)
 

@@ -10,7 +10,7 @@ from itertools import compress
 import torch
 from torch import Tensor
 
-from drawloom.kernels.operation import why_no_triton
+from drawloom.kernels.availability import why_no_triton
 
 
 def scale_and_sum_squares(
