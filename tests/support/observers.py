@@ -23,7 +23,7 @@ from drawloom.components.data.token_arrays import TokenArrays
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.single_process import HostMemory, SingleProcess
 from drawloom.components.gradients import synchronize
-from drawloom.components.gradients.synchronize import compute_exact_norm
+from drawloom.components.gradients.exact_norm import compute_exact_norm
 from drawloom.components.kernels.auto import AutoKernels
 from drawloom.components.kernels.choosing import OPERATIONS
 from drawloom.components.pipeline.program.notation import format_program_csv
