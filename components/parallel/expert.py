@@ -13,24 +13,11 @@ import attrs
 from torch import nn
 
 from drawloom.components.parallel.dimension import Dimension, RankParameters
-from drawloom.components.parallel.parameter_split import SplitDim, replace_by_rank_slice
-from drawloom.components.ports.distributed import Group
-from drawloom.components.ports.experts import Dispatcher, supports_expert_parallel
+from drawloom.components.ports.experts import supports_expert_parallel
 from drawloom.components.ports.features import StageNodes
 from drawloom.components.ports.model import ExpertModel
 from drawloom.components.ports.slices import RankSlice
 from drawloom.graph import Problem
-
-
-class ExpertParallel(nn.Module):
-    """
-    A layer's experts; the module's own parameters are stacked by expert, (experts, ...).
-
-    `dispatcher` sends tokens to the experts; without one, or with one rank, all experts are on this rank.
-    """
-
-    dispatcher: Dispatcher | None = None
-
 
 NO_DISPATCHER = "experts are partitioned over ranks, but no dispatcher sends tokens to the experts on other ranks"
 WRITE_DISPATCHER = 'write dispatcher.use = "experts.all_to_all" in [stages]'
@@ -72,6 +59,10 @@ class ExpertDimension(Dimension):
         yield f"experts: partitioned over {sizes.expert} ranks{sharded}"
 
     def apply_to_meta_module(self, module: nn.Module) -> dict[str, RankSlice]:
+        if self.mesh.expert_group.size == 1:
+            return {}
+        from drawloom.components.parallel.split_experts import split_experts
+
         return split_experts(module, self.mesh.expert_group)
 
     def list_copies_owned_elsewhere(self, parameters: RankParameters) -> Set[str]:
@@ -87,25 +78,3 @@ class ExpertDimension(Dimension):
                 [name for name in parameters.trained if name in parameters.experts - parameters.summed],
                 self.mesh.expert_data_group,
             )
-
-
-def set_dispatcher(module: nn.Module, dispatcher: Dispatcher | None) -> None:
-    """Set the dispatcher on all experts in a model."""
-    for submodule in module.modules():
-        if isinstance(submodule, ExpertParallel):
-            submodule.dispatcher = dispatcher
-
-
-def split_experts(module: nn.Module, group: Group) -> dict[str, RankSlice]:
-    """
-    Partition a meta model's experts over ranks, and return their parameters' slices by name.
-
-    Raises UserError if the expert count is not divisible by the rank count.
-    """
-    splits: dict[str, RankSlice] = {}
-    for path, submodule in module.named_modules() if group.size > 1 else ():
-        if isinstance(submodule, ExpertParallel):
-            for leaf, _ in list(submodule.named_parameters(recurse=False)):
-                name = f"{path}.{leaf}" if path else leaf
-                splits[name] = replace_by_rank_slice(module, name, group, ExpertDimension.name, SplitDim(0))
-    return splits

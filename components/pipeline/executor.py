@@ -30,7 +30,7 @@ from drawloom.graph.wiring.node import NodeView
 from drawloom.kernels.recompute.marks import mark_as_recomputation
 
 if TYPE_CHECKING:
-    from drawloom.components.parallel.context import ContextPart
+    from drawloom.components.parallel.context_part import ContextPart
     from drawloom.components.pipeline.runtime.program_runner import ProgramRunner
 
 
@@ -242,7 +242,7 @@ class ProgramExecutor:
             return MicrobatchInputs(inputs, shared, moved)
         length = batch.length
         if length not in self._parts:  # cached: a copy to a GPU would wait
-            from drawloom.components.parallel.context import ContextPart
+            from drawloom.components.parallel.context_part import ContextPart
 
             part = ContextPart.for_rank(length, group)
             self._parts[length] = part, self._uploads.start_upload(part)

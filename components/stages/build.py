@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 from drawloom.components.parallel.dimension import Dimension
-from drawloom.components.parallel.expert import ExpertDimension, set_dispatcher
+from drawloom.components.parallel.expert import ExpertDimension
 from drawloom.components.parallel.master_weights import choose_layer_dtype
 from drawloom.components.parallel.pipeline import build_layer_ranges, partition_layers, split_off_embedding_and_head
+from drawloom.components.parallel.split_experts import set_dispatcher
 from drawloom.components.pipeline.program.builders import list_stages_of_rank
 from drawloom.components.ports.adapters import Adapter
 from drawloom.components.ports.distributed import Mesh, Precision

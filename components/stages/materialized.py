@@ -10,7 +10,6 @@ import attrs
 import torch
 from torch import nn
 
-from drawloom.components.parallel.buckets import BUCKET_BYTES
 from drawloom.components.parallel.dimensions import DIMENSIONS
 from drawloom.components.parallel.expert import NO_DISPATCHER, WRITE_DISPATCHER
 from drawloom.components.ports.adapters import Adapter
@@ -109,7 +108,7 @@ class MaterializedStages:
         ),
     )
     bucket_bytes: int = setting(
-        default=BUCKET_BYTES,
+        default=32 * 2**20,
         impact="safe",
         check=above(0),
         doc="bytes per DDP gradient bucket, which replicas sum in one collective during the backward pass",

@@ -1,0 +1,40 @@
+"""Experts of a model, which ranks partition, and the dispatcher that sends tokens to them."""
+
+from torch import nn
+
+from drawloom.components.parallel.parameter_split import SplitDim, replace_by_rank_slice
+from drawloom.components.ports.distributed import Group
+from drawloom.components.ports.experts import Dispatcher
+from drawloom.components.ports.slices import RankSlice
+
+
+class ExpertParallel(nn.Module):
+    """
+    A layer's experts; the module's own parameters are stacked by expert, (experts, ...).
+
+    `dispatcher` sends tokens to the experts; without one, or with one rank, all experts are on this rank.
+    """
+
+    dispatcher: Dispatcher | None = None
+
+
+def set_dispatcher(module: nn.Module, dispatcher: Dispatcher | None) -> None:
+    """Set the dispatcher on all experts in a model."""
+    for submodule in module.modules():
+        if isinstance(submodule, ExpertParallel):
+            submodule.dispatcher = dispatcher
+
+
+def split_experts(module: nn.Module, group: Group) -> dict[str, RankSlice]:
+    """
+    Partition a meta model's experts over ranks, and return their parameters' slices by name.
+
+    Raises UserError if the expert count is not divisible by the rank count.
+    """
+    splits: dict[str, RankSlice] = {}
+    for path, submodule in module.named_modules():
+        if isinstance(submodule, ExpertParallel):
+            for leaf, _ in list(submodule.named_parameters(recurse=False)):
+                name = f"{path}.{leaf}" if path else leaf
+                splits[name] = replace_by_rank_slice(module, name, group, "expert", SplitDim(0))
+    return splits
