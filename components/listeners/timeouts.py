@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, ClassVar, get_args
 
 import attrs
 
-from drawloom.components.listeners.logging import open_log_for_appending, prepare_rank_log_path
 from drawloom.components.ports.distributed import Mesh, Processes
 from drawloom.components.ports.run import Event, EventKind, RunFolder
 from drawloom.graph import above, component, setting
@@ -215,6 +214,8 @@ class Timeouts:
 
         Append the delay to `survivable_delays` if this process need not end.
         """
+        from drawloom.components.listeners.log_handlers import open_log_for_appending, prepare_rank_log_path
+
         path = prepare_rank_log_path(self.folder, self.mesh)
         rank = self.mesh.world.rank
         with open_log_for_appending(path) as file:

@@ -3,7 +3,7 @@
 import hashlib
 import logging
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import attrs
@@ -139,6 +139,8 @@ class PackedRows:
                         rate,
                     ),
                 )
+        from drawloom.components.data.packing.row_checks import warn_of_long_texts
+
         if self.teacher is not None:
             self.teacher.check_written_for_rows(self.identity())
         lengths = [packed.documents.lengths for packed in self._splits.values()]
@@ -213,6 +215,8 @@ class PackedRows:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raise UserError if the run began with other rows, unless --accept-changes is set."""
+        from drawloom.components.data.packing.row_checks import check_rows_are_unchanged
+
         check_rows_are_unchanged(state, self.state_dict(), accept_changes=self.recipe.accept_changes)
 
     def _pack_split(self, split: Split) -> "PackedSplit":
@@ -249,48 +253,3 @@ class PackedRows:
 def _format_split_name(split: Split, source: str) -> str:
     """Name a split, or one source in a split."""
     return f"{split} of {source}" if source else split
-
-
-def warn_of_long_texts(longest_text: int, models: Mapping[str, LanguageModel]) -> None:
-    """Warn if the longest text, in tokens, exceeds a model's positions."""
-    for name, model in models.items():
-        longest = model.max_sequence_length
-        if longest is not None and longest_text > longest:
-            log.warning(
-                "the longest text of a row has %d tokens, and the positions of [%s] are made for %d "
-                "(max_position_embeddings, and rope_scaling if there is one): the model has learned no later "
-                "positions; write a length of at most %d, or a config.json with rope_scaling",
-                *(longest_text, name, longest, longest),
-            )
-
-
-def check_rows_are_unchanged(saved: Mapping[str, Any], current: Mapping[str, Any], *, accept_changes: bool) -> None:
-    """
-    Compare row counts and digests (`rows`, `sha256`), by split or by split and source, with a checkpoint's.
-
-    Raises UserError for a difference, or logs it if changes are accepted. Raises KeyError if the state is not a
-    dataset's.
-    """
-    if not saved.keys() & current.keys():
-        raise KeyError(f"the state has {', '.join(saved)}, but no split in this dataset")
-    differences = ", and ".join(
-        filter(None, (_describe_row_change(name, saved, current) for name in {**saved, **current}))
-    )
-    if differences and not accept_changes:
-        raise UserError(
-            f"the corpus is not the one that this run began with: {differences}; restore the old one, "
-            "use another run name, or add --accept-changes",
-            exit_code=2,
-        )
-    if differences:
-        log.warning("the corpus is not the one that this run began with: %s", differences)
-
-
-def _describe_row_change(name: str, saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:
-    """Describe how rows differ from the rows at the run's beginning; empty if they are equal."""
-    if name not in saved or name not in current:
-        return f"{name} is {'new' if name in current else 'missing'}"
-    before, after = saved[name], current[name]
-    if before["rows"] != after["rows"]:
-        return f"{name} had {before['rows']} rows, and has {after['rows']}"
-    return f"{name} had other tokens in its {before['rows']} rows" if before != after else ""
