@@ -1,4 +1,4 @@
-"""Digests of rows, and the checks of a run's first batch."""
+"""Row digests, and checks for a run's first batch."""
 
 from collections.abc import Sequence
 from hashlib import blake2b

@@ -1,4 +1,4 @@
-"""Documents of a mixture, from several sources."""
+"""A mixture's documents, from several sources."""
 
 from bisect import bisect_right
 from functools import cached_property

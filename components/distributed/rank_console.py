@@ -1,4 +1,4 @@
-"""The choice which rank of a launch prints to the terminal."""
+"""Console rules by rank: one rank prints a failure."""
 
 import time
 import warnings

@@ -1,5 +1,5 @@
 """
-Gradient norm that is bitwise equal for any parameter order and any distribution of whole parameters over ranks.
+Exact gradient norm, bitwise equal for any parameter order and any distribution of whole parameters over ranks.
 
 If ranks own slices, it may differ in the last bits. The host waits for the device. Every float64 is the smallest
 float64 times an integer. The integers' sum is reduced over ranks in digits; a digit is a float64 small enough to be

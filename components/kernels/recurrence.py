@@ -1,5 +1,5 @@
 """
-Masks of recurrent operations.
+Masks for recurrent operations.
 
 Under context parallelism: the state after a row's piece is an affine function of the state before,
 S -> M S + B. Every rank computes (B, M) for its pieces in one call, as values beside the identity; ranks exchange these

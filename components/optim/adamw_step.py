@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.optim.torch_optimizer import ADAM_MOMENTS, AMSGRAD_MOMENTS, FactorStep
+from drawloom.components.optim.gradient_steps import ADAM_MOMENTS, AMSGRAD_MOMENTS, FactorStep
 from drawloom.kernels.adamw.eager import ParamState, compute_step_scalars
 
 

@@ -15,6 +15,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from drawloom.components.optim.gradient_steps import ADAM_MOMENTS, WideGradientStep
 from drawloom.components.optim.parameter_groups import (
     AdamGroup,
     agree_on_group_indices,
@@ -22,12 +23,7 @@ from drawloom.components.optim.parameter_groups import (
     find_betas_fault,
     find_targets_fault,
 )
-from drawloom.components.optim.torch_optimizer import (
-    ADAM_MOMENTS,
-    TorchOptimizer,
-    WideGradientStep,
-    create_fastest_adamw,
-)
+from drawloom.components.optim.torch_optimizer import TorchOptimizer, create_fastest_adamw
 from drawloom.components.ports.distributed import Group, Mesh
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.stages import Parameters, get_or_create_gradient

@@ -10,6 +10,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from drawloom.components.optim.gradient_steps import ADAM_MOMENTS, FactorStep, WideGradientStep
 from drawloom.components.optim.host_states import HostStates
 from drawloom.components.optim.parameter_groups import (
     ParameterGroup,
@@ -30,12 +31,6 @@ if TYPE_CHECKING:
 
 Named = Sequence[tuple[str, nn.Parameter]]
 
-ADAM_MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Names in torch of Adam's running means of gradients and of their squares."""
-
-AMSGRAD_MOMENTS = (*ADAM_MOMENTS, "max_exp_avg_sq")
-"""Names in torch of Adam's running means and of the largest mean of squares so far."""
-
 KEEP_UPDATES = (
     'write use = "optim.stochastic_adamw" in [{}], or keep float32 masters, as --overlay with_mixed_precision does: '
     'parameter = "float32", compute = "bfloat16"'
@@ -44,22 +39,6 @@ KEEP_UPDATES = (
 
 TRITON_DTYPES = (torch.float32, torch.bfloat16)
 """Dtypes of weights that the kernel is tested with."""
-
-
-class WideGradientStep(torch.optim.Optimizer):
-    """
-    Optimizer for gradients in wider dtypes than the weights.
-
-    A step changes nothing if `found_inf`, float32 () on the weights' device, is not 0.
-    """
-
-    found_inf: Tensor | None = None
-
-
-class FactorStep(WideGradientStep):
-    """Optimizer that multiplies the gradients by each of `factors`, float32 (factors,) on the device."""
-
-    factors: Tensor | None = None
 
 
 def create_fastest_adamw(groups: Iterable[dict[str, Any]], **options: Any) -> torch.optim.AdamW:

@@ -1,4 +1,4 @@
-"""Experts of a model, which ranks partition, and the dispatcher that sends tokens to them."""
+"""A model's experts, partitioned over ranks, and their dispatcher."""
 
 from torch import nn
 

@@ -348,7 +348,7 @@ class HeadLayer:
 
 
 class StorageFormat(Protocol):
-    """Format of a frozen weight's storage."""
+    """Storage format for a frozen weight."""
 
     def load(self, stored: Tensor, dequantize: Callable[[Tensor, str], Tensor]) -> Tensor:
         """

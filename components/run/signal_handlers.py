@@ -1,5 +1,5 @@
 """
-Installed signal handlers, and the thread that receives the signals.
+Installed signal handlers, and their reading thread.
 
 A Python signal handler runs only when the main thread returns to Python code, not while it is blocked in a collective
 or a kernel. So the interpreter writes a signal's number to a socket at once (signal.set_wakeup_fd), and a thread reads

@@ -1,4 +1,4 @@
-"""Options of a cross entropy over a vocabulary, which ranks may divide."""
+"""Options for cross entropy with a vocabulary, perhaps divided among ranks."""
 
 from dataclasses import dataclass
 from typing import Protocol

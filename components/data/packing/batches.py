@@ -1,4 +1,4 @@
-"""Batches of packed rows, whose tokens are read when a batch is built."""
+"""Packed batches; a row's tokens are read when its batch is built."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -116,7 +116,7 @@ class PackedSplit:
 
     @property
     def sources(self) -> tuple[DocumentSource, ...]:
-        """The sources of a mixture, or one without a name."""
+        """A mixture's sources, or one source without a name."""
         return list_document_sources(self.documents)
 
     def build_batch(self, rows: Sequence[int], length: int, pad_id: int) -> TokenBatch:

@@ -1,4 +1,4 @@
-"""Checks of packed rows: the lengths of texts, and whether rows are those that the run began with."""
+"""Checks for packed rows: text lengths, and equality with the rows at the run's beginning."""
 
 import logging
 from collections.abc import Mapping

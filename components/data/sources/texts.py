@@ -1,4 +1,4 @@
-"""Text files, and the base of corpora of files."""
+"""Text files, and the base class for corpora in files."""
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""A family of models: its config, and its differences from other families in files."""
+"""Model family: a config, and the differences from other families in files."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any

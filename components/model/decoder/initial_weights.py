@@ -1,4 +1,4 @@
-"""Initial values of a decoder's parameters."""
+"""Initial values for a decoder's parameters."""
 
 import math
 
