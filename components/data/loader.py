@@ -101,6 +101,7 @@ class Loader:
     _stream: Iterator[Batch] | None = attrs.field(init=False, default=None)
     _checked: bool = attrs.field(init=False, default=False)
     _rows: "RowStream" = attrs.field(init=False, default=None)
+    _first_rows: str = attrs.field(init=False, default="")  # the digest of `_rows`, from the first save on
 
     def open(self) -> None:
         """Lay out the row stream, and start the workers. Raises UserError if there are no rows."""
@@ -201,10 +202,11 @@ class Loader:
         After the batch size or the rows have changed, `since` is the last step before, and `offset` the rows
         consumed beyond as many steps with the new size.
         """
+        self._first_rows = self._first_rows or self._compute_first_rows_digest(self._rows)
         state: dict[str, Any] = {
             "step": self._step,
             "position": self.next_row_position,
-            "first_rows": self._compute_first_rows_digest(self._rows),
+            "first_rows": self._first_rows,
         }
         if self._last_changed_step:
             state |= {"since": self._last_changed_step, "offset": self._offset}
@@ -259,6 +261,7 @@ class Loader:
             )
             position = self._compute_start_position(self._step + 1)
             segments = [*(segment for segment in segments if segment.start < position), Segment(position, shares)]
+        self._first_rows = ""
         self._rows = RowStream(sources, self.order, segments or [Segment(0, shares)])
 
     def _iterate_batches_from(self, step: int) -> Iterator[Batch]:

@@ -1,6 +1,7 @@
 """Model operations in the best implementation for the device, or in the recipe's explicit choice."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from functools import cached_property, partial
 from importlib import import_module
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -34,6 +35,7 @@ from drawloom.kernels.recompute.marks import (
     call_recomputable,
     keep_arguments_in_8_bits,
     record_recomputable_call,
+    recorder,
 )
 from drawloom.kernels.results import NormAndSum, PermutedRows, TokenLosses
 
@@ -141,8 +143,7 @@ class AutoKernels(_OperationSettings):
         return import_module("drawloom.kernels.batch_invariant.triton")
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        with accept_rounded_inputs():
-            return self._functions_by_operation["linear"](x, weight, bias)  # type: ignore[no-any-return]
+        return self._multiply("linear", x, weight, bias)  # type: ignore[no-any-return]
 
     def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
         return self._functions_by_operation["embedding"](tokens, weight)  # type: ignore[no-any-return]
@@ -161,13 +162,14 @@ class AutoKernels(_OperationSettings):
         return functions["linear_quantized"](functions["dequantize"], x, stored, weight_format, bias)  # type: ignore[no-any-return]
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
-        with keep_arguments_in_8_bits(self._load_row_casts, x):
-            return call_recomputable(self._functions_by_operation["rms_norm"], x, weight, eps, zero_centered)  # type: ignore[no-any-return]
+        return self._call_recomputable("rms_norm", x, weight, eps, zero_centered, rounded=1)  # type: ignore[no-any-return]
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centered: bool = False
     ) -> NormAndSum:
         add_and_norm = self._functions_by_operation["add_rms_norm"]
+        if torch.compiler.is_compiling() or recorder.get() is None:
+            return NormAndSum(*add_and_norm(x, residual, weight, eps, zero_centered))
         with keep_arguments_in_8_bits(self._load_row_casts, x):
             normed, summed = add_and_norm(x, residual, weight, eps, zero_centered)
             # Recomputation starts from the sum, which is saved anyway, not from its terms.
@@ -176,17 +178,30 @@ class AutoKernels(_OperationSettings):
             )
         return NormAndSum(normed, summed)
 
-    def _call_recomputable_gate(self, name: str, gate_and_up: Sequence[Tensor], *others: Any) -> Tensor:
-        """Call a gate, whose result can be recomputed, and whose arguments can be kept in 8 bits."""
-        with keep_arguments_in_8_bits(self._load_row_casts, *gate_and_up):
-            result: Tensor = call_recomputable(self._functions_by_operation[name], *gate_and_up, *others)
-        return result
+    def _call_recomputable(self, operation: str, *arguments: Any, rounded: int = 0) -> Any:
+        """
+        Call an operation, whose result a pass with a recorder can recompute; it can keep the first `rounded` arguments
+        in 8 bits.
+        """
+        function = self._functions_by_operation[operation]
+        if torch.compiler.is_compiling() or recorder.get() is None:
+            return function(*arguments)
+        with keep_arguments_in_8_bits(self._load_row_casts, *arguments[:rounded]) if rounded else nullcontext():
+            return call_recomputable(function, *arguments)
+
+    def _multiply(self, operation: str, *arguments: Any) -> Any:
+        """Call a product that saves its inputs only for weight gradients."""
+        function = self._functions_by_operation[operation]
+        if torch.compiler.is_compiling() or recorder.get() is None:
+            return function(*arguments)
+        with accept_rounded_inputs():
+            return function(*arguments)
 
     def swiglu(self, gate: Tensor, up: Tensor, scale: Tensor | None = None) -> Tensor:
-        return self._call_recomputable_gate("swiglu", (gate, up), scale)
+        return self._call_recomputable("swiglu", gate, up, scale, rounded=2)  # type: ignore[no-any-return]
 
     def geglu(self, gate: Tensor, up: Tensor) -> Tensor:
-        return self._call_recomputable_gate("geglu", (gate, up))
+        return self._call_recomputable("geglu", gate, up, rounded=2)  # type: ignore[no-any-return]
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
         # Not `call_recomputable`: its backward pass does not need x, so that recomputation would save no memory.
@@ -207,7 +222,7 @@ class AutoKernels(_OperationSettings):
         if zero_centered or interleaved or 2 * cos.shape[-1] != q.shape[-1]:  # the fused kernel has none of these
             q, k = (self.rms_norm(x, w, eps, zero_centered) for x, w in ((q, q_weight), (k, k_weight)))
             return self.rope(q, cos, sin, interleaved), self.rope(k, cos, sin, interleaved)
-        return call_recomputable(self._functions_by_operation["qk_norm_rope"], q, k, q_weight, k_weight, eps, cos, sin)  # type: ignore[no-any-return]
+        return self._call_recomputable("qk_norm_rope", q, k, q_weight, k_weight, eps, cos, sin)  # type: ignore[no-any-return]
 
     def attention_mask(
         self,
@@ -266,8 +281,7 @@ class AutoKernels(_OperationSettings):
         return create_recurrence_mask(documents, part, cache)
 
     def causal_conv(self, x: Tensor, weight: Tensor, mask: Any) -> Tensor:
-        convolve = partial(call_recomputable, self._functions_by_operation["causal_conv"])
-        return mask.convolve(convolve, x, weight)  # type: ignore[no-any-return]
+        return mask.convolve(partial(self._call_recomputable, "causal_conv"), x, weight)  # type: ignore[no-any-return]
 
     def gated_delta_rule(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, mask: Any) -> Tensor:
         return mask.apply_gated_delta_rule(self._functions_by_operation["gated_delta_rule"], (q, k, v, g, beta))  # type: ignore[no-any-return]
@@ -289,16 +303,16 @@ class AutoKernels(_OperationSettings):
         return self._functions_by_operation["linear_cross_entropy"](hidden, weight, targets, cut, token_weights)  # type: ignore[no-any-return]
 
     def swiglu_halves(self, gate_and_up: Tensor, scale: Tensor | None = None) -> Tensor:
-        return self._call_recomputable_gate("swiglu_halves", (gate_and_up,), scale)
+        return self._call_recomputable("swiglu_halves", gate_and_up, scale, rounded=1)  # type: ignore[no-any-return]
 
     def oss_swiglu_halves(self, gate_and_up: Tensor, scale: Tensor | None, alpha: float, limit: float) -> Tensor:
-        return self._call_recomputable_gate("oss_swiglu_halves", (gate_and_up,), scale, alpha, limit)
+        return self._call_recomputable("oss_swiglu_halves", gate_and_up, scale, alpha, limit, rounded=1)  # type: ignore[no-any-return]
 
     def moe_routes(self, expert_indices: Tensor, num_experts: int) -> Routes:
         return self._functions_by_operation["moe_routes"](expert_indices, num_experts)  # type: ignore[no-any-return]
 
     def moe_permute(self, x: Tensor, probabilities: Tensor, routes: Routes) -> PermutedRows:
-        return call_recomputable(self._functions_by_operation["moe_permute"], x, probabilities, routes)  # type: ignore[no-any-return]
+        return self._call_recomputable("moe_permute", x, probabilities, routes)  # type: ignore[no-any-return]
 
     def moe_unpermute(self, rows: Tensor, routes: Routes, probabilities: Tensor | None = None) -> Tensor:
         return self._functions_by_operation["moe_unpermute"](rows, routes, probabilities)  # type: ignore[no-any-return]
@@ -308,8 +322,7 @@ class AutoKernels(_OperationSettings):
         return self._functions_by_operation["moe_peers"]  # type: ignore[no-any-return]
 
     def grouped_gemm(self, x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool = False) -> Tensor:
-        with accept_rounded_inputs():
-            return self._functions_by_operation["grouped_gemm"](x, weight, offsets, transposed)  # type: ignore[no-any-return]
+        return self._multiply("grouped_gemm", x, weight, offsets, transposed)  # type: ignore[no-any-return]
 
     def add_expert_bias(self, rows: Tensor, bias: Tensor, offsets: Tensor, scale: Tensor | None = None) -> Tensor:
         return self._functions_by_operation["add_expert_bias"](rows, bias, offsets, scale)  # type: ignore[no-any-return]

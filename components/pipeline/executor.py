@@ -16,7 +16,7 @@ from drawloom.components.pipeline.program.builders import (
 )
 from drawloom.components.pipeline.runtime.uploads import Uploads
 from drawloom.components.ports.data import uses_preference_pairs
-from drawloom.components.ports.distributed import Device, Mesh, P2PChannel, PerDimension
+from drawloom.components.ports.distributed import Device, Group, Mesh, P2PChannel, PerDimension
 from drawloom.components.ports.features import StageFeature, check_exclusions
 from drawloom.components.ports.model import BatchContext, ContextParallelModel, Finish, Head
 from drawloom.components.ports.passes import Compute, Microbatches, MicrobatchInputs, PassFeature, PassKind
@@ -117,7 +117,8 @@ class ProgramExecutor:
         self.stages.cast_weights()
         inputs = self.prepare_inputs(state["batches"])
         runner = self._create_runner("training", training.actions, inputs, state, training.stages, training.split)
-        runner.before_action = self.mesh.world.raise_if_broken
+        if self._survives_losses:
+            runner.before_action = self.mesh.world.raise_if_broken
         runner.run(training.features)
         self.stages.move_gradients_to_masters()
         self._write_empty_losses_if_missing(state)
@@ -233,8 +234,7 @@ class ProgramExecutor:
 
     def _upload_inputs(self, batch: Batch) -> MicrobatchInputs:
         """Copy this context rank's part of a batch to the device, and return it with the stages' inputs."""
-        group = self.mesh.context_group
-        if group.size == 1:
+        if self._context_group.size == 1:
             moved: Batch = self._uploads.start_upload(batch)
             inputs, shared = self.objective.inputs(moved)
             if batch.has_one_document_per_row():
@@ -244,7 +244,7 @@ class ProgramExecutor:
         if length not in self._parts:  # cached: a copy to a GPU would wait
             from drawloom.components.parallel.context_part import ContextPart
 
-            part = ContextPart.for_rank(length, group)
+            part = ContextPart.for_rank(length, self._context_group)
             self._parts[length] = part, self._uploads.start_upload(part)
         host_part, device_part = self._parts[length]
         moved = self._uploads.start_upload(host_part.select_own_tokens(batch))
@@ -255,6 +255,14 @@ class ProgramExecutor:
     def _features(self) -> list[PassFeature]:
         """Return the features from the inside to the outside."""
         return sorted(self.features, key=lambda feature: feature.order)
+
+    @cached_property
+    def _survives_losses(self) -> bool:
+        return self.mesh.world.may_break
+
+    @cached_property
+    def _context_group(self) -> Group:
+        return self.mesh.context_group
 
     @cached_property
     def _uploads(self) -> Uploads:

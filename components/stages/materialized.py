@@ -225,11 +225,13 @@ class MaterializedStages:
 
     def cast_weights(self, only_if_changed: bool = False) -> None:
         self.store.cast_masters_to_copies(only_if_changed)
-        self._features.before_passes(only_if_changed)
+        for feature in self._features.features:
+            feature.before_passes(only_if_changed)
 
     def move_gradients_to_masters(self) -> None:
         self.store.move_gradients_to_masters()
-        self._features.after_backward()
+        for feature in self._features.features:
+            feature.after_backward()
 
     def device_bytes(self) -> dict[MemoryKind, int]:
         """

@@ -118,7 +118,3 @@ class PackedSplit:
     def sources(self) -> tuple[DocumentSource, ...]:
         """A mixture's sources, or one source without a name."""
         return list_document_sources(self.documents)
-
-    def build_batch(self, rows: Sequence[int], length: int, pad_id: int) -> TokenBatch:
-        """Return the batch with these rows; see `build_batch`."""
-        return build_batch(self.documents, [self.index.pieces(row) for row in rows], length, pad_id)

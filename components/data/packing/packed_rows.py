@@ -173,8 +173,10 @@ class PackedRows:
 
     def batch(self, split: Split, indices: Sequence[int]) -> TokenBatch:
         """Return the rows at these indices, 0 to count - 1; every tensor is (rows, length)."""
+        from drawloom.components.data.packing.batches import build_batch
+
         packed = self._splits[split]
-        batch = packed.build_batch(indices, self.length, self._pad)
+        batch = build_batch(packed.documents, [packed.index.pieces(row) for row in indices], self.length, self._pad)
         if self.teacher is None:
             return batch
         ids, logps = (torch.from_numpy(part) for part in self.teacher.read_top_ids_and_logps(split, indices))
