@@ -32,7 +32,7 @@ def split_experts(module: nn.Module, group: Group) -> dict[str, RankSlice]:
     Raises UserError if the expert count is not divisible by the rank count.
     """
     splits: dict[str, RankSlice] = {}
-    for path, submodule in module.named_modules():
+    for path, submodule in module.named_modules() if group.size > 1 else ():
         if isinstance(submodule, ExpertParallel):
             for leaf, _ in list(submodule.named_parameters(recurse=False)):
                 name = f"{path}.{leaf}" if path else leaf

@@ -148,7 +148,7 @@ def split_over_ranks(module: nn.Module, ranks: TensorRanks) -> dict[str, RankSli
     """
     splits: dict[str, RankSlice] = {}
     for path, submodule in module.named_modules():
-        if isinstance(submodule, TensorParallel):
+        if ranks.size > 1 and isinstance(submodule, TensorParallel):
             submodule.ranks = ranks
             for leaf, split_dim in submodule.split_dims().items():
                 name = f"{path}.{leaf}" if path else leaf

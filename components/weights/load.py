@@ -137,6 +137,11 @@ def open_dequantized_source(folder: Path, mapper: Mapper) -> TensorSource:
     return StackedExperts(DequantizedSource(TextTensors(open_safetensors_folder(folder), inputs)), inputs)
 
 
+def read_dequantized_output(folder: Path, mapper: Mapper, name: str) -> Tensor:
+    """Return one of a mapper's outputs (any shape), from a folder with its inputs."""
+    return dict(stream_converted_tensors(open_dequantized_source(folder, mapper), select_outputs(mapper, {name})))[name]
+
+
 def fill_module(
     source: TensorSource,
     module: nn.Module,

@@ -266,10 +266,11 @@ class DecoderModel:
         return self.architecture.max_sequence_length
 
     def build(self, span: LayerRange) -> nn.Module:
-        from drawloom.components.model.decoder.model import CausalLM, set_joined_layer_names
+        from drawloom.components.model.decoder.model import CausalLM
 
         module = CausalLM(self.architecture, span, self.kernels, self.scaling)
-        set_joined_layer_names(module, self.family.mapper, self.architecture)
+        family, architecture = self.family, self.architecture
+        module.create_mapper = lambda names: family.mapper(names, architecture)
         if self.new_token_split is None:
             return module
         from drawloom.components.model.split_vocabulary import replace_by_split_layers
@@ -296,10 +297,7 @@ class DecoderModel:
         return count_forward_flops(self.build_on_meta(), self.architecture)
 
     def hugging_face_config(self) -> dict[str, Any]:
-        from drawloom.components.model.decoder.hugging_face import build_hugging_face_config
-
-        written = attrs.evolve(self.architecture, vocab_size=self.vocab_size)
-        return build_hugging_face_config(self.family, written)
+        return self.family.build_config(attrs.evolve(self.architecture, vocab_size=self.vocab_size))
 
     def build_updated_folder_config(self, path: Path, text_only: bool = False) -> dict[str, Any]:
         from drawloom.components.model.decoder.hugging_face import build_updated_folder_config

@@ -6,7 +6,15 @@ from typing import Any
 import attrs
 
 from drawloom.components.model.decoder.config import DecoderConfig, config_fields
+from drawloom.components.model.decoder.rope import RopeScaling
 from drawloom.components.ports.weights import Mapper
+
+COMMON_FIXED = {"attention_dropout": 0.0, "hidden_act": "silu"}
+"""The `fixed` values of all families."""
+
+
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""Keys for token ids: null, as transformers' defaults may lie outside the vocabulary."""
 
 
 def _return_unchanged(config: dict[str, Any]) -> dict[str, Any]:
@@ -61,3 +69,26 @@ class Family:
     def constants(self) -> dict[str, Any]:
         """The keys' defaults, except those that depend on other keys or on the tokenizer."""
         return {key: field.default for key, field in self.keys.items() if isinstance(field.default, int | float | None)}
+
+    def build_config(self, architecture: DecoderConfig) -> dict[str, Any]:
+        """Return the `config.json` for a model; an export fills in the token ids."""
+        # Rotary scaling has another form in files.
+        numbers = {self.renamed.get(key, key): getattr(architecture, key) for key in self.keys if key != "rope_scaling"}
+        named = {"architectures": [self.class_name], "model_type": self.model_type}
+        rope = _build_rope_parameters(architecture.rope_scaling, architecture.rope_theta, architecture.rotary_dim)
+        no_ids = dict.fromkeys(TOKEN_IDS)
+        return self.write({**named, **COMMON_FIXED, **self.fixed, **numbers, **rope, **no_ids, "use_cache": True})
+
+
+def _build_rope_parameters(rope: RopeScaling | None, base: float, head_dim: int) -> dict[str, Any]:
+    """Return `rope_parameters` for a config, repeating `rope_theta` at the top; for static NTK only `rope_theta`."""
+    if rope is None:
+        return {}
+    given = rope.explicit_options()
+    if rope.rope_type == "ntk":
+        from drawloom.kernels.rope.frequencies import compute_ntk_base
+
+        return {"rope_theta": compute_ntk_base(base, head_dim, given["factor"])}
+    if rope.rope_type == "llama3":
+        given = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} | given  # transformers has no defaults for these
+    return {"rope_parameters": {"rope_type": rope.rope_type, "rope_theta": base, **given}}

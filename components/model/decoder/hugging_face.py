@@ -15,7 +15,7 @@ from drawloom.components.model.decoder.config import (
     find_head_count_faults,
     num_experts,
 )
-from drawloom.components.model.decoder.family import Family
+from drawloom.components.model.decoder.family import COMMON_FIXED, TOKEN_IDS, Family
 from drawloom.components.model.decoder.rope import (
     USED,
     InvalidSetting,
@@ -30,7 +30,6 @@ from drawloom.components.weights.mapper import parallel, sequential
 from drawloom.components.weights.mapper_ops import chunk, identity, unstack
 from drawloom.graph import UserError
 from drawloom.graph.types.structure import ValueConverter
-from drawloom.kernels.rope.frequencies import compute_ntk_base
 
 
 def create_decoder_mapper(names: Iterable[str], architecture: DecoderConfig) -> Mapper:
@@ -60,18 +59,6 @@ CONVERTER = ValueConverter()
 
 BESIDES = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 """Keys of `rope_parameters` that do not belong to the scaling."""
-
-
-def build_rope_parameters(rope: RopeScaling | None, base: float, head_dim: int) -> dict[str, Any]:
-    """Return `rope_parameters` for a config, repeating `rope_theta` at the top; for static NTK only `rope_theta`."""
-    if rope is None:
-        return {}
-    given = rope.explicit_options()
-    if rope.rope_type == "ntk":
-        return {"rope_theta": compute_ntk_base(base, head_dim, given["factor"])}
-    if rope.rope_type == "llama3":
-        given = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} | given  # transformers has no defaults for these
-    return {"rope_parameters": {"rope_type": rope.rope_type, "rope_theta": base, **given}}
 
 
 def parse_theta_and_scaling(config: Mapping[str, Any], can_be_partial: bool = False) -> tuple[Any, RopeScaling | None]:
@@ -159,23 +146,6 @@ MAX_CONFIG = 2**20
 OTHER_KEYS = {"num_local_experts": "num_experts"}
 """From a newer name in transformers to the name in published files."""
 
-FIXED = {"attention_dropout": 0.0, "hidden_act": "silu"}
-"""The `fixed` values of all families."""
-
-
-TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-"""Keys for token ids: null, as transformers' defaults may lie outside the vocabulary."""
-
-
-def build_hugging_face_config(family: Family, architecture: DecoderConfig) -> dict[str, Any]:
-    """Return the `config.json` for a model; an export fills in the token ids."""
-    # Rotary scaling has another form in files.
-    numbers = {family.renamed.get(key, key): getattr(architecture, key) for key in family.keys if key != "rope_scaling"}
-    named = {"architectures": [family.class_name], "model_type": family.model_type}
-    rope = build_rope_parameters(architecture.rope_scaling, architecture.rope_theta, architecture.rotary_dim)
-    no_ids = dict.fromkeys(TOKEN_IDS)
-    return family.write({**named, **FIXED, **family.fixed, **numbers, **rope, **no_ids, "use_cache": True})
-
 
 def read_config(family: Family, path: Path) -> DecoderConfig:
     """Read a `config.json`, or the one in a folder. Raises UserError if it is not a config of the family."""
@@ -226,8 +196,8 @@ def build_updated_folder_config(
     Raises UserError if the config can't be read.
     """
     original = read_config_json(path)
-    before = build_hugging_face_config(family, _build_architecture(family, text_config(family, original), path))
-    written = build_hugging_face_config(family, architecture)
+    before = family.build_config(_build_architecture(family, text_config(family, original), path))
+    written = family.build_config(architecture)
     is_multimodal = _is_multimodal(family, original)
     text = _replace_changed_keys(family, original["text_config"] if is_multimodal else original, before, written)
     if text_only or not is_multimodal:
@@ -351,7 +321,7 @@ def _check_fixed_values(family: Family, config: Mapping[str, Any]) -> None:
     kinds = (family.model_type, *family.other_types)
     kind = config.get("model_type", family.model_type)
     fixed = {"model_type": kind if kind in kinds else family.model_type, "is_causal": True}
-    for key, value in {**fixed, **FIXED, **family.fixed}.items():
+    for key, value in {**fixed, **COMMON_FIXED, **family.fixed}.items():
         if config.get(key, value) != value:
             raise ValueError(f"says {key} = {json.dumps(config[key])}, where only {json.dumps(value)} can be built")
 

@@ -16,7 +16,8 @@ from drawloom.components.ports.stages import Shards, Stage
 from drawloom.components.state.batch import Batch
 from drawloom.components.state.step_state import StepState
 from drawloom.components.state.trees import list_leaves, map_leaves
-from drawloom.kernels.deferred_grads import FUSED, Accumulation
+from drawloom.kernels import deferred_grads
+from drawloom.kernels.deferred_grads import Accumulation
 from drawloom.kernels.recompute.policy import apply_recompute_policy
 
 
@@ -52,7 +53,9 @@ class StageRunner:
     _fuses_gradient_sums: bool = attrs.field(
         init=False,
         default=attrs.Factory(
-            lambda self: any(part.device.type in FUSED for part in islice(self.stage.module.parameters(), 1)),
+            lambda self: any(
+                part.device.type in deferred_grads.FUSED for part in islice(self.stage.module.parameters(), 1)
+            ),
             takes_self=True,
         ),
     )
