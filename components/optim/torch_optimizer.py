@@ -205,9 +205,11 @@ class TorchOptimizer(HostStates):
         multiplies it by its `lr_multiplier`.
         """
         step.state["lr"] = lr = self.lr * step.state.get("lr_factor", 1.0)
-        if not all(isinstance(optimizer, FactorStep) for optimizer in self._optimizers):
+        factors = None
+        if all(isinstance(optimizer, FactorStep) for optimizer in self._optimizers):
+            factors = step.stack_and_clear_deferred_factors()
+        else:
             step.apply_deferred_factors()
-        factors = step.stack_and_clear_deferred_factors()
         for optimizer in self._optimizers:
             if isinstance(optimizer, FactorStep):
                 optimizer.factors = factors

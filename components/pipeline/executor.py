@@ -31,6 +31,7 @@ from drawloom.kernels.recompute.marks import mark_as_recomputation
 
 if TYPE_CHECKING:
     from drawloom.components.parallel.context_part import ContextPart
+    from drawloom.components.pipeline.runtime.p2p import P2PBuffers
     from drawloom.components.pipeline.runtime.program_runner import ProgramRunner
 
 
@@ -221,7 +222,6 @@ class ProgramExecutor:
         boundaries: Stages | None = None,
     ) -> "ProgramRunner":
         """Return a runner that writes microbatch losses into `state`."""
-        from drawloom.components.pipeline.runtime.p2p import P2PBuffers
         from drawloom.components.pipeline.runtime.program_runner import ProgramRunner
         from drawloom.components.pipeline.runtime.stage_runner import StageRunner
 
@@ -229,8 +229,15 @@ class ProgramExecutor:
             stage.index: StageRunner(stage, self.objective, state, stage.index in split_stages)
             for stage in local_stages
         }
-        buffers = P2PBuffers(self._links, self.device.device)
-        return ProgramRunner(stages, inputs, boundaries or self.stages, buffers, actions, kind)
+        return ProgramRunner(stages, inputs, boundaries or self.stages, self._create_buffers(), actions, kind)
+
+    def _create_buffers(self) -> "P2PBuffers | None":
+        """Return the buffers for messages; None for a rank without neighbours, which imports none."""
+        if not self._links:
+            return None
+        from drawloom.components.pipeline.runtime.p2p import P2PBuffers
+
+        return P2PBuffers(self._links, self.device.device)
 
     def _upload_inputs(self, batch: Batch) -> MicrobatchInputs:
         """Copy this context rank's part of a batch to the device, and return it with the stages' inputs."""
