@@ -31,7 +31,6 @@ from drawloom.kernels.recompute.marks import mark_as_recomputation
 
 if TYPE_CHECKING:
     from drawloom.components.parallel.context_part import ContextPart
-    from drawloom.components.pipeline.runtime.p2p import P2PBuffers
     from drawloom.components.pipeline.runtime.program_runner import ProgramRunner
 
 
@@ -229,15 +228,12 @@ class ProgramExecutor:
             stage.index: StageRunner(stage, self.objective, state, stage.index in split_stages)
             for stage in local_stages
         }
-        return ProgramRunner(stages, inputs, boundaries or self.stages, self._create_buffers(), actions, kind)
+        buffers = None
+        if self._links:
+            from drawloom.components.pipeline.runtime.p2p import P2PBuffers
 
-    def _create_buffers(self) -> "P2PBuffers | None":
-        """Return the buffers for messages; None for a rank without neighbours, which imports none."""
-        if not self._links:
-            return None
-        from drawloom.components.pipeline.runtime.p2p import P2PBuffers
-
-        return P2PBuffers(self._links, self.device.device)
+            buffers = P2PBuffers(self._links, self.device.device)
+        return ProgramRunner(stages, inputs, boundaries or self.stages, buffers, actions, kind)
 
     def _upload_inputs(self, batch: Batch) -> MicrobatchInputs:
         """Copy this context rank's part of a batch to the device, and return it with the stages' inputs."""
