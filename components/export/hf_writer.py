@@ -26,7 +26,7 @@ from drawloom.components.ports.distributed import Group
 from drawloom.components.ports.model import KeepsConfig, LanguageModel
 from drawloom.components.ports.pipeline import SCORE, SequenceHead
 from drawloom.components.ports.stages import LOSS, Stages
-from drawloom.components.ports.weights import MAX_SHARD, Mapper
+from drawloom.components.ports.weights import MAX_SHARD, STATE, Mapper
 from drawloom.components.storage.regular_file import read_file
 from drawloom.components.storage.safetensors.header import format_names
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
@@ -238,9 +238,6 @@ def read_token_ids(tokenizer: Tokenizer | None) -> dict[str, int | None]:
 
 
 log = logging.getLogger("drawloom.run")
-
-STATE = "trainer_state.json"
-"""Name of the file with the step of the weights, as in Hugging Face's Trainer."""
 
 DTYPE_KEYS = ("torch_dtype", "dtype")
 """Keys of a config for the dtype of weights, in transformers 4 and 5."""

@@ -19,9 +19,6 @@ from drawloom.components.ports.model import ExpertModel
 from drawloom.components.ports.slices import RankSlice
 from drawloom.graph import Problem
 
-NO_DISPATCHER = "experts are partitioned over ranks, but no dispatcher sends tokens to the experts on other ranks"
-WRITE_DISPATCHER = 'write dispatcher.use = "experts.all_to_all" in [stages]'
-
 
 @attrs.define(eq=False)
 class ExpertDimension(Dimension):
@@ -33,7 +30,7 @@ class ExpertDimension(Dimension):
 
     @classmethod
     def check(cls, nodes: StageNodes) -> Iterator[Problem]:
-        """Yield a problem for experts without a partition over the ranks, and for a missing dispatcher."""
+        """Yield a problem for experts without a partition over the ranks, and for a dispatcher on one rank."""
         ranks, model = nodes.sizes.expert, nodes.model
         if ranks == 1 or model is None or not issubclass(model.component, ExpertModel):
             return
@@ -43,9 +40,10 @@ class ExpertDimension(Dimension):
         elif experts % ranks:
             text = f"{ranks} ranks along 'expert' can't share the {experts} experts of [{model.name}] evenly"
             yield nodes.mesh.problem(cls.name, text, "write another number, or 1")
-        elif not any(supports_expert_parallel(node.component) for node in nodes.stages.neighbours("dispatcher")):
-            hint = WRITE_DISPATCHER.replace("[stages]", f"[{nodes.stages.name}]")
-            yield nodes.mesh.problem(cls.name, NO_DISPATCHER, hint)
+        for dispatcher in nodes.stages.neighbours("dispatcher"):
+            if not supports_expert_parallel(dispatcher.component):
+                text = f"the experts are on {ranks} ranks, and {dispatcher.use!r} sends no tokens to others"
+                yield nodes.stages.problem("dispatcher", text, "leave it out, or write one such as experts.all_to_all")
 
     @classmethod
     def notes(cls, nodes: StageNodes) -> Iterator[str]:
@@ -58,11 +56,22 @@ class ExpertDimension(Dimension):
         sharded = f", and sharded over {expert_shards}" if expert_shards > 1 and shards > 1 else ""
         yield f"experts: partitioned over {sizes.expert} ranks{sharded}"
 
-    def apply_to_meta_module(self, module: nn.Module) -> dict[str, RankSlice]:
-        if self.mesh.expert_group.size == 1:
-            return {}
-        from drawloom.components.parallel.split_experts import split_experts
+    def describe(self, whole: nn.Module) -> Iterator[str]:
+        """Yield which dispatcher sends tokens to their experts."""
+        if self.mesh.sizes.expert == 1:
+            return
+        from drawloom.components.parallel.split_experts import set_default_dispatchers
 
+        for dispatcher in set_default_dispatchers(whole, self.mesh)[:1]:
+            module = type(dispatcher).__module__.removeprefix("drawloom.components.")
+            yield f"{module} between {self.mesh.sizes.expert} ranks"
+
+    def apply_to_meta_module(self, module: nn.Module) -> dict[str, RankSlice]:
+        if self.mesh.sizes.expert == 1:
+            return {}
+        from drawloom.components.parallel.split_experts import set_default_dispatchers, split_experts
+
+        set_default_dispatchers(module, self.mesh)
         return split_experts(module, self.mesh.expert_group)
 
     def list_copies_owned_elsewhere(self, parameters: RankParameters) -> Set[str]:

@@ -3,7 +3,7 @@
 from torch import nn
 
 from drawloom.components.parallel.parameter_split import SplitDim, replace_by_rank_slice
-from drawloom.components.ports.distributed import Group
+from drawloom.components.ports.distributed import Group, Mesh
 from drawloom.components.ports.experts import Dispatcher
 from drawloom.components.ports.slices import RankSlice
 
@@ -17,12 +17,25 @@ class ExpertParallel(nn.Module):
 
     dispatcher: Dispatcher | None = None
 
+    def create_dispatcher(self, mesh: Mesh) -> Dispatcher:
+        """Return the default dispatcher for experts partitioned along `mesh.expert`."""
+        raise NotImplementedError
+
 
 def set_dispatcher(module: nn.Module, dispatcher: Dispatcher | None) -> None:
     """Set the dispatcher on all experts in a model."""
     for submodule in module.modules():
         if isinstance(submodule, ExpertParallel):
             submodule.dispatcher = dispatcher
+
+
+def set_default_dispatchers(module: nn.Module, mesh: Mesh) -> list[Dispatcher]:
+    """Set layers' own dispatchers between ranks unless the recipe names one, and return all layers' dispatchers."""
+    layers = [part for part in module.modules() if isinstance(part, ExpertParallel)]
+    for layer in layers:
+        if layer.dispatcher is None:
+            layer.dispatcher = layer.create_dispatcher(mesh)
+    return [layer.dispatcher for layer in layers if layer.dispatcher is not None]
 
 
 def split_experts(module: nn.Module, group: Group) -> dict[str, RankSlice]:

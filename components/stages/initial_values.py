@@ -1,7 +1,7 @@
 """Memory and initial values for a rank's modules: random, or read from a folder, by readers imported only then."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import chain
@@ -13,17 +13,17 @@ from torch import Tensor, nn
 
 from drawloom.components.distributed.rng import derive_seed, fill_normal
 from drawloom.components.parallel.data_shard import get_local_slice, get_tensor_slice
-from drawloom.components.ports.adapters import adapter_parameter_names
+from drawloom.components.ports.adapters import Adapter, adapter_parameter_names
 from drawloom.components.ports.model import (
     BufferOwner,
     LanguageModel,
     Model,
-    PretrainedModel,
     list_quantized_parameter_formats,
 )
 from drawloom.components.ports.slices import TensorSlice, is_dtensor
 from drawloom.components.ports.stages import LOSS
 from drawloom.components.ports.weights import Mapper
+from drawloom.components.stages.checks import find_initial_folder
 from drawloom.components.storage.byte_size import format_decimal_byte_size
 from drawloom.graph import UserError
 
@@ -92,6 +92,12 @@ class InitialValues:
         for module in modules:
             materialize_and_initialize_adapters(module, self.device, self._fill_slice_with_normal)
 
+    def read_adapters(self, folder: Path, modules: Iterable[nn.Module], adapters: Sequence[Adapter]) -> None:
+        """Fill the adapters' parameters from an adapter's folder."""
+        from drawloom.components.weights.adapter_folder import AdapterFolder
+
+        AdapterFolder.read(folder).fill(modules, self.model, adapters, self.folder, self.device, self.splits)
+
     def fingerprint_frozen_source(self, parameters: Iterable[nn.Parameter]) -> str:
         """Fingerprint the weights that the frozen parameters come from; "" if all parameters are trained."""
         if all(parameter.requires_grad for parameter in parameters):
@@ -118,7 +124,7 @@ class InitialValues:
     @property
     def folder(self) -> Path | None:
         """The initial weights' folder: the recipe's, or the model's own."""
-        return self.weights or (self.model.initial_weights if isinstance(self.model, PretrainedModel) else None)
+        return find_initial_folder(self.weights, self.model)
 
     @cached_property
     def _folder_to_parameters_mapper(self) -> Mapper:

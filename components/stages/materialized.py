@@ -11,10 +11,9 @@ import torch
 from torch import nn
 
 from drawloom.components.parallel.dimensions import DIMENSIONS
-from drawloom.components.parallel.expert import NO_DISPATCHER, WRITE_DISPATCHER
 from drawloom.components.ports.adapters import Adapter
 from drawloom.components.ports.distributed import Device, Mesh, Precision
-from drawloom.components.ports.experts import Dispatcher, supports_expert_parallel
+from drawloom.components.ports.experts import Dispatcher
 from drawloom.components.ports.features import StageFeature
 from drawloom.components.ports.memory import MemoryKind, MemoryPolicy
 from drawloom.components.ports.model import BatchContext, Model
@@ -24,6 +23,8 @@ from drawloom.components.ports.run import RunInfo
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.stages import Recompute, Stage
 from drawloom.components.stages.checks import (
+    check_adapter_folder,
+    check_adapter_weights_have_adapters,
     check_embedding_and_head_costs_are_used,
     check_initial_folder,
     check_loss_is_not_module,
@@ -127,6 +128,10 @@ class MaterializedStages:
         default=None,
         doc="Hugging Face folder with initial weights; default: `model.auto`'s folder, or random weights",
     )
+    adapter_weights: Path | None = setting(
+        default=None,
+        doc="folder of a run's adapter, or one of PEFT, with the adapters' initial values; default: random values",
+    )
     local: list[Stage] = attrs.field(init=False, factory=list)  # this rank's stages, in order
     store: "ParameterStore | ShardedStore" = attrs.field(init=False, default=None)
 
@@ -141,6 +146,7 @@ class MaterializedStages:
                 yield from check_recompute_is_set_once(node, schedule, nodes.mesh)
             yield from check_features(nodes)
         yield from warn_narrowed_weights(node)
+        yield from check_adapter_weights_have_adapters(node)
         if loss := node.neighbour("loss"):
             yield from check_loss_is_not_module(node, loss)
         if schedule := node.neighbour("schedule"):
@@ -167,19 +173,19 @@ class MaterializedStages:
 
     def check_before_open(self) -> None:
         """
-        Raise UserError if `weights` is not a folder of readable safetensors files, its head is of another kind, or
-        adapters match nothing.
+        Raise UserError if `weights` is not a folder of readable safetensors files, its head is of another kind,
+        adapters match nothing, or `adapter_weights` do not fit them.
         """
         if self.adapters:
             from drawloom.components.weights.adapted import build_meta_model_with_adapters
 
             build_meta_model_with_adapters(self.model, self.adapters)
         check_initial_folder(self.weights, self.model, self.loss)
+        if self.adapter_weights is not None:
+            check_adapter_folder(self.adapter_weights, self.model, self.adapters, self.weights)
 
     def open(self) -> None:
         """Build, parallelize and materialize this rank's stages, with initial or loaded values."""
-        if self.mesh.sizes.expert > 1 and not supports_expert_parallel(self.dispatcher):
-            raise UserError(f"{NO_DISPATCHER}; {WRITE_DISPATCHER}", exit_code=2)
         self._assembly.materialize()
         self.local, self.store = self._assembly.local, self._assembly.store
 
@@ -278,4 +284,9 @@ class MaterializedStages:
                     tensor.copy_(state[name])
 
     def describe_features(self, whole: nn.Module) -> Iterator[str]:
-        return self._features.describe_model(whole, self._assembly.precision)
+        from drawloom.components.parallel.split_experts import set_dispatcher
+
+        yield from self._features.describe_model(whole, self._assembly.precision)
+        set_dispatcher(whole, self.dispatcher)
+        for dimension in DIMENSIONS:
+            yield from dimension(self.mesh).describe(whole)

@@ -12,6 +12,8 @@ from drawloom.components.model.decoder.router import Router
 from drawloom.components.model.decoder.specs import ExpertSpec, LayerContext, MlpSpec
 from drawloom.components.model.layers import Linear
 from drawloom.components.parallel.split_experts import ExpertParallel
+from drawloom.components.ports.distributed import Mesh
+from drawloom.components.ports.experts import Dispatcher
 from drawloom.components.ports.kernels import Kernels
 from drawloom.components.ports.parameter_roles import BIAS_ROLE, Role
 
@@ -80,6 +82,11 @@ class Experts(ExpertParallel):
         self.num_experts = experts
         self.spec = spec
         self.kernels = kernels
+
+    def create_dispatcher(self, mesh: Mesh) -> Dispatcher:
+        from drawloom.components.experts.all_to_all import AllToAllExperts
+
+        return AllToAllExperts(kernels=self.kernels, mesh=mesh)
 
     def parameter_roles(self) -> Mapping[str, Role]:
         visited = self.spec.choices / self.spec.experts
