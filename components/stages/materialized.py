@@ -195,15 +195,11 @@ class MaterializedStages:
         self.local, self.store = self._assembly.local, self._assembly.store
 
     @cached_property
-    def _features(self) -> FeatureStack:
-        return FeatureStack(self.features)
-
-    @cached_property
     def _assembly(self) -> "StageAssembly":
         """The assembly of stages, which a check of the recipe does not import."""
         from drawloom.components.stages.assembly import StageAssembly
 
-        return StageAssembly(self, self._features)
+        return StageAssembly(self, FeatureStack(self.features))
 
     @property
     def builder(self) -> "StageBuilder":
@@ -231,12 +227,12 @@ class MaterializedStages:
 
     def cast_weights(self, only_if_changed: bool = False) -> None:
         self.store.cast_masters_to_copies(only_if_changed)
-        for feature in self._features.features:
+        for feature in self._assembly.features.features:
             feature.before_passes(only_if_changed)
 
     def move_gradients_to_masters(self) -> None:
         self.store.move_gradients_to_masters()
-        for feature in self._features.features:
+        for feature in self._assembly.features.features:
             feature.after_backward()
 
     def device_bytes(self) -> dict[MemoryKind, int]:
@@ -247,13 +243,13 @@ class MaterializedStages:
         if self._assembly.parameters is None:
             return {}
         sizes = self._assembly.parameters.device_bytes()
-        self._features.change_device_bytes(sizes)
+        self._assembly.features.change_device_bytes(sizes)
         return sizes
 
     @property
     def feature_host_bytes(self) -> int:
         """Bytes of weights in host memory."""
-        return self._features.count_host_bytes()
+        return self._assembly.features.count_host_bytes()
 
     def sum_remaining_gradients(self) -> None:
         """Sum the gradients not summed in backward passes; a pipeline rank without a parameter adds zeros."""
@@ -286,7 +282,7 @@ class MaterializedStages:
     def describe_features(self, whole: nn.Module) -> Iterator[str]:
         from drawloom.components.parallel.split_experts import set_dispatcher
 
-        yield from self._features.describe_model(whole, self._assembly.precision)
+        yield from self._assembly.features.describe_model(whole, self._assembly.precision)
         set_dispatcher(whole, self.dispatcher)
         for dimension in DIMENSIONS:
             yield from dimension(self.mesh).describe(whole)
