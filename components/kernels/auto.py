@@ -169,7 +169,8 @@ class AutoKernels(_OperationSettings):
     ) -> NormAndSum:
         add_and_norm = self._functions_by_operation["add_rms_norm"]
         if torch.compiler.is_compiling() or recorder.get() is None:
-            return NormAndSum(*add_and_norm(x, residual, weight, eps, zero_centered))
+            normed, summed = add_and_norm(x, residual, weight, eps, zero_centered)
+            return NormAndSum(normed, summed)
         with keep_arguments_in_8_bits(self._load_row_casts, x):
             normed, summed = add_and_norm(x, residual, weight, eps, zero_centered)
             # Recomputation starts from the sum, which is saved anyway, not from its terms.

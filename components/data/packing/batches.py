@@ -9,7 +9,7 @@ import attrs
 import numpy as np
 
 from drawloom.components.data.mixed_documents import DocumentSource, list_document_sources
-from drawloom.components.data.packing.packed_rows import RowIndex, RowPiece
+from drawloom.components.data.packing.pieces import RowIndex, RowPiece
 from drawloom.components.ports.corpus import DocumentPart, TokenDocuments
 from drawloom.components.ports.data import IGNORE_INDEX, TokenBatch
 from drawloom.graph import UserError

@@ -9,13 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drawloom.components.data.packing.packed_rows import (
-    PackedRows,
-    RowIndex,
-    RowPiece,
-    find_document_nodes,
-    select_trainable_documents,
-)
+from drawloom.components.data.packing.packed_rows import PackedRows, find_document_nodes, select_trainable_documents
+from drawloom.components.data.packing.pieces import RowIndex, RowPiece
 from drawloom.components.ports.data import answers_prompts
 from drawloom.graph import Problem, component
 from drawloom.graph.wiring.node import NodeView

@@ -4,12 +4,13 @@ import hashlib
 import logging
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
 import numpy as np
 import torch
 
+from drawloom.components.data.packing.pieces import RowIndex
 from drawloom.components.ports.corpus import Split, TokenCorpus, TokenDocuments
 from drawloom.components.ports.data import (
     MAX_LENGTH,
@@ -27,36 +28,6 @@ from drawloom.graph.wiring.node import NodeView
 if TYPE_CHECKING:
     from drawloom.components.data.order.permutation import Permutation
     from drawloom.components.data.packing.batches import PackedSplit
-
-
-class RowPiece(NamedTuple):
-    """A document's tokens from `first` to before `last`."""
-
-    document: int
-    first: int
-    last: int
-
-
-class RowIndex(Protocol):
-    """Pieces by row. Picklable, with arrays as tensors, which torch shares between processes."""
-
-    @property
-    def rows(self) -> int:
-        """Row count."""
-        ...
-
-    @property
-    def tokens(self) -> int:
-        """Token count over all pieces."""
-        ...
-
-    def pieces(self, row: int) -> list[RowPiece]:
-        """Return a row's pieces, in order. Raises IndexError beyond the last row."""
-        ...
-
-    def tokens_per_row(self) -> np.ndarray:
-        """Return the token count per row, int64 (rows,)."""
-        ...
 
 
 def select_trainable_documents(lengths: np.ndarray, order: "Permutation | None") -> np.ndarray:

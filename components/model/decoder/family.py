@@ -23,7 +23,7 @@ def _return_unchanged(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _create_decoder_mapper(names: Iterable[str], architecture: DecoderConfig) -> Mapper:
-    from drawloom.components.model.decoder.hugging_face import create_decoder_mapper  # for reading and writing files
+    from drawloom.components.model.decoder.mapper import create_decoder_mapper
 
     return create_decoder_mapper(names, architecture)
 

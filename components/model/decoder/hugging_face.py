@@ -1,4 +1,4 @@
-"""Decoders in Hugging Face's form: parameter names, and reading and writing `config.json`."""
+"""Decoders in Hugging Face's form: reading and writing `config.json`."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,7 +13,6 @@ from drawloom.components.model.decoder.config import (
     DecoderConfig,
     derive_head_sizes,
     find_head_count_faults,
-    num_experts,
 )
 from drawloom.components.model.decoder.family import COMMON_FIXED, TOKEN_IDS, Family
 from drawloom.components.model.decoder.rope import (
@@ -23,33 +22,10 @@ from drawloom.components.model.decoder.rope import (
     find_rope_faults,
     longrope_attention_factor,
 )
-from drawloom.components.ports.weights import Mapper
 from drawloom.components.storage.regular_file import open_untrusted_file
 from drawloom.components.storage.strict_json import parse_strict_json
-from drawloom.components.weights.mapper import parallel, sequential
-from drawloom.components.weights.mapper_ops import chunk, identity, unstack
 from drawloom.graph import UserError
 from drawloom.graph.types.structure import ValueConverter
-
-
-def create_decoder_mapper(names: Iterable[str], architecture: DecoderConfig) -> Mapper:
-    """Return the mapper from parameters with these names to tensors in files."""
-    count = num_experts(architecture)
-    return parallel(*(_create_parameter_mapper(name, count) for name in names))
-
-
-def _create_parameter_mapper(name: str, num_experts: int) -> Mapper:
-    """Return the mapper from one parameter to its tensors in files, where experts are separate."""
-    layer, _, projection = name.rpartition(".")
-    experts = [f"{layer}.{expert}" for expert in range(num_experts)]
-    # Experts are stacked in one parameter here, and are separate tensors in published files.
-    if name.endswith(".experts.gate_up_proj"):
-        parts = [(expert, [f"{expert}.{part}_proj.weight" for part in ("gate", "up")]) for expert in experts]
-        return sequential(unstack(name, experts), parallel(*(chunk(expert, names) for expert, names in parts)))
-    if name.endswith(".experts.down_proj"):
-        return unstack(name, [f"{expert}.{projection}.weight" for expert in experts])
-    return identity(name)
-
 
 HUGGING_FACE = [kind for kind in USED if kind != "ntk"]
 """The values of `rope_type` in a `config.json`; static NTK is written there as a larger `rope_theta`."""

@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from drawloom.components.data.packing.batches import build_batch
-from drawloom.components.data.packing.packed_rows import RowPiece
+from drawloom.components.data.packing.pieces import RowPiece
 from drawloom.components.data.preferences import Preferences
 from drawloom.components.ports.corpus import TokenCorpus
 from drawloom.graph import UserError
