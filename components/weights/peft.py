@@ -288,17 +288,6 @@ def _convert_factor_outputs(to_file: Convert, convert: Convert, factors: Sequenc
     return convert([factor.transpose(1, 2)])
 
 
-def _replace_decoder_prefix_in_config(config: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Return an `adapter_config.json` for a decoder with another prefix."""
-
-    def replace_prefix(name: str) -> str:
-        return prefix + name.removeprefix(DECODER) if name.startswith(DECODER) else name
-
-    lists = {key: config[key] and [*map(replace_prefix, config[key])] for key in LISTS}
-    tables = {key: {replace_prefix(name): value for name, value in config[key].items()} for key in TABLES}
-    return {**config, **lists, **tables}
-
-
 LISTS = ("target_modules", "target_parameters", "modules_to_save")
 TABLES = ("rank_pattern", "alpha_pattern")
 """Keys of `adapter_config.json` with names of modules."""
