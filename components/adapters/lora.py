@@ -5,14 +5,14 @@ from collections.abc import Collection
 
 from torch import nn
 
+from drawloom import UserError, above, between, component, setting
 from drawloom.components.adapters.lora_layers import FUSED, LoraEmbedding, LoraExperts, LoraLinear, LoraOptions
 from drawloom.components.adapters.targets import find_pattern_fault, list_matching_patterns
 from drawloom.components.adapters.tied_head import LoraTiedHead
 from drawloom.components.model.decoder.experts import Experts
 from drawloom.components.model.decoder.model import CausalLM
 from drawloom.components.model.layers import Embedding, Linear
-from drawloom.components.ports.adapters import AdaptedLayer
-from drawloom.graph import UserError, above, between, component, setting
+from drawloom.ports import AdaptedLayer
 
 
 def _find_dropout_fault(value: float) -> str | None:

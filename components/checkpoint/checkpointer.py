@@ -7,12 +7,23 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import attrs
 import torch
 
-from drawloom.components.ports.checkpoint import Durable, GrowingState, Stager, Stateful
-from drawloom.components.ports.distributed import Device, Mesh, Processes
-from drawloom.components.ports.run import Cadence, RunFolder, Step, describe_cadence_fault, exclude_from_rates, is_due
-from drawloom.graph import Every, ResolvedRecipe, at_least, component, setting
-from drawloom.graph.problems import Problem, ReopenError
-from drawloom.graph.wiring.node import NodeView
+from drawloom import Every, NodeView, Problem, ResolvedRecipe, at_least, component, setting
+from drawloom.graph.problems import ReopenError
+from drawloom.ports import (
+    Cadence,
+    Device,
+    Durable,
+    GrowingState,
+    Mesh,
+    Processes,
+    RunFolder,
+    Stager,
+    Stateful,
+    Step,
+    describe_cadence_fault,
+    exclude_from_rates,
+    is_due,
+)
 
 if TYPE_CHECKING:
     from drawloom.components.checkpoint.peer_memory import PeerMemory, StateMemory

@@ -8,15 +8,14 @@ from typing import ClassVar
 
 import attrs
 
+from drawloom import ResolvedRecipe, UserError, above, component, setting
 from drawloom.components.checkpoint.manifest import FOLDER, list_checkpoints
 from drawloom.components.checkpoint.remote import RemoteCopy
 from drawloom.components.checkpoint.threads import submit_in_new_thread
 from drawloom.components.distributed.rank_errors import run_on_rank0
-from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.run import Event, EventKind, RunFolder
 from drawloom.components.storage.object_store import ObjectStore, StoreError
-from drawloom.graph import ResolvedRecipe, UserError, above, component, setting
 from drawloom.graph.recipe.lockfile import LOCK
+from drawloom.ports import Event, EventKind, Mesh, RunFolder
 
 log = logging.getLogger("drawloom.checkpoint")
 

@@ -31,10 +31,8 @@ from drawloom.components.checkpoint.snapshot import is_rank_local
 from drawloom.components.checkpoint.staging.blocking import Blocking
 from drawloom.components.checkpoint.threads import submit_in_new_thread
 from drawloom.components.distributed.rank_errors import run_and_gather_on_all_ranks
-from drawloom.components.ports.checkpoint import Stateful
-from drawloom.components.ports.distributed import Group, Mesh, Processes
-from drawloom.components.ports.run import Cadence, Step, is_due
 from drawloom.components.state.trees import map_leaves
+from drawloom.ports import Cadence, Group, Mesh, Processes, Stateful, Step, is_due
 
 CLOSE_TIMEOUT = 20.0  # seconds
 

@@ -11,6 +11,7 @@ from typing import Any
 import attrs
 from torch import Tensor
 
+from drawloom import UserError
 from drawloom.components.checkpoint.commit import tree_file_name
 from drawloom.components.checkpoint.manifest import (
     FOLDER,
@@ -24,7 +25,6 @@ from drawloom.components.checkpoint.manifest import (
 )
 from drawloom.components.checkpoint.snapshot import assemble_pieces, find_rows_unless_all, is_piece_needed
 from drawloom.components.checkpoint.threads import map_parallel
-from drawloom.components.ports.slices import SlicedTensor, TensorSlice
 from drawloom.components.storage.regular_file import ContentMismatchError, VerifiedFile, open_file_to_verify
 from drawloom.components.storage.safetensors.header import HeaderError
 from drawloom.components.storage.safetensors.reader import read_tensor, read_tensor_offset_and_entries
@@ -35,7 +35,7 @@ from drawloom.components.storage.state_tree import (
     unpack_state,
 )
 from drawloom.components.storage.strict_json import parse_strict_json
-from drawloom.graph import UserError
+from drawloom.ports import SlicedTensor, TensorSlice
 
 MAX_TREE_SIZE = 2**28  # bytes
 

@@ -11,6 +11,7 @@ from typing import Literal
 import attrs
 import torch
 
+from drawloom import ResolvedRecipe, UserError
 from drawloom.components.checkpoint import commit
 from drawloom.components.checkpoint.manifest import (
     CorruptCheckpointError,
@@ -22,12 +23,9 @@ from drawloom.components.checkpoint.manifest import (
 from drawloom.components.checkpoint.snapshot import ShardPlan, Snapshot
 from drawloom.components.checkpoint.threads import submit_in_new_thread
 from drawloom.components.distributed.rank_errors import RankError, run_and_gather_on_all_ranks, run_on_rank0
-from drawloom.components.ports.checkpoint import Durable, GrowingState, Stager, Stateful
-from drawloom.components.ports.distributed import Group
-from drawloom.components.ports.run import Step
 from drawloom.components.storage import durable_files
 from drawloom.components.storage.byte_size import format_decimal_byte_size
-from drawloom.graph import ResolvedRecipe, UserError
+from drawloom.ports import Durable, Group, GrowingState, Stager, Stateful, Step
 
 Values = Mapping[str, float | None]
 """Metrics of a step; None for a value that is not finite."""

@@ -19,9 +19,6 @@ from drawloom.components.checkpoint.reader import find_newest_valid_checkpoint, 
 from drawloom.components.checkpoint.remote import fetch_run
 from drawloom.components.commands._recipes import find_only_node
 from drawloom.components.export.hf_writer import read_exported_step
-from drawloom.components.ports.corpus import TokenCorpus
-from drawloom.components.ports.run import FILES
-from drawloom.components.ports.stages import AveragedWeights, FrozenModel, Stages
 from drawloom.components.storage.regular_file import open_untrusted_file
 from drawloom.graph.cli.command import (
     Command,
@@ -38,6 +35,7 @@ from drawloom.graph.cli.command import (
 from drawloom.graph.recipe.layers import Layer
 from drawloom.graph.recipe.lockfile import LOCK
 from drawloom.graph.runtime.container import Container
+from drawloom.ports import FILES, AveragedWeights, FrozenModel, Stages, TokenCorpus
 
 
 def parse_run_folder_or_mirror_url(text: str) -> Path | str:

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from drawloom.components.ports.checkpoint import AfterRestore, Durable, GrowingState, Stager, Stateful
 from drawloom.graph.testing import expect
+from drawloom.ports import AfterRestore, Durable, GrowingState, Stager, Stateful
 
 LEAVES = torch.Tensor | int | float | str | bool | None
 

@@ -6,18 +6,18 @@ from collections.abc import Mapping
 import torch
 
 from drawloom.components.contracts.run import ObservedState
-from drawloom.components.ports.run import Step
-from drawloom.components.ports.tracking import (
+from drawloom.graph.testing import expect
+from drawloom.ports import (
     ContextTracker,
     DistributionMetric,
     DistributionTracker,
     Histogram,
     Metric,
     PropertyTracker,
+    Step,
     Tracker,
     Value,
 )
-from drawloom.graph.testing import expect
 
 
 def _make_step(index: int) -> Step:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from drawloom.components.ports.corpus import Tokenizer, complete_document
+from drawloom.ports import Tokenizer, complete_document
 
 CONFIG, MODEL = "tokenizer_config.json", "config.json"
 

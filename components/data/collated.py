@@ -8,14 +8,21 @@ from typing import Any, ClassVar
 import attrs
 from torch import Tensor
 
+from drawloom import Every, ResolvedRecipe, UserError, between, component, setting
 from drawloom.components.data.loader import compute_row_digests
 from drawloom.components.data.packing.packed_rows import check_rows_are_unchanged, warn_of_long_texts
 from drawloom.components.data.token_arrays import warn_while_reading
-from drawloom.components.ports.corpus import Split
-from drawloom.components.ports.data import MAX_LENGTH, Collator, Example, Examples, TokenBatch
-from drawloom.components.ports.model import LanguageModel, find_length_fault
-from drawloom.components.state.batch import Batch
-from drawloom.graph import Every, ResolvedRecipe, UserError, between, component, setting
+from drawloom.ports import (
+    MAX_LENGTH,
+    Batch,
+    Collator,
+    Example,
+    Examples,
+    LanguageModel,
+    Split,
+    TokenBatch,
+    find_length_fault,
+)
 
 SPLITS: tuple[Split, ...] = ("train", "validation")
 MAX_ROWS_COMPARED = 64  # rows of each split whose content is compared when a run resumes

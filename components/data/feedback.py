@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 import attrs
 import numpy as np
 
+from drawloom import UserError, component
 from drawloom.components.data.chat.corpus import ChatCorpus
 from drawloom.components.data.chat.encode import Encoded, encode_prompt_with_answers
 from drawloom.components.data.chat.template import ChatTemplate
@@ -14,8 +15,7 @@ from drawloom.components.data.preferences import (
     select_prompt_ids,
     spread_unit_weight_over_trained_tokens,
 )
-from drawloom.components.ports.corpus import ChatTokenizer, Split
-from drawloom.graph import UserError, component
+from drawloom.ports import ChatTokenizer, Split
 
 FORMS = '{"prompt": ..., "completion": ..., "label": true}, with two texts or two lists of messages'
 

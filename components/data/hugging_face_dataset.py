@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from drawloom import UserError, component, setting
 from drawloom.components.data.sources.documents import DividedCorpus, Part, iterate_texts, validation_fraction
 from drawloom.components.data.sources.files import stat_local_file
 from drawloom.components.data.sources.formats import ArrowPart
-from drawloom.components.ports.corpus import Split
-from drawloom.graph import UserError, component, setting
+from drawloom.ports import Split
 
 
 @component(needs={"pyarrow": "drawloom[arrow]"})

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import attrs
 import numpy as np
 
+from drawloom import UserError, component, setting
 from drawloom.components.data.auto_tokenizer import (
     CLASSES_OF_FILES,
     edit_config_until_transformers_ids_match,
     warn_if_transformers_ids_differ,
 )
 from drawloom.components.data.chat.template import list_chat_template_files, read_chat_templates_and_special_tokens
-from drawloom.graph import UserError, component, setting
 
 COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json")
 """Other tokenizer files that transformers reads from the same folder, beside chat templates."""

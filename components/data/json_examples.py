@@ -4,11 +4,10 @@ import json
 
 import attrs
 
+from drawloom import component
 from drawloom.components.data.sources.documents import choose_split, file_globs, validation_fraction
 from drawloom.components.data.sources.formats import read_json_lines_or_table_rows
-from drawloom.components.ports.corpus import Split
-from drawloom.components.ports.data import Example
-from drawloom.graph import component
+from drawloom.ports import Example, Split
 
 
 @component

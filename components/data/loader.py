@@ -10,9 +10,17 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import attrs
 import torch
 
-from drawloom.components.ports.data import (
+from drawloom import NodeView, Problem, UserError, above, at_least, between, component, setting
+from drawloom.components.storage.strict_json import hash_canonical
+from drawloom.components.storage.tensor_source import view_bytes
+from drawloom.ports import (
     MAX_LENGTH,
+    Batch,
+    Batching,
+    Group,
+    Mesh,
     PackedDataset,
+    PerDimension,
     RowOrder,
     RowsOfTokens,
     TokenBatch,
@@ -20,13 +28,6 @@ from drawloom.components.ports.data import (
     require_token_batch,
     uses_preference_pairs,
 )
-from drawloom.components.ports.distributed import Group, Mesh, PerDimension
-from drawloom.components.ports.run import Batching
-from drawloom.components.state.batch import Batch
-from drawloom.components.storage.strict_json import hash_canonical
-from drawloom.components.storage.tensor_source import view_bytes
-from drawloom.graph import Problem, UserError, above, at_least, between, component, setting
-from drawloom.graph.wiring.node import NodeView
 
 if TYPE_CHECKING:
     from drawloom.components.data.order.stream import RowStream, Segment

@@ -8,9 +8,9 @@ from typing import Any
 import attrs
 import numpy as np
 
+from drawloom import UserError, between, component, setting
 from drawloom.components.data.store.store import ChosenDocuments, select_split_documents
-from drawloom.components.ports.corpus import DocumentPart, Split
-from drawloom.graph import UserError, between, component, setting
+from drawloom.ports import DocumentPart, Split
 
 MAGIC, VERSION = b"MMIDIDX\x00\x00", 1
 DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}

@@ -11,9 +11,9 @@ from typing import Any
 import attrs
 import numpy as np
 
-from drawloom.components.ports.corpus import DocumentPart, Split, TokenCorpus, TokenDocuments
-from drawloom.graph import Problem, UserError, above, component, setting
+from drawloom import Problem, UserError, above, component, setting
 from drawloom.graph.problems import did_you_mean
+from drawloom.ports import DocumentPart, Split, TokenCorpus, TokenDocuments
 
 
 @attrs.frozen(eq=False)

@@ -5,9 +5,8 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from drawloom.components.ports.data import IGNORE_INDEX, Example, TokenBatch
-from drawloom.components.state.batch import Batch
-from drawloom.graph import between, component, setting
+from drawloom import between, component, setting
+from drawloom.ports import IGNORE_INDEX, Batch, Example, TokenBatch
 
 
 @component

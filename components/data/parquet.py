@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
+from drawloom import component, setting
 from drawloom.components.data.sources.documents import FileCorpus, Part
 from drawloom.components.data.sources.files import File
 from drawloom.components.data.sources.formats import split_table_files
-from drawloom.graph import component, setting
 
 
 @component(needs={"pyarrow": "drawloom[arrow]"})

@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 import attrs
 import numpy as np
 
+from drawloom import component
 from drawloom.components.data.chat.corpus import ChatCorpus
 from drawloom.components.data.chat.encode import Encoded, encode_prompt_with_answers
 from drawloom.components.data.chat.template import ChatTemplate
 from drawloom.components.data.chat.turns import Message
-from drawloom.graph import component
 
 MARGIN = "margin"
 """Key of a line: how much better the chosen answer is, which the reward of a model is to exceed (`loss.reward`)."""

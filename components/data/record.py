@@ -2,12 +2,11 @@
 
 import attrs
 
+from drawloom import component
 from drawloom.components.data.loader import compute_row_digests
-from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.run import Batching, RunFolder, Step
 from drawloom.components.storage.regular_file import create_folder_unless_link
 from drawloom.components.storage.step_log import RewindingLog, StepLog
-from drawloom.graph import component
+from drawloom.ports import Batching, Mesh, RunFolder, Step
 
 FOLDER = "rows"
 

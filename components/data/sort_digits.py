@@ -7,12 +7,10 @@ import attrs
 import numpy as np
 import torch
 
+from drawloom import between, component, setting
 from drawloom.components.data.sources.documents import choose_split, validation_fraction
 from drawloom.components.distributed.rng import create_generator
-from drawloom.components.ports.corpus import Split, Tokenizer, complete_document
-from drawloom.components.ports.data import IGNORE_INDEX, Example
-from drawloom.components.ports.run import RunInfo
-from drawloom.graph import between, component, setting
+from drawloom.ports import IGNORE_INDEX, Example, RunInfo, Split, Tokenizer, complete_document
 
 
 @component

@@ -5,10 +5,10 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
+from drawloom import UserError, component
 from drawloom.components.data.sources.documents import DividedCorpus, Part, validation_fraction
 from drawloom.components.data.sources.files import File, stat_local_file
 from drawloom.components.data.sources.formats import group_text_files
-from drawloom.graph import UserError, component
 
 UNUSED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 GENERATED = ("config-", "_sysconfigdata_")

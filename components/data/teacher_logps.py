@@ -8,9 +8,9 @@ from typing import Any
 import attrs
 import numpy as np
 
-from drawloom.components.ports.corpus import Split, Tokenizer
+from drawloom import UserError, component, setting, wired
 from drawloom.components.weights.token_ids import read_tokenizer_ids
-from drawloom.graph import UserError, component, setting, wired
+from drawloom.ports import Split, Tokenizer
 
 MANIFEST = "teacher.json"
 

@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 
+from drawloom import UserError, component, setting
 from drawloom.components.data.chat.encode import encode_prompt_messages
 from drawloom.components.data.chat.prompt_renderer import PromptRenderer
 from drawloom.components.data.chat.template import RenderError
-from drawloom.components.ports.corpus import ChatTokenizer
-from drawloom.graph import UserError, component, setting
+from drawloom.ports import ChatTokenizer
 
 
 @component(impact="safe", needs={"jinja2": "drawloom[chat]"})

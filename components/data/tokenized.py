@@ -4,10 +4,10 @@ from pathlib import Path
 
 import attrs
 
+from drawloom import UserError, component, setting, wired
 from drawloom.components.data.sources.documents import validation_fraction
 from drawloom.components.data.store.store import Store, select_split_documents
-from drawloom.components.ports.corpus import Split, TokenDocuments, Tokenizer
-from drawloom.graph import UserError, component, setting, wired
+from drawloom.ports import Split, TokenDocuments, Tokenizer
 
 
 @component

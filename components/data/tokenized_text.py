@@ -9,10 +9,9 @@ from pathlib import Path
 
 import attrs
 
+from drawloom import component, setting
 from drawloom.components.data.sources.documents import DividedCorpus, Part
-from drawloom.components.ports.corpus import Corpus, Split, TokenDocuments, Tokenizer
-from drawloom.components.ports.run import RunInfo
-from drawloom.graph import component, setting
+from drawloom.ports import Corpus, RunInfo, Split, TokenDocuments, Tokenizer
 
 SPLITS: tuple[Split, ...] = ("train", "validation")
 CACHE = ".tokens"

@@ -3,10 +3,8 @@
 import logging
 from collections.abc import Iterator
 
-from drawloom.components.ports.data import PackedDataset
-from drawloom.components.ports.run import Batching
-from drawloom.components.state.batch import Batch
-from drawloom.graph import at_least, component, setting
+from drawloom import at_least, component, setting
+from drawloom.ports import Batch, Batching, PackedDataset
 
 log = logging.getLogger("drawloom.run")
 

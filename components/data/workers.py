@@ -27,12 +27,10 @@ import attrs
 import torch
 from torch import Tensor
 
+from drawloom import UserError
 from drawloom.components.data.child_process import ChildProcess, start_process_with_pipe
-from drawloom.components.ports.corpus import Split
-from drawloom.components.ports.data import PackedDataset, TracedRows
-from drawloom.components.state.batch import Batch
 from drawloom.components.storage.tensor_source import view_bytes
-from drawloom.graph import UserError
+from drawloom.ports import Batch, PackedDataset, Split, TracedRows
 
 MAX_NAMES_SHOWN = 4  # rows and documents in a message
 

@@ -11,12 +11,10 @@ from typing import Literal
 import attrs
 import torch
 
+from drawloom import NodeView, Problem, UserError, between, component, setting
 from drawloom.components.distributed.cpu_threads import THREADS, count_threads_per_process
 from drawloom.components.distributed.torch_release import check_torch_has_private_names
 from drawloom.components.distributed.torchrun import read_launch
-from drawloom.graph import UserError, between, component, setting
-from drawloom.graph.problems import Problem
-from drawloom.graph.wiring.node import NodeView
 
 SHARED_GPU_VARIABLES = {"NCCL_HOSTID": "drawloom process {process}", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
 """

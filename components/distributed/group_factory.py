@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from drawloom import UserError
 from drawloom.components.distributed.connections import (
     LOST,
     STUCK_AFTER,
@@ -37,8 +38,7 @@ from drawloom.components.distributed.process_group import (
 )
 from drawloom.components.distributed.rank_monitor import RankMonitor
 from drawloom.components.distributed.single_process import SingleProcess
-from drawloom.components.ports.distributed import Device, Group, P2PChannel, Pending
-from drawloom.graph import UserError
+from drawloom.ports import Device, Group, P2PChannel, Pending
 
 log = logging.getLogger("drawloom.distributed")
 

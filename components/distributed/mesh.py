@@ -13,6 +13,7 @@ from typing import Any, Literal
 import attrs
 import torch
 
+from drawloom import NodeView, Problem, between, component, setting
 from drawloom.components.distributed.mesh_layout import (
     DATA,
     EXPERT_DATA,
@@ -24,10 +25,7 @@ from drawloom.components.distributed.mesh_layout import (
     resolve_layout,
 )
 from drawloom.components.distributed.torch_release import import_private_name
-from drawloom.components.ports.distributed import DIMENSIONS, Group, P2PChannel, Processes
-from drawloom.graph import between, component, setting
-from drawloom.graph.problems import Problem
-from drawloom.graph.wiring.node import NodeView
+from drawloom.ports import DIMENSIONS, Group, P2PChannel, Processes
 
 Edge = tuple[int, int]
 

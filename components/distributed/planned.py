@@ -9,7 +9,7 @@ from torch import Tensor
 
 from drawloom.components.distributed.mesh_layout import Layout, MeshView, resolve_layout
 from drawloom.components.distributed.single_process import Done, HostMemory
-from drawloom.components.ports.distributed import DIMENSIONS, Pending, PerDimension, SymmetricMemory
+from drawloom.ports import DIMENSIONS, Pending, PerDimension, SymmetricMemory
 
 
 @attrs.frozen

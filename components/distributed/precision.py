@@ -5,8 +5,7 @@ from typing import Literal
 
 import torch
 
-from drawloom.graph import Problem, component, setting
-from drawloom.graph.wiring.node import NodeView
+from drawloom import NodeView, Problem, component, setting
 
 Name = Literal["float16", "bfloat16", "float32", "float64"]
 

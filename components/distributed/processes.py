@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Literal
 import attrs
 import torch.distributed as dist
 
+from drawloom import Every, UserError, above, component, setting
 from drawloom.components.distributed.single_process import SingleProcess
 from drawloom.components.distributed.torchrun import Launch, read_launch
-from drawloom.components.ports.distributed import Device, Group, P2PChannel, ReplicaLimit
-from drawloom.components.ports.run import PRINTED
-from drawloom.graph import Every, UserError, above, component, setting
+from drawloom.ports import PRINTED, Device, Group, P2PChannel, ReplicaLimit
 
 if TYPE_CHECKING:
     from drawloom.components.distributed.launched_ranks import LaunchedRanks

@@ -29,11 +29,11 @@ from typing import Any
 
 import attrs
 
+from drawloom import UserError
 from drawloom.components.distributed.error_file import write_torchrun_error_file
 from drawloom.components.distributed.launch_store import Failure, call_store_with_timeout, claim_first_failure
 from drawloom.components.distributed.peer_processes import PeerProcesses
 from drawloom.components.distributed.rank_errors import RankError
-from drawloom.graph import UserError
 from drawloom.graph.cli.terminal import print_escaped_text
 
 NOT_BLOCKED = "is not in a collective"

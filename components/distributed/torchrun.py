@@ -10,6 +10,7 @@ from typing import Any
 
 import attrs
 
+from drawloom import UserError
 from drawloom.components.distributed.error_file import write_torchrun_error_file
 from drawloom.components.distributed.launch_store import (
     Failure,
@@ -17,7 +18,6 @@ from drawloom.components.distributed.launch_store import (
     claim_first_failure,
     connect_to_launch_store,
 )
-from drawloom.graph import UserError
 from drawloom.graph.cli.exit_codes import Console
 
 CONTINUES = "continues"

@@ -16,11 +16,9 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from drawloom import component
 from drawloom.components.experts.planned_exchange import dispatch_if_one_rank_or_meta
-from drawloom.components.ports.distributed import Group, Mesh
-from drawloom.components.ports.experts import Dispatched
-from drawloom.components.ports.kernels import Kernels, Routes
-from drawloom.graph import component
+from drawloom.ports import Dispatched, Group, Kernels, Mesh, Routes
 
 
 @component(impact="safe")

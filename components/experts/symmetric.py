@@ -21,11 +21,9 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from drawloom import UserError, at_least, between, component, setting
 from drawloom.components.experts.planned_exchange import dispatch_if_one_rank_or_meta
-from drawloom.components.ports.distributed import Group, Mesh, SymmetricMemory
-from drawloom.components.ports.experts import Dispatched
-from drawloom.components.ports.kernels import Kernels, PeerTensors, Routes
-from drawloom.graph import UserError, at_least, between, component, setting
+from drawloom.ports import Dispatched, Group, Kernels, Mesh, PeerTensors, Routes, SymmetricMemory
 
 log = logging.getLogger("drawloom.experts")
 

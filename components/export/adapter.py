@@ -12,23 +12,31 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from drawloom import NodeView, Problem, UserError, component, setting
 from drawloom.components.distributed.rank_errors import run_and_gather_on_all_ranks, run_on_rank0
 from drawloom.components.export.hf_writer import STATE, read_exported_step
 from drawloom.components.export.shard_writer import gather_states_on_first_rank, make_share_on_all_ranks
-from drawloom.components.ports.adapters import AdaptedLayer, LowRank, trains_base_weights
-from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.model import KeepsConfig, LanguageModel
-from drawloom.components.ports.run import RunFolder
-from drawloom.components.ports.stages import AveragedWeights, Stages, use_averages_if_any
-from drawloom.components.ports.weights import Convert, Mapper, TensorGroup
 from drawloom.components.storage.durable_files import create_temp_folder, remove_folder_atomically
 from drawloom.components.storage.safetensors.writer import write_safetensors_file
 from drawloom.components.weights.adapted import EMBEDDING, HEAD, build_meta_model_with_adapters, find_adapted_layers
 from drawloom.components.weights.convert import persistent_tensors
 from drawloom.components.weights.mapper import parallel, return_unchanged, sequential
 from drawloom.components.weights.mapper_ops import rename
-from drawloom.graph import Problem, UserError, component, setting
-from drawloom.graph.wiring.node import NodeView
+from drawloom.ports import (
+    AdaptedLayer,
+    AveragedWeights,
+    Convert,
+    KeepsConfig,
+    LanguageModel,
+    LowRank,
+    Mapper,
+    Mesh,
+    RunFolder,
+    Stages,
+    TensorGroup,
+    trains_base_weights,
+    use_averages_if_any,
+)
 
 PREFIX = "base_model.model."
 """Prefix that PEFT adds to the tensor names of transformers."""

@@ -12,6 +12,7 @@ from typing import Any
 import attrs
 import torch
 
+from drawloom import UserError
 from drawloom.components.distributed.rank_errors import run_on_rank0
 from drawloom.components.distributed.single_process import SingleProcess
 from drawloom.components.export.shard_writer import (
@@ -21,12 +22,6 @@ from drawloom.components.export.shard_writer import (
     model_parameters_by_name,
     write_safetensors_folder_collectively,
 )
-from drawloom.components.ports.corpus import ChatTokenizer, Tokenizer
-from drawloom.components.ports.distributed import Group
-from drawloom.components.ports.model import KeepsConfig, LanguageModel
-from drawloom.components.ports.pipeline import SCORE, SequenceHead
-from drawloom.components.ports.stages import LOSS, Stages
-from drawloom.components.ports.weights import MAX_SHARD, Mapper
 from drawloom.components.storage.regular_file import read_file
 from drawloom.components.storage.safetensors.header import format_names
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
@@ -48,7 +43,19 @@ from drawloom.components.weights.dequantized import (
 from drawloom.components.weights.mapper import parallel, select_outputs, sequential
 from drawloom.components.weights.mapper_ops import identity, rename
 from drawloom.components.weights.save import PlannedFile
-from drawloom.graph import UserError
+from drawloom.ports import (
+    LOSS,
+    MAX_SHARD,
+    SCORE,
+    ChatTokenizer,
+    Group,
+    KeepsConfig,
+    LanguageModel,
+    Mapper,
+    SequenceHead,
+    Stages,
+    Tokenizer,
+)
 
 WRITTEN = (
     "config.json",

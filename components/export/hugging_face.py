@@ -8,17 +8,23 @@ from typing import Literal
 import attrs
 import torch
 
+from drawloom import Every, NodeView, Problem, at_least, component, setting, wired
 from drawloom.components.distributed.rank_errors import run_on_rank0
-from drawloom.components.ports.corpus import EndsAnswers, Tokenizer
-from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.model import ClassifiableModel, LanguageModel
-from drawloom.components.ports.pipeline import Loss, SequenceHead
-from drawloom.components.ports.run import RunFolder
-from drawloom.components.ports.stages import AveragedWeights, Stages, use_averages_if_any
-from drawloom.components.ports.weights import MAX_SHARD
 from drawloom.components.storage.durable_files import remove_folder_atomically
-from drawloom.graph import Every, Problem, at_least, component, setting, wired
-from drawloom.graph.wiring.node import NodeView
+from drawloom.ports import (
+    MAX_SHARD,
+    AveragedWeights,
+    ClassifiableModel,
+    EndsAnswers,
+    LanguageModel,
+    Loss,
+    Mesh,
+    RunFolder,
+    SequenceHead,
+    Stages,
+    Tokenizer,
+    use_averages_if_any,
+)
 
 log = logging.getLogger("drawloom.run")
 

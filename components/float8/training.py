@@ -9,6 +9,7 @@ import attrs
 import torch
 from torch import nn
 
+from drawloom import NodeView, Problem, UserError, component, setting
 from drawloom.components.float8.layers import (
     Candidate,
     Float8Linear,
@@ -25,16 +26,20 @@ from drawloom.components.model.decoder.layer import Block
 from drawloom.components.model.decoder.mlp import GatedMlp
 from drawloom.components.parallel.master_weights import choose_layer_dtype
 from drawloom.components.parallel.tensor import TensorParallel
-from drawloom.components.ports.distributed import Device, Precision
-from drawloom.components.ports.features import NamePatterns, StageFeature, StageNodes, WrappingOrder
-from drawloom.components.ports.kernels import BatchInvariant
-from drawloom.components.ports.memory import MemoryKind
-from drawloom.components.ports.model import StoredLayer
-from drawloom.components.ports.slices import RankSlice
-from drawloom.graph import Problem, UserError, component, setting
-from drawloom.graph.wiring.node import NodeView
 from drawloom.kernels.float8.eager import ALIGNMENT, MIN_CAPABILITY, Float8Kernels, lacks_float8
 from drawloom.kernels.float8.linear import CachedFloat8Weights, Implementation, choose_float8_kernels
+from drawloom.ports import (
+    BatchInvariant,
+    Device,
+    MemoryKind,
+    NamePatterns,
+    Precision,
+    RankSlice,
+    StageFeature,
+    StageNodes,
+    StoredLayer,
+    WrappingOrder,
+)
 
 Layers = Mapping[str, Candidate]
 

@@ -16,17 +16,23 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from drawloom import NodeView, Problem, component
 from drawloom.components.distributed.transfers import DeviceTransfers
 from drawloom.components.frozen_weights.layers import find_storable_weights, get_format, set_format
 from drawloom.components.model.decoder.experts import Experts
 from drawloom.components.model.layers import Linear
-from drawloom.components.ports.distributed import Device, Precision
-from drawloom.components.ports.features import StageFeature, StageNodes, WrappingOrder
-from drawloom.components.ports.memory import MemoryKind, Ticket, Transfers
-from drawloom.components.ports.slices import RankSlice
-from drawloom.graph import Problem, component
-from drawloom.graph.wiring.node import NodeView
 from drawloom.kernels.weight_formats.eager import trace_weight_fetch_on_meta
+from drawloom.ports import (
+    Device,
+    MemoryKind,
+    Precision,
+    RankSlice,
+    StageFeature,
+    StageNodes,
+    Ticket,
+    Transfers,
+    WrappingOrder,
+)
 
 WINDOW_BYTES = 2**28
 """Bytes on their way to the device, ahead of the weight in use; at least one weight."""

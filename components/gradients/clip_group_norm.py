@@ -8,11 +8,9 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.ports.distributed import Device, Reduce
-from drawloom.components.ports.run import Step
-from drawloom.components.ports.stages import Parameters, get_or_create_gradient
-from drawloom.graph import UserError, above, at_least, component, setting
+from drawloom import UserError, above, at_least, component, setting
 from drawloom.kernels.gradients.eager import scale_and_sum_squares
+from drawloom.ports import Device, Parameters, Reduce, Step, get_or_create_gradient
 
 
 @component(changes=("gradients",))

@@ -5,10 +5,9 @@ from typing import ClassVar
 
 import torch
 
-from drawloom.components.ports.run import Step
-from drawloom.components.ports.stages import Parameters
-from drawloom.graph import above, component, setting
+from drawloom import above, component, setting
 from drawloom.kernels.gradients.eager import scale_and_sum_squares
+from drawloom.ports import Parameters, Step
 
 
 @component(reads=("grad_norm",), changes=("gradients",))

@@ -1,8 +1,7 @@
 """Gradient clipping by value."""
 
-from drawloom.components.ports.run import Step
-from drawloom.components.ports.stages import Parameters
-from drawloom.graph import above, component, setting
+from drawloom import above, component, setting
+from drawloom.ports import Parameters, Step
 
 
 @component(changes=("gradients",))

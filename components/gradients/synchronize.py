@@ -17,13 +17,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from drawloom.components.ports.distributed import Mesh, Reduce
-from drawloom.components.ports.pipeline import sum_losses_and_weights
-from drawloom.components.ports.run import Step
-from drawloom.components.ports.stages import Parameters, get_or_create_gradient
-from drawloom.components.state.step_state import StepState
-from drawloom.graph import component, setting
+from drawloom import component, setting
 from drawloom.kernels.gradients.eager import scale_and_sum_squares
+from drawloom.ports import Mesh, Parameters, Reduce, Step, StepState, get_or_create_gradient, sum_losses_and_weights
 
 FLOAT64_SHIFT = 1074  # the smallest float64 is 2**-1074
 DIGIT_BITS = 32  # 2**21 ranks can add their digits before the 53 bits of a float64 are full

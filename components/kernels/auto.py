@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from drawloom import NodeView, Problem, between, component, setting
 from drawloom.components.kernels.choosing import (
     GPU,
     OPERATIONS,
@@ -24,15 +25,7 @@ from drawloom.components.kernels.choosing import (
     choose_implementation,
     load_implementation,
 )
-from drawloom.components.ports.data import IGNORE_INDEX
-from drawloom.components.ports.distributed import Device
-from drawloom.components.ports.kernels import PeerExchange, Routes
-from drawloom.components.ports.model import CachedKeys, KeyValueCache, RowPart, VocabularyPart
-from drawloom.graph import between, component, setting
-from drawloom.graph.problems import Problem
-from drawloom.graph.wiring.node import NodeView
 from drawloom.kernels.attention.eager import attention_eager, create_causal_mask
-from drawloom.kernels.attention.options import PLAIN_ATTENTION, AttentionOptions
 from drawloom.kernels.cross_entropy.eager import LogitCut
 from drawloom.kernels.gated_delta.eager import RecurrentDocuments, number_recurrent_documents
 from drawloom.kernels.linear import embedding_eager, linear_eager
@@ -44,8 +37,22 @@ from drawloom.kernels.recompute.marks import (
     keep_arguments_in_8_bits,
     record_recomputable_call,
 )
-from drawloom.kernels.results import NormAndSum, PermutedRows, TokenLosses
 from drawloom.kernels.weight_formats.eager import StorageFormat, linear_quantized, multiply_quantized_experts
+from drawloom.ports import (
+    IGNORE_INDEX,
+    PLAIN_ATTENTION,
+    AttentionOptions,
+    CachedKeys,
+    Device,
+    KeyValueCache,
+    NormAndSum,
+    PeerExchange,
+    PermutedRows,
+    Routes,
+    RowPart,
+    TokenLosses,
+    VocabularyPart,
+)
 
 Rule = Callable[..., tuple[Tensor, Tensor]]
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]

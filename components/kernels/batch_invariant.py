@@ -9,15 +9,13 @@ import attrs
 import torch
 from torch import Tensor
 
+from drawloom import UserError, component
 from drawloom.components.kernels.auto import AutoKernels
 from drawloom.components.kernels.choosing import (
     ImplementationChoice,
     choose_implementation,
     load_implementation,
 )
-from drawloom.components.ports.data import IGNORE_INDEX
-from drawloom.components.ports.model import KeyValueCache, RowPart, VocabularyPart
-from drawloom.graph import UserError, component
 from drawloom.kernels.attention.eager import AttentionImplementation
 from drawloom.kernels.batch_invariant.eager import (
     BLOCKS,
@@ -28,8 +26,8 @@ from drawloom.kernels.batch_invariant.eager import (
 )
 from drawloom.kernels.cross_entropy.eager import LogitCut
 from drawloom.kernels.linear import linear_eager
-from drawloom.kernels.results import TokenLosses
 from drawloom.kernels.weight_formats.eager import StorageFormat
+from drawloom.ports import IGNORE_INDEX, KeyValueCache, RowPart, TokenLosses, VocabularyPart
 
 OWN = {"attention": "blocks", "grouped_gemm": "fixed tiles", "linear_cross_entropy": "fixed tiles"}
 """Names of the implementations that only these kernels have, by operation."""

@@ -1,8 +1,8 @@
 """Learning rate that falls like half a cosine (Loshchilov and Hutter 2017, "SGDR", arXiv 1608.03983, equation 5)."""
 
+from drawloom import at_least, component, setting
 from drawloom.components.learning_rate.piecewise import interpolate
 from drawloom.components.learning_rate.warmup import AfterWarmup
-from drawloom.graph import at_least, component, setting
 
 
 @component(writes=("lr_factor",))

@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from drawloom import at_least, component, setting
 from drawloom.components.learning_rate.warmup import AfterWarmup
-from drawloom.graph import at_least, component, setting
 
 
 @component(writes=("lr_factor",))

@@ -1,8 +1,8 @@
 """Linear learning rate decay."""
 
+from drawloom import at_least, component, setting
 from drawloom.components.learning_rate.piecewise import interpolate
 from drawloom.components.learning_rate.warmup import AfterWarmup
-from drawloom.graph import at_least, component, setting
 
 
 @component(writes=("lr_factor",))

@@ -7,15 +7,14 @@ from typing import Any, Literal
 
 import attrs
 
+from drawloom import Problem, above, at_least, component, setting
 from drawloom.components.learning_rate.lengths import (
     TokenCounts,
     create_token_counts,
     create_token_counts_unless_ramped,
     report_missing_batch_or_rows_edge,
 )
-from drawloom.components.ports.data import PackedDataset
-from drawloom.components.ports.run import Batching, Step
-from drawloom.graph import Problem, above, at_least, component, setting
+from drawloom.ports import Batching, PackedDataset, Step
 
 Curve = Literal["linear", "cosine", "polynomial", "exponential"]
 

@@ -4,6 +4,7 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
+from drawloom import Problem, at_least, between, setting
 from drawloom.components.learning_rate.lengths import (
     TokenCounts,
     convert_length_setting_to_steps,
@@ -12,9 +13,8 @@ from drawloom.components.learning_rate.lengths import (
     find_length_key,
     report_missing_batch_or_rows_edge,
 )
-from drawloom.components.ports.data import PackedDataset
-from drawloom.components.ports.run import Batching, Step
-from drawloom.graph import Problem, at_least, between, component_base_class, setting
+from drawloom.graph import component_base_class
+from drawloom.ports import Batching, PackedDataset, Step
 
 LENGTHS = ("warmup", "decay")
 

@@ -1,10 +1,10 @@
 """Warmup-stable-decay schedule, WSD (Hu et al. 2024, "MiniCPM", arXiv 2404.06395, section 4.2)."""
 
+from drawloom import at_least, component, setting
+from drawloom import between as within
 from drawloom.components.learning_rate.lengths import convert_length_to_steps
 from drawloom.components.learning_rate.piecewise import Curve, interpolate
 from drawloom.components.learning_rate.warmup import AfterWarmup
-from drawloom.graph import at_least, component, setting
-from drawloom.graph import between as within
 
 
 @component(writes=("lr_factor",))

@@ -10,11 +10,10 @@ from typing import Any, ClassVar, Literal, TextIO
 
 import attrs
 
-from drawloom.components.ports.distributed import Mesh, Processes
-from drawloom.components.ports.run import PRINTED, Event, EventKind, RunFolder, is_marked
+from drawloom import Every, UserError, component, setting
 from drawloom.components.storage.regular_file import create_folder_unless_link, open_to_append
-from drawloom.graph import Every, UserError, component, setting
 from drawloom.graph.cli.terminal import Stream, print_escaped_text
+from drawloom.ports import PRINTED, Event, EventKind, Mesh, Processes, RunFolder, is_marked
 
 log = logging.getLogger("drawloom.run")
 

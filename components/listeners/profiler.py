@@ -13,11 +13,9 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function, schedule
 
-from drawloom.components.ports.distributed import Device, Mesh
-from drawloom.components.ports.run import Event, RunFolder, Step
-from drawloom.components.ports.stages import Stages
+from drawloom import Every, at_least, component, setting
 from drawloom.components.storage.regular_file import create_folder_unless_link
-from drawloom.graph import Every, at_least, component, setting
+from drawloom.ports import Device, Event, Mesh, RunFolder, Stages, Step
 
 log = logging.getLogger("drawloom.run")
 

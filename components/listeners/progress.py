@@ -10,9 +10,8 @@ import attrs
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from drawloom.components.ports.distributed import Device, Mesh
-from drawloom.components.ports.run import STEP_LINE, Event, EventKind, Step, is_marked
-from drawloom.graph import component
+from drawloom import component
+from drawloom.ports import STEP_LINE, Device, Event, EventKind, Mesh, Step, is_marked
 
 COLUMNS = "step {task.completed:.0f}/{task.total:.0f}", "{task.fields[values]}"
 REFRESH_INTERVAL = 0.1  # seconds between refreshes, because a refresh takes milliseconds, as long as a small step

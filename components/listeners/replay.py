@@ -12,25 +12,31 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.ports.distributed import Device, Group, Mesh, PerDimension
-from drawloom.components.ports.model import Model
-from drawloom.components.ports.pipeline import LOSSES, Executor, MeasuresStep, create_step_state
-from drawloom.components.ports.run import (
+from drawloom import NodeView, Problem, component, setting
+from drawloom.components.state.trees import list_leaves, replace_leaves
+from drawloom.components.storage.tensor_source import hash_tensor_bytes
+from drawloom.ports import (
+    LOSSES,
+    Batch,
     Cadence,
+    Device,
     Event,
     EventKind,
+    Executor,
+    Group,
+    MeasuresStep,
+    Mesh,
+    Model,
+    Parameters,
+    PerDimension,
+    Stages,
     Step,
+    StepState,
+    create_step_state,
     describe_cadence_fault,
     exclude_from_rates,
     is_due,
 )
-from drawloom.components.ports.stages import Parameters, Stages
-from drawloom.components.state.batch import Batch
-from drawloom.components.state.step_state import StepState
-from drawloom.components.state.trees import list_leaves, replace_leaves
-from drawloom.components.storage.tensor_source import hash_tensor_bytes
-from drawloom.graph import Problem, component, setting
-from drawloom.graph.wiring.node import NodeView
 
 log = logging.getLogger("drawloom.run")
 

@@ -11,20 +11,26 @@ import attrs
 import torch
 from torch import nn
 
-from drawloom.components.ports.data import PackedDataset, ValidationData
-from drawloom.components.ports.distributed import Device, Mesh, Precision, Processes
-from drawloom.components.ports.model import LanguageModel, LayerRange, Model
-from drawloom.components.ports.run import (
+from drawloom import Every, component
+from drawloom.ports import (
     Batching,
+    DescribedStages,
+    Device,
     EpochCounter,
     Event,
     EventKind,
+    LanguageModel,
+    LayerRange,
+    Mesh,
+    Model,
+    PackedDataset,
+    Precision,
+    Processes,
     RunInfo,
     Step,
+    ValidationData,
     count_steps_of_epochs,
 )
-from drawloom.components.ports.stages import DescribedStages
-from drawloom.graph import Every, component
 
 log = logging.getLogger("drawloom.run")
 

@@ -12,11 +12,10 @@ from typing import ClassVar, get_args
 
 import attrs
 
+from drawloom import above, component, setting
 from drawloom.components.distributed.guard import guard
 from drawloom.components.listeners.logging import open_log_for_appending, prepare_rank_log_path
-from drawloom.components.ports.distributed import Mesh, Processes
-from drawloom.components.ports.run import Event, EventKind, RunFolder
-from drawloom.graph import above, component, setting
+from drawloom.ports import Event, EventKind, Mesh, Processes, RunFolder
 
 Clock = Callable[[], float]
 

@@ -8,8 +8,8 @@ Translation", arXiv 2401.08417, equation 5.
 import torch.nn.functional as F
 from torch import Tensor
 
+from drawloom import above, at_least, component, setting
 from drawloom.components.loss.pairwise import PairScores, PairwiseLoss
-from drawloom.graph import above, at_least, component, setting
 
 
 @component

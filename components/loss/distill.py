@@ -16,13 +16,9 @@ import attrs
 import torch
 from torch import Tensor
 
+from drawloom import NodeView, Problem, UserError, above, between, component, setting, wired
 from drawloom.components.loss.decoder_inputs import DecoderInputs
-from drawloom.components.ports.corpus import Tokenizer
-from drawloom.components.ports.data import TokenBatch
-from drawloom.components.ports.model import Head
-from drawloom.components.ports.pipeline import LossSums
-from drawloom.graph import Problem, UserError, above, between, component, setting, wired
-from drawloom.graph.wiring.node import NodeView
+from drawloom.ports import Head, LossSums, TokenBatch, Tokenizer
 
 Divergence = Literal["forward", "reverse", "jsd"]
 

@@ -21,12 +21,9 @@ import attrs
 import torch
 from torch import Tensor
 
+from drawloom import NodeView, Problem, UserError, at_least, component, setting
 from drawloom.components.loss.decoder_inputs import DecoderInputs
-from drawloom.components.ports.model import Head
-from drawloom.components.ports.pipeline import LossSums
-from drawloom.components.ports.rollouts import PolicyBatch, compute_policy_logps
-from drawloom.graph import Problem, UserError, at_least, component, setting
-from drawloom.graph.wiring.node import NodeView
+from drawloom.ports import Head, LossSums, PolicyBatch, compute_policy_logps
 
 Mean = Literal["rows", "tokens", "constant"]
 

@@ -10,8 +10,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from drawloom import above, component, setting
 from drawloom.components.loss.pairwise import PairScores, ReferencedLoss
-from drawloom.graph import above, component, setting
 
 
 @component

@@ -11,12 +11,10 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from drawloom import UserError, above, at_least, component, setting
 from drawloom.components.loss.decoder_inputs import DecoderInputs, compute_target_logps
 from drawloom.components.loss.pairwise import sum_by_answer
-from drawloom.components.ports.data import TokenBatch
-from drawloom.components.ports.model import Head
-from drawloom.components.ports.pipeline import LossSums
-from drawloom.graph import UserError, above, at_least, component, setting
+from drawloom.ports import Head, LossSums, TokenBatch
 
 
 @component

@@ -5,11 +5,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from drawloom import at_least, between, component, setting
 from drawloom.components.loss.decoder_inputs import DecoderInputs
-from drawloom.components.ports.data import TokenBatch
-from drawloom.components.ports.model import Head
-from drawloom.components.ports.pipeline import LossSums
-from drawloom.graph import at_least, between, component, setting
+from drawloom.ports import Head, LossSums, TokenBatch
 
 
 @component

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from drawloom import above, component, setting
 from drawloom.components.loss.pairwise import PairScores, PairwiseLoss
-from drawloom.graph import above, component, setting
 
 MAX_MEAN_LOGP = -1e-6
 """Upper bound of a mean log-probability: at 0 the odds are infinite."""

@@ -11,11 +11,10 @@ import attrs
 import torch
 from torch import Tensor
 
+from drawloom import UserError, above, setting
 from drawloom.components.loss.decoder_inputs import DecoderInputs, compute_target_logps
-from drawloom.components.ports.data import IGNORE_INDEX, TokenBatch
-from drawloom.components.ports.model import Head
-from drawloom.components.ports.pipeline import LossSums
-from drawloom.graph import UserError, above, component_base_class, setting
+from drawloom.graph import component_base_class
+from drawloom.ports import IGNORE_INDEX, Head, LossSums, TokenBatch
 
 TIE_ROUNDINGS = 2
 """

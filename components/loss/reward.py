@@ -16,17 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from drawloom import NodeView, Problem, UserError, at_least, component, setting
 from drawloom.components.loss.decoder_inputs import DecoderInputs
 from drawloom.components.loss.pairwise import sum_by_answer
-from drawloom.components.ports.data import TokenBatch
-from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.model import Head, LanguageModel
-from drawloom.components.ports.pipeline import SCORE, LossSums
 from drawloom.components.weights.convert import convert_tensors
 from drawloom.components.weights.heads import find_score_head_rows, read_score_head
 from drawloom.components.weights.mapper_ops import distribute_like
-from drawloom.graph import Problem, UserError, at_least, component, setting
-from drawloom.graph.wiring.node import NodeView
+from drawloom.ports import SCORE, Head, LanguageModel, LossSums, Mesh, TokenBatch
 
 
 class ScoreHead(nn.Module):

@@ -9,8 +9,8 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor
 
+from drawloom import above, at_least, component, setting
 from drawloom.components.loss.pairwise import PairScores, PairwiseLoss
-from drawloom.graph import above, at_least, component, setting
 
 
 @component

@@ -8,14 +8,10 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from drawloom import UserError, component
 from drawloom.components.metrics.pass_sums import PassSums
-from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.model import BatchContext, TokenContext
-from drawloom.components.ports.run import Step
-from drawloom.components.ports.stages import Stages
-from drawloom.components.ports.tracking import Value
 from drawloom.components.state.trees import list_leaves
-from drawloom.graph import UserError, component
+from drawloom.ports import BatchContext, Mesh, Stages, Step, TokenContext, Value
 
 LAYER = re.compile(r"^(?:.*\.)?layers\.(\d+)$")
 

@@ -5,11 +5,10 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from drawloom import between, component, setting
 from drawloom.components.metrics.class_counts import compute_auroc
 from drawloom.components.metrics.named_sums import SummedTensor
-from drawloom.components.ports.run import Step
-from drawloom.components.ports.tracking import Value
-from drawloom.graph import between, component, setting
+from drawloom.ports import Step, Value
 
 
 @component(impact="safe")

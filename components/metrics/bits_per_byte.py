@@ -8,12 +8,9 @@ import attrs
 import torch
 from torch import Tensor
 
+from drawloom import component, setting
 from drawloom.components.metrics.named_sums import read_losses_on_last_stage, sum_scalar_over_microbatches
-from drawloom.components.ports.corpus import Tokenizer
-from drawloom.components.ports.data import count_target_bytes
-from drawloom.components.ports.run import Step
-from drawloom.components.ports.tracking import Accumulator, Value
-from drawloom.graph import component, setting
+from drawloom.ports import Accumulator, Step, Tokenizer, Value, count_target_bytes
 
 
 @component(impact="safe")

@@ -7,13 +7,9 @@ import attrs
 import torch
 from torch import Tensor
 
+from drawloom import UserError, component, setting
 from drawloom.components.metrics.pass_sums import PassSums
-from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.experts import ExpertRouter, find_routers
-from drawloom.components.ports.run import Step
-from drawloom.components.ports.stages import Stages
-from drawloom.components.ports.tracking import Value
-from drawloom.graph import UserError, component, setting
+from drawloom.ports import ExpertRouter, Mesh, Stages, Step, Value, find_routers
 
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 

@@ -4,10 +4,8 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from drawloom.components.ports.data import PackedDataset
-from drawloom.components.ports.run import Step
-from drawloom.components.ports.tracking import Metric, Value
-from drawloom.graph import component
+from drawloom import component
+from drawloom.ports import Metric, PackedDataset, Step, Value
 
 
 @component(impact="safe")

@@ -5,9 +5,8 @@ from collections.abc import Mapping
 import attrs
 from torch import Tensor
 
-from drawloom.components.ports.run import Step
-from drawloom.components.ports.tracking import Accumulator, DistributionMetric, Histogram, Metric, Value
-from drawloom.graph import component, setting
+from drawloom import component, setting
+from drawloom.ports import Accumulator, DistributionMetric, Histogram, Metric, Step, Value
 
 
 @component(impact="safe")

@@ -8,11 +8,19 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.ports.distributed import Device, Mesh
-from drawloom.components.ports.run import Cadence, Step, describe_cadence_fault, is_due
-from drawloom.components.ports.stages import Parameters
-from drawloom.components.ports.tracking import Accumulator, Histogram, Value
-from drawloom.graph import UserError, between, component, setting
+from drawloom import UserError, between, component, setting
+from drawloom.ports import (
+    Accumulator,
+    Cadence,
+    Device,
+    Histogram,
+    Mesh,
+    Parameters,
+    Step,
+    Value,
+    describe_cadence_fault,
+    is_due,
+)
 
 MAX_BINS = 512
 """Maximum that trackers accept (Aim, Weights & Biases)."""

@@ -8,11 +8,8 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.run import Step
-from drawloom.components.ports.stages import Parameters
-from drawloom.components.ports.tracking import Accumulator, Value
-from drawloom.graph import component
+from drawloom import component
+from drawloom.ports import Accumulator, Mesh, Parameters, Step, Value
 
 LAYER = re.compile(r"^(?:.*\.)?layers\.(\d+)\.")
 

@@ -4,9 +4,8 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from drawloom.components.ports.run import Step
-from drawloom.components.ports.tracking import Metric, Value
-from drawloom.graph import component
+from drawloom import component
+from drawloom.ports import Metric, Step, Value
 
 NAMES = ("loss", "grad_norm", "lr", "validation_loss", "validation_reward")
 

@@ -6,16 +6,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from drawloom import component, setting
 from drawloom.components.metrics.named_sums import (
     compute_microbatch_means_over_context,
     read_losses_on_last_stage,
     sum_scalar_over_microbatches,
     sum_weights,
 )
-from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.run import Step
-from drawloom.components.ports.tracking import Accumulator, Value
-from drawloom.graph import component, setting
+from drawloom.ports import Accumulator, Mesh, Step, Value
 
 
 @component(impact="safe")

@@ -5,11 +5,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from drawloom.components.ports.distributed import Device
-from drawloom.components.ports.memory import MEMORY_KINDS, MemoryUser, sum_memory_by_kind
-from drawloom.components.ports.run import Step
-from drawloom.components.ports.tracking import Accumulator, Value
-from drawloom.graph import Every, component, setting
+from drawloom import Every, component, setting
+from drawloom.ports import MEMORY_KINDS, Accumulator, Device, MemoryUser, Step, Value, sum_memory_by_kind
 
 
 @component(impact="safe")

@@ -7,11 +7,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.pipeline import LOSSES
-from drawloom.components.ports.run import Step
-from drawloom.components.ports.tracking import Accumulator, Metric
-from drawloom.graph import UserError, component_base_class
+from drawloom import UserError
+from drawloom.graph import component_base_class
+from drawloom.ports import LOSSES, Accumulator, Mesh, Metric, Step
 
 
 def read_losses_on_last_stage(step: Step) -> Mapping[str, Any] | None:

@@ -6,10 +6,8 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.ports.distributed import Device
-from drawloom.components.ports.run import Step
-from drawloom.components.ports.tracking import Accumulator, Metric
 from drawloom.graph import component_base_class
+from drawloom.ports import Accumulator, Device, Metric, Step
 
 
 @component_base_class

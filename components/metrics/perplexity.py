@@ -6,10 +6,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from drawloom import component, setting
 from drawloom.components.metrics.named_sums import read_losses_on_last_stage, sum_scalar_over_microbatches, sum_weights
-from drawloom.components.ports.run import Step
-from drawloom.components.ports.tracking import Accumulator, Value
-from drawloom.graph import component, setting
+from drawloom.ports import Accumulator, Step, Value
 
 MAX_NATS = 700.0  # exp of more overflows float64
 

@@ -8,11 +8,20 @@ from typing import ClassVar
 import attrs
 from torch import Tensor
 
-from drawloom.components.ports.distributed import Device
-from drawloom.components.ports.run import Event, EventKind, Mark, Phase, Step, compute_seconds_between, mark_time
-from drawloom.components.ports.tracking import Metric, Value
-from drawloom.graph import component
-from drawloom.graph.component import Every, find_declared_reads_and_writes
+from drawloom import Every, component
+from drawloom.graph.component import find_declared_reads_and_writes
+from drawloom.ports import (
+    Device,
+    Event,
+    EventKind,
+    Mark,
+    Metric,
+    Phase,
+    Step,
+    Value,
+    compute_seconds_between,
+    mark_time,
+)
 
 DATA, PASSES, SYNC, UPDATE, OTHER = "data", "forward_backward", "sync", "update", "other"
 

@@ -8,10 +8,8 @@ from typing import ClassVar
 import attrs
 from torch import Tensor
 
-from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.run import Event, EventKind, Step
-from drawloom.components.ports.tracking import Metric, Value
-from drawloom.graph import component
+from drawloom import component
+from drawloom.ports import Event, EventKind, Mesh, Metric, Step, Value
 
 PREFIX = "recovery/"
 PARTS = ("repeat", "detect", "agree", "rebuild", "transfer")

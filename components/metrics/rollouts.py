@@ -6,12 +6,9 @@ import attrs
 import torch
 from torch import Tensor
 
+from drawloom import Every, component
 from drawloom.components.metrics.named_sums import read_losses_on_last_stage
-from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.rollouts import Reward, Scored
-from drawloom.components.ports.run import Step
-from drawloom.components.ports.tracking import Accumulator, Value
-from drawloom.graph import Every, component
+from drawloom.ports import Accumulator, Mesh, Reward, Scored, Step, Value
 
 LARGEST_DIFFERENCE = "largest_difference"
 

@@ -6,12 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drawloom import NodeView, Problem, between, component, setting
 from drawloom.components.metrics.named_sums import compute_microbatch_means_over_context, read_losses_on_last_stage
-from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.run import Step
-from drawloom.components.ports.tracking import Accumulator, Value
-from drawloom.graph import Problem, between, component, setting
-from drawloom.graph.wiring.node import NodeView
+from drawloom.ports import Accumulator, Mesh, Step, Value
 
 
 @component(impact="safe")

@@ -6,9 +6,8 @@ from typing import Any
 import attrs
 from torch import Tensor
 
-from drawloom.components.ports.run import Step
-from drawloom.components.ports.tracking import Metric, Value
-from drawloom.graph import component
+from drawloom import component
+from drawloom.ports import Metric, Step, Value
 
 
 @component(impact="safe")

@@ -7,15 +7,23 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.ports.data import require_token_batch
-from drawloom.components.ports.distributed import Device, Mesh, Precision
-from drawloom.components.ports.features import StageFeature
-from drawloom.components.ports.model import CountsFlops, ForwardFlops, count_attended_pairs
-from drawloom.components.ports.run import Step
-from drawloom.components.ports.stages import LOSS, Stages
-from drawloom.components.ports.tracking import Accumulator, Value
-from drawloom.components.state.batch import Batch
-from drawloom.graph import Every, above, component, setting
+from drawloom import Every, above, component, setting
+from drawloom.ports import (
+    LOSS,
+    Accumulator,
+    Batch,
+    CountsFlops,
+    Device,
+    ForwardFlops,
+    Mesh,
+    Precision,
+    StageFeature,
+    Stages,
+    Step,
+    Value,
+    count_attended_pairs,
+    require_token_batch,
+)
 
 log = logging.getLogger("drawloom.run")
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import attrs
 
+from drawloom import UserError, component, setting
 from drawloom.components.model.decoder.builder import DecoderBuilder, DecoderModel
 from drawloom.components.model.decoder.hugging_face import Family, locate_config_json, read_config, read_config_json
 from drawloom.components.model.deepseek_v2 import DeepseekV2
@@ -32,7 +33,6 @@ from drawloom.components.model.qwen3_5_moe import Qwen35Moe
 from drawloom.components.model.qwen3_next import Qwen3Next
 from drawloom.components.model.smollm3 import SmolLm3
 from drawloom.components.weights.load import open_and_check_folder
-from drawloom.graph import UserError, component, setting
 from drawloom.graph.recipe.lockfile import LOCK
 
 FAMILIES: dict[str, type[DecoderBuilder]] = {

@@ -4,6 +4,7 @@ from typing import Any
 
 import attrs
 
+from drawloom import component, setting
 from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.decoder.hugging_face import Family
 from drawloom.components.model.decoder.specs import Routing
@@ -13,7 +14,6 @@ from drawloom.components.model.deepseek_v3 import (
     read_latent_config,
     write_latent_config,
 )
-from drawloom.graph import component, setting
 
 METHODS = {False: "greedy", True: "group_limited_greedy"}
 """Choice of experts in files, by whether there are groups."""

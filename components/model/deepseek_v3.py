@@ -5,6 +5,7 @@ from typing import Any
 
 import attrs
 
+from drawloom import between, component, setting
 from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.decoder.config import (
     MAX_SIZES,
@@ -17,8 +18,7 @@ from drawloom.components.model.decoder.config import (
 from drawloom.components.model.decoder.hugging_face import Family
 from drawloom.components.model.decoder.rope import InvalidSetting, Rope, latent_score_multiplier
 from drawloom.components.model.decoder.specs import LatentSpec
-from drawloom.graph import between, component, setting
-from drawloom.kernels.attention.options import AttentionOptions
+from drawloom.ports import AttentionOptions
 
 
 @attrs.frozen(kw_only=True, slots=False)

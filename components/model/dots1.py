@@ -2,10 +2,10 @@
 
 import attrs
 
+from drawloom import at_least, component
 from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.decoder.config import RENAMED, SigmoidExpertsConfig, training_setting
 from drawloom.components.model.decoder.hugging_face import Family
-from drawloom.graph import at_least, component
 
 
 @attrs.frozen(kw_only=True)

@@ -6,6 +6,7 @@ from typing import Any
 import attrs
 import torch
 
+from drawloom import above, component, setting
 from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.decoder.config import (
     ATTENTION_BIAS,
@@ -19,7 +20,6 @@ from drawloom.components.model.decoder.config import (
 from drawloom.components.model.decoder.hugging_face import Family, fill_layer_list
 from drawloom.components.model.decoder.rope import Rope, join_rope_by_type, split_rope_by_type
 from drawloom.components.model.decoder.specs import Branch
-from drawloom.graph import above, component, setting
 
 SLIDING_THETA = 1e4
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from drawloom import component
 from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.decoder.hugging_face import Family
 from drawloom.components.model.deepseek_v3 import (
@@ -11,7 +12,6 @@ from drawloom.components.model.deepseek_v3 import (
     read_latent_config,
     write_latent_config,
 )
-from drawloom.graph import component
 
 
 def _convert_config_from_hf(config: dict[str, Any]) -> dict[str, Any]:

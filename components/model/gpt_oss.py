@@ -7,6 +7,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from drawloom import above, component, setting
 from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.decoder.config import (
     ATTENTION_BIAS,
@@ -20,10 +21,9 @@ from drawloom.components.model.decoder.config import (
 )
 from drawloom.components.model.decoder.hugging_face import Family
 from drawloom.components.model.decoder.specs import ClampedSwiGlu, ExpertSpec, MixerSpec, Routing
-from drawloom.components.ports.weights import Mapper, TensorGroup
 from drawloom.components.weights.mapper import parallel, sequential
 from drawloom.components.weights.mapper_ops import identity, transpose
-from drawloom.graph import above, component, setting
+from drawloom.ports import Mapper, TensorGroup
 
 
 @attrs.frozen(kw_only=True)

@@ -5,11 +5,11 @@ from typing import Any
 import attrs
 import torch
 
+from drawloom import above, component
 from drawloom.components.model.decoder.builder import ParametrizedBuilder
 from drawloom.components.model.decoder.config import DecoderConfig, training_setting
 from drawloom.components.model.decoder.hugging_face import Family
 from drawloom.components.model.llama import LlamaConfig
-from drawloom.graph import above, component
 
 
 @attrs.frozen(kw_only=True)

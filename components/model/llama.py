@@ -2,10 +2,10 @@
 
 import attrs
 
+from drawloom import component, setting
 from drawloom.components.model.decoder.builder import ParametrizedBuilder
 from drawloom.components.model.decoder.config import ATTENTION_BIAS, DecoderConfig
 from drawloom.components.model.decoder.hugging_face import Family
-from drawloom.graph import component, setting
 
 
 @attrs.frozen(kw_only=True, slots=False)

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 import attrs
 
+from drawloom import component, setting
 from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.decoder.config import ATTENTION_BIAS, DecoderConfig
 from drawloom.components.model.decoder.hugging_face import Family
 from drawloom.components.model.decoder.specs import Branch
-from drawloom.graph import component, setting
 
 
 @attrs.frozen(kw_only=True, slots=False)

@@ -5,6 +5,7 @@ from typing import Any
 
 import attrs
 
+from drawloom import component
 from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.decoder.config import (
     DecoderConfig,
@@ -13,10 +14,9 @@ from drawloom.components.model.decoder.config import (
 )
 from drawloom.components.model.decoder.hugging_face import Family
 from drawloom.components.model.decoder.rope import InvalidSetting
-from drawloom.components.ports.weights import Mapper
 from drawloom.components.weights.mapper import parallel
 from drawloom.components.weights.mapper_ops import concatenate, identity
-from drawloom.graph import component
+from drawloom.ports import Mapper
 
 EXPORTED_ROPES = ("default", "ntk", "longrope")
 """Values of rope_type whose exports transformers loads as a Phi-3 model."""

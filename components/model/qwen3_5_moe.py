@@ -4,6 +4,7 @@ from typing import Any
 
 import attrs
 
+from drawloom import component, setting
 from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.decoder.config import MoeConfig, create_size_check
 from drawloom.components.model.decoder.hugging_face import Family
@@ -14,7 +15,6 @@ from drawloom.components.model.decoder.hybrid import (
 )
 from drawloom.components.model.decoder.specs import ExpertSpec
 from drawloom.components.model.qwen3_5 import create_qwen3_5_mapper
-from drawloom.graph import component, setting
 
 
 @attrs.frozen(kw_only=True, slots=False)

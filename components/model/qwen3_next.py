@@ -5,6 +5,7 @@ from typing import Any
 
 import attrs
 
+from drawloom import component
 from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.decoder.hugging_face import Family, create_decoder_mapper
 from drawloom.components.model.decoder.hybrid import (
@@ -15,9 +16,8 @@ from drawloom.components.model.decoder.hybrid import (
 from drawloom.components.model.decoder.specs import DeltaSpec
 from drawloom.components.model.qwen3.moe import Qwen3MoeConfig
 from drawloom.components.model.qwen3_5_moe import Qwen35MoeConfig
-from drawloom.components.ports.weights import Mapper
 from drawloom.components.weights.mapper_ops import concatenate_blocks
-from drawloom.graph import component
+from drawloom.ports import Mapper
 
 
 @attrs.frozen(kw_only=True)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from drawloom import Problem, UserError, component, setting, wired
 from drawloom.components.model.auto import FAMILIES
 from drawloom.components.model.decoder.builder import fill_with_initial_weights
 from drawloom.components.model.decoder.hugging_face import locate_config_json, read_config_json
@@ -23,15 +24,9 @@ from drawloom.components.model.fallback.build import (
 from drawloom.components.model.fallback.checks import EXPERT_COUNTS, Verdict, run_self_check
 from drawloom.components.model.fallback.module import TransformersLM
 from drawloom.components.model.fallback.parts import SelfCheckError, first_config_value, mask_layer_number
-from drawloom.components.ports.corpus import Tokenizer
-from drawloom.components.ports.kernels import Kernels
-from drawloom.components.ports.model import ForwardFlops, LayerRange
-from drawloom.components.ports.parameter_roles import Role, parameter_roles
-from drawloom.components.ports.slices import TensorSlice
-from drawloom.components.ports.weights import Mapper
 from drawloom.components.weights.convert import persistent_tensors
 from drawloom.components.weights.load import open_and_check_folder
-from drawloom.graph import Problem, UserError, component, setting, wired
+from drawloom.ports import ForwardFlops, Kernels, LayerRange, Mapper, Role, TensorSlice, Tokenizer, parameter_roles
 
 CHOSEN_EXPERTS = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
 

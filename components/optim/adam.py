@@ -2,8 +2,8 @@
 
 import torch
 
+from drawloom import at_least, component, setting
 from drawloom.components.optim.adam_settings import AdamSettings
-from drawloom.graph import at_least, component, setting
 
 
 @component(reads=("gradients", "lr_factor?", "skip?"), writes=("weights", "lr"))

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
+from drawloom import above, setting
 from drawloom.components.optim.adamw_step import ADAM_MOMENTS, AMSGRAD_MOMENTS
 from drawloom.components.optim.parameter_groups import AdamGroup, find_betas_fault
 from drawloom.components.optim.torch_optimizer import TorchOptimizer
-from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.stages import Parameters
-from drawloom.graph import above, component_base_class, setting
+from drawloom.graph import component_base_class
+from drawloom.ports import Mesh, Parameters
 
 
 @component_base_class

@@ -4,10 +4,10 @@ from typing import ClassVar
 
 import torch
 
+from drawloom import at_least, component, setting
 from drawloom.components.optim.adam_settings import AdamSettings
 from drawloom.components.optim.parameter_groups import create_param_groups, find_betas_fault
 from drawloom.components.optim.torch_optimizer import create_fastest_adamw
-from drawloom.graph import at_least, component, setting
 
 
 @component(reads=("gradients", "lr_factor?", "skip?"), writes=("weights", "lr"))

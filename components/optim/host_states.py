@@ -6,11 +6,10 @@ from typing import ClassVar, Literal
 import attrs
 import torch
 
+from drawloom import NodeView, Problem, above, setting
 from drawloom.components.distributed.transfers import DeviceTransfers
-from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.memory import MemoryKind, MemoryPolicy, Transfers
-from drawloom.graph import Problem, above, component_base_class, setting
-from drawloom.graph.wiring.node import NodeView
+from drawloom.graph import component_base_class
+from drawloom.ports import MemoryKind, MemoryPolicy, Mesh, Transfers
 
 SLOTS = 3
 """Slots on the device: of a piece that arrives, one that is updated, and one that leaves."""

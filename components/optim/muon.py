@@ -15,6 +15,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from drawloom import above, at_least, between, component, setting
 from drawloom.components.optim.adamw_step import ADAM_MOMENTS, WideGradientStep
 from drawloom.components.optim.parameter_groups import (
     AdamGroup,
@@ -24,10 +25,7 @@ from drawloom.components.optim.parameter_groups import (
     find_targets_fault,
 )
 from drawloom.components.optim.torch_optimizer import TorchOptimizer, create_fastest_adamw
-from drawloom.components.ports.distributed import Group, Mesh
-from drawloom.components.ports.slices import TensorSlice
-from drawloom.components.ports.stages import Parameters, get_or_create_gradient
-from drawloom.graph import above, at_least, between, component, setting
+from drawloom.ports import Group, Mesh, Parameters, TensorSlice, get_or_create_gradient
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 EPS = 1e-7

@@ -6,14 +6,18 @@ from typing import Any, Literal, NamedTuple
 
 import attrs
 
-from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.model import build_meta_module_if_known
-from drawloom.components.ports.parameter_roles import UNSCALED, Role, Scaling, parameter_roles
-from drawloom.components.ports.pipeline import TrainableLoss
-from drawloom.components.ports.stages import Parameters
-from drawloom.graph import Problem, UserError, at_least, between, setting
+from drawloom import NodeView, Problem, UserError, at_least, between, setting
 from drawloom.graph.problems import KeyPath
-from drawloom.graph.wiring.node import NodeView
+from drawloom.ports import (
+    UNSCALED,
+    Mesh,
+    Parameters,
+    Role,
+    Scaling,
+    TrainableLoss,
+    build_meta_module_if_known,
+    parameter_roles,
+)
 
 ParameterKind = Literal["parameter", "matrix"]
 """Parameters that patterns are matched with: all trained parameters, or matrices by their roles."""

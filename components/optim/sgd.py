@@ -5,12 +5,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from drawloom import NodeView, Problem, above, at_least, between, component, setting
 from drawloom.components.optim.parameter_groups import ParameterGroup
 from drawloom.components.optim.torch_optimizer import TorchOptimizer
-from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.stages import Parameters
-from drawloom.graph import Problem, above, at_least, between, component, setting
-from drawloom.graph.wiring.node import NodeView
+from drawloom.ports import Mesh, Parameters
 
 
 @component(reads=("gradients", "lr_factor?", "skip?"), writes=("weights", "lr"))

@@ -10,6 +10,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from drawloom import NodeView, Problem, UserError, above, at_least, component, setting
 from drawloom.components.distributed.rng import derive_seed
 from drawloom.components.optim.host_states import HostStates
 from drawloom.components.optim.parameter_groups import (
@@ -23,13 +24,6 @@ from drawloom.components.optim.streamed_states import (
     StreamedStep,
     allocate_state_in_host_memory,
 )
-from drawloom.components.ports.distributed import Device, Mesh
-from drawloom.components.ports.run import RunInfo, Step
-from drawloom.components.ports.slices import TensorSlice
-from drawloom.components.ports.stages import Parameters, get_or_create_gradient
-from drawloom.graph import UserError, above, at_least, component, setting
-from drawloom.graph.problems import Problem
-from drawloom.graph.wiring.node import NodeView
 from drawloom.kernels.adamw.eager import (
     ALL,
     BLOCK,
@@ -40,6 +34,7 @@ from drawloom.kernels.adamw.eager import (
     compute_step_scalars,
 )
 from drawloom.kernels.operation import why_no_triton
+from drawloom.ports import Device, Mesh, Parameters, RunInfo, Step, TensorSlice, get_or_create_gradient
 
 DTYPES = {"uint8": torch.uint8, "bfloat16": torch.bfloat16, "float32": torch.float32}
 CODES_ARITHMETIC = 536.0

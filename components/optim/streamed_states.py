@@ -15,10 +15,10 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from drawloom import UserError
 from drawloom.components.optim.host_states import ALIGNMENT, SLOTS
-from drawloom.components.ports.memory import Ticket, Transfers
-from drawloom.graph import UserError
 from drawloom.kernels.adamw.eager import ALL, PER_DRAW, ParamState
+from drawloom.ports import Ticket, Transfers
 
 PIECE = 512
 """Elements at whose multiples a weight without rows is cut: an even number, for the noise of pairs."""

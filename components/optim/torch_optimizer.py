@@ -10,6 +10,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from drawloom import NodeView, Problem
 from drawloom.components.optim.adamw_step import ADAM_MOMENTS, FactorStep, WideGradientStep
 from drawloom.components.optim.host_states import HostStates
 from drawloom.components.optim.parameter_groups import (
@@ -18,13 +19,9 @@ from drawloom.components.optim.parameter_groups import (
     find_unsupported_parametrization,
     warn_unmatched_patterns,
 )
-from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.run import Step
-from drawloom.components.ports.slices import TensorSlice
-from drawloom.components.ports.stages import Parameters
-from drawloom.graph import Problem, component_base_class
-from drawloom.graph.wiring.node import NodeView
+from drawloom.graph import component_base_class
 from drawloom.kernels.operation import why_no_triton
+from drawloom.ports import Mesh, Parameters, Step, TensorSlice
 
 if TYPE_CHECKING:
     from drawloom.components.optim.streamed_states import Slots, StreamedTorchStep

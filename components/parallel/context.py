@@ -12,13 +12,11 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from drawloom import UserError
 from drawloom.components.parallel.dimension import Dimension
 from drawloom.components.parallel.meta_collectives import emulate_collective
 from drawloom.components.parallel.row_sums import set_context_group
-from drawloom.components.ports.distributed import Group
-from drawloom.components.ports.slices import RankSlice
-from drawloom.components.state.batch import Batch
-from drawloom.graph import UserError
+from drawloom.ports import Batch, Group, RankSlice
 
 AnyBatch = TypeVar("AnyBatch", bound=Batch)
 

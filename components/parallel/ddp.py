@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from drawloom.components.parallel.buckets import BucketedSums
 from drawloom.components.parallel.gradient_hooks import call_when_gradients_are_final
 from drawloom.components.parallel.master_weights import Blocks, ParameterStore
-from drawloom.components.ports.distributed import Group, Precision
-from drawloom.components.ports.stages import ReductionUnit, get_or_create_gradient
+from drawloom.ports import Group, Precision, ReductionUnit, get_or_create_gradient
 
 
 @attrs.define(eq=False)

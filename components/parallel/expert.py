@@ -12,14 +12,10 @@ from typing import ClassVar
 import attrs
 from torch import nn
 
+from drawloom import Problem
 from drawloom.components.parallel.dimension import Dimension, RankParameters
 from drawloom.components.parallel.parameter_split import SplitDim, replace_by_rank_slice
-from drawloom.components.ports.distributed import Group
-from drawloom.components.ports.experts import Dispatcher, supports_expert_parallel
-from drawloom.components.ports.features import StageNodes
-from drawloom.components.ports.model import ExpertModel
-from drawloom.components.ports.slices import RankSlice
-from drawloom.graph import Problem
+from drawloom.ports import Dispatcher, ExpertModel, Group, RankSlice, StageNodes, supports_expert_parallel
 
 
 class ExpertParallel(nn.Module):

@@ -30,12 +30,9 @@ from drawloom.components.parallel.shard_unit import (
     UnitDtypes,
     count_gathered_bytes,
 )
-from drawloom.components.ports.distributed import Precision
-from drawloom.components.ports.memory import MemoryKind
-from drawloom.components.ports.slices import TensorSlice, is_dtensor
-from drawloom.components.ports.stages import LOSS, ReductionUnit
 from drawloom.components.state.trees import list_leaves
 from drawloom.components.weights.adapted import adapter_parameter_names
+from drawloom.ports import LOSS, MemoryKind, Precision, ReductionUnit, TensorSlice, is_dtensor
 
 
 @attrs.define(eq=False)

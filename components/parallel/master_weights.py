@@ -16,10 +16,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.ports.distributed import Precision
-from drawloom.components.ports.memory import MemoryKind
-from drawloom.components.ports.slices import TensorSlice, is_dtensor
-from drawloom.components.ports.stages import LOSS, Shards
+from drawloom.ports import LOSS, MemoryKind, Precision, Shards, TensorSlice, is_dtensor
 
 Blocks = Callable[[nn.Module], Sequence[nn.Module]]
 """Function that returns the blocks of a stage's module; each block is gathered and reduced by itself."""

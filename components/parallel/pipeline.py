@@ -8,15 +8,10 @@ from typing import ClassVar
 import attrs
 from torch import nn
 
+from drawloom import NodeView, Problem, UserError
 from drawloom.components.parallel.dimension import Dimension, RankParameters
-from drawloom.components.ports.distributed import PerDimension
-from drawloom.components.ports.features import StageNodes
-from drawloom.components.ports.model import LayerRange
-from drawloom.components.ports.pipeline import OuterLayersSchedule, PartitioningSchedule, Schedule
-from drawloom.graph import UserError
 from drawloom.graph.lifecycle import Constrained
-from drawloom.graph.problems import Problem
-from drawloom.graph.wiring.node import NodeView
+from drawloom.ports import LayerRange, OuterLayersSchedule, PartitioningSchedule, PerDimension, Schedule, StageNodes
 
 
 @attrs.define(eq=False)

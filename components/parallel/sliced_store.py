@@ -14,9 +14,7 @@ from drawloom.components.parallel.data_shard import find_untied_heads, slice_row
 from drawloom.components.parallel.expert import ExpertParallel
 from drawloom.components.parallel.fsdp import find_unsharded_parameters
 from drawloom.components.parallel.master_weights import Blocks, ParameterStore
-from drawloom.components.ports.distributed import Group, Precision
-from drawloom.components.ports.memory import MemoryKind
-from drawloom.components.ports.slices import TensorSlice
+from drawloom.ports import Group, MemoryKind, Precision, TensorSlice
 
 
 @attrs.frozen

@@ -17,15 +17,20 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from drawloom import Problem
 from drawloom.components.distributed.single_process import SingleProcess
 from drawloom.components.parallel.dimension import Dimension, RankParameters
 from drawloom.components.parallel.meta_collectives import emulate_collective
 from drawloom.components.parallel.parameter_split import SplitDim, replace_by_rank_slice
-from drawloom.components.ports.distributed import Group
-from drawloom.components.ports.features import StageNodes
-from drawloom.components.ports.model import TensorParallelModel, VocabularyPart
-from drawloom.components.ports.slices import RankSlice, divide_into_shares, gather_shares
-from drawloom.graph import Problem
+from drawloom.ports import (
+    Group,
+    RankSlice,
+    StageNodes,
+    TensorParallelModel,
+    VocabularyPart,
+    divide_into_shares,
+    gather_shares,
+)
 
 Collective = Callable[[Tensor, Group], Tensor]
 

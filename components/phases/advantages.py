@@ -12,11 +12,8 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from drawloom.components.ports.data import IGNORE_INDEX
-from drawloom.components.ports.rollouts import PolicyBatch, Scored
-from drawloom.components.ports.run import Step
-from drawloom.components.state.batch import Batch
-from drawloom.graph import component, setting
+from drawloom import component, setting
+from drawloom.ports import IGNORE_INDEX, Batch, PolicyBatch, Scored, Step
 
 EQUAL = 1e-6
 """Spread of a group's rewards up to which they are equal: sums of several rewards differ by rounding."""

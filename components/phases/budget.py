@@ -7,10 +7,8 @@ from typing import Any
 import attrs
 import torch
 
-from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.run import Step
-from drawloom.graph import Problem, above, at_least, component, setting
-from drawloom.graph.wiring.node import NodeView
+from drawloom import NodeView, Problem, above, at_least, component, setting
+from drawloom.ports import Mesh, Step
 
 
 @component(reads=("tokens?",), impact="safe")

@@ -5,8 +5,8 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.ports.run import Step
-from drawloom.graph import UserError, above, at_least, component, setting
+from drawloom import UserError, above, at_least, component, setting
+from drawloom.ports import Step
 
 SMALLEST_SCALE = 1.5
 """Nats; a smaller first loss, as in fine-tuning or preference training, is replaced by this value in the limit."""

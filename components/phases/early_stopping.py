@@ -5,8 +5,8 @@ from typing import Any, ClassVar, Literal
 
 import attrs
 
-from drawloom.components.ports.run import Step
-from drawloom.graph import at_least, between, component, setting
+from drawloom import at_least, between, component, setting
+from drawloom.ports import Step
 
 
 @component(reads=("loss?", "validation_loss?"), impact="safe")

@@ -8,12 +8,8 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.ports.memory import MemoryKind
-from drawloom.components.ports.run import Step
-from drawloom.components.ports.slices import TensorSlice
-from drawloom.components.ports.stages import Parameters
-from drawloom.graph import Problem, between, component, setting
-from drawloom.graph.wiring.node import NodeView
+from drawloom import NodeView, Problem, between, component, setting
+from drawloom.ports import MemoryKind, Parameters, Step, TensorSlice
 
 
 @component(reads=("weights", "skip?"))

@@ -3,12 +3,22 @@
 import attrs
 import torch
 
-from drawloom.components.ports.data import ValidationData
-from drawloom.components.ports.distributed import Device, Mesh
-from drawloom.components.ports.pipeline import LOSSES, Executor, create_step_state
-from drawloom.components.ports.run import Cadence, Step, describe_cadence_fault, exclude_from_rates, is_due
-from drawloom.components.ports.stages import AveragedWeights, use_averages_if_any
-from drawloom.graph import component, setting
+from drawloom import component, setting
+from drawloom.ports import (
+    LOSSES,
+    AveragedWeights,
+    Cadence,
+    Device,
+    Executor,
+    Mesh,
+    Step,
+    ValidationData,
+    create_step_state,
+    describe_cadence_fault,
+    exclude_from_rates,
+    is_due,
+    use_averages_if_any,
+)
 
 
 @component(

@@ -7,15 +7,28 @@ import attrs
 import torch
 from torch import Tensor
 
+from drawloom import Every, between, component, setting
 from drawloom.components.phases.rollout import repeat_prompts, require_prompts, score_completions_on_first_rank
-from drawloom.components.ports.corpus import Tokenizer
-from drawloom.components.ports.data import ValidationData
-from drawloom.components.ports.distributed import Device, Group, Mesh
-from drawloom.components.ports.rollouts import PromptBatch, Reward, RewardMeans, Rollouts
-from drawloom.components.ports.run import Batching, Cadence, Step, describe_cadence_fault, exclude_from_rates, is_due
-from drawloom.components.ports.stages import AveragedWeights, use_averages_if_any
-from drawloom.components.state.batch import Batch
-from drawloom.graph import Every, between, component, setting
+from drawloom.ports import (
+    AveragedWeights,
+    Batch,
+    Batching,
+    Cadence,
+    Device,
+    Group,
+    Mesh,
+    PromptBatch,
+    Reward,
+    RewardMeans,
+    Rollouts,
+    Step,
+    Tokenizer,
+    ValidationData,
+    describe_cadence_fault,
+    exclude_from_rates,
+    is_due,
+    use_averages_if_any,
+)
 
 MAX_SAMPLED = 16
 """Microbatches per sampler call."""

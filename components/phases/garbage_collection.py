@@ -5,8 +5,8 @@ from typing import ClassVar
 
 import attrs
 
-from drawloom.components.ports.run import Cadence, Event, EventKind, Step, describe_cadence_fault, is_due
-from drawloom.graph import component, setting
+from drawloom import component, setting
+from drawloom.ports import Cadence, Event, EventKind, Step, describe_cadence_fault, is_due
 
 
 @component(impact="safe")

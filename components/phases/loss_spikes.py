@@ -10,9 +10,8 @@ from typing import Any, ClassVar
 
 import attrs
 
-from drawloom.components.ports.data import MovableData
-from drawloom.components.ports.run import Step
-from drawloom.graph import UserError, above, at_least, component, setting
+from drawloom import UserError, above, at_least, component, setting
+from drawloom.ports import MovableData, Step
 
 MIN_DEVIATION = 0.01
 """Smallest standard deviation as a fraction of the mean; a smaller one counts as this large."""

@@ -6,12 +6,19 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.ports.corpus import Tokenizer
-from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.rollouts import PolicyBatch, Scored
-from drawloom.components.ports.run import Cadence, RunFolder, Step, describe_cadence_fault, is_due
+from drawloom import between, component, setting
 from drawloom.components.storage.step_log import RewindingLog, StepLog
-from drawloom.graph import between, component, setting
+from drawloom.ports import (
+    Cadence,
+    Mesh,
+    PolicyBatch,
+    RunFolder,
+    Scored,
+    Step,
+    Tokenizer,
+    describe_cadence_fault,
+    is_due,
+)
 
 FILE = "rollouts.jsonl"
 

@@ -11,36 +11,34 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.ports.checkpoint import Durable
-from drawloom.components.ports.distributed import Device, Mesh
-from drawloom.components.ports.run import (
+from drawloom import NodeView, Problem, ResolvedRecipe, component, setting
+from drawloom.ports import (
+    METRIC_TOTALS,
     STEP_LINE,
+    Accumulator,
     Cadence,
+    ContextTracker,
+    Device,
+    DistributionMetric,
+    DistributionTracker,
+    Durable,
     Event,
     EventKind,
+    Histogram,
     Interval,
     Mark,
+    Mesh,
+    Metric,
+    PropertyTracker,
     Span,
     Step,
+    Tracker,
+    Value,
     describe_cadence_fault,
     is_due,
     mark_time,
-)
-from drawloom.components.ports.tracking import (
-    METRIC_TOTALS,
-    Accumulator,
-    ContextTracker,
-    DistributionMetric,
-    DistributionTracker,
-    Histogram,
-    Metric,
-    PropertyTracker,
-    Tracker,
-    Value,
     split_by_context,
 )
-from drawloom.graph import Problem, ResolvedRecipe, component, setting
-from drawloom.graph.wiring.node import NodeView
 
 OPS = ("sum", "max", "min")
 

@@ -9,24 +9,28 @@ import attrs
 import torch
 from torch import Tensor
 
+from drawloom import NodeView, Ordered, Problem, UserError, between, component, setting
 from drawloom.components.distributed.rank_errors import run_on_rank0
-from drawloom.components.ports.corpus import Tokenizer
-from drawloom.components.ports.data import TrainingData, find_batch_types
-from drawloom.components.ports.distributed import Group, Mesh
-from drawloom.components.ports.pipeline import STEP_SPECS
-from drawloom.components.ports.rollouts import (
+from drawloom.ports import (
+    STEP_SPECS,
     Answer,
+    Batching,
     Completions,
+    Event,
+    Events,
+    Group,
+    Mesh,
     PromptBatch,
     Prompts,
     Reward,
     Rollouts,
     RowGrowth,
     Scored,
+    Step,
+    Tokenizer,
+    TrainingData,
+    find_batch_types,
 )
-from drawloom.components.ports.run import Batching, Event, Events, Step
-from drawloom.graph import Ordered, Problem, UserError, between, component, setting
-from drawloom.graph.wiring.node import NodeView
 
 
 @attrs.frozen(eq=False)

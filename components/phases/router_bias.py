@@ -11,11 +11,8 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.ports.distributed import Device, Mesh
-from drawloom.components.ports.experts import ExpertRouter, find_routers
-from drawloom.components.ports.run import Step
-from drawloom.components.ports.stages import Stages
-from drawloom.graph import UserError, at_least, component, setting
+from drawloom import UserError, at_least, component, setting
+from drawloom.ports import Device, ExpertRouter, Mesh, Stages, Step, find_routers
 
 
 @component(reads=("skip?",), changes=("weights",))

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import attrs
 import torch
 
+from drawloom import NodeView, Problem, UserError, component
 from drawloom.components.parallel.dimensions import DIMENSIONS
 from drawloom.components.pipeline.runtime.capture import (
     CapturedRunner,
@@ -16,12 +17,18 @@ from drawloom.components.pipeline.runtime.capture import (
     describe_capture_error,
 )
 from drawloom.components.pipeline.runtime.cuda_graphs import CudaRecord, Record
-from drawloom.components.ports.distributed import Device
-from drawloom.components.ports.features import StageFeature, StageNodes, WrappingOrder
-from drawloom.components.ports.passes import Microbatches, Operation, PassFeature, PassRun, RunnableStage
-from drawloom.components.ports.program import Action
-from drawloom.graph import Problem, UserError, component
-from drawloom.graph.wiring.node import NodeView
+from drawloom.ports import (
+    Action,
+    Device,
+    Microbatches,
+    Operation,
+    PassFeature,
+    PassRun,
+    RunnableStage,
+    StageFeature,
+    StageNodes,
+    WrappingOrder,
+)
 
 
 @component(impact="safe")

@@ -10,13 +10,11 @@ from pathlib import Path
 
 import attrs
 
+from drawloom import NodeView, Problem, UserError, component, setting
 from drawloom.components.pipeline.program.notation import is_first_cell_an_action, parse_program_csv
 from drawloom.components.pipeline.program.validity import find_violations
-from drawloom.components.ports.program import FORWARD, Program
 from drawloom.components.storage import regular_file
-from drawloom.graph import UserError, component, setting
-from drawloom.graph.problems import Problem
-from drawloom.graph.wiring.node import NodeView
+from drawloom.ports import FORWARD, Program
 
 MAX_TABLE_BYTES = 2**24
 """Size limit of a table, about two million actions."""

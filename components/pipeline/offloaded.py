@@ -5,9 +5,8 @@ from typing import ClassVar
 
 import attrs
 
-from drawloom.components.ports.passes import PassFeature
-from drawloom.components.ports.program import Program
-from drawloom.graph import component
+from drawloom import component
+from drawloom.ports import PassFeature, Program
 
 
 @component(impact="safe")

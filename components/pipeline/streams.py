@@ -14,11 +14,8 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.ports.distributed import Device
-from drawloom.components.ports.passes import Operation, PassFeature, PassRun, RunnableStage
-from drawloom.components.ports.program import Action
-from drawloom.graph import Problem, component
-from drawloom.graph.wiring.node import NodeView
+from drawloom import NodeView, Problem, component
+from drawloom.ports import Action, Device, Operation, PassFeature, PassRun, RunnableStage
 
 NEIGHBOUR = {"F": -1, "B": 1, "I": 1}
 """Offset of the stage whose result a pass consumes."""

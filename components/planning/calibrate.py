@@ -10,6 +10,7 @@ from pathlib import Path
 import attrs
 import torch
 
+from drawloom import UserError
 from drawloom.components.distributed.device_model import (
     DeviceModel,
     Reached,
@@ -21,7 +22,6 @@ from drawloom.components.distributed.transfers import DeviceTransfers
 from drawloom.components.planning.attention import AttentionFractions
 from drawloom.components.planning.recorder import PassCost, Recorder
 from drawloom.components.storage.durable_files import replace_file
-from drawloom.graph import UserError
 from drawloom.kernels.attention.eager import attention_flops
 
 SECONDS = 1.0

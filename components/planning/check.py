@@ -8,16 +8,15 @@ from collections.abc import Callable
 import attrs
 import torch
 
+from drawloom import RecipeError, ResolvedRecipe, UserError, component, setting
 from drawloom.components.planning.calibrate import load_local_device_model
 from drawloom.components.planning.plan import Plan, plan
 from drawloom.components.planning.remedies import describe_excess
 from drawloom.components.planning.text import format_time_percentages
-from drawloom.components.ports.distributed import Device, Processes
-from drawloom.components.ports.run import Event, Interval, RunFolder
 from drawloom.components.storage.byte_size import format_decimal_byte_size
 from drawloom.components.storage.durable_files import replace_file
-from drawloom.graph import RecipeError, ResolvedRecipe, UserError, component, setting
 from drawloom.graph.project import Recipe
+from drawloom.ports import Device, Event, Interval, Processes, RunFolder
 
 log = logging.getLogger("drawloom.run")
 

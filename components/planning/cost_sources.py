@@ -8,6 +8,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
+from drawloom import UserError
 from drawloom.components.distributed.device_model import DeviceModel
 from drawloom.components.parallel.pipeline import PipelineDimension
 from drawloom.components.pipeline.program.builders import assign_stages_in_loop
@@ -21,10 +22,8 @@ from drawloom.components.planning.plan import Plan, PlanCache, RankMemory, plan
 from drawloom.components.planning.stage_costs import Passes
 from drawloom.components.planning.timeline import compute_peak_memory
 from drawloom.components.planning.traces import TracedStep
-from drawloom.components.ports.program import Program
-from drawloom.components.ports.stages import Recompute, Stages
-from drawloom.graph import UserError
 from drawloom.graph.project import Recipe
+from drawloom.ports import Program, Recompute, Stages
 
 MIN_SLICE_SECONDS = 1e-9
 """The minimum seconds of a slice, and the resolution to which seconds are rounded."""

@@ -8,18 +8,14 @@ from functools import cached_property
 import attrs
 import torch
 
+from drawloom import NodeView, RecipeError, ResolvedRecipe, UserError, above, component, setting
 from drawloom.components.planning.calibrate import load_local_device_model
 from drawloom.components.planning.plan import plan
 from drawloom.components.planning.remedies import describe_excess
 from drawloom.components.planning.text import describe_memory_choice
-from drawloom.components.ports.distributed import Device, Processes
-from drawloom.components.ports.memory import MemoryChoice
-from drawloom.components.ports.passes import PassFeature
-from drawloom.components.ports.program import Program
-from drawloom.graph import RecipeError, ResolvedRecipe, UserError, above, component, setting
 from drawloom.graph.inspect.serialize import nest_groups, serialize_nodes
 from drawloom.graph.project import Recipe
-from drawloom.graph.wiring.node import NodeView
+from drawloom.ports import Device, MemoryChoice, PassFeature, Processes, Program
 
 log = logging.getLogger("drawloom.run")
 

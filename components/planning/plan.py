@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import attrs
 import torch
 
+from drawloom import UserError
 from drawloom.components.distributed.device_model import DeviceModel, get_matmul_dtype_key
 from drawloom.components.distributed.planned import PlannedDevice, PlannedMesh
 from drawloom.components.parallel.dimensions import DIMENSIONS
@@ -28,15 +29,32 @@ from drawloom.components.planning.run_length import RunLength
 from drawloom.components.planning.stage_costs import Recordings, StageCostRecorder, StageCosts
 from drawloom.components.planning.step_time import StepTime, build_cost_table, estimate_step_time
 from drawloom.components.planning.timeline import Peak, compute_peak_host_bytes, compute_peak_memory
-from drawloom.components.ports.distributed import Device, Mesh, PerDimension, Precision
-from drawloom.components.ports.kernels import Kernels
-from drawloom.components.ports.memory import HostMemoryUser, MemoryChoice, MemoryPolicy, MemoryUser, sum_memory_by_kind
-from drawloom.components.ports.model import CountsFlops, ForwardFlops, UpdateArithmetic, UpdateFlops
-from drawloom.components.ports.pipeline import Loss, PartitioningSchedule, Referenced, Schedule, embeds_on_every_rank
-from drawloom.components.ports.program import Program
-from drawloom.components.ports.stages import FrozenModel, Recompute, Stages
-from drawloom.graph.problems import UserError
 from drawloom.graph.project import Recipe
+from drawloom.ports import (
+    CountsFlops,
+    Device,
+    ForwardFlops,
+    FrozenModel,
+    HostMemoryUser,
+    Kernels,
+    Loss,
+    MemoryChoice,
+    MemoryPolicy,
+    MemoryUser,
+    Mesh,
+    PartitioningSchedule,
+    PerDimension,
+    Precision,
+    Program,
+    Recompute,
+    Referenced,
+    Schedule,
+    Stages,
+    UpdateArithmetic,
+    UpdateFlops,
+    embeds_on_every_rank,
+    sum_memory_by_kind,
+)
 
 T = TypeVar("T")
 

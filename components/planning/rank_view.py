@@ -15,8 +15,7 @@ from drawloom.components.parallel.shard_transfers import choose_gradient_message
 from drawloom.components.parallel.sliced_store import SlicedStore, count_elements_in_largest_reduction_unit
 from drawloom.components.planning.stage_costs import StageCosts
 from drawloom.components.planning.step_time import ReplicaTimes
-from drawloom.components.ports.model import LinearLayer
-from drawloom.components.ports.stages import FrozenModel, Stage
+from drawloom.ports import FrozenModel, LinearLayer, Stage
 
 
 @attrs.frozen

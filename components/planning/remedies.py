@@ -5,16 +5,13 @@ from typing import Any
 
 import attrs
 
+from drawloom import RecipeError, UserError
 from drawloom.components.planning.nodes import Nodes
 from drawloom.components.planning.plan import Plan, plan
-from drawloom.components.ports.distributed import Precision
-from drawloom.components.ports.memory import MemoryPolicy
-from drawloom.components.ports.run import Batching
-from drawloom.components.ports.stages import Stages
 from drawloom.components.storage.byte_size import format_decimal_byte_size
-from drawloom.graph import RecipeError, UserError
 from drawloom.graph.project import Recipe
 from drawloom.graph.toml.emit import dump_toml
+from drawloom.ports import Batching, MemoryPolicy, Precision, Stages
 
 Values = Mapping[str, Mapping[str, Any]]
 """Settings by node."""

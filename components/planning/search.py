@@ -7,6 +7,7 @@ from typing import Any
 
 import attrs
 
+from drawloom import RecipeError, UserError
 from drawloom.components.distributed.device_model import DeviceModel
 from drawloom.components.parallel.context import ContextDimension
 from drawloom.components.parallel.expert import ExpertDimension
@@ -14,13 +15,9 @@ from drawloom.components.planning.cost_sources import PlannedCosts
 from drawloom.components.planning.nodes import Nodes
 from drawloom.components.planning.plan import PlanCache, TooLargeError, plan
 from drawloom.components.planning.remedies import TriedPlan, Values
-from drawloom.components.ports.distributed import Mesh, PerDimension
-from drawloom.components.ports.memory import MemoryPolicy
-from drawloom.components.ports.run import Batching
-from drawloom.components.ports.stages import Stages
 from drawloom.components.storage.byte_size import format_decimal_byte_size
-from drawloom.graph import RecipeError, UserError
 from drawloom.graph.project import Recipe
+from drawloom.ports import Batching, MemoryPolicy, Mesh, PerDimension, Stages
 
 MAX_PLANS_SHOWN = 10
 

@@ -17,21 +17,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from drawloom import UserError
 from drawloom.components.distributed.device_model import DeviceModel
 from drawloom.components.parallel.context import ContextPart
 from drawloom.components.pipeline.runtime.stage_runner import StageRunner, list_floating_leaves, require_grad_in_place
 from drawloom.components.planning.attention import AttentionFractions
 from drawloom.components.planning.recorder import Links, PassCost, Recorder
-from drawloom.components.ports.distributed import Group
-from drawloom.components.ports.model import HasCostKey
-from drawloom.components.ports.pipeline import Loss, Referenced
-from drawloom.components.ports.stages import FrozenModel, Recompute, Stage
 from drawloom.components.stages.activation_specs import copy_tree_to_meta
-from drawloom.components.state.batch import Batch
 from drawloom.components.state.trees import list_leaves, map_leaves
-from drawloom.graph import UserError
 from drawloom.kernels.deferred_grads import fuse_gradient_sums_on_meta
 from drawloom.kernels.recompute.policy import make_recomputable
+from drawloom.ports import Batch, FrozenModel, Group, HasCostKey, Loss, Recompute, Referenced, Stage
 
 Passes = dict[str, PassCost]
 """Costs by op: F, and B or I and W."""

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
-from drawloom.components.ports.rollouts import Answer
+from drawloom import above, between, component, setting
 from drawloom.components.rewards import code_process
 from drawloom.components.rewards.expected import ExpectedValueReward
-from drawloom.graph import above, between, component, setting
+from drawloom.ports import Answer
 
 FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 

@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from drawloom.components.ports.rollouts import Answer
-from drawloom.graph import UserError, component_base_class, setting
+from drawloom import UserError, setting
+from drawloom.graph import component_base_class
+from drawloom.ports import Answer
 
 
 @component_base_class

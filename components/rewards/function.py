@@ -5,9 +5,10 @@ from functools import partial
 from inspect import Parameter, signature
 from typing import Any, ClassVar
 
-from drawloom.components.ports.rollouts import Answer
+from drawloom import component, setting
 from drawloom.components.rewards.expected import Weighted, read_key
-from drawloom.graph import component, component_base_class, setting
+from drawloom.graph import component_base_class
+from drawloom.ports import Answer
 
 Score = float | None
 

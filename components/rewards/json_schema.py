@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-from drawloom.components.ports.rollouts import Answer
+from drawloom import component, setting
 from drawloom.components.rewards.expected import Weighted
-from drawloom.graph import component, setting
+from drawloom.ports import Answer
 
 
 def _find_schema_fault(schema: dict[str, Any]) -> str | None:

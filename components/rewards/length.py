@@ -2,11 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 
-from drawloom.components.ports.data import MAX_LENGTH
-from drawloom.components.ports.rollouts import Answer
+from drawloom import NodeView, Problem, between, component, setting
 from drawloom.components.rewards.expected import Weighted
-from drawloom.graph import Problem, between, component, setting
-from drawloom.graph.wiring.node import NodeView
+from drawloom.ports import MAX_LENGTH, Answer
 
 
 @component

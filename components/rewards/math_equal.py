@@ -4,9 +4,9 @@ import re
 from collections.abc import Sequence
 from fractions import Fraction
 
-from drawloom.components.ports.rollouts import Answer
+from drawloom import UserError, at_least, component, setting
 from drawloom.components.rewards.expected import ExpectedValueReward
-from drawloom.graph import UserError, at_least, component, setting
+from drawloom.ports import Answer
 
 DECIMAL = r"\d+(?:\.\d+)?|\.\d+"
 GROUPED = r"\d{1,3}(?:,\d{3})+(?:\.\d+)?"

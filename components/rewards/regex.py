@@ -4,9 +4,9 @@ import re
 from collections.abc import Sequence
 from functools import cached_property
 
-from drawloom.components.ports.rollouts import Answer
+from drawloom import component, setting
 from drawloom.components.rewards.expected import Weighted
-from drawloom.graph import component, setting
+from drawloom.ports import Answer
 
 
 def _describe_invalid_pattern(pattern: str) -> str | None:

@@ -16,17 +16,22 @@ import attrs
 import torch
 from torch import Tensor
 
+from drawloom import UserError, above, at_least, between, component, setting
 from drawloom.components.distributed.rank_errors import run_on_rank0
 from drawloom.components.distributed.rng import derive_seed
-from drawloom.components.ports.corpus import Tokenizer
-from drawloom.components.ports.data import MAX_LENGTH
-from drawloom.components.ports.distributed import Group, Mesh
-from drawloom.components.ports.model import LanguageModel
-from drawloom.components.ports.rollouts import Completions, Prompts
-from drawloom.components.ports.run import RunFolder, RunInfo
-from drawloom.components.ports.stages import ModelExport
 from drawloom.components.storage.durable_files import remove_folder_atomically
-from drawloom.graph import UserError, above, at_least, between, component, setting
+from drawloom.ports import (
+    MAX_LENGTH,
+    Completions,
+    Group,
+    LanguageModel,
+    Mesh,
+    ModelExport,
+    Prompts,
+    RunFolder,
+    RunInfo,
+    Tokenizer,
+)
 
 KEY = "OPENAI_API_KEY"
 """Environment variable whose value is sent as a bearer token."""

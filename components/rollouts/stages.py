@@ -14,18 +14,26 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from drawloom import NodeView, Problem, UserError, above, between, component, setting, wired
 from drawloom.components.distributed.rng import derive_seed, draw_splitmix64_bits
-from drawloom.components.ports.corpus import Tokenizer
-from drawloom.components.ports.data import MAX_LENGTH
-from drawloom.components.ports.distributed import Device, Group, Mesh
-from drawloom.components.ports.kernels import BatchInvariant, Kernels
-from drawloom.components.ports.model import Head, KeyValueCache, TokenContext
-from drawloom.components.ports.pipeline import Executor
-from drawloom.components.ports.rollouts import Completions, Prompts, compute_policy_logps
-from drawloom.components.ports.run import RunInfo
 from drawloom.components.state.trees import map_leaves
-from drawloom.graph import Problem, UserError, above, between, component, setting, wired
-from drawloom.graph.wiring.node import NodeView
+from drawloom.ports import (
+    MAX_LENGTH,
+    BatchInvariant,
+    Completions,
+    Device,
+    Executor,
+    Group,
+    Head,
+    Kernels,
+    KeyValueCache,
+    Mesh,
+    Prompts,
+    RunInfo,
+    TokenContext,
+    Tokenizer,
+    compute_policy_logps,
+)
 
 TOKENS_BY_ROW = 2**32
 """Stride of rows in the sequence of random numbers: more than the tokens of a row."""

@@ -6,12 +6,9 @@ from typing import Literal
 
 import attrs
 
-from drawloom.components.ports.data import PackedDataset
-from drawloom.components.ports.distributed import Mesh, PerDimension
-from drawloom.components.ports.run import choose_micro_size
-from drawloom.graph import UserError, at_least, between, component, setting
-from drawloom.graph.problems import KeyPath, Problem
-from drawloom.graph.wiring.node import NodeView
+from drawloom import NodeView, Problem, UserError, at_least, between, component, setting
+from drawloom.graph.problems import KeyPath
+from drawloom.ports import Mesh, PackedDataset, PerDimension, choose_micro_size
 
 MAX_ROWS = 1_000_000
 """Largest batch size: many times that of the largest runs, because a step lists the positions of all its rows."""

@@ -6,8 +6,8 @@ from typing import get_args
 
 import attrs
 
-from drawloom.components.ports.run import Event, EventKind, Listener, list_observed_event_kinds
-from drawloom.graph import Every, component
+from drawloom import Every, component
+from drawloom.ports import Event, EventKind, Listener, list_observed_event_kinds
 
 log = logging.getLogger("drawloom.run")
 

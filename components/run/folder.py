@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING
 
 import attrs
 
+from drawloom import Every, RecipeError, ResolvedRecipe, UserError, component
 from drawloom.components.distributed.rank_errors import run_on_rank0
-from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.run import FILES, EnvironmentSource, ReadsFiles, RunInfo
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.components.storage.regular_file import create_folder_unless_link, open_untrusted_file
-from drawloom.graph import Every, RecipeError, ResolvedRecipe, UserError, component
 from drawloom.graph.recipe.lockfile import LOCK, RecipeChange
+from drawloom.ports import FILES, EnvironmentSource, Mesh, ReadsFiles, RunInfo
 
 if TYPE_CHECKING:
     from drawloom.components.run.locks import FolderLock

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from drawloom.graph import UserError, between, component, setting
+from drawloom import UserError, between, component, setting
 
 MAX_NAME_BYTES = 240  # file systems allow 255, and a sweep adds a suffix
 

@@ -15,10 +15,9 @@ import attrs
 import numpy as np
 import torch
 
+from drawloom import UserError, component, setting
 from drawloom.components.distributed.rng import create_generator, derive_seed
-from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.run import RunInfo
-from drawloom.graph import UserError, component, setting
+from drawloom.ports import Mesh, RunInfo
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")

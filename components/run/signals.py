@@ -21,9 +21,8 @@ from typing import Literal, NoReturn
 import attrs
 import torch
 
-from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.run import StoppedError
-from drawloom.graph import above, component, setting
+from drawloom import above, component, setting
+from drawloom.ports import Mesh, StoppedError
 
 HANDLED = (signal.SIGINT, signal.SIGTERM)
 # seconds during which a repeated Ctrl-C is ignored: a terminal sends it to every process, and a launcher forwards it

@@ -4,16 +4,23 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from drawloom import UserError, above, at_least, between, component, setting
 from drawloom.components.distributed.rank_errors import run_on_rank0
-from drawloom.components.ports.corpus import ChatPrompts, Tokenizer, complete_prompt, find_end_ids
-from drawloom.components.ports.data import MAX_LENGTH
-from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.pipeline import Executor
-from drawloom.components.ports.run import Randomness, RunFolder
-from drawloom.components.ports.stages import AveragedWeights, use_averages_if_any
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.components.storage.regular_file import open_regular_file
-from drawloom.graph import UserError, above, at_least, between, component, setting
+from drawloom.ports import (
+    MAX_LENGTH,
+    AveragedWeights,
+    ChatPrompts,
+    Executor,
+    Mesh,
+    Randomness,
+    RunFolder,
+    Tokenizer,
+    complete_prompt,
+    find_end_ids,
+    use_averages_if_any,
+)
 
 if TYPE_CHECKING:
     from drawloom.components.sampling.generate import Sampler

@@ -6,24 +6,21 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from drawloom import UserError
 from drawloom.components.distributed.rank_errors import run_and_gather_on_all_ranks
 from drawloom.components.parallel.data_parallel import DataParallel
 from drawloom.components.parallel.data_shard import should_gather_per_block
 from drawloom.components.parallel.dimension import Dimension
 from drawloom.components.parallel.dimensions import DIMENSIONS
 from drawloom.components.parallel.master_weights import ParameterStore
-from drawloom.components.ports.distributed import Precision
-from drawloom.components.ports.features import NamePatterns
-from drawloom.components.ports.model import layers_keep_shapes
-from drawloom.components.ports.stages import Stage
 from drawloom.components.stages.activation_specs import ActivationSpecs
 from drawloom.components.stages.build import ParallelModules, StageBuilder, tie_equally_named_parameters
 from drawloom.components.stages.feature_stack import FeatureStack
 from drawloom.components.stages.initial_values import InitialValues, check_parameters_fit_device
 from drawloom.components.stages.model_precision import add_model_uncast_patterns
 from drawloom.components.stages.parameters import StageParameters
-from drawloom.graph import UserError
 from drawloom.kernels.recompute.policy import make_recomputable
+from drawloom.ports import NamePatterns, Precision, Stage, layers_keep_shapes
 
 if TYPE_CHECKING:
     from drawloom.components.parallel.fsdp import ShardedStore

@@ -7,22 +7,24 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from drawloom import NodeView, Problem, UserError
 from drawloom.components.parallel.pipeline import build_schedule_or_none
 from drawloom.components.pipeline.program.builders import build_program_of_rank_and_neighbours
-from drawloom.components.ports.distributed import PerDimension
-from drawloom.components.ports.features import StageNodes
-from drawloom.components.ports.model import Model, PretrainedModel
-from drawloom.components.ports.pipeline import (
+from drawloom.ports import (
+    BACKWARD_INPUT,
     Loss,
+    Model,
     OuterLayersSchedule,
     PartitioningSchedule,
+    PerDimension,
+    PretrainedModel,
+    Program,
+    Recompute,
     SequenceHead,
+    StageNodes,
+    computes_both_gradients_at_once,
     embeds_on_every_rank,
 )
-from drawloom.components.ports.program import BACKWARD_INPUT, Program
-from drawloom.components.ports.stages import Recompute, computes_both_gradients_at_once
-from drawloom.graph import Problem, UserError
-from drawloom.graph.wiring.node import NodeView
 
 
 def find_stage_nodes(stages: NodeView) -> StageNodes | None:

@@ -11,23 +11,24 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from drawloom import UserError
 from drawloom.components.distributed.rng import derive_seed, fill_normal
 from drawloom.components.parallel.data_shard import get_local_slice, get_tensor_slice
-from drawloom.components.ports.model import (
-    BufferOwner,
-    LanguageModel,
-    Model,
-    PretrainedModel,
-    list_quantized_parameter_formats,
-)
-from drawloom.components.ports.slices import TensorSlice, is_dtensor
-from drawloom.components.ports.stages import LOSS
-from drawloom.components.ports.weights import Mapper
 from drawloom.components.storage.byte_size import format_decimal_byte_size
 from drawloom.components.weights.adapted import adapter_parameter_names, materialize_and_initialize_adapters
 from drawloom.components.weights.convert import stream_converted_tensors
 from drawloom.components.weights.mapper import select_outputs
-from drawloom.graph import UserError
+from drawloom.ports import (
+    LOSS,
+    BufferOwner,
+    LanguageModel,
+    Mapper,
+    Model,
+    PretrainedModel,
+    TensorSlice,
+    is_dtensor,
+    list_quantized_parameter_formats,
+)
 
 
 def check_parameters_fit_device(modules: Iterable[nn.Module], sharding_ranks: int, device: torch.device) -> None:

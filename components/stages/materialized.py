@@ -10,20 +10,10 @@ import attrs
 import torch
 from torch import nn
 
+from drawloom import NodeView, Problem, UserError, above, at_least, component, setting, wired
 from drawloom.components.parallel.buckets import BUCKET_BYTES
 from drawloom.components.parallel.dimensions import DIMENSIONS
 from drawloom.components.parallel.expert import NO_DISPATCHER, WRITE_DISPATCHER
-from drawloom.components.ports.adapters import Adapter
-from drawloom.components.ports.distributed import Device, Mesh, Precision
-from drawloom.components.ports.experts import Dispatcher, supports_expert_parallel
-from drawloom.components.ports.features import StageFeature
-from drawloom.components.ports.memory import MemoryKind, MemoryPolicy
-from drawloom.components.ports.model import BatchContext, Model
-from drawloom.components.ports.parameter_roles import Role
-from drawloom.components.ports.pipeline import Loss, Schedule
-from drawloom.components.ports.run import RunInfo
-from drawloom.components.ports.slices import TensorSlice
-from drawloom.components.ports.stages import Recompute, Stage
 from drawloom.components.stages.checks import (
     check_embedding_and_head_costs_are_used,
     check_initial_folder,
@@ -39,8 +29,26 @@ from drawloom.components.stages.checks import (
 )
 from drawloom.components.stages.feature_stack import FeatureStack, check_features, describe_features
 from drawloom.components.weights.adapted import build_meta_model_with_adapters
-from drawloom.graph import Problem, UserError, above, at_least, component, setting, wired
-from drawloom.graph.wiring.node import NodeView
+from drawloom.ports import (
+    Adapter,
+    BatchContext,
+    Device,
+    Dispatcher,
+    Loss,
+    MemoryKind,
+    MemoryPolicy,
+    Mesh,
+    Model,
+    Precision,
+    Recompute,
+    Role,
+    RunInfo,
+    Schedule,
+    Stage,
+    StageFeature,
+    TensorSlice,
+    supports_expert_parallel,
+)
 
 if TYPE_CHECKING:
     from drawloom.components.parallel.fsdp import ShardedStore

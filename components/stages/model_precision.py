@@ -5,8 +5,7 @@ from collections.abc import Sequence
 import attrs
 import torch
 
-from drawloom.components.ports.distributed import Precision
-from drawloom.components.ports.model import Model, UncastParameters
+from drawloom.ports import Model, Precision, UncastParameters
 
 
 @attrs.frozen

@@ -10,12 +10,8 @@ from torch import Tensor, nn
 
 from drawloom.components.parallel.dimension import Dimension, RankParameters
 from drawloom.components.parallel.master_weights import ParameterStore
-from drawloom.components.ports.distributed import Precision
-from drawloom.components.ports.memory import MemoryKind
-from drawloom.components.ports.parameter_roles import Role, parameter_roles
-from drawloom.components.ports.slices import RankSlice, TensorSlice
-from drawloom.components.ports.stages import Stage
 from drawloom.components.weights.convert import persistent_buffers
+from drawloom.ports import MemoryKind, Precision, RankSlice, Role, Stage, TensorSlice, parameter_roles
 
 if TYPE_CHECKING:
     from drawloom.components.parallel.fsdp import ShardedStore

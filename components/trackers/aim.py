@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 
 import attrs
 
-from drawloom.components.ports.run import RunFolder, RunInfo
-from drawloom.components.ports.tracking import Context, Histogram, Value
+from drawloom import above, component, setting
 from drawloom.components.trackers.aim_repository import (
     AimLocation,
     delete_steps_after,
@@ -28,7 +27,7 @@ from drawloom.components.trackers.background import (
     select_finite_values,
 )
 from drawloom.components.trackers.remembered_run import read_stored_run_id, store_run_id
-from drawloom.graph import above, component, setting
+from drawloom.ports import Context, Histogram, RunFolder, RunInfo, Value
 
 METRICS_ONLY = {"capture_terminal_logs": False, "log_system_params": False}
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import attrs
 
+from drawloom import UserError
 from drawloom.components.storage.durable_files import remove_file_or_folder, rename_durably
-from drawloom.graph import UserError
 
 
 @attrs.frozen

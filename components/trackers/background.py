@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 
 import attrs
 
-from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.tracking import Histogram, Value
-from drawloom.graph import UserError, above, at_least, component_base_class, setting
+from drawloom import UserError, above, at_least, setting
+from drawloom.graph import component_base_class
+from drawloom.ports import Histogram, Mesh, Value
 
 log = logging.getLogger("drawloom.trackers")
 

@@ -8,10 +8,10 @@ from typing import ClassVar
 
 import attrs
 
-from drawloom.components.ports.run import RunFolder
+from drawloom import component
 from drawloom.components.storage.step_log import AppendedFile
 from drawloom.components.trackers.background import TrackerInBackground
-from drawloom.graph import component
+from drawloom.ports import RunFolder
 
 STEP = "step"
 

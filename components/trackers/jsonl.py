@@ -8,11 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from drawloom.components.ports.checkpoint import Restorer
-from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.run import RunFolder
-from drawloom.components.ports.tracking import Value
-from drawloom.graph import Every, component
+from drawloom import Every, component
+from drawloom.ports import Mesh, Restorer, RunFolder, Value
 
 if TYPE_CHECKING:
     from drawloom.components.storage.step_log import StepLog

@@ -8,12 +8,11 @@ from typing import Any, ClassVar
 
 import attrs
 
-from drawloom.components.ports.run import RunFolder, RunInfo
-from drawloom.components.ports.tracking import Histogram, flatten_properties
+from drawloom import component, setting
 from drawloom.components.storage.regular_file import create_folder_unless_link, open_to_append
 from drawloom.components.trackers.background import ServiceTracker, import_tracker_package
 from drawloom.components.trackers.remembered_run import read_stored_run_id, store_run_id
-from drawloom.graph import component, setting
+from drawloom.ports import Histogram, RunFolder, RunInfo, flatten_properties
 
 REFUSED_CHARACTERS = re.compile(r"[^\w\-. :/]")
 """Characters that MLflow refuses in names."""

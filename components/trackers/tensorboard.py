@@ -6,11 +6,10 @@ from typing import Any, ClassVar
 
 import attrs
 
-from drawloom.components.ports.run import RunFolder
-from drawloom.components.ports.tracking import Histogram, flatten_properties
+from drawloom import component
 from drawloom.components.storage.regular_file import create_folder_unless_link
 from drawloom.components.trackers.background import ServiceTracker, import_tracker_package
-from drawloom.graph import component
+from drawloom.ports import Histogram, RunFolder, flatten_properties
 
 HyperparameterValue = str | bool | int | float
 """Types of hyperparameters that TensorBoard accepts."""

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from drawloom.components.ports.run import RunInfo
+from drawloom import component, setting
 from drawloom.components.trackers.background import LoggedRunTracker, import_tracker_package
-from drawloom.graph import component, setting
+from drawloom.ports import RunInfo
 
 METRICS_ONLY = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
 

@@ -7,10 +7,10 @@ from typing import Any, ClassVar, Literal
 
 import attrs
 
-from drawloom.components.ports.run import RunFolder, RunInfo
+from drawloom import component, setting
 from drawloom.components.storage.regular_file import create_folder_unless_link
 from drawloom.components.trackers.background import LoggedRunTracker, import_tracker_package
-from drawloom.graph import component, setting
+from drawloom.ports import RunFolder, RunInfo
 
 STEP = "step"
 METRICS_ONLY = {"silent": True, "console": "off", "disable_code": True, "disable_git": True, "x_disable_stats": True}

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import attrs
 import torch
 
-from drawloom.graph import component, setting
+from drawloom import component, setting
 
 if TYPE_CHECKING:
     from drawloom.components.checkpoint.staging.copy_plan import Pool

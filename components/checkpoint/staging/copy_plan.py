@@ -16,8 +16,8 @@ import attrs
 import torch
 from torch import Tensor
 
+from drawloom import UserError
 from drawloom.components.state.trees import map_leaves_with_path
-from drawloom.graph import UserError
 
 MAX_RANGE_RATIO = 2  # a range is copied as a whole up to this many times the bytes of its tensors
 RANGE_ALIGNMENT = 16  # bytes; the size of the widest element

@@ -2,7 +2,7 @@
 
 from typing import Any, ClassVar
 
-from drawloom.graph import component
+from drawloom import component
 
 
 @component(impact="safe")

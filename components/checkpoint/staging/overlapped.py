@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 import attrs
 import torch
 
+from drawloom import component, setting
 from drawloom.components.checkpoint.staging.copy_plan import KEPT, Copy, Pool, plan_copies
 from drawloom.components.checkpoint.threads import submit_in_new_thread
-from drawloom.graph import component, setting
 
 SMALL = 2**16  # bytes; smaller CPU tensors are copied at once, because counters change before the weights do
 

@@ -15,8 +15,6 @@ from drawloom.components.commands._recipes import find_only_node
 from drawloom.components.data.packing.packed_rows import SPLITS, PackedRows
 from drawloom.components.data.teacher_logps import MANIFEST
 from drawloom.components.pipeline.executor import ProgramExecutor
-from drawloom.components.ports.corpus import Split, Tokenizer
-from drawloom.components.ports.model import Head, TokenContext
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.components.weights.token_ids import TokenIds, compare_folder_ids, read_tokenizer_ids
 from drawloom.graph.cli.command import (
@@ -32,6 +30,7 @@ from drawloom.graph.cli.command import (
     output,
     output_class,
 )
+from drawloom.ports import Head, Split, TokenContext, Tokenizer
 
 MAX_CHUNK_LOGITS = 2**26
 """Logits that exist together: 256 MiB of float32."""

@@ -13,20 +13,29 @@ from drawloom.components.commands._trained import CheckpointCommand, CheckpointR
 from drawloom.components.data.packing.windows import Windows
 from drawloom.components.data.sources.files import find_files
 from drawloom.components.data.sources.formats import FORMATS
-from drawloom.components.ports.corpus import Corpus, Split, TokenCorpus, Tokenizer
-from drawloom.components.ports.data import (
-    PackedDataset,
-    TokenBatch,
-    count_target_bytes,
-    require_token_batch,
-    uses_preference_pairs,
-)
-from drawloom.components.ports.pipeline import LOSSES, Executor, Loss, create_step_state, sum_losses_and_weights
-from drawloom.components.ports.rollouts import Reward, RewardEvaluation, Rollouts
-from drawloom.components.ports.run import Batching
 from drawloom.graph.cli.command import Count, Project, Recipe, UserError, command, option, output, output_class
 from drawloom.graph.recipe.overrides import nest_values
 from drawloom.graph.runtime.container import Container
+from drawloom.ports import (
+    LOSSES,
+    Batching,
+    Corpus,
+    Executor,
+    Loss,
+    PackedDataset,
+    Reward,
+    RewardEvaluation,
+    Rollouts,
+    Split,
+    TokenBatch,
+    TokenCorpus,
+    Tokenizer,
+    count_target_bytes,
+    create_step_state,
+    require_token_batch,
+    sum_losses_and_weights,
+    uses_preference_pairs,
+)
 
 READERS = {"text": "data.text_files", "json": "data.jsonl", "parquet": "data.parquet", "arrow": "data.parquet"}
 MAX_LOADED = 16  # microbatches that are in memory together

@@ -9,13 +9,10 @@ from pathlib import Path
 
 import attrs
 
+from drawloom import at_least
 from drawloom.components.commands._trained import CheckpointCommand, parse_run_folder_or_mirror_url
 from drawloom.components.data.template_prompts import TemplatePrompts
 from drawloom.components.distributed.rng import create_generator
-from drawloom.components.ports.corpus import Tokenizer, complete_prompt, find_end_ids
-from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.model import LanguageModel
-from drawloom.components.ports.pipeline import Executor
 from drawloom.components.sampling.generate import Sampler, stream_decoded_text
 from drawloom.graph.cli.command import (
     Count,
@@ -29,8 +26,8 @@ from drawloom.graph.cli.command import (
     output_class,
     print_escaped_text,
 )
-from drawloom.graph.component import at_least
 from drawloom.graph.runtime.container import Container
+from drawloom.ports import Executor, LanguageModel, Mesh, Tokenizer, complete_prompt, find_end_ids
 
 TEXT_TOKENS, TEXT_CONTEXT = 200, 256
 CHAT_TOKENS, CHAT_CONTEXT = 1024, 4096

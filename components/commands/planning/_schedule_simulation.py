@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import attrs
 
+from drawloom import UserError
 from drawloom.components.commands._recipes import Pipeline, read_mesh_sizes, require_microbatches
 from drawloom.components.distributed.device_model import find_device_model
 from drawloom.components.parallel.data_shard import should_gather_per_block
@@ -18,11 +19,9 @@ from drawloom.components.pipeline.simulation.summary import Summary, format_coun
 from drawloom.components.planning.calibrate import load_local_device_model
 from drawloom.components.planning.cost_sources import CostSource, PlannedCosts, TracedCosts, UnitCosts
 from drawloom.components.planning.traces import TracedStep, read_traced_step
-from drawloom.components.ports.pipeline import PartitioningSchedule, Schedule
-from drawloom.components.ports.program import Program
-from drawloom.graph import UserError
 from drawloom.graph.project import Project, Recipe
 from drawloom.graph.wiring.graph import Graph
+from drawloom.ports import PartitioningSchedule, Program, Schedule
 
 MAX_COST = 1e9  # sums of costs must be finite, and small differences must not vanish beside them
 

@@ -12,10 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from drawloom import above
 from drawloom.components.commands._options import write_file
 from drawloom.components.commands._plots import Panel, draw_svg_panels
-from drawloom.components.ports.model import CountsFlops
-from drawloom.components.ports.parameter_roles import Parametrization
 from drawloom.components.report.metrics import Column, read_metrics
 from drawloom.graph.cli.command import (
     FAILED,
@@ -34,9 +33,9 @@ from drawloom.graph.cli.command import (
     output,
     output_class,
 )
-from drawloom.graph.component import above
 from drawloom.graph.toml.emit import dump_toml
 from drawloom.graph.wiring.graph import Graph
+from drawloom.ports import CountsFlops, Parametrization
 
 Values = dict[str, dict[str, Any]]
 Dimension = Literal["width", "depth"]

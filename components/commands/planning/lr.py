@@ -6,7 +6,6 @@ from typing import ClassVar
 
 from drawloom.components.commands._plots import Panel, draw_svg_panels, draw_text_plot
 from drawloom.components.planning.run_length import count_run_length
-from drawloom.components.ports.run import Batching, Phase, Step
 from drawloom.graph.cli.command import (
     JSON,
     Project,
@@ -18,6 +17,7 @@ from drawloom.graph.cli.command import (
     output,
     output_class,
 )
+from drawloom.ports import Batching, Phase, Step
 
 MAX_POINTS = 2000
 

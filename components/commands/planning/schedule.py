@@ -29,7 +29,6 @@ from drawloom.components.pipeline.simulation.summary import LEGEND, Summary, for
 from drawloom.components.pipeline.simulation.svg import draw_svg
 from drawloom.components.pipeline.simulation.text import draw_text
 from drawloom.components.planning.cost_sources import TracedCosts, UnitCosts
-from drawloom.components.ports.pipeline import Schedule
 from drawloom.graph.cli.command import (
     JSON,
     Count,
@@ -51,6 +50,7 @@ from drawloom.graph.recipe.loading import RecipeFolder
 from drawloom.graph.recipe.lockfile import LOCK
 from drawloom.graph.recipe.overrides import read_overrides
 from drawloom.graph.registry.spec import Spec
+from drawloom.ports import Schedule
 
 FOLDER = "pipeline.schedules."
 

@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import tomli
 
-from drawloom.graph import UserError
+from drawloom import UserError
 from drawloom.graph.foreign_names import read_foreign_names
 from drawloom.graph.toml.emit import dump_key, dump_toml
 

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import attrs
 import numpy as np
 
+from drawloom import UserError, setting
 from drawloom.components.data.chat.encode import Encoded
 from drawloom.components.data.chat.template import ChatTemplate, RenderError, create_chat_template
 from drawloom.components.data.chat.turns import EarlierTurnError, find_turn_end_ids
@@ -18,8 +19,8 @@ from drawloom.components.data.sources.documents import choose_split, file_globs,
 from drawloom.components.data.sources.formats import Line, read_json_lines_or_table_rows
 from drawloom.components.data.store.shard import choose_id_dtype
 from drawloom.components.data.token_arrays import TokenArrays
-from drawloom.components.ports.corpus import ChatTokenizer, Split, find_end_ids
-from drawloom.graph import UserError, component_base_class, setting
+from drawloom.graph import component_base_class
+from drawloom.ports import ChatTokenizer, Split, find_end_ids
 
 log = logging.getLogger("drawloom.data")
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import attrs
 
+from drawloom import UserError, setting
 from drawloom.components.data.chat.template import ChatTemplate, create_chat_template
 from drawloom.components.data.chat.turns import find_turn_end_ids
-from drawloom.components.ports.corpus import ChatTokenizer, Tokenizer, find_end_ids
-from drawloom.graph import UserError, component_base_class, setting
+from drawloom.graph import component_base_class
+from drawloom.ports import ChatTokenizer, Tokenizer, find_end_ids
 
 
 @component_base_class

@@ -12,9 +12,9 @@ from typing import Any
 
 import attrs
 
+from drawloom import UserError
 from drawloom.components.data.chat import render_process
-from drawloom.components.ports.corpus import ChatTokenizer
-from drawloom.graph import UserError
+from drawloom.ports import ChatTokenizer
 
 TIMEOUT = 10.0
 """Seconds for all renderings of a conversation; each usually takes a millisecond."""

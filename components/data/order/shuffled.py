@@ -3,10 +3,9 @@
 import attrs
 import numpy as np
 
+from drawloom import component
 from drawloom.components.data.order.permutation import Permutation
-from drawloom.components.ports.data import RowSource
-from drawloom.components.ports.run import RunInfo
-from drawloom.graph import component
+from drawloom.ports import RowSource, RunInfo
 
 
 @component

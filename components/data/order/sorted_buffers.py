@@ -3,10 +3,9 @@
 import attrs
 import numpy as np
 
+from drawloom import between, component, setting
 from drawloom.components.data.order.permutation import Permutation
-from drawloom.components.ports.data import MeasuredRows, RowSource
-from drawloom.components.ports.run import RunInfo
-from drawloom.graph import between, component, setting
+from drawloom.ports import MeasuredRows, RowSource, RunInfo
 
 
 @component

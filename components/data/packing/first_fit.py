@@ -6,6 +6,7 @@ Documents are packed in runs with `RUN` documents, and many runs at once: one nu
 
 import numpy as np
 
+from drawloom import component
 from drawloom.components.data.order.permutation import Permutation
 from drawloom.components.data.packing.groups import (
     GroupedItems,
@@ -15,7 +16,6 @@ from drawloom.components.data.packing.groups import (
     split_into_blocks,
 )
 from drawloom.components.data.packing.packed_rows import PackedRows, RowIndex, select_trainable_documents
-from drawloom.graph import component
 
 BRANCH = 21
 RUN = 8192  # documents per run; fewer than BRANCH cubed, so there is always an empty row

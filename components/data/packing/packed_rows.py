@@ -13,22 +13,26 @@ import attrs
 import numpy as np
 import torch
 
+from drawloom import Every, NodeView, Problem, ResolvedRecipe, UserError, setting
 from drawloom.components.data.mixture import list_document_sources
 from drawloom.components.data.order.permutation import Permutation
-from drawloom.components.ports.corpus import DocumentPart, Split, TokenCorpus, TokenDocuments
-from drawloom.components.ports.data import (
+from drawloom.graph import component_base_class
+from drawloom.ports import (
     IGNORE_INDEX,
     MAX_LENGTH,
+    Batch,
+    DocumentPart,
+    LanguageModel,
     RowSource,
+    RunInfo,
+    Split,
     TeacherPredictions,
     TokenBatch,
+    TokenCorpus,
+    TokenDocuments,
+    find_length_fault,
     uses_preference_pairs,
 )
-from drawloom.components.ports.model import LanguageModel, find_length_fault
-from drawloom.components.ports.run import RunInfo
-from drawloom.components.state.batch import Batch
-from drawloom.graph import Every, Problem, ResolvedRecipe, UserError, component_base_class, setting
-from drawloom.graph.wiring.node import NodeView
 
 
 class RowPiece(NamedTuple):

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from drawloom import component
 from drawloom.components.data.order.permutation import Permutation
 from drawloom.components.data.packing.groups import (
     GroupedItems,
@@ -9,7 +10,6 @@ from drawloom.components.data.packing.groups import (
     split_into_blocks,
 )
 from drawloom.components.data.packing.packed_rows import PackedRows, RowIndex, select_trainable_documents
-from drawloom.graph import component
 
 
 @component

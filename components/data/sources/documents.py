@@ -7,9 +7,10 @@ from typing import Any, Protocol, get_args
 
 import attrs
 
+from drawloom import between, setting
 from drawloom.components.data.sources.files import File, find_files
-from drawloom.components.ports.corpus import Split
-from drawloom.graph import between, component_base_class, setting
+from drawloom.graph import component_base_class
+from drawloom.ports import Split
 
 PART_BYTES = 2**26
 """Approximate bytes of files per part: large enough to hide its overhead, small enough to lose when killed."""

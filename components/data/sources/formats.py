@@ -9,6 +9,7 @@ from typing import IO, Any
 
 import attrs
 
+from drawloom import UserError
 from drawloom.components.data.sources.documents import PART_BYTES, Document, Part
 from drawloom.components.data.sources.files import (
     PYARROW,
@@ -18,7 +19,6 @@ from drawloom.components.data.sources.files import (
     import_optional_package,
     open_file,
 )
-from drawloom.graph import UserError
 
 
 @attrs.frozen

@@ -11,6 +11,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from drawloom import Problem, UserError, setting, wired
 from drawloom.components.distributed.rng import derive_seed, fill_normal
 from drawloom.components.model.decoder.config import (
     DecoderConfig,
@@ -44,22 +45,23 @@ from drawloom.components.model.new_tokens import (
     count_new_tokens,
     find_new_tokens_fault,
 )
-from drawloom.components.ports.corpus import Tokenizer
-from drawloom.components.ports.kernels import Kernels
-from drawloom.components.ports.model import ForwardFlops, LayerRange
-from drawloom.components.ports.parameter_roles import (
+from drawloom.components.weights.convert import persistent_tensors
+from drawloom.components.weights.mapper import sequential
+from drawloom.graph import component_base_class
+from drawloom.graph.toml.emit import dump_toml
+from drawloom.ports import (
+    ForwardFlops,
+    Kernels,
+    LayerRange,
+    Mapper,
     ModelScaling,
     Parametrization,
     Role,
+    TensorSlice,
+    Tokenizer,
     default_role,
     parameter_roles,
 )
-from drawloom.components.ports.slices import TensorSlice
-from drawloom.components.ports.weights import Mapper
-from drawloom.components.weights.convert import persistent_tensors
-from drawloom.components.weights.mapper import sequential
-from drawloom.graph import Problem, UserError, component_base_class, setting, wired
-from drawloom.graph.toml.emit import dump_toml
 
 EXAMPLES = {
     "num_hidden_layers": 4,

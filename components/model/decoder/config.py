@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 import attrs
 import torch
 
+from drawloom import above, at_least, between, setting
 from drawloom.components.model.decoder.rope import InvalidSetting, Rope, RopeScaling, convert_to_kernel_scaling
 from drawloom.components.model.decoder.specs import (
     Activation,
@@ -18,9 +19,8 @@ from drawloom.components.model.decoder.specs import (
     MlpSpec,
     Routing,
 )
-from drawloom.graph import above, at_least, between, setting
 from drawloom.graph.component import Bound
-from drawloom.kernels.attention.options import AttentionOptions
+from drawloom.ports import AttentionOptions
 
 MAX_SIZES = {
     "num_hidden_layers": 10_000,  # ten times the deepest transformers; building many more would take hours

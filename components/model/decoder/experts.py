@@ -12,8 +12,7 @@ from drawloom.components.model.decoder.router import Router
 from drawloom.components.model.decoder.specs import ExpertSpec, LayerContext, MlpSpec
 from drawloom.components.model.layers import Linear
 from drawloom.components.parallel.expert import ExpertParallel
-from drawloom.components.ports.kernels import Kernels
-from drawloom.components.ports.parameter_roles import BIAS_ROLE, Role
+from drawloom.ports import BIAS_ROLE, Kernels, Role
 
 
 class SharedGate(Linear):

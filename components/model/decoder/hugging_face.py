@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 import attrs
 
+from drawloom import UserError
 from drawloom.components.model.decoder.config import (
     FULL,
     SLIDING,
@@ -23,12 +24,11 @@ from drawloom.components.model.decoder.rope import (
     find_rope_faults,
     parse_theta_and_scaling,
 )
-from drawloom.components.ports.weights import Mapper
 from drawloom.components.storage.regular_file import open_untrusted_file
 from drawloom.components.storage.strict_json import parse_strict_json
 from drawloom.components.weights.mapper import parallel, sequential
 from drawloom.components.weights.mapper_ops import chunk, identity, unstack
-from drawloom.graph import UserError
+from drawloom.ports import Mapper
 
 
 def create_decoder_mapper(names: Iterable[str], architecture: DecoderConfig) -> Mapper:

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import attrs
 
+from drawloom import between, setting
 from drawloom.components.model.decoder.config import (
     ATTENTION_BIAS,
     FULL,
@@ -19,10 +20,9 @@ from drawloom.components.model.decoder.config import (
 from drawloom.components.model.decoder.hugging_face import OF_IMAGES, fill_layer_list
 from drawloom.components.model.decoder.rope import InvalidSetting
 from drawloom.components.model.decoder.specs import Branch, DeltaSpec, MixerSpec
-from drawloom.components.ports.weights import Mapper
 from drawloom.components.weights.mapper import parallel, sequential
 from drawloom.components.weights.mapper_ops import concatenate, unsqueeze
-from drawloom.graph import between, setting
+from drawloom.ports import Mapper
 
 LINEAR = "linear_attention"
 

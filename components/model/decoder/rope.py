@@ -10,7 +10,7 @@ from typing import Any, Literal
 import attrs
 from torch import Tensor
 
-from drawloom.graph import above, at_least, between, setting
+from drawloom import above, at_least, between, setting
 from drawloom.graph.types.structure import ValueConverter
 from drawloom.kernels.rope.frequencies import (
     DynamicScaling,

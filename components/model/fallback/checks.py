@@ -23,10 +23,10 @@ from drawloom.components.model.fallback.parts import (
     first_config_value,
     mask_layer_number,
 )
-from drawloom.components.ports.model import LayerRange, TokenContext
 from drawloom.components.weights.convert import convert_tensors, persistent_tensors
 from drawloom.kernels.attention.eager import attention_eager, create_causal_document_mask
 from drawloom.kernels.linear import embedding_eager, linear_eager
+from drawloom.ports import LayerRange, TokenContext
 
 T = TypeVar("T")
 

@@ -1,9 +1,9 @@
 """The component `model.parametrization.completep`: CompleteP (Dey et al. 2025)."""
 
+from drawloom import component, setting
 from drawloom.components.model.decoder.config import create_size_check
 from drawloom.components.model.parametrization.scaling import compute_model_scaling
-from drawloom.components.ports.parameter_roles import ModelScaling
-from drawloom.graph import component, setting
+from drawloom.ports import ModelScaling
 
 
 @component(impact="incompatible")

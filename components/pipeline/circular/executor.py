@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from drawloom import NodeView, Problem, UserError, component, setting
 from drawloom.components.pipeline.circular.buffers import Buffers
 from drawloom.components.pipeline.circular.one_pass import ForwardPass
 from drawloom.components.pipeline.circular.ring import PendingSends, Ring, TensorMeta, create_exchange_token
@@ -19,12 +20,7 @@ from drawloom.components.pipeline.circular.stage_passes import StagePasses
 from drawloom.components.pipeline.circular.timetable import Timetable
 from drawloom.components.pipeline.executor import ProgramExecutor
 from drawloom.components.pipeline.runtime.stage_runner import StageRunner
-from drawloom.components.ports.distributed import Group
-from drawloom.components.ports.passes import MicrobatchInputs
-from drawloom.components.ports.pipeline import LOSSES
-from drawloom.components.state.step_state import StepState
-from drawloom.graph import Problem, UserError, component, setting
-from drawloom.graph.wiring.node import NodeView
+from drawloom.ports import LOSSES, Group, MicrobatchInputs, StepState
 
 
 @component(impact="safe")

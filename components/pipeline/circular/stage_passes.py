@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from drawloom.components.pipeline.runtime.stage_runner import StageRunner
-from drawloom.components.ports.passes import MicrobatchInputs
+from drawloom.ports import MicrobatchInputs
 
 
 @attrs.define(eq=False)

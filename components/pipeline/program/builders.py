@@ -8,8 +8,16 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from drawloom.components.ports.pipeline import PartialSchedule, Schedule
-from drawloom.components.ports.program import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action, Program
+from drawloom.ports import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    Action,
+    PartialSchedule,
+    Program,
+    Schedule,
+)
 
 
 def assign_stages_in_loop(ranks: int, stages_per_rank: int = 1) -> tuple[int, ...]:

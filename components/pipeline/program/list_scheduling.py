@@ -20,7 +20,7 @@ import attrs
 import numpy as np
 
 from drawloom.components.pipeline.program.timing import Costs
-from drawloom.components.ports.program import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Program
+from drawloom.ports import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Program
 
 NEVER = float("inf")
 

@@ -21,22 +21,22 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
+from drawloom import UserError
 from drawloom.components.pipeline.program.timing import Costs, Timing, compute_timing
-from drawloom.components.ports.distributed import Group
-from drawloom.components.ports.program import (
+from drawloom.ports import (
     BACKWARD,
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
     FORWARD,
     OPS,
     Action,
+    Group,
     MessageOp,
     Program,
     RankProgram,
     group_overlaps,
     iterate_actions,
 )
-from drawloom.graph import UserError
 
 ASSUMED_COSTS = Costs(comm=0.25)
 """Costs assumed for the global order: a message takes a quarter of a forward pass."""

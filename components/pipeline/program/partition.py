@@ -25,8 +25,7 @@ from drawloom.components.pipeline.program.recomputation import (
     list_stage_choices,
 )
 from drawloom.components.pipeline.program.timing import BatchedTiming, CostTable
-from drawloom.components.ports.program import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Program
-from drawloom.components.ports.stages import Recompute
+from drawloom.ports import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Program, Recompute
 
 StageSizes = tuple[int, ...]
 """Numbers of slices by stage."""

@@ -15,7 +15,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from drawloom.components.ports.program import BACKWARD_WEIGHT, FORWARD, OPS, Program
+from drawloom.ports import BACKWARD_WEIGHT, FORWARD, OPS, Program
 
 
 @attrs.frozen

@@ -24,6 +24,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from drawloom import UserError
 from drawloom.components.pipeline.runtime.cuda_graphs import Record, Recorded
 from drawloom.components.pipeline.runtime.stage_runner import (
     StageRunner,
@@ -31,13 +32,8 @@ from drawloom.components.pipeline.runtime.stage_runner import (
     list_floating_leaves,
     require_grad_in_place,
 )
-from drawloom.components.ports.model import BatchContext, Finish, Head, KeyValueCache
-from drawloom.components.ports.pipeline import LOSSES, Loss
-from drawloom.components.ports.program import Action
-from drawloom.components.ports.stages import Stage
-from drawloom.components.state.batch import Batch
 from drawloom.components.state.trees import list_leaves, map_leaves
-from drawloom.graph import UserError
+from drawloom.ports import LOSSES, Action, Batch, BatchContext, Finish, Head, KeyValueCache, Loss, Stage
 
 log = logging.getLogger("drawloom.pipeline")
 

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import attrs
 import numpy as np
 
+from drawloom import UserError, above, at_least, between, component, setting
 from drawloom.components.pipeline.program.builders import assign_stages_in_loop, assign_stages_in_vee
 from drawloom.components.pipeline.program.list_scheduling import ROUNDING, build_list_schedule
 from drawloom.components.pipeline.program.lowering import find_consumer_ranks
@@ -48,10 +49,8 @@ from drawloom.components.pipeline.schedules.v_min import VMin
 from drawloom.components.pipeline.schedules.zero_bubble_1p import ZeroBubble1P
 from drawloom.components.pipeline.schedules.zero_bubble_h2 import ZeroBubbleH2
 from drawloom.components.pipeline.schedules.zero_bubble_v import ZeroBubbleV
-from drawloom.components.ports.pipeline import Schedule
-from drawloom.components.ports.program import FORWARD, OPS, Program
-from drawloom.graph import UserError, above, at_least, between, component, setting
 from drawloom.graph.component import Bound, Check
+from drawloom.ports import FORWARD, OPS, Program, Schedule
 
 
 def list_published_schedules(stages_per_rank: int) -> list[Schedule]:

@@ -6,13 +6,13 @@ Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters
 equal, so that any number of microbatches is possible.
 """
 
+from drawloom import between, component, setting
 from drawloom.components.pipeline.program.builders import (
     OpCodes,
     OpCodeSchedule,
     backward_op_code,
     build_interleaved_op_codes,
 )
-from drawloom.graph import between, component, setting
 
 
 @component(impact="safe")

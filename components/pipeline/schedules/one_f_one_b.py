@@ -7,8 +7,8 @@ microbatches. With twice the warm-up, rank r keeps 2 (p - r) - 1, and no rank wa
 long as a forward pass.
 """
 
+from drawloom import component, setting
 from drawloom.components.pipeline.program.builders import B0, F0, OpCodes, OpCodeSchedule
-from drawloom.graph import component, setting
 
 
 @component(impact="safe")

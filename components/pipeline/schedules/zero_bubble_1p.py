@@ -5,13 +5,13 @@ Qi, Wan, Huang and Lin, "Zero Bubble Pipeline Parallelism", ICLR 2024, section 2
 interleaved form. Rank r defers r weight gradients, so that every rank needs the memory of rank 0 in 1F1B.
 """
 
+from drawloom import between, component, setting
 from drawloom.components.pipeline.program.builders import (
     OpCodes,
     OpCodeSchedule,
     backward_input_op_code,
     build_interleaved_op_codes,
 )
-from drawloom.graph import between, component, setting
 
 
 @component(impact="safe")

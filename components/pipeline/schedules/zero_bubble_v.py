@@ -7,6 +7,7 @@ gradients cost the same and there are 2 p - 1 microbatches or more, no rank wait
 
 from typing import ClassVar
 
+from drawloom import component
 from drawloom.components.pipeline.program.builders import (
     F0,
     F1,
@@ -17,7 +18,6 @@ from drawloom.components.pipeline.program.builders import (
     OpCodes,
     OpCodeSchedule,
 )
-from drawloom.graph import component
 
 
 @component(impact="safe")

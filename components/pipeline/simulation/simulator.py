@@ -21,7 +21,7 @@ from drawloom.components.pipeline.simulation.contention import (
     get_event_key,
     simulate_events,
 )
-from drawloom.components.ports.program import (
+from drawloom.ports import (
     BACKWARD,
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,

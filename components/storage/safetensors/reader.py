@@ -13,6 +13,7 @@ from typing import Any
 import attrs
 from torch import Tensor
 
+from drawloom import UserError
 from drawloom.components.storage.regular_file import RegularFile, open_untrusted_file
 from drawloom.components.storage.safetensors.header import (
     HeaderError,
@@ -23,7 +24,6 @@ from drawloom.components.storage.safetensors.header import (
 )
 from drawloom.components.storage.strict_json import parse_strict_json
 from drawloom.components.storage.tensor_source import TensorSpec, allocate_tensor_and_byte_view
-from drawloom.graph import UserError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
