@@ -4,10 +4,9 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-import attrs
 import torch
 
-from drawloom import Every, NodeView, Problem, ResolvedRecipe, at_least, component, setting
+from drawloom import Every, NodeView, Problem, ResolvedRecipe, at_least, component, internal, setting
 from drawloom.graph.problems import ReopenError
 from drawloom.ports import (
     Cadence,
@@ -75,10 +74,10 @@ class Checkpointer:
     )
     failures: int = setting(default=3, check=at_least(1), doc="consecutive failed saves after which the run stops")
 
-    _saves: "Saves" = attrs.field(init=False, default=None)
-    _memory: "StateMemory | None" = attrs.field(init=False, default=None)  # of a failed attempt
-    _peers: "PeerMemory | None" = attrs.field(init=False, default=None)  # None unless the run survives losses
-    _joins_others: bool = attrs.field(init=False, default=False)  # the state may be in another process's memory
+    _saves: "Saves" = internal(None)
+    _memory: "StateMemory | None" = internal(None)  # of a failed attempt
+    _peers: "PeerMemory | None" = internal(None)  # None unless the run survives losses
+    _joins_others: bool = internal(False)  # the state may be in another process's memory
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:

@@ -6,9 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import ClassVar
 
-import attrs
-
-from drawloom import ResolvedRecipe, UserError, above, component, setting
+from drawloom import ResolvedRecipe, UserError, above, component, internal, setting
 from drawloom.components.checkpoint.manifest import FOLDER, list_checkpoints
 from drawloom.components.checkpoint.remote import RemoteCopy
 from drawloom.components.checkpoint.threads import submit_in_new_thread
@@ -39,11 +37,11 @@ class Mirror:
     every: float = setting(default=60.0, check=above(0), doc="seconds between copies of the metrics")
     timeout: float = setting(default=600.0, check=above(0), doc="seconds that the end of the run waits for copies")
 
-    clock: Callable[[], float] = attrs.field(init=False, default=time.monotonic)
-    _copy: RemoteCopy | None = attrs.field(init=False, default=None)
-    _pending: Future[None] | None = attrs.field(init=False, default=None)
-    _last: float = attrs.field(init=False, default=0.0)
-    _has_warned: bool = attrs.field(init=False, default=False)
+    clock: Callable[[], float] = internal(time.monotonic)
+    _copy: RemoteCopy | None = internal(None)
+    _pending: Future[None] | None = internal(None)
+    _last: float = internal(0.0)
+    _has_warned: bool = internal(False)
 
     def open(self) -> None:
         """Read the newest checkpoint of the mirror into a folder without one. Raises UserError for another recipe."""

@@ -3,10 +3,9 @@
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-import attrs
 from torch import Tensor
 
-from drawloom import Every, component
+from drawloom import Every, component, internal
 from drawloom.components.checkpoint.state_hashes import FOLDER, hash_states
 from drawloom.components.state.trees import list_labelled_children
 from drawloom.components.storage.regular_file import create_folder_unless_link
@@ -40,7 +39,7 @@ class PhaseHashes:
     states: Every[Stateful]
     trackers: Every[Tracker]
 
-    _file: AppendedFile | None = attrs.field(init=False, default=None)
+    _file: AppendedFile | None = internal(None)
 
     def on_event(self, event: Event) -> None:
         """Append the hashes after a phase, and before the first phase of this process."""

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import attrs
 from torch import Tensor
 
-from drawloom import Every, ResolvedRecipe, UserError, between, component, setting
+from drawloom import Every, ResolvedRecipe, UserError, between, component, internal, setting
 from drawloom.components.data.loader import compute_row_digests
 from drawloom.components.data.packing.packed_rows import check_rows_are_unchanged, warn_of_long_texts
 from drawloom.components.data.token_arrays import warn_while_reading
@@ -48,10 +48,10 @@ class Collated:
         check=between(1, MAX_LENGTH + 1),
         doc="rows are padded to a multiple of this length, at most to `max_length`",
     )
-    length: int = attrs.field(init=False, default=0)
-    _splits: dict[Split, Sequence[Example]] = attrs.field(init=False, factory=dict)
-    _vocab_size: int | None = attrs.field(init=False, default=None)
-    _tokens: dict[Split, int] = attrs.field(init=False, factory=dict)
+    length: int = internal(0)
+    _splits: dict[Split, Sequence[Example]] = internal(factory=dict)
+    _vocab_size: int | None = internal(None)
+    _tokens: dict[Split, int] = internal(factory=dict)
 
     def open(self) -> None:
         """Measure all examples. Raises UserError for an example that is too long or rejected by the collator."""

@@ -9,10 +9,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import attrs
 import numpy as np
 
-from drawloom import UserError, component, setting
+from drawloom import UserError, component, internal, setting
 from drawloom.components.data.auto_tokenizer import (
     CLASSES_OF_FILES,
     edit_config_until_transformers_ids_match,
@@ -58,7 +57,7 @@ class HuggingFaceTokenizer:
         doc='first token of documents and prompts (BOS), as spelled in the file; "": none; default: as the file\'s '
         "post-processor says",
     )
-    _dropout: float | None = attrs.field(init=False, default=None)
+    _dropout: float | None = internal(None)
 
     def open(self) -> None:
         """

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import attrs
 import torch
 
-from drawloom import NodeView, Problem, UserError, above, at_least, between, component, setting
+from drawloom import NodeView, Problem, UserError, above, at_least, between, component, internal, setting
 from drawloom.components.storage.strict_json import hash_canonical
 from drawloom.components.storage.tensor_source import view_bytes
 from drawloom.ports import (
@@ -98,13 +98,13 @@ class Loader:
     lengths: list[LengthStage] = setting(
         factory=list, doc="sequence length curriculum: stages with a maximum document length, in order"
     )
-    _step: int = attrs.field(init=False, default=0)
-    _offset: int = attrs.field(init=False, default=0)  # rows consumed beyond those of as many steps of the present size
-    _last_changed_step: int = attrs.field(init=False, default=0)
-    _workers: "Workers | None" = attrs.field(init=False, default=None)
-    _stream: Iterator[Batch] | None = attrs.field(init=False, default=None)
-    _checked: bool = attrs.field(init=False, default=False)
-    _rows: "RowStream" = attrs.field(init=False, default=None)
+    _step: int = internal(0)
+    _offset: int = internal(0)  # rows consumed beyond those of as many steps of the present size
+    _last_changed_step: int = internal(0)
+    _workers: "Workers | None" = internal(None)
+    _stream: Iterator[Batch] | None = internal(None)
+    _checked: bool = internal(False)
+    _rows: "RowStream" = internal(None)
 
     def open(self) -> None:
         """Lay out the row stream, and start the workers. Raises UserError if there are no rows."""

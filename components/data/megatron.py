@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from drawloom import UserError, between, component, setting
+from drawloom import UserError, between, component, internal, setting
 from drawloom.components.data.store.store import ChosenDocuments, select_split_documents
 from drawloom.ports import DocumentPart, Split
 
@@ -31,7 +31,7 @@ class Megatron:
     validation_fraction: float = setting(
         default=0.05, check=between(0, 1), doc="fraction of documents held out for evaluation; 0: none"
     )
-    _documents: Any = attrs.field(init=False, default=None)
+    _documents: Any = internal(None)
 
     def check_before_open(self) -> None:
         """Open the index, and check both files' sizes. Raises UserError for other files, and for truncated ones."""

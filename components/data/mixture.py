@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from drawloom import Problem, UserError, above, component, setting
+from drawloom import Problem, UserError, above, component, internal, setting
 from drawloom.graph.problems import did_you_mean
 from drawloom.ports import DocumentPart, Split, TokenCorpus, TokenDocuments
 
@@ -86,7 +86,7 @@ class Mixture:
         check=above(0),
         doc="sampling temperature; above 1, small sources get a larger share than their size",
     )
-    _mixed: dict[Split, MixedDocuments] = attrs.field(init=False, factory=dict)
+    _mixed: dict[Split, MixedDocuments] = internal(factory=dict)
 
     def check_before_open(self) -> None:
         """Raise UserError if two sources have different vocabularies."""

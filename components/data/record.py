@@ -2,7 +2,7 @@
 
 import attrs
 
-from drawloom import component
+from drawloom import component, internal
 from drawloom.components.data.loader import compute_row_digests
 from drawloom.components.storage.regular_file import create_folder_unless_link
 from drawloom.components.storage.step_log import RewindingLog, StepLog
@@ -24,9 +24,8 @@ class Record:
     mesh: Mesh
     batching: Batching
 
-    _log: RewindingLog = attrs.field(
-        init=False,
-        default=attrs.Factory(lambda self: RewindingLog(self._truncate_all_logs_and_open_own), takes_self=True),
+    _log: RewindingLog = internal(
+        attrs.Factory(lambda self: RewindingLog(self._truncate_all_logs_and_open_own), takes_self=True)
     )
 
     def run_phase(self, step: Step) -> None:

@@ -3,11 +3,10 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import attrs
 import numpy as np
 import torch
 
-from drawloom import between, component, setting
+from drawloom import between, component, internal, setting
 from drawloom.components.data.sources.documents import choose_split, validation_fraction
 from drawloom.components.distributed.rng import create_generator
 from drawloom.ports import IGNORE_INDEX, Example, RunInfo, Split, Tokenizer, complete_document
@@ -29,7 +28,7 @@ class SortDigits:
         default=8192, check=between(1, 10_000_001), doc="numbers drawn, before repetitions are dropped"
     )
     validation_fraction: float = validation_fraction("numbers")
-    _splits: dict[Split, list[Example]] = attrs.field(init=False, factory=dict)
+    _splits: dict[Split, list[Example]] = internal(factory=dict)
 
     def open(self) -> None:
         """Draw all numbers."""

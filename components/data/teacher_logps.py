@@ -5,10 +5,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import attrs
 import numpy as np
 
-from drawloom import UserError, component, setting, wired
+from drawloom import UserError, component, internal, setting, wired
 from drawloom.components.weights.token_ids import read_tokenizer_ids
 from drawloom.ports import Split, Tokenizer
 
@@ -26,8 +25,8 @@ class TeacherLogps:
 
     tokenizer: Tokenizer | None = wired(default=None)
     path: Path = setting(doc="folder that `drawloom teacher-logps` has written")
-    _manifest: Mapping[str, Any] = attrs.field(init=False, factory=dict)
-    _files: dict[Split, tuple[np.ndarray, np.ndarray]] = attrs.field(init=False, factory=dict)
+    _manifest: Mapping[str, Any] = internal(factory=dict)
+    _files: dict[Split, tuple[np.ndarray, np.ndarray]] = internal(factory=dict)
 
     def check_before_open(self) -> None:
         """Read the manifest. Raises UserError if there is none, or if the tokenizer has other ids."""

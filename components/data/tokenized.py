@@ -2,9 +2,7 @@
 
 from pathlib import Path
 
-import attrs
-
-from drawloom import UserError, component, setting, wired
+from drawloom import UserError, component, internal, setting, wired
 from drawloom.components.data.sources.documents import validation_fraction
 from drawloom.components.data.store.store import Store, select_split_documents
 from drawloom.ports import Split, TokenDocuments, Tokenizer
@@ -24,8 +22,8 @@ class Tokenized:
     validation_path: Path | None = setting(
         default=None, doc="token store for the validation split; all documents in `path` are then for training"
     )
-    _train: Store = attrs.field(init=False, default=None)
-    _validation: Store | None = attrs.field(init=False, default=None)
+    _train: Store = internal(None)
+    _validation: Store | None = internal(None)
 
     def open(self) -> None:
         """Open the stores, unless `check_before_open` has."""

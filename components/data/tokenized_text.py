@@ -7,9 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-import attrs
-
-from drawloom import component, setting
+from drawloom import component, internal, setting
 from drawloom.components.data.sources.documents import DividedCorpus, Part
 from drawloom.ports import Corpus, RunInfo, Split, TokenDocuments, Tokenizer
 
@@ -34,7 +32,7 @@ class TokenizedText:
     cache: Path | None = setting(
         default=None, impact="safe", doc="folder for cached token stores; default: `.tokens` beside the run folder"
     )
-    _splits: dict[Split, TokenDocuments] = attrs.field(init=False, factory=dict)
+    _splits: dict[Split, TokenDocuments] = internal(factory=dict)
 
     def open(self) -> None:
         """

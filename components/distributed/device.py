@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import Literal
 
-import attrs
 import torch
 
-from drawloom import NodeView, Problem, UserError, between, component, setting
+from drawloom import NodeView, Problem, UserError, between, component, internal, setting
 from drawloom.components.distributed.cpu_threads import THREADS, count_threads_per_process
 from drawloom.components.distributed.torch_release import check_torch_has_private_names
 from drawloom.components.distributed.torchrun import read_launch
@@ -47,10 +46,10 @@ class ComputeDevice:
         doc="CPU threads per operation; default: OMP_NUM_THREADS, or the usable cores divided by local processes",
     )
 
-    _threads_before: int | None = attrs.field(init=False, default=None)
-    _cuda_before: int | None = attrs.field(init=False, default=None)
-    _products_before: str | None = attrs.field(init=False, default=None)
-    _variables_before: dict[str, str | None] = attrs.field(init=False, factory=dict)
+    _threads_before: int | None = internal(None)
+    _cuda_before: int | None = internal(None)
+    _products_before: str | None = internal(None)
+    _variables_before: dict[str, str | None] = internal(factory=dict)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:

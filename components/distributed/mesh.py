@@ -10,10 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, Literal
 
-import attrs
 import torch
 
-from drawloom import NodeView, Problem, between, component, setting
+from drawloom import NodeView, Problem, between, component, internal, setting
 from drawloom.components.distributed.mesh_layout import (
     DATA,
     EXPERT_DATA,
@@ -104,8 +103,8 @@ class RankMesh(MeshView):
         ),
     )
 
-    layout: Layout = attrs.field(init=False, factory=lambda: Layout(dict.fromkeys(DIMENSIONS, 1)))
-    _groups: dict[tuple[str, ...], Group] = attrs.field(init=False, factory=dict)
+    layout: Layout = internal(factory=lambda: Layout(dict.fromkeys(DIMENSIONS, 1)))
+    _groups: dict[tuple[str, ...], Group] = internal(factory=dict)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 import attrs
 import torch.distributed as dist
 
-from drawloom import Every, UserError, above, component, setting
+from drawloom import Every, UserError, above, component, internal, setting
 from drawloom.components.distributed.single_process import SingleProcess
 from drawloom.components.distributed.torchrun import Launch, read_launch
 from drawloom.ports import PRINTED, Device, Group, P2PChannel, ReplicaLimit
@@ -45,9 +45,9 @@ class TorchProcesses:
         doc="seconds without a heartbeat after which a process counts as lost, with on_failure = 'continue'",
     )
 
-    _ranks: "LaunchedRanks | None" = attrs.field(init=False, default=None)  # None: a process without a launch
+    _ranks: "LaunchedRanks | None" = internal(None)  # None: a process without a launch
     # for `open`: a membership in the next generation, or "spare" for a process without one
-    _next: "Membership | Literal['spare'] | None" = attrs.field(init=False, default=None)
+    _next: "Membership | Literal['spare'] | None" = internal(None)
 
     @property
     def _launch(self) -> Launch:

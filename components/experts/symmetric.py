@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from drawloom import UserError, at_least, between, component, setting
+from drawloom import UserError, at_least, between, component, internal, setting
 from drawloom.components.experts.planned_exchange import dispatch_if_one_rank_or_meta
 from drawloom.ports import Dispatched, Group, Kernels, Mesh, PeerTensors, Routes, SymmetricMemory
 
@@ -60,8 +60,8 @@ class SymmetricExperts:
         doc="rows to make room for at first, relative to balanced experts; default: all rows, counted while the host "
         "waits",
     )
-    _exchanges: dict[int, "SharedSlots"] = attrs.field(init=False, factory=dict)
-    _room: float | None = attrs.field(init=False, default=attrs.Factory(lambda self: self.capacity, takes_self=True))
+    _exchanges: dict[int, "SharedSlots"] = internal(factory=dict)
+    _room: float | None = internal(attrs.Factory(lambda self: self.capacity, takes_self=True))
 
     def dispatch(self, hidden: Tensor, chosen: Tensor, probabilities: Tensor, num_experts: int) -> Dispatched:
         """

@@ -5,11 +5,10 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import ClassVar, Literal
 
-import attrs
 import torch
 from torch import nn
 
-from drawloom import NodeView, Problem, UserError, component, setting
+from drawloom import NodeView, Problem, UserError, component, internal, setting
 from drawloom.components.float8.layers import (
     Candidate,
     Float8Linear,
@@ -76,8 +75,8 @@ class Float8Training(StageFeature):
     implementation: Implementation = setting(
         default="auto", doc="implementation of casts, products and norms; products on a GPU are always cuBLAS's"
     )
-    _cached: list[CachedFloat8Weights] = attrs.field(init=False, factory=list)
-    _rounded_at: list[int] = attrs.field(init=False, factory=list)
+    _cached: list[CachedFloat8Weights] = internal(factory=list)
+    _rounded_at: list[int] = internal(factory=list)
 
     @classmethod
     def check_stages(cls, feature: NodeView, nodes: StageNodes) -> Iterator[Problem]:

@@ -4,11 +4,10 @@ import math
 from fnmatch import fnmatchcase
 from typing import Literal
 
-import attrs
 import torch
 from torch import Tensor
 
-from drawloom import UserError, above, at_least, component, setting
+from drawloom import UserError, above, at_least, component, internal, setting
 from drawloom.kernels.gradients.eager import scale_and_sum_squares
 from drawloom.ports import Device, Parameters, Reduce, Step, get_or_create_gradient
 
@@ -30,7 +29,7 @@ class ClipGroupNorm:
         default=2.0, check=at_least(1), doc='norm order p; "inf" for the largest magnitude'
     )
     targets: list[str] = setting(factory=lambda: ["*"], doc="parameter name patterns (fnmatch)")
-    _checked: bool = attrs.field(init=False, default=False)
+    _checked: bool = internal(False)
 
     def run_phase(self, step: Step) -> None:
         """Scale the group's gradients by max_norm / norm if that is below 1. Raises UserError if no name matches."""

@@ -5,11 +5,10 @@ from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from typing import Any, ClassVar
 
-import attrs
 import torch
 from torch import Tensor
 
-from drawloom import UserError, component
+from drawloom import UserError, component, internal
 from drawloom.components.kernels.auto import AutoKernels
 from drawloom.components.kernels.choosing import (
     ImplementationChoice,
@@ -73,11 +72,11 @@ class BatchInvariantKernels(AutoKernels):
     batch_invariant: ClassVar[bool] = True
     _attend_to_cached_eager = staticmethod(attend_in_blocks)
     # operations with one implementation are no settings
-    _attention: str = attrs.field(init=False, default="auto")
-    _grouped_gemm: str = attrs.field(init=False, default="auto")
-    _linear_cross_entropy: str = attrs.field(init=False, default="auto")
-    filter_eps: float = attrs.field(init=False, default=0.0)
-    _settings_before: ExitStack = attrs.field(init=False, factory=ExitStack)
+    _attention: str = internal("auto")
+    _grouped_gemm: str = internal("auto")
+    _linear_cross_entropy: str = internal("auto")
+    filter_eps: float = internal(0.0)
+    _settings_before: ExitStack = internal(factory=ExitStack)
 
     def open(self) -> None:
         """Load the implementations, and let cuBLAS compute without split-K. Raises UserError like `kernels.auto`."""

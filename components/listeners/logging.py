@@ -8,9 +8,7 @@ from logging.handlers import WatchedFileHandler
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TextIO
 
-import attrs
-
-from drawloom import Every, UserError, component, setting
+from drawloom import Every, UserError, component, internal, setting
 from drawloom.components.storage.regular_file import create_folder_unless_link, open_to_append
 from drawloom.graph.cli.terminal import Stream, print_escaped_text
 from drawloom.ports import PRINTED, Event, EventKind, Mesh, Processes, RunFolder, is_marked
@@ -73,9 +71,9 @@ class RunLogging:
         default="warning", doc="lowest message level on standard error"
     )
 
-    _added: list[tuple[logging.Logger, logging.Handler]] = attrs.field(init=False, factory=list)
-    _level_before: int = attrs.field(init=False, default=logging.NOTSET)
-    _show_before: Callable[..., Any] | None = attrs.field(init=False, default=None)
+    _added: list[tuple[logging.Logger, logging.Handler]] = internal(factory=list)
+    _level_before: int = internal(logging.NOTSET)
+    _show_before: Callable[..., Any] | None = internal(None)
 
     def open(self) -> None:
         """Open the log file, and install the handlers."""

@@ -8,12 +8,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import attrs
 import torch
 from torch import nn
 from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function, schedule
 
-from drawloom import Every, at_least, component, setting
+from drawloom import Every, at_least, component, internal, setting
 from drawloom.components.storage.regular_file import create_folder_unless_link
 from drawloom.ports import Device, Event, Mesh, RunFolder, Stages, Step
 
@@ -48,14 +47,14 @@ class Profiler:
     repeat: int = setting(default=1, check=at_least(0), doc="traces per process; 0: traces until the end")
     memory: bool = setting(default=False, doc="trace allocations, which makes steps slower")
 
-    _running: profile | None = attrs.field(init=False, default=None)
-    _first: int = attrs.field(init=False, default=0)
-    _step: int = attrs.field(init=False, default=0)
-    _written: int = attrs.field(init=False, default=0)
-    _off: bool = attrs.field(init=False, default=False)
-    _ranges: list[Any] = attrs.field(init=False, factory=list)
-    _hooks: list[Any] = attrs.field(init=False, factory=list)
-    _failure: Exception | None = attrs.field(init=False, default=None)
+    _running: profile | None = internal(None)
+    _first: int = internal(0)
+    _step: int = internal(0)
+    _written: int = internal(0)
+    _off: bool = internal(False)
+    _ranges: list[Any] = internal(factory=list)
+    _hooks: list[Any] = internal(factory=list)
+    _failure: Exception | None = internal(None)
 
     def close(self) -> None:
         """Discard an unfinished trace."""

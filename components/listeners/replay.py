@@ -12,7 +12,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom import NodeView, Problem, component, setting
+from drawloom import NodeView, Problem, component, internal, setting
 from drawloom.components.state.trees import list_leaves, replace_leaves
 from drawloom.components.storage.tensor_source import hash_tensor_bytes
 from drawloom.ports import (
@@ -90,11 +90,11 @@ class Replay:
         default=100, check=describe_cadence_fault, doc='steps between replays, or "last" or "never"'
     )
 
-    _data_ranks: Group = attrs.field(init=False, default=None)
-    _hooks: list[Any] = attrs.field(init=False, factory=list)
-    _digests: Digests | None = attrs.field(init=False, default=None)  # None while no pass is recorded
-    _verified_step: int = attrs.field(init=False, default=0)
-    _is_on: bool = attrs.field(init=False, default=True)
+    _data_ranks: Group = internal(None)
+    _hooks: list[Any] = internal(factory=list)
+    _digests: Digests | None = internal(None)  # None while no pass is recorded
+    _verified_step: int = internal(0)
+    _is_on: bool = internal(True)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:

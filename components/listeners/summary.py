@@ -7,11 +7,10 @@ from datetime import timedelta
 from itertools import chain
 from typing import Any, ClassVar
 
-import attrs
 import torch
 from torch import nn
 
-from drawloom import Every, component
+from drawloom import Every, component, internal
 from drawloom.ports import (
     Batching,
     DescribedStages,
@@ -61,13 +60,13 @@ class RunSummary:
     launches: Every[Processes]
     stages: Every[DescribedStages]
 
-    clock: Callable[[], float] = attrs.field(init=False, default=time.monotonic)
-    _began: float = attrs.field(init=False, default=0.0)
-    _first: int = attrs.field(init=False, default=0)
-    _last: int = attrs.field(init=False, default=0)
-    _tokens: int = attrs.field(init=False, default=0)
-    _newest: Step | None = attrs.field(init=False, default=None)
-    _best: dict[str, Any] = attrs.field(init=False, factory=dict)
+    clock: Callable[[], float] = internal(time.monotonic)
+    _began: float = internal(0.0)
+    _first: int = internal(0)
+    _last: int = internal(0)
+    _tokens: int = internal(0)
+    _newest: Step | None = internal(None)
+    _best: dict[str, Any] = internal(factory=dict)
 
     def state_dict(self) -> dict[str, Any]:
         """Return `value` and `step` of the best validation loss and reward so far; empty without validation."""

@@ -10,9 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import ClassVar, get_args
 
-import attrs
-
-from drawloom import above, component, setting
+from drawloom import above, component, internal, setting
 from drawloom.components.distributed.guard import guard
 from drawloom.components.listeners.logging import open_log_for_appending, prepare_rank_log_path
 from drawloom.ports import Event, EventKind, Mesh, Processes, RunFolder
@@ -145,15 +143,15 @@ class Timeouts:
 
     observes: ClassVar[tuple[EventKind, ...]] = tuple(kind for kind in get_args(EventKind) if kind != "data_loaded")
 
-    exit: Callable[[int], object] = attrs.field(init=False, default=os._exit)
-    tick: float = attrs.field(init=False, default=0.5)
-    watchdog_margin: float = attrs.field(init=False, default=WATCHDOG_MARGIN)
-    _watchdog: Watchdog | None = attrs.field(init=False, default=None)
-    _stepped: bool = attrs.field(init=False, default=False)
-    _where: str = attrs.field(init=False, default=BEFORE)
-    _phase: str = attrs.field(init=False, default="")
-    _allowed: float = attrs.field(init=False, default=0.0)
-    _slow_after: float = attrs.field(init=False, default=0.0)
+    exit: Callable[[int], object] = internal(os._exit)
+    tick: float = internal(0.5)
+    watchdog_margin: float = internal(WATCHDOG_MARGIN)
+    _watchdog: Watchdog | None = internal(None)
+    _stepped: bool = internal(False)
+    _where: str = internal(BEFORE)
+    _phase: str = internal("")
+    _allowed: float = internal(0.0)
+    _slow_after: float = internal(0.0)
 
     def open(self) -> None:
         """Start the watchdog, without a limit yet."""

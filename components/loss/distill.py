@@ -12,11 +12,10 @@ from collections.abc import Iterator
 from functools import partial
 from typing import ClassVar, Literal
 
-import attrs
 import torch
 from torch import Tensor
 
-from drawloom import NodeView, Problem, UserError, above, between, component, setting, wired
+from drawloom import NodeView, Problem, UserError, above, between, component, internal, setting, wired
 from drawloom.components.loss.decoder_inputs import DecoderInputs
 from drawloom.ports import Head, LossSums, TokenBatch, Tokenizer
 
@@ -58,7 +57,7 @@ class Distill(DecoderInputs):
         doc="share of the data's cross entropy in the loss; the rest is the divergence",
     )
 
-    _teacher_head: Head | None = attrs.field(init=False, default=None)
+    _teacher_head: Head | None = internal(None)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:

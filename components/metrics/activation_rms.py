@@ -4,11 +4,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom import UserError, component
+from drawloom import UserError, component, internal
 from drawloom.components.metrics.pass_sums import PassSums
 from drawloom.components.state.trees import list_leaves
 from drawloom.ports import BatchContext, Mesh, Stages, Step, TokenContext, Value
@@ -28,10 +27,10 @@ class ActivationRms(PassSums):
     stages: Stages
     mesh: Mesh
 
-    _layers: list[int] = attrs.field(init=False, factory=list)
-    _hooks: list[Any] = attrs.field(init=False, factory=list)
+    _layers: list[int] = internal(factory=list)
+    _hooks: list[Any] = internal(factory=list)
     # whether a position of the current microbatch has a token, (positions,); None if its rows do not consist of tokens
-    _is_token: Tensor | None = attrs.field(init=False, default=None)
+    _is_token: Tensor | None = internal(None)
 
     def open(self) -> None:
         """Gather all stages' layers, and observe this rank's. Raises UserError if there are none."""

@@ -4,11 +4,10 @@ import math
 from collections.abc import Mapping
 from typing import ClassVar
 
-import attrs
 import torch
 from torch import Tensor
 
-from drawloom import component, setting
+from drawloom import component, internal, setting
 from drawloom.components.metrics.named_sums import read_losses_on_last_stage, sum_scalar_over_microbatches
 from drawloom.ports import Accumulator, Step, Tokenizer, Value, count_target_bytes
 
@@ -27,7 +26,7 @@ class BitsPerByte:
     of: str = setting(default="cross_entropy", doc="name of the loss's cross entropy sum, in nats")
 
     accumulators: ClassVar[Mapping[str, Accumulator]] = {"nats": Accumulator(), "bytes": Accumulator(scope="rows")}
-    _table: Tensor = attrs.field(init=False, default=None)
+    _table: Tensor = internal(None)
 
     def open(self) -> None:
         """Load the byte counts by token id."""

@@ -3,11 +3,10 @@
 import re
 from collections.abc import Callable, Iterator, Mapping
 
-import attrs
 import torch
 from torch import Tensor
 
-from drawloom import UserError, component, setting
+from drawloom import UserError, component, internal, setting
 from drawloom.components.metrics.pass_sums import PassSums
 from drawloom.ports import ExpertRouter, Mesh, Stages, Step, Value, find_routers
 
@@ -30,8 +29,8 @@ class ExpertLoad(PassSums):
     mesh: Mesh
     by_expert: bool = setting(default=False, doc="also report token counts by expert")
 
-    _names: list[str] = attrs.field(init=False, factory=list)
-    _observed: list[tuple[ExpertRouter, Callable[[Tensor, Tensor], None]]] = attrs.field(init=False, factory=list)
+    _names: list[str] = internal(factory=list)
+    _observed: list[tuple[ExpertRouter, Callable[[Tensor, Tensor], None]]] = internal(factory=list)
 
     def open(self) -> None:
         """Gather all stages' routers, and observe this rank's. Raises UserError if there are none."""

@@ -4,11 +4,10 @@ from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Literal
 
-import attrs
 import torch
 from torch import Tensor
 
-from drawloom import UserError, between, component, setting
+from drawloom import UserError, between, component, internal, setting
 from drawloom.ports import (
     Accumulator,
     Cadence,
@@ -59,8 +58,8 @@ class Histograms:
         default=100, check=describe_cadence_fault, doc='steps between histograms, or "last" or "never"'
     )
 
-    _series: list[str] = attrs.field(init=False, factory=list)
-    _measured: dict[str, Tensor] = attrs.field(init=False, factory=dict)
+    _series: list[str] = internal(factory=list)
+    _measured: dict[str, Tensor] = internal(factory=dict)
 
     def open(self) -> None:
         """Gather the model's parameter names. Raises UserError for a pattern without a match."""

@@ -4,11 +4,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom import component
+from drawloom import component, internal
 from drawloom.ports import Accumulator, Mesh, Parameters, Step, Value
 
 LAYER = re.compile(r"^(?:.*\.)?layers\.(\d+)\.")
@@ -26,8 +25,8 @@ class LayerNorms:
     parameters: Parameters
     mesh: Mesh
 
-    _layers: list[str] = attrs.field(init=False, factory=list)
-    _squares: dict[str, Tensor] = attrs.field(init=False, factory=dict)
+    _layers: list[str] = internal(factory=list)
+    _squares: dict[str, Tensor] = internal(factory=dict)
 
     def open(self) -> None:
         """Gather all stages' layers."""

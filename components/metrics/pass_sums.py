@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 
-import attrs
 import torch
 from torch import Tensor
 
+from drawloom import internal
 from drawloom.graph import component_base_class
 from drawloom.ports import Accumulator, Device, Metric, Step
 
@@ -16,7 +16,7 @@ class PassSums(Metric):
 
     device: Device
 
-    _sums: Tensor = attrs.field(init=False, factory=lambda: torch.zeros(0, dtype=torch.float64))
+    _sums: Tensor = internal(factory=lambda: torch.zeros(0, dtype=torch.float64))
 
     def allocate_sums(self, *shape: int) -> None:
         """Start with sums of this shape, the same on all ranks."""

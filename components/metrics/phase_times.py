@@ -5,10 +5,9 @@ from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import ClassVar
 
-import attrs
 from torch import Tensor
 
-from drawloom import Every, component
+from drawloom import Every, component, internal
 from drawloom.graph.component import find_declared_reads_and_writes
 from drawloom.ports import (
     Device,
@@ -43,13 +42,13 @@ class PhaseTimes(Metric):
     phases: Every[Phase]
     observes: ClassVar[tuple[EventKind, ...]] = ("step_started", "phase_started", "data_loaded", "phase_ended")
 
-    clock: Callable[[], float] = attrs.field(init=False, default=time.monotonic)
+    clock: Callable[[], float] = internal(time.monotonic)
     # marks with the name of the part that ended there
-    _marks: list[tuple[str, Mark]] = attrs.field(init=False, factory=list)
-    _measured: list[tuple[str, Mark]] = attrs.field(init=False, factory=list)
-    _phase: str = attrs.field(init=False, default="")
-    _measuring: str = attrs.field(init=False, default="")  # name of the measuring phase
-    _goes_back: bool = attrs.field(init=False, default=False)
+    _marks: list[tuple[str, Mark]] = internal(factory=list)
+    _measured: list[tuple[str, Mark]] = internal(factory=list)
+    _phase: str = internal("")
+    _measuring: str = internal("")  # name of the measuring phase
+    _goes_back: bool = internal(False)
 
     def on_event(self, event: Event) -> None:
         """Mark where phases begin and end, and where data loading ends."""

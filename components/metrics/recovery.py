@@ -8,7 +8,7 @@ from typing import ClassVar
 import attrs
 from torch import Tensor
 
-from drawloom import component
+from drawloom import component, internal
 from drawloom.ports import Event, EventKind, Mesh, Metric, Step, Value
 
 PREFIX = "recovery/"
@@ -46,10 +46,10 @@ class Recovery(Metric):
     mesh: Mesh
     observes: ClassVar[tuple[EventKind, ...]] = ("run_started", "step_started", "phase_ended", "step_ended")
 
-    clock: Callable[[], float] = attrs.field(init=False, default=time.monotonic)
-    _marks: Marks | None = attrs.field(init=False, default=None)  # of the running step, or of its interruption
-    _seconds: dict[str, float] = attrs.field(init=False, factory=dict)  # by part, for the present step
-    _measured: dict[str, float] = attrs.field(init=False, factory=dict)
+    clock: Callable[[], float] = internal(time.monotonic)
+    _marks: Marks | None = internal(None)  # of the running step, or of its interruption
+    _seconds: dict[str, float] = internal(factory=dict)  # by part, for the present step
+    _measured: dict[str, float] = internal(factory=dict)
 
     def on_event(self, event: Event) -> None:
         """Note the progress of a step, and the end of a recovery."""

@@ -3,10 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-import attrs
 from torch import Tensor
 
-from drawloom import component
+from drawloom import component, internal
 from drawloom.ports import Metric, Step, Value
 
 
@@ -19,8 +18,8 @@ class Throughput(Metric):
     evaluations, replays and saving.
     """
 
-    _tokens: int = attrs.field(init=False, default=0)
-    _measured: Step | None = attrs.field(init=False, default=None)
+    _tokens: int = internal(0)
+    _measured: Step | None = internal(None)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the token count so far."""

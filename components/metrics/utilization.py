@@ -3,11 +3,10 @@
 import logging
 from collections.abc import Mapping
 
-import attrs
 import torch
 from torch import Tensor
 
-from drawloom import Every, above, component, setting
+from drawloom import Every, above, component, internal, setting
 from drawloom.ports import (
     LOSS,
     Accumulator,
@@ -51,10 +50,10 @@ class Utilization:
         default=None, check=above(0), doc="the device's peak TFLOP/s; default: a table with known devices"
     )
 
-    _flops: ForwardFlops | None = attrs.field(init=False, default=None)
-    _peak: float | None = attrs.field(init=False, default=None)
-    _frozen: set[str] = attrs.field(init=False, factory=set)
-    _has_warned: bool = attrs.field(init=False, default=False)
+    _flops: ForwardFlops | None = internal(None)
+    _peak: float | None = internal(None)
+    _frozen: set[str] = internal(factory=set)
+    _has_warned: bool = internal(False)
 
     def open(self) -> None:
         """Look up the model's FLOPs, if a model counts them, and the device's peak."""

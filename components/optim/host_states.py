@@ -3,10 +3,9 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import ClassVar, Literal
 
-import attrs
 import torch
 
-from drawloom import NodeView, Problem, above, setting
+from drawloom import NodeView, Problem, above, internal, setting
 from drawloom.components.distributed.transfers import DeviceTransfers
 from drawloom.graph import component_base_class
 from drawloom.ports import MemoryKind, MemoryPolicy, Mesh, Transfers
@@ -43,8 +42,8 @@ class HostStates:
         check=above(0),
         doc="bytes of each of three slots on the device, through which a state on the host is streamed",
     )
-    open_transfers: Callable[[torch.device], Transfers] = attrs.field(init=False, default=DeviceTransfers)
-    _transfers: Transfers | None = attrs.field(init=False, default=None)
+    open_transfers: Callable[[torch.device], Transfers] = internal(DeviceTransfers)
+    _transfers: Transfers | None = internal(None)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:

@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom import NodeView, Problem, UserError, above, at_least, component, setting
+from drawloom import NodeView, Problem, UserError, above, at_least, component, internal, setting
 from drawloom.components.distributed.rng import derive_seed
 from drawloom.components.optim.host_states import HostStates
 from drawloom.components.optim.parameter_groups import (
@@ -111,10 +111,10 @@ class StochasticAdamW(HostStates):
     implementation: Literal["auto", "triton", "eager"] = setting(
         default="auto", impact="safe", doc="auto is triton on a GPU, else eager; both give the same bits"
     )
-    _params: dict[str, ParamState] = attrs.field(init=False, factory=dict)
-    _launches: list[_Launch] = attrs.field(init=False, factory=list)
-    _steps: int = attrs.field(init=False, default=0)
-    _last: Step | None = attrs.field(init=False, default=None)
+    _params: dict[str, ParamState] = internal(factory=dict)
+    _launches: list[_Launch] = internal(factory=list)
+    _steps: int = internal(0)
+    _last: Step | None = internal(None)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:

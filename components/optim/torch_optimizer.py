@@ -6,11 +6,10 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom import NodeView, Problem
+from drawloom import NodeView, Problem, internal
 from drawloom.components.optim.adamw_step import ADAM_MOMENTS, FactorStep, WideGradientStep
 from drawloom.components.optim.host_states import HostStates
 from drawloom.components.optim.parameter_groups import (
@@ -131,10 +130,10 @@ class TorchOptimizer(HostStates):
     lr: float
     weight_decay: float
     groups: Sequence[ParameterGroup]
-    _optimizers: list[torch.optim.Optimizer] = attrs.field(init=False, factory=list)
-    _streamed: "dict[torch.optim.Optimizer, StreamedTorchStep]" = attrs.field(init=False, factory=dict)
-    _slots: "Slots | None" = attrs.field(init=False, default=None)
-    _host_state: dict[str, dict[str, Tensor]] = attrs.field(init=False, factory=dict)
+    _optimizers: list[torch.optim.Optimizer] = internal(factory=list)
+    _streamed: "dict[torch.optim.Optimizer, StreamedTorchStep]" = internal(factory=dict)
+    _slots: "Slots | None" = internal(None)
+    _host_state: dict[str, dict[str, Tensor]] = internal(factory=dict)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:

@@ -4,10 +4,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import attrs
 import torch
 
-from drawloom import NodeView, Problem, above, at_least, component, setting
+from drawloom import NodeView, Problem, above, at_least, component, internal, setting
 from drawloom.ports import Mesh, Step
 
 
@@ -26,10 +25,10 @@ class Budget:
     tokens: int | None = setting(default=None, check=at_least(1), doc="training tokens in the whole run")
     minutes: float | None = setting(default=None, check=above(0), doc="time of training in the whole run")
 
-    clock: Callable[[], float] = attrs.field(init=False, default=time.monotonic)
-    _tokens: int = attrs.field(init=False, default=0)
-    _seconds: float = attrs.field(init=False, default=0.0)
-    _counted: float | None = attrs.field(init=False, default=None)  # the time up to which seconds are counted
+    clock: Callable[[], float] = internal(time.monotonic)
+    _tokens: int = internal(0)
+    _seconds: float = internal(0.0)
+    _counted: float | None = internal(None)  # the time up to which seconds are counted
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:

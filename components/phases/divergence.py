@@ -3,9 +3,7 @@
 import math
 from typing import Any
 
-import attrs
-
-from drawloom import UserError, above, at_least, component, setting
+from drawloom import UserError, above, at_least, component, internal, setting
 from drawloom.ports import Step
 
 SMALLEST_SCALE = 1.5
@@ -24,9 +22,9 @@ class Divergence:
     steps: int = setting(default=10, check=at_least(1), doc="consecutive lost steps after which the run ends")
     factor: float = setting(default=3.0, check=above(1), doc="threshold for a lost step, relative to the first loss")
 
-    _first: float | None = attrs.field(init=False, default=None)
-    _lost: int = attrs.field(init=False, default=0)
-    _late: Step | None = attrs.field(init=False, default=None)
+    _first: float | None = internal(None)
+    _lost: int = internal(0)
+    _late: Step | None = internal(None)
 
     def run_phase(self, step: Step) -> None:
         """Judge the step, or the previous step if a device computes the loss. Raises UserError on all ranks alike."""

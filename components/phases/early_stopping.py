@@ -3,9 +3,7 @@
 import math
 from typing import Any, ClassVar, Literal
 
-import attrs
-
-from drawloom import at_least, between, component, setting
+from drawloom import at_least, between, component, internal, setting
 from drawloom.ports import Step
 
 
@@ -27,9 +25,9 @@ class EarlyStopping:
     )
     best_is: Literal["lowest", "highest"] = setting(default="lowest", doc="better values of `metric`: low or high")
 
-    _best: float | None = attrs.field(init=False, default=None)
-    _best_step: int = attrs.field(init=False, default=0)
-    _waited: int = attrs.field(init=False, default=0)
+    _best: float | None = internal(None)
+    _best_step: int = internal(0)
+    _waited: int = internal(0)
 
     def run_phase(self, step: Step) -> None:
         """Compare the metric, if the step has one, and end the run if it did not improve. A skipped step counts too."""

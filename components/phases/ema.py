@@ -8,7 +8,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom import NodeView, Problem, between, component, setting
+from drawloom import NodeView, Problem, between, component, internal, setting
 from drawloom.ports import MemoryKind, Parameters, Step, TensorSlice
 
 
@@ -25,7 +25,7 @@ class WeightAverage:
     parameters: Parameters
     decay: float = setting(default=0.999, check=between(0, 1), doc="decay rate of the average per step")
 
-    _averages: dict[str, Tensor] = attrs.field(init=False, factory=dict)
+    _averages: dict[str, Tensor] = internal(factory=dict)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:

@@ -1,9 +1,8 @@
 """Evaluation: the loss on the validation split."""
 
-import attrs
 import torch
 
-from drawloom import component, setting
+from drawloom import component, internal, setting
 from drawloom.ports import (
     LOSSES,
     AveragedWeights,
@@ -50,7 +49,7 @@ class Evaluate:
         ),
     )
 
-    _initial: float | None = attrs.field(init=False, default=None)
+    _initial: float | None = internal(None)
 
     def after_restore(self, restored_step: int) -> None:
         """Evaluate a new run's initial weights."""

@@ -7,7 +7,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom import Every, between, component, setting
+from drawloom import Every, between, component, internal, setting
 from drawloom.components.phases.rollout import repeat_prompts, require_prompts, score_completions_on_first_rank
 from drawloom.ports import (
     AveragedWeights,
@@ -56,8 +56,8 @@ class EvaluateRewards:
     )
     at_start: bool = setting(default=True, doc="whether a new run also evaluates before its first step")
 
-    _copy: Group = attrs.field(init=False, default=None)
-    _initial: float | None = attrs.field(init=False, default=None)
+    _copy: Group = internal(None)
+    _initial: float | None = internal(None)
 
     def open(self) -> None:
         """Connect the ranks with the same rows."""

@@ -3,9 +3,7 @@
 import gc
 from typing import ClassVar
 
-import attrs
-
-from drawloom import component, setting
+from drawloom import component, internal, setting
 from drawloom.ports import Cadence, Event, EventKind, Step, describe_cadence_fault, is_due
 
 
@@ -26,7 +24,7 @@ class CollectGarbage:
 
     observes: ClassVar[tuple[EventKind, ...]] = ("saving_started",)
 
-    _was_on: bool = attrs.field(init=False, default=False)
+    _was_on: bool = internal(False)
 
     def open(self) -> None:
         """Turn automatic collection off, and collect all generations."""

@@ -8,9 +8,7 @@ import logging
 from statistics import fmean, pstdev
 from typing import Any, ClassVar
 
-import attrs
-
-from drawloom import UserError, above, at_least, component, setting
+from drawloom import UserError, above, at_least, component, internal, setting
 from drawloom.ports import MovableData, Step
 
 MIN_DEVIATION = 0.01
@@ -43,10 +41,10 @@ class LossSpikes:
         doc="how often the run may go back to a checkpoint, before a spike ends it; 0: only warn",
     )
 
-    _losses: list[float] = attrs.field(init=False, factory=list)
-    _times: int = attrs.field(init=False, default=0)
-    _position: int | None = attrs.field(init=False, default=None)
-    _late: list[Step] = attrs.field(init=False, factory=list)
+    _losses: list[float] = internal(factory=list)
+    _times: int = internal(0)
+    _position: int | None = internal(None)
+    _late: list[Step] = internal(factory=list)
 
     def run_phase(self, step: Step) -> None:
         """Compare the step's loss. Raises UserError on all ranks for a spike if the run may not go back again."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import attrs
 
-from drawloom import between, component, setting
+from drawloom import between, component, internal, setting
 from drawloom.components.storage.step_log import RewindingLog, StepLog
 from drawloom.ports import (
     Cadence,
@@ -41,9 +41,7 @@ class RecordRollouts:
     )
     rows: int = setting(default=4, check=between(1, 10_001), doc="completions in a record")
 
-    _log: RewindingLog = attrs.field(
-        init=False, default=attrs.Factory(lambda self: RewindingLog(self._rewind_and_open), takes_self=True)
-    )
+    _log: RewindingLog = internal(attrs.Factory(lambda self: RewindingLog(self._rewind_and_open), takes_self=True))
 
     def run_phase(self, step: Step) -> None:
         """Append the step's first completions, if the step is recorded."""

@@ -11,7 +11,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom import NodeView, Problem, ResolvedRecipe, component, setting
+from drawloom import NodeView, Problem, ResolvedRecipe, component, internal, setting
 from drawloom.ports import (
     METRIC_TOTALS,
     STEP_LINE,
@@ -170,15 +170,15 @@ class Report:
 
     recipe: ResolvedRecipe = attrs.field(factory=lambda: ResolvedRecipe("", ""))
 
-    _first: Step | None = attrs.field(init=False, default=None)
-    _second: Step | None = attrs.field(init=False, default=None)
-    _newest: int = attrs.field(init=False, default=0)
-    _interval_start: Mark | None = attrs.field(init=False, default=None)
-    _excluded: list[Span] = attrs.field(init=False, factory=list)  # spans since the last measurement
-    _dropped: set[int] = attrs.field(init=False, factory=set)
-    _waiting: Step | None = attrs.field(init=False, default=None)
+    _first: Step | None = internal(None)
+    _second: Step | None = internal(None)
+    _newest: int = internal(0)
+    _interval_start: Mark | None = internal(None)
+    _excluded: list[Span] = internal(factory=list)  # spans since the last measurement
+    _dropped: set[int] = internal(factory=set)
+    _waiting: Step | None = internal(None)
     # A checkpoint that is written in the background flushes from its own thread.
-    _lock: threading.Lock = attrs.field(init=False, factory=threading.Lock)
+    _lock: threading.Lock = internal(factory=threading.Lock)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:

@@ -9,7 +9,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom import NodeView, Ordered, Problem, UserError, between, component, setting
+from drawloom import NodeView, Ordered, Problem, UserError, between, component, internal, setting
 from drawloom.components.distributed.rank_errors import run_on_rank0
 from drawloom.ports import (
     STEP_SPECS,
@@ -83,8 +83,8 @@ class Rollout:
         default=1, check=between(1, 10_001), doc="steps whose prompts are sampled at once, with one policy"
     )
     epochs: int = setting(default=1, check=between(1, 10_001), doc="passes over the completions of a rollout")
-    _copy: Group = attrs.field(init=False, default=None)
-    _held: HeldRollout | None = attrs.field(init=False, default=None)
+    _copy: Group = internal(None)
+    _held: HeldRollout | None = internal(None)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:

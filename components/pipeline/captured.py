@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import attrs
 import torch
 
-from drawloom import NodeView, Problem, UserError, component
+from drawloom import NodeView, Problem, UserError, component, internal
 from drawloom.components.parallel.dimensions import DIMENSIONS
 from drawloom.components.pipeline.runtime.capture import (
     CapturedRunner,
@@ -49,9 +49,9 @@ class CapturedPasses(StageFeature, PassFeature):
     runs_gradient_hooks: ClassVar[bool] = False
 
     device: Device
-    _graphs: dict[int, StageGraphs] = attrs.field(init=False, factory=dict)
-    _sums: GradientSums = attrs.field(init=False, factory=GradientSums)
-    _has_one_document_per_row: bool = attrs.field(init=False, default=True)
+    _graphs: dict[int, StageGraphs] = internal(factory=dict)
+    _sums: GradientSums = internal(factory=GradientSums)
+    _has_one_document_per_row: bool = internal(True)
 
     @classmethod
     def check_stages(cls, feature: NodeView, nodes: StageNodes) -> Iterator[Problem]:

@@ -9,7 +9,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom import NodeView, Problem, component, wired
+from drawloom import NodeView, Problem, component, internal, wired
 from drawloom.components.parallel.pipeline import find_layer_conflicts
 from drawloom.components.pipeline.program.builders import (
     build_forward_only_program,
@@ -88,14 +88,14 @@ class ProgramExecutor:
     device: Device
     features: list[PassFeature] = wired(factory=list)
     embeds_on_every_rank: ClassVar[bool] = False
-    _links: Mapping[int, P2PChannel] = attrs.field(init=False, factory=dict)
-    _training: dict[int, _Training] = attrs.field(init=False, factory=dict)
+    _links: Mapping[int, P2PChannel] = internal(factory=dict)
+    _training: dict[int, _Training] = internal(factory=dict)
     # forward actions by another model's stages, or None for the trained model's, and by microbatch count
-    _forward: dict[tuple[Stages | None, int], list[Action]] = attrs.field(init=False, factory=dict)
+    _forward: dict[tuple[Stages | None, int], list[Action]] = internal(factory=dict)
     # by sequence length: the context part on the CPU, where batches are cut, and on the device
-    _parts: "dict[int, tuple[ContextPart, ContextPart]]" = attrs.field(init=False, factory=dict)
+    _parts: "dict[int, tuple[ContextPart, ContextPart]]" = internal(factory=dict)
     # host memory for activations, if a program has moved any
-    _offloads: Any = attrs.field(init=False, default=None)
+    _offloads: Any = internal(None)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:

@@ -8,9 +8,7 @@ B, I or W; microbatch). The file determines the rank count, the microbatch count
 from collections.abc import Iterator
 from pathlib import Path
 
-import attrs
-
-from drawloom import NodeView, Problem, UserError, component, setting
+from drawloom import NodeView, Problem, UserError, component, internal, setting
 from drawloom.components.pipeline.program.notation import is_first_cell_an_action, parse_program_csv
 from drawloom.components.pipeline.program.validity import find_violations
 from drawloom.components.storage import regular_file
@@ -25,7 +23,7 @@ class FromCsv:
     """Schedule in a CSV file, in torch.distributed.pipelining's format."""
 
     path: Path = setting(doc="the CSV file")
-    _program: Program | None = attrs.field(init=False, default=None)
+    _program: Program | None = internal(None)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:

@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, ClassVar
 
-import attrs
 import torch
 from torch import Tensor
 
-from drawloom import NodeView, Problem, component
+from drawloom import NodeView, Problem, component, internal
 from drawloom.ports import Action, Device, Operation, PassFeature, PassRun, RunnableStage
 
 NEIGHBOUR = {"F": -1, "B": 1, "I": 1}
@@ -31,8 +30,8 @@ class ConcurrentStages(PassFeature):
 
     device: Device
     # by stage; stages that share parameters share one stream
-    _streams: dict[int, Any] = attrs.field(init=False, factory=dict)
-    _events: dict[tuple[str, int, int], Any] = attrs.field(init=False, factory=dict)
+    _streams: dict[int, Any] = internal(factory=dict)
+    _events: dict[tuple[str, int, int], Any] = internal(factory=dict)
 
     @classmethod
     def check_passes(cls, feature: NodeView, executor: NodeView) -> Iterator[Problem]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import attrs
 import torch
 
-from drawloom import RecipeError, ResolvedRecipe, UserError, component, setting
+from drawloom import RecipeError, ResolvedRecipe, UserError, component, internal, setting
 from drawloom.components.planning.calibrate import load_local_device_model
 from drawloom.components.planning.plan import Plan, plan
 from drawloom.components.planning.remedies import describe_excess
@@ -45,10 +45,10 @@ class PlanCheck:
     folder: RunFolder
     refuse: bool = setting(default=True, doc="refuse a run that can't fit its GPUs, before it allocates")
 
-    _plan: Plan | None = attrs.field(init=False, default=None)
-    _interval: Interval | None = attrs.field(init=False, default=None)  # of the last step
-    _seconds: list[float] = attrs.field(init=False, factory=list)
-    _text: str = attrs.field(init=False, default="")
+    _plan: Plan | None = internal(None)
+    _interval: Interval | None = internal(None)  # of the last step
+    _seconds: list[float] = internal(factory=list)
+    _text: str = internal("")
 
     def open(self) -> None:
         """Raise a UserError if the run can't fit its GPUs."""

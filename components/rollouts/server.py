@@ -16,7 +16,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom import UserError, above, at_least, between, component, setting
+from drawloom import UserError, above, at_least, between, component, internal, setting
 from drawloom.components.distributed.rank_errors import run_on_rank0
 from drawloom.components.distributed.rng import derive_seed
 from drawloom.components.storage.durable_files import remove_folder_atomically
@@ -308,11 +308,11 @@ class ServerRollouts:
     )
     connections: int = setting(default=64, check=between(1, 1025), doc="requests of a replica at a time")
     timeout: float = setting(default=300.0, check=above(0), doc="seconds to wait for an answer")
-    _copy: Group = attrs.field(init=False, default=None)
-    _name: str | None = attrs.field(init=False, default=None)
-    _updated_step: int | None = attrs.field(init=False, default=None)
-    _served_purpose: str | None = attrs.field(init=False, default=None)
-    _has_checked_temperature: bool = attrs.field(init=False, default=False)
+    _copy: Group = internal(None)
+    _name: str | None = internal(None)
+    _updated_step: int | None = internal(None)
+    _served_purpose: str | None = internal(None)
+    _has_checked_temperature: bool = internal(False)
 
     def open(self) -> None:
         """Connect the ranks with the same rows."""

@@ -9,12 +9,11 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from operator import itemgetter
 
-import attrs
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from drawloom import NodeView, Problem, UserError, above, between, component, setting, wired
+from drawloom import NodeView, Problem, UserError, above, between, component, internal, setting, wired
 from drawloom.components.distributed.rng import derive_seed, draw_splitmix64_bits
 from drawloom.components.state.trees import map_leaves
 from drawloom.ports import (
@@ -64,7 +63,7 @@ class StageRollouts:
         default=False,
         doc="whether log-probabilities have the bits of the training pass; slow without `kernels.batch_invariant`",
     )
-    _copy: Group = attrs.field(init=False, default=None)
+    _copy: Group = internal(None)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:

@@ -15,7 +15,7 @@ import attrs
 import numpy as np
 import torch
 
-from drawloom import UserError, component, setting
+from drawloom import UserError, component, internal, setting
 from drawloom.components.distributed.rng import create_generator, derive_seed
 from drawloom.ports import Mesh, RunInfo
 
@@ -83,8 +83,8 @@ class ProcessRandomness:
         doc="whether GPUs use deterministic algorithms, which are slower; operations without one raise an error",
     )
 
-    _before: dict[str, Any] | None = attrs.field(init=False, default=None)
-    _determinism_before: Determinism | None = attrs.field(init=False, default=None)
+    _before: dict[str, Any] | None = internal(None)
+    _determinism_before: Determinism | None = internal(None)
 
     def open(self) -> None:
         """Seed every generator from the run's seed, the rank and the generator's name."""

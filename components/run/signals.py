@@ -18,10 +18,9 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from types import FrameType
 from typing import Literal, NoReturn
 
-import attrs
 import torch
 
-from drawloom import above, component, setting
+from drawloom import above, component, internal, setting
 from drawloom.ports import Mesh, StoppedError
 
 HANDLED = (signal.SIGINT, signal.SIGTERM)
@@ -137,10 +136,10 @@ class Signals:
         factory=list, doc="more signals to stop the run, such as a cluster's early warning"
     )
 
-    exit: Callable[[int], object] = attrs.field(init=False, default=os._exit)
-    debounce: float = attrs.field(init=False, default=DEBOUNCE)
-    _handlers: _SignalHandlers | None = attrs.field(init=False, default=None)
-    _agreed: int = attrs.field(init=False, default=0)
+    exit: Callable[[int], object] = internal(os._exit)
+    debounce: float = internal(DEBOUNCE)
+    _handlers: _SignalHandlers | None = internal(None)
+    _agreed: int = internal(0)
 
     def open(self) -> None:
         """Install the handlers, unless they are the failed attempt's."""

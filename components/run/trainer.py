@@ -10,7 +10,7 @@ from typing import Any
 
 import attrs
 
-from drawloom import Every, NodeView, Ordered, Problem, above, at_least, component, setting, wired
+from drawloom import Every, NodeView, Ordered, Problem, above, at_least, component, internal, setting, wired
 from drawloom.components.distributed.rank_errors import RankError
 from drawloom.components.run.batch_leaves import find_missing_batch_leaves
 from drawloom.components.run.lengths import check_lengths, find_missing_numbers
@@ -65,13 +65,11 @@ class Trainer:
         default=100, impact="safe", check=at_least(1), doc="number of skipped steps in a row that stops the run"
     )
 
-    _skipped: SkippedSteps = attrs.field(
-        init=False, default=attrs.Factory(lambda self: SkippedSteps(self.max_skipped_steps), takes_self=True)
-    )
-    _total: int = attrs.field(init=False, default=attrs.Factory(lambda self: self.steps or 0, takes_self=True))
-    _last_step: int = attrs.field(init=False, default=0)
-    _end_reason: str = attrs.field(init=False, default="")
-    _signal: int = attrs.field(init=False, default=0)
+    _skipped: SkippedSteps = internal(attrs.Factory(lambda self: SkippedSteps(self.max_skipped_steps), takes_self=True))
+    _total: int = internal(attrs.Factory(lambda self: self.steps or 0, takes_self=True))
+    _last_step: int = internal(0)
+    _end_reason: str = internal("")
+    _signal: int = internal(0)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:

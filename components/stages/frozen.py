@@ -9,7 +9,7 @@ import attrs
 import torch
 from torch import nn
 
-from drawloom import NodeView, Problem, UserError, component, setting, wired
+from drawloom import NodeView, Problem, UserError, component, internal, setting, wired
 from drawloom.components.parallel.dimensions import DIMENSIONS
 from drawloom.components.parallel.pipeline import find_layer_conflicts
 from drawloom.components.stages.checks import check_initial_folder, find_stage_nodes
@@ -69,8 +69,8 @@ class FrozenStages(PassFeature):
     weights: Path | None = setting(
         default=None, doc="Hugging Face folder with the weights; default: the folder of `model.auto`"
     )
-    _stages: MaterializedStages = attrs.field(init=False, default=None)
-    _fingerprint: str = attrs.field(init=False, default="")
+    _stages: MaterializedStages = internal(None)
+    _fingerprint: str = internal("")
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:

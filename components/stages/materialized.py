@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import nn
 
-from drawloom import NodeView, Problem, UserError, above, at_least, component, setting, wired
+from drawloom import NodeView, Problem, UserError, above, at_least, component, internal, setting, wired
 from drawloom.components.parallel.buckets import BUCKET_BYTES
 from drawloom.components.parallel.dimensions import DIMENSIONS
 from drawloom.components.parallel.expert import NO_DISPATCHER, WRITE_DISPATCHER
@@ -137,8 +137,8 @@ class MaterializedStages:
         default=None,
         doc="Hugging Face folder with initial weights; default: `model.auto`'s folder, or random weights",
     )
-    local: list[Stage] = attrs.field(init=False, factory=list)  # this rank's stages, in order
-    store: "ParameterStore | ShardedStore" = attrs.field(init=False, default=None)
+    local: list[Stage] = internal(factory=list)  # this rank's stages, in order
+    store: "ParameterStore | ShardedStore" = internal(None)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:

@@ -8,9 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar
 
-import attrs
-
-from drawloom import above, component, setting
+from drawloom import above, component, internal, setting
 from drawloom.components.trackers.aim_repository import (
     AimLocation,
     delete_steps_after,
@@ -60,12 +58,12 @@ class AimTracker(ServiceTracker):
     )
     timeout: float = setting(default=10.0, check=above(0), doc="seconds to wait for Aim at the start and the end")
 
-    _aim: Any = attrs.field(init=False, default=None)
-    _location: AimLocation = attrs.field(init=False, default=None)
-    _hash: str = attrs.field(init=False, default="")
-    _repository: Any = attrs.field(init=False, default=None)
-    _run: Any = attrs.field(init=False, default=None)
-    _is_usable: bool = attrs.field(init=False, default=True)
+    _aim: Any = internal(None)
+    _location: AimLocation = internal(None)
+    _hash: str = internal("")
+    _repository: Any = internal(None)
+    _run: Any = internal(None)
+    _is_usable: bool = internal(True)
 
     def open(self) -> None:
         """

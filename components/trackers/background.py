@@ -11,9 +11,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any, ClassVar
 
-import attrs
-
-from drawloom import UserError, above, at_least, setting
+from drawloom import UserError, above, at_least, internal, setting
 from drawloom.graph import component_base_class
 from drawloom.ports import Histogram, Mesh, Value
 
@@ -114,8 +112,8 @@ class TrackerInBackground(ABC):
     queue_size: int = setting(default=1000, check=at_least(1), doc="maximum number of steps queued for writing")
     timeout: float = setting(default=10.0, check=above(0), doc="seconds to wait at the end for queued steps")
 
-    _background: Background | None = attrs.field(init=False, default=None)
-    _has_warned: bool = attrs.field(init=False, default=False)
+    _background: Background | None = internal(None)
+    _has_warned: bool = internal(False)
 
     def open(self) -> None:
         """Prepare, and start the thread on rank 0. Raises UserError if a package or folder is missing."""
@@ -181,7 +179,7 @@ class TrackerInBackground(ABC):
 class ServiceTracker(TrackerInBackground):
     """Background tracker for a program with histograms and run properties."""
 
-    _properties: Mapping[str, Any] = attrs.field(init=False, factory=dict)
+    _properties: Mapping[str, Any] = internal(factory=dict)
 
     def store_properties(self, properties: Mapping[str, Any]) -> None:
         """Store the properties for the run's beginning, which `rewind` queues."""
@@ -200,8 +198,8 @@ class ServiceTracker(TrackerInBackground):
 class LoggedRunTracker(ServiceTracker):
     """Service tracker whose package has runs with `log` and `finish`, and histograms like numpy's."""
 
-    _package: Any = attrs.field(init=False, default=None)
-    _run: Any = attrs.field(init=False, default=None)
+    _package: Any = internal(None)
+    _run: Any = internal(None)
 
     @abstractmethod
     def _log(self, step: int, values: Mapping[str, Any]) -> None:

@@ -6,9 +6,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
 
-import attrs
-
-from drawloom import component
+from drawloom import component, internal
 from drawloom.components.storage.step_log import AppendedFile
 from drawloom.components.trackers.background import TrackerInBackground
 from drawloom.ports import RunFolder
@@ -31,8 +29,8 @@ class CsvTracker(TrackerInBackground):
 
     folder: RunFolder
 
-    _names: list[str] = attrs.field(init=False, factory=list)
-    _file: AppendedFile | None = attrs.field(init=False, default=None)
+    _names: list[str] = internal(factory=list)
+    _file: AppendedFile | None = internal(None)
 
     @property
     def _file_or_not_open_error(self) -> AppendedFile:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from drawloom import Every, component
+from drawloom import Every, component, internal
 from drawloom.ports import Mesh, Restorer, RunFolder, Value
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class JsonlTracker:
     mesh: Mesh
     checkpoints: Every[Restorer] = attrs.field(factory=Every)
 
-    _log: "StepLog | None" = attrs.field(init=False, default=None)
+    _log: "StepLog | None" = internal(None)
 
     def open(self) -> None:
         """Open the file for appending on rank 0. Raises UserError if it is a link or not a regular file."""

@@ -6,9 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import attrs
-
-from drawloom import component, setting
+from drawloom import component, internal, setting
 from drawloom.components.storage.regular_file import create_folder_unless_link, open_to_append
 from drawloom.components.trackers.background import ServiceTracker, import_tracker_package
 from drawloom.components.trackers.remembered_run import read_stored_run_id, store_run_id
@@ -50,9 +48,9 @@ class MlflowTracker(ServiceTracker):
         default=None, doc="tracking server, such as https://host:5000; default: a database in the run folder"
     )
 
-    _mlflow: Any = attrs.field(init=False, default=None)
-    _client: Any = attrs.field(init=False, default=None)
-    _run: str = attrs.field(init=False, default="")
+    _mlflow: Any = internal(None)
+    _client: Any = internal(None)
+    _run: str = internal("")
 
     def _load_package_and_create_files(self) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # MLflow reads it at import

@@ -5,9 +5,7 @@ import uuid
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-import attrs
-
-from drawloom import component, setting
+from drawloom import component, internal, setting
 from drawloom.components.storage.regular_file import create_folder_unless_link
 from drawloom.components.trackers.background import LoggedRunTracker, import_tracker_package
 from drawloom.ports import RunFolder, RunInfo
@@ -41,7 +39,7 @@ class WandbTracker(LoggedRunTracker):
         default="online", doc='"online" needs `wandb login` once; "offline" writes to the run folder only'
     )
 
-    _id: str = attrs.field(init=False, factory=lambda: uuid.uuid4().hex[:8])
+    _id: str = internal(factory=lambda: uuid.uuid4().hex[:8])
 
     def state_dict(self) -> dict[str, Any]:
         """Return `run`, the Weights & Biases run identifier."""

@@ -2,10 +2,9 @@
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import attrs
 import torch
 
-from drawloom import component, setting
+from drawloom import component, internal, setting
 
 if TYPE_CHECKING:
     from drawloom.components.checkpoint.staging.copy_plan import Pool
@@ -23,7 +22,7 @@ class Blocking:
     keep: bool = setting(default=True, doc="reuse a copy's memory for the next copy, which is several times faster")
     type_check: bool = setting(default=True, doc="reject values of unknown types instead of deep-copying them")
 
-    _pool: "Pool | None" = attrs.field(init=False, default=None)
+    _pool: "Pool | None" = internal(None)
 
     @torch.no_grad()
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import attrs
 import torch
 
-from drawloom import component, setting
+from drawloom import component, internal, setting
 from drawloom.components.checkpoint.staging.copy_plan import KEPT, Copy, Pool, plan_copies
 from drawloom.components.checkpoint.threads import submit_in_new_thread
 
@@ -40,9 +40,9 @@ class Overlapped:
     keep: bool = setting(default=True, doc="reuse a copy's memory for the next copy, which is several times faster")
     type_check: bool = setting(default=True, doc="reject values of unknown types instead of deep-copying them")
 
-    _pool: Pool | None = attrs.field(init=False, default=None)
-    _streams: dict[torch.device, torch.cuda.Stream] = attrs.field(init=False, factory=dict)
-    _pending: list[PendingCopy] = attrs.field(init=False, factory=list)
+    _pool: Pool | None = internal(None)
+    _streams: dict[torch.device, torch.cuda.Stream] = internal(factory=dict)
+    _pending: list[PendingCopy] = internal(factory=list)
 
     @torch.no_grad()
     def stage(self, state_dict: dict[str, Any]) -> Future[dict[str, Any]]:

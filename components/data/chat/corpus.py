@@ -8,10 +8,9 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, ClassVar
 
-import attrs
 import numpy as np
 
-from drawloom import UserError, setting
+from drawloom import UserError, internal, setting
 from drawloom.components.data.chat.encode import Encoded
 from drawloom.components.data.chat.template import ChatTemplate, RenderError, create_chat_template
 from drawloom.components.data.chat.turns import EarlierTurnError, find_turn_end_ids
@@ -42,10 +41,10 @@ class ChatCorpus:
         default=None, doc="date for templates with today's date, such as 2025-01-31; without it they fail"
     )
     validation_fraction: float = validation_fraction("lines")
-    _splits: dict[Split, TokenArrays] = attrs.field(init=False, factory=dict)
-    _straddling: int = attrs.field(init=False, default=0)
-    _untrained: int = attrs.field(init=False, default=0)
-    _answer_end_ids: frozenset[int] = attrs.field(init=False, default=frozenset())
+    _splits: dict[Split, TokenArrays] = internal(factory=dict)
+    _straddling: int = internal(0)
+    _untrained: int = internal(0)
+    _answer_end_ids: frozenset[int] = internal(frozenset())
 
     @abstractmethod
     def encode_row(self, row: Mapping[str, Any], template: ChatTemplate) -> Sequence[Encoded]:

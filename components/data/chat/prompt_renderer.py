@@ -5,9 +5,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import attrs
-
-from drawloom import UserError, setting
+from drawloom import UserError, internal, setting
 from drawloom.components.data.chat.template import ChatTemplate, create_chat_template
 from drawloom.components.data.chat.turns import find_turn_end_ids
 from drawloom.graph import component_base_class
@@ -25,7 +23,7 @@ class PromptRenderer:
     date: datetime.date | None = setting(
         default=None, doc="date for templates with today's date, such as 2025-01-31; without it they fail"
     )
-    _renderer: ChatTemplate | None = attrs.field(init=False, default=None)
+    _renderer: ChatTemplate | None = internal(None)
 
     def close(self) -> None:
         """End the process that renders templates, if one is running."""

@@ -1,9 +1,8 @@
 """New random order of rows in every epoch."""
 
-import attrs
 import numpy as np
 
-from drawloom import component
+from drawloom import component, internal
 from drawloom.components.data.order.permutation import Permutation
 from drawloom.ports import RowSource, RunInfo
 
@@ -13,7 +12,7 @@ class Shuffled:
     """Random permutation of a source's rows, determined by (seed, source, epoch)."""
 
     job: RunInfo
-    _last: dict[str, Permutation] = attrs.field(init=False, factory=dict)
+    _last: dict[str, Permutation] = internal(factory=dict)
 
     def rows_at(self, source: RowSource, epoch: int, positions: np.ndarray) -> np.ndarray:
         permutation = Permutation(self.job.seed, f"rows {source.name}".strip(), epoch, source.rows)

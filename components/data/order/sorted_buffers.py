@@ -1,9 +1,8 @@
 """Shuffled rows, sorted by length within a buffer, so the rows of a microbatch have similar lengths."""
 
-import attrs
 import numpy as np
 
-from drawloom import between, component, setting
+from drawloom import between, component, internal, setting
 from drawloom.components.data.order.permutation import Permutation
 from drawloom.ports import MeasuredRows, RowSource, RunInfo
 
@@ -21,8 +20,8 @@ class SortedBuffers:
     job: RunInfo
     buffer: int = setting(check=between(1, 1_000_000_001), doc="number of rows to sort together")
     pack: int = setting(check=between(1, 1_000_000_001), doc="number of rows that stay together, such as a microbatch")
-    _tokens: np.ndarray | None = attrs.field(init=False, default=None)
-    _last: dict[str, tuple[int, int, np.ndarray]] = attrs.field(init=False, factory=dict)
+    _tokens: np.ndarray | None = internal(None)
+    _last: dict[str, tuple[int, int, np.ndarray]] = internal(factory=dict)
 
     def rows_at(self, source: RowSource, epoch: int, positions: np.ndarray) -> np.ndarray:
         rows = np.empty(len(positions), np.int64)

@@ -13,7 +13,7 @@ import attrs
 import numpy as np
 import torch
 
-from drawloom import Every, NodeView, Problem, ResolvedRecipe, UserError, setting
+from drawloom import Every, NodeView, Problem, ResolvedRecipe, UserError, internal, setting
 from drawloom.components.data.mixture import list_document_sources
 from drawloom.components.data.order.permutation import Permutation
 from drawloom.graph import component_base_class
@@ -209,9 +209,9 @@ class PackedRows:
         check=_describe_length_fault,
         doc="sequence length: tokens in a row, at least 2",
     )
-    _pad: int = attrs.field(init=False, default=0)
-    _splits: dict[Split, PackedSplit] = attrs.field(init=False, factory=dict)
-    _fingerprints: dict[str, Any] = attrs.field(init=False, factory=dict)
+    _pad: int = internal(0)
+    _splits: dict[Split, PackedSplit] = internal(factory=dict)
+    _fingerprints: dict[str, Any] = internal(factory=dict)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import attrs
 import numpy as np
 
-from drawloom import UserError, above, at_least, between, component, setting
+from drawloom import UserError, above, at_least, between, component, internal, setting
 from drawloom.components.pipeline.program.builders import assign_stages_in_loop, assign_stages_in_vee
 from drawloom.components.pipeline.program.list_scheduling import ROUNDING, build_list_schedule
 from drawloom.components.pipeline.program.lowering import find_consumer_ranks
@@ -185,7 +185,7 @@ class Auto:
         doc="microbatches of the step for which stages are partitioned; default: 4 per rank",
     )
     trials: int = setting(default=TRIALS, check=between(0, 1_000_001), doc="number of policies tried in the search")
-    _cache: dict[tuple[int, int], FittedProgram] = attrs.field(init=False, factory=dict)
+    _cache: dict[tuple[int, int], FittedProgram] = internal(factory=dict)
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
         """Return the stages' ranks; UserError if slices or memory do not fit."""
