@@ -20,12 +20,12 @@ Check = Callable[[Any], str | None]
 
 
 def setting(
+    doc: str = "",
     *,
     default: Any = attrs.NOTHING,
     factory: Callable[[], Any] | None = None,
     impact: Impact | None = None,
     check: Check | None = None,
-    doc: str = "",
     alias: str | None = None,
     globs: bool = False,
     one_of: str = "",

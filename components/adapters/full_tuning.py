@@ -19,12 +19,10 @@ class FullTuning:
     thaws: ClassVar[bool] = True
 
     targets: list[str] = setting(
+        'patterns for module or parameter names in transformers, or their ends: "norm", "layers.0", '
+        '"*layernorm.weight"',
         check=find_pattern_fault,
         impact="incompatible",
-        doc=(
-            'patterns for module or parameter names in transformers, or their ends: "norm", "layers.0", '
-            '"*layernorm.weight"'
-        ),
     )
 
     def adapt_and_list_matched_targets(self, module: nn.Module) -> Collection[str]:

@@ -54,25 +54,23 @@ class Checkpointer:
     recipe: ResolvedRecipe
     staging: Stager | None = None
     every: Cadence = setting(
+        "steps between checkpoints, the last step included; 'last': only there; 'never': none, without disk space",
         default="last",
         check=describe_cadence_fault,
-        doc="steps between checkpoints, the last step included; 'last': only there; 'never': none, without disk space",
     )
-    keep: int = setting(default=3, check=at_least(1), doc="how many of the newest checkpoints to keep")
+    keep: int = setting("how many of the newest checkpoints to keep", default=3, check=at_least(1))
     keep_every: int | None = setting(
-        default=None, check=at_least(1), doc="keep checkpoints permanently at multiples of this step number"
+        "keep checkpoints permanently at multiples of this step number", default=None, check=at_least(1)
     )
-    best: str | None = setting(default=None, doc="metric whose best checkpoint is kept too, such as validation_loss")
-    best_is: Literal["lowest", "highest"] = setting(default="lowest", doc="better values of `best`: low or high")
+    best: str | None = setting("metric whose best checkpoint is kept too, such as validation_loss", default=None)
+    best_is: Literal["lowest", "highest"] = setting("better values of `best`: low or high", default="lowest")
     neighbour_every: Cadence = setting(
+        "steps between copies of every rank's state in a neighbour's memory, from which the run continues without "
+        "a complete replica; needs processes.on_failure = 'continue'",
         default="never",
         check=describe_cadence_fault,
-        doc=(
-            "steps between copies of every rank's state in a neighbour's memory, from which the run continues without "
-            "a complete replica; needs processes.on_failure = 'continue'"
-        ),
     )
-    failures: int = setting(default=3, check=at_least(1), doc="consecutive failed saves after which the run stops")
+    failures: int = setting("consecutive failed saves after which the run stops", default=3, check=at_least(1))
 
     _saves: "Saves" = internal(None)
     _memory: "StateMemory | None" = internal(None)  # of a failed attempt

@@ -33,9 +33,9 @@ class Mirror:
     folder: RunFolder
     mesh: Mesh
     recipe: ResolvedRecipe
-    url: str = setting(doc="folder in the store, by a protocol of fsspec; one per run")
-    every: float = setting(default=60.0, check=above(0), doc="seconds between copies of the metrics")
-    timeout: float = setting(default=600.0, check=above(0), doc="seconds that the end of the run waits for copies")
+    url: str = setting("folder in the store, by a protocol of fsspec; one per run")
+    every: float = setting("seconds between copies of the metrics", default=60.0, check=above(0))
+    timeout: float = setting("seconds that the end of the run waits for copies", default=600.0, check=above(0))
 
     clock: Callable[[], float] = internal(time.monotonic)
     _copy: RemoteCopy | None = internal(None)

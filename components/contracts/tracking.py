@@ -1,7 +1,6 @@
 """Contracts for ports of metrics and trackers."""
 
 import math
-from collections.abc import Mapping
 
 import torch
 
@@ -13,10 +12,10 @@ from drawloom.ports import (
     DistributionTracker,
     Histogram,
     Metric,
+    MetricValues,
     PropertyTracker,
     Step,
     Tracker,
-    Value,
 )
 
 
@@ -25,7 +24,7 @@ def _make_step(index: int) -> Step:
     return Step(index, 10, ObservedState(values))
 
 
-def _measure_on_a_single_rank(metric: Metric, step: Step) -> Mapping[str, Value]:
+def _measure_on_a_single_rank(metric: Metric, step: Step) -> MetricValues:
     """Return the values of a metric at a step on a single rank."""
     parts = metric.measure_on_rank(step)
     for name, part in parts.items():

@@ -42,11 +42,11 @@ class Collated:
     collator: Collator
     models: Every[LanguageModel] = attrs.field(factory=Every)
     recipe: ResolvedRecipe = attrs.field(factory=lambda: ResolvedRecipe("", ""))
-    max_length: int = setting(check=between(2, MAX_LENGTH + 1), doc="maximum sequence length per example, in tokens")
+    max_length: int = setting("maximum sequence length per example, in tokens", check=between(2, MAX_LENGTH + 1))
     multiple: int = setting(
+        "rows are padded to a multiple of this length, at most to `max_length`",
         default=1,
         check=between(1, MAX_LENGTH + 1),
-        doc="rows are padded to a multiple of this length, at most to `max_length`",
     )
     length: int = internal(0)
     _splits: dict[Split, Sequence[Example]] = internal(factory=dict)

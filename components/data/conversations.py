@@ -28,11 +28,11 @@ class Conversations(ChatCorpus):
     earlier_turn_remedy: ClassVar[str] = 'write turns = "last" or turns = "one_row_per_turn"'
 
     turns: Literal["all", "last", "one_row_per_turn"] = setting(
+        "trained turns in a conversation; one_row_per_turn makes one row per trained turn, ending with it",
         default="all",
-        doc="trained turns in a conversation; one_row_per_turn makes one row per trained turn, ending with it",
     )
     roles: dict[str, float] = setting(
-        factory=lambda: {"assistant": 1.0}, doc="loss weight by role; other roles are not trained"
+        "loss weight by role; other roles are not trained", factory=lambda: {"assistant": 1.0}
     )
 
     def encode_row(self, row: Mapping[str, Any], template: ChatTemplate) -> Sequence[Encoded]:

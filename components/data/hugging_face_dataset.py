@@ -20,11 +20,11 @@ class HuggingFaceDataset(DividedCorpus):
     Without a validation dataset, a document's split depends only on its text.
     """
 
-    path: Path = setting(doc="dataset folder, relative to the current directory")
-    field: str = setting(default="text", doc="text column's name")
-    train: str = setting(default="train", doc="training dataset's name in a dictionary")
+    path: Path = setting("dataset folder, relative to the current directory")
+    field: str = setting("text column's name", default="text")
+    train: str = setting("training dataset's name in a dictionary", default="train")
     validation: str | None = setting(
-        default=None, doc="validation dataset's name in a dictionary; the training dataset is then used whole"
+        "validation dataset's name in a dictionary; the training dataset is then used whole", default=None
     )
     validation_fraction: float = validation_fraction("documents")
 

@@ -47,15 +47,14 @@ class HuggingFaceTokenizer:
     switched off: a text would have other ids at every start.
     """
 
-    path: Path = setting(doc="path of `tokenizer.json` or its folder, relative to the current directory")
+    path: Path = setting("path of `tokenizer.json` or its folder, relative to the current directory")
     end_token: str | None = setting(
-        default=None,
-        doc="end-of-document token, as spelled in the file; default: eos_token of `tokenizer_config.json`",
+        "end-of-document token, as spelled in the file; default: eos_token of `tokenizer_config.json`", default=None
     )
     begin_token: str | None = setting(
-        default=None,
-        doc='first token of documents and prompts (BOS), as spelled in the file; "": none; default: as the file\'s '
+        'first token of documents and prompts (BOS), as spelled in the file; "": none; default: as the file\'s '
         "post-processor says",
+        default=None,
     )
     _dropout: float | None = internal(None)
 

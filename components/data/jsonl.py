@@ -14,7 +14,7 @@ class JsonLines(FileCorpus):
     Documents in JSON-lines files: one object per line with a text field; `.gz` and `.zst` are decompressed.
     """
 
-    field: str = setting(default="text", doc="text field's name")
+    field: str = setting("text field's name", default="text")
 
     def divide_files(self, files: Sequence[File]) -> Sequence[Part]:
         return split_json_lines_files(files, self.field)

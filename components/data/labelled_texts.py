@@ -27,8 +27,8 @@ class LabelledTexts(ChatCorpus):
     kind: ClassVar[str] = "text"
 
     labels: list[str] = setting(
+        "names of the classes",
         check=lambda labels: None if len(labels) == len(set(labels)) > 1 else "write two or more different labels",
-        doc="names of the classes",
     )
 
     def encode_row(self, row: Mapping[str, Any], template: ChatTemplate) -> Sequence[Encoded]:

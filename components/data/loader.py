@@ -39,13 +39,11 @@ class LengthStage:
     """Maximum document length up to a step or a token count."""
 
     length: int = setting(
-        check=between(2, MAX_LENGTH + 1), doc="maximum document length in tokens; longer documents are cut"
+        "maximum document length in tokens; longer documents are cut", check=between(2, MAX_LENGTH + 1)
     )
-    until_step: int | None = setting(default=None, check=at_least(1), doc="this stage's last step")
+    until_step: int | None = setting("this stage's last step", default=None, check=at_least(1))
     until_tokens: int | None = setting(
-        default=None,
-        check=at_least(1),
-        doc="training tokens after which this stage ends, counted in full rows",
+        "training tokens after which this stage ends, counted in full rows", default=None, check=at_least(1)
     )
 
     def has_not_ended_at(self, step: int, tokens_before_step: int) -> bool:
@@ -84,19 +82,19 @@ class Loader:
     batching: Batching
     mesh: Mesh
     workers: int = setting(
+        "worker processes to prepare batches ahead of time; 0: prepare them in the training process",
         default=0,
         impact="safe",
         check=between(0, 1001),
-        doc="worker processes to prepare batches ahead of time; 0: prepare them in the training process",
     )
     prefetch: int = setting(
-        default=2, impact="safe", check=between(1, 10_001), doc="microbatches per worker to prepare ahead of time"
+        "microbatches per worker to prepare ahead of time", default=2, impact="safe", check=between(1, 10_001)
     )
     timeout: float = setting(
-        default=120.0, impact="safe", check=above(0), doc="seconds to wait for a worker's batch before the run fails"
+        "seconds to wait for a worker's batch before the run fails", default=120.0, impact="safe", check=above(0)
     )
     lengths: list[LengthStage] = setting(
-        factory=list, doc="sequence length curriculum: stages with a maximum document length, in order"
+        "sequence length curriculum: stages with a maximum document length, in order", factory=list
     )
     _step: int = internal(0)
     _offset: int = internal(0)  # rows consumed beyond those of as many steps of the present size

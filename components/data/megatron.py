@@ -25,11 +25,11 @@ class Megatron:
     A document's split depends only on its number.
     """
 
-    path: Path = setting(doc="path to both files without `.bin` and `.idx`, relative to the current directory")
-    vocab_size: int = setting(check=between(1, 2**31 + 1), doc="the tokenizer's number of token ids")
-    eos_id: int = setting(check=between(0, 2**31), doc="end-of-document token id, which also pads rows")
+    path: Path = setting("path to both files without `.bin` and `.idx`, relative to the current directory")
+    vocab_size: int = setting("the tokenizer's number of token ids", check=between(1, 2**31 + 1))
+    eos_id: int = setting("end-of-document token id, which also pads rows", check=between(0, 2**31))
     validation_fraction: float = setting(
-        default=0.05, check=between(0, 1), doc="fraction of documents held out for evaluation; 0: none"
+        "fraction of documents held out for evaluation; 0: none", default=0.05, check=between(0, 1)
     )
     _documents: Any = internal(None)
 

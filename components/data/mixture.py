@@ -79,12 +79,10 @@ class Mixture:
     """
 
     sources: dict[str, TokenCorpus]
-    weights: dict[str, float] = setting(factory=dict, doc="relative share of training tokens by source, in any unit")
-    epochs: dict[str, float] = setting(factory=dict, doc="relative epoch count by source; default: 1")
+    weights: dict[str, float] = setting("relative share of training tokens by source, in any unit", factory=dict)
+    epochs: dict[str, float] = setting("relative epoch count by source; default: 1", factory=dict)
     temperature: float = setting(
-        default=1.0,
-        check=above(0),
-        doc="sampling temperature; above 1, small sources get a larger share than their size",
+        "sampling temperature; above 1, small sources get a larger share than their size", default=1.0, check=above(0)
     )
     _mixed: dict[Split, MixedDocuments] = internal(factory=dict)
 

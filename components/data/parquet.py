@@ -14,7 +14,7 @@ class Parquet(FileCorpus):
     Documents in a text column in Parquet (.parquet) and Arrow (.arrow) tables; the extension selects the format.
     """
 
-    field: str = setting(default="text", doc="text column's name")
+    field: str = setting("text column's name", default="text")
 
     def divide_files(self, files: Sequence[File]) -> Sequence[Part]:
         return split_table_files(files, self.field)

@@ -23,9 +23,9 @@ class SortDigits:
 
     tokenizer: Tokenizer
     job: RunInfo
-    digits: int = setting(default=6, check=between(1, 19), doc="digits of each number")
+    digits: int = setting("digits of each number", default=6, check=between(1, 19))
     examples_drawn: int = setting(
-        default=8192, check=between(1, 10_000_001), doc="numbers drawn, before repetitions are dropped"
+        "numbers drawn, before repetitions are dropped", default=8192, check=between(1, 10_000_001)
     )
     validation_fraction: float = validation_fraction("numbers")
     _splits: dict[Split, list[Example]] = internal(factory=dict)

@@ -24,7 +24,7 @@ class TeacherLogps:
     """
 
     tokenizer: Tokenizer | None = wired(default=None)
-    path: Path = setting(doc="folder that `drawloom teacher-logps` has written")
+    path: Path = setting("folder that `drawloom teacher-logps` has written")
     _manifest: Mapping[str, Any] = internal(factory=dict)
     _files: dict[Split, tuple[np.ndarray, np.ndarray]] = internal(factory=dict)
 

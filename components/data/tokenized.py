@@ -17,10 +17,10 @@ class Tokenized:
     """
 
     tokenizer: Tokenizer | None = wired(default=None)
-    path: Path = setting(doc="the token store's folder, relative to the current directory")
+    path: Path = setting("the token store's folder, relative to the current directory")
     validation_fraction: float = validation_fraction("documents")
     validation_path: Path | None = setting(
-        default=None, doc="token store for the validation split; all documents in `path` are then for training"
+        "token store for the validation split; all documents in `path` are then for training", default=None
     )
     _train: Store = internal(None)
     _validation: Store | None = internal(None)

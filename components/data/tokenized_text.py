@@ -30,7 +30,7 @@ class TokenizedText:
     tokenizer: Tokenizer
     job: RunInfo
     cache: Path | None = setting(
-        default=None, impact="safe", doc="folder for cached token stores; default: `.tokens` beside the run folder"
+        "folder for cached token stores; default: `.tokens` beside the run folder", default=None, impact="safe"
     )
     _splits: dict[Split, TokenDocuments] = internal(factory=dict)
 

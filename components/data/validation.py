@@ -15,7 +15,7 @@ class Validation:
 
     rows: PackedDataset
     batching: Batching
-    rows_used: int = setting(default=64, impact="safe", check=at_least(1), doc="maximum validation row count")
+    rows_used: int = setting("maximum validation row count", default=64, impact="safe", check=at_least(1))
 
     def open(self) -> None:
         """Log that there is no evaluation if the corpus has no validation rows."""

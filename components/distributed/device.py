@@ -27,23 +27,22 @@ With them, NCCL treats each rank as a host of its own, and sends over sockets be
 class ComputeDevice:
     """The CPU, or one GPU per process, chosen by LOCAL_RANK."""
 
-    kind: Literal["auto", "cpu", "cuda"] = setting(default="auto", doc="auto is cuda if torch finds a GPU, else cpu")
+    kind: Literal["auto", "cpu", "cuda"] = setting("auto is cuda if torch finds a GPU, else cpu", default="auto")
     _backend: Literal["auto", "gloo", "nccl"] = setting(
-        default="auto", alias="backend", doc="torch.distributed backend; auto is nccl on cuda and gloo on cpu"
+        "torch.distributed backend; auto is nccl on cuda and gloo on cpu", default="auto", alias="backend"
     )
     tf32: bool = setting(
+        "whether a GPU multiplies float32 in TF32: 10 bits of fraction instead of 23, sums in float32, much faster",
         default=False,
         impact="changes_training",
-        doc="whether a GPU multiplies float32 in TF32: 10 bits of fraction instead of 23, sums in float32, much faster",
     )
     share: bool = setting(
-        default=False,
-        doc="whether processes may share a GPU if there are too few, to try out a mesh; slow",
+        "whether processes may share a GPU if there are too few, to try out a mesh; slow", default=False
     )
     threads: int | None = setting(
+        "CPU threads per operation; default: OMP_NUM_THREADS, or the usable cores divided by local processes",
         default=None,
         check=between(1, 10_001),
-        doc="CPU threads per operation; default: OMP_NUM_THREADS, or the usable cores divided by local processes",
     )
 
     _threads_before: int | None = internal(None)

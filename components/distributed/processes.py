@@ -32,17 +32,17 @@ class TorchProcesses:
     device: Device
     limits: Every[ReplicaLimit] = attrs.field(factory=Every)
     timeout: float = setting(
-        default=600.0, check=above(0), doc="seconds until a collective that waits for other ranks fails"
+        "seconds until a collective that waits for other ranks fails", default=600.0, check=above(0)
     )
     _on_failure: Literal["stop", "continue"] = setting(
+        "after the loss of a process: end the run, or continue it with the processes that are left",
         default="stop",
         alias="on_failure",
-        doc="after the loss of a process: end the run, or continue it with the processes that are left",
     )
     heartbeat_timeout: float = setting(
+        "seconds without a heartbeat after which a process counts as lost, with on_failure = 'continue'",
         default=15.0,
         check=above(0),
-        doc="seconds without a heartbeat after which a process counts as lost, with on_failure = 'continue'",
     )
 
     _ranks: "LaunchedRanks | None" = internal(None)  # None: a process without a launch

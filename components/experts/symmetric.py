@@ -50,15 +50,14 @@ class SymmetricExperts:
     kernels: Kernels
     mesh: Mesh
     max_tokens: int = setting(
+        "maximum tokens per training microbatch and rank; 0: the first microbatch's maximum over ranks",
         default=0,
         check=between(0, 100_000_001),
-        doc="maximum tokens per training microbatch and rank; 0: the first microbatch's maximum over ranks",
     )
     capacity: float | None = setting(
+        "rows to make room for at first, relative to balanced experts; default: all rows, counted while the host waits",
         default=None,
         check=at_least(1),
-        doc="rows to make room for at first, relative to balanced experts; default: all rows, counted while the host "
-        "waits",
     )
     _exchanges: dict[int, "SharedSlots"] = internal(factory=dict)
     _room: float | None = internal(attrs.Factory(lambda self: self.capacity, takes_self=True))

@@ -155,7 +155,7 @@ class AdapterExport:
     folder: RunFolder
     mesh: Mesh
     average: AveragedWeights | None = None
-    base_model: str | None = setting(default=None, doc="base model's name or path for adapter_config.json")
+    base_model: str | None = setting("base model's name or path for adapter_config.json", default=None)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:

@@ -50,9 +50,9 @@ class HuggingFaceExport:
     loss: Loss | None = wired(default=None)
     average: AveragedWeights | None = None
     chats: Every[EndsAnswers] = attrs.field(factory=Every)
-    max_shard: int = setting(default=MAX_SHARD, check=at_least(1), doc="maximum tensor bytes per file")
+    max_shard: int = setting("maximum tensor bytes per file", default=MAX_SHARD, check=at_least(1))
     dtype: Literal["float32", "bfloat16", "float16"] | None = setting(
-        default=None, doc="dtype for exported tensors; default: as trained"
+        "dtype for exported tensors; default: as trained", default=None
     )
 
     @classmethod

@@ -58,22 +58,22 @@ class Float8Training(StageFeature):
 
     device: Device
     exclude: tuple[str, ...] = setting(
-        default=(), doc='name patterns of layers that stay in the compute dtype: "model.layers.0.*", "*.down_proj"'
+        'name patterns of layers that stay in the compute dtype: "model.layers.0.*", "*.down_proj"', default=()
     )
     round_weights: Literal["pass", "step"] = setting(
+        "when weights are rounded: 'pass', in every pass, without memory; 'step', once a step, with 2 bytes per "
+        "weight, which saves time with several microbatches or recomputation; the bits are the same",
         default="pass",
         impact="safe",
-        doc="when weights are rounded: 'pass', in every pass, without memory; 'step', once a step, with 2 bytes per "
-        "weight, which saves time with several microbatches or recomputation; the bits are the same",
     )
     gather: bool = setting(
+        "whether FSDP ranks gather weights in float8: half the bytes of bfloat16 and one more pass over the "
+        "weights; for links slower than the GPU's computation",
         default=False,
         impact="safe",
-        doc="whether FSDP ranks gather weights in float8: half the bytes of bfloat16 and one more pass over the "
-        "weights; for links slower than the GPU's computation",
     )
     implementation: Implementation = setting(
-        default="auto", doc="implementation of casts, products and norms; products on a GPU are always cuBLAS's"
+        "implementation of casts, products and norms; products on a GPU are always cuBLAS's", default="auto"
     )
     _cached: list[CachedFloat8Weights] = internal(factory=list)
     _rounded_at: list[int] = internal(factory=list)

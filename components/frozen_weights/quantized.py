@@ -33,15 +33,11 @@ class QuantizedWeights(StageFeature):
     excludes: ClassVar[Mapping[str, str]] = {"stages.compiled": "torch.compile does not trace quantized weights"}
     keeps_layer_shapes: ClassVar[bool] = True
 
-    format: FormatName = setting(
-        default="nf4",
-        impact="incompatible",
-        doc=FORMATS_IN_WORDS,
-    )
+    format: FormatName = setting(FORMATS_IN_WORDS, default="nf4", impact="incompatible")
     exclude: tuple[str, ...] = setting(
+        'name patterns of weights that stay in the compute dtype: "*.self_attn.*", "*.down_proj.weight"',
         default=(),
         impact="incompatible",
-        doc='name patterns of weights that stay in the compute dtype: "*.self_attn.*", "*.down_proj.weight"',
     )
 
     @classmethod

@@ -24,11 +24,11 @@ class ClipGroupNorm:
     parameters: Parameters
     reduce: Reduce
     device: Device
-    max_norm: float = setting(check=above(0), doc="maximum group norm after clipping")
+    max_norm: float = setting("maximum group norm after clipping", check=above(0))
     norm_type: float | Literal["inf"] = setting(
-        default=2.0, check=at_least(1), doc='norm order p; "inf" for the largest magnitude'
+        'norm order p; "inf" for the largest magnitude', default=2.0, check=at_least(1)
     )
-    targets: list[str] = setting(factory=lambda: ["*"], doc="parameter name patterns (fnmatch)")
+    targets: list[str] = setting("parameter name patterns (fnmatch)", factory=lambda: ["*"])
     _checked: bool = internal(False)
 
     def run_phase(self, step: Step) -> None:

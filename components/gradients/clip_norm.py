@@ -17,7 +17,7 @@ class ClipNorm:
     defers_scaling: ClassVar[bool] = True
 
     parameters: Parameters
-    max_norm: float = setting(check=above(0), doc="maximum total 2-norm after clipping")
+    max_norm: float = setting("maximum total 2-norm after clipping", check=above(0))
 
     def run_phase(self, step: Step) -> None:
         """Scale the gradients by max_norm / norm if it is below 1; `grad_norm` remains the norm before clipping."""

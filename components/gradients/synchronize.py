@@ -91,12 +91,10 @@ class Synchronize:
     mesh: Mesh
     reduce: Reduce
     norm: Literal["auto", "exact", "device"] = setting(
+        'gradient norm computation: "exact" has equal bits in any layout, and the host waits for it; "device"'
+        ' is a float64 sum on the device, which the host reads one step later; "auto" is "exact" on a CPU and'
+        ' "device" on a GPU',
         default="auto",
-        doc=(
-            'gradient norm computation: "exact" has equal bits in any layout, and the host waits for it; "device"'
-            ' is a float64 sum on the device, which the host reads one step later; "auto" is "exact" on a CPU and'
-            ' "device" on a GPU'
-        ),
     )
 
     def run_phase(self, step: Step) -> None:

@@ -176,7 +176,7 @@ class _OperationSettings:
     def __init_subclass__(cls) -> None:
         for name, operation in OPERATIONS.items() if _OperationSettings in cls.__bases__ else ():
             doc = f"implementation of {operation.doc}"
-            setattr(cls, f"_{name}", setting(default="auto", alias=name, doc=doc))
+            setattr(cls, f"_{name}", setting(doc, default="auto", alias=name))
             cls.__annotations__[f"_{name}"] = Literal["auto", *operation.implementations]
 
 
@@ -198,9 +198,7 @@ class AutoKernels(_OperationSettings):
 
     device: Device
     filter_eps: float = setting(
-        default=0.0,
-        check=between(0, 1),
-        doc="threshold for `cut` to skip tiles with small logit gradients; 0 is exact",
+        "threshold for `cut` to skip tiles with small logit gradients; 0 is exact", default=0.0, check=between(0, 1)
     )
 
     @classmethod

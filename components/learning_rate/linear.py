@@ -9,7 +9,7 @@ from drawloom.components.learning_rate.warmup import AfterWarmup
 class LinearDecay(AfterWarmup):
     """Linear decay: after a warm-up the factor falls linearly, to `end` after the last step."""
 
-    end: float = setting(default=0.0, check=at_least(0), doc="learning-rate multiplier after the last step")
+    end: float = setting("learning-rate multiplier after the last step", default=0.0, check=at_least(0))
 
     def factor_after_warmup(self, steps_done: int, steps_after_warmup: int, total: int) -> float:
         """Return the linear decay from 1 to `end` at `steps_done`."""

@@ -68,7 +68,7 @@ class RunLogging:
     mesh: Mesh
     launches: Every[Processes]
     level: Literal["debug", "info", "warning", "error"] = setting(
-        default="warning", doc="lowest message level on standard error"
+        "lowest message level on standard error", default="warning"
     )
 
     _added: list[tuple[logging.Logger, logging.Handler]] = internal(factory=list)

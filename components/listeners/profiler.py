@@ -41,11 +41,11 @@ class Profiler:
     mesh: Mesh
     device: Device
     stages: Every[Stages]
-    wait: int = setting(default=3, check=at_least(0), doc="steps without the profiler at a cycle's start")
-    warmup: int = setting(default=1, check=at_least(1), doc="profiled and discarded steps")
-    active: int = setting(default=2, check=at_least(1), doc="steps in one trace")
-    repeat: int = setting(default=1, check=at_least(0), doc="traces per process; 0: traces until the end")
-    memory: bool = setting(default=False, doc="trace allocations, which makes steps slower")
+    wait: int = setting("steps without the profiler at a cycle's start", default=3, check=at_least(0))
+    warmup: int = setting("profiled and discarded steps", default=1, check=at_least(1))
+    active: int = setting("steps in one trace", default=2, check=at_least(1))
+    repeat: int = setting("traces per process; 0: traces until the end", default=1, check=at_least(0))
+    memory: bool = setting("trace allocations, which makes steps slower", default=False)
 
     _running: profile | None = internal(None)
     _first: int = internal(0)

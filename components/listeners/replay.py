@@ -86,9 +86,7 @@ class Replay:
     executor: Executor
     mesh: Mesh
     device: Device
-    every: Cadence = setting(
-        default=100, check=describe_cadence_fault, doc='steps between replays, or "last" or "never"'
-    )
+    every: Cadence = setting('steps between replays, or "last" or "never"', default=100, check=describe_cadence_fault)
 
     _data_ranks: Group = internal(None)
     _hooks: list[Any] = internal(factory=list)

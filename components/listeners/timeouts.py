@@ -128,17 +128,15 @@ class Timeouts:
     folder: RunFolder
     mesh: Mesh
     first_step: float = setting(
-        default=1800.0, check=above(0), doc="seconds for a process's first step, which compiles and connects"
+        "seconds for a process's first step, which compiles and connects", default=1800.0, check=above(0)
     )
-    step: float = setting(default=600.0, check=above(0), doc="seconds for every later step")
+    step: float = setting("seconds for every later step", default=600.0, check=above(0))
     saving: float = setting(
-        default=1800.0, check=above(0), doc="seconds for saving, and for the final tasks after the last step"
+        "seconds for saving, and for the final tasks after the last step", default=1800.0, check=above(0)
     )
 
     opening: float = setting(
-        default=1800.0,
-        check=above(0),
-        doc="seconds for a component to open or close, counted from its last log message",
+        "seconds for a component to open or close, counted from its last log message", default=1800.0, check=above(0)
     )
 
     observes: ClassVar[tuple[EventKind, ...]] = tuple(kind for kind in get_args(EventKind) if kind != "data_loaded")

@@ -33,13 +33,13 @@ class Classifier(DecoderInputs):
     model: LanguageModel
     mesh: Mesh
     labels: list[str] = setting(
+        "names of the classes",
         check=lambda labels: None if len(labels) == len(set(labels)) > 1 else "write two or more different labels",
-        doc="names of the classes",
     )
     head: Path | None = setting(
-        default=None,
-        doc="model folder with the initial head, such as a classifier's export, whose classes have the names in "
+        "model folder with the initial head, such as a classifier's export, whose classes have the names in "
         "`labels`, in any order; default: random",
+        default=None,
     )
 
     @classmethod

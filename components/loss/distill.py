@@ -40,21 +40,19 @@ class Distill(DecoderInputs):
 
     tokenizer: Tokenizer | None = wired(default=None)
     reference: Literal["model", "data"] = setting(
-        default="model", doc="teacher: the recipe's frozen model, or predictions in the data (`drawloom teacher-logps`)"
+        "teacher: the recipe's frozen model, or predictions in the data (`drawloom teacher-logps`)", default="model"
     )
-    divergence: Divergence = setting(default="forward", doc="divergence between teacher and student")
+    divergence: Divergence = setting("divergence between teacher and student", default="forward")
     temperature: float = setting(
+        "divisor of both models' logits in the divergence, which is multiplied by its square",
         default=1.0,
         check=above(0),
-        doc="divisor of both models' logits in the divergence, which is multiplied by its square",
     )
     beta: float | None = setting(
-        default=None, check=between(0, 1), doc="share of the teacher in the mixture of `jsd`, above 0; default: 0.5"
+        "share of the teacher in the mixture of `jsd`, above 0; default: 0.5", default=None, check=between(0, 1)
     )
     task_weight: float = setting(
-        default=0.0,
-        check=between(0, 1),
-        doc="share of the data's cross entropy in the loss; the rest is the divergence",
+        "share of the data's cross entropy in the loss; the rest is the divergence", default=0.0, check=between(0, 1)
     )
 
     _teacher_head: Head | None = internal(None)

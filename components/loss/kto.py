@@ -31,14 +31,14 @@ class Kto(DecoderInputs):
     unpaired: ClassVar[bool] = True
 
     reference: Literal["adapters", "model"] = setting(
-        default="adapters", doc="reference model: this model without adapters, or the recipe's frozen model"
+        "reference model: this model without adapters, or the recipe's frozen model", default="adapters"
     )
-    beta: float = setting(default=0.1, check=above(0), doc="strength of the pull to the reference model")
-    good_weight: float = setting(default=1.0, check=at_least(0), doc="factor of the loss of good answers")
+    beta: float = setting("strength of the pull to the reference model", default=0.1, check=above(0))
+    good_weight: float = setting("factor of the loss of good answers", default=1.0, check=at_least(0))
     bad_weight: float = setting(
+        "factor of the loss of bad answers; the fraction of good answers over that of bad ones balances both",
         default=1.0,
         check=at_least(0),
-        doc="factor of the loss of bad answers; the fraction of good answers over that of bad ones balances both",
     )
 
     def reference_values(self, hidden: Tensor, head: Head, batch: TokenBatch) -> Tensor:

@@ -30,10 +30,9 @@ class Orpo(PairwiseLoss):
     length_normalized: ClassVar[bool] = True
     scores_prompts: ClassVar[bool] = True
 
-    beta: float = setting(default=0.1, check=above(0), doc="weight of the odds ratio, lambda in the paper")
+    beta: float = setting("weight of the odds ratio, lambda in the paper", default=0.1, check=above(0))
     nll: Literal["document", "answer"] = setting(
-        default="document",
-        doc="tokens of the supervised loss: the chosen answer with its prompt, or without",
+        "tokens of the supervised loss: the chosen answer with its prompt, or without", default="document"
     )
 
     def pair_losses(self, scores: PairScores) -> Tensor:

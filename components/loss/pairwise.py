@@ -115,10 +115,10 @@ class ReferencedLoss(PairwiseLoss):
     """
 
     reference: Literal["adapters", "model", "data"] = setting(
+        "reference model: this model without adapters, the recipe's frozen model, or log-probabilities in the data",
         default="adapters",
-        doc="reference model: this model without adapters, the recipe's frozen model, or log-probabilities in the data",
     )
-    beta: float = setting(default=0.1, check=above(0), doc="strength of the pull to the reference model")
+    beta: float = setting("strength of the pull to the reference model", default=0.1, check=above(0))
 
     def reference_values(self, hidden: Tensor, head: Head, batch: TokenBatch) -> Tensor:
         return self.token_logps(hidden, head, batch)

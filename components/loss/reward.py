@@ -102,10 +102,10 @@ class RewardModel(DecoderInputs):
     model: LanguageModel
     mesh: Mesh
     centring: float = setting(
-        default=0.0, check=at_least(0), doc="coefficient of the squared sum of both scores, which keeps them around 0"
+        "coefficient of the squared sum of both scores, which keeps them around 0", default=0.0, check=at_least(0)
     )
     head: Path | None = setting(
-        default=None, doc="model folder with the initial head, such as a reward model's export; default: random"
+        "model folder with the initial head, such as a reward model's export; default: random", default=None
     )
 
     @classmethod

@@ -1,7 +1,6 @@
 """Root mean square (RMS) of activations by layer."""
 
 import re
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 from drawloom import UserError, component, internal
 from drawloom.components.metrics.pass_sums import PassSums
 from drawloom.components.state.trees import list_leaves
-from drawloom.ports import BatchContext, Mesh, Stages, Step, TokenContext, Value
+from drawloom.ports import BatchContext, Mesh, MetricTotals, MetricValues, Stages, Step, TokenContext
 
 LAYER = re.compile(r"^(?:.*\.)?layers\.(\d+)$")
 
@@ -53,7 +52,7 @@ class ActivationRms(PassSums):
         while self._hooks:
             self._hooks.pop().remove()
 
-    def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
+    def compute(self, totals: MetricTotals, step: Step) -> MetricValues:
         """Return the values, None for a layer without outputs or with infinite ones; `sums` are float64 (layers, 2)."""
         means = (totals["sums"][:, 0] / totals["sums"][:, 1]).sqrt()
         known = torch.isfinite(means).tolist()

@@ -14,9 +14,10 @@ from drawloom.ports import (
     Device,
     Histogram,
     Mesh,
+    MetricTotals,
+    MetricValues,
     Parameters,
     Step,
-    Value,
     describe_cadence_fault,
     is_due,
 )
@@ -46,16 +47,16 @@ class Histograms:
     parameters: Parameters
     mesh: Mesh
     device: Device
-    targets: list[str] = setting(check=find_targets_fault, doc="parameter name patterns (fnmatch)")
+    targets: list[str] = setting("parameter name patterns (fnmatch)", check=find_targets_fault)
     of: tuple[Literal["gradients", "weights"], ...] = setting(
-        default=("gradients", "weights"), doc="tensors to count by parameter"
+        "tensors to count by parameter", default=("gradients", "weights")
     )
     per: Literal["parameter", "pattern"] = setting(
-        default="parameter", doc="one histogram per parameter, or one per pattern for all its matches"
+        "one histogram per parameter, or one per pattern for all its matches", default="parameter"
     )
-    bins: int = setting(default=64, check=between(1, MAX_BINS + 1), doc=f"bins of a histogram, at most {MAX_BINS}")
+    bins: int = setting(f"bins of a histogram, at most {MAX_BINS}", default=64, check=between(1, MAX_BINS + 1))
     every: Cadence = setting(
-        default=100, check=describe_cadence_fault, doc='steps between histograms, or "last" or "never"'
+        'steps between histograms, or "last" or "never"', default=100, check=describe_cadence_fault
     )
 
     _series: list[str] = internal(factory=list)
@@ -91,16 +92,16 @@ class Histograms:
             "counts": Accumulator(shape=(size, self.bins), scope="model"),
         }
 
-    def measure_on_rank(self, step: Step) -> Mapping[str, Tensor]:
+    def measure_on_rank(self, step: Step) -> MetricTotals:
         """Return the bounds, float64 (histograms,), and this rank's counts (histograms, bins), or {} between steps."""
         measured, self._measured = self._measured, {}
         return measured
 
-    def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
+    def compute(self, totals: MetricTotals, step: Step) -> MetricValues:
         """Return {}, because distributions are not numbers."""
         return {}
 
-    def distributions(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Histogram]:
+    def distributions(self, totals: MetricTotals, step: Step) -> Mapping[str, Histogram]:
         """Return a measured step's histograms, without tensors that have no finite element."""
         bounds = zip(self._series, totals["low"].tolist(), totals["high"].tolist(), strict=True)
         return {

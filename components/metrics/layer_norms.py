@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from drawloom import component, internal
-from drawloom.ports import Accumulator, Mesh, Parameters, Step, Value
+from drawloom.ports import Accumulator, Mesh, MetricTotals, MetricValues, Parameters, Step
 
 LAYER = re.compile(r"^(?:.*\.)?layers\.(\d+)\.")
 
@@ -49,7 +49,7 @@ class LayerNorms:
         squares = Accumulator(shape=(len(self._layers),), scope="model")
         return {"grad_norm": squares, "weight_norm": squares}
 
-    def measure_on_rank(self, step: Step) -> Mapping[str, Tensor]:
+    def measure_on_rank(self, step: Step) -> MetricTotals:
         """
         Return sums of squares over this rank's own parameters, float64 (layers,).
 
@@ -58,7 +58,7 @@ class LayerNorms:
         squares, self._squares = self._squares, {}
         return squares
 
-    def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
+    def compute(self, totals: MetricTotals, step: Step) -> MetricValues:
         """Return the norms, None if not finite; the sums of squares are float64 (layers,)."""
         return {
             f"{kind}/{layer}": value if torch.isfinite(torch.tensor(value)) else None

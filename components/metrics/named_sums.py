@@ -9,7 +9,7 @@ from torch import Tensor
 
 from drawloom import UserError
 from drawloom.graph import component_base_class
-from drawloom.ports import LOSSES, Accumulator, Mesh, Metric, Step
+from drawloom.ports import LOSSES, Accumulator, Mesh, Metric, MetricTotals, Step
 
 
 def read_losses_on_last_stage(step: Step) -> Mapping[str, Any] | None:
@@ -54,7 +54,7 @@ class SummedTensor(Metric):
         """The sum."""
         return {"sum": Accumulator(shape=self.shape)}
 
-    def measure_on_rank(self, step: Step) -> Mapping[str, Tensor]:
+    def measure_on_rank(self, step: Step) -> MetricTotals:
         """Return this rank's sum, float64 of `shape`, or {} on ranks without the last stage. Raises UserError."""
         if (losses := read_losses_on_last_stage(step)) is None:
             return {}

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from drawloom import internal
 from drawloom.graph import component_base_class
-from drawloom.ports import Accumulator, Device, Metric, Step
+from drawloom.ports import Accumulator, Device, Metric, MetricTotals, Step
 
 
 @component_base_class
@@ -30,7 +30,7 @@ class PassSums(Metric):
     def forget_passes(self) -> None:
         self._sums.zero_()
 
-    def measure_on_rank(self, step: Step) -> Mapping[str, Tensor]:
+    def measure_on_rank(self, step: Step) -> MetricTotals:
         """Return the sums over the forward passes since the last step, float64 (layers, ...)."""
         sums = self._sums.clone()
         self._sums.zero_()  # in place: observers that are part of a CUDA graph add to this tensor

@@ -1,11 +1,9 @@
 """Times for a step's phases."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import pairwise
 from typing import ClassVar
-
-from torch import Tensor
 
 from drawloom import Every, component, internal
 from drawloom.graph.component import find_declared_reads_and_writes
@@ -15,9 +13,10 @@ from drawloom.ports import (
     EventKind,
     Mark,
     Metric,
+    MetricTotals,
+    MetricValues,
     Phase,
     Step,
-    Value,
     compute_seconds_between,
     mark_time,
 )
@@ -60,13 +59,13 @@ class PhaseTimes(Metric):
         part = {"data_loaded": DATA, "phase_ended": self._classify_phase(event.phase)}.get(event.kind, OTHER)
         self._marks.append((part, mark_time(self.device.device, self.clock)))
 
-    def measure_on_rank(self, step: Step) -> Mapping[str, Tensor]:
+    def measure_on_rank(self, step: Step) -> MetricTotals:
         """Keep the marks since the last measurement until `compute`, on a GPU a step later."""
         self._measured, self._marks = self._marks, []
         self._measuring, self._goes_back = self._phase, step.goes_back
         return {}
 
-    def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
+    def compute(self, totals: MetricTotals, step: Step) -> MetricValues:
         """Return the seconds between consecutive marks, by the second mark's name."""
         if step.interval is None:
             return {}

@@ -1,15 +1,14 @@
 """Seconds lost with losses of ranks in a run that continues in memory."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import pairwise
 from typing import ClassVar
 
 import attrs
-from torch import Tensor
 
 from drawloom import component, internal
-from drawloom.ports import Event, EventKind, Mesh, Metric, Step, Value
+from drawloom.ports import Event, EventKind, Mesh, Metric, MetricTotals, MetricValues, Step
 
 PREFIX = "recovery/"
 PARTS = ("repeat", "detect", "agree", "rebuild", "transfer")
@@ -82,11 +81,11 @@ class Recovery(Metric):
         """Go on with the times of the failed attempt."""
         self._marks, self._seconds = values
 
-    def measure_on_rank(self, step: Step) -> Mapping[str, Tensor]:
+    def measure_on_rank(self, step: Step) -> MetricTotals:
         """Keep this step's seconds until `compute`, which on a GPU is a step later."""
         self._measured = {**self._seconds}
         return {}
 
-    def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
+    def compute(self, totals: MetricTotals, step: Step) -> MetricValues:
         """Return the seconds by part, if this step was repeated."""
         return {f"{PREFIX}{part}": seconds for part, seconds in self._measured.items()}

@@ -1,12 +1,9 @@
 """Token count, and tokens per second."""
 
-from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
-
 from drawloom import component, internal
-from drawloom.ports import Metric, Step, Value
+from drawloom.ports import Metric, MetricTotals, MetricValues, Step
 
 
 @component(impact="safe")
@@ -29,13 +26,13 @@ class Throughput(Metric):
         """Continue from a saved count."""
         self._tokens, self._measured = int(state["tokens"]), None
 
-    def measure_on_rank(self, step: Step) -> Mapping[str, Tensor]:
+    def measure_on_rank(self, step: Step) -> MetricTotals:
         """Remember the step; return nothing to sum, because `tokens` is summed over ranks already."""
         self._add_tokens_of_last_step()
         self._measured = step
         return {}
 
-    def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
+    def compute(self, totals: MetricTotals, step: Step) -> MetricValues:
         """Return the values; there is no rate without an interval."""
         rate = step.tokens / step.interval.training_seconds if step.interval else None
         return {"tokens": self._add_tokens_of_last_step(), "tokens_per_second": rate}

@@ -4,7 +4,6 @@ import logging
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
 
 from drawloom import Every, above, component, internal, setting
 from drawloom.ports import (
@@ -15,6 +14,8 @@ from drawloom.ports import (
     Device,
     ForwardFlops,
     Mesh,
+    MetricTotals,
+    MetricValues,
     Precision,
     StageFeature,
     Stages,
@@ -47,7 +48,7 @@ class Utilization:
     models: Every[CountsFlops]
     features: Every[StageFeature]
     peak_tflops: float | None = setting(
-        default=None, check=above(0), doc="the device's peak TFLOP/s; default: a table with known devices"
+        "the device's peak TFLOP/s; default: a table with known devices", default=None, check=above(0)
     )
 
     _flops: ForwardFlops | None = internal(None)
@@ -88,7 +89,7 @@ class Utilization:
             "pairs": Accumulator(shape=(len(self._flops.per_pair),), scope="rows"),
         }
 
-    def measure_on_rank(self, step: Step) -> Mapping[str, Tensor]:
+    def measure_on_rank(self, step: Step) -> MetricTotals:
         """
         Return float64 counts: positions (), and query-key pairs by window (windows,).
 
@@ -104,7 +105,7 @@ class Utilization:
             "pairs": torch.tensor(pairs, dtype=torch.float64),
         }
 
-    def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
+    def compute(self, totals: MetricTotals, step: Step) -> MetricValues:
         """Return the values per device, as means over ranks; None if they exceed the device's peak."""
         if self._flops is None or step.interval is None:
             return {}

@@ -72,9 +72,9 @@ class AutoModel(DecoderModel):
     `[stages] weights` may replace the weights by others of the same sizes.
     """
 
-    path: Path = setting(doc="folder with a config.json, and with safetensors files if `weights` is true")
+    path: Path = setting("folder with a config.json, and with safetensors files if `weights` is true")
     weights: bool = setting(
-        default=True, impact="changes_training", doc="load the folder's weights; false for random weights"
+        "load the folder's weights; false for random weights", default=True, impact="changes_training"
     )
 
     def check_before_open(self) -> None:

@@ -24,7 +24,7 @@ class DeepseekV2Config(LatentConfig):
     """Config of DeepSeek-V2: latent attention, and experts by softmax scores, which are not normalised."""
 
     n_shared_experts: int = 2
-    mlp_bias: bool = setting(default=False, doc="add biases to the linear layers of feed-forward networks")
+    mlp_bias: bool = setting("add biases to the linear layers of feed-forward networks", default=False)
 
     @property
     def routing(self) -> Routing:

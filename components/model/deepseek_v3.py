@@ -33,23 +33,23 @@ class LatentConfig(GroupedExpertsConfig):
     rope_interleave = True
 
     head_dim: int = setting(
-        check=create_size_check("head_dim"),
-        doc="rotated channels of queries, and of the key that all heads share (qk_rope_head_dim in files); default: "
+        "rotated channels of queries, and of the key that all heads share (qk_rope_head_dim in files); default: "
         "hidden_size / num_attention_heads",
+        check=create_size_check("head_dim"),
     )
     qk_nope_head_dim: int = setting(
-        default=128, check=create_size_check("head_dim"), doc="channels of queries and keys without rotation"
+        "channels of queries and keys without rotation", default=128, check=create_size_check("head_dim")
     )
-    v_head_dim: int = setting(default=128, check=create_size_check("head_dim"), doc="width of values")
+    v_head_dim: int = setting("width of values", default=128, check=create_size_check("head_dim"))
     kv_lora_rank: int = setting(
-        default=512, check=create_size_check("hidden_size"), doc="width of the latent of keys and values"
+        "width of the latent of keys and values", default=512, check=create_size_check("hidden_size")
     )
     q_lora_rank: int = setting(
+        "width of the latent of queries, or 0 to project them from hidden states",
         default=1536,
         check=between(0, MAX_SIZES["hidden_size"] + 1),
-        doc="width of the latent of queries, or 0 to project them from hidden states",
     )
-    attention_bias: bool = setting(default=False, doc="add biases to the projections to latents and to the output")
+    attention_bias: bool = setting("add biases to the projections to latents and to the output", default=False)
 
     def rope_of(self, layer: int) -> Rope | None:
         rope = super().rope_of(layer)
@@ -87,7 +87,7 @@ class DeepseekV3Config(LatentConfig, SigmoidExpertsConfig):
     """Config of DeepSeek-V3. Without `rope_interleave`, halves of channels are rotated instead of adjacent pairs."""
 
     rope_interleave: bool = training_setting(
-        default=True, doc="rotate pairs of adjacent channels instead of pairs of halves"
+        "rotate pairs of adjacent channels instead of pairs of halves", default=True
     )
 
 

@@ -35,12 +35,12 @@ class Gemma3Config(LayerTypesConfig):
     tie_word_embeddings: bool = True
     layer_types: SlidingTypes = layer_types_setting(6)
     rope_local_base_freq: float = training_setting(
-        default=SLIDING_THETA, check=above(1), doc="base of rotary positions in layers with a window"
+        "base of rotary positions in layers with a window", default=SLIDING_THETA, check=above(1)
     )
     query_pre_attn_scalar: int = training_setting(
-        default=256, check=create_size_check("head_dim"), doc="attention scores are divided by the root of this number"
+        "attention scores are divided by the root of this number", default=256, check=create_size_check("head_dim")
     )
-    attention_bias: bool = setting(default=False, doc=ATTENTION_BIAS)
+    attention_bias: bool = setting(ATTENTION_BIAS, default=False)
 
     @property
     def attention_score_scale(self) -> float:

@@ -30,14 +30,14 @@ from drawloom.ports import Mapper, TensorGroup
 class GptOssConfig(LayerTypesConfig, ExpertsConfig):
     """Config of gpt-oss: attention sinks, windows in every other layer, and experts with biases and bounds."""
 
-    intermediate_size: int = setting(check=create_size_check("intermediate_size"), doc="inner width of an expert")
+    intermediate_size: int = setting("inner width of an expert", check=create_size_check("intermediate_size"))
     rope_theta: float = 150_000.0
     rms_norm_eps: float = 1e-5
     sliding_window: int = 128
     layer_types: SlidingTypes = layer_types_setting(2)
-    attention_bias: bool = setting(default=True, doc=ATTENTION_BIAS)
-    swiglu_alpha: float = training_setting(default=1.702, check=above(0), doc="slope of the experts' gate")
-    swiglu_limit: float = training_setting(default=7.0, check=above(0), doc="bound of the experts' inner values")
+    attention_bias: bool = setting(ATTENTION_BIAS, default=True)
+    swiglu_alpha: float = training_setting("slope of the experts' gate", default=1.702, check=above(0))
+    swiglu_limit: float = training_setting("bound of the experts' inner values", default=7.0, check=above(0))
 
     @property
     def routing(self) -> Routing:

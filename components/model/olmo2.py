@@ -19,7 +19,7 @@ class Olmo2Config(DecoderConfig):
 
     max_position_embeddings: int = 4096
     rope_theta: float = 5e5
-    attention_bias: bool = setting(default=False, doc=ATTENTION_BIAS)
+    attention_bias: bool = setting(ATTENTION_BIAS, default=False)
 
     def branches_of(self, layer: int) -> Sequence[Branch]:
         return (

@@ -22,9 +22,7 @@ class Qwen35MoeConfig(HybridConfig, MoeConfig):
     """Config of Qwen3.5 with experts: all tokens visit one expert more, whose output has a gate."""
 
     shared_expert_intermediate_size: int = setting(
-        default=512,
-        check=create_size_check("intermediate_size"),
-        doc="inner width of the expert that all tokens visit",
+        "inner width of the expert that all tokens visit", default=512, check=create_size_check("intermediate_size")
     )
 
     @property

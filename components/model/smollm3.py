@@ -32,15 +32,13 @@ class SmolLm3Config(LlamaConfig):
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = True
     no_rope_layers: list[Literal[0, 1]] = training_setting(
+        "1 for every layer with rotary positions, 0 for every layer without; default: every fourth is without",
         default=attrs.Factory(lambda self: _compute_rope_flags(self.num_hidden_layers), takes_self=True),
-        doc="1 for every layer with rotary positions, 0 for every layer without; default: every fourth is without",
     )
     use_sliding_window: bool = training_setting(
-        default=False, doc="use a sliding window in layers without rotary positions"
+        "use a sliding window in layers without rotary positions", default=False
     )
-    sliding_window: int | None = training_setting(
-        default=None, check=at_least(1), doc=f"{WINDOW}; default: all before it"
-    )
+    sliding_window: int | None = training_setting(f"{WINDOW}; default: all before it", default=None, check=at_least(1))
 
     def rope_of(self, layer: int) -> Rope | None:
         return super().rope_of(layer) if self.no_rope_layers[layer] else None

@@ -45,9 +45,9 @@ class Transformers:
 
     kernels: Kernels
     tokenizer: Tokenizer | None = wired(default=None)
-    path: Path = setting(doc="folder with a config.json, and with safetensors files if `weights` is true")
+    path: Path = setting("folder with a config.json, and with safetensors files if `weights` is true")
     weights: bool = setting(
-        default=True, impact="changes_training", doc="load the folder's weights; false for random weights"
+        "load the folder's weights; false for random weights", default=True, impact="changes_training"
     )
 
     @classmethod

@@ -32,15 +32,15 @@ class HostStates:
     mesh: Mesh
     memory: MemoryPolicy | None = None
     states: Literal["device", "host"] = setting(
+        "memory for the state: the device's, or pinned memory of the host, which takes time to stream",
         default="device",
         impact="safe",
-        doc="memory for the state: the device's, or pinned memory of the host, which takes time to stream",
     )
     slot_bytes: int = setting(
+        "bytes of each of three slots on the device, through which a state on the host is streamed",
         default=DEFAULT_SLOT_BYTES,
         impact="safe",
         check=above(0),
-        doc="bytes of each of three slots on the device, through which a state on the host is streamed",
     )
     open_transfers: Callable[[torch.device], Transfers] = internal(DeviceTransfers)
     _transfers: Transfers | None = internal(None)

@@ -250,30 +250,28 @@ class Muon(TorchOptimizer):
 
     parameters: Parameters
     mesh: Mesh
-    lr: float = setting(check=above(0), doc="base learning rate for Muon and AdamW")
+    lr: float = setting("base learning rate for Muon and AdamW", check=above(0))
     targets: list[str] = setting(
+        "name patterns (fnmatch) for Muon's matrices",
         factory=lambda: ["*layers.*"],
         check=find_targets_fault,
         impact="incompatible",
-        doc="name patterns (fnmatch) for Muon's matrices",
     )
     adjust_lr_fn: Adjustment = setting(
+        "learning-rate multiplier by matrix shape: match_rms_adamw is 0.2 * sqrt(max(rows, columns)), for "
+        "updates as large as AdamW's; original is sqrt(max(1, rows / columns))",
         default="match_rms_adamw",
-        doc=(
-            "learning-rate multiplier by matrix shape: match_rms_adamw is 0.2 * sqrt(max(rows, columns)), for "
-            "updates as large as AdamW's; original is sqrt(max(1, rows / columns))"
-        ),
     )
-    momentum: float = setting(default=0.95, check=between(0, 1), doc="decay rate for Muon's running mean of gradients")
-    nesterov: bool = setting(default=True, doc="mix the gradient into its running mean once more (Nesterov momentum)")
-    ns_steps: int = setting(default=5, check=between(1, 1001), doc="Newton-Schulz iterations")
+    momentum: float = setting("decay rate for Muon's running mean of gradients", default=0.95, check=between(0, 1))
+    nesterov: bool = setting("mix the gradient into its running mean once more (Nesterov momentum)", default=True)
+    ns_steps: int = setting("Newton-Schulz iterations", default=5, check=between(1, 1001))
     betas: tuple[float, float] = setting(
-        default=(0.9, 0.95), check=find_betas_fault, doc="decay rates for AdamW's two running means"
+        "decay rates for AdamW's two running means", default=(0.9, 0.95), check=find_betas_fault
     )
-    eps: float = setting(default=1e-8, check=above(0), doc="constant added to AdamW's denominator")
-    maximize: bool = setting(default=False, doc="maximize the objective instead of minimizing it")
-    weight_decay: float = setting(default=0.1, check=at_least(0), doc="decoupled weight decay coefficient")
-    groups: list[AdamGroup] = setting(factory=list, doc="parameter groups with their own options; the first match wins")
+    eps: float = setting("constant added to AdamW's denominator", default=1e-8, check=above(0))
+    maximize: bool = setting("maximize the objective instead of minimizing it", default=False)
+    weight_decay: float = setting("decoupled weight decay coefficient", default=0.1, check=at_least(0))
+    groups: list[AdamGroup] = setting("parameter groups with their own options; the first match wins", factory=list)
 
     def moment_names_by_parameter(self) -> dict[str, Sequence[str]]:
         """Return one name for Muon's matrices, and AdamW's two names for other parameters."""

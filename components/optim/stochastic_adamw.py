@@ -83,33 +83,33 @@ class StochasticAdamW(HostStates):
     mesh: Mesh
     job: RunInfo
     device: Device
-    lr: float = setting(check=above(0), doc="base learning rate")
+    lr: float = setting("base learning rate", check=above(0))
     betas: tuple[float, float] = setting(
-        default=(0.9, 0.95), check=find_betas_fault, doc="decay rates for the two running means"
+        "decay rates for the two running means", default=(0.9, 0.95), check=find_betas_fault
     )
-    eps: float = setting(default=1e-8, check=above(0), doc="constant added to the denominator")
-    weight_decay: float = setting(default=0.1, check=at_least(0), doc="decoupled weight decay coefficient")
+    eps: float = setting("constant added to the denominator", default=1e-8, check=above(0))
+    weight_decay: float = setting("decoupled weight decay coefficient", default=0.1, check=at_least(0))
     amsgrad: bool = setting(
+        "divide by the largest mean of squares so far (Reddi et al. 2018); keeps a third tensor per parameter",
         default=False,
         impact="incompatible",
-        doc="divide by the largest mean of squares so far (Reddi et al. 2018); keeps a third tensor per parameter",
     )
-    maximize: bool = setting(default=False, doc="maximize the objective instead of minimizing it")
-    groups: list[AdamGroup] = setting(factory=list, doc="parameter groups with their own options; the first match wins")
+    maximize: bool = setting("maximize the objective instead of minimizing it", default=False)
+    groups: list[AdamGroup] = setting("parameter groups with their own options; the first match wins", factory=list)
     state_dtype: Literal["uint8", "bfloat16", "float32"] = setting(
+        "running mean dtype; bfloat16 is rounded stochastically too; with uint8, the means of matrices are codes "
+        "of 8 bits with a scale for 256 elements of a row, and others are float32",
         default="bfloat16",
         impact="incompatible",
-        doc="running mean dtype; bfloat16 is rounded stochastically too; with uint8, the means of matrices are codes "
-        "of 8 bits with a scale for 256 elements of a row, and others are float32",
     )
     split_master_weights: bool = setting(
+        "keep float32 master weights: a bfloat16 weight has their upper half, and the state 16 bits more; weights "
+        "are then rounded to the nearest",
         default=False,
         impact="incompatible",
-        doc="keep float32 master weights: a bfloat16 weight has their upper half, and the state 16 bits more; weights "
-        "are then rounded to the nearest",
     )
     implementation: Literal["auto", "triton", "eager"] = setting(
-        default="auto", impact="safe", doc="auto is triton on a GPU, else eager; both give the same bits"
+        "auto is triton on a GPU, else eager; both give the same bits", default="auto", impact="safe"
     )
     _params: dict[str, ParamState] = internal(factory=dict)
     _launches: list[_Launch] = internal(factory=list)

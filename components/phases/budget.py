@@ -22,8 +22,8 @@ class Budget:
     """
 
     mesh: Mesh
-    tokens: int | None = setting(default=None, check=at_least(1), doc="training tokens in the whole run")
-    minutes: float | None = setting(default=None, check=above(0), doc="time of training in the whole run")
+    tokens: int | None = setting("training tokens in the whole run", default=None, check=at_least(1))
+    minutes: float | None = setting("time of training in the whole run", default=None, check=above(0))
 
     clock: Callable[[], float] = internal(time.monotonic)
     _tokens: int = internal(0)

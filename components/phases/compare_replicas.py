@@ -25,7 +25,7 @@ class CompareReplicas:
     mesh: Mesh
     parameters: Parameters
     every: Cadence = setting(
-        default=100, check=describe_cadence_fault, doc='steps between comparisons, or "last" or "never"'
+        'steps between comparisons, or "last" or "never"', default=100, check=describe_cadence_fault
     )
 
     def run_phase(self, step: Step) -> None:

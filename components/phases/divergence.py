@@ -19,8 +19,8 @@ class Divergence:
     0. The run ends after `steps` lost steps in a row. A step without a token to learn from does not count.
     """
 
-    steps: int = setting(default=10, check=at_least(1), doc="consecutive lost steps after which the run ends")
-    factor: float = setting(default=3.0, check=above(1), doc="threshold for a lost step, relative to the first loss")
+    steps: int = setting("consecutive lost steps after which the run ends", default=10, check=at_least(1))
+    factor: float = setting("threshold for a lost step, relative to the first loss", default=3.0, check=above(1))
 
     _first: float | None = internal(None)
     _lost: int = internal(0)

@@ -18,12 +18,12 @@ class EarlyStopping:
 
     number_settings: ClassVar[tuple[str, ...]] = ("metric",)
 
-    metric: str = setting(default="validation_loss", doc="watched number; with loss, the host waits for it every step")
-    patience: int = setting(default=3, check=at_least(1), doc="values in a row without improvement that end the run")
+    metric: str = setting("watched number; with loss, the host waits for it every step", default="validation_loss")
+    patience: int = setting("values in a row without improvement that end the run", default=3, check=at_least(1))
     min_change: float = setting(
-        default=0.0, check=between(0, math.inf), doc="smallest difference from the best value that is an improvement"
+        "smallest difference from the best value that is an improvement", default=0.0, check=between(0, math.inf)
     )
-    best_is: Literal["lowest", "highest"] = setting(default="lowest", doc="better values of `metric`: low or high")
+    best_is: Literal["lowest", "highest"] = setting("better values of `metric`: low or high", default="lowest")
 
     _best: float | None = internal(None)
     _best_step: int = internal(0)

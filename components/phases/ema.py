@@ -23,7 +23,7 @@ class WeightAverage:
     """
 
     parameters: Parameters
-    decay: float = setting(default=0.999, check=between(0, 1), doc="decay rate of the average per step")
+    decay: float = setting("decay rate of the average per step", default=0.999, check=between(0, 1))
 
     _averages: dict[str, Tensor] = internal(factory=dict)
 

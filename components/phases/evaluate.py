@@ -39,14 +39,12 @@ class Evaluate:
     device: Device
     average: AveragedWeights | None = None
     every: Cadence = setting(
-        default=100, check=describe_cadence_fault, doc='steps between evaluations, or "last" or "never"'
+        'steps between evaluations, or "last" or "never"', default=100, check=describe_cadence_fault
     )
     at_start: bool = setting(
+        "whether a new run also evaluates before its first step, so the validation loss curve begins at step "
+        "0; not if `every` is never",
         default=False,
-        doc=(
-            "whether a new run also evaluates before its first step, so the validation loss curve begins at step "
-            "0; not if `every` is never"
-        ),
     )
 
     _initial: float | None = internal(None)

@@ -50,11 +50,11 @@ class EvaluateRewards:
     device: Device
     rewards: Every[Reward] = attrs.field(factory=Every)
     average: AveragedWeights | None = None
-    samples: int = setting(default=4, check=between(1, 10_001), doc="completions of each prompt")
+    samples: int = setting("completions of each prompt", default=4, check=between(1, 10_001))
     every: Cadence = setting(
-        default=20, check=describe_cadence_fault, doc='steps between evaluations, or "last" or "never"'
+        'steps between evaluations, or "last" or "never"', default=20, check=describe_cadence_fault
     )
-    at_start: bool = setting(default=True, doc="whether a new run also evaluates before its first step")
+    at_start: bool = setting("whether a new run also evaluates before its first step", default=True)
 
     _copy: Group = internal(None)
     _initial: float | None = internal(None)

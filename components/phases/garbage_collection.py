@@ -12,14 +12,12 @@ class CollectGarbage:
     """Garbage collection for the young generations every few steps, in place of Python's automatic collection."""
 
     every: Cadence = setting(
-        default=50, check=describe_cadence_fault, doc='steps between collections, or "last" or "never"'
+        'steps between collections, or "last" or "never"', default=50, check=describe_cadence_fault
     )
     before_saves: bool = setting(
+        "whether all ranks collect all generations before saving a checkpoint, to free the memory in "
+        "reference cycles while the state is copied; takes seconds in a large process",
         default=False,
-        doc=(
-            "whether all ranks collect all generations before saving a checkpoint, to free the memory in "
-            "reference cycles while the state is copied; takes seconds in a large process"
-        ),
     )
 
     observes: ClassVar[tuple[EventKind, ...]] = ("saving_started",)

@@ -31,14 +31,14 @@ class LossSpikes:
     defers_scaling: ClassVar[bool] = True  # it reads no gradient
 
     data: MovableData
-    window: int = setting(default=100, check=at_least(2), doc="number of previous losses for the comparison")
+    window: int = setting("number of previous losses for the comparison", default=100, check=at_least(2))
     deviations: float = setting(
-        default=8.0, check=above(0), doc="spike threshold: standard deviations above the window's mean"
+        "spike threshold: standard deviations above the window's mean", default=8.0, check=above(0)
     )
     go_back: int = setting(
+        "how often the run may go back to a checkpoint, before a spike ends it; 0: only warn",
         default=0,
         check=at_least(0),
-        doc="how often the run may go back to a checkpoint, before a spike ends it; 0: only warn",
     )
 
     _losses: list[float] = internal(factory=list)

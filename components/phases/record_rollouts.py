@@ -37,9 +37,9 @@ class RecordRollouts:
     mesh: Mesh
     tokenizer: Tokenizer
     every: Cadence = setting(
-        default=10, check=describe_cadence_fault, doc="steps between records, and the last one is recorded, too"
+        "steps between records, and the last one is recorded, too", default=10, check=describe_cadence_fault
     )
-    rows: int = setting(default=4, check=between(1, 10_001), doc="completions in a record")
+    rows: int = setting("completions in a record", default=4, check=between(1, 10_001))
 
     _log: RewindingLog = internal(attrs.Factory(lambda self: RewindingLog(self._rewind_and_open), takes_self=True))
 

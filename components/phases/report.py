@@ -29,6 +29,7 @@ from drawloom.ports import (
     Mark,
     Mesh,
     Metric,
+    MetricValues,
     PropertyTracker,
     Span,
     Step,
@@ -47,7 +48,7 @@ OPS = ("sum", "max", "min")
 class Measurements:
     """A step's numbers and histograms, by name."""
 
-    values: Mapping[str, Value]
+    values: MetricValues
     distributions: Mapping[str, Histogram]
 
 
@@ -165,7 +166,7 @@ class Report:
     metrics: list[Metric] = attrs.field(factory=list)
     trackers: list[Tracker] = attrs.field(factory=list)
     every: Cadence = setting(
-        default=10, check=describe_cadence_fault, doc='steps between lines in the log, or "last" or "never"'
+        'steps between lines in the log, or "last" or "never"', default=10, check=describe_cadence_fault
     )
 
     recipe: ResolvedRecipe = attrs.field(factory=lambda: ResolvedRecipe("", ""))
@@ -267,7 +268,7 @@ class Report:
             left = f"  {timedelta(seconds=round(seconds))} left" if seconds else ""
             log.info("%s%s", format_step_line(step, values), left, extra={STEP_LINE: True})
 
-    def _should_log_step(self, step: Step, values: Mapping[str, Value]) -> bool:
+    def _should_log_step(self, step: Step, values: MetricValues) -> bool:
         """Return whether the log gets a line for a step."""
         news = step is self._first or any(values.get(name) is not None for name in VALIDATION)
         return is_due(self.every, step) or (news and self.every not in ("last", "never"))
@@ -316,7 +317,7 @@ def _measures_distributions(metric: NodeView) -> bool:
     return issubclass(metric.component, DistributionMetric)
 
 
-def format_step_line(step: Step, values: Mapping[str, Value]) -> str:
+def format_step_line(step: Step, values: MetricValues) -> str:
     """Return `step 12/300 loss 2.3456 grad_norm 0.83 ...`, without missing values."""
     parts = [form(number) for name, form in FORMATS.items() if (number := values.get(name)) is not None]
     times = [

@@ -78,11 +78,11 @@ class Rollout:
     mesh: Mesh
     events: Events
     rewards: Ordered[Reward]
-    group_size: int = setting(default=8, check=between(1, 10_001), doc="completions of each prompt")
+    group_size: int = setting("completions of each prompt", default=8, check=between(1, 10_001))
     minibatches: int = setting(
-        default=1, check=between(1, 10_001), doc="steps whose prompts are sampled at once, with one policy"
+        "steps whose prompts are sampled at once, with one policy", default=1, check=between(1, 10_001)
     )
-    epochs: int = setting(default=1, check=between(1, 10_001), doc="passes over the completions of a rollout")
+    epochs: int = setting("passes over the completions of a rollout", default=1, check=between(1, 10_001))
     _copy: Group = internal(None)
     _held: HeldRollout | None = internal(None)
 

@@ -28,7 +28,7 @@ class RouterBias:
     mesh: Mesh
     device: Device
     update_rate: float = setting(
-        default=1e-3, check=at_least(0), doc="bias change in one step, relative to scores from 0 to 1"
+        "bias change in one step, relative to scores from 0 to 1", default=1e-3, check=at_least(0)
     )
 
     _routers: dict[str, ExpertRouter] = internal(factory=dict)

@@ -22,7 +22,7 @@ MAX_TABLE_BYTES = 2**24
 class FromCsv:
     """Schedule in a CSV file, in torch.distributed.pipelining's format."""
 
-    path: Path = setting(doc="the CSV file")
+    path: Path = setting("the CSV file")
     _program: Program | None = internal(None)
 
     @classmethod

@@ -43,7 +43,7 @@ class PlanCheck:
     device: Device
     processes: Processes
     folder: RunFolder
-    refuse: bool = setting(default=True, doc="refuse a run that can't fit its GPUs, before it allocates")
+    refuse: bool = setting("refuse a run that can't fit its GPUs, before it allocates", default=True)
 
     _plan: Plan | None = internal(None)
     _interval: Interval | None = internal(None)  # of the last step

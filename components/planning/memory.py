@@ -35,17 +35,17 @@ class PlannedMemory(PassFeature):
     device: Device
     processes: Processes
     limit: float | None = setting(
-        default=None, check=above(0), doc="bytes that a rank may use on its device; default: 92 % of its memory"
+        "bytes that a rank may use on its device; default: 92 % of its memory", default=None, check=above(0)
     )
     host_limit: float | None = setting(
+        "bytes that a rank may use in host memory; default: its share of 85 % of the host's memory on a GPU",
         default=None,
         check=above(0),
-        doc="bytes that a rank may use in host memory; default: its share of 85 % of the host's memory on a GPU",
     )
     quantize: bool = setting(
+        "whether inputs of norms and gates may be kept in 8 bits, which rounds gradients; other choices are exact",
         default=False,
         impact="changes_training",
-        doc="whether inputs of norms and gates may be kept in 8 bits, which rounds gradients; other choices are exact",
     )
 
     @classmethod

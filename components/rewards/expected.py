@@ -11,14 +11,14 @@ from drawloom.ports import Answer
 class Weighted:
     """Base for rewards with a weight in the sum of all."""
 
-    weight: float = setting(default=1.0, doc="factor in the sum over all rewards; negative for a penalty")
+    weight: float = setting("factor in the sum over all rewards; negative for a penalty", default=1.0)
 
 
 @component_base_class
 class ExpectedValueReward(Weighted):
     """Base for rewards that compare a completion with a value in the prompt's example."""
 
-    key: str = setting(default="answer", doc="key of the example's expected value")
+    key: str = setting("key of the example's expected value", default="answer")
 
     def read_expected(self, answer: Answer) -> Any:
         """Return the expected value. Raises UserError, with the example's source, if the example has none."""

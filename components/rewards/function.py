@@ -59,6 +59,6 @@ def reward(function: Callable[..., Score]) -> type[Any]:
         "function": staticmethod(function),
         "keys": tuple(one.name for one in others if one.default is Parameter.empty),
         "options": tuple(kinds),
-        **{one.name: setting(default=one.default, doc=f"the function's {one.name}") for one in options},
+        **{one.name: setting(f"the function's {one.name}", default=one.default) for one in options},
     }
     return component(type(function.__name__, (FunctionReward,), body))

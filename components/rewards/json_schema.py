@@ -30,8 +30,8 @@ class JsonSchema(Weighted):
     """1 for a completion that is JSON, with nothing before or after it, and valid under a schema; else 0."""
 
     json_schema: dict[str, Any] = setting(
+        "JSON Schema (draft 7, and `$defs`) with `format`; patterns are regular expressions of Python",
         check=_find_schema_fault,
-        doc="JSON Schema (draft 7, and `$defs`) with `format`; patterns are regular expressions of Python",
     )
 
     @cached_property

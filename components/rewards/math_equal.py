@@ -27,7 +27,7 @@ class MathEqual(ExpectedValueReward):
     fractions, up to `tolerance`. The expected value is a number, or a text that is read the same way: "#### 72" is 72.
     """
 
-    tolerance: float = setting(default=0.0, check=at_least(0), doc="largest relative difference of equal numbers")
+    tolerance: float = setting("largest relative difference of equal numbers", default=0.0, check=at_least(0))
 
     def scores(self, answers: Sequence[Answer]) -> list[float]:
         return [self._score(answer) for answer in answers]

@@ -23,8 +23,8 @@ class Regex(Weighted):
     """1 for a completion in which a regular expression is found, else 0."""
 
     pattern: str = setting(
+        r"regular expression (re, with DOTALL); \A and \Z anchor it to the whole completion",
         check=_describe_invalid_pattern,
-        doc=r"regular expression (re, with DOTALL); \A and \Z anchor it to the whole completion",
     )
 
     @cached_property

@@ -254,8 +254,8 @@ def _find_path_fault(path: str) -> str | None:
 class ServerCall:
     """A POST request that is part of a weight update."""
 
-    path: str = setting(check=_find_path_fault, doc="route, such as /update_weights_from_disk")
-    body: dict[str, Any] = setting(factory=dict, doc="JSON object; {folder} in a text is the exported folder's path")
+    path: str = setting("route, such as /update_weights_from_disk", check=_find_path_fault)
+    body: dict[str, Any] = setting("JSON object; {folder} in a text is the exported folder's path", factory=dict)
 
 
 def _list_vllm_reload_calls() -> list[ServerCall]:
@@ -294,20 +294,20 @@ class ServerRollouts:
     job: RunInfo
     folder: RunFolder
     mesh: Mesh
-    max_tokens: int = setting(check=between(1, MAX_LENGTH), doc="maximum length of a completion in tokens")
+    max_tokens: int = setting("maximum length of a completion in tokens", check=between(1, MAX_LENGTH))
     temperature: float = setting(
-        default=1.0, check=above(0), doc="divisor of the logits, in sampling and in the policy's log-probabilities"
+        "divisor of the logits, in sampling and in the policy's log-probabilities", default=1.0, check=above(0)
     )
-    url: str = setting(default="http://localhost:8000", check=_find_url_fault, doc="the server's address, without /v1")
-    served_model: str | None = setting(default=None, doc="the model's name in the server; default: the only one")
+    url: str = setting("the server's address, without /v1", default="http://localhost:8000", check=_find_url_fault)
+    served_model: str | None = setting("the model's name in the server; default: the only one", default=None)
     update_every: int = setting(
-        default=1, check=at_least(1), doc="steps between updates of the server's weights; 1 samples from the newest"
+        "steps between updates of the server's weights; 1 samples from the newest", default=1, check=at_least(1)
     )
     reload: list[ServerCall] = setting(
-        factory=_list_vllm_reload_calls, doc="requests that load an exported folder, in order; default: vLLM's"
+        "requests that load an exported folder, in order; default: vLLM's", factory=_list_vllm_reload_calls
     )
-    connections: int = setting(default=64, check=between(1, 1025), doc="requests of a replica at a time")
-    timeout: float = setting(default=300.0, check=above(0), doc="seconds to wait for an answer")
+    connections: int = setting("requests of a replica at a time", default=64, check=between(1, 1025))
+    timeout: float = setting("seconds to wait for an answer", default=300.0, check=above(0))
     _copy: Group = internal(None)
     _name: str | None = internal(None)
     _updated_step: int | None = internal(None)

@@ -55,13 +55,13 @@ class StageRollouts:
     mesh: Mesh
     device: Device
     kernels: Kernels | None = wired(default=None)
-    max_tokens: int = setting(check=between(1, MAX_LENGTH), doc="maximum length of a completion in tokens")
+    max_tokens: int = setting("maximum length of a completion in tokens", check=between(1, MAX_LENGTH))
     temperature: float = setting(
-        default=1.0, check=above(0), doc="divisor of the logits, in sampling and in the policy's log-probabilities"
+        "divisor of the logits, in sampling and in the policy's log-probabilities", default=1.0, check=above(0)
     )
     exact: bool = setting(
+        "whether log-probabilities have the bits of the training pass; slow without `kernels.batch_invariant`",
         default=False,
-        doc="whether log-probabilities have the bits of the training pass; slow without `kernels.batch_invariant`",
     )
     _copy: Group = internal(None)
 

@@ -26,13 +26,13 @@ def _describe_name_fault(name: str) -> str | None:
 class NamedRun:
     """A run's name, folder and seed."""
 
-    name: str = setting(impact="safe", check=_describe_name_fault, doc="run name, also the folder name")
+    name: str = setting("run name, also the folder name", impact="safe", check=_describe_name_fault)
     folder: Path | None = setting(
+        "run folder; default: runs/NAME, or the run folder given to the command instead of a recipe",
         default=None,
         impact="safe",
-        doc="run folder; default: runs/NAME, or the run folder given to the command instead of a recipe",
     )
-    seed: int = setting(default=0, check=between(0, 2**63), doc="seed for all random numbers in the run")
+    seed: int = setting("seed for all random numbers in the run", default=0, check=between(0, 2**63))
 
     def open(self) -> None:
         """Raise UserError if the run folder is a file."""

@@ -79,8 +79,8 @@ class ProcessRandomness:
     job: RunInfo
     mesh: Mesh
     deterministic: bool = setting(
+        "whether GPUs use deterministic algorithms, which are slower; operations without one raise an error",
         default=False,
-        doc="whether GPUs use deterministic algorithms, which are slower; operations without one raise an error",
     )
 
     _before: dict[str, Any] | None = internal(None)

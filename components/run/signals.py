@@ -131,9 +131,9 @@ class Signals:
     """
 
     mesh: Mesh
-    grace: float = setting(default=25.0, check=above(0), doc="seconds from the first signal until the process ends")
+    grace: float = setting("seconds from the first signal until the process ends", default=25.0, check=above(0))
     extra_signals: list[Literal["SIGUSR1", "SIGUSR2", "SIGHUP"]] = setting(
-        factory=list, doc="more signals to stop the run, such as a cluster's early warning"
+        "more signals to stop the run, such as a cluster's early warning", factory=list
     )
 
     exit: Callable[[int], object] = internal(os._exit)

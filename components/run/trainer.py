@@ -52,17 +52,15 @@ class Trainer:
     restored: Every[AfterRestore]
     on_finish: list[FinalTask] = attrs.field(factory=list)
     epoch_counter: EpochCounter | None = wired(default=None)
-    steps: int | None = setting(
-        default=None, check=at_least(1), one_of="length", doc="optimizer steps in the whole run"
-    )
+    steps: int | None = setting("optimizer steps in the whole run", default=None, check=at_least(1), one_of="length")
     epochs: float | None = setting(
+        "length in passes over the training rows, also fractions; they end within the last step",
         default=None,
         check=above(0),
         one_of="length",
-        doc="length in passes over the training rows, also fractions; they end within the last step",
     )
     max_skipped_steps: int = setting(
-        default=100, impact="safe", check=at_least(1), doc="number of skipped steps in a row that stops the run"
+        "number of skipped steps in a row that stops the run", default=100, impact="safe", check=at_least(1)
     )
 
     _skipped: SkippedSteps = internal(attrs.Factory(lambda self: SkippedSteps(self.max_skipped_steps), takes_self=True))

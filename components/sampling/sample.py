@@ -47,16 +47,14 @@ class Sample:
     mesh: Mesh
     average: AveragedWeights | None = None
     chat: ChatPrompts | None = None
-    prompt: str = setting(default="", doc="beginning of the text, or the user's message")
-    tokens: int = setting(default=200, check=between(1, MAX_LENGTH + 1), doc="maximum tokens to sample")
-    context: int = setting(
-        default=256, check=between(1, MAX_LENGTH + 1), doc="number of last tokens that the model sees"
-    )
+    prompt: str = setting("beginning of the text, or the user's message", default="")
+    tokens: int = setting("maximum tokens to sample", default=200, check=between(1, MAX_LENGTH + 1))
+    context: int = setting("number of last tokens that the model sees", default=256, check=between(1, MAX_LENGTH + 1))
     temperature: float = setting(
-        default=0.8, check=at_least(0), doc="sampling temperature; 0 is greedy: always the most likely token"
+        "sampling temperature; 0 is greedy: always the most likely token", default=0.8, check=at_least(0)
     )
     top_k: int | None = setting(
-        default=None, check=above(0), doc="number of most likely tokens to sample from; default: all"
+        "number of most likely tokens to sample from; default: all", default=None, check=above(0)
     )
 
     def has_result_of_step(self, step: int) -> bool:

@@ -67,7 +67,7 @@ class FrozenStages(PassFeature):
     dispatcher: Dispatcher | None = None
     features: list[StageFeature] = attrs.field(factory=list)
     weights: Path | None = setting(
-        default=None, doc="Hugging Face folder with the weights; default: the folder of `model.auto`"
+        "Hugging Face folder with the weights; default: the folder of `model.auto`", default=None
     )
     _stages: MaterializedStages = internal(None)
     _fingerprint: str = internal("")

@@ -92,50 +92,45 @@ class MaterializedStages:
     dispatcher: Dispatcher | None = None
     memory: MemoryPolicy | None = None
     embedding_layer_cost: int = setting(
+        "embedding cost in layers; the first stage gets fewer layers by this number",
         default=0,
         check=at_least(0),
         impact="safe",
-        doc="embedding cost in layers; the first stage gets fewer layers by this number",
     )
     head_layer_cost: int = setting(
+        "head cost in layers; the last stage gets fewer layers by this number",
         default=0,
         check=at_least(0),
         impact="safe",
-        doc="head cost in layers; the last stage gets fewer layers by this number",
     )
     reshard_after_forward: bool | None = setting(
+        "whether FSDP frees a layer's gathered parameters after its forward and gathers them again in its "
+        "backward: less memory, more communication; default: true with one pipeline rank",
         default=None,
         impact="safe",
-        doc="whether FSDP frees a layer's gathered parameters after its forward and gathers them again in its "
-        "backward: less memory, more communication; default: true with one pipeline rank",
     )
     sync_each_microbatch: bool = setting(
+        "whether FSDP ranks reduce gradients after every microbatch instead of after gradient accumulation: "
+        "less memory, more communication",
         default=False,
         impact="safe",
-        doc=(
-            "whether FSDP ranks reduce gradients after every microbatch instead of after gradient accumulation: "
-            "less memory, more communication"
-        ),
     )
     bucket_bytes: int = setting(
+        "bytes per DDP gradient bucket, which replicas sum in one collective during the backward pass",
         default=BUCKET_BYTES,
         impact="safe",
         check=above(0),
-        doc="bytes per DDP gradient bucket, which replicas sum in one collective during the backward pass",
     )
     recompute: Recompute = setting(
+        "activation checkpointing policy; 'none'; 'selective': norms, gates and rotations; 'blocks': every "
+        "block; a number n: one block in n; 'quantized': 'selective' with inputs of norms and gates in 8 bits, "
+        "which rounds gradients",
         default="none",
         impact="safe",
         check=describe_recompute_fault,
-        doc=(
-            "activation checkpointing policy; 'none'; 'selective': norms, gates and rotations; 'blocks': every "
-            "block; a number n: one block in n; 'quantized': 'selective' with inputs of norms and gates in 8 bits, "
-            "which rounds gradients"
-        ),
     )
     weights: Path | None = setting(
-        default=None,
-        doc="Hugging Face folder with initial weights; default: `model.auto`'s folder, or random weights",
+        "Hugging Face folder with initial weights; default: `model.auto`'s folder, or random weights", default=None
     )
     local: list[Stage] = internal(factory=list)  # this rank's stages, in order
     store: "ParameterStore | ShardedStore" = internal(None)

@@ -25,7 +25,7 @@ from drawloom.components.trackers.background import (
     select_finite_values,
 )
 from drawloom.components.trackers.remembered_run import read_stored_run_id, store_run_id
-from drawloom.ports import Context, Histogram, RunFolder, RunInfo, Value
+from drawloom.ports import Context, Histogram, MetricValues, RunFolder, RunInfo
 
 METRICS_ONLY = {"capture_terminal_logs": False, "log_system_params": False}
 
@@ -49,14 +49,13 @@ class AimTracker(ServiceTracker):
     folder: RunFolder
     job: RunInfo
     repository: str | None = setting(
-        default=None,
-        doc="folder with an .aim that several runs share, or server aim://host:port; default: the run folder",
+        "folder with an .aim that several runs share, or server aim://host:port; default: the run folder", default=None
     )
-    experiment: str | None = setting(default=None, doc="experiment name; default: Aim's default")
+    experiment: str | None = setting("experiment name; default: Aim's default", default=None)
     system_metrics: float | None = setting(
-        default=None, check=above(0), doc="seconds between measurements of CPU, memory and GPU; default: none"
+        "seconds between measurements of CPU, memory and GPU; default: none", default=None, check=above(0)
     )
-    timeout: float = setting(default=10.0, check=above(0), doc="seconds to wait for Aim at the start and the end")
+    timeout: float = setting("seconds to wait for Aim at the start and the end", default=10.0, check=above(0))
 
     _aim: Any = internal(None)
     _location: AimLocation = internal(None)
@@ -86,7 +85,7 @@ class AimTracker(ServiceTracker):
         """Open the Aim run, and delete the values of later steps."""
         self._run_and_wait_or_warn(partial(self._open_writer_after, step))
 
-    def track_in_context(self, step: int, values: Mapping[str, Value], context: Context) -> None:
+    def track_in_context(self, step: int, values: MetricValues, context: Context) -> None:
         """Queue the finite values of a step for writing."""
         self._queue_task(partial(self._write_values, step, select_finite_values(values), context))
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from drawloom import UserError, above, at_least, internal, setting
 from drawloom.graph import component_base_class
-from drawloom.ports import Histogram, Mesh, Value
+from drawloom.ports import Histogram, Mesh, MetricValues
 
 log = logging.getLogger("drawloom.trackers")
 
@@ -92,7 +92,7 @@ def import_tracker_package(tracker: str, package: str, *modules: str, remark: st
         ) from error
 
 
-def select_finite_values(values: Mapping[str, Value]) -> dict[str, float]:
+def select_finite_values(values: MetricValues) -> dict[str, float]:
     """Return the finite values as floats, by name."""
     return {name: float(value) for name, value in values.items() if value is not None and math.isfinite(value)}
 
@@ -109,8 +109,8 @@ class TrackerInBackground(ABC):
     called: ClassVar[str]
 
     mesh: Mesh
-    queue_size: int = setting(default=1000, check=at_least(1), doc="maximum number of steps queued for writing")
-    timeout: float = setting(default=10.0, check=above(0), doc="seconds to wait at the end for queued steps")
+    queue_size: int = setting("maximum number of steps queued for writing", default=1000, check=at_least(1))
+    timeout: float = setting("seconds to wait at the end for queued steps", default=10.0, check=above(0))
 
     _background: Background | None = internal(None)
     _has_warned: bool = internal(False)
@@ -131,7 +131,7 @@ class TrackerInBackground(ABC):
         """Queue the start of writing after this step."""
         self._queue_task(partial(self._open_writer_after, step))
 
-    def track(self, step: int, values: Mapping[str, Value]) -> None:
+    def track(self, step: int, values: MetricValues) -> None:
         """Queue a step's finite values."""
         self._queue_task(partial(self._write_values, step, select_finite_values(values)))
 

@@ -2,14 +2,13 @@
 
 import logging
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from drawloom import Every, component, internal
-from drawloom.ports import Mesh, Restorer, RunFolder, Value
+from drawloom.ports import Mesh, MetricValues, Restorer, RunFolder
 
 if TYPE_CHECKING:
     from drawloom.components.storage.step_log import StepLog
@@ -47,7 +46,7 @@ class JsonlTracker:
         if file is not None:
             file.close()
 
-    def track(self, step: int, values: Mapping[str, Value]) -> None:
+    def track(self, step: int, values: MetricValues) -> None:
         """Append a line, and write it at once. If the disk refuses the line, it is written with the next line."""
         if self._log is not None:
             self._log.append(_make_json_row(step, values))
@@ -75,7 +74,7 @@ class JsonlTracker:
         return self.folder.folder / "metrics.jsonl"
 
 
-def _make_json_row(step: int, values: Mapping[str, Value]) -> dict[str, Any]:
+def _make_json_row(step: int, values: MetricValues) -> dict[str, Any]:
     """Return a step's JSON object; NaN and infinity are null."""
     finite = {name: value if value is None or math.isfinite(value) else None for name, value in values.items()}
     return {"step": step, **finite, "format": FORMAT}

@@ -43,9 +43,9 @@ class MlflowTracker(ServiceTracker):
 
     folder: RunFolder
     job: RunInfo
-    experiment: str = setting(default="drawloom", doc="experiment name")
+    experiment: str = setting("experiment name", default="drawloom")
     uri: str | None = setting(
-        default=None, doc="tracking server, such as https://host:5000; default: a database in the run folder"
+        "tracking server, such as https://host:5000; default: a database in the run folder", default=None
     )
 
     _mlflow: Any = internal(None)

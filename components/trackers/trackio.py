@@ -26,9 +26,9 @@ class TrackioTracker(LoggedRunTracker):
     called: ClassVar[str] = "Trackio"
 
     job: RunInfo
-    project: str = setting(default="drawloom", doc="project name")
+    project: str = setting("project name", default="drawloom")
     space: str | None = setting(
-        default=None, doc="Hugging Face Space that receives the metrics, as user/name; default: none"
+        "Hugging Face Space that receives the metrics, as user/name; default: none", default=None
     )
 
     def _load_package_and_create_files(self) -> None:

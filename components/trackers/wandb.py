@@ -33,10 +33,10 @@ class WandbTracker(LoggedRunTracker):
 
     folder: RunFolder
     job: RunInfo
-    project: str = setting(default="drawloom", doc="project name")
-    entity: str | None = setting(default=None, doc="the project's user or team; default: the account's default")
+    project: str = setting("project name", default="drawloom")
+    entity: str | None = setting("the project's user or team; default: the account's default", default=None)
     mode: Literal["online", "offline"] = setting(
-        default="online", doc='"online" needs `wandb login` once; "offline" writes to the run folder only'
+        '"online" needs `wandb login` once; "offline" writes to the run folder only', default="online"
     )
 
     _id: str = internal(factory=lambda: uuid.uuid4().hex[:8])

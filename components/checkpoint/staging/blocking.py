@@ -19,8 +19,8 @@ class Blocking:
     _synchronize_after_execute: ClassVar[bool] = False
     makes_copies: ClassVar[bool] = True
 
-    keep: bool = setting(default=True, doc="reuse a copy's memory for the next copy, which is several times faster")
-    type_check: bool = setting(default=True, doc="reject values of unknown types instead of deep-copying them")
+    keep: bool = setting("reuse a copy's memory for the next copy, which is several times faster", default=True)
+    type_check: bool = setting("reject values of unknown types instead of deep-copying them", default=True)
 
     _pool: "Pool | None" = internal(None)
 

@@ -34,11 +34,9 @@ class ChatCorpus:
 
     tokenizer: ChatTokenizer
     paths: list[str] = file_globs("JSON-lines, .parquet and .arrow files")
-    template: Path | None = setting(
-        default=None, doc="file with a jinja2 chat template; default: the tokenizer's template"
-    )
+    template: Path | None = setting("file with a jinja2 chat template; default: the tokenizer's template", default=None)
     date: datetime.date | None = setting(
-        default=None, doc="date for templates with today's date, such as 2025-01-31; without it they fail"
+        "date for templates with today's date, such as 2025-01-31; without it they fail", default=None
     )
     validation_fraction: float = validation_fraction("lines")
     _splits: dict[Split, TokenArrays] = internal(factory=dict)

@@ -17,11 +17,9 @@ class PromptRenderer:
     """Base with a chat template, from the tokenizer or a file; its renderer is a process, started once."""
 
     tokenizer: Tokenizer
-    template: Path | None = setting(
-        default=None, doc="file with a jinja2 chat template; default: the tokenizer's template"
-    )
+    template: Path | None = setting("file with a jinja2 chat template; default: the tokenizer's template", default=None)
     date: datetime.date | None = setting(
-        default=None, doc="date for templates with today's date, such as 2025-01-31; without it they fail"
+        "date for templates with today's date, such as 2025-01-31; without it they fail", default=None
     )
     _renderer: ChatTemplate | None = internal(None)
 

@@ -18,8 +18,8 @@ class SortedBuffers:
 
     lengths: MeasuredRows
     job: RunInfo
-    buffer: int = setting(check=between(1, 1_000_000_001), doc="number of rows to sort together")
-    pack: int = setting(check=between(1, 1_000_000_001), doc="number of rows that stay together, such as a microbatch")
+    buffer: int = setting("number of rows to sort together", check=between(1, 1_000_000_001))
+    pack: int = setting("number of rows that stay together, such as a microbatch", check=between(1, 1_000_000_001))
     _tokens: np.ndarray | None = internal(None)
     _last: dict[str, tuple[int, int, np.ndarray]] = internal(factory=dict)
 

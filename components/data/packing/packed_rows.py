@@ -205,10 +205,7 @@ class PackedRows:
     models: Every[LanguageModel] = attrs.field(factory=Every)
     recipe: ResolvedRecipe = attrs.field(factory=lambda: ResolvedRecipe("", ""))
     teacher: TeacherPredictions | None = None
-    length: int = setting(
-        check=_describe_length_fault,
-        doc="sequence length: tokens in a row, at least 2",
-    )
+    length: int = setting("sequence length: tokens in a row, at least 2", check=_describe_length_fault)
     _pad: int = internal(0)
     _splits: dict[Split, PackedSplit] = internal(factory=dict)
     _fingerprints: dict[str, Any] = internal(factory=dict)

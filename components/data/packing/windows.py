@@ -29,9 +29,9 @@ class Windows(PackedRows):
     """
 
     stride: int | None = setting(
+        "window stride in tokens, at most `length`; default: half the length",
         default=None,
         check=between(1, MAX_LENGTH + 1),
-        doc="window stride in tokens, at most `length`; default: half the length",
     )
 
     @classmethod

@@ -225,10 +225,10 @@ class DecoderModel:
     kernels: Kernels
     tokenizer: Tokenizer | None = wired(default=None)
     new_tokens: NewTokens = setting(
+        "number of the tokenizer's last ids with separate rows in embedding and head, in a parameter new_tokens, "
+        "which a folder may lack; or a table from parameter names to numbers of ids, in the order of ids",
         default=0,
         check=find_new_tokens_fault,
-        doc="number of the tokenizer's last ids with separate rows in embedding and head, in a parameter new_tokens, "
-        "which a folder may lack; or a table from parameter names to numbers of ids, in the order of ids",
     )
 
     @classmethod
@@ -376,17 +376,15 @@ class DecoderBuilder(DecoderModel):
     family: ClassVar[Family]
 
     config: Path | None = setting(
-        default=None, doc="Hugging Face config.json, or its folder; other settings replace its values"
+        "Hugging Face config.json, or its folder; other settings replace its values", default=None
     )
     vocabulary_multiple: int = setting(
+        "the tokenizer's vocabulary size is rounded up to a multiple of this",
         default=1,
         check=create_size_check("vocab_size"),
-        doc="the tokenizer's vocabulary size is rounded up to a multiple of this",
     )
     rope_parameters: RopeScaling | None = setting(
-        default=None,
-        impact="changes_training",
-        doc="rope_theta and rope_scaling in one table, as in transformers 5",
+        "rope_theta and rope_scaling in one table, as in transformers 5", default=None, impact="changes_training"
     )
 
     def __init_subclass__(cls) -> None:

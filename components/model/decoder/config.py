@@ -83,37 +83,32 @@ class DecoderConfig:
     mlp_bias = False
     """Whether the linear layers of feed-forward networks have biases."""
 
-    num_hidden_layers: int = setting(check=create_size_check("num_hidden_layers"), doc="number of layers")
-    hidden_size: int = setting(check=create_size_check("hidden_size"), doc="width of the hidden states")
-    num_attention_heads: int = setting(check=create_size_check("num_attention_heads"), doc="number of query heads")
+    num_hidden_layers: int = setting("number of layers", check=create_size_check("num_hidden_layers"))
+    hidden_size: int = setting("width of the hidden states", check=create_size_check("hidden_size"))
+    num_attention_heads: int = setting("number of query heads", check=create_size_check("num_attention_heads"))
     num_key_value_heads: int = setting(
-        check=create_size_check("num_attention_heads"),
-        doc="number of key and value heads; default: num_attention_heads",
+        "number of key and value heads; default: num_attention_heads", check=create_size_check("num_attention_heads")
     )
     head_dim: int = setting(
-        check=create_size_check("head_dim"), doc="width of a head; default: hidden_size / num_attention_heads"
+        "width of a head; default: hidden_size / num_attention_heads", check=create_size_check("head_dim")
     )
     intermediate_size: int = setting(
-        check=create_size_check("intermediate_size"), doc="inner width of the feed-forward network"
+        "inner width of the feed-forward network", check=create_size_check("intermediate_size")
     )
-    vocab_size: int = setting(
-        check=create_size_check("vocab_size"), doc="number of token ids; default: the tokenizer's"
-    )
-    tie_word_embeddings: bool = setting(default=False, doc="use the embedding's weight for the head")
+    vocab_size: int = setting("number of token ids; default: the tokenizer's", check=create_size_check("vocab_size"))
+    tie_word_embeddings: bool = setting("use the embedding's weight for the head", default=False)
     max_position_embeddings: int = setting(
+        "maximum sequence length in an export",
         default=32_768,
         check=create_size_check("max_position_embeddings"),
         impact="safe",
-        doc="maximum sequence length in an export",
     )
-    rope_theta: float = training_setting(default=1e6, check=above(1), doc="base of rotary positions")
+    rope_theta: float = training_setting("base of rotary positions", default=1e6, check=above(1))
     rope_scaling: RopeScaling | None = training_setting(
-        default=None, doc="scaling of rotary positions for longer texts; default: none"
+        "scaling of rotary positions for longer texts; default: none", default=None
     )
-    rms_norm_eps: float = training_setting(default=1e-6, check=above(0), doc="constant added to mean squares in norms")
-    initializer_range: float = training_setting(
-        default=0.02, check=above(0), doc="standard deviation of initial weights"
-    )
+    rms_norm_eps: float = training_setting("constant added to mean squares in norms", default=1e-6, check=above(0))
+    initializer_range: float = training_setting("standard deviation of initial weights", default=0.02, check=above(0))
 
     @property
     def max_sequence_length(self) -> int:
@@ -216,7 +211,7 @@ def config_fields(config: type[DecoderConfig]) -> "dict[str, attrs.Attribute[Any
 def rotary_factor_setting(default: float) -> Any:
     """Declare `partial_rotary_factor`, from which `rotary_dim` follows."""
     return training_setting(
-        default=default, check=between(0.01, 1.001), doc="part of the channels of a head that rotary positions rotate"
+        "part of the channels of a head that rotary positions rotate", default=default, check=between(0.01, 1.001)
     )
 
 
@@ -235,10 +230,10 @@ def layer_types_setting(interval: int, other: str = SLIDING) -> Any:
     """Declare `layer_types`: by default the last of every `interval` layers has full attention."""
     ordinals = {2: "second", 4: "fourth", 6: "sixth"}
     return training_setting(
+        f"{FULL} or {other} for every layer; default: every {ordinals[interval]} is {FULL}",
         default=attrs.Factory(
             lambda self: alternate_layer_types(self.num_hidden_layers, interval, other), takes_self=True
         ),
-        doc=f"{FULL} or {other} for every layer; default: every {ordinals[interval]} is {FULL}",
     )
 
 
@@ -255,9 +250,9 @@ class WindowConfig(DecoderConfig):
     """Config with an optional sliding window in all layers."""
 
     sliding_window: int | None = training_setting(
+        "number of tokens that a token attends to, including itself; default: all before it",
         default=None,
         check=at_least(1),
-        doc="number of tokens that a token attends to, including itself; default: all before it",
     )
 
     def window_of(self, layer: int) -> int | None:
@@ -272,7 +267,7 @@ class LayerTypesConfig(DecoderConfig):
     `layer_types` may be longer than the model.
     """
 
-    sliding_window: int = training_setting(default=4096, check=at_least(1), doc=WINDOW)
+    sliding_window: int = training_setting(WINDOW, default=4096, check=at_least(1))
     layer_types: SlidingTypes = layer_types_setting(4)
 
     def window_of(self, layer: int) -> int | None:
@@ -293,13 +288,13 @@ class ExpertsConfig(DecoderConfig):
     layers.
     """
 
-    num_experts: int = setting(check=create_size_check("num_experts"), doc="number of routed experts per layer")
-    num_experts_per_tok: int = setting(check=create_size_check("num_experts"), doc="number of routed experts per token")
-    router_aux_loss_coef: float = training_setting(  # the default of transformers' MoeConfig
-        default=0.001, check=at_least(0), doc="load-balancing loss coefficient"
-    )
+    num_experts: int = setting("number of routed experts per layer", check=create_size_check("num_experts"))
+    num_experts_per_tok: int = setting("number of routed experts per token", check=create_size_check("num_experts"))
+    router_aux_loss_coef: float = training_setting(
+        "load-balancing loss coefficient", default=0.001, check=at_least(0)
+    )  # the default of transformers' MoeConfig
     router_z_loss_coef: float = training_setting(
-        default=0.0, check=at_least(0), doc="router z-loss coefficient, to keep the router's logits small"
+        "router z-loss coefficient, to keep the router's logits small", default=0.0, check=at_least(0)
     )
 
     @property
@@ -359,10 +354,10 @@ class MoeConfig(ExpertsConfig):
     """Config for a decoder whose experts have another width than the feed-forward networks."""
 
     intermediate_size: int = setting(
+        "inner width of the feed-forward network in layers without experts",
         check=create_size_check("intermediate_size"),
-        doc="inner width of the feed-forward network in layers without experts",
     )
-    moe_intermediate_size: int = setting(check=create_size_check("intermediate_size"), doc="inner width of an expert")
+    moe_intermediate_size: int = setting("inner width of an expert", check=create_size_check("intermediate_size"))
 
     @property
     def expert_width(self) -> int:
@@ -418,16 +413,16 @@ class GroupedExpertsConfig(MoeConfig):
     """Config for routed experts in groups and shared experts in all layers but the first."""
 
     n_shared_experts: int = setting(
+        "number of shared experts per layer, which process all tokens",
         default=1,
         check=create_size_check("num_experts"),
-        doc="number of shared experts per layer, which process all tokens",
     )
-    first_k_dense_replace: int = setting(default=0, check=at_least(0), doc="number of first layers without experts")
+    first_k_dense_replace: int = setting("number of first layers without experts", default=0, check=at_least(0))
     routed_scaling_factor: float = training_setting(
-        default=1.0, check=above(0), doc="multiplier of the scores of a token's experts"
+        "multiplier of the scores of a token's experts", default=1.0, check=above(0)
     )
-    n_group: int = training_setting(default=1, check=at_least(1), doc="number of expert groups")
-    topk_group: int = training_setting(default=1, check=at_least(1), doc="maximum number of expert groups per token")
+    n_group: int = training_setting("number of expert groups", default=1, check=at_least(1))
+    topk_group: int = training_setting("maximum number of expert groups per token", default=1, check=at_least(1))
 
     @property
     def shared_expert_width(self) -> int:
@@ -452,7 +447,7 @@ class GroupedExpertsConfig(MoeConfig):
 class SigmoidExpertsConfig(GroupedExpertsConfig):
     """Config for DeepSeek-V3's experts: scores are sigmoids, and a bias added to them balances the load."""
 
-    norm_topk_prob: bool = training_setting(default=True, doc="normalise the scores of a token's experts to a sum of 1")
+    norm_topk_prob: bool = training_setting("normalise the scores of a token's experts to a sum of 1", default=True)
     router_aux_loss_coef: float = 0.0  # the router's bias balances
 
     @property

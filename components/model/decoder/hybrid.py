@@ -37,19 +37,19 @@ class HybridConfig(DecoderConfig):
     rope_theta: float = 1e7
     layer_types: list[Literal["full_attention", "linear_attention"]] = layer_types_setting(4, LINEAR)
     partial_rotary_factor: float = rotary_factor_setting(0.25)
-    attention_bias: bool = setting(default=False, doc=ATTENTION_BIAS)
-    linear_conv_kernel_dim: int = setting(default=4, check=between(1, 65), doc="number of tokens in a convolution")
+    attention_bias: bool = setting(ATTENTION_BIAS, default=False)
+    linear_conv_kernel_dim: int = setting("number of tokens in a convolution", default=4, check=between(1, 65))
     linear_key_head_dim: int = setting(
-        default=128, check=create_size_check("head_dim"), doc="width of a key head in gated delta nets"
+        "width of a key head in gated delta nets", default=128, check=create_size_check("head_dim")
     )
     linear_value_head_dim: int = setting(
-        default=128, check=create_size_check("head_dim"), doc="width of a value head in gated delta nets"
+        "width of a value head in gated delta nets", default=128, check=create_size_check("head_dim")
     )
     linear_num_key_heads: int = setting(
-        default=16, check=create_size_check("num_attention_heads"), doc="number of key heads in gated delta nets"
+        "number of key heads in gated delta nets", default=16, check=create_size_check("num_attention_heads")
     )
     linear_num_value_heads: int = setting(
-        default=32, check=create_size_check("num_attention_heads"), doc="number of value heads in gated delta nets"
+        "number of value heads in gated delta nets", default=32, check=create_size_check("num_attention_heads")
     )
 
     @property

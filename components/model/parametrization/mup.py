@@ -10,7 +10,7 @@ from drawloom.ports import ModelScaling
 class MuP:
     """Maximal update parametrization (muP): learning rates transfer over widths."""
 
-    base_hidden_size: int = setting(check=create_size_check("hidden_size"), doc="hidden_size of the tuned model")
+    base_hidden_size: int = setting("hidden_size of the tuned model", check=create_size_check("hidden_size"))
 
     def compute_scaling_for_size(self, hidden_size: int, num_hidden_layers: int) -> ModelScaling:
         return compute_model_scaling(hidden_size / self.base_hidden_size)

@@ -21,10 +21,10 @@ class Qwen3MoeConfig(MoeConfig):
     qk_norm = "head"
 
     norm_topk_prob: bool = training_setting(
-        default=True, doc="normalise the probabilities of a token's experts to a sum of 1"
+        "normalise the probabilities of a token's experts to a sum of 1", default=True
     )
-    decoder_sparse_step: int = setting(default=1, check=at_least(1), doc="the last of every so many layers has experts")
-    mlp_only_layers: list[int] = setting(factory=list, doc="indices of layers without experts; default: none")
+    decoder_sparse_step: int = setting("the last of every so many layers has experts", default=1, check=at_least(1))
+    mlp_only_layers: list[int] = setting("indices of layers without experts; default: none", factory=list)
 
     @property
     def routing(self) -> Routing:

@@ -28,11 +28,9 @@ class CircularExecutor(ProgramExecutor):
     """Executor that trains with the circular pipeline, and evaluates with a forward-only program."""
 
     delayed: bool = setting(
+        "forward outputs one iteration later, like MaxText's `pipeline_delay_activation_forwarding`, to hide "
+        "message latency",
         default=False,
-        doc=(
-            "forward outputs one iteration later, like MaxText's `pipeline_delay_activation_forwarding`, to hide "
-            "message latency"
-        ),
     )
     embeds_on_every_rank: ClassVar[bool] = True
 

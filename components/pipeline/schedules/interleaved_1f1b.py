@@ -19,7 +19,7 @@ from drawloom.components.pipeline.program.builders import (
 class Interleaved1F1B(OpCodeSchedule):
     """Interleaved 1F1B: one forward, one backward, over several stages on every rank."""
 
-    stages_per_rank: int = setting(default=2, check=between(1, 1001), doc="stages per rank")
+    stages_per_rank: int = setting("stages per rank", default=2, check=between(1, 1001))
 
     def build_rank_op_codes(self, rank: int, ranks: int, microbatches: int) -> OpCodes:
         return build_interleaved_op_codes(

@@ -21,9 +21,7 @@ from drawloom.ports import Program
 class VHalf:
     """V-Half: half the memory of 1F1B, with a small bubble."""
 
-    comm: float = setting(
-        default=0.0, check=at_least(0), doc="time of a message, relative to the forward pass of a stage"
-    )
+    comm: float = setting("time of a message, relative to the forward pass of a stage", default=0.0, check=at_least(0))
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
         return assign_stages_in_vee(ranks)

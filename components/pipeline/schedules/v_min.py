@@ -49,9 +49,7 @@ class VMin(OpCodeSchedule):
 
     in_vee: ClassVar[bool] = True
 
-    comm: float = setting(
-        default=0.0, check=at_least(0), doc="time of a message, relative to the forward pass of a stage"
-    )
+    comm: float = setting("time of a message, relative to the forward pass of a stage", default=0.0, check=at_least(0))
 
     def build_rank_op_codes(self, rank: int, ranks: int, microbatches: int) -> OpCodes:
         """Return the op codes of one rank, in order, for messages that take no time."""

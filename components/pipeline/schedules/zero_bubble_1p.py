@@ -18,7 +18,7 @@ from drawloom.components.pipeline.program.builders import (
 class ZeroBubble1P(OpCodeSchedule):
     """ZB-H1: 1F1B with split backward passes, plain or interleaved; the same memory, a third of the bubble."""
 
-    stages_per_rank: int = setting(default=1, check=between(1, 1001), doc="stages per rank")
+    stages_per_rank: int = setting("stages per rank", default=1, check=between(1, 1001))
 
     def build_rank_op_codes(self, rank: int, ranks: int, microbatches: int) -> OpCodes:
         return build_interleaved_op_codes(

@@ -27,7 +27,7 @@ class Tempered:
 
     batch_leaves: ClassVar[tuple[str, ...]] = ("tokens", "targets", "positions", "document_ids", "weights")
 
-    max_bytes: int = setting(default=2**26, check=above(0), doc="bytes of logits that exist together")
+    max_bytes: int = setting("bytes of logits that exist together", default=2**26, check=above(0))
     module: nn.Module = internal(factory=Temperature)
 
     def inputs(self, batch: TokenBatch) -> tuple[Tensor, BatchContext]:
