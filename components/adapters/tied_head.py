@@ -5,12 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from drawloom.components.adapters.lora_layers import (
-    LoraOptions,
-    LowRankLayer,
-    compute_initial_std,
-    create_factor,
-)
+from drawloom.components.adapters.lora_layers import LoraOptions, LowRankLayer, compute_initial_std, create_factor
 from drawloom.components.model.layers import VOCABULARY, ChunkedHead, Embedding
 from drawloom.components.parallel.parameter_split import SplitDim
 from drawloom.components.parallel.tensor import TensorParallel

@@ -13,13 +13,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from drawloom import UserError
 from drawloom.components.distributed.connections import Connections
-from drawloom.components.distributed.generations import (
-    CURRENT,
-    Generation,
-    RunProcess,
-    Spares,
-    propose_next_generation,
-)
+from drawloom.components.distributed.generations import CURRENT, Generation, RunProcess, Spares, propose_next_generation
 from drawloom.components.distributed.launch_store import Failure, connect_to_launch_store
 from drawloom.components.distributed.peer_processes import PeerProcesses
 from drawloom.components.distributed.rank_monitor import MAX_WATCHED, RankMonitor

@@ -41,14 +41,8 @@ MIX = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
 # Wichura 1988, "Algorithm AS 241: The percentage points of the normal distribution", PPND7: numerators and denominators
 # from the constant term up. Relative errors are below 2e-7, those of rounding to float32 nearly as large. PPND7 has
 # a third pair for quantiles beyond 6.6; the error of the second is below 4e-6 there.
-CENTRE = (
-    (3.3871327179, 50.434271938, 159.29113202, 59.109374720),
-    (1.0, 17.895169469, 78.757757664, 67.187563600),
-)
-TAIL = (
-    (1.4234372777, 2.7568153900, 1.3067284816, 0.17023821103),
-    (1.0, 0.73700164250, 0.12021132975),
-)
+CENTRE = ((3.3871327179, 50.434271938, 159.29113202, 59.109374720), (1.0, 17.895169469, 78.757757664, 67.187563600))
+TAIL = ((1.4234372777, 2.7568153900, 1.3067284816, 0.17023821103), (1.0, 0.73700164250, 0.12021132975))
 CENTRE_END = 0.425
 TAIL_CENTRE = 1.6
 

@@ -270,11 +270,7 @@ class AutoKernels(_OperationSettings):
         return weight_format.load(stored, self._functions_by_operation["dequantize"])
 
     def linear_quantized(
-        self,
-        x: Tensor,
-        stored: Tensor,
-        weight_format: StorageFormat,
-        bias: Tensor | None = None,
+        self, x: Tensor, stored: Tensor, weight_format: StorageFormat, bias: Tensor | None = None
     ) -> Tensor:
         dequantize = self._functions_by_operation["dequantize"]
         return linear_quantized(dequantize, x, stored, weight_format, bias)

@@ -10,11 +10,7 @@ from torch import Tensor
 
 from drawloom import UserError, component, internal
 from drawloom.components.kernels.auto import AutoKernels
-from drawloom.components.kernels.choosing import (
-    ImplementationChoice,
-    choose_implementation,
-    load_implementation,
-)
+from drawloom.components.kernels.choosing import ImplementationChoice, choose_implementation, load_implementation
 from drawloom.kernels.attention.eager import AttentionImplementation
 from drawloom.kernels.batch_invariant.eager import (
     BLOCKS,

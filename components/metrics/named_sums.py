@@ -85,8 +85,7 @@ def _read_values_by_microbatch(losses: Mapping[str, Any], name: str) -> Tensor:
     if name not in values:
         known = ", ".join(values)
         raise UserError(
-            f"the loss has no sum called {name!r}, but a metric reads it; write one of {known}",
-            exit_code=2,
+            f"the loss has no sum called {name!r}, but a metric reads it; write one of {known}", exit_code=2
         )
     value: Tensor = values[name]
     return value

@@ -8,12 +8,7 @@ from drawloom import component, setting
 from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.decoder.hugging_face import Family
 from drawloom.components.model.decoder.specs import Routing
-from drawloom.components.model.deepseek_v3 import (
-    LATENT_RENAMED,
-    LatentConfig,
-    read_latent_config,
-    write_latent_config,
-)
+from drawloom.components.model.deepseek_v3 import LATENT_RENAMED, LatentConfig, read_latent_config, write_latent_config
 
 METHODS = {False: "greedy", True: "group_limited_greedy"}
 """Choice of experts in files, by whether there are groups."""

@@ -19,11 +19,7 @@ from drawloom.components.optim.parameter_groups import (
     find_betas_fault,
     warn_unmatched_patterns,
 )
-from drawloom.components.optim.streamed_states import (
-    Slots,
-    StreamedStep,
-    allocate_state_in_host_memory,
-)
+from drawloom.components.optim.streamed_states import Slots, StreamedStep, allocate_state_in_host_memory
 from drawloom.kernels.adamw.eager import (
     ALL,
     BLOCK,

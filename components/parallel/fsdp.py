@@ -361,8 +361,7 @@ def shard_with_fsdp(
     """
     modules = list(modules)
     dtypes = UnitDtypes(
-        gathered=precision.compute,
-        message=choose_gradient_message_dtype(precision, replicas=mesh.ndim > 1),
+        gathered=precision.compute, message=choose_gradient_message_dtype(precision, replicas=mesh.ndim > 1)
     )
     whole_by_module = find_unsharded_parameters(modules, precision, experts if expert_mesh is None else frozenset())
     return [

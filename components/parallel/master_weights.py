@@ -97,10 +97,7 @@ class ParameterStore:
 
     def device_bytes(self) -> dict[MemoryKind, int]:
         """Return two byte counts: masters with compute copies, and the copies."""
-        return {
-            "masters": sum(master.nbytes for master, _ in self._pairs),
-            "compute_copies": self.compute_copy_bytes,
-        }
+        return {"masters": sum(master.nbytes for master, _ in self._pairs), "compute_copies": self.compute_copy_bytes}
 
     @property
     def compute_copy_bytes(self) -> int:

@@ -21,9 +21,7 @@ from drawloom.ports import (
 
 
 @component(
-    reads=("weights",),
-    writes=("validation_loss", "validation_cross_entropy", "initial_validation_loss"),
-    impact="safe",
+    reads=("weights",), writes=("validation_loss", "validation_cross_entropy", "initial_validation_loss"), impact="safe"
 )
 class Evaluate:
     """

@@ -18,7 +18,7 @@ class OffloadedActivations(PassFeature):
     """
 
     excludes: ClassVar[Mapping[str, str]] = {
-        "planning.memory": "the policy chooses what is kept, recomputed and offloaded",
+        "planning.memory": "the policy chooses what is kept, recomputed and offloaded"
     }
 
     def change_program(self, program: Program) -> Program:

@@ -25,7 +25,7 @@ class ConcurrentStages(PassFeature):
     """CUDA stream for every stage, to run overlapping passes of a schedule concurrently; GPU only."""
 
     excludes: ClassVar[Mapping[str, str]] = {
-        "pipeline.offloaded": "offloaded activations would be freed on another stream than they were allocated on",
+        "pipeline.offloaded": "offloaded activations would be freed on another stream than they were allocated on"
     }
 
     device: Device

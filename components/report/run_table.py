@@ -94,10 +94,7 @@ def read_run_rows(folder: Path) -> list[RunRow]:
         RunRow(name, "unreadable", problem=str(record))
         if isinstance(record, UserError)
         else _make_run_row(
-            name,
-            record,
-            determine_run_state(path, record.log),
-            {key: known[key] for key in differing if key in known},
+            name, record, determine_run_state(path, record.log), {key: known[key] for key in differing if key in known}
         )
         for (path, name, record), known in zip(records, settings, strict=True)
     ]

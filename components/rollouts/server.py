@@ -105,12 +105,7 @@ class CompletionServer:
         end_ids: frozenset[int],
     ) -> Sampled:
         """Sample one completion for a prompt of ids; it ends at one of `end_ids`, or has `max_tokens` tokens."""
-        fields = {
-            "max_tokens": max_tokens,
-            "temperature": temperature,
-            "seed": seed,
-            "stop_token_ids": sorted(end_ids),
-        }
+        fields = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed, "stop_token_ids": sorted(end_ids)}
         choice = self._request_choice(model, prompt, fields, logprobs=1)
         ids, logps = self._read_ids(choice), self._read_logps(choice)
         if len(ids) != len(logps):  # log-probabilities are never empty
@@ -376,11 +371,7 @@ class ServerRollouts:
             _RowToComplete(tokens[:length].tolist(), derive_seed(seed, key) % 2**SEED_BITS, end_ids)
             for part in prompts
             for tokens, length, key, end_ids in zip(
-                part.tokens,
-                part.lengths,
-                part.keys.tolist(),
-                part.end_ids_by_row(self.tokenizer),
-                strict=True,
+                part.tokens, part.lengths, part.keys.tolist(), part.end_ids_by_row(self.tokenizer), strict=True
             )
         ]
         sampled = iter(run_on_rank0(self._copy, lambda: [attrs.asdict(row) for row in self._request_completions(rows)]))

@@ -223,13 +223,7 @@ def draw_ids_logps_and_entropies(logits: Tensor, uniforms: Tensor) -> tuple[Tens
 
 
 def _compute_training_logps(
-    hidden: Tensor,
-    head: Head,
-    tokens: Tensor,
-    starts: Tensor,
-    ids: Tensor,
-    position: int,
-    temperature: Tensor | None,
+    hidden: Tensor, head: Head, tokens: Tensor, starts: Tensor, ids: Tensor, position: int, temperature: Tensor | None
 ) -> Tensor:
     """Return the drawn ids' log-probabilities, (rows,), by the operation and the shapes that a loss uses."""
     length = tokens.shape[1]

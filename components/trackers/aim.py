@@ -18,12 +18,7 @@ from drawloom.components.trackers.aim_repository import (
     prepare_run_for_writing,
     refuse_linked_repository,
 )
-from drawloom.components.trackers.background import (
-    ServiceTracker,
-    Task,
-    import_tracker_package,
-    select_finite_values,
-)
+from drawloom.components.trackers.background import ServiceTracker, Task, import_tracker_package, select_finite_values
 from drawloom.components.trackers.remembered_run import read_stored_run_id, store_run_id
 from drawloom.ports import Context, Histogram, MetricValues, RunFolder, RunInfo
 

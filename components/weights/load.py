@@ -16,11 +16,7 @@ from drawloom.components.storage.regular_file import open_untrusted_file
 from drawloom.components.storage.safetensors.header import format_names
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
 from drawloom.components.storage.tensor_source import TensorSource, TensorSpec
-from drawloom.components.weights.convert import (
-    compute_group_output_specs,
-    persistent_tensors,
-    stream_converted_tensors,
-)
+from drawloom.components.weights.convert import compute_group_output_specs, persistent_tensors, stream_converted_tensors
 from drawloom.components.weights.dequantized import BITS, DequantizedSource, TextTensors
 from drawloom.components.weights.mapper import parallel, select_outputs, sequential
 from drawloom.components.weights.mapper_ops import cut_slice, distribute_like

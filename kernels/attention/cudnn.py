@@ -32,24 +32,14 @@ from drawloom.kernels.attention.options import PLAIN_ATTENTION, AttentionOptions
 ONE_DOCUMENT_PER_ROW = "whole rows"
 """Value for the mask if every row is one document."""
 
-ORDER = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
+ORDER = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """Priority of implementations: cuDNN, and then torch's own order."""
 
 ImplementationName = Literal["cudnn", "flash", "torch", "flex", "eager"]
 
 
 def attention_cudnn(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Any,
-    options: AttentionOptions = PLAIN_ATTENTION,
-    sinks: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, mask: Any, options: AttentionOptions = PLAIN_ATTENTION, sinks: Tensor | None = None
 ) -> Tensor:
     """
     Compute attention_eager with ONE_DOCUMENT_PER_ROW or a mask from `create_document_block_mask`.

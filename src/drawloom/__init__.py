@@ -24,18 +24,8 @@ if TYPE_CHECKING:
     from drawloom import ports as ports
     from drawloom import testing as testing
     from drawloom.components.rewards.function import reward
-    from drawloom.graph.component import (
-        Every,
-        Ordered,
-        above,
-        at_least,
-        between,
-        component,
-        internal,
-        port,
-        setting,
-        wired,
-    )
+    from drawloom.graph import above, at_least, between
+    from drawloom.graph.component import Every, Ordered, component, internal, port, setting, wired
     from drawloom.graph.problems import Position, Problem, RecipeError, UserError
     from drawloom.graph.project import Recipe
     from drawloom.graph.recipe.lockfile import ResolvedRecipe

@@ -14,7 +14,7 @@ import drawloom
 
 ROOT = Path(__file__).parents[2]
 NAME = "drawloom"
-PUBLIC = {"ports": "components.ports"}
+PUBLIC = {"models": "components.model", "ports": "components.ports"}
 PUBLIC |= dict.fromkeys({*drawloom.__all__} - {"models", "ports", "reward", "testing"}, "graph")
 """Where the public names of components' authors are, by their names in `drawloom`."""
 

@@ -77,10 +77,7 @@ class TeacherLogpsCommand(RecipeCommand):
                 self.to.mkdir(parents=True)
                 for split in SPLITS:
                     infer = partial(_predict_top_ids_and_logps, executor, rows, split, self.top_k)
-                    with (
-                        (self.to / f"{split}.ids").open("wb") as ids,
-                        (self.to / f"{split}.logps").open("wb") as logps,
-                    ):
+                    with (self.to / f"{split}.ids").open("wb") as ids, (self.to / f"{split}.logps").open("wb") as logps:
                         for _, row in infer_documents(range(rows.count_rows(split)), self.rows, infer):
                             ids.write(row[:, : self.top_k].numpy().astype(np.int32).tobytes())
                             top_logps = row[:, self.top_k :].clamp_min(FLOOR).numpy().astype(np.float16)

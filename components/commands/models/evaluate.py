@@ -91,8 +91,7 @@ class EvaluateCommand(CheckpointCommand):
         exclusive="data",
     )
     stride: Count | None = option(
-        "tokens by which the window moves over documents longer than a row (default: half a row)",
-        needs="corpus",
+        "tokens by which the window moves over documents longer than a row (default: half a row)", needs="corpus"
     )
     generate: bool = option(
         "complete the validation prompts, and measure the rewards of the completions", exclusive="data"

@@ -74,7 +74,7 @@ class GenerateCommand(CheckpointCommand):
         f"most tokens to sample (default: {TEXT_TOKENS}; with --chat, {CHAT_TOKENS} for an answer)"
     )
     context: Count | None = option(
-        f"most tokens the model sees (default: {TEXT_CONTEXT}; with --chat the model's, up to {CHAT_CONTEXT})",
+        f"most tokens the model sees (default: {TEXT_CONTEXT}; with --chat the model's, up to {CHAT_CONTEXT})"
     )
     temperature: float = option("sampling temperature; 0 is greedy", default=0.8, metavar="T", check=at_least(0))
     top_k: Count | None = option("sample only from the K most likely tokens (default: all)", metavar="K")

@@ -13,12 +13,7 @@ from torch import Tensor
 from drawloom import above, at_least
 from drawloom.components.commands._options import check_new_file, write_file
 from drawloom.components.commands._recipes import find_only_node
-from drawloom.components.float8.layers import (
-    Float8Experts,
-    Float8Linear,
-    enable_float8,
-    get_float8_weights,
-)
+from drawloom.components.float8.layers import Float8Experts, Float8Linear, enable_float8, get_float8_weights
 from drawloom.graph.cli.command import (
     Project,
     Recipe,
