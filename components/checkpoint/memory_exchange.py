@@ -31,7 +31,7 @@ from drawloom.components.storage.state_tree import (
     pack_state,
 )
 from drawloom.components.storage.tensor_source import TensorSpec, view_as_tensor, view_bytes
-from drawloom.ports import Group, Mesh, SlicedTensor, Stateful, TensorSlice
+from drawloom.ports import Group, Mesh, NodeState, SlicedTensor, Stateful, TensorSlice
 
 ROUND = 2**25  # bytes that a rank receives at once
 ALIGNMENT = 16  # bytes; views of a buffer in any dtype start at a multiple of it
@@ -194,7 +194,7 @@ def find_newest_complete(offers: Sequence[Sequence[PartKey]]) -> dict[PartKey, i
 
 def exchange_and_assemble_states(
     group: Group, nodes: Mapping[str, Stateful], sources: Mapping[PartKey, int], own: Mapping[PartKey, PackedState]
-) -> dict[str, Any]:
+) -> NodeState:
     """
     Return the nodes' states for this rank from all parts of a step, without states that differ by rank.
 

@@ -35,7 +35,7 @@ from drawloom.components.storage.state_tree import (
     unpack_state,
 )
 from drawloom.components.storage.strict_json import parse_strict_json
-from drawloom.ports import SlicedTensor, TensorSlice
+from drawloom.ports import NodeState, SlicedTensor, TensorSlice
 
 MAX_TREE_SIZE = 2**28  # bytes
 
@@ -82,7 +82,7 @@ def no_valid_checkpoint_error(checkpoints: Path, corrupt: Mapping[Path, str]) ->
     return UserError("\n".join([*lines, "restore one from a backup, or remove them all to start from step 0"]))
 
 
-def load_node_state(checkpoint: Path, node: str) -> dict[str, Any]:
+def load_node_state(checkpoint: Path, node: str) -> NodeState:
     """
     Return one node's saved state; for a local state, rank 0's.
 
@@ -111,7 +111,7 @@ class PieceReader:
         """Read a rank's used tensors."""
         raise NotImplementedError
 
-    def read_and_join_states(self, ranks: Iterable[int], pick: Pick) -> dict[str, dict[str, Any]]:
+    def read_and_join_states(self, ranks: Iterable[int], pick: Pick) -> dict[str, NodeState]:
         """
         Return the picked states from several ranks, by node, with slices assembled. Raises
         CorruptCheckpointError.
@@ -133,7 +133,7 @@ class PieceReader:
         except ValueError as error:
             raise CorruptCheckpointError(str(error)) from error
 
-    def read_states_by_node(self, rank: int, pick: Pick) -> dict[str, dict[str, Any]]:
+    def read_states_by_node(self, rank: int, pick: Pick) -> dict[str, NodeState]:
         """
         Return the picked states from one rank, by node. Raises CorruptCheckpointError.
 
@@ -142,7 +142,7 @@ class PieceReader:
         self.read_trees_by_node(rank)
         try:
             picked, uses = self.pick_trees_and_find_uses(rank, pick)
-            states: dict[str, dict[str, Any]] = unpack_state({"dict": picked}, self.read_tensors(rank, uses))
+            states: dict[str, NodeState] = unpack_state({"dict": picked}, self.read_tensors(rank, uses))
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise CorruptCheckpointError(f"{tree_file_name(rank)} does not match its tensors: {error}") from error
         return states

@@ -25,7 +25,7 @@ from drawloom.components.distributed.rank_errors import run_and_gather_on_all_ra
 from drawloom.components.storage.regular_file import read_file
 from drawloom.components.storage.state_tree import list_dict_entries
 from drawloom.graph.recipe.lockfile import LOCK
-from drawloom.ports import Group, Stateful
+from drawloom.ports import Group, NodeState, Stateful
 
 log = logging.getLogger("drawloom.checkpoint")
 
@@ -43,7 +43,7 @@ class LoadedCheckpoint:
 
     checkpoint: Path
     manifest: Manifest
-    states: dict[str, dict[str, Any]]
+    states: dict[str, NodeState]
     names: dict[str, set[str]]
     verified: dict[str, list[int]]
 

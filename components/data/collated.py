@@ -19,6 +19,7 @@ from drawloom.ports import (
     Example,
     Examples,
     LanguageModel,
+    NodeState,
     Split,
     TokenBatch,
     find_length_fault,
@@ -96,11 +97,11 @@ class Collated:
         """Return the name of the row's example, as a list."""
         return [self._get_example_name(split, row)]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> NodeState:
         """Return row counts by split, and a sample's digest."""
         return {split: {"rows": self.count_rows(split), "sha256": self._hash_sampled_rows(split)} for split in SPLITS}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: NodeState) -> None:
         """Raise UserError if the run began with other rows, unless --accept-changes is set."""
         check_rows_are_unchanged(state, self.state_dict(), accept_changes=self.recipe.accept_changes)
 

@@ -19,6 +19,7 @@ from drawloom.ports import (
     Batching,
     Group,
     Mesh,
+    NodeState,
     PackedDataset,
     PerDimension,
     RowOrder,
@@ -193,7 +194,7 @@ class Loader:
         """Move the next step to a position in the order, as if earlier steps had had another batch size."""
         self.load_state_dict(self.state_dict() | {"position": position})
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> NodeState:
         """
         Return the steps and rows consumed (`step`, `position`), a digest of the order's first rows (`first_rows`), and
         a mixture's row shares by start position (`shares`).
@@ -201,7 +202,7 @@ class Loader:
         After the batch size or the rows have changed, `since` is the last step before, and `offset` the rows
         consumed beyond as many steps with the new size.
         """
-        state: dict[str, Any] = {
+        state: NodeState = {
             "step": self._step,
             "position": self.next_row_position,
             "first_rows": self._compute_first_rows_digest(self._rows),
@@ -213,7 +214,7 @@ class Loader:
             state["shares"] = {str(segment.start): dict(segment.shares) for segment in mixed}
         return state
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: NodeState) -> None:
         """Resume after a step; batch size and source shares may change from there on."""
         from drawloom.components.data.order.stream import RowStream, Segment
 

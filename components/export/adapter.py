@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import attrs
 import torch
@@ -25,6 +24,7 @@ from drawloom.components.weights.mapper_ops import rename
 from drawloom.ports import (
     AdaptedLayer,
     AveragedWeights,
+    ConfigJson,
     Convert,
     KeepsConfig,
     LanguageModel,
@@ -32,6 +32,7 @@ from drawloom.ports import (
     Mapper,
     Mesh,
     RunFolder,
+    Settings,
     Stages,
     TensorGroup,
     trains_base_weights,
@@ -212,7 +213,7 @@ class AdapterExport:
             merged = {name: tensor for part in parts for name, tensor in part.items()}
             run_on_rank0(group, lambda: _write_adapter_folder(self._adapter_folder, merged, config, step))
 
-    def _make_mapper_and_config(self, whole: nn.Module) -> tuple[Mapper, dict[str, Any]]:
+    def _make_mapper_and_config(self, whole: nn.Module) -> tuple[Mapper, ConfigJson]:
         """Return the mapper from a model's parameters to PEFT's tensors, and the content for `adapter_config.json`."""
         tied = bool(self.model.hugging_face_config().get("tie_word_embeddings"))
         files = self.model.hugging_face_mapper()
@@ -236,7 +237,7 @@ class AdapterExport:
         return self.folder.folder / "adapter"
 
 
-def _write_adapter_folder(target: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any], step: int) -> None:
+def _write_adapter_folder(target: Path, tensors: Mapping[str, Tensor], config: Settings, step: int) -> None:
     """Write the folder with one tensor file for PEFT, any shapes; the folder appears complete or not at all."""
     temporary = create_temp_folder(target)
     try:
@@ -277,7 +278,7 @@ def _convert_factor_outputs(convert: Convert, factors: Sequence[Tensor]) -> Sequ
     return [converted if probe.shape[1] == factor.shape[1] else converted.transpose(1, 2)]
 
 
-def _replace_decoder_prefix_in_config(config: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+def _replace_decoder_prefix_in_config(config: Settings, prefix: str) -> ConfigJson:
     """Return an `adapter_config.json` for a decoder with another prefix."""
 
     def replace_prefix(name: str) -> str:
@@ -308,7 +309,7 @@ def make_mapper_to_peft(whole: nn.Module, file_mapper: Mapper, tied: bool) -> Ma
     return parallel(*(layer.peft_mapper_joining_parts for layer in joined), *layers, *saved)
 
 
-def make_peft_config(whole: nn.Module, file_mapper: Mapper, tied: bool, base_model: str | None) -> dict[str, Any]:
+def make_peft_config(whole: nn.Module, file_mapper: Mapper, tied: bool, base_model: str | None) -> ConfigJson:
     """Return the `adapter_config.json` for a model with adapters. Raises UserError if PEFT does not support them."""
     pairs = _describe_low_rank_pairs(whole, file_mapper)
     if not pairs:

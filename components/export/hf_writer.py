@@ -48,11 +48,13 @@ from drawloom.ports import (
     MAX_SHARD,
     SCORE,
     ChatTokenizer,
+    ConfigJson,
     Group,
     KeepsConfig,
     LanguageModel,
     Mapper,
     SequenceHead,
+    Settings,
     Stages,
     Tokenizer,
 )
@@ -111,7 +113,7 @@ class BaseFolder:
     folder: Path
     carried: Sequence[str]
     style: NameNesting
-    config: dict[str, Any]
+    config: ConfigJson
     dtypes: Sequence[str]
 
     def map_to_names_in_folder(self, mapper: Mapper) -> Mapper:
@@ -179,7 +181,7 @@ def find_base_folder(
     return None if fields is None else BaseFolder(folder, **fields)
 
 
-def _describe_base_folder_as_json(model: LanguageModel, folder: Path, text_only: bool) -> dict[str, Any] | None:
+def _describe_base_folder_as_json(model: LanguageModel, folder: Path, text_only: bool) -> ConfigJson | None:
     """Return BaseFolder's other fields as JSON, for all ranks; None if the folder can't be read."""
     try:
         specs, patterns = _open_source(folder).specs(), model.hugging_face_mapper().ignored
@@ -204,7 +206,7 @@ def _open_source(folder: Path) -> TensorSource:
     return DequantizedSource(open_safetensors_folder(folder))
 
 
-def list_config_and_text_config(config: dict[str, Any]) -> list[dict[str, Any]]:
+def list_config_and_text_config(config: ConfigJson) -> list[ConfigJson]:
     """Return the config, and its `text_config` table if it has one (multimodal models)."""
     return [config, config["text_config"]] if isinstance(config.get("text_config"), dict) else [config]
 
@@ -260,7 +262,7 @@ MAX_VALUES = 2**16  # of a generation_config.json, which has tens
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def add_end_ids(config: dict[str, Any], ids: Collection[int]) -> bool:
+def add_end_ids(config: ConfigJson, ids: Collection[int]) -> bool:
     """
     Add ids to a text's ends, in a `config.json` or `generation_config.json`; return whether it changed.
     """
@@ -373,7 +375,7 @@ def write_hugging_face_folder(
     write_safetensors_folder_collectively(target, own, group, max_shard, write_other_files)
 
 
-def _add_end_of_training(config: dict[str, Any], ids: Mapping[str, int | None]) -> None:
+def _add_end_of_training(config: ConfigJson, ids: Mapping[str, int | None]) -> None:
     """Add training's end id to a config, or to its parts with such ids."""
     parts = [part for part in list_config_and_text_config(config) if "eos_token_id" in part] or [config]
     if (end := ids["eos_token_id"]) is not None:
@@ -381,7 +383,7 @@ def _add_end_of_training(config: dict[str, Any], ids: Mapping[str, int | None]) 
             add_end_ids(part, [end])
 
 
-def _choose_padding_id(config: Mapping[str, Any], ids: Mapping[str, int | None]) -> int | None:
+def _choose_padding_id(config: Settings, ids: Mapping[str, int | None]) -> int | None:
     """
     Return a classifier's padding id: the config's, or the tokenizer's.
 
@@ -391,7 +393,7 @@ def _choose_padding_id(config: Mapping[str, Any], ids: Mapping[str, int | None])
     return own if own is not None or ids["pad_token_id"] == ids["eos_token_id"] else ids["pad_token_id"]
 
 
-def make_sequence_classifier_config(config: dict[str, Any], head: SequenceHead) -> dict[str, Any]:
+def make_sequence_classifier_config(config: ConfigJson, head: SequenceHead) -> ConfigJson:
     """Return a language model's `config.json` with another head."""
     classes = [name.replace("ForCausalLM", "ForSequenceClassification") for name in config["architectures"]]
     names = {str(number): label for number, label in enumerate(head.output_names)}
@@ -408,7 +410,7 @@ def _gather_and_log_merge_rounding_loss(loss: MergeRoundingLoss, group: Group) -
         log.info(text, 100 * total.relative_rounding_loss)
 
 
-def _write_config_with_dtype(folder: Path, config: dict[str, Any], specs: Mapping[str, TensorSpec]) -> str | None:
+def _write_config_with_dtype(folder: Path, config: ConfigJson, specs: Mapping[str, TensorSpec]) -> str | None:
     """Write `config.json`, and return the matrices' dtype, or None if they have several."""
     # vectors may have a wider dtype, such as the bias of a router
     dtypes = {str(spec.dtype).removeprefix("torch.") for spec in specs.values() if len(spec.shape) > 1}

@@ -22,6 +22,7 @@ from drawloom.ports import (
     LayerRange,
     Mesh,
     Model,
+    NodeState,
     PackedDataset,
     Precision,
     Processes,
@@ -68,11 +69,11 @@ class RunSummary:
     _newest: Step | None = internal(None)
     _best: dict[str, Any] = internal(factory=dict)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> NodeState:
         """Return `value` and `step` of the best validation loss and reward so far; empty without validation."""
         return dict(self._best)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: NodeState) -> None:
         self._best = dict(state)
 
     def preview(self) -> str:

@@ -1,9 +1,7 @@
 """Token count, and tokens per second."""
 
-from typing import Any
-
 from drawloom import component, internal
-from drawloom.ports import Metric, MetricTotals, MetricValues, Step
+from drawloom.ports import Metric, MetricTotals, MetricValues, NodeState, Step
 
 
 @component(impact="safe")
@@ -18,11 +16,11 @@ class Throughput(Metric):
     _tokens: int = internal(0)
     _measured: Step | None = internal(None)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> NodeState:
         """Return the token count so far."""
         return {"tokens": self._add_tokens_of_last_step()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: NodeState) -> None:
         """Continue from a saved count."""
         self._tokens, self._measured = int(state["tokens"]), None
 

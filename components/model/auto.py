@@ -1,7 +1,6 @@
 """The component `model.auto`: a model of any family, from a Hugging Face folder."""
 
 import json
-from collections.abc import Mapping
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -34,6 +33,7 @@ from drawloom.components.model.qwen3_next import Qwen3Next
 from drawloom.components.model.smollm3 import SmolLm3
 from drawloom.components.weights.load import open_and_check_folder
 from drawloom.graph.recipe.lockfile import LOCK
+from drawloom.ports import Settings
 
 FAMILIES: dict[str, type[DecoderBuilder]] = {
     model_type: kind
@@ -110,7 +110,7 @@ class AutoModel(DecoderModel):
         open_and_check_folder(self.path, model.build_on_meta(), model.hugging_face_mapper().inverse())
 
     @classmethod
-    def read_sizes(cls, node: Any) -> Mapping[str, Any]:
+    def read_sizes(cls, node: Any) -> Settings:
         path = node.settings["path"]
         with suppress(UserError):
             return attrs.asdict(read_config(_find_builder_class(path).family, path), recurse=False)
@@ -127,7 +127,7 @@ class AutoModel(DecoderModel):
         return _find_builder_class(self.path).family
 
     @property
-    def config_settings(self) -> Mapping[str, Any]:
+    def config_settings(self) -> Settings:
         return dict.fromkeys((*self.family.keys, "rope_parameters")) | {"config": self.path}
 
     @property

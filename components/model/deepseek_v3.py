@@ -1,7 +1,6 @@
 """The component `model.deepseek_v3`: DeepSeek-V3 (arXiv 2412.19437), Moonlight, Kimi K2 and K2.5 for text."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 import attrs
 
@@ -18,7 +17,7 @@ from drawloom.components.model.decoder.config import (
 from drawloom.components.model.decoder.hugging_face import Family
 from drawloom.components.model.decoder.rope import InvalidSetting, Rope, latent_score_multiplier
 from drawloom.components.model.decoder.specs import LatentSpec
-from drawloom.ports import AttentionOptions
+from drawloom.ports import AttentionOptions, ConfigJson, Settings
 
 
 @attrs.frozen(kw_only=True, slots=False)
@@ -69,7 +68,7 @@ class LatentConfig(GroupedExpertsConfig):
         )
 
     @classmethod
-    def find_faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+    def find_faults(cls, given: Settings) -> Iterator[InvalidSetting]:
         """
         Yield the inherited faults, and one if the number of key heads is not the number of query heads.
 
@@ -91,12 +90,12 @@ class DeepseekV3Config(LatentConfig, SigmoidExpertsConfig):
     )
 
 
-def read_latent_config(config: dict[str, Any]) -> dict[str, Any]:
+def read_latent_config(config: ConfigJson) -> ConfigJson:
     """Return a config whose `q_lora_rank` is 0 instead of null, because recipes have no null."""
     return {**config, "q_lora_rank": config["q_lora_rank"] or 0} if "q_lora_rank" in config else config
 
 
-def write_latent_config(config: dict[str, Any]) -> dict[str, Any]:
+def write_latent_config(config: ConfigJson) -> ConfigJson:
     """Return a config whose `q_lora_rank` is null instead of 0."""
     return {**config, "q_lora_rank": config["q_lora_rank"] or None}
 

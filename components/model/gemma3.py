@@ -1,7 +1,6 @@
 """The component `model.gemma3`: Gemma 3 for text (Gemma team 2025, arXiv 2503.19786)."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import attrs
 import torch
@@ -20,6 +19,7 @@ from drawloom.components.model.decoder.config import (
 from drawloom.components.model.decoder.hugging_face import Family, fill_layer_list
 from drawloom.components.model.decoder.rope import Rope, join_rope_by_type, split_rope_by_type
 from drawloom.components.model.decoder.specs import Branch
+from drawloom.ports import ConfigJson
 
 SLIDING_THETA = 1e4
 
@@ -62,13 +62,13 @@ class Gemma3Config(LayerTypesConfig):
         )
 
 
-def _convert_config_from_hf(config: dict[str, Any]) -> dict[str, Any]:
+def _convert_config_from_hf(config: ConfigJson) -> ConfigJson:
     """Convert rope_parameters by layer type, and derive missing layer types from `sliding_window_pattern`."""
     config = split_rope_by_type(config, "rope_local_base_freq", SLIDING_THETA)
     return fill_layer_list(config, "layer_types", config.pop("sliding_window_pattern", None), alternate_layer_types)
 
 
-def _convert_config_to_hf(config: dict[str, Any]) -> dict[str, Any]:
+def _convert_config_to_hf(config: ConfigJson) -> ConfigJson:
     """Convert rotary positions to rope_parameters by layer type."""
     return join_rope_by_type(config, config["rope_local_base_freq"])
 

@@ -1,7 +1,6 @@
 """The component `model.gpt_oss`: gpt-oss 20B and 120B (OpenAI 2025, arXiv 2508.10925)."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import attrs
 import torch
@@ -23,7 +22,7 @@ from drawloom.components.model.decoder.hugging_face import Family
 from drawloom.components.model.decoder.specs import ClampedSwiGlu, ExpertSpec, MixerSpec, Routing
 from drawloom.components.weights.mapper import parallel, sequential
 from drawloom.components.weights.mapper_ops import identity, transpose
-from drawloom.ports import Mapper, TensorGroup
+from drawloom.ports import ConfigJson, Mapper, TensorGroup
 
 
 @attrs.frozen(kw_only=True)
@@ -80,7 +79,7 @@ def _create_parameter_mapper(name: str) -> Mapper:
     return transpose(name, 1, 2) if name.endswith(".experts.down_proj") else identity(name)
 
 
-def _convert_config_from_hf(config: dict[str, Any]) -> dict[str, Any]:
+def _convert_config_from_hf(config: ConfigJson) -> ConfigJson:
     """Add transformers' default rotary scaling to a config without one."""
     if config.get("rope_scaling") or config.get("rope_parameters"):
         return config
@@ -88,7 +87,7 @@ def _convert_config_from_hf(config: dict[str, Any]) -> dict[str, Any]:
     return {"rope_theta": 150_000.0, **config, "rope_parameters": yarn}
 
 
-def _convert_config_to_hf(config: dict[str, Any]) -> dict[str, Any]:
+def _convert_config_to_hf(config: ConfigJson) -> ConfigJson:
     return {"rope_parameters": {"rope_type": "default", "rope_theta": config["rope_theta"]}, **config}
 
 

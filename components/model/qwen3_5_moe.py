@@ -1,7 +1,5 @@
 """The component `model.qwen3_5_moe`: Qwen3.5 with experts, for text (Qwen team 2026)."""
 
-from typing import Any
-
 import attrs
 
 from drawloom import component, setting
@@ -11,6 +9,7 @@ from drawloom.components.model.decoder.hugging_face import Family
 from drawloom.components.model.decoder.hybrid import HYBRID_DEFAULTS, HybridConfig, read_hybrid_config
 from drawloom.components.model.decoder.specs import ExpertSpec
 from drawloom.components.model.qwen3_5 import create_qwen3_5_mapper
+from drawloom.ports import ConfigJson
 
 
 @attrs.frozen(kw_only=True, slots=False)
@@ -30,7 +29,7 @@ class Qwen35MoeConfig(HybridConfig, MoeConfig):
         return attrs.evolve(super().expert_spec, shared="shared_expert", shared_gate=True)
 
 
-def _convert_config_from_hf(config: dict[str, Any]) -> dict[str, Any]:
+def _convert_config_from_hf(config: ConfigJson) -> ConfigJson:
     """Fill in intermediate_size, which files lack because no layer is dense, and derive missing layer types."""
     choices, width = config.get("num_experts_per_tok"), config.get("moe_intermediate_size")
     if "intermediate_size" not in config and type(choices) is int and type(width) is int:

@@ -1,7 +1,7 @@
 """The component `model.smollm3`: SmolLM3 (Hugging Face 2025)."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from collections.abc import Iterator
+from typing import Literal
 
 import attrs
 
@@ -11,6 +11,7 @@ from drawloom.components.model.decoder.config import WINDOW, find_short_list_fau
 from drawloom.components.model.decoder.hugging_face import Family, fill_layer_list
 from drawloom.components.model.decoder.rope import InvalidSetting, Rope
 from drawloom.components.model.llama import LlamaConfig
+from drawloom.ports import ConfigJson, Settings
 
 
 def _compute_rope_flags(layers: int, interval: int = 4) -> list[int]:
@@ -47,13 +48,13 @@ class SmolLm3Config(LlamaConfig):
         return self.sliding_window if self.use_sliding_window and not self.no_rope_layers[layer] else None
 
     @classmethod
-    def find_faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+    def find_faults(cls, given: Settings) -> Iterator[InvalidSetting]:
         """Yield the inherited faults, and one if `no_rope_layers` is shorter than the model."""
         yield from super().find_faults(given)
         yield from find_short_list_faults(given, "no_rope_layers", "numbers")
 
 
-def _convert_config_from_hf(config: dict[str, Any]) -> dict[str, Any]:
+def _convert_config_from_hf(config: ConfigJson) -> ConfigJson:
     """Add `no_rope_layers`, if a config lacks it, computed from `no_rope_layer_interval`."""
     return fill_layer_list(config, "no_rope_layers", config.get("no_rope_layer_interval", 4), _compute_rope_flags)
 

@@ -26,7 +26,17 @@ from drawloom.components.model.fallback.module import TransformersLM
 from drawloom.components.model.fallback.parts import SelfCheckError, first_config_value, mask_layer_number
 from drawloom.components.weights.convert import persistent_tensors
 from drawloom.components.weights.load import open_and_check_folder
-from drawloom.ports import ForwardFlops, Kernels, LayerRange, Mapper, Role, TensorSlice, Tokenizer, parameter_roles
+from drawloom.ports import (
+    ConfigJson,
+    ForwardFlops,
+    Kernels,
+    LayerRange,
+    Mapper,
+    Role,
+    TensorSlice,
+    Tokenizer,
+    parameter_roles,
+)
 
 CHOSEN_EXPERTS = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
 
@@ -220,7 +230,7 @@ class Transformers:
             flops[window] = flops.get(window, 0.0) + 2.0 * heads * both
         return flops
 
-    def hugging_face_config(self) -> dict[str, Any]:
+    def hugging_face_config(self) -> ConfigJson:
         # A file may leave the tie out, and adapters of a table depend on it.
         return read_config_json(locate_config_json(self.path)) | {
             "tie_word_embeddings": self._self_check_result.parts.tied

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.kernels.adamw.eager import ParamState, compute_step_scalars
+from drawloom.ports import NodeState
 
 ADAM_MOMENTS = ("exp_avg", "exp_avg_sq")
 """Names in torch of Adam's running means of gradients and of their squares."""
@@ -94,7 +95,7 @@ class AdamWTriton(torch.optim.AdamW, FactorStep):
             state |= {name: torch.zeros_like(part) for name in names}
         return state
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: NodeState) -> None:
         """Replace the state by a copy of a `torch.optim.AdamW` state."""
         super().load_state_dict(state_dict)
         self._steppers.clear()

@@ -30,7 +30,7 @@ from drawloom.kernels.adamw.eager import (
     compute_step_scalars,
 )
 from drawloom.kernels.operation import why_no_triton
-from drawloom.ports import Device, Mesh, Parameters, RunInfo, Step, TensorSlice, get_or_create_gradient
+from drawloom.ports import Device, Mesh, NodeState, Parameters, RunInfo, Step, TensorSlice, get_or_create_gradient
 
 DTYPES = {"uint8": torch.uint8, "bfloat16": torch.bfloat16, "float32": torch.float32}
 CODES_ARITHMETIC = 536.0
@@ -276,7 +276,7 @@ class StochasticAdamW(HostStates):
             if "exp_avg_scale" in self._compute_state_specs(parameter)
         }
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> NodeState:
         """Return running means by parameter (its shape, `state_dtype`), and the step count."""
         steps = self._wait_and_count_unskipped_steps()
         if self._transfers is not None:
@@ -299,7 +299,7 @@ class StochasticAdamW(HostStates):
             if self._params[name].has_8bit_moments
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: NodeState) -> None:
         """Copy a state into this optimizer. Raises KeyError for other parameters' state."""
         scales = {f"{name}{SCALES}": values for name, values in self._8bit_scales_by_parameter().items()}
         if other := state.keys() ^ (self._params.keys() | scales.keys()):

@@ -20,7 +20,7 @@ from drawloom.components.optim.parameter_groups import (
 )
 from drawloom.graph import component_base_class
 from drawloom.kernels.operation import why_no_triton
-from drawloom.ports import Mesh, Parameters, Step, TensorSlice
+from drawloom.ports import Mesh, NodeState, Parameters, Step, TensorSlice
 
 if TYPE_CHECKING:
     from drawloom.components.optim.streamed_states import Slots, StreamedTorchStep
@@ -55,7 +55,7 @@ def _fits_triton(parameter: nn.Parameter) -> bool:
     return has_triton and parameter.dtype in TRITON_DTYPES and parameter.is_contiguous()
 
 
-def collect_state_by_name(optimizers: Sequence[torch.optim.Optimizer], named: Named) -> dict[str, Any]:
+def collect_state_by_name(optimizers: Sequence[torch.optim.Optimizer], named: Named) -> NodeState:
     """Return the optimizer state by parameter name; {} before the parameter's first gradient."""
     states = {parameter: state for optimizer in optimizers for parameter, state in optimizer.state.items()}
     return {name: dict(states.get(parameter, {})) for name, parameter in named}
@@ -64,7 +64,7 @@ def collect_state_by_name(optimizers: Sequence[torch.optim.Optimizer], named: Na
 def load_named_state(
     optimizers: Sequence[torch.optim.Optimizer],
     named: Named,
-    state: dict[str, Any],
+    state: NodeState,
     omitted: Mapping[str, Collection[str]] = MappingProxyType({}),
 ) -> None:
     """
@@ -188,7 +188,7 @@ class TorchOptimizer(HostStates):
         moments = self.moment_names_by_parameter()
         return {name: len(moments[name]) * part.nbytes for name, part in self.parameters.named_parameters()}
 
-    def forecast_state_after_first_step(self) -> dict[str, Any]:
+    def forecast_state_after_first_step(self) -> NodeState:
         """Return the state after a step with a gradient for every parameter, on the meta device."""
         moments = self.moment_names_by_parameter()
         return {name: _create_state_on_meta(part, moments[name]) for name, part in self.parameters.named_parameters()}
@@ -235,13 +235,13 @@ class TorchOptimizer(HostStates):
     def state_slices(self) -> dict[str, TensorSlice | None]:
         return self.parameters.parameter_slices()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> NodeState:
         """Return the optimizer's state by parameter name; tensors of any shape."""
         if self._transfers is not None:
             self._transfers.synchronize()
         return collect_state_by_name(self._optimizers, self.parameters.named_parameters())
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: NodeState) -> None:
         """Copy a state into this optimizer. Raises KeyError for the state of other parameters."""
         if self._transfers is not None:
             self._transfers.synchronize()

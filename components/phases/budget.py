@@ -2,12 +2,11 @@
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 
 from drawloom import NodeView, Problem, above, at_least, component, internal, setting
-from drawloom.ports import Mesh, Step
+from drawloom.ports import Mesh, NodeState, Step
 
 
 @component(reads=("tokens?",), impact="safe")
@@ -52,11 +51,11 @@ class Budget:
             return f"the budget of {self.minutes:g} minutes is used up"
         return ""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> NodeState:
         """Return the tokens and the seconds so far; 0 without a limit."""
         return {"tokens": self._tokens, "seconds": self._seconds}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: NodeState) -> None:
         self._tokens, self._seconds = int(state["tokens"]), float(state["seconds"])
         self._counted = None
 

@@ -1,10 +1,9 @@
 """Divergence: ends a run whose model has stopped learning."""
 
 import math
-from typing import Any
 
 from drawloom import UserError, above, at_least, component, internal, setting
-from drawloom.ports import Step
+from drawloom.ports import NodeState, Step
 
 SMALLEST_SCALE = 1.5
 """Nats; a smaller first loss, as in fine-tuning or preference training, is replaced by this value in the limit."""
@@ -37,14 +36,14 @@ class Divergence:
         else:
             self._late = step
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> NodeState:
         """Return `first`, the run's first loss, and `lost`, the number of consecutive lost steps."""
         if self._late is not None:
             self._count_diverged_steps_or_raise(self._late)
             self._late = None
         return {"first": self._first, "lost": self._lost}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: NodeState) -> None:
         self._first = None if state["first"] is None else float(state["first"])
         self._lost = int(state["lost"])
         self._late = None

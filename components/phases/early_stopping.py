@@ -1,10 +1,10 @@
 """Early stopping (Prechelt 1998, "Early stopping - but when?"): ends a run whose metric no longer improves."""
 
 import math
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from drawloom import at_least, between, component, internal, setting
-from drawloom.ports import Step
+from drawloom.ports import NodeState, Step
 
 
 @component(reads=("loss?", "validation_loss?"), impact="safe")
@@ -49,11 +49,11 @@ class EarlyStopping:
             best = f"was {self._best:.4f} after step {self._best_step}"
         return f"{self.metric} {best}, and did not improve {self._waited} times in a row"
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> NodeState:
         """Return the best value, its step, and the number of values since then."""
         return {"best": self._best, "step": self._best_step, "waited": self._waited}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: NodeState) -> None:
         self._best = None if state["best"] is None else float(state["best"])
         self._best_step, self._waited = int(state["step"]), int(state["waited"])
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from drawloom import NodeView, Problem, between, component, internal, setting
-from drawloom.ports import MemoryKind, Parameters, Step, TensorSlice
+from drawloom.ports import MemoryKind, NodeState, Parameters, Step, TensorSlice
 
 
 @component(reads=("weights", "skip?"))
@@ -86,19 +86,19 @@ class WeightAverage:
     def state_slices(self) -> dict[str, TensorSlice | None]:
         return self.parameters.parameter_slices()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> NodeState:
         """Return every parameter's `average`, in float32 or wider; an empty entry before the first step."""
         averages = self._averages
         return {name: {"average": averages[name]} if averages else {} for name, _ in self.parameters.named_parameters()}
 
-    def forecast_state_after_first_step(self) -> dict[str, Any]:
+    def forecast_state_after_first_step(self) -> NodeState:
         """Return the averages' shapes and dtypes, on the meta device."""
         return {
             name: {"average": torch.empty_like(part, dtype=_float32_or_wider(part.dtype), device="meta")}
             for name, part in self.parameters.named_parameters()
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: NodeState) -> None:
         """Copy saved averages. Raises KeyError if their parameters are not this rank's."""
         named = dict(self.parameters.named_parameters())
         if state and named.keys() != state.keys():

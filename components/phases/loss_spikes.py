@@ -6,10 +6,10 @@ Chowdhery et al. 2022, "PaLM", arXiv 2204.02311, section 5.1: the same batches d
 
 import logging
 from statistics import fmean, pstdev
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from drawloom import UserError, above, at_least, component, internal, setting
-from drawloom.ports import MovableData, Step
+from drawloom.ports import MovableData, NodeState, Step
 
 MIN_DEVIATION = 0.01
 """Smallest standard deviation as a fraction of the mean; a smaller one counts as this large."""
@@ -68,12 +68,12 @@ class LossSpikes:
             self.data.skip_to_position(self._position)
             self._position = None
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> NodeState:
         """Return `losses`, the last steps' losses, and `times`, how often the run went back."""
         self._warn_of_late_spikes(wait_for_losses=True)
         return {"losses": list(self._losses), "times": self._times}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: NodeState) -> None:
         # a run that goes back has counted more returns than its checkpoint
         self._losses = [float(loss) for loss in state["losses"]]
         self._times = max(self._times, int(state["times"]))

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping, Sequence
 from inspect import getfile
 from traceback import extract_tb
-from typing import Any
 
 import attrs
 import torch
@@ -20,6 +19,7 @@ from drawloom.ports import (
     Events,
     Group,
     Mesh,
+    NodeState,
     PromptBatch,
     Prompts,
     Reward,
@@ -184,14 +184,14 @@ class Rollout:
             tensors[name] = whole
         return HeldRollout(tensors, 0, self.rollouts.temperature)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> NodeState:
         """Return the completions for later steps; empty without any."""
         rollout = self._held
         if rollout is None:
             return {}
         return {**rollout.tensors, "age": rollout.age, "temperature": rollout.temperature}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: NodeState) -> None:
         """Continue a rollout. Raises KeyError for another node's state."""
         keys = {*HELD, "age", "temperature"}
         if state and state.keys() != keys:

@@ -6,7 +6,6 @@ from typing import Any, Literal, Protocol
 
 import attrs
 import numpy as np
-from numpy.typing import NDArray
 
 from drawloom import UserError
 from drawloom.components.distributed.device_model import DeviceModel
@@ -16,7 +15,7 @@ from drawloom.components.pipeline.program.list_scheduling import FORWARDS_FIRST,
 from drawloom.components.pipeline.program.lowering import merge_split_backwards
 from drawloom.components.pipeline.program.partition import partition_evenly
 from drawloom.components.pipeline.program.recomputation import estimate_recomputed_forward_fraction
-from drawloom.components.pipeline.program.timing import Costs, CostTable
+from drawloom.components.pipeline.program.timing import Costs, CostTable, Floats
 from drawloom.components.planning.nodes import Nodes
 from drawloom.components.planning.plan import Plan, PlanCache, RankMemory, plan
 from drawloom.components.planning.stage_costs import Passes
@@ -224,13 +223,13 @@ class PlannedCosts(CostSource):
         return settings
 
 
-def _get_live_bytes_by_stage_after(by_layer: Plan, op: str) -> NDArray[np.float64]:
+def _get_live_bytes_by_stage_after(by_layer: Plan, op: str) -> Floats:
     """Return the bytes by stage alive after a pass `op` of one microbatch, at least 1."""
     costs = by_layer.costs
     return np.array([max(1.0, costs[stage].passes[op].total_kept_bytes) for stage in range(len(costs))])
 
 
-def _divide_clamp_and_round(dividends: NDArray[np.float64], divisors: NDArray[np.float64]) -> list[float]:
+def _divide_clamp_and_round(dividends: Floats, divisors: Floats) -> list[float]:
     """Divide by element, and round; negative ratios become 0."""
     return [round(max(0.0, float(ratio)), 4) for ratio in dividends / divisors]
 
@@ -255,6 +254,6 @@ def build_auto_schedule_slices(table: CostTable) -> dict[str, Any]:
     return {"comm": round(table.comm, 9), "slices": [_round_to_nanoseconds(costs) for costs in lengths]}
 
 
-def _round_to_nanoseconds(costs: NDArray[np.float64]) -> list[float]:
+def _round_to_nanoseconds(costs: Floats) -> list[float]:
     """Round seconds to nanoseconds."""
     return [round(float(cost), 9) for cost in costs]

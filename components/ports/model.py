@@ -16,6 +16,12 @@ from drawloom.graph import port
 from drawloom.kernels.results import TokenLosses
 from drawloom.kernels.weight_formats.eager import StorageFormat, WeightFormat
 
+Settings = Mapping[str, Any]
+"""Settings, or values of a config.json, by name."""
+
+ConfigJson = dict[str, Any]
+"""The content of a Hugging Face config.json."""
+
 
 @attrs.frozen
 class ForwardFlops:

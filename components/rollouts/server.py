@@ -27,6 +27,7 @@ from drawloom.ports import (
     LanguageModel,
     Mesh,
     ModelExport,
+    NodeState,
     Prompts,
     RunFolder,
     RunInfo,
@@ -339,7 +340,7 @@ class ServerRollouts:
         if is_due and purpose == TRAIN:
             self._updated_step = step
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> NodeState:
         """
         Return the step of the server's weights, and the files of their export; empty if every rollout updates them.
 
@@ -350,7 +351,7 @@ class ServerRollouts:
         files = {path.name: _memory_map_file(path) for path in sorted((self._export_folder / TRAIN).iterdir())}
         return {"step": self._updated_step, "files": files}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: NodeState) -> None:
         """Write the export again, for the next rollout. Raises KeyError for another node's state."""
         if state and state.keys() != {"step", "files"}:
             raise KeyError(f"the state of a server's rollouts has step and files, and this one has {sorted(state)}")

@@ -1,11 +1,12 @@
 """The run's name, folder and seed."""
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from drawloom import UserError, between, component, setting
+from drawloom.ports import Settings
 
 MAX_NAME_BYTES = 240  # file systems allow 255, and a sweep adds a suffix
 
@@ -52,7 +53,7 @@ class NamedRun:
 
     @classmethod
     def settings_to_stay_in_folder(
-        cls, settings: Mapping[str, Any], explicit_keys: Collection[str], folder: str
+        cls, settings: Settings, explicit_keys: Collection[str], folder: str
     ) -> dict[str, Any]:
         """Return settings to keep a moved run in its folder, unless `explicit_keys` contains a folder or a name."""
         if "folder" in explicit_keys:

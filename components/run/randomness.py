@@ -17,7 +17,7 @@ import torch
 
 from drawloom import UserError, component, internal, setting
 from drawloom.components.distributed.rng import create_generator, derive_seed
-from drawloom.ports import Mesh, RunInfo
+from drawloom.ports import Mesh, NodeState, RunInfo
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")
@@ -121,11 +121,11 @@ class ProcessRandomness:
         """Return a CPU generator for `purpose`, seeded from the run's seed without the rank: equal on all ranks."""
         return create_generator(self.job.seed, *purpose)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> NodeState:
         """Return this rank's generator states."""
         return read_generator_states()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: NodeState) -> None:
         """Set this rank's generator states; skip the GPU's if the state or this process has none."""
         set_generator_states(state)
 
@@ -141,7 +141,7 @@ def read_generator_states() -> dict[str, Any]:
     }
 
 
-def set_generator_states(state: dict[str, Any]) -> None:
+def set_generator_states(state: NodeState) -> None:
     """Set the process's generator states to a `read_generator_states` result."""
     python = state["python"]
     torch.set_rng_state(state["torch"])
@@ -151,7 +151,7 @@ def set_generator_states(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def _read_numpy_state() -> dict[str, Any]:
+def _read_numpy_state() -> NodeState:
     state: Any = np.random.get_state(legacy=False)
     return {
         "bit_generator": state["bit_generator"],
@@ -162,7 +162,7 @@ def _read_numpy_state() -> dict[str, Any]:
     }
 
 
-def _restore_numpy_arrays(state: dict[str, Any]) -> dict[str, Any]:
+def _restore_numpy_arrays(state: NodeState) -> dict[str, Any]:
     words = state["words"].numpy().astype(np.uint32)
     return {
         "bit_generator": state["bit_generator"],

@@ -27,6 +27,7 @@ from drawloom.ports import (
     Mesh,
     Microbatches,
     Model,
+    NodeState,
     PassFeature,
     PassRun,
     Precision,
@@ -197,11 +198,11 @@ class FrozenStages(PassFeature):
     def device_bytes(self) -> dict[MemoryKind, int]:
         return {} if self._stages is None else self._stages.device_bytes()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> NodeState:
         """Return the weights' fingerprint."""
         return {FROZEN: self._fingerprint}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: NodeState) -> None:
         """Raise KeyError for another node's state, and UserError if the run began with other weights."""
         if state.keys() != {FROZEN}:
             raise KeyError(f"the state of a frozen model has {FROZEN!r}, and this one has {sorted(state)}")

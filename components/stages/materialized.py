@@ -39,6 +39,7 @@ from drawloom.ports import (
     MemoryPolicy,
     Mesh,
     Model,
+    NodeState,
     Precision,
     Recompute,
     Role,
@@ -258,13 +259,13 @@ class MaterializedStages:
         """Return this rank's slices by name, for trained parameters and persistent buffers; None for whole ones."""
         return {name: self._assembly.parameters.get_rank_slice(name) for name in self.state_dict()}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> NodeState:
         """Return trained parameters and persistent buffers by name, and a fingerprint for frozen parameters."""
         tensors = chain.from_iterable(by_name.items() for by_name in self._assembly.parameters.state_tensors())
-        state: dict[str, Any] = {name: tensor.detach() for name, tensor in tensors}
+        state: NodeState = {name: tensor.detach() for name, tensor in tensors}
         return state | ({FROZEN: self._assembly.fingerprint} if self._assembly.fingerprint else {})
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: NodeState) -> None:
         """Copy saved tensors into place. Raises KeyError for other names, and UserError for other frozen parameters."""
         if other := self.state_slices().keys() ^ state.keys():
             raise KeyError(

@@ -23,7 +23,7 @@ from drawloom import UserError, above, component, internal, setting
 from drawloom.components.storage.durable_files import remove_file_or_folder, rename_durably
 from drawloom.components.trackers.background import ServiceTracker, Task, import_tracker_package, select_finite_values
 from drawloom.components.trackers.remembered_run import read_stored_run_id, store_run_id
-from drawloom.ports import Context, Histogram, MetricValues, RunFolder, RunInfo
+from drawloom.ports import Context, Histogram, MetricValues, NodeState, RunFolder, RunInfo
 
 
 @attrs.frozen
@@ -210,11 +210,11 @@ class AimTracker(ServiceTracker):
         super().open()
         self._run_and_wait_or_warn(self._open_repository)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> NodeState:
         """Return `run`, the hash of the Aim run; "" on ranks other than 0."""
         return {"run": self._hash}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: NodeState) -> None:
         """Continue the Aim run with the saved hash."""
         self._hash = state["run"] or self._hash
 

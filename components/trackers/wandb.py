@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 from drawloom import component, internal, setting
 from drawloom.components.storage.regular_file import create_folder_unless_link
 from drawloom.components.trackers.background import LoggedRunTracker, import_tracker_package
-from drawloom.ports import RunFolder, RunInfo
+from drawloom.ports import NodeState, RunFolder, RunInfo
 
 STEP = "step"
 METRICS_ONLY = {"silent": True, "console": "off", "disable_code": True, "disable_git": True, "x_disable_stats": True}
@@ -41,11 +41,11 @@ class WandbTracker(LoggedRunTracker):
 
     _id: str = internal(factory=lambda: uuid.uuid4().hex[:8])
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> NodeState:
         """Return `run`, the Weights & Biases run identifier."""
         return {"run": self._id}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: NodeState) -> None:
         """Continue the Weights & Biases run with the saved identifier."""
         self._id = state["run"]
 

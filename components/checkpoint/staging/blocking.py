@@ -1,10 +1,11 @@
 """Blocking staging: training waits while the state is copied."""
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from drawloom import component, internal, setting
+from drawloom.ports import NodeState
 
 if TYPE_CHECKING:
     from drawloom.components.checkpoint.staging.copy_plan import Pool
@@ -25,7 +26,7 @@ class Blocking:
     _pool: "Pool | None" = internal(None)
 
     @torch.no_grad()
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def stage(self, state_dict: NodeState) -> NodeState:
         """Return a CPU copy of the state. Its memory is reused after the last copied tensor is freed."""
         from drawloom.components.checkpoint.staging.copy_plan import KEPT, Pool, plan_copies
 

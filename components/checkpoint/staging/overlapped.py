@@ -10,6 +10,7 @@ import torch
 from drawloom import component, internal, setting
 from drawloom.components.checkpoint.staging.copy_plan import KEPT, Copy, Pool, plan_copies
 from drawloom.components.checkpoint.threads import submit_in_new_thread
+from drawloom.ports import NodeState
 
 SMALL = 2**16  # bytes; smaller CPU tensors are copied at once, because counters change before the weights do
 
@@ -45,7 +46,7 @@ class Overlapped:
     _pending: list[PendingCopy] = internal(factory=list)
 
     @torch.no_grad()
-    def stage(self, state_dict: dict[str, Any]) -> Future[dict[str, Any]]:
+    def stage(self, state_dict: NodeState) -> Future[NodeState]:
         """Return a future CPU copy of the state. Its memory is reused after the last copied tensor is freed."""
         if self._pool is None:
             self._pool = Pool(kept=KEPT if self.keep else 0, pinned=torch.cuda.is_available())

@@ -23,6 +23,7 @@ from drawloom.ports import (
     Batch,
     DocumentPart,
     LanguageModel,
+    NodeState,
     RowSource,
     RunInfo,
     Split,
@@ -305,7 +306,7 @@ class PackedRows:
         """
         return {**self.state_dict(), "seed": self.job.seed}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> NodeState:
         """Return row counts and fingerprints by split and source, constant during a run."""
         if not self._fingerprints:
             for split in SPLITS:
@@ -316,7 +317,7 @@ class PackedRows:
                     self._fingerprints[_format_split_name(split, source.name)] = {"rows": rows.rows, "sha256": digest}
         return dict(self._fingerprints)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: NodeState) -> None:
         """Raise UserError if the run began with other rows, unless --accept-changes is set."""
         check_rows_are_unchanged(state, self.state_dict(), accept_changes=self.recipe.accept_changes)
 

@@ -1,7 +1,7 @@
 """The settings that all families share, the modules that they build, and initial weights."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -50,6 +50,7 @@ from drawloom.components.weights.mapper import sequential
 from drawloom.graph import component_base_class
 from drawloom.graph.toml.emit import dump_toml
 from drawloom.ports import (
+    ConfigJson,
     ForwardFlops,
     Kernels,
     LayerRange,
@@ -57,6 +58,7 @@ from drawloom.ports import (
     ModelScaling,
     Parametrization,
     Role,
+    Settings,
     TensorSlice,
     Tokenizer,
     default_role,
@@ -74,7 +76,7 @@ EXAMPLES = {
 }
 
 
-def find_setting_faults(family: Family, settings: Mapping[str, Any], has_tokenizer: bool) -> Iterator[InvalidSetting]:
+def find_setting_faults(family: Family, settings: Settings, has_tokenizer: bool) -> Iterator[InvalidSetting]:
     """Return problems in a recipe's settings; None stands for a setting left out."""
     given = _drop_unset_settings(family, settings)
     if settings["config"] is not None:
@@ -104,7 +106,7 @@ def find_setting_faults(family: Family, settings: Mapping[str, Any], has_tokeniz
 
 
 def build_architecture_from_settings(
-    family: Family, settings: Mapping[str, Any], tokens: int | None, new_tokens: int = 0
+    family: Family, settings: Settings, tokens: int | None, new_tokens: int = 0
 ) -> DecoderConfig:
     """
     Return the architecture for these settings, with `tokens` ids in the tokenizer; the last ones may be new.
@@ -142,12 +144,12 @@ def _list_required_keys(family: Family) -> list[str]:
     return [key for key, field in family.keys.items() if field.default is attrs.NOTHING and key not in derived]
 
 
-def _drop_unset_settings(family: Family, settings: Mapping[str, Any]) -> dict[str, Any]:
+def _drop_unset_settings(family: Family, settings: Settings) -> dict[str, Any]:
     """Return the settings that are keys of the family's `config.json` and not None."""
     return {key: settings[key] for key in (*family.keys, "rope_parameters") if settings[key] is not None}
 
 
-def _fill_derived_defaults(family: Family, settings: Mapping[str, Any], tokens: int | None) -> dict[str, Any]:
+def _fill_derived_defaults(family: Family, settings: Settings, tokens: int | None) -> dict[str, Any]:
     """Add defaults derived from other settings or the tokenizer's size; the config class has constant defaults."""
     given = _drop_unset_settings(family, settings)
     if tokens is not None:
@@ -160,14 +162,14 @@ def _fill_derived_defaults(family: Family, settings: Mapping[str, Any], tokens: 
     return derive_head_sizes(given) | separate_theta_and_scaling(given)
 
 
-def _read_and_override_config(family: Family, settings: Mapping[str, Any]) -> DecoderConfig:
+def _read_and_override_config(family: Family, settings: Settings) -> DecoderConfig:
     """Read the config file named in the settings, and override its values by the other settings."""
     given = _drop_unset_settings(family, settings)
     scaling = {"rope_scaling": None} if given.keys() & {"rope_scaling", "rope_parameters"} else {}
     return attrs.evolve(read_config(family, settings["config"]), **scaling | separate_theta_and_scaling(given))
 
 
-def _find_attention_faults(given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+def _find_attention_faults(given: Settings) -> Iterator[InvalidSetting]:
     """Yield the fault if head counts or sizes do not fit together, or head_dim has no default."""
     width, heads = given["hidden_size"], given["num_attention_heads"]
     if "head_dim" not in given and width % heads:
@@ -232,7 +234,7 @@ class DecoderModel:
     )
 
     @classmethod
-    def read_sizes(cls, node: Any) -> Mapping[str, Any]:
+    def read_sizes(cls, node: Any) -> Settings:
         """Return the config's keys, as far as `check` knows them; empty if a file is invalid, a problem of its own."""
         raise NotImplementedError
 
@@ -242,7 +244,7 @@ class DecoderModel:
         raise NotImplementedError
 
     @property
-    def config_settings(self) -> Mapping[str, Any]:
+    def config_settings(self) -> Settings:
         """The settings of the config, by key; None for those that are left out."""
         raise NotImplementedError
 
@@ -337,11 +339,11 @@ class DecoderModel:
 
         return count_forward_flops(self.build_on_meta(), self.architecture)
 
-    def hugging_face_config(self) -> dict[str, Any]:
+    def hugging_face_config(self) -> ConfigJson:
         written = attrs.evolve(self.architecture, vocab_size=self.vocab_size)
         return build_hugging_face_config(self.family, written)
 
-    def build_updated_folder_config(self, path: Path, text_only: bool = False) -> dict[str, Any]:
+    def build_updated_folder_config(self, path: Path, text_only: bool = False) -> ConfigJson:
         written = attrs.evolve(self.architecture, vocab_size=self.vocab_size)
         return build_updated_folder_config(self.family, path, written, text_only)
 
@@ -410,8 +412,8 @@ class DecoderBuilder(DecoderModel):
             yield node.problem(fault.key, fault.why, fault.instead)
 
     @classmethod
-    def read_sizes(cls, node: Any) -> Mapping[str, Any]:
-        settings: Mapping[str, Any] = node.settings
+    def read_sizes(cls, node: Any) -> Settings:
+        settings: Settings = node.settings
         with suppress(UserError):
             if settings["config"] is not None:
                 return attrs.asdict(read_config(cls.family, settings["config"]), recurse=False)
@@ -433,7 +435,7 @@ class DecoderBuilder(DecoderModel):
         _ = self.architecture
 
     @property
-    def config_settings(self) -> Mapping[str, Any]:
+    def config_settings(self) -> Settings:
         cls: Any = type(self)
         return {field.alias: getattr(self, field.name) for field in attrs.fields(cls)}
 

@@ -1,7 +1,7 @@
 """Decoder configs: keys of a `config.json`, also settings of recipes, and every layer's specification."""
 
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -20,7 +20,7 @@ from drawloom.components.model.decoder.specs import (
     Routing,
 )
 from drawloom.graph.component import Bound
-from drawloom.ports import AttentionOptions
+from drawloom.ports import AttentionOptions, Settings
 
 MAX_SIZES = {
     "num_hidden_layers": 10_000,  # ten times the deepest transformers; building many more would take hours
@@ -181,7 +181,7 @@ class DecoderConfig:
         )
 
     @classmethod
-    def find_faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+    def find_faults(cls, given: Settings) -> Iterator[InvalidSetting]:
         """
         Yield the faults in keys only this family has.
 
@@ -237,7 +237,7 @@ def layer_types_setting(interval: int, other: str = SLIDING) -> Any:
     )
 
 
-def find_short_list_faults(given: Mapping[str, Any], key: str, items: str) -> Iterator[InvalidSetting]:
+def find_short_list_faults(given: Settings, key: str, items: str) -> Iterator[InvalidSetting]:
     """Yield the fault if the list `key` lacks items for the last layers; it may be longer than the model."""
     layers, count = given["num_hidden_layers"], len(given.get(key) or ())
     if key in given and count < layers:
@@ -274,7 +274,7 @@ class LayerTypesConfig(DecoderConfig):
         return self.sliding_window if self.layer_types[layer] == SLIDING else None
 
     @classmethod
-    def find_faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+    def find_faults(cls, given: Settings) -> Iterator[InvalidSetting]:
         yield from super().find_faults(given)
         yield from find_short_list_faults(given, "layer_types", "types")
 
@@ -329,7 +329,7 @@ class ExpertsConfig(DecoderConfig):
         return self.expert_spec if self.layer_has_experts(layer) else super().mlp_spec_of(layer)
 
     @classmethod
-    def find_faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+    def find_faults(cls, given: Settings) -> Iterator[InvalidSetting]:
         """Yield the fault if a token chooses more experts than there are, or there are more than files can contain."""
         yield from super().find_faults(given)
         if (total := given["num_hidden_layers"] * given["num_experts"]) > MAX_EXPERTS_IN_ALL:
@@ -364,7 +364,7 @@ class MoeConfig(ExpertsConfig):
         return self.moe_intermediate_size
 
 
-def derive_head_sizes(given: Mapping[str, Any]) -> dict[str, int]:
+def derive_head_sizes(given: Settings) -> dict[str, int]:
     """Return the defaults of head sizes that follow from the other sizes, if these are known."""
     width, heads = given.get("hidden_size"), given.get("num_attention_heads")
     return {"num_key_value_heads": heads, "head_dim": width // heads} if width and heads else {}
@@ -388,7 +388,7 @@ def num_experts(architecture: DecoderConfig) -> int:
     return next((spec.experts for spec in specs if isinstance(spec, ExpertSpec)), 0)
 
 
-def find_tensor_parallel_faults(sizes: Mapping[str, Any], ranks: int) -> Iterator[str]:
+def find_tensor_parallel_faults(sizes: Settings, ranks: int) -> Iterator[str]:
     """Yield the reasons why `ranks` ranks along `tensor` can't share a model with these sizes."""
     for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         if (size := sizes.get(key)) and size % ranks:
@@ -401,7 +401,7 @@ def find_tensor_parallel_faults(sizes: Mapping[str, Any], ranks: int) -> Iterato
             yield f"n_shared_experts × moe_intermediate_size = {experts * inner} is not divisible by {ranks}"
 
 
-def find_dense_width_faults(given: Mapping[str, Any], dense: Sequence[int]) -> Iterator[InvalidSetting]:
+def find_dense_width_faults(given: Settings, dense: Sequence[int]) -> Iterator[InvalidSetting]:
     """Yield the fault if intermediate_size is missing although the layers `dense` have no experts."""
     if dense and "intermediate_size" not in given:
         why = f"intermediate_size is missing, and layer {dense[0]} has no experts"
@@ -432,7 +432,7 @@ class GroupedExpertsConfig(MoeConfig):
         return number >= self.first_k_dense_replace
 
     @classmethod
-    def find_faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+    def find_faults(cls, given: Settings) -> Iterator[InvalidSetting]:
         """Yield the faults in expert groups, and the fault if no layer has experts."""
         yield from super().find_faults(given)
         layers, dense = given["num_hidden_layers"], given["first_k_dense_replace"]
@@ -464,7 +464,7 @@ class SigmoidExpertsConfig(GroupedExpertsConfig):
         )
 
 
-def _find_expert_group_faults(given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+def _find_expert_group_faults(given: Settings) -> Iterator[InvalidSetting]:
     """Yield the fault if groups do not divide the experts, or allow fewer experts than a token chooses."""
     experts, choices = given["num_experts"], given["num_experts_per_tok"]
     groups, used = given["n_group"], given["topk_group"]

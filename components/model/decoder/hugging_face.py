@@ -28,7 +28,7 @@ from drawloom.components.storage.regular_file import open_untrusted_file
 from drawloom.components.storage.strict_json import parse_strict_json
 from drawloom.components.weights.mapper import parallel, sequential
 from drawloom.components.weights.mapper_ops import chunk, identity, unstack
-from drawloom.ports import Mapper
+from drawloom.ports import ConfigJson, Mapper, Settings
 
 
 def create_decoder_mapper(names: Iterable[str], architecture: DecoderConfig) -> Mapper:
@@ -50,7 +50,7 @@ def _create_parameter_mapper(name: str, num_experts: int) -> Mapper:
     return identity(name)
 
 
-def _return_unchanged(config: dict[str, Any]) -> dict[str, Any]:
+def _return_unchanged(config: ConfigJson) -> ConfigJson:
     """Return the config: the default conversion for families without keys that need one."""
     return config
 
@@ -74,15 +74,15 @@ class Family:
     config: type[DecoderConfig]
     model_type: str
     class_name: str
-    hf_defaults: Mapping[str, Any] = attrs.field(factory=dict)
-    fixed: Mapping[str, Any] = attrs.field(factory=dict)
+    hf_defaults: Settings = attrs.field(factory=dict)
+    fixed: Settings = attrs.field(factory=dict)
     renamed: Mapping[str, str] = attrs.field(factory=dict)
     derives_head_dim: bool = True
     other_types: tuple[str, ...] = ()
     nested_types: Mapping[str, str] = attrs.field(factory=dict)
     ignored: tuple[str, ...] = ()
-    read: Callable[[dict[str, Any]], dict[str, Any]] = _return_unchanged
-    write: Callable[[dict[str, Any]], dict[str, Any]] = _return_unchanged
+    read: Callable[[ConfigJson], ConfigJson] = _return_unchanged
+    write: Callable[[ConfigJson], ConfigJson] = _return_unchanged
     mapper: Callable[[Iterable[str], DecoderConfig], Mapper] = create_decoder_mapper
     has_classifier: bool = True
     keys: "dict[str, attrs.Attribute[Any]]" = attrs.field(init=False, repr=False, eq=False)
@@ -93,14 +93,14 @@ class Family:
         return config_fields(self.config)
 
     @property
-    def constants(self) -> dict[str, Any]:
+    def constants(self) -> ConfigJson:
         """The keys' defaults, except those that depend on other keys or on the tokenizer."""
         return {key: field.default for key, field in self.keys.items() if isinstance(field.default, int | float | None)}
 
 
 def fill_layer_list(
-    config: dict[str, Any], key: str, interval: Any, create: Callable[[int, int], Sequence[Any]]
-) -> dict[str, Any]:
+    config: ConfigJson, key: str, interval: Any, create: Callable[[int, int], Sequence[Any]]
+) -> ConfigJson:
     """Return a `config.json` with `create(layers, interval)` for a missing list by layer, if both are numbers."""
     layers = config.get("num_hidden_layers")
     if config.get(key) is None and type(interval) is int and type(layers) is int and interval > 0:
@@ -122,7 +122,7 @@ TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Keys for token ids: null, as transformers' defaults may lie outside the vocabulary."""
 
 
-def build_hugging_face_config(family: Family, architecture: DecoderConfig) -> dict[str, Any]:
+def build_hugging_face_config(family: Family, architecture: DecoderConfig) -> ConfigJson:
     """Return the `config.json` for a model; an export fills in the token ids."""
     # Rotary scaling has another form in files.
     numbers = {family.renamed.get(key, key): getattr(architecture, key) for key in family.keys if key != "rope_scaling"}
@@ -138,7 +138,7 @@ def read_config(family: Family, path: Path) -> DecoderConfig:
     return _build_architecture(family, text_config(family, read_config_json(path)), path)
 
 
-def text_config(family: Family, config: Mapping[str, Any]) -> Mapping[str, Any]:
+def text_config(family: Family, config: Settings) -> Settings:
     """
     Return a multimodal model's text config, or any other config unchanged.
 
@@ -152,12 +152,12 @@ def text_config(family: Family, config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**config["text_config"], **tied}
 
 
-def is_sequence_classifier(config: Mapping[str, Any]) -> bool:
+def is_sequence_classifier(config: Settings) -> bool:
     """Return whether a `config.json` is for transformers' AutoModelForSequenceClassification."""
     return any("ForSequenceClassification" in str(name) for name in config.get("architectures") or ())
 
 
-def _is_multimodal(family: Family, config: Mapping[str, Any]) -> bool:
+def _is_multimodal(family: Family, config: Settings) -> bool:
     """Return whether a `config.json` has a config for the family as its text config."""
     return config.get("model_type") in family.nested_types and isinstance(config.get("text_config"), Mapping)
 
@@ -171,9 +171,7 @@ OF_CLASSIFIERS = ("num_labels", "id2label", "label2id", "problem_type")
 """Keys for sequence classifiers, which a language model does not have."""
 
 
-def build_updated_folder_config(
-    family: Family, path: Path, architecture: DecoderConfig, text_only: bool
-) -> dict[str, Any]:
+def build_updated_folder_config(family: Family, path: Path, architecture: DecoderConfig, text_only: bool) -> ConfigJson:
     """
     Return the `config.json` at `path`, as a language model's config, with a model's values for changed keys.
 
@@ -193,9 +191,7 @@ def build_updated_folder_config(
     return {**original, "text_config": text, **changed}
 
 
-def _replace_changed_keys(
-    family: Family, config: Mapping[str, Any], before: Mapping[str, Any], written: Mapping[str, Any]
-) -> dict[str, Any]:
+def _replace_changed_keys(family: Family, config: Settings, before: Settings, written: Settings) -> ConfigJson:
     """Return a config with the differences between two written ones, and without the changed keys' other names."""
     changed = {key: value for key, value in written.items() if key not in before or before[key] != value}
     if changed.keys() & set(ROPE_KEYS) or before.keys() - written.keys():
@@ -209,7 +205,7 @@ def _replace_changed_keys(
     return {key: value for key, value in config.items() if names.get(key, key) not in replaced} | changed
 
 
-def _make_language_model_config(config: dict[str, Any], written: Mapping[str, Any], renames: bool) -> dict[str, Any]:
+def _make_language_model_config(config: ConfigJson, written: Settings, renames: bool) -> ConfigJson:
     """
     Return a config with a causal language model's class, without keys of classifiers; `written` has the class, which
     also replaces another such class if `renames`.
@@ -225,7 +221,7 @@ def locate_config_json(path: Path) -> Path:
     return path / "config.json" if path.is_dir() else path
 
 
-def read_config_json(path: Path) -> dict[str, Any]:
+def read_config_json(path: Path) -> ConfigJson:
     """Return the object in a `config.json`. Raises UserError if it can't be read."""
     try:
         with open_untrusted_file(path, "write the path of a config.json") as file:
@@ -242,7 +238,7 @@ def read_config_json(path: Path) -> dict[str, Any]:
     return config
 
 
-def _build_architecture(family: Family, config: Mapping[str, Any], path: Path) -> DecoderConfig:
+def _build_architecture(family: Family, config: Settings, path: Path) -> DecoderConfig:
     """Build a config object from a `config.json`; `path` is for messages. Raises UserError for an invalid one."""
     try:
         return _convert_to_architecture(family, config)
@@ -251,7 +247,7 @@ def _build_architecture(family: Family, config: Mapping[str, Any], path: Path) -
         raise UserError(f"config: {path} {error}; {instead}") from error
 
 
-def _convert_to_architecture(family: Family, config: Mapping[str, Any]) -> DecoderConfig:
+def _convert_to_architecture(family: Family, config: Settings) -> DecoderConfig:
     """Build a config object. Raises ValueError with a reason that follows the path."""
     # transformers 5 writes newer names, and folders of either age are read.
     names = OTHER_KEYS | {theirs: ours for ours, theirs in family.renamed.items()}
@@ -284,7 +280,7 @@ def _convert_to_architecture(family: Family, config: Mapping[str, Any]) -> Decod
     return architecture
 
 
-def _hoist_partial_rotary_factor(config: dict[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+def _hoist_partial_rotary_factor(config: ConfigJson, keys: Iterable[str]) -> ConfigJson:
     """Copy partial_rotary_factor from rope_parameters, where transformers 5 writes it, to the top of a config."""
     rope, key = config.get("rope_parameters") or config.get("rope_scaling"), "partial_rotary_factor"
     return config | {key: rope[key]} if key in keys and isinstance(rope, Mapping) and key in rope else config
@@ -300,7 +296,7 @@ def find_inconsistent_sizes(architecture: DecoderConfig) -> Iterator[InvalidSett
     yield from architecture.find_faults(attrs.asdict(architecture, recurse=False))
 
 
-def _check_fixed_values(family: Family, config: Mapping[str, Any]) -> None:
+def _check_fixed_values(family: Family, config: Settings) -> None:
     """Raise ValueError for a value other than the only one that can be built."""
     # Configs of text embedders may have is_causal = false.
     kinds = (family.model_type, *family.other_types)
@@ -311,7 +307,7 @@ def _check_fixed_values(family: Family, config: Mapping[str, Any]) -> None:
             raise ValueError(f"says {key} = {json.dumps(config[key])}, where only {json.dumps(value)} can be built")
 
 
-def _check_layer_types(architecture: DecoderConfig, config: Mapping[str, Any]) -> None:
+def _check_layer_types(architecture: DecoderConfig, config: Settings) -> None:
     """Raise ValueError if `layer_types` contradicts other keys."""
     layers = range(architecture.num_hidden_layers)
     kinds = [FULL if architecture.window_of(layer) is None else SLIDING for layer in layers]

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import attrs
 
@@ -22,7 +22,7 @@ from drawloom.components.model.decoder.rope import InvalidSetting
 from drawloom.components.model.decoder.specs import Branch, DeltaSpec, MixerSpec
 from drawloom.components.weights.mapper import parallel, sequential
 from drawloom.components.weights.mapper_ops import concatenate, unsqueeze
-from drawloom.ports import Mapper
+from drawloom.ports import ConfigJson, Mapper, Settings
 
 LINEAR = "linear_attention"
 
@@ -73,7 +73,7 @@ class HybridConfig(DecoderConfig):
         return attrs.evolve(first, name="linear_attn", spec=self.delta), last
 
     @classmethod
-    def find_faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+    def find_faults(cls, given: Settings) -> Iterator[InvalidSetting]:
         """Yield the inherited faults, and those if layers lack types, or value heads do not fit key heads."""
         yield from super().find_faults(given)
         yield from find_short_list_faults(given, "layer_types", "types")
@@ -83,7 +83,7 @@ class HybridConfig(DecoderConfig):
             yield InvalidSetting("linear_num_value_heads", why, f"write {keys}, or a multiple of it")
 
 
-def read_hybrid_config(config: dict[str, Any]) -> dict[str, Any]:
+def read_hybrid_config(config: ConfigJson) -> ConfigJson:
     """Convert a `config.json`: drop keys for positions in images, which text lacks, and derive missing layer types."""
     rope = config.get("rope_parameters")
     if isinstance(rope, Mapping):

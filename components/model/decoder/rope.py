@@ -23,6 +23,7 @@ from drawloom.kernels.rope.frequencies import (
     compute_ntk_base,
     compute_rope_cos_and_sin,
 )
+from drawloom.ports import ConfigJson, Settings
 
 
 @attrs.frozen
@@ -231,7 +232,7 @@ BESIDES = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 """Keys of `rope_parameters` that do not belong to the scaling."""
 
 
-def build_rope_parameters(rope: RopeScaling | None, base: float, head_dim: int) -> dict[str, Any]:
+def build_rope_parameters(rope: RopeScaling | None, base: float, head_dim: int) -> ConfigJson:
     """Return `rope_parameters` for a config, repeating `rope_theta` at the top; for static NTK only `rope_theta`."""
     if rope is None:
         return {}
@@ -243,7 +244,7 @@ def build_rope_parameters(rope: RopeScaling | None, base: float, head_dim: int) 
     return {"rope_parameters": {"rope_type": rope.rope_type, "rope_theta": base, **given}}
 
 
-def separate_theta_and_scaling(given: Mapping[str, Any]) -> dict[str, Any]:
+def separate_theta_and_scaling(given: Settings) -> dict[str, Any]:
     """Return the settings with `rope_theta` and `rope_scaling` in place of `rope_parameters`."""
     rest = {key: value for key, value in given.items() if key not in ("rope_parameters", "rope_scaling")}
     rope = given.get("rope_parameters", given.get("rope_scaling"))
@@ -254,7 +255,7 @@ def separate_theta_and_scaling(given: Mapping[str, Any]) -> dict[str, Any]:
     return rest | theta | scaling
 
 
-def find_duplicate_rope_settings(given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+def find_duplicate_rope_settings(given: Settings) -> Iterator[InvalidSetting]:
     """Yield the faults for settings given twice: in `rope_parameters` or `rope_scaling`, and outside it."""
     for key in ("rope_theta", "rope_scaling"):
         if key in given and "rope_parameters" in given:
@@ -265,7 +266,7 @@ def find_duplicate_rope_settings(given: Mapping[str, Any]) -> Iterator[InvalidSe
         yield InvalidSetting(("rope_scaling", "rope_theta"), why, "remove one of them")
 
 
-def parse_theta_and_scaling(config: Mapping[str, Any], can_be_partial: bool = False) -> tuple[Any, RopeScaling | None]:
+def parse_theta_and_scaling(config: Settings, can_be_partial: bool = False) -> tuple[Any, RopeScaling | None]:
     """Return the base, None if it is missing, and the scaling. Raises ValueError if the rope can't be built."""
     # transformers 4 writes rope_scaling, and null if there is none; transformers 5 writes rope_parameters.
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
@@ -280,9 +281,7 @@ def parse_theta_and_scaling(config: Mapping[str, Any], can_be_partial: bool = Fa
     return base, _parse_scaling(rope, config)
 
 
-def split_rope_by_type(
-    config: Mapping[str, Any], sliding_theta_key: str, default_sliding_theta: float
-) -> dict[str, Any]:
+def split_rope_by_type(config: Settings, sliding_theta_key: str, default_sliding_theta: float) -> ConfigJson:
     """
     Replace rope_parameters for several layer types by full attention's, and put sliding attention's base under
     `sliding_theta_key`.
@@ -300,14 +299,14 @@ def split_rope_by_type(
     return {**config, "rope_parameters": full, sliding_theta_key: local.get("rope_theta", default_sliding_theta)}
 
 
-def join_rope_by_type(config: Mapping[str, Any], sliding_theta: float) -> dict[str, Any]:
+def join_rope_by_type(config: Settings, sliding_theta: float) -> ConfigJson:
     """Return a config with rope_parameters by layer type, as in transformers 5."""
     full = config.get("rope_parameters") or {"rope_type": "default", "rope_theta": config["rope_theta"]}
     sliding = {"rope_type": "default", "rope_theta": sliding_theta}
     return {**config, "rope_parameters": {"full_attention": full, "sliding_attention": sliding}}
 
 
-def _parse_scaling(rope: Mapping[str, Any], config: Mapping[str, Any]) -> RopeScaling | None:
+def _parse_scaling(rope: Settings, config: Settings) -> RopeScaling | None:
     """Return a config's rotary scaling, None without one. Raises ValueError if it can't be built."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     given = {key: value for key, value in rope.items() if key not in BESIDES and value is not None}

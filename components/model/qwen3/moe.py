@@ -1,7 +1,6 @@
 """The component `model.qwen3.moe`."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import attrs
 
@@ -12,6 +11,7 @@ from drawloom.components.model.decoder.hugging_face import Family
 from drawloom.components.model.decoder.rope import InvalidSetting
 from drawloom.components.model.decoder.specs import Routing
 from drawloom.components.model.qwen3.dense import FIXED
+from drawloom.ports import Settings
 
 
 @attrs.frozen(kw_only=True, slots=False)
@@ -35,7 +35,7 @@ class Qwen3MoeConfig(MoeConfig):
         return layer_has_experts(number, self.decoder_sparse_step, self.mlp_only_layers)
 
     @classmethod
-    def find_faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+    def find_faults(cls, given: Settings) -> Iterator[InvalidSetting]:
         """Yield the faults in layer numbers, and the fault if a layer without experts has no size."""
         yield from super().find_faults(given)
         layers, step = given["num_hidden_layers"], given["decoder_sparse_step"]

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 
 import attrs
 import numpy as np
-from numpy.typing import NDArray
 
 from drawloom.components.pipeline.program.lowering import (
     Sharding,
@@ -12,7 +11,7 @@ from drawloom.components.pipeline.program.lowering import (
     insert_messages,
     insert_offload_actions,
 )
-from drawloom.components.pipeline.program.timing import Costs, compute_timing
+from drawloom.components.pipeline.program.timing import Costs, Floats, compute_timing
 from drawloom.components.pipeline.simulation.contention import (
     SHARD_OPS,
     TRANSFER_OPS,
@@ -51,8 +50,8 @@ class Simulation:
     program: Program
     costs: Costs
     channels: Channels
-    start: NDArray[np.float64]
-    end: NDArray[np.float64]
+    start: Floats
+    end: Floats
     sharding: Sharding | None = None
     shard_bars: Sequence[Sequence[Bar]] = ()
     """Parameter gathers and gradient reductions by rank, in order; empty without shards."""
