@@ -15,10 +15,21 @@ def read_foreign_names() -> dict[str, dict[str, Any]]:
     return tomli.loads(text)
 
 
+def fold_name(name: str) -> str:
+    """Return a name's letters and digits in lower case: `CrossEntropy` and `cross_entropy` are one name."""
+    return "".join(filter(str.isalnum, name.casefold()))
+
+
+def find_own_component(name: str) -> str | None:
+    """Return drawloom's component for another framework's name, whose case and signs do not count."""
+    values = {fold_name(foreign): str(own) for foreign, own in read_foreign_names()["values"].items()}
+    return values.get(fold_name(name))
+
+
 def find_own_name(name: str, known: Collection[str]) -> str | None:
     """Return a hint with drawloom's name for another framework's name of a setting, or of a `known` component."""
     tables = read_foreign_names()
-    if (value := tables["values"].get(name.casefold())) in known:
+    if (value := find_own_component(name)) in known:
         return f"did you mean {value!r}?"
     keys = [table for framework, table in tables.items() if framework not in ("values", "defaults")]
     own = {foreign.rpartition(".")[2]: str(key) for table in keys for foreign, key in table.items()}

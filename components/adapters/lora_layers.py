@@ -307,11 +307,19 @@ class LoraExperts(Experts, AdaptedLayer):
         def flatten_factor_b(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
             return [tensors[0].permute(1, 2, 0).flatten(1)]
 
+        def unflatten_factor_a(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+            return [tensors[0].reshape(self.num_experts, -1, tensors[0].shape[1])]
+
+        def unflatten_factor_b(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+            return [tensors[0].reshape(len(tensors[0]), -1, self.num_experts).permute(2, 0, 1)]
+
         groups = []
         for index, leaf in enumerate(self.adapted):
             start = f"{PEFT}{name}.{'base_layer.' * (len(self.adapted) - 1 - index)}"
-            groups.append(TensorGroup((f"{name}.{leaf}_lora_A",), (f"{start}lora_A.weight",), flatten_factor_a))
-            groups.append(TensorGroup((f"{name}.{leaf}_lora_B",), (f"{start}lora_B.weight",), flatten_factor_b))
+            conversions = {"A": (flatten_factor_a, unflatten_factor_a), "B": (flatten_factor_b, unflatten_factor_b)}
+            for factor, (flatten, unflatten) in conversions.items():
+                names = f"{name}.{leaf}_lora_{factor}", f"{start}lora_{factor}.weight"
+                groups.append(TensorGroup((names[0],), (names[1],), flatten, unflatten))
         return Mapper(tuple(groups))
 
     def list_low_rank_pairs(self, name: str) -> list[LowRank]:

@@ -47,6 +47,7 @@ from drawloom.ports import (
     LOSS,
     MAX_SHARD,
     SCORE,
+    STATE,
     ChatTokenizer,
     ConfigJson,
     Group,
@@ -247,9 +248,6 @@ def read_token_ids(tokenizer: Tokenizer | None) -> dict[str, int | None]:
 
 
 log = logging.getLogger("drawloom.run")
-
-STATE = "trainer_state.json"
-"""Name of the file with the step of the weights, as in Hugging Face's Trainer."""
 
 DTYPE_KEYS = ("torch_dtype", "dtype")
 """Keys of a config for the dtype of weights, in transformers 4 and 5."""

@@ -33,7 +33,7 @@ from drawloom.components.model.qwen3_next import Qwen3Next
 from drawloom.components.model.smollm3 import SmolLm3
 from drawloom.components.weights.load import open_and_check_folder
 from drawloom.graph.recipe.lockfile import LOCK
-from drawloom.ports import Settings
+from drawloom.ports import ADAPTER_CONFIG, Settings
 
 FAMILIES: dict[str, type[DecoderBuilder]] = {
     model_type: kind
@@ -98,6 +98,9 @@ class AutoModel(DecoderModel):
             on_hub = len(path.parts) == 2 and not path.is_absolute()
             download = f", such as `hf download {path} --local-dir {path.name}` makes" if on_hub else ""
             raise UserError(f"there is no folder {path}; write one with a config.json{download}")
+        if (path / ADAPTER_CONFIG).is_file() and not (path / "config.json").is_file():
+            text = f"{path} is an adapter's folder, without a model"
+            raise UserError(f"{text}; write its base model's folder, and stages.adapter_weights = {str(path)!r}")
         if (path / LOCK).is_file():
             raise UserError(f"{path} is a run folder; write its export, {path / 'export'}")
         if self.weights and path.is_file():

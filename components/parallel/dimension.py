@@ -78,6 +78,10 @@ class Dimension:
         """Yield sentences for `explain` about the ranks' shared work and memory."""
         yield from ()
 
+    def describe(self, whole: nn.Module) -> Iterator[str]:
+        """Yield phrases for the run's header about a whole model on the meta device."""
+        yield from ()
+
     def apply_to_meta_module(self, module: nn.Module) -> dict[str, RankSlice]:
         """
         Replace a meta module's parameters by this rank's slices, and return the slices by name.

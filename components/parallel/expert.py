@@ -15,7 +15,7 @@ from torch import nn
 from drawloom import Problem
 from drawloom.components.parallel.dimension import Dimension, RankParameters
 from drawloom.components.parallel.parameter_split import SplitDim, replace_by_rank_slice
-from drawloom.ports import Dispatcher, ExpertModel, Group, RankSlice, StageNodes, supports_expert_parallel
+from drawloom.ports import Dispatcher, ExpertModel, Group, Mesh, RankSlice, StageNodes, supports_expert_parallel
 
 
 class ExpertParallel(nn.Module):
@@ -27,9 +27,9 @@ class ExpertParallel(nn.Module):
 
     dispatcher: Dispatcher | None = None
 
-
-NO_DISPATCHER = "experts are partitioned over ranks, but no dispatcher sends tokens to the experts on other ranks"
-WRITE_DISPATCHER = 'write dispatcher.use = "experts.all_to_all" in [stages]'
+    def create_dispatcher(self, mesh: Mesh) -> Dispatcher:
+        """Return the default dispatcher for experts partitioned along `mesh.expert`."""
+        raise NotImplementedError
 
 
 @attrs.define(eq=False)
@@ -42,7 +42,7 @@ class ExpertDimension(Dimension):
 
     @classmethod
     def check(cls, nodes: StageNodes) -> Iterator[Problem]:
-        """Yield a problem for experts without a partition over the ranks, and for a missing dispatcher."""
+        """Yield a problem for experts without a partition over the ranks, and for a dispatcher on one rank."""
         ranks, model = nodes.sizes.expert, nodes.model
         if ranks == 1 or model is None or not issubclass(model.component, ExpertModel):
             return
@@ -52,9 +52,10 @@ class ExpertDimension(Dimension):
         elif experts % ranks:
             text = f"{ranks} ranks along 'expert' can't share the {experts} experts of [{model.name}] evenly"
             yield nodes.mesh.problem(cls.name, text, "write another number, or 1")
-        elif not any(supports_expert_parallel(node.component) for node in nodes.stages.neighbours("dispatcher")):
-            hint = WRITE_DISPATCHER.replace("[stages]", f"[{nodes.stages.name}]")
-            yield nodes.mesh.problem(cls.name, NO_DISPATCHER, hint)
+        for dispatcher in nodes.stages.neighbours("dispatcher"):
+            if not supports_expert_parallel(dispatcher.component):
+                text = f"the experts are on {ranks} ranks, and {dispatcher.use!r} sends no tokens to others"
+                yield nodes.stages.problem("dispatcher", text, "leave it out, or write one such as experts.all_to_all")
 
     @classmethod
     def notes(cls, nodes: StageNodes) -> Iterator[str]:
@@ -67,8 +68,25 @@ class ExpertDimension(Dimension):
         sharded = f", and sharded over {expert_shards}" if expert_shards > 1 and shards > 1 else ""
         yield f"experts: partitioned over {sizes.expert} ranks{sharded}"
 
+    def describe(self, whole: nn.Module) -> Iterator[str]:
+        """Yield which dispatcher sends tokens to their experts."""
+        layers = [part for part in whole.modules() if isinstance(part, ExpertParallel)]
+        if layers and self.mesh.sizes.expert > 1:
+            self._set_default_dispatcher(layers[0])
+            module = type(layers[0].dispatcher).__module__.removeprefix("drawloom.components.")
+            yield f"{module} between {self.mesh.sizes.expert} ranks"
+
     def apply_to_meta_module(self, module: nn.Module) -> dict[str, RankSlice]:
+        if self.mesh.sizes.expert > 1:
+            for part in module.modules():
+                if isinstance(part, ExpertParallel):
+                    self._set_default_dispatcher(part)
         return split_experts(module, self.mesh.expert_group)
+
+    def _set_default_dispatcher(self, layer: ExpertParallel) -> None:
+        """Set the layer's own dispatcher between ranks unless the recipe names one."""
+        if layer.dispatcher is None:
+            layer.dispatcher = layer.create_dispatcher(self.mesh)
 
     def list_copies_owned_elsewhere(self, parameters: RankParameters) -> Set[str]:
         """Return the experts' parameters that several ranks in one model copy have, except on the first rank."""

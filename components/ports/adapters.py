@@ -97,7 +97,10 @@ class AdaptedLayer(ABC):
 
     @abstractmethod
     def make_mapper_to_peft(self, name: str) -> Mapper:
-        """Return the mapper from the adapter's parameters to the tensors in PEFT's `adapter_model.safetensors`."""
+        """
+        Return the mapper from the adapter's parameters to the tensors in PEFT's `adapter_model.safetensors`, with an
+        inverse.
+        """
 
     @abstractmethod
     def list_low_rank_pairs(self, name: str) -> list[LowRank]:

@@ -7,6 +7,9 @@ from torch import Tensor
 
 MAX_SHARD = 4 * 2**30  # bytes; files beyond 4 GiB are awkward to download and fail on some file systems
 
+STATE, ADAPTER_CONFIG = "trainer_state.json", "adapter_config.json"
+"""Files with the step of exported weights, as in Hugging Face's Trainer, and with the settings of PEFT's adapters."""
+
 Convert = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 """
 A function of a group's input tensors (any shapes, in the order of `inputs`) to its outputs; it changes none in place.

@@ -228,6 +228,9 @@ class StageAssembly:
         run_and_gather_on_all_ranks(of.mesh.world, partial(self.values.allocate_and_fill_modules, modules))
         if of.adapters:
             self.values.initialize_adapters_on_all_ranks(modules)
+        if of.adapter_weights is not None:
+            read = partial(self.values.read_adapters, of.adapter_weights, modules, of.adapters)
+            run_and_gather_on_all_ranks(of.mesh.world, read)
         tie_equally_named_parameters(modules)
         return data_parallel.create_store(modules, sharded)
 

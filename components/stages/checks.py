@@ -1,6 +1,6 @@
 """Checks and notes for stages, in `check` and `explain`: conflicts with the mesh, and the ranks' shared work."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from drawloom.components.parallel.pipeline import build_schedule_or_none
 from drawloom.components.pipeline.program.builders import build_program_of_rank_and_neighbours
 from drawloom.ports import (
     BACKWARD_INPUT,
+    Adapter,
     Loss,
     Model,
     OuterLayersSchedule,
@@ -37,9 +38,14 @@ def find_stage_nodes(stages: NodeView) -> StageNodes | None:
     )
 
 
+def find_initial_folder(weights: Path | None, model: Model) -> Path | None:
+    """Return the initial weights' folder: the recipe's, or the model's own; None for random weights."""
+    return weights or (model.initial_weights if isinstance(model, PretrainedModel) else None)
+
+
 def check_initial_folder(weights: Path | None, model: Model, loss: Loss | None) -> None:
     """Raise UserError if `weights` can't be read, or if the initial weights lack the loss's head."""
-    folder = weights or (model.initial_weights if isinstance(model, PretrainedModel) else None)
+    folder = find_initial_folder(weights, model)
     if folder is None:
         return
     # imported here: few recipes name a folder
@@ -53,6 +59,24 @@ def check_initial_folder(weights: Path | None, model: Model, loss: Loss | None) 
             check_language_model_head(folder)
     except UserError as error:
         raise UserError(f"weights: {error}") from error
+
+
+def check_adapter_folder(adapter: Path, model: Model, adapters: Sequence[Adapter], weights: Path | None) -> None:
+    """Raise UserError if an adapter's folder can't be read, or does not fit the adapters and the base model."""
+    # imported here: few recipes name an adapter
+    from drawloom.components.weights.adapter_folder import AdapterFolder
+
+    try:
+        AdapterFolder.read(adapter).check(model, adapters, find_initial_folder(weights, model))
+    except UserError as error:
+        raise UserError(f"adapter_weights: {error}", error.exit_code) from error
+
+
+def check_adapter_weights_have_adapters(stages: NodeView) -> Iterator[Problem]:
+    """Yield a problem for weights of adapters without adapters."""
+    if stages.settings["adapter_weights"] is not None and not stages.neighbours("adapters"):
+        text = "there are no adapters to fill"
+        yield stages.problem("adapter_weights", text, 'write adapters = ["@lora"] and a table [lora], or leave it out')
 
 
 def warn_narrowed_weights(stages: NodeView) -> Iterator[Problem]:

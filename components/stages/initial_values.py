@@ -1,7 +1,7 @@
 """Memory and initial values for a rank's modules: random, or read from a folder, by readers imported only then."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import chain
@@ -14,17 +14,18 @@ from torch import Tensor, nn
 from drawloom import UserError
 from drawloom.components.distributed.rng import derive_seed, fill_normal
 from drawloom.components.parallel.data_shard import get_local_slice, get_tensor_slice
+from drawloom.components.stages.checks import find_initial_folder
 from drawloom.components.storage.byte_size import format_decimal_byte_size
 from drawloom.components.weights.adapted import adapter_parameter_names, materialize_and_initialize_adapters
 from drawloom.components.weights.convert import stream_converted_tensors
 from drawloom.components.weights.mapper import select_outputs
 from drawloom.ports import (
     LOSS,
+    Adapter,
     BufferOwner,
     LanguageModel,
     Mapper,
     Model,
-    PretrainedModel,
     TensorSlice,
     is_dtensor,
     list_quantized_parameter_formats,
@@ -93,6 +94,12 @@ class InitialValues:
         for module in modules:
             materialize_and_initialize_adapters(module, self.device, self._fill_slice_with_normal)
 
+    def read_adapters(self, folder: Path, modules: Iterable[nn.Module], adapters: Sequence[Adapter]) -> None:
+        """Fill the adapters' parameters from an adapter's folder."""
+        from drawloom.components.weights.adapter_folder import AdapterFolder
+
+        AdapterFolder.read(folder).fill(modules, self.model, adapters, self.folder, self.device, self.splits)
+
     def fingerprint_frozen_source(self, parameters: Iterable[nn.Parameter]) -> str:
         """Fingerprint the weights that the frozen parameters come from; "" if all parameters are trained."""
         if all(parameter.requires_grad for parameter in parameters):
@@ -125,7 +132,7 @@ class InitialValues:
     @property
     def folder(self) -> Path | None:
         """The initial weights' folder: the recipe's, or the model's own."""
-        return self.weights or (self.model.initial_weights if isinstance(self.model, PretrainedModel) else None)
+        return find_initial_folder(self.weights, self.model)
 
     @cached_property
     def _folder_to_parameters_mapper(self) -> Mapper:

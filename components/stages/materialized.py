@@ -13,8 +13,10 @@ from torch import nn
 from drawloom import NodeView, Problem, UserError, above, at_least, component, internal, setting, wired
 from drawloom.components.parallel.buckets import BUCKET_BYTES
 from drawloom.components.parallel.dimensions import DIMENSIONS
-from drawloom.components.parallel.expert import NO_DISPATCHER, WRITE_DISPATCHER
+from drawloom.components.parallel.expert import set_dispatcher
 from drawloom.components.stages.checks import (
+    check_adapter_folder,
+    check_adapter_weights_have_adapters,
     check_embedding_and_head_costs_are_used,
     check_initial_folder,
     check_loss_is_not_module,
@@ -48,7 +50,6 @@ from drawloom.ports import (
     Stage,
     StageFeature,
     TensorSlice,
-    supports_expert_parallel,
 )
 
 if TYPE_CHECKING:
@@ -133,6 +134,10 @@ class MaterializedStages:
     weights: Path | None = setting(
         "Hugging Face folder with initial weights; default: `model.auto`'s folder, or random weights", default=None
     )
+    adapter_weights: Path | None = setting(
+        "folder of a run's adapter, or one of PEFT, with the adapters' initial values; default: random values",
+        default=None,
+    )
     local: list[Stage] = internal(factory=list)  # this rank's stages, in order
     store: "ParameterStore | ShardedStore" = internal(None)
 
@@ -147,6 +152,7 @@ class MaterializedStages:
                 yield from check_recompute_is_set_once(node, schedule, nodes.mesh)
             yield from check_features(nodes)
         yield from warn_narrowed_weights(node)
+        yield from check_adapter_weights_have_adapters(node)
         if loss := node.neighbour("loss"):
             yield from check_loss_is_not_module(node, loss)
         if schedule := node.neighbour("schedule"):
@@ -173,17 +179,17 @@ class MaterializedStages:
 
     def check_before_open(self) -> None:
         """
-        Raise UserError if `weights` is not a folder of readable safetensors files, its head is of another kind, or
-        adapters match nothing.
+        Raise UserError if `weights` is not a folder of readable safetensors files, its head is of another kind,
+        adapters match nothing, or `adapter_weights` do not fit them.
         """
         if self.adapters:
             build_meta_model_with_adapters(self.model, self.adapters)
         check_initial_folder(self.weights, self.model, self.loss)
+        if self.adapter_weights is not None:
+            check_adapter_folder(self.adapter_weights, self.model, self.adapters, self.weights)
 
     def open(self) -> None:
         """Build, parallelize and materialize this rank's stages, with initial or loaded values."""
-        if self.mesh.sizes.expert > 1 and not supports_expert_parallel(self.dispatcher):
-            raise UserError(f"{NO_DISPATCHER}; {WRITE_DISPATCHER}", exit_code=2)
         self._assembly.materialize()
         self.local, self.store = self._assembly.local, self._assembly.store
 
@@ -280,4 +286,7 @@ class MaterializedStages:
                     tensor.copy_(state[name])
 
     def describe_features(self, whole: nn.Module) -> Iterator[str]:
-        return self._features.describe_model(whole, self._assembly.precision)
+        yield from self._features.describe_model(whole, self._assembly.precision)
+        set_dispatcher(whole, self.dispatcher)
+        for dimension in DIMENSIONS:
+            yield from dimension(self.mesh).describe(whole)

@@ -13,12 +13,16 @@ from typing import Any, Protocol
 
 import attrs
 
+from drawloom.graph.foreign_names import fold_name
 from drawloom.graph.problems import Problem, RecipeError, did_you_mean, find_nearest
 from drawloom.graph.registry.spec import Spec, read_spec
 
 # Lower case only, so that a name means the same file on case-insensitive file systems.
 NAME = re.compile(r"[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)+")
 """Valid names of components: dotted, so that a name can only lead below the folder of its package."""
+
+MAX_OFFERED = 6
+"""Names in a hint about a word that several names begin with."""
 
 # Components are listed by searching text: importing every component would take seconds.
 DECORATED = re.compile(r"^@(?:component|reward)\b.*?^(?:class|def) (\w+)", re.MULTILINE | re.DOTALL)
@@ -276,12 +280,19 @@ class Registry:
             return f"did you mean {near!r}?" if near else siblings_hint
         near = find_nearest(use, beside) or find_nearest(use, names)
         general_hint = "`drawloom list` lists all components; add your own with --import and a package, folder or file"
-        return f"did you mean {near!r}?" if near else general_hint
+        longer = [repr(near)] if near else [repr(name) for name in names if _has_part_beginning_with(use, name)]
+        return f"did you mean {' or '.join(longer)}?" if 0 < len(longer) <= MAX_OFFERED else general_hint
 
     def _find_similar_component(self, rest: str) -> str | None:
         """Return the component most similar to a path in another package, as optim.adamw is to torch.optim.AdamW."""
         folder = rest.partition(".")[0]
         return find_nearest(rest, [name for name in self.names() if name.startswith(f"{folder}.")])
+
+
+def _has_part_beginning_with(word: str, use: str) -> bool:
+    """Return whether a part of a component's name begins with a word, as `pipeline.schedules.zero_bubble_v` does."""
+    beginning = fold_name(word)
+    return len(beginning) > 2 and any(fold_name(part).startswith(beginning) for part in use.split("."))
 
 
 def _belongs_to_installed_package(use: str) -> bool:

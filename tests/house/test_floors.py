@@ -78,8 +78,8 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
     ),
     "components.kernels": (BELOW | {"kernels"}, {"attrs", "torch"}),
     "components.optim": (BELOW | {"kernels"}, {"attrs", "torch"}),
-    # Angles of rotary positions and log-sum-exps come from one formula, of which there is no choice to make. Without a
-    # dispatcher, experts are on the rank of their tokens.
+    # Angles of rotary positions and log-sum-exps come from one formula, of which there is no choice to make. Experts
+    # have default dispatchers, for one rank and between ranks.
     "components.model": (
         BELOW
         | {
@@ -88,6 +88,7 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
             "kernels.recompute",
             "kernels.results",
             "kernels.rope.frequencies",
+            "components.experts.all_to_all",
             "components.experts.local",
         },
         {"attrs", "torch"},

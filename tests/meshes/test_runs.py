@@ -108,20 +108,23 @@ head_dim = 8
 num_experts = 4
 num_experts_per_tok = 2
 moe_intermediate_size = 16
-
-[stages]
-dispatcher = { use = "experts.all_to_all" }
 """
+SYMMETRIC = '[stages]\ndispatcher = { use = "experts.symmetric" }\n'
 
 
 def test_expert_parallel_run_matches_one_process(runs_folder: Path) -> None:
-    """Two ranks with half of the experts have one process's losses, export and sample, also after one rank resumes."""
+    """
+    Two ranks with half of the experts have one process's losses, export and sample, also after one rank resumes.
+
+    Their dispatcher is the default one.
+    """
     (runs_folder / "experts.toml").write_text(EXPERTS, "utf-8")
     common = ("run", "experts.toml", *COMMON[2:4])
     for name, ranks in (("all", 1), ("halves", 2)):
         words = (f"run.name={name}", f"mesh.data_shard={ranks}", f"mesh.expert={ranks}")
         codes = drawloom(runs_folder, *common, *words, ranks=ranks)
         assert {outcome.code for outcome in codes} == {0}, codes
+        assert ("experts.all_to_all between 2 ranks" in codes[0].text) == (ranks == 2)
     one, run = runs_folder / "runs/all", runs_folder / "runs/halves"
     assert_same(one, run)
     assert (one / "sample.txt").read_text() == (run / "sample.txt").read_text()
@@ -133,7 +136,7 @@ def test_expert_parallel_run_matches_one_process(runs_folder: Path) -> None:
 
 def test_sample_after_kill_equals_uninterrupted_sample(runs_folder: Path) -> None:
     """A restarted run with only the sample missing samples the same text, also with experts in shared memory."""
-    (runs_folder / "shared.toml").write_text(EXPERTS.replace("all_to_all", "symmetric"), "utf-8")
+    (runs_folder / "shared.toml").write_text(EXPERTS + SYMMETRIC, "utf-8")
     words = ("run", "shared.toml", *COMMON[2:4], "mesh.data_shard=2", "mesh.expert=2", "sample.tokens=60")
     texts = []
     for _ in range(2):
@@ -146,7 +149,7 @@ def test_sample_after_kill_equals_uninterrupted_sample(runs_folder: Path) -> Non
 
 def test_uneven_routing_repeats_steps_bitwise(runs_folder: Path) -> None:
     """With room for balanced experts only, numbers, expert loads and weights equal a run's with enough room."""
-    (runs_folder / "uneven.toml").write_text(EXPERTS.replace("all_to_all", "symmetric"), "utf-8")
+    (runs_folder / "uneven.toml").write_text(EXPERTS + SYMMETRIC, "utf-8")
     words = (
         *("run", "uneven.toml", *COMMON[2:4], "mesh.data_shard=2", "mesh.expert=2", "trainer.steps=3"),
         *("metrics.load.use=metrics.expert_load", "metrics.load.by_expert=true"),
@@ -174,7 +177,7 @@ def test_explain_and_draw_say_how_ranks_share_the_parameters() -> None:
     ):
         assert line in recipe.explain("stages") and line in recipe.draw(focus="stages")
     words = ("mesh.tensor=2", "mesh.data_shard=4", "mesh.expert=2", "batch.micro_size=4", "model.vocab_size=320")
-    text = api.Recipe.load("moe", *words, 'stages.dispatcher={use="experts.all_to_all"}').explain("stages")
+    text = api.Recipe.load("moe", *words).explain("stages")
     assert "experts: partitioned over 2 ranks, and sharded over 4" in text
     assert "ranks" not in api.Recipe.load("first_run").explain("stages").partition("used by")[0]
 

@@ -1,6 +1,8 @@
 """Runs that train adapters on a model exported by another run."""
 
 import json
+import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -109,6 +111,40 @@ def test_two_ranks_train_the_adapters_of_one(folder: Path, layout: str) -> None:
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
         torch.testing.assert_close(ours[name], tensor, rtol=1e-3, atol=1e-4)
+
+
+def test_a_run_continues_from_an_adapter(folder: Path) -> None:
+    """
+    A run from another run's adapter begins with its validation loss, on one process and in a pipeline with shards.
+
+    `check` refuses an adapter with other targets, rank or scale, one of another base, and a folder without one.
+    """
+    (folder / "next.toml").write_text(
+        LORA.replace("adapters = [", 'adapter_weights = "runs/one/adapter"\nadapters = [')
+    )
+    short = ("trainer.steps=2", "evaluate.at_start=true", "trainer.on_finish=[]")
+    train(folder, "next", *short, recipe="next.toml")
+    train(folder, "next_pipeline", *short, "mesh.pipeline=2", "mesh.data_shard=2", ranks=4, recipe="next.toml")
+    [*_, (last,)] = series(folder / "runs/one", "validation_loss")
+    for run in ("next", "next_pipeline"):
+        before_steps = json.loads((folder / "runs" / run / "metrics.jsonl").read_text("utf-8").splitlines()[0])
+        assert before_steps["validation_loss"] == pytest.approx(last, rel=1e-5)
+    alone, split = (series(folder / "runs" / run, "loss") for run in ("next", "next_pipeline"))
+    assert [value for (value,) in split[1:]] == pytest.approx([value for (value,) in alone[1:]], rel=1e-5)
+    shutil.copytree(folder / "runs/tiny/export", folder / "other")
+    tensors = load_file(folder / "other/model.safetensors")
+    save_file(tensors | {"model.norm.weight": tensors["model.norm.weight"] + 1}, folder / "other/model.safetensors")
+    for word, text in {
+        "lora.rank=4": "other shapes or ranks: .* The folder has rank = 2, alpha = 4.0",
+        "lora.alpha=8.0": "has factors of scale 4, and of 2 in the folder",
+        "lora.targets=['q_proj', 'lm_head']": "the recipe adapts lm_head, .* the folder adapts .*down",
+        "model.path=other": "its base has other weights than other",
+        "stages.adapter_weights=runs/tiny/export": "has no adapter_config.json .* a whole model is a base",
+        "stages.adapters=[]": "there are no adapters to fill",
+        "model.path=runs/one/adapter": "is an adapter's folder.*stages.adapter_weights",
+    }.items():
+        [outcome] = drawloom(folder, "check", "next.toml", word)
+        assert outcome.code == 2 and re.search(text, outcome.text), outcome.text
 
 
 def test_a_frozen_rank_and_narrow_weights_train_and_resume(folder: Path) -> None:

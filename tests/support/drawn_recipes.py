@@ -104,7 +104,6 @@ def mesh(draw: Random, drawn: Drawn) -> tuple[int, tuple[str, ...]]:
     shared = replicas * sizes["context"] * sizes["tensor"]
     if drawn.has_experts and draw.random() < 0.6:
         words += [f"mesh.expert={draw.choice([size for size in (1, 2, 3, 4) if shared % size == 0])}"]
-        words += ['stages.dispatcher={ use = "experts.all_to_all" }']
     if sizes["data_shard"] > 1:
         words += draw.choice(([], ["stages.sync_each_microbatch=true"]))
         words += draw.choice(([], ["stages.reshard_after_forward=true"], ["stages.reshard_after_forward=false"]))

@@ -928,6 +928,7 @@ UNOBSERVED = {
         "stages.materialized",
         "reshard_after_forward",
     ): "it needs ranks that shard: test_fsdp.py has them",
+    ("stages.materialized", "adapter_weights"): "it needs an adapter's folder: tests/runs/test_adapters.py has one",
     (
         "checkpoint.checkpointer",
         "neighbour_every",

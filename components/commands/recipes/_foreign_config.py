@@ -9,7 +9,7 @@ import attrs
 import tomli
 
 from drawloom import UserError
-from drawloom.graph.foreign_names import read_foreign_names
+from drawloom.graph.foreign_names import find_own_component, read_foreign_names
 from drawloom.graph.toml.emit import dump_key, dump_toml
 from drawloom.ports import ConfigJson, Settings
 
@@ -240,7 +240,7 @@ def _convert_value(target: str, key: str, value: Any, values: Mapping[str, Any])
     if own == "loss.use":
         return f"loss.{value}"
     if own.endswith(".use"):
-        return read_foreign_names()["values"].get(str(value).lower())
+        return find_own_component(str(value))
     if own.startswith("mesh."):
         return ("auto" if own == "mesh.data_shard" else None) if value == -1 else None if value == 1 else value
     if own == "adapters.lora" or value == -1 or (own.endswith(".every") and not isinstance(value, int)):

@@ -12,7 +12,7 @@ from drawloom.components.model.decoder.router import Router
 from drawloom.components.model.decoder.specs import ExpertSpec, LayerContext, MlpSpec
 from drawloom.components.model.layers import Linear
 from drawloom.components.parallel.expert import ExpertParallel
-from drawloom.ports import BIAS_ROLE, Kernels, Role
+from drawloom.ports import BIAS_ROLE, Dispatcher, Kernels, Mesh, Role
 
 
 class SharedGate(Linear):
@@ -79,6 +79,11 @@ class Experts(ExpertParallel):
         self.num_experts = experts
         self.spec = spec
         self.kernels = kernels
+
+    def create_dispatcher(self, mesh: Mesh) -> Dispatcher:
+        from drawloom.components.experts.all_to_all import AllToAllExperts
+
+        return AllToAllExperts(kernels=self.kernels, mesh=mesh)
 
     def parameter_roles(self) -> Mapping[str, Role]:
         visited = self.spec.choices / self.spec.experts

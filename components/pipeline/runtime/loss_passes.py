@@ -69,8 +69,13 @@ def check_loss_passes(executor: NodeView, loss: NodeView, stages: NodeView) -> I
 
 
 def _check_reference_adapters(loss: NodeView, stages: NodeView) -> Iterator[Problem]:
-    """Yield a problem if adapters are missing, or train the base's weights."""
+    """Yield a problem if adapters are missing or train the base's weights, and a warning if they begin trained."""
     adapters = stages.neighbours("adapters")
+    if stages.settings.get("adapter_weights") is not None:
+        text = (
+            f"[{loss.name}] compares with the base model, without the adapter of {stages.settings['adapter_weights']}"
+        )
+        yield loss.warning("reference", text, "to compare with both, take the merged export as the base model")
     if not adapters:
         other = ', or reference = "model" with a frozen model: --overlay with_all_weights_and_reference'
         text = f"[{loss.name}] compares the model with itself without adapters, and [{stages.name}] has no adapters"

@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from drawloom.components.model.phi3 import Phi3
 from drawloom.components.model.qwen3_5 import Qwen35
 from drawloom.components.model.qwen3_next import Qwen3Next
 from drawloom.components.ports.run import FinalTask
+from drawloom.components.weights.adapter_folder import AdapterFolder
 from drawloom.graph import UserError
 from drawloom.graph.types.port_match import find_mismatches
 from support.adapted import OneStage, adapt, lora
@@ -65,6 +67,19 @@ def theirs(folder: Path, adapter: Path | None = None) -> Any:
             warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys did not match")
             model = PeftModel.from_pretrained(model, adapter).eval()
     return model
+
+
+def read_back(model: Any, adapters: Sequence[Any], folder: Path, base: Path) -> torch.nn.Module:
+    """Return a base model with adapters from an adapter's folder, after other initial values."""
+    module = adapt(model, *adapters)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                parameter.fill_(0.7)
+    adapter = AdapterFolder.read(folder)
+    adapter.check(model, adapters, base)
+    adapter.fill([module], model, adapters, base, torch.device("cpu"), {})
+    return module
 
 
 def partly_sparse_model() -> Any:
@@ -146,6 +161,61 @@ def test_peft_and_the_merged_export_have_our_logits(case: str, tmp_path: Path, o
         torch.testing.assert_close(
             theirs(tmp_path / "base", tmp_path / "adapter")(tokens).logits, merged, rtol=1e-4, atol=2e-5
         )
+        again = read_back(model, adapters, tmp_path / "adapter", tmp_path / "base")
+        torch.testing.assert_close(logits_of(again, tokens, one_document(2, 7)), ours, rtol=1e-5, atol=1e-5)
+
+
+OF_PEFT: dict[str, Any] = {
+    "two ranks, rslora": (
+        lambda: (dense(), lora("q_proj", alpha=4.0, rslora=True), lora("v_proj", rank=2, alpha=4.0, rslora=True)),
+        {"target_modules": ["q_proj", "v_proj"], "r": 4, "lora_alpha": 4, "use_rslora": True}
+        | {"rank_pattern": {"v_proj": 2}},
+    ),
+    "DoRA with whole modules": (
+        lambda: (dense(), lora("k_proj", dora=True), full("norm")),
+        {"target_modules": ["k_proj"], "r": 4, "lora_alpha": 8, "use_dora": True, "modules_to_save": ["norm"]},
+    ),
+    "embedding and head": (
+        lambda: (dense(), lora("embed_tokens", "lm_head")),
+        {"target_modules": ["embed_tokens", "lm_head"], "r": 4, "lora_alpha": 8},
+    ),
+    "joined projections": (
+        lambda: (small(Phi3, hidden_size=32), lora("qkv_proj", "down_proj")),
+        {"target_modules": ["qkv_proj", "down_proj"], "r": 4, "lora_alpha": 8},
+    ),
+    "experts": (
+        lambda: (sparse(), lora("experts")),
+        {"target_modules": [], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+        | {"r": 4, "lora_alpha": 8},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OF_PEFT)
+def test_adapters_of_peft_have_its_logits(case: str, tmp_path: Path) -> None:
+    """An adapter that PEFT made and saved gives our model PEFT's logits."""
+    from peft import LoraConfig, get_peft_model
+
+    make, settings = OF_PEFT[case]
+    model, *adapters = make()
+    write_hugging_face_folder(tmp_path / "base", model, OneStage(adapt(model)))
+    tokens = torch.arange(14).view(2, 7) % model.vocab_size
+    base = theirs(tmp_path / "base")
+    plain = base(tokens).logits.detach()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of PEFT: deprecations, and that it saves the embedding, too
+        peft = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", **settings)).eval()
+        with torch.no_grad():
+            for parameter in peft.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(0.1 * torch.randn_like(parameter))
+        peft.save_pretrained(tmp_path / "adapter")
+    with torch.no_grad():
+        ours = logits_of(
+            read_back(model, adapters, tmp_path / "adapter", tmp_path / "base"), tokens, one_document(2, 7)
+        )
+        torch.testing.assert_close(ours, peft(tokens).logits, rtol=1e-4, atol=2e-5)
+    assert float((ours - plain).abs().max()) > 0.05
 
 
 def test_a_folder_is_of_one_step(tmp_path: Path, one_rank: Any) -> None:

@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch import nn
 
 from drawloom.components.distributed.process_group import TorchGroup
-from drawloom.components.export.hf_writer import STATE, read_exported_step, write_hugging_face_folder
+from drawloom.components.export.hf_writer import read_exported_step, write_hugging_face_folder
 from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.ports.model import LayerRange
 from drawloom.components.ports.stages import Stage
+from drawloom.components.ports.weights import STATE
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
 from drawloom.components.weights.load import fill_module_from_folder
 from drawloom.graph import UserError
