@@ -170,7 +170,7 @@ class Checkpointer:
         if self._peers is None:
             return
         if not step.goes_back:
-            self._peers.reference_and_send_to_neighbour(step)
+            self._peers.reference_and_send(step)
         joining = torch.tensor(0 if step.is_last else int(self.processes.can_grow_with_spares()))
         self.mesh.world.max(joining)
         self._peers.memory.drop_older_neighbour_copies()

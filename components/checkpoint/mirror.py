@@ -45,7 +45,7 @@ class Mirror:
 
     def open(self) -> None:
         """Read the newest checkpoint of the mirror into a folder without one. Raises UserError for another recipe."""
-        run_on_rank0(self.mesh.world, self._connect_and_fetch_newest_if_none)
+        run_on_rank0(self.mesh.world, self._fetch_newest_if_none)
 
     def on_event(self, event: Event) -> None:
         """Start a copy if there is something new; at the end of the run, wait until all is copied."""
@@ -65,7 +65,7 @@ class Mirror:
         self._wait_for_upload_or_warn()
         self._copy = None
 
-    def _connect_and_fetch_newest_if_none(self) -> None:
+    def _fetch_newest_if_none(self) -> None:
         """Connect to the store, and fetch its newest checkpoint if the run folder has none."""
         self._copy = RemoteCopy(ObjectStore.open(self.url))
         run = self.folder.folder

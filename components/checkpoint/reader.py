@@ -27,7 +27,7 @@ from drawloom.components.checkpoint.snapshot import assemble_pieces, find_rows_u
 from drawloom.components.checkpoint.threads import map_parallel
 from drawloom.components.storage.regular_file import ContentMismatchError, VerifiedFile, open_file_to_verify
 from drawloom.components.storage.safetensors.header import HeaderError
-from drawloom.components.storage.safetensors.reader import read_tensor, read_tensor_offset_and_entries
+from drawloom.components.storage.safetensors.reader import read_header_entries, read_tensor
 from drawloom.components.storage.state_tree import (
     Tree,
     iterate_tensor_names_and_slices,
@@ -197,7 +197,7 @@ class CheckpointReader(PieceReader):
     def _read_tensors_of_file(self, file_name: str, names: set[str], uses: Uses) -> Parts:
         parts: Parts = {}
         with self._open_file(file_name) as file:
-            begin, header = read_tensor_offset_and_entries(file)
+            begin, header = read_header_entries(file)
             # in file order, so that a block with parts of two tensors is read once
             for name in sorted(names, key=lambda name: (header[name].start, header[name].end)):
                 part = find_rows_unless_all(header[name].spec.shape, uses[name])

@@ -75,7 +75,7 @@ class Retention:
         self._corrupt.add(checkpoint)
         self._valid.pop(checkpoint, None)
 
-    def verify_kept_and_select_expired(self, checkpoints: Path, saved: Path) -> list[Path]:
+    def verify_and_select_expired(self, checkpoints: Path, saved: Path) -> list[Path]:
         """Return the expired checkpoints up to the newest save, oldest first."""
         while True:
             values = self._list_candidates(checkpoints, saved)
@@ -186,7 +186,7 @@ class Saves:
 
     def open(self) -> None:
         """Create the checkpoint folder, and remove a killed run's leftovers."""
-        run_on_rank0(self.world, lambda: commit.create_checkpoints_folder_and_clean_up(self.folder))
+        run_on_rank0(self.world, lambda: commit.create_checkpoints_folder(self.folder))
 
     def close(self) -> None:
         """Wait up to CLOSE_TIMEOUT for the pending save."""
@@ -289,7 +289,7 @@ class Saves:
             run_log.info("checkpoint saved: %s", checkpoint)
             self.retention.remember_as_valid(checkpoint, snapshot.values)
             try:
-                commit.remove_checkpoints(self.retention.verify_kept_and_select_expired(self.folder, checkpoint))
+                commit.remove_checkpoints(self.retention.verify_and_select_expired(self.folder, checkpoint))
             except OSError as error:  # the new checkpoint is committed, and the next save tries again
                 log.warning("expired checkpoints in %s could not be removed: %s", self.folder, error)
 

@@ -38,7 +38,7 @@ from drawloom.graph.runtime.container import Container
 from drawloom.ports import FILES, AveragedWeights, FrozenModel, Stages, TokenCorpus
 
 
-def parse_run_folder_or_mirror_url(text: str) -> Path | str:
+def parse_run_or_mirror(text: str) -> Path | str:
     """Return the path of a run folder, or the URL of a mirror."""
     return text if "://" in text else Path(text)
 
@@ -57,7 +57,7 @@ class CheckpointCommand(Command):
 
     run_folder: Path | str = argument(
         "such as runs/first_run, or the URL of its mirror, such as s3://bucket/first_run",
-        parse=parse_run_folder_or_mirror_url,
+        parse=parse_run_or_mirror,
     )
     average: bool = option("use the averaged weights of phases.ema")
     step: int | None = option("use the checkpoint after this step (default: newest)", exclusive="checkpoint")

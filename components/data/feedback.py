@@ -13,7 +13,7 @@ from drawloom.components.data.chat.template import ChatTemplate
 from drawloom.components.data.preferences import (
     find_answer_start,
     select_prompt_ids,
-    spread_unit_weight_over_trained_tokens,
+    spread_weight_over_tokens,
 )
 from drawloom.ports import ChatTokenizer, Split
 
@@ -59,7 +59,7 @@ class Feedback(ChatCorpus):
         return [
             part
             for one, other in zip(documents, others, strict=True)
-            for part in spread_unit_weight_over_trained_tokens(one, _replace_answer(one, other))
+            for part in spread_weight_over_tokens(one, _replace_answer(one, other))
         ]
 
 

@@ -25,7 +25,7 @@ class Record:
     batching: Batching
 
     _log: RewindingLog = internal(
-        attrs.Factory(lambda self: RewindingLog(self._truncate_all_logs_and_open_own), takes_self=True)
+        attrs.Factory(lambda self: RewindingLog(self._truncate_all_and_open), takes_self=True)
     )
 
     def run_phase(self, step: Step) -> None:
@@ -43,7 +43,7 @@ class Record:
         """Close the file."""
         self._log.close()
 
-    def _truncate_all_logs_and_open_own(self, step: int) -> StepLog:
+    def _truncate_all_and_open(self, step: int) -> StepLog:
         """Open this rank's file, after rank 0 has removed lines from this step on in all files. A collective."""
         folder = create_folder_unless_link(self.folder.folder / FOLDER)
         if self.mesh.world.rank == 0:

@@ -79,7 +79,7 @@ class Worker:
     def _make_lost_error(self) -> WorkerLostError:
         """Return the error for a process that has ended, with how it ended."""
         hint = "check for a lack of memory and start the run again, or write workers = 0"
-        return WorkerLostError(f"{self} {self.child.wait_and_describe_process_exit()} before it delivered", hint)
+        return WorkerLostError(f"{self} {self.child.wait_and_describe_exit()} before it delivered", hint)
 
     def __str__(self) -> str:
         return f"data worker {self.number} (process {self.child.process.pid})"

@@ -90,9 +90,9 @@ def draw_splitmix64_bits(key: int, positions: Tensor) -> Tensor:
     """
     # torch has no uint64 arithmetic: int64 wraps to the same bits
     bits = (positions + 1).mul_(GAMMA).add_((key + 2**63) % 2**64 - 2**63)
-    bits = _xor_with_shifted_bits_in_place(bits, 30).mul_(MIX[0])
-    bits = _xor_with_shifted_bits_in_place(bits, 27).mul_(MIX[1])
-    return _xor_with_shifted_bits_in_place(bits, 31)
+    bits = _xor_with_shifted_bits(bits, 30).mul_(MIX[0])
+    bits = _xor_with_shifted_bits(bits, 27).mul_(MIX[1])
+    return _xor_with_shifted_bits(bits, 31)
 
 
 def convert_bits_to_normal(bits: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ def _compute_row_major_indices(chunk: Tensor, strides: Sequence[int], first_inde
     return index
 
 
-def _xor_with_shifted_bits_in_place(bits: Tensor, shift: int) -> Tensor:
+def _xor_with_shifted_bits(bits: Tensor, shift: int) -> Tensor:
     """Compute bits ^ (bits >> shift) in place, with a logical shift; torch's shift is arithmetic."""
     return bits.bitwise_xor_((bits >> shift).bitwise_and_(2 ** (64 - shift) - 1))
 

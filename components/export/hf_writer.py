@@ -272,7 +272,7 @@ def add_end_ids(config: ConfigJson, ids: Collection[int]) -> bool:
     return True
 
 
-def add_end_ids_to_generation_config(folder: Path, ids: Collection[int]) -> None:
+def add_generation_end_ids(folder: Path, ids: Collection[int]) -> None:
     """
     Add ids to the ones at which transformers' `generate` stops, in an exported folder's generation_config.json.
 
@@ -347,7 +347,7 @@ def write_hugging_face_folder(
     if origin is not None:
         mapper = origin.map_to_names_in_folder(mapper)
     if adapters:
-        _gather_and_log_merge_rounding_loss(
+        _gather_and_log_rounding(
             gather_and_measure_rounding_loss(merged, model_parameters_by_name(stages), dtype), group
         )
 
@@ -361,7 +361,7 @@ def write_hugging_face_folder(
                 origin.log_wider_dtype(written)
         if tokenizer is not None:
             others = [] if head is not None else sorted({*end_ids} - {tokenizer.eos_id})  # a classifier ends no text
-            add_end_ids_to_generation_config(folder, [tokenizer.eos_id, *others])
+            add_generation_end_ids(folder, [tokenizer.eos_id, *others])
             tokenizer.save(folder)  # after the config, which determines the tokenizer class of transformers
         if step is not None:
             (folder / STATE).write_text(json.dumps({"global_step": step}) + "\n", "utf-8")
@@ -399,7 +399,7 @@ def make_sequence_classifier_config(config: ConfigJson, head: SequenceHead) -> C
     return {**config, "architectures": classes, "num_labels": len(names), "id2label": names, "label2id": numbers}
 
 
-def _gather_and_log_merge_rounding_loss(loss: MergeRoundingLoss, group: Group) -> None:
+def _gather_and_log_rounding(loss: MergeRoundingLoss, group: Group) -> None:
     """Log the rounding loss from merging adapters, over all ranks."""
     changes, losses = zip(*group.gather_json([loss.change, loss.lost]), strict=True)
     total = MergeRoundingLoss(sum(changes), sum(losses))

@@ -104,7 +104,7 @@ class Synchronize:
         `loss` is the mean loss per token in nats, `grad_norm` the 2-norm over all gradients, `loss_weight` the tokens'
         total weight, and `tokens` the token count. The step is skipped if the loss or the norm is not finite.
         """
-        total, weight, tokens = self._sum_losses_weights_and_tokens_over_ranks(step.state).unbind()
+        total, weight, tokens = self._sum_losses_over_ranks(step.state).unbind()
         self.parameters.sum_remaining_gradients()
         gradients = {name: get_or_create_gradient(parameter) for name, parameter in self.parameters.named_parameters()}
         owned = {name for name, _ in self.parameters.owned_parameters()}
@@ -128,7 +128,7 @@ class Synchronize:
         # The reason refers only to the state: a step in a reference cycle would wait for the garbage collector.
         step.skip_update_if(~(loss.isfinite() & norm.isfinite()), partial(_explain_skipped_update, step.state))
 
-    def _sum_losses_weights_and_tokens_over_ranks(self, state: StepState) -> Tensor:
+    def _sum_losses_over_ranks(self, state: StepState) -> Tensor:
         """Return total losses, weights and tokens over all ranks: float64 (3,)."""
         sums = sum_losses_and_weights(state)
         self.mesh.pipeline_group.sum(sums)

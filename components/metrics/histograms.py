@@ -79,7 +79,7 @@ class Histograms:
         self._measured = {}
         if is_due(self.every, step):
             parts = [*self._iterate_chunks_by_histogram()]
-            low, high = self._find_minima_and_maxima_over_ranks(parts)
+            low, high = self._find_extremes_over_ranks(parts)
             self._measured = {"low": low, "high": high, "counts": self._count_elements_by_bin(parts, low, high)}
 
     @property
@@ -124,7 +124,7 @@ class Histograms:
         names = matching if self.per == "pattern" else [name] if matching else []
         return [self._series.index(f"{kind}/{label}") for label in names]
 
-    def _find_minima_and_maxima_over_ranks(self, indexed_chunks: list[tuple[int, Tensor]]) -> tuple[Tensor, Tensor]:
+    def _find_extremes_over_ranks(self, indexed_chunks: list[tuple[int, Tensor]]) -> tuple[Tensor, Tensor]:
         """Return the finite minimum and maximum over all ranks, float64 (histograms,), widened if they are equal."""
         size, device = len(self._series), self.device.device
         bounds = torch.full((2, size), float("-inf"), dtype=torch.float64, device=device)

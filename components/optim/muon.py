@@ -316,7 +316,7 @@ class Muon(TorchOptimizer):
 
     def _step(self, optimizer: torch.optim.Optimizer) -> None:
         if isinstance(optimizer, MuonStep) and optimizer in self._streamed:
-            self._streamed[optimizer].step(optimizer.update_momentum_and_keep_updates)
+            self._streamed[optimizer].step(optimizer.update_momentum)
             optimizer.step()  # ranks exchange all matrices at once
         else:
             super()._step(optimizer)
@@ -353,7 +353,7 @@ class MuonStep(WideGradientStep):
         self._updates: dict[str, Tensor] = {}
 
     @torch.no_grad()
-    def update_momentum_and_keep_updates(self) -> None:
+    def update_momentum(self) -> None:
         """Update the running means of the parameters in `param_groups`, and keep their updates for `step`."""
         for group in self.param_groups:
             for part in group["params"]:
@@ -361,9 +361,9 @@ class MuonStep(WideGradientStep):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update all weights, and all running means unless `update_momentum_and_keep_updates` has done it."""
+        """Update all weights, and all running means unless `update_momentum` has done it."""
         if not self._updates:
-            self.update_momentum_and_keep_updates()
+            self.update_momentum()
         updates, self._updates = self._updates, {}
         directions = self._shared.orthogonalize(updates, self.defaults["ns_steps"]) if updates else {}
         for group in self.param_groups:

@@ -252,5 +252,5 @@ class TorchOptimizer(HostStates):
                 tensor.zero_() if saved is None else tensor.copy_(saved)
         for streamed in self._streamed.values():
             streamed.stream.drop_prefetched()
-            streamed.point_optimizer_to_host_state()
+            streamed.use_host_state()
         self._create_host_state_step_counters()

@@ -78,7 +78,7 @@ class ReplicatedModule:
         self._add_unsent_gradients_to_buckets(list(self._unsent))
         self.sums.start_bucket_sum()
 
-    def send_remaining_and_wait_for_sums(self) -> None:
+    def send_and_await_sums(self) -> None:
         """Send remaining gradients, and wait for the step's sums, which replace the gradients."""
         if self._reduces:
             self.reduce_remaining_gradients()
@@ -141,7 +141,7 @@ class ReplicatedStore(ParameterStore):
     def move_gradients_to_masters(self) -> None:
         """Wait for the sums, and move the copies' gradients to the masters."""
         for module in self.modules.values():
-            module.send_remaining_and_wait_for_sums()
+            module.send_and_await_sums()
         super().move_gradients_to_masters()
 
     def get_shards(self, module: nn.Module) -> ReplicatedModule:

@@ -96,7 +96,7 @@ def _count_gathered_bytes_by_block(
     return GatheredBytes(total - sum(sizes), sizes)
 
 
-def count_elements_in_largest_reduction_unit(module: nn.Module, blocks: Sequence[nn.Module]) -> int:
+def count_largest_unit(module: nn.Module, blocks: Sequence[nn.Module]) -> int:
     """Return the most trained elements in a reduction unit: a block, its experts, a head, or the rest of the module."""
     sizes = Counter({id(module): _count_trained_elements(module)})
     for block in (*blocks, *find_untied_heads(module)):

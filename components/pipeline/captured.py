@@ -234,7 +234,7 @@ class StageGraphs:
         """Return whether there are fewer slots than microbatches in flight, and the first microbatch is known."""
         return self._first is not None and len(self._slots) < in_flight
 
-    def release_slots_and_record_missing(self, in_flight: int) -> None:
+    def release_and_record_missing(self, in_flight: int) -> None:
         """Begin a step: free all slots, and create missing ones if the first microbatch is known."""
         while self.lacks_slots(in_flight):
             example, split = self._first
@@ -464,7 +464,7 @@ class CapturedPasses(StageFeature, PassFeature):
         self._sums.attach_to_parameters()
         for index, graphs in self._graphs.items():
             try:
-                graphs.release_slots_and_record_missing(most[index])
+                graphs.release_and_record_missing(most[index])
             except RuntimeError as error:
                 raise UserError(describe_capture_error(index, error), exit_code=2) from error
         self._sums.restore_or_zero_sums()

@@ -13,7 +13,7 @@ from drawloom import NodeView, Problem, component, internal, wired
 from drawloom.components.parallel.pipeline import find_layer_conflicts
 from drawloom.components.pipeline.program.builders import (
     build_forward_only_program,
-    build_program_of_rank_and_neighbours,
+    build_program_with_neighbours,
 )
 from drawloom.components.pipeline.runtime.uploads import Uploads
 from drawloom.kernels.recompute.marks import mark_as_recomputation
@@ -285,7 +285,7 @@ class ProgramExecutor:
             from drawloom.components.pipeline.program.lowering import check_ranks_agree_on_program
 
             rank, ranks = self.mesh.indices.pipeline, self.mesh.sizes.pipeline
-            program = build_program_of_rank_and_neighbours(self.schedule, rank, ranks, microbatches)
+            program = build_program_with_neighbours(self.schedule, rank, ranks, microbatches)
             check_ranks_agree_on_program(program, rank, self.mesh.pipeline_group)
             for feature in self._features:
                 program = feature.change_program(program)

@@ -199,7 +199,7 @@ class PlannedCosts(CostSource):
         settings = build_auto_schedule_slices(attrs.evolve(one.table, lengths=lengths))
         settings["per_stage"] = _round_to_nanoseconds(per_stage)
         if self.device.memory:
-            activations, plans = _get_live_bytes_by_stage_after(by_layer, "F"), [one]
+            activations, plans = _get_live_bytes_after(by_layer, "F"), [one]
             nodes = Nodes.from_recipe(self.recipe)
             if nodes.settings(Stages)["recompute"] == "none":
                 recompute = {}
@@ -209,7 +209,7 @@ class PlannedCosts(CostSource):
                         "again": _divide_clamp_and_round(
                             (again.table.lengths - by_layer.table.lengths)[:, 1:3].max(1), lengths[:, 0]
                         ),
-                        "kept": _divide_clamp_and_round(_get_live_bytes_by_stage_after(again, "F"), activations),
+                        "kept": _divide_clamp_and_round(_get_live_bytes_after(again, "F"), activations),
                     }
                     plans.append(self._plan_with_partition(ranks, 1, partition_evenly(count, ranks), (policy,) * ranks))
                 settings["recompute"] = recompute
@@ -218,12 +218,12 @@ class PlannedCosts(CostSource):
             used = max(_sum_non_activation_bytes(planned, rank) for planned in plans for rank in planned.memory)
             room = self.device.memory - used
             settings["activations"] = activations.tolist()
-            settings["pending"] = _get_live_bytes_by_stage_after(by_layer, "I").tolist()
+            settings["pending"] = _get_live_bytes_after(by_layer, "I").tolist()
             settings["memory"] = max(1.0, min(float(room), float(MAX_ACTIVATIONS * activations.sum())))
         return settings
 
 
-def _get_live_bytes_by_stage_after(by_layer: Plan, op: str) -> Floats:
+def _get_live_bytes_after(by_layer: Plan, op: str) -> Floats:
     """Return the bytes by stage alive after a pass `op` of one microbatch, at least 1."""
     costs = by_layer.costs
     return np.array([max(1.0, costs[stage].passes[op].total_kept_bytes) for stage in range(len(costs))])

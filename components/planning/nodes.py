@@ -204,7 +204,7 @@ class Nodes:
                 return False
         return True
 
-    def count_rows_per_microbatch_and_microbatches(self, mesh: PlannedMesh) -> tuple[int, int]:
+    def count_rows_and_microbatches(self, mesh: PlannedMesh) -> tuple[int, int]:
         """Count a rank's rows per microbatch and microbatches per step; UserError if a step is not divisible."""
         limit = int(self.settings(Batching)["micro_size"])
         replicas = mesh.sizes.data_replicate * mesh.sizes.data_shard

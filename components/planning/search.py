@@ -56,7 +56,7 @@ def search_fastest_plans(recipe: Recipe, device: DeviceModel, ranks: int) -> lis
     UserError with the first reason if no mesh suits the recipe.
     """
     searched = _Search(Nodes.from_recipe(recipe), device, ranks)
-    tried = list(searched.plan_meshes_until_more_tensor_ranks_stop_helping())
+    tried = list(searched.plan_meshes())
     tried += searched.search_auto_schedules(tried)
     if not tried and searched.problem:
         raise UserError(f"no mesh of {ranks} ranks suits the recipe: {searched.problem}")
@@ -78,7 +78,7 @@ class _Search:
     best: float = math.inf
     problem: str = ""
 
-    def plan_meshes_until_more_tensor_ranks_stop_helping(self) -> Iterator[TriedPlan]:
+    def plan_meshes(self) -> Iterator[TriedPlan]:
         """
         Yield plans by rising tensor sizes until a larger one is no faster.
 

@@ -128,7 +128,7 @@ class StageCostRecorder:
 
     def _record_passes(self, stage: Stage, split: bool) -> Passes:
         """Record one microbatch's passes: F and B, or with `split` F, I and W."""
-        first_inputs, context, batch = self._make_meta_inputs_context_and_batch()
+        first_inputs, context, batch = self._make_meta_inputs()
         runner = StageRunner(stage, self.loss, split=split)
         recorder, passes = Recorder(self.device, self.links, self.fractions), {}
         for parameter in stage.module.parameters():
@@ -177,7 +177,7 @@ class StageCostRecorder:
             if part not in inside and not [*part.children()]:
                 yield from recorder.label_storages_allocated_by_module(part, name.rpartition(".")[2])
 
-    def _make_meta_inputs_context_and_batch(self) -> tuple[Any, Any, Batch]:
+    def _make_meta_inputs(self) -> tuple[Any, Any, Batch]:
         """Return a microbatch on the meta device: model inputs, context and batch."""
         if self._inputs is None:
             try:
@@ -196,7 +196,7 @@ class StageCostRecorder:
     @property
     def frozen_model_bytes_per_microbatch(self) -> int:
         """Return the frozen model's bytes per microbatch, on the last stage's rank."""
-        self._make_meta_inputs_context_and_batch()
+        self._make_meta_inputs()
         return self._frozen_bytes
 
     def _add_reference(self, inputs: Any, context: Any, batch: Batch) -> Batch:

@@ -122,7 +122,7 @@ class StageRollouts:
         position = self._shortest_prompt_over_ranks(prompts.lengths)
         while self._any_rank_has_open_rows(position, ends):
             counters = prompts.keys * TOKENS_BY_ROW + (position - prompts.lengths).clamp_min(0)
-            drawn = self._draw_next_ids_logps_and_entropies(
+            drawn = self._draw_next_ids(
                 tokens, position, prompts.lengths, draw_uniform_by_counter(seed, counters), cache
             )
             is_sampled = (position >= prompts.lengths) & (position < ends)
@@ -136,7 +136,7 @@ class StageRollouts:
             position += 1
         return Completions(tokens, prompts.lengths, ends, logps, entropies, is_ended)
 
-    def _draw_next_ids_logps_and_entropies(
+    def _draw_next_ids(
         self, tokens: Tensor, position: int, starts: Tensor, uniforms: Tensor, cache: KeyValueCache | None
     ) -> Tensor:
         """Draw an id per row for `position`. Return ids, log-probabilities and entropies: float64 (rows, 3)."""

@@ -17,8 +17,8 @@ from drawloom.components.parallel.expert import set_dispatcher
 from drawloom.components.stages.checks import (
     check_adapter_folder,
     check_adapter_weights_have_adapters,
-    check_embedding_and_head_costs_are_used,
     check_initial_folder,
+    check_layer_costs_are_used,
     check_loss_is_not_module,
     check_memory_policy,
     check_recompute_is_set_once,
@@ -156,7 +156,7 @@ class MaterializedStages:
         if loss := node.neighbour("loss"):
             yield from check_loss_is_not_module(node, loss)
         if schedule := node.neighbour("schedule"):
-            yield from check_embedding_and_head_costs_are_used(node, schedule)
+            yield from check_layer_costs_are_used(node, schedule)
             yield from check_memory_policy(node, schedule)
 
     @classmethod

@@ -185,7 +185,7 @@ SIMILARITY = 0.8
 
 def describe_misspelt_members(cls: type, port: type) -> list[str]:
     """Return a sentence for each public attribute of a class whose name resembles that of an optional member."""
-    declared, optional = _list_all_and_optional_port_members(re.sub(r"(\.ports)\..*", r"\1", port.__module__))
+    declared, optional = _list_port_members(re.sub(r"(\.ports)\..*", r"\1", port.__module__))
     similar = (
         (name, get_close_matches(name, optional, n=1, cutoff=SIMILARITY))
         for name in _list_public_names_except_settings(cls) - declared
@@ -207,7 +207,7 @@ def _list_public_names_except_settings(cls: type) -> set[str]:
 
 
 @functools.cache
-def _list_all_and_optional_port_members(package: str) -> tuple[frozenset[str], frozenset[str]]:
+def _list_port_members(package: str) -> tuple[frozenset[str], frozenset[str]]:
     """Return two sets, from a package's ports and `graph.lifecycle`: all members, and the optional members."""
     protocols = [cls for module in (*_import_modules(package), lifecycle) for cls in _iterate_protocols(module)]
     optional = [*find_capability_protocols(package), *find_capability_protocols(lifecycle.__name__)]

@@ -108,7 +108,7 @@ def _predict_top_ids_and_logps(
     def compute_top_ids_and_logps(hidden: Tensor, head: Head) -> Tensor:
         # Padding rows of the vocabulary are nobody's prediction.
         ids = rows.tokens.vocab_size
-        return torch.stack([_compute_top_ids_logps_and_rest_logp(row, head, top_k, ids) for row in hidden])
+        return torch.stack([_compute_top_logps(row, head, top_k, ids) for row in hidden])
 
     batch = rows.batch(split, indices)
     context = TokenContext(batch.positions, batch.document_ids)
@@ -116,7 +116,7 @@ def _predict_top_ids_and_logps(
     return None if outputs is None else outputs.cpu()
 
 
-def _compute_top_ids_logps_and_rest_logp(hidden: Tensor, head: Head, top_k: int, id_count: int) -> Tensor:
+def _compute_top_logps(hidden: Tensor, head: Head, top_k: int, id_count: int) -> Tensor:
     """
     Return the k likeliest ids, their logps, and the logp for the others of `id_count`: float64 (length, 2 k + 1).
     """

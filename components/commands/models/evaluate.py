@@ -115,7 +115,7 @@ class EvaluateCommand(CheckpointCommand):
 
     def _measure_rewards(self, project: Project) -> EvaluateRewardsResult:
         """Complete all validation prompts, and return the mean rewards."""
-        change = partial(_sample_from_stages_and_set_count, samples=self.samples)
+        change = partial(_sample_and_set_count, samples=self.samples)
         ports = (RewardEvaluation, PackedDataset, Batching)
         with self.open_run(project, *ports, every=(Reward,), change=change) as run:
             rows, size = run.nodes.get(PackedDataset), run.nodes.get(Batching).micro_size
@@ -128,7 +128,7 @@ class EvaluateCommand(CheckpointCommand):
         return EvaluateRewardsResult(self.run_folder, run.step, **attrs.asdict(means))
 
 
-def _sample_from_stages_and_set_count(recipe: Recipe, samples: int | None) -> Recipe:
+def _sample_and_set_count(recipe: Recipe, samples: int | None) -> Recipe:
     """
     Sample from the stages instead of a server, and set the completion count per prompt.
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import attrs
 
 from drawloom import at_least
-from drawloom.components.commands._trained import CheckpointCommand, parse_run_folder_or_mirror_url
+from drawloom.components.commands._trained import CheckpointCommand, parse_run_or_mirror
 from drawloom.components.data.template_prompts import TemplatePrompts
 from drawloom.components.distributed.rng import create_generator
 from drawloom.components.sampling.generate import Sampler, stream_decoded_text
@@ -64,7 +64,7 @@ class GenerateCommand(CheckpointCommand):
 
     run_folder: Path | str = argument(
         "such as runs/first_run, the URL of its mirror, or a model folder such as an export",
-        parse=parse_run_folder_or_mirror_url,
+        parse=parse_run_or_mirror,
     )
     prompt: str | None = option("text to continue, or with --chat the only message to answer", metavar="TEXT")
     chat: bool = option("answer messages by the chat template: --prompt, or each line of stdin")

@@ -45,10 +45,10 @@ class LrCommand(RecipeCommand):
     """Curves for the learning rate and the batch size, without training."""
 
     def run(self, project: Project) -> LrResult:
-        return LrResult(self.recipe, dict(_compute_lr_and_batch_size_curves(self.load_recipe(project, self.recipe))))
+        return LrResult(self.recipe, dict(_compute_curves(self.load_recipe(project, self.recipe))))
 
 
-def _compute_lr_and_batch_size_curves(recipe: Recipe) -> Iterator[tuple[str, list[tuple[int, float]]]]:
+def _compute_curves(recipe: Recipe) -> Iterator[tuple[str, list[tuple[int, float]]]]:
     """Yield one learning-rate curve per optimizer by name, and the batch size in rows if it changes."""
     graph, root = recipe.graph, recipe.project.root
     if root not in graph.nodes or not {"steps", "phases"} <= {*graph.nodes[root].settings, *graph.nodes[root].edges}:

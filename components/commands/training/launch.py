@@ -268,7 +268,7 @@ class LaunchCommand(Command):
             start = elastic_launch(self._make_launch_config(), sys.executable)
             start("-u", "-m", package, *command)
         except ChildFailedError as error:
-            return LaunchResult(command, print_failure_and_get_exit_code(error))
+            return LaunchResult(command, print_failure(error))
         except SignalException as stopped:
             return LaunchResult(command, STOPPED + stopped.sigval)
         return LaunchResult(command, OK)
@@ -290,7 +290,7 @@ STOPPED_CODES = {STOPPED + signal.Signals[name] for name in ("SIGINT", "SIGTERM"
 """Exit codes after stop signals; processes log these themselves."""
 
 
-def print_failure_and_get_exit_code(error: ChildFailedError) -> int:
+def print_failure(error: ChildFailedError) -> int:
     """Return the first failed process's exit code, and print the failure unless a process has reported it."""
     rank, first = error.get_first_failure()
     failures = error.failures.values()

@@ -239,7 +239,7 @@ def _distribute_parts(
                 kind, *values = ready.recv()
             except (EOFError, OSError) as error:
                 hint = "check for a lack of memory; run the same command again to complete the store"
-                end = child.wait_and_describe_process_exit()
+                end = child.wait_and_describe_exit()
                 raise UserError(f"a process that tokenizes ({child.process.pid}) {end}; {hint}") from error
             if kind == "error":
                 raise values[0]

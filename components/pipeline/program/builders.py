@@ -255,7 +255,7 @@ def build_forward_only_program(stage_to_rank: Sequence[int], microbatches: int) 
     return Program.from_rank_programs(lines, stage_to_rank)
 
 
-def build_program_of_rank_and_neighbours(schedule: Schedule, rank: int, ranks: int, microbatches: int) -> Program:
+def build_program_with_neighbours(schedule: Schedule, rank: int, ranks: int, microbatches: int) -> Program:
     """
     Return the actions that a rank needs for lowering: its own and its neighbours'.
 

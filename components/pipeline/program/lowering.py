@@ -47,7 +47,7 @@ def lower_to_rank_program(program: Program, rank: int, costs: Costs = ASSUMED_CO
     Return a rank's program with its messages; raise DeadlockError if the program can't finish.
 
     If all ranks pass the whole program and the same costs, their orders agree with one global order. If a rank passes
-    the part returned by `build_program_of_rank_and_neighbours`, sends must not block.
+    the part returned by `build_program_with_neighbours`, sends must not block.
     """
     program = merge_split_backwards(program)
     return insert_messages(program, compute_timing(program, costs), rank)

@@ -84,11 +84,11 @@ class Simulation:
     def longest_rank_span(self) -> float:
         """Return the longest time from a rank's first start to its last end: a step's time if steps overlap."""
         return max(
-            (end - start for start, end in map(self._find_first_start_and_last_end, range(self.program.ranks))),
+            (end - start for start, end in map(self._find_first_and_last, range(self.program.ranks))),
             default=0.0,
         )
 
-    def _find_first_start_and_last_end(self, rank: int) -> tuple[float, float]:
+    def _find_first_and_last(self, rank: int) -> tuple[float, float]:
         """Return a rank's first start and last end, including actions on shards."""
         rows, shards = self.program.rows(rank), self.shard_bars[rank] if self.shard_bars else ()
         starts = [*self.start[rows].tolist(), *(bar.start for bar in shards)]
