@@ -339,11 +339,13 @@ class AutoKernels(_OperationSettings):
         """
         if cache is not None:
             return Cached(cache, window)
-        chosen = self._functions_by_operation["attention"]
+        chosen, is_whole_row = self._functions_by_operation["attention"], one_document_per_row and window is None
         if part is None:
-            if one_document_per_row and window is None and chosen.one_document_mask is not None:
+            if is_whole_row and chosen.one_document_mask is not None:
                 return chosen.one_document_mask
             return chosen.mask(documents, window)
+        if is_whole_row and chosen.one_document_pieces is not None:
+            return PartMask(chosen.one_document_pieces(part.piece_indices, part.token_indices), part)
         return PartMask(chosen.mask(part.gather(documents), window, part.token_indices), part)
 
     def attention(

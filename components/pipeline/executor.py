@@ -11,10 +11,7 @@ from torch import Tensor
 
 from drawloom import NodeView, Problem, component, internal, wired
 from drawloom.components.parallel.pipeline import find_layer_conflicts
-from drawloom.components.pipeline.program.builders import (
-    build_forward_only_program,
-    build_program_with_neighbours,
-)
+from drawloom.components.pipeline.program.builders import build_forward_only_program, build_program_with_neighbours
 from drawloom.components.pipeline.runtime.uploads import Uploads
 from drawloom.kernels.recompute.marks import mark_as_recomputation
 from drawloom.ports import (
@@ -26,6 +23,7 @@ from drawloom.ports import (
     ContextParallelModel,
     Device,
     Finish,
+    Group,
     Head,
     Loss,
     MeasuresStep,
@@ -251,23 +249,25 @@ class ProgramExecutor:
 
     def _upload_inputs(self, batch: Batch) -> MicrobatchInputs:
         """Copy this context rank's part of a batch to the device, and return it with the stages' inputs."""
-        group = self.mesh.context_group
-        if group.size == 1:
-            moved: Batch = self._uploads.start_upload(batch)
-            inputs, shared = self.objective.inputs(moved)
-            if batch.has_one_document_per_row():
-                shared = attrs.evolve(shared, one_document_per_row=True)
-            return MicrobatchInputs(inputs, shared, moved)
-        length = batch.length
+        group, part = self.mesh.context_group, None
+        whole_rows = batch.has_one_document_per_row()
+        if group.size > 1:
+            host_part, part = self._get_part(batch.length, group)
+            batch = host_part.select_own_tokens(batch)
+        moved: Batch = self._uploads.start_upload(batch)
+        inputs, shared = self.objective.inputs(moved)
+        if whole_rows or part is not None:
+            shared = attrs.evolve(shared, part=part, one_document_per_row=whole_rows)
+        return MicrobatchInputs(inputs, shared, moved)
+
+    def _get_part(self, length: int, group: Group) -> "tuple[ContextPart, ContextPart]":
+        """Return this rank's part of rows with `length` tokens, on the host and on the device."""
         if length not in self._parts:  # cached: a copy to a GPU would wait
             from drawloom.components.parallel.context import ContextPart
 
             part = ContextPart.for_rank(length, group)
             self._parts[length] = part, self._uploads.start_upload(part)
-        host_part, device_part = self._parts[length]
-        moved = self._uploads.start_upload(host_part.select_own_tokens(batch))
-        inputs, shared = self.objective.inputs(moved)
-        return MicrobatchInputs(inputs, attrs.evolve(shared, part=device_part), moved)
+        return self._parts[length]
 
     @cached_property
     def _features(self) -> list[PassFeature]:

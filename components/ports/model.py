@@ -256,9 +256,9 @@ class BatchContext:
 
     `weights`, float32, (rows,) or (rows, length) as in the batch, weights rows or tokens in losses inside the model,
     such as a router's; None disables these losses, as in inference. `part` selects this rank's tokens from longer
-    rows. `one_document_per_row` is True if every row is known to be one document, completely on this rank. With a
-    `cache`, the tokens follow the cached tokens. With `hidden_states`, stages return a pair: their hidden states, and a
-    dict with the requested hidden states from all layers so far.
+    rows. `one_document_per_row` is True if every whole row is known to be one document. With a `cache`, the tokens
+    follow the cached tokens. With `hidden_states`, stages return a pair: their hidden states, and a dict with the
+    requested hidden states from all layers so far.
     """
 
     weights: Tensor | None = None
