@@ -8,7 +8,7 @@ from torch import Tensor
 from drawloom.components.adapters.lora_layers import LoraOptions, LowRankLayer, compute_initial_std, create_factor
 from drawloom.components.model.layers import VOCABULARY, ChunkedHead, Embedding
 from drawloom.components.parallel.parameter_split import SplitDim
-from drawloom.components.parallel.tensor import TensorParallel
+from drawloom.components.parallel.tensor_ranks import TensorParallel
 from drawloom.components.weights.adapted import EMBEDDING, HEAD
 from drawloom.ports import Fill, Head, HeadLayer, Mapper
 

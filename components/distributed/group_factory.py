@@ -30,7 +30,7 @@ from drawloom.components.distributed.connections import (
     Connections,
     run_gloo_collectives_in_one_thread,
 )
-from drawloom.components.distributed.mesh import Edge
+from drawloom.components.distributed.p2p_links import Edge
 from drawloom.components.distributed.process_group import TorchGroup, call_directly, mark_blocked_and_convert_errors
 from drawloom.components.distributed.rank_monitor import RankMonitor
 from drawloom.components.distributed.single_process import SingleProcess

@@ -10,7 +10,6 @@ import torch
 
 from drawloom import Every, NodeView, Problem, at_least, component, setting, wired
 from drawloom.components.distributed.rank_errors import run_on_rank0
-from drawloom.components.storage.durable_files import remove_folder_atomically
 from drawloom.ports import (
     MAX_SHARD,
     AveragedWeights,
@@ -76,9 +75,10 @@ class HuggingFaceExport:
         """Write the folder; every rank adds its own tensors. A collective over all ranks."""
         if self.has_result_of_step(step):
             return
-        run_on_rank0(
-            self.mesh.world, lambda: remove_folder_atomically(self._export_folder)
-        )  # it may have the export of an earlier step
+        from drawloom.components.storage.durable_files import remove_folder_atomically
+
+        # it may have the export of an earlier step
+        run_on_rank0(self.mesh.world, lambda: remove_folder_atomically(self._export_folder))
         with use_averages_if_any(self.average):
             self._gather_and_write_folder(self._export_folder, step)
         log.info("exported to %s", self._export_folder)

@@ -24,7 +24,7 @@ from drawloom.components.model.decoder.experts import Experts
 from drawloom.components.model.decoder.layer import Block
 from drawloom.components.model.decoder.mlp import GatedMlp
 from drawloom.components.parallel.master_weights import choose_layer_dtype
-from drawloom.components.parallel.tensor import TensorParallel
+from drawloom.components.parallel.tensor_ranks import TensorParallel
 from drawloom.kernels.float8.eager import ALIGNMENT, MIN_CAPABILITY, Float8Kernels, lacks_float8
 from drawloom.kernels.float8.linear import CachedFloat8Weights, Implementation, choose_float8_kernels
 from drawloom.ports import (

@@ -1,6 +1,6 @@
 """Kernels whose results for a token have the same bits in every batch, at every length, and with a cache."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from typing import Any, ClassVar
@@ -10,19 +10,17 @@ from torch import Tensor
 
 from drawloom import UserError, component, internal
 from drawloom.components.kernels.auto import AutoKernels
-from drawloom.components.kernels.choosing import ImplementationChoice, choose_implementation, load_implementation
+from drawloom.components.kernels.choosing import PLAIN, ImplementationChoice, choose_implementation, load_implementation
 from drawloom.kernels.attention.eager import AttentionImplementation
 from drawloom.kernels.batch_invariant.eager import (
     BLOCKS,
     apply_with_padded_rows,
-    attend_in_blocks,
     cut_cross_entropy_with_padded_rows,
     multiply_groups_with_padded_rows,
 )
-from drawloom.kernels.cross_entropy.eager import LogitCut
+from drawloom.kernels.cross_entropy.options import LogitCut
 from drawloom.kernels.linear import linear_eager
-from drawloom.kernels.weight_formats.eager import StorageFormat
-from drawloom.ports import IGNORE_INDEX, KeyValueCache, RowPart, TokenLosses, VocabularyPart
+from drawloom.ports import IGNORE_INDEX, KeyValueCache, RowPart, StorageFormat, TokenLosses, VocabularyPart
 
 OWN = {"attention": "blocks", "grouped_gemm": "fixed tiles", "linear_cross_entropy": "fixed tiles"}
 """Names of the implementations that only these kernels have, by operation."""
@@ -66,7 +64,9 @@ class BatchInvariantKernels(AutoKernels):
     """
 
     batch_invariant: ClassVar[bool] = True
-    _attend_to_cached_eager = staticmethod(attend_in_blocks)
+    plain_functions: ClassVar[Mapping[str, str]] = PLAIN | {
+        "attend_to_cached": "batch_invariant.eager.attend_in_blocks"
+    }
     # operations with one implementation are no settings
     _attention: str = internal("auto")
     _grouped_gemm: str = internal("auto")

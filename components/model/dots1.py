@@ -5,7 +5,7 @@ import attrs
 from drawloom import at_least, component
 from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.decoder.config import RENAMED, SigmoidExpertsConfig, training_setting
-from drawloom.components.model.decoder.hugging_face import Family
+from drawloom.components.model.decoder.family import Family
 
 
 @attrs.frozen(kw_only=True)

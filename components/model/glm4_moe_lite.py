@@ -2,7 +2,7 @@
 
 from drawloom import component
 from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.hugging_face import Family
+from drawloom.components.model.decoder.family import Family
 from drawloom.components.model.deepseek_v3 import (
     LATENT_RENAMED,
     MTP,

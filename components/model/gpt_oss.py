@@ -18,7 +18,7 @@ from drawloom.components.model.decoder.config import (
     layer_types_setting,
     training_setting,
 )
-from drawloom.components.model.decoder.hugging_face import Family
+from drawloom.components.model.decoder.family import Family
 from drawloom.components.model.decoder.specs import ClampedSwiGlu, ExpertSpec, MixerSpec, Routing
 from drawloom.components.weights.mapper import parallel, sequential
 from drawloom.components.weights.mapper_ops import identity, transpose

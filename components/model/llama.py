@@ -5,7 +5,7 @@ import attrs
 from drawloom import component, setting
 from drawloom.components.model.decoder.builder import ParametrizedBuilder
 from drawloom.components.model.decoder.config import ATTENTION_BIAS, DecoderConfig
-from drawloom.components.model.decoder.hugging_face import Family
+from drawloom.components.model.decoder.family import Family
 
 
 @attrs.frozen(kw_only=True, slots=False)

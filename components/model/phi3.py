@@ -7,7 +7,7 @@ import attrs
 from drawloom import component
 from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.decoder.config import DecoderConfig, WindowConfig, rotary_factor_setting
-from drawloom.components.model.decoder.hugging_face import Family
+from drawloom.components.model.decoder.family import Family
 from drawloom.components.model.decoder.rope import InvalidSetting
 from drawloom.components.weights.mapper import parallel
 from drawloom.components.weights.mapper_ops import concatenate, identity

@@ -5,7 +5,7 @@ from typing import Any
 
 from drawloom import component
 from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.hugging_face import Family
+from drawloom.components.model.decoder.family import Family
 from drawloom.components.model.decoder.hybrid import (
     HYBRID_DEFAULTS,
     HybridConfig,

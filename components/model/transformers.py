@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from drawloom import Problem, UserError, component, setting, wired
 from drawloom.components.model.auto import FAMILIES
-from drawloom.components.model.decoder.builder import fill_with_initial_weights
 from drawloom.components.model.decoder.hugging_face import locate_config_json, read_config_json
+from drawloom.components.model.decoder.initial_weights import fill_with_initial_weights
 from drawloom.components.model.fallback.build import (
     allocate_parameters,
     build_meta_model,

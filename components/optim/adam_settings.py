@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from drawloom import above, setting
-from drawloom.components.optim.adamw_step import ADAM_MOMENTS, AMSGRAD_MOMENTS
+from drawloom.components.optim.gradient_steps import ADAM_MOMENTS, AMSGRAD_MOMENTS
 from drawloom.components.optim.parameter_groups import AdamGroup, find_betas_fault
 from drawloom.components.optim.torch_optimizer import TorchOptimizer
 from drawloom.graph import component_base_class

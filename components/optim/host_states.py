@@ -6,7 +6,6 @@ from typing import ClassVar, Literal
 import torch
 
 from drawloom import NodeView, Problem, above, internal, setting
-from drawloom.components.distributed.transfers import DeviceTransfers
 from drawloom.graph import component_base_class
 from drawloom.ports import MemoryKind, MemoryPolicy, Mesh, Transfers
 
@@ -20,6 +19,12 @@ DEFAULT_SLOT_BYTES = 2**28
 
 MAX_TENSORS = 8
 """Tensors in a parameter's state, at most; each begins at an aligned address."""
+
+
+def _open_device_transfers(device: torch.device) -> Transfers:
+    from drawloom.components.distributed.transfers import DeviceTransfers  # few runs have state in host memory
+
+    return DeviceTransfers(device)
 
 
 @component_base_class
@@ -42,7 +47,7 @@ class HostStates:
         impact="safe",
         check=above(0),
     )
-    open_transfers: Callable[[torch.device], Transfers] = internal(DeviceTransfers)
+    open_transfers: Callable[[torch.device], Transfers] = internal(_open_device_transfers)
     _transfers: Transfers | None = internal(None)
 
     @classmethod

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from drawloom import above, at_least, between, component, setting
-from drawloom.components.optim.adamw_step import ADAM_MOMENTS, WideGradientStep
+from drawloom.components.optim.gradient_steps import ADAM_MOMENTS, WideGradientStep
 from drawloom.components.optim.parameter_groups import (
     AdamGroup,
     agree_on_group_indices,

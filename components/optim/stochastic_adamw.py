@@ -29,7 +29,7 @@ from drawloom.kernels.adamw.eager import (
     compute_scales_shape,
     compute_step_scalars,
 )
-from drawloom.kernels.operation import why_no_triton
+from drawloom.kernels.availability import why_no_triton
 from drawloom.ports import Device, Mesh, NodeState, Parameters, RunInfo, Step, TensorSlice, get_or_create_gradient
 
 DTYPES = {"uint8": torch.uint8, "bfloat16": torch.bfloat16, "float32": torch.float32}

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.parallel.data_shard import find_untied_heads, get_local_slice
-from drawloom.components.parallel.expert import ExpertParallel
 from drawloom.components.parallel.gradient_hooks import call_when_gradients_are_final
 from drawloom.components.parallel.master_weights import Blocks, ParameterStore, choose_layer_dtype
 from drawloom.components.parallel.shard_transfers import choose_gradient_message_dtype
@@ -30,9 +29,9 @@ from drawloom.components.parallel.shard_unit import (
     UnitDtypes,
     count_gathered_bytes,
 )
+from drawloom.components.parallel.split_experts import ExpertParallel
 from drawloom.components.state.trees import list_leaves
-from drawloom.components.weights.adapted import adapter_parameter_names
-from drawloom.ports import LOSS, MemoryKind, Precision, ReductionUnit, TensorSlice, is_dtensor
+from drawloom.ports import LOSS, MemoryKind, Precision, ReductionUnit, TensorSlice, adapter_parameter_names, is_dtensor
 
 
 @attrs.define(eq=False)

@@ -48,7 +48,7 @@ from drawloom.ports import (
 )
 
 if TYPE_CHECKING:
-    from drawloom.components.parallel.context import ContextPart
+    from drawloom.components.parallel.context_part import ContextPart
     from drawloom.components.pipeline.runtime.program_runner import ProgramRunner
 
 
@@ -135,7 +135,8 @@ class ProgramExecutor:
         self.stages.cast_weights()
         inputs = self.prepare_inputs(state["batches"])
         runner = self._create_runner("training", training.actions, inputs, state, training.stages, training.split)
-        runner.before_action = self.mesh.world.raise_if_broken
+        if self._survives_losses:
+            runner.before_action = self.mesh.world.raise_if_broken
         runner.run(training.features)
         self.stages.move_gradients_to_masters()
         self._write_empty_losses_if_missing(state)
@@ -236,7 +237,6 @@ class ProgramExecutor:
         boundaries: Stages | None = None,
     ) -> "ProgramRunner":
         """Return a runner that writes microbatch losses into `state`."""
-        from drawloom.components.pipeline.runtime.p2p import P2PBuffers
         from drawloom.components.pipeline.runtime.program_runner import ProgramRunner
         from drawloom.components.pipeline.runtime.stage_runner import StageRunner
 
@@ -244,15 +244,18 @@ class ProgramExecutor:
             stage.index: StageRunner(stage, self.objective, state, stage.index in split_stages)
             for stage in local_stages
         }
-        buffers = P2PBuffers(self._links, self.device.device)
+        buffers = None
+        if self._links:
+            from drawloom.components.pipeline.runtime.p2p import P2PBuffers
+
+            buffers = P2PBuffers(self._links, self.device.device)
         return ProgramRunner(stages, inputs, boundaries or self.stages, buffers, actions, kind)
 
     def _upload_inputs(self, batch: Batch) -> MicrobatchInputs:
         """Copy this context rank's part of a batch to the device, and return it with the stages' inputs."""
-        group, part = self.mesh.context_group, None
-        whole_rows = batch.has_one_document_per_row()
-        if group.size > 1:
-            host_part, part = self._get_part(batch.length, group)
+        part, whole_rows = None, batch.has_one_document_per_row()
+        if self._context_group.size > 1:
+            host_part, part = self._get_part(batch.length)
             batch = host_part.select_own_tokens(batch)
         moved: Batch = self._uploads.start_upload(batch)
         inputs, shared = self.objective.inputs(moved)
@@ -260,12 +263,12 @@ class ProgramExecutor:
             shared = attrs.evolve(shared, part=part, one_document_per_row=whole_rows)
         return MicrobatchInputs(inputs, shared, moved)
 
-    def _get_part(self, length: int, group: Group) -> "tuple[ContextPart, ContextPart]":
+    def _get_part(self, length: int) -> "tuple[ContextPart, ContextPart]":
         """Return this rank's part of rows with `length` tokens, on the host and on the device."""
         if length not in self._parts:  # cached: a copy to a GPU would wait
-            from drawloom.components.parallel.context import ContextPart
+            from drawloom.components.parallel.context_part import ContextPart
 
-            part = ContextPart.for_rank(length, group)
+            part = ContextPart.for_rank(length, self._context_group)
             self._parts[length] = part, self._uploads.start_upload(part)
         return self._parts[length]
 
@@ -273,6 +276,14 @@ class ProgramExecutor:
     def _features(self) -> list[PassFeature]:
         """Return the features from the inside to the outside."""
         return sorted(self.features, key=lambda feature: feature.order)
+
+    @cached_property
+    def _survives_losses(self) -> bool:
+        return self.mesh.world.may_break
+
+    @cached_property
+    def _context_group(self) -> Group:
+        return self.mesh.context_group
 
     @cached_property
     def _uploads(self) -> Uploads:

@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING
 
 from drawloom import UserError, above, at_least, between, component, setting
 from drawloom.components.distributed.rank_errors import run_on_rank0
-from drawloom.components.storage.durable_files import replace_file
-from drawloom.components.storage.regular_file import open_regular_file
 from drawloom.ports import (
     MAX_LENGTH,
     AveragedWeights,
@@ -88,6 +86,8 @@ class Sample:
 
     def _log_and_write_text(self, step: int, text: str) -> None:
         """Log the text's beginning, and replace the file."""
+        from drawloom.components.storage.durable_files import replace_file
+
         more = f"\n... ({len(text):,} characters in {self._sample_path})" if len(text) > MAX_LOGGED else ""
         log.info("a sample:\n%s%s", text[:MAX_LOGGED], more)
         replace_file(self._sample_path, f"{_format_step_heading(step)}{text}\n".encode())
@@ -108,12 +108,9 @@ class Sample:
 
     def _has_sample_of_step(self, step: int) -> bool:
         """Return whether the file's heading is for this step."""
-        heading = _format_step_heading(step).encode()
-        try:
-            with open_regular_file(self._sample_path) as file:
-                return file.read(0, min(file.size, len(heading))) == heading
-        except OSError:  # missing, or a stranger's pipe or link, which is replaced
-            return False
+        from drawloom.components.storage.regular_file import does_file_begin_with
+
+        return does_file_begin_with(self._sample_path, _format_step_heading(step).encode())
 
     @property
     def _sample_path(self) -> Path:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from drawloom import NodeView, Problem, component
-from drawloom.components.parallel.expert import ExpertParallel
+from drawloom.components.parallel.split_experts import ExpertParallel
 from drawloom.ports import StageFeature, StageNodes, WrappingOrder
 
 

@@ -12,11 +12,21 @@ import torch
 from torch import Tensor, nn
 
 from drawloom import UserError
-from drawloom.components.weights.adapted import EMBEDDING, HEAD, find_adapted_layers
+from drawloom.components.weights.adapted import EMBEDDING, HEAD
 from drawloom.components.weights.convert import persistent_tensors
 from drawloom.components.weights.mapper import parallel, return_unchanged, sequential
 from drawloom.components.weights.mapper_ops import rename
-from drawloom.ports import AdaptedLayer, Convert, KeepsConfig, LanguageModel, LowRank, Mapper, Settings, TensorGroup
+from drawloom.ports import (
+    AdaptedLayer,
+    Convert,
+    KeepsConfig,
+    LanguageModel,
+    LowRank,
+    Mapper,
+    Settings,
+    TensorGroup,
+    find_adapted_layers,
+)
 
 WEIGHTS = "adapter_model.safetensors"
 """File with an adapter's tensors."""

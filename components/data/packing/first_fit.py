@@ -15,7 +15,8 @@ from drawloom.components.data.packing.groups import (
     group_items_by_row,
     split_into_blocks,
 )
-from drawloom.components.data.packing.packed_rows import PackedRows, RowIndex, select_trainable_documents
+from drawloom.components.data.packing.packed_rows import PackedRows, select_trainable_documents
+from drawloom.components.data.packing.pieces import RowIndex
 
 BRANCH = 21
 RUN = 8192  # documents per run; fewer than BRANCH cubed, so there is always an empty row

@@ -15,7 +15,8 @@ from torch import Tensor
 from drawloom import NodeView, Problem, between, component, setting
 from drawloom.components.data.order.permutation import Permutation
 from drawloom.components.data.packing.best_fit import pack_by_best_fit
-from drawloom.components.data.packing.packed_rows import PackedRows, RowIndex, RowPiece, select_trainable_documents
+from drawloom.components.data.packing.packed_rows import PackedRows, select_trainable_documents
+from drawloom.components.data.packing.pieces import RowIndex, RowPiece
 from drawloom.ports import MAX_LENGTH, Split, TokenBatch
 
 

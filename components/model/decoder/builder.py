@@ -1,6 +1,5 @@
 """The settings that all families share, the modules that they build, and initial weights."""
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -12,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from drawloom import Problem, UserError, setting, wired
-from drawloom.components.distributed.rng import derive_seed, fill_normal
 from drawloom.components.model.decoder.config import (
     DecoderConfig,
     create_size_check,
@@ -20,15 +18,7 @@ from drawloom.components.model.decoder.config import (
     find_head_count_faults,
     find_tensor_parallel_faults,
 )
-from drawloom.components.model.decoder.hugging_face import (
-    Family,
-    build_hugging_face_config,
-    build_updated_folder_config,
-    find_inconsistent_sizes,
-    locate_config_json,
-    read_config,
-    read_config_json,
-)
+from drawloom.components.model.decoder.family import Family
 from drawloom.components.model.decoder.rope import (
     BY_LENGTH,
     InvalidSetting,
@@ -45,8 +35,6 @@ from drawloom.components.model.new_tokens import (
     count_new_tokens,
     find_new_tokens_fault,
 )
-from drawloom.components.weights.convert import persistent_tensors
-from drawloom.components.weights.mapper import sequential
 from drawloom.graph import component_base_class
 from drawloom.graph.toml.emit import dump_toml
 from drawloom.ports import (
@@ -116,6 +104,8 @@ def build_architecture_from_settings(
     for fault in find_setting_faults(family, settings, tokens is not None):
         raise UserError(f"{fault.key}: {fault.why}; {fault.instead}")
     if settings["config"] is not None:
+        from drawloom.components.model.decoder.hugging_face import find_inconsistent_sizes
+
         architecture = _read_and_override_config(family, settings)
         for fault in find_inconsistent_sizes(architecture):
             raise UserError(f"{fault.key}: {fault.why}; {fault.instead}")
@@ -165,6 +155,8 @@ def _fill_derived_defaults(family: Family, settings: Settings, tokens: int | Non
 def _read_and_override_config(family: Family, settings: Settings) -> DecoderConfig:
     """Read the config file named in the settings, and override its values by the other settings."""
     given = _drop_unset_settings(family, settings)
+    from drawloom.components.model.decoder.hugging_face import read_config
+
     scaling = {"rope_scaling": None} if given.keys() & {"rope_scaling", "rope_parameters"} else {}
     return attrs.evolve(read_config(family, settings["config"]), **scaling | separate_theta_and_scaling(given))
 
@@ -182,40 +174,6 @@ def _find_attention_faults(given: Settings) -> Iterator[InvalidSetting]:
 
 
 NEW_TOKENS_ARE_WHOLE = "the rows of new tokens can't be shared"
-
-
-def fill_with_initial_weights(
-    name: str,
-    parameter: Tensor,
-    role: Role,
-    *,
-    seed: int,
-    layers: int,
-    std: float,
-    tensor_slice: TensorSlice | None = None,
-) -> None:
-    """
-    Fill a parameter (any shape, any floating-point dtype), or its slice `tensor_slice`, in place by its role.
-
-    Normal random numbers have the standard deviation `std`, times the role's scaling. The outputs of 2 * layers
-    matrices are added to the residual stream; their standard deviation is divided by sqrt(2 * layers), so that the
-    stream does not grow with depth (Radford et al. 2019, GPT-2, section 2.3). Random numbers depend on the seed, the
-    name and the element's index only; they are drawn in float32 and rounded to the dtype.
-    """
-    if isinstance(role.initial, float):
-        with torch.no_grad():
-            parameter.fill_(role.initial)
-        return
-    # Each layer adds two outputs to the stream: attention's and the feed-forward network's.
-    std *= role.scaling.initial_std
-    if role.is_residual:
-        std /= math.sqrt(2 * layers)
-    scale = std if role.initial == "normal" else 1.0
-    part = tensor_slice or TensorSlice.whole(tuple(parameter.shape))
-    fill_normal(parameter, derive_seed(seed, "initial weights", name), scale, part.shape, part.offsets)
-    if callable(role.initial):
-        with torch.no_grad():
-            parameter.copy_(role.initial(torch.special.ndtr(parameter.double())))
 
 
 @component_base_class
@@ -312,10 +270,11 @@ class DecoderModel:
         return self.architecture.max_sequence_length
 
     def build(self, span: LayerRange) -> nn.Module:
-        from drawloom.components.model.decoder.model import CausalLM, set_joined_layer_names
+        from drawloom.components.model.decoder.model import CausalLM
 
         module = CausalLM(self.architecture, span, self.kernels, self.scaling)
-        set_joined_layer_names(module, self.family.mapper, self.architecture)
+        family, architecture = self.family, self.architecture
+        module.create_mapper = lambda names: family.mapper(names, architecture)
         if self.new_token_split is None:
             return module
         from drawloom.components.model.split_vocabulary import replace_by_split_layers
@@ -330,6 +289,8 @@ class DecoderModel:
     def initialize_parameter(
         self, name: str, parameter: Tensor, seed: int, tensor_slice: TensorSlice | None = None
     ) -> None:
+        from drawloom.components.model.decoder.initial_weights import fill_with_initial_weights
+
         std, layers = self.architecture.initializer_range, self.architecture.num_hidden_layers
         role = self._roles_by_parameter_name.get(name) or default_role(name, parameter)
         fill_with_initial_weights(name, parameter, role, seed=seed, layers=layers, std=std, tensor_slice=tensor_slice)
@@ -340,17 +301,23 @@ class DecoderModel:
         return count_forward_flops(self.build_on_meta(), self.architecture)
 
     def hugging_face_config(self) -> ConfigJson:
-        written = attrs.evolve(self.architecture, vocab_size=self.vocab_size)
-        return build_hugging_face_config(self.family, written)
+        return self.family.build_config(attrs.evolve(self.architecture, vocab_size=self.vocab_size))
 
     def build_updated_folder_config(self, path: Path, text_only: bool = False) -> ConfigJson:
+        from drawloom.components.model.decoder.hugging_face import build_updated_folder_config
+
         written = attrs.evolve(self.architecture, vocab_size=self.vocab_size)
         return build_updated_folder_config(self.family, path, written, text_only)
 
     def find_decoder_prefix(self, path: Path) -> str:
+        from drawloom.components.model.decoder.hugging_face import read_config_json
+
         return self.family.nested_types.get(str(read_config_json(path).get("model_type")), "model.")
 
     def hugging_face_mapper(self) -> Mapper:
+        from drawloom.components.weights.convert import persistent_tensors
+        from drawloom.components.weights.mapper import sequential
+
         names, joined = [*persistent_tensors(self.build_on_meta())], Mapper(())
         if self.new_token_split is not None:
             from drawloom.components.model.split_vocabulary import create_vocabulary_join_mapper
@@ -416,6 +383,8 @@ class DecoderBuilder(DecoderModel):
         settings: Settings = node.settings
         with suppress(UserError):
             if settings["config"] is not None:
+                from drawloom.components.model.decoder.hugging_face import read_config
+
                 return attrs.asdict(read_config(cls.family, settings["config"]), recurse=False)
             return settings
         return {}
@@ -442,6 +411,8 @@ class DecoderBuilder(DecoderModel):
     def list_input_files(self) -> dict[str, list[Path]]:
         if self.config is None:
             return {}
+        from drawloom.components.model.decoder.hugging_face import locate_config_json
+
         return {"config": [locate_config_json(self.config)]}
 
 

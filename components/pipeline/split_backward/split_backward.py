@@ -21,7 +21,7 @@ from torch import Tensor
 from drawloom import UserError
 from drawloom.components.pipeline.split_backward.matmul_grads import defer_and_return_other_leaves, find_node_users
 from drawloom.components.pipeline.split_backward.weight_grads import WeightGrads
-from drawloom.kernels.deferred_grads import ChangedInPlaceError, Deferral, DeferredGrad
+from drawloom.kernels.deferral import ChangedInPlaceError, Deferral, DeferredGrad
 from drawloom.ports import ReductionUnit
 
 Roots = list[tuple[Tensor, Tensor | None]]
