@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from drawloom.components.ports.checkpoint import AfterRestore, Durable, GrowingState, Stager, Stateful
 from drawloom.graph.testing import expect
+from drawloom.ports import AfterRestore, Durable, GrowingState, NodeState, Stager, Stateful
 
 LEAVES = torch.Tensor | int | float | str | bool | None
 
@@ -98,13 +98,13 @@ def after_restore_accepts_a_new_run(node: AfterRestore) -> None:
     node.after_restore(0)
 
 
-def _make_state(value: float) -> dict[str, Any]:
+def _make_state(value: float) -> NodeState:
     whole = torch.full((4, 6), value)
     # a view and its base, like a tied or sharded parameter
     return {"whole": whole, "nested": {"view": whole[1:, ::2], "step": 3, "name": "a", "none": None, "list": [1, 2]}}
 
 
-def _stage_and_wait(stager: Stager, state: dict[str, Any]) -> dict[str, Any]:
+def _stage_and_wait(stager: Stager, state: NodeState) -> dict[str, Any]:
     result = stager.stage(state)
     copied = result.result(60) if isinstance(result, Future) else result
     stager.synchronize_staging()

@@ -4,12 +4,10 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any, NoReturn
 
-from drawloom.components.ports.data import PackedDataset
-from drawloom.components.ports.distributed import Group
-from drawloom.components.state.batch import Batch
+from drawloom import UserError
 from drawloom.components.storage.strict_json import hash_canonical
 from drawloom.components.storage.tensor_source import view_bytes
-from drawloom.graph import UserError
+from drawloom.ports import Batch, Group, PackedDataset
 
 
 def compute_row_digests(batch: Batch) -> list[str]:

@@ -4,14 +4,20 @@ import logging
 from collections.abc import Iterator
 from fractions import Fraction
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import attrs
 import torch
 
-from drawloom.components.ports.data import (
+from drawloom import NodeView, Problem, UserError, above, at_least, between, component, internal, setting
+from drawloom.ports import (
     MAX_LENGTH,
+    Batch,
+    Batching,
+    Mesh,
+    NodeState,
     PackedDataset,
+    PerDimension,
     RowOrder,
     RowsOfTokens,
     TokenBatch,
@@ -19,11 +25,6 @@ from drawloom.components.ports.data import (
     require_token_batch,
     uses_preference_pairs,
 )
-from drawloom.components.ports.distributed import Mesh, PerDimension
-from drawloom.components.ports.run import Batching
-from drawloom.components.state.batch import Batch
-from drawloom.graph import Problem, UserError, above, at_least, between, component, setting
-from drawloom.graph.wiring.node import NodeView
 
 if TYPE_CHECKING:
     from drawloom.components.data.order.stream import RowStream, Segment
@@ -35,13 +36,11 @@ class LengthStage:
     """Maximum document length up to a step or a token count."""
 
     length: int = setting(
-        check=between(2, MAX_LENGTH + 1), doc="maximum document length in tokens; longer documents are cut"
+        "maximum document length in tokens; longer documents are cut", check=between(2, MAX_LENGTH + 1)
     )
-    until_step: int | None = setting(default=None, check=at_least(1), doc="this stage's last step")
+    until_step: int | None = setting("this stage's last step", default=None, check=at_least(1))
     until_tokens: int | None = setting(
-        default=None,
-        check=at_least(1),
-        doc="training tokens after which this stage ends, counted in full rows",
+        "training tokens after which this stage ends, counted in full rows", default=None, check=at_least(1)
     )
 
     def has_not_ended_at(self, step: int, tokens_before_step: int) -> bool:
@@ -80,28 +79,28 @@ class Loader:
     batching: Batching
     mesh: Mesh
     workers: int = setting(
+        "worker processes to prepare batches ahead of time; 0: prepare them in the training process",
         default=0,
         impact="safe",
         check=between(0, 1001),
-        doc="worker processes to prepare batches ahead of time; 0: prepare them in the training process",
     )
     prefetch: int = setting(
-        default=2, impact="safe", check=between(1, 10_001), doc="microbatches per worker to prepare ahead of time"
+        "microbatches per worker to prepare ahead of time", default=2, impact="safe", check=between(1, 10_001)
     )
     timeout: float = setting(
-        default=120.0, impact="safe", check=above(0), doc="seconds to wait for a worker's batch before the run fails"
+        "seconds to wait for a worker's batch before the run fails", default=120.0, impact="safe", check=above(0)
     )
     lengths: list[LengthStage] = setting(
-        factory=list, doc="sequence length curriculum: stages with a maximum document length, in order"
+        "sequence length curriculum: stages with a maximum document length, in order", factory=list
     )
-    _step: int = attrs.field(init=False, default=0)
-    _offset: int = attrs.field(init=False, default=0)  # rows consumed beyond those of as many steps of the present size
-    _last_changed_step: int = attrs.field(init=False, default=0)
-    _workers: "Workers | None" = attrs.field(init=False, default=None)
-    _stream: Iterator[Batch] | None = attrs.field(init=False, default=None)
-    _checked: bool = attrs.field(init=False, default=False)
-    _rows: "RowStream" = attrs.field(init=False, default=None)
-    _first_rows: str = attrs.field(init=False, default="")  # the digest of `_rows`, from the first save on
+    _step: int = internal(0)
+    _offset: int = internal(0)  # rows consumed beyond those of as many steps of the present size
+    _last_changed_step: int = internal(0)
+    _workers: "Workers | None" = internal(None)
+    _stream: Iterator[Batch] | None = internal(None)
+    _checked: bool = internal(False)
+    _rows: "RowStream" = internal(None)
+    _first_rows: str = internal("")  # the digest of `_rows`, from the first save on
 
     def open(self) -> None:
         """Lay out the row stream, and start the workers. Raises UserError if there are no rows."""
@@ -194,7 +193,7 @@ class Loader:
         """Move the next step to a position in the order, as if earlier steps had had another batch size."""
         self.load_state_dict(self.state_dict() | {"position": position})
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> NodeState:
         """
         Return the steps and rows consumed (`step`, `position`), a digest of the order's first rows (`first_rows`), and
         a mixture's row shares by start position (`shares`).
@@ -203,11 +202,7 @@ class Loader:
         consumed beyond as many steps with the new size.
         """
         self._first_rows = self._first_rows or self._compute_first_rows_digest(self._rows)
-        state: dict[str, Any] = {
-            "step": self._step,
-            "position": self.next_row_position,
-            "first_rows": self._first_rows,
-        }
+        state: NodeState = {"step": self._step, "position": self.next_row_position, "first_rows": self._first_rows}
         if self._last_changed_step:
             state |= {"since": self._last_changed_step, "offset": self._offset}
         mixed = [segment for segment in self._rows.segments if segment.shares.keys() != {""}]
@@ -215,7 +210,7 @@ class Loader:
             state["shares"] = {str(segment.start): dict(segment.shares) for segment in mixed}
         return state
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: NodeState) -> None:
         """Resume after a step; batch size and source shares may change from there on."""
         from drawloom.components.data.order.stream import RowStream, Segment
 

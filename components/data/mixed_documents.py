@@ -8,7 +8,7 @@ from itertools import accumulate
 import attrs
 import numpy as np
 
-from drawloom.components.ports.corpus import DocumentPart, TokenDocuments
+from drawloom.ports import DocumentPart, TokenDocuments
 
 
 @attrs.frozen(eq=False)

@@ -4,13 +4,12 @@ from collections.abc import Iterator
 from math import inf
 from typing import Any
 
-import attrs
 import numpy as np
 
+from drawloom import Problem, UserError, above, component, internal, setting
 from drawloom.components.data.mixed_documents import DocumentSource, MixedDocuments
-from drawloom.components.ports.corpus import Split, TokenCorpus
-from drawloom.graph import Problem, UserError, above, component, setting
 from drawloom.graph.problems import did_you_mean
+from drawloom.ports import Split, TokenCorpus
 
 
 @component
@@ -24,14 +23,12 @@ class Mixture:
     """
 
     sources: dict[str, TokenCorpus]
-    weights: dict[str, float] = setting(factory=dict, doc="relative share of training tokens by source, in any unit")
-    epochs: dict[str, float] = setting(factory=dict, doc="relative epoch count by source; default: 1")
+    weights: dict[str, float] = setting("relative share of training tokens by source, in any unit", factory=dict)
+    epochs: dict[str, float] = setting("relative epoch count by source; default: 1", factory=dict)
     temperature: float = setting(
-        default=1.0,
-        check=above(0),
-        doc="sampling temperature; above 1, small sources get a larger share than their size",
+        "sampling temperature; above 1, small sources get a larger share than their size", default=1.0, check=above(0)
     )
-    _mixed: dict[Split, MixedDocuments] = attrs.field(init=False, factory=dict)
+    _mixed: dict[Split, MixedDocuments] = internal(factory=dict)
 
     def check_before_open(self) -> None:
         """Raise UserError if two sources have different vocabularies."""

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from drawloom import UserError, component
 from drawloom.components.data.sources.documents import DividedCorpus, Part, validation_fraction
-from drawloom.graph import UserError, component
 
 if TYPE_CHECKING:
     from drawloom.components.data.sources.files import File

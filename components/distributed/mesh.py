@@ -4,9 +4,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, Literal
 
-import attrs
 import torch
 
+from drawloom import NodeView, Problem, between, component, internal, setting
 from drawloom.components.distributed.mesh_layout import (
     DATA,
     EXPERT_DATA,
@@ -17,10 +17,7 @@ from drawloom.components.distributed.mesh_layout import (
     describe_expert_fault_and_remedy,
     resolve_layout,
 )
-from drawloom.components.ports.distributed import DIMENSIONS, Group, P2PChannel, Processes
-from drawloom.graph import between, component, setting
-from drawloom.graph.problems import Problem
-from drawloom.graph.wiring.node import NodeView
+from drawloom.ports import DIMENSIONS, Group, P2PChannel, Processes
 
 MAX_RANKS = 2**20  # several times the GPUs of the largest clusters; checks and plans go through all ranks
 
@@ -40,31 +37,29 @@ class RankMesh(MeshView):
 
     processes: Processes
     pipeline: int = setting(
-        default=1, check=between(1, MAX_PIPELINE + 1), doc="pipeline parallel: ranks that partition the layers"
+        "pipeline parallel: ranks that partition the layers", default=1, check=between(1, MAX_PIPELINE + 1)
     )
     data_replicate: int | Literal["auto"] = setting(
+        "data parallel (DDP): ranks with the same parameters; auto: all remaining ranks",
         default="auto",
         check=_describe_ranks_fault,
-        doc="data parallel (DDP): ranks with the same parameters; auto: all remaining ranks",
     )
     data_shard: int | Literal["auto"] = setting(
+        "FSDP (ZeRO-3): ranks with a shard of every parameter; auto: all remaining ranks, without replicas",
         default=1,
         check=_describe_ranks_fault,
-        doc="FSDP (ZeRO-3): ranks with a shard of every parameter; auto: all remaining ranks, without replicas",
     )
-    context: int = setting(default=1, check=RANKS, doc="context parallel: ranks that split every sequence")
-    tensor: int = setting(default=1, check=RANKS, doc="tensor parallel: ranks that share every matrix product")
+    context: int = setting("context parallel: ranks that split every sequence", default=1, check=RANKS)
+    tensor: int = setting("tensor parallel: ranks that share every matrix product", default=1, check=RANKS)
     expert: int = setting(
+        "expert parallel: ranks that partition a layer's experts; must divide data_replicate × data_shard × "
+        "context × tensor",
         default=1,
         check=RANKS,
-        doc=(
-            "expert parallel: ranks that partition a layer's experts; must divide data_replicate × data_shard × "
-            "context × tensor"
-        ),
     )
 
-    layout: Layout = attrs.field(init=False, factory=lambda: Layout(dict.fromkeys(DIMENSIONS, 1)))
-    _groups: dict[tuple[str, ...], Group] = attrs.field(init=False, factory=dict)
+    layout: Layout = internal(factory=lambda: Layout(dict.fromkeys(DIMENSIONS, 1)))
+    _groups: dict[tuple[str, ...], Group] = internal(factory=dict)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:

@@ -7,7 +7,7 @@ Connecting a link is a rendezvous between its two ranks on the host. Different c
 
 from collections.abc import Iterable, Sequence
 
-from drawloom.components.ports.distributed import P2PChannel, Processes
+from drawloom.ports import P2PChannel, Processes
 
 Edge = tuple[int, int]
 

@@ -5,6 +5,7 @@ import warnings
 from functools import partial
 from typing import Any
 
+from drawloom import UserError
 from drawloom.components.distributed.error_file import write_torchrun_error_file
 from drawloom.components.distributed.launch_store import (
     Failure,
@@ -13,7 +14,6 @@ from drawloom.components.distributed.launch_store import (
     connect_to_launch_store,
 )
 from drawloom.components.distributed.torchrun import Launch, read_launch
-from drawloom.graph import UserError
 from drawloom.graph.cli.exit_codes import Console
 
 STORE_TIMEOUT = 3.0  # seconds for the store of torchrun to answer

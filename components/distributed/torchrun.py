@@ -6,7 +6,7 @@ from pathlib import Path
 
 import attrs
 
-from drawloom.graph import UserError
+from drawloom import UserError
 
 CONTINUES = "continues"
 """Key in the launcher's store: the workers go on if one of them is lost, so the launcher must not end them."""

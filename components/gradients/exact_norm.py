@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from drawloom.components.ports.distributed import Reduce
+from drawloom.ports import Reduce
 
 FLOAT64_SHIFT = 1074  # the smallest float64 is 2**-1074
 DIGIT_BITS = 32  # 2**21 ranks can add their digits before the 53 bits of a float64 are full

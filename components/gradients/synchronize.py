@@ -11,13 +11,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from drawloom.components.ports.distributed import Mesh, Reduce
-from drawloom.components.ports.pipeline import sum_losses_and_weights
-from drawloom.components.ports.run import Step
-from drawloom.components.ports.stages import Parameters, get_or_create_gradient
-from drawloom.components.state.step_state import StepState
-from drawloom.graph import component, setting
+from drawloom import component, setting
 from drawloom.kernels.gradients.eager import scale_and_sum_squares
+from drawloom.ports import Mesh, Parameters, Reduce, Step, StepState, get_or_create_gradient, sum_losses_and_weights
 
 
 @component(
@@ -31,12 +27,10 @@ class Synchronize:
     mesh: Mesh
     reduce: Reduce
     norm: Literal["auto", "exact", "device"] = setting(
+        'gradient norm computation: "exact" has equal bits in any layout, and the host waits for it; "device"'
+        ' is a float64 sum on the device, which the host reads one step later; "auto" is "exact" on a CPU and'
+        ' "device" on a GPU',
         default="auto",
-        doc=(
-            'gradient norm computation: "exact" has equal bits in any layout, and the host waits for it; "device"'
-            ' is a float64 sum on the device, which the host reads one step later; "auto" is "exact" on a CPU and'
-            ' "device" on a GPU'
-        ),
     )
 
     def run_phase(self, step: Step) -> None:
@@ -46,7 +40,7 @@ class Synchronize:
         `loss` is the mean loss per token in nats, `grad_norm` the 2-norm over all gradients, `loss_weight` the tokens'
         total weight, and `tokens` the token count. The step is skipped if the loss or the norm is not finite.
         """
-        total, weight, tokens = self._sum_losses_weights_and_tokens_over_ranks(step.state).unbind()
+        total, weight, tokens = self._sum_losses_over_ranks(step.state).unbind()
         self.parameters.sum_remaining_gradients()
         gradients = {name: get_or_create_gradient(parameter) for name, parameter in self.parameters.named_parameters()}
         owned = {name for name, _ in self.parameters.owned_parameters()}
@@ -72,7 +66,7 @@ class Synchronize:
         # The reason refers only to the state: a step in a reference cycle would wait for the garbage collector.
         step.skip_update_if(~(loss.isfinite() & norm.isfinite()), partial(_explain_skipped_update, step.state))
 
-    def _sum_losses_weights_and_tokens_over_ranks(self, state: StepState) -> Tensor:
+    def _sum_losses_over_ranks(self, state: StepState) -> Tensor:
         """Return total losses, weights and tokens over all ranks: float64 (3,)."""
         sums = sum_losses_and_weights(state)
         self.mesh.pipeline_group.sum(sums)

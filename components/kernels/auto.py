@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from drawloom import NodeView, Problem, between, component, setting
 from drawloom.components.kernels.choosing import (
     GPU,
     OPERATIONS,
@@ -20,14 +21,6 @@ from drawloom.components.kernels.choosing import (
     load_function,
     load_implementation,
 )
-from drawloom.components.ports.data import IGNORE_INDEX
-from drawloom.components.ports.distributed import Device
-from drawloom.components.ports.kernels import PeerExchange, Routes
-from drawloom.components.ports.model import CachedKeys, KeyValueCache, RowPart, StorageFormat, VocabularyPart
-from drawloom.graph import between, component, setting
-from drawloom.graph.problems import Problem
-from drawloom.graph.wiring.node import NodeView
-from drawloom.kernels.attention.options import PLAIN_ATTENTION, AttentionOptions
 from drawloom.kernels.cross_entropy.options import LogitCut
 from drawloom.kernels.recompute.marks import (
     RowKernels,
@@ -37,7 +30,22 @@ from drawloom.kernels.recompute.marks import (
     record_recomputable_call,
     recorder,
 )
-from drawloom.kernels.results import NormAndSum, PermutedRows, TokenLosses
+from drawloom.ports import (
+    IGNORE_INDEX,
+    PLAIN_ATTENTION,
+    AttentionOptions,
+    CachedKeys,
+    Device,
+    KeyValueCache,
+    NormAndSum,
+    PeerExchange,
+    PermutedRows,
+    Routes,
+    RowPart,
+    StorageFormat,
+    TokenLosses,
+    VocabularyPart,
+)
 
 
 class Cached(NamedTuple):
@@ -53,7 +61,7 @@ class _OperationSettings:
     def __init_subclass__(cls) -> None:
         for name, operation in OPERATIONS.items() if _OperationSettings in cls.__bases__ else ():
             doc = f"implementation of {operation.doc}"
-            setattr(cls, f"_{name}", setting(default="auto", alias=name, doc=doc))
+            setattr(cls, f"_{name}", setting(doc, default="auto", alias=name))
             cls.__annotations__[f"_{name}"] = Literal["auto", *operation.implementations]
 
 
@@ -77,9 +85,7 @@ class AutoKernels(_OperationSettings):
 
     device: Device
     filter_eps: float = setting(
-        default=0.0,
-        check=between(0, 1),
-        doc="threshold for `cut` to skip tiles with small logit gradients; 0 is exact",
+        "threshold for `cut` to skip tiles with small logit gradients; 0 is exact", default=0.0, check=between(0, 1)
     )
 
     @classmethod
@@ -152,11 +158,7 @@ class AutoKernels(_OperationSettings):
         return weight_format.load(stored, self._functions_by_operation["dequantize"])
 
     def linear_quantized(
-        self,
-        x: Tensor,
-        stored: Tensor,
-        weight_format: StorageFormat,
-        bias: Tensor | None = None,
+        self, x: Tensor, stored: Tensor, weight_format: StorageFormat, bias: Tensor | None = None
     ) -> Tensor:
         functions = self._functions_by_operation
         return functions["linear_quantized"](functions["dequantize"], x, stored, weight_format, bias)  # type: ignore[no-any-return]

@@ -7,7 +7,7 @@ from typing import Any
 import attrs
 import torch
 
-from drawloom.graph import UserError
+from drawloom import UserError
 from drawloom.kernels.availability import why_no_triton
 
 KERNELS = "drawloom.kernels"

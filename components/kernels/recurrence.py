@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drawloom.components.ports.model import KeyValueCache, RowPart
 from drawloom.kernels.gated_delta.eager import RecurrentDocuments, number_recurrent_documents
+from drawloom.ports import KeyValueCache, RowPart
 
 Rule = Callable[..., tuple[Tensor, Tensor]]
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]

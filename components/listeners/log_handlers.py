@@ -8,11 +8,10 @@ from logging.handlers import WatchedFileHandler
 from pathlib import Path
 from typing import Any, TextIO
 
-from drawloom.components.ports.distributed import Mesh, Processes
-from drawloom.components.ports.run import PRINTED, RunFolder, is_marked
+from drawloom import UserError
 from drawloom.components.storage.regular_file import create_folder_unless_link, open_to_append
-from drawloom.graph import UserError
 from drawloom.graph.cli.terminal import Stream, print_escaped_text
+from drawloom.ports import PRINTED, Mesh, Processes, RunFolder, is_marked
 
 log = logging.getLogger("drawloom.run")
 

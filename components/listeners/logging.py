@@ -5,11 +5,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
-import attrs
-
-from drawloom.components.ports.distributed import Mesh, Processes
-from drawloom.components.ports.run import Event, EventKind, RunFolder
-from drawloom.graph import Every, component, setting
+from drawloom import Every, component, internal, setting
+from drawloom.ports import Event, EventKind, Mesh, Processes, RunFolder
 
 
 @component(impact="safe")
@@ -27,12 +24,12 @@ class RunLogging:
     mesh: Mesh
     launches: Every[Processes]
     level: Literal["debug", "info", "warning", "error"] = setting(
-        default="warning", doc="lowest message level on standard error"
+        "lowest message level on standard error", default="warning"
     )
 
-    _added: list[tuple[logging.Logger, logging.Handler]] = attrs.field(init=False, factory=list)
-    _level_before: int = attrs.field(init=False, default=logging.NOTSET)
-    _show_before: Callable[..., Any] | None = attrs.field(init=False, default=None)
+    _added: list[tuple[logging.Logger, logging.Handler]] = internal(factory=list)
+    _level_before: int = internal(logging.NOTSET)
+    _show_before: Callable[..., Any] | None = internal(None)
 
     def open(self) -> None:
         """Open the log file, and install the handlers."""

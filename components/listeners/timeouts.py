@@ -8,11 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, ClassVar, get_args
 
-import attrs
-
-from drawloom.components.ports.distributed import Mesh, Processes
-from drawloom.components.ports.run import Event, EventKind, RunFolder
-from drawloom.graph import above, component, setting
+from drawloom import above, component, internal, setting
+from drawloom.ports import Event, EventKind, Mesh, Processes, RunFolder
 
 if TYPE_CHECKING:
     from drawloom.components.listeners.watchdog import Watchdog
@@ -59,30 +56,28 @@ class Timeouts:
     folder: RunFolder
     mesh: Mesh
     first_step: float = setting(
-        default=1800.0, check=above(0), doc="seconds for a process's first step, which compiles and connects"
+        "seconds for a process's first step, which compiles and connects", default=1800.0, check=above(0)
     )
-    step: float = setting(default=600.0, check=above(0), doc="seconds for every later step")
+    step: float = setting("seconds for every later step", default=600.0, check=above(0))
     saving: float = setting(
-        default=1800.0, check=above(0), doc="seconds for saving, and for the final tasks after the last step"
+        "seconds for saving, and for the final tasks after the last step", default=1800.0, check=above(0)
     )
 
     opening: float = setting(
-        default=1800.0,
-        check=above(0),
-        doc="seconds for a component to open or close, counted from its last log message",
+        "seconds for a component to open or close, counted from its last log message", default=1800.0, check=above(0)
     )
 
     observes: ClassVar[tuple[EventKind, ...]] = tuple(kind for kind in get_args(EventKind) if kind != "data_loaded")
 
-    exit: Callable[[int], object] = attrs.field(init=False, default=os._exit)
-    tick: float = attrs.field(init=False, default=0.5)
-    watchdog_margin: float = attrs.field(init=False, default=WATCHDOG_MARGIN)
-    _watchdog: "Watchdog | None" = attrs.field(init=False, default=None)
-    _stepped: bool = attrs.field(init=False, default=False)
-    _where: str = attrs.field(init=False, default=BEFORE)
-    _phase: str = attrs.field(init=False, default="")
-    _allowed: float = attrs.field(init=False, default=0.0)
-    _slow_after: float = attrs.field(init=False, default=0.0)
+    exit: Callable[[int], object] = internal(os._exit)
+    tick: float = internal(0.5)
+    watchdog_margin: float = internal(WATCHDOG_MARGIN)
+    _watchdog: "Watchdog | None" = internal(None)
+    _stepped: bool = internal(False)
+    _where: str = internal(BEFORE)
+    _phase: str = internal("")
+    _allowed: float = internal(0.0)
+    _slow_after: float = internal(0.0)
 
     def open(self) -> None:
         """Start the watchdog, without a limit yet."""

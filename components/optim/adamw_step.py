@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from drawloom.components.optim.gradient_steps import ADAM_MOMENTS, AMSGRAD_MOMENTS, FactorStep
 from drawloom.kernels.adamw.eager import ParamState, compute_step_scalars
+from drawloom.ports import NodeState
 
 
 class AdamWTriton(torch.optim.AdamW, FactorStep):
@@ -73,7 +74,7 @@ class AdamWTriton(torch.optim.AdamW, FactorStep):
             state |= {name: torch.zeros_like(part) for name in names}
         return state
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: NodeState) -> None:
         """Replace the state by a copy of a `torch.optim.AdamW` state."""
         super().load_state_dict(state_dict)
         self._steppers.clear()

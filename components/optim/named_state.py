@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.optim.gradient_steps import ADAM_MOMENTS
+from drawloom.ports import NodeState
 
 Named = Sequence[tuple[str, nn.Parameter]]
 
 
-def collect_state_by_name(optimizers: Sequence[torch.optim.Optimizer], named: Named) -> dict[str, Any]:
+def collect_state_by_name(optimizers: Sequence[torch.optim.Optimizer], named: Named) -> NodeState:
     """Return the optimizer state by parameter name; {} before the parameter's first gradient."""
     states = {parameter: state for optimizer in optimizers for parameter, state in optimizer.state.items()}
     return {name: dict(states.get(parameter, {})) for name, parameter in named}
@@ -21,7 +22,7 @@ def collect_state_by_name(optimizers: Sequence[torch.optim.Optimizer], named: Na
 def load_named_state(
     optimizers: Sequence[torch.optim.Optimizer],
     named: Named,
-    state: dict[str, Any],
+    state: NodeState,
     omitted: Mapping[str, Collection[str]] = MappingProxyType({}),
 ) -> None:
     """

@@ -5,10 +5,10 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import attrs
 import torch
 from torch import Tensor, nn
 
+from drawloom import NodeView, Problem, internal
 from drawloom.components.optim.gradient_steps import ADAM_MOMENTS, FactorStep, WideGradientStep
 from drawloom.components.optim.host_states import HostStates
 from drawloom.components.optim.parameter_groups import (
@@ -17,13 +17,9 @@ from drawloom.components.optim.parameter_groups import (
     find_unsupported_parametrization,
     warn_unmatched_patterns,
 )
-from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.run import Step
-from drawloom.components.ports.slices import TensorSlice
-from drawloom.components.ports.stages import Parameters
-from drawloom.graph import Problem, component_base_class
-from drawloom.graph.wiring.node import NodeView
+from drawloom.graph import component_base_class
 from drawloom.kernels.availability import why_no_triton
+from drawloom.ports import Mesh, NodeState, Parameters, Step, TensorSlice
 
 if TYPE_CHECKING:
     from drawloom.components.optim.streamed_states import Slots, StreamedTorchStep
@@ -88,10 +84,10 @@ class TorchOptimizer(HostStates):
     lr: float
     weight_decay: float
     groups: Sequence[ParameterGroup]
-    _optimizers: list[torch.optim.Optimizer] = attrs.field(init=False, factory=list)
-    _streamed: "dict[torch.optim.Optimizer, StreamedTorchStep]" = attrs.field(init=False, factory=dict)
-    _slots: "Slots | None" = attrs.field(init=False, default=None)
-    _host_state: dict[str, dict[str, Tensor]] = attrs.field(init=False, factory=dict)
+    _optimizers: list[torch.optim.Optimizer] = internal(factory=list)
+    _streamed: "dict[torch.optim.Optimizer, StreamedTorchStep]" = internal(factory=dict)
+    _slots: "Slots | None" = internal(None)
+    _host_state: dict[str, dict[str, Tensor]] = internal(factory=dict)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
@@ -146,7 +142,7 @@ class TorchOptimizer(HostStates):
         moments = self.moment_names_by_parameter()
         return {name: len(moments[name]) * part.nbytes for name, part in self.parameters.named_parameters()}
 
-    def forecast_state_after_first_step(self) -> dict[str, Any]:
+    def forecast_state_after_first_step(self) -> NodeState:
         """Return the state after a step with a gradient for every parameter, on the meta device."""
         from drawloom.components.optim.named_state import create_state_on_meta
 
@@ -197,7 +193,7 @@ class TorchOptimizer(HostStates):
     def state_slices(self) -> dict[str, TensorSlice | None]:
         return self.parameters.parameter_slices()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> NodeState:
         """Return the optimizer's state by parameter name; tensors of any shape."""
         if self._transfers is not None:
             self._transfers.synchronize()
@@ -205,7 +201,7 @@ class TorchOptimizer(HostStates):
 
         return collect_state_by_name(self._optimizers, self.parameters.named_parameters())
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: NodeState) -> None:
         """Copy a state into this optimizer. Raises KeyError for the state of other parameters."""
         if self._transfers is not None:
             self._transfers.synchronize()
@@ -218,5 +214,5 @@ class TorchOptimizer(HostStates):
                 tensor.zero_() if saved is None else tensor.copy_(saved)
         for streamed in self._streamed.values():
             streamed.stream.drop_prefetched()
-            streamed.point_optimizer_to_host_state()
+            streamed.use_host_state()
         self._create_host_state_step_counters()

@@ -7,7 +7,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.ports.distributed import Group, Pending
+from drawloom.ports import Group, Pending
 
 
 @attrs.define(eq=False)

@@ -6,7 +6,7 @@ import attrs
 from torch import nn
 
 from drawloom.components.parallel.dimension import Dimension
-from drawloom.components.ports.slices import RankSlice
+from drawloom.ports import RankSlice
 
 
 @attrs.define(eq=False)

@@ -12,10 +12,9 @@ import attrs
 import torch
 from torch import Tensor
 
+from drawloom import UserError
 from drawloom.components.parallel.meta_collectives import emulate_collective
-from drawloom.components.ports.distributed import Group
-from drawloom.components.state.batch import Batch
-from drawloom.graph import UserError
+from drawloom.ports import Batch, Group
 
 AnyBatch = TypeVar("AnyBatch", bound=Batch)
 

@@ -7,11 +7,8 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.ports.distributed import Group, Mesh, Precision
-from drawloom.components.ports.features import StageNodes
-from drawloom.components.ports.slices import RankSlice
-from drawloom.components.ports.stages import LOSS, get_or_create_gradient
-from drawloom.graph import Problem
+from drawloom import Problem
+from drawloom.ports import LOSS, Group, Mesh, Precision, RankSlice, StageNodes, get_or_create_gradient
 
 
 @attrs.frozen(kw_only=True, eq=False)

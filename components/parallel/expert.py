@@ -12,12 +12,9 @@ from typing import ClassVar
 import attrs
 from torch import nn
 
+from drawloom import Problem
 from drawloom.components.parallel.dimension import Dimension, RankParameters
-from drawloom.components.ports.experts import supports_expert_parallel
-from drawloom.components.ports.features import StageNodes
-from drawloom.components.ports.model import ExpertModel
-from drawloom.components.ports.slices import RankSlice
-from drawloom.graph import Problem
+from drawloom.ports import ExpertModel, RankSlice, StageNodes, supports_expert_parallel
 
 
 @attrs.define(eq=False)

@@ -30,12 +30,8 @@ from drawloom.components.parallel.shard_unit import (
     count_gathered_bytes,
 )
 from drawloom.components.parallel.split_experts import ExpertParallel
-from drawloom.components.ports.adapters import adapter_parameter_names
-from drawloom.components.ports.distributed import Precision
-from drawloom.components.ports.memory import MemoryKind
-from drawloom.components.ports.slices import TensorSlice, is_dtensor
-from drawloom.components.ports.stages import LOSS, ReductionUnit
 from drawloom.components.state.trees import list_leaves
+from drawloom.ports import LOSS, MemoryKind, Precision, ReductionUnit, TensorSlice, adapter_parameter_names, is_dtensor
 
 
 @attrs.define(eq=False)
@@ -364,8 +360,7 @@ def shard_with_fsdp(
     """
     modules = list(modules)
     dtypes = UnitDtypes(
-        gathered=precision.compute,
-        message=choose_gradient_message_dtype(precision, replicas=mesh.ndim > 1),
+        gathered=precision.compute, message=choose_gradient_message_dtype(precision, replicas=mesh.ndim > 1)
     )
     whole_by_module = find_unsharded_parameters(modules, precision, experts if expert_mesh is None else frozenset())
     return [

@@ -3,9 +3,7 @@
 from torch import nn
 
 from drawloom.components.parallel.parameter_split import SplitDim, replace_by_rank_slice
-from drawloom.components.ports.distributed import Group, Mesh
-from drawloom.components.ports.experts import Dispatcher
-from drawloom.components.ports.slices import RankSlice
+from drawloom.ports import Dispatcher, Group, Mesh, RankSlice
 
 
 class ExpertParallel(nn.Module):

@@ -6,11 +6,9 @@ from typing import ClassVar
 import attrs
 from torch import nn
 
+from drawloom import Problem
 from drawloom.components.parallel.dimension import Dimension, RankParameters
-from drawloom.components.ports.features import StageNodes
-from drawloom.components.ports.model import TensorParallelModel
-from drawloom.components.ports.slices import RankSlice
-from drawloom.graph import Problem
+from drawloom.ports import RankSlice, StageNodes, TensorParallelModel
 
 
 @attrs.define(eq=False)

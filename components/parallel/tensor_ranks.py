@@ -20,9 +20,7 @@ from torch.autograd import Function
 from drawloom.components.distributed.single_process import SingleProcess
 from drawloom.components.parallel.meta_collectives import emulate_collective
 from drawloom.components.parallel.parameter_split import SplitDim, replace_by_rank_slice
-from drawloom.components.ports.distributed import Group
-from drawloom.components.ports.model import VocabularyPart
-from drawloom.components.ports.slices import RankSlice, divide_into_shares, gather_shares
+from drawloom.ports import Group, RankSlice, VocabularyPart, divide_into_shares, gather_shares
 
 Collective = Callable[[Tensor, Group], Tensor]
 

@@ -9,32 +9,30 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
 
-from drawloom.components.ports.checkpoint import Durable
-from drawloom.components.ports.distributed import Device, Mesh
-from drawloom.components.ports.run import (
+from drawloom import NodeView, Problem, ResolvedRecipe, component, internal, setting
+from drawloom.ports import (
+    METRIC_TOTALS,
     STEP_LINE,
     Cadence,
+    Device,
+    DistributionMetric,
+    DistributionTracker,
+    Durable,
     Event,
     EventKind,
     Interval,
     Mark,
+    Mesh,
+    Metric,
+    MetricValues,
+    PropertyTracker,
     Span,
     Step,
+    Tracker,
     describe_cadence_fault,
     is_due,
     mark_time,
 )
-from drawloom.components.ports.tracking import (
-    METRIC_TOTALS,
-    DistributionMetric,
-    DistributionTracker,
-    Metric,
-    PropertyTracker,
-    Tracker,
-    Value,
-)
-from drawloom.graph import Problem, ResolvedRecipe, component, setting
-from drawloom.graph.wiring.node import NodeView
 
 if TYPE_CHECKING:
     from drawloom.components.phases.step_reports import Measurements
@@ -85,20 +83,20 @@ class Report:
     metrics: list[Metric] = attrs.field(factory=list)
     trackers: list[Tracker] = attrs.field(factory=list)
     every: Cadence = setting(
-        default=10, check=describe_cadence_fault, doc='steps between lines in the log, or "last" or "never"'
+        'steps between lines in the log, or "last" or "never"', default=10, check=describe_cadence_fault
     )
 
     recipe: ResolvedRecipe = attrs.field(factory=lambda: ResolvedRecipe("", ""))
 
-    _first: Step | None = attrs.field(init=False, default=None)
-    _second: Step | None = attrs.field(init=False, default=None)
-    _newest: int = attrs.field(init=False, default=0)
-    _interval_start: Mark | None = attrs.field(init=False, default=None)
-    _excluded: list[Span] = attrs.field(init=False, factory=list)  # spans since the last measurement
-    _dropped: set[int] = attrs.field(init=False, factory=set)
-    _waiting: Step | None = attrs.field(init=False, default=None)
+    _first: Step | None = internal(None)
+    _second: Step | None = internal(None)
+    _newest: int = internal(0)
+    _interval_start: Mark | None = internal(None)
+    _excluded: list[Span] = internal(factory=list)  # spans since the last measurement
+    _dropped: set[int] = internal(factory=set)
+    _waiting: Step | None = internal(None)
     # A checkpoint that is written in the background flushes from its own thread.
-    _lock: threading.Lock = attrs.field(init=False, factory=threading.Lock)
+    _lock: threading.Lock = internal(factory=threading.Lock)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
@@ -195,7 +193,7 @@ class Report:
             left = f"  {timedelta(seconds=round(seconds))} left" if seconds else ""
             log.info("%s%s", format_step_line(step, values), left, extra={STEP_LINE: True})
 
-    def _should_log_step(self, step: Step, values: Mapping[str, Value]) -> bool:
+    def _should_log_step(self, step: Step, values: MetricValues) -> bool:
         """Return whether the log gets a line for a step."""
         news = step is self._first or any(values.get(name) is not None for name in VALIDATION)
         return is_due(self.every, step) or (news and self.every not in ("last", "never"))

@@ -6,16 +6,18 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.ports.distributed import Device, Mesh
-from drawloom.components.ports.run import Step
-from drawloom.components.ports.tracking import (
+from drawloom.ports import (
     METRIC_TOTALS,
     Accumulator,
     ContextTracker,
+    Device,
     DistributionMetric,
     DistributionTracker,
     Histogram,
+    Mesh,
     Metric,
+    MetricValues,
+    Step,
     Tracker,
     Value,
     split_by_context,
@@ -28,7 +30,7 @@ OPS = ("sum", "max", "min")
 class Measurements:
     """A step's numbers and histograms, by name."""
 
-    values: Mapping[str, Value]
+    values: MetricValues
     distributions: Mapping[str, Histogram]
 
 
@@ -111,7 +113,7 @@ def send_measurements(tracker: Tracker, step: int, measurements: Measurements) -
         tracker.track_distributions(step, measurements.distributions)
 
 
-def format_step_line(step: Step, values: Mapping[str, Value]) -> str:
+def format_step_line(step: Step, values: MetricValues) -> str:
     """Return `step 12/300 loss 2.3456 grad_norm 0.83 ...`, without missing values."""
     parts = [form(number) for name, form in FORMATS.items() if (number := values.get(name)) is not None]
     times = [

@@ -121,11 +121,7 @@ class Kernels(Protocol):
         ...
 
     def linear_quantized(
-        self,
-        x: Tensor,
-        stored: Tensor,
-        weight_format: StorageFormat,
-        bias: Tensor | None = None,
+        self, x: Tensor, stored: Tensor, weight_format: StorageFormat, bias: Tensor | None = None
     ) -> Tensor:
         """Compute `linear` of bfloat16 x with a frozen weight, given as its storage (outputs, units)."""
         ...

@@ -15,6 +15,12 @@ from drawloom.components.ports.weights import Mapper
 from drawloom.graph import port
 from drawloom.kernels.results import TokenLosses
 
+Settings = Mapping[str, Any]
+"""Settings, or values of a config.json, by name."""
+
+ConfigJson = dict[str, Any]
+"""The content of a Hugging Face config.json."""
+
 
 @attrs.frozen
 class ForwardFlops:

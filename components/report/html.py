@@ -5,11 +5,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from drawloom import Every, ResolvedRecipe, component
 from drawloom.components.distributed.rank_errors import run_on_rank0
-from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.pipeline import Schedule
-from drawloom.components.ports.run import Batching, RunFolder
-from drawloom.graph import Every, ResolvedRecipe, component
+from drawloom.ports import Batching, Mesh, RunFolder, Schedule
 
 if TYPE_CHECKING:
     from drawloom.components.report.run_record import Drawings

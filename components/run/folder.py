@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 
 import attrs
 
+from drawloom import Every, ResolvedRecipe, UserError, component, internal
 from drawloom.components.distributed.rank_errors import run_on_rank0
-from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.run import EnvironmentSource, ReadsFiles, RunInfo
-from drawloom.graph import Every, ResolvedRecipe, UserError, component
 from drawloom.graph.recipe.lockfile import RecipeChange
+from drawloom.ports import EnvironmentSource, Mesh, ReadsFiles, RunInfo
 
 if TYPE_CHECKING:
     from drawloom.components.run.locks import FolderLock
@@ -27,11 +26,11 @@ class LockedFolder:
     readers: Every[ReadsFiles] = attrs.field(factory=Every)
     environments: Every[EnvironmentSource] = attrs.field(factory=Every)
 
-    _lock: "FolderLock | None" = attrs.field(init=False, default=None)
-    _changes: list[RecipeChange] = attrs.field(init=False, factory=list)
+    _lock: "FolderLock | None" = internal(None)
+    _changes: list[RecipeChange] = internal(factory=list)
     # this run created the folder, and has not restored its state yet
-    _is_new: bool = attrs.field(init=False, default=False)
-    _was_refused: bool = attrs.field(init=False, default=False)
+    _is_new: bool = internal(False)
+    _was_refused: bool = internal(False)
 
     @property
     def folder(self) -> Path:

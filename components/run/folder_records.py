@@ -7,11 +7,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from drawloom.components.ports.run import FILES, EnvironmentSource, ReadsFiles
+from drawloom import RecipeError, ResolvedRecipe, UserError
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.components.storage.regular_file import create_folder_unless_link, open_untrusted_file
-from drawloom.graph import RecipeError, ResolvedRecipe, UserError
 from drawloom.graph.recipe.lockfile import LOCK, RecipeChange
+from drawloom.ports import FILES, EnvironmentSource, ReadsFiles
 
 log = logging.getLogger("drawloom.run")
 

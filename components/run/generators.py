@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from drawloom.components.distributed.rng import derive_seed
+from drawloom.ports import NodeState
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")
@@ -81,7 +82,7 @@ def read_generator_states() -> dict[str, Any]:
     }
 
 
-def set_generator_states(state: dict[str, Any]) -> None:
+def set_generator_states(state: NodeState) -> None:
     """Set the process's generator states to a `read_generator_states` result."""
     python = state["python"]
     torch.set_rng_state(state["torch"])
@@ -91,7 +92,7 @@ def set_generator_states(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def _read_numpy_state() -> dict[str, Any]:
+def _read_numpy_state() -> NodeState:
     state: Any = np.random.get_state(legacy=False)
     return {
         "bit_generator": state["bit_generator"],
@@ -102,7 +103,7 @@ def _read_numpy_state() -> dict[str, Any]:
     }
 
 
-def _restore_numpy_arrays(state: dict[str, Any]) -> dict[str, Any]:
+def _restore_numpy_arrays(state: NodeState) -> dict[str, Any]:
     words = state["words"].numpy().astype(np.uint32)
     return {
         "bit_generator": state["bit_generator"],

@@ -6,12 +6,10 @@ With `deterministic`, torch's process-wide settings make results on a GPU bitwis
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import attrs
 import torch
 
-from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.run import RunInfo
-from drawloom.graph import UserError, component, setting
+from drawloom import UserError, component, internal, setting
+from drawloom.ports import Mesh, NodeState, RunInfo
 
 if TYPE_CHECKING:
     from drawloom.components.run.generators import Determinism
@@ -31,12 +29,12 @@ class ProcessRandomness:
     job: RunInfo
     mesh: Mesh
     deterministic: bool = setting(
+        "whether GPUs use deterministic algorithms, which are slower; operations without one raise an error",
         default=False,
-        doc="whether GPUs use deterministic algorithms, which are slower; operations without one raise an error",
     )
 
-    _before: dict[str, Any] | None = attrs.field(init=False, default=None)
-    _determinism_before: "Determinism | None" = attrs.field(init=False, default=None)
+    _before: dict[str, Any] | None = internal(None)
+    _determinism_before: "Determinism | None" = internal(None)
 
     def open(self) -> None:
         """Seed every generator from the run's seed, the rank and the generator's name."""
@@ -76,13 +74,13 @@ class ProcessRandomness:
 
         return create_generator(self.job.seed, *purpose)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> NodeState:
         """Return this rank's generator states."""
         from drawloom.components.run.generators import read_generator_states
 
         return read_generator_states()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: NodeState) -> None:
         """Set this rank's generator states; skip the GPU's if the state or this process has none."""
         from drawloom.components.run.generators import set_generator_states
 

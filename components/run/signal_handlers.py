@@ -18,7 +18,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import NoReturn
 
-from drawloom.components.ports.run import StoppedError
+from drawloom.ports import StoppedError
 
 NOTICE = b"\nstopping after this step; Ctrl-C ends at once\n"
 FINAL_GRACE = 5.0  # seconds until the process is killed after training, when nothing has to be saved

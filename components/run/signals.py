@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Literal
 
-import attrs
 import torch
 
-from drawloom.components.ports.distributed import Mesh
-from drawloom.graph import above, component, setting
+from drawloom import above, component, internal, setting
+from drawloom.ports import Mesh
 
 if TYPE_CHECKING:
     from drawloom.components.run.signal_handlers import SignalHandlers
@@ -36,15 +35,15 @@ class Signals:
     """
 
     mesh: Mesh
-    grace: float = setting(default=25.0, check=above(0), doc="seconds from the first signal until the process ends")
+    grace: float = setting("seconds from the first signal until the process ends", default=25.0, check=above(0))
     extra_signals: list[Literal["SIGUSR1", "SIGUSR2", "SIGHUP"]] = setting(
-        factory=list, doc="more signals to stop the run, such as a cluster's early warning"
+        "more signals to stop the run, such as a cluster's early warning", factory=list
     )
 
-    exit: Callable[[int], object] = attrs.field(init=False, default=os._exit)
-    debounce: float = attrs.field(init=False, default=DEBOUNCE)
-    _handlers: "SignalHandlers | None" = attrs.field(init=False, default=None)
-    _agreed: int = attrs.field(init=False, default=0)
+    exit: Callable[[int], object] = internal(os._exit)
+    debounce: float = internal(DEBOUNCE)
+    _handlers: "SignalHandlers | None" = internal(None)
+    _agreed: int = internal(0)
 
     def open(self) -> None:
         """Install the handlers, unless they are the failed attempt's."""

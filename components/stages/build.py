@@ -6,28 +6,30 @@ import attrs
 import torch
 from torch import nn
 
+from drawloom import UserError
 from drawloom.components.parallel.dimension import Dimension
 from drawloom.components.parallel.expert import ExpertDimension
 from drawloom.components.parallel.master_weights import choose_layer_dtype
 from drawloom.components.parallel.pipeline import build_layer_ranges, partition_layers, split_off_embedding_and_head
 from drawloom.components.parallel.split_experts import set_dispatcher
 from drawloom.components.pipeline.program.builders import list_stages_of_rank
-from drawloom.components.ports.adapters import Adapter
-from drawloom.components.ports.distributed import Mesh, Precision
-from drawloom.components.ports.experts import Dispatcher
-from drawloom.components.ports.features import StageFeature
-from drawloom.components.ports.model import LayerRange, Model
-from drawloom.components.ports.pipeline import (
+from drawloom.ports import (
+    LOSS,
+    Adapter,
+    Dispatcher,
+    LayerRange,
     Loss,
+    Mesh,
+    Model,
     OuterLayersSchedule,
     PartitioningSchedule,
+    Precision,
+    RankSlice,
     Schedule,
+    StageFeature,
     embeds_on_every_rank,
     find_loss_module,
 )
-from drawloom.components.ports.slices import RankSlice
-from drawloom.components.ports.stages import LOSS
-from drawloom.graph import UserError
 
 
 @attrs.frozen(kw_only=True, eq=False)

@@ -5,11 +5,8 @@ from collections.abc import Iterator, MutableMapping, Sequence
 import attrs
 from torch import nn
 
-from drawloom.components.ports.distributed import Precision
-from drawloom.components.ports.features import NamePatterns, StageFeature, StageNodes, check_exclusions
-from drawloom.components.ports.memory import MemoryKind
-from drawloom.components.ports.slices import RankSlice
-from drawloom.graph import Problem
+from drawloom import Problem
+from drawloom.ports import MemoryKind, NamePatterns, Precision, RankSlice, StageFeature, StageNodes, check_exclusions
 
 
 def _sort(features: Sequence[StageFeature]) -> list[StageFeature]:

@@ -11,21 +11,23 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from drawloom import UserError
 from drawloom.components.distributed.rng import derive_seed, fill_normal
 from drawloom.components.parallel.data_shard import get_local_slice, get_tensor_slice
-from drawloom.components.ports.adapters import Adapter, adapter_parameter_names
-from drawloom.components.ports.model import (
-    BufferOwner,
-    LanguageModel,
-    Model,
-    list_quantized_parameter_formats,
-)
-from drawloom.components.ports.slices import TensorSlice, is_dtensor
-from drawloom.components.ports.stages import LOSS
-from drawloom.components.ports.weights import Mapper
 from drawloom.components.stages.checks import find_initial_folder
 from drawloom.components.storage.byte_size import format_decimal_byte_size
-from drawloom.graph import UserError
+from drawloom.ports import (
+    LOSS,
+    Adapter,
+    BufferOwner,
+    LanguageModel,
+    Mapper,
+    Model,
+    TensorSlice,
+    adapter_parameter_names,
+    is_dtensor,
+    list_quantized_parameter_formats,
+)
 
 
 def check_parameters_fit_device(modules: Iterable[nn.Module], sharding_ranks: int, device: torch.device) -> None:

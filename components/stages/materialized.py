@@ -10,23 +10,13 @@ import attrs
 import torch
 from torch import nn
 
+from drawloom import NodeView, Problem, UserError, above, at_least, component, internal, setting, wired
 from drawloom.components.parallel.dimensions import DIMENSIONS
-from drawloom.components.ports.adapters import Adapter
-from drawloom.components.ports.distributed import Device, Mesh, Precision
-from drawloom.components.ports.experts import Dispatcher
-from drawloom.components.ports.features import StageFeature
-from drawloom.components.ports.memory import MemoryKind, MemoryPolicy
-from drawloom.components.ports.model import BatchContext, Model
-from drawloom.components.ports.parameter_roles import Role
-from drawloom.components.ports.pipeline import Loss, Schedule
-from drawloom.components.ports.run import RunInfo
-from drawloom.components.ports.slices import TensorSlice
-from drawloom.components.ports.stages import Recompute, Stage
 from drawloom.components.stages.checks import (
     check_adapter_folder,
     check_adapter_weights_have_adapters,
-    check_embedding_and_head_costs_are_used,
     check_initial_folder,
+    check_layer_costs_are_used,
     check_loss_is_not_module,
     check_memory_policy,
     check_recompute_is_set_once,
@@ -38,8 +28,26 @@ from drawloom.components.stages.checks import (
     warn_narrowed_weights,
 )
 from drawloom.components.stages.feature_stack import FeatureStack, check_features, describe_features
-from drawloom.graph import Problem, UserError, above, at_least, component, setting, wired
-from drawloom.graph.wiring.node import NodeView
+from drawloom.ports import (
+    Adapter,
+    BatchContext,
+    Device,
+    Dispatcher,
+    Loss,
+    MemoryKind,
+    MemoryPolicy,
+    Mesh,
+    Model,
+    NodeState,
+    Precision,
+    Recompute,
+    Role,
+    RunInfo,
+    Schedule,
+    Stage,
+    StageFeature,
+    TensorSlice,
+)
 
 if TYPE_CHECKING:
     from drawloom.components.parallel.fsdp import ShardedStore
@@ -83,57 +91,52 @@ class MaterializedStages:
     dispatcher: Dispatcher | None = None
     memory: MemoryPolicy | None = None
     embedding_layer_cost: int = setting(
+        "embedding cost in layers; the first stage gets fewer layers by this number",
         default=0,
         check=at_least(0),
         impact="safe",
-        doc="embedding cost in layers; the first stage gets fewer layers by this number",
     )
     head_layer_cost: int = setting(
+        "head cost in layers; the last stage gets fewer layers by this number",
         default=0,
         check=at_least(0),
         impact="safe",
-        doc="head cost in layers; the last stage gets fewer layers by this number",
     )
     reshard_after_forward: bool | None = setting(
+        "whether FSDP frees a layer's gathered parameters after its forward and gathers them again in its "
+        "backward: less memory, more communication; default: true with one pipeline rank",
         default=None,
         impact="safe",
-        doc="whether FSDP frees a layer's gathered parameters after its forward and gathers them again in its "
-        "backward: less memory, more communication; default: true with one pipeline rank",
     )
     sync_each_microbatch: bool = setting(
+        "whether FSDP ranks reduce gradients after every microbatch instead of after gradient accumulation: "
+        "less memory, more communication",
         default=False,
         impact="safe",
-        doc=(
-            "whether FSDP ranks reduce gradients after every microbatch instead of after gradient accumulation: "
-            "less memory, more communication"
-        ),
     )
     bucket_bytes: int = setting(
+        "bytes per DDP gradient bucket, which replicas sum in one collective during the backward pass",
         default=32 * 2**20,
         impact="safe",
         check=above(0),
-        doc="bytes per DDP gradient bucket, which replicas sum in one collective during the backward pass",
     )
     recompute: Recompute = setting(
+        "activation checkpointing policy; 'none'; 'selective': norms, gates and rotations; 'blocks': every "
+        "block; a number n: one block in n; 'quantized': 'selective' with inputs of norms and gates in 8 bits, "
+        "which rounds gradients",
         default="none",
         impact="safe",
         check=describe_recompute_fault,
-        doc=(
-            "activation checkpointing policy; 'none'; 'selective': norms, gates and rotations; 'blocks': every "
-            "block; a number n: one block in n; 'quantized': 'selective' with inputs of norms and gates in 8 bits, "
-            "which rounds gradients"
-        ),
     )
     weights: Path | None = setting(
-        default=None,
-        doc="Hugging Face folder with initial weights; default: `model.auto`'s folder, or random weights",
+        "Hugging Face folder with initial weights; default: `model.auto`'s folder, or random weights", default=None
     )
     adapter_weights: Path | None = setting(
+        "folder of a run's adapter, or one of PEFT, with the adapters' initial values; default: random values",
         default=None,
-        doc="folder of a run's adapter, or one of PEFT, with the adapters' initial values; default: random values",
     )
-    local: list[Stage] = attrs.field(init=False, factory=list)  # this rank's stages, in order
-    store: "ParameterStore | ShardedStore" = attrs.field(init=False, default=None)
+    local: list[Stage] = internal(factory=list)  # this rank's stages, in order
+    store: "ParameterStore | ShardedStore" = internal(None)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
@@ -150,7 +153,7 @@ class MaterializedStages:
         if loss := node.neighbour("loss"):
             yield from check_loss_is_not_module(node, loss)
         if schedule := node.neighbour("schedule"):
-            yield from check_embedding_and_head_costs_are_used(node, schedule)
+            yield from check_layer_costs_are_used(node, schedule)
             yield from check_memory_policy(node, schedule)
 
     @classmethod
@@ -259,13 +262,13 @@ class MaterializedStages:
         """Return this rank's slices by name, for trained parameters and persistent buffers; None for whole ones."""
         return {name: self._assembly.parameters.get_rank_slice(name) for name in self.state_dict()}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> NodeState:
         """Return trained parameters and persistent buffers by name, and a fingerprint for frozen parameters."""
         tensors = chain.from_iterable(by_name.items() for by_name in self._assembly.parameters.state_tensors())
-        state: dict[str, Any] = {name: tensor.detach() for name, tensor in tensors}
+        state: NodeState = {name: tensor.detach() for name, tensor in tensors}
         return state | ({FROZEN: self._assembly.fingerprint} if self._assembly.fingerprint else {})
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: NodeState) -> None:
         """Copy saved tensors into place. Raises KeyError for other names, and UserError for other frozen parameters."""
         if other := self.state_slices().keys() ^ state.keys():
             raise KeyError(

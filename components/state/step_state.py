@@ -101,11 +101,7 @@ class StepState:
     """
 
     def __init__(
-        self,
-        values: Mapping[str, Any] | None = None,
-        *,
-        microbatches: int = 1,
-        specs: Mapping[str, Spec] | None = None,
+        self, values: Mapping[str, Any] | None = None, *, microbatches: int = 1, specs: Mapping[str, Spec] | None = None
     ) -> None:
         self._copies: list[tuple[list[Tensor], HostCopy]] = []
         self._read: dict[int, float] = {}

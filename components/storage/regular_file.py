@@ -14,8 +14,8 @@ from pathlib import Path
 
 import attrs
 
+from drawloom import UserError
 from drawloom.components.storage.sha256_stream import BLOCK, FileDigest, hash_block
-from drawloom.graph import UserError
 
 CHUNK = 2**22  # bytes that are read or written at a time
 

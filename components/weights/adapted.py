@@ -7,13 +7,10 @@ import attrs
 import torch
 from torch import nn
 
-from drawloom.components.ports.adapters import Adapter, Fill, find_adapted_layers
-from drawloom.components.ports.model import LayerRange, LinearLayer, Model
-from drawloom.components.ports.slices import ModelParameter
-from drawloom.components.ports.weights import Mapper
+from drawloom import UserError
 from drawloom.components.weights.convert import convert_tensors
 from drawloom.components.weights.mapper import parallel
-from drawloom.graph import UserError
+from drawloom.ports import Adapter, Fill, LayerRange, LinearLayer, Mapper, Model, ModelParameter, find_adapted_layers
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head.weight"
 """Names of the embedding and of an untied head in Hugging Face models."""

@@ -10,10 +10,7 @@ import attrs
 import torch
 from torch import nn
 
-from drawloom.components.ports.adapters import Adapter, LowRank
-from drawloom.components.ports.model import LanguageModel, Model
-from drawloom.components.ports.slices import TensorSlice
-from drawloom.components.ports.weights import ADAPTER_CONFIG, STATE, Mapper
+from drawloom import UserError
 from drawloom.components.storage.regular_file import read_file
 from drawloom.components.storage.safetensors.header import format_names
 from drawloom.components.storage.safetensors.reader import SafetensorsFolder, read_safetensors_header
@@ -22,7 +19,7 @@ from drawloom.components.weights.adapted import build_meta_model_with_adapters
 from drawloom.components.weights.convert import compute_group_output_specs, persistent_tensors
 from drawloom.components.weights.load import fill_module, folder_fingerprint
 from drawloom.components.weights.peft import BASE_KEY, PREFIX, WEIGHTS, PeftFormat
-from drawloom.graph import UserError
+from drawloom.ports import ADAPTER_CONFIG, STATE, Adapter, LanguageModel, LowRank, Mapper, Model, Settings, TensorSlice
 
 MAX_CONFIG_SIZE = 2**24  # bytes
 
@@ -41,7 +38,7 @@ class AdapterFolder:
     """A PEFT folder with LoRA, with its settings in `adapter_config.json`."""
 
     folder: Path
-    config: Mapping[str, Any]
+    config: Settings
 
     @classmethod
     def read(cls, folder: Path) -> "AdapterFolder":

@@ -11,14 +11,21 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.ports.adapters import AdaptedLayer, LowRank, find_adapted_layers
-from drawloom.components.ports.model import KeepsConfig, LanguageModel
-from drawloom.components.ports.weights import Convert, Mapper, TensorGroup
+from drawloom import UserError
 from drawloom.components.weights.adapted import EMBEDDING, HEAD
 from drawloom.components.weights.convert import persistent_tensors
 from drawloom.components.weights.mapper import parallel, return_unchanged, sequential
 from drawloom.components.weights.mapper_ops import rename
-from drawloom.graph import UserError
+from drawloom.ports import (
+    AdaptedLayer,
+    Convert,
+    KeepsConfig,
+    LanguageModel,
+    LowRank,
+    Mapper,
+    TensorGroup,
+    find_adapted_layers,
+)
 
 WEIGHTS = "adapter_model.safetensors"
 """File with an adapter's tensors."""
@@ -227,7 +234,7 @@ class PeftFormat:
         (rank, scale), _ = Counter((pair.rank, pair.scale) for pair in fused or pairs).most_common(1)[0]
         others = [pair for pair in pairs if (pair.rank, pair.scale) != (rank, scale)]
         dropouts = {pair.dropout for pair in pairs}
-        _check_tuned_tensors_are_not_joined_in_files(self.whole, self.file_mapper)
+        _check_no_joined_tensors(self.whole, self.file_mapper)
         saved = list(dict.fromkeys(name.rpartition(".")[0] for name in _list_tensors_of_tuned_modules(self.whole)))
         if self.is_tied and EMBEDDING in saved:
             saved.append(HEAD.removesuffix(".weight"))  # PEFT copies modules, which unties them
@@ -359,7 +366,7 @@ def _list_tensors_of_tuned_modules(whole: nn.Module) -> list[str]:
     ]
 
 
-def _check_tuned_tensors_are_not_joined_in_files(whole: nn.Module, file_mapper: Mapper) -> None:
+def _check_no_joined_tensors(whole: nn.Module, file_mapper: Mapper) -> None:
     """Raise UserError for a fully tuned parameter that is a part of another module in files of the family."""
     saved = set(_list_tensors_of_tuned_modules(whole))
     for group in file_mapper.groups:

@@ -77,7 +77,7 @@ def _run_command(arguments: Sequence[str], project: Project, console: Console) -
     rest, words = split_off_overrides(arguments)
     name, files = rest[0] if rest else "", find_command_files(project)
     if name not in files:
-        _print_help_or_version_or_refuse(project, files, rest)
+        _print_or_refuse(project, files, rest)
         return OK
     if "=" in rest[1:-1]:
         index = rest.index("=", 1)
@@ -188,7 +188,7 @@ def _make_main_parser(project: Project, files: Mapping[str, CommandFile]) -> Par
     return parser
 
 
-def _print_help_or_version_or_refuse(project: Project, files: Mapping[str, CommandFile], arguments: list[str]) -> None:
+def _print_or_refuse(project: Project, files: Mapping[str, CommandFile], arguments: list[str]) -> None:
     """Parse a command line without a command. Raises UserError if it has neither --help nor --version."""
     parser = _make_main_parser(project, files)
     if arguments and arguments[0][:1] != "-":

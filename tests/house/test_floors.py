@@ -10,8 +10,14 @@ import ast
 import sys
 from pathlib import Path
 
+import drawloom
+
 ROOT = Path(__file__).parents[2]
 NAME = "drawloom"
+PUBLIC = {"models": "components.model", "ports": "components.ports"}
+PUBLIC |= dict.fromkeys({*drawloom.__all__} - {"models", "ports", "reward", "testing"}, "graph")
+"""Where the public names of components' authors are, by their names in `drawloom`."""
+
 LIBRARIES = {
     "components.ports",
     "components.state",
@@ -187,6 +193,8 @@ def is_allowed(module: str, here: str) -> bool:
     own_floors, libraries = FLOORS.get(here, SUBJECT)
     top, _, rest = module.partition(".")
     if top == NAME:
+        head, dot, tail = rest.partition(".")
+        rest = PUBLIC.get(head, head) + dot + tail
         return any(f"{rest}.".startswith(f"{floor}.") for floor in own_floors | {here})
     return top in libraries | sys.stdlib_module_names
 

@@ -18,8 +18,6 @@ from drawloom.components.data.store.shard import choose_id_dtype
 from drawloom.components.data.token_arrays import TokenArrays
 from drawloom.components.pipeline.executor import ProgramExecutor
 from drawloom.components.pipeline.runtime.loss_passes import add_values_without_adapters
-from drawloom.components.ports.data import TokenBatch
-from drawloom.components.ports.pipeline import Referenced
 from drawloom.graph.cli.command import (
     Count,
     Project,
@@ -32,6 +30,7 @@ from drawloom.graph.cli.command import (
     output,
     output_class,
 )
+from drawloom.ports import Referenced, TokenBatch
 
 
 @output_class

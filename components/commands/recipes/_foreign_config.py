@@ -8,9 +8,10 @@ from typing import Any
 import attrs
 import tomli
 
-from drawloom.graph import UserError
+from drawloom import UserError
 from drawloom.graph.foreign_names import find_own_component, read_foreign_names
 from drawloom.graph.toml.emit import dump_key, dump_toml
+from drawloom.ports import ConfigJson, Settings
 
 PARTS: Mapping[str, Mapping[str, Any]] = {
     "stages.recompute": {"selective": "selective", "full": "blocks", "true": "blocks", "none": "none", "false": "none"},
@@ -38,7 +39,7 @@ class Imported:
 
     framework: str
     extends: list[str]
-    values: dict[str, Any] = attrs.field(factory=dict)
+    values: ConfigJson = attrs.field(factory=dict)
     comments: dict[str, str] = attrs.field(factory=dict)
     notes: list[str] = attrs.field(factory=list)
     unmapped: list[str] = attrs.field(factory=list)
@@ -70,7 +71,7 @@ def _sort_key(key: str) -> tuple[bool, bool, str]:
     return node != "run", node != "vars", node
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> ConfigJson:
     """
     Return a file's values by key, where tables of TOML are joined by dots. Raises UserError.
 
@@ -95,7 +96,7 @@ def _flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield f"{prefix}{key}", value
 
 
-def _read_yaml(text: str, path: Path) -> dict[str, Any]:
+def _read_yaml(text: str, path: Path) -> ConfigJson:
     try:
         import yaml
     except ModuleNotFoundError as error:
@@ -133,7 +134,7 @@ def _read_number(value: Any) -> Any:
     return value
 
 
-def detect_framework(config: Mapping[str, Any]) -> str:
+def detect_framework(config: Settings) -> str:
     """Return the framework with most of these keys. Raises UserError if no key is known."""
     tables = read_foreign_names()
     counts = {name: len(config.keys() & tables[name].keys()) for name in tables["defaults"]}
@@ -143,7 +144,7 @@ def detect_framework(config: Mapping[str, Any]) -> str:
     return best
 
 
-def import_config(config: Mapping[str, Any], framework: str, base: str | None, ranks: int) -> Imported:
+def import_config(config: Settings, framework: str, base: str | None, ranks: int) -> Imported:
     """Return the recipe for a framework's configuration, on this many data-parallel ranks."""
     tables = read_foreign_names()
     names, defaults = tables[framework], tables["defaults"][framework]
@@ -197,7 +198,7 @@ WITHOUT_EFFECT = (-1, "steps", "lora", "qlora", True, False)
 """Values that need no line in a recipe if their setting has none: a choice of the base, or the default."""
 
 
-def _choose_base(config: Mapping[str, Any], framework: str) -> str:
+def _choose_base(config: Settings, framework: str) -> str:
     """Return the shipped recipe nearest to a configuration."""
     if framework == "torchtitan":
         flavor = f"{config.get('model.name')}/{config.get('model.flavor')}".lower()
@@ -208,7 +209,7 @@ def _choose_base(config: Mapping[str, Any], framework: str) -> str:
     return kind if kind in ("dpo", "kto", "grpo") else "dpo" if kind in ("ipo", "orpo", "simpo") else "chat"
 
 
-def _choose_overlays(imported: Imported, config: Mapping[str, Any]) -> None:
+def _choose_overlays(imported: Imported, config: Settings) -> None:
     """Extend the overlay for all weights, or for QLoRA, as the configuration has an adapter or none."""
     adapter = config.get("adapter") or config.get("use_peft")
     if adapter == "qlora":
@@ -249,7 +250,7 @@ def _convert_value(target: str, key: str, value: Any, values: Mapping[str, Any])
     return str(value) if own in ("run.name", "vars.base") else value
 
 
-def _set_batch_sizes(imported: Imported, config: Mapping[str, Any], names: Mapping[str, str], ranks: int) -> None:
+def _set_batch_sizes(imported: Imported, config: Settings, names: Mapping[str, str], ranks: int) -> None:
     """Set the rows of a microbatch and of a step: in other frameworks a product."""
     sizes = {key: config[key] for key in config if names.get(key, "").startswith("batch.")}
     if odd := [key for key in sizes if not isinstance(sizes[key], int)]:

@@ -2,12 +2,10 @@
 
 from typing import TYPE_CHECKING
 
-import attrs
 import numpy as np
 
-from drawloom.components.ports.data import RowSource
-from drawloom.components.ports.run import RunInfo
-from drawloom.graph import component
+from drawloom import component, internal
+from drawloom.ports import RowSource, RunInfo
 
 if TYPE_CHECKING:
     from drawloom.components.data.order.permutation import Permutation
@@ -18,7 +16,7 @@ class Shuffled:
     """Random permutation of a source's rows, determined by (seed, source, epoch)."""
 
     job: RunInfo
-    _last: "dict[str, Permutation]" = attrs.field(init=False, factory=dict)
+    _last: "dict[str, Permutation]" = internal(factory=dict)
 
     def rows_at(self, source: RowSource, epoch: int, positions: np.ndarray) -> np.ndarray:
         from drawloom.components.data.order.permutation import Permutation

@@ -8,11 +8,10 @@ from itertools import accumulate
 import attrs
 import numpy as np
 
+from drawloom import UserError
 from drawloom.components.data.mixed_documents import DocumentSource, list_document_sources
 from drawloom.components.data.packing.pieces import RowIndex, RowPiece
-from drawloom.components.ports.corpus import DocumentPart, TokenDocuments
-from drawloom.components.ports.data import IGNORE_INDEX, TokenBatch
-from drawloom.graph import UserError
+from drawloom.ports import IGNORE_INDEX, DocumentPart, TokenBatch, TokenDocuments
 
 
 @attrs.frozen

@@ -9,11 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from drawloom import NodeView, Problem, component
 from drawloom.components.data.packing.packed_rows import PackedRows, find_document_nodes, select_trainable_documents
 from drawloom.components.data.packing.pieces import RowIndex, RowPiece
-from drawloom.components.ports.data import answers_prompts
-from drawloom.graph import Problem, component
-from drawloom.graph.wiring.node import NodeView
+from drawloom.ports import answers_prompts
 
 if TYPE_CHECKING:
     from drawloom.components.data.order.permutation import Permutation

@@ -10,20 +10,24 @@ import attrs
 import numpy as np
 import torch
 
+from drawloom import Every, NodeView, Problem, ResolvedRecipe, UserError, internal, setting
 from drawloom.components.data.packing.pieces import RowIndex
-from drawloom.components.ports.corpus import Split, TokenCorpus, TokenDocuments
-from drawloom.components.ports.data import (
+from drawloom.graph import component_base_class
+from drawloom.ports import (
     MAX_LENGTH,
+    Batch,
+    LanguageModel,
+    NodeState,
     RowSource,
+    RunInfo,
+    Split,
     TeacherPredictions,
     TokenBatch,
+    TokenCorpus,
+    TokenDocuments,
+    find_length_fault,
     uses_preference_pairs,
 )
-from drawloom.components.ports.model import LanguageModel, find_length_fault
-from drawloom.components.ports.run import RunInfo
-from drawloom.components.state.batch import Batch
-from drawloom.graph import Every, Problem, ResolvedRecipe, UserError, component_base_class, setting
-from drawloom.graph.wiring.node import NodeView
 
 if TYPE_CHECKING:
     from drawloom.components.data.order.permutation import Permutation
@@ -70,13 +74,10 @@ class PackedRows:
     models: Every[LanguageModel] = attrs.field(factory=Every)
     recipe: ResolvedRecipe = attrs.field(factory=lambda: ResolvedRecipe("", ""))
     teacher: TeacherPredictions | None = None
-    length: int = setting(
-        check=_describe_length_fault,
-        doc="sequence length: tokens in a row, at least 2",
-    )
-    _pad: int = attrs.field(init=False, default=0)
-    _splits: dict[Split, "PackedSplit"] = attrs.field(init=False, factory=dict)
-    _fingerprints: dict[str, Any] = attrs.field(init=False, factory=dict)
+    length: int = setting("sequence length: tokens in a row, at least 2", check=_describe_length_fault)
+    _pad: int = internal(0)
+    _splits: dict[Split, "PackedSplit"] = internal(factory=dict)
+    _fingerprints: dict[str, Any] = internal(factory=dict)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
@@ -175,7 +176,7 @@ class PackedRows:
         """
         return {**self.state_dict(), "seed": self.job.seed}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> NodeState:
         """Return row counts and fingerprints by split and source, constant during a run."""
         if not self._fingerprints:
             for split in SPLITS:
@@ -186,7 +187,7 @@ class PackedRows:
                     self._fingerprints[_format_split_name(split, source.name)] = {"rows": rows.rows, "sha256": digest}
         return dict(self._fingerprints)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: NodeState) -> None:
         """Raise UserError if the run began with other rows, unless --accept-changes is set."""
         from drawloom.components.data.packing.row_checks import check_rows_are_unchanged
 

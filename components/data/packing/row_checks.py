@@ -4,8 +4,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from drawloom.components.ports.model import LanguageModel
-from drawloom.graph import UserError
+from drawloom import UserError
+from drawloom.ports import LanguageModel
 
 log = logging.getLogger("drawloom.data")
 

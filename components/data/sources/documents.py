@@ -7,8 +7,8 @@ from typing import Any, Protocol, get_args
 
 import attrs
 
-from drawloom.components.ports.corpus import Split
-from drawloom.graph import between, setting
+from drawloom import between, setting
+from drawloom.ports import Split
 
 PART_BYTES = 2**26
 """Approximate bytes of files per part: large enough to hide its overhead, small enough to lose when killed."""
@@ -39,15 +39,15 @@ class Part(Protocol):
 def file_globs(files: str) -> Any:
     """Return the setting for globs that select files."""
     return setting(
+        f"globs for {files}, relative to the current directory; `**` crosses folders",
         globs=True,
         check=lambda paths: None if paths else "an empty list names no file",
-        doc=f"globs for {files}, relative to the current directory; `**` crosses folders",
     )
 
 
 def validation_fraction(units: str) -> Any:
     """Return the setting for the validation split's share."""
-    return setting(default=0.05, check=between(0, 1), doc=f"fraction of {units} held out for evaluation; 0: none")
+    return setting(f"fraction of {units} held out for evaluation; 0: none", default=0.05, check=between(0, 1))
 
 
 def choose_split(content: bytes, validation_fraction: float) -> Split:

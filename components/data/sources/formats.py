@@ -9,16 +9,10 @@ from typing import IO, Any
 
 import attrs
 
+from drawloom import UserError
 from drawloom.components.data.sources.documents import PART_BYTES, Document, Part
-from drawloom.components.data.sources.files import (
-    PYARROW,
-    File,
-    find_files,
-    import_optional_package,
-    open_file,
-)
+from drawloom.components.data.sources.files import PYARROW, File, find_files, import_optional_package, open_file
 from drawloom.components.data.sources.texts import group_text_files
-from drawloom.graph import UserError
 
 
 @attrs.frozen

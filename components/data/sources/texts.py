@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import attrs
 
+from drawloom import UserError
 from drawloom.components.data.sources.documents import (
     PART_BYTES,
     DividedCorpus,
@@ -15,7 +16,7 @@ from drawloom.components.data.sources.documents import (
     validation_fraction,
 )
 from drawloom.components.data.sources.files import File, find_files, group_files, open_file
-from drawloom.graph import UserError, component_base_class
+from drawloom.graph import component_base_class
 
 
 @component_base_class

@@ -1,6 +1,6 @@
 """The settings that all families share, the modules that they build, and initial weights."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -10,6 +10,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from drawloom import Problem, UserError, setting, wired
 from drawloom.components.model.decoder.config import (
     DecoderConfig,
     create_size_check,
@@ -34,20 +35,23 @@ from drawloom.components.model.new_tokens import (
     count_new_tokens,
     find_new_tokens_fault,
 )
-from drawloom.components.ports.corpus import Tokenizer
-from drawloom.components.ports.kernels import Kernels
-from drawloom.components.ports.model import ForwardFlops, LayerRange
-from drawloom.components.ports.parameter_roles import (
+from drawloom.graph import component_base_class
+from drawloom.graph.toml.emit import dump_toml
+from drawloom.ports import (
+    ConfigJson,
+    ForwardFlops,
+    Kernels,
+    LayerRange,
+    Mapper,
     ModelScaling,
     Parametrization,
     Role,
+    Settings,
+    TensorSlice,
+    Tokenizer,
     default_role,
     parameter_roles,
 )
-from drawloom.components.ports.slices import TensorSlice
-from drawloom.components.ports.weights import Mapper
-from drawloom.graph import Problem, UserError, component_base_class, setting, wired
-from drawloom.graph.toml.emit import dump_toml
 
 EXAMPLES = {
     "num_hidden_layers": 4,
@@ -60,7 +64,7 @@ EXAMPLES = {
 }
 
 
-def find_setting_faults(family: Family, settings: Mapping[str, Any], has_tokenizer: bool) -> Iterator[InvalidSetting]:
+def find_setting_faults(family: Family, settings: Settings, has_tokenizer: bool) -> Iterator[InvalidSetting]:
     """Return problems in a recipe's settings; None stands for a setting left out."""
     given = _drop_unset_settings(family, settings)
     if settings["config"] is not None:
@@ -90,7 +94,7 @@ def find_setting_faults(family: Family, settings: Mapping[str, Any], has_tokeniz
 
 
 def build_architecture_from_settings(
-    family: Family, settings: Mapping[str, Any], tokens: int | None, new_tokens: int = 0
+    family: Family, settings: Settings, tokens: int | None, new_tokens: int = 0
 ) -> DecoderConfig:
     """
     Return the architecture for these settings, with `tokens` ids in the tokenizer; the last ones may be new.
@@ -130,12 +134,12 @@ def _list_required_keys(family: Family) -> list[str]:
     return [key for key, field in family.keys.items() if field.default is attrs.NOTHING and key not in derived]
 
 
-def _drop_unset_settings(family: Family, settings: Mapping[str, Any]) -> dict[str, Any]:
+def _drop_unset_settings(family: Family, settings: Settings) -> dict[str, Any]:
     """Return the settings that are keys of the family's `config.json` and not None."""
     return {key: settings[key] for key in (*family.keys, "rope_parameters") if settings[key] is not None}
 
 
-def _fill_derived_defaults(family: Family, settings: Mapping[str, Any], tokens: int | None) -> dict[str, Any]:
+def _fill_derived_defaults(family: Family, settings: Settings, tokens: int | None) -> dict[str, Any]:
     """Add defaults derived from other settings or the tokenizer's size; the config class has constant defaults."""
     given = _drop_unset_settings(family, settings)
     if tokens is not None:
@@ -148,7 +152,7 @@ def _fill_derived_defaults(family: Family, settings: Mapping[str, Any], tokens: 
     return derive_head_sizes(given) | separate_theta_and_scaling(given)
 
 
-def _read_and_override_config(family: Family, settings: Mapping[str, Any]) -> DecoderConfig:
+def _read_and_override_config(family: Family, settings: Settings) -> DecoderConfig:
     """Read the config file named in the settings, and override its values by the other settings."""
     given = _drop_unset_settings(family, settings)
     from drawloom.components.model.decoder.hugging_face import read_config
@@ -157,7 +161,7 @@ def _read_and_override_config(family: Family, settings: Mapping[str, Any]) -> De
     return attrs.evolve(read_config(family, settings["config"]), **scaling | separate_theta_and_scaling(given))
 
 
-def _find_attention_faults(given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+def _find_attention_faults(given: Settings) -> Iterator[InvalidSetting]:
     """Yield the fault if head counts or sizes do not fit together, or head_dim has no default."""
     width, heads = given["hidden_size"], given["num_attention_heads"]
     if "head_dim" not in given and width % heads:
@@ -181,14 +185,14 @@ class DecoderModel:
     kernels: Kernels
     tokenizer: Tokenizer | None = wired(default=None)
     new_tokens: NewTokens = setting(
+        "number of the tokenizer's last ids with separate rows in embedding and head, in a parameter new_tokens, "
+        "which a folder may lack; or a table from parameter names to numbers of ids, in the order of ids",
         default=0,
         check=find_new_tokens_fault,
-        doc="number of the tokenizer's last ids with separate rows in embedding and head, in a parameter new_tokens, "
-        "which a folder may lack; or a table from parameter names to numbers of ids, in the order of ids",
     )
 
     @classmethod
-    def read_sizes(cls, node: Any) -> Mapping[str, Any]:
+    def read_sizes(cls, node: Any) -> Settings:
         """Return the config's keys, as far as `check` knows them; empty if a file is invalid, a problem of its own."""
         raise NotImplementedError
 
@@ -198,7 +202,7 @@ class DecoderModel:
         raise NotImplementedError
 
     @property
-    def config_settings(self) -> Mapping[str, Any]:
+    def config_settings(self) -> Settings:
         """The settings of the config, by key; None for those that are left out."""
         raise NotImplementedError
 
@@ -296,10 +300,10 @@ class DecoderModel:
 
         return count_forward_flops(self.build_on_meta(), self.architecture)
 
-    def hugging_face_config(self) -> dict[str, Any]:
+    def hugging_face_config(self) -> ConfigJson:
         return self.family.build_config(attrs.evolve(self.architecture, vocab_size=self.vocab_size))
 
-    def build_updated_folder_config(self, path: Path, text_only: bool = False) -> dict[str, Any]:
+    def build_updated_folder_config(self, path: Path, text_only: bool = False) -> ConfigJson:
         from drawloom.components.model.decoder.hugging_face import build_updated_folder_config
 
         written = attrs.evolve(self.architecture, vocab_size=self.vocab_size)
@@ -341,17 +345,15 @@ class DecoderBuilder(DecoderModel):
     family: ClassVar[Family]
 
     config: Path | None = setting(
-        default=None, doc="Hugging Face config.json, or its folder; other settings replace its values"
+        "Hugging Face config.json, or its folder; other settings replace its values", default=None
     )
     vocabulary_multiple: int = setting(
+        "the tokenizer's vocabulary size is rounded up to a multiple of this",
         default=1,
         check=create_size_check("vocab_size"),
-        doc="the tokenizer's vocabulary size is rounded up to a multiple of this",
     )
     rope_parameters: RopeScaling | None = setting(
-        default=None,
-        impact="changes_training",
-        doc="rope_theta and rope_scaling in one table, as in transformers 5",
+        "rope_theta and rope_scaling in one table, as in transformers 5", default=None, impact="changes_training"
     )
 
     def __init_subclass__(cls) -> None:
@@ -377,8 +379,8 @@ class DecoderBuilder(DecoderModel):
             yield node.problem(fault.key, fault.why, fault.instead)
 
     @classmethod
-    def read_sizes(cls, node: Any) -> Mapping[str, Any]:
-        settings: Mapping[str, Any] = node.settings
+    def read_sizes(cls, node: Any) -> Settings:
+        settings: Settings = node.settings
         with suppress(UserError):
             if settings["config"] is not None:
                 from drawloom.components.model.decoder.hugging_face import read_config
@@ -402,7 +404,7 @@ class DecoderBuilder(DecoderModel):
         _ = self.architecture
 
     @property
-    def config_settings(self) -> Mapping[str, Any]:
+    def config_settings(self) -> Settings:
         cls: Any = type(self)
         return {field.alias: getattr(self, field.name) for field in attrs.fields(cls)}
 

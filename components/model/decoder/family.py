@@ -7,7 +7,7 @@ import attrs
 
 from drawloom.components.model.decoder.config import DecoderConfig, config_fields
 from drawloom.components.model.decoder.rope import RopeScaling
-from drawloom.components.ports.weights import Mapper
+from drawloom.ports import ConfigJson, Mapper, Settings
 
 COMMON_FIXED = {"attention_dropout": 0.0, "hidden_act": "silu"}
 """The `fixed` values of all families."""
@@ -17,7 +17,7 @@ TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Keys for token ids: null, as transformers' defaults may lie outside the vocabulary."""
 
 
-def _return_unchanged(config: dict[str, Any]) -> dict[str, Any]:
+def _return_unchanged(config: ConfigJson) -> ConfigJson:
     """Return the config: the default conversion for families without keys that need one."""
     return config
 
@@ -47,15 +47,15 @@ class Family:
     config: type[DecoderConfig]
     model_type: str
     class_name: str
-    hf_defaults: Mapping[str, Any] = attrs.field(factory=dict)
-    fixed: Mapping[str, Any] = attrs.field(factory=dict)
+    hf_defaults: Settings = attrs.field(factory=dict)
+    fixed: Settings = attrs.field(factory=dict)
     renamed: Mapping[str, str] = attrs.field(factory=dict)
     derives_head_dim: bool = True
     other_types: tuple[str, ...] = ()
     nested_types: Mapping[str, str] = attrs.field(factory=dict)
     ignored: tuple[str, ...] = ()
-    read: Callable[[dict[str, Any]], dict[str, Any]] = _return_unchanged
-    write: Callable[[dict[str, Any]], dict[str, Any]] = _return_unchanged
+    read: Callable[[ConfigJson], ConfigJson] = _return_unchanged
+    write: Callable[[ConfigJson], ConfigJson] = _return_unchanged
     mapper: Callable[[Iterable[str], DecoderConfig], Mapper] = _create_decoder_mapper
     has_classifier: bool = True
     keys: "dict[str, attrs.Attribute[Any]]" = attrs.field(init=False, repr=False, eq=False)
@@ -66,11 +66,11 @@ class Family:
         return config_fields(self.config)
 
     @property
-    def constants(self) -> dict[str, Any]:
+    def constants(self) -> ConfigJson:
         """The keys' defaults, except those that depend on other keys or on the tokenizer."""
         return {key: field.default for key, field in self.keys.items() if isinstance(field.default, int | float | None)}
 
-    def build_config(self, architecture: DecoderConfig) -> dict[str, Any]:
+    def build_config(self, architecture: DecoderConfig) -> ConfigJson:
         """Return the `config.json` for a model; an export fills in the token ids."""
         # Rotary scaling has another form in files.
         numbers = {self.renamed.get(key, key): getattr(architecture, key) for key in self.keys if key != "rope_scaling"}
@@ -80,7 +80,7 @@ class Family:
         return self.write({**named, **COMMON_FIXED, **self.fixed, **numbers, **rope, **no_ids, "use_cache": True})
 
 
-def _build_rope_parameters(rope: RopeScaling | None, base: float, head_dim: int) -> dict[str, Any]:
+def _build_rope_parameters(rope: RopeScaling | None, base: float, head_dim: int) -> ConfigJson:
     """Return `rope_parameters` for a config, repeating `rope_theta` at the top; for static NTK only `rope_theta`."""
     if rope is None:
         return {}

@@ -11,8 +11,7 @@ from drawloom.components.model.decoder.specs import DeltaSpec, LayerContext
 from drawloom.components.model.layers import Linear, RMSNorm
 from drawloom.components.parallel.parameter_split import SplitDim
 from drawloom.components.parallel.tensor_ranks import TensorParallel
-from drawloom.components.ports.kernels import Kernels
-from drawloom.components.ports.parameter_roles import Role
+from drawloom.ports import Kernels, Role
 
 KEY_EPS = 1e-6
 """Constant added to the sum of squares by which queries and keys are divided, as in transformers."""

@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 import attrs
 
+from drawloom import UserError
 from drawloom.components.model.decoder.config import (
     FULL,
     SLIDING,
@@ -24,8 +25,8 @@ from drawloom.components.model.decoder.rope import (
 )
 from drawloom.components.storage.regular_file import open_untrusted_file
 from drawloom.components.storage.strict_json import parse_strict_json
-from drawloom.graph import UserError
 from drawloom.graph.types.structure import ValueConverter
+from drawloom.ports import ConfigJson, Settings
 
 HUGGING_FACE = [kind for kind in USED if kind != "ntk"]
 """The values of `rope_type` in a `config.json`; static NTK is written there as a larger `rope_theta`."""
@@ -37,7 +38,7 @@ BESIDES = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 """Keys of `rope_parameters` that do not belong to the scaling."""
 
 
-def parse_theta_and_scaling(config: Mapping[str, Any], can_be_partial: bool = False) -> tuple[Any, RopeScaling | None]:
+def parse_theta_and_scaling(config: Settings, can_be_partial: bool = False) -> tuple[Any, RopeScaling | None]:
     """Return the base, None if it is missing, and the scaling. Raises ValueError if the rope can't be built."""
     # transformers 4 writes rope_scaling, and null if there is none; transformers 5 writes rope_parameters.
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
@@ -52,9 +53,7 @@ def parse_theta_and_scaling(config: Mapping[str, Any], can_be_partial: bool = Fa
     return base, _parse_scaling(rope, config)
 
 
-def split_rope_by_type(
-    config: Mapping[str, Any], sliding_theta_key: str, default_sliding_theta: float
-) -> dict[str, Any]:
+def split_rope_by_type(config: Settings, sliding_theta_key: str, default_sliding_theta: float) -> ConfigJson:
     """
     Replace rope_parameters for several layer types by full attention's, and put sliding attention's base under
     `sliding_theta_key`.
@@ -72,14 +71,14 @@ def split_rope_by_type(
     return {**config, "rope_parameters": full, sliding_theta_key: local.get("rope_theta", default_sliding_theta)}
 
 
-def join_rope_by_type(config: Mapping[str, Any], sliding_theta: float) -> dict[str, Any]:
+def join_rope_by_type(config: Settings, sliding_theta: float) -> ConfigJson:
     """Return a config with rope_parameters by layer type, as in transformers 5."""
     full = config.get("rope_parameters") or {"rope_type": "default", "rope_theta": config["rope_theta"]}
     sliding = {"rope_type": "default", "rope_theta": sliding_theta}
     return {**config, "rope_parameters": {"full_attention": full, "sliding_attention": sliding}}
 
 
-def _parse_scaling(rope: Mapping[str, Any], config: Mapping[str, Any]) -> RopeScaling | None:
+def _parse_scaling(rope: Settings, config: Settings) -> RopeScaling | None:
     """Return a config's rotary scaling, None without one. Raises ValueError if it can't be built."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     given = {key: value for key, value in rope.items() if key not in BESIDES and value is not None}
@@ -107,8 +106,8 @@ def _parse_scaling(rope: Mapping[str, Any], config: Mapping[str, Any]) -> RopeSc
 
 
 def fill_layer_list(
-    config: dict[str, Any], key: str, interval: Any, create: Callable[[int, int], Sequence[Any]]
-) -> dict[str, Any]:
+    config: ConfigJson, key: str, interval: Any, create: Callable[[int, int], Sequence[Any]]
+) -> ConfigJson:
     """Return a `config.json` with `create(layers, interval)` for a missing list by layer, if both are numbers."""
     layers = config.get("num_hidden_layers")
     if config.get(key) is None and type(interval) is int and type(layers) is int and interval > 0:
@@ -129,7 +128,7 @@ def read_config(family: Family, path: Path) -> DecoderConfig:
     return _build_architecture(family, text_config(family, read_config_json(path)), path)
 
 
-def text_config(family: Family, config: Mapping[str, Any]) -> Mapping[str, Any]:
+def text_config(family: Family, config: Settings) -> Settings:
     """
     Return a multimodal model's text config, or any other config unchanged.
 
@@ -143,12 +142,12 @@ def text_config(family: Family, config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**config["text_config"], **tied}
 
 
-def is_sequence_classifier(config: Mapping[str, Any]) -> bool:
+def is_sequence_classifier(config: Settings) -> bool:
     """Return whether a `config.json` is for transformers' AutoModelForSequenceClassification."""
     return any("ForSequenceClassification" in str(name) for name in config.get("architectures") or ())
 
 
-def _is_multimodal(family: Family, config: Mapping[str, Any]) -> bool:
+def _is_multimodal(family: Family, config: Settings) -> bool:
     """Return whether a `config.json` has a config for the family as its text config."""
     return config.get("model_type") in family.nested_types and isinstance(config.get("text_config"), Mapping)
 
@@ -162,9 +161,7 @@ OF_CLASSIFIERS = ("num_labels", "id2label", "label2id", "problem_type")
 """Keys for sequence classifiers, which a language model does not have."""
 
 
-def build_updated_folder_config(
-    family: Family, path: Path, architecture: DecoderConfig, text_only: bool
-) -> dict[str, Any]:
+def build_updated_folder_config(family: Family, path: Path, architecture: DecoderConfig, text_only: bool) -> ConfigJson:
     """
     Return the `config.json` at `path`, as a language model's config, with a model's values for changed keys.
 
@@ -184,9 +181,7 @@ def build_updated_folder_config(
     return {**original, "text_config": text, **changed}
 
 
-def _replace_changed_keys(
-    family: Family, config: Mapping[str, Any], before: Mapping[str, Any], written: Mapping[str, Any]
-) -> dict[str, Any]:
+def _replace_changed_keys(family: Family, config: Settings, before: Settings, written: Settings) -> ConfigJson:
     """Return a config with the differences between two written ones, and without the changed keys' other names."""
     changed = {key: value for key, value in written.items() if key not in before or before[key] != value}
     if changed.keys() & set(ROPE_KEYS) or before.keys() - written.keys():
@@ -200,7 +195,7 @@ def _replace_changed_keys(
     return {key: value for key, value in config.items() if names.get(key, key) not in replaced} | changed
 
 
-def _make_language_model_config(config: dict[str, Any], written: Mapping[str, Any], renames: bool) -> dict[str, Any]:
+def _make_language_model_config(config: ConfigJson, written: Settings, renames: bool) -> ConfigJson:
     """
     Return a config with a causal language model's class, without keys of classifiers; `written` has the class, which
     also replaces another such class if `renames`.
@@ -216,7 +211,7 @@ def locate_config_json(path: Path) -> Path:
     return path / "config.json" if path.is_dir() else path
 
 
-def read_config_json(path: Path) -> dict[str, Any]:
+def read_config_json(path: Path) -> ConfigJson:
     """Return the object in a `config.json`. Raises UserError if it can't be read."""
     try:
         with open_untrusted_file(path, "write the path of a config.json") as file:
@@ -233,7 +228,7 @@ def read_config_json(path: Path) -> dict[str, Any]:
     return config
 
 
-def _build_architecture(family: Family, config: Mapping[str, Any], path: Path) -> DecoderConfig:
+def _build_architecture(family: Family, config: Settings, path: Path) -> DecoderConfig:
     """Build a config object from a `config.json`; `path` is for messages. Raises UserError for an invalid one."""
     try:
         return _convert_to_architecture(family, config)
@@ -242,7 +237,7 @@ def _build_architecture(family: Family, config: Mapping[str, Any], path: Path) -
         raise UserError(f"config: {path} {error}; {instead}") from error
 
 
-def _convert_to_architecture(family: Family, config: Mapping[str, Any]) -> DecoderConfig:
+def _convert_to_architecture(family: Family, config: Settings) -> DecoderConfig:
     """Build a config object. Raises ValueError with a reason that follows the path."""
     # transformers 5 writes newer names, and folders of either age are read.
     names = OTHER_KEYS | {theirs: ours for ours, theirs in family.renamed.items()}
@@ -275,7 +270,7 @@ def _convert_to_architecture(family: Family, config: Mapping[str, Any]) -> Decod
     return architecture
 
 
-def _hoist_partial_rotary_factor(config: dict[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+def _hoist_partial_rotary_factor(config: ConfigJson, keys: Iterable[str]) -> ConfigJson:
     """Copy partial_rotary_factor from rope_parameters, where transformers 5 writes it, to the top of a config."""
     rope, key = config.get("rope_parameters") or config.get("rope_scaling"), "partial_rotary_factor"
     return config | {key: rope[key]} if key in keys and isinstance(rope, Mapping) and key in rope else config
@@ -291,7 +286,7 @@ def find_inconsistent_sizes(architecture: DecoderConfig) -> Iterator[InvalidSett
     yield from architecture.find_faults(attrs.asdict(architecture, recurse=False))
 
 
-def _check_fixed_values(family: Family, config: Mapping[str, Any]) -> None:
+def _check_fixed_values(family: Family, config: Settings) -> None:
     """Raise ValueError for a value other than the only one that can be built."""
     # Configs of text embedders may have is_causal = false.
     kinds = (family.model_type, *family.other_types)
@@ -302,7 +297,7 @@ def _check_fixed_values(family: Family, config: Mapping[str, Any]) -> None:
             raise ValueError(f"says {key} = {json.dumps(config[key])}, where only {json.dumps(value)} can be built")
 
 
-def _check_layer_types(architecture: DecoderConfig, config: Mapping[str, Any]) -> None:
+def _check_layer_types(architecture: DecoderConfig, config: Settings) -> None:
     """Raise ValueError if `layer_types` contradicts other keys."""
     layers = range(architecture.num_hidden_layers)
     kinds = [FULL if architecture.window_of(layer) is None else SLIDING for layer in layers]

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from drawloom.components.distributed.rng import derive_seed, fill_normal
-from drawloom.components.ports.parameter_roles import Role
-from drawloom.components.ports.slices import TensorSlice
+from drawloom.ports import Role, TensorSlice
 
 
 def fill_with_initial_weights(

@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 
 from drawloom.components.model.decoder.config import DecoderConfig, num_experts
-from drawloom.components.ports.weights import Mapper
 from drawloom.components.weights.mapper import parallel, sequential
 from drawloom.components.weights.mapper_ops import chunk, identity, unstack
+from drawloom.ports import Mapper
 
 
 def create_decoder_mapper(names: Iterable[str], architecture: DecoderConfig) -> Mapper:

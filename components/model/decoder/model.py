@@ -14,10 +14,18 @@ from drawloom.components.model.decoder.layer import Block
 from drawloom.components.model.decoder.specs import Branch, DeltaSpec, LayerContext, MixerSpec
 from drawloom.components.model.layers import Embedding, Linear, RMSNorm
 from drawloom.components.parallel.tensor_ranks import TensorParallel
-from drawloom.components.ports.kernels import Kernels
-from drawloom.components.ports.model import Finish, ForwardFlops, HeadLayer, LayerRange, TokenContext
-from drawloom.components.ports.parameter_roles import ModelScaling, Role, parameter_roles
-from drawloom.components.ports.weights import Mapper
+from drawloom.ports import (
+    Finish,
+    ForwardFlops,
+    HeadLayer,
+    Kernels,
+    LayerRange,
+    Mapper,
+    ModelScaling,
+    Role,
+    TokenContext,
+    parameter_roles,
+)
 
 
 def check_hidden_states_request(shared: TokenContext, layers: int) -> None:

@@ -4,13 +4,14 @@ transformers 5's `rope_parameters`, which holds both.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
 from torch import Tensor
 
-from drawloom.graph import above, at_least, between, setting
+from drawloom import above, at_least, between, setting
+from drawloom.ports import Settings
 
 if TYPE_CHECKING:
     from drawloom.kernels.rope.frequencies import Scaling
@@ -79,62 +80,56 @@ class RopeScaling:
     """`rope_scaling` or `rope_parameters` of a `config.json`; what is left out is as in transformers."""
 
     rope_type: Literal["default", "linear", "ntk", "dynamic", "yarn", "llama3", "longrope"] = setting(
-        default="default",
-        doc="how positions are scaled, see kernels/rope/frequencies.py; default: not; ntk is exported as a larger "
+        "how positions are scaled, see kernels/rope/frequencies.py; default: not; ntk is exported as a larger "
         "rope_theta, for Hugging Face has no such type",
+        default="default",
     )
     rope_theta: float | None = setting(
-        default=None, check=above(1), doc="base of rotary positions; may be written outside as well"
+        "base of rotary positions; may be written outside as well", default=None, check=above(1)
     )
-    factor: float | None = setting(default=None, check=at_least(1), doc="how many times longer texts become")
+    factor: float | None = setting("how many times longer texts become", default=None, check=at_least(1))
     original_max_position_embeddings: int | None = setting(
+        "longest text before, in tokens; dynamic takes max_position_embeddings",
         default=None,
         check=between(1, 1_000_000_001),
-        doc="longest text before, in tokens; dynamic takes max_position_embeddings",
     )
     beta_fast: float | None = setting(
-        default=None,
-        check=above(0),
-        doc="yarn: rotations over the original length from which on a pair is unscaled; 32",
+        "yarn: rotations over the original length from which on a pair is unscaled; 32", default=None, check=above(0)
     )
     beta_slow: float | None = setting(
-        default=None,
-        check=above(0),
-        doc="yarn: rotations over the original length up to which a pair is scaled in full; 1",
+        "yarn: rotations over the original length up to which a pair is scaled in full; 1", default=None, check=above(0)
     )
-    truncate: bool | None = setting(default=None, doc="yarn: whether the bounds are rounded to whole pairs; true")
+    truncate: bool | None = setting("yarn: whether the bounds are rounded to whole pairs; true", default=None)
     attention_factor: float | None = setting(
+        "yarn, longrope: factor of cosines and sines; yarn: 0.1 ln(factor) + 1; longrope: sqrt(1 + ln(f) / ln(o)), "
+        "where o is original_max_position_embeddings and f is max_position_embeddings / o",
         default=None,
         check=above(0),
-        doc="yarn, longrope: factor of cosines and sines; yarn: 0.1 ln(factor) + 1; longrope: sqrt(1 + ln(f) / ln(o)), "
-        "where o is original_max_position_embeddings and f is max_position_embeddings / o",
     )
     short_factor: list[float] | None = setting(
-        default=None, doc="longrope: divisors of frequencies, by pair, in documents up to the original length"
+        "longrope: divisors of frequencies, by pair, in documents up to the original length", default=None
     )
     long_factor: list[float] | None = setting(
-        default=None, doc="longrope: divisors of frequencies, by pair, in longer documents"
+        "longrope: divisors of frequencies, by pair, in longer documents", default=None
     )
     mscale: float | None = setting(
+        "yarn: 0.1 mscale ln(factor) + 1 is the numerator of attention_factor; needs mscale_all_dim",
         default=None,
         check=above(0),
-        doc="yarn: 0.1 mscale ln(factor) + 1 is the numerator of attention_factor; needs mscale_all_dim",
     )
     mscale_all_dim: float | None = setting(
+        "yarn: 0.1 mscale_all_dim ln(factor) + 1 is the denominator of attention_factor, and multiplies the scores "
+        "of latent attention twice",
         default=None,
         check=above(0),
-        doc="yarn: 0.1 mscale_all_dim ln(factor) + 1 is the denominator of attention_factor, and multiplies the scores "
-        "of latent attention twice",
     )
     low_freq_factor: float | None = setting(
+        "llama3: rotations over the original length up to which a pair is scaled in full; 1",
         default=None,
         check=above(0),
-        doc="llama3: rotations over the original length up to which a pair is scaled in full; 1",
     )
     high_freq_factor: float | None = setting(
-        default=None,
-        check=above(0),
-        doc="llama3: rotations over the original length from which on a pair is unscaled; 4",
+        "llama3: rotations over the original length from which on a pair is unscaled; 4", default=None, check=above(0)
     )
 
     def explicit_options(self) -> dict[str, Any]:
@@ -228,7 +223,7 @@ def find_context_parallel_faults(rope: RopeScaling | None) -> Iterator[str]:
         yield f"{rope.rope_type} positions depend on the length of whole rows"
 
 
-def separate_theta_and_scaling(given: Mapping[str, Any]) -> dict[str, Any]:
+def separate_theta_and_scaling(given: Settings) -> dict[str, Any]:
     """Return the settings with `rope_theta` and `rope_scaling` in place of `rope_parameters`."""
     rest = {key: value for key, value in given.items() if key not in ("rope_parameters", "rope_scaling")}
     rope = given.get("rope_parameters", given.get("rope_scaling"))
@@ -239,7 +234,7 @@ def separate_theta_and_scaling(given: Mapping[str, Any]) -> dict[str, Any]:
     return rest | theta | scaling
 
 
-def find_duplicate_rope_settings(given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+def find_duplicate_rope_settings(given: Settings) -> Iterator[InvalidSetting]:
     """Yield the faults for settings given twice: in `rope_parameters` or `rope_scaling`, and outside it."""
     for key in ("rope_theta", "rope_scaling"):
         if key in given and "rope_parameters" in given:

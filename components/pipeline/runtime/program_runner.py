@@ -8,12 +8,10 @@ import torch
 from torch import Tensor
 from torch.autograd import profiler
 
+from drawloom import UserError
 from drawloom.components.pipeline.runtime.stage_runner import list_floating_leaves, require_grad_in_place
-from drawloom.components.ports.passes import MicrobatchInputs, Operation, PassFeature, PassKind, RunnableStage
-from drawloom.components.ports.program import Action
-from drawloom.components.ports.stages import Stages
 from drawloom.components.state.trees import list_leaves
-from drawloom.graph import UserError
+from drawloom.ports import Action, MicrobatchInputs, Operation, PassFeature, PassKind, RunnableStage, Stages
 
 if TYPE_CHECKING:
     from drawloom.components.pipeline.runtime.p2p import P2PBuffers
@@ -49,7 +47,7 @@ class ProgramRunner:
             "F": self._run_forward,
             "B": self._run_backward,
             "I": self._run_backward_input,
-            "W": self._run_backward_weight,
+            "W": lambda action: self.stages[action.stage].backward_weight(action.microbatch),
             "SEND_F": self._send_forward,
             "RECV_F": self._start_receive_forward,
             "SEND_B": self._send_backward,
@@ -147,9 +145,6 @@ class ProgramRunner:
     def _run_backward_input(self, action: Action) -> None:
         grads = self._take_output_grads(action)
         self._store_input_grads(action, self.stages[action.stage].backward_input(action.microbatch, grads))
-
-    def _run_backward_weight(self, action: Action) -> None:
-        self.stages[action.stage].backward_weight(action.microbatch)
 
     def _take_output_grads(self, action: Action) -> list[Tensor] | None:
         """Take an output's gradients (any shapes) from buffer or message; None for a loss: gradient 1."""

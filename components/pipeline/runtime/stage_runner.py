@@ -10,15 +10,11 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.ports.model import BatchContext, Finish
-from drawloom.components.ports.pipeline import LOSSES, Loss, LossSums
-from drawloom.components.ports.stages import Shards, Stage
-from drawloom.components.state.batch import Batch
-from drawloom.components.state.step_state import StepState
 from drawloom.components.state.trees import list_leaves, map_leaves
 from drawloom.kernels import deferred_grads
 from drawloom.kernels.deferred_grads import Accumulation
 from drawloom.kernels.recompute.policy import apply_recompute_policy
+from drawloom.ports import LOSSES, Batch, BatchContext, Finish, Loss, LossSums, Shards, Stage, StepState
 
 
 @attrs.define(eq=False)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from drawloom import Recipe
-from drawloom.components.commands.planning._schedule_simulation import (
+from drawloom.components.commands.planning.schedule import (
     choose_cost_settings_of_schedule,
     make_cost_source,
     parse_costs,

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from drawloom.components.pipeline.captured import CapturedPasses
+from drawloom.components.pipeline.captured import CapturedPasses, GradientSums
 from drawloom.components.pipeline.executor import ProgramExecutor
-from drawloom.components.pipeline.runtime.capture import GradientSums
 from drawloom.components.ports.data import TokenBatch
 from drawloom.components.ports.pipeline import create_step_state
 from drawloom.components.state.step_state import StepState

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from drawloom.components.pipeline.circular.stage_passes import StagePasses
+from drawloom.components.pipeline.circular.executor import StagePasses
 
 
 class Shards:

@@ -6,7 +6,7 @@ import pytest
 from drawloom.graph import component, setting
 from drawloom.graph.lifecycle import Constrained
 from drawloom.graph.testing import BrokenContractError, check_port
-from drawloom.graph.testing.misspellings import describe_misspelt_members
+from drawloom.graph.testing.ports import describe_misspelt_members
 from support.shop.components.stores.memory import Memory
 from support.shop.ports import Store
 
