@@ -194,7 +194,11 @@ def problems(data: dict[str, Any]) -> list[str]:
         ("data.text", "did you mean 'data.text_files'?"),
         ("CrossEntropy", "did you mean 'loss.next_token'?"),
         ("gpt-oss", "did you mean 'model.gpt_oss'?"),
-        ("ZeroBubble", "zero_bubble_1p' or 'pipeline.schedules.zero_bubble_h2' or 'pipeline.schedules.zero_bubble_v'?"),
+        (
+            "ZeroBubble",
+            "did you mean 'pipeline.schedules.zero_bubble_1p' or 'pipeline.schedules.zero_bubble_h2' or "
+            "'pipeline.schedules.zero_bubble_v'?",
+        ),
         ("data.concatenated", "did you mean 'data.packing.concatenated'?"),
         (
             "loss.focal",
