@@ -192,11 +192,8 @@ class TensorDimension(Dimension):
 
     def sum_remaining_gradients(self, parameters: RankParameters) -> None:
         """Sum whole parameters' gradients, such as norms', over the ranks' tokens."""
-        whole = [
-            name
-            for name in parameters.trained
-            if name in parameters.model_parameter_names and name not in parameters.split
-        ]
+        names = parameters.model_parameter_names - parameters.split
+        whole = [name for name in parameters.trained if name in names]
         parameters.sum_named_gradients_over_group(whole, self.mesh.tensor_group)
 
 

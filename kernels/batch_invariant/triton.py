@@ -190,8 +190,8 @@ def _forward_kernel(
     position = query + keys - length
     channel, v_channel = tl.arange(0, HEAD_BLOCK)[None, :], tl.arange(0, V_BLOCK)[None, :]
     inside = query < length
-    at = q + row * q_row + query.to(tl.int64)[:, None] * q_position + query_head[:, None] * q_head + channel
-    queries = load_or_zero(at, inside[:, None] & (channel < HEAD_DIM))
+    query_at = q + row * q_row + query.to(tl.int64)[:, None] * q_position + query_head[:, None] * q_head + channel
+    queries = load_or_zero(query_at, inside[:, None] & (channel < HEAD_DIM))
     largest = tl.full((QUERIES,), MASKED, tl.float32)
     total = tl.zeros((QUERIES,), tl.float32)
     if sinks is not None:
@@ -208,8 +208,8 @@ def _forward_kernel(
         key = start + tl.arange(0, KEYS)
         is_key = key < keys
         far = key.to(tl.int64)[:, None]
-        at = k + row * k_row + head * k_head + far * k_position + channel
-        block = load_or_zero(at, is_key[:, None] & (channel < HEAD_DIM))
+        key_at = k + row * k_row + head * k_head + far * k_position + channel
+        block = load_or_zero(key_at, is_key[:, None] & (channel < HEAD_DIM))
         scores = tl.dot(queries, block.T, input_precision="ieee") * scale
         if CAPPED:
             scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
@@ -223,8 +223,8 @@ def _forward_kernel(
         new_largest = tl.maximum(largest, tl.max(scores, 1))
         weights, kept = tl.exp(scores - new_largest[:, None]), tl.exp(largest - new_largest)
         total = total * kept + tl.sum(weights, 1)
-        at = v + row * v_row + head * v_head + far * v_position + v_channel
-        values = load_or_zero(at, is_key[:, None] & (v_channel < V_DIM))
+        value_at = v + row * v_row + head * v_head + far * v_position + v_channel
+        values = load_or_zero(value_at, is_key[:, None] & (v_channel < V_DIM))
         mixed = tl.dot(weights.to(values.dtype), values, mixed * kept[:, None], input_precision="ieee")
         largest = new_largest
     target = result + ((row * length + query)[:, None] * (HEADS * GROUP) + query_head[:, None]) * V_DIM + v_channel

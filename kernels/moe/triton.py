@@ -609,7 +609,7 @@ def _limit_routes_kernel(
     ENTRIES: tl.constexpr, EXPERTS: tl.constexpr,
 ):
     # fmt: on
-    entry = tl.program_id(0) * ENTRIES + tl.arange(0, PEER_ENTRIES)
+    entry = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
     row = tl.load(dest_row + entry, mask=entry < count, other=-1)
     tl.store(limited + entry, tl.where(row < row_limit, row, -1), mask=entry < count)
     if tl.program_id(0) == 0:
@@ -625,7 +625,7 @@ def _limit_routes_kernel(
 @cache_launches("first")
 def _localize_choices_kernel(chosen, local, count, per_rank, first, experts, ENTRIES: tl.constexpr):
     # fmt: on
-    entry = tl.program_id(0) * ENTRIES + tl.arange(0, PEER_ENTRIES)
+    entry = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
     inside = entry < count
     rank = tl.where(inside, entry // per_rank, 0)
     at = tl.load(chosen + rank).to(tl.pointer_type(tl.int32))

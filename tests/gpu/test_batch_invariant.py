@@ -136,7 +136,7 @@ def test_gradients_are_those_of_the_default_attention(kernels: AutoKernels) -> N
 
 def test_float32_products_are_refused(kernels: AutoKernels) -> None:
     """cuBLAS's products in float32 depend on the number of rows, so a float32 model is an error with a remedy."""
-    with pytest.raises(UserError, match=r"precision\.compute = 'bfloat16'"):
+    with pytest.raises(UserError, match=r'precision\.compute = "bfloat16"'):
         kernels.linear(torch.ones(2, 8, device="cuda"), torch.ones(4, 8, device="cuda"))
 
 

@@ -5,13 +5,14 @@ Launches go through Triton's own front, which determines types and divisors of n
 run. Run as a program, it compiles all kernels, completely or up to their types, and prints the results as JSON.
 """
 
+import ast
 import json
 import random
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -108,17 +109,29 @@ def report() -> dict[str, list[dict[str, Any]]]:
 
 
 def failures() -> dict[str, str]:
-    """Return the errors of all launches when their types are determined."""
+    """Return the errors of all launches when their types are determined, and of the kernels that none launches."""
     from support.kernel_launches import launches
 
-    Compiler(complete=False)
-    errors = {}
+    compiler, errors = Compiler(complete=False), {}
     for name, launch in launches():
         try:
             launch()
         except Exception as error:
             errors[name] = f"{type(error).__name__}: {error}"
-    return errors
+    launched = {kernel for kernel, _ in compiler.compiled}
+    return errors | {name: "no launch" for name in kernel_names() if name not in launched}
+
+
+def kernel_names() -> Iterator[str]:
+    """Yield the name of each launched kernel in the source."""
+    for file in (Path(__file__).parents[2] / "kernels").rglob("*.py"):
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and "cache_launches" in map(_decorator_name, node.decorator_list):
+                yield node.name
+
+
+def _decorator_name(decorator: ast.expr) -> str:
+    return ast.unparse(decorator).split("(")[0]
 
 
 def calls() -> dict[str, Callable[[int], object]]:

@@ -7,8 +7,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from drawloom.kernels.adamw.eager import ParamState, compute_step_scalars
+from drawloom.kernels.adamw.eager import ParamState, compute_step_scalars, encode_8bit
 from drawloom.kernels.adamw.triton import AdamwTriton
+from drawloom.kernels.batch_invariant import triton as block_attention
 from drawloom.kernels.cross_entropy import triton as cross_entropy
 from drawloom.kernels.float8 import triton as float8
 from drawloom.kernels.float8.eager import E4M3
@@ -17,10 +18,13 @@ from drawloom.kernels.gates import triton as gate_kernels
 from drawloom.kernels.gradients.triton import scale_and_sum_squares_triton, sum_parts_triton
 from drawloom.kernels.grouped_gemm import triton as grouped_gemm
 from drawloom.kernels.moe import triton as moe
+from drawloom.kernels.moe.eager import Routes
 from drawloom.kernels.rms_norm import triton as rms_norm
 from drawloom.kernels.rope import triton as rope
 from drawloom.kernels.stochastic_copy.triton import stochastic_copy_triton
 from drawloom.kernels.triton import tma
+from drawloom.kernels.weight_formats import triton as weight_formats
+from drawloom.kernels.weight_formats.eager import FORMATS, STORAGE
 
 Launch = Callable[[], object]
 BF16, FLOAT = torch.bfloat16, torch.float32
@@ -33,7 +37,19 @@ def empty(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
 
 def launches() -> Iterator[tuple[str, Launch]]:
     """Yield a name and a call for each operation and direction; the call launches the kernels."""
-    for part in (norms, gates, rotations, steps, losses, experts, casts, recurrences, great_numbers):
+    for part in (
+        norms,
+        gates,
+        rotations,
+        attention,
+        steps,
+        losses,
+        experts,
+        exchanges,
+        casts,
+        recurrences,
+        great_numbers,
+    ):
         yield from part()
 
 
@@ -79,6 +95,17 @@ def rotations() -> Iterator[tuple[str, Launch]]:
     )
 
 
+def attention() -> Iterator[tuple[str, Launch]]:
+    for width, v_width, dtype in [(128, 128, BF16), (192, 128, BF16), (256, 256, FLOAT)]:
+        q, k, v = (empty(2, 64, heads, w, dtype=dtype) for heads, w in ((8, width), (2, width), (2, v_width)))
+        documents, count = torch.zeros(2, 64, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+        for options in ((documents, q[0, 0, :, 0], None, 32), (None, None, count, 0)):
+            yield (
+                f"block_attention {width}/{v_width} {dtype} window {options[-1]}",
+                lambda q=q, k=k, v=v, o=options: block_attention._attend(q, k, v, *o, 0.1, 0.0),  # type: ignore[call-arg]
+            )
+
+
 def steps() -> Iterator[tuple[str, Launch]]:
     yield "stochastic_copy", lambda: stochastic_copy_triton(empty(4096), empty(4096, dtype=FLOAT), 1 << 60, 1)
     for dtype in (BF16, torch.float16, FLOAT):
@@ -109,6 +136,16 @@ def steps() -> Iterator[tuple[str, Launch]]:
                 stepper.step([empty(4096, dtype=g)], compute_step_scalars(1e-3, (0.9, 0.95), 1e-8, 1), counter)
 
         yield f"adamw {of_weight} {of_gradient} {of_means}", step
+    for of_weight, of_gradient, width in product((BF16, FLOAT), (BF16, FLOAT), (1000, 1024)):
+
+        def step_8bit(w: torch.dtype = of_weight, g: torch.dtype = of_gradient, width: int = width) -> None:
+            mean, square = (encode_8bit(torch.zeros(4, width), signed=signed) for signed in (True, False))
+            weight, means, scales = empty(4, width, dtype=w), (mean.codes, square.codes), (mean.scales, square.scales)
+            trained = ParamState(weight, *means, 0.1, 1 << 60, exp_avg_scale=scales[0], exp_avg_sq_scale=scales[1])
+            stepper = AdamwTriton([trained])
+            stepper.step([empty(4, width, dtype=g)], compute_step_scalars(1e-3, (0.9, 0.95), 1e-8, 1), 1)
+
+        yield f"adamw 8 bits {of_weight} {of_gradient} {width}", step_8bit
     for first in (1, 2):
 
         def step_of_columns(first: int = first) -> None:
@@ -281,6 +318,30 @@ def experts() -> Iterator[tuple[str, Launch]]:
     yield "grouped_gemm of weights by blocks", lambda: grouped_gemm.sum_outer_products_by_tma(a, b, few, product)
 
 
+def exchanges() -> Iterator[tuple[str, Launch]]:
+    exchange, slots = moe.moe_peers_triton, 64
+    addresses, ends = torch.zeros(2, dtype=torch.int64), torch.zeros(16, dtype=torch.int32)
+    choices, scalars = torch.zeros(slots, 8, dtype=torch.int32), empty(slots, 8, dtype=FLOAT)
+    routes = Routes(torch.zeros(2 * slots, 8, dtype=torch.int32), torch.zeros(512, dtype=torch.int32), ends)
+    of_scalars, of_choices = ([scalars] * 2, addresses), ([choices] * 2, addresses)
+    yield "moe_peers choices", lambda: exchange.localize_choices(of_choices, 16, 16)
+    yield "moe_peers limit", lambda: exchange.limit_routes_and_flag_overflow(routes, 256, ends[:1])
+    for dtype in (BF16, FLOAT):
+        hidden, rows = empty(slots, 2048, dtype=dtype), empty(512, 2048, dtype=dtype)
+        tokens, sums = ([hidden] * 2, addresses), empty(2 * slots, 2048, dtype=dtype)
+        values, own = [hidden, scalars, choices.long()], [hidden, scalars, choices]
+        yield f"moe_peers write {dtype}", lambda v=values, o=own: exchange.write_tokens_to_slots(v, o)
+        yield f"moe_peers read {dtype}", lambda t=tokens: exchange.read_rows_and_scalars(t, of_scalars, routes)
+        yield (
+            f"moe_peers sums {dtype}",
+            lambda r=rows, s=sums: exchange.publish_token_sums(r, None, routes.dest_row, s, None),
+        )
+        yield (
+            f"moe_peers read sums {dtype}",
+            lambda t=([sums] * 2, addresses): exchange.read_token_sums_and_scalars(t, of_scalars, choices, 16, 16),
+        )
+
+
 def casts() -> Iterator[tuple[str, Launch]]:
     for width in (3072, 4096):
         both, grad, factor = empty(64, 2 * width), empty(64, width), empty(2 * width, dtype=FLOAT)
@@ -296,6 +357,9 @@ def casts() -> Iterator[tuple[str, Launch]]:
                 f"float8 gradient {name}",
                 lambda g=grad, f=factor[:width], s=scale: float8._quantize_gradient([g], f, s),
             )
+    for name, weight_format in FORMATS.items():
+        stored = empty(64, 4 * weight_format.units, dtype=STORAGE)
+        yield f"dequantize {name}", lambda s=stored, n=name: weight_formats._dequantize(s, n)
     tokens, rows, ends = empty(64, 1024, dtype=E4M3), empty(512, 384, dtype=E4M3), torch.zeros(16, dtype=torch.int32)
     scale, choices, both = empty(512, dtype=FLOAT), torch.zeros(512, dtype=torch.int32), empty(512, 768)
     weight, rounded, by_expert = empty(16, 1024, 384), empty(16, 1024, 384, dtype=E4M3), empty(16, dtype=FLOAT)

@@ -1,0 +1,418 @@
+"""
+Whole runs on several GPUs beside torchtitan's Trainer, with floors: `make bench NAME=several RANKS=2`.
+
+First it prints the bandwidths of collectives between the GPUs. Then every row is a run of `drawloom run` with random
+tokens and a run of torchtitan 0.2.2's Trainer, compiled, on the same mesh: tokens per second and GPU by wall time,
+medians over the steps after `WARM_UPS`, the plan's prediction, and peak memory. A row's floor is the longer of its
+computing time, which is that of one GPU with the same tokens, and its bytes between GPUs at the measured bandwidth; it
+also says how much longer a step would take if nothing overlapped. Losses of the first steps are compared with one GPU's
+for the same batches.
+
+With fewer GPUs than ranks, the ranks share them (`device.share`): then rates mean nothing, but losses, launches and the
+host's time do. `ONLY="0.6B"` selects rows by words in their names, `ONLY=--links` prints the bandwidths alone, and
+`--tiny` tries everything with small models on a CPU.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+
+HERE = Path(__file__).parent
+TINY = "--tiny" in sys.argv
+STEPS, WARM_UPS, COMPARED = (6, 2, 4) if TINY else (26, 5, 10)
+"""Steps of a run, steps that are not counted, and first steps whose losses are compared."""
+
+SMALL: dict[str, Any] = {
+    "use": "model.qwen3.dense",
+    "num_hidden_layers": 28,
+    "hidden_size": 1024,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 3072,
+    "vocab_size": 151_936,
+    "tie_word_embeddings": True,
+    "rope_theta": 1e6,
+}
+LARGE: dict[str, Any] = {
+    "use": "model.llama",
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 14_336,
+    "vocab_size": 128_256,
+    "rope_theta": 5e5,
+}
+EXPERTS: dict[str, Any] = {
+    "use": "model.qwen3.moe",
+    "num_hidden_layers": 12,
+    "hidden_size": 1024,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "intermediate_size": 3072,
+    "moe_intermediate_size": 384,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "vocab_size": 50_304,
+    "rope_theta": 1e6,
+}
+MODELS = {"Qwen3-0.6B": SMALL, "Llama-3-8B": LARGE, "1B with 64 experts": EXPERTS}
+TITAN = {"Qwen3-0.6B": ("qwen3", "0.6B"), "Llama-3-8B": ("llama3", "8B")}
+"""torchtitan's name and flavor of a model."""
+
+DEGREES = {
+    "data_replicate": "data_parallel_replicate_degree",
+    "data_shard": "data_parallel_shard_degree",
+    "tensor": "tensor_parallel_degree",
+    "context": "context_parallel_degree",
+    "pipeline": "pipeline_parallel_degree",
+}
+"""Mesh dimension -> torchtitan's key."""
+
+SCHEDULES = {"one_f_one_b": "1F1B", "zero_bubble_v": "ZBVZeroBubble"}
+WEIGHT_BYTES = 2
+
+
+@attrs.frozen
+class Row:
+    """A model on a mesh: rows by microbatch and replica, row length, microbatches, and further edits of the recipe."""
+
+    model: str
+    mesh: Mapping[str, int] = {}
+    rows: int = 1
+    length: int = 4096
+    microbatches: int = 1
+    edits: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        mesh = " ".join(f"{name}={size}" for name, size in self.mesh.items()) or "one GPU"
+        return ", ".join([self.model, f"{self.rows} x {self.length} x {self.microbatches}", mesh, *self.edits])
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks; those along `expert` are others' ranks."""
+        sizes = {"expert": 1, **{name: size for name, size in self.mesh.items() if name != "expert"}}
+        return int(torch.Size(sizes.values()).numel())
+
+    @property
+    def replicas(self) -> int:
+        """The number of ranks with rows of their own."""
+        return self.mesh.get("data_shard", 1) * self.mesh.get("data_replicate", 1)
+
+    @property
+    def tokens_per_row(self) -> int:
+        return min(self.length, 64) if TINY else self.length
+
+    @property
+    def global_rows(self) -> int:
+        return self.rows * self.microbatches * self.replicas
+
+
+def list_rows(ranks: int) -> list[Row]:
+    """Return the rows for a number of GPUs."""
+    small, large, experts = MODELS
+    half, symmetric = ranks // 2, ('dispatcher.use="experts.symmetric"',)
+    kept = ("stages.reshard_after_forward=false",)
+    rows = [
+        Row(small, {"data_shard": ranks}, 4),
+        Row(small, {"data_shard": ranks}, 4, edits=kept),
+        Row(small, {"data_replicate": ranks}, 4),
+        Row(large, {"data_shard": ranks}, 2),
+        Row(large, {"data_shard": ranks}, 2, edits=kept),
+        Row(large, {"tensor": 2, "data_shard": half}, 4),
+        Row(small, {"context": ranks}, 1, 32_768),
+        Row(experts, {"data_shard": ranks, "expert": ranks}, 4, edits=(*kept, *symmetric)),
+    ]
+    pipelined = {"pipeline": ranks}
+    for schedule in ("one_f_one_b", "zero_bubble_v", "auto"):
+        edits = (f'schedule.use="pipeline.schedules.{schedule}"',)
+        rows.append(Row(large, pipelined, 1, microbatches=4 * ranks, edits=edits))
+    return [attrs.evolve(row, mesh={name: size for name, size in row.mesh.items() if size > 1}) for row in rows]
+
+
+def main() -> None:
+    """Print bandwidths, then a block of lines per row."""
+    if "RANK" in os.environ:
+        return measure_links()
+    ranks = int(os.environ.get("RANKS", "2"))
+    words = [word for word in sys.argv[1:] if not word.startswith("--")]
+    gpus = torch.cuda.device_count()
+    print(f"torch {torch.__version__}, {gpus} GPUs, {ranks} ranks", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        links = Path(folder) / "links.json"
+        _run(torchrun(ranks, __file__, *sys.argv[1:]), {"LINKS": str(links)})
+        if "--links" in sys.argv:
+            return
+        rates: dict[str, float] = json.loads(links.read_text())
+        for row in list_rows(ranks):
+            if all(word in row.name for word in words):
+                print_row(row, rates, Path(folder))
+
+
+def torchrun(ranks: int, *words: str) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *words]
+
+
+def _run(command: list[str], variables: Mapping[str, str] = {}, folder: Path | None = None) -> str:
+    """Run a command in a folder, show its end if it fails, and return its output."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1" if TINY else "4", **variables}
+    environment["PYTHONPATH"] = os.pathsep.join([str(HERE.parents[1]), environment.get("PYTHONPATH", "")])
+    if variables.get("LINKS"):
+        return str(subprocess.run(command, env=environment, check=True, cwd=folder))
+    result = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise RuntimeError((result.stdout + result.stderr)[-1500:])
+    return result.stdout
+
+
+# Bandwidths
+
+
+def measure_links() -> None:
+    """Print each collective's GB/s by size, as bytes a GPU sends over seconds, and write the best by name."""
+    from drawloom.components.distributed.device import ComputeDevice
+    from drawloom.components.distributed.processes import TorchProcesses
+
+    device = ComputeDevice(kind="cpu" if TINY else "cuda", share=True)
+    device.open()
+    processes = TorchProcesses(device=device)
+    processes.open()
+    ranks = processes.world_size
+    best: dict[str, float] = {}
+    sizes = [2**20] if TINY else [2**20, 2**23, 2**26, 2**28, 2**30]
+    for name, collective in collectives(ranks).items():
+        texts = []
+        for size in sizes:
+            whole = torch.empty(size // WEIGHT_BYTES, dtype=torch.bfloat16, device=device.device)
+            seconds = _time(collective, whole, device.device)
+            rate = size * (ranks - 1) / ranks / seconds
+            best[name] = max(best.get(name, 0.0), rate)
+            texts.append(f"{size / 2**20:,.0f} MB {rate / 1e9:.1f}")
+        if processes.rank == 0:
+            print(f"{name:<16}{', '.join(texts)} GB/s", flush=True)
+    if processes.rank == 0:
+        Path(os.environ["LINKS"]).write_text(json.dumps(best))
+    processes.close()
+
+
+def collectives(ranks: int) -> dict[str, Any]:
+    """Return collectives by name, as functions of a tensor that all ranks fill together."""
+
+    def part(whole: torch.Tensor) -> torch.Tensor:
+        return whole.new_empty(len(whole) // ranks)
+
+    return {
+        "all-gather": lambda whole: dist.all_gather_into_tensor(whole, part(whole)),
+        "reduce-scatter": lambda whole: dist.reduce_scatter_tensor(part(whole), whole),
+        "all-to-all": lambda whole: dist.all_to_all_single(torch.empty_like(whole), whole),
+    }
+
+
+def _time(collective: Any, whole: torch.Tensor, device: torch.device) -> float:
+    from benchmarks.gpu import clock
+
+    return clock.host_seconds(lambda: collective(whole), device, 3, 2 if TINY else 10)
+
+
+# Runs
+
+
+def print_row(row: Row, rates: Mapping[str, float], folder: Path) -> None:
+    """Print a row's lines; a failure is one of them."""
+    print(row.name, flush=True)
+    one = attrs.evolve(row, mesh={}, microbatches=row.global_rows // row.rows, edits=_edits_on_one_gpu(row))
+    try:
+        alone = run_ours(one, folder, COMPARED)
+        ours = run_ours(row, folder, STEPS)
+    except RuntimeError as error:
+        print(f"    failed: {str(error).strip().splitlines()[-1]}", flush=True)
+        return
+    differences = [abs(a - b) for a, b in zip(ours.losses, alone.losses, strict=False)]
+    tokens = row.global_rows * row.tokens_per_row
+    print(f"    drawloom    {ours.describe(tokens, row.ranks)}; losses differ by {max(differences):.1e}")
+    computing = statistics.median(alone.seconds[1:]) / row.ranks
+    sending = sum(count / rates[name] for name, count in list_bytes_sent(row).items())
+    floor = max(computing, sending)
+    parts = f"{computing * 1e3:.1f} ms computing, {sending * 1e3:.1f} ms sending"
+    print(f"    floor       {tokens / floor / row.ranks:>9,.0f} tokens/s a GPU, {floor * 1e3:.1f} ms; {parts}")
+    print(f"    plan        {plan(row, folder, tokens)}")
+    print(f"    torchtitan  {run_titan(row, folder, tokens)}", flush=True)
+
+
+@attrs.frozen
+class Result:
+    """A run's seconds by step, losses by step, and peak bytes."""
+
+    seconds: list[float]
+    losses: list[float]
+    peak: float
+
+    def describe(self, tokens: int, ranks: int) -> str:
+        """Return rate, time and memory for a step of `tokens`."""
+        seconds = statistics.median(self.seconds[WARM_UPS:])
+        rate = tokens / seconds / ranks
+        return f"{rate:>9,.0f} tokens/s a GPU, {seconds * 1e3:.1f} ms, {self.peak / 2**30:.1f} GiB"
+
+
+def _edits_on_one_gpu(row: Row) -> tuple[str, ...]:
+    return tuple(edit for edit in row.edits if not edit.startswith(("schedule", "dispatcher", "stages")))
+
+
+def write_recipe(row: Row, folder: Path, steps: int) -> Path:
+    """Write a row's recipe and return its path."""
+    model, length = MODELS[row.model], row.tokens_per_row
+    if TINY:
+        small = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 64, "vocab_size": 128, "head_dim": 16}
+        model = {**model, **small, "num_attention_heads": 4, "num_key_value_heads": 2}
+    tables: dict[str, dict[str, Any]] = {
+        "vars": {"length": length},
+        "run": {"name": "several"},
+        "device": {"share": True},
+        "precision": {} if TINY else {"parameter": "bfloat16", "compute": "bfloat16", "gradient": "bfloat16"},
+        "tokens": {"use": "random_rows", "vocab_size": model["vocab_size"], "length": length},
+        "model": {**model, "max_position_embeddings": length},
+        "batch": {"global_size": row.global_rows, "micro_size": row.rows},
+        "mesh": dict(row.mesh),
+        "checkpoint": {"every": "never"},
+        "evaluate": {"every": "never"},
+        "optimizer": {"lr": 1e-5},
+        "trainer": {"steps": steps, "on_finish": []},
+        "report": {"every": 1},
+    }
+    lines = ['extends = "pretrain"', 'unset = ["sample", "checkpoint.best"]']
+    for table, values in tables.items():
+        lines += ["", f"[{table}]", *(f"{key} = {json.dumps(value)}" for key, value in values.items())]
+    path = folder / "several.toml"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def _words(row: Row, folder: Path, steps: int) -> list[str]:
+    return [str(write_recipe(row, folder, steps)), "--import", str(HERE / "random_rows.py"), *row.edits]
+
+
+def run_ours(row: Row, folder: Path, steps: int) -> Result:
+    """Train with drawloom, and read its metrics."""
+    _run(["rm", "-rf", str(folder / "runs")])
+    _run(torchrun(row.ranks, "-m", "drawloom", "run", *_words(row, folder, steps)), folder=folder)
+    lines = [json.loads(line) for line in (folder / "runs/several/metrics.jsonl").read_text().splitlines()]
+    tokens = [0, *(line["tokens"] for line in lines)]
+    counts = [after - before for before, after in pairwise(tokens)]
+    seconds = [count / line["tokens_per_second"] for count, line in zip(counts, lines, strict=True)]
+    return Result(seconds, [line["loss"] for line in lines], max(line["memory"] for line in lines))
+
+
+def plan(row: Row, folder: Path, tokens: int) -> str:
+    """Return the plan's rate, time and memory."""
+    device = ["--device", "cpu" if TINY else "h200", "--ranks", str(row.ranks), "--format", "json"]
+    command = [sys.executable, "-m", "drawloom", "plan", *_words(row, folder, STEPS), *device]
+    try:
+        planned = json.loads(_run(command, folder=folder))
+    except RuntimeError as error:
+        return str(error).strip().splitlines()[-1]
+    return Result([planned["step_seconds"]] * (WARM_UPS + 1), [], max(planned["peak_memory_bytes"])).describe(
+        tokens, row.ranks
+    )
+
+
+def run_titan(row: Row, folder: Path, tokens: int) -> str:
+    """Train with torchtitan, and return its rate, time and memory."""
+    if row.model not in TITAN or "auto" in row.name or TINY:
+        return "has no such run"
+    if find_spec("torchtitan") is None:
+        return "is not installed: pip install --no-deps torchtitan==0.2.2"
+    name, flavor = TITAN[row.model]
+    kept = any("reshard" in edit for edit in row.edits)
+    schedule = next((theirs for ours, theirs in SCHEDULES.items() if ours in row.name), "1F1B")
+    parallel: dict[str, Any] = {key: row.mesh.get(dimension, 1) for dimension, key in DEGREES.items()}
+    parallel |= {
+        "fsdp_reshard_after_forward": "never" if kept else "always",
+        "pipeline_parallel_schedule": schedule,
+    }
+    pipelined = "pipeline" in row.mesh
+    local = row.rows * row.microbatches if pipelined else row.rows
+    job = {
+        "model": {"name": name, "flavor": flavor},
+        "arguments": {"max_seq_len": row.length},
+        "training": {
+            "local_batch_size": local,
+            "global_batch_size": row.global_rows,
+            "seq_len": row.length,
+            "steps": STEPS,
+            "dtype": "bfloat16",
+        },
+        "parallelism": parallel,
+        "activation_checkpoint": {"mode": "none"},
+        # Zero bubble splits backward passes, which its Trainer can't do with compiled blocks.
+        "compile": {"enable": schedule == "1F1B"},
+        "optimizer": {"lr": 1e-5},
+        "metrics": {"log_freq": STEPS},
+    }
+    target = folder / "titan.json"
+    try:
+        _run(torchrun(row.ranks, str(HERE / "titan_trainer.py"), json.dumps(job), str(target)), folder=folder)
+    except RuntimeError as error:
+        return f"failed: {str(error).strip().splitlines()[-1]}"
+    result = json.loads(target.read_text())
+    return Result(result["seconds"], [], result["bytes"]).describe(tokens, row.ranks)
+
+
+# Floors
+
+
+def list_bytes_sent(row: Row) -> dict[str, float]:
+    """Return the bytes that a GPU sends in a step, by collective."""
+    model, sent = MODELS[row.model], dict.fromkeys(("all-gather", "reduce-scatter", "all-to-all"), 0.0)
+    layers, hidden, tokens = model["num_hidden_layers"], model["hidden_size"], row.rows * row.microbatches * row.length
+    for dimension, size in row.mesh.items():
+        share = (size - 1) / size
+        weights = sum(_list_weights(model)) * WEIGHT_BYTES * share
+        rows = tokens * hidden * WEIGHT_BYTES * share
+        if dimension == "data_shard":
+            sent["all-gather"] += weights * (1 if any("reshard" in edit for edit in row.edits) else 2)
+            sent["reduce-scatter"] += weights
+        elif dimension == "data_replicate":
+            sent["all-gather"] += weights
+            sent["reduce-scatter"] += weights
+        elif dimension == "tensor":  # before and after attention and the network, in both passes
+            sent["all-gather"] += 4 * layers * rows
+            sent["reduce-scatter"] += 4 * layers * rows
+        elif dimension == "context":  # keys and values in both passes, and their gradients
+            pair = 2 * model["num_key_value_heads"] * model["head_dim"] / hidden
+            sent["all-gather"] += 2 * layers * rows * pair
+            sent["reduce-scatter"] += layers * rows * pair
+        elif dimension == "expert":  # to the experts and back, in both passes
+            sent["all-to-all"] += 4 * layers * rows * model["num_experts_per_tok"]
+        else:  # a pipeline's rank sends its microbatches' hidden states once in each pass
+            sent["all-to-all"] += 2 * tokens * hidden * WEIGHT_BYTES
+    return sent
+
+
+def _list_weights(model: Mapping[str, Any]) -> Iterator[int]:
+    """Yield counts of weights that ranks along `data_shard` share: all but experts, which ranks keep apart."""
+    heads, groups = (model[key] * model["head_dim"] for key in ("num_attention_heads", "num_key_value_heads"))
+    layer = model["hidden_size"] * (2 * heads + 2 * groups)
+    if "num_experts" not in model:
+        layer += 3 * model["hidden_size"] * model["intermediate_size"]
+    yield layer * model["num_hidden_layers"]
+    yield model["hidden_size"] * model["vocab_size"] * (1 if model.get("tie_word_embeddings") else 2)
+
+
+if __name__ == "__main__":
+    main()
