@@ -172,7 +172,7 @@ def _find_wrong_shapes(mapper: Mapper, specs: Mapping[str, Any], parameters: Map
             try:
                 shapes = {name: spec.shape for name, spec in compute_group_output_specs(group, specs).items()}
             except ValueError as error:
-                yield str(error)
+                wrong.append(str(error))
                 continue
             wrong += [
                 f"{name} {shape} for {tuple(parameters[name].shape)}"
@@ -180,4 +180,4 @@ def _find_wrong_shapes(mapper: Mapper, specs: Mapping[str, Any], parameters: Map
                 if shape != tuple(parameters[name].shape)
             ]
     if wrong:
-        yield f"other shapes or ranks: {format_names(wrong)}"
+        yield f"other shapes or ranks: {wrong[0]}" + (f", and {len(wrong) - 1} more" if len(wrong) > 1 else "")
