@@ -1,10 +1,10 @@
 """
-GPU time of a training step by kind of operation: `make bench NAME=breakdown`; RANKS=2 shards over two GPUs (FSDP).
+GPU time of a training step by kind of operation: `make bench NAME=breakdown`; RANKS=2 for meshes of two GPUs.
 
 The models are Qwen3-0.6B, the shape of Llama 3 8B and a billion parameters with 64 experts, trained as in `meshes.py`.
-The first line has tokens per second and GPU and the step's milliseconds without tracing. Then follow, for consecutive
-traced steps, the GPU's computing and idle time and the sums of operations by kind (NCCL runs concurrently), the longest
-operations and the longest gaps.
+The first line has tokens per second and GPU, and the step's and the host's milliseconds without tracing. Then follow,
+for consecutive traced steps, the GPU's computing and idle time, the part of it in which only NCCL runs, the launches,
+the sums of operations by kind (NCCL runs concurrently), the longest operations and the longest gaps.
 """
 
 import gc
@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
-import attrs
 import torch
 from torch.profiler import ProfilerActivity, profile
 
@@ -36,6 +35,23 @@ CASES = [
 LONGEST = int(os.environ.get("LONGEST", "8"))
 TRACED = 3
 """Number of traced steps; figures are their means."""
+
+
+def list_cases(ranks: int) -> list[Case]:
+    """Return the cases of one GPU, or a case for each kind of mesh."""
+    if ranks == 1:
+        return CASES
+    shards = {"data_shard": ranks}
+    experts = Case(EXPERTS, 4, 1, {**shards, "expert": ranks}, reshard=False, dispatcher="symmetric")
+    return [
+        *(Case(SMALL_MODEL, 4, 1, shards, reshard=reshard) for reshard in (True, False)),
+        Case(SMALL_MODEL, 4, 1, {"data_replicate": ranks}),
+        Case(SMALL_MODEL, 1, 1, {"context": ranks}, length=8 * LENGTH),
+        experts,
+        Case(LARGE, 2 * ranks, 1, {"tensor": ranks}),
+        *(Case(LARGE, 2, 1, shards, reshard=reshard) for reshard in (True, False)),
+    ]
+
 
 KINDS = {
     "NCCL": ("nccl",),
@@ -71,14 +87,9 @@ def _worker() -> None:
     processes.open()
     words = [word for word in sys.argv[1:] if not word.startswith("--")]
     try:
-        ranks = processes.world_size
-        for shape in CASES:
-            for reshard in (True, False) if ranks > 1 else (True,):
-                case = shape if ranks == 1 else attrs.evolve(shape, sizes={"data_shard": ranks}, reshard=reshard)
-                if ranks > 1 and case.capture:
-                    continue
-                if not words or any(word in case.name for word in words):
-                    _print_lines(case, processes, device)
+        for case in list_cases(processes.world_size):
+            if not words or any(word in case.name for word in words):
+                _print_lines(case, processes, device)
     finally:
         processes.close()
 
@@ -88,9 +99,11 @@ def _print_lines(case: Case, processes: TorchProcesses, device: ComputeDevice) -
     mesh.open()
     step = our_step(case, mesh, device)
     seconds = clock.step_cost(step, device.device).seconds
+    host = clock.host_seconds(step, device.device)
     operations = list(traced_operations(step)) if device.device.type == "cuda" else []
     if processes.rank == 0:
-        print(f"{case.name:<60}{case.tokens / seconds:>9,.0f} tokens/s a GPU, {seconds * 1e3:.1f} ms", flush=True)
+        speed = f"{case.tokens / seconds:>9,.0f} tokens/s a GPU, {seconds * 1e3:.1f} ms, host {host * 1e3:.1f}"
+        print(f"{case.name:<60}{speed}", flush=True)
         for line in describe_operations(operations) if operations else ():
             print(f"    {line}", flush=True)
     del step
@@ -119,7 +132,10 @@ def describe_operations(operations: list[tuple[str, Interval]]) -> Iterator[str]
         names[name[:70]] += (end - start) / TRACED  # type: ignore[assignment]
     busy = list(union([span for name, span in operations if kind_of(name) != "NCCL"]))
     computing, whole = sum(end - start for start, end in busy) / TRACED, (busy[-1][1] - busy[0][0]) / TRACED
-    yield f"computing {computing:.1f}, idle {whole - computing:.1f}; " + _format(kinds.most_common())
+    occupied = sum(end - start for start, end in union([span for _, span in operations])) / TRACED
+    idle = f"idle {whole - computing:.1f}, of it {occupied - computing:.1f} in NCCL"
+    launches = f"{len(operations) / TRACED:.0f} launches"
+    yield f"computing {computing:.1f}, {idle}; {launches}; " + _format(kinds.most_common())
     yield "longest: " + _format(names.most_common(LONGEST))
     gaps = [(after[0] - before[1], before[1] - busy[0][0]) for before, after in pairwise(busy)]
     yield "gaps: " + ", ".join(f"{gap:.2f} at {at:.0f}" for gap, at in sorted(gaps, reverse=True)[:4])
