@@ -63,6 +63,8 @@ class Lora:
     def adapt_and_list_matched_targets(self, module: nn.Module) -> Collection[str]:
         """Replace the layers matching a pattern. Raises UserError if a layer is trained already."""
         matched: set[str] = set()
+        if isinstance(module, CausalLM):
+            module.name_joined_layers()
         for name, layer in list(module.named_modules()):
             targets_by_name = {
                 target_name: list_matching_patterns(target_name, self.targets)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from drawloom.components.model.decoder.experts import Experts
 from drawloom.components.model.layers import VOCABULARY, ChunkedHead, Embedding, Linear
 from drawloom.components.parallel.parameter_split import SplitDim
-from drawloom.components.parallel.tensor import ALONE, TensorRanks
+from drawloom.components.parallel.tensor_ranks import ALONE, TensorRanks
 from drawloom.components.ports.adapters import AdaptedLayer, Fill, LowRank
 from drawloom.components.ports.model import Head
 from drawloom.components.ports.slices import ModelParameter

@@ -13,7 +13,7 @@ from drawloom.components.adapters.lora_layers import (
 )
 from drawloom.components.model.layers import VOCABULARY, ChunkedHead, Embedding
 from drawloom.components.parallel.parameter_split import SplitDim
-from drawloom.components.parallel.tensor import TensorParallel
+from drawloom.components.parallel.tensor_ranks import TensorParallel
 from drawloom.components.ports.adapters import Fill
 from drawloom.components.ports.model import Head, HeadLayer
 from drawloom.components.ports.weights import Mapper

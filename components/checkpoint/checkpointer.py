@@ -153,7 +153,7 @@ class Checkpointer:
 
     def wait_until_staged(self) -> None:
         """Wait until the stager has copied the state, which may change from then on."""
-        if self.staging is not None:
+        if self.staging is not None and self.staging.should_synchronize_after_execute:
             self.staging.synchronize_staging()
         if self._peers is not None:
             self._peers.wait_until_copied()

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import attrs
 from torch import Tensor
 
-from drawloom.components.data.loader import compute_row_digests
-from drawloom.components.data.packing.packed_rows import check_rows_are_unchanged, warn_of_long_texts
+from drawloom.components.data.batch_checks import compute_row_digests
+from drawloom.components.data.packing.row_checks import check_rows_are_unchanged, warn_of_long_texts
 from drawloom.components.data.token_arrays import warn_while_reading
 from drawloom.components.ports.corpus import Split
 from drawloom.components.ports.data import MAX_LENGTH, Collator, Example, Examples, TokenBatch

@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 
-from drawloom.components.data.sources.documents import FileCorpus, Part
+from drawloom.components.data.sources.documents import Part
 from drawloom.components.data.sources.files import File
 from drawloom.components.data.sources.formats import split_table_files
+from drawloom.components.data.sources.texts import FileCorpus
 from drawloom.graph import component, setting
 
 

@@ -2,7 +2,7 @@
 
 import attrs
 
-from drawloom.components.data.loader import compute_row_digests
+from drawloom.components.data.batch_checks import compute_row_digests
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.run import Batching, RunFolder, Step
 from drawloom.components.storage.regular_file import create_folder_unless_link

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Literal
 
-from drawloom.components.data.sources.documents import FileCorpus, Part
+from drawloom.components.data.sources.documents import Part
 from drawloom.components.data.sources.files import File
-from drawloom.components.data.sources.formats import group_text_files
+from drawloom.components.data.sources.texts import FileCorpus, group_text_files
 from drawloom.graph import component, setting
 
 

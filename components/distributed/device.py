@@ -12,7 +12,6 @@ import attrs
 import torch
 
 from drawloom.components.distributed.cpu_threads import THREADS, count_threads_per_process
-from drawloom.components.distributed.torch_release import check_torch_has_private_names
 from drawloom.components.distributed.torchrun import read_launch
 from drawloom.graph import UserError, between, component, setting
 from drawloom.graph.problems import Problem
@@ -90,6 +89,8 @@ class ComputeDevice:
 
     def check_before_open(self) -> None:
         """Raise UserError if the settings require a GPU for this process and there is none, or for an unknown torch."""
+        from drawloom.components.distributed.torch_release import check_torch_has_private_names
+
         check_torch_has_private_names()
         if self.kind == "cuda" and not torch.cuda.is_available():
             raise UserError("kind: the device is 'cuda', but torch finds no GPU here; write kind = 'cpu' or 'auto'")

@@ -29,7 +29,7 @@ from drawloom.components.distributed.connections import (
     Connections,
     run_gloo_collectives_in_one_thread,
 )
-from drawloom.components.distributed.mesh import Edge
+from drawloom.components.distributed.p2p_links import Edge
 from drawloom.components.distributed.process_group import (
     TorchGroup,
     call_directly,

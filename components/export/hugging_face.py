@@ -16,7 +16,6 @@ from drawloom.components.ports.pipeline import Loss, SequenceHead
 from drawloom.components.ports.run import RunFolder
 from drawloom.components.ports.stages import AveragedWeights, Stages, use_averages_if_any
 from drawloom.components.ports.weights import MAX_SHARD
-from drawloom.components.storage.durable_files import remove_folder_atomically
 from drawloom.graph import Every, Problem, at_least, component, setting, wired
 from drawloom.graph.wiring.node import NodeView
 
@@ -70,9 +69,10 @@ class HuggingFaceExport:
         """Write the folder; every rank adds its own tensors. A collective over all ranks."""
         if self.has_result_of_step(step):
             return
-        run_on_rank0(
-            self.mesh.world, lambda: remove_folder_atomically(self._export_folder)
-        )  # it may have the export of an earlier step
+        from drawloom.components.storage.durable_files import remove_folder_atomically
+
+        # it may have the export of an earlier step
+        run_on_rank0(self.mesh.world, lambda: remove_folder_atomically(self._export_folder))
         with use_averages_if_any(self.average):
             self._gather_and_write_folder(self._export_folder, step)
         log.info("exported to %s", self._export_folder)

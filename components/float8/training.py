@@ -24,7 +24,7 @@ from drawloom.components.model.decoder.experts import Experts
 from drawloom.components.model.decoder.layer import Block
 from drawloom.components.model.decoder.mlp import GatedMlp
 from drawloom.components.parallel.master_weights import choose_layer_dtype
-from drawloom.components.parallel.tensor import TensorParallel
+from drawloom.components.parallel.tensor_ranks import TensorParallel
 from drawloom.components.ports.distributed import Device, Precision
 from drawloom.components.ports.features import NamePatterns, StageFeature, StageNodes, WrappingOrder
 from drawloom.components.ports.kernels import BatchInvariant

@@ -10,8 +10,8 @@ from drawloom.components.model.decoder.router import Router
 from drawloom.components.model.layers import Linear
 from drawloom.components.parallel.data_shard import find_untied_heads
 from drawloom.components.ports.features import put_class_before
-from drawloom.components.ports.model import StoredLayer
-from drawloom.kernels.weight_formats.eager import ComputeFormat, StorageFormat
+from drawloom.components.ports.model import StorageFormat, StoredLayer
+from drawloom.kernels.weight_formats.eager import ComputeFormat
 
 
 class StoredLinear(StoredLayer, Linear):

@@ -12,7 +12,7 @@ from drawloom.components.frozen_weights.layers import find_storable_weights, set
 from drawloom.components.model.decoder.experts import Experts
 from drawloom.components.model.layers import Linear
 from drawloom.components.parallel.master_weights import choose_layer_dtype
-from drawloom.components.parallel.tensor import TensorParallel
+from drawloom.components.parallel.tensor_ranks import TensorParallel
 from drawloom.components.ports.distributed import Precision
 from drawloom.components.ports.features import NamePatterns, StageFeature, StageNodes, WrappingOrder
 from drawloom.components.ports.slices import RankSlice, TensorSlice

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import attrs
 import torch
@@ -74,7 +74,8 @@ class StreamedWeights(StageFeature):
     def convert(self, module: nn.Module, precision: Precision, splits: MutableMapping[str, RankSlice]) -> None:
         """Let layers fetch their frozen weights before they decode them."""
         for layer, leaf in _find_frozen_weights(module):
-            set_format(layer, leaf, replace(get_format(layer, leaf), fetch=self.fetch))
+            storage_format: Any = get_format(layer, leaf)  # a dataclass
+            set_format(layer, leaf, replace(storage_format, fetch=self.fetch))
 
     def place(self, modules: Sequence[nn.Module]) -> None:
         """Replace modules' frozen weights on the meta device by host memory, which is still to be filled."""

@@ -10,7 +10,8 @@ from typing import Any
 import attrs
 
 from drawloom.components.model.decoder.builder import DecoderBuilder, DecoderModel
-from drawloom.components.model.decoder.hugging_face import Family, locate_config_json, read_config, read_config_json
+from drawloom.components.model.decoder.family import Family
+from drawloom.components.model.decoder.hugging_face import locate_config_json, read_config, read_config_json
 from drawloom.components.model.deepseek_v2 import DeepseekV2
 from drawloom.components.model.deepseek_v3 import DeepseekV3
 from drawloom.components.model.dots1 import Dots1

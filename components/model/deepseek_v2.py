@@ -5,7 +5,7 @@ from typing import Any
 import attrs
 
 from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.hugging_face import Family
+from drawloom.components.model.decoder.family import Family
 from drawloom.components.model.decoder.specs import Routing
 from drawloom.components.model.deepseek_v3 import (
     LATENT_RENAMED,

@@ -14,7 +14,7 @@ from drawloom.components.model.decoder.config import (
     create_size_check,
     training_setting,
 )
-from drawloom.components.model.decoder.hugging_face import Family
+from drawloom.components.model.decoder.family import Family
 from drawloom.components.model.decoder.rope import InvalidSetting, Rope, latent_score_multiplier
 from drawloom.components.model.decoder.specs import LatentSpec
 from drawloom.graph import between, component, setting

@@ -16,8 +16,9 @@ from drawloom.components.model.decoder.config import (
     layer_types_setting,
     training_setting,
 )
-from drawloom.components.model.decoder.hugging_face import Family, fill_layer_list
-from drawloom.components.model.decoder.rope import Rope, join_rope_by_type, split_rope_by_type
+from drawloom.components.model.decoder.family import Family
+from drawloom.components.model.decoder.hugging_face import fill_layer_list, join_rope_by_type, split_rope_by_type
+from drawloom.components.model.decoder.rope import Rope
 from drawloom.components.model.decoder.specs import Branch
 from drawloom.graph import above, component, setting
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.hugging_face import Family
+from drawloom.components.model.decoder.family import Family
 from drawloom.components.model.deepseek_v3 import (
     LATENT_RENAMED,
     MTP,

@@ -7,7 +7,7 @@ import torch
 
 from drawloom.components.model.decoder.builder import ParametrizedBuilder
 from drawloom.components.model.decoder.config import DecoderConfig, training_setting
-from drawloom.components.model.decoder.hugging_face import Family
+from drawloom.components.model.decoder.family import Family
 from drawloom.components.model.llama import LlamaConfig
 from drawloom.graph import above, component
 

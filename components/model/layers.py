@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from drawloom.components.parallel.parameter_split import SplitDim
-from drawloom.components.parallel.tensor import ALONE, TensorParallel, TensorRanks
+from drawloom.components.parallel.tensor_ranks import ALONE, TensorParallel, TensorRanks
 from drawloom.components.ports.data import IGNORE_INDEX
 from drawloom.components.ports.kernels import Kernels
 from drawloom.components.ports.model import Head, HeadLayer, LinearLayer

@@ -4,7 +4,7 @@ import attrs
 
 from drawloom.components.model.decoder.builder import ParametrizedBuilder
 from drawloom.components.model.decoder.config import ATTENTION_BIAS, DecoderConfig
-from drawloom.components.model.decoder.hugging_face import Family
+from drawloom.components.model.decoder.family import Family
 from drawloom.graph import component, setting
 
 

@@ -6,8 +6,9 @@ import attrs
 
 from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.decoder.config import LayerTypesConfig
-from drawloom.components.model.decoder.hugging_face import Family
-from drawloom.components.model.decoder.rope import Rope, join_rope_by_type, split_rope_by_type
+from drawloom.components.model.decoder.family import Family
+from drawloom.components.model.decoder.hugging_face import join_rope_by_type, split_rope_by_type
+from drawloom.components.model.decoder.rope import Rope
 from drawloom.components.model.olmo2 import Olmo2Config
 from drawloom.graph import component
 

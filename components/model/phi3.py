@@ -11,7 +11,7 @@ from drawloom.components.model.decoder.config import (
     WindowConfig,
     rotary_factor_setting,
 )
-from drawloom.components.model.decoder.hugging_face import Family
+from drawloom.components.model.decoder.family import Family
 from drawloom.components.model.decoder.rope import InvalidSetting
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.weights.mapper import parallel

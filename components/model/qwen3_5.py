@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.hugging_face import Family
+from drawloom.components.model.decoder.family import Family
 from drawloom.components.model.decoder.hybrid import (
     HYBRID_DEFAULTS,
     HybridConfig,

@@ -6,7 +6,7 @@ import attrs
 
 from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.decoder.config import MoeConfig, create_size_check
-from drawloom.components.model.decoder.hugging_face import Family
+from drawloom.components.model.decoder.family import Family
 from drawloom.components.model.decoder.hybrid import (
     HYBRID_DEFAULTS,
     HybridConfig,

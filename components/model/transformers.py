@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.model.auto import FAMILIES
-from drawloom.components.model.decoder.builder import fill_with_initial_weights
 from drawloom.components.model.decoder.hugging_face import locate_config_json, read_config_json
+from drawloom.components.model.decoder.initial_weights import fill_with_initial_weights
 from drawloom.components.model.fallback.build import (
     allocate_parameters,
     build_meta_model,

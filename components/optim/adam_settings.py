@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from drawloom.components.optim.adamw_step import ADAM_MOMENTS, AMSGRAD_MOMENTS
+from drawloom.components.optim.gradient_steps import ADAM_MOMENTS, AMSGRAD_MOMENTS
 from drawloom.components.optim.parameter_groups import AdamGroup, find_betas_fault
 from drawloom.components.optim.torch_optimizer import TorchOptimizer
 from drawloom.components.ports.distributed import Mesh

@@ -6,7 +6,6 @@ from typing import ClassVar, Literal
 import attrs
 import torch
 
-from drawloom.components.distributed.transfers import DeviceTransfers
 from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.memory import MemoryKind, MemoryPolicy, Transfers
 from drawloom.graph import Problem, above, component_base_class, setting
@@ -22,6 +21,12 @@ DEFAULT_SLOT_BYTES = 2**28
 
 MAX_TENSORS = 8
 """Tensors in a parameter's state, at most; each begins at an aligned address."""
+
+
+def _open_device_transfers(device: torch.device) -> Transfers:
+    from drawloom.components.distributed.transfers import DeviceTransfers  # few runs have state in host memory
+
+    return DeviceTransfers(device)
 
 
 @component_base_class
@@ -44,7 +49,7 @@ class HostStates:
         check=above(0),
         doc="bytes of each of three slots on the device, through which a state on the host is streamed",
     )
-    open_transfers: Callable[[torch.device], Transfers] = attrs.field(init=False, default=DeviceTransfers)
+    open_transfers: Callable[[torch.device], Transfers] = attrs.field(init=False, default=_open_device_transfers)
     _transfers: Transfers | None = attrs.field(init=False, default=None)
 
     @classmethod

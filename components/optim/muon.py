@@ -15,7 +15,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.optim.adamw_step import ADAM_MOMENTS, WideGradientStep
+from drawloom.components.optim.gradient_steps import ADAM_MOMENTS, WideGradientStep
 from drawloom.components.optim.parameter_groups import (
     AdamGroup,
     agree_on_group_indices,

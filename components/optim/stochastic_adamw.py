@@ -39,7 +39,7 @@ from drawloom.kernels.adamw.eager import (
     compute_scales_shape,
     compute_step_scalars,
 )
-from drawloom.kernels.operation import why_no_triton
+from drawloom.kernels.availability import why_no_triton
 
 DTYPES = {"uint8": torch.uint8, "bfloat16": torch.bfloat16, "float32": torch.float32}
 CODES_ARITHMETIC = 536.0

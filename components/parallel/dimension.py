@@ -7,7 +7,6 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.parallel.buckets import sum_in_buckets
 from drawloom.components.ports.distributed import Group, Mesh, Precision
 from drawloom.components.ports.features import StageNodes
 from drawloom.components.ports.slices import RankSlice
@@ -46,6 +45,10 @@ class RankParameters:
 
     def sum_gradients_over_group(self, gradients: Sequence[Tensor], group: Group) -> None:
         """Sum gradients over a group, in place, in `precision.reduce` or in their own wider dtype."""
+        if group.size == 1:
+            return
+        from drawloom.components.parallel.buckets import sum_in_buckets
+
         dtype = torch.promote_types(self.precision.gradient, self.precision.reduce)
         sum_in_buckets(gradients, group, dtype, self.bucket_bytes)
 

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.parallel.data_shard import find_untied_heads, get_local_slice
-from drawloom.components.parallel.expert import ExpertParallel
 from drawloom.components.parallel.gradient_hooks import call_when_gradients_are_final
 from drawloom.components.parallel.master_weights import Blocks, ParameterStore, choose_layer_dtype
 from drawloom.components.parallel.shard_transfers import choose_gradient_message_dtype
@@ -30,12 +29,13 @@ from drawloom.components.parallel.shard_unit import (
     UnitDtypes,
     count_gathered_bytes,
 )
+from drawloom.components.parallel.split_experts import ExpertParallel
+from drawloom.components.ports.adapters import adapter_parameter_names
 from drawloom.components.ports.distributed import Precision
 from drawloom.components.ports.memory import MemoryKind
 from drawloom.components.ports.slices import TensorSlice, is_dtensor
 from drawloom.components.ports.stages import LOSS, ReductionUnit
 from drawloom.components.state.trees import list_leaves
-from drawloom.components.weights.adapted import adapter_parameter_names
 
 
 @attrs.define(eq=False)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drawloom.components.distributed.single_process import SingleProcess
-from drawloom.components.parallel.tensor import TensorParallel
+from drawloom.components.parallel.tensor_ranks import TensorParallel
 from drawloom.components.ports.distributed import Group
 
 

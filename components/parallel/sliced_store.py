@@ -11,9 +11,9 @@ import attrs
 from torch import Tensor, nn
 
 from drawloom.components.parallel.data_shard import find_untied_heads, slice_rows
-from drawloom.components.parallel.expert import ExpertParallel
 from drawloom.components.parallel.fsdp import find_unsharded_parameters
 from drawloom.components.parallel.master_weights import Blocks, ParameterStore
+from drawloom.components.parallel.split_experts import ExpertParallel
 from drawloom.components.ports.distributed import Group, Precision
 from drawloom.components.ports.memory import MemoryKind
 from drawloom.components.ports.slices import TensorSlice

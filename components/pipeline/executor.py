@@ -16,7 +16,7 @@ from drawloom.components.pipeline.program.builders import (
 )
 from drawloom.components.pipeline.runtime.uploads import Uploads
 from drawloom.components.ports.data import uses_preference_pairs
-from drawloom.components.ports.distributed import Device, Mesh, P2PChannel, PerDimension
+from drawloom.components.ports.distributed import Device, Group, Mesh, P2PChannel, PerDimension
 from drawloom.components.ports.features import StageFeature, check_exclusions
 from drawloom.components.ports.model import BatchContext, ContextParallelModel, Finish, Head
 from drawloom.components.ports.passes import Compute, Microbatches, MicrobatchInputs, PassFeature, PassKind
@@ -30,7 +30,7 @@ from drawloom.graph.wiring.node import NodeView
 from drawloom.kernels.recompute.marks import mark_as_recomputation
 
 if TYPE_CHECKING:
-    from drawloom.components.parallel.context import ContextPart
+    from drawloom.components.parallel.context_part import ContextPart
     from drawloom.components.pipeline.runtime.program_runner import ProgramRunner
 
 
@@ -117,7 +117,8 @@ class ProgramExecutor:
         self.stages.cast_weights()
         inputs = self.prepare_inputs(state["batches"])
         runner = self._create_runner("training", training.actions, inputs, state, training.stages, training.split)
-        runner.before_action = self.mesh.world.raise_if_broken
+        if self._survives_losses:
+            runner.before_action = self.mesh.world.raise_if_broken
         runner.run(training.features)
         self.stages.move_gradients_to_masters()
         self._write_empty_losses_if_missing(state)
@@ -220,7 +221,6 @@ class ProgramExecutor:
         boundaries: Stages | None = None,
     ) -> "ProgramRunner":
         """Return a runner that writes microbatch losses into `state`."""
-        from drawloom.components.pipeline.runtime.p2p import P2PBuffers
         from drawloom.components.pipeline.runtime.program_runner import ProgramRunner
         from drawloom.components.pipeline.runtime.stage_runner import StageRunner
 
@@ -228,33 +228,46 @@ class ProgramExecutor:
             stage.index: StageRunner(stage, self.objective, state, stage.index in split_stages)
             for stage in local_stages
         }
-        buffers = P2PBuffers(self._links, self.device.device)
+        buffers = None
+        if self._links:
+            from drawloom.components.pipeline.runtime.p2p import P2PBuffers
+
+            buffers = P2PBuffers(self._links, self.device.device)
         return ProgramRunner(stages, inputs, boundaries or self.stages, buffers, actions, kind)
 
     def _upload_inputs(self, batch: Batch) -> MicrobatchInputs:
         """Copy this context rank's part of a batch to the device, and return it with the stages' inputs."""
-        group = self.mesh.context_group
-        if group.size == 1:
-            moved: Batch = self._uploads.start_upload(batch)
-            inputs, shared = self.objective.inputs(moved)
-            if batch.has_one_document_per_row():
-                shared = attrs.evolve(shared, one_document_per_row=True)
-            return MicrobatchInputs(inputs, shared, moved)
-        length = batch.length
-        if length not in self._parts:  # cached: a copy to a GPU would wait
-            from drawloom.components.parallel.context import ContextPart
-
-            part = ContextPart.for_rank(length, group)
-            self._parts[length] = part, self._uploads.start_upload(part)
-        host_part, device_part = self._parts[length]
-        moved = self._uploads.start_upload(host_part.select_own_tokens(batch))
+        part, whole_rows = None, batch.has_one_document_per_row()
+        if self._context_group.size > 1:
+            host_part, part = self._get_part(batch.length)
+            batch = host_part.select_own_tokens(batch)
+        moved: Batch = self._uploads.start_upload(batch)
         inputs, shared = self.objective.inputs(moved)
-        return MicrobatchInputs(inputs, attrs.evolve(shared, part=device_part), moved)
+        if whole_rows or part is not None:
+            shared = attrs.evolve(shared, part=part, one_document_per_row=whole_rows)
+        return MicrobatchInputs(inputs, shared, moved)
+
+    def _get_part(self, length: int) -> "tuple[ContextPart, ContextPart]":
+        """Return this rank's part of rows with `length` tokens, on the host and on the device."""
+        if length not in self._parts:  # cached: a copy to a GPU would wait
+            from drawloom.components.parallel.context_part import ContextPart
+
+            part = ContextPart.for_rank(length, self._context_group)
+            self._parts[length] = part, self._uploads.start_upload(part)
+        return self._parts[length]
 
     @cached_property
     def _features(self) -> list[PassFeature]:
         """Return the features from the inside to the outside."""
         return sorted(self.features, key=lambda feature: feature.order)
+
+    @cached_property
+    def _survives_losses(self) -> bool:
+        return self.mesh.world.may_break
+
+    @cached_property
+    def _context_group(self) -> Group:
+        return self.mesh.context_group
 
     @cached_property
     def _uploads(self) -> Uploads:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from drawloom.components.distributed.device_model import DeviceModel
-from drawloom.components.parallel.context import ContextPart
+from drawloom.components.parallel.context_part import ContextPart
 from drawloom.components.pipeline.runtime.stage_runner import StageRunner, list_floating_leaves, require_grad_in_place
 from drawloom.components.planning.attention import AttentionFractions
 from drawloom.components.planning.recorder import Links, PassCost, Recorder

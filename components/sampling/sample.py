@@ -11,8 +11,6 @@ from drawloom.components.ports.distributed import Mesh
 from drawloom.components.ports.pipeline import Executor
 from drawloom.components.ports.run import Randomness, RunFolder
 from drawloom.components.ports.stages import AveragedWeights, use_averages_if_any
-from drawloom.components.storage.durable_files import replace_file
-from drawloom.components.storage.regular_file import open_regular_file
 from drawloom.graph import UserError, above, at_least, between, component, setting
 
 if TYPE_CHECKING:
@@ -83,6 +81,8 @@ class Sample:
 
     def _log_and_write_text(self, step: int, text: str) -> None:
         """Log the text's beginning, and replace the file."""
+        from drawloom.components.storage.durable_files import replace_file
+
         more = f"\n... ({len(text):,} characters in {self._sample_path})" if len(text) > MAX_LOGGED else ""
         log.info("a sample:\n%s%s", text[:MAX_LOGGED], more)
         replace_file(self._sample_path, f"{_format_step_heading(step)}{text}\n".encode())
@@ -103,12 +103,9 @@ class Sample:
 
     def _has_sample_of_step(self, step: int) -> bool:
         """Return whether the file's heading is for this step."""
-        heading = _format_step_heading(step).encode()
-        try:
-            with open_regular_file(self._sample_path) as file:
-                return file.read(0, min(file.size, len(heading))) == heading
-        except OSError:  # missing, or a stranger's pipe or link, which is replaced
-            return False
+        from drawloom.components.storage.regular_file import does_file_begin_with
+
+        return does_file_begin_with(self._sample_path, _format_step_heading(step).encode())
 
     @property
     def _sample_path(self) -> Path:

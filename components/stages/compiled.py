@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from drawloom.components.parallel.expert import ExpertParallel
+from drawloom.components.parallel.split_experts import ExpertParallel
 from drawloom.components.ports.features import StageFeature, StageNodes, WrappingOrder
 from drawloom.graph import Problem, component
 from drawloom.graph.wiring.node import NodeView

@@ -51,14 +51,6 @@ class FeatureStack(StageFeature):
         for feature in self.features:
             feature.allocate(modules)
 
-    def before_passes(self, only_if_changed: bool = False) -> None:
-        for feature in self.features:
-            feature.before_passes(only_if_changed)
-
-    def after_backward(self) -> None:
-        for feature in self.features:
-            feature.after_backward()
-
     def change_device_bytes(self, sizes: MutableMapping[MemoryKind, int]) -> None:
         for feature in self.features:
             feature.change_device_bytes(sizes)

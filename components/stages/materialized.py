@@ -10,9 +10,7 @@ import attrs
 import torch
 from torch import nn
 
-from drawloom.components.parallel.buckets import BUCKET_BYTES
 from drawloom.components.parallel.dimensions import DIMENSIONS
-from drawloom.components.parallel.expert import set_dispatcher
 from drawloom.components.ports.adapters import Adapter
 from drawloom.components.ports.distributed import Device, Mesh, Precision
 from drawloom.components.ports.experts import Dispatcher
@@ -40,7 +38,6 @@ from drawloom.components.stages.checks import (
     warn_narrowed_weights,
 )
 from drawloom.components.stages.feature_stack import FeatureStack, check_features, describe_features
-from drawloom.components.weights.adapted import build_meta_model_with_adapters
 from drawloom.graph import Problem, UserError, above, at_least, component, setting, wired
 from drawloom.graph.wiring.node import NodeView
 
@@ -112,7 +109,7 @@ class MaterializedStages:
         ),
     )
     bucket_bytes: int = setting(
-        default=BUCKET_BYTES,
+        default=32 * 2**20,
         impact="safe",
         check=above(0),
         doc="bytes per DDP gradient bucket, which replicas sum in one collective during the backward pass",
@@ -180,6 +177,8 @@ class MaterializedStages:
         adapters match nothing, or `adapter_weights` do not fit them.
         """
         if self.adapters:
+            from drawloom.components.weights.adapted import build_meta_model_with_adapters
+
             build_meta_model_with_adapters(self.model, self.adapters)
         check_initial_folder(self.weights, self.model, self.loss)
         if self.adapter_weights is not None:
@@ -196,15 +195,11 @@ class MaterializedStages:
         self.local, self.store = self._assembly.local, self._assembly.store
 
     @cached_property
-    def _features(self) -> FeatureStack:
-        return FeatureStack(self.features)
-
-    @cached_property
     def _assembly(self) -> "StageAssembly":
         """The assembly of stages, which a check of the recipe does not import."""
         from drawloom.components.stages.assembly import StageAssembly
 
-        return StageAssembly(self, self._features)
+        return StageAssembly(self, FeatureStack(self.features))
 
     @property
     def builder(self) -> "StageBuilder":
@@ -232,11 +227,13 @@ class MaterializedStages:
 
     def cast_weights(self, only_if_changed: bool = False) -> None:
         self.store.cast_masters_to_copies(only_if_changed)
-        self._features.before_passes(only_if_changed)
+        for feature in self._assembly.features.features:
+            feature.before_passes(only_if_changed)
 
     def move_gradients_to_masters(self) -> None:
         self.store.move_gradients_to_masters()
-        self._features.after_backward()
+        for feature in self._assembly.features.features:
+            feature.after_backward()
 
     def device_bytes(self) -> dict[MemoryKind, int]:
         """
@@ -246,13 +243,13 @@ class MaterializedStages:
         if self._assembly.parameters is None:
             return {}
         sizes = self._assembly.parameters.device_bytes()
-        self._features.change_device_bytes(sizes)
+        self._assembly.features.change_device_bytes(sizes)
         return sizes
 
     @property
     def feature_host_bytes(self) -> int:
         """Bytes of weights in host memory."""
-        return self._features.count_host_bytes()
+        return self._assembly.features.count_host_bytes()
 
     def sum_remaining_gradients(self) -> None:
         """Sum the gradients not summed in backward passes; a pipeline rank without a parameter adds zeros."""
@@ -283,7 +280,9 @@ class MaterializedStages:
                     tensor.copy_(state[name])
 
     def describe_features(self, whole: nn.Module) -> Iterator[str]:
-        yield from self._features.describe_model(whole, self._assembly.precision)
+        from drawloom.components.parallel.split_experts import set_dispatcher
+
+        yield from self._assembly.features.describe_model(whole, self._assembly.precision)
         set_dispatcher(whole, self.dispatcher)
         for dimension in DIMENSIONS:
             yield from dimension(self.mesh).describe(whole)

@@ -7,7 +7,7 @@ import attrs
 import torch
 from torch import nn
 
-from drawloom.components.ports.adapters import AdaptedLayer, Adapter, Fill
+from drawloom.components.ports.adapters import Adapter, Fill, find_adapted_layers
 from drawloom.components.ports.model import LayerRange, LinearLayer, Model
 from drawloom.components.ports.slices import ModelParameter
 from drawloom.components.ports.weights import Mapper
@@ -45,11 +45,6 @@ def build_meta_model_with_adapters(model: Model, adapters: Sequence[Adapter]) ->
     return module
 
 
-def find_adapted_layers(module: nn.Module) -> Iterator[tuple[str, AdaptedLayer]]:
-    """Iterate over the layers with adapters, by name."""
-    return ((name, part) for name, part in module.named_modules() if isinstance(part, AdaptedLayer))
-
-
 @contextmanager
 def disable_adapters(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Run the context with all adapters in the modules switched off, so layers compute with their base weights."""
@@ -61,11 +56,6 @@ def disable_adapters(modules: Iterable[nn.Module]) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.active = True
-
-
-def adapter_parameter_names(module: nn.Module) -> set[str]:
-    """Return the names of all adapter parameters in a module."""
-    return {f"{name}.{leaf}" for name, layer in find_adapted_layers(module) for leaf in layer.adapter_parameter_names}
 
 
 def materialize_and_initialize_adapters(module: nn.Module, device: torch.device, fill: Fill) -> None:

@@ -11,10 +11,10 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.ports.adapters import AdaptedLayer, LowRank
+from drawloom.components.ports.adapters import AdaptedLayer, LowRank, find_adapted_layers
 from drawloom.components.ports.model import KeepsConfig, LanguageModel
 from drawloom.components.ports.weights import Convert, Mapper, TensorGroup
-from drawloom.components.weights.adapted import EMBEDDING, HEAD, find_adapted_layers
+from drawloom.components.weights.adapted import EMBEDDING, HEAD
 from drawloom.components.weights.convert import persistent_tensors
 from drawloom.components.weights.mapper import parallel, return_unchanged, sequential
 from drawloom.components.weights.mapper_ops import rename

@@ -25,7 +25,6 @@ from drawloom.graph.cli.result import (
     dump_json,
     find_result_classes,
     list_output_formats,
-    make_result_schema,
 )
 from drawloom.graph.cli.terminal import print_escaped_text, redirect_stdout_to_stderr, redirect_to_null
 from drawloom.graph.problems import RecipeError, ReportedError, UserError, did_you_mean, find_nearest
@@ -145,6 +144,8 @@ def read_result_schema(project: Project, name: str) -> Schema:
         raise UserError(
             f"{name} is a server and has no result that a schema could describe; name another command", INVALID
         )
+    from drawloom.graph.cli.result_schema import make_result_schema
+
     return make_result_schema(name, classes)
 
 

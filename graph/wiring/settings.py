@@ -11,7 +11,6 @@ from drawloom.graph.recipe.layers import Layer, Leaf, Table, find_origin
 from drawloom.graph.recipe.merged import DIRECTIVES, VARIABLE, describe_missing_variable
 from drawloom.graph.recipe.overrides import quote_override
 from drawloom.graph.registry.spec import Field
-from drawloom.graph.types.describe import describe_type, make_ellipsis_placeholder
 from drawloom.graph.types.structure import ValueConverter
 from drawloom.graph.wiring.node import Node, format_path
 from drawloom.graph.wiring.paths import join_paths
@@ -123,6 +122,8 @@ class SettingsResolver:
         if not field.required:
             node.set_setting(field.name, field.default_value())
             return
+        from drawloom.graph.types.describe import describe_type, make_ellipsis_placeholder  # few recipes have problems
+
         text = f"{node.spec.use!r} needs the setting {field.name!r} ({describe_type(field.type)})"
         value = make_ellipsis_placeholder(field.type)
         hint = f"write {field.name} = {value}"

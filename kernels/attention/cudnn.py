@@ -6,7 +6,7 @@ be used (because of head_dim, dtype, GPU, or torch's deterministic algorithms), 
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,7 @@ from drawloom.kernels.attention.eager import (
 )
 from drawloom.kernels.attention.flash import (
     SoftmaxStatistics,
+    StatisticsKernel,
     attend_with_optional_sinks,
     attention_flash,
     why_not_flash,
@@ -31,6 +32,17 @@ from drawloom.kernels.attention.options import PLAIN_ATTENTION, AttentionOptions
 
 ONE_DOCUMENT_PER_ROW = "whole rows"
 """Value for the mask if every row is one document."""
+
+
+class RowPieces(NamedTuple):
+    """
+    The mask for queries that are pieces of rows of one document: the pieces' indices among equal pieces of a row, and
+    the queries' positions, int64 (tokens,).
+    """
+
+    indices: tuple[int, ...]
+    positions: Tensor
+
 
 ORDER = [
     SDPBackend.CUDNN_ATTENTION,
@@ -52,15 +64,17 @@ def attention_cudnn(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """
-    Compute attention_eager with ONE_DOCUMENT_PER_ROW or a mask from `create_document_block_mask`.
+    Compute attention_eager with ONE_DOCUMENT_PER_ROW, RowPieces or a mask from `create_document_block_mask`.
 
-    q (rows, length, heads, head_dim), k (rows, length, kv_heads, head_dim), v (rows, length, kv_heads, v_dim); returns
-    (rows, length, heads, v_dim), a meta tensor for meta tensors.
+    q (rows, tokens, heads, head_dim), k (rows, length, kv_heads, head_dim), v (rows, length, kv_heads, v_dim); returns
+    (rows, tokens, heads, v_dim), a meta tensor for meta tensors.
     """
-    if mask is not ONE_DOCUMENT_PER_ROW:
+    if mask is not ONE_DOCUMENT_PER_ROW and not isinstance(mask, RowPieces):
         return FLEX.attend(q, k, v, mask, options, sinks)
     if q.is_meta:
         return attention_on_meta(q, k, v, sinks=sinks)
+    if isinstance(mask, RowPieces):
+        return _attend_from_pieces(q, k, v, mask, options, sinks)
     server = choose_one_document_implementation(q, k, v, options, sinks)
     if server == "flash":
         return attention_flash(q, k, v, None, options, sinks)
@@ -73,6 +87,21 @@ def attention_cudnn(
         return attend_with_optional_sinks(CudnnKernel(options.scale), q, k, v, sinks)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return _attend_by_cudnn_or_torch(q, k, v, options.scale, server == "cudnn").transpose(1, 2)
+
+
+def _attend_from_pieces(
+    q: Tensor, k: Tensor, v: Tensor, pieces: RowPieces, options: AttentionOptions, sinks: Tensor | None
+) -> Tensor:
+    """Compute attention_cudnn with RowPieces, by cuDNN if it can serve a piece."""
+    length = q.shape[1] // len(pieces.indices)
+    if choose_one_document_implementation(q[:, :length], k[:, :length], v[:, :length], options, sinks) == "cudnn":
+        kernel = PiecewiseKernel(CudnnKernel(options.scale), CudnnKernel(options.scale, False), pieces.indices)
+        return attend_with_optional_sinks(kernel, q, k, v, sinks)
+    if q.is_cuda or torch.compiler.is_compiling():
+        documents = torch.zeros(k.shape[:2], dtype=torch.int64, device=q.device)
+        return FLEX.attend(q, k, v, create_document_block_mask(documents, None, pieces.positions), options, sinks)
+    visible = pieces.positions[:, None] >= torch.arange(k.shape[1])
+    return attention_eager(q, k, v, visible.expand(len(q), 1, -1, -1), options, sinks)
 
 
 def choose_one_document_implementation(
@@ -120,15 +149,20 @@ def _attend_by_cudnn_or_torch(q: Tensor, k: Tensor, v: Tensor, scale: float | No
 
 @dataclass(frozen=True)
 class CudnnKernel:
-    """cuDNN's causal attention and statistics for rows with one document; tensors are (rows, length, heads, dim)."""
+    """
+    cuDNN's attention and statistics for rows with one document; tensors are (rows, length, heads, dim).
+
+    If it is not causal, there may be other keys than queries, and all queries attend to all keys.
+    """
 
     scale: float | None
+    causal: bool = True
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, SoftmaxStatistics]:
         """Return the result (rows, length, heads, v_dim), and the log-sum-exp (rows, length, heads)."""
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         results = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
-            q, k, v, None, True, is_causal=True, scale=self.scale
+            q, k, v, None, True, is_causal=self.causal, scale=self.scale
         )
         lse = results[1].view(q.shape[:3])
         return results[0].transpose(1, 2), SoftmaxStatistics(lse.transpose(1, 2), (results[6], results[7]))
@@ -138,15 +172,64 @@ class CudnnKernel:
     ) -> tuple[Tensor, Tensor, Tensor]:
         grad, q, k, v, mixed = (x.transpose(1, 2) for x in (grad, q, k, v, mixed))
         lse = statistics.lse.transpose(1, 2).contiguous()[..., None]
-        length = q.shape[2]
         grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default(
             *(grad, q, k, v, mixed, lse),
             *statistics.random_state,
-            *(None, None, None, length, length, 0.0, True),
+            *(None, None, None, q.shape[2], k.shape[2], 0.0, self.causal),
             scale=self.scale,
         )
         grad_q, grad_k, grad_v = (x.transpose(1, 2) for x in grads)
         return grad_q, grad_k, grad_v
 
 
-CUDNN = AttentionImplementation(FLEX.mask, attention_cudnn, ONE_DOCUMENT_PER_ROW)
+@dataclass(frozen=True)
+class PiecewiseKernel:
+    """
+    Causal attention from pieces of rows with one document, as context parallelism partitions them.
+
+    A piece attends to itself by `causal`, and by `full` to all keys before it; both results are merged by their
+    log-sum-exp, and with the merged ones each computes its part of the gradients (Liu et al. 2023, "Ring Attention with
+    Blockwise Transformers", arXiv 2310.01889). `indices` are the pieces' among equal pieces of a row.
+    """
+
+    causal: StatisticsKernel
+    full: StatisticsKernel
+    indices: tuple[int, ...]
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, SoftmaxStatistics]:
+        """Return the result (rows, tokens, heads, v_dim), and the log-sum-exp (rows, tokens, heads)."""
+        results, sums, length = [], [], q.shape[1] // len(self.indices)
+        for piece, index in zip(torch.split(q, length, 1), self.indices, strict=True):
+            begin = index * length
+            own = slice(begin, begin + length)
+            mixed, (lse, state) = self.causal.forward(piece, k[:, own], v[:, own])
+            if begin:
+                before, (lse_before, state) = self.full.forward(piece, k[:, :begin], v[:, :begin])
+                share = (lse_before - lse).sigmoid()[..., None]
+                mixed = torch.lerp(mixed.to(share.dtype), before.to(share.dtype), share).to(mixed.dtype)
+                lse = torch.logaddexp(lse, lse_before)
+            results.append(mixed)
+            sums.append(lse)
+        return torch.cat(results, 1), SoftmaxStatistics(torch.cat(sums, 1), state)
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mixed: Tensor, statistics: SoftmaxStatistics
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        length = q.shape[1] // len(self.indices)
+        for number, index in enumerate(self.indices):
+            queries, begin = slice(number * length, (number + 1) * length), index * length
+            known = SoftmaxStatistics(statistics.lse[:, queries], statistics.random_state)
+            grad_queries = []
+            for kernel, keys in ((self.causal, slice(begin, begin + length)), (self.full, slice(0, begin))):
+                if keys.stop > keys.start:
+                    inputs = grad[:, queries], q[:, queries], k[:, keys], v[:, keys], mixed[:, queries]
+                    grads = kernel.backward(*inputs, known)
+                    grad_queries.append(grads[0])
+                    grad_k[:, keys] += grads[1]
+                    grad_v[:, keys] += grads[2]
+            grad_q[:, queries] = sum(grad_queries)
+        return grad_q, grad_k, grad_v
+
+
+CUDNN = AttentionImplementation(FLEX.mask, attention_cudnn, ONE_DOCUMENT_PER_ROW, RowPieces)

@@ -137,12 +137,15 @@ class AttentionImplementation(NamedTuple):
     (tokens,), the queries are every row's tokens at these positions, and all tokens are keys. `attend` takes q
     (rows, tokens, heads, head_dim), k (rows, length, kv_heads, head_dim), v (rows, length, kv_heads, v_dim), the mask,
     options, and sinks (heads,) or None, and returns (rows, tokens, heads, v_dim); kv_heads divides heads.
-    `one_document_mask`, if it is not None, replaces the mask where every row is one document and there is no window.
+    `one_document_mask`, if it is not None, replaces the mask where every row is one document and there is no window;
+    `one_document_pieces` computes it for queries that are pieces of the rows, from the pieces' indices and the queries'
+    positions.
     """
 
     mask: Callable[..., Any]
     attend: Attend
     one_document_mask: Any = None
+    one_document_pieces: Callable[[tuple[int, ...], Tensor], Any] | None = None
 
 
 def attention_eager(

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from drawloom.kernels.attention.cudnn import CUDNN, ONE_DOCUMENT_PER_ROW
+from drawloom.kernels.attention.cudnn import CUDNN, ONE_DOCUMENT_PER_ROW, RowPieces
 
 pytestmark = pytest.mark.gpu
 
@@ -77,6 +77,22 @@ def test_results_match_float64_arithmetic(heads: int, kv_heads: int, head_dim: i
     )
     for result, exact, tolerance in zip(results, expected, (0.02, 0.05, 0.05, 0.05), strict=True):
         torch.testing.assert_close(result.double(), exact, atol=tolerance, rtol=tolerance)
+
+
+@SHAPES
+@pytest.mark.parametrize("indices", [(0, 3), (1, 2)])
+def test_pieces_of_rows_match_whole_rows(heads: int, kv_heads: int, head_dim: int, indices: tuple[int, ...]) -> None:
+    """A rank's pieces have the results of their queries in whole rows, and their gradients, to bfloat16's rounding."""
+    q, k, v = inputs(heads, kv_heads, head_dim, 4 * 128)
+    positions = torch.cat([torch.arange(index * 128, (index + 1) * 128, device="cuda") for index in indices])
+    mask = RowPieces(indices, positions)
+    part = q.detach()[:, positions].requires_grad_()
+    actual = compute_gradients(lambda q, k, v: CUDNN.attend(q, k, v, mask), [part, k, v])
+    wide = [tensor.detach().double().requires_grad_() for tensor in (q, k, v)]
+    expected = compute_gradients(lambda q, k, v: attention_by(SDPBackend.MATH)(q, k, v)[:, positions], wide)
+    expected[1] = expected[1][:, positions]
+    for tensor, exact, tolerance in zip(actual, expected, (0.02, 0.05, 0.05, 0.05), strict=True):
+        torch.testing.assert_close(tensor.double(), exact, atol=tolerance, rtol=tolerance)
 
 
 def test_deterministic_algorithms_use_flash_attention() -> None:

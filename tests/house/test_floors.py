@@ -108,7 +108,7 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
     "components.gradients": (BELOW | {"kernels.gradients.eager"}, {"attrs", "numpy", "torch"}),
     # The executor decides which operations are deferred or recomputed.
     "components.pipeline": (
-        BELOW | {"kernels.deferred_grads", "kernels.recompute"},
+        BELOW | {"kernels.deferral", "kernels.deferred_grads", "kernels.recompute"},
         {"attrs", "numpy", "torch"},
     ),
     # The stages of a rank follow from the schedule's program.

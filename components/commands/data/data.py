@@ -13,8 +13,9 @@ from rich.text import Text
 
 from drawloom.components.checkpoint.reader import find_newest_valid_checkpoint, load_node_state
 from drawloom.components.commands._recipes import find_only_node
-from drawloom.components.data.loader import Loader, compute_row_digests
-from drawloom.components.data.mixture import list_document_sources
+from drawloom.components.data.batch_checks import compute_row_digests
+from drawloom.components.data.loader import Loader
+from drawloom.components.data.mixed_documents import list_document_sources
 from drawloom.components.data.order.stream import convert_token_weights_to_shares, list_row_sources
 from drawloom.components.data.record import FOLDER
 from drawloom.components.ports.corpus import ChatTokenizer, Split, TokenDocuments, Tokenizer

@@ -10,7 +10,8 @@ from drawloom.components.commands._documents import infer_documents
 from drawloom.components.commands._options import check_new_file, write_json_lines
 from drawloom.components.commands._recipes import find_only_node
 from drawloom.components.data.chat.encode import Encoded
-from drawloom.components.data.packing.packed_rows import RowPiece, build_batch
+from drawloom.components.data.packing.batches import build_batch
+from drawloom.components.data.packing.pieces import RowPiece
 from drawloom.components.data.preferences import REFERENCES, Preferences
 from drawloom.components.data.sources.formats import Line
 from drawloom.components.data.store.shard import choose_id_dtype

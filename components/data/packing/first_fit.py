@@ -14,7 +14,8 @@ from drawloom.components.data.packing.groups import (
     group_items_by_row,
     split_into_blocks,
 )
-from drawloom.components.data.packing.packed_rows import PackedRows, RowIndex, select_trainable_documents
+from drawloom.components.data.packing.packed_rows import PackedRows, select_trainable_documents
+from drawloom.components.data.packing.pieces import RowIndex
 from drawloom.graph import component
 
 BRANCH = 21

@@ -9,7 +9,8 @@ import torch
 from drawloom.components.data.order.permutation import Permutation
 from drawloom.components.data.packing.best_fit import pack_by_best_fit
 from drawloom.components.data.packing.groups import Groups
-from drawloom.components.data.packing.packed_rows import PackedRows, RowIndex
+from drawloom.components.data.packing.packed_rows import PackedRows
+from drawloom.components.data.packing.pieces import RowIndex
 from drawloom.graph import component
 
 log = logging.getLogger("drawloom.data")

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from drawloom.components.data.order.permutation import Permutation
 from drawloom.components.data.packing.best_fit import pack_by_best_fit
-from drawloom.components.data.packing.packed_rows import PackedRows, RowIndex, RowPiece, select_trainable_documents
+from drawloom.components.data.packing.packed_rows import PackedRows, select_trainable_documents
+from drawloom.components.data.packing.pieces import RowIndex, RowPiece
 from drawloom.components.ports.corpus import Split
 from drawloom.components.ports.data import MAX_LENGTH, TokenBatch
 from drawloom.graph import Problem, between, component, setting

@@ -1,6 +1,5 @@
 """The settings that all families share, the modules that they build, and initial weights."""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -11,7 +10,6 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.distributed.rng import derive_seed, fill_normal
 from drawloom.components.model.decoder.config import (
     DecoderConfig,
     create_size_check,
@@ -19,15 +17,7 @@ from drawloom.components.model.decoder.config import (
     find_head_count_faults,
     find_tensor_parallel_faults,
 )
-from drawloom.components.model.decoder.hugging_face import (
-    Family,
-    build_hugging_face_config,
-    build_updated_folder_config,
-    find_inconsistent_sizes,
-    locate_config_json,
-    read_config,
-    read_config_json,
-)
+from drawloom.components.model.decoder.family import Family
 from drawloom.components.model.decoder.rope import (
     BY_LENGTH,
     InvalidSetting,
@@ -56,8 +46,6 @@ from drawloom.components.ports.parameter_roles import (
 )
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.weights import Mapper
-from drawloom.components.weights.convert import persistent_tensors
-from drawloom.components.weights.mapper import sequential
 from drawloom.graph import Problem, UserError, component_base_class, setting, wired
 from drawloom.graph.toml.emit import dump_toml
 
@@ -112,6 +100,8 @@ def build_architecture_from_settings(
     for fault in find_setting_faults(family, settings, tokens is not None):
         raise UserError(f"{fault.key}: {fault.why}; {fault.instead}")
     if settings["config"] is not None:
+        from drawloom.components.model.decoder.hugging_face import find_inconsistent_sizes
+
         architecture = _read_and_override_config(family, settings)
         for fault in find_inconsistent_sizes(architecture):
             raise UserError(f"{fault.key}: {fault.why}; {fault.instead}")
@@ -161,6 +151,8 @@ def _fill_derived_defaults(family: Family, settings: Mapping[str, Any], tokens: 
 def _read_and_override_config(family: Family, settings: Mapping[str, Any]) -> DecoderConfig:
     """Read the config file named in the settings, and override its values by the other settings."""
     given = _drop_unset_settings(family, settings)
+    from drawloom.components.model.decoder.hugging_face import read_config
+
     scaling = {"rope_scaling": None} if given.keys() & {"rope_scaling", "rope_parameters"} else {}
     return attrs.evolve(read_config(family, settings["config"]), **scaling | separate_theta_and_scaling(given))
 
@@ -178,40 +170,6 @@ def _find_attention_faults(given: Mapping[str, Any]) -> Iterator[InvalidSetting]
 
 
 NEW_TOKENS_ARE_WHOLE = "the rows of new tokens can't be shared"
-
-
-def fill_with_initial_weights(
-    name: str,
-    parameter: Tensor,
-    role: Role,
-    *,
-    seed: int,
-    layers: int,
-    std: float,
-    tensor_slice: TensorSlice | None = None,
-) -> None:
-    """
-    Fill a parameter (any shape, any floating-point dtype), or its slice `tensor_slice`, in place by its role.
-
-    Normal random numbers have the standard deviation `std`, times the role's scaling. The outputs of 2 * layers
-    matrices are added to the residual stream; their standard deviation is divided by sqrt(2 * layers), so that the
-    stream does not grow with depth (Radford et al. 2019, GPT-2, section 2.3). Random numbers depend on the seed, the
-    name and the element's index only; they are drawn in float32 and rounded to the dtype.
-    """
-    if isinstance(role.initial, float):
-        with torch.no_grad():
-            parameter.fill_(role.initial)
-        return
-    # Each layer adds two outputs to the stream: attention's and the feed-forward network's.
-    std *= role.scaling.initial_std
-    if role.is_residual:
-        std /= math.sqrt(2 * layers)
-    scale = std if role.initial == "normal" else 1.0
-    part = tensor_slice or TensorSlice.whole(tuple(parameter.shape))
-    fill_normal(parameter, derive_seed(seed, "initial weights", name), scale, part.shape, part.offsets)
-    if callable(role.initial):
-        with torch.no_grad():
-            parameter.copy_(role.initial(torch.special.ndtr(parameter.double())))
 
 
 @component_base_class
@@ -308,10 +266,11 @@ class DecoderModel:
         return self.architecture.max_sequence_length
 
     def build(self, span: LayerRange) -> nn.Module:
-        from drawloom.components.model.decoder.model import CausalLM, set_joined_layer_names
+        from drawloom.components.model.decoder.model import CausalLM
 
         module = CausalLM(self.architecture, span, self.kernels, self.scaling)
-        set_joined_layer_names(module, self.family.mapper, self.architecture)
+        family, architecture = self.family, self.architecture
+        module.create_mapper = lambda names: family.mapper(names, architecture)
         if self.new_token_split is None:
             return module
         from drawloom.components.model.split_vocabulary import replace_by_split_layers
@@ -326,6 +285,8 @@ class DecoderModel:
     def initialize_parameter(
         self, name: str, parameter: Tensor, seed: int, tensor_slice: TensorSlice | None = None
     ) -> None:
+        from drawloom.components.model.decoder.initial_weights import fill_with_initial_weights
+
         std, layers = self.architecture.initializer_range, self.architecture.num_hidden_layers
         role = self._roles_by_parameter_name.get(name) or default_role(name, parameter)
         fill_with_initial_weights(name, parameter, role, seed=seed, layers=layers, std=std, tensor_slice=tensor_slice)
@@ -336,17 +297,23 @@ class DecoderModel:
         return count_forward_flops(self.build_on_meta(), self.architecture)
 
     def hugging_face_config(self) -> dict[str, Any]:
-        written = attrs.evolve(self.architecture, vocab_size=self.vocab_size)
-        return build_hugging_face_config(self.family, written)
+        return self.family.build_config(attrs.evolve(self.architecture, vocab_size=self.vocab_size))
 
     def build_updated_folder_config(self, path: Path, text_only: bool = False) -> dict[str, Any]:
+        from drawloom.components.model.decoder.hugging_face import build_updated_folder_config
+
         written = attrs.evolve(self.architecture, vocab_size=self.vocab_size)
         return build_updated_folder_config(self.family, path, written, text_only)
 
     def find_decoder_prefix(self, path: Path) -> str:
+        from drawloom.components.model.decoder.hugging_face import read_config_json
+
         return self.family.nested_types.get(str(read_config_json(path).get("model_type")), "model.")
 
     def hugging_face_mapper(self) -> Mapper:
+        from drawloom.components.weights.convert import persistent_tensors
+        from drawloom.components.weights.mapper import sequential
+
         names, joined = [*persistent_tensors(self.build_on_meta())], Mapper(())
         if self.new_token_split is not None:
             from drawloom.components.model.split_vocabulary import create_vocabulary_join_mapper
@@ -414,6 +381,8 @@ class DecoderBuilder(DecoderModel):
         settings: Mapping[str, Any] = node.settings
         with suppress(UserError):
             if settings["config"] is not None:
+                from drawloom.components.model.decoder.hugging_face import read_config
+
                 return attrs.asdict(read_config(cls.family, settings["config"]), recurse=False)
             return settings
         return {}
@@ -440,6 +409,8 @@ class DecoderBuilder(DecoderModel):
     def list_input_files(self) -> dict[str, list[Path]]:
         if self.config is None:
             return {}
+        from drawloom.components.model.decoder.hugging_face import locate_config_json
+
         return {"config": [locate_config_json(self.config)]}
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from drawloom.components.model.decoder.config import DecoderConfig
 from drawloom.components.model.decoder.specs import LatentSpec, LayerContext
 from drawloom.components.model.layers import Linear, RMSNorm
-from drawloom.components.parallel.tensor import TensorParallel
+from drawloom.components.parallel.tensor_ranks import TensorParallel
 from drawloom.components.ports.kernels import Kernels
 
 LATENT_EPS = 1e-6

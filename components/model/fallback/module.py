@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from drawloom.components.model.fallback.parts import Parts, PassThrough, SelfCheckError, create_placeholder
 from drawloom.components.model.layers import ChunkedHead, Embedding, Linear
-from drawloom.components.parallel.tensor import ALONE
+from drawloom.components.parallel.tensor_ranks import ALONE
 from drawloom.components.ports.kernels import Kernels
 from drawloom.components.ports.model import Finish, Head, LayerRange, TokenContext
 from drawloom.components.weights.adapted import EMBEDDING

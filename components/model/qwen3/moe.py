@@ -7,7 +7,7 @@ import attrs
 
 from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.decoder.config import MoeConfig, find_dense_width_faults, training_setting
-from drawloom.components.model.decoder.hugging_face import Family
+from drawloom.components.model.decoder.family import Family
 from drawloom.components.model.decoder.rope import InvalidSetting
 from drawloom.components.model.decoder.specs import Routing
 from drawloom.components.model.qwen3.dense import FIXED

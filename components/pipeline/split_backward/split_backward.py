@@ -22,7 +22,7 @@ from drawloom.components.pipeline.split_backward.matmul_grads import defer_and_r
 from drawloom.components.pipeline.split_backward.weight_grads import WeightGrads
 from drawloom.components.ports.stages import ReductionUnit
 from drawloom.graph import UserError
-from drawloom.kernels.deferred_grads import ChangedInPlaceError, Deferral, DeferredGrad
+from drawloom.kernels.deferral import ChangedInPlaceError, Deferral, DeferredGrad
 
 Roots = list[tuple[Tensor, Tensor | None]]
 """Outputs with their gradients; None means the gradient 1 of a loss."""

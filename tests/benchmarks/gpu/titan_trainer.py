@@ -19,7 +19,14 @@ import torch
 
 from benchmarks.gpu.titan import AbsentModule
 
-SKIPPED = ("tyro", "torchdata", "torchdata.stateful_dataloader", "datasets", "datasets.distributed")
+SKIPPED = (
+    "tyro",
+    "torchdata",
+    "torchdata.stateful_dataloader",
+    "datasets",
+    "datasets.distributed",
+    "torchtitan.config.manager",
+)
 
 
 class RandomBatches:

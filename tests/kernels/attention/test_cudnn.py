@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+from torch import Tensor
 
-from drawloom.kernels.attention.cudnn import CUDNN, ONE_DOCUMENT_PER_ROW
+from drawloom.kernels.attention.cudnn import CUDNN, ONE_DOCUMENT_PER_ROW, PiecewiseKernel, RowPieces
 from drawloom.kernels.attention.eager import attention_eager, create_causal_document_mask
+from drawloom.kernels.attention.flash import SoftmaxStatistics, attend_with_optional_sinks
+from drawloom.kernels.attention.options import AttentionOptions
 from support.kernels import DEVICE
 from support.qwen3 import cpu_kernels
 
@@ -29,6 +32,57 @@ def test_whole_rows_equal_eager(heads: int, kv_heads: int, head_dim: int) -> Non
     seed = torch.randn_like(actual)
     grads = (torch.autograd.grad(output, (q, k, v), seed) for output in (actual, expected))
     torch.testing.assert_close(*grads, atol=2 * tolerance, rtol=2 * tolerance)
+
+
+class ScoresKernel:
+    """Attention with statistics in plain torch, for (rows, tokens, heads, dim) with equal heads."""
+
+    def __init__(self, causal: bool) -> None:
+        self.causal = causal
+
+    def compute_scores(self, q: Tensor, k: Tensor) -> Tensor:
+        scores = torch.einsum("rqhd,rkhd->rqhk", q, k)
+        visible = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device)
+        return scores.masked_fill(~visible.tril()[:, None], -torch.inf) if self.causal else scores
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, SoftmaxStatistics]:
+        lse = (scores := self.compute_scores(q, k)).logsumexp(-1)
+        weights = (scores - lse[..., None]).exp()
+        return torch.einsum("rqhk,rkhd->rqhd", weights, v), SoftmaxStatistics(lse, (lse[0, 0], lse[0, 0]))
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mixed: Tensor, statistics: SoftmaxStatistics
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        weights = (self.compute_scores(q, k) - statistics.lse[..., None]).exp()
+        along = torch.einsum("rqhd,rkhd->rqhk", grad, v) - (grad * mixed).sum(-1, keepdim=True)
+        grad_scores = weights * along
+        grads = ("rqhk,rkhd->rqhd", grad_scores, k), ("rqhk,rqhd->rkhd", grad_scores, q)
+        grad_q, grad_k = (torch.einsum(*products) for products in grads)
+        return grad_q, grad_k, torch.einsum("rqhk,rqhd->rkhd", weights, grad)
+
+
+@pytest.mark.parametrize("indices", [(0, 3), (1, 2), (2,), (0,)])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_pieces_equal_their_queries_in_whole_rows(indices: tuple[int, ...], has_sinks: bool) -> None:
+    """Results and all gradients of pieces, merged by statistics, equal eager attention from the same queries."""
+    pieces, length = 4, 6
+    positions = torch.cat([torch.arange(index * length, (index + 1) * length) for index in indices])
+    q, k, v = (torch.randn(2, count, 2, 8, dtype=torch.float64) for count in (len(positions), *(pieces * length,) * 2))
+    sinks = torch.randn(2, dtype=torch.float64) if has_sinks else None
+    inputs = [x.requires_grad_() for x in (q, k, v, sinks) if x is not None]
+    kernel = PiecewiseKernel(ScoresKernel(causal=True), ScoresKernel(causal=False), indices)
+    visible = (positions[:, None] >= torch.arange(pieces * length)).expand(2, 1, -1, -1)
+    options = AttentionOptions(scale=1.0)
+    results = [
+        attend_with_optional_sinks(kernel, q, k, v, sinks),
+        CUDNN.attend(q, k, v, RowPieces(indices, positions), options, sinks),
+        attention_eager(q, k, v, visible, options, sinks),
+    ]
+    seed = torch.randn_like(results[0])
+    grads = [torch.autograd.grad(result, inputs, seed) for result in results]
+    for result, own in zip(results[:2], grads[:2], strict=True):
+        torch.testing.assert_close(result, results[2])
+        torch.testing.assert_close(own, grads[2])
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

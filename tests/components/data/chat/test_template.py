@@ -16,7 +16,7 @@ from drawloom.components.data.chat.template import (
     read_chat_templates_and_special_tokens,
 )
 from drawloom.components.data.hugging_face_tokenizer import HuggingFaceTokenizer
-from drawloom.components.run.folder import copy_files
+from drawloom.components.run.folder_records import copy_files
 from drawloom.graph import UserError
 from support.chat import BRACKETS, CHATML, HEADERS, THINKING, TOOLS, say, tokenizer_folder
 

@@ -2,7 +2,7 @@
 
 import threading
 
-from drawloom.components.listeners.timeouts import Watchdog
+from drawloom.components.listeners.watchdog import Watchdog
 from support.doubles import FakeClock
 
 

@@ -7,14 +7,14 @@ import warnings
 
 import pytest
 
-from drawloom.components.distributed import torchrun
-from drawloom.components.distributed.torchrun import create_rank_console
+from drawloom.components.distributed import rank_console
+from drawloom.components.distributed.rank_console import create_rank_console
 from support.processes import run_ranks
 
 
 def _is_first(failing: tuple[int, ...]) -> bool | None:
     """Return whether this rank prints a problem on these ranks; None if it is not among them."""
-    torchrun.STORE_TIMEOUT = 30.0  # on a busy machine the store takes longer; then each rank would print it
+    rank_console.STORE_TIMEOUT = 30.0  # on a busy machine the store takes longer; then each rank would print it
     console = create_rank_console()
     return console.is_first("a mistake") if int(os.environ["RANK"]) in failing else None
 

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from drawloom.components.distributed.process_group import TorchGroup
 from drawloom.components.ports.model import VocabularyPart
-from drawloom.kernels.cross_entropy.eager import LogitCut, cut_cross_entropy_eager, find_local_target_rows
+from drawloom.kernels.cross_entropy.cut import cut_cross_entropy_eager, find_local_target_rows
+from drawloom.kernels.cross_entropy.options import LogitCut
 from drawloom.kernels.cross_entropy.triton import cut_cross_entropy_triton
 from support.kernels import DEVICE
 from support.processes import run_ranks

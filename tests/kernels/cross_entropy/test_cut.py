@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from drawloom.kernels.cross_entropy.eager import LogitCut, cut_cross_entropy_eager, sort_vocabulary_by_mean_logit
-from drawloom.kernels.deferred_grads import Deferral
+from drawloom.kernels.cross_entropy.cut import cut_cross_entropy_eager, sort_vocabulary_by_mean_logit
+from drawloom.kernels.cross_entropy.options import LogitCut
+from drawloom.kernels.deferral import Deferral
 from support.cross_entropy import exact_losses
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from drawloom.components.run.folder import list_recipe_changes_if_safe, update_lock_and_log_changes
+from drawloom.components.run.folder_records import list_recipe_changes_if_safe, update_lock_and_log_changes
 from drawloom.graph import ResolvedRecipe, UserError
 from drawloom.graph.recipe.lockfile import RecipeChange
 

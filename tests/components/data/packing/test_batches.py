@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from drawloom.components.data.packing.batches import build_batch
 from drawloom.components.data.packing.concatenated import Stream
-from drawloom.components.data.packing.packed_rows import build_batch
 from drawloom.components.data.token_arrays import TokenArrays
 from drawloom.components.ports.data import IGNORE_INDEX, TokenBatch
 

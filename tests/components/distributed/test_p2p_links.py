@@ -6,11 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drawloom.components.distributed.device import ComputeDevice
-from drawloom.components.distributed.mesh import (
-    Edge,
-    connect_p2p_links,
-    group_into_concurrent_rounds,
-)
+from drawloom.components.distributed.p2p_links import Edge, connect_p2p_links, group_into_concurrent_rounds
 from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.graph import UserError
 from support.exchanges import list_ring_edges

@@ -6,7 +6,7 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.listeners.logging import prepare_rank_log_path
+from drawloom.components.listeners.log_handlers import prepare_rank_log_path
 from support.folders import Folder
 
 

@@ -8,7 +8,7 @@ import attrs
 import pytest
 import torch
 
-from drawloom.components.data.loader import check_batch, check_ranks_have_consistent_batches
+from drawloom.components.data.batch_checks import check_batch, check_ranks_have_consistent_batches
 from drawloom.components.ports.data import TokenBatch
 from drawloom.graph import UserError
 from support.clips import ClipRows, clips

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from drawloom.components.gradients.synchronize import compute_exact_norm
+from drawloom.components.gradients.exact_norm import compute_exact_norm
 from drawloom.kernels.gradients.eager import scale_and_sum_squares
 
 numbers = st.floats(allow_nan=False, allow_infinity=False, width=32)
