@@ -135,7 +135,7 @@ class JoinedLayer:
         if rank == ends[-1]:
             return [slice(end - own, end) for own, end in zip(ranks, ends, strict=True)]
         if {*ranks} != {rank}:
-            raise ValueError(f"rank {rank} is not the rank of {', '.join(self.parts)}, or their ranks' sum")
+            raise ValueError(f"the rank is {rank}, and {' + '.join(map(str, ranks))} in the recipe")
         return [slice(None)] * len(ranks)
 
     def _split_magnitude(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
