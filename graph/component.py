@@ -20,12 +20,12 @@ Check = Callable[[Any], str | None]
 
 
 def setting(
+    doc: str = "",
     *,
     default: Any = attrs.NOTHING,
     factory: Callable[[], Any] | None = None,
     impact: Impact | None = None,
     check: Check | None = None,
-    doc: str = "",
     alias: str | None = None,
     globs: bool = False,
     one_of: str = "",
@@ -44,6 +44,13 @@ def setting(
     default = attrs.Factory(factory) if factory is not None else default
     meta = {"impact": impact, "check": check, "doc": doc, "globs": globs, "one_of": one_of}
     return attrs.field(default=default, validator=check and _make_validator(check), metadata=meta, alias=alias)
+
+
+def internal(
+    default: Any = attrs.NOTHING, *, factory: Callable[[], Any] | None = None, init: Literal[False] = False
+) -> Any:
+    """Declare a field set by its component itself, unlike a setting or an edge."""
+    return attrs.field(init=init, default=attrs.Factory(factory) if factory else default)
 
 
 def wired(*, default: Any = attrs.NOTHING, factory: Callable[[], Any] | None = None) -> Any:
@@ -215,7 +222,7 @@ def component(
     opens_first: str = "",
     replaced_keys: Mapping[str, str] | None = None,
 ) -> Callable[[type[T]], type[T]]: ...
-@dataclass_transform(kw_only_default=True, field_specifiers=(setting, wired, attrs.field))
+@dataclass_transform(kw_only_default=True, field_specifiers=(setting, wired, internal, attrs.field))
 def component(
     cls: Any = None,
     /,
@@ -275,7 +282,7 @@ def _repr_without_edges(self: Any) -> str:
     return f"{type(self).__name__}({', '.join(settings)})"
 
 
-@dataclass_transform(kw_only_default=True, field_specifiers=(setting, wired, attrs.field))
+@dataclass_transform(kw_only_default=True, field_specifiers=(setting, wired, internal, attrs.field))
 def component_base_class(cls: type[T]) -> type[T]:
     """Let components inherit the fields of a class that is not a component."""
     return attrs.define(cls, slots=False, eq=False, kw_only=True)

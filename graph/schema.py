@@ -18,7 +18,7 @@ from drawloom.graph.recipe.layers import STARTED_IN
 from drawloom.graph.recipe.merged import FORMAT, NAME
 from drawloom.graph.registry.registry import Registry
 from drawloom.graph.registry.spec import Field, Spec
-from drawloom.graph.types.describe import union_members_except_none
+from drawloom.graph.types.assignable import union_members_except_none
 from drawloom.graph.types.port_match import implements_any
 
 Schema = dict[str, Any]

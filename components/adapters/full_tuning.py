@@ -5,11 +5,11 @@ from typing import ClassVar
 
 from torch import nn
 
+from drawloom import UserError, component, setting
 from drawloom.components.adapters.targets import find_pattern_fault, list_matching_patterns
 from drawloom.components.adapters.tied_head import LoraTiedHead
-from drawloom.components.ports.adapters import AdaptedLayer
 from drawloom.components.weights.adapted import EMBEDDING
-from drawloom.graph import UserError, component, setting
+from drawloom.ports import AdaptedLayer
 
 
 @component
@@ -19,12 +19,10 @@ class FullTuning:
     thaws: ClassVar[bool] = True
 
     targets: list[str] = setting(
+        'patterns for module or parameter names in transformers, or their ends: "norm", "layers.0", '
+        '"*layernorm.weight"',
         check=find_pattern_fault,
         impact="incompatible",
-        doc=(
-            'patterns for module or parameter names in transformers, or their ends: "norm", "layers.0", '
-            '"*layernorm.weight"'
-        ),
     )
 
     def adapt_and_list_matched_targets(self, module: nn.Module) -> Collection[str]:

@@ -5,14 +5,14 @@ from collections.abc import Collection
 
 from torch import nn
 
+from drawloom import UserError, above, between, component, setting
 from drawloom.components.adapters.lora_layers import FUSED, LoraEmbedding, LoraExperts, LoraLinear, LoraOptions
 from drawloom.components.adapters.targets import find_pattern_fault, list_matching_patterns
 from drawloom.components.adapters.tied_head import LoraTiedHead
 from drawloom.components.model.decoder.experts import Experts
 from drawloom.components.model.decoder.model import CausalLM
 from drawloom.components.model.layers import Embedding, Linear
-from drawloom.components.ports.adapters import AdaptedLayer
-from drawloom.graph import UserError, above, between, component, setting
+from drawloom.ports import AdaptedLayer
 
 
 def _find_dropout_fault(value: float) -> str | None:
@@ -30,29 +30,23 @@ class Lora:
     """
 
     targets: list[str] = setting(
+        'patterns for module names in transformers, or their ends: "q_proj", "layers.[0-3].mlp.*", also parts of '
+        'joined modules, such as "q_proj" of "qkv_proj"; for experts "experts", "experts.gate_up_proj" or '
+        '"experts.down_proj"',
         check=find_pattern_fault,
         impact="incompatible",
-        doc=(
-            'patterns for module names in transformers, or their ends: "q_proj", "layers.[0-3].mlp.*", also parts of '
-            'joined modules, such as "q_proj" of "qkv_proj"; for experts "experts", "experts.gate_up_proj" or '
-            '"experts.down_proj"'
-        ),
     )
     rank: int = setting(
-        check=between(1, 100_001),
-        impact="incompatible",
-        doc=("rank of the factors: A has so many rows, B so many columns"),
+        "rank of the factors: A has so many rows, B so many columns", check=between(1, 100_001), impact="incompatible"
     )
-    alpha: float = setting(
-        check=above(0), doc=("numerator of the scale: alpha / rank, or with rslora alpha / sqrt(rank)")
-    )
-    rslora: bool = setting(default=False, doc="divide alpha by sqrt(rank), for high ranks (arXiv 2312.03732)")
+    alpha: float = setting("numerator of the scale: alpha / rank, or with rslora alpha / sqrt(rank)", check=above(0))
+    rslora: bool = setting("divide alpha by sqrt(rank), for high ranks (arXiv 2312.03732)", default=False)
     dora: bool = setting(
+        "train the row norms of W + scale * B A separately (DoRA, arXiv 2402.09353)",
         default=False,
         impact="incompatible",
-        doc="train the row norms of W + scale * B A separately (DoRA, arXiv 2402.09353)",
     )
-    dropout: float = setting(default=0.0, check=_find_dropout_fault, doc="dropout probability for A's inputs")
+    dropout: float = setting("dropout probability for A's inputs", default=0.0, check=_find_dropout_fault)
 
     @property
     def options(self) -> LoraOptions:
@@ -63,6 +57,8 @@ class Lora:
     def adapt_and_list_matched_targets(self, module: nn.Module) -> Collection[str]:
         """Replace the layers matching a pattern. Raises UserError if a layer is trained already."""
         matched: set[str] = set()
+        if isinstance(module, CausalLM):
+            module.name_joined_layers()
         for name, layer in list(module.named_modules()):
             targets_by_name = {
                 target_name: list_matching_patterns(target_name, self.targets)

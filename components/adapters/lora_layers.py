@@ -17,13 +17,10 @@ from torch import Tensor, nn
 from drawloom.components.model.decoder.experts import Experts
 from drawloom.components.model.layers import VOCABULARY, ChunkedHead, Embedding, Linear
 from drawloom.components.parallel.parameter_split import SplitDim
-from drawloom.components.parallel.tensor import ALONE, TensorRanks
-from drawloom.components.ports.adapters import AdaptedLayer, Fill, LowRank
-from drawloom.components.ports.model import Head
-from drawloom.components.ports.slices import ModelParameter
-from drawloom.components.ports.weights import Mapper, TensorGroup
+from drawloom.components.parallel.tensor_ranks import ALONE, TensorRanks
 from drawloom.components.weights.mapper import parallel
 from drawloom.components.weights.mapper_ops import rename
+from drawloom.ports import AdaptedLayer, Fill, Head, LowRank, Mapper, ModelParameter, TensorGroup
 
 PEFT = "base_model.model."
 """Prefix of PEFT's tensor names, before the name of the module in transformers."""

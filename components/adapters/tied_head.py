@@ -5,19 +5,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from drawloom.components.adapters.lora_layers import (
-    LoraOptions,
-    LowRankLayer,
-    compute_initial_std,
-    create_factor,
-)
+from drawloom.components.adapters.lora_layers import LoraOptions, LowRankLayer, compute_initial_std, create_factor
 from drawloom.components.model.layers import VOCABULARY, ChunkedHead, Embedding
 from drawloom.components.parallel.parameter_split import SplitDim
-from drawloom.components.parallel.tensor import TensorParallel
-from drawloom.components.ports.adapters import Fill
-from drawloom.components.ports.model import Head, HeadLayer
-from drawloom.components.ports.weights import Mapper
+from drawloom.components.parallel.tensor_ranks import TensorParallel
 from drawloom.components.weights.adapted import EMBEDDING, HEAD
+from drawloom.ports import Fill, Head, HeadLayer, Mapper
 
 
 class LoraTiedHead(TensorParallel, LowRankLayer, HeadLayer):

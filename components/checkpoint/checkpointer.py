@@ -4,15 +4,25 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-import attrs
 import torch
 
-from drawloom.components.ports.checkpoint import Durable, GrowingState, Stager, Stateful
-from drawloom.components.ports.distributed import Device, Mesh, Processes
-from drawloom.components.ports.run import Cadence, RunFolder, Step, describe_cadence_fault, exclude_from_rates, is_due
-from drawloom.graph import Every, ResolvedRecipe, at_least, component, setting
-from drawloom.graph.problems import Problem, ReopenError
-from drawloom.graph.wiring.node import NodeView
+from drawloom import Every, NodeView, Problem, ResolvedRecipe, at_least, component, internal, setting
+from drawloom.graph.problems import ReopenError
+from drawloom.ports import (
+    Cadence,
+    Device,
+    Durable,
+    GrowingState,
+    Mesh,
+    Processes,
+    RunFolder,
+    Stager,
+    Stateful,
+    Step,
+    describe_cadence_fault,
+    exclude_from_rates,
+    is_due,
+)
 
 if TYPE_CHECKING:
     from drawloom.components.checkpoint.peer_memory import PeerMemory, StateMemory
@@ -44,30 +54,28 @@ class Checkpointer:
     recipe: ResolvedRecipe
     staging: Stager | None = None
     every: Cadence = setting(
+        "steps between checkpoints, the last step included; 'last': only there; 'never': none, without disk space",
         default="last",
         check=describe_cadence_fault,
-        doc="steps between checkpoints, the last step included; 'last': only there; 'never': none, without disk space",
     )
-    keep: int = setting(default=3, check=at_least(1), doc="how many of the newest checkpoints to keep")
+    keep: int = setting("how many of the newest checkpoints to keep", default=3, check=at_least(1))
     keep_every: int | None = setting(
-        default=None, check=at_least(1), doc="keep checkpoints permanently at multiples of this step number"
+        "keep checkpoints permanently at multiples of this step number", default=None, check=at_least(1)
     )
-    best: str | None = setting(default=None, doc="metric whose best checkpoint is kept too, such as validation_loss")
-    best_is: Literal["lowest", "highest"] = setting(default="lowest", doc="better values of `best`: low or high")
+    best: str | None = setting("metric whose best checkpoint is kept too, such as validation_loss", default=None)
+    best_is: Literal["lowest", "highest"] = setting("better values of `best`: low or high", default="lowest")
     neighbour_every: Cadence = setting(
+        "steps between copies of every rank's state in a neighbour's memory, from which the run continues without "
+        "a complete replica; needs processes.on_failure = 'continue'",
         default="never",
         check=describe_cadence_fault,
-        doc=(
-            "steps between copies of every rank's state in a neighbour's memory, from which the run continues without "
-            "a complete replica; needs processes.on_failure = 'continue'"
-        ),
     )
-    failures: int = setting(default=3, check=at_least(1), doc="consecutive failed saves after which the run stops")
+    failures: int = setting("consecutive failed saves after which the run stops", default=3, check=at_least(1))
 
-    _saves: "Saves" = attrs.field(init=False, default=None)
-    _memory: "StateMemory | None" = attrs.field(init=False, default=None)  # of a failed attempt
-    _peers: "PeerMemory | None" = attrs.field(init=False, default=None)  # None unless the run survives losses
-    _joins_others: bool = attrs.field(init=False, default=False)  # the state may be in another process's memory
+    _saves: "Saves" = internal(None)
+    _memory: "StateMemory | None" = internal(None)  # of a failed attempt
+    _peers: "PeerMemory | None" = internal(None)  # None unless the run survives losses
+    _joins_others: bool = internal(False)  # the state may be in another process's memory
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
@@ -153,7 +161,7 @@ class Checkpointer:
 
     def wait_until_staged(self) -> None:
         """Wait until the stager has copied the state, which may change from then on."""
-        if self.staging is not None:
+        if self.staging is not None and self.staging.should_synchronize_after_execute:
             self.staging.synchronize_staging()
         if self._peers is not None:
             self._peers.wait_until_copied()
@@ -162,7 +170,7 @@ class Checkpointer:
         if self._peers is None:
             return
         if not step.goes_back:
-            self._peers.reference_and_send_to_neighbour(step)
+            self._peers.reference_and_send(step)
         joining = torch.tensor(0 if step.is_last else int(self.processes.can_grow_with_spares()))
         self.mesh.world.max(joining)
         self._peers.memory.drop_older_neighbour_copies()

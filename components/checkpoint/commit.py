@@ -17,17 +17,17 @@ from typing import Any
 import attrs
 from torch import Tensor
 
+from drawloom import ResolvedRecipe, UserError
 from drawloom.components.checkpoint.manifest import MANIFEST, Manifest, step_of_checkpoint
 from drawloom.components.checkpoint.snapshot import ShardPlan, Snapshot
 from drawloom.components.checkpoint.threads import map_parallel
 from drawloom.components.distributed.rank_errors import run_and_gather_on_all_ranks, run_on_rank0
-from drawloom.components.ports.distributed import Group
 from drawloom.components.storage import durable_files
 from drawloom.components.storage.regular_file import create_folder_unless_link
 from drawloom.components.storage.safetensors.writer import write_safetensors_file
 from drawloom.components.storage.sha256_stream import FileDigest
-from drawloom.graph import ResolvedRecipe, UserError
 from drawloom.graph.recipe.lockfile import LOCK
+from drawloom.ports import Group
 
 TEMP = ".tmp-"  # being written
 TRASH = ".trash-"  # being removed
@@ -59,7 +59,7 @@ class CommitProtocol:
         temp = checkpoint.with_name(TEMP + checkpoint.name)
         rank = self.group.rank
         try:
-            run_on_rank0(self.group, lambda: remove_leftovers_and_create_folder(temp))
+            run_on_rank0(self.group, lambda: create_clean_folder(temp))
             _, written = run_and_gather_on_all_ranks(
                 self.group,
                 lambda: write_files_of_rank(temp, rank, snapshot.tree, snapshot.wait_for_tensors()),
@@ -90,14 +90,14 @@ class CommitProtocol:
         commit_folder(temp, checkpoint, manifest)
 
 
-def create_checkpoints_folder_and_clean_up(checkpoints: Path) -> None:
+def create_checkpoints_folder(checkpoints: Path) -> None:
     """Create the checkpoint folder, and remove a killed run's leftovers."""
     create_folder_unless_link(checkpoints)
     durable_files.flush_to_disk(checkpoints.parent)
     _remove_leftovers(checkpoints)
 
 
-def remove_leftovers_and_create_folder(temp: Path) -> None:
+def create_clean_folder(temp: Path) -> None:
     """Create an empty folder for a checkpoint, and remove leftovers from failed saves and removals."""
     _remove_leftovers(temp.parent)
     temp.mkdir(exist_ok=True)

@@ -15,12 +15,12 @@ from typing import Any
 
 import attrs
 
+from drawloom import UserError
 from drawloom.components.checkpoint.threads import map_parallel
 from drawloom.components.storage.durable_files import list_folder
 from drawloom.components.storage.regular_file import ContentMismatchError, open_file_to_verify, read_file
 from drawloom.components.storage.sha256_stream import FileDigest, count_hash_blocks
 from drawloom.components.storage.strict_json import hash_canonical, parse_strict_json
-from drawloom.graph import UserError
 
 FOLDER = "checkpoints"
 STEP = re.compile(r"step-(0|[1-9][0-9]*)")

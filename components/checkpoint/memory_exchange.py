@@ -23,9 +23,6 @@ from drawloom.components.checkpoint.snapshot import (
     slices_by_sharded_entry,
 )
 from drawloom.components.distributed.mesh_layout import MODEL
-from drawloom.components.ports.checkpoint import Stateful
-from drawloom.components.ports.distributed import Group, Mesh
-from drawloom.components.ports.slices import SlicedTensor, TensorSlice
 from drawloom.components.storage.state_tree import (
     PackedState,
     Tree,
@@ -34,6 +31,7 @@ from drawloom.components.storage.state_tree import (
     pack_state,
 )
 from drawloom.components.storage.tensor_source import TensorSpec, view_as_tensor, view_bytes
+from drawloom.ports import Group, Mesh, NodeState, SlicedTensor, Stateful, TensorSlice
 
 ROUND = 2**25  # bytes that a rank receives at once
 ALIGNMENT = 16  # bytes; views of a buffer in any dtype start at a multiple of it
@@ -196,7 +194,7 @@ def find_newest_complete(offers: Sequence[Sequence[PartKey]]) -> dict[PartKey, i
 
 def exchange_and_assemble_states(
     group: Group, nodes: Mapping[str, Stateful], sources: Mapping[PartKey, int], own: Mapping[PartKey, PackedState]
-) -> dict[str, Any]:
+) -> NodeState:
     """
     Return the nodes' states for this rank from all parts of a step, without states that differ by rank.
 

@@ -6,17 +6,14 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import ClassVar
 
-import attrs
-
+from drawloom import ResolvedRecipe, UserError, above, component, internal, setting
 from drawloom.components.checkpoint.manifest import FOLDER, list_checkpoints
 from drawloom.components.checkpoint.remote import RemoteCopy
 from drawloom.components.checkpoint.threads import submit_in_new_thread
 from drawloom.components.distributed.rank_errors import run_on_rank0
-from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.run import Event, EventKind, RunFolder
 from drawloom.components.storage.object_store import ObjectStore, StoreError
-from drawloom.graph import ResolvedRecipe, UserError, above, component, setting
 from drawloom.graph.recipe.lockfile import LOCK
+from drawloom.ports import Event, EventKind, Mesh, RunFolder
 
 log = logging.getLogger("drawloom.checkpoint")
 
@@ -36,19 +33,19 @@ class Mirror:
     folder: RunFolder
     mesh: Mesh
     recipe: ResolvedRecipe
-    url: str = setting(doc="folder in the store, by a protocol of fsspec; one per run")
-    every: float = setting(default=60.0, check=above(0), doc="seconds between copies of the metrics")
-    timeout: float = setting(default=600.0, check=above(0), doc="seconds that the end of the run waits for copies")
+    url: str = setting("folder in the store, by a protocol of fsspec; one per run")
+    every: float = setting("seconds between copies of the metrics", default=60.0, check=above(0))
+    timeout: float = setting("seconds that the end of the run waits for copies", default=600.0, check=above(0))
 
-    clock: Callable[[], float] = attrs.field(init=False, default=time.monotonic)
-    _copy: RemoteCopy | None = attrs.field(init=False, default=None)
-    _pending: Future[None] | None = attrs.field(init=False, default=None)
-    _last: float = attrs.field(init=False, default=0.0)
-    _has_warned: bool = attrs.field(init=False, default=False)
+    clock: Callable[[], float] = internal(time.monotonic)
+    _copy: RemoteCopy | None = internal(None)
+    _pending: Future[None] | None = internal(None)
+    _last: float = internal(0.0)
+    _has_warned: bool = internal(False)
 
     def open(self) -> None:
         """Read the newest checkpoint of the mirror into a folder without one. Raises UserError for another recipe."""
-        run_on_rank0(self.mesh.world, self._connect_and_fetch_newest_if_none)
+        run_on_rank0(self.mesh.world, self._fetch_newest_if_none)
 
     def on_event(self, event: Event) -> None:
         """Start a copy if there is something new; at the end of the run, wait until all is copied."""
@@ -68,7 +65,7 @@ class Mirror:
         self._wait_for_upload_or_warn()
         self._copy = None
 
-    def _connect_and_fetch_newest_if_none(self) -> None:
+    def _fetch_newest_if_none(self) -> None:
         """Connect to the store, and fetch its newest checkpoint if the run folder has none."""
         self._copy = RemoteCopy(ObjectStore.open(self.url))
         run = self.folder.folder

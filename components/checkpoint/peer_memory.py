@@ -31,10 +31,8 @@ from drawloom.components.checkpoint.snapshot import is_rank_local
 from drawloom.components.checkpoint.staging.blocking import Blocking
 from drawloom.components.checkpoint.threads import submit_in_new_thread
 from drawloom.components.distributed.rank_errors import run_and_gather_on_all_ranks
-from drawloom.components.ports.checkpoint import Stateful
-from drawloom.components.ports.distributed import Group, Mesh, Processes
-from drawloom.components.ports.run import Cadence, Step, is_due
 from drawloom.components.state.trees import map_leaves
+from drawloom.ports import Cadence, Group, Mesh, Processes, Stateful, Step, is_due
 
 CLOSE_TIMEOUT = 20.0  # seconds
 
@@ -94,7 +92,7 @@ class StateMemory:
         """Replace this rank's newest states by this one."""
         self._copy, self._current = state, None
 
-    def drop_older_states_and_keep_copy(self, copy: NeighbourCopy | None) -> None:
+    def keep_only_copy(self, copy: NeighbourCopy | None) -> None:
         """Replace all older states by the kept one and by a neighbour's after the same step, if it has one."""
         self._shared, self._copies = (self._copy, (copy,)) if copy else (None, ())
 
@@ -138,7 +136,7 @@ class PeerMemory:
             wait([self._copy], CLOSE_TIMEOUT)
             self._copy = None
 
-    def reference_and_send_to_neighbour(self, step: Step) -> None:
+    def reference_and_send(self, step: Step) -> None:
         """Reference the state after a step, and start to send a copy to the neighbour, if it is due."""
         self._wait_and_keep_neighbour_state()  # a skipped update has not waited for it
         self.mesh.world.wait_and_raise_if_broken()
@@ -186,7 +184,7 @@ class PeerMemory:
         self.memory.replace_newest_states(kept)  # for another loss in the next step
         copy = self._exchange_copies_with_neighbours(kept) if self.sources else None
         run_and_gather_on_all_ranks(world, lambda: None)  # all ranks have their copies before older ones are dropped
-        self.memory.drop_older_states_and_keep_copy(copy)
+        self.memory.keep_only_copy(copy)
         log.info("restored the state after step %d from memory", step)
         return step
 

@@ -3,20 +3,15 @@
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-import attrs
 from torch import Tensor
 
+from drawloom import Every, component, internal
 from drawloom.components.checkpoint.state_hashes import FOLDER, hash_states
-from drawloom.components.ports.checkpoint import Stateful
-from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.run import Event, EventKind, RunFolder, Step
-from drawloom.components.ports.stages import Parameters
-from drawloom.components.ports.tracking import METRIC_TOTALS, Tracker
 from drawloom.components.state.trees import list_labelled_children
 from drawloom.components.storage.regular_file import create_folder_unless_link
 from drawloom.components.storage.step_log import AppendedFile, encode_row
 from drawloom.components.storage.tensor_source import hash_tensor_bytes
-from drawloom.graph import Every, component
+from drawloom.ports import METRIC_TOTALS, Event, EventKind, Mesh, Parameters, RunFolder, Stateful, Step, Tracker
 
 INITIAL = "the start of the step"
 """Phase of the first line: the values before any phase."""
@@ -44,7 +39,7 @@ class PhaseHashes:
     states: Every[Stateful]
     trackers: Every[Tracker]
 
-    _file: AppendedFile | None = attrs.field(init=False, default=None)
+    _file: AppendedFile | None = internal(None)
 
     def on_event(self, event: Event) -> None:
         """Append the hashes after a phase, and before the first phase of this process."""

@@ -11,6 +11,7 @@ from typing import Any
 import attrs
 from torch import Tensor
 
+from drawloom import UserError
 from drawloom.components.checkpoint.commit import tree_file_name
 from drawloom.components.checkpoint.manifest import (
     FOLDER,
@@ -24,10 +25,9 @@ from drawloom.components.checkpoint.manifest import (
 )
 from drawloom.components.checkpoint.snapshot import assemble_pieces, find_rows_unless_all, is_piece_needed
 from drawloom.components.checkpoint.threads import map_parallel
-from drawloom.components.ports.slices import SlicedTensor, TensorSlice
 from drawloom.components.storage.regular_file import ContentMismatchError, VerifiedFile, open_file_to_verify
 from drawloom.components.storage.safetensors.header import HeaderError
-from drawloom.components.storage.safetensors.reader import read_tensor, read_tensor_offset_and_entries
+from drawloom.components.storage.safetensors.reader import read_header_entries, read_tensor
 from drawloom.components.storage.state_tree import (
     Tree,
     iterate_tensor_names_and_slices,
@@ -35,7 +35,7 @@ from drawloom.components.storage.state_tree import (
     unpack_state,
 )
 from drawloom.components.storage.strict_json import parse_strict_json
-from drawloom.graph import UserError
+from drawloom.ports import NodeState, SlicedTensor, TensorSlice
 
 MAX_TREE_SIZE = 2**28  # bytes
 
@@ -82,7 +82,7 @@ def no_valid_checkpoint_error(checkpoints: Path, corrupt: Mapping[Path, str]) ->
     return UserError("\n".join([*lines, "restore one from a backup, or remove them all to start from step 0"]))
 
 
-def load_node_state(checkpoint: Path, node: str) -> dict[str, Any]:
+def load_node_state(checkpoint: Path, node: str) -> NodeState:
     """
     Return one node's saved state; for a local state, rank 0's.
 
@@ -111,7 +111,7 @@ class PieceReader:
         """Read a rank's used tensors."""
         raise NotImplementedError
 
-    def read_and_join_states(self, ranks: Iterable[int], pick: Pick) -> dict[str, dict[str, Any]]:
+    def read_and_join_states(self, ranks: Iterable[int], pick: Pick) -> dict[str, NodeState]:
         """
         Return the picked states from several ranks, by node, with slices assembled. Raises
         CorruptCheckpointError.
@@ -133,7 +133,7 @@ class PieceReader:
         except ValueError as error:
             raise CorruptCheckpointError(str(error)) from error
 
-    def read_states_by_node(self, rank: int, pick: Pick) -> dict[str, dict[str, Any]]:
+    def read_states_by_node(self, rank: int, pick: Pick) -> dict[str, NodeState]:
         """
         Return the picked states from one rank, by node. Raises CorruptCheckpointError.
 
@@ -142,7 +142,7 @@ class PieceReader:
         self.read_trees_by_node(rank)
         try:
             picked, uses = self.pick_trees_and_find_uses(rank, pick)
-            states: dict[str, dict[str, Any]] = unpack_state({"dict": picked}, self.read_tensors(rank, uses))
+            states: dict[str, NodeState] = unpack_state({"dict": picked}, self.read_tensors(rank, uses))
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise CorruptCheckpointError(f"{tree_file_name(rank)} does not match its tensors: {error}") from error
         return states
@@ -197,7 +197,7 @@ class CheckpointReader(PieceReader):
     def _read_tensors_of_file(self, file_name: str, names: set[str], uses: Uses) -> Parts:
         parts: Parts = {}
         with self._open_file(file_name) as file:
-            begin, header = read_tensor_offset_and_entries(file)
+            begin, header = read_header_entries(file)
             # in file order, so that a block with parts of two tensors is read once
             for name in sorted(names, key=lambda name: (header[name].start, header[name].end)):
                 part = find_rows_unless_all(header[name].spec.shape, uses[name])

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import attrs
 
+from drawloom import UserError
 from drawloom.components.checkpoint.manifest import (
     FOLDER,
     MANIFEST,
@@ -16,7 +17,6 @@ from drawloom.components.checkpoint.manifest import (
     verify_checkpoint,
 )
 from drawloom.components.storage.object_store import ObjectStore, StoreError
-from drawloom.graph import UserError
 from drawloom.graph.recipe.lockfile import LOCK
 
 SMALL_FILES = (LOCK, "metrics.jsonl", "sample.txt", "report.html", "log/environment.json")

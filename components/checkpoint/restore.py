@@ -9,6 +9,7 @@ from typing import Any
 import attrs
 from torch import Tensor
 
+from drawloom import RecipeError, ResolvedRecipe, UserError
 from drawloom.components.checkpoint.manifest import (
     CorruptCheckpointError,
     Manifest,
@@ -21,12 +22,10 @@ from drawloom.components.checkpoint.reader import CheckpointReader, Slices, no_v
 from drawloom.components.checkpoint.saves import Retention
 from drawloom.components.checkpoint.snapshot import is_rank_local, slices_by_sharded_entry
 from drawloom.components.distributed.rank_errors import run_and_gather_on_all_ranks
-from drawloom.components.ports.checkpoint import Stateful
-from drawloom.components.ports.distributed import Group
 from drawloom.components.storage.regular_file import read_file
 from drawloom.components.storage.state_tree import list_dict_entries
-from drawloom.graph import RecipeError, ResolvedRecipe, UserError
 from drawloom.graph.recipe.lockfile import LOCK
+from drawloom.ports import Group, NodeState, Stateful
 
 log = logging.getLogger("drawloom.checkpoint")
 
@@ -44,7 +43,7 @@ class LoadedCheckpoint:
 
     checkpoint: Path
     manifest: Manifest
-    states: dict[str, dict[str, Any]]
+    states: dict[str, NodeState]
     names: dict[str, set[str]]
     verified: dict[str, list[int]]
 

@@ -11,6 +11,7 @@ from typing import Literal
 import attrs
 import torch
 
+from drawloom import ResolvedRecipe, UserError
 from drawloom.components.checkpoint import commit
 from drawloom.components.checkpoint.manifest import (
     CorruptCheckpointError,
@@ -22,12 +23,9 @@ from drawloom.components.checkpoint.manifest import (
 from drawloom.components.checkpoint.snapshot import ShardPlan, Snapshot
 from drawloom.components.checkpoint.threads import submit_in_new_thread
 from drawloom.components.distributed.rank_errors import RankError, run_and_gather_on_all_ranks, run_on_rank0
-from drawloom.components.ports.checkpoint import Durable, GrowingState, Stager, Stateful
-from drawloom.components.ports.distributed import Group
-from drawloom.components.ports.run import Step
 from drawloom.components.storage import durable_files
 from drawloom.components.storage.byte_size import format_decimal_byte_size
-from drawloom.graph import ResolvedRecipe, UserError
+from drawloom.ports import Durable, Group, GrowingState, Stager, Stateful, Step
 
 Values = Mapping[str, float | None]
 """Metrics of a step; None for a value that is not finite."""
@@ -77,7 +75,7 @@ class Retention:
         self._corrupt.add(checkpoint)
         self._valid.pop(checkpoint, None)
 
-    def verify_kept_and_select_expired(self, checkpoints: Path, saved: Path) -> list[Path]:
+    def verify_and_select_expired(self, checkpoints: Path, saved: Path) -> list[Path]:
         """Return the expired checkpoints up to the newest save, oldest first."""
         while True:
             values = self._list_candidates(checkpoints, saved)
@@ -188,7 +186,7 @@ class Saves:
 
     def open(self) -> None:
         """Create the checkpoint folder, and remove a killed run's leftovers."""
-        run_on_rank0(self.world, lambda: commit.create_checkpoints_folder_and_clean_up(self.folder))
+        run_on_rank0(self.world, lambda: commit.create_checkpoints_folder(self.folder))
 
     def close(self) -> None:
         """Wait up to CLOSE_TIMEOUT for the pending save."""
@@ -291,7 +289,7 @@ class Saves:
             run_log.info("checkpoint saved: %s", checkpoint)
             self.retention.remember_as_valid(checkpoint, snapshot.values)
             try:
-                commit.remove_checkpoints(self.retention.verify_kept_and_select_expired(self.folder, checkpoint))
+                commit.remove_checkpoints(self.retention.verify_and_select_expired(self.folder, checkpoint))
             except OSError as error:  # the new checkpoint is committed, and the next save tries again
                 log.warning("expired checkpoints in %s could not be removed: %s", self.folder, error)
 

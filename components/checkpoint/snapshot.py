@@ -14,12 +14,19 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.ports.checkpoint import GrowingState, LocalState, SlicedState, Stager, Stateful
-from drawloom.components.ports.distributed import Group
-from drawloom.components.ports.run import Step
-from drawloom.components.ports.slices import SlicedTensor, TensorSlice
 from drawloom.components.state.trees import map_leaves, map_leaves_with_path
 from drawloom.components.storage.state_tree import PackedState, Tree, pack_state
+from drawloom.ports import (
+    Group,
+    GrowingState,
+    LocalState,
+    SlicedState,
+    SlicedTensor,
+    Stager,
+    Stateful,
+    Step,
+    TensorSlice,
+)
 
 
 def is_rank_local(node: Stateful) -> bool:

@@ -4,14 +4,12 @@ import json
 
 import attrs
 
-from drawloom.components.ports.checkpoint import Stateful
-from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.run import RunFolder, Step
+from drawloom import Every, component, internal
 from drawloom.components.storage.regular_file import create_folder_unless_link
 from drawloom.components.storage.state_tree import list_dict_entries, pack_state
 from drawloom.components.storage.step_log import RewindingLog, StepLog
 from drawloom.components.storage.tensor_source import hash_bytes, hash_tensor_bytes
-from drawloom.graph import Every, component
+from drawloom.ports import Mesh, RunFolder, Stateful, Step
 
 FOLDER = "digests"
 
@@ -29,9 +27,7 @@ class StateHashes:
     mesh: Mesh
     states: Every[Stateful]
 
-    _log: RewindingLog = attrs.field(
-        init=False, default=attrs.Factory(lambda self: RewindingLog(self._open_truncated_log), takes_self=True)
-    )
+    _log: RewindingLog = internal(attrs.Factory(lambda self: RewindingLog(self._open_truncated_log), takes_self=True))
 
     def run_phase(self, step: Step) -> None:
         """Append a step's hashes. Removes later lines from a process that was killed or went back."""

@@ -7,8 +7,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from drawloom.components.ports.model import TokenContext
-from drawloom.graph import UserError
+from drawloom import UserError
+from drawloom.ports import TokenContext
 
 T = TypeVar("T")
 R = TypeVar("R")

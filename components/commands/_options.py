@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from drawloom import UserError
 from drawloom.components.storage.durable_files import replace_file
-from drawloom.graph import UserError
 from drawloom.graph.cli.result import dump_json_line
 
 

@@ -2,13 +2,10 @@
 
 import attrs
 
-from drawloom.components.ports.distributed import Mesh, PerDimension
-from drawloom.components.ports.pipeline import Schedule
-from drawloom.components.ports.run import choose_micro_size
-from drawloom.components.ports.stages import FrozenModel
-from drawloom.graph import UserError
+from drawloom import UserError
 from drawloom.graph.project import Recipe
 from drawloom.graph.wiring.graph import Graph
+from drawloom.ports import FrozenModel, Mesh, PerDimension, Schedule, choose_micro_size
 
 
 @attrs.frozen

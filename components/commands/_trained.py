@@ -19,9 +19,6 @@ from drawloom.components.checkpoint.reader import find_newest_valid_checkpoint, 
 from drawloom.components.checkpoint.remote import fetch_run
 from drawloom.components.commands._recipes import find_only_node
 from drawloom.components.export.hf_writer import read_exported_step
-from drawloom.components.ports.corpus import TokenCorpus
-from drawloom.components.ports.run import FILES
-from drawloom.components.ports.stages import AveragedWeights, FrozenModel, Stages
 from drawloom.components.storage.regular_file import open_untrusted_file
 from drawloom.graph.cli.command import (
     Command,
@@ -38,9 +35,10 @@ from drawloom.graph.cli.command import (
 from drawloom.graph.recipe.layers import Layer
 from drawloom.graph.recipe.lockfile import LOCK
 from drawloom.graph.runtime.container import Container
+from drawloom.ports import FILES, AveragedWeights, FrozenModel, Stages, TokenCorpus
 
 
-def parse_run_folder_or_mirror_url(text: str) -> Path | str:
+def parse_run_or_mirror(text: str) -> Path | str:
     """Return the path of a run folder, or the URL of a mirror."""
     return text if "://" in text else Path(text)
 
@@ -59,7 +57,7 @@ class CheckpointCommand(Command):
 
     run_folder: Path | str = argument(
         "such as runs/first_run, or the URL of its mirror, such as s3://bucket/first_run",
-        parse=parse_run_folder_or_mirror_url,
+        parse=parse_run_or_mirror,
     )
     average: bool = option("use the averaged weights of phases.ema")
     step: int | None = option("use the checkpoint after this step (default: newest)", exclusive="checkpoint")

@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
-from drawloom.components.ports.adapters import Adapter
 from drawloom.graph.testing import expect
+from drawloom.ports import Adapter
 
 
 def a_module_without_targets_is_unchanged(adapter: Adapter) -> None:

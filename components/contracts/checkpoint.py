@@ -8,10 +8,18 @@ from typing import Any
 import attrs
 import torch
 
-from drawloom.components.ports.checkpoint import AfterRestore, Durable, GrowingState, SlicedState, Stager, Stateful
-from drawloom.components.ports.stages import Parameters
 from drawloom.graph.testing import expect
 from drawloom.graph.types.port_match import implements
+from drawloom.ports import (
+    AfterRestore,
+    Durable,
+    GrowingState,
+    NodeState,
+    Parameters,
+    SlicedState,
+    Stager,
+    Stateful,
+)
 
 LEAVES = torch.Tensor | int | float | str | bool | None
 
@@ -127,13 +135,13 @@ def after_restore_accepts_a_new_run(node: AfterRestore) -> None:
     node.after_restore(0)
 
 
-def _make_state(value: float) -> dict[str, Any]:
+def _make_state(value: float) -> NodeState:
     whole = torch.full((4, 6), value)
     # a view and its base, like a tied or sharded parameter
     return {"whole": whole, "nested": {"view": whole[1:, ::2], "step": 3, "name": "a", "none": None, "list": [1, 2]}}
 
 
-def _stage_and_wait(stager: Stager, state: dict[str, Any]) -> dict[str, Any]:
+def _stage_and_wait(stager: Stager, state: NodeState) -> dict[str, Any]:
     result = stager.stage(state)
     copied = result.result(60) if isinstance(result, Future) else result
     stager.synchronize_staging()

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from drawloom.components.ports.corpus import ChatPrompts, ChatTokenizer, Corpus, Split, TokenCorpus, Tokenizer
 from drawloom.graph.testing import expect
+from drawloom.ports import ChatPrompts, ChatTokenizer, Corpus, Split, TokenCorpus, Tokenizer
 
 
 def documents_are_strings(corpus: Corpus) -> None:

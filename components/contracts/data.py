@@ -5,9 +5,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from drawloom.components.ports.corpus import Split
-from drawloom.components.ports.data import (
+from drawloom.graph.testing import BrokenContractError, expect
+from drawloom.ports import (
     IGNORE_INDEX,
+    Batch,
     Collator,
     Example,
     Examples,
@@ -15,13 +16,12 @@ from drawloom.components.ports.data import (
     PackedDataset,
     RowOrder,
     RowSource,
+    Split,
     TokenBatch,
     TrainingData,
     ValidationData,
     require_token_batch,
 )
-from drawloom.components.state.batch import Batch
-from drawloom.graph.testing import BrokenContractError, expect
 
 SPLITS: tuple[Split, ...] = ("train", "validation")
 

@@ -1,7 +1,7 @@
 """Contracts for ports of devices, meshes and processes."""
 
-from drawloom.components.ports.distributed import ReplicaLimit
 from drawloom.graph.testing import expect
+from drawloom.ports import ReplicaLimit
 
 
 def work_divides_among_some_number_of_replicas(limit: ReplicaLimit) -> None:

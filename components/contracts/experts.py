@@ -5,8 +5,8 @@ from itertools import pairwise
 import torch
 
 from drawloom.components.contracts.model import _expect_close, _random_tensor
-from drawloom.components.ports.experts import Dispatcher
 from drawloom.graph.testing import expect
+from drawloom.ports import Dispatcher
 
 # Choices of 4 tokens among 3 experts; one choice is dropped, and expert 1 is chosen once.
 CHOICES = torch.tensor([[0, 2], [1, -1], [2, 0], [2, 0]])

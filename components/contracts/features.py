@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
-from drawloom.components.ports.features import StageFeature
 from drawloom.graph.testing import expect
+from drawloom.ports import StageFeature
 
 
 def transformed_modules_stay_on_the_meta_device(feature: StageFeature) -> None:

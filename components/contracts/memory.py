@@ -1,7 +1,7 @@
 """Contract for the port of memory users."""
 
-from drawloom.components.ports.memory import MEMORY_KINDS, MemoryPolicy, MemoryUser
 from drawloom.graph.testing import expect
+from drawloom.ports import MEMORY_KINDS, MemoryPolicy, MemoryUser
 
 
 def memory_bytes_are_nonnegative_and_of_known_kinds(user: MemoryUser) -> None:

@@ -4,19 +4,19 @@ import math
 
 import torch
 
-from drawloom.components.ports.data import IGNORE_INDEX
-from drawloom.components.ports.model import (
+from drawloom.graph.testing import expect
+from drawloom.ports import (
+    IGNORE_INDEX,
     CountsFlops,
     Head,
     KeyValueCache,
     LanguageModel,
     LayerRange,
     Model,
+    TensorSlice,
     TokenContext,
     layers_keep_shapes,
 )
-from drawloom.components.ports.slices import TensorSlice
-from drawloom.graph.testing import expect
 
 TOLERANCE = 1e-4  # far above the rounding of float32, and far below the error of a wrong formula
 

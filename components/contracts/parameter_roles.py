@@ -4,8 +4,8 @@ import math
 
 import attrs
 
-from drawloom.components.ports.parameter_roles import Parametrization
 from drawloom.graph.testing import expect
+from drawloom.ports import Parametrization
 
 
 def factors_are_positive_and_finite(parametrization: Parametrization) -> None:

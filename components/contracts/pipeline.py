@@ -7,19 +7,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drawloom.components.ports.data import IGNORE_INDEX, TokenBatch
-from drawloom.components.ports.model import BufferOwner, TokenContext
-from drawloom.components.ports.pipeline import (
+from drawloom.graph.testing import BrokenContractError, expect
+from drawloom.ports import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    IGNORE_INDEX,
+    BufferOwner,
     Loss,
     LossSums,
     PartitioningSchedule,
+    Program,
     Referenced,
     Schedule,
+    TokenBatch,
+    TokenContext,
+    TokenLosses,
     find_loss_module,
 )
-from drawloom.components.ports.program import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Program
-from drawloom.graph.testing import BrokenContractError, expect
-from drawloom.kernels.results import TokenLosses
 
 # One rank and several. With fewer microbatches than ranks, schedules have only a warm-up and a cool-down.
 LAYOUTS = tuple((ranks, microbatches) for ranks in (1, 2, 4) for microbatches in (1, 2, 4, 8))

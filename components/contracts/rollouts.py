@@ -4,8 +4,8 @@ import math
 
 import torch
 
-from drawloom.components.ports.rollouts import Answer, Completions, Prompts, Reward, Rollouts
 from drawloom.graph.testing import expect
+from drawloom.ports import Answer, Completions, Prompts, Reward, Rollouts
 
 STEP = 3
 

@@ -6,21 +6,22 @@ from typing import Any
 
 import torch
 
-from drawloom.components.ports.pipeline import LOSSES
-from drawloom.components.ports.run import (
+from drawloom.graph.component import find_declared_reads_and_writes
+from drawloom.graph.testing import expect
+from drawloom.ports import (
+    IN_PARAMETERS,
+    LOSSES,
     EnvironmentSource,
     Event,
     EventKind,
     FinalTask,
     Listener,
+    MissingStateError,
     Phase,
     ReadsFiles,
     Step,
+    StepState,
 )
-from drawloom.components.ports.stages import IN_PARAMETERS
-from drawloom.components.state.step_state import MissingStateError, StepState
-from drawloom.graph.component import find_declared_reads_and_writes
-from drawloom.graph.testing import expect
 
 VALUES: dict[str, Any] = {
     "batches": [],

@@ -5,11 +5,8 @@ from pathlib import Path
 
 import torch
 
-from drawloom.components.ports.stages import (
-    AveragedWeights,
-    ModelExport,
-)
 from drawloom.graph.testing import expect
+from drawloom.ports import AveragedWeights, ModelExport
 
 
 def averages_do_not_change_while_they_replace_weights(average: AveragedWeights) -> None:

@@ -1,23 +1,22 @@
 """Contracts for ports of metrics and trackers."""
 
 import math
-from collections.abc import Mapping
 
 import torch
 
 from drawloom.components.contracts.run import ObservedState
-from drawloom.components.ports.run import Step
-from drawloom.components.ports.tracking import (
+from drawloom.graph.testing import expect
+from drawloom.ports import (
     ContextTracker,
     DistributionMetric,
     DistributionTracker,
     Histogram,
     Metric,
+    MetricValues,
     PropertyTracker,
+    Step,
     Tracker,
-    Value,
 )
-from drawloom.graph.testing import expect
 
 
 def _make_step(index: int) -> Step:
@@ -25,7 +24,7 @@ def _make_step(index: int) -> Step:
     return Step(index, 10, ObservedState(values))
 
 
-def _measure_on_a_single_rank(metric: Metric, step: Step) -> Mapping[str, Value]:
+def _measure_on_a_single_rank(metric: Metric, step: Step) -> MetricValues:
     """Return the values of a metric at a step on a single rank."""
     parts = metric.measure_on_rank(step)
     for name, part in parts.items():

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from drawloom.components.ports.corpus import Tokenizer, complete_document
+from drawloom.ports import Tokenizer, complete_document
 
 CONFIG, MODEL = "tokenizer_config.json", "config.json"
 
@@ -59,7 +59,7 @@ def warn_if_transformers_ids_differ(folder: Path, tokenizer: Tokenizer) -> None:
         )
 
 
-def edit_config_until_transformers_ids_match(folder: Path, tokenizer: Tokenizer) -> None:
+def edit_config_until_ids_match(folder: Path, tokenizer: Tokenizer) -> None:
     """
     Edit a model folder's configuration files until transformers returns the tokenizer's ids; nothing if it does.
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from drawloom.graph import UserError, component
+from drawloom import UserError, component
 
 END = 256
 END_NAME = "<|end|>"

@@ -17,7 +17,7 @@ class ChildProcess:
     process: BaseProcess
     pipe: Connection
 
-    def wait_and_describe_process_exit(self) -> str:
+    def wait_and_describe_exit(self) -> str:
         """Wait up to 1 s for a process whose pipe has closed, and describe how it ended."""
         self.process.join(1)
         code = self.process.exitcode or 0

@@ -8,14 +8,22 @@ from typing import Any, ClassVar
 import attrs
 from torch import Tensor
 
-from drawloom.components.data.loader import compute_row_digests
-from drawloom.components.data.packing.packed_rows import check_rows_are_unchanged, warn_of_long_texts
+from drawloom import Every, ResolvedRecipe, UserError, between, component, internal, setting
+from drawloom.components.data.batch_checks import compute_row_digests
+from drawloom.components.data.packing.row_checks import check_rows_are_unchanged, warn_of_long_texts
 from drawloom.components.data.token_arrays import warn_while_reading
-from drawloom.components.ports.corpus import Split
-from drawloom.components.ports.data import MAX_LENGTH, Collator, Example, Examples, TokenBatch
-from drawloom.components.ports.model import LanguageModel, find_length_fault
-from drawloom.components.state.batch import Batch
-from drawloom.graph import Every, ResolvedRecipe, UserError, between, component, setting
+from drawloom.ports import (
+    MAX_LENGTH,
+    Batch,
+    Collator,
+    Example,
+    Examples,
+    LanguageModel,
+    NodeState,
+    Split,
+    TokenBatch,
+    find_length_fault,
+)
 
 SPLITS: tuple[Split, ...] = ("train", "validation")
 MAX_ROWS_COMPARED = 64  # rows of each split whose content is compared when a run resumes
@@ -35,16 +43,16 @@ class Collated:
     collator: Collator
     models: Every[LanguageModel] = attrs.field(factory=Every)
     recipe: ResolvedRecipe = attrs.field(factory=lambda: ResolvedRecipe("", ""))
-    max_length: int = setting(check=between(2, MAX_LENGTH + 1), doc="maximum sequence length per example, in tokens")
+    max_length: int = setting("maximum sequence length per example, in tokens", check=between(2, MAX_LENGTH + 1))
     multiple: int = setting(
+        "rows are padded to a multiple of this length, at most to `max_length`",
         default=1,
         check=between(1, MAX_LENGTH + 1),
-        doc="rows are padded to a multiple of this length, at most to `max_length`",
     )
-    length: int = attrs.field(init=False, default=0)
-    _splits: dict[Split, Sequence[Example]] = attrs.field(init=False, factory=dict)
-    _vocab_size: int | None = attrs.field(init=False, default=None)
-    _tokens: dict[Split, int] = attrs.field(init=False, factory=dict)
+    length: int = internal(0)
+    _splits: dict[Split, Sequence[Example]] = internal(factory=dict)
+    _vocab_size: int | None = internal(None)
+    _tokens: dict[Split, int] = internal(factory=dict)
 
     def open(self) -> None:
         """Measure all examples. Raises UserError for an example that is too long or rejected by the collator."""
@@ -89,11 +97,11 @@ class Collated:
         """Return the name of the row's example, as a list."""
         return [self._get_example_name(split, row)]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> NodeState:
         """Return row counts by split, and a sample's digest."""
         return {split: {"rows": self.count_rows(split), "sha256": self._hash_sampled_rows(split)} for split in SPLITS}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: NodeState) -> None:
         """Raise UserError if the run began with other rows, unless --accept-changes is set."""
         check_rows_are_unchanged(state, self.state_dict(), accept_changes=self.recipe.accept_changes)
 

@@ -3,11 +3,11 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
+from drawloom import component, setting
 from drawloom.components.data.chat.corpus import ChatCorpus
 from drawloom.components.data.chat.encode import Encoded, encode_conversation, encode_prompt_and_completion
 from drawloom.components.data.chat.template import ChatTemplate
 from drawloom.components.data.chat.turns import Message, check_messages
-from drawloom.graph import component, setting
 
 FORMS = '{"messages": [{"role": "user", "content": "..."}, ...]} or {"prompt": ..., "completion": ...}'
 
@@ -28,11 +28,11 @@ class Conversations(ChatCorpus):
     earlier_turn_remedy: ClassVar[str] = 'write turns = "last" or turns = "one_row_per_turn"'
 
     turns: Literal["all", "last", "one_row_per_turn"] = setting(
+        "trained turns in a conversation; one_row_per_turn makes one row per trained turn, ending with it",
         default="all",
-        doc="trained turns in a conversation; one_row_per_turn makes one row per trained turn, ending with it",
     )
     roles: dict[str, float] = setting(
-        factory=lambda: {"assistant": 1.0}, doc="loss weight by role; other roles are not trained"
+        "loss weight by role; other roles are not trained", factory=lambda: {"assistant": 1.0}
     )
 
     def encode_row(self, row: Mapping[str, Any], template: ChatTemplate) -> Sequence[Encoded]:

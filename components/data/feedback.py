@@ -6,16 +6,16 @@ from typing import Any, ClassVar
 import attrs
 import numpy as np
 
+from drawloom import UserError, component
 from drawloom.components.data.chat.corpus import ChatCorpus
 from drawloom.components.data.chat.encode import Encoded, encode_prompt_with_answers
 from drawloom.components.data.chat.template import ChatTemplate
 from drawloom.components.data.preferences import (
     find_answer_start,
     select_prompt_ids,
-    spread_unit_weight_over_trained_tokens,
+    spread_weight_over_tokens,
 )
-from drawloom.components.ports.corpus import ChatTokenizer, Split
-from drawloom.graph import UserError, component
+from drawloom.ports import ChatTokenizer, Split
 
 FORMS = '{"prompt": ..., "completion": ..., "label": true}, with two texts or two lists of messages'
 
@@ -59,7 +59,7 @@ class Feedback(ChatCorpus):
         return [
             part
             for one, other in zip(documents, others, strict=True)
-            for part in spread_unit_weight_over_trained_tokens(one, _replace_answer(one, other))
+            for part in spread_weight_over_tokens(one, _replace_answer(one, other))
         ]
 
 

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from drawloom import UserError, component, setting
 from drawloom.components.data.sources.documents import DividedCorpus, Part, iterate_texts, validation_fraction
 from drawloom.components.data.sources.files import stat_local_file
 from drawloom.components.data.sources.formats import ArrowPart
-from drawloom.components.ports.corpus import Split
-from drawloom.graph import UserError, component, setting
+from drawloom.ports import Split
 
 
 @component(needs={"pyarrow": "drawloom[arrow]"})
@@ -20,11 +20,11 @@ class HuggingFaceDataset(DividedCorpus):
     Without a validation dataset, a document's split depends only on its text.
     """
 
-    path: Path = setting(doc="dataset folder, relative to the current directory")
-    field: str = setting(default="text", doc="text column's name")
-    train: str = setting(default="train", doc="training dataset's name in a dictionary")
+    path: Path = setting("dataset folder, relative to the current directory")
+    field: str = setting("text column's name", default="text")
+    train: str = setting("training dataset's name in a dictionary", default="train")
     validation: str | None = setting(
-        default=None, doc="validation dataset's name in a dictionary; the training dataset is then used whole"
+        "validation dataset's name in a dictionary; the training dataset is then used whole", default=None
     )
     validation_fraction: float = validation_fraction("documents")
 

@@ -9,16 +9,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import attrs
 import numpy as np
 
+from drawloom import UserError, component, internal, setting
 from drawloom.components.data.auto_tokenizer import (
     CLASSES_OF_FILES,
-    edit_config_until_transformers_ids_match,
+    edit_config_until_ids_match,
     warn_if_transformers_ids_differ,
 )
-from drawloom.components.data.chat.template import list_chat_template_files, read_chat_templates_and_special_tokens
-from drawloom.graph import UserError, component, setting
+from drawloom.components.data.chat.template import list_chat_template_files, read_chat_templates
 
 COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json")
 """Other tokenizer files that transformers reads from the same folder, beside chat templates."""
@@ -48,17 +47,16 @@ class HuggingFaceTokenizer:
     switched off: a text would have other ids at every start.
     """
 
-    path: Path = setting(doc="path of `tokenizer.json` or its folder, relative to the current directory")
+    path: Path = setting("path of `tokenizer.json` or its folder, relative to the current directory")
     end_token: str | None = setting(
-        default=None,
-        doc="end-of-document token, as spelled in the file; default: eos_token of `tokenizer_config.json`",
+        "end-of-document token, as spelled in the file; default: eos_token of `tokenizer_config.json`", default=None
     )
     begin_token: str | None = setting(
-        default=None,
-        doc='first token of documents and prompts (BOS), as spelled in the file; "": none; default: as the file\'s '
+        'first token of documents and prompts (BOS), as spelled in the file; "": none; default: as the file\'s '
         "post-processor says",
+        default=None,
     )
-    _dropout: float | None = attrs.field(init=False, default=None)
+    _dropout: float | None = internal(None)
 
     def open(self) -> None:
         """
@@ -150,12 +148,12 @@ class HuggingFaceTokenizer:
     @property
     def chat_templates(self) -> Mapping[str, str]:
         """The templates in files or `tokenizer_config.json` beside the file, by name."""
-        return read_chat_templates_and_special_tokens(self._tokenizer_file.parent)[0]
+        return read_chat_templates(self._tokenizer_file.parent)[0]
 
     @property
     def special_tokens_by_name(self) -> Mapping[str, str]:
         """The special tokens in `tokenizer_config.json`, by name."""
-        return read_chat_templates_and_special_tokens(self._tokenizer_file.parent)[1]
+        return read_chat_templates(self._tokenizer_file.parent)[1]
 
     @property
     def control_tokens(self) -> list[str]:
@@ -228,7 +226,7 @@ class HuggingFaceTokenizer:
             config = {"tokenizer_class": CLASSES_OF_FILES[0], "eos_token": self._eos_token}
             (folder / COMPANIONS[0]).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
         if (folder / "config.json").is_file():
-            edit_config_until_transformers_ids_match(folder, self)
+            edit_config_until_ids_match(folder, self)
 
     def _read_file_with_edits(self) -> bytes:
         """Return the file's content, changed only if it would give other ids than this tokenizer."""

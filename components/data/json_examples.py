@@ -2,13 +2,10 @@
 
 import json
 
-import attrs
-
+from drawloom import component, internal
 from drawloom.components.data.sources.documents import choose_split, file_globs, validation_fraction
 from drawloom.components.data.sources.formats import read_json_lines_or_table_rows
-from drawloom.components.ports.corpus import Split
-from drawloom.components.ports.data import Example
-from drawloom.graph import component
+from drawloom.ports import Example, Split
 
 
 @component
@@ -22,7 +19,7 @@ class JsonExamples:
 
     paths: list[str] = file_globs("JSON-lines, Parquet or Arrow files")
     validation_fraction: float = validation_fraction("lines")
-    _splits: dict[Split, list[Example]] = attrs.field(init=False, factory=dict)
+    _splits: dict[Split, list[Example]] = internal(factory=dict)
 
     def check_before_open(self) -> None:
         """Read the first line. Raises UserError for a glob without a file, or a line without an object."""

@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 
-from drawloom.components.data.sources.documents import FileCorpus, Part
+from drawloom import component, setting
+from drawloom.components.data.sources.documents import Part
 from drawloom.components.data.sources.files import File
 from drawloom.components.data.sources.formats import split_json_lines_files
-from drawloom.graph import component, setting
+from drawloom.components.data.sources.texts import FileCorpus
 
 
 @component
@@ -14,7 +15,7 @@ class JsonLines(FileCorpus):
     Documents in JSON-lines files: one object per line with a text field; `.gz` and `.zst` are decompressed.
     """
 
-    field: str = setting(default="text", doc="text field's name")
+    field: str = setting("text field's name", default="text")
 
     def divide_files(self, files: Sequence[File]) -> Sequence[Part]:
         return split_json_lines_files(files, self.field)

@@ -5,11 +5,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from drawloom import component, setting
 from drawloom.components.data.chat.corpus import ChatCorpus
 from drawloom.components.data.chat.encode import Encoded, encode_conversation
 from drawloom.components.data.chat.template import ChatTemplate
-from drawloom.components.ports.corpus import ChatTokenizer, complete_document
-from drawloom.graph import component, setting
+from drawloom.ports import ChatTokenizer, complete_document
 
 FORMS = '{"text": ..., "label": ...}, or messages in place of the text'
 
@@ -27,8 +27,8 @@ class LabelledTexts(ChatCorpus):
     kind: ClassVar[str] = "text"
 
     labels: list[str] = setting(
+        "names of the classes",
         check=lambda labels: None if len(labels) == len(set(labels)) > 1 else "write two or more different labels",
-        doc="names of the classes",
     )
 
     def encode_row(self, row: Mapping[str, Any], template: ChatTemplate) -> Sequence[Encoded]:

@@ -3,16 +3,21 @@
 import logging
 from collections.abc import Iterator
 from fractions import Fraction
-from hashlib import blake2b
 from itertools import count
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING
 
 import attrs
 import torch
 
-from drawloom.components.ports.data import (
+from drawloom import NodeView, Problem, UserError, above, at_least, between, component, internal, setting
+from drawloom.ports import (
     MAX_LENGTH,
+    Batch,
+    Batching,
+    Mesh,
+    NodeState,
     PackedDataset,
+    PerDimension,
     RowOrder,
     RowsOfTokens,
     TokenBatch,
@@ -20,13 +25,6 @@ from drawloom.components.ports.data import (
     require_token_batch,
     uses_preference_pairs,
 )
-from drawloom.components.ports.distributed import Group, Mesh, PerDimension
-from drawloom.components.ports.run import Batching
-from drawloom.components.state.batch import Batch
-from drawloom.components.storage.strict_json import hash_canonical
-from drawloom.components.storage.tensor_source import view_bytes
-from drawloom.graph import Problem, UserError, above, at_least, between, component, setting
-from drawloom.graph.wiring.node import NodeView
 
 if TYPE_CHECKING:
     from drawloom.components.data.order.stream import RowStream, Segment
@@ -38,13 +36,11 @@ class LengthStage:
     """Maximum document length up to a step or a token count."""
 
     length: int = setting(
-        check=between(2, MAX_LENGTH + 1), doc="maximum document length in tokens; longer documents are cut"
+        "maximum document length in tokens; longer documents are cut", check=between(2, MAX_LENGTH + 1)
     )
-    until_step: int | None = setting(default=None, check=at_least(1), doc="this stage's last step")
+    until_step: int | None = setting("this stage's last step", default=None, check=at_least(1))
     until_tokens: int | None = setting(
-        default=None,
-        check=at_least(1),
-        doc="training tokens after which this stage ends, counted in full rows",
+        "training tokens after which this stage ends, counted in full rows", default=None, check=at_least(1)
     )
 
     def has_not_ended_at(self, step: int, tokens_before_step: int) -> bool:
@@ -83,27 +79,28 @@ class Loader:
     batching: Batching
     mesh: Mesh
     workers: int = setting(
+        "worker processes to prepare batches ahead of time; 0: prepare them in the training process",
         default=0,
         impact="safe",
         check=between(0, 1001),
-        doc="worker processes to prepare batches ahead of time; 0: prepare them in the training process",
     )
     prefetch: int = setting(
-        default=2, impact="safe", check=between(1, 10_001), doc="microbatches per worker to prepare ahead of time"
+        "microbatches per worker to prepare ahead of time", default=2, impact="safe", check=between(1, 10_001)
     )
     timeout: float = setting(
-        default=120.0, impact="safe", check=above(0), doc="seconds to wait for a worker's batch before the run fails"
+        "seconds to wait for a worker's batch before the run fails", default=120.0, impact="safe", check=above(0)
     )
     lengths: list[LengthStage] = setting(
-        factory=list, doc="sequence length curriculum: stages with a maximum document length, in order"
+        "sequence length curriculum: stages with a maximum document length, in order", factory=list
     )
-    _step: int = attrs.field(init=False, default=0)
-    _offset: int = attrs.field(init=False, default=0)  # rows consumed beyond those of as many steps of the present size
-    _last_changed_step: int = attrs.field(init=False, default=0)
-    _workers: "Workers | None" = attrs.field(init=False, default=None)
-    _stream: Iterator[Batch] | None = attrs.field(init=False, default=None)
-    _checked: bool = attrs.field(init=False, default=False)
-    _rows: "RowStream" = attrs.field(init=False, default=None)
+    _step: int = internal(0)
+    _offset: int = internal(0)  # rows consumed beyond those of as many steps of the present size
+    _last_changed_step: int = internal(0)
+    _workers: "Workers | None" = internal(None)
+    _stream: Iterator[Batch] | None = internal(None)
+    _checked: bool = internal(False)
+    _rows: "RowStream" = internal(None)
+    _first_rows: str = internal("")  # the digest of `_rows`, from the first save on
 
     def open(self) -> None:
         """Lay out the row stream, and start the workers. Raises UserError if there are no rows."""
@@ -141,6 +138,8 @@ class Loader:
             batches = [self.split_long_documents_for_step(batch, step) for batch in batches]
         # one check is enough: seed, rows and order determine the later steps
         if not self._checked:
+            from drawloom.components.data.batch_checks import check_batch, check_ranks_have_consistent_batches
+
             check_batch(self.rows, batches[0])
             check_ranks_have_consistent_batches(
                 self.mesh.world, self.batching.dp_rank, self.rows.count_rows("train"), batches[0]
@@ -194,7 +193,7 @@ class Loader:
         """Move the next step to a position in the order, as if earlier steps had had another batch size."""
         self.load_state_dict(self.state_dict() | {"position": position})
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> NodeState:
         """
         Return the steps and rows consumed (`step`, `position`), a digest of the order's first rows (`first_rows`), and
         a mixture's row shares by start position (`shares`).
@@ -202,11 +201,8 @@ class Loader:
         After the batch size or the rows have changed, `since` is the last step before, and `offset` the rows
         consumed beyond as many steps with the new size.
         """
-        state: dict[str, Any] = {
-            "step": self._step,
-            "position": self.next_row_position,
-            "first_rows": self._compute_first_rows_digest(self._rows),
-        }
+        self._first_rows = self._first_rows or self._compute_first_rows_digest(self._rows)
+        state: NodeState = {"step": self._step, "position": self.next_row_position, "first_rows": self._first_rows}
         if self._last_changed_step:
             state |= {"since": self._last_changed_step, "offset": self._offset}
         mixed = [segment for segment in self._rows.segments if segment.shares.keys() != {""}]
@@ -214,7 +210,7 @@ class Loader:
             state["shares"] = {str(segment.start): dict(segment.shares) for segment in mixed}
         return state
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: NodeState) -> None:
         """Resume after a step; batch size and source shares may change from there on."""
         from drawloom.components.data.order.stream import RowStream, Segment
 
@@ -234,9 +230,10 @@ class Loader:
 
     def _compute_first_rows_digest(self, stream: "RowStream") -> str:
         """Return a digest for the order's first row numbers and the first row's content."""
+        from drawloom.components.data.batch_checks import hash_first_rows
+
         numbers = stream.rows_at(range(MAX_HASHED_ROWS))
-        contents = compute_row_digests(self.rows.batch("train", numbers[:1]))
-        return hash_canonical([[int(number) for number in numbers], contents])
+        return hash_first_rows(numbers, self.rows.batch("train", numbers[:1]))
 
     def _compute_start_position(self, step: int) -> int:
         """Return the position where a step begins."""
@@ -259,6 +256,7 @@ class Loader:
             )
             position = self._compute_start_position(self._step + 1)
             segments = [*(segment for segment in segments if segment.start < position), Segment(position, shares)]
+        self._first_rows = ""
         self._rows = RowStream(sources, self.order, segments or [Segment(0, shares)])
 
     def _iterate_batches_from(self, step: int) -> Iterator[Batch]:
@@ -305,62 +303,3 @@ def _check_batch_has_token_dimension(
         yield writer.problem("use", text, "write mesh.context = 1")
     if loader.settings["lengths"] and not issubclass(batch_type, TokenBatch):
         yield loader.problem("lengths", f"lengths only applies to batches of tokens, and {text}", "leave lengths out")
-
-
-def compute_row_digests(batch: Batch) -> list[str]:
-    """Return a digest for every row in a batch, over all tensors except replicated ones."""
-    rows = batch.row_count
-    tensors = [tensor for _, spec, tensor in batch.named_tensors() if spec != "replicated"]
-    contents = [(view_bytes(tensor), tensor.nbytes // rows) for tensor in tensors if rows]
-    return [_hash_content(b"".join(content[row * size :][:size] for content, size in contents)) for row in range(rows)]
-
-
-def _hash_content(content: bytes) -> str:
-    return blake2b(content, digest_size=8).hexdigest()
-
-
-def check_batch(rows: PackedDataset, batch: Any) -> None:
-    """Raise UserError if a batch has another class than declared, or its tensors do not fit together."""
-    declared = rows.batch_type or Batch
-    if not isinstance(batch, declared):
-        actual = type(batch).__name__
-        raise UserError(
-            f"rows: {type(rows).__name__} declares the batch class {declared.__name__}, but returned a {actual}; "
-            "correct one of the two",
-            2,
-        )
-    try:
-        batch.check()
-    except ValueError as error:
-        text = f"rows: {type(rows).__name__} makes a batch whose leaves do not fit together"
-        raise UserError(f"{text}: {error}", 2) from error
-
-
-def check_ranks_have_consistent_batches(world: Group, data_parallel_index: int, rows: int, batch: Batch) -> None:
-    """
-    Raise UserError on every rank if ranks with one data-parallel index have different batches, or if any ranks have
-    different row counts. Collective over all ranks.
-    """
-    answers = world.gather_json([data_parallel_index, rows, _hash_batch(batch)])
-    first_ranks: dict[int, int] = {}
-    for rank, (index, row_count, fingerprint) in enumerate(answers):
-        if row_count != answers[0][1]:
-            _raise_rank_difference(0, rank, f"have {answers[0][1]} and {row_count} training rows")
-        first = first_ranks.setdefault(index, rank)
-        if fingerprint != answers[first][2]:
-            _raise_rank_difference(first, rank, f"have the same data-parallel index {index}, and see different rows")
-
-
-def _raise_rank_difference(first_rank: int, second_rank: int, difference: str) -> NoReturn:
-    """Raise UserError for a difference between two ranks."""
-    hint = "give every rank the same corpus, tokenizer and seed"
-    raise UserError(f"data: ranks {first_rank} and {second_rank} {difference}; {hint}")
-
-
-def _hash_batch(batch: Batch) -> str:
-    """Hash the shapes and bytes in a batch."""
-    digest = blake2b(digest_size=16)
-    for tensor in batch.tensors():
-        digest.update(f"{tuple(tensor.shape)}".encode())
-        digest.update(view_bytes(tensor))
-    return digest.hexdigest()

@@ -8,9 +8,9 @@ from typing import Any
 import attrs
 import numpy as np
 
+from drawloom import UserError, between, component, internal, setting
 from drawloom.components.data.store.store import ChosenDocuments, select_split_documents
-from drawloom.components.ports.corpus import DocumentPart, Split
-from drawloom.graph import UserError, between, component, setting
+from drawloom.ports import DocumentPart, Split
 
 MAGIC, VERSION = b"MMIDIDX\x00\x00", 1
 DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
@@ -25,13 +25,13 @@ class Megatron:
     A document's split depends only on its number.
     """
 
-    path: Path = setting(doc="path to both files without `.bin` and `.idx`, relative to the current directory")
-    vocab_size: int = setting(check=between(1, 2**31 + 1), doc="the tokenizer's number of token ids")
-    eos_id: int = setting(check=between(0, 2**31), doc="end-of-document token id, which also pads rows")
+    path: Path = setting("path to both files without `.bin` and `.idx`, relative to the current directory")
+    vocab_size: int = setting("the tokenizer's number of token ids", check=between(1, 2**31 + 1))
+    eos_id: int = setting("end-of-document token id, which also pads rows", check=between(0, 2**31))
     validation_fraction: float = setting(
-        default=0.05, check=between(0, 1), doc="fraction of documents held out for evaluation; 0: none"
+        "fraction of documents held out for evaluation; 0: none", default=0.05, check=between(0, 1)
     )
-    _documents: Any = attrs.field(init=False, default=None)
+    _documents: Any = internal(None)
 
     def check_before_open(self) -> None:
         """Open the index, and check both files' sizes. Raises UserError for other files, and for truncated ones."""

@@ -5,9 +5,8 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from drawloom.components.ports.data import IGNORE_INDEX, Example, TokenBatch
-from drawloom.components.state.batch import Batch
-from drawloom.graph import between, component, setting
+from drawloom import between, component, setting
+from drawloom.ports import IGNORE_INDEX, Batch, Example, TokenBatch
 
 
 @component
@@ -22,8 +21,8 @@ class PadCollator:
 
     batch_type: ClassVar[type[Batch]] = TokenBatch
 
-    side: Literal["left", "right"] = setting(default="right", doc="padding side")
-    pad_id: int = setting(default=0, check=between(0, 2**31), doc="padding token id")
+    side: Literal["left", "right"] = setting("padding side", default="right")
+    pad_id: int = setting("padding token id", default=0, check=between(0, 2**31))
 
     def count_tokens(self, example: Example) -> int:
         """Count an example's tokens. Raises ValueError if it is empty, or if labels or weights differ in length."""

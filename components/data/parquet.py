@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 
-from drawloom.components.data.sources.documents import FileCorpus, Part
+from drawloom import component, setting
+from drawloom.components.data.sources.documents import Part
 from drawloom.components.data.sources.files import File
 from drawloom.components.data.sources.formats import split_table_files
-from drawloom.graph import component, setting
+from drawloom.components.data.sources.texts import FileCorpus
 
 
 @component(needs={"pyarrow": "drawloom[arrow]"})
@@ -14,7 +15,7 @@ class Parquet(FileCorpus):
     Documents in a text column in Parquet (.parquet) and Arrow (.arrow) tables; the extension selects the format.
     """
 
-    field: str = setting(default="text", doc="text column's name")
+    field: str = setting("text column's name", default="text")
 
     def divide_files(self, files: Sequence[File]) -> Sequence[Part]:
         return split_table_files(files, self.field)

@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 import attrs
 import numpy as np
 
+from drawloom import component
 from drawloom.components.data.chat.corpus import ChatCorpus
 from drawloom.components.data.chat.encode import Encoded, encode_prompt_with_answers
 from drawloom.components.data.chat.template import ChatTemplate
 from drawloom.components.data.chat.turns import Message
-from drawloom.graph import component
 
 MARGIN = "margin"
 """Key of a line: how much better the chosen answer is, which the reward of a model is to exceed (`loss.reward`)."""
@@ -48,7 +48,7 @@ class Preferences(ChatCorpus):
             shared = len([*takewhile(_are_messages_equal, zip(*answers, strict=False))])
             prompt, answers = answers[0][:shared], [answer[shared:] for answer in answers]
         sides = encode_prompt_with_answers(self.tokenizer, template, row, prompt, answers, FORMS)
-        return _make_weighted_pair_or_drop_it(sides, row)
+        return _make_weighted_pair(sides, row)
 
     def select_ids_that_decide_split(self, row: Mapping[str, Any], documents: Sequence[Encoded]) -> np.ndarray:
         return select_prompt_ids(row, documents)
@@ -73,7 +73,7 @@ def _are_messages_equal(pair: tuple[Message, Message]) -> bool:
     return pair[0] == pair[1]
 
 
-def _make_weighted_pair_or_drop_it(sides: Sequence[Encoded], row: Mapping[str, Any]) -> list[Encoded]:
+def _make_weighted_pair(sides: Sequence[Encoded], row: Mapping[str, Any]) -> list[Encoded]:
     """
     Return both sides with equal weights for trained tokens, 1 in sum, and with references and margin.
 
@@ -91,13 +91,11 @@ def _make_weighted_pair_or_drop_it(sides: Sequence[Encoded], row: Mapping[str, A
     labels = [None, None] if margin is None else [margin, 0.0]
     return [
         attrs.evolve(side, reference=reference, label=label)
-        for side, reference, label in zip(
-            spread_unit_weight_over_trained_tokens(*sides), references, labels, strict=True
-        )
+        for side, reference, label in zip(spread_weight_over_tokens(*sides), references, labels, strict=True)
     ]
 
 
-def spread_unit_weight_over_trained_tokens(*sides: Encoded) -> list[Encoded]:
+def spread_weight_over_tokens(*sides: Encoded) -> list[Encoded]:
     """Return the documents with equal weights for all trained tokens; the weights sum to 1 over all documents."""
     targets = [np.append(False, side.weights[1:] > 0) for side in sides]  # nothing predicts the first token
     weight = np.float32(1 / sum(int(is_target.sum()) for is_target in targets))

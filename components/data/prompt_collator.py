@@ -6,13 +6,10 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from drawloom import component
 from drawloom.components.data.chat.encode import encode_prompt_messages
 from drawloom.components.data.chat.prompt_renderer import PromptRenderer
-from drawloom.components.ports.corpus import ChatTokenizer, complete_prompt, find_end_ids
-from drawloom.components.ports.data import Example
-from drawloom.components.ports.rollouts import PromptBatch
-from drawloom.components.state.batch import Batch
-from drawloom.graph import component
+from drawloom.ports import Batch, ChatTokenizer, Example, PromptBatch, complete_prompt, find_end_ids
 
 
 @component

@@ -2,12 +2,11 @@
 
 import attrs
 
-from drawloom.components.data.loader import compute_row_digests
-from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.run import Batching, RunFolder, Step
+from drawloom import component, internal
+from drawloom.components.data.batch_checks import compute_row_digests
 from drawloom.components.storage.regular_file import create_folder_unless_link
 from drawloom.components.storage.step_log import RewindingLog, StepLog
-from drawloom.graph import component
+from drawloom.ports import Batching, Mesh, RunFolder, Step
 
 FOLDER = "rows"
 
@@ -25,9 +24,8 @@ class Record:
     mesh: Mesh
     batching: Batching
 
-    _log: RewindingLog = attrs.field(
-        init=False,
-        default=attrs.Factory(lambda self: RewindingLog(self._truncate_all_logs_and_open_own), takes_self=True),
+    _log: RewindingLog = internal(
+        attrs.Factory(lambda self: RewindingLog(self._truncate_all_and_open), takes_self=True)
     )
 
     def run_phase(self, step: Step) -> None:
@@ -45,7 +43,7 @@ class Record:
         """Close the file."""
         self._log.close()
 
-    def _truncate_all_logs_and_open_own(self, step: int) -> StepLog:
+    def _truncate_all_and_open(self, step: int) -> StepLog:
         """Open this rank's file, after rank 0 has removed lines from this step on in all files. A collective."""
         folder = create_folder_unless_link(self.folder.folder / FOLDER)
         if self.mesh.world.rank == 0:

@@ -3,16 +3,13 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import attrs
 import numpy as np
 import torch
 
+from drawloom import between, component, internal, setting
 from drawloom.components.data.sources.documents import choose_split, validation_fraction
 from drawloom.components.distributed.rng import create_generator
-from drawloom.components.ports.corpus import Split, Tokenizer, complete_document
-from drawloom.components.ports.data import IGNORE_INDEX, Example
-from drawloom.components.ports.run import RunInfo
-from drawloom.graph import between, component, setting
+from drawloom.ports import IGNORE_INDEX, Example, RunInfo, Split, Tokenizer, complete_document
 
 
 @component
@@ -26,12 +23,12 @@ class SortDigits:
 
     tokenizer: Tokenizer
     job: RunInfo
-    digits: int = setting(default=6, check=between(1, 19), doc="digits of each number")
+    digits: int = setting("digits of each number", default=6, check=between(1, 19))
     examples_drawn: int = setting(
-        default=8192, check=between(1, 10_000_001), doc="numbers drawn, before repetitions are dropped"
+        "numbers drawn, before repetitions are dropped", default=8192, check=between(1, 10_000_001)
     )
     validation_fraction: float = validation_fraction("numbers")
-    _splits: dict[Split, list[Example]] = attrs.field(init=False, factory=dict)
+    _splits: dict[Split, list[Example]] = internal(factory=dict)
 
     def open(self) -> None:
         """Draw all numbers."""

@@ -4,19 +4,23 @@ import os
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from drawloom import UserError, component
 from drawloom.components.data.sources.documents import DividedCorpus, Part, validation_fraction
-from drawloom.components.data.sources.files import File, stat_local_file
-from drawloom.components.data.sources.formats import group_text_files
-from drawloom.graph import UserError, component
+
+if TYPE_CHECKING:
+    from drawloom.components.data.sources.files import File
 
 UNUSED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 GENERATED = ("config-", "_sysconfigdata_")
 """Prefixes of files that the build of Python generates, and that differ between machines."""
 
 
-def list_source_files() -> list[File]:
+def list_source_files() -> "list[File]":
     """Return the running Python's modules, sorted by path below `stdlib`. Raises UserError if there are none."""
+    from drawloom.components.data.sources.files import stat_local_file
+
     root = Path(sysconfig.get_path("stdlib"))
     paths: list[Path] = []
     for folder, subfolders, names in os.walk(root):
@@ -36,4 +40,6 @@ class StandardLibrary(DividedCorpus):
     validation_fraction: float = validation_fraction("files")
 
     def divide(self) -> Sequence[Part]:
+        from drawloom.components.data.sources.texts import group_text_files  # a check reads no file
+
         return group_text_files(list_source_files(), replace_invalid=True)

@@ -5,12 +5,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import attrs
 import numpy as np
 
-from drawloom.components.ports.corpus import Split, Tokenizer
+from drawloom import UserError, component, internal, setting, wired
 from drawloom.components.weights.token_ids import read_tokenizer_ids
-from drawloom.graph import UserError, component, setting, wired
+from drawloom.ports import Split, Tokenizer
 
 MANIFEST = "teacher.json"
 
@@ -25,9 +24,9 @@ class TeacherLogps:
     """
 
     tokenizer: Tokenizer | None = wired(default=None)
-    path: Path = setting(doc="folder that `drawloom teacher-logps` has written")
-    _manifest: Mapping[str, Any] = attrs.field(init=False, factory=dict)
-    _files: dict[Split, tuple[np.ndarray, np.ndarray]] = attrs.field(init=False, factory=dict)
+    path: Path = setting("folder that `drawloom teacher-logps` has written")
+    _manifest: Mapping[str, Any] = internal(factory=dict)
+    _files: dict[Split, tuple[np.ndarray, np.ndarray]] = internal(factory=dict)
 
     def check_before_open(self) -> None:
         """Read the manifest. Raises UserError if there is none, or if the tokenizer has other ids."""

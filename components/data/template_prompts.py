@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 
+from drawloom import UserError, component, setting
 from drawloom.components.data.chat.encode import encode_prompt_messages
 from drawloom.components.data.chat.prompt_renderer import PromptRenderer
 from drawloom.components.data.chat.template import RenderError
-from drawloom.components.ports.corpus import ChatTokenizer
-from drawloom.graph import UserError, component, setting
+from drawloom.ports import ChatTokenizer
 
 
 @component(impact="safe", needs={"jinja2": "drawloom[chat]"})
@@ -20,7 +20,7 @@ class TemplatePrompts(PromptRenderer):
     An answer ends with an end token of the model folder, or with the template's control token after an answer.
     """
 
-    system: str | None = setting(default=None, doc="system prompt, the first message of every conversation")
+    system: str | None = setting("system prompt, the first message of every conversation", default=None)
 
     def encode_messages_as_prompt(self, messages: Sequence[Mapping[str, Any]]) -> np.ndarray:
         first = [] if self.system is None else [{"role": "system", "content": self.system}]

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Literal
 
-from drawloom.components.data.sources.documents import FileCorpus, Part
+from drawloom import component, setting
+from drawloom.components.data.sources.documents import Part
 from drawloom.components.data.sources.files import File
-from drawloom.components.data.sources.formats import group_text_files
-from drawloom.graph import component, setting
+from drawloom.components.data.sources.texts import FileCorpus, group_text_files
 
 
 @component
@@ -14,7 +14,7 @@ class TextFiles(FileCorpus):
     """UTF-8 files selected by globs, one document per file; `.gz` and `.zst` are decompressed."""
 
     invalid_bytes: Literal["refuse", "replace"] = setting(
-        default="refuse", doc="invalid UTF-8 in a file: refuse the file, or replace invalid bytes by U+FFFD"
+        "invalid UTF-8 in a file: refuse the file, or replace invalid bytes by U+FFFD", default="refuse"
     )
 
     def divide_files(self, files: Sequence[File]) -> Sequence[Part]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from drawloom.components.data.store.shard import choose_id_dtype
-from drawloom.components.ports.corpus import Corpus, DocumentPart, Split, Tokenizer, complete_document
+from drawloom.ports import Corpus, DocumentPart, Split, Tokenizer, complete_document
 
 WARN_SECONDS = 60.0
 """Seconds between warnings."""

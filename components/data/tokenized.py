@@ -2,12 +2,10 @@
 
 from pathlib import Path
 
-import attrs
-
+from drawloom import UserError, component, internal, setting, wired
 from drawloom.components.data.sources.documents import validation_fraction
 from drawloom.components.data.store.store import Store, select_split_documents
-from drawloom.components.ports.corpus import Split, TokenDocuments, Tokenizer
-from drawloom.graph import UserError, component, setting, wired
+from drawloom.ports import Split, TokenDocuments, Tokenizer
 
 
 @component
@@ -19,13 +17,13 @@ class Tokenized:
     """
 
     tokenizer: Tokenizer | None = wired(default=None)
-    path: Path = setting(doc="the token store's folder, relative to the current directory")
+    path: Path = setting("the token store's folder, relative to the current directory")
     validation_fraction: float = validation_fraction("documents")
     validation_path: Path | None = setting(
-        default=None, doc="token store for the validation split; all documents in `path` are then for training"
+        "token store for the validation split; all documents in `path` are then for training", default=None
     )
-    _train: Store = attrs.field(init=False, default=None)
-    _validation: Store | None = attrs.field(init=False, default=None)
+    _train: Store = internal(None)
+    _validation: Store | None = internal(None)
 
     def open(self) -> None:
         """Open the stores, unless `check_before_open` has."""

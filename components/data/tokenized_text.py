@@ -7,12 +7,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-import attrs
-
+from drawloom import component, internal, setting
 from drawloom.components.data.sources.documents import DividedCorpus, Part
-from drawloom.components.ports.corpus import Corpus, Split, TokenDocuments, Tokenizer
-from drawloom.components.ports.run import RunInfo
-from drawloom.graph import component, setting
+from drawloom.ports import Corpus, RunInfo, Split, TokenDocuments, Tokenizer
 
 SPLITS: tuple[Split, ...] = ("train", "validation")
 CACHE = ".tokens"
@@ -33,9 +30,9 @@ class TokenizedText:
     tokenizer: Tokenizer
     job: RunInfo
     cache: Path | None = setting(
-        default=None, impact="safe", doc="folder for cached token stores; default: `.tokens` beside the run folder"
+        "folder for cached token stores; default: `.tokens` beside the run folder", default=None, impact="safe"
     )
-    _splits: dict[Split, TokenDocuments] = attrs.field(init=False, factory=dict)
+    _splits: dict[Split, TokenDocuments] = internal(factory=dict)
 
     def open(self) -> None:
         """

@@ -3,10 +3,8 @@
 import logging
 from collections.abc import Iterator
 
-from drawloom.components.ports.data import PackedDataset
-from drawloom.components.ports.run import Batching
-from drawloom.components.state.batch import Batch
-from drawloom.graph import at_least, component, setting
+from drawloom import at_least, component, setting
+from drawloom.ports import Batch, Batching, PackedDataset
 
 log = logging.getLogger("drawloom.run")
 
@@ -17,7 +15,7 @@ class Validation:
 
     rows: PackedDataset
     batching: Batching
-    rows_used: int = setting(default=64, impact="safe", check=at_least(1), doc="maximum validation row count")
+    rows_used: int = setting("maximum validation row count", default=64, impact="safe", check=at_least(1))
 
     def open(self) -> None:
         """Log that there is no evaluation if the corpus has no validation rows."""

@@ -27,12 +27,10 @@ import attrs
 import torch
 from torch import Tensor
 
+from drawloom import UserError
 from drawloom.components.data.child_process import ChildProcess, start_process_with_pipe
-from drawloom.components.ports.corpus import Split
-from drawloom.components.ports.data import PackedDataset, TracedRows
-from drawloom.components.state.batch import Batch
 from drawloom.components.storage.tensor_source import view_bytes
-from drawloom.graph import UserError
+from drawloom.ports import Batch, PackedDataset, Split, TracedRows
 
 MAX_NAMES_SHOWN = 4  # rows and documents in a message
 
@@ -81,7 +79,7 @@ class Worker:
     def _make_lost_error(self) -> WorkerLostError:
         """Return the error for a process that has ended, with how it ended."""
         hint = "check for a lack of memory and start the run again, or write workers = 0"
-        return WorkerLostError(f"{self} {self.child.wait_and_describe_process_exit()} before it delivered", hint)
+        return WorkerLostError(f"{self} {self.child.wait_and_describe_exit()} before it delivered", hint)
 
     def __str__(self) -> str:
         return f"data worker {self.number} (process {self.child.process.pid})"

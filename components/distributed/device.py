@@ -8,15 +8,11 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import Literal
 
-import attrs
 import torch
 
+from drawloom import NodeView, Problem, UserError, between, component, internal, setting
 from drawloom.components.distributed.cpu_threads import THREADS, count_threads_per_process
-from drawloom.components.distributed.torch_release import check_torch_has_private_names
 from drawloom.components.distributed.torchrun import read_launch
-from drawloom.graph import UserError, between, component, setting
-from drawloom.graph.problems import Problem
-from drawloom.graph.wiring.node import NodeView
 
 SHARED_GPU_VARIABLES = {"NCCL_HOSTID": "drawloom process {process}", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
 """
@@ -30,29 +26,28 @@ With them, NCCL treats each rank as a host of its own, and sends over sockets be
 class ComputeDevice:
     """The CPU, or one GPU per process, chosen by LOCAL_RANK."""
 
-    kind: Literal["auto", "cpu", "cuda"] = setting(default="auto", doc="auto is cuda if torch finds a GPU, else cpu")
+    kind: Literal["auto", "cpu", "cuda"] = setting("auto is cuda if torch finds a GPU, else cpu", default="auto")
     _backend: Literal["auto", "gloo", "nccl"] = setting(
-        default="auto", alias="backend", doc="torch.distributed backend; auto is nccl on cuda and gloo on cpu"
+        "torch.distributed backend; auto is nccl on cuda and gloo on cpu", default="auto", alias="backend"
     )
     tf32: bool = setting(
+        "whether a GPU multiplies float32 in TF32: 10 bits of fraction instead of 23, sums in float32, much faster",
         default=False,
         impact="changes_training",
-        doc="whether a GPU multiplies float32 in TF32: 10 bits of fraction instead of 23, sums in float32, much faster",
     )
     share: bool = setting(
-        default=False,
-        doc="whether processes may share a GPU if there are too few, to try out a mesh; slow",
+        "whether processes may share a GPU if there are too few, to try out a mesh; slow", default=False
     )
     threads: int | None = setting(
+        "CPU threads per operation; default: OMP_NUM_THREADS, or the usable cores divided by local processes",
         default=None,
         check=between(1, 10_001),
-        doc="CPU threads per operation; default: OMP_NUM_THREADS, or the usable cores divided by local processes",
     )
 
-    _threads_before: int | None = attrs.field(init=False, default=None)
-    _cuda_before: int | None = attrs.field(init=False, default=None)
-    _products_before: str | None = attrs.field(init=False, default=None)
-    _variables_before: dict[str, str | None] = attrs.field(init=False, factory=dict)
+    _threads_before: int | None = internal(None)
+    _cuda_before: int | None = internal(None)
+    _products_before: str | None = internal(None)
+    _variables_before: dict[str, str | None] = internal(factory=dict)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
@@ -90,6 +85,8 @@ class ComputeDevice:
 
     def check_before_open(self) -> None:
         """Raise UserError if the settings require a GPU for this process and there is none, or for an unknown torch."""
+        from drawloom.components.distributed.torch_release import check_torch_has_private_names
+
         check_torch_has_private_names()
         if self.kind == "cuda" and not torch.cuda.is_available():
             raise UserError("kind: the device is 'cuda', but torch finds no GPU here; write kind = 'cpu' or 'auto'")

@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 import torch
 
-from drawloom.graph import UserError
+from drawloom import UserError
 from drawloom.graph.problems import did_you_mean
 
 TABLE = Path(__file__).with_name("devices.toml")

@@ -23,22 +23,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from drawloom import UserError
 from drawloom.components.distributed.connections import (
     LOST,
     STUCK_AFTER,
     Connections,
     run_gloo_collectives_in_one_thread,
 )
-from drawloom.components.distributed.mesh import Edge
-from drawloom.components.distributed.process_group import (
-    TorchGroup,
-    call_directly,
-    mark_blocked_and_convert_errors,
-)
+from drawloom.components.distributed.p2p_links import Edge
+from drawloom.components.distributed.process_group import TorchGroup, call_directly, mark_blocked_and_convert_errors
 from drawloom.components.distributed.rank_monitor import RankMonitor
 from drawloom.components.distributed.single_process import SingleProcess
-from drawloom.components.ports.distributed import Device, Group, P2PChannel, Pending
-from drawloom.graph import UserError
+from drawloom.ports import Device, Group, P2PChannel, Pending
 
 log = logging.getLogger("drawloom.distributed")
 

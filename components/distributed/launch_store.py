@@ -44,14 +44,14 @@ def call_store_with_timeout(seconds: float, request: Callable[[], T]) -> T | Non
     """Return `request`'s result, a call to a store; None if the store is gone or does not answer in time."""
     results: list[T] = []
 
-    def record_result_unless_store_fails() -> None:
+    def try_to_record_result() -> None:
         try:
             results.append(request())
         except RuntimeError:  # torch's errors of stores and of the network
             return
 
     # a store call can't be cancelled: a daemon thread may stay blocked in it without keeping the process alive
-    thread = threading.Thread(target=record_result_unless_store_fails, name="store", daemon=True)
+    thread = threading.Thread(target=try_to_record_result, name="store", daemon=True)
     thread.start()
     thread.join(seconds)
     return results[0] if results else None

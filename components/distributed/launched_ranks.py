@@ -14,6 +14,7 @@ import attrs
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from drawloom import Every, UserError
 from drawloom.components.distributed.connections import Connections
 from drawloom.components.distributed.generations import (
     CURRENT,
@@ -41,12 +42,10 @@ from drawloom.components.distributed.parent import start_exit_with_parent_thread
 from drawloom.components.distributed.process_group import convert_if_collective_error
 from drawloom.components.distributed.rank_monitor import STORE_LOST, STORE_TIMEOUT, RankMonitor
 from drawloom.components.distributed.torchrun import CONTINUES, Launch, read_launch
-from drawloom.components.ports.distributed import Device, ReplicaLimit
-from drawloom.components.ports.run import PRINTED
-from drawloom.graph import Every, UserError
 from drawloom.graph.cli.terminal import print_escaped_text
 from drawloom.graph.garbage import free_closed_graphs
 from drawloom.graph.problems import ReopenError, ReportedError
+from drawloom.ports import PRINTED, Device, ReplicaLimit
 
 log = logging.getLogger("drawloom.distributed")
 

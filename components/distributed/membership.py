@@ -11,19 +11,13 @@ from typing import Any
 import attrs
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from drawloom import UserError
 from drawloom.components.distributed.connections import Connections
-from drawloom.components.distributed.generations import (
-    CURRENT,
-    Generation,
-    RunProcess,
-    Spares,
-    propose_next_generation,
-)
+from drawloom.components.distributed.generations import CURRENT, Generation, RunProcess, Spares, propose_next_generation
 from drawloom.components.distributed.launch_store import Failure, connect_to_launch_store
 from drawloom.components.distributed.peer_processes import PeerProcesses
 from drawloom.components.distributed.rank_monitor import MAX_WATCHED, RankMonitor
 from drawloom.components.distributed.torchrun import Launch
-from drawloom.graph import UserError
 from drawloom.graph.cli.terminal import print_escaped_text
 from drawloom.graph.problems import ReportedError
 

@@ -1,18 +1,12 @@
-"""
-The device mesh: a run's ranks, arranged in named dimensions.
-
-Connecting a link for point-to-point transfers is a rendezvous between its two ranks on the host. Different connection
-orders deadlock (pytorch#108378, nccl#783), so all ranks follow one order of rounds, and a rank has at most one peer per
-round.
-"""
+"""The device mesh: a run's ranks, arranged in named dimensions."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, Literal
 
-import attrs
 import torch
 
+from drawloom import NodeView, Problem, between, component, internal, setting
 from drawloom.components.distributed.mesh_layout import (
     DATA,
     EXPERT_DATA,
@@ -23,47 +17,7 @@ from drawloom.components.distributed.mesh_layout import (
     describe_expert_fault_and_remedy,
     resolve_layout,
 )
-from drawloom.components.distributed.torch_release import import_private_name
-from drawloom.components.ports.distributed import DIMENSIONS, Group, P2PChannel, Processes
-from drawloom.graph import between, component, setting
-from drawloom.graph.problems import Problem
-from drawloom.graph.wiring.node import NodeView
-
-Edge = tuple[int, int]
-
-
-def connect_p2p_links(
-    processes: Processes, name: str, disjoint_rank_lines: Sequence[Sequence[int]], edges: Iterable[Edge]
-) -> dict[int, P2PChannel]:
-    """
-    Connect this rank to its peers, and return its channels by the peers' indices in its line.
-
-    `disjoint_rank_lines` are rank sequences, and `edges` are index pairs with transfers, equal for all lines. All ranks
-    in a line call this with the same edges; no other rank takes part.
-    """
-    line = next(line for line in disjoint_rank_lines if processes.rank in line)
-    index = line.index(processes.rank)
-    links: dict[int, P2PChannel] = {}
-    for low, high in (edge for concurrent_edges in group_into_concurrent_rounds(edges) for edge in concurrent_edges):
-        if index in (low, high):
-            links[high if index == low else low] = processes.open_channel(f"{name} link", line[low], line[high])
-    return dict(sorted(links.items()))
-
-
-def group_into_concurrent_rounds(edges: Iterable[Edge]) -> list[list[Edge]]:
-    """Return the edges, lower index first, in rounds where no index appears twice (greedy edge colouring)."""
-    edges_by_round: list[list[Edge]] = []
-    busy_by_round: list[set[int]] = []
-    for edge in sorted({(min(edge), max(edge)) for edge in edges}):
-        free_rounds = (number for number, busy in enumerate(busy_by_round) if not busy & set(edge))
-        number = next(free_rounds, len(edges_by_round))
-        if number == len(edges_by_round):
-            edges_by_round.append([])
-            busy_by_round.append(set())
-        edges_by_round[number].append(edge)
-        busy_by_round[number].update(edge)
-    return edges_by_round
-
+from drawloom.ports import DIMENSIONS, Group, P2PChannel, Processes
 
 MAX_RANKS = 2**20  # several times the GPUs of the largest clusters; checks and plans go through all ranks
 
@@ -83,31 +37,29 @@ class RankMesh(MeshView):
 
     processes: Processes
     pipeline: int = setting(
-        default=1, check=between(1, MAX_PIPELINE + 1), doc="pipeline parallel: ranks that partition the layers"
+        "pipeline parallel: ranks that partition the layers", default=1, check=between(1, MAX_PIPELINE + 1)
     )
     data_replicate: int | Literal["auto"] = setting(
+        "data parallel (DDP): ranks with the same parameters; auto: all remaining ranks",
         default="auto",
         check=_describe_ranks_fault,
-        doc="data parallel (DDP): ranks with the same parameters; auto: all remaining ranks",
     )
     data_shard: int | Literal["auto"] = setting(
+        "FSDP (ZeRO-3): ranks with a shard of every parameter; auto: all remaining ranks, without replicas",
         default=1,
         check=_describe_ranks_fault,
-        doc="FSDP (ZeRO-3): ranks with a shard of every parameter; auto: all remaining ranks, without replicas",
     )
-    context: int = setting(default=1, check=RANKS, doc="context parallel: ranks that split every sequence")
-    tensor: int = setting(default=1, check=RANKS, doc="tensor parallel: ranks that share every matrix product")
+    context: int = setting("context parallel: ranks that split every sequence", default=1, check=RANKS)
+    tensor: int = setting("tensor parallel: ranks that share every matrix product", default=1, check=RANKS)
     expert: int = setting(
+        "expert parallel: ranks that partition a layer's experts; must divide data_replicate × data_shard × "
+        "context × tensor",
         default=1,
         check=RANKS,
-        doc=(
-            "expert parallel: ranks that partition a layer's experts; must divide data_replicate × data_shard × "
-            "context × tensor"
-        ),
     )
 
-    layout: Layout = attrs.field(init=False, factory=lambda: Layout(dict.fromkeys(DIMENSIONS, 1)))
-    _groups: dict[tuple[str, ...], Group] = attrs.field(init=False, factory=dict)
+    layout: Layout = internal(factory=lambda: Layout(dict.fromkeys(DIMENSIONS, 1)))
+    _groups: dict[tuple[str, ...], Group] = internal(factory=dict)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
@@ -155,6 +107,8 @@ class RankMesh(MeshView):
         # imported here, because the import takes half a second, which runs without shards need not spend
         from torch.distributed.device_mesh import DeviceMesh
 
+        from drawloom.components.distributed.torch_release import import_private_name
+
         # Results of operations on DTensors are cached by mesh, and include it. An equal mesh that this process had
         # before a loss has other groups, and this rank may have had another place in it.
         import_private_name("torch.distributed.tensor.debug", "_clear_sharding_prop_cache")()
@@ -167,5 +121,7 @@ class RankMesh(MeshView):
         handles = [group.handle for group in groups]
         return DeviceMesh.from_group(handles, groups[0].device.type, grid, mesh_dim_names=dim_names)
 
-    def open_channels(self, edges: Iterable[Edge]) -> Mapping[int, P2PChannel]:
+    def open_channels(self, edges: Iterable[tuple[int, int]]) -> Mapping[int, P2PChannel]:
+        from drawloom.components.distributed.p2p_links import connect_p2p_links
+
         return connect_p2p_links(self.processes, DIMENSIONS[0], self.layout.list_rank_sets(DIMENSIONS[0]), edges)

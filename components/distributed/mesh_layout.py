@@ -12,8 +12,8 @@ from typing import Any
 import attrs
 import numpy as np
 
-from drawloom.components.ports.distributed import DIMENSIONS, Group, P2PChannel, PerDimension
-from drawloom.graph import UserError
+from drawloom import UserError
+from drawloom.ports import DIMENSIONS, Group, P2PChannel, PerDimension
 
 EXPERT_DIVIDES = DIMENSIONS[1:]
 SAME_REPLICA = DIMENSIONS[2:]

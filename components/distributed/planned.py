@@ -1,6 +1,6 @@
 """Planned ranks and devices: a mesh layout without processes, and a device without memory."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import attrs
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from drawloom.components.distributed.mesh_layout import Layout, MeshView, resolve_layout
 from drawloom.components.distributed.single_process import Done, HostMemory
-from drawloom.components.ports.distributed import DIMENSIONS, Pending, PerDimension, SymmetricMemory
+from drawloom.ports import DIMENSIONS, Pending, PerDimension, Settings, SymmetricMemory
 
 
 @attrs.frozen
@@ -77,7 +77,7 @@ class PlannedMesh(MeshView):
     rank: int = 0
 
     @classmethod
-    def from_settings(cls, settings: Mapping[str, Any], ranks: int) -> "PlannedMesh":
+    def from_settings(cls, settings: Settings, ranks: int) -> "PlannedMesh":
         """
         Return the mesh for a recipe's settings with `ranks` ranks, seen from rank 0. Raises UserError if they don't
         fit.

@@ -5,8 +5,7 @@ from typing import Literal
 
 import torch
 
-from drawloom.graph import Problem, component, setting
-from drawloom.graph.wiring.node import NodeView
+from drawloom import NodeView, Problem, component, setting
 
 Name = Literal["float16", "bfloat16", "float32", "float64"]
 
@@ -51,28 +50,28 @@ class DtypePolicy:
     """
 
     _parameter: Name = setting(
+        "parameter dtype in the optimizer (master weights)",
         default="float32",
         alias="parameter",
         check=_describe_float16_fault,
-        doc="parameter dtype in the optimizer (master weights)",
     )
     _compute: Name | None = setting(
+        "activation and weight dtype in layers; default: the parameter dtype",
         default=None,
         alias="compute",
         check=_describe_float16_fault,
-        doc="activation and weight dtype in layers; default: the parameter dtype",
     )
     _gradient: Name | None = setting(
+        "gradient dtype, also for gradient accumulation; default: the parameter dtype",
         default=None,
         alias="gradient",
         check=_describe_float16_fault,
-        doc="gradient dtype, also for gradient accumulation; default: the parameter dtype",
     )
     _reduce: Name = setting(
-        default="float32", alias="reduce", check=_describe_reduce_dtype_fault, doc="smallest dtype for sums over ranks"
+        "smallest dtype for sums over ranks", default="float32", alias="reduce", check=_describe_reduce_dtype_fault
     )
     uncast: tuple[str, ...] = setting(
-        default=(), doc='name patterns of parameters that layers use without a cast: "*norm.weight"'
+        'name patterns of parameters that layers use without a cast: "*norm.weight"', default=()
     )
 
     def __attrs_post_init__(self) -> None:

@@ -20,10 +20,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from drawloom import UserError
 from drawloom.components.distributed.rank_monitor import RankMonitor
 from drawloom.components.distributed.single_process import HostMemory
-from drawloom.components.ports.distributed import Group, Pending, SymmetricMemory
-from drawloom.graph import UserError
+from drawloom.ports import Group, Pending, SymmetricMemory
 
 
 @attrs.frozen(eq=False)

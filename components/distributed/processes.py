@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Literal
 import attrs
 import torch.distributed as dist
 
+from drawloom import Every, UserError, above, component, internal, setting
 from drawloom.components.distributed.single_process import SingleProcess
 from drawloom.components.distributed.torchrun import Launch, read_launch
-from drawloom.components.ports.distributed import Device, Group, P2PChannel, ReplicaLimit
-from drawloom.components.ports.run import PRINTED
-from drawloom.graph import Every, UserError, above, component, setting
+from drawloom.ports import PRINTED, Device, Group, P2PChannel, ReplicaLimit
 
 if TYPE_CHECKING:
     from drawloom.components.distributed.launched_ranks import LaunchedRanks
@@ -33,22 +32,22 @@ class TorchProcesses:
     device: Device
     limits: Every[ReplicaLimit] = attrs.field(factory=Every)
     timeout: float = setting(
-        default=600.0, check=above(0), doc="seconds until a collective that waits for other ranks fails"
+        "seconds until a collective that waits for other ranks fails", default=600.0, check=above(0)
     )
     _on_failure: Literal["stop", "continue"] = setting(
+        "after the loss of a process: end the run, or continue it with the processes that are left",
         default="stop",
         alias="on_failure",
-        doc="after the loss of a process: end the run, or continue it with the processes that are left",
     )
     heartbeat_timeout: float = setting(
+        "seconds without a heartbeat after which a process counts as lost, with on_failure = 'continue'",
         default=15.0,
         check=above(0),
-        doc="seconds without a heartbeat after which a process counts as lost, with on_failure = 'continue'",
     )
 
-    _ranks: "LaunchedRanks | None" = attrs.field(init=False, default=None)  # None: a process without a launch
+    _ranks: "LaunchedRanks | None" = internal(None)  # None: a process without a launch
     # for `open`: a membership in the next generation, or "spare" for a process without one
-    _next: "Membership | Literal['spare'] | None" = attrs.field(init=False, default=None)
+    _next: "Membership | Literal['spare'] | None" = internal(None)
 
     @property
     def _launch(self) -> Launch:

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from drawloom.components.ports.distributed import Group
-from drawloom.graph import UserError
+from drawloom import UserError
+from drawloom.ports import Group
 
 T = TypeVar("T")
 

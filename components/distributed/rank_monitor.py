@@ -29,11 +29,11 @@ from typing import Any
 
 import attrs
 
+from drawloom import UserError
 from drawloom.components.distributed.error_file import write_torchrun_error_file
 from drawloom.components.distributed.launch_store import Failure, call_store_with_timeout, claim_first_failure
 from drawloom.components.distributed.peer_processes import PeerProcesses
 from drawloom.components.distributed.rank_errors import RankError
-from drawloom.graph import UserError
 from drawloom.graph.cli.terminal import print_escaped_text
 
 NOT_BLOCKED = "is not in a collective"
@@ -267,7 +267,7 @@ class RankMonitor:
             return self.report_failure(self._format_error(error), error.exit_code)
         return self.report_failure(self._format_error(error), trace="".join(traceback.format_exception(error)))
 
-    def poll_peers_and_report_losses(self) -> None:
+    def poll_and_report_losses(self) -> None:
         """Check whether a rank has failed or died. Raises RuntimeError if the store is gone."""
         if self.failure is None and self.store.check(["failure"]):
             failure = Failure(**json.loads(self.store.get("failure")))
@@ -276,10 +276,10 @@ class RankMonitor:
             log.info("%s; rank %d ends because of it", failure.text, self.rank)
         dead = [] if self.failure else self._find_dead_local_ranks()
         if self.on_loss is not None:
-            silent = [] if self.failure else self._send_heartbeat_and_find_silent_ranks()
+            silent = [] if self.failure else self._beat_and_find_silent()
             stopped = [] if self.failure else self._processes.find_stopped()
             silence = f"has sent no heartbeat for {self.heartbeat_timeout:g} s"
-            self._publish_losses_and_kill_lost_ranks(
+            self._publish_and_kill_lost(
                 dict.fromkeys(silent, silence) | dict.fromkeys(stopped, STOPPED) | dict.fromkeys(dead, KILLED)
             )
         elif dead:
@@ -305,7 +305,7 @@ class RankMonitor:
                 if not self.is_lost and self.store.check(["requested"]):
                     self._publish_status()
                 if not self.is_lost:
-                    self.poll_peers_and_report_losses()
+                    self.poll_and_report_losses()
             except RuntimeError as error:
                 self.is_lost = True
                 log.info("%s; this rank no longer notices losses: %s", STORE_LOST, error)
@@ -356,7 +356,7 @@ class RankMonitor:
         """Return this machine's ranks whose processes ended without announcing it."""
         return [rank for rank in self._processes.find_ended() if not self.store.check([f"exiting/{rank}"])]
 
-    def _send_heartbeat_and_find_silent_ranks(self) -> list[int]:
+    def _beat_and_find_silent(self) -> list[int]:
         """Send a heartbeat, and return the watched ranks without one for too long, unless they have ended normally."""
         now = time.monotonic()
         # at most two beats count, so that nobody is blamed after this process or its machine was suspended
@@ -377,7 +377,7 @@ class RankMonitor:
         process = f" (process {self.peers[rank]}{self.where})" if rank in self.peers else ""
         return f"rank {rank}{process} {reason}"
 
-    def _publish_losses_and_kill_lost_ranks(self, reasons: Mapping[int, str]) -> None:
+    def _publish_and_kill_lost(self, reasons: Mapping[int, str]) -> None:
         """Publish lost ranks, read the other ranks' findings, end all lost processes, and call `on_loss`."""
         self.declare_lost({rank: reason for rank, reason in reasons.items() if rank not in self.losses})
         if self.store.check(["broken"]):

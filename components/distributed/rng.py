@@ -41,14 +41,8 @@ MIX = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
 # Wichura 1988, "Algorithm AS 241: The percentage points of the normal distribution", PPND7: numerators and denominators
 # from the constant term up. Relative errors are below 2e-7, those of rounding to float32 nearly as large. PPND7 has
 # a third pair for quantiles beyond 6.6; the error of the second is below 4e-6 there.
-CENTRE = (
-    (3.3871327179, 50.434271938, 159.29113202, 59.109374720),
-    (1.0, 17.895169469, 78.757757664, 67.187563600),
-)
-TAIL = (
-    (1.4234372777, 2.7568153900, 1.3067284816, 0.17023821103),
-    (1.0, 0.73700164250, 0.12021132975),
-)
+CENTRE = ((3.3871327179, 50.434271938, 159.29113202, 59.109374720), (1.0, 17.895169469, 78.757757664, 67.187563600))
+TAIL = ((1.4234372777, 2.7568153900, 1.3067284816, 0.17023821103), (1.0, 0.73700164250, 0.12021132975))
 CENTRE_END = 0.425
 TAIL_CENTRE = 1.6
 
@@ -96,9 +90,9 @@ def draw_splitmix64_bits(key: int, positions: Tensor) -> Tensor:
     """
     # torch has no uint64 arithmetic: int64 wraps to the same bits
     bits = (positions + 1).mul_(GAMMA).add_((key + 2**63) % 2**64 - 2**63)
-    bits = _xor_with_shifted_bits_in_place(bits, 30).mul_(MIX[0])
-    bits = _xor_with_shifted_bits_in_place(bits, 27).mul_(MIX[1])
-    return _xor_with_shifted_bits_in_place(bits, 31)
+    bits = _xor_with_shifted_bits(bits, 30).mul_(MIX[0])
+    bits = _xor_with_shifted_bits(bits, 27).mul_(MIX[1])
+    return _xor_with_shifted_bits(bits, 31)
 
 
 def convert_bits_to_normal(bits: Tensor) -> Tensor:
@@ -141,7 +135,7 @@ def _compute_row_major_indices(chunk: Tensor, strides: Sequence[int], first_inde
     return index
 
 
-def _xor_with_shifted_bits_in_place(bits: Tensor, shift: int) -> Tensor:
+def _xor_with_shifted_bits(bits: Tensor, shift: int) -> Tensor:
     """Compute bits ^ (bits >> shift) in place, with a logical shift; torch's shift is arithmetic."""
     return bits.bitwise_xor_((bits >> shift).bitwise_and_(2 ** (64 - shift) - 1))
 

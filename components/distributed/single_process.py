@@ -8,7 +8,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.ports.distributed import Group, Pending, SymmetricMemory
+from drawloom.ports import Group, Pending, SymmetricMemory
 
 
 @attrs.frozen(eq=False)

@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from drawloom.components.ports.distributed import Mesh
-from drawloom.graph import component
+from drawloom import component
+from drawloom.ports import Mesh
 
 
 @component(impact="safe")

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from drawloom.graph import UserError
+from drawloom import UserError
 
 TESTED = ">=2.11,<2.16"
 """The tested releases (`make test-versions`), as in pyproject.toml."""

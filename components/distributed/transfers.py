@@ -12,8 +12,8 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.ports.memory import Copies, Ticket
-from drawloom.graph import UserError
+from drawloom import UserError
+from drawloom.ports import Copies, Ticket
 
 MIN_SLAB_BYTES = 2**26
 """

@@ -16,11 +16,9 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from drawloom import component
 from drawloom.components.experts.planned_exchange import dispatch_if_one_rank_or_meta
-from drawloom.components.ports.distributed import Group, Mesh
-from drawloom.components.ports.experts import Dispatched
-from drawloom.components.ports.kernels import Kernels, Routes
-from drawloom.graph import component
+from drawloom.ports import Dispatched, Group, Kernels, Mesh, Routes
 
 
 @component(impact="safe")
@@ -49,15 +47,13 @@ class AllToAllExperts:
         )
         if dispatched is not None:
             return dispatched
-        routes = self._exchange_counts_and_route_to_ranks(chosen, local_experts, group)
+        routes = self._route_to_ranks(chosen, local_experts, group)
         tokens, weights = self._exchange_tokens_and_probabilities(hidden, probabilities, routes)
-        to_experts = self._exchange_choices_and_route_to_experts(chosen, local_experts, routes)
+        to_experts = self._route_to_experts(chosen, local_experts, routes)
         rows, scale = self.kernels.moe_permute(tokens, weights, to_experts)
-        return Dispatched(
-            rows, scale, to_experts[2], partial(self._return_results_and_sum_by_token, routes, to_experts)
-        )
+        return Dispatched(rows, scale, to_experts[2], partial(self._sum_returned_by_token, routes, to_experts))
 
-    def _exchange_counts_and_route_to_ranks(self, chosen: Tensor, local_experts: int, group: Group) -> "TokenRoutes":
+    def _route_to_ranks(self, chosen: Tensor, local_experts: int, group: Group) -> "TokenRoutes":
         """Return the routes for tokens with chosen experts int64 (tokens, choices), if ranks have `local_experts`."""
         rank = chosen.div(local_experts, rounding_mode="floor")  # -1 for a dropped choice
         to_ranks = self.kernels.moe_routes(_deduplicate_ranks(rank, group.size), group.size)
@@ -77,9 +73,7 @@ class AllToAllExperts:
         exchanged: tuple[Tensor, Tensor] = _Exchange.apply(routes.group, routes.sent, routes.received, *both)  # type: ignore[no-untyped-call]
         return exchanged
 
-    def _exchange_choices_and_route_to_experts(
-        self, chosen: Tensor, local_experts: int, routes: "TokenRoutes"
-    ) -> Routes:
+    def _route_to_experts(self, chosen: Tensor, local_experts: int, routes: "TokenRoutes") -> Routes:
         """Return the routes from received tokens to this rank's experts, without choices for other ranks' experts."""
         dest, source, _ = routes.to_ranks
         choices = chosen[source // max(dest.shape[1], 1)].to(torch.int32)
@@ -88,7 +82,7 @@ class AllToAllExperts:
         local = local.where((local >= 0) & (local < local_experts), -1)
         return _drop_unused_rows(self.kernels.moe_routes(local, local_experts), routes.rows)
 
-    def _return_results_and_sum_by_token(self, routes: "TokenRoutes", to_experts: Routes, results: Tensor) -> Tensor:
+    def _sum_returned_by_token(self, routes: "TokenRoutes", to_experts: Routes, results: Tensor) -> Tensor:
         """Sum the experts' results (rows, width) by token, on the tokens' ranks: (tokens, width)."""
         summed = self.kernels.moe_unpermute(results, to_experts)
         (back,) = _Exchange.apply(routes.group, routes.received, routes.sent, summed)  # type: ignore[no-untyped-call]

@@ -4,9 +4,8 @@ from functools import partial
 
 from torch import Tensor
 
-from drawloom.components.ports.experts import Dispatched
-from drawloom.components.ports.kernels import Kernels
-from drawloom.graph import component
+from drawloom import component
+from drawloom.ports import Dispatched, Kernels
 
 
 @component(impact="safe")

@@ -9,8 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from drawloom.components.experts.local import LocalExperts
 from drawloom.components.parallel.meta_collectives import emulate_collective
-from drawloom.components.ports.experts import Dispatched
-from drawloom.components.ports.kernels import Kernels
+from drawloom.ports import Dispatched, Kernels
 
 
 def dispatch_if_one_rank_or_meta(

@@ -21,11 +21,9 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from drawloom import UserError, at_least, between, component, internal, setting
 from drawloom.components.experts.planned_exchange import dispatch_if_one_rank_or_meta
-from drawloom.components.ports.distributed import Group, Mesh, SymmetricMemory
-from drawloom.components.ports.experts import Dispatched
-from drawloom.components.ports.kernels import Kernels, PeerTensors, Routes
-from drawloom.graph import UserError, at_least, between, component, setting
+from drawloom.ports import Dispatched, Group, Kernels, Mesh, PeerTensors, Routes, SymmetricMemory
 
 log = logging.getLogger("drawloom.experts")
 
@@ -52,18 +50,17 @@ class SymmetricExperts:
     kernels: Kernels
     mesh: Mesh
     max_tokens: int = setting(
+        "maximum tokens per training microbatch and rank; 0: the first microbatch's maximum over ranks",
         default=0,
         check=between(0, 100_000_001),
-        doc="maximum tokens per training microbatch and rank; 0: the first microbatch's maximum over ranks",
     )
     capacity: float | None = setting(
+        "rows to make room for at first, relative to balanced experts; default: all rows, counted while the host waits",
         default=None,
         check=at_least(1),
-        doc="rows to make room for at first, relative to balanced experts; default: all rows, counted while the host "
-        "waits",
     )
-    _exchanges: dict[int, "SharedSlots"] = attrs.field(init=False, factory=dict)
-    _room: float | None = attrs.field(init=False, default=attrs.Factory(lambda self: self.capacity, takes_self=True))
+    _exchanges: dict[int, "SharedSlots"] = internal(factory=dict)
+    _room: float | None = internal(attrs.Factory(lambda self: self.capacity, takes_self=True))
 
     def dispatch(self, hidden: Tensor, chosen: Tensor, probabilities: Tensor, num_experts: int) -> Dispatched:
         """

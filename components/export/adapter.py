@@ -4,26 +4,30 @@ import json
 import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
+from drawloom import NodeView, Problem, UserError, component, setting
 from drawloom.components.distributed.rank_errors import run_and_gather_on_all_ranks, run_on_rank0
 from drawloom.components.export.hf_writer import read_exported_step
 from drawloom.components.export.shard_writer import gather_states_on_first_rank, make_share_on_all_ranks
-from drawloom.components.ports.adapters import trains_base_weights
-from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.model import LanguageModel
-from drawloom.components.ports.run import RunFolder
-from drawloom.components.ports.stages import AveragedWeights, Stages, use_averages_if_any
-from drawloom.components.ports.weights import ADAPTER_CONFIG, STATE
 from drawloom.components.storage.durable_files import create_temp_folder, remove_folder_atomically
 from drawloom.components.storage.safetensors.writer import write_safetensors_file
 from drawloom.components.weights.adapted import build_meta_model_with_adapters
 from drawloom.components.weights.load import folder_fingerprint
 from drawloom.components.weights.peft import BASE_KEY, WEIGHTS, PeftFormat
-from drawloom.graph import Problem, UserError, component, setting
-from drawloom.graph.wiring.node import NodeView
+from drawloom.ports import (
+    ADAPTER_CONFIG,
+    STATE,
+    AveragedWeights,
+    LanguageModel,
+    Mesh,
+    RunFolder,
+    Settings,
+    Stages,
+    trains_base_weights,
+    use_averages_if_any,
+)
 
 log = logging.getLogger("drawloom.run")  # rank 0 prints its messages
 
@@ -43,7 +47,7 @@ class AdapterExport:
     folder: RunFolder
     mesh: Mesh
     average: AveragedWeights | None = None
-    base_model: str | None = setting(default=None, doc="base model's name or path for adapter_config.json")
+    base_model: str | None = setting("base model's name or path for adapter_config.json", default=None)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
@@ -112,7 +116,7 @@ class AdapterExport:
 
 
 def _write_adapter_folder(
-    target: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any], base: Path | None, step: int
+    target: Path, tensors: Mapping[str, Tensor], config: Settings, base: Path | None, step: int
 ) -> None:
     """
     Write the folder with one tensor file for PEFT, any shapes; the folder appears complete or not at all.

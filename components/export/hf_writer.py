@@ -12,6 +12,7 @@ from typing import Any
 import attrs
 import torch
 
+from drawloom import UserError
 from drawloom.components.distributed.rank_errors import run_on_rank0
 from drawloom.components.distributed.single_process import SingleProcess
 from drawloom.components.export.shard_writer import (
@@ -21,12 +22,6 @@ from drawloom.components.export.shard_writer import (
     model_parameters_by_name,
     write_safetensors_folder_collectively,
 )
-from drawloom.components.ports.corpus import ChatTokenizer, Tokenizer
-from drawloom.components.ports.distributed import Group
-from drawloom.components.ports.model import KeepsConfig, LanguageModel
-from drawloom.components.ports.pipeline import SCORE, SequenceHead
-from drawloom.components.ports.stages import LOSS, Stages
-from drawloom.components.ports.weights import MAX_SHARD, STATE, Mapper
 from drawloom.components.storage.regular_file import read_file
 from drawloom.components.storage.safetensors.header import format_names
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
@@ -48,7 +43,22 @@ from drawloom.components.weights.dequantized import (
 from drawloom.components.weights.mapper import parallel, select_outputs, sequential
 from drawloom.components.weights.mapper_ops import identity, rename
 from drawloom.components.weights.save import PlannedFile
-from drawloom.graph import UserError
+from drawloom.ports import (
+    LOSS,
+    MAX_SHARD,
+    SCORE,
+    STATE,
+    ChatTokenizer,
+    ConfigJson,
+    Group,
+    KeepsConfig,
+    LanguageModel,
+    Mapper,
+    SequenceHead,
+    Settings,
+    Stages,
+    Tokenizer,
+)
 
 WRITTEN = (
     "config.json",
@@ -104,7 +114,7 @@ class BaseFolder:
     folder: Path
     carried: Sequence[str]
     style: NameNesting
-    config: dict[str, Any]
+    config: ConfigJson
     dtypes: Sequence[str]
 
     def map_to_names_in_folder(self, mapper: Mapper) -> Mapper:
@@ -172,7 +182,7 @@ def find_base_folder(
     return None if fields is None else BaseFolder(folder, **fields)
 
 
-def _describe_base_folder_as_json(model: LanguageModel, folder: Path, text_only: bool) -> dict[str, Any] | None:
+def _describe_base_folder_as_json(model: LanguageModel, folder: Path, text_only: bool) -> ConfigJson | None:
     """Return BaseFolder's other fields as JSON, for all ranks; None if the folder can't be read."""
     try:
         specs, patterns = _open_source(folder).specs(), model.hugging_face_mapper().ignored
@@ -197,7 +207,7 @@ def _open_source(folder: Path) -> TensorSource:
     return DequantizedSource(open_safetensors_folder(folder))
 
 
-def list_config_and_text_config(config: dict[str, Any]) -> list[dict[str, Any]]:
+def list_config_and_text_config(config: ConfigJson) -> list[ConfigJson]:
     """Return the config, and its `text_config` table if it has one (multimodal models)."""
     return [config, config["text_config"]] if isinstance(config.get("text_config"), dict) else [config]
 
@@ -250,7 +260,7 @@ MAX_VALUES = 2**16  # of a generation_config.json, which has tens
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def add_end_ids(config: dict[str, Any], ids: Collection[int]) -> bool:
+def add_end_ids(config: ConfigJson, ids: Collection[int]) -> bool:
     """
     Add ids to a text's ends, in a `config.json` or `generation_config.json`; return whether it changed.
     """
@@ -262,7 +272,7 @@ def add_end_ids(config: dict[str, Any], ids: Collection[int]) -> bool:
     return True
 
 
-def add_end_ids_to_generation_config(folder: Path, ids: Collection[int]) -> None:
+def add_generation_end_ids(folder: Path, ids: Collection[int]) -> None:
     """
     Add ids to the ones at which transformers' `generate` stops, in an exported folder's generation_config.json.
 
@@ -337,7 +347,7 @@ def write_hugging_face_folder(
     if origin is not None:
         mapper = origin.map_to_names_in_folder(mapper)
     if adapters:
-        _gather_and_log_merge_rounding_loss(
+        _gather_and_log_rounding(
             gather_and_measure_rounding_loss(merged, model_parameters_by_name(stages), dtype), group
         )
 
@@ -351,7 +361,7 @@ def write_hugging_face_folder(
                 origin.log_wider_dtype(written)
         if tokenizer is not None:
             others = [] if head is not None else sorted({*end_ids} - {tokenizer.eos_id})  # a classifier ends no text
-            add_end_ids_to_generation_config(folder, [tokenizer.eos_id, *others])
+            add_generation_end_ids(folder, [tokenizer.eos_id, *others])
             tokenizer.save(folder)  # after the config, which determines the tokenizer class of transformers
         if step is not None:
             (folder / STATE).write_text(json.dumps({"global_step": step}) + "\n", "utf-8")
@@ -363,7 +373,7 @@ def write_hugging_face_folder(
     write_safetensors_folder_collectively(target, own, group, max_shard, write_other_files)
 
 
-def _add_end_of_training(config: dict[str, Any], ids: Mapping[str, int | None]) -> None:
+def _add_end_of_training(config: ConfigJson, ids: Mapping[str, int | None]) -> None:
     """Add training's end id to a config, or to its parts with such ids."""
     parts = [part for part in list_config_and_text_config(config) if "eos_token_id" in part] or [config]
     if (end := ids["eos_token_id"]) is not None:
@@ -371,7 +381,7 @@ def _add_end_of_training(config: dict[str, Any], ids: Mapping[str, int | None]) 
             add_end_ids(part, [end])
 
 
-def _choose_padding_id(config: Mapping[str, Any], ids: Mapping[str, int | None]) -> int | None:
+def _choose_padding_id(config: Settings, ids: Mapping[str, int | None]) -> int | None:
     """
     Return a classifier's padding id: the config's, or the tokenizer's.
 
@@ -381,7 +391,7 @@ def _choose_padding_id(config: Mapping[str, Any], ids: Mapping[str, int | None])
     return own if own is not None or ids["pad_token_id"] == ids["eos_token_id"] else ids["pad_token_id"]
 
 
-def make_sequence_classifier_config(config: dict[str, Any], head: SequenceHead) -> dict[str, Any]:
+def make_sequence_classifier_config(config: ConfigJson, head: SequenceHead) -> ConfigJson:
     """Return a language model's `config.json` with another head."""
     classes = [name.replace("ForCausalLM", "ForSequenceClassification") for name in config["architectures"]]
     names = {str(number): label for number, label in enumerate(head.output_names)}
@@ -389,7 +399,7 @@ def make_sequence_classifier_config(config: dict[str, Any], head: SequenceHead) 
     return {**config, "architectures": classes, "num_labels": len(names), "id2label": names, "label2id": numbers}
 
 
-def _gather_and_log_merge_rounding_loss(loss: MergeRoundingLoss, group: Group) -> None:
+def _gather_and_log_rounding(loss: MergeRoundingLoss, group: Group) -> None:
     """Log the rounding loss from merging adapters, over all ranks."""
     changes, losses = zip(*group.gather_json([loss.change, loss.lost]), strict=True)
     total = MergeRoundingLoss(sum(changes), sum(losses))
@@ -398,7 +408,7 @@ def _gather_and_log_merge_rounding_loss(loss: MergeRoundingLoss, group: Group) -
         log.info(text, 100 * total.relative_rounding_loss)
 
 
-def _write_config_with_dtype(folder: Path, config: dict[str, Any], specs: Mapping[str, TensorSpec]) -> str | None:
+def _write_config_with_dtype(folder: Path, config: ConfigJson, specs: Mapping[str, TensorSpec]) -> str | None:
     """Write `config.json`, and return the matrices' dtype, or None if they have several."""
     # vectors may have a wider dtype, such as the bias of a router
     dtypes = {str(spec.dtype).removeprefix("torch.") for spec in specs.values() if len(spec.shape) > 1}

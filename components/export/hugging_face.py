@@ -8,17 +8,22 @@ from typing import Literal
 import attrs
 import torch
 
+from drawloom import Every, NodeView, Problem, at_least, component, setting, wired
 from drawloom.components.distributed.rank_errors import run_on_rank0
-from drawloom.components.ports.corpus import EndsAnswers, Tokenizer
-from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.model import ClassifiableModel, LanguageModel
-from drawloom.components.ports.pipeline import Loss, SequenceHead
-from drawloom.components.ports.run import RunFolder
-from drawloom.components.ports.stages import AveragedWeights, Stages, use_averages_if_any
-from drawloom.components.ports.weights import MAX_SHARD
-from drawloom.components.storage.durable_files import remove_folder_atomically
-from drawloom.graph import Every, Problem, at_least, component, setting, wired
-from drawloom.graph.wiring.node import NodeView
+from drawloom.ports import (
+    MAX_SHARD,
+    AveragedWeights,
+    ClassifiableModel,
+    EndsAnswers,
+    LanguageModel,
+    Loss,
+    Mesh,
+    RunFolder,
+    SequenceHead,
+    Stages,
+    Tokenizer,
+    use_averages_if_any,
+)
 
 log = logging.getLogger("drawloom.run")
 
@@ -44,9 +49,9 @@ class HuggingFaceExport:
     loss: Loss | None = wired(default=None)
     average: AveragedWeights | None = None
     chats: Every[EndsAnswers] = attrs.field(factory=Every)
-    max_shard: int = setting(default=MAX_SHARD, check=at_least(1), doc="maximum tensor bytes per file")
+    max_shard: int = setting("maximum tensor bytes per file", default=MAX_SHARD, check=at_least(1))
     dtype: Literal["float32", "bfloat16", "float16"] | None = setting(
-        default=None, doc="dtype for exported tensors; default: as trained"
+        "dtype for exported tensors; default: as trained", default=None
     )
 
     @classmethod
@@ -70,9 +75,10 @@ class HuggingFaceExport:
         """Write the folder; every rank adds its own tensors. A collective over all ranks."""
         if self.has_result_of_step(step):
             return
-        run_on_rank0(
-            self.mesh.world, lambda: remove_folder_atomically(self._export_folder)
-        )  # it may have the export of an earlier step
+        from drawloom.components.storage.durable_files import remove_folder_atomically
+
+        # it may have the export of an earlier step
+        run_on_rank0(self.mesh.world, lambda: remove_folder_atomically(self._export_folder))
         with use_averages_if_any(self.average):
             self._gather_and_write_folder(self._export_folder, step)
         log.info("exported to %s", self._export_folder)

@@ -8,11 +8,8 @@ import attrs
 import torch
 from torch import Tensor
 
+from drawloom import UserError
 from drawloom.components.distributed.rank_errors import run_and_gather_on_all_ranks, run_on_rank0
-from drawloom.components.ports.distributed import Group
-from drawloom.components.ports.slices import ModelParameter
-from drawloom.components.ports.stages import LOSS, Stages
-from drawloom.components.ports.weights import Mapper
 from drawloom.components.storage.durable_files import TempFolder, create_temp_folder
 from drawloom.components.storage.safetensors.header import CODES, DTYPES, format_names
 from drawloom.components.storage.state_tree import PackedState, pack_state, unpack_state
@@ -28,7 +25,7 @@ from drawloom.components.weights.save import (
     write_files,
     write_index_if_several_files,
 )
-from drawloom.graph import UserError
+from drawloom.ports import LOSS, Group, Mapper, ModelParameter, Stages
 
 
 def model_parameters_by_name(stages: Stages) -> dict[str, ModelParameter]:

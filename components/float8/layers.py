@@ -14,10 +14,6 @@ from drawloom.components.model.decoder.router import Router
 from drawloom.components.model.decoder.specs import Branch
 from drawloom.components.model.layers import Linear
 from drawloom.components.parallel.data_shard import find_untied_heads
-from drawloom.components.ports.adapters import AdaptedLayer
-from drawloom.components.ports.experts import supports_expert_parallel
-from drawloom.components.ports.features import combine_classes, put_class_before
-from drawloom.components.ports.model import LinearLayer, StoredLayer
 from drawloom.kernels.float8.eager import Float8Kernels, Float8Rows
 from drawloom.kernels.float8.experts import (
     CachedFloat8Experts,
@@ -36,7 +32,15 @@ from drawloom.kernels.float8.linear import (
 )
 from drawloom.kernels.moe.eager import Routes
 from drawloom.kernels.recompute.marks import accept_rounded_inputs
-from drawloom.kernels.results import NormAndSum
+from drawloom.ports import (
+    AdaptedLayer,
+    LinearLayer,
+    NormAndSum,
+    StoredLayer,
+    combine_classes,
+    put_class_before,
+    supports_expert_parallel,
+)
 
 Candidate = LinearLayer | Experts
 """Layer that may multiply in float8."""

@@ -5,10 +5,10 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import ClassVar, Literal
 
-import attrs
 import torch
 from torch import nn
 
+from drawloom import NodeView, Problem, UserError, component, internal, setting
 from drawloom.components.float8.layers import (
     Candidate,
     Float8Linear,
@@ -24,17 +24,21 @@ from drawloom.components.model.decoder.experts import Experts
 from drawloom.components.model.decoder.layer import Block
 from drawloom.components.model.decoder.mlp import GatedMlp
 from drawloom.components.parallel.master_weights import choose_layer_dtype
-from drawloom.components.parallel.tensor import TensorParallel
-from drawloom.components.ports.distributed import Device, Precision
-from drawloom.components.ports.features import NamePatterns, StageFeature, StageNodes, WrappingOrder
-from drawloom.components.ports.kernels import BatchInvariant
-from drawloom.components.ports.memory import MemoryKind
-from drawloom.components.ports.model import StoredLayer
-from drawloom.components.ports.slices import RankSlice
-from drawloom.graph import Problem, UserError, component, setting
-from drawloom.graph.wiring.node import NodeView
+from drawloom.components.parallel.tensor_ranks import TensorParallel
 from drawloom.kernels.float8.eager import ALIGNMENT, MIN_CAPABILITY, Float8Kernels, lacks_float8
 from drawloom.kernels.float8.linear import CachedFloat8Weights, Implementation, choose_float8_kernels
+from drawloom.ports import (
+    BatchInvariant,
+    Device,
+    MemoryKind,
+    NamePatterns,
+    Precision,
+    RankSlice,
+    StageFeature,
+    StageNodes,
+    StoredLayer,
+    WrappingOrder,
+)
 
 Layers = Mapping[str, Candidate]
 
@@ -54,25 +58,25 @@ class Float8Training(StageFeature):
 
     device: Device
     exclude: tuple[str, ...] = setting(
-        default=(), doc='name patterns of layers that stay in the compute dtype: "model.layers.0.*", "*.down_proj"'
+        'name patterns of layers that stay in the compute dtype: "model.layers.0.*", "*.down_proj"', default=()
     )
     round_weights: Literal["pass", "step"] = setting(
+        "when weights are rounded: 'pass', in every pass, without memory; 'step', once a step, with 2 bytes per "
+        "weight, which saves time with several microbatches or recomputation; the bits are the same",
         default="pass",
         impact="safe",
-        doc="when weights are rounded: 'pass', in every pass, without memory; 'step', once a step, with 2 bytes per "
-        "weight, which saves time with several microbatches or recomputation; the bits are the same",
     )
     gather: bool = setting(
+        "whether FSDP ranks gather weights in float8: half the bytes of bfloat16 and one more pass over the "
+        "weights; for links slower than the GPU's computation",
         default=False,
         impact="safe",
-        doc="whether FSDP ranks gather weights in float8: half the bytes of bfloat16 and one more pass over the "
-        "weights; for links slower than the GPU's computation",
     )
     implementation: Implementation = setting(
-        default="auto", doc="implementation of casts, products and norms; products on a GPU are always cuBLAS's"
+        "implementation of casts, products and norms; products on a GPU are always cuBLAS's", default="auto"
     )
-    _cached: list[CachedFloat8Weights] = attrs.field(init=False, factory=list)
-    _rounded_at: list[int] = attrs.field(init=False, factory=list)
+    _cached: list[CachedFloat8Weights] = internal(factory=list)
+    _rounded_at: list[int] = internal(factory=list)
 
     @classmethod
     def check_stages(cls, feature: NodeView, nodes: StageNodes) -> Iterator[Problem]:

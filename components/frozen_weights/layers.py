@@ -9,9 +9,8 @@ from drawloom.components.model.decoder.experts import Experts
 from drawloom.components.model.decoder.router import Router
 from drawloom.components.model.layers import Linear
 from drawloom.components.parallel.data_shard import find_untied_heads
-from drawloom.components.ports.features import put_class_before
-from drawloom.components.ports.model import StoredLayer
-from drawloom.kernels.weight_formats.eager import ComputeFormat, StorageFormat
+from drawloom.kernels.weight_formats.eager import ComputeFormat
+from drawloom.ports import StorageFormat, StoredLayer, put_class_before
 
 
 class StoredLinear(StoredLayer, Linear):

@@ -8,17 +8,14 @@ import attrs
 import torch
 from torch import nn
 
+from drawloom import NodeView, Problem, UserError, component, setting
 from drawloom.components.frozen_weights.layers import find_storable_weights, set_format
 from drawloom.components.model.decoder.experts import Experts
 from drawloom.components.model.layers import Linear
 from drawloom.components.parallel.master_weights import choose_layer_dtype
-from drawloom.components.parallel.tensor import TensorParallel
-from drawloom.components.ports.distributed import Precision
-from drawloom.components.ports.features import NamePatterns, StageFeature, StageNodes, WrappingOrder
-from drawloom.components.ports.slices import RankSlice, TensorSlice
-from drawloom.graph import Problem, UserError, component, setting
-from drawloom.graph.wiring.node import NodeView
+from drawloom.components.parallel.tensor_ranks import TensorParallel
 from drawloom.kernels.weight_formats.eager import FORMATS, FORMATS_IN_WORDS, FormatName, WeightFormat
+from drawloom.ports import NamePatterns, Precision, RankSlice, StageFeature, StageNodes, TensorSlice, WrappingOrder
 
 Weights = dict[str, tuple[Linear | Experts, str]]
 """Layers and parameter names by weight name."""
@@ -36,15 +33,11 @@ class QuantizedWeights(StageFeature):
     excludes: ClassVar[Mapping[str, str]] = {"stages.compiled": "torch.compile does not trace quantized weights"}
     keeps_layer_shapes: ClassVar[bool] = True
 
-    format: FormatName = setting(
-        default="nf4",
-        impact="incompatible",
-        doc=FORMATS_IN_WORDS,
-    )
+    format: FormatName = setting(FORMATS_IN_WORDS, default="nf4", impact="incompatible")
     exclude: tuple[str, ...] = setting(
+        'name patterns of weights that stay in the compute dtype: "*.self_attn.*", "*.down_proj.weight"',
         default=(),
         impact="incompatible",
-        doc='name patterns of weights that stay in the compute dtype: "*.self_attn.*", "*.down_proj.weight"',
     )
 
     @classmethod

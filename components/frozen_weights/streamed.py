@@ -10,23 +10,28 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
-import attrs
 import torch
 from torch import Tensor, nn
 
+from drawloom import NodeView, Problem, component, internal
 from drawloom.components.distributed.transfers import DeviceTransfers
 from drawloom.components.frozen_weights.layers import find_storable_weights, get_format, set_format
 from drawloom.components.model.decoder.experts import Experts
 from drawloom.components.model.layers import Linear
-from drawloom.components.ports.distributed import Device, Precision
-from drawloom.components.ports.features import StageFeature, StageNodes, WrappingOrder
-from drawloom.components.ports.memory import MemoryKind, Ticket, Transfers
-from drawloom.components.ports.slices import RankSlice
-from drawloom.graph import Problem, component
-from drawloom.graph.wiring.node import NodeView
 from drawloom.kernels.weight_formats.eager import trace_weight_fetch_on_meta
+from drawloom.ports import (
+    Device,
+    MemoryKind,
+    Precision,
+    RankSlice,
+    StageFeature,
+    StageNodes,
+    Ticket,
+    Transfers,
+    WrappingOrder,
+)
 
 WINDOW_BYTES = 2**28
 """Bytes on their way to the device, ahead of the weight in use; at least one weight."""
@@ -52,11 +57,11 @@ class StreamedWeights(StageFeature):
     keeps_layer_shapes: ClassVar[bool] = True
 
     device: Device
-    open_transfers: Callable[[torch.device], Transfers] = attrs.field(init=False, default=DeviceTransfers)
-    byte_count: int = attrs.field(init=False, default=0)
-    _order: list[Tensor] = attrs.field(init=False, factory=list)
-    _fetched: list[Tensor] = attrs.field(init=False, factory=list)
-    _arriving: deque[tuple[Tensor, Ticket]] = attrs.field(init=False, factory=deque)
+    open_transfers: Callable[[torch.device], Transfers] = internal(DeviceTransfers)
+    byte_count: int = internal(0)
+    _order: list[Tensor] = internal(factory=list)
+    _fetched: list[Tensor] = internal(factory=list)
+    _arriving: deque[tuple[Tensor, Ticket]] = internal(factory=deque)
 
     @classmethod
     def check_stages(cls, feature: NodeView, nodes: StageNodes) -> Iterator[Problem]:
@@ -74,7 +79,8 @@ class StreamedWeights(StageFeature):
     def convert(self, module: nn.Module, precision: Precision, splits: MutableMapping[str, RankSlice]) -> None:
         """Let layers fetch their frozen weights before they decode them."""
         for layer, leaf in _find_frozen_weights(module):
-            set_format(layer, leaf, replace(get_format(layer, leaf), fetch=self.fetch))
+            storage_format: Any = get_format(layer, leaf)  # a dataclass
+            set_format(layer, leaf, replace(storage_format, fetch=self.fetch))
 
     def place(self, modules: Sequence[nn.Module]) -> None:
         """Replace modules' frozen weights on the meta device by host memory, which is still to be filled."""

@@ -4,15 +4,12 @@ import math
 from fnmatch import fnmatchcase
 from typing import Literal
 
-import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.ports.distributed import Device, Reduce
-from drawloom.components.ports.run import Step
-from drawloom.components.ports.stages import Parameters, get_or_create_gradient
-from drawloom.graph import UserError, above, at_least, component, setting
+from drawloom import UserError, above, at_least, component, internal, setting
 from drawloom.kernels.gradients.eager import scale_and_sum_squares
+from drawloom.ports import Device, Parameters, Reduce, Step, get_or_create_gradient
 
 
 @component(changes=("gradients",))
@@ -27,12 +24,12 @@ class ClipGroupNorm:
     parameters: Parameters
     reduce: Reduce
     device: Device
-    max_norm: float = setting(check=above(0), doc="maximum group norm after clipping")
+    max_norm: float = setting("maximum group norm after clipping", check=above(0))
     norm_type: float | Literal["inf"] = setting(
-        default=2.0, check=at_least(1), doc='norm order p; "inf" for the largest magnitude'
+        'norm order p; "inf" for the largest magnitude', default=2.0, check=at_least(1)
     )
-    targets: list[str] = setting(factory=lambda: ["*"], doc="parameter name patterns (fnmatch)")
-    _checked: bool = attrs.field(init=False, default=False)
+    targets: list[str] = setting("parameter name patterns (fnmatch)", factory=lambda: ["*"])
+    _checked: bool = internal(False)
 
     def run_phase(self, step: Step) -> None:
         """Scale the group's gradients by max_norm / norm if that is below 1. Raises UserError if no name matches."""

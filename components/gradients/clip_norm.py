@@ -5,10 +5,9 @@ from typing import ClassVar
 
 import torch
 
-from drawloom.components.ports.run import Step
-from drawloom.components.ports.stages import Parameters
-from drawloom.graph import above, component, setting
+from drawloom import above, component, setting
 from drawloom.kernels.gradients.eager import scale_and_sum_squares
+from drawloom.ports import Parameters, Step
 
 
 @component(reads=("grad_norm",), changes=("gradients",))
@@ -18,7 +17,7 @@ class ClipNorm:
     defers_scaling: ClassVar[bool] = True
 
     parameters: Parameters
-    max_norm: float = setting(check=above(0), doc="maximum total 2-norm after clipping")
+    max_norm: float = setting("maximum total 2-norm after clipping", check=above(0))
 
     def run_phase(self, step: Step) -> None:
         """Scale the gradients by max_norm / norm if it is below 1; `grad_norm` remains the norm before clipping."""

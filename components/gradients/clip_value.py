@@ -1,8 +1,7 @@
 """Gradient clipping by value."""
 
-from drawloom.components.ports.run import Step
-from drawloom.components.ports.stages import Parameters
-from drawloom.graph import above, component, setting
+from drawloom import above, component, setting
+from drawloom.ports import Parameters, Step
 
 
 @component(changes=("gradients",))
@@ -10,7 +9,7 @@ class ClipValue:
     """Clamping for all gradient elements to [-max_value, max_value]."""
 
     parameters: Parameters
-    max_value: float = setting(check=above(0), doc="maximum element magnitude after clipping")
+    max_value: float = setting("maximum element magnitude after clipping", check=above(0))
 
     def run_phase(self, step: Step) -> None:
         """Clamp all gradients in place."""

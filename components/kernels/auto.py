@@ -1,161 +1,51 @@
-"""
-Model operations in the best implementation for the device, or in the recipe's explicit choice.
+"""Model operations in the best implementation for the device, or in the recipe's explicit choice."""
 
-Recurrent operations under context parallelism: the state after a row's piece is an affine function of the state before,
-S -> M S + B. Every rank computes (B, M) for its pieces in one call, as values beside the identity; ranks exchange these
-and apply the pieces before their own, and a second call computes the results. A document border in a piece makes M
-zero.
-"""
-
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from functools import cached_property, partial
 from importlib import import_module
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from drawloom import NodeView, Problem, between, component, setting
 from drawloom.components.kernels.choosing import (
     GPU,
     OPERATIONS,
+    PLAIN,
     TRITON,
     ImplementationChoice,
     choose_implementation,
+    find_unavailable_reason,
+    load_function,
     load_implementation,
 )
-from drawloom.components.ports.data import IGNORE_INDEX
-from drawloom.components.ports.distributed import Device
-from drawloom.components.ports.kernels import PeerExchange, Routes
-from drawloom.components.ports.model import CachedKeys, KeyValueCache, RowPart, VocabularyPart
-from drawloom.graph import between, component, setting
-from drawloom.graph.problems import Problem
-from drawloom.graph.wiring.node import NodeView
-from drawloom.kernels.attention.eager import attention_eager, create_causal_mask
-from drawloom.kernels.attention.options import PLAIN_ATTENTION, AttentionOptions
-from drawloom.kernels.cross_entropy.eager import LogitCut
-from drawloom.kernels.gated_delta.eager import RecurrentDocuments, number_recurrent_documents
-from drawloom.kernels.linear import embedding_eager, linear_eager
-from drawloom.kernels.operation import why_no_triton
+from drawloom.kernels.cross_entropy.options import LogitCut
 from drawloom.kernels.recompute.marks import (
     RowKernels,
     accept_rounded_inputs,
     call_recomputable,
     keep_arguments_in_8_bits,
     record_recomputable_call,
+    recorder,
 )
-from drawloom.kernels.results import NormAndSum, PermutedRows, TokenLosses
-from drawloom.kernels.weight_formats.eager import StorageFormat, linear_quantized, multiply_quantized_experts
-
-Rule = Callable[..., tuple[Tensor, Tensor]]
-Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-"""q, k, v, g and beta of the gated delta rule, (rows, length, heads, ...)."""
-
-
-class WholeMask(NamedTuple):
-    """Documents in whole rows for recurrent operations, with or without a cache for the states after earlier tokens."""
-
-    documents: RecurrentDocuments
-    cache: KeyValueCache | None
-
-    @classmethod
-    def from_document_ids(cls, document_ids: Tensor, cache: KeyValueCache | None) -> Self:
-        """Return the mask for document ids int64 (rows, length); with a cache a row's state is for its one document."""
-        documents = number_recurrent_documents(document_ids)
-        if cache is not None and cache.length:
-            documents = documents._replace(before=documents.ids[:, 0])
-        return cls(documents, cache)
-
-    def convolve(self, function: Callable[..., Tensor], x: Tensor, weight: Tensor) -> Tensor:
-        """Apply a causal convolution to x (rows, length, channels), which continues the cached tokens, if any."""
-        ids = self.documents.ids
-        if self.cache is None:
-            return function(x, weight, ids)
-        history, taps = self.cache.read_next_state(), weight.shape[1]
-        both = x if history is None else torch.cat([history, x], 1)
-        self.cache.replace_last_read_state(both[:, max(0, both.shape[1] - taps + 1) :].detach().clone())
-        return function(both, weight, ids.new_zeros(both.shape[:2]))[:, both.shape[1] - x.shape[1] :]
-
-    def apply_gated_delta_rule(self, rule: Rule, inputs: Inputs) -> Tensor:
-        """Apply the gated delta rule; with a cache, start from the cached state and store the new one."""
-        if self.cache is None:
-            return rule(*inputs, self.documents)[0]
-        mixed, state = rule(*inputs, self.documents, self.cache.read_next_state())
-        self.cache.replace_last_read_state(state.detach())
-        return mixed
-
-
-class PieceMask(NamedTuple):
-    """
-    Mask for this rank's pieces of every row, which become rows: `ids` int32 (rows, pieces, tokens).
-
-    `row_ids` int32 (rows, length) are for whole rows, and `starts` int64 (pieces,) the pieces' first tokens in the row.
-    """
-
-    ids: Tensor
-    row_ids: Tensor
-    starts: Tensor
-    part: RowPart
-
-    @classmethod
-    def gather_from_document_ids(cls, document_ids: Tensor, part: RowPart) -> Self:
-        """Return the mask for document ids int64 (rows, tokens) for this rank's tokens."""
-        row_ids = number_recurrent_documents(part.gather(document_ids)).ids
-        places = part.token_indices.view(len(part.piece_indices), -1)
-        return cls(row_ids[:, places], row_ids, places[:, 0], part)
-
-    def convolve(self, function: Callable[..., Tensor], x: Tensor, weight: Tensor) -> Tensor:
-        """Apply a causal convolution to x (rows, tokens, channels), behind the previous pieces' last tokens."""
-        lags = weight.shape[1] - 1
-        pieces = self._split_pieces(x)
-        kept = min(lags, pieces.shape[1])
-        tails = self.part.gather_pieces(pieces[:, pieces.shape[1] - kept :].view(len(x), -1, kept, x.shape[2]))
-        # The tokens before a piece end where its number of tails ends; short pieces have tokens of several before them.
-        earlier = F.pad(tails.flatten(1, 2), (0, 0, lags, 0))
-        history = torch.stack([earlier[:, piece * kept :][:, :lags] for piece in self.part.piece_indices], 1).flatten(
-            0, 1
-        )
-        ids = torch.cat([self._document_ids_before_pieces(lags).flatten(0, 1), self.ids.flatten(0, 1)], 1)
-        return function(torch.cat([history, pieces], 1), weight, ids)[:, lags:].reshape(x.shape)
-
-    def apply_gated_delta_rule(self, rule: Rule, inputs: Inputs) -> Tensor:
-        """Apply the gated delta rule to the states after the previous pieces."""
-        q, k, v, g, beta = (self._split_pieces(x) for x in inputs)
-        documents = RecurrentDocuments(self.ids.flatten(0, 1), self._document_ids_before_pieces(1).flatten())
-        heads, width, v_width = v.shape[2], k.shape[3], v.shape[3]
-        # Values, and beside them the identity as a state that values of 0 change.
-        values = torch.cat([v, v.new_zeros(*v.shape[:3], width)], 3)
-        state = torch.eye(width, v_width + width, device=v.device, dtype=torch.float32)
-        state = state.roll(v_width, 1).expand(len(v), heads, -1, -1)
-        _, maps = rule(k, k, values, g=g, beta=beta, documents=documents, state=state)
-        by_piece = maps.unflatten(0, (-1, len(self.part.piece_indices)))  # type: ignore[no-untyped-call]
-        incoming = self._gather_and_compute_states_before_pieces(by_piece, v_width)
-        mixed, _ = rule(q, k, v, g=g, beta=beta, documents=documents, state=incoming.flatten(0, 1))
-        return mixed.reshape(inputs[2].shape)
-
-    def _gather_and_compute_states_before_pieces(self, own: Tensor, v_width: int) -> Tensor:
-        """
-        Return the states before this rank's pieces: (rows, pieces, heads, K, V).
-
-        `own` (..., K, V + K) has, by piece, a summand and a factor: the piece changes state S to factor @ S + summand.
-        """
-        maps = self.part.gather_pieces(own)
-        states = [torch.zeros_like(maps[:, 0, ..., :v_width])]
-        for piece in range(maps.shape[1] - 1):
-            added, factor = maps[:, piece, ..., :v_width], maps[:, piece, ..., v_width:]
-            states.append(factor @ states[-1] + added)
-        # Selected from all, so that `maps` has a gradient on every rank: its backward pass is a collective.
-        before = torch.stack(states, 1)
-        return torch.stack([before[:, piece] for piece in self.part.piece_indices], 1)
-
-    def _split_pieces(self, x: Tensor) -> Tensor:
-        """Split rows into pieces: x (rows, tokens, ...) becomes (rows * pieces, tokens / pieces, ...)."""
-        return x.reshape(len(x) * len(self.part.piece_indices), -1, *x.shape[2:])
-
-    def _document_ids_before_pieces(self, count: int) -> Tensor:
-        """Return the documents of the `count` tokens before every piece, int32 (rows, pieces, count); -1 if none."""
-        places = self.starts[:, None] + torch.arange(-count, 0, device=self.starts.device)
-        return torch.where(places < 0, -1, self.row_ids[:, places.clamp(min=0)])
+from drawloom.ports import (
+    IGNORE_INDEX,
+    PLAIN_ATTENTION,
+    AttentionOptions,
+    CachedKeys,
+    Device,
+    KeyValueCache,
+    NormAndSum,
+    PeerExchange,
+    PermutedRows,
+    Routes,
+    RowPart,
+    StorageFormat,
+    TokenLosses,
+    VocabularyPart,
+)
 
 
 class Cached(NamedTuple):
@@ -171,7 +61,7 @@ class _OperationSettings:
     def __init_subclass__(cls) -> None:
         for name, operation in OPERATIONS.items() if _OperationSettings in cls.__bases__ else ():
             doc = f"implementation of {operation.doc}"
-            setattr(cls, f"_{name}", setting(default="auto", alias=name, doc=doc))
+            setattr(cls, f"_{name}", setting(doc, default="auto", alias=name))
             cls.__annotations__[f"_{name}"] = Literal["auto", *operation.implementations]
 
 
@@ -191,11 +81,11 @@ class AutoKernels(_OperationSettings):
     logits, up to 2.5 GiB in bfloat16, and `cut` never stores logits. Grouped GEMM: `torch` is torch's grouped product.
     """
 
+    plain_functions: ClassVar[Mapping[str, str]] = PLAIN
+
     device: Device
     filter_eps: float = setting(
-        default=0.0,
-        check=between(0, 1),
-        doc="threshold for `cut` to skip tiles with small logit gradients; 0 is exact",
+        "threshold for `cut` to skip tiles with small logit gradients; 0 is exact", default=0.0, check=between(0, 1)
     )
 
     @classmethod
@@ -235,6 +125,7 @@ class AutoKernels(_OperationSettings):
     @cached_property
     def _functions_by_operation(self) -> dict[str, Any]:
         functions = {operation: self._load_function(operation) for operation in OPERATIONS}
+        functions |= {name: load_function(path) for name, path in self.plain_functions.items()}
         # Recomputation normalises the sum that add_rms_norm made; the same implementation gives the same bits.
         return functions | {
             "norm_of_sum": load_implementation("rms_norm", self.choose_implementation_of("add_rms_norm").name)
@@ -253,37 +144,35 @@ class AutoKernels(_OperationSettings):
         """Return the module for attention in blocks in Triton; None if the recipe or the device has another one."""
         device = self.device.device
         is_eager = self.choose_implementation_of("attention").name == "eager"
-        if is_eager or device.type == "cpu" or why_no_triton(device):
+        if is_eager or device.type == "cpu" or find_unavailable_reason("triton", device):
             return None
         return import_module("drawloom.kernels.batch_invariant.triton")
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        with accept_rounded_inputs():
-            return linear_eager(x, weight, bias)
+        return self._multiply("linear", x, weight, bias)  # type: ignore[no-any-return]
 
-    embedding = staticmethod(embedding_eager)
+    def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
+        return self._functions_by_operation["embedding"](tokens, weight)  # type: ignore[no-any-return]
 
     def dequantize(self, stored: Tensor, weight_format: StorageFormat) -> Tensor:
         return weight_format.load(stored, self._functions_by_operation["dequantize"])
 
     def linear_quantized(
-        self,
-        x: Tensor,
-        stored: Tensor,
-        weight_format: StorageFormat,
-        bias: Tensor | None = None,
+        self, x: Tensor, stored: Tensor, weight_format: StorageFormat, bias: Tensor | None = None
     ) -> Tensor:
-        dequantize = self._functions_by_operation["dequantize"]
-        return linear_quantized(dequantize, x, stored, weight_format, bias)
+        functions = self._functions_by_operation
+        return functions["linear_quantized"](functions["dequantize"], x, stored, weight_format, bias)  # type: ignore[no-any-return]
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
-        with keep_arguments_in_8_bits(self._load_row_casts, x):
-            return call_recomputable(self._functions_by_operation["rms_norm"], x, weight, eps, zero_centered)  # type: ignore[no-any-return]
+        return self._call_recomputable("rms_norm", x, weight, eps, zero_centered, rounded=1)  # type: ignore[no-any-return]
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centered: bool = False
     ) -> NormAndSum:
         add_and_norm = self._functions_by_operation["add_rms_norm"]
+        if torch.compiler.is_compiling() or recorder.get() is None:
+            normed, summed = add_and_norm(x, residual, weight, eps, zero_centered)
+            return NormAndSum(normed, summed)
         with keep_arguments_in_8_bits(self._load_row_casts, x):
             normed, summed = add_and_norm(x, residual, weight, eps, zero_centered)
             # Recomputation starts from the sum, which is saved anyway, not from its terms.
@@ -292,17 +181,30 @@ class AutoKernels(_OperationSettings):
             )
         return NormAndSum(normed, summed)
 
-    def _call_recomputable_gate(self, name: str, gate_and_up: Sequence[Tensor], *others: Any) -> Tensor:
-        """Call a gate, whose result can be recomputed, and whose arguments can be kept in 8 bits."""
-        with keep_arguments_in_8_bits(self._load_row_casts, *gate_and_up):
-            result: Tensor = call_recomputable(self._functions_by_operation[name], *gate_and_up, *others)
-        return result
+    def _call_recomputable(self, operation: str, *arguments: Any, rounded: int = 0) -> Any:
+        """
+        Call an operation, whose result a pass with a recorder can recompute; it can keep the first `rounded` arguments
+        in 8 bits.
+        """
+        function = self._functions_by_operation[operation]
+        if torch.compiler.is_compiling() or recorder.get() is None:
+            return function(*arguments)
+        with keep_arguments_in_8_bits(self._load_row_casts, *arguments[:rounded]) if rounded else nullcontext():
+            return call_recomputable(function, *arguments)
+
+    def _multiply(self, operation: str, *arguments: Any) -> Any:
+        """Call a product that saves its inputs only for weight gradients."""
+        function = self._functions_by_operation[operation]
+        if torch.compiler.is_compiling() or recorder.get() is None:
+            return function(*arguments)
+        with accept_rounded_inputs():
+            return function(*arguments)
 
     def swiglu(self, gate: Tensor, up: Tensor, scale: Tensor | None = None) -> Tensor:
-        return self._call_recomputable_gate("swiglu", (gate, up), scale)
+        return self._call_recomputable("swiglu", gate, up, scale, rounded=2)  # type: ignore[no-any-return]
 
     def geglu(self, gate: Tensor, up: Tensor) -> Tensor:
-        return self._call_recomputable_gate("geglu", (gate, up))
+        return self._call_recomputable("geglu", gate, up, rounded=2)  # type: ignore[no-any-return]
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
         # Not `call_recomputable`: its backward pass does not need x, so that recomputation would save no memory.
@@ -323,7 +225,7 @@ class AutoKernels(_OperationSettings):
         if zero_centered or interleaved or 2 * cos.shape[-1] != q.shape[-1]:  # the fused kernel has none of these
             q, k = (self.rms_norm(x, w, eps, zero_centered) for x, w in ((q, q_weight), (k, k_weight)))
             return self.rope(q, cos, sin, interleaved), self.rope(k, cos, sin, interleaved)
-        return call_recomputable(self._functions_by_operation["qk_norm_rope"], q, k, q_weight, k_weight, eps, cos, sin)  # type: ignore[no-any-return]
+        return self._call_recomputable("qk_norm_rope", q, k, q_weight, k_weight, eps, cos, sin)  # type: ignore[no-any-return]
 
     def attention_mask(
         self,
@@ -366,8 +268,6 @@ class AutoKernels(_OperationSettings):
             return self._attend_to_cached(q, mask.cache.extend(k, v), mask.window, options, sinks)
         return self._functions_by_operation["attention"].attend(q, k, v, mask, options, sinks)  # type: ignore[no-any-return]
 
-    _attend_to_cached_eager = staticmethod(attention_eager)
-
     def _attend_to_cached(
         self, q: Tensor, cached: CachedKeys, window: int | None, options: AttentionOptions, sinks: Tensor | None
     ) -> Tensor:
@@ -375,25 +275,21 @@ class AutoKernels(_OperationSettings):
         if self._block_attention is not None and q.dtype != torch.float64:
             blocks = self._block_attention.BlockMask(None, window, key_count=count)
             return self._block_attention.attend_in_blocks_triton(q, k, v, blocks, options, sinks)  # type: ignore[no-any-return]
-        visible = create_causal_mask(q.shape[1], k.shape[1], window, q.device, count)
-        return self._attend_to_cached_eager(q, k, v, visible, options, sinks)
+        visible = self._functions_by_operation["causal_mask"](q.shape[1], k.shape[1], window, q.device, count)
+        return self._functions_by_operation["attend_to_cached"](q, k, v, visible, options, sinks)  # type: ignore[no-any-return]
 
     def recurrence_mask(
         self, documents: Tensor, part: RowPart | None = None, cache: KeyValueCache | None = None
-    ) -> WholeMask | PieceMask:
-        return (
-            WholeMask.from_document_ids(documents, cache)
-            if part is None
-            else PieceMask.gather_from_document_ids(documents, part)
-        )
+    ) -> Any:
+        from drawloom.components.kernels.recurrence import create_recurrence_mask  # few models are recurrent
 
-    def causal_conv(self, x: Tensor, weight: Tensor, mask: WholeMask | PieceMask) -> Tensor:
-        return mask.convolve(partial(call_recomputable, self._functions_by_operation["causal_conv"]), x, weight)
+        return create_recurrence_mask(documents, part, cache)
 
-    def gated_delta_rule(
-        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, mask: WholeMask | PieceMask
-    ) -> Tensor:
-        return mask.apply_gated_delta_rule(self._functions_by_operation["gated_delta_rule"], (q, k, v, g, beta))
+    def causal_conv(self, x: Tensor, weight: Tensor, mask: Any) -> Tensor:
+        return mask.convolve(partial(self._call_recomputable, "causal_conv"), x, weight)  # type: ignore[no-any-return]
+
+    def gated_delta_rule(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, mask: Any) -> Tensor:
+        return mask.apply_gated_delta_rule(self._functions_by_operation["gated_delta_rule"], (q, k, v, g, beta))  # type: ignore[no-any-return]
 
     def linear_cross_entropy(
         self,
@@ -412,16 +308,16 @@ class AutoKernels(_OperationSettings):
         return self._functions_by_operation["linear_cross_entropy"](hidden, weight, targets, cut, token_weights)  # type: ignore[no-any-return]
 
     def swiglu_halves(self, gate_and_up: Tensor, scale: Tensor | None = None) -> Tensor:
-        return self._call_recomputable_gate("swiglu_halves", (gate_and_up,), scale)
+        return self._call_recomputable("swiglu_halves", gate_and_up, scale, rounded=1)  # type: ignore[no-any-return]
 
     def oss_swiglu_halves(self, gate_and_up: Tensor, scale: Tensor | None, alpha: float, limit: float) -> Tensor:
-        return self._call_recomputable_gate("oss_swiglu_halves", (gate_and_up,), scale, alpha, limit)
+        return self._call_recomputable("oss_swiglu_halves", gate_and_up, scale, alpha, limit, rounded=1)  # type: ignore[no-any-return]
 
     def moe_routes(self, expert_indices: Tensor, num_experts: int) -> Routes:
         return self._functions_by_operation["moe_routes"](expert_indices, num_experts)  # type: ignore[no-any-return]
 
     def moe_permute(self, x: Tensor, probabilities: Tensor, routes: Routes) -> PermutedRows:
-        return call_recomputable(self._functions_by_operation["moe_permute"], x, probabilities, routes)  # type: ignore[no-any-return]
+        return self._call_recomputable("moe_permute", x, probabilities, routes)  # type: ignore[no-any-return]
 
     def moe_unpermute(self, rows: Tensor, routes: Routes, probabilities: Tensor | None = None) -> Tensor:
         return self._functions_by_operation["moe_unpermute"](rows, routes, probabilities)  # type: ignore[no-any-return]
@@ -431,8 +327,7 @@ class AutoKernels(_OperationSettings):
         return self._functions_by_operation["moe_peers"]  # type: ignore[no-any-return]
 
     def grouped_gemm(self, x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool = False) -> Tensor:
-        with accept_rounded_inputs():
-            return self._functions_by_operation["grouped_gemm"](x, weight, offsets, transposed)  # type: ignore[no-any-return]
+        return self._multiply("grouped_gemm", x, weight, offsets, transposed)  # type: ignore[no-any-return]
 
     def add_expert_bias(self, rows: Tensor, bias: Tensor, offsets: Tensor, scale: Tensor | None = None) -> Tensor:
         return self._functions_by_operation["add_expert_bias"](rows, bias, offsets, scale)  # type: ignore[no-any-return]
@@ -440,11 +335,10 @@ class AutoKernels(_OperationSettings):
     def multiply_quantized_experts(
         self, x: Tensor, stored: Tensor, weight_format: StorageFormat, offsets: Tensor
     ) -> Tensor:
-        dequantize, grouped_gemm = (
-            self._functions_by_operation["dequantize"],
-            self._functions_by_operation["grouped_gemm"],
+        functions = self._functions_by_operation
+        return functions["multiply_quantized_experts"](  # type: ignore[no-any-return]
+            functions["dequantize"], functions["grouped_gemm"], x, stored, weight_format, offsets
         )
-        return multiply_quantized_experts(dequantize, grouped_gemm, x, stored, weight_format, offsets)
 
 
 class PartMask(NamedTuple):

@@ -1,35 +1,26 @@
 """Kernels whose results for a token have the same bits in every batch, at every length, and with a cache."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from typing import Any, ClassVar
 
-import attrs
 import torch
 from torch import Tensor
 
+from drawloom import UserError, component, internal
 from drawloom.components.kernels.auto import AutoKernels
-from drawloom.components.kernels.choosing import (
-    ImplementationChoice,
-    choose_implementation,
-    load_implementation,
-)
-from drawloom.components.ports.data import IGNORE_INDEX
-from drawloom.components.ports.model import KeyValueCache, RowPart, VocabularyPart
-from drawloom.graph import UserError, component
+from drawloom.components.kernels.choosing import PLAIN, ImplementationChoice, choose_implementation, load_implementation
 from drawloom.kernels.attention.eager import AttentionImplementation
 from drawloom.kernels.batch_invariant.eager import (
     BLOCKS,
     apply_with_padded_rows,
-    attend_in_blocks,
     cut_cross_entropy_with_padded_rows,
     multiply_groups_with_padded_rows,
 )
-from drawloom.kernels.cross_entropy.eager import LogitCut
+from drawloom.kernels.cross_entropy.options import LogitCut
 from drawloom.kernels.linear import linear_eager
-from drawloom.kernels.results import TokenLosses
-from drawloom.kernels.weight_formats.eager import StorageFormat
+from drawloom.ports import IGNORE_INDEX, KeyValueCache, RowPart, StorageFormat, TokenLosses, VocabularyPart
 
 OWN = {"attention": "blocks", "grouped_gemm": "fixed tiles", "linear_cross_entropy": "fixed tiles"}
 """Names of the implementations that only these kernels have, by operation."""
@@ -73,13 +64,15 @@ class BatchInvariantKernels(AutoKernels):
     """
 
     batch_invariant: ClassVar[bool] = True
-    _attend_to_cached_eager = staticmethod(attend_in_blocks)
+    plain_functions: ClassVar[Mapping[str, str]] = PLAIN | {
+        "attend_to_cached": "batch_invariant.eager.attend_in_blocks"
+    }
     # operations with one implementation are no settings
-    _attention: str = attrs.field(init=False, default="auto")
-    _grouped_gemm: str = attrs.field(init=False, default="auto")
-    _linear_cross_entropy: str = attrs.field(init=False, default="auto")
-    filter_eps: float = attrs.field(init=False, default=0.0)
-    _settings_before: ExitStack = attrs.field(init=False, factory=ExitStack)
+    _attention: str = internal("auto")
+    _grouped_gemm: str = internal("auto")
+    _linear_cross_entropy: str = internal("auto")
+    filter_eps: float = internal(0.0)
+    _settings_before: ExitStack = internal(factory=ExitStack)
 
     def open(self) -> None:
         """Load the implementations, and let cuBLAS compute without split-K. Raises UserError like `kernels.auto`."""

@@ -7,8 +7,8 @@ from typing import Any
 import attrs
 import torch
 
-from drawloom.graph import UserError
-from drawloom.kernels.operation import why_no_triton
+from drawloom import UserError
+from drawloom.kernels.availability import why_no_triton
 
 KERNELS = "drawloom.kernels"
 
@@ -81,6 +81,16 @@ OPERATIONS = {
     "add_expert_bias": _create_operation("the addition of experts' biases", "grouped_gemm", "add_expert_bias"),
 }
 
+PLAIN = {
+    "linear": "linear.linear_eager",
+    "embedding": "linear.embedding_eager",
+    "linear_quantized": "weight_formats.eager.linear_quantized",
+    "multiply_quantized_experts": "weight_formats.eager.multiply_quantized_experts",
+    "causal_mask": "attention.eager.create_causal_mask",
+    "attend_to_cached": "attention.eager.attention_eager",
+}
+"""Functions with one implementation, `module.function` below drawloom.kernels."""
+
 TRITON = {"triton", "cut", "cudnn", "flex"}
 """Implementations that Triton compiles."""
 
@@ -123,6 +133,11 @@ def find_unavailable_reason(implementation: str, device: torch.device) -> str:
 
 def load_implementation(operation: str, implementation: str) -> Any:
     """Return an implementation's function."""
-    # Modules are imported on demand, so that a run on a CPU never imports triton.
-    module, _, name = OPERATIONS[operation].implementations[implementation].rpartition(".")
+    return load_function(OPERATIONS[operation].implementations[implementation])
+
+
+def load_function(path: str) -> Any:
+    """Return a function from `module.function` below drawloom.kernels."""
+    # Modules are imported on demand, so that a check imports no kernel, and a run on a CPU never imports triton.
+    module, _, name = path.rpartition(".")
     return getattr(import_module(f"{KERNELS}.{module}"), name)

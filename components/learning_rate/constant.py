@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from drawloom import component
 from drawloom.components.learning_rate.warmup import AfterWarmup
-from drawloom.graph import component
 
 
 @component(writes=("lr_factor",))

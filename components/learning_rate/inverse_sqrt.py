@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from drawloom import at_least, component, setting
 from drawloom.components.learning_rate.warmup import AfterWarmup
-from drawloom.graph import at_least, component, setting
 
 
 @component(writes=("lr_factor",))
@@ -11,7 +11,7 @@ class InverseSqrt(AfterWarmup):
     """Inverse square root decay: after a warm-up the factor is 1 / sqrt(1 + steps since the warm-up / timescale)."""
 
     timescale: int | None = setting(
-        default=None, check=at_least(1), doc="timescale in steps; default: the warm-up steps, or 10,000 without warm-up"
+        "timescale in steps; default: the warm-up steps, or 10,000 without warm-up", default=None, check=at_least(1)
     )
 
     def factor_after_warmup(self, steps_done: int, steps_after_warmup: int, total: int) -> float:

@@ -6,9 +6,8 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.ports.data import PackedDataset
-from drawloom.components.ports.run import Batching
-from drawloom.graph import Problem
+from drawloom import Problem
+from drawloom.ports import Batching, PackedDataset
 
 UNITS = ("steps", "tokens", "percent")
 

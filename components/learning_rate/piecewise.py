@@ -7,15 +7,14 @@ from typing import Any, Literal
 
 import attrs
 
+from drawloom import Problem, above, at_least, component, setting
 from drawloom.components.learning_rate.lengths import (
     TokenCounts,
     create_token_counts,
     create_token_counts_unless_ramped,
     report_missing_batch_or_rows_edge,
 )
-from drawloom.components.ports.data import PackedDataset
-from drawloom.components.ports.run import Batching, Step
-from drawloom.graph import Problem, above, at_least, component, setting
+from drawloom.ports import Batching, PackedDataset, Step
 
 Curve = Literal["linear", "cosine", "polynomial", "exponential"]
 
@@ -41,14 +40,14 @@ def interpolate(curve: Curve, start: float, end: float, progress: float, power: 
 class SchedulePiece:
     """Schedule phase: a curve from the previous phase's end value to `to`."""
 
-    to: float = setting(check=at_least(0), doc="learning-rate multiplier at the phase's end")
-    curve: Curve = setting(default="linear", doc="curve to the end value")
-    steps: int | None = setting(default=None, check=at_least(0), doc="phase length in steps")
+    to: float = setting("learning-rate multiplier at the phase's end", check=at_least(0))
+    curve: Curve = setting("curve to the end value", default="linear")
+    steps: int | None = setting("phase length in steps", default=None, check=at_least(0))
     until_tokens: int | None = setting(
-        default=None, check=at_least(1), doc="tokens, in full rows, from the run's start to the phase's end"
+        "tokens, in full rows, from the run's start to the phase's end", default=None, check=at_least(1)
     )
-    until_percent: float | None = setting(default=None, doc="end of the phase as a percentage of all steps, 0 to 100")
-    power: float = setting(default=2.0, check=above(0), doc="exponent for a polynomial curve")
+    until_percent: float | None = setting("end of the phase as a percentage of all steps, 0 to 100", default=None)
+    power: float = setting("exponent for a polynomial curve", default=2.0, check=above(0))
 
     def compute_end_step(self, begin: int, total: int, sizes: TokenCounts) -> int:
         """Return the first step, from 0, after the phase; for a phase in steps it depends on `begin`."""
@@ -70,12 +69,12 @@ class Piecewise:
     batching: Batching | None = None
     rows: PackedDataset | None = None
     start: float | None = setting(
+        "learning-rate multiplier at the first step; default: the first phase's `to` / its steps",
         default=None,
         check=at_least(0),
-        doc="learning-rate multiplier at the first step; default: the first phase's `to` / its steps",
     )
     phases: list[SchedulePiece] = setting(
-        doc="phases in order, with steps, until_tokens or until_percent; without any the last phase takes the rest"
+        "phases in order, with steps, until_tokens or until_percent; without any the last phase takes the rest"
     )
 
     @cached_property

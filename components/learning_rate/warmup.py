@@ -4,6 +4,7 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
+from drawloom import Problem, at_least, between, setting
 from drawloom.components.learning_rate.lengths import (
     TokenCounts,
     convert_length_setting_to_steps,
@@ -12,9 +13,8 @@ from drawloom.components.learning_rate.lengths import (
     find_length_key,
     report_missing_batch_or_rows_edge,
 )
-from drawloom.components.ports.data import PackedDataset
-from drawloom.components.ports.run import Batching, Step
-from drawloom.graph import Problem, at_least, between, component_base_class, setting
+from drawloom.graph import component_base_class
+from drawloom.ports import Batching, PackedDataset, Step
 
 LENGTHS = ("warmup", "decay")
 
@@ -33,20 +33,20 @@ class AfterWarmup:
     batching: Batching | None = None
     rows: PackedDataset | None = None
     start: float | None = setting(
+        "learning-rate multiplier at the first step; default: 1 / warm-up steps; 0, as in transformers, trains "
+        "nothing in this step",
         default=None,
         check=between(0, 1),
-        doc="learning-rate multiplier at the first step; default: 1 / warm-up steps; 0, as in transformers, trains "
-        "nothing in this step",
     )
-    warmup_steps: int | None = setting(default=None, check=at_least(0), one_of="warmup", doc="warm-up length in steps")
+    warmup_steps: int | None = setting("warm-up length in steps", default=None, check=at_least(0), one_of="warmup")
     warmup_tokens: int | None = setting(
-        default=None, check=at_least(0), one_of="warmup", doc="warm-up length in tokens, counted in full rows"
+        "warm-up length in tokens, counted in full rows", default=None, check=at_least(0), one_of="warmup"
     )
     warmup_percent: float | None = setting(
+        "warm-up length as a percentage of all steps; without any length there is no warm-up",
         default=None,
         check=between(0, 100),
         one_of="warmup",
-        doc="warm-up length as a percentage of all steps; without any length there is no warm-up",
     )
 
     def run_phase(self, step: Step) -> None:

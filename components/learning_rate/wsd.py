@@ -1,10 +1,10 @@
 """Warmup-stable-decay schedule, WSD (Hu et al. 2024, "MiniCPM", arXiv 2404.06395, section 4.2)."""
 
+from drawloom import at_least, component, setting
+from drawloom import between as within
 from drawloom.components.learning_rate.lengths import convert_length_to_steps
 from drawloom.components.learning_rate.piecewise import Curve, interpolate
 from drawloom.components.learning_rate.warmup import AfterWarmup
-from drawloom.graph import at_least, component, setting
-from drawloom.graph import between as within
 
 
 @component(writes=("lr_factor",))
@@ -16,18 +16,18 @@ class WarmupStableDecay(AfterWarmup):
     the step count.
     """
 
-    decay_steps: int | None = setting(default=None, check=at_least(0), one_of="decay", doc="decay length in steps")
+    decay_steps: int | None = setting("decay length in steps", default=None, check=at_least(0), one_of="decay")
     decay_tokens: int | None = setting(
-        default=None, check=at_least(0), one_of="decay", doc="decay length in tokens, counted in full rows"
+        "decay length in tokens, counted in full rows", default=None, check=at_least(0), one_of="decay"
     )
     decay_percent: float | None = setting(
+        "decay length as a percentage of all steps; without any length there is no decay",
         default=None,
         check=within(0, 100),
         one_of="decay",
-        doc="decay length as a percentage of all steps; without any length there is no decay",
     )
-    curve: Curve = setting(default="linear", doc="decay curve")
-    end: float = setting(default=0.0, check=at_least(0), doc="learning-rate multiplier after the last step")
+    curve: Curve = setting("decay curve", default="linear")
+    end: float = setting("learning-rate multiplier after the last step", default=0.0, check=at_least(0))
 
     def factor_after_warmup(self, steps_done: int, steps_after_warmup: int, total: int) -> float:
         """Return 1 before the decay, and then the curve's value."""

@@ -1,59 +1,12 @@
 """Logging: all messages to a file per rank, step lines and warnings to the terminal of rank 0."""
 
 import logging
-import os
 import warnings
-from collections.abc import Callable, Iterable
-from logging.handlers import WatchedFileHandler
-from pathlib import Path
-from typing import Any, ClassVar, Literal, TextIO
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal
 
-import attrs
-
-from drawloom.components.ports.distributed import Mesh, Processes
-from drawloom.components.ports.run import PRINTED, Event, EventKind, RunFolder, is_marked
-from drawloom.components.storage.regular_file import create_folder_unless_link, open_to_append
-from drawloom.graph import Every, UserError, component, setting
-from drawloom.graph.cli.terminal import Stream, print_escaped_text
-
-log = logging.getLogger("drawloom.run")
-
-
-def prepare_rank_log_path(folder: RunFolder, mesh: Mesh) -> Path:
-    """Return `log/rank-N.log` in the run folder, and create `log`. Raises UserError if `log` is a link or a file."""
-    return create_folder_unless_link(folder.folder / "log") / f"rank-{mesh.world.rank}.log"
-
-
-def describe_host_and_mesh_indices(mesh: Mesh, launches: Iterable[Processes]) -> str:
-    """Return this rank's host and mesh indices, without hosts and dimensions of size 1."""
-    sizes = mesh.sizes.without_expert_dimensions()
-    parts = [f"host {launch.node_rank}" for launch in launches if launch.node_count > 1]
-    parts += [f"{name} {index}" for name, index in mesh.indices.without_expert_dimensions().items() if sizes[name] > 1]
-    return f"[{', '.join(parts)}] " if parts else ""
-
-
-def open_log_for_appending(path: Path) -> TextIO:
-    """Open a log file for appending, and create its folder again if it was removed. Raises UserError."""
-    create_folder_unless_link(path.parent)
-    # a lone surrogate, as in a file name, must not make logging fail
-    return os.fdopen(open_to_append(path), "a", encoding="utf-8", errors="backslashreplace")
-
-
-class LogFile(WatchedFileHandler):
-    """Handler for a rank's log file; if the file is removed, the handler creates it again and warns."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Write one message, or report an error on standard error without ending the run."""
-        before = self.stream
-        try:
-            super().emit(record)
-        except UserError:
-            self.handleError(record)
-        if before is not None and self.stream is not None and self.stream is not before:
-            log.warning("%s was removed during the run, and begins anew", self.baseFilename)
-
-    def _open(self) -> Any:
-        return open_log_for_appending(Path(self.baseFilename))
+from drawloom import Every, component, internal, setting
+from drawloom.ports import Event, EventKind, Mesh, Processes, RunFolder
 
 
 @component(impact="safe")
@@ -71,28 +24,38 @@ class RunLogging:
     mesh: Mesh
     launches: Every[Processes]
     level: Literal["debug", "info", "warning", "error"] = setting(
-        default="warning", doc="lowest message level on standard error"
+        "lowest message level on standard error", default="warning"
     )
 
-    _added: list[tuple[logging.Logger, logging.Handler]] = attrs.field(init=False, factory=list)
-    _level_before: int = attrs.field(init=False, default=logging.NOTSET)
-    _show_before: Callable[..., Any] | None = attrs.field(init=False, default=None)
+    _added: list[tuple[logging.Logger, logging.Handler]] = internal(factory=list)
+    _level_before: int = internal(logging.NOTSET)
+    _show_before: Callable[..., Any] | None = internal(None)
 
     def open(self) -> None:
         """Open the log file, and install the handlers."""
+        from drawloom.components.listeners.log_handlers import (
+            describe_host_and_mesh_indices,
+            is_for_stderr,
+            is_for_stdout,
+            log_python_warning,
+            make_file_handler,
+            make_terminal_handler,
+            prepare_rank_log_path,
+        )
+
         top, run = logging.getLogger("drawloom"), logging.getLogger("drawloom.run")
         # the file comes first, so that a message that fails on the terminal is in the file
         prefix = describe_host_and_mesh_indices(self.mesh, self.launches.values())
-        self._add_temporary_handler(top, _make_file_handler(prepare_rank_log_path(self.folder, self.mesh), prefix))
+        self._add_temporary_handler(top, make_file_handler(prepare_rank_log_path(self.folder, self.mesh), prefix))
         if self.mesh.world.rank == 0:
             level = logging.getLevelNamesMapping()[self.level.upper()]
             self._add_temporary_handler(
-                run, _make_terminal_handler("stdout", logging.INFO, is_for_stdout, "%(message)s")
+                run, make_terminal_handler("stdout", logging.INFO, is_for_stdout, "%(message)s")
             )
-            self._add_temporary_handler(top, _make_terminal_handler("stderr", level, is_for_stderr))
+            self._add_temporary_handler(top, make_terminal_handler("stderr", level, is_for_stderr))
         self._level_before, self._show_before = top.level, warnings.showwarning
         top.setLevel(logging.DEBUG)
-        warnings.showwarning = _log_python_warning
+        warnings.showwarning = log_python_warning
 
     def close(self) -> None:
         """Remove the handlers, and restore the level and warnings."""
@@ -111,64 +74,3 @@ class RunLogging:
         """Add a handler, to be removed by `close`."""
         logger.addHandler(handler)
         self._added.append((logger, handler))
-
-
-class Terminal(logging.Handler):
-    """Handler for the current `sys.stdout` or `sys.stderr`, which a progress bar may replace; without tracebacks."""
-
-    def __init__(self, stream: Stream) -> None:
-        super().__init__()
-        self._stream = stream
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Print one message. If standard output fails, log a warning and continue."""
-        try:
-            print_escaped_text(self.format(record), self._stream)
-        except (BrokenPipeError, UserError) as error:
-            why = "the reader of standard output has closed it" if isinstance(error, BrokenPipeError) else error
-            log.warning("%s; step lines are not printed any more, and the run continues", why)
-        except Exception:
-            self.handleError(record)
-
-
-class _OneLineFormatter(logging.Formatter):
-    """Formatter without tracebacks."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return f"{record.levelname.lower()}: {record.getMessage()}"
-
-
-def is_for_stdout(record: logging.LogRecord) -> bool:
-    """Return whether a record is a line for standard output: an INFO message from `drawloom.run`."""
-    return record.name == "drawloom.run" and record.levelno == logging.INFO
-
-
-def is_for_stderr(record: logging.LogRecord) -> bool:
-    """Return whether a record is neither a line for standard output nor printed already."""
-    return not is_for_stdout(record) and not is_marked(record, PRINTED)
-
-
-def _make_file_handler(path: Path, prefix: str) -> logging.Handler:
-    """Return a handler for a log file, with `prefix` before the level."""
-    handler = LogFile(path)
-    handler.setFormatter(logging.Formatter(f"%(asctime)s {prefix}%(levelname)s %(name)s: %(message)s"))
-    return handler
-
-
-def _make_terminal_handler(
-    stream: Stream, level: int, should_print: Callable[[logging.LogRecord], bool], template: str | None = None
-) -> logging.Handler:
-    """Return a handler for standard output or error, with a level and a filter."""
-    handler = Terminal(stream)
-    handler.setLevel(level)
-    handler.addFilter(should_print)
-    handler.setFormatter(logging.Formatter(template) if template else _OneLineFormatter())
-    return handler
-
-
-def _log_python_warning(
-    message: Warning | str, category: type[Warning], filename: str, lineno: int, file: Any = None, line: Any = None
-) -> None:
-    """Log a Python warning; replaces `warnings.showwarning`."""
-    text = warnings.formatwarning(message, category, filename, lineno, line)
-    logging.getLogger("drawloom.warnings").warning("%s", text.strip())

@@ -8,14 +8,22 @@ from typing import ClassVar
 import attrs
 import torch
 
-from drawloom.components.ports.data import PackedDataset
-from drawloom.components.ports.distributed import Device, Mesh, Precision
-from drawloom.components.ports.memory import MemoryUser, sum_memory_by_kind
-from drawloom.components.ports.pipeline import Schedule, chooses_recompute
-from drawloom.components.ports.run import Batching, Event, EventKind
-from drawloom.components.ports.stages import Stages
+from drawloom import Every, UserError, component
 from drawloom.components.storage.byte_size import format_decimal_byte_size
-from drawloom.graph import Every, UserError, component
+from drawloom.ports import (
+    Batching,
+    Device,
+    Event,
+    EventKind,
+    MemoryUser,
+    Mesh,
+    PackedDataset,
+    Precision,
+    Schedule,
+    Stages,
+    chooses_recompute,
+    sum_memory_by_kind,
+)
 
 log = logging.getLogger("drawloom.run")
 

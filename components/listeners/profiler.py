@@ -8,16 +8,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import attrs
 import torch
 from torch import nn
 from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function, schedule
 
-from drawloom.components.ports.distributed import Device, Mesh
-from drawloom.components.ports.run import Event, RunFolder, Step
-from drawloom.components.ports.stages import Stages
+from drawloom import Every, at_least, component, internal, setting
 from drawloom.components.storage.regular_file import create_folder_unless_link
-from drawloom.graph import Every, at_least, component, setting
+from drawloom.ports import Device, Event, Mesh, RunFolder, Stages, Step
 
 log = logging.getLogger("drawloom.run")
 
@@ -44,20 +41,20 @@ class Profiler:
     mesh: Mesh
     device: Device
     stages: Every[Stages]
-    wait: int = setting(default=3, check=at_least(0), doc="steps without the profiler at a cycle's start")
-    warmup: int = setting(default=1, check=at_least(1), doc="profiled and discarded steps")
-    active: int = setting(default=2, check=at_least(1), doc="steps in one trace")
-    repeat: int = setting(default=1, check=at_least(0), doc="traces per process; 0: traces until the end")
-    memory: bool = setting(default=False, doc="trace allocations, which makes steps slower")
+    wait: int = setting("steps without the profiler at a cycle's start", default=3, check=at_least(0))
+    warmup: int = setting("profiled and discarded steps", default=1, check=at_least(1))
+    active: int = setting("steps in one trace", default=2, check=at_least(1))
+    repeat: int = setting("traces per process; 0: traces until the end", default=1, check=at_least(0))
+    memory: bool = setting("trace allocations, which makes steps slower", default=False)
 
-    _running: profile | None = attrs.field(init=False, default=None)
-    _first: int = attrs.field(init=False, default=0)
-    _step: int = attrs.field(init=False, default=0)
-    _written: int = attrs.field(init=False, default=0)
-    _off: bool = attrs.field(init=False, default=False)
-    _ranges: list[Any] = attrs.field(init=False, factory=list)
-    _hooks: list[Any] = attrs.field(init=False, factory=list)
-    _failure: Exception | None = attrs.field(init=False, default=None)
+    _running: profile | None = internal(None)
+    _first: int = internal(0)
+    _step: int = internal(0)
+    _written: int = internal(0)
+    _off: bool = internal(False)
+    _ranges: list[Any] = internal(factory=list)
+    _hooks: list[Any] = internal(factory=list)
+    _failure: Exception | None = internal(None)
 
     def close(self) -> None:
         """Discard an unfinished trace."""

@@ -6,13 +6,11 @@ import time
 from collections.abc import Callable
 from typing import ClassVar
 
-import attrs
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from drawloom.components.ports.distributed import Device, Mesh
-from drawloom.components.ports.run import STEP_LINE, Event, EventKind, Step, is_marked
-from drawloom.graph import component
+from drawloom import component, internal
+from drawloom.ports import STEP_LINE, Device, Event, EventKind, Mesh, Step, is_marked
 
 COLUMNS = "step {task.completed:.0f}/{task.total:.0f}", "{task.fields[values]}"
 REFRESH_INTERVAL = 0.1  # seconds between refreshes, because a refresh takes milliseconds, as long as a small step
@@ -32,15 +30,15 @@ class ProgressBar:
     mesh: Mesh
     device: Device
 
-    clock: Callable[[], float] = attrs.field(init=False, default=time.monotonic)
-    console: Console | None = attrs.field(init=False, default=None)
-    _bar: Progress | None = attrs.field(init=False, default=None)
-    _task: TaskID = attrs.field(init=False, default=TaskID(0))
-    _refreshed: float = attrs.field(init=False, default=0.0)
-    _ended: Step | None = attrs.field(init=False, default=None)
-    _shown: Step | None = attrs.field(init=False, default=None)
-    _values: dict[str, str] = attrs.field(init=False, factory=dict)
-    _filtered: list[logging.Handler] = attrs.field(init=False, factory=list)
+    clock: Callable[[], float] = internal(time.monotonic)
+    console: Console | None = internal(None)
+    _bar: Progress | None = internal(None)
+    _task: TaskID = internal(TaskID(0))
+    _refreshed: float = internal(0.0)
+    _ended: Step | None = internal(None)
+    _shown: Step | None = internal(None)
+    _values: dict[str, str] = internal(factory=dict)
+    _filtered: list[logging.Handler] = internal(factory=list)
 
     def open(self) -> None:
         """Create the console for the bar, which starts at the first step; detect whether it is a terminal."""

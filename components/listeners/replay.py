@@ -12,25 +12,31 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.ports.distributed import Device, Group, Mesh, PerDimension
-from drawloom.components.ports.model import Model
-from drawloom.components.ports.pipeline import LOSSES, Executor, MeasuresStep, create_step_state
-from drawloom.components.ports.run import (
+from drawloom import NodeView, Problem, component, internal, setting
+from drawloom.components.state.trees import list_leaves, replace_leaves
+from drawloom.components.storage.tensor_source import hash_tensor_bytes
+from drawloom.ports import (
+    LOSSES,
+    Batch,
     Cadence,
+    Device,
     Event,
     EventKind,
+    Executor,
+    Group,
+    MeasuresStep,
+    Mesh,
+    Model,
+    Parameters,
+    PerDimension,
+    Stages,
     Step,
+    StepState,
+    create_step_state,
     describe_cadence_fault,
     exclude_from_rates,
     is_due,
 )
-from drawloom.components.ports.stages import Parameters, Stages
-from drawloom.components.state.batch import Batch
-from drawloom.components.state.step_state import StepState
-from drawloom.components.state.trees import list_leaves, replace_leaves
-from drawloom.components.storage.tensor_source import hash_tensor_bytes
-from drawloom.graph import Problem, component, setting
-from drawloom.graph.wiring.node import NodeView
 
 log = logging.getLogger("drawloom.run")
 
@@ -80,15 +86,13 @@ class Replay:
     executor: Executor
     mesh: Mesh
     device: Device
-    every: Cadence = setting(
-        default=100, check=describe_cadence_fault, doc='steps between replays, or "last" or "never"'
-    )
+    every: Cadence = setting('steps between replays, or "last" or "never"', default=100, check=describe_cadence_fault)
 
-    _data_ranks: Group = attrs.field(init=False, default=None)
-    _hooks: list[Any] = attrs.field(init=False, factory=list)
-    _digests: Digests | None = attrs.field(init=False, default=None)  # None while no pass is recorded
-    _verified_step: int = attrs.field(init=False, default=0)
-    _is_on: bool = attrs.field(init=False, default=True)
+    _data_ranks: Group = internal(None)
+    _hooks: list[Any] = internal(factory=list)
+    _digests: Digests | None = internal(None)  # None while no pass is recorded
+    _verified_step: int = internal(0)
+    _is_on: bool = internal(True)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:

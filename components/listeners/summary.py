@@ -7,24 +7,30 @@ from datetime import timedelta
 from itertools import chain
 from typing import Any, ClassVar
 
-import attrs
 import torch
 from torch import nn
 
-from drawloom.components.ports.data import PackedDataset, ValidationData
-from drawloom.components.ports.distributed import Device, Mesh, Precision, Processes
-from drawloom.components.ports.model import LanguageModel, LayerRange, Model
-from drawloom.components.ports.run import (
+from drawloom import Every, component, internal
+from drawloom.ports import (
     Batching,
+    DescribedStages,
+    Device,
     EpochCounter,
     Event,
     EventKind,
+    LanguageModel,
+    LayerRange,
+    Mesh,
+    Model,
+    NodeState,
+    PackedDataset,
+    Precision,
+    Processes,
     RunInfo,
     Step,
+    ValidationData,
     count_steps_of_epochs,
 )
-from drawloom.components.ports.stages import DescribedStages
-from drawloom.graph import Every, component
 
 log = logging.getLogger("drawloom.run")
 
@@ -55,19 +61,19 @@ class RunSummary:
     launches: Every[Processes]
     stages: Every[DescribedStages]
 
-    clock: Callable[[], float] = attrs.field(init=False, default=time.monotonic)
-    _began: float = attrs.field(init=False, default=0.0)
-    _first: int = attrs.field(init=False, default=0)
-    _last: int = attrs.field(init=False, default=0)
-    _tokens: int = attrs.field(init=False, default=0)
-    _newest: Step | None = attrs.field(init=False, default=None)
-    _best: dict[str, Any] = attrs.field(init=False, factory=dict)
+    clock: Callable[[], float] = internal(time.monotonic)
+    _began: float = internal(0.0)
+    _first: int = internal(0)
+    _last: int = internal(0)
+    _tokens: int = internal(0)
+    _newest: Step | None = internal(None)
+    _best: dict[str, Any] = internal(factory=dict)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> NodeState:
         """Return `value` and `step` of the best validation loss and reward so far; empty without validation."""
         return dict(self._best)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: NodeState) -> None:
         self._best = dict(state)
 
     def preview(self) -> str:

@@ -2,92 +2,17 @@
 
 import faulthandler
 import logging
-import math
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import ClassVar, get_args
+from typing import TYPE_CHECKING, ClassVar, get_args
 
-import attrs
+from drawloom import above, component, internal, setting
+from drawloom.ports import Event, EventKind, Mesh, Processes, RunFolder
 
-from drawloom.components.distributed.guard import guard
-from drawloom.components.listeners.logging import open_log_for_appending, prepare_rank_log_path
-from drawloom.components.ports.distributed import Mesh, Processes
-from drawloom.components.ports.run import Event, EventKind, RunFolder
-from drawloom.graph import above, component, setting
-
-Clock = Callable[[], float]
-
-
-class Watchdog:
-    """
-    Thread that calls `on_expired(limit)` once when a time limit is over, and `on_slow(limit)` once at an earlier time.
-
-    It polls every `poll_seconds`, and counts at most twice this time between two polls, so a limit does not expire
-    while the process is suspended or the machine sleeps.
-    """
-
-    def __init__(
-        self,
-        on_expired: Callable[[float], None],
-        poll_seconds: float = 1.0,
-        clock: Clock = time.monotonic,
-        on_slow: Callable[[float], None] = lambda _limit: None,
-    ) -> None:
-        self._expired = on_expired
-        self._slow = on_slow
-        self._tick = poll_seconds
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._limit: float | None = None
-        self._left = 0.0
-        self._polled = 0.0
-        self._until_slow = -math.inf
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._poll_until_stopped, name="watchdog", daemon=True)
-
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """End the thread."""
-        self._closing.set()
-        if self._thread.is_alive():
-            self._thread.join()
-
-    def start_limit(self, seconds: float | None, slow_after_seconds: float = math.inf) -> None:
-        """Start a limit in seconds, or remove it if None; `on_slow` is called after `slow_after_seconds`."""
-        with self._lock:
-            self._limit, self._left, self._polled = seconds, seconds or 0.0, self._clock()
-            self._until_slow = self._left - slow_after_seconds
-
-    def check_limit(self) -> None:
-        """Call `on_expired` or `on_slow` if the limit, or the time until slow, is over."""
-        with self._lock:
-            now = self._clock()
-            self._left -= min(now - self._polled, 2 * self._tick)
-            self._polled = now
-            limit = self._limit or 0.0
-            has_expired = self._limit is not None and self._left <= 0
-            is_slow = self._limit is not None and self._left <= self._until_slow
-            if is_slow:
-                self._until_slow = -math.inf
-            if has_expired:
-                self._limit = None
-        # called without the lock, because both callbacks may call allow
-        if has_expired:
-            self._expired(limit)
-        elif is_slow:
-            self._slow(limit)
-
-    def _poll_until_stopped(self) -> None:
-        """Check the limit every `poll_seconds` until `stop`."""
-        while not self._closing.wait(self._tick):
-            self.check_limit()
-
+if TYPE_CHECKING:
+    from drawloom.components.listeners.watchdog import Watchdog
 
 log = logging.getLogger("drawloom.run")
 
@@ -131,33 +56,33 @@ class Timeouts:
     folder: RunFolder
     mesh: Mesh
     first_step: float = setting(
-        default=1800.0, check=above(0), doc="seconds for a process's first step, which compiles and connects"
+        "seconds for a process's first step, which compiles and connects", default=1800.0, check=above(0)
     )
-    step: float = setting(default=600.0, check=above(0), doc="seconds for every later step")
+    step: float = setting("seconds for every later step", default=600.0, check=above(0))
     saving: float = setting(
-        default=1800.0, check=above(0), doc="seconds for saving, and for the final tasks after the last step"
+        "seconds for saving, and for the final tasks after the last step", default=1800.0, check=above(0)
     )
 
     opening: float = setting(
-        default=1800.0,
-        check=above(0),
-        doc="seconds for a component to open or close, counted from its last log message",
+        "seconds for a component to open or close, counted from its last log message", default=1800.0, check=above(0)
     )
 
     observes: ClassVar[tuple[EventKind, ...]] = tuple(kind for kind in get_args(EventKind) if kind != "data_loaded")
 
-    exit: Callable[[int], object] = attrs.field(init=False, default=os._exit)
-    tick: float = attrs.field(init=False, default=0.5)
-    watchdog_margin: float = attrs.field(init=False, default=WATCHDOG_MARGIN)
-    _watchdog: Watchdog | None = attrs.field(init=False, default=None)
-    _stepped: bool = attrs.field(init=False, default=False)
-    _where: str = attrs.field(init=False, default=BEFORE)
-    _phase: str = attrs.field(init=False, default="")
-    _allowed: float = attrs.field(init=False, default=0.0)
-    _slow_after: float = attrs.field(init=False, default=0.0)
+    exit: Callable[[int], object] = internal(os._exit)
+    tick: float = internal(0.5)
+    watchdog_margin: float = internal(WATCHDOG_MARGIN)
+    _watchdog: "Watchdog | None" = internal(None)
+    _stepped: bool = internal(False)
+    _where: str = internal(BEFORE)
+    _phase: str = internal("")
+    _allowed: float = internal(0.0)
+    _slow_after: float = internal(0.0)
 
     def open(self) -> None:
         """Start the watchdog, without a limit yet."""
+        from drawloom.components.listeners.watchdog import Watchdog
+
         self._watchdog = Watchdog(self._report_and_exit, self.tick, on_slow=self._warn_slow)
         self._watchdog.start()
 
@@ -166,7 +91,7 @@ class Timeouts:
         if self._watchdog is not None:
             self._watchdog.stop()
             self._watchdog = None
-        guard.set_time_limit(None)
+        set_guard_limit(None)
 
     @contextmanager
     def lifecycle_context(self, stage: str, node: str) -> Iterator[None]:
@@ -252,7 +177,7 @@ class Timeouts:
         text = f"rank {os.environ.get('RANK', '0')} hangs: {self._describe_exceeded_limit()}"
         if self._watchdog is not None:
             text += ", and keeps Python's threads from running"
-        guard.set_time_limit(None if limit is None else limit + GUARD_MARGIN, text)
+        set_guard_limit(None if limit is None else limit + GUARD_MARGIN, text)
 
     def _describe_exceeded_limit(self) -> str:
         """Return a sentence about the exceeded limit: step, seconds and phase."""
@@ -284,6 +209,8 @@ class Timeouts:
 
         Append the delay to `survivable_delays` if this process need not end.
         """
+        from drawloom.components.listeners.log_handlers import open_log_for_appending, prepare_rank_log_path
+
         path = prepare_rank_log_path(self.folder, self.mesh)
         rank = self.mesh.world.rank
         with open_log_for_appending(path) as file:
@@ -292,3 +219,10 @@ class Timeouts:
         why = f"; {diagnosis}" if diagnosis else ""
         if not self.processes.fail_ranks_and_must_exit(f"rank {rank} hangs: {delay}{why}; stacks are in {path}"):
             survivable_delays.append(delay)
+
+
+def set_guard_limit(seconds: float | None, text: str = "") -> None:
+    """Start a limit of the guard process, None for no limit; `text` is the message if the limit is exceeded."""
+    from drawloom.components.distributed.guard import guard
+
+    guard.set_time_limit(seconds, text)

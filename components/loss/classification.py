@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from drawloom import NodeView, Problem, UserError, component, setting
 from drawloom.components.loss.decoder_inputs import DecoderInputs
 from drawloom.components.loss.reward import (
     make_score_head_on_meta,
@@ -15,13 +16,8 @@ from drawloom.components.loss.reward import (
     report_tensor_parallelism,
     warn_unused_head,
 )
-from drawloom.components.ports.data import TokenBatch
-from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.model import Head, LanguageModel
-from drawloom.components.ports.pipeline import LossSums
 from drawloom.components.weights.heads import find_score_head_rows
-from drawloom.graph import Problem, UserError, component, setting
-from drawloom.graph.wiring.node import NodeView
+from drawloom.ports import Head, LanguageModel, LossSums, Mesh, TokenBatch
 
 
 @component
@@ -37,13 +33,13 @@ class Classifier(DecoderInputs):
     model: LanguageModel
     mesh: Mesh
     labels: list[str] = setting(
+        "names of the classes",
         check=lambda labels: None if len(labels) == len(set(labels)) > 1 else "write two or more different labels",
-        doc="names of the classes",
     )
     head: Path | None = setting(
-        default=None,
-        doc="model folder with the initial head, such as a classifier's export, whose classes have the names in "
+        "model folder with the initial head, such as a classifier's export, whose classes have the names in "
         "`labels`, in any order; default: random",
+        default=None,
     )
 
     @classmethod

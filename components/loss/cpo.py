@@ -8,8 +8,8 @@ Translation", arXiv 2401.08417, equation 5.
 import torch.nn.functional as F
 from torch import Tensor
 
+from drawloom import above, at_least, component, setting
 from drawloom.components.loss.pairwise import PairScores, PairwiseLoss
-from drawloom.graph import above, at_least, component, setting
 
 
 @component
@@ -20,9 +20,9 @@ class Cpo(PairwiseLoss):
     An answer's reward is beta times its log-probability.
     """
 
-    beta: float = setting(default=0.1, check=above(0), doc="factor of the difference of log-probabilities")
+    beta: float = setting("factor of the difference of log-probabilities", default=0.1, check=above(0))
     alpha: float = setting(
-        default=1.0, check=at_least(0), doc="weight of the chosen answer's mean loss per token (behaviour cloning)"
+        "weight of the chosen answer's mean loss per token (behaviour cloning)", default=1.0, check=at_least(0)
     )
 
     def pair_losses(self, scores: PairScores) -> Tensor:

@@ -4,8 +4,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from drawloom.components.ports.data import TokenBatch
-from drawloom.components.ports.model import Head, TokenContext
+from drawloom.ports import Head, TokenBatch, TokenContext
 
 
 class DecoderInputs:

@@ -8,11 +8,9 @@ probability. The factor, which has no gradient, cancels that weight.
 
 from torch import Tensor
 
+from drawloom import component
 from drawloom.components.loss.decoder_inputs import DecoderInputs
-from drawloom.components.ports.data import TokenBatch
-from drawloom.components.ports.model import Head
-from drawloom.components.ports.pipeline import LossSums
-from drawloom.graph import component
+from drawloom.ports import Head, LossSums, TokenBatch
 
 
 @component

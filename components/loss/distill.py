@@ -12,17 +12,12 @@ from collections.abc import Iterator
 from functools import partial
 from typing import ClassVar, Literal
 
-import attrs
 import torch
 from torch import Tensor
 
+from drawloom import NodeView, Problem, UserError, above, between, component, internal, setting, wired
 from drawloom.components.loss.decoder_inputs import DecoderInputs
-from drawloom.components.ports.corpus import Tokenizer
-from drawloom.components.ports.data import TokenBatch
-from drawloom.components.ports.model import Head
-from drawloom.components.ports.pipeline import LossSums
-from drawloom.graph import Problem, UserError, above, between, component, setting, wired
-from drawloom.graph.wiring.node import NodeView
+from drawloom.ports import Head, LossSums, TokenBatch, Tokenizer
 
 Divergence = Literal["forward", "reverse", "jsd"]
 
@@ -45,24 +40,22 @@ class Distill(DecoderInputs):
 
     tokenizer: Tokenizer | None = wired(default=None)
     reference: Literal["model", "data"] = setting(
-        default="model", doc="teacher: the recipe's frozen model, or predictions in the data (`drawloom teacher-logps`)"
+        "teacher: the recipe's frozen model, or predictions in the data (`drawloom teacher-logps`)", default="model"
     )
-    divergence: Divergence = setting(default="forward", doc="divergence between teacher and student")
+    divergence: Divergence = setting("divergence between teacher and student", default="forward")
     temperature: float = setting(
+        "divisor of both models' logits in the divergence, which is multiplied by its square",
         default=1.0,
         check=above(0),
-        doc="divisor of both models' logits in the divergence, which is multiplied by its square",
     )
     beta: float | None = setting(
-        default=None, check=between(0, 1), doc="share of the teacher in the mixture of `jsd`, above 0; default: 0.5"
+        "share of the teacher in the mixture of `jsd`, above 0; default: 0.5", default=None, check=between(0, 1)
     )
     task_weight: float = setting(
-        default=0.0,
-        check=between(0, 1),
-        doc="share of the data's cross entropy in the loss; the rest is the divergence",
+        "share of the data's cross entropy in the loss; the rest is the divergence", default=0.0, check=between(0, 1)
     )
 
-    _teacher_head: Head | None = attrs.field(init=False, default=None)
+    _teacher_head: Head | None = internal(None)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:

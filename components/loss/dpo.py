@@ -9,8 +9,8 @@ and under the reference.
 import torch.nn.functional as F
 from torch import Tensor
 
+from drawloom import component
 from drawloom.components.loss.pairwise import PairScores, ReferencedLoss
-from drawloom.graph import component
 
 
 @component

@@ -21,12 +21,9 @@ import attrs
 import torch
 from torch import Tensor
 
+from drawloom import NodeView, Problem, UserError, at_least, component, setting
 from drawloom.components.loss.decoder_inputs import DecoderInputs
-from drawloom.components.ports.model import Head
-from drawloom.components.ports.pipeline import LossSums
-from drawloom.components.ports.rollouts import PolicyBatch, compute_policy_logps
-from drawloom.graph import Problem, UserError, at_least, component, setting
-from drawloom.graph.wiring.node import NodeView
+from drawloom.ports import Head, LossSums, PolicyBatch, compute_policy_logps
 
 Mean = Literal["rows", "tokens", "constant"]
 
@@ -74,23 +71,23 @@ class Grpo(DecoderInputs):
     batch_leaves: ClassVar[tuple[str, ...]] = (*DecoderInputs.batch_leaves, "logps", "advantages")
 
     variant: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo"] = setting(
-        default="grpo", doc="method, which sets the defaults of the clip and the mean"
+        "method, which sets the defaults of the clip and the mean", default="grpo"
     )
     clip_low: float | None = setting(
-        default=None, check=at_least(0), doc="the ratio is clipped at 1 - clip_low; default: the variant's"
+        "the ratio is clipped at 1 - clip_low; default: the variant's", default=None, check=at_least(0)
     )
     clip_high: float | None = setting(
-        default=None, check=at_least(0), doc="the ratio is clipped at 1 + clip_high; default: the variant's"
+        "the ratio is clipped at 1 + clip_high; default: the variant's", default=None, check=at_least(0)
     )
     mean: Mean | None = setting(
+        "mean over tokens, over rows of means over tokens, or of sums by a constant length; default: the variant's",
         default=None,
-        doc="mean over tokens, over rows of means over tokens, or of sums by a constant length; default: the variant's",
     )
     reference: Literal["none", "adapters", "model"] = setting(
+        "reference model of the KL divergence: none, this model without adapters, or the recipe's frozen model",
         default="none",
-        doc="reference model of the KL divergence: none, this model without adapters, or the recipe's frozen model",
     )
-    beta: float = setting(default=0.0, check=at_least(0), doc="coefficient of the KL divergence to the reference")
+    beta: float = setting("coefficient of the KL divergence to the reference", default=0.0, check=at_least(0))
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:

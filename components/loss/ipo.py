@@ -10,8 +10,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from drawloom import above, component, setting
 from drawloom.components.loss.pairwise import PairScores, ReferencedLoss
-from drawloom.graph import above, component, setting
 
 
 @component
@@ -25,7 +25,7 @@ class Ipo(ReferencedLoss):
     length_normalized: ClassVar[bool] = True
 
     beta: float = setting(
-        default=0.1, check=above(0), doc="regularization; the margin per token aims at 1 / (2 * beta) nats"
+        "regularization; the margin per token aims at 1 / (2 * beta) nats", default=0.1, check=above(0)
     )
 
     def pair_losses(self, scores: PairScores) -> Tensor:

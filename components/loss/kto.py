@@ -11,12 +11,10 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from drawloom import UserError, above, at_least, component, setting
 from drawloom.components.loss.decoder_inputs import DecoderInputs, compute_target_logps
 from drawloom.components.loss.pairwise import sum_by_answer
-from drawloom.components.ports.data import TokenBatch
-from drawloom.components.ports.model import Head
-from drawloom.components.ports.pipeline import LossSums
-from drawloom.graph import UserError, above, at_least, component, setting
+from drawloom.ports import Head, LossSums, TokenBatch
 
 
 @component
@@ -33,14 +31,14 @@ class Kto(DecoderInputs):
     unpaired: ClassVar[bool] = True
 
     reference: Literal["adapters", "model"] = setting(
-        default="adapters", doc="reference model: this model without adapters, or the recipe's frozen model"
+        "reference model: this model without adapters, or the recipe's frozen model", default="adapters"
     )
-    beta: float = setting(default=0.1, check=above(0), doc="strength of the pull to the reference model")
-    good_weight: float = setting(default=1.0, check=at_least(0), doc="factor of the loss of good answers")
+    beta: float = setting("strength of the pull to the reference model", default=0.1, check=above(0))
+    good_weight: float = setting("factor of the loss of good answers", default=1.0, check=at_least(0))
     bad_weight: float = setting(
+        "factor of the loss of bad answers; the fraction of good answers over that of bad ones balances both",
         default=1.0,
         check=at_least(0),
-        doc="factor of the loss of bad answers; the fraction of good answers over that of bad ones balances both",
     )
 
     def reference_values(self, hidden: Tensor, head: Head, batch: TokenBatch) -> Tensor:
@@ -51,7 +49,7 @@ class Kto(DecoderInputs):
 
     def compute_part_of_step_sums(self, hidden: Tensor, head: Head, batch: TokenBatch) -> Tensor:
         """Return the weighted sum of mismatched answers' log-ratios, and the sum of weights: float64 (2,)."""
-        ratios, weights = self._compute_pair_log_ratios_and_weights(compute_target_logps(hidden, head, batch), batch)
+        ratios, weights = self._compute_pair_log_ratios(compute_target_logps(hidden, head, batch), batch)
         return torch.stack([(ratios[..., 1] * weights).sum(), weights.sum()])
 
     def with_step_sums(self, batch: TokenBatch, sums: Tensor) -> TokenBatch:
@@ -61,7 +59,7 @@ class Kto(DecoderInputs):
         """Return the sum of losses, the sum of weights, and named sums; hidden is (rows, length, hidden_size)."""
         if batch.labels is None or batch.measured is None:
             raise UserError('the data have no labels; write use = "data.feedback" in the corpus', 2)
-        ratios, weights = self._compute_pair_log_ratios_and_weights(compute_target_logps(hidden, head, batch), batch)
+        ratios, weights = self._compute_pair_log_ratios(compute_target_logps(hidden, head, batch), batch)
         labels = sum_by_answer(batch.labels, batch.document_ids)[..., 0]
         divergence = (batch.measured[0] / batch.measured[1].clamp_min(torch.finfo(torch.float64).tiny)).clamp_min(0)
         is_good = labels > 0
@@ -71,7 +69,7 @@ class Kto(DecoderInputs):
         sums = {"signed_reward": (rewards * weights).sum(), "kl": divergence * weights.sum()}
         return (factors * torch.sigmoid(-distances)).sum(), weights.sum(), sums
 
-    def _compute_pair_log_ratios_and_weights(self, logps: Tensor, batch: TokenBatch) -> tuple[Tensor, Tensor]:
+    def _compute_pair_log_ratios(self, logps: Tensor, batch: TokenBatch) -> tuple[Tensor, Tensor]:
         """
         Return log-probabilities minus the reference's, float64 (rows, pairs, 2), and weights (rows, pairs).
 

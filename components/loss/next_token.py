@@ -5,11 +5,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from drawloom import at_least, between, component, setting
 from drawloom.components.loss.decoder_inputs import DecoderInputs
-from drawloom.components.ports.data import TokenBatch
-from drawloom.components.ports.model import Head
-from drawloom.components.ports.pipeline import LossSums
-from drawloom.graph import at_least, between, component, setting
+from drawloom.ports import Head, LossSums, TokenBatch
 
 
 @component
@@ -22,24 +20,22 @@ class NextToken(DecoderInputs):
     """
 
     z_loss: float = setting(
-        default=0.0,
-        check=at_least(0),
-        doc="z-loss coefficient, of log(sum(exp(logits)))^2, to keep logits small; 0 is off",
+        "z-loss coefficient, of log(sum(exp(logits)))^2, to keep logits small; 0 is off", default=0.0, check=at_least(0)
     )
     label_smoothing: float = setting(
-        default=0.0, check=between(0, 1), doc="label smoothing: probability spread over the vocabulary"
+        "label smoothing: probability spread over the vocabulary", default=0.0, check=between(0, 1)
     )
     accuracy: bool = setting(
+        "report the fraction of targets predicted as the likeliest token; costs one more product with the head",
         default=False,
         impact="safe",
-        doc="report the fraction of targets predicted as the likeliest token; costs one more product with the head",
     )
 
     top_k: int | None = setting(
+        "report as `top_k_accuracy` the fraction of targets among the k likeliest tokens; default: off",
         default=None,
         impact="safe",
         check=at_least(1),
-        doc="report as `top_k_accuracy` the fraction of targets among the k likeliest tokens; default: off",
     )
 
     def loss(self, hidden: Tensor, head: Head, batch: TokenBatch) -> LossSums:

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from drawloom import above, component, setting
 from drawloom.components.loss.pairwise import PairScores, PairwiseLoss
-from drawloom.graph import above, component, setting
 
 MAX_MEAN_LOGP = -1e-6
 """Upper bound of a mean log-probability: at 0 the odds are infinite."""
@@ -30,10 +30,9 @@ class Orpo(PairwiseLoss):
     length_normalized: ClassVar[bool] = True
     scores_prompts: ClassVar[bool] = True
 
-    beta: float = setting(default=0.1, check=above(0), doc="weight of the odds ratio, lambda in the paper")
+    beta: float = setting("weight of the odds ratio, lambda in the paper", default=0.1, check=above(0))
     nll: Literal["document", "answer"] = setting(
-        default="document",
-        doc="tokens of the supervised loss: the chosen answer with its prompt, or without",
+        "tokens of the supervised loss: the chosen answer with its prompt, or without", default="document"
     )
 
     def pair_losses(self, scores: PairScores) -> Tensor:

@@ -11,11 +11,10 @@ import attrs
 import torch
 from torch import Tensor
 
+from drawloom import UserError, above, setting
 from drawloom.components.loss.decoder_inputs import DecoderInputs, compute_target_logps
-from drawloom.components.ports.data import IGNORE_INDEX, TokenBatch
-from drawloom.components.ports.model import Head
-from drawloom.components.ports.pipeline import LossSums
-from drawloom.graph import UserError, above, component_base_class, setting
+from drawloom.graph import component_base_class
+from drawloom.ports import IGNORE_INDEX, Head, LossSums, TokenBatch
 
 TIE_ROUNDINGS = 2
 """
@@ -116,10 +115,10 @@ class ReferencedLoss(PairwiseLoss):
     """
 
     reference: Literal["adapters", "model", "data"] = setting(
+        "reference model: this model without adapters, the recipe's frozen model, or log-probabilities in the data",
         default="adapters",
-        doc="reference model: this model without adapters, the recipe's frozen model, or log-probabilities in the data",
     )
-    beta: float = setting(default=0.1, check=above(0), doc="strength of the pull to the reference model")
+    beta: float = setting("strength of the pull to the reference model", default=0.1, check=above(0))
 
     def reference_values(self, hidden: Tensor, head: Head, batch: TokenBatch) -> Tensor:
         return self.token_logps(hidden, head, batch)

@@ -16,17 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from drawloom import NodeView, Problem, UserError, at_least, component, setting
 from drawloom.components.loss.decoder_inputs import DecoderInputs
 from drawloom.components.loss.pairwise import sum_by_answer
-from drawloom.components.ports.data import TokenBatch
-from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.model import Head, LanguageModel
-from drawloom.components.ports.pipeline import SCORE, LossSums
 from drawloom.components.weights.convert import convert_tensors
 from drawloom.components.weights.heads import find_score_head_rows, read_score_head
 from drawloom.components.weights.mapper_ops import distribute_like
-from drawloom.graph import Problem, UserError, at_least, component, setting
-from drawloom.graph.wiring.node import NodeView
+from drawloom.ports import SCORE, Head, LanguageModel, LossSums, Mesh, TokenBatch
 
 
 class ScoreHead(nn.Module):
@@ -106,10 +102,10 @@ class RewardModel(DecoderInputs):
     model: LanguageModel
     mesh: Mesh
     centring: float = setting(
-        default=0.0, check=at_least(0), doc="coefficient of the squared sum of both scores, which keeps them around 0"
+        "coefficient of the squared sum of both scores, which keeps them around 0", default=0.0, check=at_least(0)
     )
     head: Path | None = setting(
-        default=None, doc="model folder with the initial head, such as a reward model's export; default: random"
+        "model folder with the initial head, such as a reward model's export; default: random", default=None
     )
 
     @classmethod

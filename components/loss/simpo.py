@@ -9,8 +9,8 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor
 
+from drawloom import above, at_least, component, setting
 from drawloom.components.loss.pairwise import PairScores, PairwiseLoss
-from drawloom.graph import above, at_least, component, setting
 
 
 @component
@@ -23,10 +23,8 @@ class SimPo(PairwiseLoss):
 
     length_normalized: ClassVar[bool] = True
 
-    beta: float = setting(default=2.0, check=above(0), doc="factor of the mean log-probability; 2 to 10 in the paper")
-    gamma: float = setting(
-        default=1.0, check=at_least(0), doc="target reward margin; 0.25 to 0.55 times beta in the paper"
-    )
+    beta: float = setting("factor of the mean log-probability; 2 to 10 in the paper", default=2.0, check=above(0))
+    gamma: float = setting("target reward margin; 0.25 to 0.55 times beta in the paper", default=1.0, check=at_least(0))
 
     def pair_losses(self, scores: PairScores) -> Tensor:
         return F.softplus(self.gamma - scores.margin)

@@ -1,21 +1,15 @@
 """Root mean square (RMS) of activations by layer."""
 
 import re
-from collections.abc import Mapping
 from typing import Any
 
-import attrs
 import torch
 from torch import Tensor, nn
 
+from drawloom import UserError, component, internal
 from drawloom.components.metrics.pass_sums import PassSums
-from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.model import BatchContext, TokenContext
-from drawloom.components.ports.run import Step
-from drawloom.components.ports.stages import Stages
-from drawloom.components.ports.tracking import Value
 from drawloom.components.state.trees import list_leaves
-from drawloom.graph import UserError, component
+from drawloom.ports import BatchContext, Mesh, MetricTotals, MetricValues, Stages, Step, TokenContext
 
 LAYER = re.compile(r"^(?:.*\.)?layers\.(\d+)$")
 
@@ -32,10 +26,10 @@ class ActivationRms(PassSums):
     stages: Stages
     mesh: Mesh
 
-    _layers: list[int] = attrs.field(init=False, factory=list)
-    _hooks: list[Any] = attrs.field(init=False, factory=list)
+    _layers: list[int] = internal(factory=list)
+    _hooks: list[Any] = internal(factory=list)
     # whether a position of the current microbatch has a token, (positions,); None if its rows do not consist of tokens
-    _is_token: Tensor | None = attrs.field(init=False, default=None)
+    _is_token: Tensor | None = internal(None)
 
     def open(self) -> None:
         """Gather all stages' layers, and observe this rank's. Raises UserError if there are none."""
@@ -58,7 +52,7 @@ class ActivationRms(PassSums):
         while self._hooks:
             self._hooks.pop().remove()
 
-    def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
+    def compute(self, totals: MetricTotals, step: Step) -> MetricValues:
         """Return the values, None for a layer without outputs or with infinite ones; `sums` are float64 (layers, 2)."""
         means = (totals["sums"][:, 0] / totals["sums"][:, 1]).sqrt()
         known = torch.isfinite(means).tolist()

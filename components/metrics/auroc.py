@@ -1,15 +1,11 @@
 """Area under the ROC curve for a binary classifier."""
 
-from collections.abc import Mapping
 from typing import ClassVar
 
-from torch import Tensor
-
+from drawloom import between, component, setting
 from drawloom.components.metrics.class_counts import compute_auroc
 from drawloom.components.metrics.named_sums import SummedTensor
-from drawloom.components.ports.run import Step
-from drawloom.components.ports.tracking import Value
-from drawloom.graph import between, component, setting
+from drawloom.ports import MetricTotals, MetricValues, Step
 
 
 @component(impact="safe")
@@ -22,14 +18,14 @@ class Auroc(SummedTensor):
 
     size_setting: ClassVar[str] = "bins"
 
-    bins: int = setting(default=1000, check=between(2, 1_000_001), doc="number of bins in the score histogram")
-    of: str = setting(default="score_histogram", doc="name of the loss's score histogram")
+    bins: int = setting("number of bins in the score histogram", default=1000, check=between(2, 1_000_001))
+    of: str = setting("name of the loss's score histogram", default="score_histogram")
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Return the shape of the counts."""
         return 2, self.bins
 
-    def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
+    def compute(self, totals: MetricTotals, step: Step) -> MetricValues:
         """Return `auroc`, None unless both labels occur; `sum` is float64 (2, bins)."""
         return {"auroc": compute_auroc(totals["sum"])}

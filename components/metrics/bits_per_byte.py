@@ -4,16 +4,12 @@ import math
 from collections.abc import Mapping
 from typing import ClassVar
 
-import attrs
 import torch
 from torch import Tensor
 
+from drawloom import component, internal, setting
 from drawloom.components.metrics.named_sums import read_losses_on_last_stage, sum_scalar_over_microbatches
-from drawloom.components.ports.corpus import Tokenizer
-from drawloom.components.ports.data import count_target_bytes
-from drawloom.components.ports.run import Step
-from drawloom.components.ports.tracking import Accumulator, Value
-from drawloom.graph import component, setting
+from drawloom.ports import Accumulator, MetricTotals, MetricValues, Step, Tokenizer, count_target_bytes
 
 
 @component(impact="safe")
@@ -27,16 +23,16 @@ class BitsPerByte:
     batch_leaves: ClassVar[tuple[str, ...]] = ("targets", "weights")
 
     tokenizer: Tokenizer
-    of: str = setting(default="cross_entropy", doc="name of the loss's cross entropy sum, in nats")
+    of: str = setting("name of the loss's cross entropy sum, in nats", default="cross_entropy")
 
     accumulators: ClassVar[Mapping[str, Accumulator]] = {"nats": Accumulator(), "bytes": Accumulator(scope="rows")}
-    _table: Tensor = attrs.field(init=False, default=None)
+    _table: Tensor = internal(None)
 
     def open(self) -> None:
         """Load the byte counts by token id."""
         self._table = torch.from_numpy(self.tokenizer.token_byte_counts()).double()
 
-    def measure_on_rank(self, step: Step) -> Mapping[str, Tensor]:
+    def measure_on_rank(self, step: Step) -> MetricTotals:
         """Return nats and bytes for this rank's microbatches, 0-dimensional, or {} on ranks without the last stage."""
         if (losses := read_losses_on_last_stage(step)) is None:
             return {}
@@ -47,7 +43,7 @@ class BitsPerByte:
             "bytes": sum(counts, torch.zeros((), dtype=torch.float64)),
         }
 
-    def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
+    def compute(self, totals: MetricTotals, step: Step) -> MetricValues:
         """Return the value, None if targets have no bytes or the loss is not finite."""
         value = float(totals["nats"] / totals["bytes"]) / math.log(2)
         return {"bits_per_byte": value if math.isfinite(value) else None}

@@ -1,15 +1,11 @@
 """Accuracy, precision, recall and F-beta for classifiers."""
 
-from collections.abc import Mapping
 from typing import ClassVar
 
-from torch import Tensor
-
+from drawloom import above, between, component, setting
 from drawloom.components.metrics.class_counts import Average, compute_class_scores
 from drawloom.components.metrics.named_sums import SummedTensor
-from drawloom.components.ports.run import Step
-from drawloom.components.ports.tracking import Value
-from drawloom.graph import above, between, component, setting
+from drawloom.ports import MetricTotals, MetricValues, Step
 
 
 @component(impact="safe")
@@ -25,16 +21,16 @@ class Classification(SummedTensor):
 
     size_setting: ClassVar[str] = "classes"
 
-    classes: int = setting(check=between(2, 10_001), doc="number of classes")
-    of: str = setting(default="confusion", doc="name of the loss's confusion matrix")
-    averages: tuple[Average, ...] = setting(default=("macro",), doc="averages to report, or per_class for every class")
-    beta: float = setting(default=1.0, check=above(0), doc="recall's weight relative to precision in the F-score")
+    classes: int = setting("number of classes", check=between(2, 10_001))
+    of: str = setting("name of the loss's confusion matrix", default="confusion")
+    averages: tuple[Average, ...] = setting("averages to report, or per_class for every class", default=("macro",))
+    beta: float = setting("recall's weight relative to precision in the F-score", default=1.0, check=above(0))
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Return the shape of the counts."""
         return self.classes, self.classes
 
-    def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
+    def compute(self, totals: MetricTotals, step: Step) -> MetricValues:
         """Return numbers from 0 to 1, None without items; `sum` is float64 (classes, classes)."""
         return compute_class_scores(totals["sum"], self.averages, self.beta)

@@ -1,19 +1,14 @@
 """Router balance between experts."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
-import attrs
 import torch
 from torch import Tensor
 
+from drawloom import UserError, component, internal, setting
 from drawloom.components.metrics.pass_sums import PassSums
-from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.experts import ExpertRouter, find_routers
-from drawloom.components.ports.run import Step
-from drawloom.components.ports.stages import Stages
-from drawloom.components.ports.tracking import Value
-from drawloom.graph import UserError, component, setting
+from drawloom.ports import ExpertRouter, Mesh, MetricTotals, MetricValues, Stages, Step, Value, find_routers
 
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
@@ -32,10 +27,10 @@ class ExpertLoad(PassSums):
 
     stages: Stages
     mesh: Mesh
-    by_expert: bool = setting(default=False, doc="also report token counts by expert")
+    by_expert: bool = setting("also report token counts by expert", default=False)
 
-    _names: list[str] = attrs.field(init=False, factory=list)
-    _observed: list[tuple[ExpertRouter, Callable[[Tensor, Tensor], None]]] = attrs.field(init=False, factory=list)
+    _names: list[str] = internal(factory=list)
+    _observed: list[tuple[ExpertRouter, Callable[[Tensor, Tensor], None]]] = internal(factory=list)
 
     def open(self) -> None:
         """Gather all stages' routers, and observe this rank's. Raises UserError if there are none."""
@@ -58,7 +53,7 @@ class ExpertLoad(PassSums):
             router, observer = self._observed.pop()
             router.remove_routing_observer(observer)
 
-    def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
+    def compute(self, totals: MetricTotals, step: Step) -> MetricValues:
         """Return the values, None for layers without tokens; `sums` are float64 (layers, experts + 2)."""
         return dict(
             value

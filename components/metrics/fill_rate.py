@@ -1,13 +1,7 @@
 """Fraction of training rows without padding."""
 
-from collections.abc import Mapping
-
-from torch import Tensor
-
-from drawloom.components.ports.data import PackedDataset
-from drawloom.components.ports.run import Step
-from drawloom.components.ports.tracking import Metric, Value
-from drawloom.graph import component
+from drawloom import component
+from drawloom.ports import Metric, MetricTotals, MetricValues, PackedDataset, Step
 
 
 @component(impact="safe")
@@ -16,6 +10,6 @@ class FillRate(Metric):
 
     rows: PackedDataset
 
-    def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
+    def compute(self, totals: MetricTotals, step: Step) -> MetricValues:
         """Return the fill rate, the same in every step."""
         return {"fill_rate": self.rows.fill_rate("train")}

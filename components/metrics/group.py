@@ -3,11 +3,9 @@
 from collections.abc import Mapping
 
 import attrs
-from torch import Tensor
 
-from drawloom.components.ports.run import Step
-from drawloom.components.ports.tracking import Accumulator, DistributionMetric, Histogram, Metric, Value
-from drawloom.graph import component, setting
+from drawloom import component, setting
+from drawloom.ports import Accumulator, DistributionMetric, Histogram, Metric, MetricTotals, MetricValues, Step, Value
 
 
 @component(impact="safe")
@@ -15,7 +13,7 @@ class MetricGroup:
     """All members' values, with `prefix` before their names."""
 
     members: list[Metric] = attrs.field(factory=list)
-    prefix: str = setting(default="", doc="prefix of every name: 'train/' makes loss train/loss")
+    prefix: str = setting("prefix of every name: 'train/' makes loss train/loss", default="")
 
     @property
     def accumulators(self) -> Mapping[str, Accumulator]:
@@ -26,14 +24,14 @@ class MetricGroup:
             for name, accumulator in member.accumulators.items()
         }
 
-    def measure_on_rank(self, step: Step) -> Mapping[str, Tensor]:
+    def measure_on_rank(self, step: Step) -> MetricTotals:
         return {
             f"{number}/{name}": tensor
             for number, member in enumerate(self.members)
             for name, tensor in member.measure_on_rank(step).items()
         }
 
-    def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
+    def compute(self, totals: MetricTotals, step: Step) -> MetricValues:
         """Return every member's values, from the member's totals."""
         values: dict[str, Value] = {}
         for number, member in enumerate(self.members):
@@ -41,7 +39,7 @@ class MetricGroup:
             values |= {self.prefix + name: value for name, value in member.compute(own, step).items()}
         return values
 
-    def distributions(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Histogram]:
+    def distributions(self, totals: MetricTotals, step: Step) -> Mapping[str, Histogram]:
         """Return the histograms from members that measure distributions."""
         histograms: dict[str, Histogram] = {}
         for number, member in enumerate(self.members):

@@ -4,15 +4,23 @@ from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Literal
 
-import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.ports.distributed import Device, Mesh
-from drawloom.components.ports.run import Cadence, Step, describe_cadence_fault, is_due
-from drawloom.components.ports.stages import Parameters
-from drawloom.components.ports.tracking import Accumulator, Histogram, Value
-from drawloom.graph import UserError, between, component, setting
+from drawloom import UserError, between, component, internal, setting
+from drawloom.ports import (
+    Accumulator,
+    Cadence,
+    Device,
+    Histogram,
+    Mesh,
+    MetricTotals,
+    MetricValues,
+    Parameters,
+    Step,
+    describe_cadence_fault,
+    is_due,
+)
 
 MAX_BINS = 512
 """Maximum that trackers accept (Aim, Weights & Biases)."""
@@ -39,20 +47,20 @@ class Histograms:
     parameters: Parameters
     mesh: Mesh
     device: Device
-    targets: list[str] = setting(check=find_targets_fault, doc="parameter name patterns (fnmatch)")
+    targets: list[str] = setting("parameter name patterns (fnmatch)", check=find_targets_fault)
     of: tuple[Literal["gradients", "weights"], ...] = setting(
-        default=("gradients", "weights"), doc="tensors to count by parameter"
+        "tensors to count by parameter", default=("gradients", "weights")
     )
     per: Literal["parameter", "pattern"] = setting(
-        default="parameter", doc="one histogram per parameter, or one per pattern for all its matches"
+        "one histogram per parameter, or one per pattern for all its matches", default="parameter"
     )
-    bins: int = setting(default=64, check=between(1, MAX_BINS + 1), doc=f"bins of a histogram, at most {MAX_BINS}")
+    bins: int = setting(f"bins of a histogram, at most {MAX_BINS}", default=64, check=between(1, MAX_BINS + 1))
     every: Cadence = setting(
-        default=100, check=describe_cadence_fault, doc='steps between histograms, or "last" or "never"'
+        'steps between histograms, or "last" or "never"', default=100, check=describe_cadence_fault
     )
 
-    _series: list[str] = attrs.field(init=False, factory=list)
-    _measured: dict[str, Tensor] = attrs.field(init=False, factory=dict)
+    _series: list[str] = internal(factory=list)
+    _measured: dict[str, Tensor] = internal(factory=dict)
 
     def open(self) -> None:
         """Gather the model's parameter names. Raises UserError for a pattern without a match."""
@@ -71,7 +79,7 @@ class Histograms:
         self._measured = {}
         if is_due(self.every, step):
             parts = [*self._iterate_chunks_by_histogram()]
-            low, high = self._find_minima_and_maxima_over_ranks(parts)
+            low, high = self._find_extremes_over_ranks(parts)
             self._measured = {"low": low, "high": high, "counts": self._count_elements_by_bin(parts, low, high)}
 
     @property
@@ -84,16 +92,16 @@ class Histograms:
             "counts": Accumulator(shape=(size, self.bins), scope="model"),
         }
 
-    def measure_on_rank(self, step: Step) -> Mapping[str, Tensor]:
+    def measure_on_rank(self, step: Step) -> MetricTotals:
         """Return the bounds, float64 (histograms,), and this rank's counts (histograms, bins), or {} between steps."""
         measured, self._measured = self._measured, {}
         return measured
 
-    def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
+    def compute(self, totals: MetricTotals, step: Step) -> MetricValues:
         """Return {}, because distributions are not numbers."""
         return {}
 
-    def distributions(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Histogram]:
+    def distributions(self, totals: MetricTotals, step: Step) -> Mapping[str, Histogram]:
         """Return a measured step's histograms, without tensors that have no finite element."""
         bounds = zip(self._series, totals["low"].tolist(), totals["high"].tolist(), strict=True)
         return {
@@ -116,7 +124,7 @@ class Histograms:
         names = matching if self.per == "pattern" else [name] if matching else []
         return [self._series.index(f"{kind}/{label}") for label in names]
 
-    def _find_minima_and_maxima_over_ranks(self, indexed_chunks: list[tuple[int, Tensor]]) -> tuple[Tensor, Tensor]:
+    def _find_extremes_over_ranks(self, indexed_chunks: list[tuple[int, Tensor]]) -> tuple[Tensor, Tensor]:
         """Return the finite minimum and maximum over all ranks, float64 (histograms,), widened if they are equal."""
         size, device = len(self._series), self.device.device
         bounds = torch.full((2, size), float("-inf"), dtype=torch.float64, device=device)

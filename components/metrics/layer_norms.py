@@ -4,15 +4,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.run import Step
-from drawloom.components.ports.stages import Parameters
-from drawloom.components.ports.tracking import Accumulator, Value
-from drawloom.graph import component
+from drawloom import component, internal
+from drawloom.ports import Accumulator, Mesh, MetricTotals, MetricValues, Parameters, Step
 
 LAYER = re.compile(r"^(?:.*\.)?layers\.(\d+)\.")
 
@@ -29,8 +25,8 @@ class LayerNorms:
     parameters: Parameters
     mesh: Mesh
 
-    _layers: list[str] = attrs.field(init=False, factory=list)
-    _squares: dict[str, Tensor] = attrs.field(init=False, factory=dict)
+    _layers: list[str] = internal(factory=list)
+    _squares: dict[str, Tensor] = internal(factory=dict)
 
     def open(self) -> None:
         """Gather all stages' layers."""
@@ -53,7 +49,7 @@ class LayerNorms:
         squares = Accumulator(shape=(len(self._layers),), scope="model")
         return {"grad_norm": squares, "weight_norm": squares}
 
-    def measure_on_rank(self, step: Step) -> Mapping[str, Tensor]:
+    def measure_on_rank(self, step: Step) -> MetricTotals:
         """
         Return sums of squares over this rank's own parameters, float64 (layers,).
 
@@ -62,7 +58,7 @@ class LayerNorms:
         squares, self._squares = self._squares, {}
         return squares
 
-    def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
+    def compute(self, totals: MetricTotals, step: Step) -> MetricValues:
         """Return the norms, None if not finite; the sums of squares are float64 (layers,)."""
         return {
             f"{kind}/{layer}": value if torch.isfinite(torch.tensor(value)) else None

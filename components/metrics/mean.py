@@ -4,18 +4,15 @@ from collections.abc import Mapping
 from typing import Literal
 
 import torch
-from torch import Tensor
 
+from drawloom import component, setting
 from drawloom.components.metrics.named_sums import (
     compute_microbatch_means_over_context,
     read_losses_on_last_stage,
     sum_scalar_over_microbatches,
     sum_weights,
 )
-from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.run import Step
-from drawloom.components.ports.tracking import Accumulator, Value
-from drawloom.graph import component, setting
+from drawloom.ports import Accumulator, Mesh, MetricTotals, MetricValues, Step
 
 
 @component(impact="safe")
@@ -28,11 +25,11 @@ class Mean:
     """
 
     mesh: Mesh
-    of: str = setting(doc="name of the loss's sum, or 'loss'")
+    of: str = setting("name of the loss's sum, or 'loss'")
     per: Literal["token", "microbatch", "step"] = setting(
-        default="token", doc="divisor of the sum: token weights, microbatches, or 1"
+        "divisor of the sum: token weights, microbatches, or 1", default="token"
     )
-    name: str = setting(default="", doc="name in logs; default: the sum's name")
+    name: str = setting("name in logs; default: the sum's name", default="")
 
     @property
     def accumulators(self) -> Mapping[str, Accumulator]:
@@ -40,7 +37,7 @@ class Mean:
         accumulator = Accumulator(scope="rows" if self.per == "microbatch" else "data")
         return {"total": accumulator, "count": accumulator}
 
-    def measure_on_rank(self, step: Step) -> Mapping[str, Tensor]:
+    def measure_on_rank(self, step: Step) -> MetricTotals:
         """Return sum and divisor on this rank, 0-dimensional, or {} on ranks without the last stage."""
         if (losses := read_losses_on_last_stage(step)) is None:
             return {}
@@ -49,7 +46,7 @@ class Mean:
             return {"total": means.nansum(), "count": (~means.isnan()).sum()}
         return {"total": sum_scalar_over_microbatches(losses, self.of), "count": sum_weights(losses)}
 
-    def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
+    def compute(self, totals: MetricTotals, step: Step) -> MetricValues:
         """Return the mean, None if it is not finite or all the step's weights are 0."""
         total = totals["total"] if self.per == "step" else totals["total"] / totals["count"]
         return {self.name or self.of: float(total) if torch.isfinite(total) and totals["count"] > 0 else None}

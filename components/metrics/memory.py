@@ -3,13 +3,19 @@
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
 
-from drawloom.components.ports.distributed import Device
-from drawloom.components.ports.memory import MEMORY_KINDS, MemoryUser, sum_memory_by_kind
-from drawloom.components.ports.run import Step
-from drawloom.components.ports.tracking import Accumulator, Value
-from drawloom.graph import Every, component, setting
+from drawloom import Every, component, setting
+from drawloom.ports import (
+    MEMORY_KINDS,
+    Accumulator,
+    Device,
+    MemoryUser,
+    MetricTotals,
+    MetricValues,
+    Step,
+    Value,
+    sum_memory_by_kind,
+)
 
 
 @component(impact="safe")
@@ -23,7 +29,7 @@ class Memory:
 
     device: Device
     users: Every[MemoryUser]
-    by_kind: bool = setting(default=False, doc="report memory by kind, too")
+    by_kind: bool = setting("report memory by kind, too", default=False)
 
     @property
     def accumulators(self) -> Mapping[str, Accumulator]:
@@ -31,7 +37,7 @@ class Memory:
         kinds = {"kinds": Accumulator("max", (len(MEMORY_KINDS),))} if self.by_kind else {}
         return {"bytes": Accumulator("max"), **kinds}
 
-    def measure_on_rank(self, step: Step) -> Mapping[str, Tensor]:
+    def measure_on_rank(self, step: Step) -> MetricTotals:
         """Return this rank's peak device bytes, 0-dimensional, and bytes by kind (kinds,), both float64."""
         peak = self.device.get_peak_memory_so_far()
         measured = {"bytes": torch.tensor(peak, dtype=torch.float64)}
@@ -40,7 +46,7 @@ class Memory:
             measured["kinds"] = torch.tensor([sizes.get(kind, 0) for kind in MEMORY_KINDS], dtype=torch.float64)
         return measured
 
-    def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
+    def compute(self, totals: MetricTotals, step: Step) -> MetricValues:
         """Return the maxima over ranks: `bytes` is 0-dimensional, `kinds` (kinds,)."""
         values: dict[str, Value] = {"memory": int(totals["bytes"])}
         if self.by_kind:

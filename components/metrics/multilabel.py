@@ -1,15 +1,11 @@
 """Accuracy, precision, recall and F-beta for multi-label classifiers."""
 
-from collections.abc import Mapping
 from typing import ClassVar
 
-from torch import Tensor
-
+from drawloom import above, between, component, setting
 from drawloom.components.metrics.class_counts import Average, compute_label_scores
 from drawloom.components.metrics.named_sums import SummedTensor
-from drawloom.components.ports.run import Step
-from drawloom.components.ports.tracking import Value
-from drawloom.graph import above, between, component, setting
+from drawloom.ports import MetricTotals, MetricValues, Step
 
 
 @component(impact="safe")
@@ -24,18 +20,18 @@ class Multilabel(SummedTensor):
 
     size_setting: ClassVar[str] = "labels"
 
-    labels: int = setting(check=between(1, 1_000_001), doc="number of labels")
-    of: str = setting(default="labels", doc="name of the loss's sum with one confusion matrix per label")
+    labels: int = setting("number of labels", check=between(1, 1_000_001))
+    of: str = setting("name of the loss's sum with one confusion matrix per label", default="labels")
     averages: tuple[Average, ...] = setting(
-        default=("micro", "macro"), doc="averages to report, or per_class for every label"
+        "averages to report, or per_class for every label", default=("micro", "macro")
     )
-    beta: float = setting(default=1.0, check=above(0), doc="recall's weight relative to precision in the F-score")
+    beta: float = setting("recall's weight relative to precision in the F-score", default=1.0, check=above(0))
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Return the shape of the counts."""
         return self.labels, 2, 2
 
-    def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
+    def compute(self, totals: MetricTotals, step: Step) -> MetricValues:
         """Return numbers from 0 to 1, None without items; `sum` is float64 (labels, 2, 2)."""
         return compute_label_scores(totals["sum"], self.averages, self.beta)

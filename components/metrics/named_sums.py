@@ -7,11 +7,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.pipeline import LOSSES
-from drawloom.components.ports.run import Step
-from drawloom.components.ports.tracking import Accumulator, Metric
-from drawloom.graph import UserError, component_base_class
+from drawloom import UserError
+from drawloom.graph import component_base_class
+from drawloom.ports import LOSSES, Accumulator, Mesh, Metric, MetricTotals, Step
 
 
 def read_losses_on_last_stage(step: Step) -> Mapping[str, Any] | None:
@@ -56,7 +54,7 @@ class SummedTensor(Metric):
         """The sum."""
         return {"sum": Accumulator(shape=self.shape)}
 
-    def measure_on_rank(self, step: Step) -> Mapping[str, Tensor]:
+    def measure_on_rank(self, step: Step) -> MetricTotals:
         """Return this rank's sum, float64 of `shape`, or {} on ranks without the last stage. Raises UserError."""
         if (losses := read_losses_on_last_stage(step)) is None:
             return {}
@@ -87,8 +85,7 @@ def _read_values_by_microbatch(losses: Mapping[str, Any], name: str) -> Tensor:
     if name not in values:
         known = ", ".join(values)
         raise UserError(
-            f"the loss has no sum called {name!r}, but a metric reads it; write one of {known}",
-            exit_code=2,
+            f"the loss has no sum called {name!r}, but a metric reads it; write one of {known}", exit_code=2
         )
     value: Tensor = values[name]
     return value

@@ -2,14 +2,12 @@
 
 from collections.abc import Mapping
 
-import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.ports.distributed import Device
-from drawloom.components.ports.run import Step
-from drawloom.components.ports.tracking import Accumulator, Metric
+from drawloom import internal
 from drawloom.graph import component_base_class
+from drawloom.ports import Accumulator, Device, Metric, MetricTotals, Step
 
 
 @component_base_class
@@ -18,7 +16,7 @@ class PassSums(Metric):
 
     device: Device
 
-    _sums: Tensor = attrs.field(init=False, factory=lambda: torch.zeros(0, dtype=torch.float64))
+    _sums: Tensor = internal(factory=lambda: torch.zeros(0, dtype=torch.float64))
 
     def allocate_sums(self, *shape: int) -> None:
         """Start with sums of this shape, the same on all ranks."""
@@ -32,7 +30,7 @@ class PassSums(Metric):
     def forget_passes(self) -> None:
         self._sums.zero_()
 
-    def measure_on_rank(self, step: Step) -> Mapping[str, Tensor]:
+    def measure_on_rank(self, step: Step) -> MetricTotals:
         """Return the sums over the forward passes since the last step, float64 (layers, ...)."""
         sums = self._sums.clone()
         self._sums.zero_()  # in place: observers that are part of a CUDA graph add to this tensor

@@ -4,12 +4,9 @@ import math
 from collections.abc import Mapping
 from typing import ClassVar
 
-from torch import Tensor
-
+from drawloom import component, setting
 from drawloom.components.metrics.named_sums import read_losses_on_last_stage, sum_scalar_over_microbatches, sum_weights
-from drawloom.components.ports.run import Step
-from drawloom.components.ports.tracking import Accumulator, Value
-from drawloom.graph import component, setting
+from drawloom.ports import Accumulator, MetricTotals, MetricValues, Step, Value
 
 MAX_NATS = 700.0  # exp of more overflows float64
 
@@ -22,11 +19,11 @@ class Perplexity:
     Both omit label smoothing, z-loss and other parts of the loss.
     """
 
-    of: str = setting(default="cross_entropy", doc="name of the loss's cross entropy sum, in nats")
+    of: str = setting("name of the loss's cross entropy sum, in nats", default="cross_entropy")
 
     accumulators: ClassVar[Mapping[str, Accumulator]] = {"total": Accumulator(), "weight": Accumulator()}
 
-    def measure_on_rank(self, step: Step) -> Mapping[str, Tensor]:
+    def measure_on_rank(self, step: Step) -> MetricTotals:
         """Return nats and weights on this rank, 0-dimensional, or {} on ranks without the last stage."""
         losses = read_losses_on_last_stage(step)
         return (
@@ -35,7 +32,7 @@ class Perplexity:
             else {"total": sum_scalar_over_microbatches(losses, self.of), "weight": sum_weights(losses)}
         )
 
-    def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
+    def compute(self, totals: MetricTotals, step: Step) -> MetricValues:
         """Return the values, None without tokens or if infinite."""
         values: dict[str, Value] = {"perplexity": _exp_or_none(float(totals["total"] / totals["weight"]))}
         if (name := f"validation_{self.of}") in step.state:

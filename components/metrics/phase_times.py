@@ -1,18 +1,25 @@
 """Times for a step's phases."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import pairwise
 from typing import ClassVar
 
-import attrs
-from torch import Tensor
-
-from drawloom.components.ports.distributed import Device
-from drawloom.components.ports.run import Event, EventKind, Mark, Phase, Step, compute_seconds_between, mark_time
-from drawloom.components.ports.tracking import Metric, Value
-from drawloom.graph import component
-from drawloom.graph.component import Every, find_declared_reads_and_writes
+from drawloom import Every, component, internal
+from drawloom.graph.component import find_declared_reads_and_writes
+from drawloom.ports import (
+    Device,
+    Event,
+    EventKind,
+    Mark,
+    Metric,
+    MetricTotals,
+    MetricValues,
+    Phase,
+    Step,
+    compute_seconds_between,
+    mark_time,
+)
 
 DATA, PASSES, SYNC, UPDATE, OTHER = "data", "forward_backward", "sync", "update", "other"
 
@@ -34,13 +41,13 @@ class PhaseTimes(Metric):
     phases: Every[Phase]
     observes: ClassVar[tuple[EventKind, ...]] = ("step_started", "phase_started", "data_loaded", "phase_ended")
 
-    clock: Callable[[], float] = attrs.field(init=False, default=time.monotonic)
+    clock: Callable[[], float] = internal(time.monotonic)
     # marks with the name of the part that ended there
-    _marks: list[tuple[str, Mark]] = attrs.field(init=False, factory=list)
-    _measured: list[tuple[str, Mark]] = attrs.field(init=False, factory=list)
-    _phase: str = attrs.field(init=False, default="")
-    _measuring: str = attrs.field(init=False, default="")  # name of the measuring phase
-    _goes_back: bool = attrs.field(init=False, default=False)
+    _marks: list[tuple[str, Mark]] = internal(factory=list)
+    _measured: list[tuple[str, Mark]] = internal(factory=list)
+    _phase: str = internal("")
+    _measuring: str = internal("")  # name of the measuring phase
+    _goes_back: bool = internal(False)
 
     def on_event(self, event: Event) -> None:
         """Mark where phases begin and end, and where data loading ends."""
@@ -52,13 +59,13 @@ class PhaseTimes(Metric):
         part = {"data_loaded": DATA, "phase_ended": self._classify_phase(event.phase)}.get(event.kind, OTHER)
         self._marks.append((part, mark_time(self.device.device, self.clock)))
 
-    def measure_on_rank(self, step: Step) -> Mapping[str, Tensor]:
+    def measure_on_rank(self, step: Step) -> MetricTotals:
         """Keep the marks since the last measurement until `compute`, on a GPU a step later."""
         self._measured, self._marks = self._marks, []
         self._measuring, self._goes_back = self._phase, step.goes_back
         return {}
 
-    def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
+    def compute(self, totals: MetricTotals, step: Step) -> MetricValues:
         """Return the seconds between consecutive marks, by the second mark's name."""
         if step.interval is None:
             return {}

@@ -1,17 +1,14 @@
 """Seconds lost with losses of ranks in a run that continues in memory."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import pairwise
 from typing import ClassVar
 
 import attrs
-from torch import Tensor
 
-from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.run import Event, EventKind, Step
-from drawloom.components.ports.tracking import Metric, Value
-from drawloom.graph import component
+from drawloom import component, internal
+from drawloom.ports import Event, EventKind, Mesh, Metric, MetricTotals, MetricValues, Step
 
 PREFIX = "recovery/"
 PARTS = ("repeat", "detect", "agree", "rebuild", "transfer")
@@ -48,10 +45,10 @@ class Recovery(Metric):
     mesh: Mesh
     observes: ClassVar[tuple[EventKind, ...]] = ("run_started", "step_started", "phase_ended", "step_ended")
 
-    clock: Callable[[], float] = attrs.field(init=False, default=time.monotonic)
-    _marks: Marks | None = attrs.field(init=False, default=None)  # of the running step, or of its interruption
-    _seconds: dict[str, float] = attrs.field(init=False, factory=dict)  # by part, for the present step
-    _measured: dict[str, float] = attrs.field(init=False, factory=dict)
+    clock: Callable[[], float] = internal(time.monotonic)
+    _marks: Marks | None = internal(None)  # of the running step, or of its interruption
+    _seconds: dict[str, float] = internal(factory=dict)  # by part, for the present step
+    _measured: dict[str, float] = internal(factory=dict)
 
     def on_event(self, event: Event) -> None:
         """Note the progress of a step, and the end of a recovery."""
@@ -84,11 +81,11 @@ class Recovery(Metric):
         """Go on with the times of the failed attempt."""
         self._marks, self._seconds = values
 
-    def measure_on_rank(self, step: Step) -> Mapping[str, Tensor]:
+    def measure_on_rank(self, step: Step) -> MetricTotals:
         """Keep this step's seconds until `compute`, which on a GPU is a step later."""
         self._measured = {**self._seconds}
         return {}
 
-    def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
+    def compute(self, totals: MetricTotals, step: Step) -> MetricValues:
         """Return the seconds by part, if this step was repeated."""
         return {f"{PREFIX}{part}": seconds for part, seconds in self._measured.items()}

@@ -6,11 +6,9 @@ import attrs
 import torch
 from torch import Tensor
 
+from drawloom import Every, component
 from drawloom.components.metrics.named_sums import read_losses_on_last_stage
-from drawloom.components.ports.rollouts import Reward, Scored
-from drawloom.components.ports.run import Step
-from drawloom.components.ports.tracking import Accumulator, Value
-from drawloom.graph import Every, component
+from drawloom.ports import Accumulator, MetricTotals, MetricValues, Reward, Scored, Step
 
 LARGEST_DIFFERENCE = "largest_difference"
 
@@ -36,7 +34,7 @@ class RolloutMetrics:
         sums = {name: Accumulator(scope="rows") for name in names}
         return {**sums, "rewards": rewards, LARGEST_DIFFERENCE: Accumulator("max")}
 
-    def measure_on_rank(self, step: Step) -> Mapping[str, Tensor]:
+    def measure_on_rank(self, step: Step) -> MetricTotals:
         """Return the sums over this rank's completions."""
         values: dict[str, Tensor] = {}
         for scored in step.state.get("rollouts", []):
@@ -50,7 +48,7 @@ class RolloutMetrics:
             values[LARGEST_DIFFERENCE] = losses["sums"][LARGEST_DIFFERENCE].max()
         return values
 
-    def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
+    def compute(self, totals: MetricTotals, step: Step) -> MetricValues:
         """Return the means; None for a mean over nothing."""
         rows = totals["rows"]
         values = {

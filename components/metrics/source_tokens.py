@@ -1,13 +1,7 @@
 """Tokens and epochs by source in a mixture."""
 
-from collections.abc import Mapping
-
-from torch import Tensor
-
-from drawloom.components.ports.data import MeasuredRows, MovableData
-from drawloom.components.ports.run import Step
-from drawloom.components.ports.tracking import Metric, Value
-from drawloom.graph import component
+from drawloom import component
+from drawloom.ports import MeasuredRows, Metric, MetricTotals, MetricValues, MovableData, Step
 
 
 @component(impact="safe")
@@ -21,7 +15,7 @@ class SourceTokens(Metric):
     progress: MovableData
     rows: MeasuredRows
 
-    def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
+    def compute(self, totals: MetricTotals, step: Step) -> MetricValues:
         """Return the tokens and epochs in all steps up to this one."""
         tokens = self.progress.cumulative_tokens_by_source(step.index)
         sources = {source.name: source for source in self.rows.row_sources("train") if source.tokens}

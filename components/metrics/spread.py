@@ -6,12 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drawloom import NodeView, Problem, between, component, setting
 from drawloom.components.metrics.named_sums import compute_microbatch_means_over_context, read_losses_on_last_stage
-from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.run import Step
-from drawloom.components.ports.tracking import Accumulator, Value
-from drawloom.graph import Problem, between, component, setting
-from drawloom.graph.wiring.node import NodeView
+from drawloom.ports import Accumulator, Mesh, MetricTotals, MetricValues, Step, Value
 
 
 @component(impact="safe")
@@ -24,11 +21,11 @@ class Spread:
     """
 
     mesh: Mesh
-    of: str = setting(default="loss", doc="name of the loss's sum, or 'loss'")
-    quantiles: tuple[float, ...] = setting(default=(), doc="quantiles from 0 to 1, such as 0.5 and 0.9")
-    low: float = setting(default=0.0, doc="the histogram's lower bound")
-    high: float = setting(default=20.0, doc="the histogram's upper bound")
-    bins: int = setting(default=2000, check=between(1, 1_000_001), doc="number of histogram bins")
+    of: str = setting("name of the loss's sum, or 'loss'", default="loss")
+    quantiles: tuple[float, ...] = setting("quantiles from 0 to 1, such as 0.5 and 0.9", default=())
+    low: float = setting("the histogram's lower bound", default=0.0)
+    high: float = setting("the histogram's upper bound", default=20.0)
+    bins: int = setting("number of histogram bins", default=2000, check=between(1, 1_000_001))
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
@@ -46,7 +43,7 @@ class Spread:
         histogram = {"histogram": Accumulator(shape=(self.bins,), scope="rows")} if self.quantiles else {}
         return {"min": Accumulator("min"), "max": Accumulator("max"), **histogram}
 
-    def measure_on_rank(self, step: Step) -> Mapping[str, Tensor]:
+    def measure_on_rank(self, step: Step) -> MetricTotals:
         """
         Return 0-dimensional minimum and maximum, and the histogram, float64 (bins,), over microbatches with weight.
 
@@ -63,7 +60,7 @@ class Spread:
         counts.index_add_(0, index.nan_to_num().long(), (~means.isnan()).double())
         return {"min": minimum, "max": maximum, "histogram": counts}
 
-    def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
+    def compute(self, totals: MetricTotals, step: Step) -> MetricValues:
         """Return the values, None if no microbatch has weight; `histogram` is float64 (bins,)."""
         ends = {f"{self.of}_{name}": float(totals[name]) for name in ("min", "max")}
         values: dict[str, Value] = {key: value if abs(value) != float("inf") else None for key, value in ends.items()}

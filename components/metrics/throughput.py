@@ -1,14 +1,7 @@
 """Token count, and tokens per second."""
 
-from collections.abc import Mapping
-from typing import Any
-
-import attrs
-from torch import Tensor
-
-from drawloom.components.ports.run import Step
-from drawloom.components.ports.tracking import Metric, Value
-from drawloom.graph import component
+from drawloom import component, internal
+from drawloom.ports import Metric, MetricTotals, MetricValues, NodeState, Step
 
 
 @component(impact="safe")
@@ -20,24 +13,24 @@ class Throughput(Metric):
     evaluations, replays and saving.
     """
 
-    _tokens: int = attrs.field(init=False, default=0)
-    _measured: Step | None = attrs.field(init=False, default=None)
+    _tokens: int = internal(0)
+    _measured: Step | None = internal(None)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> NodeState:
         """Return the token count so far."""
         return {"tokens": self._add_tokens_of_last_step()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: NodeState) -> None:
         """Continue from a saved count."""
         self._tokens, self._measured = int(state["tokens"]), None
 
-    def measure_on_rank(self, step: Step) -> Mapping[str, Tensor]:
+    def measure_on_rank(self, step: Step) -> MetricTotals:
         """Remember the step; return nothing to sum, because `tokens` is summed over ranks already."""
         self._add_tokens_of_last_step()
         self._measured = step
         return {}
 
-    def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
+    def compute(self, totals: MetricTotals, step: Step) -> MetricValues:
         """Return the values; there is no rate without an interval."""
         rate = step.tokens / step.interval.training_seconds if step.interval else None
         return {"tokens": self._add_tokens_of_last_step(), "tokens_per_second": rate}

@@ -3,19 +3,27 @@
 import logging
 from collections.abc import Mapping
 
-import attrs
 import torch
-from torch import Tensor
 
-from drawloom.components.ports.data import require_token_batch
-from drawloom.components.ports.distributed import Device, Mesh, Precision
-from drawloom.components.ports.features import StageFeature
-from drawloom.components.ports.model import CountsFlops, ForwardFlops, count_attended_pairs
-from drawloom.components.ports.run import Step
-from drawloom.components.ports.stages import LOSS, Stages
-from drawloom.components.ports.tracking import Accumulator, Value
-from drawloom.components.state.batch import Batch
-from drawloom.graph import Every, above, component, setting
+from drawloom import Every, above, component, internal, setting
+from drawloom.ports import (
+    LOSS,
+    Accumulator,
+    Batch,
+    CountsFlops,
+    Device,
+    ForwardFlops,
+    Mesh,
+    MetricTotals,
+    MetricValues,
+    Precision,
+    StageFeature,
+    Stages,
+    Step,
+    Value,
+    count_attended_pairs,
+    require_token_batch,
+)
 
 log = logging.getLogger("drawloom.run")
 
@@ -40,13 +48,13 @@ class Utilization:
     models: Every[CountsFlops]
     features: Every[StageFeature]
     peak_tflops: float | None = setting(
-        default=None, check=above(0), doc="the device's peak TFLOP/s; default: a table with known devices"
+        "the device's peak TFLOP/s; default: a table with known devices", default=None, check=above(0)
     )
 
-    _flops: ForwardFlops | None = attrs.field(init=False, default=None)
-    _peak: float | None = attrs.field(init=False, default=None)
-    _frozen: set[str] = attrs.field(init=False, factory=set)
-    _has_warned: bool = attrs.field(init=False, default=False)
+    _flops: ForwardFlops | None = internal(None)
+    _peak: float | None = internal(None)
+    _frozen: set[str] = internal(factory=set)
+    _has_warned: bool = internal(False)
 
     def open(self) -> None:
         """Look up the model's FLOPs, if a model counts them, and the device's peak."""
@@ -81,7 +89,7 @@ class Utilization:
             "pairs": Accumulator(shape=(len(self._flops.per_pair),), scope="rows"),
         }
 
-    def measure_on_rank(self, step: Step) -> Mapping[str, Tensor]:
+    def measure_on_rank(self, step: Step) -> MetricTotals:
         """Return float64 counts: positions (), and query-key pairs by window (windows,)."""
         if self._flops is None:
             return {}
@@ -93,7 +101,7 @@ class Utilization:
             "pairs": torch.tensor(pairs, dtype=torch.float64),
         }
 
-    def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
+    def compute(self, totals: MetricTotals, step: Step) -> MetricValues:
         """Return the values per device, as means over ranks; None if they exceed the device's peak."""
         if self._flops is None or step.interval is None:
             return {}

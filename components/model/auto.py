@@ -1,7 +1,6 @@
 """The component `model.auto`: a model of any family, from a Hugging Face folder."""
 
 import json
-from collections.abc import Mapping
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -9,8 +8,10 @@ from typing import Any
 
 import attrs
 
+from drawloom import UserError, component, setting
 from drawloom.components.model.decoder.builder import DecoderBuilder, DecoderModel
-from drawloom.components.model.decoder.hugging_face import Family, locate_config_json, read_config, read_config_json
+from drawloom.components.model.decoder.family import Family
+from drawloom.components.model.decoder.hugging_face import locate_config_json, read_config, read_config_json
 from drawloom.components.model.deepseek_v2 import DeepseekV2
 from drawloom.components.model.deepseek_v3 import DeepseekV3
 from drawloom.components.model.dots1 import Dots1
@@ -31,10 +32,9 @@ from drawloom.components.model.qwen3_5 import Qwen35
 from drawloom.components.model.qwen3_5_moe import Qwen35Moe
 from drawloom.components.model.qwen3_next import Qwen3Next
 from drawloom.components.model.smollm3 import SmolLm3
-from drawloom.components.ports.weights import ADAPTER_CONFIG
 from drawloom.components.weights.load import open_and_check_folder
-from drawloom.graph import UserError, component, setting
 from drawloom.graph.recipe.lockfile import LOCK
+from drawloom.ports import ADAPTER_CONFIG, Settings
 
 FAMILIES: dict[str, type[DecoderBuilder]] = {
     model_type: kind
@@ -73,9 +73,9 @@ class AutoModel(DecoderModel):
     `[stages] weights` may replace the weights by others of the same sizes.
     """
 
-    path: Path = setting(doc="folder with a config.json, and with safetensors files if `weights` is true")
+    path: Path = setting("folder with a config.json, and with safetensors files if `weights` is true")
     weights: bool = setting(
-        default=True, impact="changes_training", doc="load the folder's weights; false for random weights"
+        "load the folder's weights; false for random weights", default=True, impact="changes_training"
     )
 
     def check_before_open(self) -> None:
@@ -114,7 +114,7 @@ class AutoModel(DecoderModel):
         open_and_check_folder(self.path, model.build_on_meta(), model.hugging_face_mapper().inverse())
 
     @classmethod
-    def read_sizes(cls, node: Any) -> Mapping[str, Any]:
+    def read_sizes(cls, node: Any) -> Settings:
         path = node.settings["path"]
         with suppress(UserError):
             return attrs.asdict(read_config(_find_builder_class(path).family, path), recurse=False)
@@ -131,7 +131,7 @@ class AutoModel(DecoderModel):
         return _find_builder_class(self.path).family
 
     @property
-    def config_settings(self) -> Mapping[str, Any]:
+    def config_settings(self) -> Settings:
         return dict.fromkeys((*self.family.keys, "rope_parameters")) | {"config": self.path}
 
     @property

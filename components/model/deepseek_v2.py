@@ -1,19 +1,13 @@
 """The component `model.deepseek_v2`: DeepSeek-V2 and V2-Lite (arXiv 2405.04434)."""
 
-from typing import Any
-
 import attrs
 
+from drawloom import component, setting
 from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.hugging_face import Family
+from drawloom.components.model.decoder.family import Family
 from drawloom.components.model.decoder.specs import Routing
-from drawloom.components.model.deepseek_v3 import (
-    LATENT_RENAMED,
-    LatentConfig,
-    read_latent_config,
-    write_latent_config,
-)
-from drawloom.graph import component, setting
+from drawloom.components.model.deepseek_v3 import LATENT_RENAMED, LatentConfig, read_latent_config, write_latent_config
+from drawloom.ports import ConfigJson
 
 METHODS = {False: "greedy", True: "group_limited_greedy"}
 """Choice of experts in files, by whether there are groups."""
@@ -24,7 +18,7 @@ class DeepseekV2Config(LatentConfig):
     """Config of DeepSeek-V2: latent attention, and experts by softmax scores, which are not normalised."""
 
     n_shared_experts: int = 2
-    mlp_bias: bool = setting(default=False, doc="add biases to the linear layers of feed-forward networks")
+    mlp_bias: bool = setting("add biases to the linear layers of feed-forward networks", default=False)
 
     @property
     def routing(self) -> Routing:
@@ -39,7 +33,7 @@ class DeepseekV2Config(LatentConfig):
         )
 
 
-def _convert_config_from_hf(config: dict[str, Any]) -> dict[str, Any]:
+def _convert_config_from_hf(config: ConfigJson) -> ConfigJson:
     """
     Convert a `config.json`: `q_lora_rank` null becomes 0, and the greedy method one group. Raises ValueError for other
     methods.
@@ -50,7 +44,7 @@ def _convert_config_from_hf(config: dict[str, Any]) -> dict[str, Any]:
     return read_latent_config(config) | ({"n_group": 1, "topk_group": 1} if method == METHODS[False] else {})
 
 
-def _convert_config_to_hf(config: dict[str, Any]) -> dict[str, Any]:
+def _convert_config_to_hf(config: ConfigJson) -> ConfigJson:
     """Convert a `q_lora_rank` of 0 to null, and add the topk_method for the number of groups."""
     return write_latent_config(config) | {"topk_method": METHODS[config["n_group"] > 1]}
 

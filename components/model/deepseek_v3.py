@@ -1,10 +1,10 @@
 """The component `model.deepseek_v3`: DeepSeek-V3 (arXiv 2412.19437), Moonlight, Kimi K2 and K2.5 for text."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 import attrs
 
+from drawloom import between, component, setting
 from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.decoder.config import (
     MAX_SIZES,
@@ -14,11 +14,10 @@ from drawloom.components.model.decoder.config import (
     create_size_check,
     training_setting,
 )
-from drawloom.components.model.decoder.hugging_face import Family
+from drawloom.components.model.decoder.family import Family
 from drawloom.components.model.decoder.rope import InvalidSetting, Rope, latent_score_multiplier
 from drawloom.components.model.decoder.specs import LatentSpec
-from drawloom.graph import between, component, setting
-from drawloom.kernels.attention.options import AttentionOptions
+from drawloom.ports import AttentionOptions, ConfigJson, Settings
 
 
 @attrs.frozen(kw_only=True, slots=False)
@@ -33,23 +32,23 @@ class LatentConfig(GroupedExpertsConfig):
     rope_interleave = True
 
     head_dim: int = setting(
-        check=create_size_check("head_dim"),
-        doc="rotated channels of queries, and of the key that all heads share (qk_rope_head_dim in files); default: "
+        "rotated channels of queries, and of the key that all heads share (qk_rope_head_dim in files); default: "
         "hidden_size / num_attention_heads",
+        check=create_size_check("head_dim"),
     )
     qk_nope_head_dim: int = setting(
-        default=128, check=create_size_check("head_dim"), doc="channels of queries and keys without rotation"
+        "channels of queries and keys without rotation", default=128, check=create_size_check("head_dim")
     )
-    v_head_dim: int = setting(default=128, check=create_size_check("head_dim"), doc="width of values")
+    v_head_dim: int = setting("width of values", default=128, check=create_size_check("head_dim"))
     kv_lora_rank: int = setting(
-        default=512, check=create_size_check("hidden_size"), doc="width of the latent of keys and values"
+        "width of the latent of keys and values", default=512, check=create_size_check("hidden_size")
     )
     q_lora_rank: int = setting(
+        "width of the latent of queries, or 0 to project them from hidden states",
         default=1536,
         check=between(0, MAX_SIZES["hidden_size"] + 1),
-        doc="width of the latent of queries, or 0 to project them from hidden states",
     )
-    attention_bias: bool = setting(default=False, doc="add biases to the projections to latents and to the output")
+    attention_bias: bool = setting("add biases to the projections to latents and to the output", default=False)
 
     def rope_of(self, layer: int) -> Rope | None:
         rope = super().rope_of(layer)
@@ -69,7 +68,7 @@ class LatentConfig(GroupedExpertsConfig):
         )
 
     @classmethod
-    def find_faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+    def find_faults(cls, given: Settings) -> Iterator[InvalidSetting]:
         """
         Yield the inherited faults, and one if the number of key heads is not the number of query heads.
 
@@ -87,16 +86,16 @@ class DeepseekV3Config(LatentConfig, SigmoidExpertsConfig):
     """Config of DeepSeek-V3. Without `rope_interleave`, halves of channels are rotated instead of adjacent pairs."""
 
     rope_interleave: bool = training_setting(
-        default=True, doc="rotate pairs of adjacent channels instead of pairs of halves"
+        "rotate pairs of adjacent channels instead of pairs of halves", default=True
     )
 
 
-def read_latent_config(config: dict[str, Any]) -> dict[str, Any]:
+def read_latent_config(config: ConfigJson) -> ConfigJson:
     """Return a config whose `q_lora_rank` is 0 instead of null, because recipes have no null."""
     return {**config, "q_lora_rank": config["q_lora_rank"] or 0} if "q_lora_rank" in config else config
 
 
-def write_latent_config(config: dict[str, Any]) -> dict[str, Any]:
+def write_latent_config(config: ConfigJson) -> ConfigJson:
     """Return a config whose `q_lora_rank` is null instead of 0."""
     return {**config, "q_lora_rank": config["q_lora_rank"] or None}
 

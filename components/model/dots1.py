@@ -2,10 +2,10 @@
 
 import attrs
 
+from drawloom import at_least, component
 from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.decoder.config import RENAMED, SigmoidExpertsConfig, training_setting
-from drawloom.components.model.decoder.hugging_face import Family
-from drawloom.graph import at_least, component
+from drawloom.components.model.decoder.family import Family
 
 
 @attrs.frozen(kw_only=True)
@@ -15,13 +15,11 @@ class Dots1Config(SigmoidExpertsConfig):
     qk_norm = "head"
 
     sliding_window: int | None = training_setting(
+        "number of tokens that a token attends to in the last layers, including itself; default: all before it",
         default=None,
         check=at_least(1),
-        doc="number of tokens that a token attends to in the last layers, including itself; default: all before it",
     )
-    max_window_layers: int = training_setting(
-        default=62, check=at_least(0), doc="index of the first layer with a window"
-    )
+    max_window_layers: int = training_setting("index of the first layer with a window", default=62, check=at_least(0))
 
     def window_of(self, layer: int) -> int | None:
         return self.sliding_window if layer >= self.max_window_layers else None

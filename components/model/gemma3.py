@@ -1,11 +1,11 @@
 """The component `model.gemma3`: Gemma 3 for text (Gemma team 2025, arXiv 2503.19786)."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import attrs
 import torch
 
+from drawloom import above, component, setting
 from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.decoder.config import (
     ATTENTION_BIAS,
@@ -16,10 +16,11 @@ from drawloom.components.model.decoder.config import (
     layer_types_setting,
     training_setting,
 )
-from drawloom.components.model.decoder.hugging_face import Family, fill_layer_list
-from drawloom.components.model.decoder.rope import Rope, join_rope_by_type, split_rope_by_type
+from drawloom.components.model.decoder.family import Family
+from drawloom.components.model.decoder.hugging_face import fill_layer_list, join_rope_by_type, split_rope_by_type
+from drawloom.components.model.decoder.rope import Rope
 from drawloom.components.model.decoder.specs import Branch
-from drawloom.graph import above, component, setting
+from drawloom.ports import ConfigJson
 
 SLIDING_THETA = 1e4
 
@@ -35,12 +36,12 @@ class Gemma3Config(LayerTypesConfig):
     tie_word_embeddings: bool = True
     layer_types: SlidingTypes = layer_types_setting(6)
     rope_local_base_freq: float = training_setting(
-        default=SLIDING_THETA, check=above(1), doc="base of rotary positions in layers with a window"
+        "base of rotary positions in layers with a window", default=SLIDING_THETA, check=above(1)
     )
     query_pre_attn_scalar: int = training_setting(
-        default=256, check=create_size_check("head_dim"), doc="attention scores are divided by the root of this number"
+        "attention scores are divided by the root of this number", default=256, check=create_size_check("head_dim")
     )
-    attention_bias: bool = setting(default=False, doc=ATTENTION_BIAS)
+    attention_bias: bool = setting(ATTENTION_BIAS, default=False)
 
     @property
     def attention_score_scale(self) -> float:
@@ -62,13 +63,13 @@ class Gemma3Config(LayerTypesConfig):
         )
 
 
-def _convert_config_from_hf(config: dict[str, Any]) -> dict[str, Any]:
+def _convert_config_from_hf(config: ConfigJson) -> ConfigJson:
     """Convert rope_parameters by layer type, and derive missing layer types from `sliding_window_pattern`."""
     config = split_rope_by_type(config, "rope_local_base_freq", SLIDING_THETA)
     return fill_layer_list(config, "layer_types", config.pop("sliding_window_pattern", None), alternate_layer_types)
 
 
-def _convert_config_to_hf(config: dict[str, Any]) -> dict[str, Any]:
+def _convert_config_to_hf(config: ConfigJson) -> ConfigJson:
     """Convert rotary positions to rope_parameters by layer type."""
     return join_rope_by_type(config, config["rope_local_base_freq"])
 

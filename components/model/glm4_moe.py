@@ -2,11 +2,11 @@
 
 import attrs
 
+from drawloom import component, setting
 from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.decoder.config import RENAMED, SigmoidExpertsConfig, rotary_factor_setting
-from drawloom.components.model.decoder.hugging_face import Family
+from drawloom.components.model.decoder.family import Family
 from drawloom.components.model.decoder.specs import MixerSpec
-from drawloom.graph import component, setting
 
 
 @attrs.frozen(kw_only=True)
@@ -15,8 +15,8 @@ class Glm4MoeConfig(SigmoidExpertsConfig):
 
     rms_norm_eps: float = 1e-5
     partial_rotary_factor: float = rotary_factor_setting(0.5)
-    use_qk_norm: bool = setting(default=False, doc="apply RMSNorm to queries and keys by head")
-    attention_bias: bool = setting(default=False, doc="add biases to queries, keys and values")
+    use_qk_norm: bool = setting("apply RMSNorm to queries and keys by head", default=False)
+    attention_bias: bool = setting("add biases to queries, keys and values", default=False)
 
     def mixer_spec_of(self, layer: int) -> MixerSpec:
         plain = self.grouped_attention_spec_of(layer)

@@ -1,9 +1,8 @@
 """The component `model.glm4_moe_lite`: GLM-4.7-Flash."""
 
-from typing import Any
-
+from drawloom import component
 from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.hugging_face import Family
+from drawloom.components.model.decoder.family import Family
 from drawloom.components.model.deepseek_v3 import (
     LATENT_RENAMED,
     MTP,
@@ -11,10 +10,10 @@ from drawloom.components.model.deepseek_v3 import (
     read_latent_config,
     write_latent_config,
 )
-from drawloom.graph import component
+from drawloom.ports import ConfigJson
 
 
-def _convert_config_from_hf(config: dict[str, Any]) -> dict[str, Any]:
+def _convert_config_from_hf(config: ConfigJson) -> ConfigJson:
     """Convert `mlp_layer_types` to `first_k_dense_replace`. Raises ValueError unless dense layers are first."""
     config, types = read_latent_config(config), config.get("mlp_layer_types")
     if types is None:
@@ -25,7 +24,7 @@ def _convert_config_from_hf(config: dict[str, Any]) -> dict[str, Any]:
     return {**config, "first_k_dense_replace": dense}
 
 
-def _convert_config_to_hf(config: dict[str, Any]) -> dict[str, Any]:
+def _convert_config_to_hf(config: ConfigJson) -> ConfigJson:
     """Convert `first_k_dense_replace` to `mlp_layer_types`."""
     dense = config["first_k_dense_replace"]
     types = ["dense"] * dense + ["sparse"] * (config["num_hidden_layers"] - dense)

@@ -1,12 +1,12 @@
 """The component `model.gpt_oss`: gpt-oss 20B and 120B (OpenAI 2025, arXiv 2508.10925)."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
 
+from drawloom import above, component, setting
 from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.decoder.config import (
     ATTENTION_BIAS,
@@ -18,26 +18,25 @@ from drawloom.components.model.decoder.config import (
     layer_types_setting,
     training_setting,
 )
-from drawloom.components.model.decoder.hugging_face import Family
+from drawloom.components.model.decoder.family import Family
 from drawloom.components.model.decoder.specs import ClampedSwiGlu, ExpertSpec, MixerSpec, Routing
-from drawloom.components.ports.weights import Mapper, TensorGroup
 from drawloom.components.weights.mapper import parallel, sequential
 from drawloom.components.weights.mapper_ops import identity, transpose
-from drawloom.graph import above, component, setting
+from drawloom.ports import ConfigJson, Mapper, TensorGroup
 
 
 @attrs.frozen(kw_only=True)
 class GptOssConfig(LayerTypesConfig, ExpertsConfig):
     """Config of gpt-oss: attention sinks, windows in every other layer, and experts with biases and bounds."""
 
-    intermediate_size: int = setting(check=create_size_check("intermediate_size"), doc="inner width of an expert")
+    intermediate_size: int = setting("inner width of an expert", check=create_size_check("intermediate_size"))
     rope_theta: float = 150_000.0
     rms_norm_eps: float = 1e-5
     sliding_window: int = 128
     layer_types: SlidingTypes = layer_types_setting(2)
-    attention_bias: bool = setting(default=True, doc=ATTENTION_BIAS)
-    swiglu_alpha: float = training_setting(default=1.702, check=above(0), doc="slope of the experts' gate")
-    swiglu_limit: float = training_setting(default=7.0, check=above(0), doc="bound of the experts' inner values")
+    attention_bias: bool = setting(ATTENTION_BIAS, default=True)
+    swiglu_alpha: float = training_setting("slope of the experts' gate", default=1.702, check=above(0))
+    swiglu_limit: float = training_setting("bound of the experts' inner values", default=7.0, check=above(0))
 
     @property
     def routing(self) -> Routing:
@@ -80,7 +79,7 @@ def _create_parameter_mapper(name: str) -> Mapper:
     return transpose(name, 1, 2) if name.endswith(".experts.down_proj") else identity(name)
 
 
-def _convert_config_from_hf(config: dict[str, Any]) -> dict[str, Any]:
+def _convert_config_from_hf(config: ConfigJson) -> ConfigJson:
     """Add transformers' default rotary scaling to a config without one."""
     if config.get("rope_scaling") or config.get("rope_parameters"):
         return config
@@ -88,7 +87,7 @@ def _convert_config_from_hf(config: dict[str, Any]) -> dict[str, Any]:
     return {"rope_theta": 150_000.0, **config, "rope_parameters": yarn}
 
 
-def _convert_config_to_hf(config: dict[str, Any]) -> dict[str, Any]:
+def _convert_config_to_hf(config: ConfigJson) -> ConfigJson:
     return {"rope_parameters": {"rope_type": "default", "rope_theta": config["rope_theta"]}, **config}
 
 

@@ -5,11 +5,11 @@ from typing import Any
 import attrs
 import torch
 
+from drawloom import above, component
 from drawloom.components.model.decoder.builder import ParametrizedBuilder
 from drawloom.components.model.decoder.config import DecoderConfig, training_setting
-from drawloom.components.model.decoder.hugging_face import Family
+from drawloom.components.model.decoder.family import Family
 from drawloom.components.model.llama import LlamaConfig
-from drawloom.graph import above, component
 
 
 @attrs.frozen(kw_only=True)
@@ -17,12 +17,12 @@ class GraniteConfig(LlamaConfig):
     """Config of Granite: Llama with factors for embeddings, attention scores, residual outputs and logits."""
 
     rope_theta: float = 1e4
-    embedding_multiplier: float = training_setting(default=1.0, check=above(0), doc="factor of embeddings")
-    attention_multiplier: float = training_setting(default=1.0, check=above(0), doc="factor of attention scores")
+    embedding_multiplier: float = training_setting("factor of embeddings", default=1.0, check=above(0))
+    attention_multiplier: float = training_setting("factor of attention scores", default=1.0, check=above(0))
     residual_multiplier: float = training_setting(
-        default=1.0, check=above(0), doc="factor of the outputs of attention and feed-forward networks"
+        "factor of the outputs of attention and feed-forward networks", default=1.0, check=above(0)
     )
-    logits_scaling: float = training_setting(default=1.0, check=above(0), doc="divisor of logits")
+    logits_scaling: float = training_setting("divisor of logits", default=1.0, check=above(0))
 
     @property
     def attention_score_scale(self) -> float:

@@ -10,21 +10,23 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from drawloom.components.parallel.parameter_split import SplitDim
-from drawloom.components.parallel.tensor import ALONE, TensorParallel, TensorRanks
-from drawloom.components.ports.data import IGNORE_INDEX
-from drawloom.components.ports.kernels import Kernels
-from drawloom.components.ports.model import Head, HeadLayer, LinearLayer
-from drawloom.components.ports.parameter_roles import (
+from drawloom.components.parallel.tensor_ranks import ALONE, TensorParallel, TensorRanks
+from drawloom.kernels.cross_entropy.logsumexp import logsumexp_in_fixed_order
+from drawloom.ports import (
     BIAS_ROLE,
+    IGNORE_INDEX,
     MATRIX_ROLE,
     RESIDUAL_BIAS_ROLE,
     RESIDUAL_ROLE,
     SCALE_ROLE,
     TABLE_ROLE,
+    Head,
+    HeadLayer,
+    Kernels,
+    LinearLayer,
     Role,
+    TokenLosses,
 )
-from drawloom.kernels.cross_entropy.logsumexp import logsumexp_in_fixed_order
-from drawloom.kernels.results import TokenLosses
 
 VOCABULARY = SplitDim(0, uneven=True)
 """Split of a table's rows among ranks; cross entropy and lookups accept parts of any size."""

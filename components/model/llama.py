@@ -2,10 +2,10 @@
 
 import attrs
 
+from drawloom import component, setting
 from drawloom.components.model.decoder.builder import ParametrizedBuilder
 from drawloom.components.model.decoder.config import ATTENTION_BIAS, DecoderConfig
-from drawloom.components.model.decoder.hugging_face import Family
-from drawloom.graph import component, setting
+from drawloom.components.model.decoder.family import Family
 
 
 @attrs.frozen(kw_only=True, slots=False)
@@ -15,8 +15,8 @@ class LlamaConfig(DecoderConfig):
     max_position_embeddings: int = 8192
     rope_theta: float = 5e5
     rms_norm_eps: float = 1e-5
-    attention_bias: bool = setting(default=False, doc=ATTENTION_BIAS)
-    mlp_bias: bool = setting(default=False, doc="add biases to the linear layers of the feed-forward network")
+    attention_bias: bool = setting(ATTENTION_BIAS, default=False)
+    mlp_bias: bool = setting("add biases to the linear layers of the feed-forward network", default=False)
 
 
 @component(impact="incompatible")

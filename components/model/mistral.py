@@ -2,10 +2,10 @@
 
 import attrs
 
+from drawloom import component
 from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.decoder.config import WindowConfig
-from drawloom.components.model.decoder.hugging_face import Family
-from drawloom.graph import component
+from drawloom.components.model.decoder.family import Family
 
 
 @attrs.frozen(kw_only=True)

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 import attrs
 
+from drawloom import component, setting
 from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.decoder.config import ATTENTION_BIAS, DecoderConfig
-from drawloom.components.model.decoder.hugging_face import Family
+from drawloom.components.model.decoder.family import Family
 from drawloom.components.model.decoder.specs import Branch
-from drawloom.graph import component, setting
 
 
 @attrs.frozen(kw_only=True, slots=False)
@@ -19,7 +19,7 @@ class Olmo2Config(DecoderConfig):
 
     max_position_embeddings: int = 4096
     rope_theta: float = 5e5
-    attention_bias: bool = setting(default=False, doc=ATTENTION_BIAS)
+    attention_bias: bool = setting(ATTENTION_BIAS, default=False)
 
     def branches_of(self, layer: int) -> Sequence[Branch]:
         return (

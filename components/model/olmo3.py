@@ -1,15 +1,15 @@
 """The component `model.olmo3`: OLMo 3 (OLMo team 2025, arXiv 2512.13961)."""
 
-from typing import Any
-
 import attrs
 
+from drawloom import component
 from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.decoder.config import LayerTypesConfig
-from drawloom.components.model.decoder.hugging_face import Family
-from drawloom.components.model.decoder.rope import Rope, join_rope_by_type, split_rope_by_type
+from drawloom.components.model.decoder.family import Family
+from drawloom.components.model.decoder.hugging_face import join_rope_by_type, split_rope_by_type
+from drawloom.components.model.decoder.rope import Rope
 from drawloom.components.model.olmo2 import Olmo2Config
-from drawloom.graph import component
+from drawloom.ports import ConfigJson
 
 THETA = 5e5
 
@@ -25,7 +25,7 @@ class Olmo3Config(LayerTypesConfig, Olmo2Config):
         return super().rope_of(layer) if self.window_of(layer) is None else Rope(self.rotary_dim, self.rope_theta)
 
 
-def _convert_config_from_hf(config: dict[str, Any]) -> dict[str, Any]:
+def _convert_config_from_hf(config: ConfigJson) -> ConfigJson:
     """Replace the rotary bases by layer type by a single base. Raises ValueError if they differ."""
     config = split_rope_by_type(config, "sliding_theta", THETA)
     full = config.get("rope_parameters") or {}
@@ -37,7 +37,7 @@ def _convert_config_from_hf(config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-def _convert_config_to_hf(config: dict[str, Any]) -> dict[str, Any]:
+def _convert_config_to_hf(config: ConfigJson) -> ConfigJson:
     """Convert rotary positions to rope_parameters by layer type, with one base."""
     return join_rope_by_type(config, config["rope_theta"])
 

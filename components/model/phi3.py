@@ -1,22 +1,17 @@
 """The component `model.phi3`: Phi-3 (Abdin et al. 2024, arXiv 2404.14219), Phi-4 and Phi-4-mini (arXiv 2503.01743)."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
 import attrs
 
+from drawloom import component
 from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.config import (
-    DecoderConfig,
-    WindowConfig,
-    rotary_factor_setting,
-)
-from drawloom.components.model.decoder.hugging_face import Family
+from drawloom.components.model.decoder.config import DecoderConfig, WindowConfig, rotary_factor_setting
+from drawloom.components.model.decoder.family import Family
 from drawloom.components.model.decoder.rope import InvalidSetting
-from drawloom.components.ports.weights import Mapper
 from drawloom.components.weights.mapper import parallel
 from drawloom.components.weights.mapper_ops import concatenate, identity
-from drawloom.graph import component
+from drawloom.ports import ConfigJson, Mapper, Settings
 
 EXPORTED_ROPES = ("default", "ntk", "longrope")
 """Values of rope_type whose exports transformers loads as a Phi-3 model."""
@@ -32,7 +27,7 @@ class Phi3Config(WindowConfig):
     partial_rotary_factor: float = rotary_factor_setting(1.0)
 
     @classmethod
-    def find_faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+    def find_faults(cls, given: Settings) -> Iterator[InvalidSetting]:
         """Yield the inherited faults, and faults in scalings that transformers does not have for this family."""
         yield from super().find_faults(given)
         for key in ("rope_scaling", "rope_parameters"):
@@ -41,7 +36,7 @@ class Phi3Config(WindowConfig):
                 yield InvalidSetting((key, "rope_type"), why, 'write "longrope"')
 
 
-def _convert_config_from_hf(config: dict[str, Any]) -> dict[str, Any]:
+def _convert_config_from_hf(config: ConfigJson) -> ConfigJson:
     """Rename rotary scaling `su` to `longrope`: the first files have the old name."""
     rope = config.get("rope_scaling")
     if isinstance(rope, Mapping) and rope.get("type") == "su":
@@ -49,7 +44,7 @@ def _convert_config_from_hf(config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-def _convert_config_to_hf(config: dict[str, Any]) -> dict[str, Any]:
+def _convert_config_to_hf(config: ConfigJson) -> ConfigJson:
     """
     Copy the original length from the rotary scaling to the top of a config, where transformers would use a default.
     """

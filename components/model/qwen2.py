@@ -2,21 +2,19 @@
 
 import attrs
 
+from drawloom import at_least, component
 from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.decoder.config import WINDOW, DecoderConfig, training_setting
-from drawloom.components.model.decoder.hugging_face import Family
-from drawloom.graph import at_least, component
+from drawloom.components.model.decoder.family import Family
 
 
 @attrs.frozen(kw_only=True)
 class Qwen2Config(DecoderConfig):
     """Config of Qwen2: biases of queries, keys and values, and optional windows from layer `max_window_layers` on."""
 
-    use_sliding_window: bool = training_setting(default=False, doc="use a sliding window in the last layers")
-    sliding_window: int = training_setting(default=4096, check=at_least(1), doc=WINDOW)
-    max_window_layers: int = training_setting(
-        default=28, check=at_least(0), doc="index of the first layer with a window"
-    )
+    use_sliding_window: bool = training_setting("use a sliding window in the last layers", default=False)
+    sliding_window: int = training_setting(WINDOW, default=4096, check=at_least(1))
+    max_window_layers: int = training_setting("index of the first layer with a window", default=28, check=at_least(0))
 
     def has_bias(self, projection: str) -> bool:
         return projection in ("q_proj", "k_proj", "v_proj")

@@ -3,8 +3,9 @@
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from drawloom import component
 from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.hugging_face import Family
+from drawloom.components.model.decoder.family import Family
 from drawloom.components.model.decoder.hybrid import (
     HYBRID_DEFAULTS,
     HybridConfig,
@@ -12,9 +13,8 @@ from drawloom.components.model.decoder.hybrid import (
     read_hybrid_config,
 )
 from drawloom.components.model.decoder.specs import DeltaSpec
-from drawloom.components.ports.weights import Mapper
 from drawloom.components.weights.mapper_ops import concatenate, identity
-from drawloom.graph import component
+from drawloom.ports import Mapper
 
 
 def create_qwen3_5_mapper(parameters: Iterable[str], architecture: Any) -> Mapper:

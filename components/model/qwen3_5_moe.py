@@ -1,20 +1,15 @@
 """The component `model.qwen3_5_moe`: Qwen3.5 with experts, for text (Qwen team 2026)."""
 
-from typing import Any
-
 import attrs
 
+from drawloom import component, setting
 from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.decoder.config import MoeConfig, create_size_check
-from drawloom.components.model.decoder.hugging_face import Family
-from drawloom.components.model.decoder.hybrid import (
-    HYBRID_DEFAULTS,
-    HybridConfig,
-    read_hybrid_config,
-)
+from drawloom.components.model.decoder.family import Family
+from drawloom.components.model.decoder.hybrid import HYBRID_DEFAULTS, HybridConfig, read_hybrid_config
 from drawloom.components.model.decoder.specs import ExpertSpec
 from drawloom.components.model.qwen3_5 import create_qwen3_5_mapper
-from drawloom.graph import component, setting
+from drawloom.ports import ConfigJson
 
 
 @attrs.frozen(kw_only=True, slots=False)
@@ -22,9 +17,7 @@ class Qwen35MoeConfig(HybridConfig, MoeConfig):
     """Config of Qwen3.5 with experts: all tokens visit one expert more, whose output has a gate."""
 
     shared_expert_intermediate_size: int = setting(
-        default=512,
-        check=create_size_check("intermediate_size"),
-        doc="inner width of the expert that all tokens visit",
+        "inner width of the expert that all tokens visit", default=512, check=create_size_check("intermediate_size")
     )
 
     @property
@@ -36,7 +29,7 @@ class Qwen35MoeConfig(HybridConfig, MoeConfig):
         return attrs.evolve(super().expert_spec, shared="shared_expert", shared_gate=True)
 
 
-def _convert_config_from_hf(config: dict[str, Any]) -> dict[str, Any]:
+def _convert_config_from_hf(config: ConfigJson) -> ConfigJson:
     """Fill in intermediate_size, which files lack because no layer is dense, and derive missing layer types."""
     choices, width = config.get("num_experts_per_tok"), config.get("moe_intermediate_size")
     if "intermediate_size" not in config and type(choices) is int and type(width) is int:

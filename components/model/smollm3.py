@@ -1,16 +1,18 @@
 """The component `model.smollm3`: SmolLM3 (Hugging Face 2025)."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from collections.abc import Iterator
+from typing import Literal
 
 import attrs
 
+from drawloom import at_least, component
 from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.decoder.config import WINDOW, find_short_list_faults, training_setting
-from drawloom.components.model.decoder.hugging_face import Family, fill_layer_list
+from drawloom.components.model.decoder.family import Family
+from drawloom.components.model.decoder.hugging_face import fill_layer_list
 from drawloom.components.model.decoder.rope import InvalidSetting, Rope
 from drawloom.components.model.llama import LlamaConfig
-from drawloom.graph import at_least, component
+from drawloom.ports import ConfigJson, Settings
 
 
 def _compute_rope_flags(layers: int, interval: int = 4) -> list[int]:
@@ -32,15 +34,13 @@ class SmolLm3Config(LlamaConfig):
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = True
     no_rope_layers: list[Literal[0, 1]] = training_setting(
+        "1 for every layer with rotary positions, 0 for every layer without; default: every fourth is without",
         default=attrs.Factory(lambda self: _compute_rope_flags(self.num_hidden_layers), takes_self=True),
-        doc="1 for every layer with rotary positions, 0 for every layer without; default: every fourth is without",
     )
     use_sliding_window: bool = training_setting(
-        default=False, doc="use a sliding window in layers without rotary positions"
+        "use a sliding window in layers without rotary positions", default=False
     )
-    sliding_window: int | None = training_setting(
-        default=None, check=at_least(1), doc=f"{WINDOW}; default: all before it"
-    )
+    sliding_window: int | None = training_setting(f"{WINDOW}; default: all before it", default=None, check=at_least(1))
 
     def rope_of(self, layer: int) -> Rope | None:
         return super().rope_of(layer) if self.no_rope_layers[layer] else None
@@ -49,13 +49,13 @@ class SmolLm3Config(LlamaConfig):
         return self.sliding_window if self.use_sliding_window and not self.no_rope_layers[layer] else None
 
     @classmethod
-    def find_faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+    def find_faults(cls, given: Settings) -> Iterator[InvalidSetting]:
         """Yield the inherited faults, and one if `no_rope_layers` is shorter than the model."""
         yield from super().find_faults(given)
         yield from find_short_list_faults(given, "no_rope_layers", "numbers")
 
 
-def _convert_config_from_hf(config: dict[str, Any]) -> dict[str, Any]:
+def _convert_config_from_hf(config: ConfigJson) -> ConfigJson:
     """Add `no_rope_layers`, if a config lacks it, computed from `no_rope_layer_interval`."""
     return fill_layer_list(config, "no_rope_layers", config.get("no_rope_layer_interval", 4), _compute_rope_flags)
 

@@ -12,9 +12,7 @@ from torch import Tensor, nn
 
 from drawloom.components.model.layers import ChunkedHead, Embedding, Linear
 from drawloom.components.model.new_tokens import NewTokenSplit
-from drawloom.components.ports.model import Head
-from drawloom.components.ports.parameter_roles import TABLE_ROLE, Role
-from drawloom.components.ports.weights import Mapper, TensorGroup
+from drawloom.ports import TABLE_ROLE, Head, Mapper, Role, TensorGroup
 
 LAYERS = ("embed_tokens", "lm_head")
 

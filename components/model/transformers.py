@@ -9,9 +9,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from drawloom import Problem, UserError, component, setting, wired
 from drawloom.components.model.auto import FAMILIES
-from drawloom.components.model.decoder.builder import fill_with_initial_weights
 from drawloom.components.model.decoder.hugging_face import locate_config_json, read_config_json
+from drawloom.components.model.decoder.initial_weights import fill_with_initial_weights
 from drawloom.components.model.fallback.build import (
     allocate_parameters,
     build_meta_model,
@@ -23,15 +24,19 @@ from drawloom.components.model.fallback.build import (
 from drawloom.components.model.fallback.checks import EXPERT_COUNTS, Verdict, run_self_check
 from drawloom.components.model.fallback.module import TransformersLM
 from drawloom.components.model.fallback.parts import SelfCheckError, first_config_value, mask_layer_number
-from drawloom.components.ports.corpus import Tokenizer
-from drawloom.components.ports.kernels import Kernels
-from drawloom.components.ports.model import ForwardFlops, LayerRange
-from drawloom.components.ports.parameter_roles import Role, parameter_roles
-from drawloom.components.ports.slices import TensorSlice
-from drawloom.components.ports.weights import Mapper
 from drawloom.components.weights.convert import persistent_tensors
 from drawloom.components.weights.load import open_and_check_folder
-from drawloom.graph import Problem, UserError, component, setting, wired
+from drawloom.ports import (
+    ConfigJson,
+    ForwardFlops,
+    Kernels,
+    LayerRange,
+    Mapper,
+    Role,
+    TensorSlice,
+    Tokenizer,
+    parameter_roles,
+)
 
 CHOSEN_EXPERTS = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
 
@@ -50,9 +55,9 @@ class Transformers:
 
     kernels: Kernels
     tokenizer: Tokenizer | None = wired(default=None)
-    path: Path = setting(doc="folder with a config.json, and with safetensors files if `weights` is true")
+    path: Path = setting("folder with a config.json, and with safetensors files if `weights` is true")
     weights: bool = setting(
-        default=True, impact="changes_training", doc="load the folder's weights; false for random weights"
+        "load the folder's weights; false for random weights", default=True, impact="changes_training"
     )
 
     @classmethod
@@ -225,7 +230,7 @@ class Transformers:
             flops[window] = flops.get(window, 0.0) + 2.0 * heads * both
         return flops
 
-    def hugging_face_config(self) -> dict[str, Any]:
+    def hugging_face_config(self) -> ConfigJson:
         # A file may leave the tie out, and adapters of a table depend on it.
         return read_config_json(locate_config_json(self.path)) | {
             "tie_word_embeddings": self._self_check_result.parts.tied

@@ -2,8 +2,8 @@
 
 import torch
 
+from drawloom import at_least, component, setting
 from drawloom.components.optim.adam_settings import AdamSettings
-from drawloom.graph import at_least, component, setting
 
 
 @component(reads=("gradients", "lr_factor?", "skip?"), writes=("weights", "lr"))
@@ -11,7 +11,7 @@ class Adam(AdamSettings):
     """Adam with weight decay as part of the gradient (L2 regularization); norms and biases do not decay."""
 
     weight_decay: float = setting(
-        default=0.0, check=at_least(0), doc="L2 weight decay coefficient: the gradient grows by this times the weight"
+        "L2 weight decay coefficient: the gradient grows by this times the weight", default=0.0, check=at_least(0)
     )
 
     def _create_optimizers(self) -> list[torch.optim.Optimizer]:

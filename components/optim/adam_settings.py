@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
-from drawloom.components.optim.adamw_step import ADAM_MOMENTS, AMSGRAD_MOMENTS
+from drawloom import above, setting
+from drawloom.components.optim.gradient_steps import ADAM_MOMENTS, AMSGRAD_MOMENTS
 from drawloom.components.optim.parameter_groups import AdamGroup, find_betas_fault
 from drawloom.components.optim.torch_optimizer import TorchOptimizer
-from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.stages import Parameters
-from drawloom.graph import above, component_base_class, setting
+from drawloom.graph import component_base_class
+from drawloom.ports import Mesh, Parameters
 
 
 @component_base_class
@@ -17,20 +17,20 @@ class AdamSettings(TorchOptimizer):
 
     parameters: Parameters
     mesh: Mesh
-    lr: float = setting(check=above(0), doc="base learning rate")
+    lr: float = setting("base learning rate", check=above(0))
     betas: tuple[float, float] = setting(
+        "decay rates for the running means of gradients and squared gradients",
         default=(0.9, 0.999),
         check=find_betas_fault,
-        doc="decay rates for the running means of gradients and squared gradients",
     )
-    eps: float = setting(default=1e-8, check=above(0), doc="constant added to the denominator for numerical stability")
+    eps: float = setting("constant added to the denominator for numerical stability", default=1e-8, check=above(0))
     amsgrad: bool = setting(
+        "divide by the largest mean of squares so far (Reddi et al. 2018); keeps a third tensor per parameter",
         default=False,
         impact="incompatible",
-        doc="divide by the largest mean of squares so far (Reddi et al. 2018); keeps a third tensor per parameter",
     )
-    maximize: bool = setting(default=False, doc="maximize the objective instead of minimizing it")
-    groups: list[AdamGroup] = setting(factory=list, doc="parameter groups with their own options; the first match wins")
+    maximize: bool = setting("maximize the objective instead of minimizing it", default=False)
+    groups: list[AdamGroup] = setting("parameter groups with their own options; the first match wins", factory=list)
 
     def moment_names_by_parameter(self) -> dict[str, Sequence[str]]:
         """Return the two running means' names, and with `amsgrad` the largest one's."""

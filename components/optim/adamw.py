@@ -4,10 +4,10 @@ from typing import ClassVar
 
 import torch
 
+from drawloom import at_least, component, setting
 from drawloom.components.optim.adam_settings import AdamSettings
 from drawloom.components.optim.parameter_groups import create_param_groups, find_betas_fault
 from drawloom.components.optim.torch_optimizer import create_fastest_adamw
-from drawloom.graph import at_least, component, setting
 
 
 @component(reads=("gradients", "lr_factor?", "skip?"), writes=("weights", "lr"))
@@ -18,11 +18,11 @@ class AdamW(AdamSettings):
     _scales_by_role: ClassVar[bool] = True
 
     betas: tuple[float, float] = setting(
+        "decay rates for the running means of gradients and squared gradients",
         default=(0.9, 0.95),
         check=find_betas_fault,
-        doc="decay rates for the running means of gradients and squared gradients",
     )
-    weight_decay: float = setting(default=0.1, check=at_least(0), doc="decoupled weight decay coefficient")
+    weight_decay: float = setting("decoupled weight decay coefficient", default=0.1, check=at_least(0))
 
     def _create_optimizers(self) -> list[torch.optim.Optimizer]:
         groups = create_param_groups(self.parameters, self.groups, self.weight_decay, self.mesh, self.eps)

@@ -1,4 +1,4 @@
-"""Steps of optimizers beyond torch's interface, and the names of Adam's state."""
+"""AdamW with one launch per parameter group."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -6,29 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from drawloom.components.optim.gradient_steps import ADAM_MOMENTS, AMSGRAD_MOMENTS, FactorStep
 from drawloom.kernels.adamw.eager import ParamState, compute_step_scalars
-
-ADAM_MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Names in torch of Adam's running means of gradients and of their squares."""
-
-AMSGRAD_MOMENTS = (*ADAM_MOMENTS, "max_exp_avg_sq")
-"""Names in torch of Adam's running means and of the largest mean of squares so far."""
-
-
-class WideGradientStep(torch.optim.Optimizer):
-    """
-    Optimizer for gradients in wider dtypes than the weights.
-
-    A step changes nothing if `found_inf`, float32 () on the weights' device, is not 0.
-    """
-
-    found_inf: Tensor | None = None
-
-
-class FactorStep(WideGradientStep):
-    """Optimizer that multiplies the gradients by each of `factors`, float32 (factors,) on the device."""
-
-    factors: Tensor | None = None
+from drawloom.ports import NodeState
 
 
 class AdamWTriton(torch.optim.AdamW, FactorStep):
@@ -94,7 +74,7 @@ class AdamWTriton(torch.optim.AdamW, FactorStep):
             state |= {name: torch.zeros_like(part) for name in names}
         return state
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: NodeState) -> None:
         """Replace the state by a copy of a `torch.optim.AdamW` state."""
         super().load_state_dict(state_dict)
         self._steppers.clear()

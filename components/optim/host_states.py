@@ -3,14 +3,11 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import ClassVar, Literal
 
-import attrs
 import torch
 
-from drawloom.components.distributed.transfers import DeviceTransfers
-from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.memory import MemoryKind, MemoryPolicy, Transfers
-from drawloom.graph import Problem, above, component_base_class, setting
-from drawloom.graph.wiring.node import NodeView
+from drawloom import NodeView, Problem, above, internal, setting
+from drawloom.graph import component_base_class
+from drawloom.ports import MemoryKind, MemoryPolicy, Mesh, Transfers
 
 SLOTS = 3
 """Slots on the device: of a piece that arrives, one that is updated, and one that leaves."""
@@ -24,6 +21,12 @@ MAX_TENSORS = 8
 """Tensors in a parameter's state, at most; each begins at an aligned address."""
 
 
+def _open_device_transfers(device: torch.device) -> Transfers:
+    from drawloom.components.distributed.transfers import DeviceTransfers  # few runs have state in host memory
+
+    return DeviceTransfers(device)
+
+
 @component_base_class
 class HostStates:
     """Settings for the state's memory, and its bytes on the device and on the host."""
@@ -34,18 +37,18 @@ class HostStates:
     mesh: Mesh
     memory: MemoryPolicy | None = None
     states: Literal["device", "host"] = setting(
+        "memory for the state: the device's, or pinned memory of the host, which takes time to stream",
         default="device",
         impact="safe",
-        doc="memory for the state: the device's, or pinned memory of the host, which takes time to stream",
     )
     slot_bytes: int = setting(
+        "bytes of each of three slots on the device, through which a state on the host is streamed",
         default=DEFAULT_SLOT_BYTES,
         impact="safe",
         check=above(0),
-        doc="bytes of each of three slots on the device, through which a state on the host is streamed",
     )
-    open_transfers: Callable[[torch.device], Transfers] = attrs.field(init=False, default=DeviceTransfers)
-    _transfers: Transfers | None = attrs.field(init=False, default=None)
+    open_transfers: Callable[[torch.device], Transfers] = internal(_open_device_transfers)
+    _transfers: Transfers | None = internal(None)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:

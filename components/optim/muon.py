@@ -15,7 +15,8 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.optim.adamw_step import ADAM_MOMENTS, WideGradientStep
+from drawloom import above, at_least, between, component, setting
+from drawloom.components.optim.gradient_steps import ADAM_MOMENTS, WideGradientStep
 from drawloom.components.optim.parameter_groups import (
     AdamGroup,
     agree_on_group_indices,
@@ -24,10 +25,7 @@ from drawloom.components.optim.parameter_groups import (
     find_targets_fault,
 )
 from drawloom.components.optim.torch_optimizer import TorchOptimizer, create_fastest_adamw
-from drawloom.components.ports.distributed import Group, Mesh
-from drawloom.components.ports.slices import TensorSlice
-from drawloom.components.ports.stages import Parameters, get_or_create_gradient
-from drawloom.graph import above, at_least, between, component, setting
+from drawloom.ports import Group, Mesh, Parameters, TensorSlice, get_or_create_gradient
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 EPS = 1e-7
@@ -252,30 +250,28 @@ class Muon(TorchOptimizer):
 
     parameters: Parameters
     mesh: Mesh
-    lr: float = setting(check=above(0), doc="base learning rate for Muon and AdamW")
+    lr: float = setting("base learning rate for Muon and AdamW", check=above(0))
     targets: list[str] = setting(
+        "name patterns (fnmatch) for Muon's matrices",
         factory=lambda: ["*layers.*"],
         check=find_targets_fault,
         impact="incompatible",
-        doc="name patterns (fnmatch) for Muon's matrices",
     )
     adjust_lr_fn: Adjustment = setting(
+        "learning-rate multiplier by matrix shape: match_rms_adamw is 0.2 * sqrt(max(rows, columns)), for "
+        "updates as large as AdamW's; original is sqrt(max(1, rows / columns))",
         default="match_rms_adamw",
-        doc=(
-            "learning-rate multiplier by matrix shape: match_rms_adamw is 0.2 * sqrt(max(rows, columns)), for "
-            "updates as large as AdamW's; original is sqrt(max(1, rows / columns))"
-        ),
     )
-    momentum: float = setting(default=0.95, check=between(0, 1), doc="decay rate for Muon's running mean of gradients")
-    nesterov: bool = setting(default=True, doc="mix the gradient into its running mean once more (Nesterov momentum)")
-    ns_steps: int = setting(default=5, check=between(1, 1001), doc="Newton-Schulz iterations")
+    momentum: float = setting("decay rate for Muon's running mean of gradients", default=0.95, check=between(0, 1))
+    nesterov: bool = setting("mix the gradient into its running mean once more (Nesterov momentum)", default=True)
+    ns_steps: int = setting("Newton-Schulz iterations", default=5, check=between(1, 1001))
     betas: tuple[float, float] = setting(
-        default=(0.9, 0.95), check=find_betas_fault, doc="decay rates for AdamW's two running means"
+        "decay rates for AdamW's two running means", default=(0.9, 0.95), check=find_betas_fault
     )
-    eps: float = setting(default=1e-8, check=above(0), doc="constant added to AdamW's denominator")
-    maximize: bool = setting(default=False, doc="maximize the objective instead of minimizing it")
-    weight_decay: float = setting(default=0.1, check=at_least(0), doc="decoupled weight decay coefficient")
-    groups: list[AdamGroup] = setting(factory=list, doc="parameter groups with their own options; the first match wins")
+    eps: float = setting("constant added to AdamW's denominator", default=1e-8, check=above(0))
+    maximize: bool = setting("maximize the objective instead of minimizing it", default=False)
+    weight_decay: float = setting("decoupled weight decay coefficient", default=0.1, check=at_least(0))
+    groups: list[AdamGroup] = setting("parameter groups with their own options; the first match wins", factory=list)
 
     def moment_names_by_parameter(self) -> dict[str, Sequence[str]]:
         """Return one name for Muon's matrices, and AdamW's two names for other parameters."""
@@ -320,7 +316,7 @@ class Muon(TorchOptimizer):
 
     def _step(self, optimizer: torch.optim.Optimizer) -> None:
         if isinstance(optimizer, MuonStep) and optimizer in self._streamed:
-            self._streamed[optimizer].step(optimizer.update_momentum_and_keep_updates)
+            self._streamed[optimizer].step(optimizer.update_momentum)
             optimizer.step()  # ranks exchange all matrices at once
         else:
             super()._step(optimizer)
@@ -357,7 +353,7 @@ class MuonStep(WideGradientStep):
         self._updates: dict[str, Tensor] = {}
 
     @torch.no_grad()
-    def update_momentum_and_keep_updates(self) -> None:
+    def update_momentum(self) -> None:
         """Update the running means of the parameters in `param_groups`, and keep their updates for `step`."""
         for group in self.param_groups:
             for part in group["params"]:
@@ -365,9 +361,9 @@ class MuonStep(WideGradientStep):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update all weights, and all running means unless `update_momentum_and_keep_updates` has done it."""
+        """Update all weights, and all running means unless `update_momentum` has done it."""
         if not self._updates:
-            self.update_momentum_and_keep_updates()
+            self.update_momentum()
         updates, self._updates = self._updates, {}
         directions = self._shared.orthogonalize(updates, self.defaults["ns_steps"]) if updates else {}
         for group in self.param_groups:

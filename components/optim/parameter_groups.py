@@ -6,14 +6,18 @@ from typing import Any, Literal, NamedTuple
 
 import attrs
 
-from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.model import build_meta_module_if_known
-from drawloom.components.ports.parameter_roles import UNSCALED, Role, Scaling, parameter_roles
-from drawloom.components.ports.pipeline import TrainableLoss
-from drawloom.components.ports.stages import Parameters
-from drawloom.graph import Problem, UserError, at_least, between, setting
+from drawloom import NodeView, Problem, UserError, at_least, between, setting
 from drawloom.graph.problems import KeyPath
-from drawloom.graph.wiring.node import NodeView
+from drawloom.ports import (
+    UNSCALED,
+    Mesh,
+    Parameters,
+    Role,
+    Scaling,
+    TrainableLoss,
+    build_meta_module_if_known,
+    parameter_roles,
+)
 
 ParameterKind = Literal["parameter", "matrix"]
 """Parameters that patterns are matched with: all trained parameters, or matrices by their roles."""
@@ -37,10 +41,10 @@ class ParameterGroup:
     A parameter belongs to its first matching group.
     """
 
-    targets: list[str] = setting(check=find_targets_fault, doc="parameter name patterns (fnmatch)")
-    lr_multiplier: float = setting(default=1.0, check=at_least(0), doc="learning-rate multiplier")
+    targets: list[str] = setting("parameter name patterns (fnmatch)", check=find_targets_fault)
+    lr_multiplier: float = setting("learning-rate multiplier", default=1.0, check=at_least(0))
     weight_decay: float | None = setting(
-        default=None, check=at_least(0), doc="the group's weight decay coefficient, for norms and biases, too"
+        "the group's weight decay coefficient, for norms and biases, too", default=None, check=at_least(0)
     )
 
     def options(self) -> dict[str, Any]:
@@ -54,7 +58,7 @@ class AdamGroup(ParameterGroup):
     """Parameter group for an optimizer with Adam's two running means."""
 
     betas: tuple[float, float] | None = setting(
-        default=None, check=find_betas_fault, doc="decay rates for the two running means"
+        "decay rates for the two running means", default=None, check=find_betas_fault
     )
 
 

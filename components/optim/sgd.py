@@ -5,12 +5,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from drawloom import NodeView, Problem, above, at_least, between, component, setting
 from drawloom.components.optim.parameter_groups import ParameterGroup
 from drawloom.components.optim.torch_optimizer import TorchOptimizer
-from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.stages import Parameters
-from drawloom.graph import Problem, above, at_least, between, component, setting
-from drawloom.graph.wiring.node import NodeView
+from drawloom.ports import Mesh, Parameters
 
 
 @component(reads=("gradients", "lr_factor?", "skip?"), writes=("weights", "lr"))
@@ -19,22 +17,22 @@ class SGD(TorchOptimizer):
 
     parameters: Parameters
     mesh: Mesh
-    lr: float = setting(check=above(0), doc="base learning rate")
+    lr: float = setting("base learning rate", check=above(0))
     momentum: float = setting(
-        default=0.9, check=between(0, 1), doc="momentum decay rate (momentum is a running sum of gradients)"
+        "momentum decay rate (momentum is a running sum of gradients)", default=0.9, check=between(0, 1)
     )
     dampening: float = setting(
+        "gradient fraction left out of the momentum, except at the first step (dampening)",
         default=0.0,
         check=between(0, 1),
-        doc="gradient fraction left out of the momentum, except at the first step (dampening)",
     )
-    nesterov: bool = setting(default=False, doc="add the gradient to its momentum once more (Nesterov momentum)")
-    maximize: bool = setting(default=False, doc="maximize the objective instead of minimizing it")
+    nesterov: bool = setting("add the gradient to its momentum once more (Nesterov momentum)", default=False)
+    maximize: bool = setting("maximize the objective instead of minimizing it", default=False)
     weight_decay: float = setting(
-        default=0.0, check=at_least(0), doc="L2 weight decay coefficient: the gradient grows by this times the weight"
+        "L2 weight decay coefficient: the gradient grows by this times the weight", default=0.0, check=at_least(0)
     )
     groups: list[ParameterGroup] = setting(
-        factory=list, doc="parameter groups with their own options; the first match wins"
+        "parameter groups with their own options; the first match wins", factory=list
     )
 
     def moment_names_by_parameter(self) -> dict[str, Sequence[str]]:

@@ -10,6 +10,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from drawloom import NodeView, Problem, UserError, above, at_least, component, internal, setting
 from drawloom.components.distributed.rng import derive_seed
 from drawloom.components.optim.host_states import HostStates
 from drawloom.components.optim.parameter_groups import (
@@ -18,18 +19,7 @@ from drawloom.components.optim.parameter_groups import (
     find_betas_fault,
     warn_unmatched_patterns,
 )
-from drawloom.components.optim.streamed_states import (
-    Slots,
-    StreamedStep,
-    allocate_state_in_host_memory,
-)
-from drawloom.components.ports.distributed import Device, Mesh
-from drawloom.components.ports.run import RunInfo, Step
-from drawloom.components.ports.slices import TensorSlice
-from drawloom.components.ports.stages import Parameters, get_or_create_gradient
-from drawloom.graph import UserError, above, at_least, component, setting
-from drawloom.graph.problems import Problem
-from drawloom.graph.wiring.node import NodeView
+from drawloom.components.optim.streamed_states import Slots, StreamedStep, allocate_state_in_host_memory
 from drawloom.kernels.adamw.eager import (
     ALL,
     BLOCK,
@@ -39,7 +29,8 @@ from drawloom.kernels.adamw.eager import (
     compute_scales_shape,
     compute_step_scalars,
 )
-from drawloom.kernels.operation import why_no_triton
+from drawloom.kernels.availability import why_no_triton
+from drawloom.ports import Device, Mesh, NodeState, Parameters, RunInfo, Step, TensorSlice, get_or_create_gradient
 
 DTYPES = {"uint8": torch.uint8, "bfloat16": torch.bfloat16, "float32": torch.float32}
 CODES_ARITHMETIC = 536.0
@@ -88,38 +79,38 @@ class StochasticAdamW(HostStates):
     mesh: Mesh
     job: RunInfo
     device: Device
-    lr: float = setting(check=above(0), doc="base learning rate")
+    lr: float = setting("base learning rate", check=above(0))
     betas: tuple[float, float] = setting(
-        default=(0.9, 0.95), check=find_betas_fault, doc="decay rates for the two running means"
+        "decay rates for the two running means", default=(0.9, 0.95), check=find_betas_fault
     )
-    eps: float = setting(default=1e-8, check=above(0), doc="constant added to the denominator")
-    weight_decay: float = setting(default=0.1, check=at_least(0), doc="decoupled weight decay coefficient")
+    eps: float = setting("constant added to the denominator", default=1e-8, check=above(0))
+    weight_decay: float = setting("decoupled weight decay coefficient", default=0.1, check=at_least(0))
     amsgrad: bool = setting(
+        "divide by the largest mean of squares so far (Reddi et al. 2018); keeps a third tensor per parameter",
         default=False,
         impact="incompatible",
-        doc="divide by the largest mean of squares so far (Reddi et al. 2018); keeps a third tensor per parameter",
     )
-    maximize: bool = setting(default=False, doc="maximize the objective instead of minimizing it")
-    groups: list[AdamGroup] = setting(factory=list, doc="parameter groups with their own options; the first match wins")
+    maximize: bool = setting("maximize the objective instead of minimizing it", default=False)
+    groups: list[AdamGroup] = setting("parameter groups with their own options; the first match wins", factory=list)
     state_dtype: Literal["uint8", "bfloat16", "float32"] = setting(
+        "running mean dtype; bfloat16 is rounded stochastically too; with uint8, the means of matrices are codes "
+        "of 8 bits with a scale for 256 elements of a row, and others are float32",
         default="bfloat16",
         impact="incompatible",
-        doc="running mean dtype; bfloat16 is rounded stochastically too; with uint8, the means of matrices are codes "
-        "of 8 bits with a scale for 256 elements of a row, and others are float32",
     )
     split_master_weights: bool = setting(
+        "keep float32 master weights: a bfloat16 weight has their upper half, and the state 16 bits more; weights "
+        "are then rounded to the nearest",
         default=False,
         impact="incompatible",
-        doc="keep float32 master weights: a bfloat16 weight has their upper half, and the state 16 bits more; weights "
-        "are then rounded to the nearest",
     )
     implementation: Literal["auto", "triton", "eager"] = setting(
-        default="auto", impact="safe", doc="auto is triton on a GPU, else eager; both give the same bits"
+        "auto is triton on a GPU, else eager; both give the same bits", default="auto", impact="safe"
     )
-    _params: dict[str, ParamState] = attrs.field(init=False, factory=dict)
-    _launches: list[_Launch] = attrs.field(init=False, factory=list)
-    _steps: int = attrs.field(init=False, default=0)
-    _last: Step | None = attrs.field(init=False, default=None)
+    _params: dict[str, ParamState] = internal(factory=dict)
+    _launches: list[_Launch] = internal(factory=list)
+    _steps: int = internal(0)
+    _last: Step | None = internal(None)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
@@ -285,7 +276,7 @@ class StochasticAdamW(HostStates):
             if "exp_avg_scale" in self._compute_state_specs(parameter)
         }
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> NodeState:
         """Return running means by parameter (its shape, `state_dtype`), and the step count."""
         steps = self._wait_and_count_unskipped_steps()
         if self._transfers is not None:
@@ -308,7 +299,7 @@ class StochasticAdamW(HostStates):
             if self._params[name].has_8bit_moments
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: NodeState) -> None:
         """Copy a state into this optimizer. Raises KeyError for other parameters' state."""
         scales = {f"{name}{SCALES}": values for name, values in self._8bit_scales_by_parameter().items()}
         if other := state.keys() ^ (self._params.keys() | scales.keys()):

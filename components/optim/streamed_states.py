@@ -15,10 +15,10 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from drawloom import UserError
 from drawloom.components.optim.host_states import ALIGNMENT, SLOTS
-from drawloom.components.ports.memory import Ticket, Transfers
-from drawloom.graph import UserError
 from drawloom.kernels.adamw.eager import ALL, PER_DRAW, ParamState
+from drawloom.ports import Ticket, Transfers
 
 PIECE = 512
 """Elements at whose multiples a weight without rows is cut: an even number, for the noise of pairs."""
@@ -238,9 +238,9 @@ class StreamedTorchStep:
                 for number, part in enumerate(self.parameters)
             ],
         )
-        self.point_optimizer_to_host_state()
+        self.use_host_state()
 
-    def point_optimizer_to_host_state(self) -> None:
+    def use_host_state(self) -> None:
         """Let the optimizer's state be that in host memory."""
         for part in self.parameters:
             self._optimizer.state[part].update(self._states[part])
@@ -262,7 +262,7 @@ class StreamedTorchStep:
                 advance()
         finally:
             self._optimizer.param_groups = groups
-            self.point_optimizer_to_host_state()
+            self.use_host_state()
 
     def _restrict_optimizer_groups(self, groups: Sequence[dict[str, Any]], members: Collection[nn.Parameter]) -> None:
         """Let the optimizer's groups have only these parameters."""

@@ -1,16 +1,15 @@
 """Base of torch's optimizers: the step at a scheduled learning rate, and state by parameter name."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.optim.adamw_step import ADAM_MOMENTS, FactorStep, WideGradientStep
+from drawloom import NodeView, Problem, internal
+from drawloom.components.optim.gradient_steps import ADAM_MOMENTS, FactorStep, WideGradientStep
 from drawloom.components.optim.host_states import HostStates
 from drawloom.components.optim.parameter_groups import (
     ParameterGroup,
@@ -18,18 +17,12 @@ from drawloom.components.optim.parameter_groups import (
     find_unsupported_parametrization,
     warn_unmatched_patterns,
 )
-from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.run import Step
-from drawloom.components.ports.slices import TensorSlice
-from drawloom.components.ports.stages import Parameters
-from drawloom.graph import Problem, component_base_class
-from drawloom.graph.wiring.node import NodeView
-from drawloom.kernels.operation import why_no_triton
+from drawloom.graph import component_base_class
+from drawloom.kernels.availability import why_no_triton
+from drawloom.ports import Mesh, NodeState, Parameters, Step, TensorSlice
 
 if TYPE_CHECKING:
     from drawloom.components.optim.streamed_states import Slots, StreamedTorchStep
-
-Named = Sequence[tuple[str, nn.Parameter]]
 
 KEEP_UPDATES = (
     'write use = "optim.stochastic_adamw" in [{}], or keep float32 masters, as --overlay with_mixed_precision does: '
@@ -49,7 +42,7 @@ def create_fastest_adamw(groups: Iterable[dict[str, Any]], **options: Any) -> to
     groups = list(groups)
     if not all(_fits_triton(part) for group in groups for part in group["params"]):
         return torch.optim.AdamW(groups, fused=True, **options)
-    from drawloom.components.optim.adamw_step import AdamWTriton
+    from drawloom.components.optim.adamw_step import AdamWTriton  # most machines for checks have no GPU
 
     return AdamWTriton(groups, fused=True, **options)
 
@@ -57,49 +50,6 @@ def create_fastest_adamw(groups: Iterable[dict[str, Any]], **options: Any) -> to
 def _fits_triton(parameter: nn.Parameter) -> bool:
     has_triton = parameter.is_cuda and not why_no_triton(parameter.device)
     return has_triton and parameter.dtype in TRITON_DTYPES and parameter.is_contiguous()
-
-
-def collect_state_by_name(optimizers: Sequence[torch.optim.Optimizer], named: Named) -> dict[str, Any]:
-    """Return the optimizer state by parameter name; {} before the parameter's first gradient."""
-    states = {parameter: state for optimizer in optimizers for parameter, state in optimizer.state.items()}
-    return {name: dict(states.get(parameter, {})) for name, parameter in named}
-
-
-def load_named_state(
-    optimizers: Sequence[torch.optim.Optimizer],
-    named: Named,
-    state: dict[str, Any],
-    omitted: Mapping[str, Collection[str]] = MappingProxyType({}),
-) -> None:
-    """
-    Replace the optimizers' state by a copy of a saved state, empty before the first step.
-
-    `omitted` keys by parameter are left out, because torch would copy them to the device. Raises KeyError for other
-    parameters' state.
-    """
-    parameters = dict(named)
-    if state and parameters.keys() != state.keys():
-        raise KeyError(f"optimizer state differs for {sorted(parameters.keys() ^ state.keys())}")
-    names = {parameter: name for name, parameter in named}
-    for optimizer in optimizers:
-        ordered = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
-        kept = [(number, state.get(name, {}), omitted.get(name, ())) for number, name in enumerate(ordered)]
-        values = {number: values for number, parts, keys in kept if (values := _copy_tensors(parts, keys))}
-        # torch moves each tensor to its parameter's device: a fused optimizer counts its steps on the accelerator.
-        optimizer.load_state_dict({"state": values, "param_groups": optimizer.state_dict()["param_groups"]})
-
-
-def _copy_tensors(parts: dict[str, Any], omitted: Collection[str]) -> dict[str, Any]:
-    """Copy tensors, because the optimizer changes its state in place; without the omitted keys."""
-    kept = {key: part for key, part in parts.items() if key not in omitted}
-    return {key: part.detach().clone() if isinstance(part, Tensor) else part for key, part in kept.items()}
-
-
-def _create_state_on_meta(parameter: nn.Parameter, moments: Sequence[str]) -> dict[str, Tensor]:
-    """Return the shapes and dtypes in torch's state for a parameter."""
-    state = {name: torch.empty_like(parameter, device="meta") for name in moments}
-    # torch's optimizers with two means count the steps of each parameter for the bias correction
-    return {"step": torch.empty((), device="meta"), **state} if {*ADAM_MOMENTS} <= {*moments} else state
 
 
 @contextmanager
@@ -134,10 +84,10 @@ class TorchOptimizer(HostStates):
     lr: float
     weight_decay: float
     groups: Sequence[ParameterGroup]
-    _optimizers: list[torch.optim.Optimizer] = attrs.field(init=False, factory=list)
-    _streamed: "dict[torch.optim.Optimizer, StreamedTorchStep]" = attrs.field(init=False, factory=dict)
-    _slots: "Slots | None" = attrs.field(init=False, default=None)
-    _host_state: dict[str, dict[str, Tensor]] = attrs.field(init=False, factory=dict)
+    _optimizers: list[torch.optim.Optimizer] = internal(factory=list)
+    _streamed: "dict[torch.optim.Optimizer, StreamedTorchStep]" = internal(factory=dict)
+    _slots: "Slots | None" = internal(None)
+    _host_state: dict[str, dict[str, Tensor]] = internal(factory=dict)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
@@ -192,10 +142,12 @@ class TorchOptimizer(HostStates):
         moments = self.moment_names_by_parameter()
         return {name: len(moments[name]) * part.nbytes for name, part in self.parameters.named_parameters()}
 
-    def forecast_state_after_first_step(self) -> dict[str, Any]:
+    def forecast_state_after_first_step(self) -> NodeState:
         """Return the state after a step with a gradient for every parameter, on the meta device."""
+        from drawloom.components.optim.named_state import create_state_on_meta
+
         moments = self.moment_names_by_parameter()
-        return {name: _create_state_on_meta(part, moments[name]) for name, part in self.parameters.named_parameters()}
+        return {name: create_state_on_meta(part, moments[name]) for name, part in self.parameters.named_parameters()}
 
     def run_phase(self, step: Step) -> None:
         """
@@ -205,9 +157,11 @@ class TorchOptimizer(HostStates):
         multiplies it by its `lr_multiplier`.
         """
         step.state["lr"] = lr = self.lr * step.state.get("lr_factor", 1.0)
-        if not all(isinstance(optimizer, FactorStep) for optimizer in self._optimizers):
+        factors = None
+        if all(isinstance(optimizer, FactorStep) for optimizer in self._optimizers):
+            factors = step.stack_and_clear_deferred_factors()
+        else:
             step.apply_deferred_factors()
-        factors = step.stack_and_clear_deferred_factors()
         for optimizer in self._optimizers:
             if isinstance(optimizer, FactorStep):
                 optimizer.factors = factors
@@ -239,16 +193,20 @@ class TorchOptimizer(HostStates):
     def state_slices(self) -> dict[str, TensorSlice | None]:
         return self.parameters.parameter_slices()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> NodeState:
         """Return the optimizer's state by parameter name; tensors of any shape."""
         if self._transfers is not None:
             self._transfers.synchronize()
+        from drawloom.components.optim.named_state import collect_state_by_name
+
         return collect_state_by_name(self._optimizers, self.parameters.named_parameters())
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: NodeState) -> None:
         """Copy a state into this optimizer. Raises KeyError for the state of other parameters."""
         if self._transfers is not None:
             self._transfers.synchronize()
+        from drawloom.components.optim.named_state import load_named_state
+
         load_named_state(self._optimizers, self.parameters.named_parameters(), state, self._host_state)
         for name, own in self._host_state.items():
             for key, tensor in own.items():
@@ -256,5 +214,5 @@ class TorchOptimizer(HostStates):
                 tensor.zero_() if saved is None else tensor.copy_(saved)
         for streamed in self._streamed.values():
             streamed.stream.drop_prefetched()
-            streamed.point_optimizer_to_host_state()
+            streamed.use_host_state()
         self._create_host_state_step_counters()

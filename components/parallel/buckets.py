@@ -7,9 +7,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.ports.distributed import Group, Pending
-
-BUCKET_BYTES = 32 * 2**20
+from drawloom.ports import Group, Pending
 
 
 @attrs.define(eq=False)
@@ -21,7 +19,7 @@ class BucketedSums:
 
     group: Group
     dtype: torch.dtype
-    bucket_bytes: int = BUCKET_BYTES
+    bucket_bytes: int
     _bucket: list[Tensor] = attrs.field(factory=list)
     _bytes: int = 0
     _started: list[tuple[list[Tensor], Tensor, Pending]] = attrs.field(factory=list)
@@ -55,12 +53,9 @@ class BucketedSums:
                 tensor.copy_(part.view_as(tensor))
 
 
-def sum_in_buckets(
-    tensors: Sequence[Tensor], group: Group, dtype: torch.dtype, bucket_bytes: int = BUCKET_BYTES
-) -> None:
-    """All-reduce tensors (any shapes) in place, as `BucketedSums` does; a single rank sends nothing."""
-    if group.size > 1:
-        sums = BucketedSums(group, dtype, bucket_bytes)
-        for tensor in tensors:
-            sums.add_to_bucket(tensor)
-        sums.wait_and_write_sums()
+def sum_in_buckets(tensors: Sequence[Tensor], group: Group, dtype: torch.dtype, bucket_bytes: int) -> None:
+    """All-reduce tensors (any shapes) in place, as `BucketedSums` does."""
+    sums = BucketedSums(group, dtype, bucket_bytes)
+    for tensor in tensors:
+        sums.add_to_bucket(tensor)
+    sums.wait_and_write_sums()

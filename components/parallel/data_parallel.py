@@ -12,7 +12,7 @@ from torch import nn
 
 from drawloom.components.distributed.mesh_layout import SHARDS
 from drawloom.components.parallel.master_weights import Blocks, ParameterStore
-from drawloom.components.ports.distributed import Mesh, Precision
+from drawloom.ports import Mesh, Precision
 
 if TYPE_CHECKING:
     from drawloom.components.parallel.fsdp import ShardedModule, ShardedStore

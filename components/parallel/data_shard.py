@@ -7,11 +7,9 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from drawloom import Problem
 from drawloom.components.parallel.dimension import Dimension, RankParameters
-from drawloom.components.ports.features import StageNodes
-from drawloom.components.ports.model import HeadLayer
-from drawloom.components.ports.slices import TensorSlice
-from drawloom.graph import Problem
+from drawloom.ports import HeadLayer, StageNodes, TensorSlice
 
 
 @attrs.define(eq=False)

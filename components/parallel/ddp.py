@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from drawloom.components.parallel.buckets import BucketedSums
 from drawloom.components.parallel.gradient_hooks import call_when_gradients_are_final
 from drawloom.components.parallel.master_weights import Blocks, ParameterStore
-from drawloom.components.ports.distributed import Group, Precision
-from drawloom.components.ports.stages import ReductionUnit, get_or_create_gradient
+from drawloom.ports import Group, Precision, ReductionUnit, get_or_create_gradient
 
 
 @attrs.define(eq=False)
@@ -79,7 +78,7 @@ class ReplicatedModule:
         self._add_unsent_gradients_to_buckets(list(self._unsent))
         self.sums.start_bucket_sum()
 
-    def send_remaining_and_wait_for_sums(self) -> None:
+    def send_and_await_sums(self) -> None:
         """Send remaining gradients, and wait for the step's sums, which replace the gradients."""
         if self._reduces:
             self.reduce_remaining_gradients()
@@ -142,7 +141,7 @@ class ReplicatedStore(ParameterStore):
     def move_gradients_to_masters(self) -> None:
         """Wait for the sums, and move the copies' gradients to the masters."""
         for module in self.modules.values():
-            module.send_remaining_and_wait_for_sums()
+            module.send_and_await_sums()
         super().move_gradients_to_masters()
 
     def get_shards(self, module: nn.Module) -> ReplicatedModule:

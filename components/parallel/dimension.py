@@ -7,12 +7,8 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.parallel.buckets import sum_in_buckets
-from drawloom.components.ports.distributed import Group, Mesh, Precision
-from drawloom.components.ports.features import StageNodes
-from drawloom.components.ports.slices import RankSlice
-from drawloom.components.ports.stages import LOSS, get_or_create_gradient
-from drawloom.graph import Problem
+from drawloom import Problem
+from drawloom.ports import LOSS, Group, Mesh, Precision, RankSlice, StageNodes, get_or_create_gradient
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -46,6 +42,10 @@ class RankParameters:
 
     def sum_gradients_over_group(self, gradients: Sequence[Tensor], group: Group) -> None:
         """Sum gradients over a group, in place, in `precision.reduce` or in their own wider dtype."""
+        if group.size == 1:
+            return
+        from drawloom.components.parallel.buckets import sum_in_buckets
+
         dtype = torch.promote_types(self.precision.gradient, self.precision.reduce)
         sum_in_buckets(gradients, group, dtype, self.bucket_bytes)
 

@@ -12,28 +12,9 @@ from typing import ClassVar
 import attrs
 from torch import nn
 
+from drawloom import Problem
 from drawloom.components.parallel.dimension import Dimension, RankParameters
-from drawloom.components.parallel.parameter_split import SplitDim, replace_by_rank_slice
-from drawloom.components.ports.distributed import Group, Mesh
-from drawloom.components.ports.experts import Dispatcher, supports_expert_parallel
-from drawloom.components.ports.features import StageNodes
-from drawloom.components.ports.model import ExpertModel
-from drawloom.components.ports.slices import RankSlice
-from drawloom.graph import Problem
-
-
-class ExpertParallel(nn.Module):
-    """
-    A layer's experts; the module's own parameters are stacked by expert, (experts, ...).
-
-    `dispatcher` sends tokens to the experts; without one, or with one rank, all experts are on this rank.
-    """
-
-    dispatcher: Dispatcher | None = None
-
-    def create_dispatcher(self, mesh: Mesh) -> Dispatcher:
-        """Return the default dispatcher for experts partitioned along `mesh.expert`."""
-        raise NotImplementedError
+from drawloom.ports import ExpertModel, RankSlice, StageNodes, supports_expert_parallel
 
 
 @attrs.define(eq=False)
@@ -74,23 +55,21 @@ class ExpertDimension(Dimension):
 
     def describe(self, whole: nn.Module) -> Iterator[str]:
         """Yield which dispatcher sends tokens to their experts."""
-        layers = [part for part in whole.modules() if isinstance(part, ExpertParallel)]
-        if layers and self.mesh.sizes.expert > 1:
-            self._set_default_dispatcher(layers[0])
-            module = type(layers[0].dispatcher).__module__.removeprefix("drawloom.components.")
+        if self.mesh.sizes.expert == 1:
+            return
+        from drawloom.components.parallel.split_experts import set_default_dispatchers
+
+        for dispatcher in set_default_dispatchers(whole, self.mesh)[:1]:
+            module = type(dispatcher).__module__.removeprefix("drawloom.components.")
             yield f"{module} between {self.mesh.sizes.expert} ranks"
 
     def apply_to_meta_module(self, module: nn.Module) -> dict[str, RankSlice]:
-        if self.mesh.sizes.expert > 1:
-            for part in module.modules():
-                if isinstance(part, ExpertParallel):
-                    self._set_default_dispatcher(part)
-        return split_experts(module, self.mesh.expert_group)
+        if self.mesh.sizes.expert == 1:
+            return {}
+        from drawloom.components.parallel.split_experts import set_default_dispatchers, split_experts
 
-    def _set_default_dispatcher(self, layer: ExpertParallel) -> None:
-        """Set the layer's own dispatcher between ranks unless the recipe names one."""
-        if layer.dispatcher is None:
-            layer.dispatcher = layer.create_dispatcher(self.mesh)
+        set_default_dispatchers(module, self.mesh)
+        return split_experts(module, self.mesh.expert_group)
 
     def list_copies_owned_elsewhere(self, parameters: RankParameters) -> Set[str]:
         """Return the experts' parameters that several ranks in one model copy have, except on the first rank."""
@@ -105,25 +84,3 @@ class ExpertDimension(Dimension):
                 [name for name in parameters.trained if name in parameters.experts - parameters.summed],
                 self.mesh.expert_data_group,
             )
-
-
-def set_dispatcher(module: nn.Module, dispatcher: Dispatcher | None) -> None:
-    """Set the dispatcher on all experts in a model."""
-    for submodule in module.modules():
-        if isinstance(submodule, ExpertParallel):
-            submodule.dispatcher = dispatcher
-
-
-def split_experts(module: nn.Module, group: Group) -> dict[str, RankSlice]:
-    """
-    Partition a meta model's experts over ranks, and return their parameters' slices by name.
-
-    Raises UserError if the expert count is not divisible by the rank count.
-    """
-    splits: dict[str, RankSlice] = {}
-    for path, submodule in module.named_modules() if group.size > 1 else ():
-        if isinstance(submodule, ExpertParallel):
-            for leaf, _ in list(submodule.named_parameters(recurse=False)):
-                name = f"{path}.{leaf}" if path else leaf
-                splits[name] = replace_by_rank_slice(module, name, group, ExpertDimension.name, SplitDim(0))
-    return splits

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.parallel.data_shard import find_untied_heads, get_local_slice
-from drawloom.components.parallel.expert import ExpertParallel
 from drawloom.components.parallel.gradient_hooks import call_when_gradients_are_final
 from drawloom.components.parallel.master_weights import Blocks, ParameterStore, choose_layer_dtype
 from drawloom.components.parallel.shard_transfers import choose_gradient_message_dtype
@@ -30,12 +29,9 @@ from drawloom.components.parallel.shard_unit import (
     UnitDtypes,
     count_gathered_bytes,
 )
-from drawloom.components.ports.distributed import Precision
-from drawloom.components.ports.memory import MemoryKind
-from drawloom.components.ports.slices import TensorSlice, is_dtensor
-from drawloom.components.ports.stages import LOSS, ReductionUnit
+from drawloom.components.parallel.split_experts import ExpertParallel
 from drawloom.components.state.trees import list_leaves
-from drawloom.components.weights.adapted import adapter_parameter_names
+from drawloom.ports import LOSS, MemoryKind, Precision, ReductionUnit, TensorSlice, adapter_parameter_names, is_dtensor
 
 
 @attrs.define(eq=False)
@@ -364,8 +360,7 @@ def shard_with_fsdp(
     """
     modules = list(modules)
     dtypes = UnitDtypes(
-        gathered=precision.compute,
-        message=choose_gradient_message_dtype(precision, replicas=mesh.ndim > 1),
+        gathered=precision.compute, message=choose_gradient_message_dtype(precision, replicas=mesh.ndim > 1)
     )
     whole_by_module = find_unsharded_parameters(modules, precision, experts if expert_mesh is None else frozenset())
     return [

@@ -16,10 +16,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.ports.distributed import Precision
-from drawloom.components.ports.memory import MemoryKind
-from drawloom.components.ports.slices import TensorSlice, is_dtensor
-from drawloom.components.ports.stages import LOSS, Shards
+from drawloom.ports import LOSS, MemoryKind, Precision, Shards, TensorSlice, is_dtensor
 
 Blocks = Callable[[nn.Module], Sequence[nn.Module]]
 """Function that returns the blocks of a stage's module; each block is gathered and reduced by itself."""
@@ -100,10 +97,7 @@ class ParameterStore:
 
     def device_bytes(self) -> dict[MemoryKind, int]:
         """Return two byte counts: masters with compute copies, and the copies."""
-        return {
-            "masters": sum(master.nbytes for master, _ in self._pairs),
-            "compute_copies": self.compute_copy_bytes,
-        }
+        return {"masters": sum(master.nbytes for master, _ in self._pairs), "compute_copies": self.compute_copy_bytes}
 
     @property
     def compute_copy_bytes(self) -> int:

@@ -4,9 +4,8 @@ import attrs
 import torch
 from torch import nn
 
-from drawloom.components.ports.distributed import Group
-from drawloom.components.ports.slices import RankSlice, TensorSlice, divide_into_shares
-from drawloom.graph import UserError
+from drawloom import UserError
+from drawloom.ports import Group, RankSlice, TensorSlice, divide_into_shares
 
 
 @attrs.frozen

@@ -8,15 +8,10 @@ from typing import ClassVar
 import attrs
 from torch import nn
 
+from drawloom import NodeView, Problem, UserError
 from drawloom.components.parallel.dimension import Dimension, RankParameters
-from drawloom.components.ports.distributed import PerDimension
-from drawloom.components.ports.features import StageNodes
-from drawloom.components.ports.model import LayerRange
-from drawloom.components.ports.pipeline import OuterLayersSchedule, PartitioningSchedule, Schedule
-from drawloom.graph import UserError
 from drawloom.graph.lifecycle import Constrained
-from drawloom.graph.problems import Problem
-from drawloom.graph.wiring.node import NodeView
+from drawloom.ports import LayerRange, OuterLayersSchedule, PartitioningSchedule, PerDimension, Schedule, StageNodes
 
 
 @attrs.define(eq=False)
@@ -64,7 +59,7 @@ def find_layer_conflicts(schedule: NodeView, mesh: NodeView, model: NodeView) ->
         yield schedule.problem("use", str(error)) if partitions else mesh.problem("pipeline", str(error))
         return
     if isinstance(layers, int) and layers < stages:
-        text, hint = _describe_too_few_layers_and_remedy(layers, ranks, stages // ranks, model.name)
+        text, hint = _describe_too_few_layers(layers, ranks, stages // ranks, model.name)
         yield mesh.problem("pipeline", text, hint)
     elif isinstance(layers, int) and isinstance(built, PartitioningSchedule):
         try:
@@ -86,7 +81,7 @@ def build_schedule_or_none(schedule: NodeView) -> Schedule | None:
     return built
 
 
-def _describe_too_few_layers_and_remedy(layers: int, ranks: int, per_rank: int, model: str) -> tuple[str, str]:
+def _describe_too_few_layers(layers: int, ranks: int, per_rank: int, model: str) -> tuple[str, str]:
     """Return the fault and the remedy for a model with fewer layers than stages."""
     stages = ranks * per_rank
     fewer = f"write pipeline = {layers // per_rank} or less, or " if layers >= per_rank else ""

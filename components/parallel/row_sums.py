@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drawloom.components.distributed.single_process import SingleProcess
-from drawloom.components.parallel.tensor import TensorParallel
-from drawloom.components.ports.distributed import Group
+from drawloom.components.parallel.tensor_ranks import TensorParallel
+from drawloom.ports import Group
 
 
 class RowSums(TensorParallel):

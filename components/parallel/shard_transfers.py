@@ -16,9 +16,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from drawloom.components.ports.distributed import Precision
-from drawloom.components.ports.model import GatherEncoding
 from drawloom.kernels.gradients.eager import sum_parts
+from drawloom.ports import GatherEncoding, Precision
 
 PACKED_BELOW_BYTES = 2**18
 """

@@ -23,8 +23,7 @@ from drawloom.components.parallel.shard_transfers import (
     start_gather,
     start_sum,
 )
-from drawloom.components.ports.model import GatherEncoding, LinearLayer
-from drawloom.components.ports.slices import TensorSlice
+from drawloom.ports import GatherEncoding, LinearLayer, TensorSlice
 
 
 @attrs.frozen(kw_only=True, eq=False)

@@ -11,12 +11,10 @@ import attrs
 from torch import Tensor, nn
 
 from drawloom.components.parallel.data_shard import find_untied_heads, slice_rows
-from drawloom.components.parallel.expert import ExpertParallel
 from drawloom.components.parallel.fsdp import find_unsharded_parameters
 from drawloom.components.parallel.master_weights import Blocks, ParameterStore
-from drawloom.components.ports.distributed import Group, Precision
-from drawloom.components.ports.memory import MemoryKind
-from drawloom.components.ports.slices import TensorSlice
+from drawloom.components.parallel.split_experts import ExpertParallel
+from drawloom.ports import Group, MemoryKind, Precision, TensorSlice
 
 
 @attrs.frozen
@@ -98,7 +96,7 @@ def _count_gathered_bytes_by_block(
     return GatheredBytes(total - sum(sizes), sizes)
 
 
-def count_elements_in_largest_reduction_unit(module: nn.Module, blocks: Sequence[nn.Module]) -> int:
+def count_largest_unit(module: nn.Module, blocks: Sequence[nn.Module]) -> int:
     """Return the most trained elements in a reduction unit: a block, its experts, a head, or the rest of the module."""
     sizes = Counter({id(module): _count_trained_elements(module)})
     for block in (*blocks, *find_untied_heads(module)):

@@ -12,11 +12,8 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from drawloom.components.ports.data import IGNORE_INDEX
-from drawloom.components.ports.rollouts import PolicyBatch, Scored
-from drawloom.components.ports.run import Step
-from drawloom.components.state.batch import Batch
-from drawloom.graph import component, setting
+from drawloom import component, setting
+from drawloom.ports import IGNORE_INDEX, Batch, PolicyBatch, Scored, Step
 
 EQUAL = 1e-6
 """Spread of a group's rewards up to which they are equal: sums of several rewards differ by rounding."""
@@ -37,16 +34,16 @@ class Advantages:
     batch_type: ClassVar[type[Batch]] = PolicyBatch
 
     baseline: Literal["mean", "others", "none"] = setting(
-        default="mean", doc="subtracted from a reward: the group's mean, the mean of its other completions (RLOO), or 0"
+        "subtracted from a reward: the group's mean, the mean of its other completions (RLOO), or 0", default="mean"
     )
     scale: Literal["none", "std"] = setting(
-        default="none", doc="divisor of advantages: 1, or the group's standard deviation (GRPO), without bias"
+        "divisor of advantages: 1, or the group's standard deviation (GRPO), without bias", default="none"
     )
     equal_groups: Literal["keep", "drop"] = setting(
-        default="keep", doc="whether groups of equal rewards count in the loss's mean (dynamic sampling drops them)"
+        "whether groups of equal rewards count in the loss's mean (dynamic sampling drops them)", default="keep"
     )
     truncated: Literal["keep", "drop"] = setting(
-        default="keep", doc="whether the policy learns from completions that were cut at the maximum length"
+        "whether the policy learns from completions that were cut at the maximum length", default="keep"
     )
 
     def run_phase(self, step: Step) -> None:

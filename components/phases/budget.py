@@ -2,15 +2,11 @@
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
-import attrs
 import torch
 
-from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.run import Step
-from drawloom.graph import Problem, above, at_least, component, setting
-from drawloom.graph.wiring.node import NodeView
+from drawloom import NodeView, Problem, above, at_least, component, internal, setting
+from drawloom.ports import Mesh, NodeState, Step
 
 
 @component(reads=("tokens?",), impact="safe")
@@ -25,13 +21,13 @@ class Budget:
     """
 
     mesh: Mesh
-    tokens: int | None = setting(default=None, check=at_least(1), doc="training tokens in the whole run")
-    minutes: float | None = setting(default=None, check=above(0), doc="time of training in the whole run")
+    tokens: int | None = setting("training tokens in the whole run", default=None, check=at_least(1))
+    minutes: float | None = setting("time of training in the whole run", default=None, check=above(0))
 
-    clock: Callable[[], float] = attrs.field(init=False, default=time.monotonic)
-    _tokens: int = attrs.field(init=False, default=0)
-    _seconds: float = attrs.field(init=False, default=0.0)
-    _counted: float | None = attrs.field(init=False, default=None)  # the time up to which seconds are counted
+    clock: Callable[[], float] = internal(time.monotonic)
+    _tokens: int = internal(0)
+    _seconds: float = internal(0.0)
+    _counted: float | None = internal(None)  # the time up to which seconds are counted
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
@@ -55,11 +51,11 @@ class Budget:
             return f"the budget of {self.minutes:g} minutes is used up"
         return ""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> NodeState:
         """Return the tokens and the seconds so far; 0 without a limit."""
         return {"tokens": self._tokens, "seconds": self._seconds}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: NodeState) -> None:
         self._tokens, self._seconds = int(state["tokens"]), float(state["seconds"])
         self._counted = None
 

@@ -5,11 +5,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.run import Cadence, Step, describe_cadence_fault, is_due
-from drawloom.components.ports.stages import Parameters
+from drawloom import UserError, component, setting
 from drawloom.components.storage.tensor_source import view_bytes
-from drawloom.graph import UserError, component, setting
+from drawloom.ports import Cadence, Mesh, Parameters, Step, describe_cadence_fault, is_due
 
 MAX_NAMES_SHOWN = 5
 
@@ -27,7 +25,7 @@ class CompareReplicas:
     mesh: Mesh
     parameters: Parameters
     every: Cadence = setting(
-        default=100, check=describe_cadence_fault, doc='steps between comparisons, or "last" or "never"'
+        'steps between comparisons, or "last" or "never"', default=100, check=describe_cadence_fault
     )
 
     def run_phase(self, step: Step) -> None:

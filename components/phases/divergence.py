@@ -1,12 +1,9 @@
 """Divergence: ends a run whose model has stopped learning."""
 
 import math
-from typing import Any
 
-import attrs
-
-from drawloom.components.ports.run import Step
-from drawloom.graph import UserError, above, at_least, component, setting
+from drawloom import UserError, above, at_least, component, internal, setting
+from drawloom.ports import NodeState, Step
 
 SMALLEST_SCALE = 1.5
 """Nats; a smaller first loss, as in fine-tuning or preference training, is replaced by this value in the limit."""
@@ -21,12 +18,12 @@ class Divergence:
     0. The run ends after `steps` lost steps in a row. A step without a token to learn from does not count.
     """
 
-    steps: int = setting(default=10, check=at_least(1), doc="consecutive lost steps after which the run ends")
-    factor: float = setting(default=3.0, check=above(1), doc="threshold for a lost step, relative to the first loss")
+    steps: int = setting("consecutive lost steps after which the run ends", default=10, check=at_least(1))
+    factor: float = setting("threshold for a lost step, relative to the first loss", default=3.0, check=above(1))
 
-    _first: float | None = attrs.field(init=False, default=None)
-    _lost: int = attrs.field(init=False, default=0)
-    _late: Step | None = attrs.field(init=False, default=None)
+    _first: float | None = internal(None)
+    _lost: int = internal(0)
+    _late: Step | None = internal(None)
 
     def run_phase(self, step: Step) -> None:
         """Judge the step, or the previous step if a device computes the loss. Raises UserError on all ranks alike."""
@@ -39,14 +36,14 @@ class Divergence:
         else:
             self._late = step
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> NodeState:
         """Return `first`, the run's first loss, and `lost`, the number of consecutive lost steps."""
         if self._late is not None:
             self._count_diverged_steps_or_raise(self._late)
             self._late = None
         return {"first": self._first, "lost": self._lost}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: NodeState) -> None:
         self._first = None if state["first"] is None else float(state["first"])
         self._lost = int(state["lost"])
         self._late = None

@@ -1,12 +1,10 @@
 """Early stopping (Prechelt 1998, "Early stopping - but when?"): ends a run whose metric no longer improves."""
 
 import math
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
-import attrs
-
-from drawloom.components.ports.run import Step
-from drawloom.graph import at_least, between, component, setting
+from drawloom import at_least, between, component, internal, setting
+from drawloom.ports import NodeState, Step
 
 
 @component(reads=("loss?", "validation_loss?"), impact="safe")
@@ -20,16 +18,16 @@ class EarlyStopping:
 
     number_settings: ClassVar[tuple[str, ...]] = ("metric",)
 
-    metric: str = setting(default="validation_loss", doc="watched number; with loss, the host waits for it every step")
-    patience: int = setting(default=3, check=at_least(1), doc="values in a row without improvement that end the run")
+    metric: str = setting("watched number; with loss, the host waits for it every step", default="validation_loss")
+    patience: int = setting("values in a row without improvement that end the run", default=3, check=at_least(1))
     min_change: float = setting(
-        default=0.0, check=between(0, math.inf), doc="smallest difference from the best value that is an improvement"
+        "smallest difference from the best value that is an improvement", default=0.0, check=between(0, math.inf)
     )
-    best_is: Literal["lowest", "highest"] = setting(default="lowest", doc="better values of `metric`: low or high")
+    best_is: Literal["lowest", "highest"] = setting("better values of `metric`: low or high", default="lowest")
 
-    _best: float | None = attrs.field(init=False, default=None)
-    _best_step: int = attrs.field(init=False, default=0)
-    _waited: int = attrs.field(init=False, default=0)
+    _best: float | None = internal(None)
+    _best_step: int = internal(0)
+    _waited: int = internal(0)
 
     def run_phase(self, step: Step) -> None:
         """Compare the metric, if the step has one, and end the run if it did not improve. A skipped step counts too."""
@@ -51,11 +49,11 @@ class EarlyStopping:
             best = f"was {self._best:.4f} after step {self._best_step}"
         return f"{self.metric} {best}, and did not improve {self._waited} times in a row"
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> NodeState:
         """Return the best value, its step, and the number of values since then."""
         return {"best": self._best, "step": self._best_step, "waited": self._waited}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: NodeState) -> None:
         self._best = None if state["best"] is None else float(state["best"])
         self._best_step, self._waited = int(state["step"]), int(state["waited"])
 

@@ -8,12 +8,8 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.ports.memory import MemoryKind
-from drawloom.components.ports.run import Step
-from drawloom.components.ports.slices import TensorSlice
-from drawloom.components.ports.stages import Parameters
-from drawloom.graph import Problem, between, component, setting
-from drawloom.graph.wiring.node import NodeView
+from drawloom import NodeView, Problem, between, component, internal, setting
+from drawloom.ports import MemoryKind, NodeState, Parameters, Step, TensorSlice
 
 
 @component(reads=("weights", "skip?"))
@@ -27,9 +23,9 @@ class WeightAverage:
     """
 
     parameters: Parameters
-    decay: float = setting(default=0.999, check=between(0, 1), doc="decay rate of the average per step")
+    decay: float = setting("decay rate of the average per step", default=0.999, check=between(0, 1))
 
-    _averages: dict[str, Tensor] = attrs.field(init=False, factory=dict)
+    _averages: dict[str, Tensor] = internal(factory=dict)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
@@ -90,19 +86,19 @@ class WeightAverage:
     def state_slices(self) -> dict[str, TensorSlice | None]:
         return self.parameters.parameter_slices()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> NodeState:
         """Return every parameter's `average`, in float32 or wider; an empty entry before the first step."""
         averages = self._averages
         return {name: {"average": averages[name]} if averages else {} for name, _ in self.parameters.named_parameters()}
 
-    def forecast_state_after_first_step(self) -> dict[str, Any]:
+    def forecast_state_after_first_step(self) -> NodeState:
         """Return the averages' shapes and dtypes, on the meta device."""
         return {
             name: {"average": torch.empty_like(part, dtype=_float32_or_wider(part.dtype), device="meta")}
             for name, part in self.parameters.named_parameters()
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: NodeState) -> None:
         """Copy saved averages. Raises KeyError if their parameters are not this rank's."""
         named = dict(self.parameters.named_parameters())
         if state and named.keys() != state.keys():

@@ -1,20 +1,27 @@
 """Evaluation: the loss on the validation split."""
 
-import attrs
 import torch
 
-from drawloom.components.ports.data import ValidationData
-from drawloom.components.ports.distributed import Device, Mesh
-from drawloom.components.ports.pipeline import LOSSES, Executor, create_step_state
-from drawloom.components.ports.run import Cadence, Step, describe_cadence_fault, exclude_from_rates, is_due
-from drawloom.components.ports.stages import AveragedWeights, use_averages_if_any
-from drawloom.graph import component, setting
+from drawloom import component, internal, setting
+from drawloom.ports import (
+    LOSSES,
+    AveragedWeights,
+    Cadence,
+    Device,
+    Executor,
+    Mesh,
+    Step,
+    ValidationData,
+    create_step_state,
+    describe_cadence_fault,
+    exclude_from_rates,
+    is_due,
+    use_averages_if_any,
+)
 
 
 @component(
-    reads=("weights",),
-    writes=("validation_loss", "validation_cross_entropy", "initial_validation_loss"),
-    impact="safe",
+    reads=("weights",), writes=("validation_loss", "validation_cross_entropy", "initial_validation_loss"), impact="safe"
 )
 class Evaluate:
     """
@@ -30,17 +37,15 @@ class Evaluate:
     device: Device
     average: AveragedWeights | None = None
     every: Cadence = setting(
-        default=100, check=describe_cadence_fault, doc='steps between evaluations, or "last" or "never"'
+        'steps between evaluations, or "last" or "never"', default=100, check=describe_cadence_fault
     )
     at_start: bool = setting(
+        "whether a new run also evaluates before its first step, so the validation loss curve begins at step "
+        "0; not if `every` is never",
         default=False,
-        doc=(
-            "whether a new run also evaluates before its first step, so the validation loss curve begins at step "
-            "0; not if `every` is never"
-        ),
     )
 
-    _initial: float | None = attrs.field(init=False, default=None)
+    _initial: float | None = internal(None)
 
     def after_restore(self, restored_step: int) -> None:
         """Evaluate a new run's initial weights."""

@@ -7,15 +7,28 @@ import attrs
 import torch
 from torch import Tensor
 
+from drawloom import Every, between, component, internal, setting
 from drawloom.components.phases.rollout import repeat_prompts, require_prompts, score_completions_on_first_rank
-from drawloom.components.ports.corpus import Tokenizer
-from drawloom.components.ports.data import ValidationData
-from drawloom.components.ports.distributed import Device, Group, Mesh
-from drawloom.components.ports.rollouts import PromptBatch, Reward, RewardMeans, Rollouts
-from drawloom.components.ports.run import Batching, Cadence, Step, describe_cadence_fault, exclude_from_rates, is_due
-from drawloom.components.ports.stages import AveragedWeights, use_averages_if_any
-from drawloom.components.state.batch import Batch
-from drawloom.graph import Every, between, component, setting
+from drawloom.ports import (
+    AveragedWeights,
+    Batch,
+    Batching,
+    Cadence,
+    Device,
+    Group,
+    Mesh,
+    PromptBatch,
+    Reward,
+    RewardMeans,
+    Rollouts,
+    Step,
+    Tokenizer,
+    ValidationData,
+    describe_cadence_fault,
+    exclude_from_rates,
+    is_due,
+    use_averages_if_any,
+)
 
 MAX_SAMPLED = 16
 """Microbatches per sampler call."""
@@ -37,14 +50,14 @@ class EvaluateRewards:
     device: Device
     rewards: Every[Reward] = attrs.field(factory=Every)
     average: AveragedWeights | None = None
-    samples: int = setting(default=4, check=between(1, 10_001), doc="completions of each prompt")
+    samples: int = setting("completions of each prompt", default=4, check=between(1, 10_001))
     every: Cadence = setting(
-        default=20, check=describe_cadence_fault, doc='steps between evaluations, or "last" or "never"'
+        'steps between evaluations, or "last" or "never"', default=20, check=describe_cadence_fault
     )
-    at_start: bool = setting(default=True, doc="whether a new run also evaluates before its first step")
+    at_start: bool = setting("whether a new run also evaluates before its first step", default=True)
 
-    _copy: Group = attrs.field(init=False, default=None)
-    _initial: float | None = attrs.field(init=False, default=None)
+    _copy: Group = internal(None)
+    _initial: float | None = internal(None)
 
     def open(self) -> None:
         """Connect the ranks with the same rows."""

@@ -4,14 +4,21 @@ from collections.abc import Iterator
 
 import attrs
 
+from drawloom import Every, NodeView, Problem, component
 from drawloom.components.phases.training_passes import run_passes_until_rows_fit
-from drawloom.components.ports.data import TrainingData, uses_preference_pairs, uses_unpaired_answers
-from drawloom.components.ports.experts import RowLimit
-from drawloom.components.ports.pipeline import STEP_SPECS, Executor, PassObserver
-from drawloom.components.ports.run import Event, Events, Step
-from drawloom.components.ports.stages import Parameters
-from drawloom.graph import Every, Problem, component
-from drawloom.graph.wiring.node import NodeView
+from drawloom.ports import (
+    STEP_SPECS,
+    Event,
+    Events,
+    Executor,
+    Parameters,
+    PassObserver,
+    RowLimit,
+    Step,
+    TrainingData,
+    uses_preference_pairs,
+    uses_unpaired_answers,
+)
 
 
 @component(writes=("local_gradients", "losses", "batches"))

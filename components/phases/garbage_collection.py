@@ -3,10 +3,8 @@
 import gc
 from typing import ClassVar
 
-import attrs
-
-from drawloom.components.ports.run import Cadence, Event, EventKind, Step, describe_cadence_fault, is_due
-from drawloom.graph import component, setting
+from drawloom import component, internal, setting
+from drawloom.ports import Cadence, Event, EventKind, Step, describe_cadence_fault, is_due
 
 
 @component(impact="safe")
@@ -14,19 +12,17 @@ class CollectGarbage:
     """Garbage collection for the young generations every few steps, in place of Python's automatic collection."""
 
     every: Cadence = setting(
-        default=50, check=describe_cadence_fault, doc='steps between collections, or "last" or "never"'
+        'steps between collections, or "last" or "never"', default=50, check=describe_cadence_fault
     )
     before_saves: bool = setting(
+        "whether all ranks collect all generations before saving a checkpoint, to free the memory in "
+        "reference cycles while the state is copied; takes seconds in a large process",
         default=False,
-        doc=(
-            "whether all ranks collect all generations before saving a checkpoint, to free the memory in "
-            "reference cycles while the state is copied; takes seconds in a large process"
-        ),
     )
 
     observes: ClassVar[tuple[EventKind, ...]] = ("saving_started",)
 
-    _was_on: bool = attrs.field(init=False, default=False)
+    _was_on: bool = internal(False)
 
     def open(self) -> None:
         """Turn automatic collection off, and collect all generations."""

@@ -6,13 +6,10 @@ Chowdhery et al. 2022, "PaLM", arXiv 2204.02311, section 5.1: the same batches d
 
 import logging
 from statistics import fmean, pstdev
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import attrs
-
-from drawloom.components.ports.data import MovableData
-from drawloom.components.ports.run import Step
-from drawloom.graph import UserError, above, at_least, component, setting
+from drawloom import UserError, above, at_least, component, internal, setting
+from drawloom.ports import MovableData, NodeState, Step
 
 MIN_DEVIATION = 0.01
 """Smallest standard deviation as a fraction of the mean; a smaller one counts as this large."""
@@ -34,20 +31,20 @@ class LossSpikes:
     defers_scaling: ClassVar[bool] = True  # it reads no gradient
 
     data: MovableData
-    window: int = setting(default=100, check=at_least(2), doc="number of previous losses for the comparison")
+    window: int = setting("number of previous losses for the comparison", default=100, check=at_least(2))
     deviations: float = setting(
-        default=8.0, check=above(0), doc="spike threshold: standard deviations above the window's mean"
+        "spike threshold: standard deviations above the window's mean", default=8.0, check=above(0)
     )
     go_back: int = setting(
+        "how often the run may go back to a checkpoint, before a spike ends it; 0: only warn",
         default=0,
         check=at_least(0),
-        doc="how often the run may go back to a checkpoint, before a spike ends it; 0: only warn",
     )
 
-    _losses: list[float] = attrs.field(init=False, factory=list)
-    _times: int = attrs.field(init=False, default=0)
-    _position: int | None = attrs.field(init=False, default=None)
-    _late: list[Step] = attrs.field(init=False, factory=list)
+    _losses: list[float] = internal(factory=list)
+    _times: int = internal(0)
+    _position: int | None = internal(None)
+    _late: list[Step] = internal(factory=list)
 
     def run_phase(self, step: Step) -> None:
         """Compare the step's loss. Raises UserError on all ranks for a spike if the run may not go back again."""
@@ -71,12 +68,12 @@ class LossSpikes:
             self.data.skip_to_position(self._position)
             self._position = None
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> NodeState:
         """Return `losses`, the last steps' losses, and `times`, how often the run went back."""
         self._warn_of_late_spikes(wait_for_losses=True)
         return {"losses": list(self._losses), "times": self._times}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: NodeState) -> None:
         # a run that goes back has counted more returns than its checkpoint
         self._losses = [float(loss) for loss in state["losses"]]
         self._times = max(self._times, int(state["times"]))

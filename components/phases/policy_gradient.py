@@ -2,12 +2,9 @@
 
 import attrs
 
+from drawloom import Every, component
 from drawloom.components.phases.training_passes import run_passes_until_rows_fit
-from drawloom.components.ports.experts import RowLimit
-from drawloom.components.ports.pipeline import Executor, PassObserver
-from drawloom.components.ports.run import Step
-from drawloom.components.ports.stages import Parameters
-from drawloom.graph import Every, component
+from drawloom.ports import Executor, Parameters, PassObserver, RowLimit, Step
 
 
 @component(reads=("batches",), writes=("local_gradients", "losses"))

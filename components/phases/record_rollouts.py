@@ -6,12 +6,19 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.ports.corpus import Tokenizer
-from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.rollouts import PolicyBatch, Scored
-from drawloom.components.ports.run import Cadence, RunFolder, Step, describe_cadence_fault, is_due
+from drawloom import between, component, internal, setting
 from drawloom.components.storage.step_log import RewindingLog, StepLog
-from drawloom.graph import between, component, setting
+from drawloom.ports import (
+    Cadence,
+    Mesh,
+    PolicyBatch,
+    RunFolder,
+    Scored,
+    Step,
+    Tokenizer,
+    describe_cadence_fault,
+    is_due,
+)
 
 FILE = "rollouts.jsonl"
 
@@ -30,13 +37,11 @@ class RecordRollouts:
     mesh: Mesh
     tokenizer: Tokenizer
     every: Cadence = setting(
-        default=10, check=describe_cadence_fault, doc="steps between records, and the last one is recorded, too"
+        "steps between records, and the last one is recorded, too", default=10, check=describe_cadence_fault
     )
-    rows: int = setting(default=4, check=between(1, 10_001), doc="completions in a record")
+    rows: int = setting("completions in a record", default=4, check=between(1, 10_001))
 
-    _log: RewindingLog = attrs.field(
-        init=False, default=attrs.Factory(lambda self: RewindingLog(self._rewind_and_open), takes_self=True)
-    )
+    _log: RewindingLog = internal(attrs.Factory(lambda self: RewindingLog(self._rewind_and_open), takes_self=True))
 
     def run_phase(self, step: Step) -> None:
         """Append the step's first completions, if the step is recorded."""

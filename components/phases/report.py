@@ -3,137 +3,39 @@
 import logging
 import threading
 import tomllib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
-import torch
-from torch import Tensor
 
-from drawloom.components.ports.checkpoint import Durable
-from drawloom.components.ports.distributed import Device, Mesh
-from drawloom.components.ports.pipeline import LOSSES
-from drawloom.components.ports.run import (
+from drawloom import NodeView, Problem, ResolvedRecipe, component, internal, setting
+from drawloom.ports import (
+    METRIC_TOTALS,
     STEP_LINE,
     Cadence,
+    Device,
+    DistributionMetric,
+    DistributionTracker,
+    Durable,
     Event,
     EventKind,
     Interval,
     Mark,
+    Mesh,
+    Metric,
+    MetricValues,
+    PropertyTracker,
     Span,
     Step,
+    Tracker,
     describe_cadence_fault,
     is_due,
     mark_time,
 )
-from drawloom.components.ports.tracking import (
-    METRIC_TOTALS,
-    Accumulator,
-    ContextTracker,
-    DistributionMetric,
-    DistributionTracker,
-    Histogram,
-    Metric,
-    PropertyTracker,
-    Tracker,
-    Value,
-    split_by_context,
-)
-from drawloom.graph import Problem, ResolvedRecipe, component, setting
-from drawloom.graph.wiring.node import NodeView
 
-OPS = ("sum", "max", "min")
-
-
-@attrs.frozen
-class Measurements:
-    """A step's numbers and histograms, by name."""
-
-    values: Mapping[str, Value]
-    distributions: Mapping[str, Histogram]
-
-
-def split_metric_totals(metrics: Sequence[Metric], step: Step) -> Iterator[dict[str, Tensor]]:
-    """Yield every metric's totals over all ranks, by accumulator, after waiting until they are on the host."""
-    rest = {
-        op: iter(_split_accumulators(metrics, op, packed))
-        for op, packed in step.state.read_on_host(METRIC_TOTALS).items()
-    }
-    for metric in metrics:
-        yield {name: next(rest[accumulator.op]) for name, accumulator in metric.accumulators.items()}
-
-
-def wait_and_compute_measurements(metrics: Sequence[Metric], step: Step) -> Measurements:
-    """Compute a measured step's metrics from their totals, after waiting until the totals are on the host."""
-    values: dict[str, Value] = {}
-    distributions: dict[str, Histogram] = {}
-    for metric, totals in zip(metrics, split_metric_totals(metrics, step), strict=True):
-        values |= metric.compute(totals, step)
-        if isinstance(metric, DistributionMetric):
-            distributions |= metric.distributions(totals, step)
-    return Measurements(values, distributions)
-
-
-def reduce_metrics_over_ranks(metrics: Sequence[Metric], step: Step, mesh: Mesh, device: Device) -> None:
-    """Combine every metric's accumulators over ranks, and write the totals into the step's state. Does not wait."""
-    parts = [(metric.accumulators, metric.measure_on_rank(step)) for metric in metrics]
-    scopes = _list_counted_scopes(step, mesh)
-    packed = {
-        op: torch.cat(tensors) for op in OPS if (tensors := [*_flatten_accumulators(parts, op, scopes, device.device)])
-    }
-    for op, tensor in packed.items():
-        if op == "sum":
-            mesh.world.sum(tensor)
-        elif op == "max":
-            mesh.world.max(tensor)
-        else:
-            mesh.world.max(tensor.neg_())
-            tensor.neg_()
-    step.state[METRIC_TOTALS] = packed
-
-
-def _list_counted_scopes(step: Step, mesh: Mesh) -> set[str]:
-    """Return the scopes in which this rank's sums count: among pipeline ranks, one has losses."""
-    losses = step.state.get(LOSSES)
-    has_losses = len(losses["weight"]) > 0 if losses is not None else mesh.indices.pipeline == 0
-    is_counted = has_losses and mesh.indices.tensor == 0
-    scopes = {
-        "activations": True,
-        "data": is_counted,
-        "rows": is_counted and mesh.indices.context == 0,
-        "model": mesh.replica_group.rank == 0,
-    }
-    return {scope for scope, counts in scopes.items() if counts}
-
-
-def _flatten_accumulators(
-    parts: Sequence[tuple[Mapping[str, Accumulator], Mapping[str, Tensor]]],
-    reduce_op: str,
-    counted_scopes: Collection[str],
-    device: torch.device,
-) -> Iterator[Tensor]:
-    """Yield this rank's flattened accumulators for one op; the op's identity where only another rank's counts."""
-    for accumulators, update in parts:
-        for name, accumulator in accumulators.items():
-            if accumulator.op == reduce_op:
-                has_part = name in update and (reduce_op != "sum" or accumulator.scope in counted_scopes)
-                part = update[name] if has_part else accumulator.identity_element()
-                # A blocking copy of a part on the CPU, such as a count, would wait for the GPU's queue.
-                part = part.detach().to(device, torch.float64, non_blocking=device.type == "cuda")
-                yield part.reshape(accumulator.shape).flatten()
-
-
-def _split_accumulators(metrics: Sequence[Metric], reduce_op: str, packed: Tensor) -> Iterator[Tensor]:
-    """Yield the reduced accumulators for one op, in their shapes, from one flat tensor."""
-    offset = 0
-    for metric in metrics:
-        for accumulator in metric.accumulators.values():
-            if accumulator.op == reduce_op:
-                size = torch.Size(accumulator.shape).numel()
-                yield packed[offset : offset + size].view(accumulator.shape)
-                offset += size
-
+if TYPE_CHECKING:
+    from drawloom.components.phases.step_reports import Measurements
 
 VALIDATION = ("validation_loss", "validation_reward")
 """Numbers that are also measured before the first step."""
@@ -181,20 +83,20 @@ class Report:
     metrics: list[Metric] = attrs.field(factory=list)
     trackers: list[Tracker] = attrs.field(factory=list)
     every: Cadence = setting(
-        default=10, check=describe_cadence_fault, doc='steps between lines in the log, or "last" or "never"'
+        'steps between lines in the log, or "last" or "never"', default=10, check=describe_cadence_fault
     )
 
     recipe: ResolvedRecipe = attrs.field(factory=lambda: ResolvedRecipe("", ""))
 
-    _first: Step | None = attrs.field(init=False, default=None)
-    _second: Step | None = attrs.field(init=False, default=None)
-    _newest: int = attrs.field(init=False, default=0)
-    _interval_start: Mark | None = attrs.field(init=False, default=None)
-    _excluded: list[Span] = attrs.field(init=False, factory=list)  # spans since the last measurement
-    _dropped: set[int] = attrs.field(init=False, factory=set)
-    _waiting: Step | None = attrs.field(init=False, default=None)
+    _first: Step | None = internal(None)
+    _second: Step | None = internal(None)
+    _newest: int = internal(0)
+    _interval_start: Mark | None = internal(None)
+    _excluded: list[Span] = internal(factory=list)  # spans since the last measurement
+    _dropped: set[int] = internal(factory=set)
+    _waiting: Step | None = internal(None)
     # A checkpoint that is written in the background flushes from its own thread.
-    _lock: threading.Lock = attrs.field(init=False, factory=threading.Lock)
+    _lock: threading.Lock = internal(factory=threading.Lock)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
@@ -228,6 +130,8 @@ class Report:
             self._second = step
         self._newest = step.index
         self._report_initial_validation(step)
+        from drawloom.components.phases.step_reports import reduce_metrics_over_ranks
+
         reduce_metrics_over_ranks(self.metrics, step, self.mesh, self.device)
         self._end_interval(step)
         self.mesh.world.wait_and_raise_if_broken()  # a wrong number would be tracked
@@ -256,26 +160,32 @@ class Report:
 
     def _report_initial_validation(self, step: Step) -> None:
         """Report the evaluation before the first step, as step 0."""
+        from drawloom.components.phases.step_reports import Measurements, format_step_line, send_measurements
+
         names = [name for name in VALIDATION if f"initial_{name}" in step.state]
         if names:
             values = {name: step.state.number(f"initial_{name}") for name in names}
             self._call_trackers_and_drop_failing(
-                lambda tracker: _send_measurements(tracker, 0, Measurements(values, {}))
+                lambda tracker: send_measurements(tracker, 0, Measurements(values, {}))
             )
             if isinstance(self.every, int):
                 log.info("%s", format_step_line(Step(0, step.total), values), extra={"step_line": True})
 
     def _report_waiting_step(self) -> None:
         """Report the waiting step, if there is one, after waiting for its numbers."""
+        from drawloom.components.phases.step_reports import wait_and_compute_measurements
+
         with self._lock:
             step, self._waiting = self._waiting, None
             if step is not None:
                 self._track_and_log_step(step, wait_and_compute_measurements(self.metrics, step))
 
-    def _track_and_log_step(self, step: Step, measurements: Measurements) -> None:
+    def _track_and_log_step(self, step: Step, measurements: "Measurements") -> None:
         """Send a step to the trackers, and log its line or why it was skipped."""
+        from drawloom.components.phases.step_reports import format_step_line, send_measurements
+
         values = measurements.values
-        self._call_trackers_and_drop_failing(lambda tracker: _send_measurements(tracker, step.index, measurements))
+        self._call_trackers_and_drop_failing(lambda tracker: send_measurements(tracker, step.index, measurements))
         if step.skip_reason:
             log.warning("step %d/%d skipped: %s", step.index, step.total, step.skip_reason)
         elif self._should_log_step(step, values):
@@ -283,7 +193,7 @@ class Report:
             left = f"  {timedelta(seconds=round(seconds))} left" if seconds else ""
             log.info("%s%s", format_step_line(step, values), left, extra={STEP_LINE: True})
 
-    def _should_log_step(self, step: Step, values: Mapping[str, Value]) -> bool:
+    def _should_log_step(self, step: Step, values: MetricValues) -> bool:
         """Return whether the log gets a line for a step."""
         news = step is self._first or any(values.get(name) is not None for name in VALIDATION)
         return is_due(self.every, step) or (news and self.every not in ("last", "never"))
@@ -313,58 +223,9 @@ def _send_properties(tracker: Tracker, properties: Mapping[str, Any]) -> None:
         tracker.store_properties(properties)
 
 
-def _send_measurements(tracker: Tracker, step: int, measurements: Measurements) -> None:
-    """Send a step's values to a tracker, by context and with histograms if it accepts them."""
-    if isinstance(tracker, ContextTracker):
-        for context, values in split_by_context(measurements.values):
-            tracker.track_in_context(step, values, context)
-    else:
-        tracker.track(step, measurements.values)
-    if measurements.distributions and isinstance(tracker, DistributionTracker):
-        tracker.track_distributions(step, measurements.distributions)
-
-
 def _measures_distributions(metric: NodeView) -> bool:
     """Return whether a metric, or any member of a metric group, measures distributions."""
     members = metric.neighbours("members")
     if members:
         return any(map(_measures_distributions, members))
     return issubclass(metric.component, DistributionMetric)
-
-
-def format_step_line(step: Step, values: Mapping[str, Value]) -> str:
-    """Return `step 12/300 loss 2.3456 grad_norm 0.83 ...`, without missing values."""
-    parts = [form(number) for name, form in FORMATS.items() if (number := values.get(name)) is not None]
-    times = [
-        f"{label} {_format_number(number)}"
-        for name, label in TIME_LABELS.items()
-        if (number := values.get(name)) is not None
-    ]
-    return "  ".join([f"step {step.index}/{step.total}", *parts, *times]) + (" s" if times else "")
-
-
-def _format_number(number: float) -> str:
-    return f"{number:.2f}" if abs(number) >= 0.1 else f"{number:#.2g}"
-
-
-FORMATS: Mapping[str, Callable[[float], str]] = {
-    "loss": lambda number: f"loss {number:.4f}",
-    "validation_loss": lambda number: f"validation loss {number:.4f}",
-    "reward": lambda number: f"reward {number:.4f}",
-    "validation_reward": lambda number: f"validation reward {number:.4f}",
-    "grad_norm": lambda number: f"grad_norm {_format_number(number)}",
-    "lr": lambda number: f"lr {number:#.2g}",
-    "tokens_per_second": lambda number: f"{number:,.0f} tokens/s",
-    "device_tokens_per_second": lambda number: f"{number:,.0f} each",
-    "tflops": lambda number: f"{number:,.3g} TFLOP/s",
-    "mfu": lambda number: f"{100 * number:.1f} % MFU",
-    "memory": lambda number: f"{number / 1e6:,.0f} MB",
-}
-
-TIME_LABELS: Mapping[str, str] = {
-    "seconds/data": "data",
-    "seconds/forward_backward": "fwd-bwd",
-    "seconds/sync": "sync",
-    "seconds/update": "update",
-}
-"""Labels of times in the step line, by metric."""

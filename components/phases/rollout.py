@@ -3,30 +3,34 @@
 from collections.abc import Iterator, Mapping, Sequence
 from inspect import getfile
 from traceback import extract_tb
-from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
 
+from drawloom import NodeView, Ordered, Problem, UserError, between, component, internal, setting
 from drawloom.components.distributed.rank_errors import run_on_rank0
-from drawloom.components.ports.corpus import Tokenizer
-from drawloom.components.ports.data import TrainingData, find_batch_types
-from drawloom.components.ports.distributed import Group, Mesh
-from drawloom.components.ports.pipeline import STEP_SPECS
-from drawloom.components.ports.rollouts import (
+from drawloom.ports import (
+    STEP_SPECS,
     Answer,
+    Batching,
     Completions,
+    Event,
+    Events,
+    Group,
+    Mesh,
+    NodeState,
     PromptBatch,
     Prompts,
     Reward,
     Rollouts,
     RowGrowth,
     Scored,
+    Step,
+    Tokenizer,
+    TrainingData,
+    find_batch_types,
 )
-from drawloom.components.ports.run import Batching, Event, Events, Step
-from drawloom.graph import Ordered, Problem, UserError, between, component, setting
-from drawloom.graph.wiring.node import NodeView
 
 
 @attrs.frozen(eq=False)
@@ -74,13 +78,13 @@ class Rollout:
     mesh: Mesh
     events: Events
     rewards: Ordered[Reward]
-    group_size: int = setting(default=8, check=between(1, 10_001), doc="completions of each prompt")
+    group_size: int = setting("completions of each prompt", default=8, check=between(1, 10_001))
     minibatches: int = setting(
-        default=1, check=between(1, 10_001), doc="steps whose prompts are sampled at once, with one policy"
+        "steps whose prompts are sampled at once, with one policy", default=1, check=between(1, 10_001)
     )
-    epochs: int = setting(default=1, check=between(1, 10_001), doc="passes over the completions of a rollout")
-    _copy: Group = attrs.field(init=False, default=None)
-    _held: HeldRollout | None = attrs.field(init=False, default=None)
+    epochs: int = setting("passes over the completions of a rollout", default=1, check=between(1, 10_001))
+    _copy: Group = internal(None)
+    _held: HeldRollout | None = internal(None)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
@@ -180,14 +184,14 @@ class Rollout:
             tensors[name] = whole
         return HeldRollout(tensors, 0, self.rollouts.temperature)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> NodeState:
         """Return the completions for later steps; empty without any."""
         rollout = self._held
         if rollout is None:
             return {}
         return {**rollout.tensors, "age": rollout.age, "temperature": rollout.temperature}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: NodeState) -> None:
         """Continue a rollout. Raises KeyError for another node's state."""
         keys = {*HELD, "age", "temperature"}
         if state and state.keys() != keys:

@@ -7,15 +7,11 @@ DeepSeek-AI 2024, "DeepSeek-V3", arXiv 2412.19437, section 2.1.2, after Wang et 
 from collections import Counter
 from collections.abc import Callable
 
-import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.ports.distributed import Device, Mesh
-from drawloom.components.ports.experts import ExpertRouter, find_routers
-from drawloom.components.ports.run import Step
-from drawloom.components.ports.stages import Stages
-from drawloom.graph import UserError, at_least, component, setting
+from drawloom import UserError, at_least, component, internal, setting
+from drawloom.ports import Device, ExpertRouter, Mesh, Stages, Step, find_routers
 
 
 @component(reads=("skip?",), changes=("weights",))
@@ -32,14 +28,14 @@ class RouterBias:
     mesh: Mesh
     device: Device
     update_rate: float = setting(
-        default=1e-3, check=at_least(0), doc="bias change in one step, relative to scores from 0 to 1"
+        "bias change in one step, relative to scores from 0 to 1", default=1e-3, check=at_least(0)
     )
 
-    _routers: dict[str, ExpertRouter] = attrs.field(init=False, factory=dict)
+    _routers: dict[str, ExpertRouter] = internal(factory=dict)
     # number of experts by router, for routers on several pipeline ranks, such as layers outside a circular pipeline
-    _repeated: dict[str, int] = attrs.field(init=False, factory=dict)
-    _observers: list[Callable[[Tensor, Tensor], None]] = attrs.field(init=False, factory=list)
-    _tokens: Tensor = attrs.field(init=False, default=None)
+    _repeated: dict[str, int] = internal(factory=dict)
+    _observers: list[Callable[[Tensor, Tensor], None]] = internal(factory=list)
+    _tokens: Tensor = internal(None)
 
     def open(self) -> None:
         """Start to count tokens in routers with a movable bias. Raises UserError if no rank has one."""

@@ -2,11 +2,8 @@
 
 import torch
 
-from drawloom.components.ports.experts import RowLimit
-from drawloom.components.ports.pipeline import LOSSES, Executor, PassObserver
-from drawloom.components.ports.stages import Parameters
-from drawloom.components.state.step_state import StepState
-from drawloom.graph import Every
+from drawloom import Every
+from drawloom.ports import LOSSES, Executor, Parameters, PassObserver, RowLimit, StepState
 
 
 def run_passes_until_rows_fit(

@@ -1,27 +1,366 @@
-"""CUDA graphs for the passes of a rank's stages: see `runtime/capture.py`."""
+"""
+CUDA graphs for the passes of a rank's stages: a pass is one launch, instead of a thousand kernels one after another.
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cached_property
-from typing import Any, ClassVar
+A graph reads and writes the recorded addresses. Every microbatch in flight has a slot with its own tensors, graphs and
+memory pool: tensors left in the pool by a slot's forward graph stay until the slot's backward graph reads them, in any
+slot order. Inputs are copied into the slot's tensors, and outputs are copied from them; weight gradients are added to
+persistent sums. The first step runs kernel by kernel, so compilation and kernel selection have ended; all graphs are
+recorded before the second step.
+
+Text generation with a key-value cache has a graph for each cache: a pass over one new token per row, whose first pass
+runs kernel by kernel, too.
+
+Nguyen et al. 2021, "Accelerating PyTorch with CUDA Graphs" (PyTorch blog), with slots instead of one callable.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
+from typing import Any, ClassVar, NamedTuple
+from weakref import WeakKeyDictionary, proxy
 
 import attrs
 import torch
+from torch import Tensor, nn
 
+from drawloom import NodeView, Problem, UserError, component, internal
 from drawloom.components.parallel.dimensions import DIMENSIONS
-from drawloom.components.pipeline.runtime.capture import (
-    CapturedRunner,
-    GradientSums,
-    StageGraphs,
-    count_peak_microbatches_in_flight,
-    describe_capture_error,
+from drawloom.components.pipeline.runtime.cuda_graphs import CudaRecord, Record, Recorded
+from drawloom.components.pipeline.runtime.stage_runner import (
+    StageRunner,
+    detach_leaf,
+    list_floating_leaves,
+    require_grad_in_place,
 )
-from drawloom.components.pipeline.runtime.cuda_graphs import CudaRecord, Record
-from drawloom.components.ports.distributed import Device
-from drawloom.components.ports.features import StageFeature, StageNodes, WrappingOrder
-from drawloom.components.ports.passes import Microbatches, Operation, PassFeature, PassRun, RunnableStage
-from drawloom.components.ports.program import Action
-from drawloom.graph import Problem, UserError, component
-from drawloom.graph.wiring.node import NodeView
+from drawloom.components.state.trees import list_leaves, map_leaves
+from drawloom.ports import (
+    LOSSES,
+    Action,
+    Batch,
+    BatchContext,
+    Device,
+    Finish,
+    Head,
+    KeyValueCache,
+    Loss,
+    Microbatches,
+    Operation,
+    PassFeature,
+    PassRun,
+    RunnableStage,
+    Stage,
+    StageFeature,
+    StageNodes,
+    WrappingOrder,
+)
+
+log = logging.getLogger("drawloom.pipeline")
+
+
+class StageResult(NamedTuple):
+    """A stage's output and, on the last stage, the losses; None on others."""
+
+    output: Any
+    losses: Any
+
+
+@attrs.define(eq=False)
+class GraphSlot:
+    """CUDA graphs for a stage's passes on one microbatch at a time; `runner` records them with microbatch number 0."""
+
+    runner: StageRunner
+    record: Record
+    _given: Any = None
+    _grads: list[Tensor] | None = None
+    _passes: dict[str, Recorded] = attrs.field(factory=dict)
+
+    def record_passes(self, example: Any) -> None:
+        """Record all passes, for tensors shaped like `example`: inputs, context and batch."""
+        self._given = map_leaves(_copy_leaf, example)
+        self._passes["forward"] = self.record(self._run_forward)
+        if not self.runner.last:
+            output, _ = self._passes["forward"].outputs
+            self._grads = [torch.zeros_like(leaf) for leaf in list_floating_leaves(output)]
+        for name in ("backward_input", "backward_weight") if self.runner.split else ("backward",):
+            self._passes[name] = self.record(partial(self._run_backward, name))
+
+    def forward(self, inputs_context_batch: Any) -> StageResult:
+        """Return copies of a forward pass's results."""
+        _copy_tree_into(self._given, inputs_context_batch)
+        return StageResult._make(self._replay_pass("forward"))
+
+    def backward(self, grads: list[Tensor] | None) -> list[Tensor]:
+        """Compute all gradients from the outputs' gradients, and return the inputs' gradients."""
+        if not self.runner.split:
+            return self._replay_backward("backward", grads)
+        # A stage that splits the backward passes of some microbatches has no third graph for the others.
+        input_grads = self.backward_input(grads)
+        self.backward_weight()
+        return input_grads
+
+    def backward_input(self, grads: list[Tensor] | None) -> list[Tensor]:
+        """Return the input gradients, given the output gradients."""
+        return self._replay_backward("backward_input", grads)
+
+    def _replay_backward(self, name: str, grads: list[Tensor] | None) -> list[Tensor]:
+        """Launch a backward graph by name with output gradients (any shapes), and return the input gradients."""
+        if grads is not None:
+            _copy_tree_into(self._grads, grads)
+        input_grads: list[Tensor] = self._replay_pass(name)
+        return input_grads
+
+    def backward_weight(self) -> None:
+        """Accumulate the weight gradients deferred in `backward_input`."""
+        self._replay_pass("backward_weight")
+
+    def _run_forward(self) -> Any:
+        """Run the runner's forward pass for recording, and return the output and the losses."""
+        inputs, shared, batch = self._given
+        # Inputs start the stage's autograd graph, except for token ids.
+        output = self.runner.forward(0, require_grad_in_place(map_leaves(detach_leaf, inputs)), shared, batch)
+        return output, self.runner.state.microbatch(0).get(LOSSES)
+
+    def _run_backward(self, name: str) -> Any:
+        """Run the runner's backward method called `name`, for recording."""
+        method = getattr(self.runner, name)
+        return method(0) if name == "backward_weight" else method(0, self._grads)
+
+    def _replay_pass(self, name: str) -> Any:
+        """Launch a pass's graph, and return copies of its outputs."""
+        recorded = self._passes[name]
+        recorded.replay()
+        return map_leaves(_copy_leaf, recorded.outputs)
+
+
+@attrs.define(eq=False)
+class GradientSums:
+    """Parameter gradients at fixed addresses for graphs: the same tensors in every step."""
+
+    _sums: dict[nn.Parameter, Tensor] = attrs.field(factory=dict)
+    _left: dict[Tensor, Tensor | None] = attrs.field(factory=dict)  # by sum, the gradient that it replaced
+
+    def adopt_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Take the parameters' current gradients, if any, as the sums to reuse in all later steps."""
+        for parameter in parameters:
+            if parameter.grad is not None and parameter not in self._sums:
+                self._sums[parameter] = parameter.grad.contiguous()  # kernels only add to contiguous tensors
+
+    def attach_to_parameters(self) -> None:
+        """Set the sums as their parameters' `.grad`, and remember the replaced gradients."""
+        for parameter, summed in self._sums.items():
+            if parameter.grad is not summed:
+                self._left[summed] = parameter.grad
+                parameter.grad = summed
+
+    def restore_or_zero_sums(self) -> None:
+        """Set newly attached sums to the replaced gradients, or to zero."""
+        if self._left:  # torch refuses an empty list
+            torch._foreach_zero_(list(self._left))
+        for summed, grad in self._left.items():
+            if grad is not None:
+                summed.copy_(grad)
+        self._left = {}
+
+
+@attrs.define(eq=False)
+class TokenPass:
+    """
+    CUDA graph for a stage's pass over one new token per row after a cache's tokens; without gradients.
+
+    It does not refer to the cache, and is freed with it.
+    """
+
+    runner: StageRunner
+    record: Record
+    _given: Any = None
+    _recorded: Recorded | None = None
+    _head: Head | None = None
+    _layers: tuple[int, int] = (0, 0)  # the cache's next layer before and after the pass
+
+    def run(self, cache: KeyValueCache, inputs: Tensor, shared: BatchContext, finish: Finish | None) -> Any:
+        """Return the stage's output, on the last stage `finish`'s result; record the pass if it was not."""
+        given = inputs, attrs.evolve(shared, cache=None)
+        if self._recorded is None:
+            self._given = map_leaves(_copy_leaf, given)
+            self._recorded = self._record_pass(cache)
+        else:
+            _copy_tree_into(self._given, given)
+        self._recorded.replay()
+        cache.next_layer = self._layers[1]
+        output = map_leaves(_copy_leaf, self._recorded.outputs)
+        return output if finish is None or self._head is None else finish(output, self._head)
+
+    def _record_pass(self, cache: KeyValueCache) -> Recorded:
+        """Record the pass with the cache's addresses; UserError if CUDA rejects it."""
+        first, weak, (inputs, shared) = cache.next_layer, proxy(cache), self._given
+
+        def run_stage() -> Any:
+            """Return the last hidden states, or this stage's output."""
+            weak.next_layer = first
+            output = self.runner.forward(0, inputs, attrs.evolve(shared, cache=weak), None, self._keep_head)
+            self._layers = first, weak.next_layer
+            return output
+
+        try:
+            return self.record(run_stage)
+        except RuntimeError as error:
+            raise UserError(describe_capture_error(self.runner.stage.index, error), exit_code=2) from error
+
+    def _keep_head(self, hidden: Any, head: Head) -> Any:
+        """Return the hidden states (rows, 1, hidden), and keep the head for `finish`, which is not recorded."""
+        self._head = head
+        return hidden
+
+
+@attrs.define(eq=False)
+class StageGraphs:
+    """
+    One stage's slots for microbatches with one shape, persistent between steps.
+
+    Microbatches with other shapes run kernel by kernel; this is logged once.
+    """
+
+    stage: Stage
+    objective: Loss
+    new_record: Callable[[], Record]
+    _first: Any = None  # the reference microbatch, and whether its backward pass is split
+    _token_passes: WeakKeyDictionary[KeyValueCache, TokenPass] = attrs.field(factory=WeakKeyDictionary)
+    _slots: list[GraphSlot] = attrs.field(factory=list)
+    _free: list[GraphSlot] = attrs.field(factory=list)
+    _warned: bool = False
+
+    def lacks_slots(self, in_flight: int) -> bool:
+        """Return whether there are fewer slots than microbatches in flight, and the first microbatch is known."""
+        return self._first is not None and len(self._slots) < in_flight
+
+    def release_and_record_missing(self, in_flight: int) -> None:
+        """Begin a step: free all slots, and create missing ones if the first microbatch is known."""
+        while self.lacks_slots(in_flight):
+            example, split = self._first
+            self._slots.append(GraphSlot(self._create_runner(split), self.new_record()))
+            self._slots[-1].record_passes(example)
+        self._free = list(self._slots)
+
+    def take_slot(self, inputs_context_batch: Any, stage: Stage, split: bool) -> GraphSlot | None:
+        """Take a free slot; None if there is none, or if the microbatch has other shapes than the first one."""
+        if self._first is None:
+            self._first, self.stage = (map_leaves(_copy_leaf, inputs_context_batch), split), stage
+        if _get_graph_key((inputs_context_batch, split)) != _get_graph_key(self._first):
+            self._warn_once_of_other_shapes()
+            return None
+        return self._free.pop() if self._free else None
+
+    def return_slot(self, slot: GraphSlot) -> None:
+        """Free a finished microbatch's slot."""
+        self._free.append(slot)
+
+    def get_token_pass_or_prepare(self, cache: KeyValueCache) -> TokenPass | None:
+        """Return the graph for passes over one token; None for the first such pass of a cache."""
+        if cache in self._token_passes:
+            return self._token_passes[cache]
+        self._token_passes[cache] = TokenPass(self._create_runner(split=False), self.new_record())
+        return None
+
+    def _create_runner(self, split: bool) -> StageRunner:
+        return StageRunner(self.stage, self.objective, split=split)
+
+    def _warn_once_of_other_shapes(self) -> None:
+        if not self._warned:
+            log.warning(
+                f"capture: stage {self.stage.index} gets microbatches of several shapes, and only those of the first "
+                "are launched as CUDA graphs"
+            )
+        self._warned = True
+
+
+@attrs.define(eq=False)
+class CapturedRunner(StageRunner):
+    """`StageRunner` that launches a microbatch's graphs if the microbatch has a slot."""
+
+    graphs: StageGraphs = attrs.field(kw_only=True)
+    _slots: dict[int, GraphSlot] = attrs.field(init=False, factory=dict)
+
+    def forward(
+        self, microbatch: int, inputs: Any, shared: BatchContext, batch: Batch | None, finish: Finish | None = None
+    ) -> Any:
+        if (cache := _find_recordable_cache(inputs, shared)) is not None:
+            cache.begin_fixed_pass(inputs.device)
+            if (token_pass := self.graphs.get_token_pass_or_prepare(cache)) is not None:
+                return token_pass.run(cache, inputs, shared, finish)
+        # Graphs must serve batches with other counts, which only the host reads.
+        given = inputs, shared, None if batch is None else batch.without_host_values()
+        slot = (
+            self.graphs.take_slot(given, self.stage, self.split) if torch.is_grad_enabled() and finish is None else None
+        )
+        if slot is None:
+            return super().forward(microbatch, inputs, shared, batch, finish)
+        self._slots[microbatch] = slot
+        output, losses = slot.forward(given)
+        if losses is not None:
+            self.state.microbatch(microbatch)[LOSSES] = losses
+        return output
+
+    def backward(self, microbatch: int, grads: list[Tensor] | None) -> list[Tensor]:
+        if (slot := self._slots.pop(microbatch, None)) is None:
+            return super().backward(microbatch, grads)
+        input_grads = slot.backward(grads)
+        self.graphs.return_slot(slot)
+        return input_grads
+
+    def backward_input(self, microbatch: int, grads: list[Tensor] | None) -> list[Tensor]:
+        if (slot := self._slots.get(microbatch)) is None:
+            return super().backward_input(microbatch, grads)
+        return slot.backward_input(grads)
+
+    def backward_weight(self, microbatch: int) -> None:
+        if (slot := self._slots.pop(microbatch, None)) is None:
+            return super().backward_weight(microbatch)
+        slot.backward_weight()
+        self.graphs.return_slot(slot)
+
+
+def _find_recordable_cache(inputs: Any, shared: BatchContext) -> KeyValueCache | None:
+    """Return the cache of a pass over one new token per row without gradients; None with recurrent states."""
+    cache = shared.cache
+    if cache is None or not cache.cached_layer_count or cache.has_states or shared.hidden_states is not None:
+        return None
+    has_one_token = isinstance(inputs, Tensor) and inputs.shape[1] == 1
+    return cache if has_one_token and not torch.is_grad_enabled() else None
+
+
+def count_peak_microbatches_in_flight(actions: Iterable[Action]) -> Counter[int]:
+    """Return the maximum microbatch count between forward pass and weight gradients, by stage."""
+    now: Counter[int] = Counter()
+    most: Counter[int] = Counter()
+    for action in actions:
+        now[action.stage] += (action.op == "F") - (action.op in ("B", "W"))
+        most[action.stage] = max(most[action.stage], now[action.stage])
+    return most
+
+
+def describe_capture_error(stage: int, error: RuntimeError) -> str:
+    """Return a message with the reason why CUDA rejects a stage's recording, and the remedy."""
+    first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    remedy = 'remove the table with use = "pipeline.captured"'
+    return f"stage {stage} can't be recorded as a CUDA graph: {first.rstrip('.')}; {remedy}"
+
+
+def _copy_tree_into(targets: Any, values: Any) -> None:
+    """Copy a tree's tensors into a tree with the same structure."""
+    pairs = zip(list_leaves(targets), list_leaves(values), strict=True)
+    tensors: Sequence[tuple[Tensor, Tensor]] = [pair for pair in pairs if isinstance(pair[0], Tensor)]
+    with torch.no_grad():
+        torch._foreach_copy_([target for target, _ in tensors], [value for _, value in tensors])
+
+
+def _copy_leaf(leaf: Any) -> Any:
+    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+
+
+def _get_graph_key(tree: Any) -> list[Any]:
+    """Return the properties a graph is recorded for: tensor shapes and dtypes, and other leaves' values."""
+    return [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in list_leaves(tree)]
 
 
 @component(impact="safe")
@@ -42,9 +381,9 @@ class CapturedPasses(StageFeature, PassFeature):
     runs_gradient_hooks: ClassVar[bool] = False
 
     device: Device
-    _graphs: dict[int, StageGraphs] = attrs.field(init=False, factory=dict)
-    _sums: GradientSums = attrs.field(init=False, factory=GradientSums)
-    _has_one_document_per_row: bool = attrs.field(init=False, default=True)
+    _graphs: dict[int, StageGraphs] = internal(factory=dict)
+    _sums: GradientSums = internal(factory=GradientSums)
+    _has_one_document_per_row: bool = internal(True)
 
     @classmethod
     def check_stages(cls, feature: NodeView, nodes: StageNodes) -> Iterator[Problem]:
@@ -125,7 +464,7 @@ class CapturedPasses(StageFeature, PassFeature):
         self._sums.attach_to_parameters()
         for index, graphs in self._graphs.items():
             try:
-                graphs.release_slots_and_record_missing(most[index])
+                graphs.release_and_record_missing(most[index])
             except RuntimeError as error:
                 raise UserError(describe_capture_error(index, error), exit_code=2) from error
         self._sums.restore_or_zero_sums()

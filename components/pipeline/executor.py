@@ -9,28 +9,46 @@ import attrs
 import torch
 from torch import Tensor
 
+from drawloom import NodeView, Problem, component, internal, wired
 from drawloom.components.parallel.pipeline import find_layer_conflicts
-from drawloom.components.pipeline.program.builders import (
-    build_forward_only_program,
-    build_program_of_rank_and_neighbours,
-)
+from drawloom.components.pipeline.program.builders import build_forward_only_program, build_program_with_neighbours
 from drawloom.components.pipeline.runtime.uploads import Uploads
-from drawloom.components.ports.data import uses_preference_pairs
-from drawloom.components.ports.distributed import Device, Group, Mesh, P2PChannel, PerDimension
-from drawloom.components.ports.features import StageFeature, check_exclusions
-from drawloom.components.ports.model import BatchContext, ContextParallelModel, Finish, Head
-from drawloom.components.ports.passes import Compute, Microbatches, MicrobatchInputs, PassFeature, PassKind
-from drawloom.components.ports.pipeline import LOSSES, Loss, MeasuresStep, Referenced, Schedule, embeds_on_every_rank
-from drawloom.components.ports.program import Action, Program, iterate_actions
-from drawloom.components.ports.stages import Stage, Stages
-from drawloom.components.state.batch import Batch
-from drawloom.components.state.step_state import StepState
-from drawloom.graph import Problem, component, wired
-from drawloom.graph.wiring.node import NodeView
 from drawloom.kernels.recompute.marks import mark_as_recomputation
+from drawloom.ports import (
+    LOSSES,
+    Action,
+    Batch,
+    BatchContext,
+    Compute,
+    ContextParallelModel,
+    Device,
+    Finish,
+    Group,
+    Head,
+    Loss,
+    MeasuresStep,
+    Mesh,
+    Microbatches,
+    MicrobatchInputs,
+    P2PChannel,
+    PassFeature,
+    PassKind,
+    PerDimension,
+    Program,
+    Referenced,
+    Schedule,
+    Stage,
+    StageFeature,
+    Stages,
+    StepState,
+    check_exclusions,
+    embeds_on_every_rank,
+    iterate_actions,
+    uses_preference_pairs,
+)
 
 if TYPE_CHECKING:
-    from drawloom.components.parallel.context import ContextPart
+    from drawloom.components.parallel.context_part import ContextPart
     from drawloom.components.pipeline.runtime.program_runner import ProgramRunner
 
 
@@ -68,14 +86,14 @@ class ProgramExecutor:
     device: Device
     features: list[PassFeature] = wired(factory=list)
     embeds_on_every_rank: ClassVar[bool] = False
-    _links: Mapping[int, P2PChannel] = attrs.field(init=False, factory=dict)
-    _training: dict[int, _Training] = attrs.field(init=False, factory=dict)
+    _links: Mapping[int, P2PChannel] = internal(factory=dict)
+    _training: dict[int, _Training] = internal(factory=dict)
     # forward actions by another model's stages, or None for the trained model's, and by microbatch count
-    _forward: dict[tuple[Stages | None, int], list[Action]] = attrs.field(init=False, factory=dict)
+    _forward: dict[tuple[Stages | None, int], list[Action]] = internal(factory=dict)
     # by sequence length: the context part on the CPU, where batches are cut, and on the device
-    _parts: "dict[int, tuple[ContextPart, ContextPart]]" = attrs.field(init=False, factory=dict)
+    _parts: "dict[int, tuple[ContextPart, ContextPart]]" = internal(factory=dict)
     # host memory for activations, if a program has moved any
-    _offloads: Any = attrs.field(init=False, default=None)
+    _offloads: Any = internal(None)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
@@ -117,7 +135,8 @@ class ProgramExecutor:
         self.stages.cast_weights()
         inputs = self.prepare_inputs(state["batches"])
         runner = self._create_runner("training", training.actions, inputs, state, training.stages, training.split)
-        runner.before_action = self.mesh.world.raise_if_broken
+        if self._survives_losses:
+            runner.before_action = self.mesh.world.raise_if_broken
         runner.run(training.features)
         self.stages.move_gradients_to_masters()
         self._write_empty_losses_if_missing(state)
@@ -165,10 +184,8 @@ class ProgramExecutor:
         `on_output` accepts a microbatch's number and its logits (rows, length, vocab_size) or `finish` result.
         """
         self.stages.cast_weights(only_if_changed=True)
-        moved = [
-            (self._uploads.start_upload(tokens), self._uploads.start_upload(shared)) for tokens, shared in microbatches
-        ]
-        inputs = [MicrobatchInputs(tokens, shared, finish=finish) for tokens, shared in moved]
+        upload = self._uploads.start_upload
+        inputs = [MicrobatchInputs(upload(tokens), upload(shared), finish=finish) for tokens, shared in microbatches]
         self._run_forward_in_inference_mode(inputs, on_output)
 
     def _run_forward_in_inference_mode(self, inputs: Microbatches, on_output: Callable[[int, Any], None]) -> None:
@@ -220,7 +237,6 @@ class ProgramExecutor:
         boundaries: Stages | None = None,
     ) -> "ProgramRunner":
         """Return a runner that writes microbatch losses into `state`."""
-        from drawloom.components.pipeline.runtime.p2p import P2PBuffers
         from drawloom.components.pipeline.runtime.program_runner import ProgramRunner
         from drawloom.components.pipeline.runtime.stage_runner import StageRunner
 
@@ -228,15 +244,18 @@ class ProgramExecutor:
             stage.index: StageRunner(stage, self.objective, state, stage.index in split_stages)
             for stage in local_stages
         }
-        buffers = P2PBuffers(self._links, self.device.device)
+        buffers = None
+        if self._links:
+            from drawloom.components.pipeline.runtime.p2p import P2PBuffers
+
+            buffers = P2PBuffers(self._links, self.device.device)
         return ProgramRunner(stages, inputs, boundaries or self.stages, buffers, actions, kind)
 
     def _upload_inputs(self, batch: Batch) -> MicrobatchInputs:
         """Copy this context rank's part of a batch to the device, and return it with the stages' inputs."""
-        group, part = self.mesh.context_group, None
-        whole_rows = batch.has_one_document_per_row()
-        if group.size > 1:
-            host_part, part = self._get_part(batch.length, group)
+        part, whole_rows = None, batch.has_one_document_per_row()
+        if self._context_group.size > 1:
+            host_part, part = self._get_part(batch.length)
             batch = host_part.select_own_tokens(batch)
         moved: Batch = self._uploads.start_upload(batch)
         inputs, shared = self.objective.inputs(moved)
@@ -244,12 +263,12 @@ class ProgramExecutor:
             shared = attrs.evolve(shared, part=part, one_document_per_row=whole_rows)
         return MicrobatchInputs(inputs, shared, moved)
 
-    def _get_part(self, length: int, group: Group) -> "tuple[ContextPart, ContextPart]":
+    def _get_part(self, length: int) -> "tuple[ContextPart, ContextPart]":
         """Return this rank's part of rows with `length` tokens, on the host and on the device."""
         if length not in self._parts:  # cached: a copy to a GPU would wait
-            from drawloom.components.parallel.context import ContextPart
+            from drawloom.components.parallel.context_part import ContextPart
 
-            part = ContextPart.for_rank(length, group)
+            part = ContextPart.for_rank(length, self._context_group)
             self._parts[length] = part, self._uploads.start_upload(part)
         return self._parts[length]
 
@@ -257,6 +276,14 @@ class ProgramExecutor:
     def _features(self) -> list[PassFeature]:
         """Return the features from the inside to the outside."""
         return sorted(self.features, key=lambda feature: feature.order)
+
+    @cached_property
+    def _survives_losses(self) -> bool:
+        return self.mesh.world.may_break
+
+    @cached_property
+    def _context_group(self) -> Group:
+        return self.mesh.context_group
 
     @cached_property
     def _uploads(self) -> Uploads:
@@ -269,7 +296,7 @@ class ProgramExecutor:
             from drawloom.components.pipeline.program.lowering import check_ranks_agree_on_program
 
             rank, ranks = self.mesh.indices.pipeline, self.mesh.sizes.pipeline
-            program = build_program_of_rank_and_neighbours(self.schedule, rank, ranks, microbatches)
+            program = build_program_with_neighbours(self.schedule, rank, ranks, microbatches)
             check_ranks_agree_on_program(program, rank, self.mesh.pipeline_group)
             for feature in self._features:
                 program = feature.change_program(program)
@@ -278,7 +305,7 @@ class ProgramExecutor:
                 attrs.evolve(stage, recompute=policies.get(stage.index, stage.recompute)) for stage in self.stages.local
             ]
             actions = self._lower_to_actions(program, local)
-            split = find_stages_with_split_backward(actions)
+            split = frozenset(action.stage for action in actions if action.op == "I")
             features = [*self._list_offloading_features(program), *self._features]
             self._training[microbatches] = _Training(actions, split, local, features)
         return self._training[microbatches]
@@ -365,8 +392,3 @@ def check_whole_row_conflicts(mesh: NodeView, model: NodeView, loss: NodeView) -
     for reason in reasons:
         text = f"rows are partitioned over the ranks along 'context', but {reason}"
         yield mesh.problem("context", text, "write context = 1")
-
-
-def find_stages_with_split_backward(actions: Iterable[Action]) -> frozenset[int]:
-    """Return the stages whose backward pass is split in a rank's actions."""
-    return frozenset(action.stage for action in actions if action.op == "I")

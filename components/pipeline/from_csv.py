@@ -8,15 +8,11 @@ B, I or W; microbatch). The file determines the rank count, the microbatch count
 from collections.abc import Iterator
 from pathlib import Path
 
-import attrs
-
+from drawloom import NodeView, Problem, UserError, component, internal, setting
 from drawloom.components.pipeline.program.notation import is_first_cell_an_action, parse_program_csv
 from drawloom.components.pipeline.program.validity import find_violations
-from drawloom.components.ports.program import FORWARD, Program
 from drawloom.components.storage import regular_file
-from drawloom.graph import UserError, component, setting
-from drawloom.graph.problems import Problem
-from drawloom.graph.wiring.node import NodeView
+from drawloom.ports import FORWARD, Program
 
 MAX_TABLE_BYTES = 2**24
 """Size limit of a table, about two million actions."""
@@ -26,8 +22,8 @@ MAX_TABLE_BYTES = 2**24
 class FromCsv:
     """Schedule in a CSV file, in torch.distributed.pipelining's format."""
 
-    path: Path = setting(doc="the CSV file")
-    _program: Program | None = attrs.field(init=False, default=None)
+    path: Path = setting("the CSV file")
+    _program: Program | None = internal(None)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:

@@ -5,9 +5,8 @@ from typing import ClassVar
 
 import attrs
 
-from drawloom.components.ports.passes import PassFeature
-from drawloom.components.ports.program import Program
-from drawloom.graph import component
+from drawloom import component
+from drawloom.ports import PassFeature, Program
 
 
 @component(impact="safe")
@@ -19,7 +18,7 @@ class OffloadedActivations(PassFeature):
     """
 
     excludes: ClassVar[Mapping[str, str]] = {
-        "planning.memory": "the policy chooses what is kept, recomputed and offloaded",
+        "planning.memory": "the policy chooses what is kept, recomputed and offloaded"
     }
 
     def change_program(self, program: Program) -> Program:

@@ -10,15 +10,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, ClassVar
 
-import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.ports.distributed import Device
-from drawloom.components.ports.passes import Operation, PassFeature, PassRun, RunnableStage
-from drawloom.components.ports.program import Action
-from drawloom.graph import Problem, component
-from drawloom.graph.wiring.node import NodeView
+from drawloom import NodeView, Problem, component, internal
+from drawloom.ports import Action, Device, Operation, PassFeature, PassRun, RunnableStage
 
 NEIGHBOUR = {"F": -1, "B": 1, "I": 1}
 """Offset of the stage whose result a pass consumes."""
@@ -29,13 +25,13 @@ class ConcurrentStages(PassFeature):
     """CUDA stream for every stage, to run overlapping passes of a schedule concurrently; GPU only."""
 
     excludes: ClassVar[Mapping[str, str]] = {
-        "pipeline.offloaded": "offloaded activations would be freed on another stream than they were allocated on",
+        "pipeline.offloaded": "offloaded activations would be freed on another stream than they were allocated on"
     }
 
     device: Device
     # by stage; stages that share parameters share one stream
-    _streams: dict[int, Any] = attrs.field(init=False, factory=dict)
-    _events: dict[tuple[str, int, int], Any] = attrs.field(init=False, factory=dict)
+    _streams: dict[int, Any] = internal(factory=dict)
+    _events: dict[tuple[str, int, int], Any] = internal(factory=dict)
 
     @classmethod
     def check_passes(cls, feature: NodeView, executor: NodeView) -> Iterator[Problem]:

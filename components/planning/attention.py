@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import attrs
 import numpy as np
 
-from drawloom.components.ports.model import ForwardFlops
+from drawloom.ports import ForwardFlops
 
 
 @attrs.frozen

@@ -10,6 +10,7 @@ from pathlib import Path
 import attrs
 import torch
 
+from drawloom import UserError
 from drawloom.components.distributed.device_model import (
     DeviceModel,
     Reached,
@@ -21,7 +22,6 @@ from drawloom.components.distributed.transfers import DeviceTransfers
 from drawloom.components.planning.attention import AttentionFractions
 from drawloom.components.planning.recorder import PassCost, Recorder
 from drawloom.components.storage.durable_files import replace_file
-from drawloom.graph import UserError
 from drawloom.kernels.attention.eager import attention_flops
 
 SECONDS = 1.0
@@ -146,7 +146,7 @@ def _measure_calibration_lines(device: torch.device, sizes: CalibrationSizes, se
     yield f"link = {known.link / 1e9:.6g}"
     yield f"network = {known.network / 1e9:.6g}"
     yield f"host_link = {_measure_host_link_bandwidth(device, sizes.vector // 2, seconds) / 1e9:.6g}"
-    launch, host = _measure_device_and_host_launch_seconds(device, seconds)
+    launch, host = _measure_launch_seconds(device, seconds)
     yield "\n[reached]"
     yield "products = 1.0"
     yield f"attention = {speeds.attention / speeds.products:.4g}"
@@ -304,7 +304,7 @@ def _assume_reachable_bandwidth_fraction(device: torch.device) -> float:
     return MEMORY_REACHED if device.type == "cuda" else 1.0
 
 
-def _measure_device_and_host_launch_seconds(device: torch.device, seconds: float) -> tuple[float, float]:
+def _measure_launch_seconds(device: torch.device, seconds: float) -> tuple[float, float]:
     """Return the seconds that a small operation takes on the device, and on the issuing host; a CPU is both."""
     if device.type == "cpu":
         x = torch.zeros(16)

@@ -8,16 +8,15 @@ from collections.abc import Callable
 import attrs
 import torch
 
+from drawloom import RecipeError, ResolvedRecipe, UserError, component, internal, setting
 from drawloom.components.planning.calibrate import load_local_device_model
 from drawloom.components.planning.plan import Plan, plan
 from drawloom.components.planning.remedies import describe_excess
 from drawloom.components.planning.text import format_time_percentages
-from drawloom.components.ports.distributed import Device, Processes
-from drawloom.components.ports.run import Event, Interval, RunFolder
 from drawloom.components.storage.byte_size import format_decimal_byte_size
 from drawloom.components.storage.durable_files import replace_file
-from drawloom.graph import RecipeError, ResolvedRecipe, UserError, component, setting
 from drawloom.graph.project import Recipe
+from drawloom.ports import Device, Event, Interval, Processes, RunFolder
 
 log = logging.getLogger("drawloom.run")
 
@@ -44,12 +43,12 @@ class PlanCheck:
     device: Device
     processes: Processes
     folder: RunFolder
-    refuse: bool = setting(default=True, doc="refuse a run that can't fit its GPUs, before it allocates")
+    refuse: bool = setting("refuse a run that can't fit its GPUs, before it allocates", default=True)
 
-    _plan: Plan | None = attrs.field(init=False, default=None)
-    _interval: Interval | None = attrs.field(init=False, default=None)  # of the last step
-    _seconds: list[float] = attrs.field(init=False, factory=list)
-    _text: str = attrs.field(init=False, default="")
+    _plan: Plan | None = internal(None)
+    _interval: Interval | None = internal(None)  # of the last step
+    _seconds: list[float] = internal(factory=list)
+    _text: str = internal("")
 
     def open(self) -> None:
         """Raise a UserError if the run can't fit its GPUs."""

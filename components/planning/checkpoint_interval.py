@@ -13,8 +13,8 @@ import attrs
 
 from drawloom.components.planning.nodes import Nodes
 from drawloom.components.planning.plan import Plan
-from drawloom.components.ports.checkpoint import Restorer, Stager
 from drawloom.graph.cli.result import output, output_class
+from drawloom.ports import Restorer, Stager
 
 COPY_BANDWIDTH, WRITE_BANDWIDTH = 10e9, 2e9
 """Assumed bytes/s of a rank's copy to host memory, and of a host's writes to storage."""

@@ -6,8 +6,8 @@ from typing import Any, Literal, Protocol
 
 import attrs
 import numpy as np
-from numpy.typing import NDArray
 
+from drawloom import UserError
 from drawloom.components.distributed.device_model import DeviceModel
 from drawloom.components.parallel.pipeline import PipelineDimension
 from drawloom.components.pipeline.program.builders import assign_stages_in_loop
@@ -15,16 +15,14 @@ from drawloom.components.pipeline.program.list_scheduling import FORWARDS_FIRST,
 from drawloom.components.pipeline.program.lowering import merge_split_backwards
 from drawloom.components.pipeline.program.partition import partition_evenly
 from drawloom.components.pipeline.program.recomputation import estimate_recomputed_forward_fraction
-from drawloom.components.pipeline.program.timing import Costs, CostTable
+from drawloom.components.pipeline.program.timing import Costs, CostTable, Floats
 from drawloom.components.planning.nodes import Nodes
 from drawloom.components.planning.plan import Plan, PlanCache, RankMemory, plan
 from drawloom.components.planning.stage_costs import Passes
 from drawloom.components.planning.timeline import compute_peak_memory
 from drawloom.components.planning.traces import TracedStep
-from drawloom.components.ports.program import Program
-from drawloom.components.ports.stages import Recompute, Stages
-from drawloom.graph import UserError
 from drawloom.graph.project import Recipe
+from drawloom.ports import Program, Recompute, Stages
 
 MIN_SLICE_SECONDS = 1e-9
 """The minimum seconds of a slice, and the resolution to which seconds are rounded."""
@@ -201,7 +199,7 @@ class PlannedCosts(CostSource):
         settings = build_auto_schedule_slices(attrs.evolve(one.table, lengths=lengths))
         settings["per_stage"] = _round_to_nanoseconds(per_stage)
         if self.device.memory:
-            activations, plans = _get_live_bytes_by_stage_after(by_layer, "F"), [one]
+            activations, plans = _get_live_bytes_after(by_layer, "F"), [one]
             nodes = Nodes.from_recipe(self.recipe)
             if nodes.settings(Stages)["recompute"] == "none":
                 recompute = {}
@@ -211,7 +209,7 @@ class PlannedCosts(CostSource):
                         "again": _divide_clamp_and_round(
                             (again.table.lengths - by_layer.table.lengths)[:, 1:3].max(1), lengths[:, 0]
                         ),
-                        "kept": _divide_clamp_and_round(_get_live_bytes_by_stage_after(again, "F"), activations),
+                        "kept": _divide_clamp_and_round(_get_live_bytes_after(again, "F"), activations),
                     }
                     plans.append(self._plan_with_partition(ranks, 1, partition_evenly(count, ranks), (policy,) * ranks))
                 settings["recompute"] = recompute
@@ -220,18 +218,18 @@ class PlannedCosts(CostSource):
             used = max(_sum_non_activation_bytes(planned, rank) for planned in plans for rank in planned.memory)
             room = self.device.memory - used
             settings["activations"] = activations.tolist()
-            settings["pending"] = _get_live_bytes_by_stage_after(by_layer, "I").tolist()
+            settings["pending"] = _get_live_bytes_after(by_layer, "I").tolist()
             settings["memory"] = max(1.0, min(float(room), float(MAX_ACTIVATIONS * activations.sum())))
         return settings
 
 
-def _get_live_bytes_by_stage_after(by_layer: Plan, op: str) -> NDArray[np.float64]:
+def _get_live_bytes_after(by_layer: Plan, op: str) -> Floats:
     """Return the bytes by stage alive after a pass `op` of one microbatch, at least 1."""
     costs = by_layer.costs
     return np.array([max(1.0, costs[stage].passes[op].total_kept_bytes) for stage in range(len(costs))])
 
 
-def _divide_clamp_and_round(dividends: NDArray[np.float64], divisors: NDArray[np.float64]) -> list[float]:
+def _divide_clamp_and_round(dividends: Floats, divisors: Floats) -> list[float]:
     """Divide by element, and round; negative ratios become 0."""
     return [round(max(0.0, float(ratio)), 4) for ratio in dividends / divisors]
 
@@ -256,6 +254,6 @@ def build_auto_schedule_slices(table: CostTable) -> dict[str, Any]:
     return {"comm": round(table.comm, 9), "slices": [_round_to_nanoseconds(costs) for costs in lengths]}
 
 
-def _round_to_nanoseconds(costs: NDArray[np.float64]) -> list[float]:
+def _round_to_nanoseconds(costs: Floats) -> list[float]:
     """Round seconds to nanoseconds."""
     return [round(float(cost), 9) for cost in costs]

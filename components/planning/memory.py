@@ -8,18 +8,14 @@ from functools import cached_property
 import attrs
 import torch
 
+from drawloom import NodeView, RecipeError, ResolvedRecipe, UserError, above, component, setting
 from drawloom.components.planning.calibrate import load_local_device_model
 from drawloom.components.planning.plan import plan
 from drawloom.components.planning.remedies import describe_excess
 from drawloom.components.planning.text import describe_memory_choice
-from drawloom.components.ports.distributed import Device, Processes
-from drawloom.components.ports.memory import MemoryChoice
-from drawloom.components.ports.passes import PassFeature
-from drawloom.components.ports.program import Program
-from drawloom.graph import RecipeError, ResolvedRecipe, UserError, above, component, setting
 from drawloom.graph.inspect.serialize import nest_groups, serialize_nodes
 from drawloom.graph.project import Recipe
-from drawloom.graph.wiring.node import NodeView
+from drawloom.ports import Device, MemoryChoice, PassFeature, Processes, Program
 
 log = logging.getLogger("drawloom.run")
 
@@ -39,17 +35,17 @@ class PlannedMemory(PassFeature):
     device: Device
     processes: Processes
     limit: float | None = setting(
-        default=None, check=above(0), doc="bytes that a rank may use on its device; default: 92 % of its memory"
+        "bytes that a rank may use on its device; default: 92 % of its memory", default=None, check=above(0)
     )
     host_limit: float | None = setting(
+        "bytes that a rank may use in host memory; default: its share of 85 % of the host's memory on a GPU",
         default=None,
         check=above(0),
-        doc="bytes that a rank may use in host memory; default: its share of 85 % of the host's memory on a GPU",
     )
     quantize: bool = setting(
+        "whether inputs of norms and gates may be kept in 8 bits, which rounds gradients; other choices are exact",
         default=False,
         impact="changes_training",
-        doc="whether inputs of norms and gates may be kept in 8 bits, which rounds gradients; other choices are exact",
     )
 
     @classmethod

@@ -23,9 +23,7 @@ from drawloom.components.pipeline.program.recomputation import ONE_OF, list_stag
 from drawloom.components.pipeline.program.timing import CostTable
 from drawloom.components.pipeline.simulation.simulator import simulate
 from drawloom.components.planning.stage_costs import StageCosts
-from drawloom.components.ports.memory import MemoryChoice
-from drawloom.components.ports.program import Program
-from drawloom.components.ports.stages import Recompute
+from drawloom.ports import MemoryChoice, Program, Recompute
 
 POLICIES: tuple[Recompute, ...] = ("none", "selective", "quantized", *sorted(set(ONE_OF) - {1}, reverse=True), "blocks")
 """Recompute policies from the least recomputation to the most."""

@@ -7,20 +7,32 @@ from typing import Any
 
 import attrs
 
+from drawloom import UserError
 from drawloom.components.distributed.planned import PlannedMesh
-from drawloom.components.ports.corpus import KnownDocuments, TokenCorpus
-from drawloom.components.ports.data import Collator, PackedDataset, WritesBatches
-from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.memory import HostMemoryUser, MemoryPolicy, MemoryUser
-from drawloom.components.ports.model import CountsFlops
-from drawloom.components.ports.pipeline import Schedule
-from drawloom.components.ports.rollouts import MakesRows, RowGrowth
-from drawloom.components.ports.run import Batching, Phase, accepts_deferred_factors, choose_micro_size
-from drawloom.components.ports.stages import FrozenModel, Stages
-from drawloom.components.state.batch import Batch
-from drawloom.graph.problems import UserError
 from drawloom.graph.project import Recipe
 from drawloom.graph.wiring.graph import Graph
+from drawloom.ports import (
+    Batch,
+    Batching,
+    Collator,
+    CountsFlops,
+    FrozenModel,
+    HostMemoryUser,
+    KnownDocuments,
+    MakesRows,
+    MemoryPolicy,
+    MemoryUser,
+    Mesh,
+    PackedDataset,
+    Phase,
+    RowGrowth,
+    Schedule,
+    Stages,
+    TokenCorpus,
+    WritesBatches,
+    accepts_deferred_factors,
+    choose_micro_size,
+)
 
 NO_GROWTH = RowGrowth(rows_per_row=1, added_tokens=0)
 
@@ -192,7 +204,7 @@ class Nodes:
                 return False
         return True
 
-    def count_rows_per_microbatch_and_microbatches(self, mesh: PlannedMesh) -> tuple[int, int]:
+    def count_rows_and_microbatches(self, mesh: PlannedMesh) -> tuple[int, int]:
         """Count a rank's rows per microbatch and microbatches per step; UserError if a step is not divisible."""
         limit = int(self.settings(Batching)["micro_size"])
         replicas = mesh.sizes.data_replicate * mesh.sizes.data_shard

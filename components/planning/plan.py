@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import attrs
 import torch
 
+from drawloom import UserError
 from drawloom.components.distributed.device_model import DeviceModel, get_matmul_dtype_key
 from drawloom.components.distributed.planned import PlannedDevice, PlannedMesh
 from drawloom.components.parallel.dimensions import DIMENSIONS
@@ -28,15 +29,32 @@ from drawloom.components.planning.run_length import RunLength
 from drawloom.components.planning.stage_costs import Recordings, StageCostRecorder, StageCosts
 from drawloom.components.planning.step_time import StepTime, build_cost_table, estimate_step_time
 from drawloom.components.planning.timeline import Peak, compute_peak_host_bytes, compute_peak_memory
-from drawloom.components.ports.distributed import Device, Mesh, PerDimension, Precision
-from drawloom.components.ports.kernels import Kernels
-from drawloom.components.ports.memory import HostMemoryUser, MemoryChoice, MemoryPolicy, MemoryUser, sum_memory_by_kind
-from drawloom.components.ports.model import CountsFlops, ForwardFlops, UpdateArithmetic, UpdateFlops
-from drawloom.components.ports.pipeline import Loss, PartitioningSchedule, Referenced, Schedule, embeds_on_every_rank
-from drawloom.components.ports.program import Program
-from drawloom.components.ports.stages import FrozenModel, Recompute, Stages
-from drawloom.graph.problems import UserError
 from drawloom.graph.project import Recipe
+from drawloom.ports import (
+    CountsFlops,
+    Device,
+    ForwardFlops,
+    FrozenModel,
+    HostMemoryUser,
+    Kernels,
+    Loss,
+    MemoryChoice,
+    MemoryPolicy,
+    MemoryUser,
+    Mesh,
+    PartitioningSchedule,
+    PerDimension,
+    Precision,
+    Program,
+    Recompute,
+    Referenced,
+    Schedule,
+    Stages,
+    UpdateArithmetic,
+    UpdateFlops,
+    embeds_on_every_rank,
+    sum_memory_by_kind,
+)
 
 T = TypeVar("T")
 
@@ -244,7 +262,7 @@ class Planner:
         if embeds_on_every_rank(schedule):
             text = "a plan does not support embedding and head on every rank; plan with schedule.use = "
             raise UserError(f'{self.nodes.schedule_node}: {text}"pipeline.schedules.looped_bfs" has the same layers', 2)
-        rows, microbatches = self.nodes.count_rows_per_microbatch_and_microbatches(self.mesh)
+        rows, microbatches = self.nodes.count_rows_and_microbatches(self.mesh)
         try:
             program = schedule.program(self.mesh.sizes.pipeline, microbatches)
         except DeadlockError as deadlock:
@@ -443,13 +461,13 @@ class Planner:
             model.build_meta_stages()
         users = [container[name] for name in self.nodes.find_nodes(MemoryUser)]
 
-        def count_bytes_with_state_on_host(fraction: float) -> tuple[dict[str, int], int]:
+        def count_bytes_on_host(fraction: float) -> tuple[dict[str, int], int]:
             """Return the bytes by kind, and in host memory, with a fraction of the state there."""
             policy.choice = attrs.evolve(policy.choice, host_states=(fraction,) * self.mesh.sizes.pipeline)
             sizes = {str(kind): size for kind, size in sum_memory_by_kind(users).items()}
             return sizes, sum(user.host_bytes() for user in users if isinstance(user, HostMemoryUser))
 
-        sizes, host_bytes = count_bytes_with_state_on_host(0.0)
+        sizes, host_bytes = count_bytes_on_host(0.0)
         update_flops = sum(user.count_update_flops() for user in users if isinstance(user, UpdateFlops))
         arithmetic = sum(
             user.count_elementwise_flops_per_update() for user in users if isinstance(user, UpdateArithmetic)
@@ -460,7 +478,7 @@ class Planner:
             stages=stages,
             bytes_by_kind=sizes,
             host_bytes=host_bytes,
-            count_bytes_with_state_on_host=count_bytes_with_state_on_host,
+            count_bytes_on_host=count_bytes_on_host,
             gradient_passes=passes,
             update_flops=update_flops,
             update_arithmetic=arithmetic,
@@ -506,7 +524,7 @@ class Planner:
             stage.index: view.gradient_bytes_in_backward(stage, program.microbatches) for stage in view.stages.local
         }
         peak = compute_peak_memory(program, index, costs, gradients)
-        rows, _ = self.nodes.count_rows_per_microbatch_and_microbatches(self.mesh)
+        rows, _ = self.nodes.count_rows_and_microbatches(self.mesh)
         tokens = program.microbatches * rows * self.nodes.sequence_length // self.mesh.sizes.context
         # Batches have tokens, targets, positions and documents (int64), and weights (float32).
         buffers = view.buffer_bytes_by_kind(costs, self.device, tokens * (4 * 8 + 4))

@@ -12,11 +12,10 @@ from drawloom.components.distributed.device_model import DeviceModel
 from drawloom.components.distributed.mesh_layout import SHARDS
 from drawloom.components.distributed.planned import PlannedMesh
 from drawloom.components.parallel.shard_transfers import choose_gradient_message_dtype
-from drawloom.components.parallel.sliced_store import SlicedStore, count_elements_in_largest_reduction_unit
+from drawloom.components.parallel.sliced_store import SlicedStore, count_largest_unit
 from drawloom.components.planning.stage_costs import StageCosts
 from drawloom.components.planning.step_time import ReplicaTimes
-from drawloom.components.ports.model import LinearLayer
-from drawloom.components.ports.stages import FrozenModel, Stage
+from drawloom.ports import FrozenModel, LinearLayer, Stage
 
 
 @attrs.frozen
@@ -38,7 +37,7 @@ class RankView:
     """
     Pipeline rank in a plan: stages on the meta device, and bytes by kind (parameters, gradients, optimizer state).
 
-    `host_bytes` are streamed from host memory and back in every step; `count_bytes_with_state_on_host` returns both for
+    `host_bytes` are streamed from host memory and back in every step; `count_bytes_on_host` returns both for
     a fraction of the optimizer's state in host memory. `gradient_passes` is how often an update reads or writes all
     gradients; `update_flops` are the matrix product FLOPs in one optimizer step, and `update_arithmetic` the other
     operations of optimizers limited by them. `frozen_model` is the recipe's frozen second model, if it has one.
@@ -48,7 +47,7 @@ class RankView:
     stages: Any
     bytes_by_kind: Mapping[str, int]
     host_bytes: int
-    count_bytes_with_state_on_host: Callable[[float], tuple[Mapping[str, int], int]]
+    count_bytes_on_host: Callable[[float], tuple[Mapping[str, int], int]]
     gradient_passes: int
     update_flops: float
     update_arithmetic: float
@@ -56,7 +55,7 @@ class RankView:
 
     def with_state_on_host(self, host_fraction: float) -> "RankView":
         """Return this rank with a fraction of the optimizer's state in host memory."""
-        bytes_by_kind, host_bytes = self.count_bytes_with_state_on_host(host_fraction)
+        bytes_by_kind, host_bytes = self.count_bytes_on_host(host_fraction)
         return attrs.evolve(self, bytes_by_kind=bytes_by_kind, host_bytes=host_bytes)
 
     @property
@@ -89,7 +88,7 @@ class RankView:
             all=sum(parameter.numel() for parameter in parameters),
             trained=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
             owned=sum(owned[name].numel() for name, _ in stage.named_masters_or_parameters() if name in owned),
-            unit=count_elements_in_largest_reduction_unit(stage.module, self.stages.model.blocks(stage.module)),
+            unit=count_largest_unit(stage.module, self.stages.model.blocks(stage.module)),
         )
 
     def gradient_bytes_in_backward(self, stage: Stage, microbatches: int) -> int:

@@ -5,16 +5,13 @@ from typing import Any
 
 import attrs
 
+from drawloom import RecipeError, UserError
 from drawloom.components.planning.nodes import Nodes
 from drawloom.components.planning.plan import Plan, plan
-from drawloom.components.ports.distributed import Precision
-from drawloom.components.ports.memory import MemoryPolicy
-from drawloom.components.ports.run import Batching
-from drawloom.components.ports.stages import Stages
 from drawloom.components.storage.byte_size import format_decimal_byte_size
-from drawloom.graph import RecipeError, UserError
 from drawloom.graph.project import Recipe
 from drawloom.graph.toml.emit import dump_toml
+from drawloom.ports import Batching, MemoryPolicy, Precision, Stages
 
 Values = Mapping[str, Mapping[str, Any]]
 """Settings by node."""
@@ -48,7 +45,7 @@ def find_remedies(recipe: Recipe, planned: Plan) -> list[TriedPlan]:
     """
     helpful = [
         remedy
-        for values, cost, ranks in _list_settings_with_cost_and_rank_count(Nodes.from_recipe(recipe), planned)
+        for values, cost, ranks in _list_settings_with_cost(Nodes.from_recipe(recipe), planned)
         if (remedy := _make_remedy_if_saving_memory(recipe, values, cost, planned, ranks)) is not None
     ]
     helpful.sort(key=lambda remedy: -remedy.plan.peak_bytes)
@@ -81,7 +78,7 @@ def _combine_until_fit(recipe: Recipe, planned: Plan) -> Iterator[TriedPlan]:
     """Yield the shortest combination of leading candidates with which the recipe fits, if any."""
     so_far: dict[str, dict[str, Any]] = {}
     best = planned
-    for values, _, ranks in _list_settings_with_cost_and_rank_count(Nodes.from_recipe(recipe), planned):
+    for values, _, ranks in _list_settings_with_cost(Nodes.from_recipe(recipe), planned):
         merged = {node: {**so_far.get(node, {}), **values.get(node, {})} for node in {**so_far, **values}}
         remedy = _make_remedy_if_saving_memory(recipe, merged, "together", best, ranks)
         if remedy is not None:
@@ -103,7 +100,7 @@ def _make_remedy_if_saving_memory(
     return TriedPlan(values, changed_plan, cost_in_words) if less else None
 
 
-def _list_settings_with_cost_and_rank_count(nodes: Nodes, planned: Plan) -> Iterator[tuple[Values, str, int]]:
+def _list_settings_with_cost(nodes: Nodes, planned: Plan) -> Iterator[tuple[Values, str, int]]:
     """Yield settings that may save memory, their cost in words, and the rank count; cheap settings first."""
     ranks, stages = planned.ranks, nodes.settings(Stages)
     chooses = bool(nodes.find_nodes(MemoryPolicy))

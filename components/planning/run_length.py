@@ -2,11 +2,9 @@
 
 from typing import NamedTuple
 
-from drawloom.components.ports.distributed import Mesh, PerDimension
-from drawloom.components.ports.run import EpochCounter, count_steps_of_epochs
-from drawloom.graph import UserError
-from drawloom.graph.problems import RecipeError
+from drawloom import RecipeError, UserError
 from drawloom.graph.project import Recipe
+from drawloom.ports import EpochCounter, Mesh, PerDimension, count_steps_of_epochs
 
 
 class RunLength(NamedTuple):

@@ -7,6 +7,7 @@ from typing import Any
 
 import attrs
 
+from drawloom import RecipeError, UserError
 from drawloom.components.distributed.device_model import DeviceModel
 from drawloom.components.parallel.context import ContextDimension
 from drawloom.components.parallel.expert import ExpertDimension
@@ -14,13 +15,9 @@ from drawloom.components.planning.cost_sources import PlannedCosts
 from drawloom.components.planning.nodes import Nodes
 from drawloom.components.planning.plan import PlanCache, TooLargeError, plan
 from drawloom.components.planning.remedies import TriedPlan, Values
-from drawloom.components.ports.distributed import Mesh, PerDimension
-from drawloom.components.ports.memory import MemoryPolicy
-from drawloom.components.ports.run import Batching
-from drawloom.components.ports.stages import Stages
 from drawloom.components.storage.byte_size import format_decimal_byte_size
-from drawloom.graph import RecipeError, UserError
 from drawloom.graph.project import Recipe
+from drawloom.ports import Batching, MemoryPolicy, Mesh, PerDimension, Stages
 
 MAX_PLANS_SHOWN = 10
 
@@ -59,7 +56,7 @@ def search_fastest_plans(recipe: Recipe, device: DeviceModel, ranks: int) -> lis
     UserError with the first reason if no mesh suits the recipe.
     """
     searched = _Search(Nodes.from_recipe(recipe), device, ranks)
-    tried = list(searched.plan_meshes_until_more_tensor_ranks_stop_helping())
+    tried = list(searched.plan_meshes())
     tried += searched.search_auto_schedules(tried)
     if not tried and searched.problem:
         raise UserError(f"no mesh of {ranks} ranks suits the recipe: {searched.problem}")
@@ -81,7 +78,7 @@ class _Search:
     best: float = math.inf
     problem: str = ""
 
-    def plan_meshes_until_more_tensor_ranks_stop_helping(self) -> Iterator[TriedPlan]:
+    def plan_meshes(self) -> Iterator[TriedPlan]:
         """
         Yield plans by rising tensor sizes until a larger one is no faster.
 

@@ -17,21 +17,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from drawloom import UserError
 from drawloom.components.distributed.device_model import DeviceModel
-from drawloom.components.parallel.context import ContextPart
+from drawloom.components.parallel.context_part import ContextPart
 from drawloom.components.pipeline.runtime.stage_runner import StageRunner, list_floating_leaves, require_grad_in_place
 from drawloom.components.planning.attention import AttentionFractions
 from drawloom.components.planning.recorder import Links, PassCost, Recorder
-from drawloom.components.ports.distributed import Group
-from drawloom.components.ports.model import HasCostKey
-from drawloom.components.ports.pipeline import Loss, Referenced
-from drawloom.components.ports.stages import FrozenModel, Recompute, Stage
 from drawloom.components.stages.activation_specs import copy_tree_to_meta
-from drawloom.components.state.batch import Batch
 from drawloom.components.state.trees import list_leaves, map_leaves
-from drawloom.graph import UserError
 from drawloom.kernels.deferred_grads import fuse_gradient_sums_on_meta
 from drawloom.kernels.recompute.policy import make_recomputable
+from drawloom.ports import Batch, FrozenModel, Group, HasCostKey, Loss, Recompute, Referenced, Stage
 
 Passes = dict[str, PassCost]
 """Costs by op: F, and B or I and W."""
@@ -132,7 +128,7 @@ class StageCostRecorder:
 
     def _record_passes(self, stage: Stage, split: bool) -> Passes:
         """Record one microbatch's passes: F and B, or with `split` F, I and W."""
-        first_inputs, context, batch = self._make_meta_inputs_context_and_batch()
+        first_inputs, context, batch = self._make_meta_inputs()
         runner = StageRunner(stage, self.loss, split=split)
         recorder, passes = Recorder(self.device, self.links, self.fractions), {}
         for parameter in stage.module.parameters():
@@ -181,7 +177,7 @@ class StageCostRecorder:
             if part not in inside and not [*part.children()]:
                 yield from recorder.label_storages_allocated_by_module(part, name.rpartition(".")[2])
 
-    def _make_meta_inputs_context_and_batch(self) -> tuple[Any, Any, Batch]:
+    def _make_meta_inputs(self) -> tuple[Any, Any, Batch]:
         """Return a microbatch on the meta device: model inputs, context and batch."""
         if self._inputs is None:
             try:
@@ -200,7 +196,7 @@ class StageCostRecorder:
     @property
     def frozen_model_bytes_per_microbatch(self) -> int:
         """Return the frozen model's bytes per microbatch, on the last stage's rank."""
-        self._make_meta_inputs_context_and_batch()
+        self._make_meta_inputs()
         return self._frozen_bytes
 
     def _add_reference(self, inputs: Any, context: Any, batch: Batch) -> Batch:

@@ -11,7 +11,7 @@ from drawloom.components.pipeline.program.builders import build_forward_only_pro
 from drawloom.components.pipeline.program.timing import CostTable, compute_timing
 from drawloom.components.pipeline.simulation.simulator import simulate
 from drawloom.components.planning.stage_costs import StageCosts
-from drawloom.components.ports.program import OPS, Program
+from drawloom.ports import OPS, Program
 
 
 @attrs.frozen

@@ -8,7 +8,7 @@ import attrs
 
 from drawloom.components.pipeline.program.lowering import pair_offloaded_forward_and_backward
 from drawloom.components.planning.stage_costs import StageCosts
-from drawloom.components.ports.program import Program
+from drawloom.ports import Program
 
 
 @attrs.frozen

@@ -10,15 +10,14 @@ from typing import Any
 
 import attrs
 import numpy as np
-from numpy.typing import NDArray
 
+from drawloom import UserError
 from drawloom.components.pipeline.program.lowering import merge_split_backwards
-from drawloom.components.pipeline.program.timing import Costs, CostTable, index_produced_and_consumed_results
+from drawloom.components.pipeline.program.timing import Costs, CostTable, Floats, index_produced_and_consumed_results
 from drawloom.components.pipeline.runtime.p2p import WAIT
 from drawloom.components.pipeline.simulation.simulator import Simulation
-from drawloom.components.ports.program import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, OPS, Program
 from drawloom.components.storage.regular_file import open_regular_file
-from drawloom.graph import UserError
+from drawloom.ports import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, OPS, Program
 
 FILE = re.compile(r"steps-(\d+)-(\d+)-rank-(\d+)\.json\.gz")
 STEP = re.compile(r"step \d+")
@@ -31,8 +30,8 @@ class TracedStep:
     """Traced step: the program, and its actions' start and end in seconds, both of shape (actions,)."""
 
     program: Program
-    start: NDArray[np.float64]
-    end: NDArray[np.float64]
+    start: Floats
+    end: Floats
 
     @property
     def simulation(self) -> Simulation:

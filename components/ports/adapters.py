@@ -1,7 +1,7 @@
 """Ports for adapters: trained additions to a frozen model, such as LoRA's low-rank factors."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import ClassVar, Protocol, runtime_checkable
 
 import attrs
@@ -105,3 +105,13 @@ class AdaptedLayer(ABC):
     @abstractmethod
     def list_low_rank_pairs(self, name: str) -> list[LowRank]:
         """Return the low-rank factor pairs in the adapter of the layer `name`."""
+
+
+def find_adapted_layers(module: nn.Module) -> Iterator[tuple[str, AdaptedLayer]]:
+    """Iterate over the layers with adapters, by name."""
+    return ((name, part) for name, part in module.named_modules() if isinstance(part, AdaptedLayer))
+
+
+def adapter_parameter_names(module: nn.Module) -> set[str]:
+    """Return the names of all adapter parameters in a module."""
+    return {f"{name}.{leaf}" for name, layer in find_adapted_layers(module) for leaf in layer.adapter_parameter_names}

@@ -8,25 +8,27 @@ from drawloom.components.ports.run import Step
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.graph import port
 
+NodeState = dict[str, Any]
+"""A nested dict; leaves are tensors, numbers, strings, booleans, None, or lists of such values."""
+
 
 @port(named=True)
 class Stateful(Protocol):
     """
     A node with state that checkpoints save under the node's name.
 
-    State is a nested dict; leaves are tensors, numbers, strings, booleans, None, or lists of such values. All ranks
-    have the same state, unless the node declares separate states by rank (`LocalState`) or a state sharded over ranks
-    (`SlicedState`).
+    All ranks have the same state, unless the node declares separate states by rank (`LocalState`) or a state sharded
+    over ranks (`SlicedState`).
 
     State tensors are read until the next step calls `Step.apply_update_unless_skipped`; a node that changes a tensor
     earlier returns a copy.
     """
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> NodeState:
         """Return the state needed for a bit-exact resume."""
         ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: NodeState) -> None:
         """Load a saved state. Raises KeyError or ValueError if the state does not fit the node."""
         ...
 
@@ -56,7 +58,7 @@ class SlicedState(Protocol):
 class GrowingState(Stateful, Protocol):
     """A stateful node whose first step adds tensors to its state, such as an optimizer."""
 
-    def forecast_state_after_first_step(self) -> dict[str, Any]:
+    def forecast_state_after_first_step(self) -> NodeState:
         """
         Return the state as it will be after the first step, with all tensors' shapes and dtypes.
 
@@ -139,7 +141,7 @@ class Stager(Protocol):
         """Whether torch's `async_save` calls `synchronize_staging`."""
         ...
 
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any] | Future[dict[str, Any]]:
+    def stage(self, state_dict: NodeState) -> NodeState | Future[NodeState]:
         """
         Return a copy of the state dict, or its future. The copy's memory is not reused while any copied tensor is
         alive.

@@ -5,11 +5,10 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from drawloom.components.ports.model import KeyValueCache, RowPart, VocabularyPart
+from drawloom.components.ports.model import KeyValueCache, RowPart, StorageFormat, VocabularyPart
 from drawloom.graph import port
 from drawloom.kernels.attention.options import PLAIN_ATTENTION, AttentionOptions
 from drawloom.kernels.results import NormAndSum, PermutedRows, TokenLosses
-from drawloom.kernels.weight_formats.eager import StorageFormat
 
 Routes = tuple[Tensor, Tensor, Tensor]
 """Routing tables: rows by choice, choices by row, and row ends by expert; see Kernels."""
@@ -122,11 +121,7 @@ class Kernels(Protocol):
         ...
 
     def linear_quantized(
-        self,
-        x: Tensor,
-        stored: Tensor,
-        weight_format: StorageFormat,
-        bias: Tensor | None = None,
+        self, x: Tensor, stored: Tensor, weight_format: StorageFormat, bias: Tensor | None = None
     ) -> Tensor:
         """Compute `linear` of bfloat16 x with a frozen weight, given as its storage (outputs, units)."""
         ...

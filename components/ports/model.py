@@ -14,7 +14,12 @@ from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.ports.weights import Mapper
 from drawloom.graph import port
 from drawloom.kernels.results import TokenLosses
-from drawloom.kernels.weight_formats.eager import StorageFormat, WeightFormat
+
+Settings = Mapping[str, Any]
+"""Settings, or values of a config.json, by name."""
+
+ConfigJson = dict[str, Any]
+"""The content of a Hugging Face config.json."""
 
 
 @attrs.frozen
@@ -348,20 +353,48 @@ class HeadLayer:
         return finish(hidden, self.head())
 
 
+class StorageFormat(Protocol):
+    """Storage format for a frozen weight."""
+
+    def load(self, stored: Tensor, dequantize: Callable[[Tensor, str], Tensor]) -> Tensor:
+        """
+        Return the weight on the device from its storage, which may be elsewhere; `dequantize` gets the format's name.
+        """
+        ...
+
+
+@runtime_checkable
+class QuantizedFormat(StorageFormat, Protocol):
+    """Format with few bits per element."""
+
+    @property
+    def name(self) -> str:
+        """The format's name."""
+        ...
+
+    def weight_shape(self, storage: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the weight's shape for a storage shape."""
+        ...
+
+    def quantize(self, weight: Tensor) -> Tensor:
+        """Return the storage (..., outputs, units) for a floating-point weight (..., outputs, inputs)."""
+        ...
+
+
 class StoredLayer:
     """A layer that decodes its parameters named in `formats` from storage in these formats; features set them."""
 
     formats: Mapping[str, StorageFormat] = MappingProxyType({})
 
 
-def list_quantized_parameter_formats(module: nn.Module) -> dict[str, WeightFormat]:
+def list_quantized_parameter_formats(module: nn.Module) -> dict[str, QuantizedFormat]:
     """Return the formats of a module's quantized parameters by name."""
     return {
         f"{path}.{leaf}" if path else leaf: weight_format
         for path, layer in module.named_modules()
         if isinstance(layer, StoredLayer)
         for leaf, weight_format in layer.formats.items()
-        if isinstance(weight_format, WeightFormat)
+        if isinstance(weight_format, QuantizedFormat)
     }
 
 

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from drawloom.components.ports.model import BatchContext, Finish, Head, TokenContext
 from drawloom.components.ports.program import Program
-from drawloom.components.ports.rollouts import ROLLOUTS
 from drawloom.components.ports.tracking import METRIC_TOTALS
 from drawloom.components.state.batch import Batch
 from drawloom.components.state.sharding import Spec
@@ -95,6 +94,9 @@ A microbatch's value is a dict: `loss`, the sum of its weighted losses, and `wei
 shape (), and `sums`, a dict of further sums (...) by name. In the global view they are stacked: (microbatches, ...).
 Ranks without the last stage have the losses of 0 microbatches.
 """
+
+ROLLOUTS = "rollouts"
+"""The name of the sampled and scored completions in the state of a step: a list of `rollouts.Scored`, by microbatch."""
 
 STEP_SPECS: Mapping[str, Spec] = {
     "batches": "stack",

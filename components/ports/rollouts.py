@@ -212,10 +212,6 @@ class MakesRows(Protocol):
         ...
 
 
-ROLLOUTS = "rollouts"
-"""The name of the sampled and scored completions in the state of a step: a list of `Scored`, by microbatch."""
-
-
 @attrs.frozen(eq=False)
 class Scored:
     """

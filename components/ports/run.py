@@ -523,7 +523,7 @@ class FinalTask(Protocol):
 class Epochs:
     """An interval in epochs; an epoch may end within a step."""
 
-    epochs: float = setting(check=above(0), doc="epochs between two actions, also fractions, such as 0.25")
+    epochs: float = setting("epochs between two actions, also fractions, such as 0.25", check=above(0))
 
 
 # Words instead of 0 or -1, so that a recipe is clear about "last" and "never".

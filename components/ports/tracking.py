@@ -16,6 +16,11 @@ METRIC_TOTALS = "metric_totals"
 Value = float | bool | None
 """The value of a metric; None if the metric has no value at this step."""
 
+MetricValues = Mapping[str, Value]
+
+MetricTotals = Mapping[str, Tensor]
+"""Tensors by accumulator: of a rank, or float64 over all ranks."""
+
 
 @attrs.frozen
 class Accumulator:
@@ -55,13 +60,13 @@ class Metric(Protocol):
         """Accumulators to combine over ranks, by name; equal on every rank once the run is open. Default: none."""
         return {}
 
-    def measure_on_rank(self, step: Step) -> Mapping[str, Tensor]:
+    def measure_on_rank(self, step: Step) -> MetricTotals:
         """
         Return this rank's contributions by accumulator, on any device. An omitted accumulator gets no contribution.
         """
         return {}
 
-    def compute(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Value]:
+    def compute(self, totals: MetricTotals, step: Step) -> MetricValues:
         """
         Return this step's values by name, from float64 totals on the CPU. On a GPU it is called a step later.
         """
@@ -73,7 +78,7 @@ class Metric(Protocol):
 class Tracker(Protocol):
     """Store for metric values by step; step 0 is before training. Only rank 0 writes."""
 
-    def track(self, step: int, values: Mapping[str, Value]) -> None:
+    def track(self, step: int, values: MetricValues) -> None:
         """Store a step's values."""
         ...
 
@@ -115,7 +120,7 @@ class Histogram:
 class DistributionMetric(Protocol):
     """A metric that derives distributions from its totals."""
 
-    def distributions(self, totals: Mapping[str, Tensor], step: Step) -> Mapping[str, Histogram]:
+    def distributions(self, totals: MetricTotals, step: Step) -> Mapping[str, Histogram]:
         """Return histograms by name, as `compute` does for values; {} at steps without a measurement."""
         ...
 
@@ -135,7 +140,7 @@ class DistributionTracker(Protocol):
 class ContextTracker(Protocol):
     """A tracker that stores one name's values in several contexts; `track_in_context` replaces `track`."""
 
-    def track_in_context(self, step: int, values: Mapping[str, Value], context: Context) -> None:
+    def track_in_context(self, step: int, values: MetricValues, context: Context) -> None:
         """Store a step's values with their context."""
         ...
 
@@ -150,7 +155,7 @@ class PropertyTracker(Protocol):
         ...
 
 
-def split_by_context(values: Mapping[str, Value]) -> list[tuple[Context, dict[str, Value]]]:
+def split_by_context(values: MetricValues) -> list[tuple[Context, dict[str, Value]]]:
     """Split a step's values into training and validation values, and strip `validation_` from the latter's names."""
     training = {name: value for name, value in values.items() if not name.startswith(_VALIDATION)}
     validation = {name.removeprefix(_VALIDATION): values[name] for name in values.keys() - training.keys()}

@@ -7,7 +7,8 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.phases.report import Report, split_metric_totals
+from drawloom.components.phases.report import Report
+from drawloom.components.phases.step_reports import split_metric_totals
 from drawloom.components.ports.distributed import Mesh, PerDimension
 from drawloom.components.ports.pipeline import LOSSES
 from drawloom.components.ports.run import Event, EventKind, Phase, Step

@@ -4,7 +4,7 @@ from drawloom.components.pipeline.program.timing import Costs, DeadlockError
 from drawloom.components.pipeline.simulation.simulator import simulate
 from drawloom.components.pipeline.simulation.summary import Summary
 from drawloom.components.pipeline.simulation.svg import draw_svg
-from drawloom.components.ports.pipeline import Schedule
+from drawloom.ports import Schedule
 
 FOLDER = "pipeline.schedules."
 MAX_PASSES = 1500

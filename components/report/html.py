@@ -5,13 +5,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from drawloom import Every, ResolvedRecipe, component
 from drawloom.components.distributed.rank_errors import run_on_rank0
-from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.pipeline import Schedule
-from drawloom.components.ports.run import Batching, RunFolder
-from drawloom.components.storage.durable_files import replace_file
-from drawloom.components.storage.regular_file import open_regular_file
-from drawloom.graph import Every, ResolvedRecipe, component
+from drawloom.ports import Batching, Mesh, RunFolder, Schedule
 
 if TYPE_CHECKING:
     from drawloom.components.report.run_record import Drawings
@@ -54,6 +50,7 @@ class HtmlReport:
         from drawloom.components.report.ettr import TIME_FORMAT, compute_ettr
         from drawloom.components.report.page import render_page
         from drawloom.components.report.run_record import read_run_record
+        from drawloom.components.storage.durable_files import replace_file
 
         folder = self.folder.folder
         run = read_run_record(folder, folder.resolve().name, self._draw_run_or_explain(step))
@@ -81,12 +78,10 @@ class HtmlReport:
 
     def _has_report_of_step(self, step: int) -> bool:
         """Return whether the report in the run folder is about this step."""
-        beginning = f"<!doctype html><!-- {_format_step_comment(step)} -->".encode()
-        try:
-            with open_regular_file(self._report_path) as file:
-                return file.read(0, min(file.size, len(beginning))) == beginning
-        except OSError:
-            return False
+        from drawloom.components.storage.regular_file import does_file_begin_with
+
+        beginning = f"<!doctype html><!-- {_format_step_comment(step)} -->"
+        return does_file_begin_with(self._report_path, beginning.encode())
 
     @property
     def _report_path(self) -> Path:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import attrs
 
+from drawloom import RecipeError, UserError
 from drawloom.components.checkpoint.manifest import (
     FOLDER,
     Manifest,
@@ -16,7 +17,6 @@ from drawloom.components.report.events import RunLog, read_log
 from drawloom.components.report.metrics import METRICS, Metrics, read_metrics
 from drawloom.components.storage.regular_file import open_untrusted_file
 from drawloom.components.storage.step_log import StepLine, parse_step_lines
-from drawloom.graph import RecipeError, UserError
 from drawloom.graph.inspect.serialize import flatten_inline_nodes, serialize_recipe
 from drawloom.graph.recipe.lockfile import LOCK
 from drawloom.graph.recipe.merged import MergedRecipe

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import attrs
 
+from drawloom import UserError
 from drawloom.components.report.ettr import compute_ettr, sum_recovery_seconds
 from drawloom.components.report.events import RunLog
 from drawloom.components.report.metrics import METRICS
@@ -17,7 +18,6 @@ from drawloom.components.report.run_record import (
     read_run_record,
 )
 from drawloom.components.run.locks import is_lock_holder_alive
-from drawloom.graph import UserError
 from drawloom.graph.cli.result import output, output_class
 from drawloom.graph.recipe.lockfile import LOCK
 
@@ -94,10 +94,7 @@ def read_run_rows(folder: Path) -> list[RunRow]:
         RunRow(name, "unreadable", problem=str(record))
         if isinstance(record, UserError)
         else _make_run_row(
-            name,
-            record,
-            determine_run_state(path, record.log),
-            {key: known[key] for key in differing if key in known},
+            name, record, determine_run_state(path, record.log), {key: known[key] for key in differing if key in known}
         )
         for (path, name, record), known in zip(records, settings, strict=True)
     ]

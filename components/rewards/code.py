@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
-from drawloom.components.ports.rollouts import Answer
+from drawloom import above, between, component, setting
 from drawloom.components.rewards import code_process
 from drawloom.components.rewards.expected import ExpectedValueReward
-from drawloom.graph import above, between, component, setting
+from drawloom.ports import Answer
 
 FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 
@@ -33,10 +33,10 @@ class Code(ExpectedValueReward):
     reach the network. Run untrusted models inside a container.
     """
 
-    key: str = setting(default="tests", doc="key of the example's tests")
-    seconds: float = setting(default=5.0, check=above(0), doc="limit of the time for a program and its tests")
-    memory: float = setting(default=0.5, check=above(0), doc="limit of a program's address space, in GB")
-    parallel: int = setting(default=2, check=between(1, 1025), impact="safe", doc="programs that run at the same time")
+    key: str = setting("key of the example's tests", default="tests")
+    seconds: float = setting("limit of the time for a program and its tests", default=5.0, check=above(0))
+    memory: float = setting("limit of a program's address space, in GB", default=0.5, check=above(0))
+    parallel: int = setting("programs that run at the same time", default=2, check=between(1, 1025), impact="safe")
 
     def scores(self, answers: Sequence[Answer]) -> list[float]:
         programs, tests = [extract_program(answer.text) for answer in answers], map(self.read_expected_text, answers)

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from drawloom.components.ports.rollouts import Answer
+from drawloom import component
 from drawloom.components.rewards.expected import ExpectedValueReward
-from drawloom.graph import component
+from drawloom.ports import Answer
 
 
 @component

@@ -2,22 +2,23 @@
 
 from typing import Any
 
-from drawloom.components.ports.rollouts import Answer
-from drawloom.graph import UserError, component_base_class, setting
+from drawloom import UserError, setting
+from drawloom.graph import component_base_class
+from drawloom.ports import Answer
 
 
 @component_base_class
 class Weighted:
     """Base for rewards with a weight in the sum of all."""
 
-    weight: float = setting(default=1.0, doc="factor in the sum over all rewards; negative for a penalty")
+    weight: float = setting("factor in the sum over all rewards; negative for a penalty", default=1.0)
 
 
 @component_base_class
 class ExpectedValueReward(Weighted):
     """Base for rewards that compare a completion with a value in the prompt's example."""
 
-    key: str = setting(default="answer", doc="key of the example's expected value")
+    key: str = setting("key of the example's expected value", default="answer")
 
     def read_expected(self, answer: Answer) -> Any:
         """Return the expected value. Raises UserError, with the example's source, if the example has none."""

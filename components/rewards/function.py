@@ -5,9 +5,10 @@ from functools import partial
 from inspect import Parameter, signature
 from typing import Any, ClassVar
 
-from drawloom.components.ports.rollouts import Answer
+from drawloom import component, setting
 from drawloom.components.rewards.expected import Weighted, read_key
-from drawloom.graph import component, component_base_class, setting
+from drawloom.graph import component_base_class
+from drawloom.ports import Answer
 
 Score = float | None
 
@@ -58,6 +59,6 @@ def reward(function: Callable[..., Score]) -> type[Any]:
         "function": staticmethod(function),
         "keys": tuple(one.name for one in others if one.default is Parameter.empty),
         "options": tuple(kinds),
-        **{one.name: setting(default=one.default, doc=f"the function's {one.name}") for one in options},
+        **{one.name: setting(f"the function's {one.name}", default=one.default) for one in options},
     }
     return component(type(function.__name__, (FunctionReward,), body))

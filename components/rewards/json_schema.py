@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-from drawloom.components.ports.rollouts import Answer
+from drawloom import component, setting
 from drawloom.components.rewards.expected import Weighted
-from drawloom.graph import component, setting
+from drawloom.ports import Answer
 
 
 def _find_schema_fault(schema: dict[str, Any]) -> str | None:
@@ -30,8 +30,8 @@ class JsonSchema(Weighted):
     """1 for a completion that is JSON, with nothing before or after it, and valid under a schema; else 0."""
 
     json_schema: dict[str, Any] = setting(
+        "JSON Schema (draft 7, and `$defs`) with `format`; patterns are regular expressions of Python",
         check=_find_schema_fault,
-        doc="JSON Schema (draft 7, and `$defs`) with `format`; patterns are regular expressions of Python",
     )
 
     @cached_property

@@ -2,11 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 
-from drawloom.components.ports.data import MAX_LENGTH
-from drawloom.components.ports.rollouts import Answer
+from drawloom import NodeView, Problem, between, component, setting
 from drawloom.components.rewards.expected import Weighted
-from drawloom.graph import Problem, between, component, setting
-from drawloom.graph.wiring.node import NodeView
+from drawloom.ports import MAX_LENGTH, Answer
 
 
 @component
@@ -14,9 +12,9 @@ class Length(Weighted):
     """0 up to `max_tokens - buffer` tokens, from there falling to -1 at `max_tokens`, and -1 beyond."""
 
     max_tokens: int = setting(
-        check=between(1, MAX_LENGTH), doc="length in tokens, with the end token, from which the score is -1"
+        "length in tokens, with the end token, from which the score is -1", check=between(1, MAX_LENGTH)
     )
-    buffer: int = setting(check=between(1, MAX_LENGTH), doc="tokens over which the score falls from 0 to -1")
+    buffer: int = setting("tokens over which the score falls from 0 to -1", check=between(1, MAX_LENGTH))
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:

@@ -4,9 +4,9 @@ import re
 from collections.abc import Sequence
 from fractions import Fraction
 
-from drawloom.components.ports.rollouts import Answer
+from drawloom import UserError, at_least, component, setting
 from drawloom.components.rewards.expected import ExpectedValueReward
-from drawloom.graph import UserError, at_least, component, setting
+from drawloom.ports import Answer
 
 DECIMAL = r"\d+(?:\.\d+)?|\.\d+"
 GROUPED = r"\d{1,3}(?:,\d{3})+(?:\.\d+)?"
@@ -27,7 +27,7 @@ class MathEqual(ExpectedValueReward):
     fractions, up to `tolerance`. The expected value is a number, or a text that is read the same way: "#### 72" is 72.
     """
 
-    tolerance: float = setting(default=0.0, check=at_least(0), doc="largest relative difference of equal numbers")
+    tolerance: float = setting("largest relative difference of equal numbers", default=0.0, check=at_least(0))
 
     def scores(self, answers: Sequence[Answer]) -> list[float]:
         return [self._score(answer) for answer in answers]

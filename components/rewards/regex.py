@@ -4,9 +4,9 @@ import re
 from collections.abc import Sequence
 from functools import cached_property
 
-from drawloom.components.ports.rollouts import Answer
+from drawloom import component, setting
 from drawloom.components.rewards.expected import Weighted
-from drawloom.graph import component, setting
+from drawloom.ports import Answer
 
 
 def _describe_invalid_pattern(pattern: str) -> str | None:
@@ -23,8 +23,8 @@ class Regex(Weighted):
     """1 for a completion in which a regular expression is found, else 0."""
 
     pattern: str = setting(
+        r"regular expression (re, with DOTALL); \A and \Z anchor it to the whole completion",
         check=_describe_invalid_pattern,
-        doc=r"regular expression (re, with DOTALL); \A and \Z anchor it to the whole completion",
     )
 
     @cached_property

@@ -16,17 +16,23 @@ import attrs
 import torch
 from torch import Tensor
 
+from drawloom import UserError, above, at_least, between, component, internal, setting
 from drawloom.components.distributed.rank_errors import run_on_rank0
 from drawloom.components.distributed.rng import derive_seed
-from drawloom.components.ports.corpus import Tokenizer
-from drawloom.components.ports.data import MAX_LENGTH
-from drawloom.components.ports.distributed import Group, Mesh
-from drawloom.components.ports.model import LanguageModel
-from drawloom.components.ports.rollouts import Completions, Prompts
-from drawloom.components.ports.run import RunFolder, RunInfo
-from drawloom.components.ports.stages import ModelExport
 from drawloom.components.storage.durable_files import remove_folder_atomically
-from drawloom.graph import UserError, above, at_least, between, component, setting
+from drawloom.ports import (
+    MAX_LENGTH,
+    Completions,
+    Group,
+    LanguageModel,
+    Mesh,
+    ModelExport,
+    NodeState,
+    Prompts,
+    RunFolder,
+    RunInfo,
+    Tokenizer,
+)
 
 KEY = "OPENAI_API_KEY"
 """Environment variable whose value is sent as a bearer token."""
@@ -100,12 +106,7 @@ class CompletionServer:
         end_ids: frozenset[int],
     ) -> Sampled:
         """Sample one completion for a prompt of ids; it ends at one of `end_ids`, or has `max_tokens` tokens."""
-        fields = {
-            "max_tokens": max_tokens,
-            "temperature": temperature,
-            "seed": seed,
-            "stop_token_ids": sorted(end_ids),
-        }
+        fields = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed, "stop_token_ids": sorted(end_ids)}
         choice = self._request_choice(model, prompt, fields, logprobs=1)
         ids, logps = self._read_ids(choice), self._read_logps(choice)
         if len(ids) != len(logps):  # log-probabilities are never empty
@@ -249,8 +250,8 @@ def _find_path_fault(path: str) -> str | None:
 class ServerCall:
     """A POST request that is part of a weight update."""
 
-    path: str = setting(check=_find_path_fault, doc="route, such as /update_weights_from_disk")
-    body: dict[str, Any] = setting(factory=dict, doc="JSON object; {folder} in a text is the exported folder's path")
+    path: str = setting("route, such as /update_weights_from_disk", check=_find_path_fault)
+    body: dict[str, Any] = setting("JSON object; {folder} in a text is the exported folder's path", factory=dict)
 
 
 def _list_vllm_reload_calls() -> list[ServerCall]:
@@ -289,25 +290,25 @@ class ServerRollouts:
     job: RunInfo
     folder: RunFolder
     mesh: Mesh
-    max_tokens: int = setting(check=between(1, MAX_LENGTH), doc="maximum length of a completion in tokens")
+    max_tokens: int = setting("maximum length of a completion in tokens", check=between(1, MAX_LENGTH))
     temperature: float = setting(
-        default=1.0, check=above(0), doc="divisor of the logits, in sampling and in the policy's log-probabilities"
+        "divisor of the logits, in sampling and in the policy's log-probabilities", default=1.0, check=above(0)
     )
-    url: str = setting(default="http://localhost:8000", check=_find_url_fault, doc="the server's address, without /v1")
-    served_model: str | None = setting(default=None, doc="the model's name in the server; default: the only one")
+    url: str = setting("the server's address, without /v1", default="http://localhost:8000", check=_find_url_fault)
+    served_model: str | None = setting("the model's name in the server; default: the only one", default=None)
     update_every: int = setting(
-        default=1, check=at_least(1), doc="steps between updates of the server's weights; 1 samples from the newest"
+        "steps between updates of the server's weights; 1 samples from the newest", default=1, check=at_least(1)
     )
     reload: list[ServerCall] = setting(
-        factory=_list_vllm_reload_calls, doc="requests that load an exported folder, in order; default: vLLM's"
+        "requests that load an exported folder, in order; default: vLLM's", factory=_list_vllm_reload_calls
     )
-    connections: int = setting(default=64, check=between(1, 1025), doc="requests of a replica at a time")
-    timeout: float = setting(default=300.0, check=above(0), doc="seconds to wait for an answer")
-    _copy: Group = attrs.field(init=False, default=None)
-    _name: str | None = attrs.field(init=False, default=None)
-    _updated_step: int | None = attrs.field(init=False, default=None)
-    _served_purpose: str | None = attrs.field(init=False, default=None)
-    _has_checked_temperature: bool = attrs.field(init=False, default=False)
+    connections: int = setting("requests of a replica at a time", default=64, check=between(1, 1025))
+    timeout: float = setting("seconds to wait for an answer", default=300.0, check=above(0))
+    _copy: Group = internal(None)
+    _name: str | None = internal(None)
+    _updated_step: int | None = internal(None)
+    _served_purpose: str | None = internal(None)
+    _has_checked_temperature: bool = internal(False)
 
     def open(self) -> None:
         """Connect the ranks with the same rows."""
@@ -339,7 +340,7 @@ class ServerRollouts:
         if is_due and purpose == TRAIN:
             self._updated_step = step
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> NodeState:
         """
         Return the step of the server's weights, and the files of their export; empty if every rollout updates them.
 
@@ -350,7 +351,7 @@ class ServerRollouts:
         files = {path.name: _memory_map_file(path) for path in sorted((self._export_folder / TRAIN).iterdir())}
         return {"step": self._updated_step, "files": files}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: NodeState) -> None:
         """Write the export again, for the next rollout. Raises KeyError for another node's state."""
         if state and state.keys() != {"step", "files"}:
             raise KeyError(f"the state of a server's rollouts has step and files, and this one has {sorted(state)}")
@@ -371,11 +372,7 @@ class ServerRollouts:
             _RowToComplete(tokens[:length].tolist(), derive_seed(seed, key) % 2**SEED_BITS, end_ids)
             for part in prompts
             for tokens, length, key, end_ids in zip(
-                part.tokens,
-                part.lengths,
-                part.keys.tolist(),
-                part.end_ids_by_row(self.tokenizer),
-                strict=True,
+                part.tokens, part.lengths, part.keys.tolist(), part.end_ids_by_row(self.tokenizer), strict=True
             )
         ]
         sampled = iter(run_on_rank0(self._copy, lambda: [attrs.asdict(row) for row in self._request_completions(rows)]))

@@ -9,23 +9,30 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from operator import itemgetter
 
-import attrs
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from drawloom import NodeView, Problem, UserError, above, between, component, internal, setting, wired
 from drawloom.components.distributed.rng import derive_seed, draw_splitmix64_bits
-from drawloom.components.ports.corpus import Tokenizer
-from drawloom.components.ports.data import MAX_LENGTH
-from drawloom.components.ports.distributed import Device, Group, Mesh
-from drawloom.components.ports.kernels import BatchInvariant, Kernels
-from drawloom.components.ports.model import Head, KeyValueCache, TokenContext
-from drawloom.components.ports.pipeline import Executor
-from drawloom.components.ports.rollouts import Completions, Prompts, compute_policy_logps
-from drawloom.components.ports.run import RunInfo
 from drawloom.components.state.trees import map_leaves
-from drawloom.graph import Problem, UserError, above, between, component, setting, wired
-from drawloom.graph.wiring.node import NodeView
+from drawloom.ports import (
+    MAX_LENGTH,
+    BatchInvariant,
+    Completions,
+    Device,
+    Executor,
+    Group,
+    Head,
+    Kernels,
+    KeyValueCache,
+    Mesh,
+    Prompts,
+    RunInfo,
+    TokenContext,
+    Tokenizer,
+    compute_policy_logps,
+)
 
 TOKENS_BY_ROW = 2**32
 """Stride of rows in the sequence of random numbers: more than the tokens of a row."""
@@ -48,15 +55,15 @@ class StageRollouts:
     mesh: Mesh
     device: Device
     kernels: Kernels | None = wired(default=None)
-    max_tokens: int = setting(check=between(1, MAX_LENGTH), doc="maximum length of a completion in tokens")
+    max_tokens: int = setting("maximum length of a completion in tokens", check=between(1, MAX_LENGTH))
     temperature: float = setting(
-        default=1.0, check=above(0), doc="divisor of the logits, in sampling and in the policy's log-probabilities"
+        "divisor of the logits, in sampling and in the policy's log-probabilities", default=1.0, check=above(0)
     )
     exact: bool = setting(
+        "whether log-probabilities have the bits of the training pass; slow without `kernels.batch_invariant`",
         default=False,
-        doc="whether log-probabilities have the bits of the training pass; slow without `kernels.batch_invariant`",
     )
-    _copy: Group = attrs.field(init=False, default=None)
+    _copy: Group = internal(None)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
@@ -115,7 +122,7 @@ class StageRollouts:
         position = self._shortest_prompt_over_ranks(prompts.lengths)
         while self._any_rank_has_open_rows(position, ends):
             counters = prompts.keys * TOKENS_BY_ROW + (position - prompts.lengths).clamp_min(0)
-            drawn = self._draw_next_ids_logps_and_entropies(
+            drawn = self._draw_next_ids(
                 tokens, position, prompts.lengths, draw_uniform_by_counter(seed, counters), cache
             )
             is_sampled = (position >= prompts.lengths) & (position < ends)
@@ -129,7 +136,7 @@ class StageRollouts:
             position += 1
         return Completions(tokens, prompts.lengths, ends, logps, entropies, is_ended)
 
-    def _draw_next_ids_logps_and_entropies(
+    def _draw_next_ids(
         self, tokens: Tensor, position: int, starts: Tensor, uniforms: Tensor, cache: KeyValueCache | None
     ) -> Tensor:
         """Draw an id per row for `position`. Return ids, log-probabilities and entropies: float64 (rows, 3)."""
@@ -216,13 +223,7 @@ def draw_ids_logps_and_entropies(logits: Tensor, uniforms: Tensor) -> tuple[Tens
 
 
 def _compute_training_logps(
-    hidden: Tensor,
-    head: Head,
-    tokens: Tensor,
-    starts: Tensor,
-    ids: Tensor,
-    position: int,
-    temperature: Tensor | None,
+    hidden: Tensor, head: Head, tokens: Tensor, starts: Tensor, ids: Tensor, position: int, temperature: Tensor | None
 ) -> Tensor:
     """Return the drawn ids' log-probabilities, (rows,), by the operation and the shapes that a loss uses."""
     length = tokens.shape[1]

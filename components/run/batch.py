@@ -6,12 +6,9 @@ from typing import Literal
 
 import attrs
 
-from drawloom.components.ports.data import PackedDataset
-from drawloom.components.ports.distributed import Mesh, PerDimension
-from drawloom.components.ports.run import choose_micro_size
-from drawloom.graph import UserError, at_least, between, component, setting
-from drawloom.graph.problems import KeyPath, Problem
-from drawloom.graph.wiring.node import NodeView
+from drawloom import NodeView, Problem, UserError, at_least, between, component, setting
+from drawloom.graph.problems import KeyPath
+from drawloom.ports import Mesh, PackedDataset, PerDimension, choose_micro_size
 
 MAX_ROWS = 1_000_000
 """Largest batch size: many times that of the largest runs, because a step lists the positions of all its rows."""
@@ -23,12 +20,12 @@ ROWS = between(1, MAX_ROWS + 1)
 class RampStage:
     """Batch size for a run's first steps, up to a step or a token count."""
 
-    size: int = setting(check=ROWS, doc="rows in a step, over all data-parallel ranks")
-    until_step: int | None = setting(default=None, check=at_least(1), doc="last step with this size")
+    size: int = setting("rows in a step, over all data-parallel ranks", check=ROWS)
+    until_step: int | None = setting("last step with this size", default=None, check=at_least(1))
     until_tokens: int | None = setting(
+        "token count in full rows; the step that reaches it is the last one with this size",
         default=None,
         check=at_least(1),
-        doc="token count in full rows; the step that reaches it is the last one with this size",
     )
 
 
@@ -44,19 +41,19 @@ class GlobalBatch:
 
     mesh: Mesh
     rows: PackedDataset | None = None
-    global_size: int = setting(check=ROWS, doc="rows in a step, over all data-parallel ranks")
+    global_size: int = setting("rows in a step, over all data-parallel ranks", check=ROWS)
     micro_limit: int = setting(
+        "rows in a microbatch at most: it has the largest number that divides a rank's rows in a step",
         alias="micro_size",
         check=ROWS,
         impact="safe",
-        doc="rows in a microbatch at most: it has the largest number that divides a rank's rows in a step",
     )
     ramp: list[RampStage] = setting(
+        'batch sizes for the first steps, in order (batch size warm-up); `until_tokens` needs rows = "@packing"',
         factory=list,
-        doc='batch sizes for the first steps, in order (batch size warm-up); `until_tokens` needs rows = "@packing"',
     )
     deal: Literal["in_blocks", "in_turn"] = setting(
-        default="in_blocks", impact="safe", doc="whether a rank gets a step's consecutive rows, or every nth row"
+        "whether a rank gets a step's consecutive rows, or every nth row", default="in_blocks", impact="safe"
     )
 
     def open(self) -> None:

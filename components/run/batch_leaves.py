@@ -2,10 +2,8 @@
 
 from collections.abc import Iterator
 
-from drawloom.components.ports.data import ReadsLeaves, find_batch_types
-from drawloom.components.state.batch import Batch
-from drawloom.graph import Problem
-from drawloom.graph.wiring.node import NodeView
+from drawloom import NodeView, Problem
+from drawloom.ports import Batch, ReadsLeaves, find_batch_types
 
 
 def find_missing_batch_leaves(trainer: NodeView) -> Iterator[Problem]:

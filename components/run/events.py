@@ -4,10 +4,8 @@ import logging
 from functools import cached_property
 from typing import get_args
 
-import attrs
-
-from drawloom.components.ports.run import Event, EventKind, Listener, list_observed_event_kinds
-from drawloom.graph import Every, component
+from drawloom import Every, component, internal
+from drawloom.ports import Event, EventKind, Listener, list_observed_event_kinds
 
 log = logging.getLogger("drawloom.run")
 
@@ -20,7 +18,7 @@ class EventDispatcher:
 
     listeners: Every[Listener]
 
-    _dropped: set[str] = attrs.field(init=False, factory=set)
+    _dropped: set[str] = internal(factory=set)
 
     @cached_property
     def _observers(self) -> dict[EventKind, list[tuple[str, Listener]]]:

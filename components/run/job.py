@@ -1,11 +1,12 @@
 """The run's name, folder and seed."""
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from drawloom.graph import UserError, between, component, setting
+from drawloom import UserError, between, component, setting
+from drawloom.ports import Settings
 
 MAX_NAME_BYTES = 240  # file systems allow 255, and a sweep adds a suffix
 
@@ -26,13 +27,13 @@ def _describe_name_fault(name: str) -> str | None:
 class NamedRun:
     """A run's name, folder and seed."""
 
-    name: str = setting(impact="safe", check=_describe_name_fault, doc="run name, also the folder name")
+    name: str = setting("run name, also the folder name", impact="safe", check=_describe_name_fault)
     folder: Path | None = setting(
+        "run folder; default: runs/NAME, or the run folder given to the command instead of a recipe",
         default=None,
         impact="safe",
-        doc="run folder; default: runs/NAME, or the run folder given to the command instead of a recipe",
     )
-    seed: int = setting(default=0, check=between(0, 2**63), doc="seed for all random numbers in the run")
+    seed: int = setting("seed for all random numbers in the run", default=0, check=between(0, 2**63))
 
     def open(self) -> None:
         """Raise UserError if the run folder is a file."""
@@ -52,7 +53,7 @@ class NamedRun:
 
     @classmethod
     def settings_to_stay_in_folder(
-        cls, settings: Mapping[str, Any], explicit_keys: Collection[str], folder: str
+        cls, settings: Settings, explicit_keys: Collection[str], folder: str
     ) -> dict[str, Any]:
         """Return settings to keep a moved run in its folder, unless `explicit_keys` contains a folder or a name."""
         if "folder" in explicit_keys:

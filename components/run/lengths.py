@@ -2,12 +2,10 @@
 
 from collections.abc import Iterator
 
-from drawloom.components.ports.pipeline import STEP_SPECS
-from drawloom.components.ports.run import Epochs, NamesNumbers, PlannedPhase
-from drawloom.components.ports.stages import IN_PARAMETERS
+from drawloom import NodeView, Problem
 from drawloom.graph.component import find_declared_reads_and_writes
-from drawloom.graph.problems import Problem, did_you_mean
-from drawloom.graph.wiring.node import NodeView
+from drawloom.graph.problems import did_you_mean
+from drawloom.ports import IN_PARAMETERS, STEP_SPECS, Epochs, NamesNumbers, PlannedPhase
 
 
 def check_lengths(node: NodeView) -> Iterator[Problem]:

@@ -2,8 +2,8 @@
 
 import attrs
 
-from drawloom.components.ports.run import Step
-from drawloom.graph import UserError
+from drawloom import UserError
+from drawloom.ports import Step
 
 
 @attrs.define

@@ -10,9 +10,14 @@ from typing import Any
 
 import attrs
 
+from drawloom import Every, NodeView, Ordered, Problem, above, at_least, component, internal, setting, wired
 from drawloom.components.distributed.rank_errors import RankError
-from drawloom.components.ports.checkpoint import AfterRestore, Restorer
-from drawloom.components.ports.run import (
+from drawloom.components.run.batch_leaves import find_missing_batch_leaves
+from drawloom.components.run.lengths import check_lengths, find_missing_numbers
+from drawloom.components.run.skipped_steps import SkippedSteps
+from drawloom.graph.component import find_declared_reads_and_writes
+from drawloom.ports import (
+    AfterRestore,
     EpochCounter,
     Event,
     Events,
@@ -21,6 +26,7 @@ from drawloom.components.ports.run import (
     Phase,
     PlannedPhase,
     Randomness,
+    Restorer,
     SavingPhase,
     Step,
     Stop,
@@ -29,13 +35,6 @@ from drawloom.components.ports.run import (
     accepts_deferred_factors,
     count_steps_of_epochs,
 )
-from drawloom.components.run.batch_leaves import find_missing_batch_leaves
-from drawloom.components.run.lengths import check_lengths, find_missing_numbers
-from drawloom.components.run.skipped_steps import SkippedSteps
-from drawloom.graph import Every, Ordered, above, at_least, component, setting, wired
-from drawloom.graph.component import find_declared_reads_and_writes
-from drawloom.graph.problems import Problem
-from drawloom.graph.wiring.node import NodeView
 
 log = logging.getLogger("drawloom.run")
 
@@ -53,26 +52,22 @@ class Trainer:
     restored: Every[AfterRestore]
     on_finish: list[FinalTask] = attrs.field(factory=list)
     epoch_counter: EpochCounter | None = wired(default=None)
-    steps: int | None = setting(
-        default=None, check=at_least(1), one_of="length", doc="optimizer steps in the whole run"
-    )
+    steps: int | None = setting("optimizer steps in the whole run", default=None, check=at_least(1), one_of="length")
     epochs: float | None = setting(
+        "length in passes over the training rows, also fractions; they end within the last step",
         default=None,
         check=above(0),
         one_of="length",
-        doc="length in passes over the training rows, also fractions; they end within the last step",
     )
     max_skipped_steps: int = setting(
-        default=100, impact="safe", check=at_least(1), doc="number of skipped steps in a row that stops the run"
+        "number of skipped steps in a row that stops the run", default=100, impact="safe", check=at_least(1)
     )
 
-    _skipped: SkippedSteps = attrs.field(
-        init=False, default=attrs.Factory(lambda self: SkippedSteps(self.max_skipped_steps), takes_self=True)
-    )
-    _total: int = attrs.field(init=False, default=attrs.Factory(lambda self: self.steps or 0, takes_self=True))
-    _last_step: int = attrs.field(init=False, default=0)
-    _end_reason: str = attrs.field(init=False, default="")
-    _signal: int = attrs.field(init=False, default=0)
+    _skipped: SkippedSteps = internal(attrs.Factory(lambda self: SkippedSteps(self.max_skipped_steps), takes_self=True))
+    _total: int = internal(attrs.Factory(lambda self: self.steps or 0, takes_self=True))
+    _last_step: int = internal(0)
+    _end_reason: str = internal("")
+    _signal: int = internal(0)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
@@ -279,11 +274,7 @@ class Trainer:
         """Return "safe" for another length, unless a phase such as a learning-rate schedule depends on it."""
         if key not in ("steps", "epochs"):
             return None
-        derived = [f"[{phase.name}]" for phase in node.neighbours("phases") if _depends_on_step_count(phase)]
+        planned = [phase for phase in node.neighbours("phases") if issubclass(phase.component, PlannedPhase)]
+        derived = [f"[{phase.name}]" for phase in planned if phase.component.depends_on_total_steps(phase)]
         why = f"the values of {' and '.join(derived)} at each step follow from the number of all"
         return ("changes_training", why) if derived else ("safe", "")
-
-
-def _depends_on_step_count(phase: Any) -> bool:
-    """Return whether a phase, such as a decaying learning rate, depends on the run's total step count."""
-    return issubclass(phase.component, PlannedPhase) and phase.component.depends_on_total_steps(phase)

@@ -6,11 +6,8 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.ports.corpus import Tokenizer
-from drawloom.components.ports.distributed import Group
-from drawloom.components.ports.model import KeyValueCache, TokenContext
-from drawloom.components.ports.pipeline import Executor
-from drawloom.graph import UserError
+from drawloom import UserError
+from drawloom.ports import Executor, Group, KeyValueCache, TokenContext, Tokenizer
 
 # Smallest divisor of float32 logits; lower temperatures also draw the most likely token.
 MIN_TEMPERATURE = 1e-30

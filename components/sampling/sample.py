@@ -4,16 +4,21 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from drawloom import UserError, above, at_least, between, component, setting
 from drawloom.components.distributed.rank_errors import run_on_rank0
-from drawloom.components.ports.corpus import ChatPrompts, Tokenizer, complete_prompt, find_end_ids
-from drawloom.components.ports.data import MAX_LENGTH
-from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.pipeline import Executor
-from drawloom.components.ports.run import Randomness, RunFolder
-from drawloom.components.ports.stages import AveragedWeights, use_averages_if_any
-from drawloom.components.storage.durable_files import replace_file
-from drawloom.components.storage.regular_file import open_regular_file
-from drawloom.graph import UserError, above, at_least, between, component, setting
+from drawloom.ports import (
+    MAX_LENGTH,
+    AveragedWeights,
+    ChatPrompts,
+    Executor,
+    Mesh,
+    Randomness,
+    RunFolder,
+    Tokenizer,
+    complete_prompt,
+    find_end_ids,
+    use_averages_if_any,
+)
 
 if TYPE_CHECKING:
     from drawloom.components.sampling.generate import Sampler
@@ -40,16 +45,14 @@ class Sample:
     mesh: Mesh
     average: AveragedWeights | None = None
     chat: ChatPrompts | None = None
-    prompt: str = setting(default="", doc="beginning of the text, or the user's message")
-    tokens: int = setting(default=200, check=between(1, MAX_LENGTH + 1), doc="maximum tokens to sample")
-    context: int = setting(
-        default=256, check=between(1, MAX_LENGTH + 1), doc="number of last tokens that the model sees"
-    )
+    prompt: str = setting("beginning of the text, or the user's message", default="")
+    tokens: int = setting("maximum tokens to sample", default=200, check=between(1, MAX_LENGTH + 1))
+    context: int = setting("number of last tokens that the model sees", default=256, check=between(1, MAX_LENGTH + 1))
     temperature: float = setting(
-        default=0.8, check=at_least(0), doc="sampling temperature; 0 is greedy: always the most likely token"
+        "sampling temperature; 0 is greedy: always the most likely token", default=0.8, check=at_least(0)
     )
     top_k: int | None = setting(
-        default=None, check=above(0), doc="number of most likely tokens to sample from; default: all"
+        "number of most likely tokens to sample from; default: all", default=None, check=above(0)
     )
 
     def has_result_of_step(self, step: int) -> bool:
@@ -83,6 +86,8 @@ class Sample:
 
     def _log_and_write_text(self, step: int, text: str) -> None:
         """Log the text's beginning, and replace the file."""
+        from drawloom.components.storage.durable_files import replace_file
+
         more = f"\n... ({len(text):,} characters in {self._sample_path})" if len(text) > MAX_LOGGED else ""
         log.info("a sample:\n%s%s", text[:MAX_LOGGED], more)
         replace_file(self._sample_path, f"{_format_step_heading(step)}{text}\n".encode())
@@ -103,12 +108,9 @@ class Sample:
 
     def _has_sample_of_step(self, step: int) -> bool:
         """Return whether the file's heading is for this step."""
-        heading = _format_step_heading(step).encode()
-        try:
-            with open_regular_file(self._sample_path) as file:
-                return file.read(0, min(file.size, len(heading))) == heading
-        except OSError:  # missing, or a stranger's pipe or link, which is replaced
-            return False
+        from drawloom.components.storage.regular_file import does_file_begin_with
+
+        return does_file_begin_with(self._sample_path, _format_step_heading(step).encode())
 
     @property
     def _sample_path(self) -> Path:

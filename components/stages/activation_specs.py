@@ -7,8 +7,8 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.ports.model import BatchContext, LayerRange
 from drawloom.components.state.trees import list_leaves, map_leaves
+from drawloom.ports import BatchContext, LayerRange
 
 Key = tuple[Any, ...]
 

@@ -6,28 +6,30 @@ import attrs
 import torch
 from torch import nn
 
+from drawloom import UserError
 from drawloom.components.parallel.dimension import Dimension
-from drawloom.components.parallel.expert import ExpertDimension, set_dispatcher
+from drawloom.components.parallel.expert import ExpertDimension
 from drawloom.components.parallel.master_weights import choose_layer_dtype
 from drawloom.components.parallel.pipeline import build_layer_ranges, partition_layers, split_off_embedding_and_head
+from drawloom.components.parallel.split_experts import set_dispatcher
 from drawloom.components.pipeline.program.builders import list_stages_of_rank
-from drawloom.components.ports.adapters import Adapter
-from drawloom.components.ports.distributed import Mesh, Precision
-from drawloom.components.ports.experts import Dispatcher
-from drawloom.components.ports.features import StageFeature
-from drawloom.components.ports.model import LayerRange, Model
-from drawloom.components.ports.pipeline import (
+from drawloom.ports import (
+    LOSS,
+    Adapter,
+    Dispatcher,
+    LayerRange,
     Loss,
+    Mesh,
+    Model,
     OuterLayersSchedule,
     PartitioningSchedule,
+    Precision,
+    RankSlice,
     Schedule,
+    StageFeature,
     embeds_on_every_rank,
     find_loss_module,
 )
-from drawloom.components.ports.slices import RankSlice
-from drawloom.components.ports.stages import LOSS
-from drawloom.components.weights.adapted import build_meta_model_with_adapters, freeze_adapt_and_list_targets
-from drawloom.graph import UserError
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -68,9 +70,10 @@ class StageBuilder:
             spans = split_off_embedding_and_head(spans, self.model.num_hidden_layers)
             local = [0, *(index + 1 for index in local), len(spans) - 1]
         if self.adapters:
-            build_meta_model_with_adapters(
-                self.model, self.adapters
-            )  # checks patterns on the whole model, not on this rank's part
+            from drawloom.components.weights.adapted import build_meta_model_with_adapters
+
+            # checks patterns on the whole model, not on this rank's part
+            build_meta_model_with_adapters(self.model, self.adapters)
         splits: dict[str, RankSlice] = {}
         experts: set[str] = set()
         modules = {index: self.build_stage_module_on_meta(spans[index]) for index in local}
@@ -88,7 +91,10 @@ class StageBuilder:
         """Build a layer range's module on the meta device, not yet split, with adapters and features."""
         with torch.device("meta"):
             module = self.model.build(span)
-            freeze_adapt_and_list_targets(self.adapters, module)
+            if self.adapters:
+                from drawloom.components.weights.adapted import freeze_adapt_and_list_targets
+
+                freeze_adapt_and_list_targets(self.adapters, module)
         if span.head and (loss_module := find_loss_module(self.loss)) is not None:
             module.add_module(LOSS, loss_module)
         module = self.features.transform(module)

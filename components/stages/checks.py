@@ -7,23 +7,25 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from drawloom import NodeView, Problem, UserError
 from drawloom.components.parallel.pipeline import build_schedule_or_none
-from drawloom.components.pipeline.program.builders import build_program_of_rank_and_neighbours
-from drawloom.components.ports.adapters import Adapter
-from drawloom.components.ports.distributed import PerDimension
-from drawloom.components.ports.features import StageNodes
-from drawloom.components.ports.model import Model, PretrainedModel
-from drawloom.components.ports.pipeline import (
+from drawloom.components.pipeline.program.builders import build_program_with_neighbours
+from drawloom.ports import (
+    BACKWARD_INPUT,
+    Adapter,
     Loss,
+    Model,
     OuterLayersSchedule,
     PartitioningSchedule,
+    PerDimension,
+    PretrainedModel,
+    Program,
+    Recompute,
     SequenceHead,
+    StageNodes,
+    computes_both_gradients_at_once,
     embeds_on_every_rank,
 )
-from drawloom.components.ports.program import BACKWARD_INPUT, Program
-from drawloom.components.ports.stages import Recompute, computes_both_gradients_at_once
-from drawloom.graph import Problem, UserError
-from drawloom.graph.wiring.node import NodeView
 
 
 def find_stage_nodes(stages: NodeView) -> StageNodes | None:
@@ -110,7 +112,7 @@ def check_memory_policy(stages: NodeView, schedule: NodeView) -> Iterator[Proble
             yield schedule.problem(key, text, f"remove it, or [{policy.name}]")
 
 
-def check_embedding_and_head_costs_are_used(stages: NodeView, schedule: NodeView) -> Iterator[Problem]:
+def check_layer_costs_are_used(stages: NodeView, schedule: NodeView) -> Iterator[Problem]:
     """Yield problems for embedding and head costs if the schedule ignores them."""
     for key in ("embedding_layer_cost", "head_layer_cost"):
         if stages.settings[key] and embeds_on_every_rank(schedule.component):
@@ -211,7 +213,7 @@ def _splits_backward(schedule: NodeView, mesh: NodeView) -> bool:
     built, ranks = build_schedule_or_none(schedule), PerDimension.from_settings(mesh.settings).pipeline
     try:
         # Rank 0 is enough: in a schedule that computes ranks separately, all ranks split or none.
-        program = None if built is None else build_program_of_rank_and_neighbours(built, 0, ranks, 2 * ranks)
+        program = None if built is None else build_program_with_neighbours(built, 0, ranks, 2 * ranks)
     except UserError:
         return False
     return program is not None and bool((program.op == BACKWARD_INPUT).any())

@@ -6,10 +6,9 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from drawloom.components.parallel.expert import ExpertParallel
-from drawloom.components.ports.features import StageFeature, StageNodes, WrappingOrder
-from drawloom.graph import Problem, component
-from drawloom.graph.wiring.node import NodeView
+from drawloom import NodeView, Problem, component
+from drawloom.components.parallel.split_experts import ExpertParallel
+from drawloom.ports import StageFeature, StageNodes, WrappingOrder
 
 
 @component

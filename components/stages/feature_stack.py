@@ -5,11 +5,8 @@ from collections.abc import Iterator, MutableMapping, Sequence
 import attrs
 from torch import nn
 
-from drawloom.components.ports.distributed import Precision
-from drawloom.components.ports.features import NamePatterns, StageFeature, StageNodes, check_exclusions
-from drawloom.components.ports.memory import MemoryKind
-from drawloom.components.ports.slices import RankSlice
-from drawloom.graph import Problem
+from drawloom import Problem
+from drawloom.ports import MemoryKind, NamePatterns, Precision, RankSlice, StageFeature, StageNodes, check_exclusions
 
 
 def _sort(features: Sequence[StageFeature]) -> list[StageFeature]:
@@ -50,14 +47,6 @@ class FeatureStack(StageFeature):
     def allocate(self, modules: Sequence[nn.Module]) -> None:
         for feature in self.features:
             feature.allocate(modules)
-
-    def before_passes(self, only_if_changed: bool = False) -> None:
-        for feature in self.features:
-            feature.before_passes(only_if_changed)
-
-    def after_backward(self) -> None:
-        for feature in self.features:
-            feature.after_backward()
 
     def change_device_bytes(self, sizes: MutableMapping[MemoryKind, int]) -> None:
         for feature in self.features:

@@ -9,31 +9,38 @@ import attrs
 import torch
 from torch import nn
 
+from drawloom import NodeView, Problem, UserError, component, internal, setting, wired
 from drawloom.components.parallel.dimensions import DIMENSIONS
 from drawloom.components.parallel.pipeline import find_layer_conflicts
-from drawloom.components.ports.corpus import Tokenizer
-from drawloom.components.ports.distributed import Device, Mesh, Precision
-from drawloom.components.ports.experts import Dispatcher
-from drawloom.components.ports.features import StageFeature
-from drawloom.components.ports.memory import MemoryKind
-from drawloom.components.ports.model import (
-    BatchContext,
-    Finish,
-    LayerRange,
-    Model,
-    PretrainedModel,
-    build_meta_module_if_known,
-)
-from drawloom.components.ports.passes import ForwardRunner, Microbatches, PassFeature, PassRun, add_reference_values
-from drawloom.components.ports.pipeline import Referenced, Schedule
-from drawloom.components.ports.run import RunInfo
-from drawloom.components.ports.stages import Stages
 from drawloom.components.stages.checks import check_initial_folder, find_stage_nodes
 from drawloom.components.stages.feature_stack import FeatureStack, check_features, describe_features
 from drawloom.components.stages.materialized import FROZEN, MaterializedStages
 from drawloom.components.weights.token_ids import compare_folder_ids
-from drawloom.graph import Problem, UserError, component, setting, wired
-from drawloom.graph.wiring.node import NodeView
+from drawloom.ports import (
+    BatchContext,
+    Device,
+    Dispatcher,
+    Finish,
+    ForwardRunner,
+    LayerRange,
+    MemoryKind,
+    Mesh,
+    Microbatches,
+    Model,
+    NodeState,
+    PassFeature,
+    PassRun,
+    Precision,
+    PretrainedModel,
+    Referenced,
+    RunInfo,
+    Schedule,
+    StageFeature,
+    Stages,
+    Tokenizer,
+    add_reference_values,
+    build_meta_module_if_known,
+)
 
 log = logging.getLogger("drawloom.run")
 
@@ -61,10 +68,10 @@ class FrozenStages(PassFeature):
     dispatcher: Dispatcher | None = None
     features: list[StageFeature] = attrs.field(factory=list)
     weights: Path | None = setting(
-        default=None, doc="Hugging Face folder with the weights; default: the folder of `model.auto`"
+        "Hugging Face folder with the weights; default: the folder of `model.auto`", default=None
     )
-    _stages: MaterializedStages = attrs.field(init=False, default=None)
-    _fingerprint: str = attrs.field(init=False, default="")
+    _stages: MaterializedStages = internal(None)
+    _fingerprint: str = internal("")
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
@@ -191,11 +198,11 @@ class FrozenStages(PassFeature):
     def device_bytes(self) -> dict[MemoryKind, int]:
         return {} if self._stages is None else self._stages.device_bytes()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> NodeState:
         """Return the weights' fingerprint."""
         return {FROZEN: self._fingerprint}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: NodeState) -> None:
         """Raise KeyError for another node's state, and UserError if the run began with other weights."""
         if state.keys() != {FROZEN}:
             raise KeyError(f"the state of a frozen model has {FROZEN!r}, and this one has {sorted(state)}")

@@ -11,24 +11,23 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from drawloom import UserError
 from drawloom.components.distributed.rng import derive_seed, fill_normal
 from drawloom.components.parallel.data_shard import get_local_slice, get_tensor_slice
-from drawloom.components.ports.adapters import Adapter
-from drawloom.components.ports.model import (
-    BufferOwner,
-    LanguageModel,
-    Model,
-    list_quantized_parameter_formats,
-)
-from drawloom.components.ports.slices import TensorSlice, is_dtensor
-from drawloom.components.ports.stages import LOSS
-from drawloom.components.ports.weights import Mapper
 from drawloom.components.stages.checks import find_initial_folder
 from drawloom.components.storage.byte_size import format_decimal_byte_size
-from drawloom.components.weights.adapted import adapter_parameter_names, materialize_and_initialize_adapters
-from drawloom.components.weights.convert import stream_converted_tensors
-from drawloom.components.weights.mapper import select_outputs
-from drawloom.graph import UserError
+from drawloom.ports import (
+    LOSS,
+    Adapter,
+    BufferOwner,
+    LanguageModel,
+    Mapper,
+    Model,
+    TensorSlice,
+    adapter_parameter_names,
+    is_dtensor,
+    list_quantized_parameter_formats,
+)
 
 
 def check_parameters_fit_device(modules: Iterable[nn.Module], sharding_ranks: int, device: torch.device) -> None:
@@ -90,6 +89,8 @@ class InitialValues:
         """
         Fill the adapters' parameters; a collective over ranks with shared weights, because DoRA reads whole weights.
         """
+        from drawloom.components.weights.adapted import materialize_and_initialize_adapters
+
         for module in modules:
             materialize_and_initialize_adapters(module, self.device, self._fill_slice_with_normal)
 
@@ -113,15 +114,9 @@ class InitialValues:
         """Return a whole parameter's initial values with this shape and dtype, not rounded to a quantized format."""
         if self.folder is None:
             return self._draw_whole_parameter(name, shape, dtype)
-        from drawloom.components.weights.load import open_dequantized_source
+        from drawloom.components.weights.load import read_dequantized_output
 
-        tensors = dict(
-            stream_converted_tensors(
-                open_dequantized_source(self.folder, self._folder_to_parameters_mapper),
-                select_outputs(self._folder_to_parameters_mapper, {name}),
-            )
-        )
-        return tensors[name].to(self.device, dtype)
+        return read_dequantized_output(self.folder, self._folder_to_parameters_mapper, name).to(self.device, dtype)
 
     def format_changed_source_error(self) -> str:
         """Return the error message for a resumed run whose frozen parameters come from other weights."""

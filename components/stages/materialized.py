@@ -10,25 +10,13 @@ import attrs
 import torch
 from torch import nn
 
-from drawloom.components.parallel.buckets import BUCKET_BYTES
+from drawloom import NodeView, Problem, UserError, above, at_least, component, internal, setting, wired
 from drawloom.components.parallel.dimensions import DIMENSIONS
-from drawloom.components.parallel.expert import set_dispatcher
-from drawloom.components.ports.adapters import Adapter
-from drawloom.components.ports.distributed import Device, Mesh, Precision
-from drawloom.components.ports.experts import Dispatcher
-from drawloom.components.ports.features import StageFeature
-from drawloom.components.ports.memory import MemoryKind, MemoryPolicy
-from drawloom.components.ports.model import BatchContext, Model
-from drawloom.components.ports.parameter_roles import Role
-from drawloom.components.ports.pipeline import Loss, Schedule
-from drawloom.components.ports.run import RunInfo
-from drawloom.components.ports.slices import TensorSlice
-from drawloom.components.ports.stages import Recompute, Stage
 from drawloom.components.stages.checks import (
     check_adapter_folder,
     check_adapter_weights_have_adapters,
-    check_embedding_and_head_costs_are_used,
     check_initial_folder,
+    check_layer_costs_are_used,
     check_loss_is_not_module,
     check_memory_policy,
     check_recompute_is_set_once,
@@ -40,9 +28,26 @@ from drawloom.components.stages.checks import (
     warn_narrowed_weights,
 )
 from drawloom.components.stages.feature_stack import FeatureStack, check_features, describe_features
-from drawloom.components.weights.adapted import build_meta_model_with_adapters
-from drawloom.graph import Problem, UserError, above, at_least, component, setting, wired
-from drawloom.graph.wiring.node import NodeView
+from drawloom.ports import (
+    Adapter,
+    BatchContext,
+    Device,
+    Dispatcher,
+    Loss,
+    MemoryKind,
+    MemoryPolicy,
+    Mesh,
+    Model,
+    NodeState,
+    Precision,
+    Recompute,
+    Role,
+    RunInfo,
+    Schedule,
+    Stage,
+    StageFeature,
+    TensorSlice,
+)
 
 if TYPE_CHECKING:
     from drawloom.components.parallel.fsdp import ShardedStore
@@ -86,57 +91,52 @@ class MaterializedStages:
     dispatcher: Dispatcher | None = None
     memory: MemoryPolicy | None = None
     embedding_layer_cost: int = setting(
+        "embedding cost in layers; the first stage gets fewer layers by this number",
         default=0,
         check=at_least(0),
         impact="safe",
-        doc="embedding cost in layers; the first stage gets fewer layers by this number",
     )
     head_layer_cost: int = setting(
+        "head cost in layers; the last stage gets fewer layers by this number",
         default=0,
         check=at_least(0),
         impact="safe",
-        doc="head cost in layers; the last stage gets fewer layers by this number",
     )
     reshard_after_forward: bool | None = setting(
+        "whether FSDP frees a layer's gathered parameters after its forward and gathers them again in its "
+        "backward: less memory, more communication; default: true with one pipeline rank",
         default=None,
         impact="safe",
-        doc="whether FSDP frees a layer's gathered parameters after its forward and gathers them again in its "
-        "backward: less memory, more communication; default: true with one pipeline rank",
     )
     sync_each_microbatch: bool = setting(
+        "whether FSDP ranks reduce gradients after every microbatch instead of after gradient accumulation: "
+        "less memory, more communication",
         default=False,
         impact="safe",
-        doc=(
-            "whether FSDP ranks reduce gradients after every microbatch instead of after gradient accumulation: "
-            "less memory, more communication"
-        ),
     )
     bucket_bytes: int = setting(
-        default=BUCKET_BYTES,
+        "bytes per DDP gradient bucket, which replicas sum in one collective during the backward pass",
+        default=32 * 2**20,
         impact="safe",
         check=above(0),
-        doc="bytes per DDP gradient bucket, which replicas sum in one collective during the backward pass",
     )
     recompute: Recompute = setting(
+        "activation checkpointing policy; 'none'; 'selective': norms, gates and rotations; 'blocks': every "
+        "block; a number n: one block in n; 'quantized': 'selective' with inputs of norms and gates in 8 bits, "
+        "which rounds gradients",
         default="none",
         impact="safe",
         check=describe_recompute_fault,
-        doc=(
-            "activation checkpointing policy; 'none'; 'selective': norms, gates and rotations; 'blocks': every "
-            "block; a number n: one block in n; 'quantized': 'selective' with inputs of norms and gates in 8 bits, "
-            "which rounds gradients"
-        ),
     )
     weights: Path | None = setting(
-        default=None,
-        doc="Hugging Face folder with initial weights; default: `model.auto`'s folder, or random weights",
+        "Hugging Face folder with initial weights; default: `model.auto`'s folder, or random weights", default=None
     )
     adapter_weights: Path | None = setting(
+        "folder of a run's adapter, or one of PEFT, with the adapters' initial values; default: random values",
         default=None,
-        doc="folder of a run's adapter, or one of PEFT, with the adapters' initial values; default: random values",
     )
-    local: list[Stage] = attrs.field(init=False, factory=list)  # this rank's stages, in order
-    store: "ParameterStore | ShardedStore" = attrs.field(init=False, default=None)
+    local: list[Stage] = internal(factory=list)  # this rank's stages, in order
+    store: "ParameterStore | ShardedStore" = internal(None)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
@@ -153,7 +153,7 @@ class MaterializedStages:
         if loss := node.neighbour("loss"):
             yield from check_loss_is_not_module(node, loss)
         if schedule := node.neighbour("schedule"):
-            yield from check_embedding_and_head_costs_are_used(node, schedule)
+            yield from check_layer_costs_are_used(node, schedule)
             yield from check_memory_policy(node, schedule)
 
     @classmethod
@@ -180,6 +180,8 @@ class MaterializedStages:
         adapters match nothing, or `adapter_weights` do not fit them.
         """
         if self.adapters:
+            from drawloom.components.weights.adapted import build_meta_model_with_adapters
+
             build_meta_model_with_adapters(self.model, self.adapters)
         check_initial_folder(self.weights, self.model, self.loss)
         if self.adapter_weights is not None:
@@ -196,15 +198,11 @@ class MaterializedStages:
         self.local, self.store = self._assembly.local, self._assembly.store
 
     @cached_property
-    def _features(self) -> FeatureStack:
-        return FeatureStack(self.features)
-
-    @cached_property
     def _assembly(self) -> "StageAssembly":
         """The assembly of stages, which a check of the recipe does not import."""
         from drawloom.components.stages.assembly import StageAssembly
 
-        return StageAssembly(self, self._features)
+        return StageAssembly(self, FeatureStack(self.features))
 
     @property
     def builder(self) -> "StageBuilder":
@@ -232,11 +230,13 @@ class MaterializedStages:
 
     def cast_weights(self, only_if_changed: bool = False) -> None:
         self.store.cast_masters_to_copies(only_if_changed)
-        self._features.before_passes(only_if_changed)
+        for feature in self._assembly.features.features:
+            feature.before_passes(only_if_changed)
 
     def move_gradients_to_masters(self) -> None:
         self.store.move_gradients_to_masters()
-        self._features.after_backward()
+        for feature in self._assembly.features.features:
+            feature.after_backward()
 
     def device_bytes(self) -> dict[MemoryKind, int]:
         """
@@ -246,13 +246,13 @@ class MaterializedStages:
         if self._assembly.parameters is None:
             return {}
         sizes = self._assembly.parameters.device_bytes()
-        self._features.change_device_bytes(sizes)
+        self._assembly.features.change_device_bytes(sizes)
         return sizes
 
     @property
     def feature_host_bytes(self) -> int:
         """Bytes of weights in host memory."""
-        return self._features.count_host_bytes()
+        return self._assembly.features.count_host_bytes()
 
     def sum_remaining_gradients(self) -> None:
         """Sum the gradients not summed in backward passes; a pipeline rank without a parameter adds zeros."""
@@ -262,13 +262,13 @@ class MaterializedStages:
         """Return this rank's slices by name, for trained parameters and persistent buffers; None for whole ones."""
         return {name: self._assembly.parameters.get_rank_slice(name) for name in self.state_dict()}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> NodeState:
         """Return trained parameters and persistent buffers by name, and a fingerprint for frozen parameters."""
         tensors = chain.from_iterable(by_name.items() for by_name in self._assembly.parameters.state_tensors())
-        state: dict[str, Any] = {name: tensor.detach() for name, tensor in tensors}
+        state: NodeState = {name: tensor.detach() for name, tensor in tensors}
         return state | ({FROZEN: self._assembly.fingerprint} if self._assembly.fingerprint else {})
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: NodeState) -> None:
         """Copy saved tensors into place. Raises KeyError for other names, and UserError for other frozen parameters."""
         if other := self.state_slices().keys() ^ state.keys():
             raise KeyError(
@@ -283,7 +283,9 @@ class MaterializedStages:
                     tensor.copy_(state[name])
 
     def describe_features(self, whole: nn.Module) -> Iterator[str]:
-        yield from self._features.describe_model(whole, self._assembly.precision)
+        from drawloom.components.parallel.split_experts import set_dispatcher
+
+        yield from self._assembly.features.describe_model(whole, self._assembly.precision)
         set_dispatcher(whole, self.dispatcher)
         for dimension in DIMENSIONS:
             yield from dimension(self.mesh).describe(whole)

@@ -101,11 +101,7 @@ class StepState:
     """
 
     def __init__(
-        self,
-        values: Mapping[str, Any] | None = None,
-        *,
-        microbatches: int = 1,
-        specs: Mapping[str, Spec] | None = None,
+        self, values: Mapping[str, Any] | None = None, *, microbatches: int = 1, specs: Mapping[str, Spec] | None = None
     ) -> None:
         self._copies: list[tuple[list[Tensor], HostCopy]] = []
         self._read: dict[int, float] = {}
@@ -245,26 +241,25 @@ class StepState:
             f"[{key!r}]", partial(sharding.unshard_tree, shards, self._choose_spec(key, infer))
         )
 
-    def _read_microbatch_shard(self, key: str, index: int, location: str) -> Any:
+    def _read_microbatch_shard(self, key: str, index: int) -> Any:
         """Return a value's shard for one microbatch; MissingStateError if it was not written."""
         if index not in self.microbatches_present(key):
-            raise self._create_missing_error(key, [index], location)
-        return self._get_or_split_shards(key, location)[index]
+            raise self._create_missing_error(key, [index], _describe_location(key, index))
+        return self._get_or_split_shards(key, index)[index]
 
-    def _write_shard(self, key: str, index: int, value: Any, location: str) -> None:
+    def _write_shard(self, key: str, index: int, value: Any) -> None:
         """Replace the shard of one microbatch; the others keep theirs."""
-        shards = self._get_or_split_shards(key, location)  # of the written value, before it is dropped
+        shards = self._get_or_split_shards(key, index)  # of the written value, before it is dropped
         self._written.pop(key, None)
         self._joined.pop(key, None)
         shards[index] = _detach(value)
 
-    def _get_or_split_shards(self, key: str, location: str) -> dict[int, Any]:
-        """Return a value's shards by microbatch; a value written in the global view is sharded first."""
+    def _get_or_split_shards(self, key: str, index: int) -> dict[int, Any]:
+        """Return a value's shards, for an access by microbatch `index`; a global value is sharded first."""
         if key not in self._shards:
-            shards = (
-                _call_with_error_location(location, partial(self._split_value, key)) if key in self._written else {}
-            )
-            self._shards[key] = shards
+            split = partial(self._split_value, key)
+            is_global = key in self._written
+            self._shards[key] = _call_with_error_location(_describe_location(key, index), split) if is_global else {}
         return self._shards[key]
 
     def _split_value(self, key: str) -> dict[int, Any]:
@@ -298,10 +293,10 @@ class _MicrobatchView:
     _index: int
 
     def __getitem__(self, key: str) -> Any:
-        return self._state._read_microbatch_shard(key, self._index, self._describe_location(key))
+        return self._state._read_microbatch_shard(key, self._index)
 
     def __setitem__(self, key: str, value: Any) -> None:
-        self._state._write_shard(key, self._index, value, self._describe_location(key))
+        self._state._write_shard(key, self._index, value)
 
     def __contains__(self, key: str) -> bool:
         return self._index in self._state.microbatches_present(key)
@@ -311,8 +306,9 @@ class _MicrobatchView:
             return default
         return self[key]
 
-    def _describe_location(self, key: str) -> str:
-        return f"microbatch({self._index})[{key!r}]"
+
+def _describe_location(key: str, index: int) -> str:
+    return f"microbatch({index})[{key!r}]"
 
 
 def _is_float_or_scalar_tensor(value: Any) -> bool:

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import attrs
 
+from drawloom import UserError
 from drawloom.components.storage.regular_file import CHUNK
 from drawloom.components.storage.sha256_stream import BLOCK, FileDigest, Sha256Stream
-from drawloom.graph import UserError
 
 
 @attrs.define(eq=False)

@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from drawloom.graph import UserError
+from drawloom import UserError
 
 MISSING = "install its reader: pip install 'drawloom[fsspec]', and the protocol's package, such as s3fs"
 

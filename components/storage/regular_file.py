@@ -14,8 +14,8 @@ from pathlib import Path
 
 import attrs
 
+from drawloom import UserError
 from drawloom.components.storage.sha256_stream import BLOCK, FileDigest, hash_block
-from drawloom.graph import UserError
 
 CHUNK = 2**22  # bytes that are read or written at a time
 
@@ -219,3 +219,12 @@ def open_file_to_verify(path: Path, expected: FileDigest) -> Iterator[VerifiedFi
         if file.size != expected.size:
             raise ContentMismatchError(f"has {file.size} bytes instead of {expected.size}")
         yield VerifiedFile(file.path, file.descriptor, file.identity, expected=expected)
+
+
+def does_file_begin_with(path: Path, beginning: bytes) -> bool:
+    """Return whether a regular file begins with these bytes; False for a missing file, a pipe or a link."""
+    try:
+        with open_regular_file(path) as file:
+            return file.read(0, min(file.size, len(beginning))) == beginning
+    except OSError:
+        return False

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import attrs
 from torch import Tensor
 
-from drawloom.components.ports.slices import SlicedTensor, TensorSlice
+from drawloom.ports import SlicedTensor, TensorSlice
 
 Tree = Any
 """A JSON value."""

@@ -1,34 +1,168 @@
-"""Tracker that writes to an Aim repository in the run folder, in a shared folder, or on a server."""
+"""
+Tracker that writes to an Aim repository in the run folder, in a shared folder, or on a server.
+
+A repository is created atomically, and holds one rewindable run per run folder. Aim itself only overwrites: tracking a
+step again replaces its value, but later steps remain. A sequence is stored as four arrays (value, epoch, time, step),
+under keys that Aim hashes from the step, and a summary that the next `Run` object reads.
+"""
 
 import atexit
+import tempfile
 import uuid
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import product
+from pathlib import Path
 from typing import Any, ClassVar
 
 import attrs
 
-from drawloom.components.ports.run import RunFolder, RunInfo
-from drawloom.components.ports.tracking import Context, Histogram, Value
-from drawloom.components.trackers.aim_repository import (
-    AimLocation,
-    delete_steps_after,
-    find_run_hash,
-    has_run_with_hash,
-    open_or_create_aim_repository,
-    prepare_run_for_writing,
-    refuse_linked_repository,
-)
-from drawloom.components.trackers.background import (
-    ServiceTracker,
-    Task,
-    import_tracker_package,
-    select_finite_values,
-)
+from drawloom import UserError, above, component, internal, setting
+from drawloom.components.storage.durable_files import remove_file_or_folder, rename_durably
+from drawloom.components.trackers.background import ServiceTracker, Task, import_tracker_package, select_finite_values
 from drawloom.components.trackers.remembered_run import read_stored_run_id, store_run_id
-from drawloom.graph import above, component, setting
+from drawloom.ports import Context, Histogram, MetricValues, NodeState, RunFolder, RunInfo
+
+
+@attrs.frozen
+class AimLocation:
+    """
+    Repository location: a folder, or a server such as aim://host:port.
+
+    `shared_by` is set for a shared repository: the run folder, which stores its own run's hash.
+    """
+
+    address: str
+    shared_by: Path | None = None
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether the repository is on a server."""
+        return "://" in self.address
+
+    @property
+    def folder(self) -> Path:
+        """The repository's folder; only for a repository without a server."""
+        return Path(self.address)
+
+
+def refuse_linked_repository(folder: Path) -> None:
+    """Raise UserError if a folder's repository is a symbolic link."""
+    path = folder / ".aim"  # the folder may come from a stranger
+    if path.is_symlink():
+        raise UserError(f"{path} is a symbolic link, which may lead anywhere; remove the link, or use another run name")
+
+
+def open_or_create_aim_repository(aim: Any, location: AimLocation) -> Any:
+    """
+    Open the repository on a server or in a folder, and create `.aim` in the folder if it is missing.
+
+    Creation takes a second and a subprocess. If it is killed, Aim can't open the partial repository, so the repository
+    is created under a temporary name and renamed.
+    """
+    if location.is_remote:
+        return aim.Repo.from_path(location.address)
+    folder = location.folder
+    if not (folder / ".aim").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        # In a shared folder, a temporary repository may belong to another run that is starting.
+        for partial in folder.glob(".aim-*") if location.shared_by is None else ():
+            with suppress(OSError):
+                remove_file_or_folder(partial)
+        temporary = Path(tempfile.mkdtemp(prefix=".aim-", dir=folder))
+        aim.Repo.from_path(str(temporary), init=True)
+        try:
+            rename_durably(temporary / ".aim", folder / ".aim")
+        except OSError:
+            if not (folder / ".aim").exists():
+                raise
+        remove_file_or_folder(temporary)
+    return aim.Repo.from_path(str(folder))
+
+
+def find_run_hash(folder: Path) -> str:
+    """
+    Return the repository's run hash; "" if there is no run.
+
+    A run folder has one Aim run, even if the run is killed before its first checkpoint and starts again.
+    """
+    chunks = _chunks_folder(folder)
+    return min((path.name for path in chunks.iterdir()), default="") if chunks.is_dir() else ""
+
+
+def has_run_with_hash(folder: Path, run_hash: str) -> bool:
+    """Return whether the repository contains the run with this hash."""
+    return (_chunks_folder(folder) / run_hash).is_dir()
+
+
+def prepare_run_for_writing(folder: Path, run_hash: str) -> None:
+    """
+    Prepare a run for writing: create the folder by which Aim finds it, and remove a stale lock.
+
+    This process has locked the run folder, so an Aim lock is left from a killed process. Aim would trust the lock's
+    process id, although it may be in use again.
+    """
+    (_chunks_folder(folder) / run_hash).mkdir(parents=True, exist_ok=True)
+    (folder / ".aim" / "locks" / f"{run_hash}.softlock").unlink(missing_ok=True)
+
+
+def _chunks_folder(folder: Path) -> Path:
+    """Return the folder in which Aim keeps one subfolder per run."""
+    return folder / ".aim" / "meta" / "chunks"
+
+
+SYSTEM_PREFIX = "__system__"
+"""Prefix of Aim's own measurements, which count their own steps."""
+
+
+COLUMNS = ("val", "epoch", "time", "step")
+NUMBERS_VERSION = 2  # of Aim's layout for series of numbers
+OBJECTS_VERSION = 1  # of Aim's layout for series of other values, such as distributions, whose keys are the steps
+
+
+def delete_steps_after(run: Any, step: int) -> None:
+    """Delete all values after a step. The run must be open for writing, and must be closed before tracking."""
+    for context, names in run.meta_run_tree.get("traces", {}).items():
+        for name in (name for name in names if not name.startswith(SYSTEM_PREFIX)):
+            _delete_metric_steps_after(run, (context, name), step)
+            _delete_distribution_steps_after(run, (context, name), step)
+
+
+def _delete_metric_steps_after(run: Any, metric: tuple[int, str], step: int) -> None:
+    """Delete a metric's steps after `step`, and steps that a killed process wrote only in part."""
+    series = run.series_run_trees[NUMBERS_VERSION].subtree(metric)
+    columns = {name: dict(zip(*series.array(name).sparse_list(), strict=True)) for name in COLUMNS}
+    complete = set.intersection(*map(set, columns.values()))
+    steps = {key: number for key, number in columns["step"].items() if number <= step and key in complete}
+    deleted = set().union(*columns.values()) - steps.keys()
+    for name, key in product(COLUMNS, deleted):
+        del series[name, key]
+    if deleted:
+        _rewrite_metric_summary(run, metric, {number: columns["val"][key] for key, number in steps.items()})
+
+
+def _delete_distribution_steps_after(run: Any, metric: tuple[int, str], step: int) -> None:
+    """Delete later steps from a distribution series."""
+    series = run.series_run_trees[OBJECTS_VERSION].subtree(metric)
+    steps = series.array("time").sparse_list()[0]
+    for name, key in product(COLUMNS[:-1], [key for key in steps if key > step]):
+        del series[name, key]
+    if steps:
+        run.meta_run_tree[("traces", *metric, "last_step")] = max((key for key in steps if key <= step), default=-1)
+
+
+def _rewrite_metric_summary(run: Any, metric: tuple[int, str], values: dict[int, float]) -> None:
+    """Summarize the remaining values; without values, last_step -1 makes Aim treat the next as the first."""
+    summary: dict[str, Any] = {"last_step": -1, "max": float("-inf"), "min": float("inf")}
+    if values:
+        last = max(values)
+        largest, smallest = max(values.values()), min(values.values())
+        summary = {"last_step": last, "last": values[last], "max": largest, "min": smallest}
+    for name, value in summary.items():
+        run.meta_run_tree[("traces", *metric, name)] = value
+
 
 METRICS_ONLY = {"capture_terminal_logs": False, "log_system_params": False}
 
@@ -52,21 +186,20 @@ class AimTracker(ServiceTracker):
     folder: RunFolder
     job: RunInfo
     repository: str | None = setting(
-        default=None,
-        doc="folder with an .aim that several runs share, or server aim://host:port; default: the run folder",
+        "folder with an .aim that several runs share, or server aim://host:port; default: the run folder", default=None
     )
-    experiment: str | None = setting(default=None, doc="experiment name; default: Aim's default")
+    experiment: str | None = setting("experiment name; default: Aim's default", default=None)
     system_metrics: float | None = setting(
-        default=None, check=above(0), doc="seconds between measurements of CPU, memory and GPU; default: none"
+        "seconds between measurements of CPU, memory and GPU; default: none", default=None, check=above(0)
     )
-    timeout: float = setting(default=10.0, check=above(0), doc="seconds to wait for Aim at the start and the end")
+    timeout: float = setting("seconds to wait for Aim at the start and the end", default=10.0, check=above(0))
 
-    _aim: Any = attrs.field(init=False, default=None)
-    _location: AimLocation = attrs.field(init=False, default=None)
-    _hash: str = attrs.field(init=False, default="")
-    _repository: Any = attrs.field(init=False, default=None)
-    _run: Any = attrs.field(init=False, default=None)
-    _is_usable: bool = attrs.field(init=False, default=True)
+    _aim: Any = internal(None)
+    _location: AimLocation = internal(None)
+    _hash: str = internal("")
+    _repository: Any = internal(None)
+    _run: Any = internal(None)
+    _is_usable: bool = internal(True)
 
     def open(self) -> None:
         """
@@ -77,11 +210,11 @@ class AimTracker(ServiceTracker):
         super().open()
         self._run_and_wait_or_warn(self._open_repository)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> NodeState:
         """Return `run`, the hash of the Aim run; "" on ranks other than 0."""
         return {"run": self._hash}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: NodeState) -> None:
         """Continue the Aim run with the saved hash."""
         self._hash = state["run"] or self._hash
 
@@ -89,7 +222,7 @@ class AimTracker(ServiceTracker):
         """Open the Aim run, and delete the values of later steps."""
         self._run_and_wait_or_warn(partial(self._open_writer_after, step))
 
-    def track_in_context(self, step: int, values: Mapping[str, Value], context: Context) -> None:
+    def track_in_context(self, step: int, values: MetricValues, context: Context) -> None:
         """Queue the finite values of a step for writing."""
         self._queue_task(partial(self._write_values, step, select_finite_values(values), context))
 

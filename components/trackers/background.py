@@ -11,11 +11,9 @@ from functools import partial
 from importlib import import_module
 from typing import Any, ClassVar
 
-import attrs
-
-from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.tracking import Histogram, Value
-from drawloom.graph import UserError, above, at_least, component_base_class, setting
+from drawloom import UserError, above, at_least, internal, setting
+from drawloom.graph import component_base_class
+from drawloom.ports import Histogram, Mesh, MetricValues
 
 log = logging.getLogger("drawloom.trackers")
 
@@ -94,7 +92,7 @@ def import_tracker_package(tracker: str, package: str, *modules: str, remark: st
         ) from error
 
 
-def select_finite_values(values: Mapping[str, Value]) -> dict[str, float]:
+def select_finite_values(values: MetricValues) -> dict[str, float]:
     """Return the finite values as floats, by name."""
     return {name: float(value) for name, value in values.items() if value is not None and math.isfinite(value)}
 
@@ -111,11 +109,11 @@ class TrackerInBackground(ABC):
     called: ClassVar[str]
 
     mesh: Mesh
-    queue_size: int = setting(default=1000, check=at_least(1), doc="maximum number of steps queued for writing")
-    timeout: float = setting(default=10.0, check=above(0), doc="seconds to wait at the end for queued steps")
+    queue_size: int = setting("maximum number of steps queued for writing", default=1000, check=at_least(1))
+    timeout: float = setting("seconds to wait at the end for queued steps", default=10.0, check=above(0))
 
-    _background: Background | None = attrs.field(init=False, default=None)
-    _has_warned: bool = attrs.field(init=False, default=False)
+    _background: Background | None = internal(None)
+    _has_warned: bool = internal(False)
 
     def open(self) -> None:
         """Prepare, and start the thread on rank 0. Raises UserError if a package or folder is missing."""
@@ -133,7 +131,7 @@ class TrackerInBackground(ABC):
         """Queue the start of writing after this step."""
         self._queue_task(partial(self._open_writer_after, step))
 
-    def track(self, step: int, values: Mapping[str, Value]) -> None:
+    def track(self, step: int, values: MetricValues) -> None:
         """Queue a step's finite values."""
         self._queue_task(partial(self._write_values, step, select_finite_values(values)))
 
@@ -181,7 +179,7 @@ class TrackerInBackground(ABC):
 class ServiceTracker(TrackerInBackground):
     """Background tracker for a program with histograms and run properties."""
 
-    _properties: Mapping[str, Any] = attrs.field(init=False, factory=dict)
+    _properties: Mapping[str, Any] = internal(factory=dict)
 
     def store_properties(self, properties: Mapping[str, Any]) -> None:
         """Store the properties for the run's beginning, which `rewind` queues."""
@@ -200,8 +198,8 @@ class ServiceTracker(TrackerInBackground):
 class LoggedRunTracker(ServiceTracker):
     """Service tracker whose package has runs with `log` and `finish`, and histograms like numpy's."""
 
-    _package: Any = attrs.field(init=False, default=None)
-    _run: Any = attrs.field(init=False, default=None)
+    _package: Any = internal(None)
+    _run: Any = internal(None)
 
     @abstractmethod
     def _log(self, step: int, values: Mapping[str, Any]) -> None:

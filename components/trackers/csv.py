@@ -6,12 +6,10 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
 
-import attrs
-
-from drawloom.components.ports.run import RunFolder
+from drawloom import component, internal
 from drawloom.components.storage.step_log import AppendedFile
 from drawloom.components.trackers.background import TrackerInBackground
-from drawloom.graph import component
+from drawloom.ports import RunFolder
 
 STEP = "step"
 
@@ -31,8 +29,8 @@ class CsvTracker(TrackerInBackground):
 
     folder: RunFolder
 
-    _names: list[str] = attrs.field(init=False, factory=list)
-    _file: AppendedFile | None = attrs.field(init=False, default=None)
+    _names: list[str] = internal(factory=list)
+    _file: AppendedFile | None = internal(None)
 
     @property
     def _file_or_not_open_error(self) -> AppendedFile:
@@ -50,7 +48,7 @@ class CsvTracker(TrackerInBackground):
         table = csv.reader(io.StringIO(content.decode("utf-8", "replace").replace("\0", "\ufffd"), newline=""))
         names = next(table, [])
         self._names = [STEP, *(name for name in names if name != STEP)]
-        rows, damaged = _parse_undamaged_lines_and_count_others(table, names)
+        rows, damaged = _parse_undamaged_lines(table, names)
         if damaged:
             log.warning("%s is damaged: %d of its lines can't be read, and are removed", file.path, damaged)
         self._rewrite_file(row for row in rows if int(row[STEP]) <= step)
@@ -78,9 +76,7 @@ class CsvTracker(TrackerInBackground):
             file.close()
 
 
-def _parse_undamaged_lines_and_count_others(
-    table: Iterable[list[str]], names: Sequence[str]
-) -> tuple[list[dict[str, str]], int]:
+def _parse_undamaged_lines(table: Iterable[list[str]], names: Sequence[str]) -> tuple[list[dict[str, str]], int]:
     """Return the lines with only numbers and increasing steps, as rows by name, and the count of skipped lines."""
     rows, damaged, last = list[dict[str, str]](), 0, -1
     for fields in table:

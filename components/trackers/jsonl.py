@@ -2,17 +2,13 @@
 
 import logging
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from drawloom.components.ports.checkpoint import Restorer
-from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.run import RunFolder
-from drawloom.components.ports.tracking import Value
-from drawloom.graph import Every, component
+from drawloom import Every, component, internal
+from drawloom.ports import Mesh, MetricValues, Restorer, RunFolder
 
 if TYPE_CHECKING:
     from drawloom.components.storage.step_log import StepLog
@@ -35,7 +31,7 @@ class JsonlTracker:
     mesh: Mesh
     checkpoints: Every[Restorer] = attrs.field(factory=Every)
 
-    _log: "StepLog | None" = attrs.field(init=False, default=None)
+    _log: "StepLog | None" = internal(None)
 
     def open(self) -> None:
         """Open the file for appending on rank 0. Raises UserError if it is a link or not a regular file."""
@@ -50,7 +46,7 @@ class JsonlTracker:
         if file is not None:
             file.close()
 
-    def track(self, step: int, values: Mapping[str, Value]) -> None:
+    def track(self, step: int, values: MetricValues) -> None:
         """Append a line, and write it at once. If the disk refuses the line, it is written with the next line."""
         if self._log is not None:
             self._log.append(_make_json_row(step, values))
@@ -78,7 +74,7 @@ class JsonlTracker:
         return self.folder.folder / "metrics.jsonl"
 
 
-def _make_json_row(step: int, values: Mapping[str, Value]) -> dict[str, Any]:
+def _make_json_row(step: int, values: MetricValues) -> dict[str, Any]:
     """Return a step's JSON object; NaN and infinity are null."""
     finite = {name: value if value is None or math.isfinite(value) else None for name, value in values.items()}
     return {"step": step, **finite, "format": FORMAT}

@@ -6,14 +6,11 @@ import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import attrs
-
-from drawloom.components.ports.run import RunFolder, RunInfo
-from drawloom.components.ports.tracking import Histogram, flatten_properties
+from drawloom import component, internal, setting
 from drawloom.components.storage.regular_file import create_folder_unless_link, open_to_append
 from drawloom.components.trackers.background import ServiceTracker, import_tracker_package
 from drawloom.components.trackers.remembered_run import read_stored_run_id, store_run_id
-from drawloom.graph import component, setting
+from drawloom.ports import Histogram, RunFolder, RunInfo, flatten_properties
 
 REFUSED_CHARACTERS = re.compile(r"[^\w\-. :/]")
 """Characters that MLflow refuses in names."""
@@ -46,14 +43,14 @@ class MlflowTracker(ServiceTracker):
 
     folder: RunFolder
     job: RunInfo
-    experiment: str = setting(default="drawloom", doc="experiment name")
+    experiment: str = setting("experiment name", default="drawloom")
     uri: str | None = setting(
-        default=None, doc="tracking server, such as https://host:5000; default: a database in the run folder"
+        "tracking server, such as https://host:5000; default: a database in the run folder", default=None
     )
 
-    _mlflow: Any = attrs.field(init=False, default=None)
-    _client: Any = attrs.field(init=False, default=None)
-    _run: str = attrs.field(init=False, default="")
+    _mlflow: Any = internal(None)
+    _client: Any = internal(None)
+    _run: str = internal("")
 
     def _load_package_and_create_files(self) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # MLflow reads it at import

@@ -4,13 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-import attrs
-
-from drawloom.components.ports.run import RunFolder
-from drawloom.components.ports.tracking import Histogram, flatten_properties
+from drawloom import component, internal
 from drawloom.components.storage.regular_file import create_folder_unless_link
 from drawloom.components.trackers.background import ServiceTracker, import_tracker_package
-from drawloom.graph import component
+from drawloom.ports import Histogram, RunFolder, flatten_properties
 
 HyperparameterValue = str | bool | int | float
 """Types of hyperparameters that TensorBoard accepts."""
@@ -35,8 +32,8 @@ class TensorBoardTracker(ServiceTracker):
 
     folder: RunFolder
 
-    _writer_class: Any = attrs.field(init=False, default=None)
-    _writer: Any = attrs.field(init=False, default=None)
+    _writer_class: Any = internal(None)
+    _writer: Any = internal(None)
 
     @property
     def _folder(self) -> Path:

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from drawloom.components.ports.run import RunInfo
+from drawloom import component, setting
 from drawloom.components.trackers.background import LoggedRunTracker, import_tracker_package
-from drawloom.graph import component, setting
+from drawloom.ports import RunInfo
 
 METRICS_ONLY = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
 
@@ -26,9 +26,9 @@ class TrackioTracker(LoggedRunTracker):
     called: ClassVar[str] = "Trackio"
 
     job: RunInfo
-    project: str = setting(default="drawloom", doc="project name")
+    project: str = setting("project name", default="drawloom")
     space: str | None = setting(
-        default=None, doc="Hugging Face Space that receives the metrics, as user/name; default: none"
+        "Hugging Face Space that receives the metrics, as user/name; default: none", default=None
     )
 
     def _load_package_and_create_files(self) -> None:

@@ -5,12 +5,10 @@ import uuid
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-import attrs
-
-from drawloom.components.ports.run import RunFolder, RunInfo
+from drawloom import component, internal, setting
 from drawloom.components.storage.regular_file import create_folder_unless_link
 from drawloom.components.trackers.background import LoggedRunTracker, import_tracker_package
-from drawloom.graph import component, setting
+from drawloom.ports import NodeState, RunFolder, RunInfo
 
 STEP = "step"
 METRICS_ONLY = {"silent": True, "console": "off", "disable_code": True, "disable_git": True, "x_disable_stats": True}
@@ -35,19 +33,19 @@ class WandbTracker(LoggedRunTracker):
 
     folder: RunFolder
     job: RunInfo
-    project: str = setting(default="drawloom", doc="project name")
-    entity: str | None = setting(default=None, doc="the project's user or team; default: the account's default")
+    project: str = setting("project name", default="drawloom")
+    entity: str | None = setting("the project's user or team; default: the account's default", default=None)
     mode: Literal["online", "offline"] = setting(
-        default="online", doc='"online" needs `wandb login` once; "offline" writes to the run folder only'
+        '"online" needs `wandb login` once; "offline" writes to the run folder only', default="online"
     )
 
-    _id: str = attrs.field(init=False, factory=lambda: uuid.uuid4().hex[:8])
+    _id: str = internal(factory=lambda: uuid.uuid4().hex[:8])
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> NodeState:
         """Return `run`, the Weights & Biases run identifier."""
         return {"run": self._id}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: NodeState) -> None:
         """Continue the Weights & Biases run with the saved identifier."""
         self._id = state["run"]
 

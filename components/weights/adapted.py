@@ -7,13 +7,10 @@ import attrs
 import torch
 from torch import nn
 
-from drawloom.components.ports.adapters import AdaptedLayer, Adapter, Fill
-from drawloom.components.ports.model import LayerRange, LinearLayer, Model
-from drawloom.components.ports.slices import ModelParameter
-from drawloom.components.ports.weights import Mapper
+from drawloom import UserError
 from drawloom.components.weights.convert import convert_tensors
 from drawloom.components.weights.mapper import parallel
-from drawloom.graph import UserError
+from drawloom.ports import Adapter, Fill, LayerRange, LinearLayer, Mapper, Model, ModelParameter, find_adapted_layers
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head.weight"
 """Names of the embedding and of an untied head in Hugging Face models."""
@@ -45,11 +42,6 @@ def build_meta_model_with_adapters(model: Model, adapters: Sequence[Adapter]) ->
     return module
 
 
-def find_adapted_layers(module: nn.Module) -> Iterator[tuple[str, AdaptedLayer]]:
-    """Iterate over the layers with adapters, by name."""
-    return ((name, part) for name, part in module.named_modules() if isinstance(part, AdaptedLayer))
-
-
 @contextmanager
 def disable_adapters(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Run the context with all adapters in the modules switched off, so layers compute with their base weights."""
@@ -61,11 +53,6 @@ def disable_adapters(modules: Iterable[nn.Module]) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.active = True
-
-
-def adapter_parameter_names(module: nn.Module) -> set[str]:
-    """Return the names of all adapter parameters in a module."""
-    return {f"{name}.{leaf}" for name, layer in find_adapted_layers(module) for leaf in layer.adapter_parameter_names}
 
 
 def materialize_and_initialize_adapters(module: nn.Module, device: torch.device, fill: Fill) -> None:

@@ -10,10 +10,7 @@ import attrs
 import torch
 from torch import nn
 
-from drawloom.components.ports.adapters import Adapter, LowRank
-from drawloom.components.ports.model import LanguageModel, Model
-from drawloom.components.ports.slices import TensorSlice
-from drawloom.components.ports.weights import ADAPTER_CONFIG, STATE, Mapper
+from drawloom import UserError
 from drawloom.components.storage.regular_file import read_file
 from drawloom.components.storage.safetensors.header import format_names
 from drawloom.components.storage.safetensors.reader import SafetensorsFolder, read_safetensors_header
@@ -22,7 +19,8 @@ from drawloom.components.weights.adapted import build_meta_model_with_adapters
 from drawloom.components.weights.convert import compute_group_output_specs, persistent_tensors
 from drawloom.components.weights.load import fill_module, folder_fingerprint
 from drawloom.components.weights.peft import BASE_KEY, PREFIX, WEIGHTS, PeftFormat
-from drawloom.graph import UserError
+from drawloom.graph.toml.emit import dump_toml
+from drawloom.ports import ADAPTER_CONFIG, STATE, Adapter, LanguageModel, LowRank, Mapper, Model, Settings, TensorSlice
 
 MAX_CONFIG_SIZE = 2**24  # bytes
 
@@ -41,7 +39,7 @@ class AdapterFolder:
     """A PEFT folder with LoRA, with its settings in `adapter_config.json`."""
 
     folder: Path
-    config: Mapping[str, Any]
+    config: Settings
 
     @classmethod
     def read(cls, folder: Path) -> "AdapterFolder":
@@ -55,6 +53,10 @@ class AdapterFolder:
         if config.get("peft_type") != "LORA":
             raise UserError(
                 f"{folder / ADAPTER_CONFIG} has peft_type = {config.get('peft_type')!r:.99}, and only LORA is supported"
+            )
+        if not all(isinstance(config.get(key), int | float) and config[key] > 0 for key in ("r", "lora_alpha")):
+            raise UserError(
+                f"{folder / ADAPTER_CONFIG} has no numbers above 0 as r and lora_alpha; copy the folder again"
             )
         if str(way := config.get("init_lora_weights")).startswith(CHANGED_BASES):
             text = (
@@ -132,9 +134,7 @@ class AdapterFolder:
         config, targets = self.config, self.config.get("target_modules")
         words = {"rank": config["r"], "alpha": config["lora_alpha"], "targets": targets}
         words |= {name: True for name, key in (("rslora", "use_rslora"), ("dora", "use_dora")) if config.get(key)}
-        shown = ", ".join(
-            f"{name} = {str(value).lower() if value is True else value!r:.300}" for name, value in words.items()
-        )
+        shown = ", ".join(f"{name} = {dump_toml(value)[:300]}" for name, value in words.items() if value is not None)
         patterns = [
             key for key in ("rank_pattern", "alpha_pattern", "target_parameters", "modules_to_save") if config.get(key)
         ]
@@ -172,7 +172,7 @@ def _find_wrong_shapes(mapper: Mapper, specs: Mapping[str, Any], parameters: Map
             try:
                 shapes = {name: spec.shape for name, spec in compute_group_output_specs(group, specs).items()}
             except ValueError as error:
-                yield str(error)
+                wrong.append(str(error))
                 continue
             wrong += [
                 f"{name} {shape} for {tuple(parameters[name].shape)}"
@@ -180,4 +180,4 @@ def _find_wrong_shapes(mapper: Mapper, specs: Mapping[str, Any], parameters: Map
                 if shape != tuple(parameters[name].shape)
             ]
     if wrong:
-        yield f"other shapes or ranks: {format_names(wrong)}"
+        yield f"other shapes or ranks: {wrong[0]}" + (f", and {len(wrong) - 1} more" if len(wrong) > 1 else "")

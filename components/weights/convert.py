@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.ports.weights import Mapper, TensorGroup
 from drawloom.components.storage.tensor_source import TensorSource, TensorSpec
+from drawloom.ports import Mapper, TensorGroup
 
 
 def persistent_tensors(module: nn.Module) -> dict[str, Tensor]:

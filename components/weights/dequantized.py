@@ -16,8 +16,8 @@ import attrs
 import torch
 from torch import Tensor
 
+from drawloom import UserError
 from drawloom.components.storage.tensor_source import TensorSource, TensorSpec
-from drawloom.graph import UserError
 from drawloom.kernels.weight_formats.eager import (
     E4M3,
     FLOAT8,

@@ -6,12 +6,12 @@ from typing import Any
 
 from torch import Tensor
 
-from drawloom.components.ports.pipeline import SCORE
+from drawloom import UserError
 from drawloom.components.storage.regular_file import read_file
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
 from drawloom.components.storage.strict_json import parse_strict_json
 from drawloom.components.weights.adapted import HEAD
-from drawloom.graph import UserError
+from drawloom.ports import SCORE
 
 MAX_CONFIG = 2**20
 """Maximum config size in bytes."""

@@ -11,25 +11,26 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.ports.model import list_quantized_parameter_formats
-from drawloom.components.ports.pipeline import SCORE
-from drawloom.components.ports.slices import TensorSlice, is_dtensor
-from drawloom.components.ports.stages import LOSS
-from drawloom.components.ports.weights import Mapper, TensorGroup
+from drawloom import UserError
 from drawloom.components.storage.regular_file import open_untrusted_file
 from drawloom.components.storage.safetensors.header import format_names
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
 from drawloom.components.storage.tensor_source import TensorSource, TensorSpec
-from drawloom.components.weights.convert import (
-    compute_group_output_specs,
-    persistent_tensors,
-    stream_converted_tensors,
-)
+from drawloom.components.weights.convert import compute_group_output_specs, persistent_tensors, stream_converted_tensors
 from drawloom.components.weights.dequantized import BITS, DequantizedSource, TextTensors
 from drawloom.components.weights.mapper import parallel, select_outputs, sequential
 from drawloom.components.weights.mapper_ops import cut_slice, distribute_like
-from drawloom.graph import UserError
-from drawloom.kernels.weight_formats.eager import STORAGE, WeightFormat
+from drawloom.kernels.weight_formats.eager import STORAGE
+from drawloom.ports import (
+    LOSS,
+    SCORE,
+    Mapper,
+    QuantizedFormat,
+    TensorGroup,
+    TensorSlice,
+    is_dtensor,
+    list_quantized_parameter_formats,
+)
 
 COMPUTED = ("*.rotary_emb.inv_freq", "*.rotary_emb.cos_cached", "*.rotary_emb.sin_cached")
 """Patterns (fnmatch) for buffers in old folders, which follow from the config; transformers ignores them, too."""
@@ -137,6 +138,11 @@ def open_dequantized_source(folder: Path, mapper: Mapper) -> TensorSource:
     return StackedExperts(DequantizedSource(TextTensors(open_safetensors_folder(folder), inputs)), inputs)
 
 
+def read_dequantized_output(folder: Path, mapper: Mapper, name: str) -> Tensor:
+    """Return one of a mapper's outputs (any shape), from a folder with its inputs."""
+    return dict(stream_converted_tensors(open_dequantized_source(folder, mapper), select_outputs(mapper, {name})))[name]
+
+
 def fill_module(
     source: TensorSource,
     module: nn.Module,
@@ -183,7 +189,7 @@ def _unsplit_shape(name: str, tensor: Tensor, slices: Mapping[str, TensorSlice])
 def _can_convert_storage(
     group: TensorGroup,
     source: DequantizedSource,
-    formats: Mapping[str, WeightFormat],
+    formats: Mapping[str, QuantizedFormat],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> bool:
     """
@@ -207,7 +213,7 @@ def _can_convert_storage(
 
 
 def _create_storage_mapper(
-    name: str, weight_format: WeightFormat, is_stored: bool, device: torch.device | str
+    name: str, weight_format: QuantizedFormat, is_stored: bool, device: torch.device | str
 ) -> Mapper:
     """Return the mapper that quantizes a weight (..., outputs, inputs) on `device`, or moves its stored bits there."""
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 import attrs
 from torch import Tensor
 
-from drawloom.components.ports.weights import Mapper, TensorGroup
+from drawloom.ports import Mapper, TensorGroup
 
 
 def return_unchanged(tensors: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -6,9 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drawloom.components.ports.slices import TensorSlice, is_dtensor
-from drawloom.components.ports.weights import Mapper, TensorGroup
 from drawloom.components.weights.mapper import parallel, return_unchanged
+from drawloom.ports import Mapper, TensorGroup, TensorSlice, is_dtensor
 
 
 def identity(*names: str) -> Mapper:

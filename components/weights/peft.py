@@ -11,14 +11,21 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.ports.adapters import AdaptedLayer, LowRank
-from drawloom.components.ports.model import KeepsConfig, LanguageModel
-from drawloom.components.ports.weights import Convert, Mapper, TensorGroup
-from drawloom.components.weights.adapted import EMBEDDING, HEAD, find_adapted_layers
+from drawloom import UserError
+from drawloom.components.weights.adapted import EMBEDDING, HEAD
 from drawloom.components.weights.convert import persistent_tensors
 from drawloom.components.weights.mapper import parallel, return_unchanged, sequential
 from drawloom.components.weights.mapper_ops import rename
-from drawloom.graph import UserError
+from drawloom.ports import (
+    AdaptedLayer,
+    Convert,
+    KeepsConfig,
+    LanguageModel,
+    LowRank,
+    Mapper,
+    TensorGroup,
+    find_adapted_layers,
+)
 
 WEIGHTS = "adapter_model.safetensors"
 """File with an adapter's tensors."""
@@ -128,7 +135,7 @@ class JoinedLayer:
         if rank == ends[-1]:
             return [slice(end - own, end) for own, end in zip(ranks, ends, strict=True)]
         if {*ranks} != {rank}:
-            raise ValueError(f"rank {rank} is not the rank of {', '.join(self.parts)}, or their ranks' sum")
+            raise ValueError(f"the rank is {rank}, and {' + '.join(map(str, ranks))} in the recipe")
         return [slice(None)] * len(ranks)
 
     def _split_magnitude(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -227,7 +234,7 @@ class PeftFormat:
         (rank, scale), _ = Counter((pair.rank, pair.scale) for pair in fused or pairs).most_common(1)[0]
         others = [pair for pair in pairs if (pair.rank, pair.scale) != (rank, scale)]
         dropouts = {pair.dropout for pair in pairs}
-        _check_tuned_tensors_are_not_joined_in_files(self.whole, self.file_mapper)
+        _check_no_joined_tensors(self.whole, self.file_mapper)
         saved = list(dict.fromkeys(name.rpartition(".")[0] for name in _list_tensors_of_tuned_modules(self.whole)))
         if self.is_tied and EMBEDDING in saved:
             saved.append(HEAD.removesuffix(".weight"))  # PEFT copies modules, which unties them
@@ -286,17 +293,6 @@ def _convert_factor_outputs(to_file: Convert, convert: Convert, factors: Sequenc
     if convert is to_file:
         return [convert([factor])[0].transpose(1, 2)]
     return convert([factor.transpose(1, 2)])
-
-
-def _replace_decoder_prefix_in_config(config: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Return an `adapter_config.json` for a decoder with another prefix."""
-
-    def replace_prefix(name: str) -> str:
-        return prefix + name.removeprefix(DECODER) if name.startswith(DECODER) else name
-
-    lists = {key: config[key] and [*map(replace_prefix, config[key])] for key in LISTS}
-    tables = {key: {replace_prefix(name): value for name, value in config[key].items()} for key in TABLES}
-    return {**config, **lists, **tables}
 
 
 LISTS = ("target_modules", "target_parameters", "modules_to_save")
@@ -370,7 +366,7 @@ def _list_tensors_of_tuned_modules(whole: nn.Module) -> list[str]:
     ]
 
 
-def _check_tuned_tensors_are_not_joined_in_files(whole: nn.Module, file_mapper: Mapper) -> None:
+def _check_no_joined_tensors(whole: nn.Module, file_mapper: Mapper) -> None:
     """Raise UserError for a fully tuned parameter that is a part of another module in files of the family."""
     saved = set(_list_tensors_of_tuned_modules(whole))
     for group in file_mapper.groups:

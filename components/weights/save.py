@@ -7,13 +7,13 @@ from pathlib import Path
 import attrs
 from torch import Tensor
 
-from drawloom.components.ports.weights import Mapper
+from drawloom import UserError
 from drawloom.components.storage.safetensors.header import format_names
 from drawloom.components.storage.safetensors.reader import INDEX, SINGLE
 from drawloom.components.storage.safetensors.writer import check_writable, create_safetensors_file
 from drawloom.components.storage.tensor_source import TensorSource, TensorSpec
 from drawloom.components.weights.convert import compute_group_output_specs
-from drawloom.graph import UserError
+from drawloom.ports import Mapper
 
 MAX_NAMES = 30_000  # in a file; keeps the header below the readable size for names of any length
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import attrs
 
-from drawloom.components.ports.corpus import Tokenizer
-from drawloom.graph import UserError
+from drawloom import UserError
+from drawloom.ports import Tokenizer
 
 FILE = "tokenizer.json"
 

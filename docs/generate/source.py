@@ -59,6 +59,8 @@ class Module:
         if name in self.classes:
             return Type(self.file, name)
         file = self.imports.get(name)
+        if file == "ports.py":
+            file = _public_classes().get(name)
         return Type(file, name) if file in modules() and name in modules()[file].classes else None
 
 
@@ -67,6 +69,14 @@ def modules() -> dict[str, Module]:
     """Every file below components/, and modules of kernels in `drawloom.ports`, by its path from the root."""
     paths = [*sorted((ROOT / "components").rglob("*.py")), *(ROOT / file for file in KERNELS)]
     return {str(path.relative_to(ROOT)): _read(str(path.relative_to(ROOT))) for path in paths}
+
+
+@cache
+def _public_classes() -> dict[str, str]:
+    """The files of the classes in `drawloom.ports`, by name."""
+    return {
+        name: file for file, module in modules().items() if file.startswith((PORTS, *STATE)) for name in module.classes
+    }
 
 
 def _read(file: str) -> Module:

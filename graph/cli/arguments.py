@@ -11,10 +11,10 @@ import attrs
 
 from drawloom.graph.cli.command import Command
 from drawloom.graph.cli.exit_codes import INVALID
-from drawloom.graph.cli.result import Schema, list_output_formats, make_type_schema
+from drawloom.graph.cli.result import Schema, list_output_formats
 from drawloom.graph.component import Bound, Check
 from drawloom.graph.problems import Problem, RecipeError, UserError, did_you_mean
-from drawloom.graph.types.describe import union_members_except_none
+from drawloom.graph.types.assignable import union_members_except_none
 
 C = TypeVar("C", bound=Command)
 
@@ -175,6 +175,8 @@ def parse_command(
 
 def make_arguments_schema(cls: type[Command]) -> Schema:
     """Return the JSON Schema for a command's arguments by name; `words` has the overrides."""
+    from drawloom.graph.cli.result_schema import make_type_schema  # for agents alone
+
     properties: Schema = {}
     for argument in _list_arguments(cls):
         kind = str if argument.parse else argument.kind

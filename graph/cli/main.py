@@ -25,7 +25,6 @@ from drawloom.graph.cli.result import (
     dump_json,
     find_result_classes,
     list_output_formats,
-    make_result_schema,
 )
 from drawloom.graph.cli.terminal import print_escaped_text, redirect_stdout_to_stderr, redirect_to_null
 from drawloom.graph.problems import RecipeError, ReportedError, UserError, did_you_mean, find_nearest
@@ -80,7 +79,7 @@ def _run_command(arguments: Sequence[str], project: Project, console: Console) -
     rest, words = split_off_overrides(arguments)
     name, files = rest[0] if rest else "", find_command_files(project)
     if name not in files:
-        _print_help_or_version_or_refuse(project, files, rest)
+        _print_or_refuse(project, files, rest)
         return OK
     if "=" in rest[1:-1]:
         index = rest.index("=", 1)
@@ -147,6 +146,8 @@ def read_result_schema(project: Project, name: str) -> Schema:
         raise UserError(
             f"{name} is a server and has no result that a schema could describe; name another command", INVALID
         )
+    from drawloom.graph.cli.result_schema import make_result_schema
+
     return make_result_schema(name, classes)
 
 
@@ -189,7 +190,7 @@ def _make_main_parser(project: Project, files: Mapping[str, CommandFile]) -> Par
     return parser
 
 
-def _print_help_or_version_or_refuse(project: Project, files: Mapping[str, CommandFile], arguments: list[str]) -> None:
+def _print_or_refuse(project: Project, files: Mapping[str, CommandFile], arguments: list[str]) -> None:
     """Parse a command line without a command. Raises UserError if it has neither --help nor --version."""
     parser = _make_main_parser(project, files)
     if arguments and arguments[0][:1] != "-":

@@ -129,7 +129,7 @@ def draw(graph: Graph, title: str, root: str, format: Format = "tree", focus: st
     if step:
         return _draw_step(graph, title, focus or root, format)
     if format == "tree":
-        return _draw_tree_with_users_and_notes(graph, focus or root, focus)
+        return _draw_tree(graph, focus or root, focus)
     return PICTURES[format](make_wiring_diagram(graph, f"{title}: [{focus}]" if focus else title, root, focus))
 
 
@@ -140,7 +140,7 @@ def _draw_step(graph: Graph, title: str, name: str, format: Format) -> str:
     return draw_step(step) if format == "svg" else PICTURES[format](step.diagram())
 
 
-def _draw_tree_with_users_and_notes(graph: Graph, root: str, focus: str) -> str:
+def _draw_tree(graph: Graph, root: str, focus: str) -> str:
     users = (
         [f"used by [{user}] {', '.join(keys)}" for user, keys in graph.list_users_with_edge_names(focus)]
         if focus

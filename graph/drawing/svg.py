@@ -200,19 +200,19 @@ class _WiringDrawing:
                 yield from draw_text_with_halo(x, y, label, LABEL, self.colours[box].strong, anchor)
 
     def _make_end_labels(self) -> Iterator[Label]:
-        for point, labels in self._list_labels_and_boxes_by_point(1).items():
+        for point, labels in self._list_labels_by_point(1).items():
             if len(labels) == 1:
                 (x, y), (label, box) = self.placed.entry_point(point), labels[0]
                 yield label, box, x - (2 if point.is_bend else HEAD + 4), y - 3, END
 
     def _make_start_labels(self) -> Iterator[Label]:
-        ends = self._list_labels_and_boxes_by_point(1)
-        for point, labels in self._list_labels_and_boxes_by_point(0).items():
+        ends = self._list_labels_by_point(1)
+        for point, labels in self._list_labels_by_point(0).items():
             if len(labels) == 1 and all(len(others) > 1 for others in ends.values() if labels[0] in others):
                 (x, y), (label, box) = self.placed.exit_point(point), labels[0]
                 yield label, box, x + 5, y - 4, ""
 
-    def _list_labels_and_boxes_by_point(self, point_index: int) -> dict[ArrowPoint, list[tuple[str, str]]]:
+    def _list_labels_by_point(self, point_index: int) -> dict[ArrowPoint, list[tuple[str, str]]]:
         """Return arrow labels by first or second point, with target boxes, without duplicates."""
         found: dict[ArrowPoint, list[tuple[str, str]]] = {}
         for arrow in self.diagram.arrows:

@@ -21,7 +21,8 @@ from drawloom.graph.recipe.merged import DIRECTIVES, VARIABLE
 from drawloom.graph.registry.spec import Field, Spec
 from drawloom.graph.toml.emit import dump_key, dump_toml
 from drawloom.graph.toml.positions import SourceRange
-from drawloom.graph.types.describe import dump_toml_or_repr, union_members_except_none
+from drawloom.graph.types.assignable import union_members_except_none
+from drawloom.graph.types.describe import dump_toml_or_repr
 from drawloom.graph.types.port_match import implements_any
 from drawloom.graph.wiring.node import format_path
 

@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 import attrs
 
-from drawloom.graph.foreign_names import fold_name
 from drawloom.graph.problems import Problem, RecipeError, did_you_mean, find_nearest
 from drawloom.graph.registry.spec import Spec, read_spec
 
@@ -291,6 +290,8 @@ class Registry:
 
 def _has_part_beginning_with(word: str, use: str) -> bool:
     """Return whether a part of a component's name begins with a word, as `pipeline.schedules.zero_bubble_v` does."""
+    from drawloom.graph.foreign_names import fold_name  # few recipes have problems
+
     beginning = fold_name(word)
     return len(beginning) > 2 and any(fold_name(part).startswith(beginning) for part in use.split("."))
 

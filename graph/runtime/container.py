@@ -74,16 +74,12 @@ def format_timings(timings: Sequence[NodeTiming]) -> str:
     width = max(len(name) for name, _ in rows)
     head = f"{'ms':{width}}{''.join(f'{stage:>10}' for stage in STAGES)}"
     return "\n".join(
-        [head, *(f"{name:{width}}{''.join(map(_format_milliseconds, times.values()))}" for name, times in rows)]
+        [head, *(f"{name:{width}}{''.join(f'{1000 * part:10.1f}' for part in times.values())}" for name, times in rows)]
     )
 
 
 def _sum_seconds_by_lifecycle_stage(timings: Sequence[Mapping[LifecycleStage, float]]) -> dict[LifecycleStage, float]:
     return {stage: sum(times[stage] for times in timings) for stage in STAGES}
-
-
-def _format_milliseconds(seconds: float) -> str:
-    return f"{seconds * 1000:10.1f}"
 
 
 @attrs.define

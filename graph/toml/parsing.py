@@ -147,9 +147,7 @@ def diagnose_syntax_error(text: str, error: tomli.TOMLDecodeError) -> SyntaxDiag
         return duplicate
     if error.msg == "Unterminated string" or error.msg in ('Expected "\'"', "Expected \"'''\"", 'Expected \'"""\''):
         return SyntaxDiagnosis(
-            "unterminated string",
-            _find_unterminated_string(text, error.pos),
-            "close it with the quotes that opened it",
+            "unterminated string", _find_unterminated_string(text, error.pos), "close it with the quotes that opened it"
         )
     is_value = error.msg == "Invalid value" or error.msg.startswith("Expected newline")
     hint = _suggest_valid_value(text, error.pos) if is_value else ""
@@ -197,9 +195,7 @@ def _diagnose_duplicate_key(text: str, error: tomli.TOMLDecodeError) -> SyntaxDi
     if first is None:
         return None
     return SyntaxDiagnosis(
-        f"{path[-1]!r} is set twice",
-        start,
-        f"it is set on line {source_map.line_and_column(first.start)[0]} already",
+        f"{path[-1]!r} is set twice", start, f"it is set on line {source_map.line_and_column(first.start)[0]} already"
     )
 
 

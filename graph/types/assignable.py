@@ -148,3 +148,10 @@ def _may_be_subclass(source: type, target: type) -> bool:
         return issubclass(source, target)
     except TypeError:  # issubclass refuses protocols with data members
         return True
+
+
+def union_members_except_none(union: Any) -> list[Any]:
+    """Return a union's members except None, or the type itself if it is not a union."""
+    if typing.get_origin(union) not in (typing.Union, types.UnionType):
+        return [union]
+    return [member for member in typing.get_args(union) if member is not type(None)]

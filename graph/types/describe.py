@@ -1,7 +1,6 @@
 """Names of types and values for messages, in TOML terms, and hints for values with nearly the right type."""
 
 import re
-import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import date, datetime, time
@@ -13,6 +12,7 @@ import attrs
 import tomli
 
 from drawloom.graph.toml.emit import dump_toml
+from drawloom.graph.types.assignable import union_members_except_none
 
 MAX_VALUE_LENGTH = 40
 """Length in characters at which messages cut a value."""
@@ -76,13 +76,6 @@ def make_ellipsis_placeholder(kind: Any) -> str:
 def format_expected_type(kind: Any) -> str:
     """Start a message about a wrongly typed value, such as "expected an integer"."""
     return "expected " + _join_with_or(_article_for(noun) + noun + rest for noun, rest in _list_nouns_with_rests(kind))
-
-
-def union_members_except_none(union: Any) -> list[Any]:
-    """Return a union's members except None, or the type itself if it is not a union."""
-    if typing.get_origin(union) not in (typing.Union, types.UnionType):
-        return [union]
-    return [member for member in typing.get_args(union) if member is not type(None)]
 
 
 def _list_nouns_with_rests(kind: Any) -> list[tuple[str, str]]:

@@ -7,7 +7,7 @@ import os
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from datetime import date, time
+from datetime import date, datetime, time
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
@@ -22,14 +22,7 @@ from cattrs.gen import make_dict_structure_fn, override
 from drawloom.graph.component import Check
 from drawloom.graph.problems import KeyPath, Problem, did_you_mean, find_nearest
 from drawloom.graph.toml.emit import dump_key, dump_toml
-from drawloom.graph.types.describe import (
-    MAX_VALUE_LENGTH,
-    TYPE_NAMES,
-    describe,
-    find_near_misses_with_hints,
-    format_expected_type,
-    union_members_except_none,
-)
+from drawloom.graph.types.assignable import union_members_except_none
 
 Hook = Callable[[Any, Any], Any]
 
@@ -114,9 +107,7 @@ class ValueConverter:
         if not isinstance(value, list):
             raise _MismatchError(value, kind)
         if len(value) != len(kinds):
-            raise _MismatchError(
-                value, kind, f"{format_expected_type(kind)}, got {len(value)} item{'' if len(value) == 1 else 's'}"
-            )
+            raise _MismatchError(value, kind, got=f"{len(value)} item{'' if len(value) == 1 else 's'}")
         items, errors = [], []
         for index, (item, item_kind) in enumerate(zip(value, kinds, strict=True)):
             try:
@@ -158,6 +149,8 @@ class ValueConverter:
             for name in sorted(error.extra_fields):
                 yield Problem("DL303", "unknown key", did_you_mean(name, known), path=(*path, name))
         elif isinstance(error, KeyError) and note and error.args == path[-1:]:
+            from drawloom.graph.types.describe import format_expected_type
+
             hint = f"write {dump_key(error.args[0])} = ..."
             yield Problem("DL303", f"missing, {format_expected_type(note.type)}", hint, path=path)
         elif isinstance(error, ValueError | TypeError) and not note:
@@ -167,6 +160,8 @@ class ValueConverter:
 
     def _find_hint(self, value: Any, kind: Any) -> str:
         """Return a hint for a wrongly typed value: a near miss with the right type, or the nearest choice."""
+        from drawloom.graph.types.describe import MAX_VALUE_LENGTH, find_near_misses_with_hints
+
         for candidate, hint in find_near_misses_with_hints(value):
             with suppress(_MismatchError, BaseValidationError):
                 self._structure(candidate, kind)
@@ -184,10 +179,19 @@ class ValueConverter:
 class _MismatchError(ValueError):
     """A value of another type than `kind`, or with the right type but invalid for a reason."""
 
-    def __init__(self, value: Any, kind: Any, reason: str = "") -> None:
-        super().__init__(reason or f"{format_expected_type(kind)}, got {describe(value)}")
-        self.value, self.kind, self.reason = value, kind, reason
+    def __init__(self, value: Any, kind: Any, reason: str = "", expected: str = "", got: str = "") -> None:
+        super().__init__()
+        self.value, self.kind, self.text, self.expected, self.got = value, kind, reason, expected, got
+        self.reason = reason or expected or got
 
+    def __str__(self) -> str:
+        from drawloom.graph.types.describe import describe, format_expected_type  # few recipes have problems
+
+        expected = self.expected or format_expected_type(self.kind)
+        return self.text or f"{expected}, got {self.got or describe(self.value)}"
+
+
+SCALARS = (str, bool, int, float, Path, datetime, date, time)
 
 MAX_FILE_NAME_BYTES = 255
 """Limit for a file's or a folder's name in all usual file systems."""
@@ -196,12 +200,12 @@ MAX_FILE_NAME_BYTES = 255
 def _structure_scalar(value: Any, kind: Any) -> Any:
     if _is_choice(kind):
         return _structure_choice(value, kind)
-    if kind not in TYPE_NAMES:
+    if kind not in SCALARS:
         return _raise_unsupported_type(kind)
     if type(value) not in {Path: (str,), float: (float, int)}.get(kind, (kind,)):
         raise _MismatchError(value, kind)
     if objection := _explain_invalid_value(value, kind):
-        raise _MismatchError(value, kind, f"{objection}, got {describe(value)}")
+        raise _MismatchError(value, kind, expected=objection)
     return kind(value) if kind in (Path, float) else value
 
 

@@ -12,7 +12,6 @@ from drawloom.graph.recipe.layers import Leaf, Table
 from drawloom.graph.recipe.merged import VARIABLE, MergedRecipe
 from drawloom.graph.registry.registry import Registry
 from drawloom.graph.registry.spec import Field
-from drawloom.graph.types.describe import describe
 from drawloom.graph.types.port_match import find_mismatches, implements, implements_any, join_mismatches
 from drawloom.graph.wiring.node import Edge, Node, format_path
 from drawloom.graph.wiring.settings import INVALID_VALUE, SettingsResolver
@@ -173,6 +172,8 @@ class EdgeResolver:
         elif value is INVALID_VALUE:
             return ()
         else:
+            from drawloom.graph.types.describe import describe
+
             hint = f'write "@{value}"' if isinstance(value, str) else 'write "@name"'
             node.add_problem("DL311", f"{format_path(path)} must be a node, not {describe(value)}", hint, path)
             return ()

@@ -1,7 +1,9 @@
 """Settings of a node: substitute variables, remove escapes, and convert and check every value."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from glob import escape
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -11,10 +13,8 @@ from drawloom.graph.recipe.layers import Layer, Leaf, Table, find_origin
 from drawloom.graph.recipe.merged import DIRECTIVES, VARIABLE, describe_missing_variable
 from drawloom.graph.recipe.overrides import quote_override
 from drawloom.graph.registry.spec import Field
-from drawloom.graph.types.describe import describe_type, make_ellipsis_placeholder
 from drawloom.graph.types.structure import ValueConverter
 from drawloom.graph.wiring.node import Node, format_path
-from drawloom.graph.wiring.paths import join_paths
 
 INVALID_VALUE = object()
 """Marker for a value with a problem, so that the problem is reported only once."""
@@ -129,6 +129,8 @@ class SettingsResolver:
         if not field.required:
             node.set_setting(field.name, field.default_value())
             return
+        from drawloom.graph.types.describe import describe_type, make_ellipsis_placeholder  # few recipes have problems
+
         text = f"{node.spec.use!r} needs the setting {field.name!r} ({describe_type(field.type)})"
         value = make_ellipsis_placeholder(field.type)
         hint = f"write {field.name} = {value}"
@@ -188,3 +190,30 @@ def _rewrite_hint_for_shell(hint: str, node: Node, path: KeyPath) -> str:
         return hint
     value = hint.removeprefix("write ")
     return f"write {quote_override(f'{node.name}.{path[0]}={value}')}"
+
+
+def join_paths(value: Any, get_folder: Callable[[KeyPath], str], *, globs: bool = False, path: KeyPath = ()) -> Any:
+    """
+    Return a setting's value with relative paths below the folder for their key path; unchanged below "".
+
+    With `globs`, strings are paths or globs, except URLs.
+    """
+
+    def join_part(key: Any, part: Any) -> Any:
+        return join_paths(part, get_folder, globs=globs, path=(*path, key))
+
+    match value:
+        case Path():
+            return get_folder(path) / value if not value.is_absolute() and get_folder(path) else value
+        case str() if globs and "://" not in value and (folder := get_folder(path)):
+            return os.path.join(escape(folder), value)
+        case list() | tuple():
+            return type(value)(join_part(number, part) for number, part in enumerate(value))
+        case Mapping():
+            return {key: join_part(key, part) for key, part in value.items()}
+        case _ if attrs.has(type(value)):
+            fields = [field for field in attrs.fields(type(value)) if field.init]
+            return attrs.evolve(
+                value, **{field.alias: join_part(field.alias, getattr(value, field.name)) for field in fields}
+            )
+    return value

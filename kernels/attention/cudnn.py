@@ -36,8 +36,8 @@ ONE_DOCUMENT_PER_ROW = "whole rows"
 
 class RowPieces(NamedTuple):
     """
-    The mask for queries that are pieces of rows of one document: the pieces' indices among equal pieces of a row, and
-    the queries' positions, int64 (tokens,).
+    The mask for queries in pieces of rows with one document: the pieces' indices among a row's equal pieces, and the
+    queries' positions, int64 (tokens,).
     """
 
     indices: tuple[int, ...]
@@ -187,9 +187,9 @@ class PiecewiseKernel:
     """
     Causal attention from pieces of rows with one document, as context parallelism partitions them.
 
-    A piece attends to itself by `causal`, and by `full` to all keys before it; both results are merged by their
-    log-sum-exp, and with the merged ones each computes its part of the gradients (Liu et al. 2023, "Ring Attention with
-    Blockwise Transformers", arXiv 2310.01889). `indices` are the pieces' among equal pieces of a row.
+    A piece attends to itself by `causal`, and by `full` to all keys before it. Their results are merged by their
+    log-sum-exp, and both compute gradients from the merged result (Liu et al. 2023, "Ring Attention with Blockwise
+    Transformers", arXiv 2310.01889). `indices` are the pieces' indices among a row's equal pieces.
     """
 
     causal: StatisticsKernel

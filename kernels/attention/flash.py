@@ -112,14 +112,7 @@ class FlashKernel:
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, SoftmaxStatistics]:
         """Return the result (..., heads, head_dim), and the log-sum-exp (..., heads)."""
         mixed, lse, seed, offset, _ = torch.ops.aten._flash_attention_forward(
-            q,
-            k,
-            v,
-            *self._document_offsets_and_lengths,
-            0.0,
-            self.window is None,
-            False,
-            **self._kernel_options,
+            q, k, v, *self._document_offsets_and_lengths, 0.0, self.window is None, False, **self._kernel_options
         )
         return mixed, SoftmaxStatistics(lse.transpose(-1, -2), (seed, offset))
 

@@ -102,10 +102,10 @@ def create_document_block_mask(
     """
     positions = torch.arange(document_ids.shape[1], device=document_ids.device)
     query_positions = positions if queries is None else queries
-    least, greatest = (bound[:, None, :] for bound in _find_least_and_greatest_by_block(document_ids))
-    low, high = (bound[:, :, None] for bound in _find_least_and_greatest_by_block(document_ids[:, query_positions]))
-    first, last = (bound[:, None, :] for bound in _find_least_and_greatest_by_block(positions[None]))
-    begin, end = (bound[:, :, None] for bound in _find_least_and_greatest_by_block(query_positions[None]))
+    least, greatest = (bound[:, None, :] for bound in _find_extremes_by_block(document_ids))
+    low, high = (bound[:, :, None] for bound in _find_extremes_by_block(document_ids[:, query_positions]))
+    first, last = (bound[:, None, :] for bound in _find_extremes_by_block(positions[None]))
+    begin, end = (bound[:, :, None] for bound in _find_extremes_by_block(query_positions[None]))
     meet = (low <= greatest) & (least <= high) & (first <= end)
     whole = (low == greatest) & (least == high) & (last <= begin)
     if window is not None:
@@ -122,7 +122,7 @@ def create_document_block_mask(
     return BlockMask.from_kv_blocks(*blocks, BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=lengths)
 
 
-def _find_least_and_greatest_by_block(numbers: Tensor) -> tuple[Tensor, Tensor]:
+def _find_extremes_by_block(numbers: Tensor) -> tuple[Tensor, Tensor]:
     """Return the least and the greatest number in each block of (rows, length), both (rows, blocks)."""
     rows, length = numbers.shape
     count = -(-length // BLOCK)

@@ -17,7 +17,9 @@ from torch import Tensor
 
 from drawloom.kernels.attention.eager import AttentionImplementation, attention_on_meta, create_causal_document_mask
 from drawloom.kernels.attention.options import PLAIN_ATTENTION, AttentionOptions
-from drawloom.kernels.cross_entropy.eager import LogitCut, cut_cross_entropy_eager, multiply_by_token_weights
+from drawloom.kernels.cross_entropy.cut import cut_cross_entropy_eager
+from drawloom.kernels.cross_entropy.options import LogitCut
+from drawloom.kernels.cross_entropy.token_losses import multiply_by_token_weights
 from drawloom.kernels.grouped_gemm.eager import (
     GroupedGemm,
     count_row_product_flops,

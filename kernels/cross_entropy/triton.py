@@ -36,20 +36,21 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd import Function
 
-from drawloom.kernels.cross_entropy.eager import (
-    EXACT,
+from drawloom.kernels.cross_entropy.cut import (
     CutCrossEntropy,
-    LogitCut,
     NeededGradients,
-    compute_logit_grad_factors,
     count_logits_bytes,
     find_local_target_rows,
-    pass_none_for_unused_grads,
-    reshape_and_weight_losses,
     sort_vocabulary_by_mean_logit,
     split_token_chunks,
 )
 from drawloom.kernels.cross_entropy.logsumexp import logsumexp_in_fixed_order
+from drawloom.kernels.cross_entropy.options import EXACT, LogitCut
+from drawloom.kernels.cross_entropy.token_losses import (
+    compute_logit_grad_factors,
+    pass_none_for_unused_grads,
+    reshape_and_weight_losses,
+)
 from drawloom.kernels.deferred_grads import (
     MatrixProduct,
     WeightGradient,

@@ -19,11 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from drawloom.kernels.deferred_grads import (
-    WeightGradient,
-    compute_at_once_if_hooked,
-    get_weight_gradient_function,
-)
+from drawloom.kernels.deferred_grads import WeightGradient, compute_at_once_if_hooked, get_weight_gradient_function
 from drawloom.kernels.float8.eager import E4M3, Float8Kernels, Float8Rows, ScaledRows, allocate_quantized_experts
 from drawloom.kernels.float8.linear import (
     CachedFloat8Weights,

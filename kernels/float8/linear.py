@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from drawloom.kernels.availability import why_no_triton
 from drawloom.kernels.deferred_grads import (
     Addable,
     Compute,
@@ -45,7 +46,7 @@ from drawloom.kernels.float8.eager import (
     allocate_quantized_weights,
     lacks_float8,
 )
-from drawloom.kernels.operation import once_differentiable, why_no_triton
+from drawloom.kernels.operation import once_differentiable
 from drawloom.kernels.recompute.marks import (
     call_recomputable,
     call_recomputable_in_autograd_function,

@@ -4,13 +4,13 @@ Gradient scaling: multiply many tensors by one factor that only the device knows
 Sum over a few rows with 16-bit numbers, rounded once: a gradient's parts from other ranks.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import compress
 
 import torch
 from torch import Tensor
 
-from drawloom.kernels.operation import why_no_triton
+from drawloom.kernels.availability import why_no_triton
 
 
 def scale_and_sum_squares(
@@ -31,18 +31,14 @@ def scale_and_sum_squares(
                 tensor.dtype == dtype and (has_triton and tensor.is_contiguous()) == by_triton for tensor in tensors
             ]
             if any(chosen):
-                implementation, flags = _choose_implementation(by_triton), (*compress(counted, chosen),)
-                total += implementation([*compress(tensors, chosen)], factor, flags, write)
+                part, flags = [*compress(tensors, chosen)], (*compress(counted, chosen),)
+                if by_triton:
+                    from drawloom.kernels.gradients.triton import scale_and_sum_squares_triton
+
+                    total += scale_and_sum_squares_triton(part, factor, flags, write)
+                else:
+                    total += scale_and_sum_squares_eager(part, factor, flags, write)
     return total
-
-
-def _choose_implementation(by_triton: bool) -> Callable[[Sequence[Tensor], Tensor, tuple[bool, ...], bool], Tensor]:
-    """Return `scale_and_sum_squares_triton` or `scale_and_sum_squares_eager`; Triton is imported only if it is used."""
-    if not by_triton:
-        return scale_and_sum_squares_eager
-    from drawloom.kernels.gradients.triton import scale_and_sum_squares_triton
-
-    return scale_and_sum_squares_triton
 
 
 def scale_and_sum_squares_eager(

@@ -21,11 +21,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from drawloom.kernels.costs import register_costs
-from drawloom.kernels.deferred_grads import (
-    WeightGradient,
-    compute_at_once_if_hooked,
-    get_weight_gradient_function,
-)
+from drawloom.kernels.deferred_grads import WeightGradient, compute_at_once_if_hooked, get_weight_gradient_function
 from drawloom.kernels.operation import once_differentiable, register_operator, upcast
 
 ALIGNMENT = 16

@@ -143,10 +143,7 @@ def launch_forward(
 
 @register_kernel(
     "rms_norm_backward",
-    lambda x, weight, needs_weight: (
-        x.new_empty(x.shape),
-        weight.new_empty(weight.shape if needs_weight else 0),
-    ),
+    lambda x, weight, needs_weight: (x.new_empty(x.shape), weight.new_empty(weight.shape if needs_weight else 0)),
 )
 def _backward(
     input_grads: tuple[Tensor, Tensor],

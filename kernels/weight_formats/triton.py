@@ -23,8 +23,7 @@ def dequantize_triton(stored: Tensor, name: str) -> Tensor:
 
 
 @register_kernel(
-    "dequantize",
-    lambda stored, name: stored.new_empty(FORMATS[name].weight_shape(tuple(stored.shape)), dtype=STORAGE),
+    "dequantize", lambda stored, name: stored.new_empty(FORMATS[name].weight_shape(tuple(stored.shape)), dtype=STORAGE)
 )
 def _dequantize(result: Tensor, stored: Tensor, name: str) -> None:
     halves, weight_format = stored.contiguous(), FORMATS[name]

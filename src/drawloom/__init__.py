@@ -13,9 +13,9 @@ Train language models from components combined in a recipe.
 several ranks, every rank raises the `UserError` printed by one rank.
 
 `Recipe` is for users who run recipes. Authors of components use `component`, `setting`, its bounds `above`, `at_least`
-and `between`, `port`, `wired`, `Every` and `Ordered`, `reward` for a function, the interfaces between components in
-`drawloom.ports`, building blocks in `drawloom.models`, and `drawloom.testing`. Names outside `__all__` of these four
-modules are internal.
+and `between`, `internal`, `port`, `wired`, `Every` and `Ordered`, `NodeView` in `constraints`, `reward` for a function,
+the interfaces between components in `drawloom.ports`, building blocks in `drawloom.models`, and `drawloom.testing`.
+Names outside `__all__` of these four modules are internal. Components in the tree import the same names.
 """
 
 TYPE_CHECKING = False  # stands for typing.TYPE_CHECKING: importing `typing` takes as long as starting Python
@@ -24,17 +24,20 @@ if TYPE_CHECKING:
     from drawloom import ports as ports
     from drawloom import testing as testing
     from drawloom.components.rewards.function import reward
-    from drawloom.graph.component import Every, Ordered, above, at_least, between, component, port, setting, wired
+    from drawloom.graph import above, at_least, between
+    from drawloom.graph.component import Every, Ordered, component, internal, port, setting, wired
     from drawloom.graph.problems import Position, Problem, RecipeError, UserError
     from drawloom.graph.project import Recipe
     from drawloom.graph.recipe.lockfile import ResolvedRecipe
     from drawloom.graph.runtime.container import Container
+    from drawloom.graph.wiring.node import NodeView
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Container",
     "Every",
+    "NodeView",
     "Ordered",
     "Position",
     "Problem",
@@ -47,6 +50,7 @@ __all__ = [
     "at_least",
     "between",
     "component",
+    "internal",
     "models",
     "port",
     "ports",
@@ -67,6 +71,7 @@ if not TYPE_CHECKING:  # otherwise type checkers would accept any attribute
         homes = {
             "Recipe": "graph.project",
             "Container": "graph.runtime.container",
+            "NodeView": "graph.wiring.node",
             "reward": "components.rewards.function",
         }
         if name in ("models", "ports", "testing"):

@@ -36,7 +36,7 @@ def main() -> int:
 
     shorten_thread_spinning(os.environ, os.getloadavg()[0])
     try:
-        from drawloom.components.distributed.torchrun import create_rank_console
+        from drawloom.components.distributed.rank_console import create_rank_console
         from drawloom.graph.cli.main import main as command_line
 
         code = command_line(console=create_rank_console())

@@ -18,8 +18,8 @@ from drawloom.components.data.order.permutation import Permutation
 from drawloom.components.data.packing.best_fit import BestFit
 from drawloom.components.data.packing.concatenated import Concatenated
 from drawloom.components.data.packing.first_fit import FirstFit
-from drawloom.components.data.packing.packed_rows import RowIndex
 from drawloom.components.data.packing.padded import Padded
+from drawloom.components.data.packing.pieces import RowIndex
 from drawloom.components.data.store.shard import ShardWriter, TokenShard, get_shard_stem
 from drawloom.components.data.store.store import FORMAT, STORE, Store, encode_index_with_digest
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from drawloom.components.pipeline.program.builders import build_program_of_rank_and_neighbours
+from drawloom.components.pipeline.program.builders import build_program_with_neighbours
 from drawloom.components.pipeline.program.lowering import lower_to_rank_program
 from drawloom.components.ports.pipeline import PartialSchedule
 from drawloom.components.ports.program import iterate_actions
@@ -44,9 +44,7 @@ def build_drawloom(name: str, ranks: int, microbatches: int) -> int:
     return len(
         [
             *iterate_actions(
-                lower_to_rank_program(
-                    build_program_of_rank_and_neighbours(schedule(name), rank, ranks, microbatches), rank
-                )
+                lower_to_rank_program(build_program_with_neighbours(schedule(name), rank, ranks, microbatches), rank)
             )
         ]
     )

@@ -12,7 +12,7 @@ from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.kernels.auto import AutoKernels
 from drawloom.components.kernels.batch_invariant import BatchInvariantKernels
 from drawloom.components.model.layers import LinearHead
-from drawloom.components.parallel.tensor import ALONE
+from drawloom.components.parallel.tensor_ranks import ALONE
 from drawloom.components.ports.rollouts import compute_policy_logps
 from drawloom.graph import UserError
 from drawloom.kernels.attention.options import AttentionOptions

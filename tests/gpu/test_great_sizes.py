@@ -8,7 +8,7 @@ from torch import Tensor
 
 from drawloom.kernels.adamw.eager import AdamwEager, ParamState, compute_step_scalars
 from drawloom.kernels.adamw.triton import AdamwTriton
-from drawloom.kernels.cross_entropy.eager import LogitCut
+from drawloom.kernels.cross_entropy.options import LogitCut
 from drawloom.kernels.cross_entropy.triton import cut_cross_entropy_triton, linear_cross_entropy_triton
 from drawloom.kernels.gates.eager import swiglu_eager
 from drawloom.kernels.gates.triton import swiglu_triton

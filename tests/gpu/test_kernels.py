@@ -9,7 +9,7 @@ from torch import Tensor
 
 from drawloom.kernels.adamw.eager import ParamState, compute_step_scalars
 from drawloom.kernels.adamw.triton import AdamwTriton
-from drawloom.kernels.cross_entropy.eager import LogitCut
+from drawloom.kernels.cross_entropy.options import LogitCut
 from drawloom.kernels.cross_entropy.triton import cut_cross_entropy_triton, linear_cross_entropy_triton
 from drawloom.kernels.gates.triton import swiglu_triton
 from drawloom.kernels.grouped_gemm.eager import grouped_gemm_torch

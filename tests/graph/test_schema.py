@@ -66,9 +66,9 @@ def test_a_variable_is_valid_anywhere() -> None:
     assert not VALIDATORS["text"].is_valid(data["c"])
 
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 PROJECT = Project.from_package("drawloom")
-SHIPPED = sorted((ROOT / "recipes").glob("*.toml"))
+SHIPPED = sorted((ROOT / "recipes").rglob("*.toml"))
 
 CODES = {"DL201", "DL203", "DL204", "DL302", "DL303", "DL306", "DL310", "DL311", "DL312"}
 """Problems within a single node, which a schema can find."""

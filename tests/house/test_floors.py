@@ -10,8 +10,14 @@ import ast
 import sys
 from pathlib import Path
 
+import drawloom
+
 ROOT = Path(__file__).parents[2]
 NAME = "drawloom"
+PUBLIC = {"models": "components.model", "ports": "components.ports"}
+PUBLIC |= dict.fromkeys({*drawloom.__all__} - {"models", "ports", "reward", "testing"}, "graph")
+"""Where the public names of components' authors are, by their names in `drawloom`."""
+
 LIBRARIES = {
     "components.ports",
     "components.state",
@@ -108,7 +114,7 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
     "components.gradients": (BELOW | {"kernels.gradients.eager"}, {"attrs", "numpy", "torch"}),
     # The executor decides which operations are deferred or recomputed.
     "components.pipeline": (
-        BELOW | {"kernels.deferred_grads", "kernels.recompute"},
+        BELOW | {"kernels.deferral", "kernels.deferred_grads", "kernels.recompute"},
         {"attrs", "numpy", "torch"},
     ),
     # The stages of a rank follow from the schedule's program.
@@ -123,7 +129,7 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
     ),
     # A proof records whole runs in processes of its own, and checks the contracts of ports.
     "components.proving": (
-        BELOW | {"components.checkpoint.manifest", "components.phases.report"},
+        BELOW | {"components.checkpoint.manifest", "components.phases.report", "components.phases.step_reports"},
         {"attrs", "safetensors", "torch"},
     ),
     "components.checkpoint": (BELOW, {"attrs", "torch"}),
@@ -193,6 +199,8 @@ def is_allowed(module: str, here: str) -> bool:
     own_floors, libraries = FLOORS.get(here, SUBJECT)
     top, _, rest = module.partition(".")
     if top == NAME:
+        head, dot, tail = rest.partition(".")
+        rest = PUBLIC.get(head, head) + dot + tail
         return any(f"{rest}.".startswith(f"{floor}.") for floor in own_floors | {here})
     return top in libraries | sys.stdlib_module_names
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from functools import cache
 
 from drawloom.graph import lifecycle
-from drawloom.graph.testing.misspellings import find_capability_protocols
+from drawloom.graph.testing.ports import find_capability_protocols
 from drawloom.graph.types.port_match import list_protocol_members
 from house.test_floors import ROOT, SOURCES
 

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.kernels import deferred_grads
-from drawloom.kernels.cross_entropy.eager import cut_cross_entropy_eager, linear_cross_entropy_eager
-from drawloom.kernels.deferred_grads import Accumulation, ChangedInPlaceError, Deferral, get_weight_gradient_function
+from drawloom.kernels.cross_entropy.cut import cut_cross_entropy_eager
+from drawloom.kernels.cross_entropy.eager import linear_cross_entropy_eager
+from drawloom.kernels.deferral import ChangedInPlaceError, Deferral
+from drawloom.kernels.deferred_grads import Accumulation, get_weight_gradient_function
 from drawloom.kernels.grouped_gemm.eager import grouped_gemm_eager
 from drawloom.kernels.linear import embedding_eager, linear_eager
 

@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from drawloom.kernels import deferred_grads
-from drawloom.kernels.deferred_grads import Accumulation, Deferral
+from drawloom.kernels.deferral import Deferral
+from drawloom.kernels.deferred_grads import Accumulation
 from drawloom.kernels.linear import embedding_eager
 
 

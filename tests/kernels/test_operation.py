@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from drawloom.kernels.cross_entropy.eager import cut_cross_entropy_eager, linear_cross_entropy_eager
+from drawloom.kernels.cross_entropy.cut import cut_cross_entropy_eager
+from drawloom.kernels.cross_entropy.eager import linear_cross_entropy_eager
 from drawloom.kernels.gates.eager import geglu_eager, oss_swiglu_halves_eager, swiglu_eager, swiglu_halves_eager
 from drawloom.kernels.linear import embedding_eager, linear_eager
 from drawloom.kernels.moe.eager import moe_permute_eager, moe_routes_eager, moe_unpermute_eager

@@ -109,7 +109,7 @@ def report() -> dict[str, list[dict[str, Any]]]:
 
 
 def failures() -> dict[str, str]:
-    """Return the errors of all launches when their types are determined, and of the kernels that none launches."""
+    """Return all launches' errors when types are determined, and the kernels without a launch."""
     from support.kernel_launches import launches
 
     compiler, errors = Compiler(complete=False), {}
@@ -123,7 +123,7 @@ def failures() -> dict[str, str]:
 
 
 def kernel_names() -> Iterator[str]:
-    """Yield the name of each launched kernel in the source."""
+    """Yield all launched kernels' names in the source."""
     for file in (Path(__file__).parents[2] / "kernels").rglob("*.py"):
         for node in ast.parse(file.read_text()).body:
             if isinstance(node, ast.FunctionDef) and "cache_launches" in map(_decorator_name, node.decorator_list):

@@ -10,7 +10,7 @@ from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.model.decoder.experts import Experts
-from drawloom.components.parallel.expert import set_dispatcher, split_experts
+from drawloom.components.parallel.split_experts import set_dispatcher, split_experts
 from drawloom.components.ports.experts import Dispatcher
 from support.processes import run_ranks
 from support.qwen3 import cpu_kernels, sparse

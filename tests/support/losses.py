@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from drawloom.components.model.layers import LinearHead
-from drawloom.components.parallel.tensor import ALONE
+from drawloom.components.parallel.tensor_ranks import ALONE
 from drawloom.components.ports.data import IGNORE_INDEX, TokenBatch
 from support.qwen3 import kernels_on
 

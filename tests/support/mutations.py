@@ -51,7 +51,7 @@ def no_rename() -> None:
         return
 
     put(writing, "TEMP", "")
-    put(writing, "remove_leftovers_and_create_folder", begin)
+    put(writing, "create_clean_folder", begin)
     put(writing, "commit_folder", commit)
     put(writing, "_remove_leftovers", nothing)
 

@@ -22,8 +22,8 @@ from drawloom.components.data.text_files import TextFiles
 from drawloom.components.data.token_arrays import TokenArrays
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.single_process import HostMemory, SingleProcess
-from drawloom.components.gradients import synchronize
-from drawloom.components.gradients.synchronize import compute_exact_norm
+from drawloom.components.gradients import exact_norm
+from drawloom.components.gradients.exact_norm import compute_exact_norm
 from drawloom.components.kernels.auto import AutoKernels
 from drawloom.components.kernels.choosing import OPERATIONS
 from drawloom.components.pipeline.program.notation import format_program_csv
@@ -309,7 +309,7 @@ def divide_gradients(use: str, values: Values, _place: Path) -> Any:
     parameters.differentiate(1.0)
     reduce = build("distributed.sum_over_shards", mesh=SingleRankMesh())
     step = step_of([1.0], [1.0], batches=[])
-    with mock.patch.object(synchronize, "compute_exact_norm", side_effect=compute_exact_norm) as exact:
+    with mock.patch.object(exact_norm, "compute_exact_norm", side_effect=compute_exact_norm) as exact:
         build(use, parameters=parameters, mesh=SingleRankMesh(), reduce=reduce, **values).run_phase(step)
     return exact.call_count
 

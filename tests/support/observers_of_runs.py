@@ -396,7 +396,7 @@ def count_failed_saves(use: str, values: Values, folder: Path) -> Any:
         raise OSError(28, "No space left on device")
 
     with (
-        mock.patch.object(commit, "remove_leftovers_and_create_folder", fail, create=False),
+        mock.patch.object(commit, "create_clean_folder", fail, create=False),
         messages("drawloom.checkpoint"),
     ):
         try:

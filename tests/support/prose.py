@@ -74,7 +74,8 @@ def _lines_of_texts(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
         if isinstance(node, Function | ast.ClassDef | ast.Module):
             yield getattr(node, "lineno", 1), ast.get_docstring(node) or ""
         if isinstance(node, ast.Call):
-            values = [keyword.value for keyword in node.keywords if keyword.arg == "doc"]
+            is_setting = isinstance(node.func, ast.Name) and node.func.id.endswith("setting")
+            values = [*node.args[: int(is_setting)], *(word.value for word in node.keywords if word.arg == "doc")]
             yield from ((value.lineno, str(value.value)) for value in values if isinstance(value, ast.Constant))
 
 

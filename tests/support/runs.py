@@ -15,7 +15,7 @@ from typing import Any
 import attrs
 
 from drawloom.components.commands.runs._replay import MACHINE_METRICS
-from drawloom.components.distributed.torchrun import create_rank_console
+from drawloom.components.distributed.rank_console import create_rank_console
 from drawloom.components.storage.step_log import CHECKSUM
 from drawloom.graph.cli.main import main
 from support.forked_children import fork_children

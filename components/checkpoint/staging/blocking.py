@@ -1,11 +1,11 @@
 """Blocking staging: training waits while the state is copied."""
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-import attrs
 import torch
 
-from drawloom.graph import component, setting
+from drawloom import component, internal, setting
+from drawloom.ports import NodeState
 
 if TYPE_CHECKING:
     from drawloom.components.checkpoint.staging.copy_plan import Pool
@@ -20,13 +20,13 @@ class Blocking:
     _synchronize_after_execute: ClassVar[bool] = False
     makes_copies: ClassVar[bool] = True
 
-    keep: bool = setting(default=True, doc="reuse a copy's memory for the next copy, which is several times faster")
-    type_check: bool = setting(default=True, doc="reject values of unknown types instead of deep-copying them")
+    keep: bool = setting("reuse a copy's memory for the next copy, which is several times faster", default=True)
+    type_check: bool = setting("reject values of unknown types instead of deep-copying them", default=True)
 
-    _pool: "Pool | None" = attrs.field(init=False, default=None)
+    _pool: "Pool | None" = internal(None)
 
     @torch.no_grad()
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def stage(self, state_dict: NodeState) -> NodeState:
         """Return a CPU copy of the state. Its memory is reused after the last copied tensor is freed."""
         from drawloom.components.checkpoint.staging.copy_plan import KEPT, Pool, plan_copies
 

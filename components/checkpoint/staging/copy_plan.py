@@ -16,8 +16,9 @@ import attrs
 import torch
 from torch import Tensor
 
+from drawloom import UserError
 from drawloom.components.state.trees import map_leaves_with_path
-from drawloom.graph import UserError
+from drawloom.ports import NodeState
 
 MAX_RANGE_RATIO = 2  # a range is copied as a whole up to this many times the bytes of its tensors
 RANGE_ALIGNMENT = 16  # bytes; the size of the widest element
@@ -105,7 +106,7 @@ class Copy:
         self.target.copy_(self.source, non_blocking=non_blocking)
 
 
-def plan_copies(state: dict[str, Any], pool: Pool, *, type_check: bool = True) -> tuple[dict[str, Any], list[Copy]]:
+def plan_copies(state: NodeState, pool: Pool, *, type_check: bool = True) -> tuple[dict[str, Any], list[Copy]]:
     """
     Return a state dict's copy with uninitialized CPU tensors, and the copies that fill them.
 

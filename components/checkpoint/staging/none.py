@@ -1,8 +1,9 @@
 """No staging: the state itself is written."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from drawloom.graph import component
+from drawloom import component
+from drawloom.ports import NodeState
 
 
 @component(impact="safe")
@@ -14,7 +15,7 @@ class NoStaging:
     _synchronize_after_execute: ClassVar[bool] = True
     makes_copies: ClassVar[bool] = False
 
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def stage(self, state_dict: NodeState) -> NodeState:
         """Return the state itself."""
         return state_dict
 

@@ -7,9 +7,10 @@ from typing import Any, ClassVar
 import attrs
 import torch
 
+from drawloom import component, internal, setting
 from drawloom.components.checkpoint.staging.copy_plan import KEPT, Copy, Pool, plan_copies
 from drawloom.components.checkpoint.threads import submit_in_new_thread
-from drawloom.graph import component, setting
+from drawloom.ports import NodeState
 
 SMALL = 2**16  # bytes; smaller CPU tensors are copied at once, because counters change before the weights do
 
@@ -37,15 +38,15 @@ class Overlapped:
     _synchronize_after_execute: ClassVar[bool] = True
     makes_copies: ClassVar[bool] = True
 
-    keep: bool = setting(default=True, doc="reuse a copy's memory for the next copy, which is several times faster")
-    type_check: bool = setting(default=True, doc="reject values of unknown types instead of deep-copying them")
+    keep: bool = setting("reuse a copy's memory for the next copy, which is several times faster", default=True)
+    type_check: bool = setting("reject values of unknown types instead of deep-copying them", default=True)
 
-    _pool: Pool | None = attrs.field(init=False, default=None)
-    _streams: dict[torch.device, torch.cuda.Stream] = attrs.field(init=False, factory=dict)
-    _pending: list[PendingCopy] = attrs.field(init=False, factory=list)
+    _pool: Pool | None = internal(None)
+    _streams: dict[torch.device, torch.cuda.Stream] = internal(factory=dict)
+    _pending: list[PendingCopy] = internal(factory=list)
 
     @torch.no_grad()
-    def stage(self, state_dict: dict[str, Any]) -> Future[dict[str, Any]]:
+    def stage(self, state_dict: NodeState) -> Future[NodeState]:
         """Return a future CPU copy of the state. Its memory is reused after the last copied tensor is freed."""
         if self._pool is None:
             self._pool = Pool(kept=KEPT if self.keep else 0, pinned=torch.cuda.is_available())

@@ -11,23 +11,14 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
+from drawloom import at_least
 from drawloom.components.checkpoint.reader import find_newest_valid_checkpoint, load_node_state
 from drawloom.components.commands._recipes import find_only_node
-from drawloom.components.data.loader import Loader, compute_row_digests
-from drawloom.components.data.mixture import list_document_sources
+from drawloom.components.data.batch_checks import compute_row_digests
+from drawloom.components.data.loader import Loader
+from drawloom.components.data.mixed_documents import list_document_sources
 from drawloom.components.data.order.stream import convert_token_weights_to_shares, list_row_sources
 from drawloom.components.data.record import FOLDER
-from drawloom.components.ports.corpus import ChatTokenizer, Split, TokenDocuments, Tokenizer
-from drawloom.components.ports.data import (
-    IGNORE_INDEX,
-    PackedDataset,
-    RowsOfTokens,
-    RowSource,
-    TracedRows,
-    TrainingData,
-    require_token_batch,
-)
-from drawloom.components.ports.distributed import Mesh, PerDimension
 from drawloom.components.report.run_record import check_is_run
 from drawloom.components.storage.step_log import read_step_log
 from drawloom.graph.cli.command import (
@@ -46,8 +37,22 @@ from drawloom.graph.cli.command import (
     output_class,
 )
 from drawloom.graph.cli.terminal import escape_control_characters
-from drawloom.graph.component import at_least
 from drawloom.graph.testing import fake
+from drawloom.ports import (
+    IGNORE_INDEX,
+    ChatTokenizer,
+    Mesh,
+    PackedDataset,
+    PerDimension,
+    RowsOfTokens,
+    RowSource,
+    Split,
+    TokenDocuments,
+    Tokenizer,
+    TracedRows,
+    TrainingData,
+    require_token_batch,
+)
 
 MAX_FAULTS = 20  # listed faults
 MAX_PARTS = 2**20  # maximum of data-parallel ranks

@@ -10,15 +10,14 @@ from drawloom.components.commands._documents import infer_documents
 from drawloom.components.commands._options import check_new_file, write_json_lines
 from drawloom.components.commands._recipes import find_only_node
 from drawloom.components.data.chat.encode import Encoded
-from drawloom.components.data.packing.packed_rows import RowPiece, build_batch
+from drawloom.components.data.packing.batches import build_batch
+from drawloom.components.data.packing.pieces import RowPiece
 from drawloom.components.data.preferences import REFERENCES, Preferences
 from drawloom.components.data.sources.formats import Line
 from drawloom.components.data.store.shard import choose_id_dtype
 from drawloom.components.data.token_arrays import TokenArrays
 from drawloom.components.pipeline.executor import ProgramExecutor
 from drawloom.components.pipeline.runtime.loss_passes import add_values_without_adapters
-from drawloom.components.ports.data import TokenBatch
-from drawloom.components.ports.pipeline import Referenced
 from drawloom.graph.cli.command import (
     Count,
     Project,
@@ -31,6 +30,7 @@ from drawloom.graph.cli.command import (
     output,
     output_class,
 )
+from drawloom.ports import Referenced, TokenBatch
 
 
 @output_class

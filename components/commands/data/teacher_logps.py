@@ -15,8 +15,6 @@ from drawloom.components.commands._recipes import find_only_node
 from drawloom.components.data.packing.packed_rows import SPLITS, PackedRows
 from drawloom.components.data.teacher_logps import MANIFEST
 from drawloom.components.pipeline.executor import ProgramExecutor
-from drawloom.components.ports.corpus import Split, Tokenizer
-from drawloom.components.ports.model import Head, TokenContext
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.components.weights.token_ids import TokenIds, compare_folder_ids, read_tokenizer_ids
 from drawloom.graph.cli.command import (
@@ -32,6 +30,7 @@ from drawloom.graph.cli.command import (
     output,
     output_class,
 )
+from drawloom.ports import Head, Split, TokenContext, Tokenizer
 
 MAX_CHUNK_LOGITS = 2**26
 """Logits that exist together: 256 MiB of float32."""
@@ -78,10 +77,7 @@ class TeacherLogpsCommand(RecipeCommand):
                 self.to.mkdir(parents=True)
                 for split in SPLITS:
                     infer = partial(_predict_top_ids_and_logps, executor, rows, split, self.top_k)
-                    with (
-                        (self.to / f"{split}.ids").open("wb") as ids,
-                        (self.to / f"{split}.logps").open("wb") as logps,
-                    ):
+                    with (self.to / f"{split}.ids").open("wb") as ids, (self.to / f"{split}.logps").open("wb") as logps:
                         for _, row in infer_documents(range(rows.count_rows(split)), self.rows, infer):
                             ids.write(row[:, : self.top_k].numpy().astype(np.int32).tobytes())
                             top_logps = row[:, self.top_k :].clamp_min(FLOOR).numpy().astype(np.float16)
@@ -112,7 +108,7 @@ def _predict_top_ids_and_logps(
     def compute_top_ids_and_logps(hidden: Tensor, head: Head) -> Tensor:
         # Padding rows of the vocabulary are nobody's prediction.
         ids = rows.tokens.vocab_size
-        return torch.stack([_compute_top_ids_logps_and_rest_logp(row, head, top_k, ids) for row in hidden])
+        return torch.stack([_compute_top_logps(row, head, top_k, ids) for row in hidden])
 
     batch = rows.batch(split, indices)
     context = TokenContext(batch.positions, batch.document_ids)
@@ -120,7 +116,7 @@ def _predict_top_ids_and_logps(
     return None if outputs is None else outputs.cpu()
 
 
-def _compute_top_ids_logps_and_rest_logp(hidden: Tensor, head: Head, top_k: int, id_count: int) -> Tensor:
+def _compute_top_logps(hidden: Tensor, head: Head, top_k: int, id_count: int) -> Tensor:
     """
     Return the k likeliest ids, their logps, and the logp for the others of `id_count`: float64 (length, 2 k + 1).
     """

@@ -10,7 +10,6 @@ from drawloom.components.data.hugging_face_tokenizer import HuggingFaceTokenizer
 from drawloom.components.data.sources.files import find_files
 from drawloom.components.data.sources.formats import split_files_into_parts
 from drawloom.components.data.store.build import build_store
-from drawloom.components.ports.corpus import Tokenizer
 from drawloom.graph.cli.command import (
     Command,
     Count,
@@ -24,6 +23,7 @@ from drawloom.graph.cli.command import (
     output_class,
     print_escaped_text,
 )
+from drawloom.ports import Tokenizer
 
 
 @output_class

@@ -9,13 +9,10 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 
+from drawloom import UserError
 from drawloom.components.distributed.rng import create_generator
-from drawloom.components.ports.corpus import Tokenizer, complete_prompt, find_end_ids
-from drawloom.components.ports.distributed import Group
-from drawloom.components.ports.model import TokenContext
-from drawloom.components.ports.pipeline import Executor
 from drawloom.components.sampling.generate import Sampler
-from drawloom.graph import UserError
+from drawloom.ports import Executor, Group, TokenContext, Tokenizer, complete_prompt, find_end_ids
 
 OPTIONS = {"until", "max_gen_toks", "do_sample", "temperature", "top_k"}
 """Supported options of tasks that generate text."""

@@ -15,8 +15,6 @@ from drawloom.components.commands._trained import CheckpointCommand, CheckpointR
 from drawloom.components.data.sources.files import find_files
 from drawloom.components.data.sources.formats import split_files_into_parts
 from drawloom.components.pipeline.executor import ProgramExecutor
-from drawloom.components.ports.corpus import Tokenizer, complete_prompt
-from drawloom.components.ports.model import HiddenStates, Model
 from drawloom.components.storage.safetensors.writer import write_safetensors_file
 from drawloom.graph.cli.command import (
     Count,
@@ -29,6 +27,7 @@ from drawloom.graph.cli.command import (
     output_class,
     print_escaped_text,
 )
+from drawloom.ports import HiddenStates, Model, Tokenizer, complete_prompt
 
 POOLS: dict[str, Callable[[int], slice]] = {
     "mean": lambda length: slice(length),

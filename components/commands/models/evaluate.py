@@ -13,20 +13,29 @@ from drawloom.components.commands._trained import CheckpointCommand, CheckpointR
 from drawloom.components.data.packing.windows import Windows
 from drawloom.components.data.sources.files import find_files
 from drawloom.components.data.sources.formats import FORMATS
-from drawloom.components.ports.corpus import Corpus, Split, TokenCorpus, Tokenizer
-from drawloom.components.ports.data import (
-    PackedDataset,
-    TokenBatch,
-    count_target_bytes,
-    require_token_batch,
-    uses_preference_pairs,
-)
-from drawloom.components.ports.pipeline import LOSSES, Executor, Loss, create_step_state, sum_losses_and_weights
-from drawloom.components.ports.rollouts import Reward, RewardEvaluation, Rollouts
-from drawloom.components.ports.run import Batching
 from drawloom.graph.cli.command import Count, Project, Recipe, UserError, command, option, output, output_class
 from drawloom.graph.recipe.overrides import nest_values
 from drawloom.graph.runtime.container import Container
+from drawloom.ports import (
+    LOSSES,
+    Batching,
+    Corpus,
+    Executor,
+    Loss,
+    PackedDataset,
+    Reward,
+    RewardEvaluation,
+    Rollouts,
+    Split,
+    TokenBatch,
+    TokenCorpus,
+    Tokenizer,
+    count_target_bytes,
+    create_step_state,
+    require_token_batch,
+    sum_losses_and_weights,
+    uses_preference_pairs,
+)
 
 READERS = {"text": "data.text_files", "json": "data.jsonl", "parquet": "data.parquet", "arrow": "data.parquet"}
 MAX_LOADED = 16  # microbatches that are in memory together
@@ -82,8 +91,7 @@ class EvaluateCommand(CheckpointCommand):
         exclusive="data",
     )
     stride: Count | None = option(
-        "tokens by which the window moves over documents longer than a row (default: half a row)",
-        needs="corpus",
+        "tokens by which the window moves over documents longer than a row (default: half a row)", needs="corpus"
     )
     generate: bool = option(
         "complete the validation prompts, and measure the rewards of the completions", exclusive="data"
@@ -107,7 +115,7 @@ class EvaluateCommand(CheckpointCommand):
 
     def _measure_rewards(self, project: Project) -> EvaluateRewardsResult:
         """Complete all validation prompts, and return the mean rewards."""
-        change = partial(_sample_from_stages_and_set_count, samples=self.samples)
+        change = partial(_sample_and_set_count, samples=self.samples)
         ports = (RewardEvaluation, PackedDataset, Batching)
         with self.open_run(project, *ports, every=(Reward,), change=change) as run:
             rows, size = run.nodes.get(PackedDataset), run.nodes.get(Batching).micro_size
@@ -120,7 +128,7 @@ class EvaluateCommand(CheckpointCommand):
         return EvaluateRewardsResult(self.run_folder, run.step, **attrs.asdict(means))
 
 
-def _sample_from_stages_and_set_count(recipe: Recipe, samples: int | None) -> Recipe:
+def _sample_and_set_count(recipe: Recipe, samples: int | None) -> Recipe:
     """
     Sample from the stages instead of a server, and set the completion count per prompt.
 

@@ -4,11 +4,8 @@ from pathlib import Path
 
 from drawloom.components.commands._trained import CheckpointCommand, find_base_folder_of_run, get_if_any
 from drawloom.components.export.hf_writer import write_hugging_face_folder
-from drawloom.components.ports.corpus import EndsAnswers, Tokenizer
-from drawloom.components.ports.model import LanguageModel
-from drawloom.components.ports.pipeline import Loss, SequenceHead
-from drawloom.components.ports.stages import Stages
 from drawloom.graph.cli.command import Project, Result, command, option, output, output_class
+from drawloom.ports import EndsAnswers, LanguageModel, Loss, SequenceHead, Stages, Tokenizer
 
 
 @output_class

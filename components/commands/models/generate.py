@@ -9,13 +9,10 @@ from pathlib import Path
 
 import attrs
 
-from drawloom.components.commands._trained import CheckpointCommand, parse_run_folder_or_mirror_url
+from drawloom import at_least
+from drawloom.components.commands._trained import CheckpointCommand, parse_run_or_mirror
 from drawloom.components.data.template_prompts import TemplatePrompts
 from drawloom.components.distributed.rng import create_generator
-from drawloom.components.ports.corpus import Tokenizer, complete_prompt, find_end_ids
-from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.model import LanguageModel
-from drawloom.components.ports.pipeline import Executor
 from drawloom.components.sampling.generate import Sampler, stream_decoded_text
 from drawloom.graph.cli.command import (
     Count,
@@ -29,8 +26,8 @@ from drawloom.graph.cli.command import (
     output_class,
     print_escaped_text,
 )
-from drawloom.graph.component import at_least
 from drawloom.graph.runtime.container import Container
+from drawloom.ports import Executor, LanguageModel, Mesh, Tokenizer, complete_prompt, find_end_ids
 
 TEXT_TOKENS, TEXT_CONTEXT = 200, 256
 CHAT_TOKENS, CHAT_CONTEXT = 1024, 4096
@@ -67,7 +64,7 @@ class GenerateCommand(CheckpointCommand):
 
     run_folder: Path | str = argument(
         "such as runs/first_run, the URL of its mirror, or a model folder such as an export",
-        parse=parse_run_folder_or_mirror_url,
+        parse=parse_run_or_mirror,
     )
     prompt: str | None = option("text to continue, or with --chat the only message to answer", metavar="TEXT")
     chat: bool = option("answer messages by the chat template: --prompt, or each line of stdin")
@@ -77,7 +74,7 @@ class GenerateCommand(CheckpointCommand):
         f"most tokens to sample (default: {TEXT_TOKENS}; with --chat, {CHAT_TOKENS} for an answer)"
     )
     context: Count | None = option(
-        f"most tokens the model sees (default: {TEXT_CONTEXT}; with --chat the model's, up to {CHAT_CONTEXT})",
+        f"most tokens the model sees (default: {TEXT_CONTEXT}; with --chat the model's, up to {CHAT_CONTEXT})"
     )
     temperature: float = option("sampling temperature; 0 is greedy", default=0.8, metavar="T", check=at_least(0))
     top_k: Count | None = option("sample only from the K most likely tokens (default: all)", metavar="K")

@@ -5,14 +5,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from drawloom import at_least
 from drawloom.components.commands._options import check_writable_file, write_file
 from drawloom.components.commands._trained import CheckpointCommand, CheckpointResult
 from drawloom.components.data.sources.files import import_optional_package
-from drawloom.components.ports.corpus import Tokenizer
-from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.pipeline import Executor
 from drawloom.graph.cli.command import Count, Project, UserError, command, dump_json, option, output, output_class
-from drawloom.graph.component import at_least
+from drawloom.ports import Executor, Mesh, Tokenizer
 
 
 @output_class

@@ -17,9 +17,8 @@ from drawloom.components.data.feedback import encode_prompt_completion_row
 from drawloom.components.data.labelled_texts import encode_text_or_messages
 from drawloom.components.data.sources.formats import Line, read_json_lines_or_table_rows
 from drawloom.components.pipeline.executor import ProgramExecutor
-from drawloom.components.ports.corpus import ChatTokenizer
-from drawloom.components.ports.pipeline import Scorer
 from drawloom.graph.cli.command import Count, Project, UserError, argument, command, option, output, output_class
+from drawloom.ports import ChatTokenizer, Scorer
 
 
 @output_class

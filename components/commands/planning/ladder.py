@@ -12,10 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from drawloom import above
 from drawloom.components.commands._options import write_file
 from drawloom.components.commands._plots import Panel, draw_svg_panels
-from drawloom.components.ports.model import CountsFlops
-from drawloom.components.ports.parameter_roles import Parametrization
 from drawloom.components.report.metrics import Column, read_metrics
 from drawloom.graph.cli.command import (
     FAILED,
@@ -34,9 +33,9 @@ from drawloom.graph.cli.command import (
     output,
     output_class,
 )
-from drawloom.graph.component import above
 from drawloom.graph.toml.emit import dump_toml
 from drawloom.graph.wiring.graph import Graph
+from drawloom.ports import CountsFlops, Parametrization
 
 Values = dict[str, dict[str, Any]]
 Dimension = Literal["width", "depth"]
@@ -305,7 +304,7 @@ def _train_and_measure_rung(
     recipe: Recipe, multiple: int, steps: int, rates: Sequence[float], dimension: Dimension, overlay: str
 ) -> LadderRung:
     """Train a size at the recipe's learning rate, and at `rates`."""
-    columns, flops = _train_and_read_metrics_and_flops(recipe, steps)
+    columns, flops = _train_and_read_metrics(recipe, steps)
     rms = {name.removeprefix(RMS): column.values[-1] for name, column in columns.items() if RMS in name}
     if dimension == "depth":  # sizes have no other layer in common
         rms = {LAST_LAYER: rms[max(rms, key=int)]}
@@ -323,7 +322,7 @@ def _train_and_measure_rung(
     )
 
 
-def _train_and_read_metrics_and_flops(
+def _train_and_read_metrics(
     recipe: Recipe, steps: int, values: Values | None = None
 ) -> tuple[dict[str, Column], float]:
     """Train for some steps in this process, and return the metrics and the operations."""
@@ -349,7 +348,7 @@ def _train_and_average_last_quarter(recipe: Recipe, steps: int, rate: float) -> 
     names = [name for name, node in recipe.graph.nodes.items() if {"lr", "groups", "betas"} <= node.settings.keys()]
     if len(names) != 1:
         raise UserError(f"--lr: the recipe has {len(names)} optimizers like optim.adamw; write one", 2)
-    return _average_loss_of_last_quarter(_train_and_read_metrics_and_flops(recipe, steps, {names[0]: {"lr": rate}})[0])
+    return _average_loss_of_last_quarter(_train_and_read_metrics(recipe, steps, {names[0]: {"lr": rate}})[0])
 
 
 def _average_loss_of_last_quarter(columns: Mapping[str, Column]) -> float:

@@ -6,7 +6,6 @@ from typing import ClassVar
 
 from drawloom.components.commands._plots import Panel, draw_svg_panels, draw_text_plot
 from drawloom.components.planning.run_length import count_run_length
-from drawloom.components.ports.run import Batching, Phase, Step
 from drawloom.graph.cli.command import (
     JSON,
     Project,
@@ -18,6 +17,7 @@ from drawloom.graph.cli.command import (
     output,
     output_class,
 )
+from drawloom.ports import Batching, Phase, Step
 
 MAX_POINTS = 2000
 
@@ -45,10 +45,10 @@ class LrCommand(RecipeCommand):
     """Curves for the learning rate and the batch size, without training."""
 
     def run(self, project: Project) -> LrResult:
-        return LrResult(self.recipe, dict(_compute_lr_and_batch_size_curves(self.load_recipe(project, self.recipe))))
+        return LrResult(self.recipe, dict(_compute_curves(self.load_recipe(project, self.recipe))))
 
 
-def _compute_lr_and_batch_size_curves(recipe: Recipe) -> Iterator[tuple[str, list[tuple[int, float]]]]:
+def _compute_curves(recipe: Recipe) -> Iterator[tuple[str, list[tuple[int, float]]]]:
     """Yield one learning-rate curve per optimizer by name, and the batch size in rows if it changes."""
     graph, root = recipe.graph, recipe.project.root
     if root not in graph.nodes or not {"steps", "phases"} <= {*graph.nodes[root].settings, *graph.nodes[root].edges}:

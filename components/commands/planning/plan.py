@@ -7,6 +7,7 @@ from typing import Any
 
 import attrs
 
+from drawloom import above, between
 from drawloom.components.commands._options import check_writable_file, write_file
 from drawloom.components.distributed.device_model import DeviceModel, find_device_model
 from drawloom.components.planning.calibrate import (
@@ -21,7 +22,6 @@ from drawloom.components.planning.remedies import TriedPlan, find_remedies, form
 from drawloom.components.planning.run_length import count_run_length
 from drawloom.components.planning.search import format_search_table, search_fastest_plans
 from drawloom.components.planning.text import format_plan
-from drawloom.components.ports.program import OPS
 from drawloom.graph.cli.command import (
     FAILED,
     OK,
@@ -38,7 +38,7 @@ from drawloom.graph.cli.command import (
     output_class,
     print_escaped_text,
 )
-from drawloom.graph.component import above, between
+from drawloom.ports import OPS
 
 
 @output_class

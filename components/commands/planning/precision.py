@@ -10,20 +10,10 @@ import attrs
 import torch
 from torch import Tensor
 
+from drawloom import above, at_least
 from drawloom.components.commands._options import check_new_file, write_file
 from drawloom.components.commands._recipes import find_only_node
-from drawloom.components.float8.layers import (
-    Float8Experts,
-    Float8Linear,
-    enable_float8,
-    get_float8_weights,
-)
-from drawloom.components.ports.distributed import Precision
-from drawloom.components.ports.features import put_class_back
-from drawloom.components.ports.pipeline import Executor, create_step_state, sum_losses_and_weights
-from drawloom.components.ports.run import Step
-from drawloom.components.ports.stages import Parameters, Stages
-from drawloom.components.state.batch import Batch
+from drawloom.components.float8.layers import Float8Experts, Float8Linear, enable_float8, get_float8_weights
 from drawloom.graph.cli.command import (
     Project,
     Recipe,
@@ -36,8 +26,18 @@ from drawloom.graph.cli.command import (
     output,
     output_class,
 )
-from drawloom.graph.component import above, at_least
 from drawloom.kernels.float8.eager import Float8Kernels
+from drawloom.ports import (
+    Batch,
+    Executor,
+    Parameters,
+    Precision,
+    Stages,
+    Step,
+    create_step_state,
+    put_class_back,
+    sum_losses_and_weights,
+)
 
 MIN_MEDIAN = 1e-12
 """Smallest median error that errors are compared with, for a model whose gradients float8 does not change."""

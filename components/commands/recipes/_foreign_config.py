@@ -1,16 +1,18 @@
 """Configuration files of other frameworks as a recipe: axolotl and TRL in YAML or arguments, torchtitan in TOML."""
 
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import attrs
 import tomli
 
-from drawloom.graph import UserError
+from drawloom import UserError
 from drawloom.graph.foreign_names import find_own_component, read_foreign_names
 from drawloom.graph.toml.emit import dump_key, dump_toml
+from drawloom.ports import ConfigJson, Settings
 
 PARTS: Mapping[str, Mapping[str, Any]] = {
     "stages.recompute": {"selective": "selective", "full": "blocks", "true": "blocks", "none": "none", "false": "none"},
@@ -38,7 +40,7 @@ class Imported:
 
     framework: str
     extends: list[str]
-    values: dict[str, Any] = attrs.field(factory=dict)
+    values: ConfigJson = attrs.field(factory=dict)
     comments: dict[str, str] = attrs.field(factory=dict)
     notes: list[str] = attrs.field(factory=list)
     unmapped: list[str] = attrs.field(factory=list)
@@ -70,7 +72,7 @@ def _sort_key(key: str) -> tuple[bool, bool, str]:
     return node != "run", node != "vars", node
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> ConfigJson:
     """
     Return a file's values by key, where tables of TOML are joined by dots. Raises UserError.
 
@@ -95,7 +97,7 @@ def _flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield f"{prefix}{key}", value
 
 
-def _read_yaml(text: str, path: Path) -> dict[str, Any]:
+def _read_yaml(text: str, path: Path) -> ConfigJson:
     try:
         import yaml
     except ModuleNotFoundError as error:
@@ -133,7 +135,7 @@ def _read_number(value: Any) -> Any:
     return value
 
 
-def detect_framework(config: Mapping[str, Any]) -> str:
+def detect_framework(config: Settings) -> str:
     """Return the framework with most of these keys. Raises UserError if no key is known."""
     tables = read_foreign_names()
     counts = {name: len(config.keys() & tables[name].keys()) for name in tables["defaults"]}
@@ -143,61 +145,52 @@ def detect_framework(config: Mapping[str, Any]) -> str:
     return best
 
 
-def import_config(config: Mapping[str, Any], framework: str, base: str | None, ranks: int) -> Imported:
+def import_config(config: Settings, framework: str, base: str | None, ranks: int) -> Imported:
     """Return the recipe for a framework's configuration, on this many data-parallel ranks."""
     tables = read_foreign_names()
     names, defaults = tables[framework], tables["defaults"][framework]
     imported = Imported(framework, [base or _choose_base(config, framework)])
-    has_length = any(
-        names.get(key, "").startswith("trainer.") and value not in (None, -1) for key, value in config.items()
-    )
-    for key, value in {**defaults, **config}.items():
-        is_default = key not in config
-        target = names.get(key)
-        if value is None or (is_default and has_length and str(target).startswith("trainer.")):
+    lengths = [value for key, value in config.items() if names.get(key, "").startswith("trainer.")]
+    given = {**defaults, **config}
+    for key, value in given.items():
+        target, is_default = names.get(key), key not in config
+        if is_default and str(target).startswith("trainer.") and any(length not in (None, -1) for length in lengths):
             continue
-        if target is None and not (key in ("model.name", "model.flavor") and imported.extends[0] in FLAVORS.values()):
-            imported.unmapped.append(f"{key} = {value!r}")
-        elif target is None:
-            imported.notes.append(f"{key}: the recipe {imported.extends[0]} is {value}")
-        elif target.startswith("- "):
-            imported.notes.append(f"{key}: {target[2:]}")
-        elif target.startswith("extends "):
-            imported.extends += [target.removeprefix("extends ")] if value else []
-        elif not target.startswith("batch."):
-            try:
-                converted = _convert_value(target, key, value, imported.values)
-            except (TypeError, ValueError, ArithmeticError):
-                converted = None  # a value of another kind than the key's
-            if converted is not None:
-                imported.set_value(target.partition(" ")[0], converted, f"default of {key}" if is_default else key)
-            elif value not in WITHOUT_EFFECT:
-                imported.unmapped.append(f"{key} = {value!r}")
-    if {"trainer.steps", "trainer.epochs"} <= imported.values.keys():
-        del imported.values["trainer.epochs"]  # of both, Trainer and axolotl take the steps
-    _set_batch_sizes(imported, {**defaults, **config}, names, ranks)
-    if "trackers.wandb.project" in imported.values:
-        imported.set_value("trackers.wandb.use", "trackers.wandb", "")
-    if imported.values.get("packing.use") == "data.packing.padded":
-        imported.set_value("packing.length", "$vars.length", "")
-    if imported.extends[0] not in ("chat", "pretrain_tokenized"):
-        imported.values.pop("packing.use", None)  # pairs and prompts have a packing of their own
-        imported.values.pop("packing.length", None)
-    if config.get("checkpoint.enable") is False:
-        imported.set_value("checkpoint.every", "never", "checkpoint.enable")
-    if framework == "torchtitan":
-        use = "learning_rate.wsd" if "lr.decay_percent" in imported.values else "learning_rate.linear"
-        imported.set_value("lr.use", use, "lr_scheduler")
-    else:
-        _choose_overlays(imported, config)
+        if value is not None:
+            _import_key(imported, key, value, target, f"default of {key}" if is_default else key)
+    _set_batch_sizes(imported, given, names, ranks)
+    for complete in COMPLETIONS:
+        complete(imported, given)
     return imported
+
+
+def _import_key(imported: Imported, key: str, value: Any, target: str | None, comment: str) -> None:
+    """Add a key to the recipe: as a value, an overlay, a note, or a key without a counterpart."""
+    if target is None and key in ("model.name", "model.flavor") and imported.extends[0] in FLAVORS.values():
+        target = f"- the recipe {imported.extends[0]} is {value}"
+    if target is None:
+        imported.unmapped.append(f"{key} = {value!r}")
+    elif target.startswith("- "):
+        imported.notes.append(f"{key}: {target[2:]}")
+    elif target.startswith("extends "):
+        imported.extends += [target.removeprefix("extends ")] if value else []
+    elif not target.startswith("batch."):  # a product of several keys
+        own, _, factor = target.partition(" * ")
+        try:
+            converted = value * float(factor) if factor else _convert_value(own, key, value, imported.values)
+        except (TypeError, ValueError, ArithmeticError):
+            converted = None  # a value of another kind than the key's
+        if converted is not None:
+            imported.set_value(own, converted, comment)
+        elif value not in WITHOUT_EFFECT:
+            imported.unmapped.append(f"{key} = {value!r}")
 
 
 WITHOUT_EFFECT = (-1, "steps", "lora", "qlora", True, False)
 """Values that need no line in a recipe if their setting has none: a choice of the base, or the default."""
 
 
-def _choose_base(config: Mapping[str, Any], framework: str) -> str:
+def _choose_base(config: Settings, framework: str) -> str:
     """Return the shipped recipe nearest to a configuration."""
     if framework == "torchtitan":
         flavor = f"{config.get('model.name')}/{config.get('model.flavor')}".lower()
@@ -208,7 +201,120 @@ def _choose_base(config: Mapping[str, Any], framework: str) -> str:
     return kind if kind in ("dpo", "kto", "grpo") else "dpo" if kind in ("ipo", "orpo", "simpo") else "chat"
 
 
-def _choose_overlays(imported: Imported, config: Mapping[str, Any]) -> None:
+REFERENCE_FREE = ("loss.orpo", "loss.simpo", "loss.cpo")
+
+
+def _convert_value(own: str, key: str, value: Any, values: Mapping[str, Any]) -> Any:
+    """Return a setting's value, given the values before it, or None if there is none to write."""
+    if key.endswith("_per_epoch"):
+        return {"epochs": 1 / value} if value else "never"
+    if (part := PARTS.get(own, {}).get(str(value).lower())) is not None:
+        return part
+    convert = next((convert for pattern, convert in CONVERSIONS.items() if fnmatchcase(own, pattern)), None)
+    if convert is not None:
+        return convert(key, value, values)
+    return None if value == -1 else value
+
+
+def _convert_beta(key: str, value: Any, values: Mapping[str, Any]) -> list[Any]:
+    first, second = values.get("optimizer.betas", [0.9, 0.999])
+    return [first, value] if key.endswith("2") else [value, second]
+
+
+def _convert_data_files(_key: str, value: Any, _values: Mapping[str, Any]) -> list[Any] | None:
+    paths = [entry.get("path") if isinstance(entry, dict) else entry for entry in value]
+    return paths if all(str(path).endswith(DATA_FILES) for path in paths) else None
+
+
+CONVERSIONS: Mapping[str, Callable[[str, Any, Mapping[str, Any]], Any]] = {
+    "optimizer.betas": _convert_beta,
+    "tokens.paths": _convert_data_files,
+    "loss.use": lambda key, value, values: f"loss.{value}",
+    "*.use": lambda key, value, values: find_own_component(str(value)),
+    "mesh.data_shard": lambda key, value, values: {-1: "auto", 1: None}.get(value, value),
+    "mesh.*": lambda key, value, values: None if value in (-1, 1) else value,
+    "adapters.lora": lambda key, value, values: None,  # the base has it, or the overlay for all weights removes it
+    "adapters.lora.targets": lambda key, value, values: [value] if isinstance(value, str) else value,
+    "*.every": lambda key, value, values: value if isinstance(value, int) and value > 0 else None,
+    "run.name": lambda key, value, values: str(value),
+    "vars.base": lambda key, value, values: str(value),
+}
+"""Conversions of values, by patterns of settings; the first match counts. Other values are copied."""
+
+
+def _set_batch_sizes(imported: Imported, config: Settings, names: Mapping[str, str], ranks: int) -> None:
+    """Set the rows of a microbatch and of a step: in other frameworks a product, and in GRPO of completions."""
+    sizes = {key: config[key] for key in config if names.get(key, "").startswith("batch.")}
+    if odd := [key for key in sizes if not isinstance(sizes[key], int)]:
+        raise UserError(f"{odd[0]} is {sizes[odd[0]]!r}; write a number of rows or steps", 2)
+    micro = next((sizes[key] for key in sizes if names[key] == "batch.micro_size"), 1)
+    steps = sizes.get("gradient_accumulation_steps", 1)
+    total, text = sizes.get("training.global_batch_size", -1), f"{micro} x {steps} x {ranks} ranks (--ranks)"
+    total = total if total > 0 else micro * steps * ranks
+    group = imported.values.get("rollout.group_size") if imported.extends[0] == "grpo" else None
+    if isinstance(group, int):  # here rows are prompts
+        micro, total, text = max(1, micro // group), max(1, total // group), f"{text} / {group} completions of a prompt"
+    imported.set_value("batch.micro_size", micro, ", ".join(key for key in sizes if "global" not in key))
+    imported.set_value("batch.global_size", total, text)
+
+
+def _drop_epochs_beside_steps(imported: Imported, config: Settings) -> None:
+    """Take the steps, as Trainer and axolotl do, if a configuration has both."""
+    if "trainer.steps" in imported.values:
+        imported.values.pop("trainer.epochs", None)
+
+
+def _set_trackers(imported: Imported, config: Settings) -> None:
+    """Add the trackers of `report_to`, and the one of a project's name."""
+    reported = config.get("report_to") or []
+    names = [reported] if isinstance(reported, str) else [*reported]
+    for name in [*names, *(["wandb"] if "trackers.wandb.project" in imported.values else [])]:
+        if name in TRACKERS:
+            imported.set_value(f"trackers.{name}.use", f"trackers.{name}", "report_to" if name in names else "")
+        elif name != "none":
+            imported.unmapped.append(f"report_to = {name!r}")
+
+
+TRACKERS = ("wandb", "tensorboard", "mlflow", "trackio")
+
+
+def _set_state_of_optimizer(imported: Imported, config: Settings) -> None:
+    """Keep an optimizer's running means in 8 bits if its name says so."""
+    for key in ("optim", "optimizer"):
+        if str(config.get(key)).endswith("8bit"):
+            imported.set_value("optimizer.state_dtype", "uint8", key)
+
+
+def _set_packing(imported: Imported, config: Settings) -> None:
+    """Give padded rows their length; pairs and prompts have a packing of their own."""
+    if imported.extends[0] not in ("chat", "pretrain_tokenized"):
+        imported.values.pop("packing.use", None)
+    if imported.values.get("packing.use") == "data.packing.padded":
+        imported.set_value("packing.length", "$vars.length", "")
+
+
+def _set_prompt_length(imported: Imported, config: Settings) -> None:
+    """Set the length of GRPO's rows, which are prompts."""
+    if imported.extends[0] == "grpo" and config.get("max_prompt_length"):
+        imported.set_value("vars.length", config["max_prompt_length"], "max_prompt_length")
+
+
+def _turn_off(imported: Imported, config: Settings) -> None:
+    """Leave out checkpoints and evaluations that torchtitan's configuration turns off."""
+    for key in ("checkpoint", "evaluate"):
+        foreign = {"evaluate": "validation"}.get(key, key)
+        if config.get(f"{foreign}.enable") is False:
+            imported.set_value(f"{key}.every", "never", f"{foreign}.enable")
+
+
+def _choose_schedule_of_rates(imported: Imported, config: Settings) -> None:
+    """Choose torchtitan's learning-rate schedule, which follows from its settings."""
+    if imported.framework == "torchtitan":
+        use = "learning_rate.wsd" if "lr.decay_percent" in imported.values else "learning_rate.linear"
+        imported.set_value("lr.use", use, "lr_scheduler")
+
+
+def _choose_overlays(imported: Imported, config: Settings) -> None:
     """Extend the overlay for all weights, or for QLoRA, as the configuration has an adapter or none."""
     adapter = config.get("adapter") or config.get("use_peft")
     if adapter == "qlora":
@@ -218,45 +324,14 @@ def _choose_overlays(imported: Imported, config: Mapping[str, Any]) -> None:
         imported.extends.append("with_all_weights_and_reference" if needs_reference else "with_all_weights")
 
 
-REFERENCE_FREE = ("loss.orpo", "loss.simpo", "loss.cpo")
-
-
-def _convert_value(target: str, key: str, value: Any, values: Mapping[str, Any]) -> Any:
-    """Return the value of drawloom's setting, or None if there is none to write."""
-    own, _, factor = target.partition(" * ")
-    if factor:
-        return value * float(factor)
-    if own == "optimizer.betas":
-        first, second = values.get(own, [0.9, 0.999])
-        return [first, value] if key.endswith("2") else [value, second]
-    if own == "tokens.paths":
-        paths = [entry.get("path") if isinstance(entry, dict) else entry for entry in value]
-        return paths if all(str(path).endswith(DATA_FILES) for path in paths) else None
-    if key.endswith("_per_epoch"):
-        return {"epochs": 1 / value} if value else "never"
-    if (part := PARTS.get(own, {}).get(str(value).lower())) is not None:
-        return part
-    if own == "loss.use":
-        return f"loss.{value}"
-    if own.endswith(".use"):
-        return find_own_component(str(value))
-    if own.startswith("mesh."):
-        return ("auto" if own == "mesh.data_shard" else None) if value == -1 else None if value == 1 else value
-    if own == "adapters.lora" or value == -1 or (own.endswith(".every") and not isinstance(value, int)):
-        return None
-    if own == "adapters.lora.targets":
-        return [value] if isinstance(value, str) else value
-    return str(value) if own in ("run.name", "vars.base") else value
-
-
-def _set_batch_sizes(imported: Imported, config: Mapping[str, Any], names: Mapping[str, str], ranks: int) -> None:
-    """Set the rows of a microbatch and of a step: in other frameworks a product."""
-    sizes = {key: config[key] for key in config if names.get(key, "").startswith("batch.")}
-    if odd := [key for key in sizes if not isinstance(sizes[key], int)]:
-        raise UserError(f"{odd[0]} is {sizes[odd[0]]!r}; write a number of rows or steps", 2)
-    micro = next((sizes[key] for key in sizes if names[key] == "batch.micro_size"), 1)
-    steps = sizes.get("gradient_accumulation_steps", 1)
-    total = sizes.get("training.global_batch_size", -1)
-    text = f"{micro} x {steps} x {ranks} ranks (--ranks)"
-    imported.set_value("batch.micro_size", micro, ", ".join(key for key in sizes if "global" not in key))
-    imported.set_value("batch.global_size", total if total > 0 else micro * steps * ranks, text)
+COMPLETIONS = (
+    _drop_epochs_beside_steps,
+    _set_trackers,
+    _set_state_of_optimizer,
+    _set_packing,
+    _set_prompt_length,
+    _turn_off,
+    _choose_schedule_of_rates,
+    _choose_overlays,
+)
+"""Functions that complete a recipe with values that follow from several keys, in this order."""

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from drawloom import at_least
 from drawloom.components.commands._options import check_new_file, write_file
 from drawloom.components.commands.recipes._foreign_config import detect_framework, import_config, read_config
 from drawloom.graph.cli.command import (
@@ -18,7 +19,6 @@ from drawloom.graph.cli.command import (
     output,
     output_class,
 )
-from drawloom.graph.component import at_least
 
 
 @output_class

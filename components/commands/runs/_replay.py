@@ -20,20 +20,19 @@ from typing import Any
 import attrs
 import tomli
 
+from drawloom import UserError
 from drawloom.components.checkpoint.manifest import FOLDER as CHECKPOINTS
 from drawloom.components.checkpoint.manifest import list_checkpoints, step_of_checkpoint
 from drawloom.components.checkpoint.phase_hashes import get_hashes_file_name
 from drawloom.components.checkpoint.state_hashes import FOLDER as DIGESTS
 from drawloom.components.commands._recipes import read_mesh_sizes
 from drawloom.components.distributed.cpu_threads import THREADS, count_threads_per_process
-from drawloom.components.ports.checkpoint import Stateful
-from drawloom.components.ports.distributed import Mesh
 from drawloom.components.report.metrics import METRICS, read_lines
 from drawloom.components.storage.step_log import CHECKSUM
-from drawloom.graph import UserError
 from drawloom.graph.cli.terminal import print_escaped_text
 from drawloom.graph.project import Project, Recipe
 from drawloom.graph.recipe.lockfile import LOCK
+from drawloom.ports import Mesh, Stateful
 
 TRACE = "trace_of_replay"
 ERROR = "replay: "

@@ -118,9 +118,7 @@ class CompareCommand(Command):
             why = "the runs with this metric have no step in common" if has_metric else "no run has this metric"
             raise UserError(f"--metric {unknown[0]}: {why}; they have {', '.join(known)}", 2)
         return CompareResult(
-            groups=[_compare_at_last_steps(group, ends) for group in groups],
-            last_steps=ends,
-            groups_of_runs=groups,
+            groups=[_compare_at_last_steps(group, ends) for group in groups], last_steps=ends, groups_of_runs=groups
         )
 
 

@@ -16,11 +16,9 @@ from types import FrameType
 import attrs
 import torch
 
+from drawloom import at_least
 from drawloom.components.checkpoint.state_hashes import FOLDER
 from drawloom.components.commands.runs._replay import RecordedSteps, make_rank_command, read_json_rows
-from drawloom.components.ports.distributed import Device
-from drawloom.components.ports.run import Randomness
-from drawloom.components.ports.tracking import Tracker
 from drawloom.components.report.metrics import METRICS
 from drawloom.graph.cli.command import (
     FAILED,
@@ -35,8 +33,8 @@ from drawloom.graph.cli.command import (
     output,
     output_class,
 )
-from drawloom.graph.component import at_least
 from drawloom.graph.wiring.graph import Graph
+from drawloom.ports import Device, Randomness, Tracker
 
 DIGESTS = "digests_of_verify_resume"
 HASHES = "rank-{}.jsonl"

@@ -17,13 +17,13 @@ from typing import Any
 import attrs
 import tomli
 
+from drawloom import UserError
 from drawloom.components.data.sources.files import import_optional_package
 from drawloom.components.report.events import read_log
 from drawloom.components.report.metrics import read_metrics
 from drawloom.components.report.run_table import determine_run_state
 from drawloom.components.report.seed_groups import shorten_keys
 from drawloom.components.storage.durable_files import replace_file
-from drawloom.graph import UserError
 from drawloom.graph.recipe.overrides import read_overrides
 from drawloom.graph.toml.emit import dump_key, dump_toml
 

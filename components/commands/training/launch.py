@@ -27,6 +27,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher import api
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from drawloom import at_least
 from drawloom.components.distributed.cpu_threads import THREADS, count_threads_per_process
 from drawloom.components.distributed.generations import CURRENT, Generation, Spares
 from drawloom.components.distributed.launch_store import (
@@ -52,7 +53,6 @@ from drawloom.graph.cli.command import (
     output_class,
     print_escaped_text,
 )
-from drawloom.graph.component import at_least
 
 # These loggers print several lines per failure and signal, and report a rendezvous that another machine has ended.
 AGENT_LOGS = ("agent.server.api", "multiprocessing.api", "rendezvous.dynamic_rendezvous")
@@ -268,7 +268,7 @@ class LaunchCommand(Command):
             start = elastic_launch(self._make_launch_config(), sys.executable)
             start("-u", "-m", package, *command)
         except ChildFailedError as error:
-            return LaunchResult(command, print_failure_and_get_exit_code(error))
+            return LaunchResult(command, print_failure(error))
         except SignalException as stopped:
             return LaunchResult(command, STOPPED + stopped.sigval)
         return LaunchResult(command, OK)
@@ -290,7 +290,7 @@ STOPPED_CODES = {STOPPED + signal.Signals[name] for name in ("SIGINT", "SIGTERM"
 """Exit codes after stop signals; processes log these themselves."""
 
 
-def print_failure_and_get_exit_code(error: ChildFailedError) -> int:
+def print_failure(error: ChildFailedError) -> int:
     """Return the first failed process's exit code, and print the failure unless a process has reported it."""
     rank, first = error.get_first_failure()
     failures = error.failures.values()

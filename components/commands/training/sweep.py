@@ -19,6 +19,7 @@ from typing import ClassVar
 
 import attrs
 
+from drawloom import at_least
 from drawloom.components.commands._options import check_writable_file, write_file
 from drawloom.components.commands.runs.runs import format_run_table
 from drawloom.components.commands.training._sweep_points import (
@@ -53,7 +54,6 @@ from drawloom.graph.cli.command import (
     output_class,
     print_escaped_text,
 )
-from drawloom.graph.component import at_least
 from drawloom.graph.inspect.changes import make_resolved_recipe
 from drawloom.graph.recipe.lockfile import LOCK
 

@@ -8,9 +8,9 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, ClassVar
 
-import attrs
 import numpy as np
 
+from drawloom import UserError, internal, setting
 from drawloom.components.data.chat.encode import Encoded
 from drawloom.components.data.chat.template import ChatTemplate, RenderError, create_chat_template
 from drawloom.components.data.chat.turns import EarlierTurnError, find_turn_end_ids
@@ -18,8 +18,8 @@ from drawloom.components.data.sources.documents import choose_split, file_globs,
 from drawloom.components.data.sources.formats import Line, read_json_lines_or_table_rows
 from drawloom.components.data.store.shard import choose_id_dtype
 from drawloom.components.data.token_arrays import TokenArrays
-from drawloom.components.ports.corpus import ChatTokenizer, Split, find_end_ids
-from drawloom.graph import UserError, component_base_class, setting
+from drawloom.graph import component_base_class
+from drawloom.ports import ChatTokenizer, Split, find_end_ids
 
 log = logging.getLogger("drawloom.data")
 
@@ -34,17 +34,15 @@ class ChatCorpus:
 
     tokenizer: ChatTokenizer
     paths: list[str] = file_globs("JSON-lines, .parquet and .arrow files")
-    template: Path | None = setting(
-        default=None, doc="file with a jinja2 chat template; default: the tokenizer's template"
-    )
+    template: Path | None = setting("file with a jinja2 chat template; default: the tokenizer's template", default=None)
     date: datetime.date | None = setting(
-        default=None, doc="date for templates with today's date, such as 2025-01-31; without it they fail"
+        "date for templates with today's date, such as 2025-01-31; without it they fail", default=None
     )
     validation_fraction: float = validation_fraction("lines")
-    _splits: dict[Split, TokenArrays] = attrs.field(init=False, factory=dict)
-    _straddling: int = attrs.field(init=False, default=0)
-    _untrained: int = attrs.field(init=False, default=0)
-    _answer_end_ids: frozenset[int] = attrs.field(init=False, default=frozenset())
+    _splits: dict[Split, TokenArrays] = internal(factory=dict)
+    _straddling: int = internal(0)
+    _untrained: int = internal(0)
+    _answer_end_ids: frozenset[int] = internal(frozenset())
 
     @abstractmethod
     def encode_row(self, row: Mapping[str, Any], template: ChatTemplate) -> Sequence[Encoded]:

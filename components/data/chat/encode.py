@@ -19,7 +19,7 @@ from drawloom.components.data.chat.turns import (
     parse_tools,
     render_and_locate_turns,
 )
-from drawloom.components.ports.corpus import ChatTokenizer, complete_document
+from drawloom.ports import ChatTokenizer, complete_document
 
 
 @attrs.frozen

@@ -5,12 +5,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import attrs
-
+from drawloom import UserError, internal, setting
 from drawloom.components.data.chat.template import ChatTemplate, create_chat_template
 from drawloom.components.data.chat.turns import find_turn_end_ids
-from drawloom.components.ports.corpus import ChatTokenizer, Tokenizer, find_end_ids
-from drawloom.graph import UserError, component_base_class, setting
+from drawloom.graph import component_base_class
+from drawloom.ports import ChatTokenizer, Tokenizer, find_end_ids
 
 
 @component_base_class
@@ -18,13 +17,11 @@ class PromptRenderer:
     """Base with a chat template, from the tokenizer or a file; its renderer is a process, started once."""
 
     tokenizer: Tokenizer
-    template: Path | None = setting(
-        default=None, doc="file with a jinja2 chat template; default: the tokenizer's template"
-    )
+    template: Path | None = setting("file with a jinja2 chat template; default: the tokenizer's template", default=None)
     date: datetime.date | None = setting(
-        default=None, doc="date for templates with today's date, such as 2025-01-31; without it they fail"
+        "date for templates with today's date, such as 2025-01-31; without it they fail", default=None
     )
-    _renderer: ChatTemplate | None = attrs.field(init=False, default=None)
+    _renderer: ChatTemplate | None = internal(None)
 
     def close(self) -> None:
         """End the process that renders templates, if one is running."""

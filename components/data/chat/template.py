@@ -12,9 +12,9 @@ from typing import Any
 
 import attrs
 
+from drawloom import UserError
 from drawloom.components.data.chat import render_process
-from drawloom.components.ports.corpus import ChatTokenizer
-from drawloom.graph import UserError
+from drawloom.ports import ChatTokenizer
 
 TIMEOUT = 10.0
 """Seconds for all renderings of a conversation; each usually takes a millisecond."""
@@ -137,7 +137,7 @@ def list_chat_template_files(folder: Path) -> list[Path]:
     return [file for file in files if file.is_file()]
 
 
-def read_chat_templates_and_special_tokens(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
+def read_chat_templates(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
     """Return the chat templates in a tokenizer folder, and the special tokens, both by name."""
     try:
         config = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))

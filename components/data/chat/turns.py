@@ -27,7 +27,7 @@ from typing import Any
 import attrs
 
 from drawloom.components.data.chat.template import ChatTemplate, RenderError, make_request
-from drawloom.components.ports.corpus import ChatTokenizer
+from drawloom.ports import ChatTokenizer
 
 Message = Mapping[str, Any]
 

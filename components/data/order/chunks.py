@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from drawloom.components.ports.data import RowSource
-from drawloom.graph import between, component, setting
+from drawloom import between, component, setting
+from drawloom.ports import RowSource
 
 
 @component
@@ -15,7 +15,7 @@ class Chunks:
     start to end. Chunk sizes differ by at most one row; the surplus rows come last.
     """
 
-    chunks: int = setting(check=between(1, 1_000_000_001), doc="number of chunks per source")
+    chunks: int = setting("number of chunks per source", check=between(1, 1_000_000_001))
 
     def rows_at(self, source: RowSource, epoch: int, positions: np.ndarray) -> np.ndarray:
         """Return the rows at these positions, the same in every epoch, int64 (positions,)."""

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from drawloom.components.ports.data import RowSource
-from drawloom.graph import component
+from drawloom import component
+from drawloom.ports import RowSource
 
 
 @component

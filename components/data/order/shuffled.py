@@ -1,12 +1,14 @@
 """New random order of rows in every epoch."""
 
-import attrs
+from typing import TYPE_CHECKING
+
 import numpy as np
 
-from drawloom.components.data.order.permutation import Permutation
-from drawloom.components.ports.data import RowSource
-from drawloom.components.ports.run import RunInfo
-from drawloom.graph import component
+from drawloom import component, internal
+from drawloom.ports import RowSource, RunInfo
+
+if TYPE_CHECKING:
+    from drawloom.components.data.order.permutation import Permutation
 
 
 @component
@@ -14,9 +16,11 @@ class Shuffled:
     """Random permutation of a source's rows, determined by (seed, source, epoch)."""
 
     job: RunInfo
-    _last: dict[str, Permutation] = attrs.field(init=False, factory=dict)
+    _last: "dict[str, Permutation]" = internal(factory=dict)
 
     def rows_at(self, source: RowSource, epoch: int, positions: np.ndarray) -> np.ndarray:
+        from drawloom.components.data.order.permutation import Permutation
+
         permutation = Permutation(self.job.seed, f"rows {source.name}".strip(), epoch, source.rows)
         # cache the last permutation of a source: positions arrive in order, and sorting is done once per permutation
         if self._last.get(source.name) != permutation:

@@ -1,12 +1,10 @@
 """Shuffled rows, sorted by length within a buffer, so the rows of a microbatch have similar lengths."""
 
-import attrs
 import numpy as np
 
+from drawloom import between, component, internal, setting
 from drawloom.components.data.order.permutation import Permutation
-from drawloom.components.ports.data import MeasuredRows, RowSource
-from drawloom.components.ports.run import RunInfo
-from drawloom.graph import between, component, setting
+from drawloom.ports import MeasuredRows, RowSource, RunInfo
 
 
 @component
@@ -20,10 +18,10 @@ class SortedBuffers:
 
     lengths: MeasuredRows
     job: RunInfo
-    buffer: int = setting(check=between(1, 1_000_000_001), doc="number of rows to sort together")
-    pack: int = setting(check=between(1, 1_000_000_001), doc="number of rows that stay together, such as a microbatch")
-    _tokens: np.ndarray | None = attrs.field(init=False, default=None)
-    _last: dict[str, tuple[int, int, np.ndarray]] = attrs.field(init=False, factory=dict)
+    buffer: int = setting("number of rows to sort together", check=between(1, 1_000_000_001))
+    pack: int = setting("number of rows that stay together, such as a microbatch", check=between(1, 1_000_000_001))
+    _tokens: np.ndarray | None = internal(None)
+    _last: dict[str, tuple[int, int, np.ndarray]] = internal(factory=dict)
 
     def rows_at(self, source: RowSource, epoch: int, positions: np.ndarray) -> np.ndarray:
         rows = np.empty(len(positions), np.int64)

@@ -18,8 +18,8 @@ from typing import NamedTuple
 import attrs
 import numpy as np
 
-from drawloom.components.ports.data import MeasuredRows, PackedDataset, RowOrder, RowSource
-from drawloom.graph import UserError
+from drawloom import UserError
+from drawloom.ports import MeasuredRows, PackedDataset, RowOrder, RowSource
 
 WINDOW = 2**12  # positions per lookup: numpy takes the same time for one as for some hundreds
 MISSING_ROW = -1  # a row of a source that is no longer in the mixture

@@ -9,10 +9,11 @@ from functools import partial
 
 import numpy as np
 
+from drawloom import component
 from drawloom.components.data.order.permutation import Permutation
 from drawloom.components.data.packing import groups
-from drawloom.components.data.packing.packed_rows import PackedRows, RowIndex
-from drawloom.graph import component
+from drawloom.components.data.packing.packed_rows import PackedRows
+from drawloom.components.data.packing.pieces import RowIndex
 
 CHUNK_ITEMS = 2**15  # items per step; intermediate values of that many fit a core's cache
 

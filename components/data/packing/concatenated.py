@@ -2,23 +2,20 @@
 
 from collections.abc import Iterator
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import attrs
 import numpy as np
 import torch
 from torch import Tensor
 
-from drawloom.components.data.order.permutation import Permutation
-from drawloom.components.data.packing.packed_rows import (
-    PackedRows,
-    RowIndex,
-    RowPiece,
-    find_document_nodes,
-    select_trainable_documents,
-)
-from drawloom.components.ports.data import answers_prompts
-from drawloom.graph import Problem, component
-from drawloom.graph.wiring.node import NodeView
+from drawloom import NodeView, Problem, component
+from drawloom.components.data.packing.packed_rows import PackedRows, find_document_nodes, select_trainable_documents
+from drawloom.components.data.packing.pieces import RowIndex, RowPiece
+from drawloom.ports import answers_prompts
+
+if TYPE_CHECKING:
+    from drawloom.components.data.order.permutation import Permutation
 
 
 @component
@@ -40,7 +37,7 @@ class Concatenated(PackedRows):
                 )
                 yield node.warning("use", text, 'write use = "data.packing.best_fit"')
 
-    def build_row_index(self, lengths: np.ndarray, order: Permutation | None) -> RowIndex:
+    def build_row_index(self, lengths: np.ndarray, order: "Permutation | None") -> RowIndex:
         """Concatenate the documents into a stream; lengths: (documents,)."""
         documents = select_trainable_documents(lengths, order)
         ends = np.cumsum(lengths[documents], dtype=np.int64)

@@ -6,6 +6,7 @@ Documents are packed in runs with `RUN` documents, and many runs at once: one nu
 
 import numpy as np
 
+from drawloom import component
 from drawloom.components.data.order.permutation import Permutation
 from drawloom.components.data.packing.groups import (
     GroupedItems,
@@ -14,8 +15,8 @@ from drawloom.components.data.packing.groups import (
     group_items_by_row,
     split_into_blocks,
 )
-from drawloom.components.data.packing.packed_rows import PackedRows, RowIndex, select_trainable_documents
-from drawloom.graph import component
+from drawloom.components.data.packing.packed_rows import PackedRows, select_trainable_documents
+from drawloom.components.data.packing.pieces import RowIndex
 
 BRANCH = 21
 RUN = 8192  # documents per run; fewer than BRANCH cubed, so there is always an empty row

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drawloom.components.data.packing.packed_rows import RowPiece
+from drawloom.components.data.packing.pieces import RowPiece
 
 
 class GroupedItems(NamedTuple):

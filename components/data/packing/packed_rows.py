@@ -3,157 +3,38 @@
 import hashlib
 import logging
 from abc import abstractmethod
-from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
-from itertools import accumulate
-from typing import Any, ClassVar, NamedTuple, Protocol
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
 import numpy as np
 import torch
 
-from drawloom.components.data.mixture import list_document_sources
-from drawloom.components.data.order.permutation import Permutation
-from drawloom.components.ports.corpus import DocumentPart, Split, TokenCorpus, TokenDocuments
-from drawloom.components.ports.data import (
-    IGNORE_INDEX,
+from drawloom import Every, NodeView, Problem, ResolvedRecipe, UserError, internal, setting
+from drawloom.components.data.packing.pieces import RowIndex
+from drawloom.graph import component_base_class
+from drawloom.ports import (
     MAX_LENGTH,
+    Batch,
+    LanguageModel,
+    NodeState,
     RowSource,
+    RunInfo,
+    Split,
     TeacherPredictions,
     TokenBatch,
+    TokenCorpus,
+    TokenDocuments,
+    find_length_fault,
     uses_preference_pairs,
 )
-from drawloom.components.ports.model import LanguageModel, find_length_fault
-from drawloom.components.ports.run import RunInfo
-from drawloom.components.state.batch import Batch
-from drawloom.graph import Every, Problem, ResolvedRecipe, UserError, component_base_class, setting
-from drawloom.graph.wiring.node import NodeView
+
+if TYPE_CHECKING:
+    from drawloom.components.data.order.permutation import Permutation
+    from drawloom.components.data.packing.batches import PackedSplit
 
 
-class RowPiece(NamedTuple):
-    """A document's tokens from `first` to before `last`."""
-
-    document: int
-    first: int
-    last: int
-
-
-class RowIndex(Protocol):
-    """Pieces by row. Picklable, with arrays as tensors, which torch shares between processes."""
-
-    @property
-    def rows(self) -> int:
-        """Row count."""
-        ...
-
-    @property
-    def tokens(self) -> int:
-        """Token count over all pieces."""
-        ...
-
-    def pieces(self, row: int) -> list[RowPiece]:
-        """Return a row's pieces, in order. Raises IndexError beyond the last row."""
-        ...
-
-    def tokens_per_row(self) -> np.ndarray:
-        """Return the token count per row, int64 (rows,)."""
-        ...
-
-
-@attrs.frozen
-class JoinedIndexes:
-    """Concatenated rows from several sources; `first` has the sources' first documents."""
-
-    members: tuple[RowIndex, ...]
-    first: tuple[int, ...]
-
-    @cached_property
-    def first_rows(self) -> list[int]:
-        """First rows by member, followed by the total row count."""
-        return [0, *accumulate(index.rows for index in self.members)]
-
-    @property
-    def rows(self) -> int:
-        return self.first_rows[-1]
-
-    @property
-    def tokens(self) -> int:
-        return sum(index.tokens for index in self.members)
-
-    def pieces(self, row: int) -> list[RowPiece]:
-        member = min(bisect_right(self.first_rows, row), len(self.members)) - 1
-        pieces = self.members[member].pieces(row - self.first_rows[member])
-        if offset := self.first[member]:
-            return [piece._replace(document=offset + piece.document) for piece in pieces]
-        return pieces
-
-
-def build_batch(
-    documents: TokenDocuments, pieces_by_row: Sequence[Sequence[RowPiece]], length: int, pad_id: int
-) -> TokenBatch:
-    """
-    Return a batch with these pieces, packed from the left, with rows padded by `pad_id`.
-
-    Pieces have their own positions and document ids, and so does the padding. The target for a piece's last token is
-    the document's next token, if there is one. `reference` and `labels` have a document's value at its first
-    token; they are None unless every document has one.
-    """
-    tokens = np.full((len(pieces_by_row), length), pad_id, np.int64)
-    targets = np.full((len(pieces_by_row), length), IGNORE_INDEX, np.int64)
-    weights = np.zeros((len(pieces_by_row), length), np.float32)
-    starts = np.zeros((len(pieces_by_row), length), np.int64)  # 1 where a piece or the padding begins
-    references = np.zeros((len(pieces_by_row), length), np.float64)
-    labels = np.zeros((len(pieces_by_row), length), np.float32)
-    padding = np.zeros((len(pieces_by_row), length), np.bool_)
-    has_references, has_labels = any(pieces_by_row), any(pieces_by_row)
-    for row, pieces in enumerate(pieces_by_row):
-        begin = 0
-        for document, first, last in pieces:
-            # one token more than the piece has: the target of its last token
-            ids, own_weights, reference, label = _read_document_range(documents, document, first, last + 1)
-            end, targeted = begin + last - first, begin + len(ids) - 1
-            tokens[row, begin:end] = ids[: last - first]
-            targets[row, begin:targeted] = ids[1:]
-            weights[row, begin:targeted] = 1.0 if own_weights is None else own_weights[1:]
-            starts[row, begin] = 1
-            has_references = has_references and reference is not None
-            references[row, begin] = reference or 0
-            has_labels = has_labels and label is not None
-            labels[row, begin] = label or 0
-            begin = end
-        starts[row, begin : begin + 1] = 1
-        padding[row, begin:] = True
-    columns = np.arange(length)
-    positions = columns - np.maximum.accumulate(np.where(starts > 0, columns, 0), axis=1)
-    return TokenBatch.from_numpy(
-        tokens=tokens,
-        targets=targets,
-        positions=positions,
-        document_ids=np.cumsum(starts, axis=1) - 1,
-        weights=weights,
-        reference=references if has_references else None,
-        labels=labels if has_labels else None,
-        padding=padding,
-    )
-
-
-def _read_document_range(documents: TokenDocuments, document: int, first: int, end: int) -> DocumentPart:
-    """
-    Read a document's tokens from `first` to before `end`; the last one may be missing. Raises UserError with the
-    position.
-    """
-    try:
-        part = documents.read(document, first, end)
-        if len(part.ids) < end - first - 1:
-            raise ValueError(f"it has {len(part.ids)} tokens there instead of {end - first - 1}")
-        return part
-    except Exception as error:
-        where = f"{documents.describe_origin(document)}: tokens {first} to {end - 2}"
-        raise UserError(f"{where} can't be read ({type(error).__name__}: {error}); restore the file") from error
-
-
-def select_trainable_documents(lengths: np.ndarray, order: Permutation | None) -> np.ndarray:
+def select_trainable_documents(lengths: np.ndarray, order: "Permutation | None") -> np.ndarray:
     """Return the documents with at least two tokens, in order, int (selected,); without an order, sorted by number."""
     documents = np.arange(len(lengths)) if order is None else order.permute_all()
     return documents if (lengths >= 2).all() else documents[lengths[documents] >= 2]
@@ -162,14 +43,6 @@ def select_trainable_documents(lengths: np.ndarray, order: Permutation | None) -
 SPLITS: tuple[Split, ...] = ("train", "validation")
 
 log = logging.getLogger("drawloom.data")
-
-
-@attrs.frozen
-class PackedSplit:
-    """A split's documents and row index, for worker processes."""
-
-    documents: TokenDocuments
-    index: JoinedIndexes
 
 
 def find_document_nodes(packing: NodeView) -> Iterator[NodeView]:
@@ -201,13 +74,10 @@ class PackedRows:
     models: Every[LanguageModel] = attrs.field(factory=Every)
     recipe: ResolvedRecipe = attrs.field(factory=lambda: ResolvedRecipe("", ""))
     teacher: TeacherPredictions | None = None
-    length: int = setting(
-        check=_describe_length_fault,
-        doc="sequence length: tokens in a row, at least 2",
-    )
-    _pad: int = attrs.field(init=False, default=0)
-    _splits: dict[Split, PackedSplit] = attrs.field(init=False, factory=dict)
-    _fingerprints: dict[str, Any] = attrs.field(init=False, factory=dict)
+    length: int = setting("sequence length: tokens in a row, at least 2", check=_describe_length_fault)
+    _pad: int = internal(0)
+    _splits: dict[Split, "PackedSplit"] = internal(factory=dict)
+    _fingerprints: dict[str, Any] = internal(factory=dict)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
@@ -221,7 +91,7 @@ class PackedRows:
                 yield node.problem("use", text, f'write use = "data.preferences" in [{source.name}]')
 
     @abstractmethod
-    def build_row_index(self, lengths: np.ndarray, order: Permutation | None) -> RowIndex:
+    def build_row_index(self, lengths: np.ndarray, order: "Permutation | None") -> RowIndex:
         """Pack a source's documents, in `order` or sorted by number; lengths: (documents,)."""
 
     def open(self) -> None:
@@ -229,7 +99,7 @@ class PackedRows:
         self._pad = self.tokens.eos_id
         for split in SPLITS:
             self._splits[split] = packed = self._pack_split(split)
-            for source, index in zip(list_document_sources(packed.documents), packed.index.members, strict=True):
+            for source, index in zip(packed.sources, packed.index.members, strict=True):
                 rate = 100 * index.tokens / (index.rows * self.length) if index.rows else 100
                 log.info(
                     "%s: %d documents in %d rows of %d, %.2f %% filled",
@@ -241,6 +111,8 @@ class PackedRows:
                         rate,
                     ),
                 )
+        from drawloom.components.data.packing.row_checks import warn_of_long_texts
+
         if self.teacher is not None:
             self.teacher.check_written_for_rows(self.identity())
         lengths = [packed.documents.lengths for packed in self._splits.values()]
@@ -273,6 +145,8 @@ class PackedRows:
 
     def batch(self, split: Split, indices: Sequence[int]) -> TokenBatch:
         """Return the rows at these indices, 0 to count - 1; every tensor is (rows, length)."""
+        from drawloom.components.data.packing.batches import build_batch
+
         packed = self._splits[split]
         batch = build_batch(packed.documents, [packed.index.pieces(row) for row in indices], self.length, self._pad)
         if self.teacher is None:
@@ -288,9 +162,7 @@ class PackedRows:
     def row_sources(self, split: Split) -> list[RowSource]:
         """Return a split's row sources; without a mixture, one source without a name."""
         packed = self._splits[split]
-        parts = zip(
-            list_document_sources(packed.documents), packed.index.members, packed.index.first_rows, strict=False
-        )
+        parts = zip(packed.sources, packed.index.members, packed.index.first_rows, strict=False)
         return [
             RowSource(source.name, start, index.rows, index.tokens, source.weight) for source, index, start in parts
         ]
@@ -304,23 +176,29 @@ class PackedRows:
         """
         return {**self.state_dict(), "seed": self.job.seed}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> NodeState:
         """Return row counts and fingerprints by split and source, constant during a run."""
         if not self._fingerprints:
             for split in SPLITS:
-                documents = list_document_sources(self._splits[split].documents)
+                documents = self._splits[split].sources
                 for source, rows in zip(documents, self.row_sources(split), strict=True):
                     identity = f"{type(self).__name__} {self.length} {source.documents.fingerprint}"
                     digest = hashlib.sha256(identity.encode()).hexdigest()
                     self._fingerprints[_format_split_name(split, source.name)] = {"rows": rows.rows, "sha256": digest}
         return dict(self._fingerprints)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: NodeState) -> None:
         """Raise UserError if the run began with other rows, unless --accept-changes is set."""
+        from drawloom.components.data.packing.row_checks import check_rows_are_unchanged
+
         check_rows_are_unchanged(state, self.state_dict(), accept_changes=self.recipe.accept_changes)
 
-    def _pack_split(self, split: Split) -> PackedSplit:
+    def _pack_split(self, split: Split) -> "PackedSplit":
         """Pack a split's documents, source by source; training documents are shuffled."""
+        from drawloom.components.data.mixed_documents import list_document_sources
+        from drawloom.components.data.order.permutation import Permutation
+        from drawloom.components.data.packing.batches import JoinedIndexes, PackedSplit
+
         documents, first_documents, indexes = self.tokens.documents(split), [0], []
         for source in list_document_sources(documents):
             lengths = source.documents.lengths
@@ -349,48 +227,3 @@ class PackedRows:
 def _format_split_name(split: Split, source: str) -> str:
     """Name a split, or one source in a split."""
     return f"{split} of {source}" if source else split
-
-
-def warn_of_long_texts(longest_text: int, models: Mapping[str, LanguageModel]) -> None:
-    """Warn if the longest text, in tokens, exceeds a model's positions."""
-    for name, model in models.items():
-        longest = model.max_sequence_length
-        if longest is not None and longest_text > longest:
-            log.warning(
-                "the longest text of a row has %d tokens, and the positions of [%s] are made for %d "
-                "(max_position_embeddings, and rope_scaling if there is one): the model has learned no later "
-                "positions; write a length of at most %d, or a config.json with rope_scaling",
-                *(longest_text, name, longest, longest),
-            )
-
-
-def check_rows_are_unchanged(saved: Mapping[str, Any], current: Mapping[str, Any], *, accept_changes: bool) -> None:
-    """
-    Compare row counts and digests (`rows`, `sha256`), by split or by split and source, with a checkpoint's.
-
-    Raises UserError for a difference, or logs it if changes are accepted. Raises KeyError if the state is not a
-    dataset's.
-    """
-    if not saved.keys() & current.keys():
-        raise KeyError(f"the state has {', '.join(saved)}, but no split in this dataset")
-    differences = ", and ".join(
-        filter(None, (_describe_row_change(name, saved, current) for name in {**saved, **current}))
-    )
-    if differences and not accept_changes:
-        raise UserError(
-            f"the corpus is not the one that this run began with: {differences}; restore the old one, "
-            "use another run name, or add --accept-changes",
-            exit_code=2,
-        )
-    if differences:
-        log.warning("the corpus is not the one that this run began with: %s", differences)
-
-
-def _describe_row_change(name: str, saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:
-    """Describe how rows differ from the rows at the run's beginning; empty if they are equal."""
-    if name not in saved or name not in current:
-        return f"{name} is {'new' if name in current else 'missing'}"
-    before, after = saved[name], current[name]
-    if before["rows"] != after["rows"]:
-        return f"{name} had {before['rows']} rows, and has {after['rows']}"
-    return f"{name} had other tokens in its {before['rows']} rows" if before != after else ""

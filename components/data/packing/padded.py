@@ -2,14 +2,11 @@
 
 import numpy as np
 
+from drawloom import component
 from drawloom.components.data.order.permutation import Permutation
-from drawloom.components.data.packing.groups import (
-    GroupedItems,
-    build_rows_from_documents,
-    split_into_blocks,
-)
-from drawloom.components.data.packing.packed_rows import PackedRows, RowIndex, select_trainable_documents
-from drawloom.graph import component
+from drawloom.components.data.packing.groups import GroupedItems, build_rows_from_documents, split_into_blocks
+from drawloom.components.data.packing.packed_rows import PackedRows, select_trainable_documents
+from drawloom.components.data.packing.pieces import RowIndex
 
 
 @component

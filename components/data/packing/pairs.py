@@ -6,11 +6,12 @@ from typing import ClassVar
 import numpy as np
 import torch
 
+from drawloom import component
 from drawloom.components.data.order.permutation import Permutation
 from drawloom.components.data.packing.best_fit import pack_by_best_fit
 from drawloom.components.data.packing.groups import Groups
-from drawloom.components.data.packing.packed_rows import PackedRows, RowIndex
-from drawloom.graph import component
+from drawloom.components.data.packing.packed_rows import PackedRows
+from drawloom.components.data.packing.pieces import RowIndex
 
 log = logging.getLogger("drawloom.data")
 

@@ -12,13 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from drawloom import NodeView, Problem, between, component, setting
 from drawloom.components.data.order.permutation import Permutation
 from drawloom.components.data.packing.best_fit import pack_by_best_fit
-from drawloom.components.data.packing.packed_rows import PackedRows, RowIndex, RowPiece, select_trainable_documents
-from drawloom.components.ports.corpus import Split
-from drawloom.components.ports.data import MAX_LENGTH, TokenBatch
-from drawloom.graph import Problem, between, component, setting
-from drawloom.graph.wiring.node import NodeView
+from drawloom.components.data.packing.packed_rows import PackedRows, select_trainable_documents
+from drawloom.components.data.packing.pieces import RowIndex, RowPiece
+from drawloom.ports import MAX_LENGTH, Split, TokenBatch
 
 
 @component
@@ -31,9 +30,9 @@ class Windows(PackedRows):
     """
 
     stride: int | None = setting(
+        "window stride in tokens, at most `length`; default: half the length",
         default=None,
         check=between(1, MAX_LENGTH + 1),
-        doc="window stride in tokens, at most `length`; default: half the length",
     )
 
     @classmethod

@@ -7,9 +7,8 @@ from typing import Any, Protocol, get_args
 
 import attrs
 
-from drawloom.components.data.sources.files import File, find_files
-from drawloom.components.ports.corpus import Split
-from drawloom.graph import between, component_base_class, setting
+from drawloom import between, setting
+from drawloom.ports import Split
 
 PART_BYTES = 2**26
 """Approximate bytes of files per part: large enough to hide its overhead, small enough to lose when killed."""
@@ -40,15 +39,15 @@ class Part(Protocol):
 def file_globs(files: str) -> Any:
     """Return the setting for globs that select files."""
     return setting(
+        f"globs for {files}, relative to the current directory; `**` crosses folders",
         globs=True,
         check=lambda paths: None if paths else "an empty list names no file",
-        doc=f"globs for {files}, relative to the current directory; `**` crosses folders",
     )
 
 
 def validation_fraction(units: str) -> Any:
     """Return the setting for the validation split's share."""
-    return setting(default=0.05, check=between(0, 1), doc=f"fraction of {units} held out for evaluation; 0: none")
+    return setting(f"fraction of {units} held out for evaluation; 0: none", default=0.05, check=between(0, 1))
 
 
 def choose_split(content: bytes, validation_fraction: float) -> Split:
@@ -137,22 +136,3 @@ class DividedCorpus(ABC):
     def parts(self, split: Split) -> Sequence[Part]:
         """Return a split's documents in independently readable parts."""
         return wrap_parts_for_split(self.divide(), split, self.validation_fraction)
-
-
-@component_base_class
-class FileCorpus(DividedCorpus):
-    """Base for texts in files that globs select, ordered by file."""
-
-    paths: list[str] = file_globs("files")
-    validation_fraction: float = validation_fraction("documents")
-
-    @abstractmethod
-    def divide_files(self, files: Sequence[File]) -> Sequence[Part]:
-        """Divide files into independently readable parts."""
-
-    def check_before_open(self) -> None:
-        """Read the first document. Raises UserError for a glob without a file, or a malformed document."""
-        next(iterate_texts(self.divide_files(find_files(self.paths)[:1])), None)
-
-    def divide(self) -> Sequence[Part]:
-        return self.divide_files(find_files(self.paths))

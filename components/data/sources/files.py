@@ -16,7 +16,7 @@ from typing import IO, Any
 
 import attrs
 
-from drawloom.graph import UserError
+from drawloom import UserError
 
 COMPRESSED = (".gz", ".zst")
 FSSPEC = "install its reader: pip install 'drawloom[fsspec]', and the protocol's package, such as s3fs"

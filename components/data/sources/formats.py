@@ -1,4 +1,4 @@
-"""Formats of corpus files: texts, JSON lines, and tables in Parquet and Arrow, as by Hugging Face's `datasets`."""
+"""Formats of corpus files: JSON lines, and tables in Parquet and Arrow, as by Hugging Face's `datasets`."""
 
 import codecs
 import json
@@ -9,51 +9,10 @@ from typing import IO, Any
 
 import attrs
 
+from drawloom import UserError
 from drawloom.components.data.sources.documents import PART_BYTES, Document, Part
-from drawloom.components.data.sources.files import (
-    PYARROW,
-    File,
-    find_files,
-    group_files,
-    import_optional_package,
-    open_file,
-)
-from drawloom.graph import UserError
-
-
-@attrs.frozen
-class TextPart:
-    """A few text files; each is a document. Invalid UTF-8 raises UserError, or is replaced by U+FFFD if `replace`."""
-
-    files: tuple[File, ...]
-    replace: bool = False
-
-    @property
-    def byte_count(self) -> int:
-        """Total file size in bytes."""
-        return sum(file.size for file in self.files)
-
-    def documents(self) -> Iterator[Document]:
-        """Yield the files' texts, with unchanged line ends."""
-        for file in self.files:
-            with open_file(file) as stream:
-                content = stream.read()
-            yield Document(_decode_utf8(content, file.path, self.replace), file.path, 0)
-
-
-def group_text_files(files: Sequence[File], replace_invalid: bool = False) -> list[TextPart]:
-    """Group files into parts."""
-    return [TextPart(group, replace_invalid) for group in group_files(files, PART_BYTES)]
-
-
-def _decode_utf8(content: bytes, path: str, replace_invalid: bool) -> str:
-    """Decode UTF-8. Raises UserError for an invalid byte, unless `replace_invalid`."""
-    try:
-        return content.decode("utf-8", "replace" if replace_invalid else "strict")
-    except UnicodeDecodeError as error:
-        byte = f"byte {error.start} (0x{content[error.start]:02x})"
-        hint = 'convert the file, leave it out of `paths`, or write invalid_bytes = "replace"'
-        raise UserError(f"{path}: {byte} is not UTF-8; {hint}") from error
+from drawloom.components.data.sources.files import PYARROW, File, find_files, import_optional_package, open_file
+from drawloom.components.data.sources.texts import group_text_files
 
 
 @attrs.frozen

@@ -29,6 +29,7 @@ from typing import Any
 import attrs
 import numpy as np
 
+from drawloom import UserError
 from drawloom.components.data.child_process import ChildProcess, start_process_with_pipe
 from drawloom.components.data.sources.documents import Document, Part
 from drawloom.components.data.store.shard import ShardWriter, TokenShard, choose_id_dtype, get_shard_stem
@@ -41,11 +42,10 @@ from drawloom.components.data.store.store import (
     hash_documents,
     read_index,
 )
-from drawloom.components.ports.corpus import Tokenizer, complete_document
 from drawloom.components.storage.byte_size import format_decimal_byte_size
 from drawloom.components.storage.durable_files import replace_file
-from drawloom.graph import UserError
 from drawloom.graph.lifecycle import Openable
+from drawloom.ports import Tokenizer, complete_document
 
 BATCH = 2**18  # characters; longer documents are cut into pieces of about this size
 MARGIN = 256  # characters on either side of a cut, which must have the same ids with and without it
@@ -239,7 +239,7 @@ def _distribute_parts(
                 kind, *values = ready.recv()
             except (EOFError, OSError) as error:
                 hint = "check for a lack of memory; run the same command again to complete the store"
-                end = child.wait_and_describe_process_exit()
+                end = child.wait_and_describe_exit()
                 raise UserError(f"a process that tokenizes ({child.process.pid}) {end}; {hint}") from error
             if kind == "error":
                 raise values[0]

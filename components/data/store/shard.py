@@ -21,9 +21,9 @@ from typing import Any
 import attrs
 import numpy as np
 
+from drawloom import UserError
 from drawloom.components.storage.durable_files import FileWriter, create_new_durable_file, replace_file
 from drawloom.components.storage.regular_file import read_file
-from drawloom.graph import UserError
 
 BLOCK = 2**16  # bytes; part of the format; small, because shuffled documents are read one by one
 MAX_SIZE = 2**32  # bytes of a JSON file or of the digests of a shard

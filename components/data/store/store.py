@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from drawloom import UserError
 from drawloom.components.data.store.shard import TokenShard, get_shard_stem, read_file_following_link
-from drawloom.components.ports.corpus import DocumentPart, Split, TokenDocuments
 from drawloom.components.storage.strict_json import parse_strict_json
-from drawloom.graph import UserError
+from drawloom.ports import DocumentPart, Split, TokenDocuments
 
 FORMAT = 3
 MAX_PARTS = 2**26  # values in `store.json`: three for each shard

@@ -9,9 +9,8 @@ from drawloom.components.model.decoder.config import DecoderConfig
 from drawloom.components.model.decoder.specs import AttentionSpec, LayerContext
 from drawloom.components.model.layers import Linear, ProjectionNorm, RMSNorm
 from drawloom.components.parallel.parameter_split import SplitDim
-from drawloom.components.parallel.tensor import TensorParallel
-from drawloom.components.ports.kernels import Kernels
-from drawloom.components.ports.parameter_roles import Role
+from drawloom.components.parallel.tensor_ranks import TensorParallel
+from drawloom.ports import Kernels, Role
 
 
 class Attention(TensorParallel):

@@ -1,7 +1,6 @@
 """The settings that all families share, the modules that they build, and initial weights."""
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -11,7 +10,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.distributed.rng import derive_seed, fill_normal
+from drawloom import Problem, UserError, setting, wired
 from drawloom.components.model.decoder.config import (
     DecoderConfig,
     create_size_check,
@@ -19,15 +18,7 @@ from drawloom.components.model.decoder.config import (
     find_head_count_faults,
     find_tensor_parallel_faults,
 )
-from drawloom.components.model.decoder.hugging_face import (
-    Family,
-    build_hugging_face_config,
-    build_updated_folder_config,
-    find_inconsistent_sizes,
-    locate_config_json,
-    read_config,
-    read_config_json,
-)
+from drawloom.components.model.decoder.family import Family
 from drawloom.components.model.decoder.rope import (
     BY_LENGTH,
     InvalidSetting,
@@ -44,22 +35,23 @@ from drawloom.components.model.new_tokens import (
     count_new_tokens,
     find_new_tokens_fault,
 )
-from drawloom.components.ports.corpus import Tokenizer
-from drawloom.components.ports.kernels import Kernels
-from drawloom.components.ports.model import ForwardFlops, LayerRange
-from drawloom.components.ports.parameter_roles import (
+from drawloom.graph import component_base_class
+from drawloom.graph.toml.emit import dump_toml
+from drawloom.ports import (
+    ConfigJson,
+    ForwardFlops,
+    Kernels,
+    LayerRange,
+    Mapper,
     ModelScaling,
     Parametrization,
     Role,
+    Settings,
+    TensorSlice,
+    Tokenizer,
     default_role,
     parameter_roles,
 )
-from drawloom.components.ports.slices import TensorSlice
-from drawloom.components.ports.weights import Mapper
-from drawloom.components.weights.convert import persistent_tensors
-from drawloom.components.weights.mapper import sequential
-from drawloom.graph import Problem, UserError, component_base_class, setting, wired
-from drawloom.graph.toml.emit import dump_toml
 
 EXAMPLES = {
     "num_hidden_layers": 4,
@@ -72,7 +64,7 @@ EXAMPLES = {
 }
 
 
-def find_setting_faults(family: Family, settings: Mapping[str, Any], has_tokenizer: bool) -> Iterator[InvalidSetting]:
+def find_setting_faults(family: Family, settings: Settings, has_tokenizer: bool) -> Iterator[InvalidSetting]:
     """Return problems in a recipe's settings; None stands for a setting left out."""
     given = _drop_unset_settings(family, settings)
     if settings["config"] is not None:
@@ -102,7 +94,7 @@ def find_setting_faults(family: Family, settings: Mapping[str, Any], has_tokeniz
 
 
 def build_architecture_from_settings(
-    family: Family, settings: Mapping[str, Any], tokens: int | None, new_tokens: int = 0
+    family: Family, settings: Settings, tokens: int | None, new_tokens: int = 0
 ) -> DecoderConfig:
     """
     Return the architecture for these settings, with `tokens` ids in the tokenizer; the last ones may be new.
@@ -112,6 +104,8 @@ def build_architecture_from_settings(
     for fault in find_setting_faults(family, settings, tokens is not None):
         raise UserError(f"{fault.key}: {fault.why}; {fault.instead}")
     if settings["config"] is not None:
+        from drawloom.components.model.decoder.hugging_face import find_inconsistent_sizes
+
         architecture = _read_and_override_config(family, settings)
         for fault in find_inconsistent_sizes(architecture):
             raise UserError(f"{fault.key}: {fault.why}; {fault.instead}")
@@ -140,12 +134,12 @@ def _list_required_keys(family: Family) -> list[str]:
     return [key for key, field in family.keys.items() if field.default is attrs.NOTHING and key not in derived]
 
 
-def _drop_unset_settings(family: Family, settings: Mapping[str, Any]) -> dict[str, Any]:
+def _drop_unset_settings(family: Family, settings: Settings) -> dict[str, Any]:
     """Return the settings that are keys of the family's `config.json` and not None."""
     return {key: settings[key] for key in (*family.keys, "rope_parameters") if settings[key] is not None}
 
 
-def _fill_derived_defaults(family: Family, settings: Mapping[str, Any], tokens: int | None) -> dict[str, Any]:
+def _fill_derived_defaults(family: Family, settings: Settings, tokens: int | None) -> dict[str, Any]:
     """Add defaults derived from other settings or the tokenizer's size; the config class has constant defaults."""
     given = _drop_unset_settings(family, settings)
     if tokens is not None:
@@ -158,14 +152,16 @@ def _fill_derived_defaults(family: Family, settings: Mapping[str, Any], tokens: 
     return derive_head_sizes(given) | separate_theta_and_scaling(given)
 
 
-def _read_and_override_config(family: Family, settings: Mapping[str, Any]) -> DecoderConfig:
+def _read_and_override_config(family: Family, settings: Settings) -> DecoderConfig:
     """Read the config file named in the settings, and override its values by the other settings."""
     given = _drop_unset_settings(family, settings)
+    from drawloom.components.model.decoder.hugging_face import read_config
+
     scaling = {"rope_scaling": None} if given.keys() & {"rope_scaling", "rope_parameters"} else {}
     return attrs.evolve(read_config(family, settings["config"]), **scaling | separate_theta_and_scaling(given))
 
 
-def _find_attention_faults(given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+def _find_attention_faults(given: Settings) -> Iterator[InvalidSetting]:
     """Yield the fault if head counts or sizes do not fit together, or head_dim has no default."""
     width, heads = given["hidden_size"], given["num_attention_heads"]
     if "head_dim" not in given and width % heads:
@@ -180,40 +176,6 @@ def _find_attention_faults(given: Mapping[str, Any]) -> Iterator[InvalidSetting]
 NEW_TOKENS_ARE_WHOLE = "the rows of new tokens can't be shared"
 
 
-def fill_with_initial_weights(
-    name: str,
-    parameter: Tensor,
-    role: Role,
-    *,
-    seed: int,
-    layers: int,
-    std: float,
-    tensor_slice: TensorSlice | None = None,
-) -> None:
-    """
-    Fill a parameter (any shape, any floating-point dtype), or its slice `tensor_slice`, in place by its role.
-
-    Normal random numbers have the standard deviation `std`, times the role's scaling. The outputs of 2 * layers
-    matrices are added to the residual stream; their standard deviation is divided by sqrt(2 * layers), so that the
-    stream does not grow with depth (Radford et al. 2019, GPT-2, section 2.3). Random numbers depend on the seed, the
-    name and the element's index only; they are drawn in float32 and rounded to the dtype.
-    """
-    if isinstance(role.initial, float):
-        with torch.no_grad():
-            parameter.fill_(role.initial)
-        return
-    # Each layer adds two outputs to the stream: attention's and the feed-forward network's.
-    std *= role.scaling.initial_std
-    if role.is_residual:
-        std /= math.sqrt(2 * layers)
-    scale = std if role.initial == "normal" else 1.0
-    part = tensor_slice or TensorSlice.whole(tuple(parameter.shape))
-    fill_normal(parameter, derive_seed(seed, "initial weights", name), scale, part.shape, part.offsets)
-    if callable(role.initial):
-        with torch.no_grad():
-            parameter.copy_(role.initial(torch.special.ndtr(parameter.double())))
-
-
 @component_base_class
 class DecoderModel:
     """Model of a decoder: its modules, initial weights and files follow from its family and its config."""
@@ -223,14 +185,14 @@ class DecoderModel:
     kernels: Kernels
     tokenizer: Tokenizer | None = wired(default=None)
     new_tokens: NewTokens = setting(
+        "number of the tokenizer's last ids with separate rows in embedding and head, in a parameter new_tokens, "
+        "which a folder may lack; or a table from parameter names to numbers of ids, in the order of ids",
         default=0,
         check=find_new_tokens_fault,
-        doc="number of the tokenizer's last ids with separate rows in embedding and head, in a parameter new_tokens, "
-        "which a folder may lack; or a table from parameter names to numbers of ids, in the order of ids",
     )
 
     @classmethod
-    def read_sizes(cls, node: Any) -> Mapping[str, Any]:
+    def read_sizes(cls, node: Any) -> Settings:
         """Return the config's keys, as far as `check` knows them; empty if a file is invalid, a problem of its own."""
         raise NotImplementedError
 
@@ -240,7 +202,7 @@ class DecoderModel:
         raise NotImplementedError
 
     @property
-    def config_settings(self) -> Mapping[str, Any]:
+    def config_settings(self) -> Settings:
         """The settings of the config, by key; None for those that are left out."""
         raise NotImplementedError
 
@@ -308,10 +270,11 @@ class DecoderModel:
         return self.architecture.max_sequence_length
 
     def build(self, span: LayerRange) -> nn.Module:
-        from drawloom.components.model.decoder.model import CausalLM, set_joined_layer_names
+        from drawloom.components.model.decoder.model import CausalLM
 
         module = CausalLM(self.architecture, span, self.kernels, self.scaling)
-        set_joined_layer_names(module, self.family.mapper, self.architecture)
+        family, architecture = self.family, self.architecture
+        module.create_mapper = lambda names: family.mapper(names, architecture)
         if self.new_token_split is None:
             return module
         from drawloom.components.model.split_vocabulary import replace_by_split_layers
@@ -326,6 +289,8 @@ class DecoderModel:
     def initialize_parameter(
         self, name: str, parameter: Tensor, seed: int, tensor_slice: TensorSlice | None = None
     ) -> None:
+        from drawloom.components.model.decoder.initial_weights import fill_with_initial_weights
+
         std, layers = self.architecture.initializer_range, self.architecture.num_hidden_layers
         role = self._roles_by_parameter_name.get(name) or default_role(name, parameter)
         fill_with_initial_weights(name, parameter, role, seed=seed, layers=layers, std=std, tensor_slice=tensor_slice)
@@ -335,18 +300,24 @@ class DecoderModel:
 
         return count_forward_flops(self.build_on_meta(), self.architecture)
 
-    def hugging_face_config(self) -> dict[str, Any]:
-        written = attrs.evolve(self.architecture, vocab_size=self.vocab_size)
-        return build_hugging_face_config(self.family, written)
+    def hugging_face_config(self) -> ConfigJson:
+        return self.family.build_config(attrs.evolve(self.architecture, vocab_size=self.vocab_size))
 
-    def build_updated_folder_config(self, path: Path, text_only: bool = False) -> dict[str, Any]:
+    def build_updated_folder_config(self, path: Path, text_only: bool = False) -> ConfigJson:
+        from drawloom.components.model.decoder.hugging_face import build_updated_folder_config
+
         written = attrs.evolve(self.architecture, vocab_size=self.vocab_size)
         return build_updated_folder_config(self.family, path, written, text_only)
 
     def find_decoder_prefix(self, path: Path) -> str:
+        from drawloom.components.model.decoder.hugging_face import read_config_json
+
         return self.family.nested_types.get(str(read_config_json(path).get("model_type")), "model.")
 
     def hugging_face_mapper(self) -> Mapper:
+        from drawloom.components.weights.convert import persistent_tensors
+        from drawloom.components.weights.mapper import sequential
+
         names, joined = [*persistent_tensors(self.build_on_meta())], Mapper(())
         if self.new_token_split is not None:
             from drawloom.components.model.split_vocabulary import create_vocabulary_join_mapper
@@ -374,17 +345,15 @@ class DecoderBuilder(DecoderModel):
     family: ClassVar[Family]
 
     config: Path | None = setting(
-        default=None, doc="Hugging Face config.json, or its folder; other settings replace its values"
+        "Hugging Face config.json, or its folder; other settings replace its values", default=None
     )
     vocabulary_multiple: int = setting(
+        "the tokenizer's vocabulary size is rounded up to a multiple of this",
         default=1,
         check=create_size_check("vocab_size"),
-        doc="the tokenizer's vocabulary size is rounded up to a multiple of this",
     )
     rope_parameters: RopeScaling | None = setting(
-        default=None,
-        impact="changes_training",
-        doc="rope_theta and rope_scaling in one table, as in transformers 5",
+        "rope_theta and rope_scaling in one table, as in transformers 5", default=None, impact="changes_training"
     )
 
     def __init_subclass__(cls) -> None:
@@ -410,10 +379,12 @@ class DecoderBuilder(DecoderModel):
             yield node.problem(fault.key, fault.why, fault.instead)
 
     @classmethod
-    def read_sizes(cls, node: Any) -> Mapping[str, Any]:
-        settings: Mapping[str, Any] = node.settings
+    def read_sizes(cls, node: Any) -> Settings:
+        settings: Settings = node.settings
         with suppress(UserError):
             if settings["config"] is not None:
+                from drawloom.components.model.decoder.hugging_face import read_config
+
                 return attrs.asdict(read_config(cls.family, settings["config"]), recurse=False)
             return settings
         return {}
@@ -433,13 +404,15 @@ class DecoderBuilder(DecoderModel):
         _ = self.architecture
 
     @property
-    def config_settings(self) -> Mapping[str, Any]:
+    def config_settings(self) -> Settings:
         cls: Any = type(self)
         return {field.alias: getattr(self, field.name) for field in attrs.fields(cls)}
 
     def list_input_files(self) -> dict[str, list[Path]]:
         if self.config is None:
             return {}
+        from drawloom.components.model.decoder.hugging_face import locate_config_json
+
         return {"config": [locate_config_json(self.config)]}
 
 

@@ -1,13 +1,14 @@
 """Decoder configs: keys of a `config.json`, also settings of recipes, and every layer's specification."""
 
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal
 
 import attrs
 import torch
 
+from drawloom import above, at_least, between, setting
 from drawloom.components.model.decoder.rope import InvalidSetting, Rope, RopeScaling, convert_to_kernel_scaling
 from drawloom.components.model.decoder.specs import (
     Activation,
@@ -18,9 +19,8 @@ from drawloom.components.model.decoder.specs import (
     MlpSpec,
     Routing,
 )
-from drawloom.graph import above, at_least, between, setting
 from drawloom.graph.component import Bound
-from drawloom.kernels.attention.options import AttentionOptions
+from drawloom.ports import AttentionOptions, Settings
 
 MAX_SIZES = {
     "num_hidden_layers": 10_000,  # ten times the deepest transformers; building many more would take hours
@@ -83,37 +83,32 @@ class DecoderConfig:
     mlp_bias = False
     """Whether the linear layers of feed-forward networks have biases."""
 
-    num_hidden_layers: int = setting(check=create_size_check("num_hidden_layers"), doc="number of layers")
-    hidden_size: int = setting(check=create_size_check("hidden_size"), doc="width of the hidden states")
-    num_attention_heads: int = setting(check=create_size_check("num_attention_heads"), doc="number of query heads")
+    num_hidden_layers: int = setting("number of layers", check=create_size_check("num_hidden_layers"))
+    hidden_size: int = setting("width of the hidden states", check=create_size_check("hidden_size"))
+    num_attention_heads: int = setting("number of query heads", check=create_size_check("num_attention_heads"))
     num_key_value_heads: int = setting(
-        check=create_size_check("num_attention_heads"),
-        doc="number of key and value heads; default: num_attention_heads",
+        "number of key and value heads; default: num_attention_heads", check=create_size_check("num_attention_heads")
     )
     head_dim: int = setting(
-        check=create_size_check("head_dim"), doc="width of a head; default: hidden_size / num_attention_heads"
+        "width of a head; default: hidden_size / num_attention_heads", check=create_size_check("head_dim")
     )
     intermediate_size: int = setting(
-        check=create_size_check("intermediate_size"), doc="inner width of the feed-forward network"
+        "inner width of the feed-forward network", check=create_size_check("intermediate_size")
     )
-    vocab_size: int = setting(
-        check=create_size_check("vocab_size"), doc="number of token ids; default: the tokenizer's"
-    )
-    tie_word_embeddings: bool = setting(default=False, doc="use the embedding's weight for the head")
+    vocab_size: int = setting("number of token ids; default: the tokenizer's", check=create_size_check("vocab_size"))
+    tie_word_embeddings: bool = setting("use the embedding's weight for the head", default=False)
     max_position_embeddings: int = setting(
+        "maximum sequence length in an export",
         default=32_768,
         check=create_size_check("max_position_embeddings"),
         impact="safe",
-        doc="maximum sequence length in an export",
     )
-    rope_theta: float = training_setting(default=1e6, check=above(1), doc="base of rotary positions")
+    rope_theta: float = training_setting("base of rotary positions", default=1e6, check=above(1))
     rope_scaling: RopeScaling | None = training_setting(
-        default=None, doc="scaling of rotary positions for longer texts; default: none"
+        "scaling of rotary positions for longer texts; default: none", default=None
     )
-    rms_norm_eps: float = training_setting(default=1e-6, check=above(0), doc="constant added to mean squares in norms")
-    initializer_range: float = training_setting(
-        default=0.02, check=above(0), doc="standard deviation of initial weights"
-    )
+    rms_norm_eps: float = training_setting("constant added to mean squares in norms", default=1e-6, check=above(0))
+    initializer_range: float = training_setting("standard deviation of initial weights", default=0.02, check=above(0))
 
     @property
     def max_sequence_length(self) -> int:
@@ -186,7 +181,7 @@ class DecoderConfig:
         )
 
     @classmethod
-    def find_faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+    def find_faults(cls, given: Settings) -> Iterator[InvalidSetting]:
         """
         Yield the faults in keys only this family has.
 
@@ -216,7 +211,7 @@ def config_fields(config: type[DecoderConfig]) -> "dict[str, attrs.Attribute[Any
 def rotary_factor_setting(default: float) -> Any:
     """Declare `partial_rotary_factor`, from which `rotary_dim` follows."""
     return training_setting(
-        default=default, check=between(0.01, 1.001), doc="part of the channels of a head that rotary positions rotate"
+        "part of the channels of a head that rotary positions rotate", default=default, check=between(0.01, 1.001)
     )
 
 
@@ -235,14 +230,14 @@ def layer_types_setting(interval: int, other: str = SLIDING) -> Any:
     """Declare `layer_types`: by default the last of every `interval` layers has full attention."""
     ordinals = {2: "second", 4: "fourth", 6: "sixth"}
     return training_setting(
+        f"{FULL} or {other} for every layer; default: every {ordinals[interval]} is {FULL}",
         default=attrs.Factory(
             lambda self: alternate_layer_types(self.num_hidden_layers, interval, other), takes_self=True
         ),
-        doc=f"{FULL} or {other} for every layer; default: every {ordinals[interval]} is {FULL}",
     )
 
 
-def find_short_list_faults(given: Mapping[str, Any], key: str, items: str) -> Iterator[InvalidSetting]:
+def find_short_list_faults(given: Settings, key: str, items: str) -> Iterator[InvalidSetting]:
     """Yield the fault if the list `key` lacks items for the last layers; it may be longer than the model."""
     layers, count = given["num_hidden_layers"], len(given.get(key) or ())
     if key in given and count < layers:
@@ -255,9 +250,9 @@ class WindowConfig(DecoderConfig):
     """Config with an optional sliding window in all layers."""
 
     sliding_window: int | None = training_setting(
+        "number of tokens that a token attends to, including itself; default: all before it",
         default=None,
         check=at_least(1),
-        doc="number of tokens that a token attends to, including itself; default: all before it",
     )
 
     def window_of(self, layer: int) -> int | None:
@@ -272,14 +267,14 @@ class LayerTypesConfig(DecoderConfig):
     `layer_types` may be longer than the model.
     """
 
-    sliding_window: int = training_setting(default=4096, check=at_least(1), doc=WINDOW)
+    sliding_window: int = training_setting(WINDOW, default=4096, check=at_least(1))
     layer_types: SlidingTypes = layer_types_setting(4)
 
     def window_of(self, layer: int) -> int | None:
         return self.sliding_window if self.layer_types[layer] == SLIDING else None
 
     @classmethod
-    def find_faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+    def find_faults(cls, given: Settings) -> Iterator[InvalidSetting]:
         yield from super().find_faults(given)
         yield from find_short_list_faults(given, "layer_types", "types")
 
@@ -293,13 +288,13 @@ class ExpertsConfig(DecoderConfig):
     layers.
     """
 
-    num_experts: int = setting(check=create_size_check("num_experts"), doc="number of routed experts per layer")
-    num_experts_per_tok: int = setting(check=create_size_check("num_experts"), doc="number of routed experts per token")
-    router_aux_loss_coef: float = training_setting(  # the default of transformers' MoeConfig
-        default=0.001, check=at_least(0), doc="load-balancing loss coefficient"
-    )
+    num_experts: int = setting("number of routed experts per layer", check=create_size_check("num_experts"))
+    num_experts_per_tok: int = setting("number of routed experts per token", check=create_size_check("num_experts"))
+    router_aux_loss_coef: float = training_setting(
+        "load-balancing loss coefficient", default=0.001, check=at_least(0)
+    )  # the default of transformers' MoeConfig
     router_z_loss_coef: float = training_setting(
-        default=0.0, check=at_least(0), doc="router z-loss coefficient, to keep the router's logits small"
+        "router z-loss coefficient, to keep the router's logits small", default=0.0, check=at_least(0)
     )
 
     @property
@@ -334,7 +329,7 @@ class ExpertsConfig(DecoderConfig):
         return self.expert_spec if self.layer_has_experts(layer) else super().mlp_spec_of(layer)
 
     @classmethod
-    def find_faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+    def find_faults(cls, given: Settings) -> Iterator[InvalidSetting]:
         """Yield the fault if a token chooses more experts than there are, or there are more than files can contain."""
         yield from super().find_faults(given)
         if (total := given["num_hidden_layers"] * given["num_experts"]) > MAX_EXPERTS_IN_ALL:
@@ -359,17 +354,17 @@ class MoeConfig(ExpertsConfig):
     """Config for a decoder whose experts have another width than the feed-forward networks."""
 
     intermediate_size: int = setting(
+        "inner width of the feed-forward network in layers without experts",
         check=create_size_check("intermediate_size"),
-        doc="inner width of the feed-forward network in layers without experts",
     )
-    moe_intermediate_size: int = setting(check=create_size_check("intermediate_size"), doc="inner width of an expert")
+    moe_intermediate_size: int = setting("inner width of an expert", check=create_size_check("intermediate_size"))
 
     @property
     def expert_width(self) -> int:
         return self.moe_intermediate_size
 
 
-def derive_head_sizes(given: Mapping[str, Any]) -> dict[str, int]:
+def derive_head_sizes(given: Settings) -> dict[str, int]:
     """Return the defaults of head sizes that follow from the other sizes, if these are known."""
     width, heads = given.get("hidden_size"), given.get("num_attention_heads")
     return {"num_key_value_heads": heads, "head_dim": width // heads} if width and heads else {}
@@ -393,7 +388,7 @@ def num_experts(architecture: DecoderConfig) -> int:
     return next((spec.experts for spec in specs if isinstance(spec, ExpertSpec)), 0)
 
 
-def find_tensor_parallel_faults(sizes: Mapping[str, Any], ranks: int) -> Iterator[str]:
+def find_tensor_parallel_faults(sizes: Settings, ranks: int) -> Iterator[str]:
     """Yield the reasons why `ranks` ranks along `tensor` can't share a model with these sizes."""
     for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         if (size := sizes.get(key)) and size % ranks:
@@ -406,7 +401,7 @@ def find_tensor_parallel_faults(sizes: Mapping[str, Any], ranks: int) -> Iterato
             yield f"n_shared_experts × moe_intermediate_size = {experts * inner} is not divisible by {ranks}"
 
 
-def find_dense_width_faults(given: Mapping[str, Any], dense: Sequence[int]) -> Iterator[InvalidSetting]:
+def find_dense_width_faults(given: Settings, dense: Sequence[int]) -> Iterator[InvalidSetting]:
     """Yield the fault if intermediate_size is missing although the layers `dense` have no experts."""
     if dense and "intermediate_size" not in given:
         why = f"intermediate_size is missing, and layer {dense[0]} has no experts"
@@ -418,16 +413,16 @@ class GroupedExpertsConfig(MoeConfig):
     """Config for routed experts in groups and shared experts in all layers but the first."""
 
     n_shared_experts: int = setting(
+        "number of shared experts per layer, which process all tokens",
         default=1,
         check=create_size_check("num_experts"),
-        doc="number of shared experts per layer, which process all tokens",
     )
-    first_k_dense_replace: int = setting(default=0, check=at_least(0), doc="number of first layers without experts")
+    first_k_dense_replace: int = setting("number of first layers without experts", default=0, check=at_least(0))
     routed_scaling_factor: float = training_setting(
-        default=1.0, check=above(0), doc="multiplier of the scores of a token's experts"
+        "multiplier of the scores of a token's experts", default=1.0, check=above(0)
     )
-    n_group: int = training_setting(default=1, check=at_least(1), doc="number of expert groups")
-    topk_group: int = training_setting(default=1, check=at_least(1), doc="maximum number of expert groups per token")
+    n_group: int = training_setting("number of expert groups", default=1, check=at_least(1))
+    topk_group: int = training_setting("maximum number of expert groups per token", default=1, check=at_least(1))
 
     @property
     def shared_expert_width(self) -> int:
@@ -437,7 +432,7 @@ class GroupedExpertsConfig(MoeConfig):
         return number >= self.first_k_dense_replace
 
     @classmethod
-    def find_faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+    def find_faults(cls, given: Settings) -> Iterator[InvalidSetting]:
         """Yield the faults in expert groups, and the fault if no layer has experts."""
         yield from super().find_faults(given)
         layers, dense = given["num_hidden_layers"], given["first_k_dense_replace"]
@@ -452,7 +447,7 @@ class GroupedExpertsConfig(MoeConfig):
 class SigmoidExpertsConfig(GroupedExpertsConfig):
     """Config for DeepSeek-V3's experts: scores are sigmoids, and a bias added to them balances the load."""
 
-    norm_topk_prob: bool = training_setting(default=True, doc="normalise the scores of a token's experts to a sum of 1")
+    norm_topk_prob: bool = training_setting("normalise the scores of a token's experts to a sum of 1", default=True)
     router_aux_loss_coef: float = 0.0  # the router's bias balances
 
     @property
@@ -469,7 +464,7 @@ class SigmoidExpertsConfig(GroupedExpertsConfig):
         )
 
 
-def _find_expert_group_faults(given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+def _find_expert_group_faults(given: Settings) -> Iterator[InvalidSetting]:
     """Yield the fault if groups do not divide the experts, or allow fewer experts than a token chooses."""
     experts, choices = given["num_experts"], given["num_experts_per_tok"]
     groups, used = given["n_group"], given["topk_group"]

@@ -11,11 +11,8 @@ from drawloom.components.model.decoder.mlp import GatedMlp
 from drawloom.components.model.decoder.router import Router
 from drawloom.components.model.decoder.specs import ExpertSpec, LayerContext, MlpSpec
 from drawloom.components.model.layers import Linear
-from drawloom.components.parallel.expert import ExpertParallel
-from drawloom.components.ports.distributed import Mesh
-from drawloom.components.ports.experts import Dispatcher
-from drawloom.components.ports.kernels import Kernels
-from drawloom.components.ports.parameter_roles import BIAS_ROLE, Role
+from drawloom.components.parallel.split_experts import ExpertParallel
+from drawloom.ports import BIAS_ROLE, Dispatcher, Kernels, Mesh, Role
 
 
 class SharedGate(Linear):

@@ -10,9 +10,8 @@ from drawloom.components.model.decoder.config import DecoderConfig
 from drawloom.components.model.decoder.specs import DeltaSpec, LayerContext
 from drawloom.components.model.layers import Linear, RMSNorm
 from drawloom.components.parallel.parameter_split import SplitDim
-from drawloom.components.parallel.tensor import TensorParallel
-from drawloom.components.ports.kernels import Kernels
-from drawloom.components.ports.parameter_roles import Role
+from drawloom.components.parallel.tensor_ranks import TensorParallel
+from drawloom.ports import Kernels, Role
 
 KEY_EPS = 1e-6
 """Constant added to the sum of squares by which queries and keys are divided, as in transformers."""

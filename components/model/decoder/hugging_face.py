@@ -1,4 +1,4 @@
-"""Decoders in Hugging Face's form: parameter names, and reading and writing `config.json`."""
+"""Decoders in Hugging Face's form: reading and writing `config.json`."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -7,100 +7,107 @@ from typing import Any, get_args
 
 import attrs
 
+from drawloom import UserError
 from drawloom.components.model.decoder.config import (
     FULL,
     SLIDING,
     DecoderConfig,
-    config_fields,
     derive_head_sizes,
     find_head_count_faults,
-    num_experts,
 )
+from drawloom.components.model.decoder.family import COMMON_FIXED, TOKEN_IDS, Family
 from drawloom.components.model.decoder.rope import (
-    CONVERTER,
+    USED,
     InvalidSetting,
-    build_rope_parameters,
+    RopeScaling,
     find_rope_faults,
-    parse_theta_and_scaling,
+    longrope_attention_factor,
 )
-from drawloom.components.ports.weights import Mapper
 from drawloom.components.storage.regular_file import open_untrusted_file
 from drawloom.components.storage.strict_json import parse_strict_json
-from drawloom.components.weights.mapper import parallel, sequential
-from drawloom.components.weights.mapper_ops import chunk, identity, unstack
-from drawloom.graph import UserError
+from drawloom.graph.types.structure import ValueConverter
+from drawloom.ports import ConfigJson, Settings
+
+HUGGING_FACE = [kind for kind in USED if kind != "ntk"]
+"""The values of `rope_type` in a `config.json`; static NTK is written there as a larger `rope_theta`."""
+
+CONVERTER = ValueConverter()
+"""Converter of a `config.json`'s values to the types of settings."""
+
+BESIDES = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+"""Keys of `rope_parameters` that do not belong to the scaling."""
 
 
-def create_decoder_mapper(names: Iterable[str], architecture: DecoderConfig) -> Mapper:
-    """Return the mapper from parameters with these names to tensors in files."""
-    count = num_experts(architecture)
-    return parallel(*(_create_parameter_mapper(name, count) for name in names))
+def parse_theta_and_scaling(config: Settings, can_be_partial: bool = False) -> tuple[Any, RopeScaling | None]:
+    """Return the base, None if it is missing, and the scaling. Raises ValueError if the rope can't be built."""
+    # transformers 4 writes rope_scaling, and null if there is none; transformers 5 writes rope_parameters.
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(rope, Mapping):
+        raise ValueError("has a rope_scaling that is not an object")
+    for part in (rope, config):
+        if not can_be_partial and part.get("partial_rotary_factor", 1.0) not in (None, 1.0):
+            raise ValueError(
+                "has a partial_rotary_factor other than 1, but models of this family rotate whole heads only"
+            )
+    base = rope.get("rope_theta", config.get("rope_theta"))
+    return base, _parse_scaling(rope, config)
 
 
-def _create_parameter_mapper(name: str, num_experts: int) -> Mapper:
-    """Return the mapper from one parameter to its tensors in files, where experts are separate."""
-    layer, _, projection = name.rpartition(".")
-    experts = [f"{layer}.{expert}" for expert in range(num_experts)]
-    # Experts are stacked in one parameter here, and are separate tensors in published files.
-    if name.endswith(".experts.gate_up_proj"):
-        parts = [(expert, [f"{expert}.{part}_proj.weight" for part in ("gate", "up")]) for expert in experts]
-        return sequential(unstack(name, experts), parallel(*(chunk(expert, names) for expert, names in parts)))
-    if name.endswith(".experts.down_proj"):
-        return unstack(name, [f"{expert}.{projection}.weight" for expert in experts])
-    return identity(name)
-
-
-def _return_unchanged(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the config: the default conversion for families without keys that need one."""
-    return config
-
-
-@attrs.frozen
-class Family:
+def split_rope_by_type(config: Settings, sliding_theta_key: str, default_sliding_theta: float) -> ConfigJson:
     """
-    Family of models in files: its config class, and its keys in a `config.json`.
+    Replace rope_parameters for several layer types by full attention's, and put sliding attention's base under
+    `sliding_theta_key`.
 
-    `hf_defaults` are transformers' defaults for a config's keys, where they differ from ours; `fixed` are values that a
-    config must have for a model to be built, and gets when it is written. `renamed` maps our keys to the names in
-    files. With `derives_head_dim` a config may leave out head sizes. Files may have `model_type` or one of
-    `other_types`; multimodal models with `nested_types` have such a config as `text_config`, and map to the decoder's
-    prefix in the model that transformers builds for causal language modeling. `read` converts a `config.json` to the
-    config class's keys, before defaults are filled in, and raises ValueError, with a reason that follows the path, for
-    a config that can't be built; `write` is its inverse, for a complete `config.json`. `mapper` maps parameters to
-    tensors in files; `ignored` are patterns (fnmatch) for tensors that are not loaded, in which {layers} is the number
-    of layers. `has_classifier` tells whether transformers has a sequence classifier for `model_type`.
+    Raises ValueError if sliding attention scales its positions.
     """
+    by_type = config.get("rope_parameters")
+    if not isinstance(by_type, Mapping) or "rope_type" in by_type or "rope_theta" in by_type:
+        return dict(config)
+    local, full = (by_type.get(kind) or {} for kind in ("sliding_attention", "full_attention"))
+    if not isinstance(local, Mapping) or not isinstance(full, Mapping):
+        raise ValueError("has rope_parameters whose entries for sliding_attention and full_attention are not objects")
+    if local.get("rope_type", "default") != "default":
+        raise ValueError("scales rotary positions of sliding attention, where only full attention can be scaled")
+    return {**config, "rope_parameters": full, sliding_theta_key: local.get("rope_theta", default_sliding_theta)}
 
-    config: type[DecoderConfig]
-    model_type: str
-    class_name: str
-    hf_defaults: Mapping[str, Any] = attrs.field(factory=dict)
-    fixed: Mapping[str, Any] = attrs.field(factory=dict)
-    renamed: Mapping[str, str] = attrs.field(factory=dict)
-    derives_head_dim: bool = True
-    other_types: tuple[str, ...] = ()
-    nested_types: Mapping[str, str] = attrs.field(factory=dict)
-    ignored: tuple[str, ...] = ()
-    read: Callable[[dict[str, Any]], dict[str, Any]] = _return_unchanged
-    write: Callable[[dict[str, Any]], dict[str, Any]] = _return_unchanged
-    mapper: Callable[[Iterable[str], DecoderConfig], Mapper] = create_decoder_mapper
-    has_classifier: bool = True
-    keys: "dict[str, attrs.Attribute[Any]]" = attrs.field(init=False, repr=False, eq=False)
-    """The fields of the config class: the keys of a `config.json`, and the settings with their names."""
 
-    @keys.default
-    def _read_keys(self) -> "dict[str, attrs.Attribute[Any]]":
-        return config_fields(self.config)
+def join_rope_by_type(config: Settings, sliding_theta: float) -> ConfigJson:
+    """Return a config with rope_parameters by layer type, as in transformers 5."""
+    full = config.get("rope_parameters") or {"rope_type": "default", "rope_theta": config["rope_theta"]}
+    sliding = {"rope_type": "default", "rope_theta": sliding_theta}
+    return {**config, "rope_parameters": {"full_attention": full, "sliding_attention": sliding}}
 
-    @property
-    def constants(self) -> dict[str, Any]:
-        """The keys' defaults, except those that depend on other keys or on the tokenizer."""
-        return {key: field.default for key, field in self.keys.items() if isinstance(field.default, int | float | None)}
+
+def _parse_scaling(rope: Settings, config: Settings) -> RopeScaling | None:
+    """Return a config's rotary scaling, None without one. Raises ValueError if it can't be built."""
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    given = {key: value for key, value in rope.items() if key not in BESIDES and value is not None}
+    if kind not in HUGGING_FACE:
+        kinds = ", ".join(HUGGING_FACE)
+        raise ValueError(f"scales rotary positions by {kind!r}, where only {kinds} can be built")
+    used = USED.get(kind, ())
+    if kind == "longrope" and "factor" in given:  # only for the factor of attention
+        factor, original = given.pop("factor"), given.get("original_max_position_embeddings")
+        if type(factor) in (int, float) and type(original) is int:
+            given.setdefault("attention_factor", longrope_attention_factor(factor, original))
+    if strange := [key for key in given if key not in used]:
+        raise ValueError(f"has {strange[0]}, which is not supported with rotary positions of type {kind!r}")
+    if kind == "default":
+        return None
+    if (length := "original_max_position_embeddings") in used:
+        # What stands at the top of a config is used before what is within, as by transformers.
+        given[length] = config.get(length) or given.get(length, config.get("max_position_embeddings"))
+    if "factor" in used and "factor" not in given:
+        raise ValueError(f"lacks the factor by which rotary positions are scaled ({kind!r})")
+    scaling, problems = CONVERTER.structure({"rope_type": kind, **given}, RopeScaling)
+    for problem in problems:
+        raise ValueError(f"has an invalid {problem.path[0]} for rotary positions: {problem.text}")
+    return scaling  # type: ignore[no-any-return]
 
 
 def fill_layer_list(
-    config: dict[str, Any], key: str, interval: Any, create: Callable[[int, int], Sequence[Any]]
-) -> dict[str, Any]:
+    config: ConfigJson, key: str, interval: Any, create: Callable[[int, int], Sequence[Any]]
+) -> ConfigJson:
     """Return a `config.json` with `create(layers, interval)` for a missing list by layer, if both are numbers."""
     layers = config.get("num_hidden_layers")
     if config.get(key) is None and type(interval) is int and type(layers) is int and interval > 0:
@@ -114,23 +121,6 @@ MAX_CONFIG = 2**20
 OTHER_KEYS = {"num_local_experts": "num_experts"}
 """From a newer name in transformers to the name in published files."""
 
-FIXED = {"attention_dropout": 0.0, "hidden_act": "silu"}
-"""The `fixed` values of all families."""
-
-
-TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-"""Keys for token ids: null, as transformers' defaults may lie outside the vocabulary."""
-
-
-def build_hugging_face_config(family: Family, architecture: DecoderConfig) -> dict[str, Any]:
-    """Return the `config.json` for a model; an export fills in the token ids."""
-    # Rotary scaling has another form in files.
-    numbers = {family.renamed.get(key, key): getattr(architecture, key) for key in family.keys if key != "rope_scaling"}
-    named = {"architectures": [family.class_name], "model_type": family.model_type}
-    rope = build_rope_parameters(architecture.rope_scaling, architecture.rope_theta, architecture.rotary_dim)
-    no_ids = dict.fromkeys(TOKEN_IDS)
-    return family.write({**named, **FIXED, **family.fixed, **numbers, **rope, **no_ids, "use_cache": True})
-
 
 def read_config(family: Family, path: Path) -> DecoderConfig:
     """Read a `config.json`, or the one in a folder. Raises UserError if it is not a config of the family."""
@@ -138,7 +128,7 @@ def read_config(family: Family, path: Path) -> DecoderConfig:
     return _build_architecture(family, text_config(family, read_config_json(path)), path)
 
 
-def text_config(family: Family, config: Mapping[str, Any]) -> Mapping[str, Any]:
+def text_config(family: Family, config: Settings) -> Settings:
     """
     Return a multimodal model's text config, or any other config unchanged.
 
@@ -152,12 +142,12 @@ def text_config(family: Family, config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**config["text_config"], **tied}
 
 
-def is_sequence_classifier(config: Mapping[str, Any]) -> bool:
+def is_sequence_classifier(config: Settings) -> bool:
     """Return whether a `config.json` is for transformers' AutoModelForSequenceClassification."""
     return any("ForSequenceClassification" in str(name) for name in config.get("architectures") or ())
 
 
-def _is_multimodal(family: Family, config: Mapping[str, Any]) -> bool:
+def _is_multimodal(family: Family, config: Settings) -> bool:
     """Return whether a `config.json` has a config for the family as its text config."""
     return config.get("model_type") in family.nested_types and isinstance(config.get("text_config"), Mapping)
 
@@ -171,9 +161,7 @@ OF_CLASSIFIERS = ("num_labels", "id2label", "label2id", "problem_type")
 """Keys for sequence classifiers, which a language model does not have."""
 
 
-def build_updated_folder_config(
-    family: Family, path: Path, architecture: DecoderConfig, text_only: bool
-) -> dict[str, Any]:
+def build_updated_folder_config(family: Family, path: Path, architecture: DecoderConfig, text_only: bool) -> ConfigJson:
     """
     Return the `config.json` at `path`, as a language model's config, with a model's values for changed keys.
 
@@ -181,8 +169,8 @@ def build_updated_folder_config(
     Raises UserError if the config can't be read.
     """
     original = read_config_json(path)
-    before = build_hugging_face_config(family, _build_architecture(family, text_config(family, original), path))
-    written = build_hugging_face_config(family, architecture)
+    before = family.build_config(_build_architecture(family, text_config(family, original), path))
+    written = family.build_config(architecture)
     is_multimodal = _is_multimodal(family, original)
     text = _replace_changed_keys(family, original["text_config"] if is_multimodal else original, before, written)
     if text_only or not is_multimodal:
@@ -193,9 +181,7 @@ def build_updated_folder_config(
     return {**original, "text_config": text, **changed}
 
 
-def _replace_changed_keys(
-    family: Family, config: Mapping[str, Any], before: Mapping[str, Any], written: Mapping[str, Any]
-) -> dict[str, Any]:
+def _replace_changed_keys(family: Family, config: Settings, before: Settings, written: Settings) -> ConfigJson:
     """Return a config with the differences between two written ones, and without the changed keys' other names."""
     changed = {key: value for key, value in written.items() if key not in before or before[key] != value}
     if changed.keys() & set(ROPE_KEYS) or before.keys() - written.keys():
@@ -209,7 +195,7 @@ def _replace_changed_keys(
     return {key: value for key, value in config.items() if names.get(key, key) not in replaced} | changed
 
 
-def _make_language_model_config(config: dict[str, Any], written: Mapping[str, Any], renames: bool) -> dict[str, Any]:
+def _make_language_model_config(config: ConfigJson, written: Settings, renames: bool) -> ConfigJson:
     """
     Return a config with a causal language model's class, without keys of classifiers; `written` has the class, which
     also replaces another such class if `renames`.
@@ -225,7 +211,7 @@ def locate_config_json(path: Path) -> Path:
     return path / "config.json" if path.is_dir() else path
 
 
-def read_config_json(path: Path) -> dict[str, Any]:
+def read_config_json(path: Path) -> ConfigJson:
     """Return the object in a `config.json`. Raises UserError if it can't be read."""
     try:
         with open_untrusted_file(path, "write the path of a config.json") as file:
@@ -242,7 +228,7 @@ def read_config_json(path: Path) -> dict[str, Any]:
     return config
 
 
-def _build_architecture(family: Family, config: Mapping[str, Any], path: Path) -> DecoderConfig:
+def _build_architecture(family: Family, config: Settings, path: Path) -> DecoderConfig:
     """Build a config object from a `config.json`; `path` is for messages. Raises UserError for an invalid one."""
     try:
         return _convert_to_architecture(family, config)
@@ -251,7 +237,7 @@ def _build_architecture(family: Family, config: Mapping[str, Any], path: Path) -
         raise UserError(f"config: {path} {error}; {instead}") from error
 
 
-def _convert_to_architecture(family: Family, config: Mapping[str, Any]) -> DecoderConfig:
+def _convert_to_architecture(family: Family, config: Settings) -> DecoderConfig:
     """Build a config object. Raises ValueError with a reason that follows the path."""
     # transformers 5 writes newer names, and folders of either age are read.
     names = OTHER_KEYS | {theirs: ours for ours, theirs in family.renamed.items()}
@@ -284,7 +270,7 @@ def _convert_to_architecture(family: Family, config: Mapping[str, Any]) -> Decod
     return architecture
 
 
-def _hoist_partial_rotary_factor(config: dict[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+def _hoist_partial_rotary_factor(config: ConfigJson, keys: Iterable[str]) -> ConfigJson:
     """Copy partial_rotary_factor from rope_parameters, where transformers 5 writes it, to the top of a config."""
     rope, key = config.get("rope_parameters") or config.get("rope_scaling"), "partial_rotary_factor"
     return config | {key: rope[key]} if key in keys and isinstance(rope, Mapping) and key in rope else config
@@ -300,18 +286,18 @@ def find_inconsistent_sizes(architecture: DecoderConfig) -> Iterator[InvalidSett
     yield from architecture.find_faults(attrs.asdict(architecture, recurse=False))
 
 
-def _check_fixed_values(family: Family, config: Mapping[str, Any]) -> None:
+def _check_fixed_values(family: Family, config: Settings) -> None:
     """Raise ValueError for a value other than the only one that can be built."""
     # Configs of text embedders may have is_causal = false.
     kinds = (family.model_type, *family.other_types)
     kind = config.get("model_type", family.model_type)
     fixed = {"model_type": kind if kind in kinds else family.model_type, "is_causal": True}
-    for key, value in {**fixed, **FIXED, **family.fixed}.items():
+    for key, value in {**fixed, **COMMON_FIXED, **family.fixed}.items():
         if config.get(key, value) != value:
             raise ValueError(f"says {key} = {json.dumps(config[key])}, where only {json.dumps(value)} can be built")
 
 
-def _check_layer_types(architecture: DecoderConfig, config: Mapping[str, Any]) -> None:
+def _check_layer_types(architecture: DecoderConfig, config: Settings) -> None:
     """Raise ValueError if `layer_types` contradicts other keys."""
     layers = range(architecture.num_hidden_layers)
     kinds = [FULL if architecture.window_of(layer) is None else SLIDING for layer in layers]

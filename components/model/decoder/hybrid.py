@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import attrs
 
+from drawloom import between, setting
 from drawloom.components.model.decoder.config import (
     ATTENTION_BIAS,
     FULL,
@@ -19,10 +20,9 @@ from drawloom.components.model.decoder.config import (
 from drawloom.components.model.decoder.hugging_face import OF_IMAGES, fill_layer_list
 from drawloom.components.model.decoder.rope import InvalidSetting
 from drawloom.components.model.decoder.specs import Branch, DeltaSpec, MixerSpec
-from drawloom.components.ports.weights import Mapper
 from drawloom.components.weights.mapper import parallel, sequential
 from drawloom.components.weights.mapper_ops import concatenate, unsqueeze
-from drawloom.graph import between, setting
+from drawloom.ports import ConfigJson, Mapper, Settings
 
 LINEAR = "linear_attention"
 
@@ -37,19 +37,19 @@ class HybridConfig(DecoderConfig):
     rope_theta: float = 1e7
     layer_types: list[Literal["full_attention", "linear_attention"]] = layer_types_setting(4, LINEAR)
     partial_rotary_factor: float = rotary_factor_setting(0.25)
-    attention_bias: bool = setting(default=False, doc=ATTENTION_BIAS)
-    linear_conv_kernel_dim: int = setting(default=4, check=between(1, 65), doc="number of tokens in a convolution")
+    attention_bias: bool = setting(ATTENTION_BIAS, default=False)
+    linear_conv_kernel_dim: int = setting("number of tokens in a convolution", default=4, check=between(1, 65))
     linear_key_head_dim: int = setting(
-        default=128, check=create_size_check("head_dim"), doc="width of a key head in gated delta nets"
+        "width of a key head in gated delta nets", default=128, check=create_size_check("head_dim")
     )
     linear_value_head_dim: int = setting(
-        default=128, check=create_size_check("head_dim"), doc="width of a value head in gated delta nets"
+        "width of a value head in gated delta nets", default=128, check=create_size_check("head_dim")
     )
     linear_num_key_heads: int = setting(
-        default=16, check=create_size_check("num_attention_heads"), doc="number of key heads in gated delta nets"
+        "number of key heads in gated delta nets", default=16, check=create_size_check("num_attention_heads")
     )
     linear_num_value_heads: int = setting(
-        default=32, check=create_size_check("num_attention_heads"), doc="number of value heads in gated delta nets"
+        "number of value heads in gated delta nets", default=32, check=create_size_check("num_attention_heads")
     )
 
     @property
@@ -73,7 +73,7 @@ class HybridConfig(DecoderConfig):
         return attrs.evolve(first, name="linear_attn", spec=self.delta), last
 
     @classmethod
-    def find_faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+    def find_faults(cls, given: Settings) -> Iterator[InvalidSetting]:
         """Yield the inherited faults, and those if layers lack types, or value heads do not fit key heads."""
         yield from super().find_faults(given)
         yield from find_short_list_faults(given, "layer_types", "types")
@@ -83,7 +83,7 @@ class HybridConfig(DecoderConfig):
             yield InvalidSetting("linear_num_value_heads", why, f"write {keys}, or a multiple of it")
 
 
-def read_hybrid_config(config: dict[str, Any]) -> dict[str, Any]:
+def read_hybrid_config(config: ConfigJson) -> ConfigJson:
     """Convert a `config.json`: drop keys for positions in images, which text lacks, and derive missing layer types."""
     rope = config.get("rope_parameters")
     if isinstance(rope, Mapping):

@@ -8,8 +8,8 @@ from torch import Tensor
 from drawloom.components.model.decoder.config import DecoderConfig
 from drawloom.components.model.decoder.specs import LatentSpec, LayerContext
 from drawloom.components.model.layers import Linear, RMSNorm
-from drawloom.components.parallel.tensor import TensorParallel
-from drawloom.components.ports.kernels import Kernels
+from drawloom.components.parallel.tensor_ranks import TensorParallel
+from drawloom.ports import Kernels
 
 LATENT_EPS = 1e-6
 """Constant of the norms of latents, whatever rms_norm_eps is, as in transformers."""

@@ -18,8 +18,7 @@ from drawloom.components.model.decoder.specs import (
     PartSpec,
 )
 from drawloom.components.model.layers import RMSNorm
-from drawloom.components.ports.kernels import Kernels
-from drawloom.kernels.results import NormAndSum
+from drawloom.ports import Kernels, NormAndSum
 
 PARTS: dict[type[PartSpec], str] = {
     AttentionSpec: "attention:Attention",

@@ -5,8 +5,8 @@ from torch import Tensor
 from drawloom.components.model.decoder.config import DecoderConfig
 from drawloom.components.model.decoder.specs import LayerContext, MlpSpec
 from drawloom.components.model.layers import Linear
-from drawloom.components.parallel.tensor import TensorParallel
-from drawloom.components.ports.kernels import Kernels
+from drawloom.components.parallel.tensor_ranks import TensorParallel
+from drawloom.ports import Kernels
 
 
 class GatedMlp(TensorParallel):

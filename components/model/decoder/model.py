@@ -13,11 +13,19 @@ from drawloom.components.model.decoder.config import DecoderConfig
 from drawloom.components.model.decoder.layer import Block
 from drawloom.components.model.decoder.specs import Branch, DeltaSpec, LayerContext, MixerSpec
 from drawloom.components.model.layers import Embedding, Linear, RMSNorm
-from drawloom.components.parallel.tensor import TensorParallel
-from drawloom.components.ports.kernels import Kernels
-from drawloom.components.ports.model import Finish, ForwardFlops, HeadLayer, LayerRange, TokenContext
-from drawloom.components.ports.parameter_roles import ModelScaling, Role, parameter_roles
-from drawloom.components.ports.weights import Mapper
+from drawloom.components.parallel.tensor_ranks import TensorParallel
+from drawloom.ports import (
+    Finish,
+    ForwardFlops,
+    HeadLayer,
+    Kernels,
+    LayerRange,
+    Mapper,
+    ModelScaling,
+    Role,
+    TokenContext,
+    parameter_roles,
+)
 
 
 def check_hidden_states_request(shared: TokenContext, layers: int) -> None:
@@ -176,6 +184,20 @@ class CausalLM(nn.Module):
         has_own_head = span.head and not self.tied
         head = Linear(architecture.hidden_size, architecture.vocab_size, kernels, uneven=True) if has_own_head else None
         self.register_module("lm_head", head)
+        self.create_mapper: Callable[[Iterable[str]], Mapper] | None = None  # to the family's files
+
+    def name_joined_layers(self) -> None:
+        """Set `joined_name` in linear layers that are one tensor with others in files, before layers are adapted."""
+        create_mapper, self.create_mapper = self.create_mapper, None
+        if create_mapper is None:
+            return
+        # Experts are many, and no linear layers.
+        names = [name for name, _ in self.named_parameters() if ".experts." not in name]
+        for group in create_mapper(names).groups:
+            for name in group.inputs if len(group.inputs) > 1 else ():
+                layer = self.get_submodule(name.rpartition(".")[0])
+                if isinstance(layer, Linear):
+                    layer.joined_name = group.outputs[0].rpartition(".")[0]
 
     def forward(self, inputs: Tensor, shared: TokenContext, finish: Finish | None = None) -> Any:
         """
@@ -198,19 +220,6 @@ class CausalLM(nn.Module):
         if role.is_residual:
             return attrs.evolve(role, scaling=scaling.residual if role.is_matrix else scaling.residual_vector)
         return attrs.evolve(role, scaling=scaling.matrix if role.is_matrix else scaling.vector)
-
-
-def set_joined_layer_names(
-    module: nn.Module, mapper: Callable[[Iterable[str], DecoderConfig], Mapper], architecture: DecoderConfig
-) -> None:
-    """Set `joined_name` in all linear layers that are one tensor with others in the family's files."""
-    # Experts are many, and no linear layers.
-    names = [name for name, _ in module.named_parameters() if ".experts." not in name]
-    for group in mapper(names, architecture).groups:
-        for name in group.inputs if len(group.inputs) > 1 else ():
-            layer = module.get_submodule(name.rpartition(".")[0])
-            if isinstance(layer, Linear):
-                layer.joined_name = group.outputs[0].rpartition(".")[0]
 
 
 def count_forward_flops(whole: nn.Module, architecture: DecoderConfig) -> ForwardFlops:

@@ -1,28 +1,20 @@
 """
-Rotary position embeddings: base and scaling, from a `config.json` or from settings, in either form: `rope_theta` and
-`rope_scaling`, or transformers 5's `rope_parameters`, which holds both.
+Rotary position embeddings: base and scaling, from settings in either form: `rope_theta` and `rope_scaling`, or
+transformers 5's `rope_parameters`, which holds both.
 """
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
 from torch import Tensor
 
-from drawloom.graph import above, at_least, between, setting
-from drawloom.graph.types.structure import ValueConverter
-from drawloom.kernels.rope.frequencies import (
-    DynamicScaling,
-    LinearScaling,
-    Llama3Scaling,
-    LongRopeScaling,
-    NtkScaling,
-    Scaling,
-    YarnScaling,
-    compute_ntk_base,
-    compute_rope_cos_and_sin,
-)
+from drawloom import above, at_least, between, setting
+from drawloom.ports import Settings
+
+if TYPE_CHECKING:
+    from drawloom.kernels.rope.frequencies import Scaling
 
 
 @attrs.frozen
@@ -35,11 +27,13 @@ class Rope:
 
     dim: int
     base: float
-    scaling: Scaling = None
+    scaling: "Scaling" = None
     interleaved: bool = False
 
     def compute_cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cos and sin, float32 (rows, length, dim // 2), for integer positions (rows, length)."""
+        from drawloom.kernels.rope.frequencies import compute_rope_cos_and_sin  # a check computes no angles
+
         return compute_rope_cos_and_sin(positions, self.dim, self.base, self.scaling)
 
 
@@ -62,9 +56,6 @@ USED: dict[str, tuple[str, ...]] = {
     "longrope": ("short_factor", "long_factor", "original_max_position_embeddings", "attention_factor"),
 }
 """The keys that each `rope_type` takes."""
-
-HUGGING_FACE = [kind for kind in USED if kind != "ntk"]
-"""The values of `rope_type` in a `config.json`; static NTK is written there as a larger `rope_theta`."""
 
 NEEDED = {
     "factor": "4.0",
@@ -89,62 +80,56 @@ class RopeScaling:
     """`rope_scaling` or `rope_parameters` of a `config.json`; what is left out is as in transformers."""
 
     rope_type: Literal["default", "linear", "ntk", "dynamic", "yarn", "llama3", "longrope"] = setting(
-        default="default",
-        doc="how positions are scaled, see kernels/rope/frequencies.py; default: not; ntk is exported as a larger "
+        "how positions are scaled, see kernels/rope/frequencies.py; default: not; ntk is exported as a larger "
         "rope_theta, for Hugging Face has no such type",
+        default="default",
     )
     rope_theta: float | None = setting(
-        default=None, check=above(1), doc="base of rotary positions; may be written outside as well"
+        "base of rotary positions; may be written outside as well", default=None, check=above(1)
     )
-    factor: float | None = setting(default=None, check=at_least(1), doc="how many times longer texts become")
+    factor: float | None = setting("how many times longer texts become", default=None, check=at_least(1))
     original_max_position_embeddings: int | None = setting(
+        "longest text before, in tokens; dynamic takes max_position_embeddings",
         default=None,
         check=between(1, 1_000_000_001),
-        doc="longest text before, in tokens; dynamic takes max_position_embeddings",
     )
     beta_fast: float | None = setting(
-        default=None,
-        check=above(0),
-        doc="yarn: rotations over the original length from which on a pair is unscaled; 32",
+        "yarn: rotations over the original length from which on a pair is unscaled; 32", default=None, check=above(0)
     )
     beta_slow: float | None = setting(
-        default=None,
-        check=above(0),
-        doc="yarn: rotations over the original length up to which a pair is scaled in full; 1",
+        "yarn: rotations over the original length up to which a pair is scaled in full; 1", default=None, check=above(0)
     )
-    truncate: bool | None = setting(default=None, doc="yarn: whether the bounds are rounded to whole pairs; true")
+    truncate: bool | None = setting("yarn: whether the bounds are rounded to whole pairs; true", default=None)
     attention_factor: float | None = setting(
+        "yarn, longrope: factor of cosines and sines; yarn: 0.1 ln(factor) + 1; longrope: sqrt(1 + ln(f) / ln(o)), "
+        "where o is original_max_position_embeddings and f is max_position_embeddings / o",
         default=None,
         check=above(0),
-        doc="yarn, longrope: factor of cosines and sines; yarn: 0.1 ln(factor) + 1; longrope: sqrt(1 + ln(f) / ln(o)), "
-        "where o is original_max_position_embeddings and f is max_position_embeddings / o",
     )
     short_factor: list[float] | None = setting(
-        default=None, doc="longrope: divisors of frequencies, by pair, in documents up to the original length"
+        "longrope: divisors of frequencies, by pair, in documents up to the original length", default=None
     )
     long_factor: list[float] | None = setting(
-        default=None, doc="longrope: divisors of frequencies, by pair, in longer documents"
+        "longrope: divisors of frequencies, by pair, in longer documents", default=None
     )
     mscale: float | None = setting(
+        "yarn: 0.1 mscale ln(factor) + 1 is the numerator of attention_factor; needs mscale_all_dim",
         default=None,
         check=above(0),
-        doc="yarn: 0.1 mscale ln(factor) + 1 is the numerator of attention_factor; needs mscale_all_dim",
     )
     mscale_all_dim: float | None = setting(
+        "yarn: 0.1 mscale_all_dim ln(factor) + 1 is the denominator of attention_factor, and multiplies the scores "
+        "of latent attention twice",
         default=None,
         check=above(0),
-        doc="yarn: 0.1 mscale_all_dim ln(factor) + 1 is the denominator of attention_factor, and multiplies the scores "
-        "of latent attention twice",
     )
     low_freq_factor: float | None = setting(
+        "llama3: rotations over the original length up to which a pair is scaled in full; 1",
         default=None,
         check=above(0),
-        doc="llama3: rotations over the original length up to which a pair is scaled in full; 1",
     )
     high_freq_factor: float | None = setting(
-        default=None,
-        check=above(0),
-        doc="llama3: rotations over the original length from which on a pair is unscaled; 4",
+        "llama3: rotations over the original length from which on a pair is unscaled; 4", default=None, check=above(0)
     )
 
     def explicit_options(self) -> dict[str, Any]:
@@ -153,24 +138,32 @@ class RopeScaling:
         return {name: value for name, value in fields if name not in ("rope_type", "rope_theta") and value is not None}
 
 
-def convert_to_kernel_scaling(rope: RopeScaling | None, max_positions: int) -> Scaling:
+def convert_to_kernel_scaling(rope: RopeScaling | None, max_positions: int) -> "Scaling":
     """Convert a scaling to the kernels' form, for a model with this max_position_embeddings."""
     if rope is None:
         return None
+    from drawloom.kernels.rope import frequencies
+
     given = rope.explicit_options()
     if rope.rope_type in ("linear", "ntk"):
-        return (LinearScaling if rope.rope_type == "linear" else NtkScaling)(given["factor"])
+        return (frequencies.LinearScaling if rope.rope_type == "linear" else frequencies.NtkScaling)(given["factor"])
     length = int(given.pop("original_max_position_embeddings", max_positions))
     if rope.rope_type == "longrope":
         attention_factor = given.get("attention_factor", longrope_attention_factor(max_positions / length, length))
-        return LongRopeScaling(tuple(given["short_factor"]), tuple(given["long_factor"]), length, attention_factor)
+        return frequencies.LongRopeScaling(
+            tuple(given["short_factor"]), tuple(given["long_factor"]), length, attention_factor
+        )
     numerator, denominator = given.pop("mscale", None), given.pop("mscale_all_dim", None)
     if numerator and denominator:
         ratio = _compute_yarn_attention_factor(given["factor"], numerator) / _compute_yarn_attention_factor(
             given["factor"], denominator
         )
         given.setdefault("attention_factor", ratio)
-    made = {"dynamic": DynamicScaling, "yarn": YarnScaling, "llama3": Llama3Scaling}[rope.rope_type]
+    made = {
+        "dynamic": frequencies.DynamicScaling,
+        "yarn": frequencies.YarnScaling,
+        "llama3": frequencies.Llama3Scaling,
+    }[rope.rope_type]
     return made(**given, original_max_position_embeddings=length)  # type: ignore[no-any-return]
 
 
@@ -230,26 +223,7 @@ def find_context_parallel_faults(rope: RopeScaling | None) -> Iterator[str]:
         yield f"{rope.rope_type} positions depend on the length of whole rows"
 
 
-CONVERTER = ValueConverter()
-"""Converter of a `config.json`'s values to the types of settings."""
-
-BESIDES = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
-"""Keys of `rope_parameters` that do not belong to the scaling."""
-
-
-def build_rope_parameters(rope: RopeScaling | None, base: float, head_dim: int) -> dict[str, Any]:
-    """Return `rope_parameters` for a config, repeating `rope_theta` at the top; for static NTK only `rope_theta`."""
-    if rope is None:
-        return {}
-    given = rope.explicit_options()
-    if rope.rope_type == "ntk":
-        return {"rope_theta": compute_ntk_base(base, head_dim, given["factor"])}
-    if rope.rope_type == "llama3":
-        given = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} | given  # transformers has no defaults for these
-    return {"rope_parameters": {"rope_type": rope.rope_type, "rope_theta": base, **given}}
-
-
-def separate_theta_and_scaling(given: Mapping[str, Any]) -> dict[str, Any]:
+def separate_theta_and_scaling(given: Settings) -> dict[str, Any]:
     """Return the settings with `rope_theta` and `rope_scaling` in place of `rope_parameters`."""
     rest = {key: value for key, value in given.items() if key not in ("rope_parameters", "rope_scaling")}
     rope = given.get("rope_parameters", given.get("rope_scaling"))
@@ -260,7 +234,7 @@ def separate_theta_and_scaling(given: Mapping[str, Any]) -> dict[str, Any]:
     return rest | theta | scaling
 
 
-def find_duplicate_rope_settings(given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+def find_duplicate_rope_settings(given: Settings) -> Iterator[InvalidSetting]:
     """Yield the faults for settings given twice: in `rope_parameters` or `rope_scaling`, and outside it."""
     for key in ("rope_theta", "rope_scaling"):
         if key in given and "rope_parameters" in given:
@@ -269,72 +243,3 @@ def find_duplicate_rope_settings(given: Mapping[str, Any]) -> Iterator[InvalidSe
     if "rope_theta" in given and "rope_scaling" in given and given["rope_scaling"].rope_theta is not None:
         why = "rope_scaling.rope_theta is set beside rope_theta, which is the same"
         yield InvalidSetting(("rope_scaling", "rope_theta"), why, "remove one of them")
-
-
-def parse_theta_and_scaling(config: Mapping[str, Any], can_be_partial: bool = False) -> tuple[Any, RopeScaling | None]:
-    """Return the base, None if it is missing, and the scaling. Raises ValueError if the rope can't be built."""
-    # transformers 4 writes rope_scaling, and null if there is none; transformers 5 writes rope_parameters.
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if not isinstance(rope, Mapping):
-        raise ValueError("has a rope_scaling that is not an object")
-    for part in (rope, config):
-        if not can_be_partial and part.get("partial_rotary_factor", 1.0) not in (None, 1.0):
-            raise ValueError(
-                "has a partial_rotary_factor other than 1, but models of this family rotate whole heads only"
-            )
-    base = rope.get("rope_theta", config.get("rope_theta"))
-    return base, _parse_scaling(rope, config)
-
-
-def split_rope_by_type(
-    config: Mapping[str, Any], sliding_theta_key: str, default_sliding_theta: float
-) -> dict[str, Any]:
-    """
-    Replace rope_parameters for several layer types by full attention's, and put sliding attention's base under
-    `sliding_theta_key`.
-
-    Raises ValueError if sliding attention scales its positions.
-    """
-    by_type = config.get("rope_parameters")
-    if not isinstance(by_type, Mapping) or "rope_type" in by_type or "rope_theta" in by_type:
-        return dict(config)
-    local, full = (by_type.get(kind) or {} for kind in ("sliding_attention", "full_attention"))
-    if not isinstance(local, Mapping) or not isinstance(full, Mapping):
-        raise ValueError("has rope_parameters whose entries for sliding_attention and full_attention are not objects")
-    if local.get("rope_type", "default") != "default":
-        raise ValueError("scales rotary positions of sliding attention, where only full attention can be scaled")
-    return {**config, "rope_parameters": full, sliding_theta_key: local.get("rope_theta", default_sliding_theta)}
-
-
-def join_rope_by_type(config: Mapping[str, Any], sliding_theta: float) -> dict[str, Any]:
-    """Return a config with rope_parameters by layer type, as in transformers 5."""
-    full = config.get("rope_parameters") or {"rope_type": "default", "rope_theta": config["rope_theta"]}
-    sliding = {"rope_type": "default", "rope_theta": sliding_theta}
-    return {**config, "rope_parameters": {"full_attention": full, "sliding_attention": sliding}}
-
-
-def _parse_scaling(rope: Mapping[str, Any], config: Mapping[str, Any]) -> RopeScaling | None:
-    """Return a config's rotary scaling, None without one. Raises ValueError if it can't be built."""
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    given = {key: value for key, value in rope.items() if key not in BESIDES and value is not None}
-    if kind not in HUGGING_FACE:
-        kinds = ", ".join(HUGGING_FACE)
-        raise ValueError(f"scales rotary positions by {kind!r}, where only {kinds} can be built")
-    used = USED.get(kind, ())
-    if kind == "longrope" and "factor" in given:  # only for the factor of attention
-        factor, original = given.pop("factor"), given.get("original_max_position_embeddings")
-        if type(factor) in (int, float) and type(original) is int:
-            given.setdefault("attention_factor", longrope_attention_factor(factor, original))
-    if strange := [key for key in given if key not in used]:
-        raise ValueError(f"has {strange[0]}, which is not supported with rotary positions of type {kind!r}")
-    if kind == "default":
-        return None
-    if (length := "original_max_position_embeddings") in used:
-        # What stands at the top of a config is used before what is within, as by transformers.
-        given[length] = config.get(length) or given.get(length, config.get("max_position_embeddings"))
-    if "factor" in used and "factor" not in given:
-        raise ValueError(f"lacks the factor by which rotary positions are scaled ({kind!r})")
-    scaling, problems = CONVERTER.structure({"rope_type": kind, **given}, RopeScaling)
-    for problem in problems:
-        raise ValueError(f"has an invalid {problem.path[0]} for rotary positions: {problem.text}")
-    return scaling  # type: ignore[no-any-return]

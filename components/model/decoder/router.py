@@ -11,9 +11,8 @@ from drawloom.components.model.decoder.specs import Routing
 from drawloom.components.model.layers import Linear
 from drawloom.components.parallel.parameter_split import SplitDim
 from drawloom.components.parallel.row_sums import RowSums
-from drawloom.components.ports.experts import ExpertRouter, ObserveRouting
-from drawloom.components.ports.kernels import Kernels
 from drawloom.kernels.recompute.marks import is_recomputing
+from drawloom.ports import ExpertRouter, Kernels, ObserveRouting
 
 
 def attach_loss_gradient(tensor: Tensor, loss: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import attrs
 from torch import Tensor
 
 from drawloom.components.model.decoder.rope import Rope
-from drawloom.kernels.attention.options import PLAIN_ATTENTION, AttentionOptions
+from drawloom.ports import PLAIN_ATTENTION, AttentionOptions
 
 Activation = Literal["silu", "gelu_tanh"]
 """Activation of the gate in a feed-forward network; `gelu_tanh` is the tanh approximation of GELU."""

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from drawloom import UserError
 from drawloom.components.model.decoder.hugging_face import locate_config_json, read_config_json
 from drawloom.components.model.fallback.module import NAME, register_attention
 from drawloom.components.model.fallback.parts import SelfCheckError, mask_layer_number
-from drawloom.components.ports.weights import Mapper, TensorGroup
 from drawloom.components.weights.mapper import parallel
 from drawloom.components.weights.mapper_ops import rename
-from drawloom.graph import UserError
+from drawloom.ports import Mapper, TensorGroup
 
 
 def load_transformers_config(path: Path) -> Any:

@@ -23,10 +23,10 @@ from drawloom.components.model.fallback.parts import (
     first_config_value,
     mask_layer_number,
 )
-from drawloom.components.ports.model import LayerRange, TokenContext
 from drawloom.components.weights.convert import convert_tensors, persistent_tensors
 from drawloom.kernels.attention.eager import attention_eager, create_causal_document_mask
 from drawloom.kernels.linear import embedding_eager, linear_eager
+from drawloom.ports import ConfigJson, LayerRange, Settings, TokenContext
 
 T = TypeVar("T")
 
@@ -268,7 +268,7 @@ def shrink_config(config: Any) -> Any:
     return type(config).from_dict({own.get(key, key): value for key, value in small.items()})
 
 
-def shrink_config_values(config: Mapping[str, Any]) -> dict[str, Any]:
+def shrink_config_values(config: Settings) -> ConfigJson:
     """Return the values of a smaller model's config; keys have the names of Llama's config."""
     small = {key: _shrink_value(key, value) for key, value in config.items()}
     heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
@@ -312,14 +312,14 @@ def _shrink_kv_heads(heads: int, kv_heads: int, small_heads: int) -> int:
     return max(1, small_heads // 2)
 
 
-def _shrink_layer_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+def _shrink_layer_keys(config: Settings) -> ConfigJson:
     """Return a small number of layers, and lists and tables by layer cut to it."""
     layers = config.get("num_hidden_layers")
     if not isinstance(layers, int):
         return {}
     by_layer = {key: value for key, value in config.items() if isinstance(value, list) and len(value) == layers}
     count = min(layers, MAX_LAYERS if by_layer else 4)
-    small: dict[str, Any] = {key: value[:count] for key, value in by_layer.items()}
+    small: ConfigJson = {key: value[:count] for key, value in by_layer.items()}
     for key, value in config.items():
         if isinstance(value, dict) and value and all(str(layer).isdigit() for layer in value):
             small[key] = {layer: value[layer] for layer in value if int(layer) < count}

@@ -10,11 +10,9 @@ from torch import Tensor, nn
 
 from drawloom.components.model.fallback.parts import Parts, PassThrough, SelfCheckError, create_placeholder
 from drawloom.components.model.layers import ChunkedHead, Embedding, Linear
-from drawloom.components.parallel.tensor import ALONE
-from drawloom.components.ports.kernels import Kernels
-from drawloom.components.ports.model import Finish, Head, LayerRange, TokenContext
+from drawloom.components.parallel.tensor_ranks import ALONE
 from drawloom.components.weights.adapted import EMBEDDING
-from drawloom.kernels.attention.options import AttentionOptions
+from drawloom.ports import AttentionOptions, Finish, Head, Kernels, LayerRange, TokenContext
 
 NAME = "drawloom"
 """Name of the attention in transformers' registry, which has no entry for its masks, so that no mask is built."""

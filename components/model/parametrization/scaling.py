@@ -8,7 +8,7 @@ output instead of its weight; Dey et al. 2025, "Don't be lazy: CompleteP enables
 
 import math
 
-from drawloom.components.ports.parameter_roles import ModelScaling, Scaling
+from drawloom.ports import ModelScaling, Scaling
 
 
 def compute_model_scaling(width_ratio: float, depth_ratio: float = 1.0) -> ModelScaling:

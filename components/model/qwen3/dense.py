@@ -2,10 +2,10 @@
 
 import attrs
 
+from drawloom import component
 from drawloom.components.model.decoder.builder import ParametrizedBuilder
 from drawloom.components.model.decoder.config import DecoderConfig
-from drawloom.components.model.decoder.hugging_face import Family
-from drawloom.graph import component
+from drawloom.components.model.decoder.family import Family
 
 FIXED = {"attention_bias": False, "use_sliding_window": False}
 

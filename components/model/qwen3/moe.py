@@ -1,17 +1,17 @@
 """The component `model.qwen3.moe`."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import attrs
 
+from drawloom import at_least, component, setting
 from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.decoder.config import MoeConfig, find_dense_width_faults, training_setting
-from drawloom.components.model.decoder.hugging_face import Family
+from drawloom.components.model.decoder.family import Family
 from drawloom.components.model.decoder.rope import InvalidSetting
 from drawloom.components.model.decoder.specs import Routing
 from drawloom.components.model.qwen3.dense import FIXED
-from drawloom.graph import at_least, component, setting
+from drawloom.ports import Settings
 
 
 @attrs.frozen(kw_only=True, slots=False)
@@ -21,10 +21,10 @@ class Qwen3MoeConfig(MoeConfig):
     qk_norm = "head"
 
     norm_topk_prob: bool = training_setting(
-        default=True, doc="normalise the probabilities of a token's experts to a sum of 1"
+        "normalise the probabilities of a token's experts to a sum of 1", default=True
     )
-    decoder_sparse_step: int = setting(default=1, check=at_least(1), doc="the last of every so many layers has experts")
-    mlp_only_layers: list[int] = setting(factory=list, doc="indices of layers without experts; default: none")
+    decoder_sparse_step: int = setting("the last of every so many layers has experts", default=1, check=at_least(1))
+    mlp_only_layers: list[int] = setting("indices of layers without experts; default: none", factory=list)
 
     @property
     def routing(self) -> Routing:
@@ -35,7 +35,7 @@ class Qwen3MoeConfig(MoeConfig):
         return layer_has_experts(number, self.decoder_sparse_step, self.mlp_only_layers)
 
     @classmethod
-    def find_faults(cls, given: Mapping[str, Any]) -> Iterator[InvalidSetting]:
+    def find_faults(cls, given: Settings) -> Iterator[InvalidSetting]:
         """Yield the faults in layer numbers, and the fault if a layer without experts has no size."""
         yield from super().find_faults(given)
         layers, step = given["num_hidden_layers"], given["decoder_sparse_step"]

@@ -6,25 +6,34 @@ microbatches, and computes their heads and losses, so all ranks have the same wo
 through all ranks' layers, in as many repeats as a rank has stages.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
+import attrs
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from drawloom.components.pipeline.circular.buffers import Buffers
-from drawloom.components.pipeline.circular.one_pass import ForwardPass
-from drawloom.components.pipeline.circular.ring import PendingSends, Ring, TensorMeta, create_exchange_token
-from drawloom.components.pipeline.circular.stage_passes import StagePasses
+from drawloom import NodeView, Problem, UserError, component, setting
+from drawloom.components.pipeline.circular.buffers import (
+    Buffers,
+    Move,
+    list_moves_after_compute,
+    list_moves_during_compute,
+)
+from drawloom.components.pipeline.circular.ring import (
+    PendingSends,
+    Ring,
+    RingExchange,
+    TensorMeta,
+    create_exchange_token,
+    finish_exchange,
+    start_exchange,
+)
 from drawloom.components.pipeline.circular.timetable import Timetable
 from drawloom.components.pipeline.executor import ProgramExecutor
 from drawloom.components.pipeline.runtime.stage_runner import StageRunner
-from drawloom.components.ports.distributed import Group
-from drawloom.components.ports.passes import MicrobatchInputs
-from drawloom.components.ports.pipeline import LOSSES
-from drawloom.components.state.step_state import StepState
-from drawloom.graph import Problem, UserError, component, setting
-from drawloom.graph.wiring.node import NodeView
+from drawloom.ports import LOSSES, Group, MicrobatchInputs, StepState
 
 
 @component(impact="safe")
@@ -32,11 +41,9 @@ class CircularExecutor(ProgramExecutor):
     """Executor that trains with the circular pipeline, and evaluates with a forward-only program."""
 
     delayed: bool = setting(
+        "forward outputs one iteration later, like MaxText's `pipeline_delay_activation_forwarding`, to hide "
+        "message latency",
         default=False,
-        doc=(
-            "forward outputs one iteration later, like MaxText's `pipeline_delay_activation_forwarding`, to hide "
-            "message latency"
-        ),
     )
     embeds_on_every_rank: ClassVar[bool] = True
 
@@ -123,3 +130,148 @@ def _iterate_loss_tensors(losses: Mapping[str, Any]) -> Iterator[tuple[tuple[str
     """Yield a microbatch's loss, weight and sums (any shapes) with their paths, such as `("sums", name)`."""
     yield from ((("loss",), losses["loss"]), (("weight",), losses["weight"]))
     yield from ((("sums", name), tensor) for name, tensor in losses["sums"].items())
+
+
+@attrs.define(eq=False)
+class StagePasses:
+    """
+    Passes of this rank's stages in one autograd graph, whose backward pass runs the stages backward.
+
+    Parameter gradients are accumulated by microbatch (gradient accumulation), as in any schedule. A stage's sharded
+    parameters are gathered before its first pass, and its gradients are reduced with its last backward pass.
+    """
+
+    stages: Mapping[int, StageRunner]
+    microbatches: Sequence[MicrobatchInputs]
+    token: Tensor
+    _done: dict[int, int] = attrs.field(init=False, factory=dict)
+
+    def run_differentiable_pass(self, stage: int, microbatch: int, tensor: Tensor) -> Tensor:
+        """Return a stage's output (any shape) for a microbatch: a tensor, or the loss on the last stage."""
+        runner = self.stages[stage]
+        if stage not in self._done and runner.stage.shards is not None and not runner.stage.shards.gathers_per_block:
+            runner.shards.start_unshard()
+        self._done[stage] = self._done.get(stage, 0) + 1
+        # With the token as an input, every pass is part of the graph, even the pass of token ids.
+        return _Pass.apply(self, stage, microbatch, self.token, tensor)  # type: ignore[no-any-return, no-untyped-call]
+
+    def run_forward(self, stage: int, microbatch: int, tensor: Tensor) -> Tensor:
+        """Run a stage's forward pass, keep its autograd graph for `run_backward`, and return its output (any shape)."""
+        inputs, runner = self.microbatches[microbatch], self.stages[stage]
+        with torch.enable_grad():
+            own = tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor
+            output: Tensor = runner.forward(microbatch, own, inputs.shared, inputs.batch, inputs.finish)
+        return output
+
+    def run_backward(self, stage: int, microbatch: int, grad: Tensor) -> Tensor | None:
+        """Return the gradient of a stage's input, with its shape, or None for token ids."""
+        runner = self.stages[stage]
+        self._done[stage] -= 1
+        if (shards := runner.stage.shards) is not None and (shards.reduces_per_microbatch or not self._done[stage]):
+            runner.reduce_in_next_backward(is_last_in_step=not self._done[stage])
+        grads = runner.backward(microbatch, None if runner.last else [grad])
+        return grads[0] if grads else None
+
+
+class _Pass(torch.autograd.Function):
+    """Node for a stage's pass on a microbatch; its backward pass runs the stage's own backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, passes: StagePasses, stage: int, microbatch: int, token: Tensor, tensor: Tensor) -> Tensor:
+        """Return the stage's output (...) for an input (...); the token is 0-dimensional."""
+        ctx.pass_of = passes, stage, microbatch
+        return passes.run_forward(stage, microbatch, tensor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        passes, stage, microbatch = ctx.pass_of
+        return None, None, None, None, passes.run_backward(stage, microbatch, grad)
+
+
+RunBlock = Callable[[int, int, Tensor], Tensor]
+"""Run a block, by its number among the blocks of all stages, on a microbatch's tensor; the shape stays."""
+
+
+@attrs.frozen
+class _MovesInFlight:
+    """Moves in flight: this rank's tensors, and an exchange with other ranks."""
+
+    local: list[tuple[Move, Tensor]]
+    incoming: list[Move]
+    exchange: RingExchange | None
+
+
+@attrs.define(eq=False)
+class ForwardPass:
+    """
+    Forward pass over all microbatches, with its state between iterations.
+
+    `metas` are shapes and dtypes between stages by microbatch. The last exchange depends on `token`, the autograd
+    token.
+    """
+
+    table: Timetable
+    ring: Ring
+    run_block: RunBlock
+    metas: Sequence[TensorMeta]
+    buffers: Buffers
+    pending_sends: PendingSends
+    token: Tensor
+
+    def run(self) -> list[Tensor]:
+        """Run all iterations, and return the outputs (...) for this rank's microbatches, in order."""
+        for iteration in range(self.table.iteration_count):
+            self._run_iteration(iteration)
+        return self.buffers.collect_outputs()
+
+    def _run_iteration(self, iteration: int) -> None:
+        """Run every stage outside the bubble, and move its output to the next stage."""
+        # Early moves overlap the computation of the stages.
+        in_flight = self._start_moves(list_moves_during_compute(self.table, iteration), from_this_iteration=False)
+        self.buffers.outputs = self._run_stages(iteration)
+        self._finish_moves(in_flight)
+        self._finish_moves(self._start_moves(list_moves_after_compute(self.table, iteration), from_this_iteration=True))
+        self.buffers.store_finished_output(iteration)
+        self.buffers.before, self.buffers.outputs = self.buffers.outputs, {}
+
+    def _run_stages(self, iteration: int) -> dict[int, Tensor]:
+        """Run the stages outside the bubble, and return their outputs (...) by stage."""
+        outputs = {}
+        for stage in self.buffers.local_stages:
+            if (item := self.table.find_item(iteration, stage)) is not None:
+                block = item.repeat * self.table.stages + stage
+                tensor = self.buffers.take_input(iteration, stage)
+                outputs[stage] = self.run_block(block, item.microbatch, tensor)
+        return outputs
+
+    def _start_moves(self, moves: Sequence[Move], *, from_this_iteration: bool) -> _MovesInFlight:
+        """Start moves: collect tensors from this rank's stages, and send the ones that leave the rank."""
+        local_stages, incoming = self.buffers.local_stages, []
+        outgoing: list[tuple[Move, Tensor]] = []
+        local: list[tuple[Move, Tensor]] = []
+        for move in moves:
+            if move.source in local_stages:
+                value = self.buffers.take_tensor_to_move(move, from_this_iteration=from_this_iteration)
+                (local if move.target in local_stages else outgoing).append((move, value))
+            elif move.target in local_stages:
+                incoming.append(move)
+        if not outgoing and not incoming:
+            return _MovesInFlight(local, incoming, None)
+        to = [(self._get_ring_rank(move.target), self.metas[move.microbatch]) for move, _ in outgoing]
+        sources = [(self._get_ring_rank(move.source), self.metas[move.microbatch]) for move in incoming]
+        exchange = RingExchange(self.ring, self.pending_sends, to, sources)
+        self.token = start_exchange(exchange, self.token, [value for _, value in outgoing])
+        return _MovesInFlight(local, incoming, exchange)
+
+    def _finish_moves(self, in_flight: _MovesInFlight) -> None:
+        """Wait for incoming tensors, and write all moved tensors into this rank's buffers."""
+        received: list[Tensor] = []
+        if in_flight.exchange is not None:
+            self.token, received = finish_exchange(in_flight.exchange, self.token)
+        for move, value in [*in_flight.local, *zip(in_flight.incoming, received, strict=True)]:
+            self.buffers.store_moved_tensor(move, value)
+
+    def _get_ring_rank(self, stage: int) -> int:
+        """Return a stage's ring index."""
+        return stage // len(self.buffers.local_stages)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from drawloom.components.ports.distributed import P2PChannel, Pending
+from drawloom.ports import P2PChannel, Pending
 
 
 @attrs.frozen

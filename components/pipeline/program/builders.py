@@ -8,8 +8,16 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from drawloom.components.ports.pipeline import PartialSchedule, Schedule
-from drawloom.components.ports.program import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action, Program
+from drawloom.ports import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    Action,
+    PartialSchedule,
+    Program,
+    Schedule,
+)
 
 
 def assign_stages_in_loop(ranks: int, stages_per_rank: int = 1) -> tuple[int, ...]:
@@ -247,7 +255,7 @@ def build_forward_only_program(stage_to_rank: Sequence[int], microbatches: int) 
     return Program.from_rank_programs(lines, stage_to_rank)
 
 
-def build_program_of_rank_and_neighbours(schedule: Schedule, rank: int, ranks: int, microbatches: int) -> Program:
+def build_program_with_neighbours(schedule: Schedule, rank: int, ranks: int, microbatches: int) -> Program:
     """
     Return the actions that a rank needs for lowering: its own and its neighbours'.
 

@@ -20,7 +20,7 @@ import attrs
 import numpy as np
 
 from drawloom.components.pipeline.program.timing import Costs
-from drawloom.components.ports.program import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Program
+from drawloom.ports import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Program
 
 NEVER = float("inf")
 
@@ -93,7 +93,7 @@ class PriorityPolicy:
     spared: tuple[float, float] = (0.0, 0.5)
     patience: float = 0.5
 
-    def compute_forward_and_backward_due_times(self, stages: int) -> tuple[list[float], list[float]]:
+    def compute_due_times(self, stages: int) -> tuple[list[float], list[float]]:
         """Return due times for the first microbatch's forward passes and input gradients by stage, in periods."""
         forwards, inputs, now = [0.0] * stages, [0.0] * stages, 0.0
         for stage in range(stages):
@@ -195,7 +195,7 @@ def _simulate_ranks(task: SchedulingTask, policy: PriorityPolicy) -> list[_Rank]
         rank = ranks[number]
         if now < rank.free:
             continue
-        queue, soon = _find_most_urgent_queue_and_next_ready_time(rank, now + grain, pace)
+        queue, soon = _find_most_urgent_queue(rank, now + grain, pace)
         if queue is not None:
             end = now + queue.cost
             _run_queue_head(rank, queue)
@@ -220,7 +220,7 @@ def _create_ranks(task: SchedulingTask, policy: PriorityPolicy) -> list[_Rank]:
     """Return all ranks with queues, each linked to the queue its results feed."""
     owners, costs = task.stage_to_rank, task.costs
     (due_forward, due_input), period = (
-        policy.compute_forward_and_backward_due_times(len(owners)),
+        policy.compute_due_times(len(owners)),
         task.busiest_rank_microbatch_time,
     )
     forwards, inputs = [], []
@@ -230,7 +230,7 @@ def _create_ranks(task: SchedulingTask, policy: PriorityPolicy) -> list[_Rank]:
     for stage, owner in enumerate(owners):
         position = local[owner].index(stage)
         size = task.activations[stage]
-        limit, sum_limits = _compute_own_and_cumulative_activation_limits(task, policy, local[owner], position)
+        limit, sum_limits = _compute_activation_limits(task, policy, local[owner], position)
         forward, back, weights = (costs.get_duration(op, stage) for op in "FIW")
         new_queue = partial(
             _Queue,
@@ -252,7 +252,7 @@ def _create_ranks(task: SchedulingTask, policy: PriorityPolicy) -> list[_Rank]:
     return [_Rank([q for s in own for q in (forwards[s], inputs[s])], [0.0] * len(own), rank_limit) for own in local]
 
 
-def _compute_own_and_cumulative_activation_limits(
+def _compute_activation_limits(
     task: SchedulingTask, policy: PriorityPolicy, own_stages: list[int], position: int
 ) -> tuple[float, list[float]]:
     """
@@ -269,7 +269,7 @@ def _compute_own_and_cumulative_activation_limits(
     return stage_limit, [limit - sum(sizes[later:]) for later in range(position + 1, len(own_stages) + 1)]
 
 
-def _find_most_urgent_queue_and_next_ready_time(rank: _Rank, now: float, pace: float) -> tuple[_Queue | None, float]:
+def _find_most_urgent_queue(rank: _Rank, now: float, pace: float) -> tuple[_Queue | None, float]:
     """Return the queue with the most urgent ready head, and when the next fitting head will be ready."""
     urgent, first, soon = None, NEVER, NEVER
     for queue in rank.queues:

@@ -21,22 +21,22 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
+from drawloom import UserError
 from drawloom.components.pipeline.program.timing import Costs, Timing, compute_timing
-from drawloom.components.ports.distributed import Group
-from drawloom.components.ports.program import (
+from drawloom.ports import (
     BACKWARD,
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
     FORWARD,
     OPS,
     Action,
+    Group,
     MessageOp,
     Program,
     RankProgram,
     group_overlaps,
     iterate_actions,
 )
-from drawloom.graph import UserError
 
 ASSUMED_COSTS = Costs(comm=0.25)
 """Costs assumed for the global order: a message takes a quarter of a forward pass."""
@@ -47,7 +47,7 @@ def lower_to_rank_program(program: Program, rank: int, costs: Costs = ASSUMED_CO
     Return a rank's program with its messages; raise DeadlockError if the program can't finish.
 
     If all ranks pass the whole program and the same costs, their orders agree with one global order. If a rank passes
-    the part returned by `build_program_of_rank_and_neighbours`, sends must not block.
+    the part returned by `build_program_with_neighbours`, sends must not block.
     """
     program = merge_split_backwards(program)
     return insert_messages(program, compute_timing(program, costs), rank)

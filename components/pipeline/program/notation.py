@@ -4,7 +4,7 @@ import csv
 import io
 import re
 
-from drawloom.components.ports.program import OPS, Action, Overlap, Program, RankProgram
+from drawloom.ports import OPS, Action, Overlap, Program, RankProgram
 
 ACTION = re.compile(r"(\d+)(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B)(\d+)")
 

@@ -19,7 +19,7 @@ from drawloom.components.pipeline.program.lowering import pair_offloaded_forward
 from drawloom.components.pipeline.program.partition import FittedProgram, ModelSlices
 from drawloom.components.pipeline.program.recomputation import Floats, list_stage_choices
 from drawloom.components.pipeline.simulation.simulator import simulate
-from drawloom.components.ports.program import Action
+from drawloom.ports import Action
 
 
 def offload_until_fit(

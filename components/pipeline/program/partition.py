@@ -13,7 +13,6 @@ from itertools import combinations, pairwise
 
 import attrs
 import numpy as np
-from numpy.typing import NDArray
 
 from drawloom.components.pipeline.program.builders import index_stages_on_ranks
 from drawloom.components.pipeline.program.list_scheduling import ROUNDING, SchedulingTask
@@ -24,9 +23,8 @@ from drawloom.components.pipeline.program.recomputation import (
     RecomputeOptions,
     list_stage_choices,
 )
-from drawloom.components.pipeline.program.timing import BatchedTiming, CostTable
-from drawloom.components.ports.program import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Program
-from drawloom.components.ports.stages import Recompute
+from drawloom.components.pipeline.program.timing import BatchedTiming, CostTable, Floats
+from drawloom.ports import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Program, Recompute
 
 StageSizes = tuple[int, ...]
 """Numbers of slices by stage."""
@@ -49,15 +47,13 @@ class ModelSlices:
     blocks.
     """
 
-    lengths: NDArray[np.float64]
-    activations: NDArray[np.float64]
-    per_stage: NDArray[np.float64]
+    lengths: Floats
+    activations: Floats
+    per_stage: Floats
     comm: float
-    pending: NDArray[np.float64] = attrs.field(default=attrs.Factory(lambda self: self.activations, takes_self=True))
+    pending: Floats = attrs.field(default=attrs.Factory(lambda self: self.activations, takes_self=True))
     recomputed: Sequence[RecomputeCosts] = ()
-    parts: NDArray[np.float64] = attrs.field(
-        default=attrs.Factory(lambda self: np.ones_like(self.activations), takes_self=True)
-    )
+    parts: Floats = attrs.field(default=attrs.Factory(lambda self: np.ones_like(self.activations), takes_self=True))
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -82,11 +78,11 @@ class ModelSlices:
             activations, pending = (tuple(sizes.tolist()) for sizes in (options.kept[chosen], options.pending[0]))
             yield SchedulingTask(stage_to_rank, microbatches, costs, activations, limit, pending)
 
-    def sum_costs_by_stage(self, partitions: Sequence[StageSizes]) -> NDArray[np.float64]:
+    def sum_costs_by_stage(self, partitions: Sequence[StageSizes]) -> Floats:
         """Return costs (partitions, stages, ops) for partitions with equal stage counts."""
         return _sum_by_stage(self.lengths, partitions) + self.per_stage
 
-    def sum_activations_by_stage(self, partitions: Sequence[StageSizes]) -> NDArray[np.float64]:
+    def sum_activations_by_stage(self, partitions: Sequence[StageSizes]) -> Floats:
         """Return a microbatch's activations (partitions, stages) for partitions with equal stage counts."""
         return _sum_by_stage(self.activations, partitions)
 
@@ -217,7 +213,7 @@ def partition_evenly(slices: int, stages: int) -> StageSizes:
     return (size + 1,) * remainder + (size,) * (stages - remainder)
 
 
-def _choose_sizes_balancing_ranks(values: NDArray[np.float64], stage_to_rank: Sequence[int]) -> StageSizes:
+def _choose_sizes_balancing_ranks(values: Floats, stage_to_rank: Sequence[int]) -> StageSizes:
     """Return stage sizes with similar sums of `values` (slices,) by rank; inner slices count with their mean."""
     mean = float(values[1:-1].mean() if len(values) > 2 else values.mean())
     stages, sizes, ranks = [mean] * len(stage_to_rank), [1] * len(stage_to_rank), [0.0] * (max(stage_to_rank) + 1)
@@ -233,11 +229,11 @@ def _choose_sizes_balancing_ranks(values: NDArray[np.float64], stage_to_rank: Se
     return tuple(sizes)
 
 
-def _sum_by_stage(values: NDArray[np.float64], partitions: Sequence[StageSizes]) -> NDArray[np.float64]:
+def _sum_by_stage(values: Floats, partitions: Sequence[StageSizes]) -> Floats:
     """Return sums (partitions, stages, ...) of values (slices, ...) over every stage's slices."""
     bounds = np.cumsum(np.array(partitions), axis=1)
     whole = np.concatenate([np.zeros_like(values[:1]), values.cumsum(0)])
-    sums: NDArray[np.float64] = whole[bounds] - whole[bounds - np.array(partitions)]
+    sums: Floats = whole[bounds] - whole[bounds - np.array(partitions)]
     return sums
 
 
@@ -260,9 +256,7 @@ def _list_partitions_moving_one_slice(sizes: StageSizes) -> list[StageSizes]:
     return neighbours
 
 
-def _add_recompute_seconds_to_backward(
-    lengths: NDArray[np.float64], recompute_seconds: NDArray[np.float64]
-) -> NDArray[np.float64]:
+def _add_recompute_seconds_to_backward(lengths: Floats, recompute_seconds: Floats) -> Floats:
     """Add `recompute_seconds` (..., stages) to the backward durations in `lengths` (..., stages, ops)."""
     lengths = lengths.copy()
     lengths[..., [BACKWARD, BACKWARD_INPUT]] += recompute_seconds[..., None]

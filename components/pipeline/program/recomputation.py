@@ -14,8 +14,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from drawloom.components.ports.program import BACKWARD_INPUT, FORWARD, Program
-from drawloom.components.ports.stages import Recompute
+from drawloom.ports import BACKWARD_INPUT, FORWARD, Program, Recompute
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

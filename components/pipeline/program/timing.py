@@ -15,7 +15,9 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from drawloom.components.ports.program import BACKWARD_WEIGHT, FORWARD, OPS, Program
+from drawloom.ports import BACKWARD_WEIGHT, FORWARD, OPS, Program
+
+Floats = NDArray[np.float64]
 
 
 @attrs.frozen
@@ -42,7 +44,7 @@ class Costs:
     def _sum_backward(self) -> float:
         return self.backward_input + self.backward_weight
 
-    def get_durations(self, program: Program) -> NDArray[np.float64]:
+    def get_durations(self, program: Program) -> Floats:
         """Return the durations (actions,) for a program's actions."""
         lengths = np.array([self.forward, self.backward, self.backward_input, self.backward_weight])[program.op]
         return lengths * np.array(self.factors)[program.stage] if self.factors else lengths
@@ -71,14 +73,14 @@ class CostTable(Costs):
     Costs by stage and op: `lengths` (stages, ops), ordered like OPS. `offload_by_stage` (stages,) replaces `offload`.
     """
 
-    lengths: NDArray[np.float64] = attrs.field(factory=lambda: np.ones((1, len(OPS))))
-    offload_by_stage: NDArray[np.float64] = attrs.field(
+    lengths: Floats = attrs.field(factory=lambda: np.ones((1, len(OPS))))
+    offload_by_stage: Floats = attrs.field(
         default=attrs.Factory(lambda self: np.full(len(self.lengths), self.offload), takes_self=True)
     )
 
-    def get_durations(self, program: Program) -> NDArray[np.float64]:
+    def get_durations(self, program: Program) -> Floats:
         """Return the durations (actions,) for a program's actions."""
-        lengths: NDArray[np.float64] = self.lengths[program.stage, program.op]
+        lengths: Floats = self.lengths[program.stage, program.op]
         return lengths
 
     def get_duration(self, op: str, stage: int = 0) -> float:
@@ -97,7 +99,7 @@ class CostTable(Costs):
         by_stage = np.column_stack([self.lengths, self.offload_by_stage])
         whole = np.concatenate([np.zeros((1, len(OPS) + 1)), by_stage.cumsum(0)])
         cuts, known = np.cumsum([0, *sizes]) / sum(sizes), np.linspace(0, 1, len(whole))
-        columns: Sequence[NDArray[np.float64]] = [np.diff(np.interp(cuts, known, sums)) for sums in whole.T]
+        columns: Sequence[Floats] = [np.diff(np.interp(cuts, known, sums)) for sums in whole.T]
         return attrs.evolve(self, lengths=np.stack(columns[:-1], axis=1), offload_by_stage=columns[-1])
 
 
@@ -109,8 +111,8 @@ class DeadlockError(Exception):
 class Timing:
     """Start, end and wave by action, all with shape (actions,); an action comes in a later wave than its inputs."""
 
-    start: NDArray[np.float64]
-    end: NDArray[np.float64]
+    start: Floats
+    end: Floats
     wave: NDArray[np.int64]
 
     @property
@@ -168,7 +170,7 @@ class BatchedTiming:
         object.__setattr__(self, "_order", np.argsort(wave, kind="stable"))
         object.__setattr__(self, "_bounds", np.cumsum([0, *np.bincount(wave)]))
 
-    def compute_makespans(self, lengths: NDArray[np.float64]) -> NDArray[np.float64]:
+    def compute_makespans(self, lengths: Floats) -> Floats:
         """Return the makespans (costs,) for `lengths` (costs, stages, ops), ordered like OPS."""
         produces, consumes, delay = (
             cells[self._order] for cells in index_produced_and_consumed_results(self.program, Costs(comm=self.comm))
@@ -183,7 +185,7 @@ class BatchedTiming:
             ready = end_of[consumes[rows]] + delay[rows, None]
             end = np.maximum(free_at[rank[rows]], ready) + table[kind[rows]]
             free_at[rank[rows]] = end_of[produces[rows]] = end
-        makespans: NDArray[np.float64] = free_at.max(axis=0)
+        makespans: Floats = free_at.max(axis=0)
         return makespans
 
 
@@ -229,7 +231,7 @@ class ResultIndices(NamedTuple):
 
     outputs: NDArray[np.int64]
     inputs: NDArray[np.int64]
-    delays: NDArray[np.float64]
+    delays: Floats
 
 
 def index_produced_and_consumed_results(program: Program, costs: Costs) -> ResultIndices:

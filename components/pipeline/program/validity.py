@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from itertools import product
 
 from drawloom.components.pipeline.program.timing import Costs, DeadlockError, compute_timing
-from drawloom.components.ports.program import Program, iterate_actions
+from drawloom.ports import Program, iterate_actions
 
 TRAINS = ("FB", "FIW")
 INFERS = ("F",)

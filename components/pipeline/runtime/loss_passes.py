@@ -7,13 +7,18 @@ from collections.abc import Iterator
 import attrs
 import torch
 
-from drawloom.components.ports.adapters import trains_base_weights
-from drawloom.components.ports.passes import ForwardRunner, Microbatches, add_reference_values
-from drawloom.components.ports.pipeline import MeasuresStep, Referenced, embeds_on_every_rank
-from drawloom.components.ports.stages import FrozenModel
+from drawloom import NodeView, Problem
 from drawloom.components.weights.adapted import disable_adapters
-from drawloom.graph import Problem
-from drawloom.graph.wiring.node import NodeView
+from drawloom.ports import (
+    ForwardRunner,
+    FrozenModel,
+    MeasuresStep,
+    Microbatches,
+    Referenced,
+    add_reference_values,
+    embeds_on_every_rank,
+    trains_base_weights,
+)
 
 
 def prepare_loss_inputs(microbatches: Microbatches, runner: ForwardRunner) -> Microbatches:

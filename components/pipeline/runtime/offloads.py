@@ -9,11 +9,8 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.ports.memory import Ticket, Transfers
-from drawloom.components.ports.passes import Operation, PassFeature, PassRun
-from drawloom.components.ports.program import OPS, Action
-from drawloom.components.ports.slices import is_dtensor
 from drawloom.kernels.recompute.saved_tensors import Collecting, KeptTensor
+from drawloom.ports import OPS, Action, Operation, PassFeature, PassRun, Ticket, Transfers, is_dtensor
 
 
 @attrs.define(eq=False)

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd import profiler
 
-from drawloom.components.ports.distributed import P2PChannel, Pending
-from drawloom.components.ports.program import MessageOp
 from drawloom.components.state.trees import list_labelled_children, list_leaves, map_leaves
+from drawloom.ports import MessageOp, P2PChannel, Pending
 
 WAIT = "wait for a message"
 """Name of the trace range in which an action waits for a message of another rank."""

@@ -1,20 +1,20 @@
 """Runner for a step's microbatches through this rank's stages, in program order (gradient accumulation)."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
 from torch import Tensor
 from torch.autograd import profiler
 
-from drawloom.components.pipeline.runtime.p2p import P2PBuffers, describe_tree_mismatch, list_tensors
+from drawloom import UserError
 from drawloom.components.pipeline.runtime.stage_runner import list_floating_leaves, require_grad_in_place
-from drawloom.components.ports.passes import MicrobatchInputs, Operation, PassFeature, PassKind, RunnableStage
-from drawloom.components.ports.program import Action
-from drawloom.components.ports.stages import Stages
 from drawloom.components.state.trees import list_leaves
-from drawloom.graph import UserError
+from drawloom.ports import Action, MicrobatchInputs, Operation, PassFeature, PassKind, RunnableStage, Stages
+
+if TYPE_CHECKING:
+    from drawloom.components.pipeline.runtime.p2p import P2PBuffers
 
 StageMicrobatch = tuple[int, int]
 """Numbers of a stage and a microbatch."""
@@ -26,14 +26,14 @@ class ProgramRunner:
     Runner for a rank's program in one step; it is dropped with all its tensors, also if the step fails.
 
     `stages` are this rank's stages by number. In `actions` an overlap's parts follow one another. An output is buffered
-    until the next stage on this rank consumes it, or until it is sent. The last stage's detached output is passed to
-    `on_output`. An error in `before_action` ends the program.
+    until the next stage on this rank consumes it, or until it is sent; `p2p` is None without other ranks. The last
+    stage's detached output is passed to `on_output`. An error in `before_action` ends the program.
     """
 
     stages: Mapping[int, RunnableStage]
     microbatches: Sequence[MicrobatchInputs]
     boundaries: Stages
-    p2p: P2PBuffers
+    p2p: "P2PBuffers | None"
     actions: Sequence[Action]
     kind: PassKind = "inference"
     on_output: Callable[[int, Any], None] = lambda _microbatch, _output: None
@@ -47,7 +47,7 @@ class ProgramRunner:
             "F": self._run_forward,
             "B": self._run_backward,
             "I": self._run_backward_input,
-            "W": self._run_backward_weight,
+            "W": lambda action: self.stages[action.stage].backward_weight(action.microbatch),
             "SEND_F": self._send_forward,
             "RECV_F": self._start_receive_forward,
             "SEND_B": self._send_backward,
@@ -73,9 +73,16 @@ class ProgramRunner:
             except Exception as error:
                 error.add_note(f"in the pipeline at {action}: stage {action.stage}, microbatch {action.microbatch}")
                 raise
-        self.p2p.wait_for_sends()
+        if self.p2p is not None:
+            self.p2p.wait_for_sends()
         for feature in reversed(features):
             feature.end_run(self)
+
+    @property
+    def _messages(self) -> "P2PBuffers":
+        if self.p2p is None:
+            raise ValueError("a rank without links to other ranks can't exchange messages")
+        return self.p2p
 
     def list_inputs_from_local_stage(self, action: Action) -> list[Tensor]:
         buffers: Mapping[StageMicrobatch, Any] = self._outputs if action.op == "F" else self._grads
@@ -97,7 +104,9 @@ class ProgramRunner:
         if action.stage == 0:
             return microbatch.inputs
         key = action.stage, action.microbatch
-        inputs = self._outputs.pop(key) if key in self._outputs else self.p2p.wait_and_take_message(("RECV_F", *key))
+        inputs = (
+            self._outputs.pop(key) if key in self._outputs else self._messages.wait_and_take_message(("RECV_F", *key))
+        )
         # Detached tensors become leaves: every stage has its own graph, which its backward pass frees.
         return require_grad_in_place(inputs) if torch.is_grad_enabled() else inputs
 
@@ -107,7 +116,7 @@ class ProgramRunner:
 
     def _start_receive_forward(self, action: Action) -> None:
         like = self._infer_stage_input(action.stage, action.microbatch)
-        self.p2p.start_receive(("RECV_F", action.stage, action.microbatch), _get_peer_rank(action), like)
+        self._messages.start_receive(("RECV_F", action.stage, action.microbatch), _get_peer_rank(action), like)
 
     def _infer_stage_input(self, stage: int, microbatch: int) -> Any:
         """Return a stage's input for a microbatch as meta tensors; sender and receiver both derive them."""
@@ -116,6 +125,8 @@ class ProgramRunner:
 
     def _send_tree(self, action: Action, payload: Any, expected: Any) -> None:
         """Send a tensor tree; UserError if the receiver expects other shapes or dtypes."""
+        from drawloom.components.pipeline.runtime.p2p import describe_tree_mismatch, list_tensors
+
         # The receiver has allocated the expected tree, and neither NCCL nor gloo compares shapes and dtypes.
         if problem := describe_tree_mismatch(payload, expected):
             kind = "output" if action.op == "SEND_F" else "gradient"
@@ -124,7 +135,7 @@ class ProgramRunner:
                 f"{action.peer} of the pipeline expects: {problem}; a stage must return the shapes and dtypes that its "
                 "module returns on the meta device, so check autocast, and shapes or dtypes that depend on values"
             )
-        self.p2p.send(_get_peer_rank(action), list_tensors(payload))
+        self._messages.send(_get_peer_rank(action), list_tensors(payload))
 
     def _run_backward(self, action: Action) -> None:
         self._store_input_grads(
@@ -135,9 +146,6 @@ class ProgramRunner:
         grads = self._take_output_grads(action)
         self._store_input_grads(action, self.stages[action.stage].backward_input(action.microbatch, grads))
 
-    def _run_backward_weight(self, action: Action) -> None:
-        self.stages[action.stage].backward_weight(action.microbatch)
-
     def _take_output_grads(self, action: Action) -> list[Tensor] | None:
         """Take an output's gradients (any shapes) from buffer or message; None for a loss: gradient 1."""
         key = action.stage, action.microbatch
@@ -145,7 +153,7 @@ class ProgramRunner:
             return None
         if key in self._grads:
             return self._grads.pop(key)
-        grads: list[Tensor] = self.p2p.wait_and_take_message(("RECV_B", *key))
+        grads: list[Tensor] = self._messages.wait_and_take_message(("RECV_B", *key))
         return grads
 
     def _store_input_grads(self, action: Action, grads: list[Tensor]) -> None:
@@ -159,7 +167,7 @@ class ProgramRunner:
 
     def _start_receive_backward(self, action: Action) -> None:
         like = list_floating_leaves(self._infer_stage_input(action.stage + 1, action.microbatch))
-        self.p2p.start_receive(("RECV_B", action.stage, action.microbatch), _get_peer_rank(action), like)
+        self._messages.start_receive(("RECV_B", action.stage, action.microbatch), _get_peer_rank(action), like)
 
 
 def _get_peer_rank(action: Action) -> int:

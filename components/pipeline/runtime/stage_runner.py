@@ -3,20 +3,18 @@
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.ports.model import BatchContext, Finish
-from drawloom.components.ports.pipeline import LOSSES, Loss, LossSums
-from drawloom.components.ports.stages import Shards, Stage
-from drawloom.components.state.batch import Batch
-from drawloom.components.state.step_state import StepState
 from drawloom.components.state.trees import list_leaves, map_leaves
+from drawloom.kernels import deferred_grads
 from drawloom.kernels.deferred_grads import Accumulation
 from drawloom.kernels.recompute.policy import apply_recompute_policy
+from drawloom.ports import LOSSES, Batch, BatchContext, Finish, Loss, LossSums, Shards, Stage, StepState
 
 
 @attrs.define(eq=False)
@@ -47,6 +45,17 @@ class StageRunner:
         init=False, default=attrs.Factory(lambda self: self.stage.index == self.stage.count - 1, takes_self=True)
     )
 
+    # whether products add to weights' gradients themselves, as on GPUs
+    _fuses_gradient_sums: bool = attrs.field(
+        init=False,
+        default=attrs.Factory(
+            lambda self: any(
+                part.device.type in deferred_grads.FUSED for part in islice(self.stage.module.parameters(), 1)
+            ),
+            takes_self=True,
+        ),
+    )
+
     def forward(
         self, microbatch: int, inputs: Any, shared: BatchContext, batch: Batch | None, finish: Finish | None = None
     ) -> Any:
@@ -55,7 +64,8 @@ class StageRunner:
         split = self._create_split_backward() if self.split else None
         recomputes = keeps and self.stage.recompute != "none"
         recomputing = apply_recompute_policy(self.stage.recompute) if recomputes else nullcontext()
-        with Accumulation() if split is None else split.forward_context(), recomputing:
+        accumulation = Accumulation() if self._fuses_gradient_sums else nullcontext()
+        with accumulation if split is None else split.forward_context(), recomputing:
             outputs = self._run_module(microbatch, inputs, shared, batch, finish)
         if keeps:
             self._in_flight[microbatch] = InFlight(list_floating_leaves(inputs), list_floating_leaves(outputs), split)

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import attrs
 import numpy as np
 
+from drawloom import UserError, above, at_least, between, component, internal, setting
 from drawloom.components.pipeline.program.builders import assign_stages_in_loop, assign_stages_in_vee
 from drawloom.components.pipeline.program.list_scheduling import ROUNDING, build_list_schedule
 from drawloom.components.pipeline.program.lowering import find_consumer_ranks
@@ -48,10 +49,8 @@ from drawloom.components.pipeline.schedules.v_min import VMin
 from drawloom.components.pipeline.schedules.zero_bubble_1p import ZeroBubble1P
 from drawloom.components.pipeline.schedules.zero_bubble_h2 import ZeroBubbleH2
 from drawloom.components.pipeline.schedules.zero_bubble_v import ZeroBubbleV
-from drawloom.components.ports.pipeline import Schedule
-from drawloom.components.ports.program import FORWARD, OPS, Program
-from drawloom.graph import UserError, above, at_least, between, component, setting
 from drawloom.graph.component import Bound, Check
+from drawloom.ports import FORWARD, OPS, Program, Schedule
 
 
 def list_published_schedules(stages_per_rank: int) -> list[Schedule]:
@@ -119,12 +118,11 @@ class Recomputation:
     """Costs of a recompute policy: a number per slice, or one number for all slices."""
 
     again: float | Sequence[float] = setting(
+        "additional time of a backward pass, as a fraction of the forward pass",
         check=_check_each(at_least(0), may_be_empty=False),
-        doc="additional time of a backward pass, as a fraction of the forward pass",
     )
     kept: float | Sequence[float] = setting(
-        check=_describe_kept_fractions_fault,
-        doc="fraction of the activations kept from the forward to the backward pass",
+        "fraction of the activations kept from the forward to the backward pass", check=_describe_kept_fractions_fault
     )
 
 
@@ -140,53 +138,53 @@ class Auto:
     host memory instead, if that is faster.
     """
 
-    forward: float = setting(default=1.0, check=above(0), doc="time of a forward pass in a slice of cost 1")
-    backward_input: float = setting(default=1.0, check=above(0), doc="time of input gradients in a slice of cost 1")
-    backward_weight: float = setting(default=1.0, check=above(0), doc="time of weight gradients in a slice of cost 1")
-    comm: float = setting(default=0.0, check=at_least(0), doc="time of a message between ranks")
+    forward: float = setting("time of a forward pass in a slice of cost 1", default=1.0, check=above(0))
+    backward_input: float = setting("time of input gradients in a slice of cost 1", default=1.0, check=above(0))
+    backward_weight: float = setting("time of weight gradients in a slice of cost 1", default=1.0, check=above(0))
+    comm: float = setting("time of a message between ranks", default=0.0, check=at_least(0))
     slices: Sequence[Cost] = setting(
+        "costs of the model's slices, or their times of F, B, I and W; if empty, a rank's equal share costs 1",
         factory=list,
         check=_describe_slices_fault,
-        doc="costs of the model's slices, or their times of F, B, I and W; if empty, a rank's equal share costs 1",
     )
     per_stage: Cost = setting(
-        default=0.0, check=_describe_cost_fault, doc="additional cost of every stage, or its times of F, B, I and W"
+        "additional cost of every stage, or its times of F, B, I and W", default=0.0, check=_describe_cost_fault
     )
     activations: list[float] = setting(
+        "sizes of a microbatch's activations by slice; if empty, 1 in a rank's share",
         factory=list,
         check=_check_each(above(0)),
-        doc="sizes of a microbatch's activations by slice; if empty, 1 in a rank's share",
     )
     pending: list[float] = setting(
+        "sizes kept from input gradients until weight gradients, by slice; default: the activations",
         factory=list,
         check=_check_each(above(0)),
-        doc="sizes kept from input gradients until weight gradients, by slice; default: the activations",
     )
     recompute: dict[Literal["selective", "blocks"], Recomputation] = setting(
-        factory=dict, doc="costs of recompute policies that stages may use; if empty, `[stages] recompute` decides"
+        "costs of recompute policies that stages may use; if empty, `[stages] recompute` decides", factory=dict
     )
     offload: float | Sequence[float] | None = setting(
+        "time to copy a slice's activations to host memory, a number or a list; without slices, of a rank's "
+        "share; if left out, the feature `pipeline.offloaded` decides",
         default=None,
         check=_check_each(at_least(0), may_be_empty=False),
-        doc="time to copy a slice's activations to host memory, a number or a list; without slices, of a rank's "
-        "share; if left out, the feature `pipeline.offloaded` decides",
     )
     memory: float | None = setting(
+        "limit of a rank's activations until their weight gradients, besides the recomputation of one pass; "
+        "default: the peak of 1F1B",
         default=None,
         check=above(0),
-        doc="limit of a rank's activations until their weight gradients, besides the recomputation of one pass; "
-        "default: the peak of 1F1B",
     )
     stages_per_rank: int | None = setting(
-        default=None, check=between(1, 1001), doc="stages per rank: 1 or 2; default: whichever is faster"
+        "stages per rank: 1 or 2; default: whichever is faster", default=None, check=between(1, 1001)
     )
     microbatches: int | None = setting(
+        "microbatches of the step for which stages are partitioned; default: 4 per rank",
         default=None,
         check=between(1, 10_001),
-        doc="microbatches of the step for which stages are partitioned; default: 4 per rank",
     )
-    trials: int = setting(default=TRIALS, check=between(0, 1_000_001), doc="number of policies tried in the search")
-    _cache: dict[tuple[int, int], FittedProgram] = attrs.field(init=False, factory=dict)
+    trials: int = setting("number of policies tried in the search", default=TRIALS, check=between(0, 1_000_001))
+    _cache: dict[tuple[int, int], FittedProgram] = internal(factory=dict)
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
         """Return the stages' ranks; UserError if slices or memory do not fit."""

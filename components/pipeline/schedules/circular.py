@@ -11,13 +11,13 @@ has all of them, and computes them data-parallel, for its share of the microbatc
 
 from typing import ClassVar
 
+from drawloom import UserError, between, component, setting
 from drawloom.components.pipeline.program.builders import (
     OpCodes,
     OpCodeSchedule,
     assign_stages_in_loop,
     build_breadth_first_op_codes,
 )
-from drawloom.graph import UserError, between, component, setting
 
 
 @component(impact="safe")
@@ -26,12 +26,12 @@ class Circular(OpCodeSchedule):
 
     backward_newest_first: ClassVar[bool] = True
     embeds_on_every_rank: ClassVar[bool] = True
-    stages_per_rank: int = setting(default=2, check=between(1, 1001), doc="repeats, with one stage per rank and repeat")
+    stages_per_rank: int = setting("repeats, with one stage per rank and repeat", default=2, check=between(1, 1001))
     pipeline_parallel_layers: int | None = setting(
+        "number of first layers that are partitioned into stages; every rank has the other layers, and computes "
+        "them for its share of the microbatches; default: all layers are in stages",
         default=None,
         check=between(1, 10_001),
-        doc="number of first layers that are partitioned into stages; every rank has the other layers, and computes "
-        "them for its share of the microbatches; default: all layers are in stages",
     )
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ symmetry by Sea AI Lab, as in DeepSeek's `dualpipev.py`, whose eight steps are t
 
 from typing import ClassVar
 
+from drawloom import component
 from drawloom.components.pipeline.program.builders import (
     B0,
     B1,
@@ -20,7 +21,6 @@ from drawloom.components.pipeline.program.builders import (
     W,
     overlap_op_code,
 )
-from drawloom.graph import component
 
 
 @component(impact="safe")

@@ -7,8 +7,8 @@ Every rank keeps the activations of all microbatches.
 
 from typing import ClassVar
 
+from drawloom import component
 from drawloom.components.pipeline.program.builders import B0, F0, OpCodes, OpCodeSchedule
-from drawloom.graph import component
 
 
 @component(impact="safe")

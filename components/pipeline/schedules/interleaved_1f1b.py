@@ -6,20 +6,20 @@ Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters
 equal, so that any number of microbatches is possible.
 """
 
+from drawloom import between, component, setting
 from drawloom.components.pipeline.program.builders import (
     OpCodes,
     OpCodeSchedule,
     backward_op_code,
     build_interleaved_op_codes,
 )
-from drawloom.graph import between, component, setting
 
 
 @component(impact="safe")
 class Interleaved1F1B(OpCodeSchedule):
     """Interleaved 1F1B: one forward, one backward, over several stages on every rank."""
 
-    stages_per_rank: int = setting(default=2, check=between(1, 1001), doc="stages per rank")
+    stages_per_rank: int = setting("stages per rank", default=2, check=between(1, 1001))
 
     def build_rank_op_codes(self, rank: int, ranks: int, microbatches: int) -> OpCodes:
         return build_interleaved_op_codes(

@@ -7,12 +7,8 @@ on a rank; every rank keeps the activations of all microbatches.
 
 from typing import ClassVar
 
-from drawloom.components.pipeline.program.builders import (
-    OpCodes,
-    OpCodeSchedule,
-    build_breadth_first_op_codes,
-)
-from drawloom.graph import between, component, setting
+from drawloom import between, component, setting
+from drawloom.components.pipeline.program.builders import OpCodes, OpCodeSchedule, build_breadth_first_op_codes
 
 
 @component(impact="safe")
@@ -20,7 +16,7 @@ class LoopedBreadthFirst(OpCodeSchedule):
     """Looped breadth-first: all microbatches through one stage after another, then all backward."""
 
     backward_newest_first: ClassVar[bool] = True
-    stages_per_rank: int = setting(default=2, check=between(1, 1001), doc="stages per rank")
+    stages_per_rank: int = setting("stages per rank", default=2, check=between(1, 1001))
 
     def build_rank_op_codes(self, rank: int, ranks: int, microbatches: int) -> OpCodes:
         return build_breadth_first_op_codes(self.stages_per_rank, microbatches)

@@ -7,15 +7,15 @@ microbatches. With twice the warm-up, rank r keeps 2 (p - r) - 1, and no rank wa
 long as a forward pass.
 """
 
+from drawloom import component, setting
 from drawloom.components.pipeline.program.builders import B0, F0, OpCodes, OpCodeSchedule
-from drawloom.graph import component, setting
 
 
 @component(impact="safe")
 class OneFOneB(OpCodeSchedule):
     """1F1B (PipeDream-Flush): one forward, one backward; on one rank, the plain training loop."""
 
-    hide_latency: bool = setting(default=False, doc="double the warm-up, to hide the latency of messages")
+    hide_latency: bool = setting("double the warm-up, to hide the latency of messages", default=False)
 
     def build_rank_op_codes(self, rank: int, ranks: int, microbatches: int) -> OpCodes:
         lead = 2 if self.hide_latency else 1

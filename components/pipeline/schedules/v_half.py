@@ -9,21 +9,19 @@ messages take time, a better order is searched within the same memory.
 
 import attrs
 
+from drawloom import at_least, component, setting
 from drawloom.components.pipeline.program.builders import assign_stages_in_vee
 from drawloom.components.pipeline.program.list_scheduling import FORWARDS_FIRST, SchedulingTask, build_list_schedule
 from drawloom.components.pipeline.program.policy_search import STARTS, search_best_policy
 from drawloom.components.pipeline.program.timing import Costs
-from drawloom.components.ports.program import Program
-from drawloom.graph import at_least, component, setting
+from drawloom.ports import Program
 
 
 @component(impact="safe")
 class VHalf:
     """V-Half: half the memory of 1F1B, with a small bubble."""
 
-    comm: float = setting(
-        default=0.0, check=at_least(0), doc="time of a message, relative to the forward pass of a stage"
-    )
+    comm: float = setting("time of a message, relative to the forward pass of a stage", default=0.0, check=at_least(0))
 
     def stage_to_rank(self, ranks: int) -> tuple[int, ...]:
         return assign_stages_in_vee(ranks)

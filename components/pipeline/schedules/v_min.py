@@ -18,6 +18,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from drawloom import at_least, component, setting
 from drawloom.components.pipeline.program.builders import (
     F0,
     F1,
@@ -36,8 +37,7 @@ from drawloom.components.pipeline.program.list_scheduling import (
 )
 from drawloom.components.pipeline.program.policy_search import search_best_policy
 from drawloom.components.pipeline.program.timing import Costs, compute_timing
-from drawloom.components.ports.program import Program
-from drawloom.graph import at_least, component, setting
+from drawloom.ports import Program
 
 PERIOD = 6
 """Slots between two microbatches: a forward pass and both parts of a backward pass, for two stages."""
@@ -49,9 +49,7 @@ class VMin(OpCodeSchedule):
 
     in_vee: ClassVar[bool] = True
 
-    comm: float = setting(
-        default=0.0, check=at_least(0), doc="time of a message, relative to the forward pass of a stage"
-    )
+    comm: float = setting("time of a message, relative to the forward pass of a stage", default=0.0, check=at_least(0))
 
     def build_rank_op_codes(self, rank: int, ranks: int, microbatches: int) -> OpCodes:
         """Return the op codes of one rank, in order, for messages that take no time."""

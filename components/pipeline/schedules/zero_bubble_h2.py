@@ -6,13 +6,13 @@ forward passes and defers 2 r weight gradients, so that every rank keeps 2 p - 1
 first action and its last.
 """
 
+from drawloom import component
 from drawloom.components.pipeline.program.builders import (
     OpCodes,
     OpCodeSchedule,
     backward_input_op_code,
     build_interleaved_op_codes,
 )
-from drawloom.graph import component
 
 
 @component(impact="safe")

@@ -7,17 +7,8 @@ gradients cost the same and there are 2 p - 1 microbatches or more, no rank wait
 
 from typing import ClassVar
 
-from drawloom.components.pipeline.program.builders import (
-    F0,
-    F1,
-    I0,
-    I1,
-    W0,
-    W1,
-    OpCodes,
-    OpCodeSchedule,
-)
-from drawloom.graph import component
+from drawloom import component
+from drawloom.components.pipeline.program.builders import F0, F1, I0, I1, W0, W1, OpCodes, OpCodeSchedule
 
 
 @component(impact="safe")

@@ -20,7 +20,7 @@ from typing import Literal
 import attrs
 
 from drawloom.components.pipeline.program.timing import Costs, DeadlockError
-from drawloom.components.ports.program import OPS, Action, RankProgram, iterate_actions
+from drawloom.ports import OPS, Action, RankProgram, iterate_actions
 
 Channels = Literal["free", "direction", "pair", "rank", "blocking"]
 """

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 
 import attrs
 import numpy as np
-from numpy.typing import NDArray
 
 from drawloom.components.pipeline.program.lowering import (
     Sharding,
@@ -12,7 +11,7 @@ from drawloom.components.pipeline.program.lowering import (
     insert_messages,
     insert_offload_actions,
 )
-from drawloom.components.pipeline.program.timing import Costs, compute_timing
+from drawloom.components.pipeline.program.timing import Costs, Floats, compute_timing
 from drawloom.components.pipeline.simulation.contention import (
     SHARD_OPS,
     TRANSFER_OPS,
@@ -21,7 +20,7 @@ from drawloom.components.pipeline.simulation.contention import (
     get_event_key,
     simulate_events,
 )
-from drawloom.components.ports.program import (
+from drawloom.ports import (
     BACKWARD,
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
@@ -51,8 +50,8 @@ class Simulation:
     program: Program
     costs: Costs
     channels: Channels
-    start: NDArray[np.float64]
-    end: NDArray[np.float64]
+    start: Floats
+    end: Floats
     sharding: Sharding | None = None
     shard_bars: Sequence[Sequence[Bar]] = ()
     """Parameter gathers and gradient reductions by rank, in order; empty without shards."""
@@ -85,11 +84,11 @@ class Simulation:
     def longest_rank_span(self) -> float:
         """Return the longest time from a rank's first start to its last end: a step's time if steps overlap."""
         return max(
-            (end - start for start, end in map(self._find_first_start_and_last_end, range(self.program.ranks))),
+            (end - start for start, end in map(self._find_first_and_last, range(self.program.ranks))),
             default=0.0,
         )
 
-    def _find_first_start_and_last_end(self, rank: int) -> tuple[float, float]:
+    def _find_first_and_last(self, rank: int) -> tuple[float, float]:
         """Return a rank's first start and last end, including actions on shards."""
         rows, shards = self.program.rows(rank), self.shard_bars[rank] if self.shard_bars else ()
         starts = [*self.start[rows].tolist(), *(bar.start for bar in shards)]

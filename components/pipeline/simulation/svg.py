@@ -124,7 +124,7 @@ class _Picture:
             side += SIDE_BAR + 3
         for bar in self.simulation.transfer_bars[rank] if self.simulation.transfer_bars else ():
             yield self._draw_side_bar(bar, side + (SIDE_BAR + 3) * (bar.action.op == "RELOAD"))
-        for first, last in _find_first_and_last_bars_of_overlaps(bars):
+        for first, last in _find_bars_of_overlaps(bars):
             x, width = LEFT + first.start * self.unit, (last.end - first.start) * self.unit
             yield (
                 f'<rect x="{num(x)}" y="{y}" width="{num(width)}" height="{BAR}" rx="2" fill="none" stroke="{INK}" '
@@ -194,7 +194,7 @@ class _Picture:
             )
 
 
-def _find_first_and_last_bars_of_overlaps(bars: list[Bar]) -> Iterator[tuple[Bar, Bar]]:
+def _find_bars_of_overlaps(bars: list[Bar]) -> Iterator[tuple[Bar, Bar]]:
     """Yield the first and the last bar of every overlap."""
     for number, bar in enumerate(bars):
         if bar.overlaps_previous and (number + 1 == len(bars) or not bars[number + 1].overlaps_previous):

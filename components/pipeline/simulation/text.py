@@ -6,7 +6,7 @@ import numpy as np
 
 from drawloom.components.pipeline.program.builders import index_stages_on_ranks
 from drawloom.components.pipeline.simulation.simulator import Bar, Simulation
-from drawloom.components.ports.program import Action
+from drawloom.ports import Action
 
 LEGEND = "F forward, B backward, I input gradients, W weight gradients"
 SHARD_LABELS = {"UNSHARD": "U", "REDUCE_SCATTER": "S", "REDUCE_GRAD": "R"}

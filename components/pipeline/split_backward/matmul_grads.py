@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from drawloom.kernels.deferred_grads import Compute, Deferral, MatrixProduct, record_versions
+from drawloom.kernels.deferral import Deferral, record_versions
+from drawloom.kernels.deferred_grads import Compute, MatrixProduct
 from drawloom.kernels.recompute.saved_tensors import (
     LEAF,
     TRANSPOSE,

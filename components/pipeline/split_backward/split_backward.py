@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drawloom import UserError
 from drawloom.components.pipeline.split_backward.matmul_grads import defer_and_return_other_leaves, find_node_users
 from drawloom.components.pipeline.split_backward.weight_grads import WeightGrads
-from drawloom.components.ports.stages import ReductionUnit
-from drawloom.graph import UserError
-from drawloom.kernels.deferred_grads import ChangedInPlaceError, Deferral, DeferredGrad
+from drawloom.kernels.deferral import ChangedInPlaceError, Deferral, DeferredGrad
+from drawloom.ports import ReductionUnit
 
 Roots = list[tuple[Tensor, Tensor | None]]
 """Outputs with their gradients; None means the gradient 1 of a loss."""

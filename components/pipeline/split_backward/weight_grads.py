@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from drawloom.kernels.deferred_grads import DeferredGrad
+from drawloom.kernels.deferral import DeferredGrad
 
 CHUNK_BYTES = 2**22
 """Bytes of gradients that are computed before they are accumulated: a trade of memory for nodes (20 us per node)."""

@@ -13,6 +13,7 @@ from typing import Any
 import attrs
 from torch import Tensor
 
+from drawloom import UserError
 from drawloom.components.storage.regular_file import RegularFile, open_untrusted_file
 from drawloom.components.storage.safetensors.header import (
     HeaderError,
@@ -23,7 +24,6 @@ from drawloom.components.storage.safetensors.header import (
 )
 from drawloom.components.storage.strict_json import parse_strict_json
 from drawloom.components.storage.tensor_source import TensorSpec, allocate_tensor_and_byte_view
-from drawloom.graph import UserError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -70,7 +70,7 @@ class SafetensorsFolder:
         return tensor
 
 
-def read_tensor_offset_and_entries(file: RegularFile) -> tuple[int, dict[str, TensorEntry]]:
+def read_header_entries(file: RegularFile) -> tuple[int, dict[str, TensorEntry]]:
     """
     Return the tensor offset in a file, and its entries by name. Raises HeaderError if the header is
     invalid.
@@ -113,7 +113,7 @@ def open_safetensors_folder(folder: Path) -> SafetensorsFolder:
         return SafetensorsFolder(dict.fromkeys(single.specs, single))
     if not os.path.lexists(folder / INDEX):
         raise UserError(f"{folder} holds neither {SINGLE} nor {INDEX}; write the path of a Hugging Face model folder")
-    files_by_tensor, total = _read_file_names_and_total_size(folder / INDEX)
+    files_by_tensor, total = _read_file_names(folder / INDEX)
     files = {
         file: _read_shard_header(folder, file, name)
         for file, name in {f: n for n, f in files_by_tensor.items()}.items()
@@ -150,7 +150,7 @@ def _convert_header_errors(path: Path) -> Iterator[None]:
         raise UserError(f"{path} can't be read as safetensors: {error}; copy the file again") from error
 
 
-def _read_file_names_and_total_size(path: Path) -> tuple[dict[str, str], int | None]:
+def _read_file_names(path: Path) -> tuple[dict[str, str], int | None]:
     """
     Return file names by tensor, and the stated total size. Raises UserError unless all are plain file
     names.

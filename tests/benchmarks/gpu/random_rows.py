@@ -1,4 +1,4 @@
-"""Rows of random tokens for whole runs: an embedding's rows are read as by text of a large vocabulary."""
+"""Rows with random tokens for whole runs: they read an embedding's rows as text with a large vocabulary does."""
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ VALIDATION_ROWS = 8
 
 @component
 class RandomRows:
-    """Documents of random token ids, the same in every process; each fills a row."""
+    """Documents with random token ids, the same in every process; a document fills a row."""
 
     vocab_size: int = setting(doc="number of token ids")
     length: int = setting(doc="tokens in a document")

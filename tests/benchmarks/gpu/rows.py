@@ -13,7 +13,7 @@ from drawloom.components.ports.model import count_attended_pairs
 from drawloom.kernels.adamw.eager import ParamState, compute_scales_shape, compute_step_scalars
 from drawloom.kernels.adamw.triton import AdamwTriton
 from drawloom.kernels.attention.eager import EAGER, AttentionImplementation
-from drawloom.kernels.cross_entropy.eager import LogitCut
+from drawloom.kernels.cross_entropy.options import LogitCut
 from drawloom.kernels.cross_entropy.triton import cut_cross_entropy_triton, linear_cross_entropy_triton
 from drawloom.kernels.gates.eager import geglu_eager, oss_swiglu_halves_eager, swiglu_eager
 from drawloom.kernels.gates.triton import geglu_triton, oss_swiglu_halves_triton, swiglu_triton

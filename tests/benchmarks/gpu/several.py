@@ -1,12 +1,11 @@
 """
 Whole runs on several GPUs beside torchtitan's Trainer, with floors: `make bench NAME=several RANKS=2`.
 
-First it prints the bandwidths of collectives between the GPUs. Then every row is a run of `drawloom run` with random
-tokens and a run of torchtitan 0.2.2's Trainer, compiled, on the same mesh: tokens per second and GPU by wall time,
-medians over the steps after `WARM_UPS`, the plan's prediction, and peak memory. A row's floor is the longer of its
-computing time, which is that of one GPU with the same tokens, and its bytes between GPUs at the measured bandwidth; it
-also says how much longer a step would take if nothing overlapped. Losses of the first steps are compared with one GPU's
-for the same batches.
+First it prints collectives' bandwidths between the GPUs. Then every row is `drawloom run` with random tokens, and
+torchtitan 0.2.2's Trainer, compiled, on the same mesh: tokens per second and GPU by wall time,
+medians over the steps after `WARM_UPS`, the plan's prediction, and peak memory. A row's floor is the longer
+time: to compute, as one GPU does with the same tokens, or to send its bytes at the measured bandwidth. Losses in the
+first steps are compared with one GPU's for the same batches.
 
 With fewer GPUs than ranks, the ranks share them (`device.share`): then rates mean nothing, but losses, launches and the
 host's time do. `ONLY="0.6B"` selects rows by words in their names, `ONLY=--links` prints the bandwidths alone, and
@@ -33,7 +32,7 @@ import torch.distributed as dist
 HERE = Path(__file__).parent
 TINY = "--tiny" in sys.argv
 STEPS, WARM_UPS, COMPARED = (6, 2, 4) if TINY else (26, 5, 10)
-"""Steps of a run, steps that are not counted, and first steps whose losses are compared."""
+"""A run's steps, its first steps that are not counted, and its first steps whose losses are compared."""
 
 SMALL: dict[str, Any] = {
     "use": "model.qwen3.dense",
@@ -74,7 +73,7 @@ EXPERTS: dict[str, Any] = {
 }
 MODELS = {"Qwen3-0.6B": SMALL, "Llama-3-8B": LARGE, "1B with 64 experts": EXPERTS}
 TITAN = {"Qwen3-0.6B": ("qwen3", "0.6B"), "Llama-3-8B": ("llama3", "8B")}
-"""torchtitan's name and flavor of a model."""
+"""Model -> torchtitan's name and flavor."""
 
 DEGREES = {
     "data_replicate": "data_parallel_replicate_degree",
@@ -91,7 +90,7 @@ WEIGHT_BYTES = 2
 
 @attrs.frozen
 class Row:
-    """A model on a mesh: rows by microbatch and replica, row length, microbatches, and further edits of the recipe."""
+    """A model on a mesh: rows by microbatch and replica, row length, microbatches, and other edits."""
 
     model: str
     mesh: Mapping[str, int] = {}
@@ -107,13 +106,13 @@ class Row:
 
     @property
     def ranks(self) -> int:
-        """The number of ranks; ranks along `expert` are others' ranks."""
+        """The number of ranks; `expert` adds none."""
         sizes = {"expert": 1, **{name: size for name, size in self.mesh.items() if name != "expert"}}
         return int(torch.Size(sizes.values()).numel())
 
     @property
     def replicas(self) -> int:
-        """The number of ranks with rows of their own."""
+        """The number of ranks with their own rows."""
         return self.mesh.get("data_shard", 1) * self.mesh.get("data_replicate", 1)
 
     @property
@@ -126,7 +125,7 @@ class Row:
 
 
 def list_rows(ranks: int) -> list[Row]:
-    """Return the rows for a number of GPUs."""
+    """Return the rows for `ranks` GPUs."""
     small, large, experts = MODELS
     half, symmetric = ranks // 2, ('dispatcher.use="experts.symmetric"',)
     kept = ("stages.reshard_after_forward=false",)
@@ -148,7 +147,7 @@ def list_rows(ranks: int) -> list[Row]:
 
 
 def main() -> None:
-    """Print bandwidths, then a block of lines per row."""
+    """Print bandwidths, then lines by row."""
     if "RANK" in os.environ:
         return measure_links()
     ranks = int(os.environ.get("RANKS", "2"))
@@ -213,7 +212,7 @@ def measure_links() -> None:
 
 
 def collectives(ranks: int) -> dict[str, Any]:
-    """Return collectives by name, as functions of a tensor that all ranks fill together."""
+    """Return collectives by name; their argument is a tensor that all ranks fill together."""
 
     def part(whole: torch.Tensor) -> torch.Tensor:
         return whole.new_empty(len(whole) // ranks)
@@ -226,7 +225,7 @@ def collectives(ranks: int) -> dict[str, Any]:
 
 
 def _time(collective: Any, whole: torch.Tensor, device: torch.device) -> float:
-    """Return the seconds of a collective, the fastest of three batches."""
+    """Return a collective's seconds in the fastest batch."""
     from benchmarks.gpu import clock
 
     calls, times = 2 if TINY else 10, []
@@ -245,7 +244,7 @@ def _time(collective: Any, whole: torch.Tensor, device: torch.device) -> float:
 
 
 def print_row(row: Row, rates: Mapping[str, float], folder: Path) -> None:
-    """Print a row's lines; a failure is one of them."""
+    """Print a row's lines, or its failure."""
     print(row.name, flush=True)
     one = attrs.evolve(row, mesh={}, microbatches=row.global_rows // row.rows, edits=_edits_on_one_gpu(row))
     try:
@@ -275,7 +274,7 @@ class Result:
     peak: float
 
     def describe(self, tokens: int, ranks: int) -> str:
-        """Return rate, time and memory for a step of `tokens`."""
+        """Return rate, time and memory for `tokens` in a step."""
         seconds = statistics.median(self.seconds[WARM_UPS:])
         rate = tokens / seconds / ranks
         return f"{rate:>9,.0f} tokens/s a GPU, {seconds * 1e3:.1f} ms, {self.peak / 2**30:.1f} GiB"
@@ -416,7 +415,7 @@ def list_bytes_sent(row: Row) -> dict[str, float]:
 
 
 def _list_weights(model: Mapping[str, Any]) -> Iterator[int]:
-    """Yield counts of weights that ranks along `data_shard` share: all but experts, which ranks keep apart."""
+    """Yield counts for weights that ranks along `data_shard` share: all but experts, which ranks keep apart."""
     heads, groups = (model[key] * model["head_dim"] for key in ("num_attention_heads", "num_key_value_heads"))
     layer = model["hidden_size"] * (2 * heads + 2 * groups)
     if "num_experts" not in model:

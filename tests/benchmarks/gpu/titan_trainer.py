@@ -1,5 +1,5 @@
 """
-A run of torchtitan 0.2.2's own Trainer on random tokens, for `several.py`; start it with torchrun.
+torchtitan 0.2.2's own Trainer on random tokens, for `several.py`; start it with torchrun.
 
 Packages that only load data, or parse the command line, are replaced, so that torchtitan alone must be installed. Each
 rank draws its own rows. Rank 0 writes the seconds between steps, by CUDA events, and its peak memory to a file.
@@ -19,7 +19,14 @@ import torch
 
 from benchmarks.gpu.titan import AbsentModule
 
-SKIPPED = ("tyro", "torchdata", "torchdata.stateful_dataloader", "datasets", "datasets.distributed")
+SKIPPED = (
+    "tyro",
+    "torchdata",
+    "torchdata.stateful_dataloader",
+    "datasets",
+    "datasets.distributed",
+    "torchtitan.config.manager",
+)
 
 
 class RandomBatches:

@@ -1,8 +1,8 @@
 """
-Training steps of this tree and of an earlier one, case by case: `make bench NAME=trees ONLY=/path/to/earlier/tree`.
+Training steps by this tree and an earlier one, case by case: `make bench NAME=trees ONLY=/path/to/earlier/tree`.
 
-The cases are those of a redesign that must not cost speed: Qwen3-0.6B and the shape of Llama 3 8B in bfloat16 and
-float8, experts, and LoRA. Both trees run their own `meshes.py` in processes of their own, one after the other, twice.
+The cases show whether a redesign costs speed: Qwen3-0.6B and Llama 3 8B's shape in bfloat16 and float8, experts,
+and LoRA. Both trees run their own `meshes.py` in processes of their own, one after the other, twice.
 A line has tokens per second, the host's milliseconds to issue a step, and peak memory, for each process.
 """
 
@@ -26,11 +26,11 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("LARGE", 2, {"float8": True}),
     ("LARGE", 2, {"lora": True}),
 ]
-"""Model's name in `meshes.py`, rows, and other options of a case."""
+"""Model's name in `meshes.py`, rows, and a case's other options."""
 
 
 def main() -> None:
-    """Start a process for each tree and round, and print the figures beside each other."""
+    """Start a process by tree and round, and print their figures side by side."""
     trees = [Path(word).resolve() for word in sys.argv[1:2]] + [ROOT]
     figures: dict[str, dict[Path, list[list[float]]]] = {}
     for _ in range(ROUNDS):

@@ -34,7 +34,7 @@ def _keep_and_update() -> tuple[float, list[tuple[int, float]], int, float]:
             if index == 2:
                 time.sleep(LATE * rank)
                 start = time.monotonic()
-            peers.reference_and_send_to_neighbour(Step(index, 10))
+            peers.reference_and_send(Step(index, 10))
             if index == 2:
                 seconds = time.monotonic() - start
             peers.wait_until_copied()

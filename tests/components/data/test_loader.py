@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from drawloom.components.data.loader import Loader, compute_row_digests
+from drawloom.components.data.batch_checks import compute_row_digests
+from drawloom.components.data.loader import Loader
 from drawloom.components.data.order.permutation import Permutation
 from drawloom.components.data.order.sequential import Sequential
 from drawloom.components.data.order.shuffled import Shuffled

@@ -9,7 +9,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from drawloom.components.data.packing.packed_rows import RowPiece, build_batch
+from drawloom.components.data.packing.batches import build_batch
+from drawloom.components.data.packing.pieces import RowPiece
 from drawloom.components.data.preferences import Preferences
 from drawloom.components.ports.corpus import TokenCorpus
 from drawloom.graph import UserError

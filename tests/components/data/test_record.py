@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from drawloom.components.data.loader import compute_row_digests
+from drawloom.components.data.batch_checks import compute_row_digests
 from drawloom.components.data.record import Record
 from drawloom.components.ports.data import TokenBatch
 from drawloom.components.ports.run import Batching, Step

@@ -136,8 +136,8 @@ import attrs, sys, time
 from itertools import count
 import numpy as np
 from drawloom.components.data.packing.concatenated import Concatenated
-from drawloom.components.data.packing.packed_rows import PackedSplit
-from drawloom.components.data.packing.packed_rows import JoinedIndexes
+from drawloom.components.data.packing.batches import PackedSplit
+from drawloom.components.data.packing.batches import JoinedIndexes
 from drawloom.components.data.token_arrays import TokenArrays
 from drawloom.components.data.workers import Workers
 

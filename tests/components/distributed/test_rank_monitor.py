@@ -45,12 +45,12 @@ def test_polling_reveals_the_failure_of_another_rank(store: Any, capsys: pytest.
     """It prints nothing, and is not killed before its grace period is over."""
     codes: list[int] = []
     zero, one = both(store, exit=codes.append)
-    zero.poll_peers_and_report_losses()
+    zero.poll_and_report_losses()
     zero.exit_if_grace_period_is_over()
     assert zero.failure is None
     one.report_failure("rank 1 has no disk", 2)
     capsys.readouterr()
-    zero.poll_peers_and_report_losses()
+    zero.poll_and_report_losses()
     zero.exit_if_grace_period_is_over()
     assert zero.failure == one.failure and codes == [] and capsys.readouterr().err == ""
 
@@ -100,7 +100,7 @@ def test_the_rank_with_the_traceback_reports_first(
 
     def wait(*_: object) -> None:
         one.report_failure("with a traceback")
-        zero.poll_peers_and_report_losses()
+        zero.poll_and_report_losses()
 
     monkeypatch.setattr(RankMonitor, "_wait_until_failure_is_known", wait)
     zero.report_exception(RankError("rank 1: ZeroDivisionError: by what", 1, rank=1))
@@ -123,11 +123,11 @@ def _after(store: Any, end: Callable[["subprocess.Popen[bytes]"], object]) -> Ra
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         zero = RankMonitor(0, 2, store, {1: process.pid}, where=", on host 1, deep")
         zero.watch_local_peer_processes()
-        zero.poll_peers_and_report_losses()
+        zero.poll_and_report_losses()
         assert zero.failure is None
         end(process)
         process.wait()
-        zero.poll_peers_and_report_losses()
+        zero.poll_and_report_losses()
         zero.close()
     return zero
 
@@ -164,7 +164,7 @@ def test_error_files_name_the_cause_and_date_the_first_rank_earliest(store: Any,
     """All error files have the cause; the first rank to fail has the earliest timestamp."""
     paths = [tmp_path / "0.json", tmp_path / "1.json"]
     RankMonitor(1, 2, store, error_file=str(paths[1])).report_failure("no room\nat all")
-    RankMonitor(0, 2, store, error_file=str(paths[0])).poll_peers_and_report_losses()
+    RankMonitor(0, 2, store, error_file=str(paths[0])).poll_and_report_losses()
     messages = [json.loads(path.read_text())["message"] for path in paths]
     assert {message["extraInfo"]["py_callstack"] for message in messages} == {"no room"}
     assert int(messages[1]["extraInfo"]["timestamp"]) < int(messages[0]["extraInfo"]["timestamp"])
@@ -180,7 +180,7 @@ def test_a_lost_rank_is_published_and_ends_no_other_rank(store: Any, capsys: pyt
         zero.watch_local_peer_processes()
         process.wait()
     for monitor in (two, zero, two, zero, two):
-        monitor.poll_peers_and_report_losses()
+        monitor.poll_and_report_losses()
     assert zero.losses.keys() == two.losses.keys() == {1} and calls == [0, 2, 0, 2]
     assert zero.failure is two.failure is None and capsys.readouterr().err == ""
     assert (
@@ -201,7 +201,7 @@ def test_a_rank_without_heartbeats_is_lost(store: Any, monkeypatch: pytest.Monke
         for step in seconds:
             clock[0] += step
             for monitor in beating:
-                monitor.poll_peers_and_report_losses()
+                monitor.poll_and_report_losses()
 
     pass_seconds(*[1] * 10, beating=(zero, one, two))
     two.announce_exit()
@@ -231,9 +231,9 @@ def test_a_lost_rank_ends_when_it_wakes_up(store: Any) -> None:
     codes: list[int] = []
     zero, one = both(store, on_loss=lambda: None, exit=codes.append)
     zero.declare_lost({1: "hangs"})
-    zero.poll_peers_and_report_losses()
+    zero.poll_and_report_losses()
     assert zero.is_broken and codes == []
-    one.poll_peers_and_report_losses()
+    one.poll_and_report_losses()
     assert codes == [1]
 
 
@@ -251,7 +251,7 @@ def test_the_rank_for_which_all_others_wait_is_declared_lost(store: Any) -> None
         two.is_recovering, two.exit = False, lambda _: None
         time.sleep(2 * rank_monitor.TICK)
         assert zero.declare_awaited_ranks_lost() == {2}
-    zero.poll_peers_and_report_losses()
+    zero.poll_and_report_losses()
     assert zero.describe_lost_ranks() == "rank 2 hangs in step 2"
     for monitor in monitors:
         monitor.close()

@@ -172,7 +172,7 @@ OF_PEFT: dict[str, Any] = {
         | {"rank_pattern": {"v_proj": 2}},
     ),
     "DoRA with whole modules": (
-        lambda: (dense(), lora("k_proj", dora=True), full("norm")),
+        lambda: (dense(), lora("k_proj", dora=True), full("*norm")),
         {"target_modules": ["k_proj"], "r": 4, "lora_alpha": 8, "use_dora": True, "modules_to_save": ["norm"]},
     ),
     "embedding and head": (
@@ -216,6 +216,23 @@ def test_adapters_of_peft_have_its_logits(case: str, tmp_path: Path) -> None:
         )
         torch.testing.assert_close(ours, peft(tokens).logits, rtol=1e-4, atol=2e-5)
     assert float((ours - plain).abs().max()) > 0.05
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ({"peft_type": "IA3"}, "has peft_type = 'IA3', and only LORA is supported"),
+        ({"peft_type": "LORA", "r": 4}, "has no numbers above 0 as r and lora_alpha"),
+        ({"peft_type": "LORA", "r": 4, "lora_alpha": 8, "init_lora_weights": "pissa"}, "changes the base's weights"),
+        ([], "has no JSON object"),
+    ],
+)
+def test_adapters_of_other_kinds_are_refused(config: Any, text: str, tmp_path: Path) -> None:
+    """The message names the file and the key."""
+    (tmp_path / "adapter_model.safetensors").touch()
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config), "utf-8")
+    with pytest.raises(UserError, match=text):
+        AdapterFolder.read(tmp_path)
 
 
 def test_a_folder_is_of_one_step(tmp_path: Path, one_rank: Any) -> None:

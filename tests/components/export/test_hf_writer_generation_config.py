@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from drawloom.components.export.hf_writer import add_end_ids_to_generation_config
+from drawloom.components.export.hf_writer import add_generation_end_ids
 
 
 @pytest.mark.parametrize(
@@ -28,5 +28,5 @@ def test_end_ids_are_added_after_the_ones_of_the_folder(
     path = tmp_path / "generation_config.json"
     if settings is not None:
         path.write_text(json.dumps(settings))
-    add_end_ids_to_generation_config(tmp_path, [1, 7])
+    add_generation_end_ids(tmp_path, [1, 7])
     assert (json.loads(path.read_text()) if path.is_file() else None) == wanted

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from drawloom.kernels.deferred_grads import Deferral
+from drawloom.kernels.deferral import Deferral
 from support.losses import sample
 
 

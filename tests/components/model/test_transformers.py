@@ -21,7 +21,7 @@ from drawloom.components.model.layers import Linear
 from drawloom.components.model.transformers import Transformers
 from drawloom.components.parallel.master_weights import choose_layer_dtype
 from drawloom.components.ports.model import LanguageModel, LayerRange, find_length_fault
-from drawloom.components.stages.model_precision import add_model_uncast_patterns
+from drawloom.components.stages.assembly import add_model_uncast_patterns
 from drawloom.components.weights.adapted import freeze_adapt_and_list_targets, materialize_and_initialize_adapters
 from drawloom.components.weights.convert import convert_tensors, persistent_tensors
 from drawloom.components.weights.load import fill_module_from_folder

@@ -32,10 +32,3 @@ def test_each_tensor_is_summed_once_in_buckets_of_a_dtype() -> None:
     assert all(bool((tensor == 2).all()) for tensor in tensors)
     assert group.calls == [(torch.float32, 7), (torch.float64, 5)]
     assert [tensor.dtype for tensor in tensors] == [torch.float32, torch.float32, torch.bfloat16, torch.float64]
-
-
-def test_one_rank_sends_nothing() -> None:
-    """Without others there is nothing to sum."""
-    tensor = torch.ones(3)
-    sum_in_buckets([tensor], SingleProcess(), torch.float64)
-    assert tensor.tolist() == [1.0] * 3

@@ -9,7 +9,7 @@ from torch import Tensor
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.distributed.processes import TorchProcesses
-from drawloom.components.parallel.context import ContextPart
+from drawloom.components.parallel.context_part import ContextPart
 from drawloom.components.ports.data import TokenBatch
 from drawloom.graph import UserError
 from support.clips import clips

@@ -4,7 +4,7 @@ import torch
 
 from drawloom.components.adapters.lora import Lora
 from drawloom.components.distributed.single_process import SingleProcess
-from drawloom.components.parallel.expert import split_experts
+from drawloom.components.parallel.split_experts import split_experts
 from drawloom.components.weights.adapted import freeze_adapt_and_list_targets
 from support.doubles import SilentRank
 from support.qwen3 import sparse, whole

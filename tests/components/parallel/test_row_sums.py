@@ -6,7 +6,7 @@ from torch import Tensor
 
 from drawloom.components.distributed.single_process import SingleProcess
 from drawloom.components.parallel.row_sums import RowSums, set_context_group
-from drawloom.components.parallel.tensor import TensorRanks
+from drawloom.components.parallel.tensor_ranks import TensorRanks
 
 ROWS, LENGTH, EXPERTS = 3, 6, 4
 

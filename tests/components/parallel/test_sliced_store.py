@@ -8,7 +8,7 @@ from drawloom.components.distributed.precision import DtypePolicy
 from drawloom.components.parallel.sliced_store import (
     GatheredBytes,
     SlicedStore,
-    count_elements_in_largest_reduction_unit,
+    count_largest_unit,
 )
 
 
@@ -36,5 +36,5 @@ def test_a_rank_has_its_part_of_the_first_dimension() -> None:
 def test_the_largest_unit_is_reduced_by_itself() -> None:
     """The largest unit is a block, or the parameters outside all blocks."""
     module = _module()
-    assert count_elements_in_largest_reduction_unit(module, [module["block"]]) == 30
-    assert count_elements_in_largest_reduction_unit(module, []) == 50
+    assert count_largest_unit(module, [module["block"]]) == 30
+    assert count_largest_unit(module, []) == 50

@@ -10,7 +10,7 @@ from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.model.layers import Embedding, Linear
-from drawloom.components.parallel.tensor import ALONE, TensorRanks, split_over_ranks
+from drawloom.components.parallel.tensor_ranks import ALONE, TensorRanks, split_over_ranks
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.graph import UserError
 from support.doubles import SilentRank

@@ -11,12 +11,8 @@ import torch
 from torch import Tensor
 
 from drawloom.components.distributed.device import ComputeDevice
-from drawloom.components.phases.report import (
-    Report,
-    format_step_line,
-    reduce_metrics_over_ranks,
-    split_metric_totals,
-)
+from drawloom.components.phases.report import Report
+from drawloom.components.phases.step_reports import format_step_line, reduce_metrics_over_ranks, split_metric_totals
 from drawloom.components.ports.run import Step
 from drawloom.components.ports.tracking import Accumulator, Histogram, Value
 from drawloom.graph import ResolvedRecipe, UserError

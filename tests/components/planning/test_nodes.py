@@ -21,4 +21,4 @@ def test_a_plan_of_rollouts_has_all_completions_of_a_microbatch() -> None:
     }
     nodes = Nodes.from_recipe(Recipe.load("grpo").with_values(tables))
     assert nodes.batch_type is PolicyBatch and nodes.sequence_length == 13
-    assert nodes.count_rows_per_microbatch_and_microbatches(PlannedMesh.from_settings({}, 1)) == (10, 4)
+    assert nodes.count_rows_and_microbatches(PlannedMesh.from_settings({}, 1)) == (10, 4)

@@ -9,7 +9,7 @@ from drawloom.components.distributed.device_model import DeviceModel, Reached
 from drawloom.components.parallel.meta_collectives import emulate_collective
 from drawloom.components.planning.attention import AttentionFractions
 from drawloom.components.planning.recorder import PassCost, Recorder
-from drawloom.kernels.cross_entropy.eager import LogitCut
+from drawloom.kernels.cross_entropy.options import LogitCut
 from drawloom.kernels.cross_entropy.triton import cut_cross_entropy_triton
 
 DEVICE = DeviceModel(

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from drawloom.components.run.randomness import ProcessRandomness, read_generator_states, set_generator_states
+from drawloom.components.run.generators import read_generator_states, set_generator_states
+from drawloom.components.run.randomness import ProcessRandomness
 
 
 @pytest.fixture(autouse=True)

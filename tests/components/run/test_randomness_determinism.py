@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from drawloom.components.run.randomness import WORKSPACE, Determinism, ProcessRandomness
+from drawloom.components.run.generators import WORKSPACE, Determinism
+from drawloom.components.run.randomness import ProcessRandomness
 from drawloom.graph import UserError
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from drawloom.components.parallel.tensor import TensorRanks, split_over_ranks
+from drawloom.components.parallel.tensor_ranks import TensorRanks, split_over_ranks
 from drawloom.components.ports.model import LayerRange
 from drawloom.components.stages.initial_values import InitialValues, check_parameters_fit_device, get_device_memory
 from drawloom.graph import UserError

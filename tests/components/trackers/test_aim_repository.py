@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from drawloom.components.trackers.aim_repository import (
+from drawloom.components.trackers.aim import (
     AimLocation,
     find_run_hash,
     has_run_with_hash,

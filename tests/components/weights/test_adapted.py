@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from drawloom.components.ports.adapters import adapter_parameter_names
 from drawloom.components.ports.slices import ModelParameter
 from drawloom.components.ports.weights import Mapper, TensorGroup
 from drawloom.components.weights.adapted import (
-    adapter_parameter_names,
     build_meta_model_with_adapters,
     freeze_adapt_and_list_targets,
     gather_and_measure_rounding_loss,

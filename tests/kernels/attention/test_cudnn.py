@@ -64,7 +64,7 @@ class ScoresKernel:
 @pytest.mark.parametrize("indices", [(0, 3), (1, 2), (2,), (0,)])
 @pytest.mark.parametrize("has_sinks", [False, True])
 def test_pieces_equal_their_queries_in_whole_rows(indices: tuple[int, ...], has_sinks: bool) -> None:
-    """Results and all gradients of pieces, merged by statistics, equal eager attention from the same queries."""
+    """Pieces' results and gradients, merged by statistics, equal eager attention from the same queries."""
     pieces, length = 4, 6
     positions = torch.cat([torch.arange(index * length, (index + 1) * length) for index in indices])
     q, k, v = (torch.randn(2, count, 2, 8, dtype=torch.float64) for count in (len(positions), *(pieces * length,) * 2))

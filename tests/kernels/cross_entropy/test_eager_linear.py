@@ -9,8 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from drawloom.kernels.cross_entropy import eager
-from drawloom.kernels.cross_entropy.eager import LogitCut, linear_cross_entropy_eager
-from drawloom.kernels.deferred_grads import Deferral
+from drawloom.kernels.cross_entropy.eager import linear_cross_entropy_eager
+from drawloom.kernels.cross_entropy.options import LogitCut
+from drawloom.kernels.deferral import Deferral
 from support.cross_entropy import exact_losses
 
 

@@ -9,14 +9,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from drawloom.kernels.cross_entropy.eager import (
-    LogitCut,
-    NeededGradients,
-    cut_cross_entropy_eager,
-    sort_vocabulary_by_mean_logit,
-)
+from drawloom.kernels.cross_entropy.cut import NeededGradients, cut_cross_entropy_eager, sort_vocabulary_by_mean_logit
+from drawloom.kernels.cross_entropy.options import LogitCut
 from drawloom.kernels.cross_entropy.triton import cut_cross_entropy_triton
-from drawloom.kernels.deferred_grads import Deferral
+from drawloom.kernels.deferral import Deferral
 from drawloom.kernels.triton import tma
 from support.cross_entropy import random_targets
 from support.kernels import DEVICE, assert_all_close, draw_tensor, dtypes, exact, few, layouts

@@ -11,7 +11,7 @@ from torch import Tensor
 from drawloom.kernels.cross_entropy import triton as module
 from drawloom.kernels.cross_entropy.eager import linear_cross_entropy_eager
 from drawloom.kernels.cross_entropy.triton import linear_cross_entropy_triton
-from drawloom.kernels.deferred_grads import Deferral
+from drawloom.kernels.deferral import Deferral
 from support.cross_entropy import random_targets
 from support.kernels import DEVICE, assert_all_close, draw_tensor, dtypes, exact, few, layouts
 from support.seeding import seeds

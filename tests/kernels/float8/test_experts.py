@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from drawloom.kernels.deferred_grads import Accumulation, Deferral
+from drawloom.kernels.deferral import Deferral
+from drawloom.kernels.deferred_grads import Accumulation
 from drawloom.kernels.float8.eager import EAGER
 from drawloom.kernels.float8.experts import CachedFloat8Experts, expert_rows_float8, experts_float8
 from drawloom.kernels.gates.eager import swiglu_halves_eager

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from drawloom.kernels.deferred_grads import Accumulation, Deferral
+from drawloom.kernels.deferral import Deferral
+from drawloom.kernels.deferred_grads import Accumulation
 from drawloom.kernels.float8.eager import E4M3, EAGER, Float8Kernels, Float8Rows
 from drawloom.kernels.float8.linear import (
     CachedFloat8Weights,

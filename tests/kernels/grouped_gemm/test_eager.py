@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drawloom.kernels.deferred_grads import Deferral
+from drawloom.kernels.deferral import Deferral
 from drawloom.kernels.grouped_gemm.eager import grouped_gemm_eager, grouped_gemm_torch
 
 Gemm = Callable[..., Tensor]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drawloom.kernels.deferred_grads import Deferral
+from drawloom.kernels.deferral import Deferral
 from drawloom.kernels.grouped_gemm.eager import add_expert_bias_eager
 
 ENDS = torch.tensor([2, 2, 5], dtype=torch.int32)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from drawloom.kernels.deferred_grads import Deferral
+from drawloom.kernels.deferral import Deferral
 from drawloom.kernels.grouped_gemm import triton as module
 from drawloom.kernels.grouped_gemm.eager import grouped_gemm_eager
 from drawloom.kernels.grouped_gemm.triton import grouped_gemm_triton

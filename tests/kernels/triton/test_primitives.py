@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drawloom.kernels.cross_entropy.eager import LogitCut
+from drawloom.kernels.cross_entropy.options import LogitCut
 from drawloom.kernels.cross_entropy.triton import cut_cross_entropy_triton, linear_cross_entropy_triton
 from drawloom.kernels.gated_delta.eager import RecurrentDocuments
 from drawloom.kernels.gated_delta.triton import causal_conv_triton, delta_rule_triton

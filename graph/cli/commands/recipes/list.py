@@ -132,9 +132,7 @@ class ListCommand(Command):
         "folder of components or one component, such as data or data.loader (default: all)", default=""
     )
     fits: str = option(
-        "list the components for this node of the shipped recipes, or for this port",
-        default="",
-        metavar="NODE|PORT",
+        "list the components for this node of the shipped recipes, or for this port", default="", metavar="NODE|PORT"
     )
     ports: bool = option("list all ports with their components")
     plugins: bool = option("list components of installed packages with their distributions")

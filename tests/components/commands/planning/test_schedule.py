@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from drawloom import Recipe
-from drawloom.components.commands.planning._schedule_simulation import offloads_activations
+from drawloom.components.commands.planning.schedule import offloads_activations
 from drawloom.components.pipeline.program.notation import format_program_csv
 from drawloom.graph.cli.main import main
 from support.schedules import NAMES, schedule

@@ -26,6 +26,7 @@ micro_batch_size: 2
 gradient_accumulation_steps: 3
 num_epochs: 2
 optimizer: adamw_torch
+model_type: LlamaForCausalLM
 lr_scheduler: cosine
 learning_rate: 2e-4
 warmup_ratio: 0.1
@@ -39,7 +40,16 @@ unheard_of: {{ a: 1 }}
 TRL = """
 # a comment
 accelerate launch trl/scripts/dpo.py --model_name_or_path {base} --beta 0.2 --learning_rate=1e-6 --max_steps 7 \\
-    --per_device_train_batch_size 2 --gradient_accumulation_steps 4 --eval_strategy epoch --bf16 --adam_beta2 0.98
+    --per_device_train_batch_size 2 --gradient_accumulation_steps 4 --eval_strategy epoch --bf16 --adam_beta2 0.98 \\
+    --report_to tensorboard --optim adamw_8bit
+"""
+GRPO = """
+model_name_or_path: base
+max_prompt_length: 512
+num_generations: 8
+per_device_train_batch_size: 4
+gradient_accumulation_steps: 6
+report_to: [wandb, comet_ml]
 """
 TORCHTITAN = """
 [model]
@@ -60,6 +70,11 @@ tensor_parallel_degree = 2
 [checkpoint]
 enable = false
 interval = 500
+[validation]
+enable = false
+freq = 10
+[metrics]
+enable_tensorboard = true
 """
 
 Import = Callable[..., dict[str, object]]
@@ -121,6 +136,8 @@ def test_arguments_of_trl_become_a_valid_recipe(run_import: Import, base: Path, 
     assert values["trainer"] == {"steps": 7} and values["loss"] == {"beta": 0.2}
     assert values["batch"] == {"micro_size": 2, "global_size": 16} and values["evaluate"] == {"every": "epoch"}
     assert values["optimizer"]["betas"] == [0.9, 0.98] and values["optimizer"]["lr"] == 1e-6
+    assert values["optimizer"]["state_dtype"] == "uint8"
+    assert values["trackers"] == {"tensorboard": {"use": "trackers.tensorboard"}}
     (tmp_path / "dpo.toml").write_text(str(result["recipe"]), "utf-8")
     data = EXAMPLES / "preferences.jsonl"
     Recipe.load(str(tmp_path / "dpo.toml"), f'tokens.paths=["{data}"]').check()
@@ -130,13 +147,23 @@ def test_torchtitan_configuration_becomes_a_valid_recipe(run_import: Import, tmp
     """A known flavor is a shipped recipe, -1 is auto, and a size of 1 is left out."""
     result = run_import("titan.toml", TORCHTITAN, "--ranks", "4")
     values = result["values"]
-    assert isinstance(values, dict) and result["unmapped"] == [] and values["extends"] == "llama3_8b"
+    assert isinstance(values, dict) and result["unmapped"] == [] and values["evaluate"] == {"every": "never"}
+    assert values["extends"] == ["llama3_8b", "with_tensorboard"]
     assert values["mesh"] == {"data_shard": "auto", "tensor": 2} and values["checkpoint"] == {"every": "never"}
     assert values["batch"] == {"micro_size": 2, "global_size": 8} and values["trainer"] == {"steps": 100}
     assert values["lr"] == {"use": "learning_rate.wsd", "warmup_steps": 20, "decay_percent": 30.0}
     (tmp_path / "titan.imported.toml").write_text(str(result["recipe"]), "utf-8")
     words = ("vars.data=store", f"vars.tokenizer={tokenizer_folder(tmp_path / 'tokenizer')}")
     Recipe.load(str(tmp_path / "titan.imported.toml"), *words).check(skip_machine_checks=True)
+
+
+def test_rows_of_grpo_are_prompts(run_import: Import) -> None:
+    """TRL's batch sizes count completions, and drawloom's prompts; a tracker without a component is reported."""
+    result = run_import("grpo.yaml", GRPO, "--ranks", "2")
+    values = result["values"]
+    assert isinstance(values, dict) and result["unmapped"] == ["report_to = 'comet_ml'"]
+    assert values["extends"] == "grpo" and values["vars"] == {"base": "base", "length": 512}
+    assert values["batch"] == {"micro_size": 1, "global_size": 6} and values["rollout"] == {"group_size": 8}
 
 
 @pytest.mark.parametrize(

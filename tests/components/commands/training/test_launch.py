@@ -18,7 +18,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from drawloom.components.commands.training import launch
-from drawloom.components.commands.training.launch import Agent, print_failure_and_get_exit_code
+from drawloom.components.commands.training.launch import Agent, print_failure
 from drawloom.components.distributed.error_file import write_torchrun_error_file
 from drawloom.components.distributed.generations import CURRENT, Generation, RunProcess, Spares
 from drawloom.graph.cli.main import main
@@ -56,7 +56,7 @@ def test_a_failure_is_printed_only_if_no_process_has(
     printed: str,
 ) -> None:
     """The exit code is the cause's, for a signal as in shells; a stopped run is not a failure."""
-    assert print_failure_and_get_exit_code(_failures(tmp_path, codes, reported)) == code
+    assert print_failure(_failures(tmp_path, codes, reported)) == code
     assert capsys.readouterr().err == printed
 
 

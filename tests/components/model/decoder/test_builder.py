@@ -10,7 +10,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from drawloom.components.model.decoder.builder import DecoderBuilder, fill_with_initial_weights
+from drawloom.components.model.decoder.builder import DecoderBuilder
+from drawloom.components.model.decoder.initial_weights import fill_with_initial_weights
 from drawloom.components.model.dots1 import Dots1
 from drawloom.components.model.mistral import Mistral
 from drawloom.components.ports.model import LayerRange
@@ -21,7 +22,7 @@ from support.qwen3 import SPARSE_SIZES, dense, logits_of, one_document, sparse, 
 
 SCRIPT = """
 import torch
-from drawloom.components.model.decoder.builder import fill_with_initial_weights
+from drawloom.components.model.decoder.initial_weights import fill_with_initial_weights
 from drawloom.components.ports.parameter_roles import MATRIX_ROLE
 tensor = torch.empty(8, 8)
 fill_with_initial_weights("model.layers.0.self_attn.q_proj.weight", tensor, MATRIX_ROLE, seed=3, layers=2, std=0.02)

@@ -10,8 +10,7 @@ from drawloom.components.distributed.precision import DtypePolicy
 from drawloom.components.loss.next_token import NextToken
 from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.pipeline.circular import executor as circular
-from drawloom.components.pipeline.circular.executor import CircularExecutor
-from drawloom.components.pipeline.circular.stage_passes import StagePasses
+from drawloom.components.pipeline.circular.executor import CircularExecutor, StagePasses
 from drawloom.components.ports.pipeline import sum_losses_and_weights
 from drawloom.components.ports.program import iterate_actions
 from drawloom.components.stages.materialized import MaterializedStages

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from drawloom.components.distributed.device import ComputeDevice
-from drawloom.components.distributed.mesh import connect_p2p_links
+from drawloom.components.distributed.p2p_links import connect_p2p_links
 from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.pipeline.circular.ring import (
     PendingSends,

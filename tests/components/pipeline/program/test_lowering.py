@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from drawloom.components.pipeline.program.builders import build_program_of_rank_and_neighbours
+from drawloom.components.pipeline.program.builders import build_program_with_neighbours
 from drawloom.components.pipeline.program.lowering import (
     check_ranks_agree_on_program,
     insert_offload_actions,
@@ -165,7 +165,7 @@ def test_parts_of_a_program_fit_together(name: str) -> None:
         whole = merge_split_backwards(made.program(ranks, microbatches))
         lines = []
         for rank in range(ranks):
-            part = build_program_of_rank_and_neighbours(made, rank, ranks, microbatches)
+            part = build_program_with_neighbours(made, rank, ranks, microbatches)
             lines.append(lower_to_rank_program(part, rank))
             computes = [str(action) for action in iterate_actions(lines[-1]) if action.op in OPS]
             assert computes == [str(action) for action in iterate_actions(whole.rank_program(rank))]

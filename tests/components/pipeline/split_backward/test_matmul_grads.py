@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from drawloom.components.pipeline.split_backward.matmul_grads import defer_and_return_other_leaves, find_node_users
 from drawloom.components.pipeline.split_backward.split_backward import SplitBackward
-from drawloom.kernels.deferred_grads import Deferral
+from drawloom.kernels.deferral import Deferral
 from drawloom.kernels.recompute.saved_tensors import KeptTensor, unpack
 from support.split_passes import (
     assert_same_grads,

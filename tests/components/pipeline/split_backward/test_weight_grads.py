@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from drawloom.components.pipeline.split_backward import weight_grads
 from drawloom.components.pipeline.split_backward.split_backward import SplitBackward
-from drawloom.kernels.deferred_grads import DeferredGrad
+from drawloom.kernels.deferral import DeferredGrad
 from support.split_passes import (
     KINDS,
     Watch,

@@ -14,7 +14,7 @@ from drawloom.ports import Accumulator, Step, Value
 class Perplexity:
     """Perplexity of the model: its uncertainty as a number of equally likely tokens, reported as `perplexity`."""
 
-    maximum: float = setting(default=1e6, check=above(1), doc="upper limit of the written value")
+    maximum: float = setting("upper limit of the written value", default=1e6, check=above(1))
 
     accumulators: ClassVar[Mapping[str, Accumulator]] = {}
 

@@ -2,12 +2,11 @@
 
 from typing import ClassVar
 
-import attrs
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drawloom import above, component, setting
+from drawloom import above, component, internal, setting
 from drawloom.ports import IGNORE_INDEX, BatchContext, Head, TokenBatch, TokenContext
 
 
@@ -28,8 +27,8 @@ class Tempered:
 
     batch_leaves: ClassVar[tuple[str, ...]] = ("tokens", "targets", "positions", "document_ids", "weights")
 
-    max_bytes: int = setting(default=2**26, check=above(0), doc="bytes of logits that exist together")
-    module: nn.Module = attrs.field(init=False, factory=Temperature)
+    max_bytes: int = setting("bytes of logits that exist together", default=2**26, check=above(0))
+    module: nn.Module = internal(factory=Temperature)
 
     def inputs(self, batch: TokenBatch) -> tuple[Tensor, BatchContext]:
         """Return token ids, int64 (rows, length), for the first stage, and the context for all stages."""

@@ -18,7 +18,7 @@ class WeightNoise(StageFeature):
     order: ClassVar[WrappingOrder] = WrappingOrder.PRODUCTS
     keeps_layer_shapes: ClassVar[bool] = True
 
-    std: float = setting(default=0.01, check=at_least(0), doc="standard deviation of the noise")
+    std: float = setting("standard deviation of the noise", default=0.01, check=at_least(0))
 
     def finish(self, modules: Sequence[nn.Module], blocks: Sequence[nn.Module]) -> None:
         for block in blocks:

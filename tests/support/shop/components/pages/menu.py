@@ -12,8 +12,8 @@ from support.shop.ports import Filter, Page, Store
 class Entry:
     """One line of a menu."""
 
-    page: str = setting(doc="a node that is a page")
-    text: str = setting(default="", doc="text of the entry")
+    page: str = setting("a node that is a page")
+    text: str = setting("text of the entry", default="")
 
 
 @component
@@ -23,11 +23,11 @@ class Menu:
     links: Mapping[str, Page]
     filters: list[Filter] = attrs.field(factory=list)
     backup: Store | Page | None = None
-    first: str | None = setting(default=None, doc="the page that is shown first")
-    entries: list[Entry] = setting(factory=list, doc="entries of the menu")
-    show: list[str] = setting(factory=list, doc="shown parts of a request")
-    hide: list[str] = setting(factory=list, doc="titles that are not listed")
-    hue: list[str] = setting(factory=list, doc="colours, of which nobody knows")
+    first: str | None = setting("the page that is shown first", default=None)
+    entries: list[Entry] = setting("entries of the menu", factory=list)
+    show: list[str] = setting("shown parts of a request", factory=list)
+    hide: list[str] = setting("titles that are not listed", factory=list)
+    hue: list[str] = setting("colours, of which nobody knows", factory=list)
 
     def answer(self, request: str) -> str:
         return ", ".join(self.links)

@@ -13,7 +13,7 @@ class Plain:
     store: Store
     fallback: Page | None = None
     filters: Ordered[Filter] = attrs.field(factory=Ordered)
-    title: str = setting(doc="title of the page")
+    title: str = setting("title of the page")
     count: int = attrs.field(init=False, default=0)
 
     def answer(self, request: str) -> str:

@@ -18,7 +18,7 @@ class Loop:
     named: Mapping[str, Page] = attrs.field(factory=dict)
     counted: Every[Counted]
     recipe: ResolvedRecipe
-    workers: int = setting(default=1, doc="how many at once", impact="safe")
+    workers: int = setting("how many at once", default=1, impact="safe")
     served: list[str] = attrs.field(init=False, factory=list)
 
     def run(self) -> None:

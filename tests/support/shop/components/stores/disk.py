@@ -10,9 +10,9 @@ from drawloom.graph import component, setting
 class Disk:
     """Keeps values in a folder."""
 
-    folder: Path = setting(doc="where")
-    journal: list[str] = setting(factory=list, doc="calls, in order")
-    fails: str = setting(default="", doc="the moment at which it fails")
+    folder: Path = setting("where")
+    journal: list[str] = setting("calls, in order", factory=list)
+    fails: str = setting("the moment at which it fails", default="")
 
     def get(self, key: str) -> Any:
         return (self.folder / key).read_text("utf-8")

@@ -11,8 +11,8 @@ from drawloom.graph import at_least, component, setting
 class Memory:
     """Keeps values in memory."""
 
-    size: int = setting(default=10, check=at_least(1), doc="how many values it keeps", impact="safe")
-    name: str = setting(default="memory", doc="name of the store")
+    size: int = setting("how many values it keeps", default=10, check=at_least(1), impact="safe")
+    name: str = setting("name of the store", default="memory")
     values: dict[str, Any] = attrs.field(init=False, factory=dict)
 
     def get(self, key: str) -> Any:

@@ -10,8 +10,8 @@ from drawloom.graph import Problem, component, setting
 class Odd:
     """Keeps nothing."""
 
-    number: complex = setting(default=1j, doc="no number of TOML")
-    fails: bool = setting(default=False, doc="whether its constraints fail")
+    number: complex = setting("no number of TOML", default=1j)
+    fails: bool = setting("whether its constraints fail", default=False)
 
     def get(self, key: str) -> Any:
         raise KeyError(key)

@@ -22,34 +22,34 @@ class Colour(Enum):
 class Shelf:
     """A section of a store."""
 
-    width: int = setting(doc="in cm", check=at_least(1))
-    name: str | None = setting(default=None, doc="label")
-    books: list[str] = setting(factory=list, doc="titles")
+    width: int = setting("in cm", check=at_least(1))
+    name: str | None = setting("label", default=None)
+    books: list[str] = setting("titles", factory=list)
 
 
 @component
 class Varied:
     """An empty store with many settings."""
 
-    text: str = setting(default="text", doc="a text")
-    whole: int = setting(default=1, doc="an integer")
-    part: float = setting(default=0.5, doc="a number", check=above(0))
-    flag: bool = setting(default=False, doc="yes or no", impact="safe")
-    path: Path = setting(default=Path("here"), doc="a path")
-    moment: datetime | None = setting(default=None, doc="a moment")
-    day: date | None = setting(default=None, doc="a day")
-    hour: time | None = setting(default=None, doc="a time of day")
-    choice: Literal["one", 2, True] = setting(default="one", doc="one of three")
-    colour: Colour = setting(default=Colour.RED, doc="a colour", impact="incompatible")
-    either: int | Literal["rest"] = setting(default="rest", doc="a number or the rest")
-    texts: list[str] = setting(factory=list, doc="texts")
-    pair: tuple[int, float] = setting(default=(1, 2.0), doc="two numbers")
-    numbers: tuple[int, ...] = setting(default=(), doc="numbers")
-    table: dict[str, float] = setting(factory=dict, doc="numbers by name")
-    shelf: Shelf | None = setting(default=None, doc="a shelf")
-    shelves: Sequence[Shelf] = setting(factory=list, doc="shelves")
-    named: Mapping[str, list[Shelf]] = setting(factory=dict, doc="shelves by name")
-    anything: Any = setting(default=None, doc="anything at all")
+    text: str = setting("a text", default="text")
+    whole: int = setting("an integer", default=1)
+    part: float = setting("a number", default=0.5, check=above(0))
+    flag: bool = setting("yes or no", default=False, impact="safe")
+    path: Path = setting("a path", default=Path("here"))
+    moment: datetime | None = setting("a moment", default=None)
+    day: date | None = setting("a day", default=None)
+    hour: time | None = setting("a time of day", default=None)
+    choice: Literal["one", 2, True] = setting("one of three", default="one")
+    colour: Colour = setting("a colour", default=Colour.RED, impact="incompatible")
+    either: int | Literal["rest"] = setting("a number or the rest", default="rest")
+    texts: list[str] = setting("texts", factory=list)
+    pair: tuple[int, float] = setting("two numbers", default=(1, 2.0))
+    numbers: tuple[int, ...] = setting("numbers", default=())
+    table: dict[str, float] = setting("numbers by name", factory=dict)
+    shelf: Shelf | None = setting("a shelf", default=None)
+    shelves: Sequence[Shelf] = setting("shelves", factory=list)
+    named: Mapping[str, list[Shelf]] = setting("shelves by name", factory=dict)
+    anything: Any = setting("anything at all", default=None)
 
     def get(self, key: str) -> Any:
         raise KeyError(key)

@@ -1,0 +1,27 @@
+"""Mapper from a decoder's parameters to tensors in published files."""
+
+from collections.abc import Iterable
+
+from drawloom.components.model.decoder.config import DecoderConfig, num_experts
+from drawloom.components.weights.mapper import parallel, sequential
+from drawloom.components.weights.mapper_ops import chunk, identity, unstack
+from drawloom.ports import Mapper
+
+
+def create_decoder_mapper(names: Iterable[str], architecture: DecoderConfig) -> Mapper:
+    """Return the mapper from parameters with these names to tensors in files."""
+    count = num_experts(architecture)
+    return parallel(*(_create_parameter_mapper(name, count) for name in names))
+
+
+def _create_parameter_mapper(name: str, num_experts: int) -> Mapper:
+    """Return the mapper from one parameter to its tensors in files, where experts are separate."""
+    layer, _, projection = name.rpartition(".")
+    experts = [f"{layer}.{expert}" for expert in range(num_experts)]
+    # Experts are stacked in one parameter here, and are separate tensors in published files.
+    if name.endswith(".experts.gate_up_proj"):
+        parts = [(expert, [f"{expert}.{part}_proj.weight" for part in ("gate", "up")]) for expert in experts]
+        return sequential(unstack(name, experts), parallel(*(chunk(expert, names) for expert, names in parts)))
+    if name.endswith(".experts.down_proj"):
+        return unstack(name, [f"{expert}.{projection}.weight" for expert in experts])
+    return identity(name)
