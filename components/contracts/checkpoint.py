@@ -10,16 +10,7 @@ import torch
 
 from drawloom.graph.testing import expect
 from drawloom.graph.types.port_match import implements
-from drawloom.ports import (
-    AfterRestore,
-    Durable,
-    GrowingState,
-    NodeState,
-    Parameters,
-    SlicedState,
-    Stager,
-    Stateful,
-)
+from drawloom.ports import AfterRestore, Durable, GrowingState, NodeState, Parameters, SlicedState, Stager, Stateful
 
 LEAVES = torch.Tensor | int | float | str | bool | None
 

@@ -7,14 +7,11 @@ from typing import Any
 
 import attrs
 
-from drawloom.components.ports.distributed import DIMENSIONS, Mesh, Precision
-from drawloom.components.ports.model import Model
-from drawloom.components.ports.pipeline import Executor, Schedule
-from drawloom.components.ports.run import Batching
+from drawloom import RecipeError
 from drawloom.components.proving.smallest import DENSE, EXPERTS, STEPS
-from drawloom.graph.problems import RecipeError
 from drawloom.graph.project import Recipe
 from drawloom.graph.wiring.graph import Graph
+from drawloom.ports import DIMENSIONS, Batching, Executor, Mesh, Model, Precision, Schedule
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 NARROW = {"parameter": "float32", "compute": "bfloat16", "gradient": "float32"}

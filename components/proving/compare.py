@@ -10,9 +10,8 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.ports.distributed import DIMENSIONS
-from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.proving.recorder import GRADIENT, PhaseSnapshot, RankPiece, RankRecord
+from drawloom.ports import DIMENSIONS, TensorSlice
 
 
 class Key(NamedTuple):
@@ -147,10 +146,7 @@ def measure_errors(one: RankRecord, ranks: Sequence[RankRecord]) -> dict[Key, fl
 
 
 def find_first_difference(
-    one: RankRecord,
-    ranks: Sequence[RankRecord],
-    sizes: Mapping[str, int],
-    get_tolerance: Callable[[Compared], float],
+    one: RankRecord, ranks: Sequence[RankRecord], sizes: Mapping[str, int], get_tolerance: Callable[[Compared], float]
 ) -> Difference | None:
     """Return the first value whose error is above its tolerance, on a mesh with `sizes` above 1 by dimension."""
     for value in iterate_compared_values(one, ranks):

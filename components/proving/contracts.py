@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from drawloom.components import ports
-from drawloom.components.ports.run import RunInfo
 from drawloom.components.proving.run import ProofSource, Values
 from drawloom.graph.component import is_port_or_component
 from drawloom.graph.testing.ports import BrokenContractError, check_port, load_contract
 from drawloom.graph.types.port_match import implements
+from drawloom.ports import RunInfo
 
 
 def list_ports_with_contract(cls: type) -> list[type]:

@@ -13,6 +13,7 @@ from typing import Any
 import attrs
 import torch
 
+from drawloom import RecipeError, UserError
 from drawloom.components.checkpoint.manifest import FOLDER as CHECKPOINTS
 from drawloom.components.proving.cases import ONE, Case, list_cases, make_dense, make_narrow
 from drawloom.components.proving.compare import Compared, Difference, Key, find_first_difference, measure_errors
@@ -23,7 +24,6 @@ from drawloom.components.proving.result import ProvedDifference, ProveResult
 from drawloom.components.proving.run import ProofRun, ProofSource, RefusedError, run_and_record
 from drawloom.components.proving.smallest import STEPS, list_smaller_values, merge_values
 from drawloom.components.proving.subject import Subject
-from drawloom.graph.problems import RecipeError, UserError
 from drawloom.graph.project import Recipe
 
 TOLERANCE = 1e-9

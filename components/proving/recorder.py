@@ -9,13 +9,21 @@ from torch import Tensor
 
 from drawloom.components.phases.report import Report
 from drawloom.components.phases.step_reports import split_metric_totals
-from drawloom.components.ports.distributed import Mesh, PerDimension
-from drawloom.components.ports.pipeline import LOSSES
-from drawloom.components.ports.run import Event, EventKind, Phase, Step
-from drawloom.components.ports.slices import TensorSlice
-from drawloom.components.ports.stages import IN_PARAMETERS, Parameters
-from drawloom.components.ports.tracking import METRIC_TOTALS, Value
 from drawloom.graph.component import find_declared_reads_and_writes
+from drawloom.ports import (
+    IN_PARAMETERS,
+    LOSSES,
+    METRIC_TOTALS,
+    Event,
+    EventKind,
+    Mesh,
+    Parameters,
+    PerDimension,
+    Phase,
+    Step,
+    TensorSlice,
+    Value,
+)
 
 GRADIENT = "the gradient of "
 """Start of the names of gradients."""

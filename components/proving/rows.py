@@ -6,10 +6,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from drawloom.components.ports.corpus import Split, Tokenizer
-from drawloom.components.ports.data import IGNORE_INDEX, MAX_LENGTH, TokenBatch
-from drawloom.components.state.batch import Batch
-from drawloom.graph import between, component, setting
+from drawloom import between, component, setting
+from drawloom.ports import IGNORE_INDEX, MAX_LENGTH, Batch, Split, TokenBatch, Tokenizer
 
 ROWS: dict[Split, int] = {"train": 64, "validation": 8}
 PATTERN = 8
@@ -28,7 +26,7 @@ class ProvingRows:
     batch_type: ClassVar[type[Batch]] = TokenBatch
 
     tokenizer: Tokenizer
-    length: int = setting(default=16, check=between(8, MAX_LENGTH + 1), doc="sequence length: tokens in a row")
+    length: int = setting("sequence length: tokens in a row", default=16, check=between(8, MAX_LENGTH + 1))
 
     def count_rows(self, split: Split) -> int:
         return ROWS[split]

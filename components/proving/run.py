@@ -10,16 +10,17 @@ from typing import Any
 import attrs
 from safetensors.torch import load_file
 
+from drawloom import RecipeError, UserError
 from drawloom.components.checkpoint.manifest import FOLDER as CHECKPOINTS
 from drawloom.components.phases.report import Report
-from drawloom.components.ports.run import RunInfo
 from drawloom.components.proving.recorder import ProofRecorder, RankRecord
 from drawloom.components.proving.smallest import merge_values
-from drawloom.graph.problems import RecipeError, ReportedError, UserError
+from drawloom.graph.problems import ReportedError
 from drawloom.graph.project import Project, Recipe
 from drawloom.graph.recipe.loading import RecipeFolder
 from drawloom.graph.recipe.overrides import read_overrides
 from drawloom.graph.toml.emit import dump_key, dump_toml
+from drawloom.ports import RunInfo
 
 LISTENER, TRACKER = "prove_listener", "prove_tracker"
 """Nodes to replace by the recorder."""

@@ -5,35 +5,47 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from drawloom import UserError
 from drawloom.components.phases.report import Report
-from drawloom.components.ports.adapters import Adapter
-from drawloom.components.ports.checkpoint import Restorer, Stager
-from drawloom.components.ports.corpus import Corpus, TokenCorpus, Tokenizer
-from drawloom.components.ports.data import (
-    PackedDataset,
-    ReadsLeaves,
-    RowOrder,
-    TokenBatch,
-    WritesBatches,
-    uses_preference_pairs,
-    uses_unpaired_answers,
-)
-from drawloom.components.ports.distributed import Device, Mesh, Precision, Processes
-from drawloom.components.ports.experts import Dispatcher
-from drawloom.components.ports.features import StageFeature
-from drawloom.components.ports.kernels import Kernels
-from drawloom.components.ports.model import Model
-from drawloom.components.ports.passes import PassFeature
-from drawloom.components.ports.pipeline import Loss, Schedule
-from drawloom.components.ports.run import Batching, FinalTask, Listener, Phase
-from drawloom.components.ports.stages import ModelExport
-from drawloom.components.ports.tracking import Metric, Tracker
-from drawloom.graph.problems import UserError
 from drawloom.graph.project import Recipe
 from drawloom.graph.recipe.overrides import nest_values
 from drawloom.graph.registry.spec import Spec
 from drawloom.graph.types.port_match import implements
 from drawloom.graph.wiring.graph import Graph
+from drawloom.ports import (
+    Adapter,
+    Batching,
+    Corpus,
+    Device,
+    Dispatcher,
+    FinalTask,
+    Kernels,
+    Listener,
+    Loss,
+    Mesh,
+    Metric,
+    Model,
+    ModelExport,
+    PackedDataset,
+    PassFeature,
+    Phase,
+    Precision,
+    Processes,
+    ReadsLeaves,
+    Restorer,
+    RowOrder,
+    Schedule,
+    Settings,
+    StageFeature,
+    Stager,
+    TokenBatch,
+    TokenCorpus,
+    Tokenizer,
+    Tracker,
+    WritesBatches,
+    uses_preference_pairs,
+    uses_unpaired_answers,
+)
 
 STEPS = 4
 SIZES: dict[str, int] = {
@@ -259,7 +271,7 @@ def _select_dense_layers(graph: Graph, model: str, layers: int) -> dict[str, Any
     return {"mlp_only_layers": [layer for layer in dense if layer < layers - 1]} if dense else {}
 
 
-def _iterate_small_settings(settings: Mapping[str, Any], folder: Path) -> Iterator[tuple[str, Any]]:
+def _iterate_small_settings(settings: Settings, folder: Path) -> Iterator[tuple[str, Any]]:
     """Yield smaller values; a model's config is written into the folder, with smaller sizes."""
     for name, value in settings.items():
         if type(value) is int and value > SIZES.get(name, value):

@@ -7,6 +7,7 @@ from typing import Any
 
 import attrs
 
+from drawloom import RecipeError, UserError
 from drawloom.components.proving.run import ProofSource
 from drawloom.components.proving.smallest import (
     BASE,
@@ -15,7 +16,6 @@ from drawloom.components.proving.smallest import (
     merge_values,
     shrink_recipe,
 )
-from drawloom.graph.problems import RecipeError, UserError
 from drawloom.graph.project import Project
 from drawloom.graph.recipe.loading import RecipeFolder
 

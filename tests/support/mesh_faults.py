@@ -18,8 +18,8 @@ from drawloom.components.gradients.synchronize import Synchronize
 from drawloom.components.model.decoder.router import Router
 from drawloom.components.model.layers import Linear, LinearHead
 from drawloom.components.optim.muon import SharedMatrices, orthogonalize
-from drawloom.components.parallel import context as context_module
-from drawloom.components.parallel.context import ContextPart
+from drawloom.components.parallel import context_part
+from drawloom.components.parallel.context_part import ContextPart
 from drawloom.components.parallel.data_replicate import DataReplicateDimension
 from drawloom.components.parallel.ddp import ReplicatedModule
 from drawloom.components.parallel.dimension import RankParameters
@@ -299,7 +299,7 @@ FAULTS = [
         "no_remote_gradient",
         "gradients of other ranks' keys are dropped",
         ("context",),
-        replace(context_module._Gather, "backward", _keep_own_gradient),
+        replace(context_part._Gather, "backward", _keep_own_gradient),
     ),
     SeededFault(
         "dropped_token",
