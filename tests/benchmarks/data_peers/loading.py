@@ -39,14 +39,15 @@ def drawloom(tokens: Path, _folder: Path, workers: int) -> Iterable[Any]:
     from drawloom.components.data.packing.concatenated import Concatenated
     from drawloom.components.data.tokenized import Tokenized
     from drawloom.components.distributed.single_process import SingleProcess
-    from drawloom.components.ports.distributed import Mesh
+    from drawloom.components.ports.distributed import Mesh, PerDimension
     from drawloom.components.ports.run import RunInfo
     from drawloom.components.run.batch import GlobalBatch
     from drawloom.graph.testing import fake
 
     corpus = Tokenized(path=tokens.parent, validation_fraction=0.0)
     corpus.open()
-    job, mesh = fake(RunInfo, seed=1), fake(Mesh, size=1, world=SingleProcess())
+    first = PerDimension.of_first_rank()
+    job, mesh = fake(RunInfo, seed=1), fake(Mesh, world=SingleProcess(), sizes=PerDimension(), indices=first)
     rows = Concatenated(tokens=corpus, job=job, length=LENGTH)
     rows.open()
     batching = GlobalBatch(mesh=mesh, global_size=BATCH, micro_size=BATCH)
