@@ -445,6 +445,11 @@ def pack_documents(use: str, values: Values, _place: Path) -> Any:
     return packing.batch("train", range(packing.count_rows("train"))).tokens.tolist()
 
 
+def make_proving_rows(use: str, values: Values, _place: Path) -> Any:
+    """Return the tokens of two rows."""
+    return build(use, tokenizer=Bytes(), **values).batch("train", [0, 1]).tokens.tolist()
+
+
 def examples_of(use: str, values: Values, _place: Path) -> Any:
     """Return the token ids of the training examples."""
     data = build(use, **values)

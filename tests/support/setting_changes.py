@@ -332,6 +332,7 @@ ROWS: dict[str, Row] = {
         {"path": "other_megatron", "vocab_size": 301, "eos_id": 1, "validation_fraction": 0.9},
     ),
     "data.packing.best_fit": Row(parts.pack_documents, {"length": 8}, {"length": 4}),
+    "proving.rows": Row(parts.make_proving_rows, {"length": 8}, {"length": 9}),
     "data.packing.concatenated": Row(parts.pack_documents, {"length": 8}, {"length": 4}),
     "data.packing.first_fit": Row(parts.pack_documents, {"length": 8}, {"length": 4}),
     "data.packing.pairs": Row(parts.pack_documents, {"length": 32}, {"length": 14}),
