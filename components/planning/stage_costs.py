@@ -129,7 +129,6 @@ class StageCostRecorder:
     def _record_passes(self, stage: Stage, split: bool) -> Passes:
         """Record one microbatch's passes: F and B, or with `split` F, I and W."""
         first_inputs, context, batch = self._make_meta_inputs()
-        runner = StageRunner(stage, self.loss, split=split)
         recorder, passes = Recorder(self.device, self.links, self.fractions), {}
         for parameter in stage.module.parameters():
             if parameter.requires_grad:
@@ -137,6 +136,7 @@ class StageCostRecorder:
                 parameter.grad = torch.empty_like(parameter, dtype=self.gradient)
         fused = fuse_gradient_sums_on_meta() if self.device.is_gpu else nullcontext()
         with ExitStack() as hooks, fused, recorder:
+            runner = StageRunner(stage, self.loss, split=split)  # it finds out whether sums are fused
             for handle in self._register_label_hooks(recorder, stage):
                 hooks.callback(handle.remove)
             with recorder.label_new_storages("hidden states"):

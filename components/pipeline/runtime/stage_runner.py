@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import attrs
@@ -50,7 +49,9 @@ class StageRunner:
         init=False,
         default=attrs.Factory(
             lambda self: any(
-                part.device.type in deferred_grads.FUSED for part in islice(self.stage.module.parameters(), 1)
+                weight.device.type in deferred_grads.FUSED
+                for weight in self.stage.module.parameters()
+                if weight.requires_grad
             ),
             takes_self=True,
         ),
