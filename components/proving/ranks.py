@@ -129,11 +129,12 @@ def _serve(pipe: Connection) -> None:
             os.dup2(printed.fileno(), number)
         while True:
             try:
-                function, arguments, variables = pickle.loads(pipe.recv_bytes())
+                message = pipe.recv_bytes()
             except EOFError:
                 return
-            os.environ |= variables
             try:
+                function, arguments, variables = pickle.loads(message)
+                os.environ |= variables
                 answer = pickle.dumps((True, function(*arguments)))
             except BaseException as error:
                 answer = pickle.dumps((False, "".join(traceback.format_exception(error))))

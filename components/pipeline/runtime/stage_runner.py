@@ -49,9 +49,8 @@ class StageRunner:
         init=False,
         default=attrs.Factory(
             lambda self: any(
-                weight.device.type in deferred_grads.FUSED
+                weight.requires_grad and weight.device.type in deferred_grads.FUSED
                 for weight in self.stage.module.parameters()
-                if weight.requires_grad
             ),
             takes_self=True,
         ),

@@ -1,19 +1,9 @@
 """Processes that stay alive between calls."""
 
-import os
-
 import pytest
 
 from drawloom.components.proving.ranks import RankPool, RanksFailedError
-
-
-def describe_rank(text: str) -> tuple[str, int]:
-    """Return the rank's variable and the process id; raise or end on the word."""
-    if text == "raise" and os.environ["RANK"] == "1":
-        raise ValueError("wrong")
-    if text == "die":
-        os._exit(3)
-    return os.environ["RANK"], os.getpid()
+from support.processes import describe_rank
 
 
 def test_processes_are_kept_until_one_fails() -> None:
