@@ -295,11 +295,10 @@ class Saves:
 
     def _flush_logs(self) -> None:
         """Flush metric logs before the commit, so a checkpoint does not silently outlive its logs."""
-        errors = {}  # by text, because a report flushes its trackers, which are records themselves
-        for name, record in self.records.items():
+        # Dependencies are last: a report hands a waiting step to its trackers, which are records themselves.
+        for name, record in reversed([*self.records.items()]):
             try:
                 record.flush()
             except OSError as error:
-                errors[error.strerror or str(error)] = name
-        for text, name in errors.items():
-            log.warning("[%s] can't be flushed to disk, and a kill or a power cut would lose lines: %s", name, text)
+                text = error.strerror or str(error)
+                log.warning("[%s] can't be flushed to disk, and a kill or a power cut would lose lines: %s", name, text)

@@ -17,7 +17,6 @@ from drawloom.ports import (
     Device,
     DistributionMetric,
     DistributionTracker,
-    Durable,
     Event,
     EventKind,
     Interval,
@@ -140,11 +139,8 @@ class Report:
             self._report_waiting_step()
 
     def flush(self) -> None:
-        """Report a waiting step, and return when the trackers' files are on disk."""
+        """Report a waiting step to the trackers, whose files are flushed as records of their own."""
         self._report_waiting_step()
-        for tracker in self.trackers:
-            if isinstance(tracker, Durable):
-                tracker.flush()
 
     def close(self) -> None:
         """Report a waiting step, the last one in a stopped run."""

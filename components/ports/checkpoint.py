@@ -73,7 +73,10 @@ class Durable(Protocol):
     """Writer for logs that must be on disk before a later checkpoint is committed."""
 
     def flush(self) -> None:
-        """Wait until everything written so far is on disk. May be called from any thread."""
+        """
+        Wait until everything written so far is on disk, or passed on to a dependency, which is flushed later. May be
+        called from any thread.
+        """
         ...
 
 

@@ -317,19 +317,26 @@ def test_memory_for_copies_does_not_grow(tmp_path: Path) -> None:
 
 
 def test_metric_logs_are_flushed_before_the_commit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A step's logs are on disk before its checkpoint; a failed flush is a warning."""
+    """A step's logs are on disk before its checkpoint, also lines a report passes on; a failed flush is a warning."""
     seen: list[list[str]] = []
+    waiting: list[str] = []
 
     class Record:
         fault: OSError | None = None
 
         def flush(self) -> None:
+            assert waiting == ["line"]
+            waiting.clear()
             seen.append([path.name for path in (tmp_path / "checkpoints").glob("step-*")])
             if self.fault:
                 raise self.fault
 
+    class Reporter:
+        def flush(self) -> None:
+            waiting.append("line")
+
     record = Record()
-    node = _node(tmp_path, StateNode(state_of(1)), records={"trackers.jsonl": record})
+    node = _node(tmp_path, StateNode(state_of(1)), records={"trackers.jsonl": record, "report": Reporter()})
     node.save(Step(1, 9))
     record.fault = OSError(errno.EIO, "Input/output error")
     node.save(Step(2, 9))

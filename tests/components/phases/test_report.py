@@ -285,21 +285,6 @@ def test_check_warns_of_distributions_that_no_tracker_takes() -> None:
     assert not [problem.text for problem in taken if "distributions" in problem.text]
 
 
-@attrs.define
-class OnDisk(Recorder):
-    """A tracker with a file."""
-
-    def flush(self) -> None:
-        self.calls.append("flush")
-
-
-def test_trackers_with_files_are_flushed(one_rank: Any) -> None:
-    """Before a checkpoint, `flush` is called if a tracker declares it."""
-    durable, plain = OnDisk(), Recorder()
-    report_of(one_rank, trackers=[plain, durable], every="never").flush()
-    assert (durable.calls, plain.calls) == (["flush"], [])
-
-
 @attrs.frozen
 class BreakableGroup:
     """A group whose ranks may be lost; nothing is summed."""
