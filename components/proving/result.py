@@ -21,7 +21,7 @@ class ProvedDifference:
 
 @output_class
 class ProveResult(Result):
-    """What was compared with one process, and the first difference."""
+    """The compared cases, and the first difference."""
 
     subject: str = output("the component or recipe")
     contracts: Sequence[str] = output("ports whose contracts the component keeps, up to the first broken one")

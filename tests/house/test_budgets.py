@@ -14,7 +14,7 @@ BUDGETS = {
     "functions on the journey checkpoint": 129,
     "files on the journey checkpoint": 40,
 }
-"""The last measures. Lower a number with the change that makes it smaller; tokens grew once, by `drawloom prove`."""
+"""The last measures. Lower a number with the change that makes it smaller, and raise none."""
 
 
 def test_no_budget_grows() -> None:
