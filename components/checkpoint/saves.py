@@ -295,7 +295,7 @@ class Saves:
 
     def _flush_logs(self) -> None:
         """Flush metric logs before the commit, so a checkpoint does not silently outlive its logs."""
-        # Dependencies are last: a report hands a waiting step to its trackers, which are records themselves.
+        # Dependencies are last: a report hands a waiting step to its trackers, and they are records, too.
         for name, record in reversed([*self.records.items()]):
             try:
                 record.flush()

@@ -139,7 +139,7 @@ class Report:
             self._report_waiting_step()
 
     def flush(self) -> None:
-        """Report a waiting step to the trackers, whose files are flushed as records of their own."""
+        """Report a waiting step to the trackers; they flush their files themselves."""
         self._report_waiting_step()
 
     def close(self) -> None:

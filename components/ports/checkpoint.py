@@ -74,8 +74,8 @@ class Durable(Protocol):
 
     def flush(self) -> None:
         """
-        Wait until everything written so far is on disk, or passed on to a dependency, which is flushed later. May be
-        called from any thread.
+        Wait until everything written so far is on disk, or passed to a dependency: dependencies are flushed later. May
+        be called from any thread.
         """
         ...
 

@@ -215,20 +215,18 @@ class PiecewiseKernel:
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mixed: Tensor, statistics: SoftmaxStatistics
     ) -> tuple[Tensor, Tensor, Tensor]:
-        grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        grad_q, grad_k, grad_v = (torch.zeros_like(x) for x in (q, k, v))
         length = q.shape[1] // len(self.indices)
         for number, index in enumerate(self.indices):
             queries, begin = slice(number * length, (number + 1) * length), index * length
             known = SoftmaxStatistics(statistics.lse[:, queries], statistics.random_state)
-            grad_queries = []
             for kernel, keys in ((self.causal, slice(begin, begin + length)), (self.full, slice(0, begin))):
                 if keys.stop > keys.start:
                     inputs = grad[:, queries], q[:, queries], k[:, keys], v[:, keys], mixed[:, queries]
                     grads = kernel.backward(*inputs, known)
-                    grad_queries.append(grads[0])
+                    grad_q[:, queries] += grads[0]
                     grad_k[:, keys] += grads[1]
                     grad_v[:, keys] += grads[2]
-            grad_q[:, queries] = sum(grad_queries)
         return grad_q, grad_k, grad_v
 
 
