@@ -8,7 +8,7 @@ time: to compute, as one GPU does with the same tokens, or to send its bytes at 
 first steps are compared with one GPU's for the same batches.
 
 With fewer GPUs than ranks, the ranks share them (`device.share`): then rates mean nothing, but losses, launches and the
-host's time do. `ONLY="0.6B"` selects rows by words in their names, `ONLY=--links` prints the bandwidths alone, and
+host's time do. `ONLY="0.6B !reshard"` selects rows by words in their names, and without those behind a `!`; `ONLY=--links` prints the bandwidths alone, and
 `--tiny` tries everything with small models on a CPU.
 """
 
@@ -162,7 +162,7 @@ def main() -> None:
         rates: dict[str, float] = json.loads(links.read_text())
         alone: dict[Row, Result] = {}
         for row in list_rows(ranks):
-            if all(word in row.name for word in words):
+            if all((word[1:] not in row.name) if word.startswith("!") else (word in row.name) for word in words):
                 print_row(row, rates, Path(folder), alone)
 
 
