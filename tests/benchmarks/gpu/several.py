@@ -8,8 +8,8 @@ time: to compute, as one GPU does with the same tokens, or to send its bytes at 
 first steps are compared with one GPU's for the same batches.
 
 With fewer GPUs than ranks, the ranks share them (`device.share`): then rates mean nothing, but losses, launches and the
-host's time do. `ONLY="0.6B !reshard"` selects rows by words in their names, and without those behind a `!`; `ONLY=--links` prints the bandwidths alone, and
-`--tiny` tries everything with small models on a CPU.
+host's time do. `ONLY="0.6B !reshard"` selects rows by words in their names, and none with the word behind `!`;
+`ONLY=--links` prints the bandwidths alone, and `--tiny` tries everything with small models on a CPU.
 """
 
 import json
