@@ -287,8 +287,8 @@ class AutoKernels(_OperationSettings):
 
         return create_recurrence_mask(documents, part, cache)
 
-    def causal_conv(self, x: Tensor, weight: Tensor, mask: Any) -> Tensor:
-        return mask.convolve(partial(self._call_recomputable, "causal_conv"), x, weight)  # type: ignore[no-any-return]
+    def causal_conv(self, x: Tensor, weight: Tensor, mask: Any, silu: bool = True) -> Tensor:
+        return mask.convolve(partial(self._call_recomputable, "causal_conv"), x, weight, silu)  # type: ignore[no-any-return]
 
     def gated_delta_rule(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, mask: Any) -> Tensor:
         return mask.apply_gated_delta_rule(self._functions_by_operation["gated_delta_rule"], (q, k, v, g, beta))  # type: ignore[no-any-return]
