@@ -9,11 +9,11 @@ import pytest
 from drawloom.components.proving.prover import Prover
 from drawloom.components.proving.subject import Subject
 from drawloom.graph.project import Project
+from support.blocks import ROOT, read_files
 from support.mesh_faults import FAULTS, SeededFault, prove_with
 
 pytestmark = pytest.mark.soak
 
-DOCS = Path(__file__).parents[2] / "docs"
 EXAMPLES = ("focal", "soft_clip", "inverse_sqrt", "lion", "repeats", "counted", "clip_embedding", "parallel_lm")
 NEEDS_MORE = re.compile(r"model\.(auto|transformers|parametrization)")
 """Models that need a folder, and scalings of models."""
@@ -70,10 +70,9 @@ def test_an_example_in_the_documents_is_like_one_process(
     (tmp_path / "my_lab").mkdir()
     (tmp_path / "my_lab" / "__init__.py").touch()
     for page in ("components.md", "proving.md"):
-        for file, text in re.findall(
-            r'title="(my_lab/\w+\.py)"\n(.*?)```', (DOCS / page).read_text("utf-8"), re.DOTALL
-        ):
-            (tmp_path / file).write_text(text, "utf-8")
+        for file, text in read_files(ROOT / "docs" / page).items():
+            if file.startswith("my_lab/") and file.endswith(".py"):
+                (tmp_path / file).write_text(text, "utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     sizes = ["model.width=16", "model.heads=2"] if name == "parallel_lm" else []
