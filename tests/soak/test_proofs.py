@@ -15,14 +15,9 @@ from support.mesh_faults import FAULTS, SeededFault, prove_with
 pytestmark = pytest.mark.soak
 
 EXAMPLES = ("focal", "soft_clip", "inverse_sqrt", "lion", "repeats", "counted", "clip_embedding", "parallel_lm")
-NEEDS_MORE = re.compile(r"model\.(auto|transformers|parametrization)")
-"""Models that need a folder, and scalings of models."""
-REQUIRED = {
-    "metrics.spread": ["metrics.proved.quantiles=[0.5]"],
-    "metrics.histograms": ["metrics.proved.targets=['*']"],
-}
 SHIPPED = [
-    *(name for name in Project.from_package("drawloom").registry.names() if re.fullmatch(r"model\.(\w|\.)+", name)),
+    *(name for name in Project.from_package("drawloom").registry.names() if re.match(r"model\.(?!parametriz)", name)),
+    *("rewards.exact_match", "rewards.length", "rewards.math_equal", "rewards.regex"),
     *("loss.dft", "optim.adam", "optim.adamw", "optim.muon", "adapters.lora", "adapters.full_tuning"),
     *("gradients.clip_group_norm", "gradients.clip_value", "phases.ema", "metrics.layer_norms", "metrics.spread"),
     *(
@@ -51,7 +46,7 @@ def test_a_seeded_fault_is_found_with_its_axis(fault: SeededFault, prover: Prove
     assert any(axis in result.failed for axis in fault.axes), result.render("text")
 
 
-@pytest.mark.parametrize("use", [name for name in SHIPPED if not NEEDS_MORE.match(name)])
+@pytest.mark.parametrize("use", SHIPPED)
 def test_a_shipped_component_is_like_one_process(use: str, prover: Prover) -> None:
     """There is no alarm for a shipped component, on as many meshes as half a minute allows."""
     words = {
