@@ -15,8 +15,8 @@ class Divergence:
     Guard that ends a diverged run before it saves, exports and samples useless weights.
 
     A step is lost if its loss is far above the first step's, or if its gradients are not finite or all 0. The run ends
-    after `steps` lost steps in a row. A step with nothing to learn does not count: without a token, or with a loss of 0 and
-    gradients of 0, as of completions that all have one reward.
+    after `steps` lost steps in a row. A step with nothing to learn does not count: without a token, or with a loss of 0
+    and gradients of 0, as of completions that all have one reward.
     """
 
     steps: int = setting("consecutive lost steps after which the run ends", default=10, check=at_least(1))

@@ -1,7 +1,7 @@
 """Rollouts: the policy completes the step's prompts, and rewards score the completions."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from inspect import getfile
 from itertools import islice
 from traceback import extract_tb
@@ -19,6 +19,7 @@ from drawloom.ports import (
     Completions,
     Event,
     Events,
+    Example,
     Examples,
     Group,
     Mesh,
@@ -124,13 +125,16 @@ class Rollout:
 
     def check_before_open(self) -> None:
         """Raise UserError for one of the first examples, if it lacks a key of a reward."""
+        first: list[Example] = []
         for examples in self.prompts.values():
             if isinstance(examples, ReadableBeforeOpen):
-                for example in islice(examples.read_before_open(), EXAMPLES_CHECKED):
-                    for name, reward in zip(self.rewards.names, self.rewards, strict=True):
-                        if isinstance(reward, ReadsExamples):
-                            with _add_name_to_user_errors(name):
-                                reward.check_example(example)
+                with suppress(UserError):  # a problem of its own
+                    first += islice(examples.read_before_open(), EXAMPLES_CHECKED)
+        for name, reward in zip(self.rewards.names, self.rewards, strict=True):
+            if isinstance(reward, ReadsExamples):
+                with _add_name_to_user_errors(name):
+                    for example in first:
+                        reward.check_example(example)
 
     def open(self) -> None:
         """Connect the ranks with the same rows."""
