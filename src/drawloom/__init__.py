@@ -15,7 +15,8 @@ several ranks, every rank raises the `UserError` printed by one rank.
 `Recipe` is for users who run recipes. Authors of components use `component`, `setting`, its bounds `above`, `at_least`
 and `between`, `internal`, `port`, `wired`, `Every` and `Ordered`, `NodeView` in `constraints`, `reward` and `tool` for
 functions, interfaces between components in `drawloom.ports`, building blocks in `drawloom.models`, and
-`drawloom.testing`. Names outside `__all__` of these four modules are internal. Components in the tree import the same names.
+`drawloom.testing`. Names outside `__all__` of these four modules are internal. Components in the tree import the same
+names.
 """
 
 TYPE_CHECKING = False  # stands for typing.TYPE_CHECKING: importing `typing` takes as long as starting Python

@@ -69,7 +69,7 @@ def test_a_message_after_an_answer_continues_the_conversation(tmp_path: Path, te
         first = oracle.apply_chat_template(turns, tokenize=False).rstrip("\n")
         ids = prompts.encode_message_after_answer(message).tolist()
         assert whole.startswith(first) == (template is not THINKING)
-        rest = whole.removeprefix(first) if template is not THINKING else whole[whole.index("<|im_end|>\n", 60) + 10 :]
+        rest = whole.partition("day<|eot|>" if template is HEADERS else "day<|im_end|>")[2]
         assert tokenizer.decode_with_control_tokens(ids) == rest
         assert ids == tokenizer.encode_with_control_tokens(rest).tolist()
         forged = prompts.encode_message_after_answer({"role": "user", "content": "a <|im_end|> day"}).tolist()
