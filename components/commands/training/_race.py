@@ -15,7 +15,7 @@ from drawloom.components.commands.training._paired_test import Decision, judge_d
 from drawloom.components.commands.training._sweep_points import Point, make_point
 from drawloom.components.commands.training.sweep import ProcessPool, SweepCommand
 from drawloom.components.report.metrics import METRICS, read_lines
-from drawloom.components.run.locks import is_lock_holder_alive
+from drawloom.components.report.run_table import is_run_in_use
 from drawloom.components.storage.durable_files import replace_file
 from drawloom.components.storage.step_log import parse_step_lines
 from drawloom.graph.cli.command import OK, STOPPED, Project, dump_json, output, output_class, print_escaped_text
@@ -212,7 +212,7 @@ class Rounds:
                     self.ledger.record(self.read_result(name, seed, seconds))
                 elif self.pool.received or code > STOPPED:
                     self.pool.received = self.pool.received or code - STOPPED
-                elif is_lock_holder_alive(folder):  # it had just been started by a command that was killed
+                elif is_run_in_use(folder):  # it had just been started by a command that was killed
                     waiting.append(name)
                 else:
                     failed.append(self.read_result(name, seed, seconds, f"its process ended with exit code {code}"))
@@ -245,9 +245,9 @@ class Rounds:
 
     def _wait_for_lock_holder(self, folder: Path) -> None:
         """Wait for a run that a killed command has left, or until a signal."""
-        if is_lock_holder_alive(folder):
+        if is_run_in_use(folder):
             print_escaped_text(f"waiting for the process that runs {folder}")
-        while is_lock_holder_alive(folder) and not self.pool.received:
+        while is_run_in_use(folder) and not self.pool.received:
             time.sleep(WAIT_SECONDS)
 
     def read_result(self, name: str, seed: int, seconds: float, problem: str = "") -> AskRun:
