@@ -31,7 +31,7 @@ class Lfm2Config(DecoderConfig):
     rms_norm_eps: float = 1e-5
     tie_word_embeddings: bool = True
     layer_types: list[Literal["full_attention", "conv"]] = layer_types_setting(3, "conv")
-    conv_L_cache: int = setting("number of tokens in a convolution", default=3, check=between(1, 65))  # noqa: N815
+    conv_L_cache: int = setting("number of tokens in a convolution", default=3, check=between(1, 65))
 
     def branches_of(self, layer: int) -> Sequence[Branch]:
         first, last = super().branches_of(layer)

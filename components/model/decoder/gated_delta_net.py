@@ -46,7 +46,7 @@ class GatedDeltaNet(TensorParallel):
         self.kernels = kernels
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
-        """Map hidden states (rows, length, hidden_size), of the parameters' dtype; split tokens with `ranks`."""
+        """Map hidden states (rows, length, hidden_size), or (tokens, hidden_size) if ranks split them."""
         shape, spec = context.documents.shape, self.spec
         hidden = self.ranks.gather_tokens(hidden, shape)
         q, k, v = (

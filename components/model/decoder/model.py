@@ -187,7 +187,7 @@ class CausalLM(nn.Module):
         self.create_mapper: Callable[[Iterable[str]], Mapper] | None = None  # to the family's files
 
     def name_joined_layers(self) -> None:
-        """Set `joined_name` in linear layers with another name in files, where several may be one, before layers are adapted."""
+        """Set `joined_name` in linear layers that files rename or join, before layers are adapted."""
         create_mapper, self.create_mapper = self.create_mapper, None
         if create_mapper is None:
             return
