@@ -99,6 +99,8 @@ class Float8Attention(Float8Module, Attention):
 
     def list_joint_layers(self) -> Sequence[Linear]:
         """Return the projections of the operation; none if one of them is not a plain product in float8."""
+        if self.spec.keys_as_values:
+            return ()
         layers = self.q_proj, self.k_proj, self.v_proj
         return layers if all(map(_is_plain, layers)) else ()
 

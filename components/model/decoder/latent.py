@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from drawloom.components.model.decoder.config import DecoderConfig
-from drawloom.components.model.decoder.specs import LatentSpec, LayerContext
+from drawloom.components.model.decoder.mixer_specs import LatentSpec
+from drawloom.components.model.decoder.specs import LayerContext
 from drawloom.components.model.layers import Linear, RMSNorm
 from drawloom.components.parallel.tensor_ranks import TensorParallel
 from drawloom.ports import Kernels

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.model.decoder.config import DecoderConfig
-from drawloom.components.model.decoder.specs import LayerContext, ShortConvSpec
+from drawloom.components.model.decoder.mixer_specs import ShortConvSpec
+from drawloom.components.model.decoder.specs import LayerContext
 from drawloom.components.model.layers import Linear
 from drawloom.components.parallel.parameter_split import SplitDim
 from drawloom.components.parallel.tensor_ranks import TensorParallel
