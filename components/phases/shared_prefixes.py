@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from drawloom import NodeView, Problem, component
-from drawloom.kernels.attention.tree import create_prefix_tree, measure_longest_tree
+from drawloom.kernels.attention.tree import PrefixGroups
 from drawloom.ports import Executor, Mesh, PolicyBatch, Scored, Step, build_meta_module_if_known
 
 MIN_WIDTH_STEP = 16
@@ -15,14 +15,14 @@ MIN_WIDTH_STEP = 16
 
 @runtime_checkable
 class MayBeRecurrent(Protocol):
-    """A module that tells whether it has recurrent layers, whose states can't branch."""
+    """A module with or without recurrent layers, whose states can't branch."""
 
     is_recurrent: bool
 
 
 @runtime_checkable
 class MayBalanceRows(Protocol):
-    """A router with the coefficient of a loss that counts the tokens of a row."""
+    """A router with a coefficient for a loss that counts a row's tokens."""
 
     aux_loss_coef: float
 
@@ -30,11 +30,11 @@ class MayBalanceRows(Protocol):
 @component(reads=("rollouts",), changes=("batches",))
 class SharedPrefixes:
     """
-    Layout of a prompt's completions as a tree: the learning pass computes the prompt once, and not for each of them.
+    Tree layout for completions: the learning pass computes a prompt once, and not for every completion.
 
-    Losses, gradients and metrics are those of separate rows, except for rounding. A microbatch has a packed row for
-    every prompt; all ranks and microbatches of a step have equally long ones. Only four widths are used between a power
-    of two and the next, since compiled kernels are made for each of them.
+    Losses, gradients and metrics are as with separate rows, except for rounding. A microbatch has a packed row per
+    prompt, equally long on all ranks and in all microbatches. Only four widths are used between a power of two and the
+    next, because a kernel is compiled for a width.
     """
 
     executor: Executor
@@ -69,20 +69,19 @@ class SharedPrefixes:
         scored: list[Scored] = step.state["rollouts"]
         batches: list[PolicyBatch] = step.state["batches"]
         # The last token of the prompt has another target in each completion.
-        layouts = [
-            (batch.weights > 0, part.completions.starts - 1, part.group_size)
+        groups = [
+            PrefixGroups(batch.weights > 0, part.completions.starts - 1, part.group_size)
             for batch, part in zip(batches, scored, strict=True)
         ]
-        longest = torch.tensor(max(measure_longest_tree(*layout) for layout in layouts))
+        longest = torch.tensor(max(part.measure_longest_tree() for part in groups))
         self.mesh.data_group.max(longest)
         width = round_width_up(int(longest))
         step.state["batches"] = [
-            batch.evolve(tree=create_prefix_tree(*layout, width))
-            for batch, layout in zip(batches, layouts, strict=True)
+            batch.evolve(tree=part.create_tree(width)) for batch, part in zip(batches, groups, strict=True)
         ]
 
 
 def round_width_up(tokens: int) -> int:
-    """Return the next multiple of a quarter of the greatest power of two that is not above `tokens`."""
+    """Round `tokens` up to a multiple: a quarter of the next lower power of two."""
     step = max(MIN_WIDTH_STEP, 1 << max(tokens.bit_length() - 3, 0))
     return max(-(-tokens // step) * step, step)

@@ -1,8 +1,8 @@
 """
 Causal attention within documents by torch's flex_attention, which skips fully masked blocks.
 
-A key has readers up to the end of its document. The least and the greatest end in a key block decide which query blocks
-attend to it. The mask is computed on the device, without a sync.
+A key has readers up to its document's end. The least and the greatest end in a key block decide whether a query block
+attends to it. The mask is computed on the device, without a sync.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from drawloom.kernels.attention.eager import (
     attention_on_meta,
 )
 from drawloom.kernels.attention.options import PLAIN_ATTENTION, AttentionOptions
-from drawloom.kernels.attention.tree import find_reader_ends, number_positions_in_texts
+from drawloom.kernels.attention.readers import find_reader_ends, number_positions_in_texts
 
 BLOCK = 128
 """Tokens in a block, the default of flex_attention."""
@@ -99,7 +99,7 @@ def create_document_block_mask(
     """
     Return the blocks that attend to each other, fully or in part, for document ids int64 (rows, length).
 
-    Ids below 0 are those of trees. `queries`, int64 (tokens,), are the queries' indices in the row; default: all.
+    Ids below 0 are for trees. `queries`, int64 (tokens,), are the queries' indices in the row; default: all.
     """
     index = torch.arange(document_ids.shape[1], device=document_ids.device)
     query_index = index if queries is None else queries

@@ -180,7 +180,7 @@ def test_evaluate_generates_and_prints_the_rewards_of_the_run(lab: Path) -> None
 
 def test_a_prompt_computed_once_changes_no_gradient_on_any_mesh(lab: Path) -> None:
     """
-    Completions that share their prompt have the losses and gradients of separate rows in float64, on every mesh.
+    Completions that share a prompt have the same losses and gradients as separate rows in float64, on every mesh.
 
     An update of SGD is the gradient, so that the last step's values depend on all gradients before.
     """

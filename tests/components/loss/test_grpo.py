@@ -13,7 +13,7 @@ from torch import Tensor
 from drawloom.components.loss.grpo import Grpo
 from drawloom.components.ports.rollouts import PolicyBatch
 from drawloom.graph import UserError
-from drawloom.kernels.attention.tree import create_prefix_tree
+from drawloom.kernels.attention.tree import PrefixGroups
 from support.losses import Sample, sample
 
 ADVANTAGES = torch.tensor([[1.5], [-0.7], [0.4]])
@@ -116,11 +116,11 @@ def test_losses_and_gradients_are_the_formulas(loss: Grpo, formula: Callable[...
 
 @pytest.mark.parametrize("temperature", [None, 0.5])
 def test_hidden_states_of_trees_have_the_same_loss(temperature: float | None) -> None:
-    """With hidden states of packed rows, loss, gradients and reference values are those of separate rows."""
+    """With packed hidden states, loss, gradients and reference values equal the separate rows'."""
     case, batch = policy_case()
     batch = batch.evolve(temperature=None if temperature is None else torch.tensor(temperature))
     loss = Grpo(variant="gspo", reference="adapters", beta=0.1)
-    tree = create_prefix_tree(batch.weights > 0, torch.tensor([1, 1, 0]), 3, width=9)
+    tree = PrefixGroups(batch.weights > 0, torch.tensor([1, 1, 0]), 3).create_tree(9)
     packed, other = case.hidden.flatten(0, 1)[tree.sources], batch.evolve(tree=tree)
     for ours, theirs in (
         (loss.loss(packed, case.head(), other)[0], loss.loss(case.hidden, case.head(), batch)[0]),

@@ -9,11 +9,10 @@ from drawloom.kernels.attention.eager import create_causal_document_mask
 from drawloom.kernels.attention.flex import attention_flex, create_document_block_mask
 from drawloom.kernels.attention.options import PLAIN_ATTENTION, AttentionOptions
 from drawloom.kernels.attention.tree import (
+    PrefixGroups,
     PrefixTree,
     attend_to_tree,
-    create_prefix_tree,
     create_tree_mask,
-    measure_longest_tree,
 )
 
 ROWS, LENGTH, GROUP = 8, 60, 4
@@ -27,8 +26,8 @@ def draw_tree() -> tuple[Tensor, Tensor, PrefixTree]:
     is_target = (columns >= starts[:, None]) & (columns < stops[:, None]) & (torch.rand(ROWS, LENGTH) < 0.8)
     is_target[torch.arange(ROWS), stops - 1] = True
     is_target[1] = is_target[6] = False
-    width = measure_longest_tree(is_target, starts, GROUP) + 3
-    return is_target, starts, create_prefix_tree(is_target, starts, GROUP, width)
+    groups = PrefixGroups(is_target, starts, GROUP)
+    return is_target, starts, groups.create_tree(groups.measure_longest_tree() + 3)
 
 
 @pytest.mark.parametrize("window", [None, 1, 9])
@@ -38,11 +37,11 @@ def test_a_target_sees_its_own_text(window: int | None) -> None:
     mask = create_tree_mask(tree.document_ids, window)
     seen = {}
     for packed, origin in zip(tree.trained.tolist(), tree.origins.tolist(), strict=True):
-        place = divmod(packed, tree.sources.shape[1])
-        columns = tree.sources[place[0]][mask[place[0], 0, place[1]]] % LENGTH
+        index = divmod(packed, tree.sources.shape[1])
+        columns = tree.sources[index[0]][mask[index[0], 0, index[1]]] % LENGTH
         last = origin % LENGTH
         assert columns.tolist() == [*range(0 if window is None else max(0, last + 1 - window), last + 1)]
-        seen[origin] = int(tree.sources[place])
+        seen[origin] = int(tree.sources[index])
     assert [*seen] == [*seen.values()] == is_target.flatten().nonzero()[:, 0].tolist()
     assert mask.any(-1).all(), "a token that sees nothing has an undefined result"
 
@@ -51,11 +50,10 @@ def test_groups_without_targets_are_padding() -> None:
     """A group without a target is a row of padding, and without any target there is still one token to compute."""
     is_target, starts, _ = draw_tree()
     is_target[:GROUP] = False
-    tree = create_prefix_tree(is_target, starts, GROUP, 200)
+    tree = PrefixGroups(is_target, starts, GROUP).create_tree(200)
     assert tree.padding[0].all() and not tree.padding[1].all()
-    nothing = torch.zeros_like(is_target)
-    assert measure_longest_tree(nothing, starts, GROUP) == 0
-    assert create_prefix_tree(nothing, starts, GROUP, 16).trained.tolist() == [0]
+    nothing = PrefixGroups(torch.zeros_like(is_target), starts, GROUP)
+    assert nothing.measure_longest_tree() == 0 and nothing.create_tree(16).trained.tolist() == [0]
 
 
 @pytest.mark.parametrize("window", [None, 1, 17, 40])
