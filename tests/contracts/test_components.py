@@ -422,6 +422,18 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
         "loss_spikes": {"use": "phases.loss_spikes", "go_back": 1},
         "edit": {"trainer": {"phases": {"after": {"@sync_gradients": "@loss_spikes"}}}},
     },
+    "experts.replayed_routes": lambda folder: {
+        **reinforcement(folder),
+        **with_experts("model.qwen3.moe"),
+        "metrics": {"replayed_routes": {"use": "experts.replayed_routes"}},
+        "edit": {"trainer": {"phases": {"after": {"@advantages": "@metrics.replayed_routes"}}}},
+    },
+    "phases.shared_prefixes": lambda folder: {
+        **reinforcement(folder),
+        "kernels": {"attention": "tree"},
+        "shared_prefixes": {"use": "phases.shared_prefixes"},
+        "edit": {"trainer": {"phases": {"after": {"@advantages": "@shared_prefixes"}}}},
+    },
     "phases.router_bias": lambda folder: {
         **with_experts("model.dots1"),
         "router_bias": {"use": "phases.router_bias"},
