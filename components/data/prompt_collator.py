@@ -1,15 +1,16 @@
 """Collator of prompts, texts or conversations, for rollouts."""
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
-from drawloom import component
+from drawloom import component, wired
 from drawloom.components.data.chat.encode import encode_prompt_messages
 from drawloom.components.data.chat.prompt_renderer import PromptRenderer
-from drawloom.ports import Batch, ChatTokenizer, Example, PromptBatch, complete_prompt, find_end_ids
+from drawloom.ports import Batch, ChatTokenizer, Environment, Example, PromptBatch, complete_prompt, find_end_ids
 
 
 @component
@@ -19,7 +20,10 @@ class PromptCollator(PromptRenderer):
 
     An example has a `prompt`: a text, or a list of messages; the chat template renders them up to
     the answer's beginning. A completion of messages ends at the template's control token after an answer, too.
+    Messages are rendered with the example's `tools`, or those of the environment.
     """
+
+    environment: Environment | None = wired(default=None)
 
     batch_type: ClassVar[type[Batch]] = PromptBatch
 
@@ -40,6 +44,15 @@ class PromptCollator(PromptRenderer):
         )
         return PromptBatch(torch.from_numpy(tokens), lengths, torch.ones(len(ids)), tuple(examples), ends)
 
+    @cached_property
+    def _tool_schemas(self) -> list[dict[str, Any]] | None:
+        """The environment's functions; None without any."""
+        return [dict(schema) for schema in self.environment.tool_schemas] or None if self.environment else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what worker processes need: they do not talk to the environment."""
+        return {**super().__getstate__(), "_tool_schemas": self._tool_schemas, "environment": None}
+
     def _encode_prompt(self, example: Mapping[str, Any]) -> np.ndarray:
         """Encode a prompt, int32 (tokens,). Raises ValueError if it is missing or empty."""
         prompt = example.get("prompt")
@@ -48,7 +61,7 @@ class PromptCollator(PromptRenderer):
             if len(ids):
                 ids = complete_prompt(self.tokenizer, ids)
         elif isinstance(prompt, list):
-            ids = self._encode_prompt_messages(prompt, example.get("tools"))
+            ids = self._encode_prompt_messages(prompt, example.get("tools") or self._tool_schemas)
         else:
             raise ValueError(f"it has {', '.join(example) or 'no keys'}; write a prompt, a text or a list of messages")
         if not len(ids):

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from drawloom import UserError, component, setting
-from drawloom.components.data.chat.encode import encode_prompt_messages
+from drawloom.components.data.chat.encode import encode_message_alone, encode_prompt_messages
 from drawloom.components.data.chat.prompt_renderer import PromptRenderer
 from drawloom.components.data.chat.template import RenderError
 from drawloom.ports import ChatTokenizer
@@ -32,6 +32,15 @@ class TemplatePrompts(PromptRenderer):
             raise UserError(f"the chat template refuses the conversation: {error}") from error
         except ValueError as error:
             raise UserError(str(error)) from error
+
+    def encode_message_after_answer(self, message: Mapping[str, Any]) -> np.ndarray:
+        tokenizer = self._chat_tokenizer
+        try:
+            return encode_message_alone(
+                tokenizer, self.get_or_create_chat_template(tokenizer), message, self.answer_end_ids
+            )
+        except ValueError as error:
+            raise UserError(f"the chat template can't continue a conversation: {error}") from error
 
     @property
     def _chat_tokenizer(self) -> ChatTokenizer:

@@ -11,6 +11,11 @@ equation 7).
 - `gspo`: Zheng et al. 2025, arXiv 2507.18071: the ratio of a row, the geometric mean over its tokens.
 - `cispo`: MiniMax 2025, "MiniMax-M1", arXiv 2506.13585: the clipped ratio is a factor without a gradient.
 - `rloo`: Ahmadian et al. 2024, arXiv 2402.14740: the ratio of a row, the product over its tokens.
+
+A correction for another sampler, or an older policy, weights the surrogate of the current policy by the ratio of both,
+without a gradient: truncated (Espeholt et al. 2018, "IMPALA", arXiv 1802.01561, section 4.1; Yao et al. 2025, "Your
+Efficient RL Framework Secretly Brings You Off-Policy RL Training"), or 0 above the cap (masked; Liu et al. 2025, "When
+Speed Kills Stability"), by token or by row.
 """
 
 import math
@@ -26,6 +31,7 @@ from drawloom.components.loss.decoder_inputs import DecoderInputs
 from drawloom.ports import Head, LossSums, PolicyBatch, compute_policy_logps
 
 Mean = Literal["rows", "tokens", "constant"]
+Correction = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
 
 @attrs.frozen
@@ -63,7 +69,12 @@ class Grpo(DecoderInputs):
     length. With a reference, each token's loss has `beta` times an estimate of the KL divergence to it: k3 of Schulman,
     times the ratio, which corrects for samples of an older policy (as in DeepSeek-V3.2 and TRL).
 
+    With a `correction` the ratio is to the current policy, and so 1, and nothing is clipped; the probability ratio to
+    the sampler is a weight of every token, up to `correction_cap`.
+
     Named sums are `ratio` and `clip_fraction`, by the loss's mean (by rows for a constant), and with a reference `kl`.
+    `sampler_kl` estimates the divergence of the sampler from the policy (k3), and with a correction `correction` is its
+    mean weight, and `capped_fraction` is the part of the tokens above the cap.
     `largest_difference` is the largest distance between a token's log-probability and the sampled one in a microbatch:
     0 at the first step after exact rollouts, and from then on the policy's change.
     """
@@ -88,6 +99,11 @@ class Grpo(DecoderInputs):
         default="none",
     )
     beta: float = setting("coefficient of the KL divergence to the reference", default=0.0, check=at_least(0))
+    correction: Correction = setting(
+        "weight for the probability ratio to the sampler, by token or by sequence: cut at the cap, or 0 above it",
+        default="none",
+    )
+    correction_cap: float = setting("largest ratio to the sampler", default=2.0, check=at_least(1))
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
@@ -97,6 +113,12 @@ class Grpo(DecoderInputs):
             yield node.problem("beta", "there is no reference to diverge from", 'write reference = "adapters"')
         if reference != "none" and not beta:
             yield node.problem("reference", "the reference has no effect with beta = 0", "write beta = 0.04")
+        if node.settings["correction"] == "none" and node.settings["correction_cap"] != 2.0:
+            text = "the cap has no effect without a correction"
+            yield node.problem("correction_cap", text, 'write correction = "token_truncate"')
+        if node.settings["correction"] != "none" and VARIANTS[node.settings["variant"]].detached:
+            text = f"{node.settings['variant']} weights tokens by the ratio itself, up to 1 + clip_high"
+            yield node.problem("correction", text, 'write correction = "none"')
         if VARIANTS[node.settings["variant"]].detached and node.settings["clip_low"] is not None:
             text = f"{node.settings['variant']} clips ratios above 1 only"
             yield node.problem("clip_low", text, "leave it out; clip_high = 4.0 clips at 5")
@@ -124,6 +146,9 @@ class Grpo(DecoderInputs):
         logps = compute_policy_logps(hidden, head, batch.targets, is_target, batch.temperature)
         differences = (logps - batch.logps).where(is_target, 0.0)
         counts = is_target.sum(1, keepdim=True).clamp_min(1)
+        drift = differences.detach()  # of the policy from the sampler
+        if self.correction != "none":
+            differences = differences - drift
         ratios = _compute_probability_ratios(differences, counts, method)
         low, high = 1 - method.clip_low, 1 + method.clip_high
         advantages, clipped = batch.advantages, ratios.clamp(low, high)
@@ -131,6 +156,9 @@ class Grpo(DecoderInputs):
             losses = -clipped.detach() * advantages * logps
         else:
             losses = -torch.minimum(ratios * advantages, clipped * advantages)
+        if self.correction != "none":
+            correction, is_capped = self._compute_correction(drift)
+            losses = losses * correction
         if batch.reference is not None:
             excess = (batch.reference - logps).where(is_target, 0.0)
             kl = excess.exp() - excess - 1
@@ -143,11 +171,24 @@ class Grpo(DecoderInputs):
             sums = {
                 "ratio": (ratios * shares).double().sum(),
                 "clip_fraction": (is_clipped * shares).double().sum(),
-                "largest_difference": differences.abs().max().double(),
+                "largest_difference": drift.abs().max().double(),
+                "sampler_kl": ((drift.expm1() - drift) * shares).double().sum(),
             }
+            if self.correction != "none":
+                sums["correction"] = (correction * shares).double().sum()
+                sums["capped_fraction"] = (is_capped * shares).double().sum()
             if batch.reference is not None:
                 sums["kl"] = (kl * shares).double().sum()
         return (losses * weights).sum(), shares.double().sum(), sums
+
+    def _compute_correction(self, drift: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the sampler's weights, and whether the ratio is above the cap; drift is (rows, length), as are both."""
+        level, action = self.correction.split("_")
+        logarithms = drift if level == "token" else drift.double().sum(1, keepdim=True).expand_as(drift)
+        ratios = logarithms.exp().to(drift.dtype)
+        is_capped = ratios > self.correction_cap
+        cut = ratios.clamp_max(self.correction_cap)
+        return cut if action == "truncate" else cut.masked_fill(is_capped, 0.0), is_capped
 
 
 def _compute_probability_ratios(differences: Tensor, counts: Tensor, method: Variant) -> Tensor:

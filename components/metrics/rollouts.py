@@ -8,7 +8,7 @@ from torch import Tensor
 
 from drawloom import Every, component
 from drawloom.components.metrics.named_sums import read_losses_on_last_stage
-from drawloom.ports import Accumulator, MetricTotals, MetricValues, Reward, Scored, Step
+from drawloom.ports import FAULTS, Accumulator, MetricTotals, MetricValues, Reward, Scored, Step
 
 LARGEST_DIFFERENCE = "largest_difference"
 
@@ -21,7 +21,9 @@ class RolloutMetrics:
     With several rewards, each has its mean as `reward/NAME`. `unscored` is the fraction of completions without a score,
     `equal_groups` the fraction of prompts whose completions all have one reward, from which nothing is learnt.
     `sampler_difference` is the largest distance between the log-probability that a token was sampled with and that in
-    the training pass: 0 if both have the same bits. Only steps right after their rollout count.
+    the training pass: 0 if both have the same bits. Only steps right after their rollout count. `lag` is the mean
+    number of optimizer steps since the weights that sampled. With an environment, `turns` is a mean, and `faults/KIND`
+    counts the step's faults.
     """
 
     rewards: Every[Reward] = attrs.field(factory=Every)
@@ -29,16 +31,17 @@ class RolloutMetrics:
     @property
     def accumulators(self) -> Mapping[str, Accumulator]:
         """Sums over completions, tokens and groups, and one maximum."""
-        names = ["rows", "scored", "reward", "tokens", "entropy", "truncated", "groups", "equal"]
+        names = ["rows", "scored", "reward", "tokens", "entropy", "truncated", "groups", "equal", "turns", "lag"]
         rewards = Accumulator(shape=(2, len(self.rewards)), scope="rows")
         sums = {name: Accumulator(scope="rows") for name in names}
-        return {**sums, "rewards": rewards, LARGEST_DIFFERENCE: Accumulator("max")}
+        faults = Accumulator(shape=(len(FAULTS),), scope="rows")
+        return {**sums, "rewards": rewards, "faults": faults, LARGEST_DIFFERENCE: Accumulator("max")}
 
     def measure_on_rank(self, step: Step) -> MetricTotals:
         """Return the sums over this rank's completions."""
         values: dict[str, Tensor] = {}
         for scored in step.state.get("rollouts", []):
-            for name, value in _sum_over_completions(scored, [*self.rewards]).items():
+            for name, value in _sum_over_completions(scored, [*self.rewards], step.index).items():
                 values[name] = values[name] + value if name in values else value
         losses, is_fresh = (
             read_losses_on_last_stage(step),
@@ -58,7 +61,11 @@ class RolloutMetrics:
             "truncated": _mean_or_none(totals["truncated"], rows),
             "unscored": _mean_or_none(rows - totals["scored"], rows),
             "equal_groups": _mean_or_none(totals["equal"], totals["groups"]),
+            "lag": _mean_or_none(totals["lag"], rows),
         }
+        if totals["turns"] > 0:
+            counts = zip(FAULTS, totals["faults"].tolist(), strict=True)
+            values |= {"turns": float(totals["turns"] / rows), **{f"faults/{kind}": count for kind, count in counts}}
         if len(self.rewards) > 1:
             means = zip(self.rewards, *totals["rewards"], strict=True)
             values |= {f"reward/{name}": _mean_or_none(total, count) for name, total, count in means}
@@ -66,7 +73,7 @@ class RolloutMetrics:
         return values | {"sampler_difference": float(largest) if largest.isfinite() else None}
 
 
-def _sum_over_completions(scored: Scored, rewards: Sequence[str]) -> dict[str, Tensor]:
+def _sum_over_completions(scored: Scored, rewards: Sequence[str], step: int) -> dict[str, Tensor]:
     """Return the sums over a microbatch's completions, by name."""
     scores = scored.scores[:, [scored.names.index(name) for name in rewards]]
     completions, groups = scored.completions, scored.totals.view(-1, scored.group_size)
@@ -81,6 +88,9 @@ def _sum_over_completions(scored: Scored, rewards: Sequence[str]) -> dict[str, T
         "truncated": (~completions.is_ended).sum(),
         "groups": torch.tensor(float(len(groups))),
         "equal": (high <= low).sum(),
+        "turns": completions.turns.sum(),
+        "faults": completions.faults.sum(0).double(),
+        "lag": (step - 1 - completions.versions).sum(),
         "rewards": torch.stack([scores.nansum(0), (~scores.isnan()).sum(0).double()]),
     }
 

@@ -7,8 +7,10 @@ from typing import Any
 import attrs
 
 from drawloom import between, component, internal, setting
+from drawloom.components.phases.rollout import decode_segment
 from drawloom.components.storage.step_log import RewindingLog, StepLog
 from drawloom.ports import (
+    FAULTS,
     Cadence,
     Mesh,
     PolicyBatch,
@@ -30,7 +32,8 @@ class RecordRollouts:
 
     A line is a step: `completions` have `prompt`, `completion`, `rewards` by name, their sum `reward`, `advantage`,
     `tokens`, and `stop`: "end", or "length" for a cut completion. They are the first rows on the first rank. The report
-    shows the last line.
+    shows the last line. A conversation also has `turns`, lists of "sampled" or "environment" with the text, and the
+    counts of its `faults`; its `stop` may be "turns".
     """
 
     folder: RunFolder
@@ -70,15 +73,19 @@ class RecordRollouts:
         sampled, advantages = scored.completions, batch.advantages
         for row in range(len(sampled.tokens)):
             start, end, is_ended = (int(column[row]) for column in (sampled.starts, sampled.ends, sampled.is_ended))
-            ids, scores = sampled.tokens[row], scored.scores[row].tolist()
+            ids, scores, count = sampled.tokens[row], scored.scores[row].tolist(), int(sampled.sampled_counts[row])
+            faults = {kind: count for kind, count in zip(FAULTS, sampled.faults[row].tolist(), strict=True) if count}
+            segments = sampled.list_segments(row)[1:] if sampled.turns[row] or faults else ()
+            texts = [(part.kind, decode_segment(self.tokenizer, sampled, row, part)) for part in segments]
             yield {
                 "prompt": self.tokenizer.decode(ids[:start].tolist()),
                 "completion": self.tokenizer.decode(ids[start : end - is_ended].tolist()),
+                **({"turns": texts, "faults": faults} if texts else {}),
                 "rewards": {name: _none_if_nan(score) for name, score in zip(scored.names, scores, strict=True)},
                 "reward": _none_if_nan(float(scored.totals[row])),
-                "advantage": None if advantages is None else float(advantages[row].sum() / max(1, end - start)),
-                "tokens": end - start,
-                "stop": "end" if is_ended else "length",
+                "advantage": None if advantages is None else float(advantages[row].sum() / max(1, count)),
+                "tokens": count,
+                "stop": "end" if is_ended else "turns" if "max_turns" in faults else "length",
             }
 
 

@@ -32,6 +32,7 @@ from drawloom.ports import (
     Rollouts,
     RowGrowth,
     Scored,
+    Segment,
     Step,
     Tokenizer,
     TrainingData,
@@ -59,7 +60,7 @@ class HeldRollout:
         minibatch, rows = self.age % len(self.tensors["tokens"]), _list_completion_rows(numbers, group_size)
         part = {name: tensor[minibatch, rows] for name, tensor in self.tensors.items()}
         scores, totals = part.pop("scores"), part.pop("totals")
-        completions = Completions(**part | {"is_ended": part["is_ended"] > 0})
+        completions = Completions(**part | {name: part[name] > 0 for name in ("is_ended", "is_sampled")})
         return Scored(completions, group_size, names, scores, totals, age=self.age, temperature=self.temperature)
 
     def get_rollout_of_next_step(self, epochs: int) -> "HeldRollout | None":
@@ -76,7 +77,7 @@ class Rollout:
     Rows in the recipe's batch sizes are prompts: a microbatch has `micro_size` times `group_size` completions. A
     completion's random numbers depend on the seed, the step, and its number in the rollout: a resumed run draws the
     same. With `minibatches` a rollout has the prompts of several steps, and with `epochs` each step's completions are
-    used again after the last one. Then every rank keeps all ranks' completions, 16 bytes a token, until the policy has
+    used again after the last one. Then every rank keeps all ranks' completions, 17 bytes a token, until the policy has
     learnt from them; checkpoints contain them.
     """
 
@@ -121,6 +122,8 @@ class Rollout:
     @classmethod
     def predict_row_growth(cls, node: NodeView) -> RowGrowth:
         sampler = node.neighbour("rollouts")
+        while sampler and sampler.neighbour("sampler"):
+            sampler = sampler.neighbour("sampler")
         return RowGrowth(node.settings["group_size"], sampler.settings.get("max_tokens", 0) if sampler else 0)
 
     def check_before_open(self) -> None:
@@ -223,16 +226,18 @@ class Rollout:
         self._held = HeldRollout(tensors, int(state["age"]), float(state["temperature"])) if state else None
 
 
-HELD = ("tokens", "starts", "ends", "logps", "entropies", "is_ended", "scores", "totals")
+BY_TOKEN = ("tokens", "logps", "entropies", "is_sampled")
+BY_ROW = ("starts", "ends", "is_ended", "versions", "turns", "faults", "scores", "totals")
+HELD = (*BY_TOKEN, *BY_ROW)
 """Names of a rollout's tensors."""
 
 
 def _get_padded_tensor(scored: Scored, name: str, length: int) -> Tensor:
-    """Return a tensor of scored completions, with tokens padded to `length`, and truth values as int64."""
+    """Return a tensor of scored completions, with tokens padded to `length`, and truth values as uint8."""
     tensor: Tensor = getattr(scored if name in ("scores", "totals") else scored.completions, name)
-    if name in ("tokens", "logps", "entropies"):
+    if name in BY_TOKEN:
         tensor = torch.nn.functional.pad(tensor, (0, length - tensor.shape[1]))
-    return tensor.long() if tensor.dtype == torch.bool else tensor
+    return tensor.byte() if tensor.dtype == torch.bool else tensor
 
 
 def _list_completion_rows(numbers: Sequence[int], group_size: int) -> list[int]:
@@ -253,7 +258,8 @@ def repeat_prompts(batch: PromptBatch, prompt_numbers: Sequence[int], group_size
     keys = torch.tensor(prompt_numbers)[:, None] * group_size + torch.arange(group_size)
     tokens, lengths = (column.repeat_interleave(group_size, 0) for column in (batch.tokens, batch.lengths))
     end_ids = tuple(ids for ids in batch.end_ids for _ in range(group_size))
-    return Prompts(tokens, lengths, keys.flatten(), end_ids)
+    examples = tuple(example for example in batch.examples for _ in range(group_size))
+    return Prompts(tokens, lengths, keys.flatten(), end_ids, examples)
 
 
 def score_completions_on_first_rank(
@@ -284,12 +290,22 @@ def _decode_answers(
     tokenizer: Tokenizer, batch: PromptBatch, completions: Completions, group_size: int
 ) -> Iterator[Answer]:
     """Yield the decoded answers, in the completions' order."""
-    for row, (ids, start, end, is_ended) in enumerate(
-        zip(completions.tokens, completions.starts, completions.ends, completions.is_ended, strict=True)
-    ):
-        first, last = int(start), int(end)
-        text = tokenizer.decode(ids[first : last - bool(is_ended)].tolist())
-        yield Answer(text, last - first, bool(is_ended), batch.examples[row // group_size])
+    columns = (completions.is_ended, completions.sampled_counts, completions.rewards, completions.faults.sum(1))
+    for row, (is_ended, count, reward, faults) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
+        yield Answer(
+            text=decode_segment(tokenizer, completions, row, completions.list_segments(row)[-1]),
+            tokens=count,
+            is_ended=is_ended,
+            example=batch.examples[row // group_size],
+            reward=None if reward != reward else reward,
+            faults=faults,
+        )
+
+
+def decode_segment(tokenizer: Tokenizer, completions: Completions, row: int, segment: Segment) -> str:
+    """Return a segment's text, without the end token of a turn."""
+    has_end = segment.kind == "sampled" and (segment.last < completions.ends[row] or completions.is_ended[row])
+    return tokenizer.decode(completions.tokens[row, segment.first : segment.last - bool(has_end)].tolist())
 
 
 @contextmanager

@@ -170,6 +170,14 @@ class ChatPrompts(Protocol):
         """
         ...
 
+    def encode_message_after_answer(self, message: Mapping[str, Any]) -> np.ndarray:
+        """
+        Encode a message alone, from an answer's end token up to the next answer's beginning: int32 (tokens,).
+
+        Raises UserError if there is no chat template, or if it rejects the message there.
+        """
+        ...
+
 
 class DocumentPart(NamedTuple):
     """

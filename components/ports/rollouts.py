@@ -1,7 +1,8 @@
 """Ports for reinforcement learning: prompts, sampled completions, and their rewards."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple, Protocol, Self, runtime_checkable
 
 import attrs
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from drawloom.components.ports.corpus import Tokenizer, find_end_ids
 from drawloom.components.ports.data import IGNORE_INDEX, Example, TokenBatch
+from drawloom.components.ports.environments import FAULTS
 from drawloom.components.ports.model import Head
 from drawloom.components.state.batch import Batch, leaf
 from drawloom.graph import port
@@ -57,34 +59,76 @@ class PolicyBatch(TokenBatch):
         return batch.evolve(logps=batch.weights, advantages=batch.weights)
 
 
+class Turns(Protocol):
+    """Conversations of the rows in a call of `Rollouts.sample`, by key. Used on one of the ranks with a row."""
+
+    def restart_rows(self, keys: Sequence[int]) -> None:
+        """Forget the turns of these rows, which are sampled again from their prompts."""
+        ...
+
+    def continue_rows(self, keys: Sequence[int], turns: Sequence[Sequence[int]]) -> list[list[int] | None]:
+        """
+        Return, for every row, the ids that follow the turn that it has just ended; None if its conversation is over.
+
+        A turn has the sampled ids with the end token. Samplers may call it for different rows from several threads.
+        """
+        ...
+
+
 @attrs.frozen(eq=False)
 class Prompts:
     """
     Prompts to complete: `tokens`, int64 (rows, length), padded on the right, and `lengths`, int64 (rows,).
 
-    `keys`, int64 (rows,), at least 0, determine a row's random numbers: they do not depend on the rows beside it.
-    `end_ids`, by row, end a completion; if left out, the tokenizer's do.
+    `keys`, int64 (rows,), at least 0 and unique in a rollout, determine a row's random numbers: they do not depend on
+    the rows beside it. `end_ids`, by row, end a completion, or a turn; if left out, the tokenizer's do. `examples`, by
+    row, are for conversations: with `turns`, a row continues after a turn until `turns` ends it.
     """
 
     tokens: Tensor
     lengths: Tensor
     keys: Tensor
     end_ids: tuple[frozenset[int], ...] = ()
+    examples: tuple[Example, ...] = ()
+    turns: Turns | None = None
 
     def end_ids_by_row(self, tokenizer: Tokenizer) -> tuple[frozenset[int], ...]:
         """Return the ids at the end of a completion, by row."""
         return self.end_ids or (find_end_ids(tokenizer),) * len(self.keys)
 
 
+class Segment(NamedTuple):
+    """Part of a trajectory from one source: positions `first` to before `last` of its row."""
+
+    kind: Literal["prompt", "sampled", "environment"]
+    first: int
+    last: int
+
+
+def _mark_completions(completions: "Completions") -> Tensor:
+    """Return where rows of one turn are sampled: everywhere between `starts` and `ends`."""
+    positions = torch.arange(completions.tokens.shape[1])
+    return (positions >= completions.starts[:, None]) & (positions < completions.ends[:, None])
+
+
+def _make_zeros_by_row(completions: "Completions") -> Tensor:
+    return torch.zeros_like(completions.starts)
+
+
 @attrs.frozen(eq=False)
 class Completions:
     """
-    Sampled rows on the CPU: a prompt, its completion, and padding.
+    Trajectories on the CPU, one in a row: a prompt, sampled turns with an environment's messages between them, padding.
 
-    `tokens` is int64 (rows, length); a completion is in positions `starts` to before `ends`, int64 (rows,), with its
-    end token. `logps` and `entropies`, float32 (rows, length), belong to the next token, as targets do: the
-    log-probability under the distribution that was sampled from, and its entropy in nats; 0 elsewhere. `is_ended`,
-    bool (rows,), is False if a completion was cut at the maximum length.
+    `tokens`, int64 (rows, length), are the ids that were sampled, never text that was encoded again. After the prompt
+    a trajectory is in positions `starts` to before `ends`, int64 (rows,); `is_sampled`, bool (rows, length), is False
+    at the environment's tokens. `logps` and `entropies`, float32 (rows, length), belong to the next token, as targets
+    do: the log-probability under the distribution that was sampled from, and its entropy in nats; 0 elsewhere.
+    `is_ended`, bool (rows,), is False for a trajectory that was cut. `versions`, int64 (rows,), count the optimizer
+    steps before the weights that a row was sampled with.
+
+    With an environment, `rewards`, float64 (rows,), are its rewards, NaN without any, and `turns`, int64 (rows,), and
+    `faults`, int64 (rows, kinds in FAULTS), are counts; otherwise these are NaN and 0.
     """
 
     tokens: Tensor
@@ -93,17 +137,34 @@ class Completions:
     logps: Tensor
     entropies: Tensor
     is_ended: Tensor
+    is_sampled: Tensor = attrs.field(default=attrs.Factory(_mark_completions, takes_self=True))
+    versions: Tensor = attrs.field(default=attrs.Factory(_make_zeros_by_row, takes_self=True))
+    turns: Tensor = attrs.field(default=attrs.Factory(_make_zeros_by_row, takes_self=True))
+    faults: Tensor = attrs.field(
+        default=attrs.Factory(lambda self: self.starts.new_zeros(len(self.starts), len(FAULTS)), takes_self=True)
+    )
+    rewards: Tensor = attrs.field(
+        default=attrs.Factory(lambda self: torch.full((len(self.starts),), torch.nan).double(), takes_self=True)
+    )
 
     @property
     def sampled_counts(self) -> Tensor:
         """Count the sampled tokens by row: int64 (rows,)."""
-        return self.ends - self.starts
+        return self.is_sampled.sum(1)
 
     @property
     def is_target(self) -> Tensor:
         """Return where the next token was sampled: bool (rows, length)."""
-        positions = torch.arange(self.tokens.shape[1])
-        return (positions >= self.starts[:, None] - 1) & (positions < self.ends[:, None] - 1)
+        return torch.nn.functional.pad(self.is_sampled[:, 1:], (0, 1))
+
+    def list_segments(self, row: int) -> list[Segment]:
+        """Return a row's segments in order: the prompt, sampled turns, and an environment's messages between them."""
+        start, end = int(self.starts[row]), int(self.ends[row])
+        sources = self.is_sampled[row, start:end].tolist()
+        changes = [start + index for index in range(1, end - start) if sources[index] != sources[index - 1]]
+        parts = pairwise([start, *changes, end])
+        rest = (Segment("sampled" if sources[a - start] else "environment", a, b) for a, b in parts)
+        return [Segment("prompt", 0, start), *rest]
 
 
 @port
@@ -142,13 +203,16 @@ class Answer:
     """
     A completion to score: its text without the end token, its number of tokens with it, and the prompt's example.
 
-    `is_ended` is False for a completion that was cut at the maximum length.
+    `is_ended` is False for a completion that was cut. In a conversation the text is the last turn's, and the tokens are
+    all that were sampled; `reward` is the environment's, and `faults` are the number of faults.
     """
 
     text: str
     tokens: int
     is_ended: bool
     example: Example
+    reward: float | None = None
+    faults: int = 0
 
 
 @port(named=True)

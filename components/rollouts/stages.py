@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from drawloom import NodeView, Problem, UserError, above, between, component, internal, setting, wired
+from drawloom.components.distributed.rank_errors import run_on_rank0
 from drawloom.components.distributed.rng import derive_seed, draw_splitmix64_bits
 from drawloom.components.state.trees import map_leaves
 from drawloom.ports import (
@@ -91,15 +92,17 @@ class StageRollouts:
         """Complete the prompts. Raises UserError on all ranks if the logits are not finite."""
         key = derive_seed(self.job.seed, "rollouts", purpose, step)
         if self._recomputes_rows_per_token:
-            return [self._sample_completions_on_all_ranks(microbatch, key) for microbatch in prompts]
+            return [self._sample_completions_on_all_ranks(microbatch, key, step) for microbatch in prompts]
         together = Prompts(
             tokens=torch.cat([microbatch.tokens for microbatch in prompts]),
             lengths=torch.cat([microbatch.lengths for microbatch in prompts]),
             keys=torch.cat([microbatch.keys for microbatch in prompts]),
             end_ids=tuple(ids for microbatch in prompts for ids in microbatch.end_ids_by_row(self.tokenizer)),
+            turns=prompts[0].turns if prompts else None,
         )
         return _split_completions(
-            self._sample_completions_on_all_ranks(together, key), [len(microbatch.lengths) for microbatch in prompts]
+            self._sample_completions_on_all_ranks(together, key, step),
+            [len(microbatch.lengths) for microbatch in prompts],
         )
 
     @property
@@ -107,8 +110,12 @@ class StageRollouts:
         """Whether each token needs a pass over whole rows for the bits of the training pass."""
         return self.exact and not isinstance(self.kernels, BatchInvariant)
 
-    def _sample_completions_on_all_ranks(self, prompts: Prompts, seed: int) -> Completions:
-        """Sample completions for a batch of prompts; `seed` is for all draws. A collective over all ranks."""
+    def _sample_completions_on_all_ranks(self, prompts: Prompts, seed: int, step: int) -> Completions:
+        """
+        Sample trajectories for a batch of prompts; `seed` is for all draws. A collective over all ranks.
+
+        A message of the environment is read like a longer prompt: one pass per token, with the same cache.
+        """
         rows, prompt_length = prompts.tokens.shape
         length, end = prompt_length + self.max_tokens, self.tokenizer.eos_id
         end_ids = pad_sequence([torch.tensor([*ids]) for ids in prompts.end_ids_by_row(self.tokenizer)], True, -1)
@@ -118,23 +125,45 @@ class StageRollouts:
         )
         logps, entropies = torch.zeros(2, rows, length)
         ends, is_ended = prompts.lengths + self.max_tokens, torch.zeros(rows, dtype=torch.bool)
+        known = prompts.lengths.clone()  # tokens of a row before its current turn
+        is_sampled = torch.zeros(rows, length, dtype=torch.bool)
         cache = None if self._recomputes_rows_per_token else KeyValueCache(length)
         position = self._shortest_prompt_over_ranks(prompts.lengths)
         while self._any_rank_has_open_rows(position, ends):
             counters = prompts.keys * TOKENS_BY_ROW + (position - prompts.lengths).clamp_min(0)
-            drawn = self._draw_next_ids(
-                tokens, position, prompts.lengths, draw_uniform_by_counter(seed, counters), cache
-            )
-            is_sampled = (position >= prompts.lengths) & (position < ends)
+            drawn = self._draw_next_ids(tokens, position, known, draw_uniform_by_counter(seed, counters), cache)
+            is_drawn = (position >= known) & (position < ends)
             ids = drawn[:, 0].long()
-            tokens[:, position] = torch.where(is_sampled, ids, tokens[:, position])
-            logps[:, position - 1] = torch.where(is_sampled, drawn[:, 1], 0.0)
-            entropies[:, position - 1] = torch.where(is_sampled, drawn[:, 2], 0.0)
-            now_ended = is_sampled & (ids[:, None] == end_ids).any(1)
+            tokens[:, position] = torch.where(is_drawn, ids, tokens[:, position])
+            logps[:, position - 1] = torch.where(is_drawn, drawn[:, 1], 0.0)
+            entropies[:, position - 1] = torch.where(is_drawn, drawn[:, 2], 0.0)
+            is_sampled[:, position] = is_drawn
+            now_ended = is_drawn & (ids[:, None] == end_ids).any(1)
             is_ended |= now_ended
             ends = torch.where(now_ended, position + 1, ends)
             position += 1
-        return Completions(tokens, prompts.lengths, ends, logps, entropies, is_ended)
+            stopped = now_ended.nonzero()[:, 0].tolist()
+            for row, message in self._collect_messages(prompts, stopped, tokens, known, ends):
+                last = position + len(message)
+                is_ended[row] = False
+                if last < prompts.lengths[row] + self.max_tokens:  # otherwise the trajectory is cut after this turn
+                    tokens[row, position:last] = torch.tensor(message, dtype=torch.int64)
+                    known[row], ends[row] = last, prompts.lengths[row] + self.max_tokens
+        versions = torch.full_like(ends, step - 1)
+        return Completions(
+            tokens, prompts.lengths, ends, logps, entropies, is_ended, is_sampled=is_sampled, versions=versions
+        )
+
+    def _collect_messages(
+        self, prompts: Prompts, rows: list[int], tokens: Tensor, known: Tensor, ends: Tensor
+    ) -> Iterator[tuple[int, list[int]]]:
+        """Yield the rows that continue after the turn that has just ended, with the ids in between. A collective."""
+        turns = prompts.turns
+        if turns is None or not rows:  # the same rows have ended on all ranks with them
+            return
+        keys, sampled = prompts.keys[rows].tolist(), [tokens[row, known[row] : ends[row]].tolist() for row in rows]
+        messages = run_on_rank0(self._copy, lambda: turns.continue_rows(keys, sampled))
+        yield from ((row, message) for row, message in zip(rows, messages, strict=True) if message is not None)
 
     def _draw_next_ids(
         self, tokens: Tensor, position: int, starts: Tensor, uniforms: Tensor, cache: KeyValueCache | None

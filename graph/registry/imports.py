@@ -73,6 +73,6 @@ def _find_package_or_module(name: str) -> PackageSource | FileSource | None:
 def _require_any_component(source: PackageSource | FileSource) -> Source:
     if isinstance(source, FileSource) and not DECORATED.search(source.path.read_text("utf-8")):
         raise LookupError(
-            f"{source.path} contains no component; write @component above its class, or @reward above a function"
+            f"{source.path} contains no component; write @component above a class, or @reward or @tool above a function"
         )
     return source

@@ -24,8 +24,8 @@ MAX_OFFERED = 6
 """Names in a hint about a word that several names begin with."""
 
 # Components are listed by searching text: importing every component would take seconds.
-DECORATED = re.compile(r"^@(?:component|reward)\b.*?^(?:class|def) (\w+)", re.MULTILINE | re.DOTALL)
-"""A component: a class, or a function that is a reward."""
+DECORATED = re.compile(r"^@(?:component|reward|tool)\b.*?^(?:class|def) (\w+)", re.MULTILINE | re.DOTALL)
+"""A component: a class, or a function that is a reward or a tool."""
 
 
 class Source(Protocol):

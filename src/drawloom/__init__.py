@@ -13,9 +13,10 @@ Train language models from components combined in a recipe.
 several ranks, every rank raises the `UserError` printed by one rank.
 
 `Recipe` is for users who run recipes. Authors of components use `component`, `setting`, its bounds `above`, `at_least`
-and `between`, `internal`, `port`, `wired`, `Every` and `Ordered`, `NodeView` in `constraints`, `reward` for a function,
-the interfaces between components in `drawloom.ports`, building blocks in `drawloom.models`, and `drawloom.testing`.
-Names outside `__all__` of these four modules are internal. Components in the tree import the same names.
+and `between`, `internal`, `port`, `wired`, `Every` and `Ordered`, `NodeView` in `constraints`, `reward` and `tool` for
+functions, interfaces between components in `drawloom.ports`, building blocks in `drawloom.models`, and
+`drawloom.testing`. Names outside `__all__` of these four modules are internal. Components in the tree import the same
+names.
 """
 
 TYPE_CHECKING = False  # stands for typing.TYPE_CHECKING: importing `typing` takes as long as starting Python
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from drawloom import models as models
     from drawloom import ports as ports
     from drawloom import testing as testing
+    from drawloom.components.environments.function_tool import tool
     from drawloom.components.rewards.function import reward
     from drawloom.graph import above, at_least, between
     from drawloom.graph.component import Every, Ordered, component, internal, port, setting, wired
@@ -57,6 +59,7 @@ __all__ = [
     "reward",
     "setting",
     "testing",
+    "tool",
     "wired",
 ]
 
@@ -73,6 +76,7 @@ if not TYPE_CHECKING:  # otherwise type checkers would accept any attribute
             "Container": "graph.runtime.container",
             "NodeView": "graph.wiring.node",
             "reward": "components.rewards.function",
+            "tool": "components.environments.function_tool",
         }
         if name in ("models", "ports", "testing"):
             return import_module(f"drawloom.{name}")

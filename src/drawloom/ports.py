@@ -18,7 +18,6 @@ from drawloom.components.ports.parameter_roles import *
 from drawloom.components.ports.passes import *
 from drawloom.components.ports.pipeline import *
 from drawloom.components.ports.program import *
-from drawloom.components.ports.rollouts import *
 from drawloom.components.ports.run import *
 from drawloom.components.ports.slices import *
 from drawloom.components.ports.stages import *
@@ -28,3 +27,19 @@ from drawloom.components.state.batch import *
 from drawloom.components.state.step_state import *
 from drawloom.kernels.attention.options import *
 from drawloom.kernels.results import *
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from drawloom.components.ports.environments import *
+    from drawloom.components.ports.rollouts import *
+else:
+
+    def __getattr__(name):
+        # Reinforcement learning has ports that other runs do not import.
+        from importlib import import_module
+
+        for home in ("environments", "rollouts") if not name.startswith("_") else ():
+            names = vars(import_module(f"drawloom.components.ports.{home}"))
+            if name in names:
+                return names[name]
+        raise AttributeError(f"module 'drawloom.ports' has no attribute {name!r}")

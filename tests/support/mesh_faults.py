@@ -108,15 +108,11 @@ def _return_own_part(_original: Any) -> Any:
 
 
 def _keep_rank_order(original: Any) -> Any:
-    def for_rank(length: int, group: Any) -> ContextPart:
-        part: ContextPart = original(length, group)
-        return attrs.evolve(part, order=torch.arange(length))
-
-    return for_rank
+    return lambda self, others=False: sorted(original(self, others))
 
 
 def _keep_own_gradient(_original: Any) -> Any:
-    return staticmethod(lambda ctx, grad: (grad.chunk(ctx.group.size, 1)[ctx.group.rank].contiguous(), None))
+    return staticmethod(lambda ctx, grad: (grad[:, list(ctx.part.piece_indices)], None))
 
 
 def _drop_last_token(original: Any) -> Any:
@@ -310,7 +306,7 @@ FAULTS = [
         "rank_order",
         "gathered keys stay in the order of ranks",
         ("context",),
-        replace(ContextPart, "for_rank", _keep_rank_order),
+        replace(ContextPart, "list_places", _keep_rank_order),
     ),
     SeededFault(
         "no_remote_gradient",

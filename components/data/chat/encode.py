@@ -2,6 +2,7 @@
 
 import json
 import re
+import secrets
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -11,11 +12,13 @@ import numpy as np
 
 from drawloom.components.data.chat.template import ChatTemplate
 from drawloom.components.data.chat.turns import (
+    QUESTION,
     Rendered,
     Tools,
     check_messages,
     extend_answers_to_end_tokens,
     get_text,
+    match_control_token_after,
     parse_tools,
     render_and_locate_turns,
 )
@@ -76,6 +79,30 @@ def encode_prompt_messages(
     if not whole.startswith(rendered.text):
         raise ValueError("the template renders the messages differently before an answer; use another template")
     return encode_rendered_conversation(tokenizer, attrs.evolve(rendered, text=whole), tools).ids
+
+
+def encode_message_alone(
+    tokenizer: ChatTokenizer, template: ChatTemplate, message: Mapping[str, Any], end_ids: frozenset[int]
+) -> np.ndarray:
+    """
+    Encode the text that a template writes for a message after an answer, up to the next answer: int32 (tokens,).
+
+    The answer's end token is left out: sampled ids have it. Earlier turns are not rendered, so a template that strips
+    thoughts from them changes nothing. Raises ValueError as `encode_prompt_messages` does.
+    """
+    nonce = secrets.token_hex(12)
+    messages = [QUESTION, {"role": "assistant", "content": nonce}, dict(message)]
+    rendered = render_and_locate_turns(template, messages, [0.0] * 3)
+    whole = template.render_messages(rendered.messages, prompt=True)
+    if not whole.startswith(rendered.text) or nonce not in whole:
+        raise ValueError("the template renders the messages differently before an answer; use another template")
+    cut = whole.index(nonce) + len(nonce)
+    end = match_control_token_after(whole[:cut], whole, tokenizer.control_tokens)
+    if end is not None and int(tokenizer.encode_with_control_tokens(whole[cut:end].lstrip())[-1]) in end_ids:
+        cut = end
+    contents = {0: (span[0] - cut, span[1] - cut)} if (span := rendered.contents.get(2)) else {}
+    alone = Rendered(whole[cut:], rendered.messages[2:], (), contents)
+    return encode_rendered_conversation(tokenizer, alone, None).ids
 
 
 def encode_rendered_conversation(tokenizer: ChatTokenizer, rendered: Rendered, tools: Tools) -> Encoded:

@@ -3,10 +3,7 @@
 import datetime
 import importlib.util
 import json
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
-from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +11,7 @@ import attrs
 
 from drawloom import UserError
 from drawloom.components.data.chat import render_process
+from drawloom.components.distributed.json_process import JsonProcess
 from drawloom.ports import ChatTokenizer
 
 TIMEOUT = 10.0
@@ -37,8 +35,7 @@ class ChatTemplate:
     special_tokens: Mapping[str, str] = attrs.field(factory=dict)
     date: str | None = None
     seconds: float = TIMEOUT
-    _process: Any = attrs.field(init=False, default=None)
-    _pipe: Any = attrs.field(init=False, default=None)
+    _process: JsonProcess = attrs.field(init=False, factory=lambda: JsonProcess(render_process.__file__))
 
     def open(self) -> None:
         """Start the process, if no rendering has started it. Raises UserError if the template is invalid."""
@@ -49,11 +46,6 @@ class ChatTemplate:
             raise UserError(f"template: the tokenizer has no chat template; {remedy}")
         if importlib.util.find_spec("jinja2") is None:
             raise UserError("chat templates need the package jinja2; pip install 'drawloom[chat]'")
-        # -I: neither the environment nor the current directory can change its imports.
-        self._pipe, child_end = Pipe()
-        command = [sys.executable, "-I", render_process.__file__, str(child_end.fileno())]
-        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[child_end.fileno()])
-        child_end.close()
         opening = {"templates": dict(self.texts), "special_tokens": dict(self.special_tokens), "date": self.date}
         answer = self._ask(opening, 60.0)
         if "error" in answer:
@@ -65,15 +57,11 @@ class ChatTemplate:
     @property
     def has_rendered(self) -> bool:
         """Whether the process is running: it starts at the first rendering."""
-        return self._process is not None
+        return self._process.is_running
 
     def close(self) -> None:
         """Kill the process."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._pipe.close()
-            self._process = None
+        self._process.close()
 
     def render(self, requests: Sequence[Mapping[str, Any]]) -> list[str]:
         """
@@ -81,7 +69,7 @@ class ChatTemplate:
 
         Raises RenderError with the template's reason, and UserError if it takes too long.
         """
-        if self._process is None:
+        if not self.has_rendered:
             self.open()
         answers = self._ask(requests, self.seconds)
         for answer in answers:
@@ -101,14 +89,12 @@ class ChatTemplate:
         Send a request to the process, and return its answer. Raises UserError if it dies, or takes over `seconds`.
         """
         try:
-            self._pipe.send_bytes(json.dumps(request).encode())
-            if self._pipe.poll(seconds):
-                return json.loads(self._pipe.recv_bytes())
-        except (EOFError, OSError) as error:
-            self.close()
+            return self._process.ask(request, seconds)
+        except EOFError as error:
             raise UserError("the process that renders the chat template has died; use another template") from error
-        self.close()
-        raise UserError(f"the chat template takes more than {seconds:g} s for a conversation; use another template")
+        except TimeoutError as error:
+            text = f"the chat template takes more than {seconds:g} s for a conversation; use another template"
+            raise UserError(text) from error
 
 
 def make_request(

@@ -297,7 +297,7 @@ def extend_answers_to_end_tokens(
             continue
         is_last = span.turn == len(messages) - 1
         continued = _render_with_next_turn(template, messages, tools) if is_last else text
-        end = _match_control_token_after(text[: span.last], continued, control_tokens)
+        end = match_control_token_after(text[: span.last], continued, control_tokens)
         if end is None and not is_last:
             reason = "no control token ends it or begins the next turn, so a model would not learn to stop"
             raise EarlierTurnError(f"turn {span.turn + 1}: {reason}")
@@ -341,7 +341,7 @@ def _find_end_token(
             return token
         begin = text.rstrip()
     for continued in (text, _render_with_next_turn(template, messages, None)):
-        if end := _match_control_token_after(begin, continued, control_tokens):
+        if end := match_control_token_after(begin, continued, control_tokens):
             return continued[len(begin) : end].lstrip()
     return None
 
@@ -370,7 +370,7 @@ def _get_control_token_at_end(text: str, control_tokens: Sequence[str]) -> str |
     return None if closes else token
 
 
-def _match_control_token_after(begin: str, text: str, control_tokens: Sequence[str]) -> int | None:
+def match_control_token_after(begin: str, text: str, control_tokens: Sequence[str]) -> int | None:
     """Return the end of the control token after `begin` and white space in a text; None without any."""
     if not text.startswith(begin):
         return None

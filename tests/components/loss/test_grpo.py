@@ -113,6 +113,46 @@ def test_losses_and_gradients_are_the_formulas(loss: Grpo, formula: Callable[...
     assert ("kl" in sums) == (batch.reference is not None)
 
 
+@pytest.mark.parametrize("variant", ["grpo", "dr_grpo", "dapo", "gspo", "rloo"])
+@pytest.mark.parametrize("correction", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+def test_a_correction_weights_the_loss_by_the_ratio_to_the_sampler(variant: Any, correction: Any) -> None:
+    """
+    Loss and gradient are the formula's at lag 0, with each token's surrogate times TRL's importance sampling ratio.
+
+    The divergence from the reference has no such weight, and the sums have the mean weight and the capped tokens.
+    """
+    case, batch = policy_case()
+    formulas: dict[str, Any] = {"grpo": grpo, "dr_grpo": dr_grpo, "dapo": dapo, "gspo": gspo, "rloo": rloo}
+    loss = Grpo(variant=variant, correction=correction, correction_cap=1.5, reference="adapters", beta=0.3)
+    total, weight, sums = loss.loss(case.hidden, case.head(), batch)
+    assert batch.logps is not None and batch.advantages is not None and batch.reference is not None
+    new, mask = logps_of(case, batch.targets), batch.weights > 0
+    differences = ((new.detach() - batch.logps) * mask).double()
+    logarithms = differences.sum(1, keepdim=True) if "sequence" in correction else differences
+    ratio = logarithms.exp().expand_as(differences)
+    weights = ratio.clamp(max=1.5) if "truncate" in correction else ratio.masked_fill(ratio > 1.5, 0.0)
+    assert bool((ratio > 1.5)[mask].any()) and bool((ratio < 1.5)[mask].any())
+    excess = batch.reference - new
+    kl = 0.3 * (excess.exp() - excess - 1) * mask
+    if variant in ("gspo", "rloo"):  # a row's ratio, with a weight for each of its tokens
+        old = new.detach()
+        mean = ((new - old) * mask).sum(1, keepdim=True)
+        row = (mean / mask.sum(1, keepdim=True).clamp_min(1) if variant == "gspo" else mean).exp()
+        expected = by_rows(-row * batch.advantages * weights + kl * row, mask)
+    else:
+        expected = formulas[variant](new, new.detach(), batch.advantages * weights, mask, kl)
+    torch.testing.assert_close(total / weight, expected, rtol=1e-6, atol=1e-7)
+    inputs = case.hidden, case.weight
+    ours, theirs = (torch.autograd.grad(value, inputs) for value in (total / weight, expected))
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9)
+    mean_of = (lambda value: value[mask].mean()) if variant == "dapo" else lambda value: by_rows(value, mask)
+    for name, value in {"correction": weights, "capped_fraction": (ratio > 1.5).double()}.items():
+        assert float(sums[name] / weight) == pytest.approx(float(mean_of(value))), name
+    k3 = (differences.exp() - 1 - differences) * mask
+    assert float(sums["sampler_kl"] / weight) == pytest.approx(float(mean_of(k3)))
+    assert float(sums["ratio"] / weight) == 1.0
+
+
 def test_a_temperature_divides_the_logits() -> None:
     """At temperature 0.5, loss and reference values equal those for twice the logits."""
     case, batch = policy_case()
@@ -191,17 +231,18 @@ def test_losses_and_gradients_are_those_of_trl(variant: Any, beta: float) -> Non
     assert batch.logps is not None and batch.reference is not None
     if variant == "rloo" and beta:
         pytest.skip("TRL has this divergence in the reward")
-    loss = Grpo(variant=variant, reference="adapters" if beta else "none", beta=beta)
+    correction: Any = "token_truncate" if variant in ("grpo", "dapo") else "none"
+    loss = Grpo(variant=variant, reference="adapters" if beta else "none", beta=beta, correction=correction)
     total, weight, _ = loss.loss(case.hidden[:2], case.head(), batch if beta else batch.evolve(reference=None))
-    expected = trl_loss(case, batch, variant, beta)
+    expected = trl_loss(case, batch, variant, beta, correction != "none")
     torch.testing.assert_close(total / weight, expected, rtol=1e-6, atol=1e-7)
     inputs = case.hidden, case.weight
     ours, theirs = (torch.autograd.grad(value, inputs) for value in (total / weight, expected))
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9)
 
 
-def trl_loss(case: Sample, batch: PolicyBatch, variant: str, beta: float) -> Tensor:
-    """Call TRL's loss function on a trainer without a model, with our log-probabilities."""
+def trl_loss(case: Sample, batch: PolicyBatch, variant: str, beta: float, is_corrected: bool) -> Tensor:
+    """Call TRL's loss function on a trainer without a model, with our log-probabilities and its correction at 2."""
     trl = import_module("trl")
     mask = (batch.weights > 0).long()
     logps = logps_of(case, torch.cat([batch.targets, torch.zeros(1, 5, dtype=torch.int64)]))[:2]
@@ -228,6 +269,10 @@ def trl_loss(case: Sample, batch: PolicyBatch, variant: str, beta: float) -> Ten
         "num_items_in_batch": mask.sum(),
     }
     assert batch.logps is not None
+    if is_corrected:
+        trainer.use_vllm = trainer.vllm_importance_sampling_correction = True
+        inputs["old_per_token_logps"] = logps.detach()
+        inputs["importance_sampling_ratio"] = ((logps.detach() - batch.logps) * mask).exp().clamp(max=2.0)
     inputs["old_logps"] = (batch.logps * mask).sum(1)
     trainer.model.training = True
     cls = trl.RLOOTrainer if variant == "rloo" else trl.GRPOTrainer

@@ -43,6 +43,7 @@ def test_means_are_over_all_completions_of_the_step() -> None:
         "truncated": 2 / 8,
         "unscored": 3 / 8,
         "equal_groups": 3 / 4,
+        "lag": 0.0,
         "sampler_difference": pytest.approx(3e-6),
     }
 

@@ -1,7 +1,6 @@
 """Completions sampled from a run's stages."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,11 @@ from drawloom.components.ports.rollouts import Completions, Prompts
 from drawloom.components.rollouts.stages import StageRollouts, draw_ids_logps_and_entropies, draw_uniform_by_counter
 from drawloom.components.run.trainer import Trainer
 from drawloom.graph import UserError
-from drawloom.graph.project import Recipe
 from support.observers_of_runs import TINY
 from support.recorders import use_recorder
+from support.small_rollouts import END, NEW, logits_of, open_run
 
 PROMPTS = ["31044>", "9>", "5512345>", "0>"]
-NEW = 6
-END = 256
 
 
 @pytest.fixture(scope="module")
@@ -32,20 +29,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 CAPTURE: dict[str, Any] = {"capture": {"use": "pipeline.captured"}}
-
-
-def open_run(
-    folder: Path, nodes: Sequence[str] = ("rollouts", "executor", "tokenizer"), **changes: Any
-) -> AbstractContextManager[Any]:
-    """Open nodes of a recipe with a small model."""
-    values: dict[str, Any] = {
-        "vars": {"base": "unused"},
-        "run": {"name": "tiny", "folder": str(folder)},
-        "tokenizer": {"use": "data.bytes"},
-        "model": {"use": "model.qwen3.dense", **TINY, "initializer_range": 0.3},
-        "rollouts": {"max_tokens": NEW},
-    }
-    return Recipe.load("grpo").with_values(values | changes).open(nodes)
 
 
 def prompts_of(texts: list[str], keys: list[int]) -> Prompts:
@@ -169,12 +152,6 @@ def test_a_row_is_drawn_by_its_key_alone(run: Any) -> None:
     assert len({tuple(tokens.tolist()) for tokens in same.tokens}) > 32
     for other in (sample(run, prompts_of(PROMPTS, [1, 2, 6, 7])), sample(run, prompts_of(PROMPTS, keys), step=2)):
         assert not other[0].tokens.equal(together.tokens)
-
-
-def logits_of(run: Any, tokens: Tensor) -> Tensor:
-    places = torch.arange(tokens.shape[1]).expand(len(tokens), -1)
-    logits: Tensor = run["executor"].infer(tokens, TokenContext(places, torch.zeros_like(tokens)))
-    return logits
 
 
 def test_draws_follow_the_distribution() -> None:

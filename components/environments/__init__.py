@@ -1,0 +1,1 @@
+"""Environments of conversations, and tools that models call in them."""

@@ -1,0 +1,157 @@
+"""Environment in which a model calls tools, until it answers without a call."""
+
+import json
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from inspect import getfile
+from queue import Queue
+from typing import Any, Literal
+
+import attrs
+
+from drawloom import NodeView, Ordered, Problem, UserError, above, between, component, internal, setting
+from drawloom.components.distributed.json_process import JsonProcess
+from drawloom.components.environments import tool_process
+from drawloom.components.environments.function_tool import describe_argument_fault
+from drawloom.ports import Example, Reply, Tool
+
+TAGS = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
+BRACKETS = re.compile(r"\[(?:(\w+) (.*?)\]|.*)", re.DOTALL)
+FORMS = {"tags": '<tool_call>{"name": ..., "arguments": {...}}</tool_call>', "brackets": "[name argument]"}
+"""Calls as a message to a model shows them."""
+
+GRACE = 60.0
+"""Seconds beyond a tool's limit, and for importing the tools."""
+
+
+@attrs.frozen
+class Call:
+    """A call in a model's text; the name is None if the call can't be read."""
+
+    name: str | None
+    arguments: Any
+
+
+@attrs.frozen
+class Result:
+    """A call's result as a text for the model, and the kind of its fault, or None."""
+
+    text: str
+    fault: str | None = None
+
+
+@component
+class ToolEnvironment:
+    """
+    Tools for a model: a turn's calls are answered by their results, and a turn without a call ends the conversation.
+
+    With `calls = "tags"` a call is JSON between `<tool_call>` and `</tool_call>`, as Qwen and Hermes write it; with
+    "brackets" it is `[name argument]`, short enough for small models, with one text. Calls run in processes with limits
+    of time, memory and output; a failing, unknown or malformed call gives the model a short message that begins with
+    "error:". That contains mistakes, not attacks: a tool can read the user's files, and reach the network.
+    """
+
+    tools: Ordered[Tool]
+    calls: Literal["tags", "brackets"] = setting("how a model writes calls", default="tags")
+    seconds: float = setting("limit of the time for a call", default=5.0, check=above(0))
+    memory: float = setting("limit of the memory that a call adds, in GB", default=0.5, check=above(0))
+    characters: int = setting(
+        "limit of a result's length, cut beyond, and of messages", default=2000, check=between(1, 10_000_001)
+    )
+    processes: int = setting("calls that run at the same time", default=2, check=between(1, 1025), impact="safe")
+    _schemas: Mapping[str, Mapping[str, Any]] = internal(factory=dict)
+    _idle: "Queue[JsonProcess]" = internal(factory=Queue)
+
+    @classmethod
+    def constraints(cls, node: NodeView) -> Iterator[Problem]:
+        """Report an environment without tools."""
+        if not node.neighbours("tools"):
+            yield node.problem("tools", "there is no tool to call", 'write tools = ["@calculator"]')
+
+    def open(self) -> None:
+        """Collect the tools; their processes start with the first call."""
+        schemas = [(tool.tool_schema["function"]["name"], tool.tool_schema) for tool in self.tools]
+        self._schemas = dict(schemas)
+        if len(self._schemas) != len(schemas):
+            raise UserError(f"tools: two functions have one name, of {', '.join(name for name, _ in schemas)}", 2)
+        for _ in range(self.processes):
+            self._idle.put(JsonProcess(tool_process.__file__))
+
+    def close(self) -> None:
+        """Kill the idle processes."""
+        while not self._idle.empty():
+            self._idle.get().close()
+
+    @property
+    def tool_schemas(self) -> Sequence[Mapping[str, Any]]:
+        return [tool.tool_schema for tool in self.tools]
+
+    def reset(self, example: Example) -> "ToolEnvironment":
+        """Return this environment: calls leave nothing behind."""
+        return self
+
+    def step(self, text: str) -> Reply:
+        """Run a turn's calls, in order."""
+        calls = [*self._read_calls(text)]
+        results = [self._run_call(call) for call in calls]
+        message = "".join(f"{result.text}\n" for result in results)
+        faults = [result.fault for result in results if result.fault]
+        return Reply(message, is_done=not calls, faults=faults, role="tool")
+
+    def _read_calls(self, text: str) -> Iterator[Call]:
+        """Yield the calls in a text."""
+        if self.calls == "brackets":
+            for found in BRACKETS.finditer(text):
+                parameters = self._schemas.get(found[1], {}).get("function", {}).get("parameters", {})
+                yield Call(found[1], dict.fromkeys([*parameters.get("properties", {})][:1], found[2]))
+            return
+        for found in TAGS.finditer(text):
+            try:
+                call = json.loads(found[1])
+                yield Call(call["name"], call.get("arguments", {}))
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+                yield Call(None, None)
+
+    def _run_call(self, call: Call) -> Result:
+        """Return a call's result, or a message with its fault."""
+        if not isinstance(call.name, str) or not isinstance(call.arguments, dict):
+            return Result(f"error: write {FORMS[self.calls]}", "malformed_call")
+        if call.name not in self._schemas:
+            return Result(f"error: the tools are {', '.join(self._schemas)}", "unknown_tool")
+        if fault := describe_argument_fault(self._schemas[call.name], call.arguments):
+            return Result(f"error: {fault}", "malformed_call")
+        limits = {"seconds": self.seconds, "bytes": round(self.memory * 1e9), "characters": self.characters}
+        answer = self._ask_process({"tool": call.name, "arguments": call.arguments, **limits})
+        if "timeout" in answer:
+            return Result(f"error: no result within {self.seconds:g} s", "tool_timeout")
+        if "error" in answer:
+            return Result(f"error: {answer['error']}", "tool_error")
+        if answer["characters"] > self.characters:
+            text = f"{answer['text']}\nerror: cut after {self.characters} of {answer['characters']} characters"
+            return Result(text, "tool_output")
+        return Result(answer["text"])
+
+    def _ask_process(self, request: Mapping[str, Any]) -> Any:
+        """Send a call to an idle process. One that dies is an error of the call, and another one starts."""
+        with self._borrow_process() as process:
+            try:
+                return process.ask(request, self.seconds + GRACE)
+            except (EOFError, TimeoutError):
+                return {"error": "the process for tools died"}
+
+    @contextmanager
+    def _borrow_process(self) -> Iterator[JsonProcess]:
+        """Wait for an idle process that has imported the tools. Raises UserError if it can't import them."""
+        process = self._idle.get()
+        try:
+            if not process.is_running:
+                sources = {name: getfile(tool.function) for name, tool in zip(self._schemas, self.tools, strict=True)}
+                answer = process.ask({"path": sys.path, "tools": sources}, GRACE)
+                if "error" in answer:
+                    process.close()
+                    raise UserError(f"the tools {', '.join(sources)} can't be imported again: {answer['error']}")
+            yield process
+        finally:
+            self._idle.put(process)

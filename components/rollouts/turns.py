@@ -1,0 +1,168 @@
+"""
+Conversations with an environment, by any sampler.
+
+Nothing is rendered or encoded twice: a row keeps the ids that were sampled, and the environment's message is encoded
+alone and put after them. Rendering a conversation again would change ids (Liu et al. 2026, verl#6854; TRL#6250).
+"""
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from traceback import extract_tb
+
+import attrs
+import torch
+from torch import Tensor
+
+from drawloom import UserError, between, component, internal, setting
+from drawloom.components.distributed.rank_errors import run_on_rank0
+from drawloom.ports import (
+    FAULTS,
+    ChatPrompts,
+    Completions,
+    Environment,
+    Episode,
+    Example,
+    Group,
+    Mesh,
+    Prompts,
+    Reply,
+    Rollouts,
+    Tokenizer,
+)
+
+MAX_THREADS = 32
+"""Rows whose turns are answered at the same time."""
+
+log = logging.getLogger("drawloom.run")
+
+
+@attrs.define(eq=False)
+class Conversation:
+    """A row's state in the environment: the sum of its rewards, NaN for none, its turns, and its faults by kind."""
+
+    episode: Episode
+    reward: float = math.nan
+    turns: int = 0
+    faults: dict[str, int] = attrs.field(factory=lambda: dict.fromkeys(FAULTS, 0))
+
+    def add(self, reply: Reply) -> None:
+        """Count a turn with its reply."""
+        self.turns += 1
+        if reply.reward is not None:
+            self.reward = reply.reward + (0.0 if math.isnan(self.reward) else self.reward)
+        for fault in reply.faults:
+            self.faults[fault] += 1
+
+
+@attrs.define(eq=False)
+class RunningTurns:
+    """The conversations of a rollout's rows, by key; `is_chat` says whether prompts are messages."""
+
+    rollouts: "TurnRollouts"
+    examples: Mapping[int, Example]
+    conversations: dict[int, Conversation] = attrs.field(factory=dict)
+
+    def restart_rows(self, keys: Sequence[int]) -> None:
+        for key in keys:
+            self.conversations.pop(key, None)
+
+    def continue_rows(self, keys: Sequence[int], turns: Sequence[Sequence[int]]) -> list[list[int] | None]:
+        if len(keys) == 1:
+            return [self._continue_row(keys[0], turns[0])]
+        with ThreadPoolExecutor(min(len(keys), MAX_THREADS), "turns") as threads:
+            return [*threads.map(self._continue_row, keys, turns)]
+
+    def _continue_row(self, key: int, turn: Sequence[int]) -> list[int] | None:
+        """Let the environment reply to a turn."""
+        if key not in self.conversations:
+            self.conversations[key] = Conversation(self.rollouts.environment.reset(self.examples[key]))
+        conversation = self.conversations[key]
+        reply = self._ask_environment(conversation.episode, self.rollouts.tokenizer.decode([*turn[:-1]]))
+        conversation.add(reply)
+        if reply.is_done:
+            return None
+        if conversation.turns == self.rollouts.max_turns:
+            conversation.faults["max_turns"] += 1
+            return None
+        return self.rollouts.encode_message(reply, isinstance(self.examples[key].get("prompt"), list))
+
+    def _ask_environment(self, episode: Episode, text: str) -> Reply:
+        """Return the reply; an exception is a fault that ends the conversation. Raises UserError for an example."""
+        try:
+            return episode.step(text)
+        except UserError:
+            raise
+        except Exception as error:
+            frame = extract_tb(error.__traceback__)[-1]
+            place = f"{frame.filename}:{frame.lineno}"
+            log.warning("an environment raised %s at %s: %s", type(error).__name__, place, error)
+            return Reply("", is_done=True, faults=("environment_error",))
+
+    def list_outcomes(self) -> list[list[float]]:
+        """Return a list by row, in the order of the examples: reward, turns, and the faults in FAULTS."""
+        rows = map(self.conversations.get, self.examples)
+        silent = [math.nan, *[0] * (1 + len(FAULTS))]
+        return [[row.reward, row.turns, *row.faults.values()] if row else silent for row in rows]
+
+
+@component
+class TurnRollouts:
+    """
+    Sampler of conversations with an environment: a turn ends at an end token, and the environment's message follows.
+
+    The sampler's `max_tokens` are for a whole conversation, messages included; a conversation that does not fit is cut
+    after its last turn, or inside it. The policy learns from its own tokens only, all with the advantage of the
+    trajectory. Faults never end a run: they are counted by kind, and a cut conversation is not ended, as a completion
+    at the maximum length is not.
+    """
+
+    sampler: Rollouts
+    environment: Environment
+    tokenizer: Tokenizer
+    mesh: Mesh
+    prompts: ChatPrompts | None = None
+    max_turns: int = setting("turns after which a conversation is cut", default=8, check=between(1, 10_001))
+    _copy: Group = internal(None)
+
+    @property
+    def temperature(self) -> float:
+        """Divisor of the logits, above 0."""
+        return self.sampler.temperature
+
+    def open(self) -> None:
+        """Connect the ranks with the same rows."""
+        self._copy = self.mesh.group("pipeline", "tensor")
+
+    def update_weights(self, purpose: str, step: int) -> None:
+        self.sampler.update_weights(purpose, step)
+
+    def sample(self, prompts: Sequence[Prompts], purpose: str, step: int) -> list[Completions]:
+        keys = [key for part in prompts for key in part.keys.tolist()]
+        examples = [example for part in prompts for example in part.examples]
+        turns = RunningTurns(self, dict(zip(keys, examples, strict=True)))
+        sampled = self.sampler.sample([attrs.evolve(part, turns=turns) for part in prompts], purpose, step)
+        outcomes = torch.tensor(run_on_rank0(self._copy, turns.list_outcomes), dtype=torch.float64)
+        parts = torch.split(outcomes, [len(part.keys) for part in prompts])
+        return [_add_outcomes(completions, part) for completions, part in zip(sampled, parts, strict=True)]
+
+    def encode_message(self, reply: Reply, is_chat: bool) -> list[int]:
+        """Encode an environment's message, with a chat template's text around it for prompts of messages."""
+        if not is_chat:
+            return [int(number) for number in self.tokenizer.encode(reply.message)]
+        if self.prompts is None:
+            text = "prompts are messages, and no chat template encodes the environment's"
+            raise UserError(f'{text}; write [prompts] with use = "data.template_prompts"', 2)
+        message = {"role": reply.role, "content": reply.message}
+        return [int(number) for number in self.prompts.encode_message_after_answer(message)]
+
+
+def _add_outcomes(completions: Completions, outcomes: Tensor) -> Completions:
+    """Return completions with their outcomes, float64 (rows, 2 + kinds of faults); cut ones are not ended."""
+    faults, max_turns = outcomes[:, 2:].long(), FAULTS.index("max_turns")
+    is_ended = completions.is_ended & (faults[:, max_turns] == 0)
+    faults[:, FAULTS.index("max_tokens")] = (~completions.is_ended).long()
+    return attrs.evolve(
+        completions, rewards=outcomes[:, 0], turns=outcomes[:, 1].long(), faults=faults, is_ended=is_ended
+    )

@@ -1,0 +1,122 @@
+"""Conversations with an environment, sampled by a run's stages."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+from drawloom.components.ports.environments import FAULTS, Reply
+from drawloom.components.ports.rollouts import Completions, Prompts
+from drawloom.components.rollouts.turns import TurnRollouts
+from drawloom.graph import UserError
+from support.small_rollouts import END, logits_of, open_run
+
+ENDS = frozenset({END, *range(1, 256, 2)})
+"""Many tokens end a turn, so that a random model has several."""
+
+ROOM = 24
+
+
+@attrs.define
+class Script:
+    """An environment whose message is the number of tokens in the turn; it ends after `turns`, or raises in one."""
+
+    turns: int = 3
+    raises: BaseException | None = None
+    message: str = "{}, "
+    heard: list[str] = attrs.field(factory=list)
+    tool_schemas: tuple[Any, ...] = ()
+
+    def reset(self, example: Any) -> Any:
+        return attrs.evolve(self, heard=[])
+
+    def step(self, text: str) -> Reply:
+        self.heard.append(text)
+        if self.raises and len(self.heard) == 2:
+            raise self.raises
+        is_done = len(self.heard) == self.turns
+        return Reply(self.message.format(len(text)), reward=0.5 if is_done else None, is_done=is_done)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    with open_run(tmp_path_factory.mktemp("run"), rollouts={"max_tokens": ROOM}) as objects:
+        yield objects
+
+
+def sample(run: Any, environment: Any, keys: list[int], max_turns: int = 8, **changes: Any) -> Completions:
+    """Sample conversations after prompts of two lengths."""
+    stages = attrs.evolve(run["rollouts"], **changes)
+    stages.open()
+    nodes = {"sampler": stages, "environment": environment, "tokenizer": run["tokenizer"], "mesh": stages.mesh}
+    rollouts = TurnRollouts(**nodes, max_turns=max_turns)
+    rollouts.open()
+    tokens, lengths = torch.tensor([[51, 49, 62], [57, 62, 7]] * (len(keys) // 2)), [3, 2] * (len(keys) // 2)
+    prompts = Prompts(tokens, torch.tensor(lengths), torch.tensor(keys), (ENDS,) * len(keys), ({},) * len(keys))
+    (completions,) = rollouts.sample([prompts], "train", 4)
+    return completions
+
+
+def rebuild_row(run: Any, completions: Completions, row: int) -> list[int]:
+    """Return a row's ids by a plain loop: the prompt, and then turns with the script's messages between them."""
+    ids: list[int] = completions.tokens[row, : completions.starts[row]].tolist()
+    parts = completions.list_segments(row)
+    turns = [completions.tokens[row, part.first : part.last].tolist() for part in parts if part.kind == "sampled"]
+    for number, turn in enumerate(turns):
+        ids += [ord(letter) for letter in f"{len(run['tokenizer'].decode(turns[number - 1][:-1]))}, "] if number else []
+        ids += turn
+    return ids
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_trajectory_has_the_sampled_ids_and_the_messages_between_them(run: Any, exact: bool) -> None:
+    """
+    Ids are the prompt's, and then turns and encoded messages in turn; log-probabilities are a whole pass's.
+
+    Only sampled tokens are targets, draws depend on the key alone, and exact rollouts have the same ids.
+    """
+    keys = [*range(10)]
+    completions = sample(run, Script(), keys, exact=exact)
+    assert completions.turns.max() == 3 and completions.versions.tolist() == [3] * 10
+    whole = logits_of(run, completions.tokens).log_softmax(-1)
+    following = torch.cat([completions.tokens[:, 1:], completions.tokens[:, :1]], 1)
+    expected = whole.gather(-1, following[..., None])[..., 0].where(completions.is_target, 0.0)
+    torch.testing.assert_close(completions.logps, expected, atol=1e-4, rtol=1e-4)
+    for row in range(10):
+        end, parts = int(completions.ends[row]), completions.list_segments(row)
+        assert [part.kind for part in parts] == ["prompt", *["sampled", "environment"] * 3][: len(parts)]
+        assert [part.first for part in parts[1:]] == [part.last for part in parts[:-1]] and parts[-1].last == end
+        assert completions.tokens[row, :end].tolist() == rebuild_row(run, completions, row)
+        is_sampled = [part.kind == "sampled" for part in parts for _ in range(part.last - part.first)]
+        assert completions.is_sampled[row].tolist() == is_sampled + [False] * (len(following[0]) - end)
+        assert completions.is_target[row, :-1].equal(completions.is_sampled[row, 1:])
+        has_reward = completions.turns[row] == 3
+        assert bool(completions.is_ended[row]) == bool(has_reward) == (completions.rewards[row] == 0.5)
+        assert int(completions.sampled_counts[row]) == sum(is_sampled)
+    again = sample(run, Script(), [4, 5, 0, 1], exact=False)
+    assert again.tokens.equal(completions.tokens[[4, 5, 0, 1]])
+
+
+def count_faults(completions: Completions) -> dict[str, int]:
+    counts = zip(FAULTS, completions.faults.sum(0).tolist(), strict=True)
+    return {kind: count for kind, count in counts if count}
+
+
+def test_a_conversation_that_is_cut_is_not_ended_and_counted(run: Any) -> None:
+    """
+    Turns without end, a message that does not fit, and an exception of the environment end a row, not the run.
+
+    An exception ends the conversation without a reward; a UserError, for an example, ends the run.
+    """
+    endless = sample(run, Script(turns=99, message="."), [0, 1, 2, 3], max_turns=2)
+    assert (count_faults(endless)["max_turns"], endless.is_ended.tolist()) == (4, [False] * 4)
+    assert endless.rewards.isnan().all()
+    long = sample(run, Script(message="x" * ROOM), [0, 1, 2, 3])
+    assert count_faults(long) == {"max_tokens": 4} and not long.is_ended.any() and long.turns.tolist() == [1] * 4
+    assert all(len(long.list_segments(row)) == 2 for row in range(4))
+    broken = sample(run, Script(raises=ZeroDivisionError("no")), [0, 1, 2, 3])
+    assert count_faults(broken)["environment_error"] >= 2 and broken.rewards.isnan().all()
+    with pytest.raises(UserError, match="no answer"):
+        sample(run, Script(raises=UserError("no answer")), [0, 1, 2, 3])
