@@ -46,6 +46,10 @@ class PlannedGroup:
         """Return an empty tensor (size, ...) for a tensor (...)."""
         return tensor.new_empty(self.size, *tensor.shape)
 
+    def start_gather(self, tensor: Tensor) -> tuple[Tensor, Pending]:
+        """Return an empty tensor (size, ...) for a tensor (...)."""
+        return self.gather(tensor), Done()
+
     def gather_unequal_shapes(self, tensor: Tensor) -> Sequence[Tensor]:
         """Return empty tensors with this tensor's shape (...)."""
         return [torch.empty_like(tensor)] * self.size
@@ -53,6 +57,10 @@ class PlannedGroup:
     def reduce_scatter(self, parts: Tensor) -> Tensor:
         """Return an empty tensor (...) for parts (size, ...)."""
         return torch.empty_like(parts[0])
+
+    def start_reduce_scatter(self, parts: Tensor) -> tuple[Tensor, Pending]:
+        """Return an empty tensor (...) for parts (size, ...)."""
+        return self.reduce_scatter(parts), Done()
 
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """Return an empty tensor (sum(received), ...) for rows (sum(sent), ...)."""

@@ -166,6 +166,10 @@ class TorchGroup:
             self._call(ALL_GATHER, gathered, moved.view(-1), group=self._handle)
             return self._move_result(gathered.view(self.size, *tensor.shape), tensor.device)
 
+    def start_gather(self, tensor: Tensor) -> tuple[Tensor, Pending]:
+        gathered = tensor.new_empty(self.size, *tensor.shape)
+        return gathered, self._start(ALL_GATHER, "an all-gather", gathered, tensor)
+
     def gather_unequal_shapes(self, tensor: Tensor) -> Sequence[Tensor]:
         # Two collectives, the shapes first, because all_gather needs tensors of equal size.
         shapes = self.gather(torch.tensor(tensor.shape, dtype=torch.int64)).tolist()
@@ -180,6 +184,17 @@ class TorchGroup:
         with self._mark_blocked_and_convert_errors("a reduce-scatter"):
             self._call(REDUCE_SCATTER, output.view(-1), moved.view(-1), group=self._handle)
             return self._move_result(output, parts.device)
+
+    def start_reduce_scatter(self, parts: Tensor) -> tuple[Tensor, Pending]:
+        output = torch.empty_like(parts[0])
+        return output, self._start(REDUCE_SCATTER, "a reduce-scatter", output, parts)
+
+    def _start(self, collective: Callable[..., Any], operation: str, output: Tensor, tensor: Tensor) -> Pending:
+        """Start a collective from a tensor to a contiguous output."""
+        with self._mark_blocked_and_convert_errors(operation):
+            sent = tensor.detach().contiguous().view(-1)
+            work = collective(output.view(-1), sent, group=self._handle, async_op=True)
+        return TorchWork(self, operation, work)
 
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         moved = rows.detach().to(self.device).contiguous()

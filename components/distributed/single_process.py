@@ -62,6 +62,10 @@ class SingleProcess:
         """Return the tensor (...) as the only one, (1, ...)."""
         return tensor.detach()[None]
 
+    def start_gather(self, tensor: Tensor) -> tuple[Tensor, Pending]:
+        """Return the tensor (...) as the only one, (1, ...)."""
+        return self.gather(tensor), Done()
+
     def gather_unequal_shapes(self, tensor: Tensor) -> Sequence[Tensor]:
         """Return the tensor (...) as the only one."""
         return [tensor.detach()]
@@ -69,6 +73,10 @@ class SingleProcess:
     def reduce_scatter(self, parts: Tensor) -> Tensor:
         """Return the only part (...) in parts (1, ...)."""
         return parts[0]
+
+    def start_reduce_scatter(self, parts: Tensor) -> tuple[Tensor, Pending]:
+        """Return the only part (...) in parts (1, ...)."""
+        return self.reduce_scatter(parts), Done()
 
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """Return the rows (rows, ...) unchanged."""

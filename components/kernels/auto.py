@@ -248,7 +248,7 @@ class AutoKernels(_OperationSettings):
                 return chosen.one_document_mask
             return chosen.mask(documents, window)
         if is_whole_row and chosen.one_document_pieces is not None:
-            return PartMask(chosen.one_document_pieces(part.piece_indices, part.token_indices), part)
+            return chosen.one_document_pieces(part)
         return PartMask(chosen.mask(part.gather(documents), window, part.token_indices), part)
 
     def attention(
@@ -261,7 +261,9 @@ class AutoKernels(_OperationSettings):
         sinks: Tensor | None = None,
     ) -> Tensor:
         if isinstance(mask, PartMask):
-            k, v = _gather_keys_and_values(mask.part, k, v)
+            from drawloom.kernels.attention.pieces import gather_keys_and_values
+
+            k, v = gather_keys_and_values(mask.part, k, v)
             mask = mask.whole
         if isinstance(mask, Cached):
             # The implementations for training require as many queries as keys.
@@ -285,8 +287,8 @@ class AutoKernels(_OperationSettings):
 
         return create_recurrence_mask(documents, part, cache)
 
-    def causal_conv(self, x: Tensor, weight: Tensor, mask: Any) -> Tensor:
-        return mask.convolve(partial(self._call_recomputable, "causal_conv"), x, weight)  # type: ignore[no-any-return]
+    def causal_conv(self, x: Tensor, weight: Tensor, mask: Any, silu: bool = True) -> Tensor:
+        return mask.convolve(partial(self._call_recomputable, "causal_conv"), x, weight, silu)  # type: ignore[no-any-return]
 
     def gated_delta_rule(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, mask: Any) -> Tensor:
         return mask.apply_gated_delta_rule(self._functions_by_operation["gated_delta_rule"], (q, k, v, g, beta))  # type: ignore[no-any-return]
@@ -346,14 +348,6 @@ class PartMask(NamedTuple):
 
     whole: Any
     part: RowPart
-
-
-def _gather_keys_and_values(part: RowPart, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Gather k (rows, tokens, heads, head_dim) and v (rows, tokens, heads, v_dim) of whole rows in one collective."""
-    keys_and_values = part.gather(torch.cat([k.flatten(2), v.flatten(2)], 2))
-    whole_k, whole_v = torch.split(keys_and_values, [k.shape[2:].numel(), v.shape[2:].numel()], 2)
-    rows, length = keys_and_values.shape[:2]
-    return whole_k.view(rows, length, *k.shape[2:]), whole_v.view(rows, length, *v.shape[2:])
 
 
 def _read_device_kind(node: NodeView) -> str:

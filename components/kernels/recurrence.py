@@ -36,15 +36,15 @@ class WholeMask(NamedTuple):
             documents = documents._replace(before=documents.ids[:, 0])
         return cls(documents, cache)
 
-    def convolve(self, function: Callable[..., Tensor], x: Tensor, weight: Tensor) -> Tensor:
+    def convolve(self, function: Callable[..., Tensor], x: Tensor, weight: Tensor, silu: bool) -> Tensor:
         """Apply a causal convolution to x (rows, length, channels), which continues the cached tokens, if any."""
         ids = self.documents.ids
         if self.cache is None:
-            return function(x, weight, ids)
+            return function(x, weight, ids, silu)
         history, taps = self.cache.read_next_state(), weight.shape[1]
         both = x if history is None else torch.cat([history, x], 1)
         self.cache.replace_last_read_state(both[:, max(0, both.shape[1] - taps + 1) :].detach().clone())
-        return function(both, weight, ids.new_zeros(both.shape[:2]))[:, both.shape[1] - x.shape[1] :]
+        return function(both, weight, ids.new_zeros(both.shape[:2]), silu)[:, both.shape[1] - x.shape[1] :]
 
     def apply_gated_delta_rule(self, rule: Rule, inputs: Inputs) -> Tensor:
         """Apply the gated delta rule; with a cache, start from the cached state and store the new one."""
@@ -74,7 +74,7 @@ class PieceMask(NamedTuple):
         places = part.token_indices.view(len(part.piece_indices), -1)
         return cls(row_ids[:, places], row_ids, places[:, 0], part)
 
-    def convolve(self, function: Callable[..., Tensor], x: Tensor, weight: Tensor) -> Tensor:
+    def convolve(self, function: Callable[..., Tensor], x: Tensor, weight: Tensor, silu: bool) -> Tensor:
         """Apply a causal convolution to x (rows, tokens, channels), behind the previous pieces' last tokens."""
         lags = weight.shape[1] - 1
         pieces = self._split_pieces(x)
@@ -86,7 +86,7 @@ class PieceMask(NamedTuple):
             0, 1
         )
         ids = torch.cat([self._document_ids_before_pieces(lags).flatten(0, 1), self.ids.flatten(0, 1)], 1)
-        return function(torch.cat([history, pieces], 1), weight, ids)[:, lags:].reshape(x.shape)
+        return function(torch.cat([history, pieces], 1), weight, ids, silu)[:, lags:].reshape(x.shape)
 
     def apply_gated_delta_rule(self, rule: Rule, inputs: Inputs) -> Tensor:
         """Apply the gated delta rule to the states after the previous pieces."""

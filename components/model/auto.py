@@ -20,6 +20,7 @@ from drawloom.components.model.glm4_moe import Glm4Moe
 from drawloom.components.model.glm4_moe_lite import Glm4MoeLite
 from drawloom.components.model.gpt_oss import GptOss
 from drawloom.components.model.granite import Granite
+from drawloom.components.model.lfm2 import Lfm2
 from drawloom.components.model.llama import Llama
 from drawloom.components.model.mistral import Mistral
 from drawloom.components.model.olmo2 import Olmo2
@@ -47,6 +48,7 @@ FAMILIES: dict[str, type[DecoderBuilder]] = {
         Glm4MoeLite,
         GptOss,
         Granite,
+        Lfm2,
         Llama,
         Mistral,
         Olmo2,

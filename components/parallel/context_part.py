@@ -6,6 +6,7 @@ et al. 2024, "The Llama 3 Herd of Models", arXiv 2407.21783, section 3.3.2). Eve
 which are small with grouped queries.
 """
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import attrs
@@ -21,13 +22,9 @@ AnyBatch = TypeVar("AnyBatch", bound=Batch)
 
 @attrs.frozen(eq=False)
 class ContextPart:
-    """
-    This rank's tokens in a row: `token_indices` are their indices in the row, int64 (tokens,); `order` sorts all ranks'
-    tokens.
-    """
+    """This rank's tokens in a row: `token_indices` are their indices in the row, int64 (tokens,)."""
 
     token_indices: Tensor
-    order: Tensor
     group: Group
 
     @classmethod
@@ -35,47 +32,83 @@ class ContextPart:
         """
         Return this rank's part of rows with `length` tokens. Raises UserError if the rows can't be divided evenly.
         """
-        positions = [_compute_token_positions(length, group.size, rank) for rank in range(group.size)]
-        return cls(positions[group.rank], torch.cat(positions).argsort(), group)
+        return cls(_compute_token_positions(length, group.size, group.rank), group)
 
     def select_own_tokens(self, batch: AnyBatch) -> AnyBatch:
         """Return the batch with only this rank's tokens."""
         return batch.take_tokens(self.token_indices)
 
-    def gather(self, part: Tensor) -> Tensor:
-        gathered: Tensor = _Gather.apply(part, self.group)  # type: ignore[no-untyped-call]
-        return gathered if part.is_meta else gathered.index_select(1, self.order)
-
     @property
     def piece_indices(self) -> tuple[int, ...]:
         return _compute_piece_indices(self.group.size, self.group.rank, len(self.token_indices))
 
+    def gather(self, part: Tensor) -> Tensor:
+        return self.gather_pieces(part.unflatten(1, (len(self.piece_indices), -1))).flatten(1, 2)  # type: ignore[no-untyped-call]
+
     def gather_pieces(self, own: Tensor) -> Tensor:
-        gathered: Tensor = _Gather.apply(own, self.group)  # type: ignore[no-untyped-call]
+        gathered: Tensor = _Gather.apply(own, self)  # type: ignore[no-untyped-call]
+        return gathered
+
+    def start_gathering_others(self, own: Tensor) -> Callable[[], Tensor]:
+        gathered, pending = self.group.start_gather(own)
+
+        def wait() -> Tensor:
+            pending.wait()
+            places = self.list_places(others=True)
+            pieces = gathered.unflatten(2, (len(self.piece_indices), -1))  # type: ignore[no-untyped-call]
+            return torch.cat([pieces[rank, :, number] for rank, number in places], 1)
+
+        return wait
+
+    def start_summing_for_owners(self, others: Tensor) -> Callable[[], Tensor]:
+        places = self.list_places(others=True)
+        numbers, length = len(self.piece_indices), others.shape[1] // len(places)
+        parts = others.new_empty(self.group.size, len(others), numbers, length, *others.shape[2:])
+        parts[self.group.rank] = 0
+        for (rank, number), piece in zip(places, torch.split(others, length, 1), strict=True):
+            parts[rank, :, number] = piece
+        own, pending = self.group.start_reduce_scatter(parts)
+
+        def wait() -> Tensor:
+            pending.wait()
+            return own.flatten(1, 2)
+
+        return wait
+
+    def list_places(self, others: bool = False) -> list[tuple[int, int]]:
+        """Return a row's pieces in order, or only other ranks', each as its rank and its number among that rank's."""
         size, tokens = self.group.size, len(self.token_indices)
-        pieces = [piece for rank in range(size) for piece in _compute_piece_indices(size, rank, tokens)]
-        # Without an index on the device, whose copy would wait.
-        return torch.stack([gathered[:, pieces.index(piece)] for piece in range(len(pieces))], 1)
+        indices = {rank: _compute_piece_indices(size, rank, tokens) for rank in range(size)}
+        if others:
+            del indices[self.group.rank]
+        places = {piece: (rank, number) for rank, own in indices.items() for number, piece in enumerate(own)}
+        return [places[piece] for piece in sorted(places)]
 
 
 class _Gather(torch.autograd.Function):
-    """All-gather along dimension 1, with a reduce-scatter in the backward pass."""
+    """All-gather of pieces, in their order along rows, with a reduce-scatter in the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, group: Group) -> Tensor:
-        """Gather parts (rows, tokens, ...) in rank order: (rows, size * tokens, ...) in the same dtype."""
-        ctx.group = group
-        if part.is_meta:
-            shape = part.shape[0], group.size * part.shape[1], *part.shape[2:]
-            return emulate_collective(part, shape, "all_gather", "context", group.size)
-        return group.gather(part).movedim(0, 1).flatten(1, 2)
+    def forward(ctx: Any, own: Tensor, part: ContextPart) -> Tensor:
+        """Gather pieces (rows, own pieces, ...): (rows, all pieces, ...) in the same dtype."""
+        ctx.part, size = part, part.group.size
+        if own.is_meta:
+            shape = own.shape[0], size * own.shape[1], *own.shape[2:]
+            return emulate_collective(own, shape, "all_gather", "context", size)
+        gathered = part.group.gather(own)
+        # Without an index on the device, whose copy would wait.
+        return torch.stack([gathered[rank, :, number] for rank, number in part.list_places()], 1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        part, size = ctx.part, ctx.part.group.size
         if grad.is_meta:
-            shape = grad.shape[0], grad.shape[1] // ctx.group.size, *grad.shape[2:]
-            return emulate_collective(grad, shape, "reduce_scatter", "context", ctx.group.size), None
-        return ctx.group.reduce_scatter(torch.stack(grad.chunk(ctx.group.size, 1))), None
+            shape = grad.shape[0], grad.shape[1] // size, *grad.shape[2:]
+            return emulate_collective(grad, shape, "reduce_scatter", "context", size), None
+        parts = grad.new_empty(size, len(grad), grad.shape[1] // size, *grad.shape[2:])
+        for piece, (rank, number) in enumerate(part.list_places()):
+            parts[rank, :, number] = grad[:, piece]
+        return part.group.reduce_scatter(parts), None
 
 
 def _compute_piece_indices(size: int, rank: int, tokens: int) -> tuple[int, ...]:

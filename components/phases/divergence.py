@@ -14,8 +14,9 @@ class Divergence:
     """
     Guard that ends a diverged run before it saves, exports and samples useless weights.
 
-    A step is lost if its loss is far above the first step's, or if its gradients are not finite or all
-    0. The run ends after `steps` lost steps in a row. A step without a token to learn from does not count.
+    A step is lost if its loss is far above the first step's, or if its gradients are not finite or all 0. The run ends
+    after `steps` lost steps in a row. A step with nothing to learn does not count: without a token, or with a loss of 0
+    and gradients of 0, as of completions that all have one reward.
     """
 
     steps: int = setting("consecutive lost steps after which the run ends", default=10, check=at_least(1))
@@ -51,8 +52,8 @@ class Divergence:
     def _count_diverged_steps_or_raise(self, step: Step) -> None:
         """Count consecutive lost steps. Raises UserError after `steps` lost steps in a row."""
         loss, norm = step.state.number("loss"), step.state.number("grad_norm")
-        if step.goes_back or (math.isfinite(norm) and not math.isfinite(loss)):
-            return  # there was no token to learn from
+        if step.goes_back or loss == norm == 0 or (math.isfinite(norm) and not math.isfinite(loss)):
+            return  # there was nothing to learn
         if self._first is None and math.isfinite(loss):
             self._first = loss
         is_diverged = not math.isfinite(norm) or norm == 0 or loss > self._max_loss

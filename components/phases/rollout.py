@@ -1,14 +1,16 @@
 """Rollouts: the policy completes the step's prompts, and rewards score the completions."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from inspect import getfile
+from itertools import islice
 from traceback import extract_tb
 
 import attrs
 import torch
 from torch import Tensor
 
-from drawloom import NodeView, Ordered, Problem, UserError, between, component, internal, setting
+from drawloom import Every, NodeView, Ordered, Problem, UserError, between, component, internal, setting
 from drawloom.components.distributed.rank_errors import run_on_rank0
 from drawloom.ports import (
     STEP_SPECS,
@@ -17,11 +19,15 @@ from drawloom.ports import (
     Completions,
     Event,
     Events,
+    Example,
+    Examples,
     Group,
     Mesh,
     NodeState,
     PromptBatch,
     Prompts,
+    ReadableBeforeOpen,
+    ReadsExamples,
     Reward,
     Rollouts,
     RowGrowth,
@@ -32,6 +38,9 @@ from drawloom.ports import (
     TrainingData,
     find_batch_types,
 )
+
+EXAMPLES_CHECKED = 100
+"""Examples of a data set that `check` reads."""
 
 
 @attrs.frozen(eq=False)
@@ -79,6 +88,7 @@ class Rollout:
     mesh: Mesh
     events: Events
     rewards: Ordered[Reward]
+    prompts: Every[Examples] = attrs.field(factory=Every)
     group_size: int = setting("completions of each prompt", default=8, check=between(1, 10_001))
     minibatches: int = setting(
         "steps whose prompts are sampled at once, with one policy", default=1, check=between(1, 10_001)
@@ -115,6 +125,19 @@ class Rollout:
         while sampler and sampler.neighbour("sampler"):
             sampler = sampler.neighbour("sampler")
         return RowGrowth(node.settings["group_size"], sampler.settings.get("max_tokens", 0) if sampler else 0)
+
+    def check_before_open(self) -> None:
+        """Raise UserError for one of the first examples, if it lacks a key of a reward."""
+        first: list[Example] = []
+        for examples in self.prompts.values():
+            if isinstance(examples, ReadableBeforeOpen):
+                with suppress(UserError):  # a problem of its own
+                    first += islice(examples.read_before_open(), EXAMPLES_CHECKED)
+        for name, reward in zip(self.rewards.names, self.rewards, strict=True):
+            if isinstance(reward, ReadsExamples):
+                with _add_name_to_user_errors(name):
+                    for example in first:
+                        reward.check_example(example)
 
     def open(self) -> None:
         """Connect the ranks with the same rows."""
@@ -285,12 +308,22 @@ def decode_segment(tokenizer: Tokenizer, completions: Completions, row: int, seg
     return tokenizer.decode(completions.tokens[row, segment.first : segment.last - bool(has_end)].tolist())
 
 
+@contextmanager
+def _add_name_to_user_errors(name: str) -> Iterator[None]:
+    """Add a reward's name to a UserError."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"[{name}]: {error}", error.exit_code) from error
+
+
 def _score_answers_with(name: str, reward: Reward, answers: Sequence[Answer]) -> list[float]:
     """Return a reward's scores, NaN for None. Raises UserError if the reward fails or returns anything else."""
     try:
-        scores = reward.scores(answers)
-    except UserError as error:
-        raise UserError(f"[{name}]: {error}", error.exit_code) from error
+        with _add_name_to_user_errors(name):
+            scores = reward.scores(answers)
+    except UserError:
+        raise
     except Exception as error:
         text = f"[{name}] raised {type(error).__name__} at {_locate_failure(reward, answers, error)}: {error}"
         raise UserError(f"{text}; a reward returns None for a completion that it can't score") from error

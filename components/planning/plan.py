@@ -415,7 +415,7 @@ class Planner:
             return attrs.evolve(fractions, packed=0.0)
         captured = self.nodes.has_feature("pipeline.captured") and rows.document < math.inf
         kernels = [self.nodes.graph.nodes[name].settings.get("attention") for name in self.nodes.find_nodes(Kernels)]
-        by_cudnn = kernels[:1] in ([], [None], ["auto"], ["cudnn"]) and self.mesh.sizes.context == 1 and not captured
+        by_cudnn = kernels[:1] in ([], [None], ["auto"], ["cudnn"]) and not captured
         return estimate_attention_fractions(
             self._model_forward_flops, rows, rows.all_rows_one_document_probability * by_cudnn
         )

@@ -14,6 +14,13 @@ from drawloom.components.planning.stage_costs import StageCosts
 from drawloom.ports import OPS, Program
 
 
+CONTENTION = 0.55
+"""
+Part of an exchange's time that passes lose beside it: two and four H200 took 0.5 and 0.67 of it longer for Llama 3 8B's
+shape with shards than one (`make bench NAME=several`).
+"""
+
+
 @attrs.frozen
 class StepTime:
     """
@@ -70,7 +77,8 @@ def build_cost_table(
     Return every pass's seconds by stage, given a message's seconds and the host link's bandwidth in bytes per second.
 
     The host issues passes ahead of the device, so the slower one, over all passes of a microbatch, determines their
-    time. A pass takes at least as long as the overlapping gathers and reductions, and as streamed weights on the link.
+    time. A pass takes at least as long as the overlapping gathers and reductions, which also slow it down, and as
+    streamed weights on the link.
     """
     gathers = {stage: seconds for times in exchanges for stage, seconds in times.gathered_by_pass.items()}
     reduces = {stage: seconds for times in exchanges for stage, seconds in times.reduced_by_pass.items()}
@@ -80,7 +88,7 @@ def build_cost_table(
         for op, cost in stage_costs.passes.items():
             exchanged = (op != "W") * gathers.get(stage, 0.0) + (op in "BW") * reduces.get(stage, 0.0)
             own = cost.host if is_host_bound else cost.seconds
-            lengths[stage, OPS.index(op)] = max(own, exchanged, cost.link_seconds)
+            lengths[stage, OPS.index(op)] = max(own + CONTENTION * exchanged, exchanged, cost.link_seconds)
     kept = np.array([costs[stage].passes["F"].total_kept_bytes for stage in range(len(costs))], dtype=np.float64)
     return CostTable(comm=message_seconds, lengths=lengths, offload_by_stage=kept / host_link_bandwidth)
 
@@ -114,7 +122,10 @@ def estimate_step_time(
         offload=simulate(program, table).makespan - makespan if program.offloaded else 0.0,
         reference=reference and reference * compute_timing(forwards, table).makespan,
         gather=max(times.gathered_once for times in exchanges),
-        sync=max(max(0.0, times.reduced_once - last) for times, last in zip(exchanges, last_backwards, strict=True)),
+        sync=max(
+            max(CONTENTION * times.reduced_once, times.reduced_once - last)
+            for times, last in zip(exchanges, last_backwards, strict=True)
+        ),
         update=max(0.0, max(times.update for times in exchanges) - max(0.0, host - device)),
     )
 

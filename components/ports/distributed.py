@@ -98,6 +98,10 @@ class Group(Protocol):
         """All-gather tensors with one shape (...) and dtype: (size, ...), in rank order."""
         ...
 
+    def start_gather(self, tensor: Tensor) -> "tuple[Tensor, Pending]":
+        """Start `gather` for a tensor on the ranks' device; its result must not be used until it is completed."""
+        ...
+
     def gather_unequal_shapes(self, tensor: Tensor) -> Sequence[Tensor]:
         """
         All-gather tensors with one dtype and dimension count, but different shapes (...); return them in rank order.
@@ -108,6 +112,10 @@ class Group(Protocol):
         """
         Sum `parts`, (size, ...), over ranks, and return this rank's part (...).
         """
+        ...
+
+    def start_reduce_scatter(self, parts: Tensor) -> "tuple[Tensor, Pending]":
+        """Start `reduce_scatter` on the ranks' device; its result must not be used until it is completed."""
         ...
 
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:

@@ -294,9 +294,9 @@ class Kernels(Protocol):
         """
         ...
 
-    def causal_conv(self, x: Tensor, weight: Tensor, mask: Any) -> Tensor:
+    def causal_conv(self, x: Tensor, weight: Tensor, mask: Any, silu: bool = True) -> Tensor:
         """
-        Apply a causal convolution inside documents, channel by channel, and then SiLU.
+        Apply a causal convolution inside documents, channel by channel, and then SiLU unless `silu` is false.
 
         x (rows, length, channels), result like x; weight (channels, taps), whose last tap is for the token itself.
         """

@@ -224,6 +224,20 @@ class RowPart(Protocol):
         """
         ...
 
+    def start_gathering_others(self, own: Tensor) -> Callable[[], Tensor]:
+        """
+        Start to gather from `own` (rows, tokens, ...); a call waits, and returns other ranks' tokens in order (rows,
+        others, ...).
+        """
+        ...
+
+    def start_summing_for_owners(self, others: Tensor) -> Callable[[], Tensor]:
+        """
+        Start to send addends for other ranks' tokens (rows, others, ...) to their ranks; a call waits, and returns the
+        sum for this rank's tokens (rows, tokens, ...).
+        """
+        ...
+
     def gather_pieces(self, own: Tensor) -> Tensor:
         """
         Gather all ranks' values per piece, (rows, own pieces, ...), in the order of pieces along a row: (rows, all

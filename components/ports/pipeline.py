@@ -150,7 +150,8 @@ class Loss(Protocol):
         hidden: the last hidden states, (rows, length, hidden_size) for a decoder; `head` (a Head for a decoder)
         computes losses or logits from them. Loss and weight are 0-dimensional; a named sum is 0-dimensional or a count
         tensor with a fixed shape. Reports divide sums by the weight sum, both over microbatches and replicas, so a loss
-        must be a sum over rows or tokens, weighted by `batch.weights`. All microbatches have the same named sums.
+        must be a sum over rows or tokens, weighted by `batch.weights`. All microbatches have the same named sums. A
+        name such as `largest_norm` is a maximum, over all microbatches.
         """
         ...
 

@@ -231,6 +231,24 @@ class Reward(Protocol):
         ...
 
 
+@runtime_checkable
+class ReadsExamples(Protocol):
+    """A reward that reads keys of the prompt's example."""
+
+    def check_example(self, example: Example) -> None:
+        """Raise UserError, with its source, for an example without a key."""
+        ...
+
+
+@runtime_checkable
+class ReadableBeforeOpen(Protocol):
+    """Examples that can be read before `open`."""
+
+    def read_before_open(self) -> Iterable[Example]:
+        """Yield the examples of all splits, with their `source`, lazily."""
+        ...
+
+
 @attrs.frozen
 class RewardMeans:
     """

@@ -8,6 +8,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from drawloom import UserError
 from drawloom.components import ports
 from drawloom.components.proving.run import ProofSource, Values
 from drawloom.graph.component import is_port_or_component
@@ -47,11 +48,13 @@ def check_contracts(source: ProofSource, values: Values, node: str, folder: Path
     checked: list[str] = []
     make = _make_opener(source, values, node, folder)
     for port in list_ports_with_contract(recipe.graph.nodes[node].spec.cls):
-        checked.append(port.__name__)
         try:
             check_port(make, port)
-        except BrokenContractError as error:
-            return checked, f"{': '.join(getattr(error, '__notes__', [])[:1])} {error}"
+            checked.append(port.__name__)
+        except Exception as error:
+            kind = "" if isinstance(error, BrokenContractError | UserError) else f"{type(error).__name__}: "
+            note = "".join(getattr(error, "__notes__", [])[:1]).partition("\n")[0]
+            return checked, f"{note} {kind}{error}"
     return checked, ""
 
 

@@ -15,10 +15,11 @@ import torch
 
 from drawloom import RecipeError, UserError
 from drawloom.components.checkpoint.manifest import FOLDER as CHECKPOINTS
+from drawloom.components.checkpoint.manifest import MANIFEST
 from drawloom.components.proving.cases import ONE, Case, list_cases, make_dense, make_narrow
 from drawloom.components.proving.compare import Compared, Difference, Key, find_first_difference, measure_errors
 from drawloom.components.proving.contracts import check_contracts
-from drawloom.components.proving.ranks import RankPool, RanksFailedError
+from drawloom.components.proving.ranks import DIED, RankPool, RanksFailedError
 from drawloom.components.proving.recorder import RankRecord
 from drawloom.components.proving.result import ProvedDifference, ProveResult
 from drawloom.components.proving.run import ProofRun, ProofSource, RefusedError, run_and_record
@@ -40,7 +41,12 @@ SAVED = STEPS // 2
 REFUSED = f"{RefusedError.__module__}.{RefusedError.__qualname__}: "
 NOISY = Case("one process with noise", 1, {})
 AGAIN = Case("one process again", 1, {})
-RESUMED = Case("one process, resumed", 1, {}, resumed=ONE.name)
+KILLED = Case("one process, killed and resumed", 1, {}, resumed="one process, killed and resumed")
+
+RESUME_CAUSE = (
+    "it is right without the resume: a value is in no node's state, or is saved, sliced or loaded wrongly, as by "
+    "`state_dict`, `state_slices` and `load_state_dict`"
+)
 
 
 @attrs.frozen
@@ -145,8 +151,13 @@ class _Proof:
         self.prover.on_progress(0, len(cases), ONE.name)
         errors = measure_errors(self.one, self._record(AGAIN))
         self.uncompared |= {key.name for key, error in errors.items() if error and key.kind == "number"}
-        for case in (AGAIN, RESUMED):
-            self._compare(case, lambda value: 0.0)
+        self._compare(AGAIN, lambda value: 0.0)
+        try:
+            self._record(KILLED, is_killed=True)
+        except RanksFailedError as error:
+            if error.last_line != DIED:
+                raise _FailedError(KILLED, crash=str(error)) from error
+        self._compare(KILLED, lambda value: 0.0)
         for done, case in enumerate(cases):
             if self.budget is not None and time.monotonic() - self.start > self.budget:
                 return
@@ -205,7 +216,7 @@ class _Proof:
 
         difference = find_first_difference(self._select_steps(case), ranks, case.sizes, get_tolerance_if_compared)
         if difference is not None:
-            raise _FailedError(case, difference)
+            raise _FailedError(case, attrs.evolve(difference, cause=RESUME_CAUSE) if case.resumed else difference)
         self.equal.append(case.name)
 
     def _select_steps(self, case: Case) -> RankRecord:
@@ -215,16 +226,19 @@ class _Proof:
         first = SAVED + 1 if case.resumed else 1
         return attrs.evolve(self.one, snapshots=[part for part in self.one.snapshots if part.step >= first])
 
-    def _record(self, case: Case, noise: float = 0.0) -> list[RankRecord]:
+    def _record(self, case: Case, noise: float = 0.0, is_killed: bool = False) -> list[RankRecord]:
         """Run a case in its own folder, and return the records by rank."""
-        target = self.folder / case.name
-        shutil.rmtree(target, ignore_errors=True)  # of the same case with a larger recipe
+        target, checkpoint = self.folder / case.name, Path(CHECKPOINTS) / f"step-{SAVED}"
+        continues = case is KILLED and not is_killed
+        if not continues:
+            shutil.rmtree(target, ignore_errors=True)  # of the same case with a larger recipe
         run = ProofRun(
             source=self.source,
             values=merge_values(self.values, case.values),
             folder=target,
-            last_step=case.last_step,
-            checkpoint=self.folder / case.resumed / CHECKPOINTS / f"step-{SAVED}" if case.resumed else None,
+            last_step=SAVED + 1 if is_killed else case.last_step,
+            copied=self.folder / case.resumed / checkpoint if case.resumed and case is not KILLED else None,
+            killed_after=target / checkpoint / MANIFEST if is_killed else None,
             noise=noise,
             within=self.within,
         )

@@ -16,6 +16,7 @@ from typing import Any
 import attrs
 
 PRELOADED = ["torch.distributed", "drawloom.components.proving.run"]
+DIED = "the process died"
 GRACE = 10.0  # seconds for other ranks to report, after one has failed
 
 
@@ -97,7 +98,7 @@ class RankPool:
                 try:
                     is_done, value = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
                 except (EOFError, ConnectionError):
-                    is_done, value = False, "the process died"
+                    is_done, value = False, DIED
                 (values if is_done else failures)[rank] = value
             timeout = min(timeout, GRACE) if failures else timeout
         if failures:

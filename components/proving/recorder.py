@@ -27,6 +27,8 @@ from drawloom.ports import (
 
 GRADIENT = "the gradient of "
 """Start of the names of gradients."""
+LARGEST = "largest_"
+"""Start of the names of a loss's maxima, which are not added up."""
 
 
 @attrs.frozen
@@ -117,8 +119,9 @@ class ProofRecorder:
         if LOSSES in written:
             losses = step.state[LOSSES]
             named = {"the sum of losses": losses["loss"], "the sum of weights": losses["weight"]}
-            named |= {f"the sum of {name}": sums for name, sums in losses["sums"].items()}
-            parts = {name: sums.double().sum(0).to(sums.dtype) for name, sums in named.items()}
+            sums = {name: value for name, value in losses["sums"].items() if not name.startswith(LARGEST)}
+            named |= {f"the sum of {name}": value for name, value in sums.items()}
+            parts = {name: value.double().sum(0).to(value.dtype) for name, value in named.items()}
         numbers = self.tracker.values | dict(self._iterate_numbers(step, written))
         self.tracker.values = {}
         if isinstance(node, Report):

@@ -2,6 +2,8 @@
 
 import os
 import shutil
+import signal
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -68,15 +70,17 @@ class ProofRun:
     """
     A run to record: a recipe with values, in a folder, up to a step.
 
-    It resumes from the copied `checkpoint`, if there is one. `noise` is the recorder's. `within` is a context around
-    the whole run, for tests with faults.
+    It resumes from the `copied` checkpoint, if there is one. After the last step, it is killed if a file
+    `killed_after` is named, as soon as this exists. `noise` is the recorder's. `within` is a context around the whole
+    run, for tests with faults.
     """
 
     source: ProofSource
     values: Values
     folder: Path
     last_step: int
-    checkpoint: Path | None = None
+    copied: Path | None = None
+    killed_after: Path | None = None
     noise: float = 0.0
     within: Callable[[], AbstractContextManager[object]] = nullcontext
 
@@ -90,8 +94,8 @@ def run_and_record(run: ProofRun) -> RankRecord:
     recorder = ProofRecorder(noise=run.noise)
     with run.within():
         recipe = run.source.load(run.values)
-        if run.checkpoint is not None and os.environ.get("RANK", "0") == "0":
-            shutil.copytree(run.checkpoint, run.folder / CHECKPOINTS / run.checkpoint.name)
+        if run.copied is not None and os.environ.get("RANK", "0") == "0":
+            shutil.copytree(run.copied, run.folder / CHECKPOINTS / run.copied.name)
         try:
             with _add_recorder(recipe, run.folder).open(
                 replacements={LISTENER: recorder, TRACKER: recorder.tracker}, accept_changes=True
@@ -99,6 +103,10 @@ def run_and_record(run: ProofRun) -> RankRecord:
                 recorder.start(nodes)
                 for step in nodes.steps():
                     if step.index == run.last_step and not step.is_last:
+                        while run.killed_after:
+                            if run.killed_after.exists():
+                                os.kill(os.getpid(), signal.SIGKILL)
+                            time.sleep(0.01)
                         break
         except (UserError, RecipeError, ReportedError) as error:
             if recorder.has_started:

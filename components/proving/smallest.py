@@ -80,6 +80,7 @@ SIZES: dict[str, int] = {
     "group_size": 2,
     "max_tokens": 4,
     "rank": 2,
+    "warmup_steps": 1,
 }
 """Upper bounds of settings with these names."""
 TIMED = ("throughput", "utilization", "memory", "phase_times", "recovery")
@@ -101,6 +102,18 @@ EXPERTS: dict[str, Any] = {
     "mlp_only_layers": [0, 2],
     "router_aux_loss_coef": 0.5,
 }
+CONFIG: dict[str, Any] = {
+    **{name: value for name, value in DENSE.items() if name != "use"},
+    "model_type": "qwen3",
+    "vocab_size": 264,
+    "max_position_embeddings": 64,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
+    "tie_word_embeddings": False,
+}
+"""Hugging Face's config for models with a folder."""
 BASE = "pretrain"
 BASE_VALUES: dict[str, Any] = {
     "unset": ["tokens", *(f"metrics.{name}" for name in TIMED[:4]), "garbage_collection"],
@@ -124,8 +137,26 @@ common factor in gradients.
 REQUIRED: dict[str, Any] = {
     **{"lr": LR, "max_norm": MAX_NORM, "max_value": MAX_NORM},
     **{"targets": ["*_proj"], "alpha": 4.0, "rank": SIZES["rank"]},
+    **{"pattern": "[0-4]$", "max_tokens": SIZES["max_tokens"], "buffer": 2, "json_schema": {"type": "integer"}},
 }
 """Values for settings without a default."""
+
+
+REWARD = "rewards.proved"
+
+
+def make_reward_values(spec: Spec, folder: Path) -> dict[str, Any]:
+    """Return values for the recipe `grpo` with a reward as `REWARD`; a model's config is written into the folder."""
+    return {
+        "unset": ["rewards.exact_match"],
+        "vars": {"base": str(write_config(CONFIG, folder / "base"))},
+        "tokenizer": {"use": "data.bytes"},
+        **nest_values(REWARD, {"use": spec.use, **_select_required_settings(spec)}),
+    }
+
+
+def _select_required_settings(spec: Spec) -> dict[str, Any]:
+    return {name: value for name, value in REQUIRED.items() if name in spec.fields and spec.fields[name].required}
 
 
 def make_component_recipe(spec: Spec, folder: Path, key_heads: int) -> tuple[dict[str, Any], str]:
@@ -141,11 +172,13 @@ def make_component_recipe(spec: Spec, folder: Path, key_heads: int) -> tuple[dic
         )
     node, changes = position
     names = {field.name for field in spec.settings}
-    settings = {name: value for name, value in REQUIRED.items() if name in names and spec.fields[name].required}
+    settings = _select_required_settings(spec)
     if implements(spec.cls, Model):
         settings |= {name: SIZES[name] for name in list(SIZES)[: list(SIZES).index("global_size")] if name in names}
         settings |= {"num_key_value_heads": key_heads} if "num_key_value_heads" in names else {}
         settings |= {"initializer_range": 0.2} if "initializer_range" in names else {}
+        if {"path", "weights"} <= names:
+            settings |= {"path": str(write_config(CONFIG, folder)), "weights": False}
     values = merge_values(merge_values(BASE_VALUES, changes), nest_values(node, {"use": spec.use, **settings}))
     if any(implements(spec.cls, port) for port in (Corpus, TokenCorpus, Tokenizer, PackedDataset)):
         return _add_texts(values, node, folder), node
@@ -286,11 +319,16 @@ def _iterate_small_settings(settings: Settings, folder: Path) -> Iterator[tuple[
             yield name, [layer for layer in value if layer < SIZES["num_hidden_layers"]]
         elif name in ("path", "config") and (file := _find_config(value)) is not None:
             config = json.loads(file.read_text("utf-8"))
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "config.json").write_text(json.dumps(config | dict(_iterate_small_settings(config, folder))))
-            yield name, str(folder)
+            yield name, str(write_config(config | dict(_iterate_small_settings(config, folder)), folder))
             if "weights" in settings:
                 yield "weights", False
+
+
+def write_config(config: Mapping[str, Any], folder: Path) -> Path:
+    """Write a model's config into a new folder, and return the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 def _find_config(value: Any) -> Path | None:

@@ -11,13 +11,17 @@ from drawloom import RecipeError, UserError
 from drawloom.components.proving.run import ProofSource
 from drawloom.components.proving.smallest import (
     BASE,
+    REWARD,
     make_component_recipe,
     make_reproducible_values,
+    make_reward_values,
     merge_values,
     shrink_recipe,
 )
 from drawloom.graph.project import Project
 from drawloom.graph.recipe.loading import RecipeFolder
+from drawloom.graph.types.port_match import implements
+from drawloom.ports import Reward
 
 OWN = "drawloom.components"
 
@@ -53,8 +57,14 @@ class Subject:
         """
         project = Project.from_package("drawloom").with_imports(self.imports)
         common: dict[str, Any] = {"words": self.words, "overlays": self.overlays, "imports": self.imports}
-        if self._is_recipe(project):
+        is_recipe = self._is_recipe(project)
+        if self.nodes and not is_recipe:
+            raise UserError(f"--node needs a recipe, and {self.name} is a component; leave it out", 2)
+        spec = None if is_recipe else project.registry.require(self.name)
+        if spec is None or implements(spec.cls, Reward):
             source = ProofSource(self.name, **common)
+            if spec is not None:
+                source = ProofSource("grpo", make_reward_values(spec, folder), **common)
             recipe = source.load({})
             recipe.check(skip_machine_checks=True)
             graph = recipe.graph
@@ -62,10 +72,7 @@ class Subject:
                 raise UserError(f"--node {unknown[0]}: {self.name} has no such node", 2)
             others = [name for name, node in graph.nodes.items() if not node.spec.cls.__module__.startswith(OWN)]
             values = merge_values(shrink_recipe(recipe, folder), make_reproducible_values(graph))
-            return source, values, list(self.nodes or others)
-        if self.nodes:
-            raise UserError(f"--node needs a recipe, and {self.name} is a component; leave it out", 2)
-        spec = project.registry.require(self.name)
+            return source, values, list(self.nodes or others) if spec is None else [REWARD]
         problem: RecipeError | None = None
         for heads in (2, 4):  # latent attention has as many key heads as heads
             small, node = make_component_recipe(spec, folder, heads)

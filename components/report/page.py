@@ -39,13 +39,18 @@ CURVES = {
 """Titles of the curves that are shown first."""
 
 
-def render_page(runs: Sequence[RunRecord], heading: str = "") -> str:
-    """Return the report about runs as HTML; `heading` is a comment on the first line, after the doctype."""
+def render_page(runs: Sequence[RunRecord], heading: str = "", introduction: str = "") -> str:
+    """
+    Return the report about runs as HTML.
+
+    `heading` is a comment on the first line, after the doctype, and `introduction` a text above the tables.
+    """
     script, style = ((FOLDER / name).read_text("utf-8") for name in ("page.js", "page.css"))
     allowed = f"script-src {_content_security_hash(script)}; style-src {_content_security_hash(style)}"
     policy = f"default-src 'none'; base-uri 'none'; form-action 'none'; {allowed}"
     title = ", ".join(run.name for run in runs)
     groups = group_runs_by_settings(runs)
+    begin = introduction and f"<pre>{escape_xml(introduction)}</pre>"
     parts = [
         f"<!doctype html>{f'<!-- {heading} -->' if heading else ''}",
         '<html lang="en"><head><meta charset="utf-8">',
@@ -53,7 +58,7 @@ def render_page(runs: Sequence[RunRecord], heading: str = "") -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         '<meta name="color-scheme" content="light dark">',
         f"<title>{escape_xml(title)}</title><style>{style}</style></head><body>",
-        f"<header><h1>{escape_xml(title)}</h1></header><main>",
+        f"<header><h1>{escape_xml(title)}</h1></header><main>{begin}",
         *(_render_seed_group_table(groups) if len(runs) > 1 else ()),
         *_render_key_number_table(runs, groups),
         *CONTROLS,

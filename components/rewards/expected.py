@@ -4,7 +4,7 @@ from typing import Any
 
 from drawloom import UserError, setting
 from drawloom.graph import component_base_class
-from drawloom.ports import Answer
+from drawloom.ports import Answer, Example
 
 
 @component_base_class
@@ -20,9 +20,14 @@ class ExpectedValueReward(Weighted):
 
     key: str = setting("key of the example's expected value", default="answer")
 
+    def check_example(self, example: Example) -> None:
+        """Raise UserError, with its source, for an example without the expected value."""
+        require_key(example, self.key, "write key = ... in the reward")
+
     def read_expected(self, answer: Answer) -> Any:
         """Return the expected value. Raises UserError, with the example's source, if the example has none."""
-        return read_key(answer, self.key, "write key = ... in the reward")
+        self.check_example(answer.example)
+        return answer.example[self.key]
 
     def read_expected_text(self, answer: Answer) -> str:
         """Return the expected text. Raises UserError for values other than texts."""
@@ -33,9 +38,8 @@ class ExpectedValueReward(Weighted):
         raise UserError(f"{source}: {self.key} is {value!r}; write a text", 2)
 
 
-def read_key(answer: Answer, key: str, remedy: str) -> Any:
-    """Return a key's value in the prompt's example. Raises UserError, with its source, if the example lacks it."""
-    if key in answer.example:
-        return answer.example[key]
-    source, keys = answer.example.get("source", "an example"), ", ".join(answer.example)
-    raise UserError(f"{source} has the keys {keys}, but not {key!r}; {remedy}", 2)
+def require_key(example: Example, key: str, remedy: str) -> None:
+    """Raise UserError, with its source, for an example without a key."""
+    if key not in example:
+        source, keys = example.get("source", "an example"), ", ".join(example)
+        raise UserError(f"{source} has the keys {keys}, but not {key!r}; {remedy}", 2)

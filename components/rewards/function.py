@@ -6,9 +6,9 @@ from inspect import Parameter, signature
 from typing import Any, ClassVar
 
 from drawloom import component, setting
-from drawloom.components.rewards.expected import Weighted, read_key
+from drawloom.components.rewards.expected import Weighted, require_key
 from drawloom.graph import component_base_class
-from drawloom.ports import Answer
+from drawloom.ports import Answer, Example
 
 Score = float | None
 
@@ -24,8 +24,14 @@ class FunctionReward(Weighted):
     def scores(self, answers: Sequence[Answer]) -> list[Score]:
         """Call the function for every answer. Raises UserError, with its source, for an example without a key."""
         call = partial(self.function, **{name: getattr(self, name) for name in self.options})
-        remedies = {key: f"add it, or give {key} a default in the reward" for key in self.keys}
-        return [call(one.text, **{key: read_key(one, key, remedies[key]) for key in remedies}) for one in answers]
+        for answer in answers:
+            self.check_example(answer.example)
+        return [call(answer.text, **{key: answer.example[key] for key in self.keys}) for answer in answers]
+
+    def check_example(self, example: Example) -> None:
+        """Raise UserError, with its source, for an example without a key."""
+        for key in self.keys:
+            require_key(example, key, f"add it, or give {key} a default in the reward")
 
 
 OWN = {*dir(FunctionReward), *FunctionReward.__annotations__, *Weighted.__annotations__}

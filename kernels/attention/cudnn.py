@@ -6,7 +6,7 @@ be used (because of head_dim, dtype, GPU, or torch's deterministic algorithms), 
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -22,26 +22,16 @@ from drawloom.kernels.attention.eager import (
 )
 from drawloom.kernels.attention.flash import (
     SoftmaxStatistics,
-    StatisticsKernel,
     attend_with_optional_sinks,
     attention_flash,
     why_not_flash,
 )
 from drawloom.kernels.attention.flex import FLEX, create_document_block_mask
 from drawloom.kernels.attention.options import PLAIN_ATTENTION, AttentionOptions
+from drawloom.kernels.attention.pieces import PieceExchange, PiecewiseKernel, RowPieces, gather_keys_and_values
 
 ONE_DOCUMENT_PER_ROW = "whole rows"
 """Value for the mask if every row is one document."""
-
-
-class RowPieces(NamedTuple):
-    """
-    The mask for queries in pieces of rows with one document: the pieces' indices among a row's equal pieces, and the
-    queries' positions, int64 (tokens,).
-    """
-
-    indices: tuple[int, ...]
-    positions: Tensor
 
 
 ORDER = [
@@ -71,10 +61,10 @@ def attention_cudnn(
     """
     if mask is not ONE_DOCUMENT_PER_ROW and not isinstance(mask, RowPieces):
         return FLEX.attend(q, k, v, mask, options, sinks)
+    if isinstance(mask, RowPieces):
+        return _attend_from_pieces(q, k, v, mask.exchange, options, sinks)
     if q.is_meta:
         return attention_on_meta(q, k, v, sinks=sinks)
-    if isinstance(mask, RowPieces):
-        return _attend_from_pieces(q, k, v, mask, options, sinks)
     server = choose_one_document_implementation(q, k, v, options, sinks)
     if server == "flash":
         return attention_flash(q, k, v, None, options, sinks)
@@ -90,17 +80,19 @@ def attention_cudnn(
 
 
 def _attend_from_pieces(
-    q: Tensor, k: Tensor, v: Tensor, pieces: RowPieces, options: AttentionOptions, sinks: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, exchange: PieceExchange, options: AttentionOptions, sinks: Tensor | None
 ) -> Tensor:
-    """Compute attention_cudnn with RowPieces, by cuDNN if it can serve a piece."""
-    length = q.shape[1] // len(pieces.indices)
-    if choose_one_document_implementation(q[:, :length], k[:, :length], v[:, :length], options, sinks) == "cudnn":
-        kernel = PiecewiseKernel(CudnnKernel(options.scale), CudnnKernel(options.scale, False), pieces.indices)
+    """Compute attention_cudnn with RowPieces, by cuDNN if it can serve these tokens; k and v are this rank's tokens."""
+    if not q.is_meta and choose_one_document_implementation(q, k, v, options, sinks) == "cudnn":
+        kernel = PiecewiseKernel(CudnnKernel(options.scale), CudnnKernel(options.scale, False), exchange)
         return attend_with_optional_sinks(kernel, q, k, v, sinks)
+    k, v = gather_keys_and_values(exchange, k, v)
+    if q.is_meta:
+        return attention_on_meta(q, k, v, sinks=sinks)
     if q.is_cuda or torch.compiler.is_compiling():
         documents = torch.zeros(k.shape[:2], dtype=torch.int64, device=q.device)
-        return FLEX.attend(q, k, v, create_document_block_mask(documents, None, pieces.positions), options, sinks)
-    visible = pieces.positions[:, None] >= torch.arange(k.shape[1])
+        return FLEX.attend(q, k, v, create_document_block_mask(documents, None, exchange.token_indices), options, sinks)
+    visible = exchange.token_indices[:, None] >= torch.arange(k.shape[1])
     return attention_eager(q, k, v, visible.expand(len(q), 1, -1, -1), options, sinks)
 
 
@@ -174,59 +166,11 @@ class CudnnKernel:
         lse = statistics.lse.transpose(1, 2).contiguous()[..., None]
         grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default(
             *(grad, q, k, v, mixed, lse),
-            *statistics.random_state,
+            *statistics.kept,
             *(None, None, None, q.shape[2], k.shape[2], 0.0, self.causal),
             scale=self.scale,
         )
         grad_q, grad_k, grad_v = (x.transpose(1, 2) for x in grads)
-        return grad_q, grad_k, grad_v
-
-
-@dataclass(frozen=True)
-class PiecewiseKernel:
-    """
-    Causal attention from pieces of rows with one document, as context parallelism partitions them.
-
-    A piece attends to itself by `causal`, and by `full` to all keys before it. Their results are merged by their
-    log-sum-exp, and both compute gradients from the merged result (Liu et al. 2023, "Ring Attention with Blockwise
-    Transformers", arXiv 2310.01889). `indices` are the pieces' indices among a row's equal pieces.
-    """
-
-    causal: StatisticsKernel
-    full: StatisticsKernel
-    indices: tuple[int, ...]
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, SoftmaxStatistics]:
-        """Return the result (rows, tokens, heads, v_dim), and the log-sum-exp (rows, tokens, heads)."""
-        results, sums, length = [], [], q.shape[1] // len(self.indices)
-        for piece, index in zip(torch.split(q, length, 1), self.indices, strict=True):
-            begin = index * length
-            own = slice(begin, begin + length)
-            mixed, (lse, state) = self.causal.forward(piece, k[:, own], v[:, own])
-            if begin:
-                before, (lse_before, state) = self.full.forward(piece, k[:, :begin], v[:, :begin])
-                share = (lse_before - lse).sigmoid()[..., None]
-                mixed = torch.lerp(mixed.to(share.dtype), before.to(share.dtype), share).to(mixed.dtype)
-                lse = torch.logaddexp(lse, lse_before)
-            results.append(mixed)
-            sums.append(lse)
-        return torch.cat(results, 1), SoftmaxStatistics(torch.cat(sums, 1), state)
-
-    def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mixed: Tensor, statistics: SoftmaxStatistics
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        grad_q, grad_k, grad_v = (torch.zeros_like(x) for x in (q, k, v))
-        length = q.shape[1] // len(self.indices)
-        for number, index in enumerate(self.indices):
-            queries, begin = slice(number * length, (number + 1) * length), index * length
-            known = SoftmaxStatistics(statistics.lse[:, queries], statistics.random_state)
-            for kernel, keys in ((self.causal, slice(begin, begin + length)), (self.full, slice(0, begin))):
-                if keys.stop > keys.start:
-                    inputs = grad[:, queries], q[:, queries], k[:, keys], v[:, keys], mixed[:, queries]
-                    grads = kernel.backward(*inputs, known)
-                    grad_q[:, queries] += grads[0]
-                    grad_k[:, keys] += grads[1]
-                    grad_v[:, keys] += grads[2]
         return grad_q, grad_k, grad_v
 
 

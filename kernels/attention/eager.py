@@ -138,13 +138,13 @@ class AttentionImplementation(NamedTuple):
     (rows, tokens, heads, head_dim), k (rows, length, kv_heads, head_dim), v (rows, length, kv_heads, v_dim), the mask,
     options, and sinks (heads,) or None, and returns (rows, tokens, heads, v_dim); kv_heads divides heads.
     `one_document_mask`, if it is not None, replaces the mask where every row is one document and there is no window;
-    `one_document_pieces` computes it for queries in pieces, from the pieces' indices and the queries' positions.
+    `one_document_pieces` returns the mask for a part of such rows, from which `attend` gathers keys and values.
     """
 
     mask: Callable[..., Any]
     attend: Attend
     one_document_mask: Any = None
-    one_document_pieces: Callable[[tuple[int, ...], Tensor], Any] | None = None
+    one_document_pieces: Callable[[Any], Any] | None = None
 
 
 def attention_eager(

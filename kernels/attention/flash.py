@@ -25,10 +25,10 @@ from drawloom.kernels.operation import once_differentiable
 
 
 class SoftmaxStatistics(NamedTuple):
-    """Log-sum-exp, float32 (..., heads) in the order of the result, and the random numbers' state."""
+    """Log-sum-exp, float32 (..., heads) in the order of the result, and what else the backward pass needs."""
 
     lse: Tensor
-    random_state: tuple[Tensor, Tensor]
+    kept: tuple[Tensor, ...]
 
 
 class StatisticsKernel(Protocol):
@@ -58,19 +58,19 @@ class _AttendWithStatistics(Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, kernel: StatisticsKernel) -> Tensor:
         """Return (..., heads, v_dim) like q (..., heads, head_dim); sinks are (heads,)."""
-        mixed, (lse, random_state) = kernel.forward(q, k, v)
+        mixed, (lse, kept) = kernel.forward(q, k, v)
         if sinks is not None:
             mixed = mixed * (lse - sinks).sigmoid()[..., None].to(mixed.dtype)
             lse = torch.logaddexp(lse, sinks.to(lse.dtype))
         ctx.kernel = kernel
-        ctx.save_for_backward(q, k, v, mixed, lse, *random_state, sinks)
+        ctx.save_for_backward(q, k, v, mixed, lse, sinks, *kept)
         return mixed
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, mixed, lse, seed, offset, sinks = ctx.saved_tensors
-        grads = ctx.kernel.backward(grad, q, k, v, mixed, SoftmaxStatistics(lse, (seed, offset)))
+        q, k, v, mixed, lse, sinks, *kept = ctx.saved_tensors
+        grads = ctx.kernel.backward(grad, q, k, v, mixed, SoftmaxStatistics(lse, tuple(kept)))
         grad_sinks = _compute_sinks_gradient(grad, mixed, lse, sinks) if ctx.needs_input_grad[3] else None
         return *grads, grad_sinks, None
 
@@ -125,7 +125,7 @@ class FlashKernel:
             *(q, k, v, mixed, lse),
             *self._document_offsets_and_lengths,
             *(0.0, self.window is None),
-            *statistics.random_state,
+            *statistics.kept,
             **self._kernel_options,
         )
         return grads

@@ -3,7 +3,7 @@ Documents for recurrences, whose states start at zero in every document.
 
 Recurrent operations compare document numbers on the device; the host never waits for the borders.
 
-A causal convolution over tokens inside documents, channel by channel, with SiLU.
+A causal convolution over tokens inside documents, channel by channel, with or without SiLU.
 
 The gated delta rule: a recurrence over tokens, which writes values into a state under their keys.
 
@@ -43,9 +43,9 @@ def number_recurrent_documents(document_ids: Tensor) -> RecurrentDocuments:
     return RecurrentDocuments(ids, ids.new_full((len(ids),), -1))
 
 
-def causal_conv_eager(x: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+def causal_conv_eager(x: Tensor, weight: Tensor, ids: Tensor, silu: bool = True) -> Tensor:
     """
-    Return silu(sum over lags: weight[:, taps - 1 - lag] * x[:, token - lag]), in the dtype of x.
+    Return silu(sum over lags: weight[:, taps - 1 - lag] * x[:, token - lag]), in the dtype of x; or the sum itself.
 
     x (rows, length, channels), weight (channels, taps), and ids int32 (rows, length), document numbers that never
     decrease along a row; tokens in earlier documents count as 0.
@@ -56,7 +56,7 @@ def causal_conv_eager(x: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
         is_same = (ids[:, lag:] == ids[:, :-lag])[..., None]
         earlier = torch.where(is_same, wide[:, :-lag], 0) * upcast(weight[:, taps - 1 - lag])
         summed = summed + F.pad(earlier, (0, 0, lag, 0))
-    return F.silu(summed).to(x.dtype)
+    return (F.silu(summed) if silu else summed).to(x.dtype)
 
 
 CHUNK = 64

@@ -49,22 +49,23 @@ TOKENS, CHANNELS = 64, 64
 """Tokens and channels in a program."""
 
 
-def causal_conv_triton(x: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+def causal_conv_triton(x: Tensor, weight: Tensor, ids: Tensor, silu: bool = True) -> Tensor:
     """
     Compute causal_conv_eager for float32, bfloat16 and float16.
 
     x (rows, length, channels), weight (channels, taps), ids int32 (rows, length).
     """
     check_floats("causal_conv_triton", x, weight)
-    return _differentiable_causal_conv(x, weight, ids)
+    return _differentiable_causal_conv(x, weight, ids, silu)
 
 
 @register_kernel("causal_conv", lambda x: x.new_empty(x.shape))
-def _causal_conv(result: Tensor, x: Tensor, weight: Tensor, ids: Tensor) -> None:
+def _causal_conv(result: Tensor, x: Tensor, weight: Tensor, ids: Tensor, silu: bool) -> None:
     if x.numel():
         rows, length, channels = x.shape
         grid = rows * cdiv(length, TOKENS), cdiv(channels, CHANNELS)
-        _conv_kernel[grid](x.contiguous(), weight.contiguous(), ids, result, length, **_kernel_constants(weight))
+        constants = _kernel_constants(weight)
+        _conv_kernel[grid](x.contiguous(), weight.contiguous(), ids, result, length, SILU=silu, **constants)
 
 
 def _kernel_constants(weight: Tensor) -> dict[str, int]:
@@ -82,7 +83,9 @@ def _count_conv_backward_scratch_bytes(x: Tensor, weight: Tensor) -> int:
     lambda x, weight: (x.new_empty(x.shape), weight.new_empty(weight.shape)),
     scratch=_count_conv_backward_scratch_bytes,
 )
-def _causal_conv_backward(grads: tuple[Tensor, Tensor], grad: Tensor, x: Tensor, weight: Tensor, ids: Tensor) -> None:
+def _causal_conv_backward(
+    grads: tuple[Tensor, Tensor], grad: Tensor, x: Tensor, weight: Tensor, ids: Tensor, silu: bool
+) -> None:
     (grad_x, grad_weight), (rows, length, channels) = grads, x.shape
     if not x.numel():
         grad_weight.zero_()
@@ -92,8 +95,8 @@ def _causal_conv_backward(grads: tuple[Tensor, Tensor], grad: Tensor, x: Tensor,
     before_gate = torch.empty_like(x)
     parts = x.new_empty(grid[0], weight.numel(), dtype=torch.float32)
     constants = _kernel_constants(weight)
-    block = next_power_of_2(weight.shape[1])
-    _gate_gradient_kernel[grid](grad, x, weight, ids, before_gate, parts, length, TAP_BLOCK=block, **constants)
+    own = {"TAP_BLOCK": next_power_of_2(weight.shape[1]), "SILU": silu}
+    _gate_gradient_kernel[grid](grad, x, weight, ids, before_gate, parts, length, **own, **constants)
     _input_gradient_kernel[grid](before_gate, weight, ids, grad_x, length, **constants)
     sum_partials(parts, grad_weight)
 
@@ -137,33 +140,36 @@ def _convolve(
 # fmt: off
 @cache_launches("length")
 def _conv_kernel(
-    x, weight, ids, result, length, SIZE: tl.constexpr, TAPS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    x, weight, ids, result, length, SILU: tl.constexpr, SIZE: tl.constexpr, TAPS: tl.constexpr, TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     # fmt: on
-    """Store the gated convolution of a tile."""
+    """Store the convolution of a tile, gated if SILU."""
     first, token, channel, inside = _locate_tile(length, SIZE, TOKENS, BLOCK)
     own = tl.load(ids + first + token, mask=token < length, other=-2)
     summed = _convolve(x, weight, ids, own, first, token, channel, inside, length, 1, SIZE, TAPS, TOKENS, BLOCK)
-    gated = summed * tl.sigmoid(summed)
+    if SILU:
+        summed *= tl.sigmoid(summed)
     offsets = (first + token)[:, None] * SIZE + channel[None, :]
-    tl.store(result + offsets, gated, mask=inside)
+    tl.store(result + offsets, summed, mask=inside)
 
 
 # fmt: off
 @cache_launches("length")
 def _gate_gradient_kernel(
     grad, x, weight, ids, before_gate, parts, length, SIZE: tl.constexpr, TAPS: tl.constexpr, TOKENS: tl.constexpr,
-    BLOCK: tl.constexpr, TAP_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, TAP_BLOCK: tl.constexpr, SILU: tl.constexpr,
 ):
     # fmt: on
-    """Store the gradient before the gate, and partial sums for the weight's gradient."""
+    """Store the gradient before the gate, if SILU, and partial sums for the weight's gradient."""
     first, token, channel, inside = _locate_tile(length, SIZE, TOKENS, BLOCK)
     own = tl.load(ids + first + token, mask=token < length, other=-2)
-    summed = _convolve(x, weight, ids, own, first, token, channel, inside, length, 1, SIZE, TAPS, TOKENS, BLOCK)
     offsets = (first + token)[:, None] * SIZE + channel[None, :]
-    gate = tl.sigmoid(summed)
-    slope = gate * (1.0 + summed * (1.0 - gate))
-    grads = load_float32(grad + offsets, inside) * slope
+    grads = load_float32(grad + offsets, inside)
+    if SILU:
+        summed = _convolve(x, weight, ids, own, first, token, channel, inside, length, 1, SIZE, TAPS, TOKENS, BLOCK)
+        gate = tl.sigmoid(summed)
+        grads *= gate * (1.0 + summed * (1.0 - gate))
     tl.store(before_gate + offsets, grads, mask=inside)
     tap, sums = tl.arange(0, TAP_BLOCK)[None, :], tl.zeros((BLOCK, TAP_BLOCK), tl.float32)
     for lag in tl.static_range(TAPS):

@@ -432,13 +432,15 @@ def _make_recurrence_inputs() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 
 
 def convolution_is_causal_within_documents(kernels: Kernels) -> None:
-    """The result is SiLU of the weighted sum over a token and earlier tokens in its document."""
+    """The result is the weighted sum over a token and earlier tokens in its document, or SiLU of the sum."""
     x, weight = _random_tensor(2, 6, 3), _random_tensor(3, 4)
     wanted = x.double() * weight[:, 3].double()
     for lag in (1, 2, 3):
         is_same = (DOCUMENTS[:, lag:] == DOCUMENTS[:, :-lag])[..., None]
         wanted[:, lag:] += (x[:, :-lag] * weight[:, 3 - lag] * is_same).double()
-    _expect_close(kernels.causal_conv(x, weight, kernels.recurrence_mask(DOCUMENTS)), wanted * wanted.sigmoid())
+    mask = kernels.recurrence_mask(DOCUMENTS)
+    _expect_close(kernels.causal_conv(x, weight, mask), wanted * wanted.sigmoid())
+    _expect_close(kernels.causal_conv(x, weight, mask, silu=False), wanted)
 
 
 def states_follow_the_gated_delta_rule(kernels: Kernels) -> None:

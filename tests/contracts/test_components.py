@@ -379,6 +379,7 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     "model.olmo3": lambda folder: {
         "model": {**TINY["model"], "use": "model.olmo3", "vocab_size": 257, "sliding_window": 4}
     },
+    "model.lfm2": lambda folder: {"model": {**TINY["model"], "use": "model.lfm2", "vocab_size": 257}},
     "model.smollm3": lambda folder: {"model": {**TINY["model"], "use": "model.smollm3", "vocab_size": 257}},
     "model.qwen3.moe": lambda folder: with_experts("model.qwen3.moe"),
     "model.dots1": lambda folder: with_experts("model.dots1"),

@@ -8,7 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from drawloom.kernels.attention.cudnn import CUDNN, ONE_DOCUMENT_PER_ROW, RowPieces
+from drawloom.kernels.attention.cudnn import CUDNN, ONE_DOCUMENT_PER_ROW
+from drawloom.kernels.attention.pieces import RowPieces
+from support.row_pieces import ImaginaryRanks
 
 pytestmark = pytest.mark.gpu
 
@@ -82,16 +84,18 @@ def test_results_match_float64_arithmetic(heads: int, kv_heads: int, head_dim: i
 @SHAPES
 @pytest.mark.parametrize("indices", [(0, 3), (1, 2)])
 def test_pieces_of_rows_match_whole_rows(heads: int, kv_heads: int, head_dim: int, indices: tuple[int, ...]) -> None:
-    """A rank's pieces have the results of their queries in whole rows, and their gradients, to bfloat16's rounding."""
-    q, k, v = inputs(heads, kv_heads, head_dim, 4 * 128)
-    positions = torch.cat([torch.arange(index * 128, (index + 1) * 128, device="cuda") for index in indices])
-    mask = RowPieces(indices, positions)
-    part = q.detach()[:, positions].requires_grad_()
-    actual = compute_gradients(lambda q, k, v: CUDNN.attend(q, k, v, mask), [part, k, v])
-    wide = [tensor.detach().double().requires_grad_() for tensor in (q, k, v)]
-    expected = compute_gradients(lambda q, k, v: attention_by(SDPBackend.MATH)(q, k, v)[:, positions], wide)
-    expected[1] = expected[1][:, positions]
-    for tensor, exact, tolerance in zip(actual, expected, (0.02, 0.05, 0.05, 0.05), strict=True):
+    """Pieces have the results and gradients of their tokens in whole rows, to bfloat16's rounding."""
+    q, k, v = (tensor.detach() for tensor in inputs(heads, kv_heads, head_dim, 4 * 128))
+    exchange = ImaginaryRanks(indices, 4, torch.cat([k.flatten(2), v.flatten(2)], 2))
+    own = exchange.token_indices
+    parts = [tensor[:, own].requires_grad_() for tensor in (q, k, v)]
+    actual = compute_gradients(lambda q, k, v: CUDNN.attend(q, k, v, RowPieces(exchange)), parts)
+    wide = [tensor.double().requires_grad_() for tensor in (q, k, v)]
+    expected = compute_gradients(lambda q, k, v: attention_by(SDPBackend.MATH)(q, k, v)[:, own], wide)
+    sent = torch.cat([grad[:, exchange.others].flatten(2) for grad in expected[2:]], 2)
+    expected[1:] = [grad[:, own] for grad in expected[1:]]
+    tolerances = (0.02, 0.05, 0.05, 0.05, 0.05)
+    for tensor, exact, tolerance in zip([*actual, exchange.sent], [*expected, sent], tolerances, strict=True):
         torch.testing.assert_close(tensor.double(), exact, atol=tolerance, rtol=tolerance)
 
 

@@ -30,7 +30,7 @@ BELOW = {"graph", *LIBRARIES}
 TOOLS = {"components.commands", "components.planning", "components.proving", "graph.lsp"}
 
 FLOORS: dict[str, tuple[set[str], set[str]]] = {
-    "graph": (set(), {"attrs", "cattrs", "tomli", "rich", "pytest"}),  # pytest in the plugin that pytest itself imports
+    "graph": (set(), {"attrs", "cattrs", "tomli", "rich"}),
     # An extra, imported by `drawloom lsp` alone.
     "graph.lsp": ({"graph"}, {"attrs", "tomli", "lsprotocol", "pygls"}),
     "kernels": (set(), {"torch", "triton"}),

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = {"graph", "components", "kernels", "recipes"}
 
 
-MODULES = ("__init__.py", "__main__.py", "models.py", "ports.py", "testing.py")
+MODULES = ("__init__.py", "__main__.py", "models.py", "ports.py", "pytest_plugin.py", "testing.py")
 
 
 def test_src_contains_public_modules_and_folder_links() -> None:

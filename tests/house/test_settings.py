@@ -99,7 +99,7 @@ def _write_tokenizer(path: Path, text: str) -> None:
     tokenizer.save(str(path))
 
 
-DENSE_FAMILIES = ("gemma3", "granite", "llama", "mistral", "olmo2", "olmo3", "phi3", "qwen2", "smollm3")
+DENSE_FAMILIES = ("gemma3", "granite", "lfm2", "llama", "mistral", "olmo2", "olmo3", "phi3", "qwen2", "smollm3")
 LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 
 

@@ -67,7 +67,7 @@ MESHES = [
         {"context": 2, "data_shard": 2},
         [
             ("gpipe", 4, True, False, "tempered"),
-            *(("gpipe", 2, True, False, family) for family in ("gemma3", "gpt_oss", "qwen3_5", "deepseek_v3")),
+            *(("gpipe", 2, True, False, family) for family in ("gemma3", "gpt_oss", "qwen3_5", "lfm2", "deepseek_v3")),
         ],
         (6, 2),  # ranks have one piece of a row of 6 tokens, and two of a row of 8
         layers=2,

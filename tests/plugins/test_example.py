@@ -60,7 +60,7 @@ def test_recipe_uses_the_plugin(installed: dict[str, str], tmp_path: Path) -> No
 
 def test_own_tests_of_the_plugin_pass(installed: dict[str, str]) -> None:
     """The plugin's tests pass with drawloom's fixtures."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "drawloom.graph.testing.pytest_plugin", "tests"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "drawloom.pytest_plugin", "tests"]
     env = {**installed, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run(command, cwd=PLUGIN, env=env, capture_output=True, text=True)
     assert done.returncode == 0 and "3 passed" in done.stdout, done.stdout + done.stderr

@@ -49,7 +49,7 @@ def test_noise_of_a_plugin_changes_training_alone(installed: dict[str, str], tmp
 
 def test_own_tests_of_the_plugin_pass(installed: dict[str, str]) -> None:
     """The installed plugin's tests pass, and check its contract."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "drawloom.graph.testing.pytest_plugin", "tests"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "drawloom.pytest_plugin", "tests"]
     env = {**installed, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run(command, cwd=PLUGIN, env=env, capture_output=True, text=True)
     assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr

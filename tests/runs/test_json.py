@@ -25,6 +25,7 @@ SERVERS = {"lsp", "mcp"}
 
 RUN = "runs/tiny"
 COMMANDS: dict[str, tuple[list[str], int]] = {
+    "ask": (["--than", "tiny.toml", "--edit=optimizer.lr=1", "--budget", "1steps"], 2),
     "check": (["tiny.toml", "optimizer.lrr=1"], 2),
     "run": (["tiny.toml", "trainer.steps=4"], 0),
     "runs": (["runs"], 0),

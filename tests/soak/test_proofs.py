@@ -9,20 +9,15 @@ import pytest
 from drawloom.components.proving.prover import Prover
 from drawloom.components.proving.subject import Subject
 from drawloom.graph.project import Project
+from support.blocks import ROOT, read_files
 from support.mesh_faults import FAULTS, SeededFault, prove_with
 
 pytestmark = pytest.mark.soak
 
-DOCS = Path(__file__).parents[2] / "docs"
 EXAMPLES = ("focal", "soft_clip", "inverse_sqrt", "lion", "repeats", "counted", "clip_embedding", "parallel_lm")
-NEEDS_MORE = re.compile(r"model\.(auto|transformers|parametrization)")
-"""Models that need a folder, and scalings of models."""
-REQUIRED = {
-    "metrics.spread": ["metrics.proved.quantiles=[0.5]"],
-    "metrics.histograms": ["metrics.proved.targets=['*']"],
-}
 SHIPPED = [
-    *(name for name in Project.from_package("drawloom").registry.names() if re.fullmatch(r"model\.(\w|\.)+", name)),
+    *(name for name in Project.from_package("drawloom").registry.names() if re.match(r"model\.(?!parametriz)", name)),
+    *("rewards.exact_match", "rewards.length", "rewards.math_equal", "rewards.regex"),
     *("loss.dft", "optim.adam", "optim.adamw", "optim.muon", "adapters.lora", "adapters.full_tuning"),
     *("gradients.clip_group_norm", "gradients.clip_value", "phases.ema", "metrics.layer_norms", "metrics.spread"),
     *(
@@ -51,7 +46,7 @@ def test_a_seeded_fault_is_found_with_its_axis(fault: SeededFault, prover: Prove
     assert any(axis in result.failed for axis in fault.axes), result.render("text")
 
 
-@pytest.mark.parametrize("use", [name for name in SHIPPED if not NEEDS_MORE.match(name)])
+@pytest.mark.parametrize("use", SHIPPED)
 def test_a_shipped_component_is_like_one_process(use: str, prover: Prover) -> None:
     """There is no alarm for a shipped component, on as many meshes as half a minute allows."""
     words = {
@@ -70,10 +65,9 @@ def test_an_example_in_the_documents_is_like_one_process(
     (tmp_path / "my_lab").mkdir()
     (tmp_path / "my_lab" / "__init__.py").touch()
     for page in ("components.md", "proving.md"):
-        for file, text in re.findall(
-            r'title="(my_lab/\w+\.py)"\n(.*?)```', (DOCS / page).read_text("utf-8"), re.DOTALL
-        ):
-            (tmp_path / file).write_text(text, "utf-8")
+        for file, text in read_files(ROOT / "docs" / page).items():
+            if file.startswith("my_lab/") and file.endswith(".py"):
+                (tmp_path / file).write_text(text, "utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     sizes = ["model.width=16", "model.heads=2"] if name == "parallel_lm" else []

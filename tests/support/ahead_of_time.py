@@ -163,7 +163,7 @@ def calls() -> dict[str, Callable[[int], object]]:
             torch.zeros(1, size, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), None,
         ),
         "causal_conv": lambda size: gated_delta._causal_conv(
-            torch.empty(1, size, 64), torch.empty(64, 4), torch.zeros(1, size, dtype=torch.int32)
+            torch.empty(1, size, 64), torch.empty(64, 4), torch.zeros(1, size, dtype=torch.int32), True
         ),
         "grouped_gemm": lambda size: grouped_gemm._multiply_rows_by_expert(
             torch.empty(size, 64), torch.empty(4, 64, 32), torch.zeros(4, dtype=torch.int32)

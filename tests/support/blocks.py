@@ -93,6 +93,11 @@ def blocks(page: Path) -> Iterator[Block]:
             marker = MARKER.match(line)
 
 
+def read_files(page: Path) -> dict[str, str]:
+    """Return the text of every file in a page, by its title."""
+    return {block.title: block.text for block in blocks(page) if block.title}
+
+
 def commands(block: Block) -> Iterator[Command]:
     """Yield the commands after `$ `, each with the lines up to the next one."""
     for part in re.split(r"^\$ ", block.text.replace("\\\n", ""), flags=re.MULTILINE)[1:]:
@@ -154,7 +159,7 @@ def _python(folder: Path, words: Sequence[str]) -> Outcome:
             code = 0
         else:
             os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-            plugins = ["-p", "drawloom.graph.testing.pytest_plugin", "-p", "no:cacheprovider"]
+            plugins = ["-p", "drawloom.pytest_plugin", "-p", "no:cacheprovider"]
             code = int(pytest.main([*plugins, *words[1:]]))
     return Outcome(code, text[0])
 

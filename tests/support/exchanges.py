@@ -38,6 +38,13 @@ class ThreadPart:
         ends, middle = self._swap(own)
         return torch.cat([ends[:, :1], middle, ends[:, 1:]], 1)
 
+    def start_gathering_others(self, own: Tensor) -> Callable[[], Tensor]:
+        others = self._swap(own)[1 - self.rank]
+        return lambda: others
+
+    def start_summing_for_owners(self, others: Tensor) -> Callable[[], Tensor]:
+        return self.start_gathering_others(others)
+
     def _swap(self, own: Tensor) -> list[Tensor]:
         self.exchange.parts[self.rank] = own
         self.exchange.barrier.wait(60)

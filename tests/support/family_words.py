@@ -12,6 +12,7 @@ _FAMILIES = {
     "gemma3": (_TYPED, "model.sliding_window=8"),
     "olmo3": (_TYPED, "model.sliding_window=8"),
     "smollm3": (),
+    "lfm2": (),
     "granite": ("model.residual_multiplier=0.5", "model.embedding_multiplier=2.0"),
     "phi3": ("model.partial_rotary_factor=0.5", "model.sliding_window=8"),
     "gpt_oss": (_TYPED, "model.sliding_window=8", *_EXPERTS),

@@ -405,10 +405,11 @@ def recurrences() -> Iterator[tuple[str, Launch]]:
                 f"{name} state {state is not None} backward",
                 lambda v=v, last=last, inputs=inputs, solved=solved: gated_delta._backward(v, last, *inputs, *solved),
             )
-    for dtype in (BF16, FLOAT):
+    for dtype, silu in ((BF16, True), (FLOAT, True), (BF16, False)):
         x, weight, ids = empty(2, 200, 4096, dtype=dtype), empty(4096, 4, dtype=dtype), empty(2, 200, dtype=torch.int32)
-        yield f"causal_conv {dtype}", lambda x=x, w=weight, ids=ids: gated_delta._causal_conv(x, w, ids)
+        inputs = x, weight, ids, silu
+        yield f"causal_conv {dtype} {silu}", lambda inputs=inputs: gated_delta._causal_conv(*inputs)
         yield (
-            f"causal_conv {dtype} backward",
-            lambda x=x, w=weight, ids=ids: gated_delta._causal_conv_backward(x, x, w, ids),
+            f"causal_conv {dtype} {silu} backward",
+            lambda x=x, inputs=inputs: gated_delta._causal_conv_backward(x, *inputs),
         )

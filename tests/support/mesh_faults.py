@@ -31,6 +31,7 @@ from drawloom.components.proving.prover import Prover
 from drawloom.components.proving.result import ProveResult
 from drawloom.components.proving.subject import Subject
 from drawloom.components.stages.materialized import MaterializedStages
+from drawloom.ports import Step
 
 Fault = Callable[[], AbstractContextManager[object]]
 
@@ -107,15 +108,11 @@ def _return_own_part(_original: Any) -> Any:
 
 
 def _keep_rank_order(original: Any) -> Any:
-    def for_rank(length: int, group: Any) -> ContextPart:
-        part: ContextPart = original(length, group)
-        return attrs.evolve(part, order=torch.arange(length))
-
-    return for_rank
+    return lambda self, others=False: sorted(original(self, others))
 
 
 def _keep_own_gradient(_original: Any) -> Any:
-    return staticmethod(lambda ctx, grad: (grad.chunk(ctx.group.size, 1)[ctx.group.rank].contiguous(), None))
+    return staticmethod(lambda ctx, grad: (grad[:, list(ctx.part.piece_indices)], None))
 
 
 def _drop_last_token(original: Any) -> Any:
@@ -222,6 +219,22 @@ def _load_layers_by_local_number(original: Any) -> Any:
     return load
 
 
+MEASURED: dict[str, float] = {}
+"""State outside of any node, as in a component's class or module."""
+
+
+def _measure_in_first_step(original: Any) -> Any:
+    def run_phase(self: ClipGroupNorm, step: Step) -> None:
+        if step.index == 1:
+            MEASURED["factor"] = 0.5
+        original(self, step)
+        for _, parameter in self.parameters.named_parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(MEASURED.get("factor", 1.0))
+
+    return run_phase
+
+
 TIED = ("model.tie_word_embeddings=true",)
 FAULTS = [
     SeededFault(
@@ -293,7 +306,7 @@ FAULTS = [
         "rank_order",
         "gathered keys stay in the order of ranks",
         ("context",),
-        replace(ContextPart, "for_rank", _keep_rank_order),
+        replace(ContextPart, "list_places", _keep_rank_order),
     ),
     SeededFault(
         "no_remote_gradient",
@@ -317,7 +330,7 @@ FAULTS = [
         "whole_rows_counted",
         "every part counts whole rows",
         ("context",),
-        replace(Synchronize, "_sum_losses_weights_and_tokens_over_ranks", _count_whole_rows),
+        replace(Synchronize, "_sum_losses_over_ranks", _count_whole_rows),
     ),
     SeededFault(
         "tied_copies",
@@ -328,7 +341,7 @@ FAULTS = [
     ),
     SeededFault(
         "norm_of_a_stage",
-        "the norm leaves the other stages out",
+        "the norm leaves the other ranks out",
         ("pipeline", "tensor", "context", "data_shard"),
         replace(SumOverParameters, "sum_over_ranks", _keep_local_norm),
     ),
@@ -346,16 +359,23 @@ FAULTS = [
         replace(MaterializedStages, "load_state_dict", _load_layers_by_local_number),
     ),
     SeededFault(
+        "state_in_a_global",
+        "a number measured in the first step is in no state",
+        ("resumed",),
+        replace(ClipGroupNorm, "run_phase", _measure_in_first_step),
+        "gradients.clip_group_norm",
+    ),
+    SeededFault(
         "mean_of_means",
         "the weight is averaged over ranks",
         ("context", "data_shard", "data_replicate"),
-        replace(Synchronize, "_sum_losses_weights_and_tokens_over_ranks", _weight_by_context),
+        replace(Synchronize, "_sum_losses_over_ranks", _weight_by_context),
     ),
     SeededFault(
         "no_replica_sum",
         "replicas do not sum gradients",
         ("data_replicate",),
-        replace(ReplicatedModule, "send_remaining_and_wait_for_sums", _keep_local_sums),
+        replace(ReplicatedModule, "send_and_await_sums", _keep_local_sums),
     ),
     SeededFault(
         "unsummed_outside",

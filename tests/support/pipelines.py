@@ -29,6 +29,7 @@ from drawloom.components.model.gemma3 import Gemma3
 from drawloom.components.model.glm4_moe import Glm4Moe
 from drawloom.components.model.gpt_oss import GptOss
 from drawloom.components.model.granite import Granite
+from drawloom.components.model.lfm2 import Lfm2
 from drawloom.components.model.olmo3 import Olmo3
 from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.model.qwen3.moe import Qwen3Moe
@@ -253,6 +254,8 @@ FAMILIES: dict[str, tuple[Callable[..., DecoderBuilder], dict[str, Any]]] = {
         },
     ),
     "smollm3": (SmolLm3, {}),
+    # gated short convolutions
+    "lfm2": (Lfm2, {"layer_types": ["conv", "full_attention"] * 4, "initializer_range": 0.2}),
     # No biases: the gradient of a key's bias is 0 in channels that are not rotated, and Adam divides noise by noise.
     # sinks, and experts with biases
     "gpt_oss": (

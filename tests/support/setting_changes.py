@@ -670,6 +670,17 @@ ROWS: dict[str, Row] = {
         {"path": "one.json", "weights": False},
         {"path": "other_llama.json", "weights": Change(True, {"path": "exported"}, parts.initial_weights_of)},
     ),
+    "model.lfm2": Row(
+        parts.model_of,
+        SIZES | {"layer_types": ["conv", "full_attention", "conv"]},
+        MODEL
+        | {
+            "config": config("lfm2"),
+            "tie_word_embeddings": False,
+            "layer_types": ["full_attention"] * 3,
+            "conv_L_cache": 4,
+        },
+    ),
     "model.smollm3": Row(
         parts.model_of,
         SIZES,

@@ -91,6 +91,10 @@ class Point:
     name: str
     words: list[str]
 
+    def make_run_words(self, folder: Path) -> list[str]:
+        """Return the words of the run, in a folder below `folder`."""
+        return [*self.words, f"run.name={self.name}", f"run.folder={folder / self.name}"]
+
 
 def make_sweep_points(
     words: Sequence[str], file: Path | None = None, count: int | None = None, seed: int = 0

@@ -278,7 +278,7 @@ class SweepCommand(RecipeCommand):
             _check_fit_and_print_hours(queue.runs, find_device_model(self.device))
         print_escaped_text(f"{queue.count} runs in {folder}")
         if self.submit is not None:
-            commands = [queue.make_train_command(run) for run in queue.unfinished]
+            commands = [self.make_train_command(project, run.words) for run in queue.unfinished]
             self._write_array_script(self.submit, folder, commands)
         if self.dry_run or self.submit is not None:
             return SweepResult(folder, queue.list_points(), [], 0)
@@ -329,7 +329,7 @@ class SweepCommand(RecipeCommand):
         problems: dict[str, Problem] = {}
         runs = []
         for point in points:
-            words = [*point.words, f"run.name={point.name}", f"run.folder={folder / point.name}"]
+            words = point.make_run_words(folder)
             recipe = Recipe.load(self.recipe, *words, overlays=self.overlay, project=project)
             try:
                 problems |= {str(problem): problem for problem in recipe.check()}
@@ -340,6 +340,11 @@ class SweepCommand(RecipeCommand):
             raise RecipeError(errors)
         self.console.print_warnings(problems.values())
         return runs
+
+    def make_train_command(self, project: Project, words: Sequence[str]) -> list[str]:
+        """Return the command to start a run with these words."""
+        package = project.registry.package.partition(".")[0]
+        return [sys.executable, "-m", package, *self.make_run_words(words)]
 
     def _default_folder(self, project: Project, point: Point) -> Path:
         """Return runs/<name>-sweep, with the name in the recipe. Raises UserError if it has none."""
@@ -381,20 +386,15 @@ class SweepQueue:
 
         An error of the search ends the iteration, and is kept in `error`, so that running processes are waited for.
         """
-        yield from map(self.make_train_command, self.unfinished)
+        yield from (self.command.make_train_command(self.project, run.words) for run in self.unfinished)
         try:
             while self.search is not None and len(self.runs) < self.count:
                 point = self.search.choose_and_record_point()
                 [run] = self.command.load_and_check_runs(self.project, [point], self.folder)
                 self.runs.append(run)
-                yield self.make_train_command(run)
+                yield self.command.make_train_command(self.project, run.words)
         except (UserError, RecipeError) as error:
             self.error = error
-
-    def make_train_command(self, run: SweepRun) -> list[str]:
-        """Return the command to start a run."""
-        package = self.project.registry.package.partition(".")[0]
-        return [sys.executable, "-m", package, *self.command.make_run_words(run.words)]
 
     def report_start(self, index: int) -> None:
         """Print the run that the command at this index starts."""

@@ -400,7 +400,7 @@ def _is_complete_store(folder: Path, plan: dict[str, Any]) -> bool:
                     f"{folder} holds a store of other {difference}; choose another folder, or remove this one", 2
                 )
             return name == STORE
-    if set(os.listdir(folder)) - {LOCK}:
+    if set(os.listdir(folder)) - {LOCK, f".{PLAN}.tmp"}:  # a process killed while it wrote the plan leaves both
         raise UserError(f"{folder} holds other files; choose a new folder", 2)
     return False
 

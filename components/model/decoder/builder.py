@@ -274,7 +274,7 @@ class DecoderModel:
 
         module = CausalLM(self.architecture, span, self.kernels, self.scaling)
         family, architecture = self.family, self.architecture
-        module.create_mapper = lambda names: family.mapper(names, architecture)
+        module.create_mapper = lambda names: family.create_mapper(names, architecture)
         if self.new_token_split is None:
             return module
         from drawloom.components.model.split_vocabulary import replace_by_split_layers
@@ -324,7 +324,7 @@ class DecoderModel:
 
             joined = create_vocabulary_join_mapper(names, self.new_token_split)
         kept = [name for name in names if name not in joined.inputs or name in joined.outputs]
-        mapper = sequential(joined, self.family.mapper(kept, self.architecture))
+        mapper = sequential(joined, self.family.create_mapper(kept, self.architecture))
         layers = str(self.num_hidden_layers)
         return attrs.evolve(mapper, ignored=tuple(p.replace("{layers}", layers) for p in self.family.ignored))
 

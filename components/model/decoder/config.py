@@ -228,7 +228,7 @@ def alternate_layer_types(layers: int, interval: int, other: str = SLIDING) -> l
 
 def layer_types_setting(interval: int, other: str = SLIDING) -> Any:
     """Declare `layer_types`: by default the last of every `interval` layers has full attention."""
-    ordinals = {2: "second", 4: "fourth", 6: "sixth"}
+    ordinals = {2: "second", 3: "third", 4: "fourth", 6: "sixth"}
     return training_setting(
         f"{FULL} or {other} for every layer; default: every {ordinals[interval]} is {FULL}",
         default=attrs.Factory(

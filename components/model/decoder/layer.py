@@ -16,6 +16,7 @@ from drawloom.components.model.decoder.specs import (
     LayerContext,
     MlpSpec,
     PartSpec,
+    ShortConvSpec,
 )
 from drawloom.components.model.layers import RMSNorm
 from drawloom.ports import Kernels, NormAndSum
@@ -24,6 +25,7 @@ PARTS: dict[type[PartSpec], str] = {
     AttentionSpec: "attention:Attention",
     LatentSpec: "latent:LatentAttention",
     DeltaSpec: "gated_delta_net:GatedDeltaNet",
+    ShortConvSpec: "short_convolution:ShortConvolution",
     MlpSpec: "mlp:GatedMlp",
     ExpertSpec: "experts:SparseMoeBlock",
 }

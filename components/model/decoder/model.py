@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from drawloom.components.model.decoder.config import DecoderConfig
 from drawloom.components.model.decoder.layer import Block
-from drawloom.components.model.decoder.specs import Branch, DeltaSpec, LayerContext, MixerSpec
+from drawloom.components.model.decoder.specs import Branch, LayerContext, MixerSpec, RecurrentSpec
 from drawloom.components.model.layers import Embedding, Linear, RMSNorm
 from drawloom.components.parallel.tensor_ranks import TensorParallel
 from drawloom.ports import (
@@ -83,7 +83,7 @@ class Decoder(TensorParallel):
         self.ropes = [*dict.fromkeys(None if layer is None else layer.rope for layer in self.attention)]
         self.rope_indices = [self.ropes.index(None if layer is None else layer.rope) for layer in self.attention]
         specs = [branch.spec for layer in branches.values() for branch in layer]
-        self.is_recurrent = any(isinstance(spec, DeltaSpec) for spec in specs)
+        self.is_recurrent = any(isinstance(spec, RecurrentSpec) for spec in specs)
         self.layers = nn.ModuleDict(
             {str(number): Block(architecture, layer, kernels) for number, layer in branches.items()}
         )
@@ -187,14 +187,14 @@ class CausalLM(nn.Module):
         self.create_mapper: Callable[[Iterable[str]], Mapper] | None = None  # to the family's files
 
     def name_joined_layers(self) -> None:
-        """Set `joined_name` in linear layers that are one tensor with others in files, before layers are adapted."""
+        """Set `joined_name` in linear layers with another name in files, where several may be one, before layers are adapted."""
         create_mapper, self.create_mapper = self.create_mapper, None
         if create_mapper is None:
             return
         # Experts are many, and no linear layers.
         names = [name for name, _ in self.named_parameters() if ".experts." not in name]
         for group in create_mapper(names).groups:
-            for name in group.inputs if len(group.inputs) > 1 else ():
+            for name in group.inputs if group.outputs != group.inputs else ():
                 layer = self.get_submodule(name.rpartition(".")[0])
                 if isinstance(layer, Linear):
                     layer.joined_name = group.outputs[0].rpartition(".")[0]
@@ -237,6 +237,6 @@ def count_forward_flops(whole: nn.Module, architecture: DecoderConfig) -> Forwar
         for branch in architecture.branches_of(layer):
             if isinstance(branch.spec, MixerSpec):
                 per_pair[branch.spec.window] += branch.spec.pair_flops
-            elif isinstance(branch.spec, DeltaSpec):
+            elif isinstance(branch.spec, RecurrentSpec):
                 per_token += branch.spec.token_flops
     return ForwardFlops(by_parameter, {window: float(flops) for window, flops in per_pair.items()}, per_token)

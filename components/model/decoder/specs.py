@@ -75,14 +75,30 @@ class LatentSpec(MixerSpec):
 
 
 @attrs.frozen(kw_only=True)
-class DeltaSpec:
+class RecurrentSpec:
+    """Specification of a part that takes states over the tokens in a document, such as its last `taps` tokens."""
+
+    taps: int
+
+    @property
+    def token_flops(self) -> int:
+        """FLOPs for a token, beside products with parameters."""
+        return 0
+
+
+@attrs.frozen(kw_only=True)
+class ShortConvSpec(RecurrentSpec):
+    """Specification of a gated short convolution over `taps` tokens."""
+
+
+@attrs.frozen(kw_only=True)
+class DeltaSpec(RecurrentSpec):
     """Specification of a gated delta net: heads and their widths, and the convolutions' length in tokens."""
 
     key_heads: int
     value_heads: int
     key_dim: int
     value_dim: int
-    taps: int
 
     @property
     def head_widths(self) -> tuple[tuple[str, int], ...]:
@@ -165,7 +181,7 @@ class ExpertSpec:
     z_loss_coef: float = 0.0
 
 
-PartSpec = MixerSpec | DeltaSpec | MlpSpec | ExpertSpec
+PartSpec = MixerSpec | RecurrentSpec | MlpSpec | ExpertSpec
 
 
 @attrs.frozen

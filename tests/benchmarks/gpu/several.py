@@ -8,8 +8,8 @@ time: to compute, as one GPU does with the same tokens, or to send its bytes at 
 first steps are compared with one GPU's for the same batches.
 
 With fewer GPUs than ranks, the ranks share them (`device.share`): then rates mean nothing, but losses, launches and the
-host's time do. `ONLY="0.6B"` selects rows by words in their names, `ONLY=--links` prints the bandwidths alone, and
-`--tiny` tries everything with small models on a CPU.
+host's time do. `ONLY="0.6B !reshard"` selects rows by words in their names, and none with the word behind `!`;
+`ONLY=--links` prints the bandwidths alone, and `--tiny` tries everything with small models on a CPU.
 """
 
 import json
@@ -93,7 +93,7 @@ class Row:
     """A model on a mesh: rows by microbatch and replica, row length, microbatches, and other edits."""
 
     model: str
-    mesh: Mapping[str, int] = {}
+    mesh: Mapping[str, int] = attrs.field(factory=dict, hash=False)
     rows: int = 1
     length: int = 4096
     microbatches: int = 1
@@ -160,9 +160,10 @@ def main() -> None:
         if "--links" in sys.argv:
             return
         rates: dict[str, float] = json.loads(links.read_text())
+        alone: dict[Row, Result] = {}
         for row in list_rows(ranks):
-            if all(word in row.name for word in words):
-                print_row(row, rates, Path(folder))
+            if all((word[1:] not in row.name) if word.startswith("!") else (word in row.name) for word in words):
+                print_row(row, rates, Path(folder), alone)
 
 
 def torchrun(ranks: int, *words: str) -> list[str]:
@@ -243,12 +244,14 @@ def _time(collective: Any, whole: torch.Tensor, device: torch.device) -> float:
 # Runs
 
 
-def print_row(row: Row, rates: Mapping[str, float], folder: Path) -> None:
-    """Print a row's lines, or its failure."""
+def print_row(row: Row, rates: Mapping[str, float], folder: Path, runs_alone: dict[Row, "Result"]) -> None:
+    """Print a row's lines, or its failure; rows share runs on one GPU."""
     print(row.name, flush=True)
     one = attrs.evolve(row, mesh={}, microbatches=row.global_rows // row.rows, edits=_edits_on_one_gpu(row))
     try:
-        alone = run_ours(one, folder, COMPARED)
+        if one not in runs_alone:
+            runs_alone[one] = run_ours(one, folder, COMPARED)
+        alone = runs_alone[one]
         ours = run_ours(row, folder, STEPS)
     except RuntimeError as error:
         print(f"    failed: {str(error).strip().splitlines()[-1]}", flush=True)

@@ -23,7 +23,7 @@ def test_each_token_is_on_one_rank_and_all_have_as_many_to_attend_to(length: int
     parts = [ContextPart.for_rank(length, SilentRank(rank, size)) for rank in range(size)]
     places = torch.cat([part.token_indices for part in parts])
     assert places.sort().values.tolist() == list(range(length))
-    assert places[parts[0].order].tolist() == list(range(length))
+    assert torch.equal(_arrange(parts[0], places), torch.arange(length))
     if length % (2 * size) == 0:
         assert len({int(part.token_indices.sum()) for part in parts}) == 1
 
@@ -51,7 +51,13 @@ def test_own_leaves_are_cut_by_their_specs() -> None:
     assert part.frames["right"].shape == (4, 2, 2) and part.labels is whole.labels and part.scale is whole.scale
 
 
-def _gather_rows() -> tuple[Any, Any]:
+def _arrange(part: ContextPart, places: Tensor) -> Tensor:
+    """Return all ranks' places in the order of the row's pieces."""
+    by_rank = places.view(part.group.size, len(part.piece_indices), -1)
+    return torch.cat([by_rank[place] for place in part.list_places()])
+
+
+def _gather_rows() -> tuple[Any, ...]:
     processes = TorchProcesses(device=ComputeDevice(kind="cpu"), timeout=30.0)
     processes.open()
     try:
@@ -62,15 +68,21 @@ def _gather_rows() -> tuple[Any, Any]:
         rows = part.gather(mine)
         (rows.flatten() * torch.arange(8) * (1 + mesh.world.rank)).sum().backward()  # type: ignore[no-untyped-call]
         assert mine.grad is not None
-        return rows.flatten().tolist(), mine.grad.flatten().tolist()
+        wait = part.start_gathering_others(mine.detach())
+        others = wait()
+        wait = part.start_summing_for_owners(others * (1 + mesh.world.rank))
+        return tuple(x.flatten().tolist() for x in (rows, mine.grad, others, wait()))
     finally:
         processes.close()
 
 
 def test_gathered_rows_are_in_order_and_gradients_sum_over_ranks() -> None:
     """All ranks have the whole row; a token's gradient, on its own rank, is the sum over all ranks' uses."""
-    (first, grad), (second, other) = run_ranks(_gather_rows, 2)
+    (first, grad, *_), (second, other, *_) = exchanged = run_ranks(_gather_rows, 2)
     assert first == second == list(range(8))
     assert grad == [3.0 * position for position in (0, 1, 6, 7)] and other == [
         3.0 * position for position in (2, 3, 4, 5)
     ]
+    # what is gathered from others alone is in order too, and returns to its owner
+    assert [ranks[2] for ranks in exchanged] == [[2, 3, 4, 5], [0, 1, 6, 7]]
+    assert [ranks[3] for ranks in exchanged] == [[2.0 * place for place in (0, 1, 6, 7)], [2, 3, 4, 5]]

@@ -59,10 +59,11 @@ def test_a_run_without_a_finite_loss_ends() -> None:
         train(Divergence(steps=3), *[LOST["not finite"]] * 3)
 
 
-def test_a_step_without_tokens_does_not_count_as_lost() -> None:
-    """Its loss is not a number and its gradients are 0; neither does it end a row of lost steps."""
+@pytest.mark.parametrize("nothing", [(NAN, 0.0), (0.0, 0.0)])
+def test_a_step_with_nothing_to_learn_does_not_count_as_lost(nothing: Pair) -> None:
+    """Without a token, or with equal rewards, its gradients are 0; neither does it end a row of lost steps."""
     phase = Divergence(steps=2)
-    assert train(phase, (5.5, 1.0), *[(NAN, 0.0)] * 5, LOST["far above"], (NAN, 0.0)) == 8
+    assert train(phase, (5.5, 1.0), *[nothing] * 5, LOST["far above"], nothing) == 8
     with pytest.raises(UserError, match="has diverged"):
         train(phase, LOST["far above"], first=9)
 

@@ -1,6 +1,8 @@
 """Phases for reinforcement learning: rollouts, advantages, and the evaluation by rewards."""
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -18,7 +20,7 @@ from drawloom.components.ports.pipeline import Executor
 from drawloom.components.ports.rollouts import Answer, Completions, PolicyBatch, PromptBatch, Prompts, Scored
 from drawloom.components.ports.run import Batching, Events, Step
 from drawloom.components.ports.stages import Parameters
-from drawloom.graph import Ordered, UserError
+from drawloom.graph import Ordered, RecipeError, UserError
 from drawloom.graph.project import Recipe
 from drawloom.graph.testing import fake
 from support.doubles import Machine
@@ -304,6 +306,20 @@ def test_a_loop_that_can_not_learn_is_refused_before_it_runs(words: list[str], p
     tables["model"] = {"use": "model.qwen3.dense", **TINY}
     problems = Recipe.load("grpo", *words).with_values(tables).graph.problems
     assert any(problem in str(text) for text in problems), problems
+
+
+def test_check_names_an_example_without_the_key_of_a_reward(tmp_path: Path) -> None:
+    """The third example has no `answer`: its line is in the message."""
+    lines = [{"prompt": "a", "answer": "b"}, {"prompt": "b", "answer": "b"}, {"prompt": "c", "anwser": "b"}]
+    (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    tables = {
+        "vars": {"base": "unused"},
+        "tokenizer": {"use": "data.bytes"},
+        "model": {"use": "model.qwen3.dense", **TINY},
+        "examples": {"use": "data.json_examples", "paths": [str(tmp_path / "mine.jsonl")]},
+    }
+    with pytest.raises(RecipeError, match=r"rewards.exact_match\]: .*mine.jsonl:3 has the keys .*not 'answer'"):
+        Recipe.load("grpo").with_values(tables).check()
 
 
 @pytest.mark.parametrize(

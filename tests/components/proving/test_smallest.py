@@ -11,12 +11,14 @@ from drawloom.components.ports.data import IGNORE_INDEX
 from drawloom.components.proving.rows import ProvingRows
 from drawloom.components.proving.subject import Subject
 from drawloom.graph.project import Project
+from support.mesh_faults import FAULTS
 
 PLACED = (
     *("loss.next_token", "loss.dft", "optim.muon", "optim.adamw", "gradients.clip_group_norm", "learning_rate.linear"),
     *("metrics.perplexity", "metrics.layer_norms", "phases.ema", "phases.router_bias", "adapters.lora", "model.gemma3"),
     *("model.deepseek_v3", "data.packing.best_fit", "data.order.shuffled", "data.bytes", "pipeline.schedules.gpipe"),
     *("experts.all_to_all", "kernels.auto", "checkpoint.staging.overlapped", "trackers.csv", "listeners.summary"),
+    *("model.auto", "model.transformers", "rewards.regex"),
 )
 
 
@@ -54,7 +56,7 @@ def test_what_can_not_be_proved_is_an_error_of_the_user(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="leave it out"):
         Subject("loss.dft", nodes=["loss"]).make_source_values_and_nodes(tmp_path)
     with pytest.raises(UserError, match="write a recipe with it"):
-        Subject("rewards.regex").make_source_values_and_nodes(tmp_path)
+        Subject("pipeline.executor").make_source_values_and_nodes(tmp_path)
 
 
 def test_generated_rows_have_different_counts() -> None:
@@ -73,3 +75,10 @@ def test_generated_rows_have_different_counts() -> None:
     # the target is the next token of the same document
     following = batch.tokens.roll(-1, 1)
     assert torch.equal(batch.targets[trained], following[trained])
+
+
+def test_seeded_faults_are_in_methods_that_exist() -> None:
+    """Every fault of the soak test can be seeded, so that a renamed method is noticed before."""
+    for fault in FAULTS:
+        with fault.context():
+            pass

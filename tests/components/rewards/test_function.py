@@ -36,6 +36,8 @@ def test_a_function_scores_texts_with_keys_of_examples_and_settings() -> None:
     assert overlap(least=0.0, weight=-2.0).scores(answers) == [1.0, 0.5, 0.25]
     with pytest.raises(UserError, match=r"row 7 has the keys source, but not 'answer'; add it, or give answer a defau"):
         overlap().scores([Answer("a", 1, True, {"source": "row 7"})])
+    with pytest.raises(UserError, match="row 7 has the keys source, but not 'answer'"):
+        overlap().check_example({"source": "row 7"})
     for function in (lambda: 0.0, lambda text, **keys: 0.0):
         with pytest.raises(TypeError, match=r"takes the completion's text, and then keys of the example by name"):
             reward(function)

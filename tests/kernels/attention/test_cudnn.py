@@ -4,12 +4,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from drawloom.kernels.attention.cudnn import CUDNN, ONE_DOCUMENT_PER_ROW, PiecewiseKernel, RowPieces
+from drawloom.kernels.attention.cudnn import CUDNN, ONE_DOCUMENT_PER_ROW
 from drawloom.kernels.attention.eager import attention_eager, create_causal_document_mask
 from drawloom.kernels.attention.flash import SoftmaxStatistics, attend_with_optional_sinks
 from drawloom.kernels.attention.options import AttentionOptions
+from drawloom.kernels.attention.pieces import PiecewiseKernel, RowPieces
 from support.kernels import DEVICE
 from support.qwen3 import cpu_kernels
+from support.row_pieces import ImaginaryRanks
 
 HALF = DEVICE.type == "cuda"
 """Whether cuDNN runs, which computes in 16 bits; on a CPU torch uses another implementation."""
@@ -61,28 +63,30 @@ class ScoresKernel:
         return grad_q, grad_k, torch.einsum("rqhk,rqhd->rkhd", weights, grad)
 
 
-@pytest.mark.parametrize("indices", [(0, 3), (1, 2), (2,), (0,)])
+@pytest.mark.parametrize("indices", [(0, 3), (1, 2), (2,), (0,), (0, 1, 2, 3)])
 @pytest.mark.parametrize("has_sinks", [False, True])
 def test_pieces_equal_their_queries_in_whole_rows(indices: tuple[int, ...], has_sinks: bool) -> None:
-    """Pieces' results and gradients, merged by statistics, equal eager attention from the same queries."""
-    pieces, length = 4, 6
-    positions = torch.cat([torch.arange(index * length, (index + 1) * length) for index in indices])
-    q, k, v = (torch.randn(2, count, 2, 8, dtype=torch.float64) for count in (len(positions), *(pieces * length,) * 2))
-    sinks = torch.randn(2, dtype=torch.float64) if has_sinks else None
-    inputs = [x.requires_grad_() for x in (q, k, v, sinks) if x is not None]
-    kernel = PiecewiseKernel(ScoresKernel(causal=True), ScoresKernel(causal=False), indices)
-    visible = (positions[:, None] >= torch.arange(pieces * length)).expand(2, 1, -1, -1)
+    """Pieces' results and gradients, and the addends sent to other ranks, equal eager attention in whole rows."""
+    shape = (2, 4 * 6, 2, 8)
+    whole = q, k, v = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    exchange = ImaginaryRanks(indices, 4, torch.cat([k.flatten(2), v.flatten(2)], 2))
+    own = exchange.token_indices
+    sinks = torch.randn(2, dtype=torch.float64, requires_grad=True) if has_sinks else None
+    parts = q_own, k_own, v_own = [x.detach()[:, own].requires_grad_() for x in whole]
+    learned = [sinks] if sinks is not None else []
+    kernel = PiecewiseKernel(ScoresKernel(causal=True), ScoresKernel(causal=False), exchange)
+    visible = (own[:, None] >= torch.arange(shape[1])).expand(2, 1, -1, -1)
     options = AttentionOptions(scale=1.0)
-    results = [
-        attend_with_optional_sinks(kernel, q, k, v, sinks),
-        CUDNN.attend(q, k, v, RowPieces(indices, positions), options, sinks),
-        attention_eager(q, k, v, visible, options, sinks),
-    ]
-    seed = torch.randn_like(results[0])
-    grads = [torch.autograd.grad(result, inputs, seed) for result in results]
-    for result, own in zip(results[:2], grads[:2], strict=True):
-        torch.testing.assert_close(result, results[2])
-        torch.testing.assert_close(own, grads[2])
+    expected = attention_eager(q[:, own], k, v, visible, options, sinks)
+    seed = torch.randn_like(expected)
+    grads = torch.autograd.grad(expected, [*whole, *learned], seed)
+    expected_grads = [*(grad[:, own] for grad in grads[:3]), *grads[3:]]
+    by_kernel = attend_with_optional_sinks(kernel, q_own, k_own, v_own, sinks)
+    by_eager = CUDNN.attend(q_own, k_own, v_own, RowPieces(exchange), options, sinks)
+    for result in (by_kernel, by_eager):
+        torch.testing.assert_close(result, expected)
+        torch.testing.assert_close(list(torch.autograd.grad(result, [*parts, *learned], seed)), expected_grads)
+    torch.testing.assert_close(exchange.sent, torch.cat([x[:, exchange.others].flatten(2) for x in grads[1:3]], 2))
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

@@ -13,15 +13,15 @@ shapes = st.tuples(st.integers(0, 2), st.sampled_from([0, 1, 5, 64, 70]), st.sam
 
 
 @few
-@given(seeds, shapes, st.integers(1, 5), dtypes, layouts, st.sampled_from([0.02, 0.5]))
+@given(seeds, shapes, st.integers(1, 5), dtypes, layouts, st.sampled_from([0.02, 0.5]), st.booleans())
 def test_triton_equals_eager(
-    _seed: object, shape: tuple[int, int, int], taps: int, dtype: torch.dtype, layout: str, often: float
+    _seed: object, shape: tuple[int, int, int], taps: int, dtype: torch.dtype, layout: str, often: float, silu: bool
 ) -> None:
     """Any shape, strides and documents give the result and gradients of float64."""
     x, weight = draw_tensor(layout, *shape, dtype=dtype), draw_tensor("contiguous", shape[2], taps)
     ids = (torch.rand(shape[:2], device=DEVICE) < often).cumsum(1, dtype=torch.int32)
     wide = exact(x, weight)
-    actual, expected = causal_conv_triton(x, weight, ids), causal_conv_eager(wide[0], wide[1], ids)
+    actual, expected = causal_conv_triton(x, weight, ids, silu), causal_conv_eager(wide[0], wide[1], ids, silu)
     assert actual.dtype == dtype
     assert_all_close([actual], [expected], 1.5)
     grad = draw_tensor(layout, *shape, dtype=dtype).detach()

@@ -55,6 +55,14 @@ def test_a_killed_store_is_completed_byte_for_byte(tmp_path: Path) -> None:
     assert same(tmp_path / "store", tmp_path)
 
 
+def test_a_store_killed_before_its_plan_is_begun_again(tmp_path: Path) -> None:
+    """A process that is killed while it writes the plan leaves a part of it, and the next one begins anew."""
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / ".plan.json.tmp").write_text('{"inputs', "utf-8")
+    build_store(tmp_path / "store", PARTS, Bytes())
+    assert same(tmp_path / "store", tmp_path)
+
+
 def test_children_of_a_killed_process_end_before_the_next_one_writes(tmp_path: Path) -> None:
     """Its processes notice its end at their next report, and would then remove the next process's files."""
     folder, flag, said = tmp_path / "store", tmp_path / "flag", list[str]()

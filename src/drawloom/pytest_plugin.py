@@ -1,11 +1,13 @@
 """
 The testing API as fixtures. pytest finds this module by an entry point when drawloom is installed.
 
-Every run of pytest in the environment loads this module. So it imports nothing heavy, and its fixtures have a prefix.
+Every run of pytest in the environment loads this module. So it imports nothing heavy, and its fixtures have a prefix,
+except for `prove`.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ import pytest
 @pytest.fixture
 def drawloom_build() -> Callable[..., Any]:
     """Return `drawloom.testing.build`: build one component with the checks of a recipe."""
-    from drawloom.graph import testing
+    from drawloom import testing
 
     return testing.build
 
@@ -22,7 +24,7 @@ def drawloom_build() -> Callable[..., Any]:
 @pytest.fixture
 def drawloom_fake() -> Callable[..., Any]:
     """Return `drawloom.testing.fake`: make an object implementing a port and recording its calls."""
-    from drawloom.graph import testing
+    from drawloom import testing
 
     return testing.fake
 
@@ -30,7 +32,7 @@ def drawloom_fake() -> Callable[..., Any]:
 @pytest.fixture
 def drawloom_check_port() -> Callable[..., None]:
     """Return `drawloom.testing.check_port`: check an implementation against a port's contract."""
-    from drawloom.graph import testing
+    from drawloom import testing
 
     return testing.check_port
 
@@ -50,3 +52,13 @@ def drawloom_opened() -> Iterator[Callable[[Any], Any]]:
             return item
 
         yield open_item
+
+
+@pytest.fixture(scope="session")
+def prove() -> Iterator[Callable[..., None]]:
+    """Return `drawloom.testing.prove`, whose processes are shared by all tests."""
+    from drawloom import testing
+    from drawloom.components.proving.prover import Prover  # imports torch
+
+    with Prover() as prover:
+        yield partial(testing.prove, prover=prover)

@@ -1,0 +1,100 @@
+"""The component `model.lfm2`: LFM2 and LFM2.5 for text, dense (Liquid AI 2025, arXiv 2511.23404)."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal
+
+import attrs
+
+from drawloom import between, component, setting
+from drawloom.components.model.decoder.builder import DecoderBuilder
+from drawloom.components.model.decoder.config import (
+    FULL,
+    DecoderConfig,
+    find_short_list_faults,
+    layer_types_setting,
+)
+from drawloom.components.model.decoder.family import Family
+from drawloom.components.model.decoder.rope import InvalidSetting
+from drawloom.components.model.decoder.specs import Branch, ShortConvSpec
+from drawloom.components.weights.mapper import parallel, sequential
+from drawloom.components.weights.mapper_ops import concatenate, identity, rename, unsqueeze
+from drawloom.ports import ConfigJson, Mapper, Settings
+
+
+@attrs.frozen(kw_only=True)
+class Lfm2Config(DecoderConfig):
+    """Config of LFM2: layers of type conv have a gated short convolution instead of attention."""
+
+    qk_norm = "head"
+
+    max_position_embeddings: int = 128_000
+    rms_norm_eps: float = 1e-5
+    tie_word_embeddings: bool = True
+    layer_types: list[Literal["full_attention", "conv"]] = layer_types_setting(3, "conv")
+    conv_L_cache: int = setting("number of tokens in a convolution", default=3, check=between(1, 65))  # noqa: N815
+
+    def branches_of(self, layer: int) -> Sequence[Branch]:
+        first, last = super().branches_of(layer)
+        if self.layer_types[layer] == FULL:
+            return first, last
+        return attrs.evolve(first, name="conv", spec=ShortConvSpec(taps=self.conv_L_cache)), last
+
+    @classmethod
+    def find_faults(cls, given: Settings) -> Iterator[InvalidSetting]:
+        yield from super().find_faults(given)
+        yield from find_short_list_faults(given, "layer_types", "types")
+
+
+def _convert_config_from_hf(config: ConfigJson) -> ConfigJson:
+    """Convert older keys, and compute the feed-forward network's width from a Llama-like one."""
+    layers = range(config.get("num_hidden_layers") or 0)
+    full = config.get("full_attn_idxs") or layers
+    types = [FULL if layer in full else "conv" for layer in layers]
+    width = config.get("block_ff_dim", config.get("intermediate_size"))
+    if config.get("block_auto_adjust_ff_dim", True) and isinstance(width, int):
+        multiple = config.get("block_multiple_of", 256)
+        width = int(config.get("block_ffn_dim_multiplier", 1.0) * int(2 * width / 3))
+        width = -(-width // multiple) * multiple
+    tied = config.get("tie_embedding", config.get("tie_word_embeddings", True))
+    changes = {"intermediate_size": width, "tie_word_embeddings": tied, "block_auto_adjust_ff_dim": False}
+    return config | changes | {"layer_types": config.get("layer_types") or types}
+
+
+def _create_family_mapper(names: Iterable[str], architecture: DecoderConfig) -> Mapper:
+    """Return the mapper to files, where a convolution's three projections are joined, as taps (channels, 1, taps)."""
+    joined: list[Mapper] = []
+    others = list(names)
+    for name in [name for name in others if name.endswith(".conv.taps")]:
+        conv, target = name.removesuffix(".taps"), name.replace(".taps", ".conv.weight")
+        joined += [
+            sequential(rename({name: target}), unsqueeze(target, 1)),
+            concatenate([f"{conv}.in_proj_{part}.weight" for part in "bcx"], f"{conv}.in_proj.weight"),
+        ]
+    convolutions = parallel(*joined)
+    return parallel(convolutions, identity(*(name for name in others if name not in set(convolutions.inputs))))
+
+
+@component(impact="incompatible")
+class Lfm2(DecoderBuilder):
+    """An LFM2 language model, with sizes from this table or a Hugging Face `config.json`."""
+
+    family = Family(
+        Lfm2Config,
+        "lfm2",
+        "Lfm2ForCausalLM",
+        hf_defaults={"rope_theta": 1e6, "num_key_value_heads": 8},
+        fixed={"conv_bias": False, "block_auto_adjust_ff_dim": False},
+        renamed={"rms_norm_eps": "norm_eps"},
+        read=_convert_config_from_hf,
+        mapper=_create_family_mapper,
+        tensor_names={
+            r"\.self_attn\.o_proj\.": ".self_attn.out_proj.",
+            r"\.self_attn\.([qk])_norm\.": r".self_attn.\1_layernorm.",
+            r"\.mlp\.gate_proj\.": ".feed_forward.w1.",
+            r"\.mlp\.up_proj\.": ".feed_forward.w3.",
+            r"\.mlp\.down_proj\.": ".feed_forward.w2.",
+            r"\.input_layernorm\.": ".operator_norm.",
+            r"\.post_attention_layernorm\.": ".ffn_norm.",
+            r"^model\.norm\.": "model.embedding_norm.",
+        },
+    )
