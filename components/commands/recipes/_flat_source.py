@@ -77,7 +77,7 @@ MAX_MICROBATCH_LOGITS, MAX_MICROBATCH_TOKENS = 2**24, 2048
 """The cross entropy of a larger microbatch is computed in chunks, with other bits (kernels/cross_entropy/eager.py)."""
 
 
-class Constant(NamedTuple):
+class FlatConstant(NamedTuple):
     """A constant's value, and the recipe's place for it."""
 
     value: Any
@@ -98,7 +98,7 @@ def format_flat_source(recipe: Recipe) -> str:
     model, corpus, batch = (_find_node(nodes, uses) for uses in (MODELS, CORPORA, ("run.batch",)))
     _find_node(nodes, ("optim.adamw",))
     constants = {
-        constant: Constant(node.settings[key], f"[{node.name}] {key}, {describe_provenance(graph, node, key)}")
+        constant: FlatConstant(node.settings[key], f"[{node.name}] {key}, {describe_provenance(graph, node, key)}")
         for use, node in nodes.items()
         for key, constant in CONSTANTS.get(use, {}).items()
     }
@@ -109,7 +109,7 @@ def format_flat_source(recipe: Recipe) -> str:
     values = {name: getattr(config, key) for key, name in SIZES.items()}
     values["MICROBATCH"] = choose_micro_size([constants["BATCH"].value], constants["MICROBATCH"].value, 1)
     constants = {name: item._replace(value=values.get(name, item.value)) for name, item in constants.items()}
-    constants["END_TOKEN"] = Constant(256, f"[{_find_node(nodes, ('data.bytes',)).name}] the end of a document")
+    constants["END_TOKEN"] = FlatConstant(256, f"[{_find_node(nodes, ('data.bytes',)).name}] the end of a document")
     tokens = constants["MICROBATCH"].value * constants["LENGTH"].value
     if tokens > max(MAX_MICROBATCH_TOKENS, MAX_MICROBATCH_LOGITS // config.vocab_size):
         _refuse(batch, "micro_size", f"has microbatches of {tokens:,} tokens")

@@ -21,7 +21,7 @@ class SourceResult(Result):
 
 
 @command
-class ShowCommand(show.ShowCommand):
+class ShowWithSourceCommand(show.ShowCommand):
     """The resolved recipe, or its run as Python source."""
 
     source: bool = option(

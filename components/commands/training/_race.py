@@ -15,8 +15,9 @@ from drawloom.components.commands.training._paired_test import Decision, judge_d
 from drawloom.components.commands.training._sweep_points import Point, make_point
 from drawloom.components.commands.training.sweep import ProcessPool, SweepCommand
 from drawloom.components.report.metrics import METRICS, read_lines
-from drawloom.components.run.locks import is_lock_holder_alive
+from drawloom.components.report.run_table import is_run_in_use
 from drawloom.components.storage.durable_files import replace_file
+from drawloom.components.storage.step_log import parse_step_lines
 from drawloom.graph.cli.command import OK, STOPPED, Project, dump_json, output, output_class, print_escaped_text
 from drawloom.graph.cli.result import as_data
 from drawloom.graph.recipe.lockfile import LOCK
@@ -211,7 +212,7 @@ class Rounds:
                     self.ledger.record(self.read_result(name, seed, seconds))
                 elif self.pool.received or code > STOPPED:
                     self.pool.received = self.pool.received or code - STOPPED
-                elif is_lock_holder_alive(folder):  # it had just been started by a command that was killed
+                elif is_run_in_use(folder):  # it had just been started by a command that was killed
                     waiting.append(name)
                 else:
                     failed.append(self.read_result(name, seed, seconds, f"its process ended with exit code {code}"))
@@ -233,7 +234,7 @@ class Rounds:
             print_escaped_text(f"seed {seed}: {names[index]}")
 
         for name in names:
-            _wait_for_lock_holder(self.arms[name].make_run_folder(seed))
+            self._wait_for_lock_holder(self.arms[name].make_run_folder(seed))
         commands = [self.arms[name].make_command(self.project, seed) for name in names]
         last = time.monotonic()
         for index, code in self.pool.run_and_yield_exit_codes(commands, note_start):
@@ -242,10 +243,18 @@ class Rounds:
             last = now
             yield names[index], code, now - starts[index]
 
+    def _wait_for_lock_holder(self, folder: Path) -> None:
+        """Wait for a run that a killed command has left, or until a signal."""
+        if is_run_in_use(folder):
+            print_escaped_text(f"waiting for the process that runs {folder}")
+        while is_run_in_use(folder) and not self.pool.received:
+            time.sleep(WAIT_SECONDS)
+
     def read_result(self, name: str, seed: int, seconds: float, problem: str = "") -> AskRun:
         """Return a run's result. Raises UserError if it has finished and never had the metric."""
         folder, metric = self.arms[name].make_run_folder(seed), self.ledger.question["metric"]
-        rows = [json.loads(line) for line in read_lines(folder / METRICS)]
+        lines, _ = parse_step_lines(b"".join(read_lines(folder / METRICS)))
+        rows = [line.row for line in lines]
         values = [row[metric] for row in rows if metric in row]
         if not (values or problem):
             names = ", ".join(sorted({key for row in rows for key in row}))
@@ -258,15 +267,7 @@ class Rounds:
             seed=seed,
             value=None if problem else values[-1],
             problem=problem,
-            steps=rows[-1]["step"] if rows else 0,
+            steps=lines[-1].step if lines else 0,
             seconds=seconds,
             lock=folder / LOCK,
         )
-
-
-def _wait_for_lock_holder(folder: Path) -> None:
-    """Wait for a run that a killed command has left."""
-    if is_lock_holder_alive(folder):
-        print_escaped_text(f"waiting for the process that runs {folder}")
-    while is_lock_holder_alive(folder):
-        time.sleep(WAIT_SECONDS)

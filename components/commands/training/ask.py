@@ -56,14 +56,14 @@ UNITS |= {"gpu-m": ("GPU minutes", 1.0), "gpu-h": ("GPU minutes", 60.0)}
 
 
 @attrs.frozen
-class Budget:
+class AskBudget:
     """Amount that all runs together may cost, in steps, minutes or GPU minutes."""
 
     amount: float
     unit: str
 
     @classmethod
-    def parse(cls, text: str) -> "Budget":
+    def parse(cls, text: str) -> "AskBudget":
         """Return the budget in a text such as 9600steps, 90m or 3gpu-h. Raises ValueError."""
         if not (match := re.fullmatch(r"(\d+(?:\.\d+)?)(steps|m|h|gpu-m|gpu-h)", text)):
             raise ValueError(f"{text!r} is not a budget; write 9600steps, 90m, 2h or 3gpu-h, for example")
@@ -140,9 +140,9 @@ class AskCommand(OverlayCommand):
         default=(),
         metavar="VALUES",
     )
-    budget: Budget = option(
+    budget: AskBudget = option(
         "most that all runs may cost together: 9600steps, 90m or 2h of time, or 30gpu-m or 3gpu-h of all processes",
-        parse=Budget.parse,
+        parse=AskBudget.parse,
         metavar="BUDGET",
     )
     metric: str = option("number that a phase writes, compared after the last step", default="validation_loss")
@@ -221,7 +221,7 @@ class AskCommand(OverlayCommand):
     def _check_budget_for_two_pairs(self, planned: Iterable[AskCost]) -> None:
         """Raise UserError if the budget is smaller than the planned cost of two pairs."""
         if (cost := MIN_PAIRS * self.budget.sum_costs(planned)) > self.budget.amount:
-            needed = Budget(cost, self.budget.unit)
+            needed = AskBudget(cost, self.budget.unit)
             raise UserError(
                 f"--budget: two pairs cost {needed}, and the budget is {self.budget}; write more, or train for fewer "
                 "steps",

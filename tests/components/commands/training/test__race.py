@@ -39,13 +39,16 @@ def test_a_recipe_leaves_the_race_when_another_one_is_better(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("last", [{"loss": None}, {"validation_loss": None}])
 def test_a_finished_run_that_is_not_finite_has_no_value(tmp_path: Path, last: dict[str, None]) -> None:
-    """JSON has null for NaN and infinity, and a skipped step has no loss: such a run has no value, and a reason."""
+    """
+    JSON has null for NaN and infinity, and a skipped step has no loss: such a run has no value, and a reason.
+    A line that a kill has left incomplete is no row.
+    """
     sweep = parse_command(SweepCommand, "sweep", ["first_run"])
     arm = Arm("first", sweep, [], tmp_path)
     folder = arm.make_run_folder(0)
     folder.mkdir()
     rows = [{"step": 1, "loss": 2.0, "validation_loss": 3.0}, {"step": 2, "loss": 1.0, **last}]
-    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), "utf-8")
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows) + '{"st', "utf-8")
     ledger = Ledger(tmp_path / "ask.json", {"metric": "validation_loss"})
     rounds = Rounds(Project.from_package("drawloom"), {"first": arm}, ledger, ProcessPool(1))
     run = rounds.read_result("first", 0, 1.0)
