@@ -292,7 +292,8 @@ class AutoKernels(_OperationSettings):
         return mask.convolve(partial(self._call_recomputable, "causal_conv"), x, weight, silu)  # type: ignore[no-any-return]
 
     def gated_delta_rule(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, mask: Any) -> Tensor:
-        return mask.apply_gated_delta_rule(self._functions_by_operation["gated_delta_rule"], (q, k, v, g, beta))  # type: ignore[no-any-return]
+        operation = "gated_delta_rule" if g.ndim == beta.ndim else "channel_delta_rule"
+        return mask.apply_gated_delta_rule(self._functions_by_operation[operation], (q, k, v, g, beta))  # type: ignore[no-any-return]
 
     def linear_cross_entropy(
         self,

@@ -189,7 +189,7 @@ class Grpo(DecoderInputs):
         return (losses * weights).sum(), shares.double().sum(), sums
 
     def _compute_correction(self, drift: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the sampler's weights, and whether the ratio is above the cap; drift is (rows, length), as are both."""
+        """Return weights for the sampler, and whether the ratio is above the cap: (rows, length), as drift is."""
         level, action = self.correction.split("_")
         logarithms = drift if level == "token" else drift.double().sum(1, keepdim=True).expand_as(drift)
         ratios = logarithms.exp().to(drift.dtype)

@@ -96,15 +96,14 @@ def with_delta_nets(use: str, **changes: Any) -> Mapping[str, Any]:
     """Return a small model with gated delta nets."""
     widths = {"linear_key_head_dim": 4, "linear_value_head_dim": 4}
     heads = {"linear_num_key_heads": 1, "linear_num_value_heads": 2}
-    return {"model": {**TINY["model"], "use": use, "partial_rotary_factor": 0.5, **widths, **heads, **changes}}
+    return {"model": {**TINY["model"], "use": use, **widths, **heads, **changes}}
 
 
-def with_latent(use: str) -> Mapping[str, Any]:
+def with_latent(use: str, **changes: Any) -> Mapping[str, Any]:
     """Return a small model with experts and latent attention."""
     model: dict[str, Any] = dict(with_experts(use)["model"])
-    return {
-        "model": {**model, "num_key_value_heads": model["num_attention_heads"], "q_lora_rank": 6, "kv_lora_rank": 5}
-    }
+    sizes = {"num_key_value_heads": model["num_attention_heads"], "q_lora_rank": 6, "kv_lora_rank": 5}
+    return {"model": {**model, **sizes, **changes}}
 
 
 def dispatching(use: str) -> Mapping[str, Any]:
@@ -265,6 +264,7 @@ def reinforcement(folder: Path) -> Mapping[str, Any]:
         "length": {"max_tokens": 4, "buffer": 2},
         "math_equal": {},
         "regex": {"pattern": "[0-9]"},
+        "environment": {},
     }
     return {
         "examples": {"use": "data.sort_digits", "digits": 3, "examples_drawn": 200},
@@ -284,6 +284,22 @@ def reinforcement(folder: Path) -> Mapping[str, Any]:
     }
 
 
+def turns(folder: Path) -> Mapping[str, Any]:
+    """Return reinforcement learning over several turns with a tool."""
+    nodes = reinforcement(folder)
+    named = {name: {**nodes[name], "rollouts": "@rollouts"} for name in ("rollout", "evaluate")}
+    return {
+        **nodes,
+        **named,
+        "examples": {"use": "data.sums", "digits": 1, "examples_drawn": 200},
+        "packing": {"use": "data.collated", "max_length": 32},
+        "calculator": {"use": "environments.calculator"},
+        "environment": {"use": "environments.tools", "tools": ["@calculator"]},
+        "sampler": nodes["rollouts"],
+        "rollouts": {"use": "rollouts.turns", "sampler": "@sampler"},
+    }
+
+
 POLICY = (
     "data.prompt_collator",
     "data.sort_digits",
@@ -296,7 +312,9 @@ POLICY = (
     "phases.rollout",
     "rollouts.stages",
     *(f"rewards.{name}" for name in ("code", "exact_match", "json_schema", "length", "math_equal", "regex")),
+    "rewards.environment",
 )
+TURNS = ("data.sums", "environments.calculator", "environments.tools", "rollouts.turns")
 
 LORA = {
     "lora": {"use": "adapters.lora", "targets": ["*_proj"], "rank": 2, "alpha": 4.0},
@@ -318,6 +336,7 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     "loss.kto": feedback,
     **{loss: preferences_by(loss) for loss in ("loss.cpo", "loss.ipo", "loss.orpo", "loss.reward", "loss.simpo")},
     **dict.fromkeys(POLICY, reinforcement),
+    **dict.fromkeys(TURNS, turns),
     "rollouts.server": lambda folder: {
         **reinforcement(folder),
         "rollouts": {"use": "rollouts.server", "max_tokens": 4, "url": get_shared_server().url},
@@ -368,6 +387,9 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention"] * 2,
         }
     },
+    "model.gemma4": lambda folder: {
+        "model": {**TINY["model"], "use": "model.gemma4", "vocab_size": 257, "global_head_dim": 8}
+    },
     "model.granite": lambda folder: {
         "model": {**TINY["model"], "use": "model.granite", "vocab_size": 257, "residual_multiplier": 0.5}
     },
@@ -386,9 +408,11 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     "model.gpt_oss": lambda folder: {
         "model": {**TINY["model"], "use": "model.gpt_oss", "num_experts": 3, "num_experts_per_tok": 2}
     },
-    "model.qwen3_5": lambda folder: with_delta_nets("model.qwen3_5"),
-    "model.qwen3_5_moe": lambda folder: with_delta_nets("model.qwen3_5_moe", **EXPERTS),
-    "model.qwen3_next": lambda folder: with_delta_nets("model.qwen3_next", **EXPERTS),
+    "model.qwen3_5": lambda folder: with_delta_nets("model.qwen3_5", partial_rotary_factor=0.5),
+    "model.olmo_hybrid": lambda folder: with_delta_nets("model.olmo_hybrid"),
+    "model.kimi_linear": lambda folder: with_latent("model.kimi_linear", linear_num_heads=2, linear_head_dim=8),
+    "model.qwen3_5_moe": lambda folder: with_delta_nets("model.qwen3_5_moe", partial_rotary_factor=0.5, **EXPERTS),
+    "model.qwen3_next": lambda folder: with_delta_nets("model.qwen3_next", partial_rotary_factor=0.5, **EXPERTS),
     "model.phi3": lambda folder: {"model": {**TINY["model"], "use": "model.phi3", "vocab_size": 257}},
     "model.glm4_moe": lambda folder: with_experts("model.glm4_moe"),
     "model.deepseek_v2": lambda folder: with_latent("model.deepseek_v2"),

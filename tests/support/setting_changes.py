@@ -222,6 +222,7 @@ LATENT = (
         "attention_bias": True,
     }
 )
+LINEAR_SIZES = {"linear_num_heads": 2, "linear_head_dim": 8}
 WARMUP = {
     "start": 0.75,
     "warmup_steps": 3,
@@ -526,6 +527,8 @@ ROWS: dict[str, Row] = {
             "mean": "tokens",
             "reference": Change("adapters", refused=True),  # without beta
             "beta": Change(0.5, {"reference": "adapters", "beta": 0.1}),
+            "correction": "token_mask",
+            "correction_cap": Change(1.5, {"correction": "token_truncate"}),
         },
     ),
     "loss.dpo": Row(parts.loss_of, {}, {"beta": 0.5, "reference": Change("data", observer=runs.problems_of_loss)}),
@@ -616,6 +619,25 @@ ROWS: dict[str, Row] = {
             "query_pre_attn_scalar": 8,
         },
     ),
+    "model.gemma4": Row(
+        parts.model_of,
+        SIZES | {"layer_types": ["sliding_attention", "full_attention"] * 2, "global_head_dim": 12},
+        {key: change for key, change in MODEL.items() if key in ("rope_theta",) or "rope_" not in key}
+        | {
+            "config": config("gemma4"),
+            "num_hidden_layers": 2,
+            "tie_word_embeddings": False,
+            "layer_types": ["full_attention"] * 4,
+            "sliding_window": 3,
+            "attention_bias": True,
+            "partial_rotary_factor": 0.5,
+            "rope_local_base_freq": 10.0,
+            "global_head_dim": 8,
+            "num_global_key_value_heads": Change(1, {"attention_k_eq_v": True}),
+            "attention_k_eq_v": True,
+            "final_logit_softcapping": 0.5,
+        },
+    ),
     "model.gpt_oss": Row(
         parts.model_of,
         TYPED_SIZES | {"num_experts": 5, "num_experts_per_tok": 2},
@@ -664,6 +686,25 @@ ROWS: dict[str, Row] = {
         {"base_hidden_size": 32, "base_num_hidden_layers": 4},
     ),
     "model.olmo2": Row(parts.model_of, SIZES, MODEL | {"config": config("olmo2"), "attention_bias": True}),
+    "model.olmo_hybrid": Row(
+        parts.model_of,
+        {key: value for key, value in HYBRID_SIZES.items() if key != "partial_rotary_factor"},
+        {key: change for key, change in HYBRID.items() if key != "partial_rotary_factor" and "rope_" not in key}
+        | {"config": config("olmo_hybrid"), "linear_allow_neg_eigval": False},
+    ),
+    "model.kimi_linear": Row(
+        parts.model_of,
+        LATENT_SIZES | {"layer_types": ["linear_attention", "full_attention"] * 2} | LINEAR_SIZES,
+        {key: change for key, change in LATENT.items() if "rope_" not in key}
+        | {
+            "config": config("kimi_linear"),
+            "tie_word_embeddings": Change(True, refused=True),
+            "layer_types": ["full_attention"] * 4,
+            "linear_num_heads": 3,
+            "linear_head_dim": 6,
+            "linear_conv_kernel_dim": 3,
+        },
+    ),
     "model.olmo3": Row(parts.model_of, TYPED_SIZES, MODEL | LAYER_TYPES | {"config": config("olmo3")}),
     "model.transformers": Row(
         parts.model_of,
@@ -776,6 +817,19 @@ ROWS: dict[str, Row] = {
             "parallel": Change(0, refused=True),
         },
     ),
+    "rewards.environment": Row(policy.scores_of, {}, {"weight": 2.0, "cut": -1.0, "by_fault": -0.5}),
+    "rollouts.turns": Row(policy.turns_of, {}, {"max_turns": 2}),
+    "environments.tools": Row(
+        policy.replies_of,
+        {"seconds": 5.0, "memory": 0.2},
+        {
+            "calls": "brackets",
+            "seconds": 0.2,
+            "memory": 1.0,
+            "characters": 3,
+            "processes": Change(0, refused=True),
+        },
+    ),
     "rewards.exact_match": Row(policy.scores_of, {}, {"weight": 2.0, "key": "other"}),
     "rewards.json_schema": Row(
         policy.scores_of, {"json_schema": {"type": "array"}}, {"weight": 2.0, "json_schema": {"type": "number"}}
@@ -790,7 +844,7 @@ ROWS: dict[str, Row] = {
     ),
     "rollouts.server": Row(
         policy.server_of,
-        {"max_tokens": 4},
+        {"max_tokens": 4, "retries": 0},
         {
             "max_tokens": 5,
             "temperature": 0.5,
@@ -802,6 +856,8 @@ ROWS: dict[str, Row] = {
             "reload.body": [{**OTHER_RELOAD, "body": {"path": "{folder}"}}],
             "connections": 1,
             "timeout": Change(1e-6, refused=True),
+            "rows_per_request": 2,
+            "retries": Change(1, observer=policy.retries_of),
         },
     ),
     "data.prompt_collator": Row(
@@ -820,6 +876,9 @@ ROWS: dict[str, Row] = {
             "date": Change(date(2026, 1, 31), {"template": "other.jinja", "date": date(2025, 1, 31)}),
             "system": "good day",
         },
+    ),
+    "data.sums": Row(
+        policy.digits_of, {"examples_drawn": 40}, {"digits": 2, "examples_drawn": 50, "validation_fraction": 0.9}
     ),
     "data.sort_digits": Row(
         policy.digits_of,
