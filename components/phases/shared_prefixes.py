@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from drawloom import NodeView, Problem, component
-from drawloom.kernels.attention.tree import PrefixGroups
+from drawloom.components.state.prefix_tree import PrefixGroups
 from drawloom.ports import Executor, Mesh, PolicyBatch, Scored, Step, build_meta_module_if_known
 
 MIN_WIDTH_STEP = 16

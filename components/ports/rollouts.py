@@ -45,8 +45,8 @@ class PolicyBatch(TokenBatch):
 
     `logps`, float32 (rows, length), are the targets' log-probabilities when they were sampled, and `advantages`,
     float32 (rows, length), say how much better a completion is than others of its prompt; both are 0 without a target.
-    `temperature`, float32 (), divides the policy's logits; None is 1. With a `tree`, a `PrefixTree` of
-    `kernels.attention.tree`, the model computes the rows' shared beginnings once.
+    `temperature`, float32 (), divides the policy's logits; None is 1. With a `tree`, a `PrefixTree`, the
+    model computes the rows' shared beginnings once.
     """
 
     logps: Tensor | None = leaf("tokens", default=None, kw_only=True)

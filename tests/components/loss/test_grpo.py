@@ -12,8 +12,8 @@ from torch import Tensor
 
 from drawloom.components.loss.grpo import Grpo
 from drawloom.components.ports.rollouts import PolicyBatch
+from drawloom.components.state.prefix_tree import PrefixGroups
 from drawloom.graph import UserError
-from drawloom.kernels.attention.tree import PrefixGroups
 from support.losses import Sample, sample
 
 ADVANTAGES = torch.tensor([[1.5], [-0.7], [0.4]])

@@ -4,13 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from drawloom.components.state.prefix_tree import PrefixGroups, PrefixTree
 from drawloom.kernels.attention import flex
 from drawloom.kernels.attention.eager import create_causal_document_mask
 from drawloom.kernels.attention.flex import attention_flex, create_document_block_mask
 from drawloom.kernels.attention.options import PLAIN_ATTENTION, AttentionOptions
 from drawloom.kernels.attention.tree import (
-    PrefixGroups,
-    PrefixTree,
     attend_to_tree,
     create_tree_mask,
 )
