@@ -4,7 +4,7 @@ import math
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cached_property
 from pathlib import Path
@@ -254,23 +254,19 @@ class _Proof:
 
     def _find_smallest(self, failure: _FailedError) -> _FailedError:
         """Return the failure with the smallest recipe that still fails, and with its text."""
-        values, case = self.values, failure.case
-        for smaller in self._list_smaller_values(failure):
-            self.prover.on_progress(0, 1, "the smallest failing recipe")
-            tried = attrs.evolve(self, values=merge_values(values, smaller), equal=[], refused={})
-            tried.tolerance, tried.errors_by_noise = max(TOLERANCE, failure.difference.error / 10), {}  # type: ignore[union-attr]
-            with suppress(RanksFailedError, RecipeError, UserError):
-                if case.find_refusal(self.source.load(tried.values)):
-                    continue
-                try:
-                    tried._compare(case, tried._get_tolerance)
-                except _FailedError as error:
-                    if error.difference is not None:
-                        values, failure = tried.values, error
+        values, case, difference = self.values, failure.case, failure.difference
+        if difference is not None and not (case.resumed or case.is_narrow):
+            for smaller in list_smaller_values(self.source.load(values), difference.step):
+                self.prover.on_progress(0, 1, "the smallest failing recipe")
+                tried = attrs.evolve(self, values=merge_values(values, smaller), equal=[], refused={})
+                tried.tolerance, tried.errors_by_noise = max(TOLERANCE, difference.error / 10), {}
+                with suppress(RanksFailedError, RecipeError, UserError):
+                    if case.find_refusal(self.source.load(tried.values)):
+                        continue
+                    try:
+                        tried._compare(case, tried._get_tolerance)
+                    except _FailedError as error:
+                        if error.difference is not None:
+                            values, failure = tried.values, error
         comment = f"{case.name}: {failure.difference or 'it crashes'}"
         return attrs.evolve(failure, recipe=self.source.format_with(merge_values(values, case.values), comment))
-
-    def _list_smaller_values(self, failure: _FailedError) -> Iterator[dict[str, Any]]:
-        """Yield changes to try one after another, if the failing case is a single run with a difference."""
-        if failure.difference is not None and not (failure.case.resumed or failure.case.is_narrow):
-            yield from list_smaller_values(self.source.load(self.values), failure.difference.step)

@@ -106,12 +106,6 @@ CONFIG: dict[str, Any] = {
     **{name: value for name, value in DENSE.items() if name != "use"},
     "model_type": "qwen3",
     "vocab_size": 264,
-    "max_position_embeddings": 64,
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e4,
-    "tie_word_embeddings": False,
 }
 """Hugging Face's config for models with a folder."""
 BASE = "pretrain"
@@ -193,30 +187,38 @@ def _find_positions(spec: Spec) -> Iterator[tuple[str, dict[str, Any]]]:
     if implements(cls, Phase):
         node = next((node for value, node in REPLACED_PHASES.items() if value in flow.writes), "")
         yield (node, {}) if node else (("clip", {}) if "gradients" in flow.changes else ("proved", phases))
-    positions: dict[Any, tuple[str, dict[str, Any]]] = {
-        Loss: ("loss", {}),
-        Model: ("model", {"model": {}}),
-        Schedule: ("schedule", {}),
-        Dispatcher: ("dispatcher", {"stages": {"dispatcher": "@dispatcher"}}),
-        Metric: ("metrics.proved", {}),
-        Adapter: ("adapter", {"stages": {"adapters": ["@adapter"]}}),
-        Kernels: ("kernels", {}),
-        PackedDataset: ("packing", {}),
-        RowOrder: ("order", {}),
-        Tokenizer: ("tokenizer", {}),
-        TokenCorpus: ("tokens", {}),
-        Corpus: ("corpus", {}),
-        Stager: ("staging", {}),
-        ModelExport: ("export", {}),
-        Tracker: ("trackers.proved", {}),
-        Listener: ("listeners.proved", {}),
-        FinalTask: ("proved", {"trainer": {"on_finish": ["@export", "@proved"]}}),
-    }
-    yield from (position for port, position in positions.items() if implements(cls, port))
+    yield from ((node, EDGES.get(port, {})) for port, node in POSITIONS.items() if implements(cls, port))
     if issubclass(cls, StageFeature | PassFeature):
         yield "proved", {}
 
 
+POSITIONS: dict[Any, str] = {
+    Loss: "loss",
+    Model: "model",
+    Schedule: "schedule",
+    Dispatcher: "dispatcher",
+    Metric: "metrics.proved",
+    Adapter: "adapter",
+    Kernels: "kernels",
+    PackedDataset: "packing",
+    RowOrder: "order",
+    Tokenizer: "tokenizer",
+    TokenCorpus: "tokens",
+    Corpus: "corpus",
+    Stager: "staging",
+    ModelExport: "export",
+    Tracker: "trackers.proved",
+    Listener: "listeners.proved",
+    FinalTask: "proved",
+}
+"""Nodes by port, most likely first."""
+EDGES: dict[Any, dict[str, Any]] = {
+    Model: {"model": {}},
+    Dispatcher: {"stages": {"dispatcher": "@dispatcher"}},
+    Adapter: {"stages": {"adapters": ["@adapter"]}},
+    FinalTask: {"trainer": {"on_finish": ["@export", "@proved"]}},
+}
+"""Values that connect these nodes."""
 REPLACED_PHASES = {
     "weights": "optimizer",
     "lr_factor": "lr",

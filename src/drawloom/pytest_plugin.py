@@ -15,7 +15,7 @@ import pytest
 
 @pytest.fixture
 def drawloom_build() -> Callable[..., Any]:
-    """Return `drawloom.testing.build`: build one component with the checks of a recipe."""
+    """Return `drawloom.testing.build`: build one component with a recipe's checks."""
     from drawloom import testing
 
     return testing.build

@@ -19,9 +19,8 @@ SHIPPED = [
     *(name for name in Project.from_package("drawloom").registry.names() if re.match(r"model\.(?!parametriz)", name)),
     *("rewards.exact_match", "rewards.length", "rewards.math_equal", "rewards.regex"),
     *("loss.dft", "optim.adam", "optim.adamw", "optim.muon", "adapters.lora", "adapters.full_tuning"),
-    *("gradients.clip_group_norm", "gradients.clip_value", "phases.ema", "metrics.layer_norms", "metrics.spread"),
+    *("gradients.clip_group_norm", "gradients.clip_value", "phases.ema", "metrics.layer_norms"),
     *(
-        "metrics.histograms",
         "metrics.perplexity",
         "metrics.bits_per_byte",
         "experts.symmetric",
@@ -49,11 +48,7 @@ def test_a_seeded_fault_is_found_with_its_axis(fault: SeededFault, prover: Prove
 @pytest.mark.parametrize("use", SHIPPED)
 def test_a_shipped_component_is_like_one_process(use: str, prover: Prover) -> None:
     """There is no alarm for a shipped component, on as many meshes as half a minute allows."""
-    words = {
-        "metrics.spread": ["metrics.proved.quantiles=[0.5]"],
-        "metrics.histograms": ['metrics.proved.targets=["*"]'],
-    }
-    result = prover.prove(Subject(use, words.get(use, [])), BUDGET)
+    result = prover.prove(Subject(use), BUDGET)
     assert result.exit_code == 0 and len(result.equal) > 1, result.render("text")
 
 

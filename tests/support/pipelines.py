@@ -38,7 +38,6 @@ from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.model.qwen3.moe import Qwen3Moe
 from drawloom.components.model.qwen3_5 import Qwen35
 from drawloom.components.model.qwen3_next import Qwen3Next
-from drawloom.components.model.smollm3 import SmolLm3
 from drawloom.components.model.transformers import Transformers
 from drawloom.components.optim.adamw import AdamW
 from drawloom.components.optim.muon import Muon
@@ -268,7 +267,6 @@ FAMILIES: dict[str, tuple[Callable[..., DecoderBuilder], dict[str, Any]]] = {
             "mlp_bias": True,
         },
     ),
-    "smollm3": (SmolLm3, {}),
     # gated short convolutions
     "lfm2": (Lfm2, {"layer_types": ["conv", "full_attention"] * 4, "initializer_range": 0.2}),
     # No biases: the gradient of a key's bias is 0 in channels that are not rotated, and Adam divides noise by noise.
