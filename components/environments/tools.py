@@ -3,9 +3,9 @@
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from inspect import getfile
+from inspect import getfile, signature
 from queue import Queue
 from typing import Any, Literal
 
@@ -14,7 +14,6 @@ import attrs
 from drawloom import NodeView, Ordered, Problem, UserError, above, between, component, internal, setting
 from drawloom.components.distributed.json_process import JsonProcess
 from drawloom.components.environments import tool_process
-from drawloom.components.environments.function_tool import describe_argument_fault
 from drawloom.ports import Example, Reply, Tool
 
 TAGS = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
@@ -61,7 +60,7 @@ class ToolEnvironment:
         "limit of a result's length, cut beyond, and of messages", default=2000, check=between(1, 10_000_001)
     )
     processes: int = setting("calls that run at the same time", default=2, check=between(1, 1025), impact="safe")
-    _schemas: Mapping[str, Mapping[str, Any]] = internal(factory=dict)
+    _functions: Mapping[str, Callable[..., object]] = internal(factory=dict)
     _idle: "Queue[JsonProcess]" = internal(factory=Queue)
 
     @classmethod
@@ -72,10 +71,9 @@ class ToolEnvironment:
 
     def open(self) -> None:
         """Collect the tools; their processes start with the first call."""
-        schemas = [(tool.tool_schema["function"]["name"], tool.tool_schema) for tool in self.tools]
-        self._schemas = dict(schemas)
-        if len(self._schemas) != len(schemas):
-            raise UserError(f"tools: two functions have one name, of {', '.join(name for name, _ in schemas)}", 2)
+        self._functions = {tool.function.__name__: tool.function for tool in self.tools}
+        if len(self._functions) != len(self.tools):
+            raise UserError(f"tools: two functions have one name, of {', '.join(self._functions)}; rename one", 2)
         for _ in range(self.processes):
             self._idle.put(JsonProcess(tool_process.__file__))
 
@@ -104,8 +102,8 @@ class ToolEnvironment:
         """Yield the calls in a text."""
         if self.calls == "brackets":
             for found in BRACKETS.finditer(text):
-                parameters = self._schemas.get(found[1], {}).get("function", {}).get("parameters", {})
-                yield Call(found[1], dict.fromkeys([*parameters.get("properties", {})][:1], found[2]))
+                parameters = [*signature(self._functions[found[1]]).parameters] if found[1] in self._functions else []
+                yield Call(found[1], dict.fromkeys(parameters[:1], found[2]))
             return
         for found in TAGS.finditer(text):
             try:
@@ -118,10 +116,12 @@ class ToolEnvironment:
         """Return a call's result, or a message with its fault."""
         if not isinstance(call.name, str) or not isinstance(call.arguments, dict):
             return Result(f"error: write {FORMS[self.calls]}", "malformed_call")
-        if call.name not in self._schemas:
-            return Result(f"error: the tools are {', '.join(self._schemas)}", "unknown_tool")
-        if fault := describe_argument_fault(self._schemas[call.name], call.arguments):
-            return Result(f"error: {fault}", "malformed_call")
+        if call.name not in self._functions:
+            return Result(f"error: the tools are {', '.join(self._functions)}", "unknown_tool")
+        try:
+            signature(self._functions[call.name]).bind(**call.arguments)
+        except TypeError as error:
+            return Result(f"error: {error}", "malformed_call")
         limits = {"seconds": self.seconds, "bytes": round(self.memory * 1e9), "characters": self.characters}
         answer = self._ask_process({"tool": call.name, "arguments": call.arguments, **limits})
         if "timeout" in answer:
@@ -147,7 +147,7 @@ class ToolEnvironment:
         process = self._idle.get()
         try:
             if not process.is_running:
-                sources = {name: getfile(tool.function) for name, tool in zip(self._schemas, self.tools, strict=True)}
+                sources = {name: getfile(function) for name, function in self._functions.items()}
                 answer = process.ask({"path": sys.path, "tools": sources}, GRACE)
                 if "error" in answer:
                     process.close()
