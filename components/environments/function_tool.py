@@ -1,4 +1,4 @@
-"""Tools that are plain functions, marked with `@tool`."""
+"""Tools made from plain functions, marked with `@tool`."""
 
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -36,7 +36,7 @@ def tool(function: Callable[..., object]) -> type[Any]:
     Make a function a tool's component, which a recipe names like a class: by its file, or as `file.function`.
 
     A model calls the function by its name, with JSON values; the docstring tells the model what it does. Parameters
-    have types: texts, numbers, truth values, lists of them, or Literal values. The result is shown as a text.
+    have types: texts, numbers, truth values, lists, or Literal values. The result is shown as a text.
     """
     body: dict[str, Any] = {
         "__module__": function.__module__,

@@ -77,8 +77,9 @@ class AutoKernels(_OperationSettings):
 
     Embeddings and linear layers always use torch. `triton` compiles a kernel at its first use.
     Attention: `flex` is torch's FlexAttention, `varlen` torch's flash attention for rows of several documents, and
-    `cudnn` is cuDNN for rows of one document and `flex` for others. Cross entropy: `triton` stores the gradients of the
-    logits, up to 2.5 GiB in bfloat16, and `cut` never stores logits. Grouped GEMM: `torch` is torch's grouped product.
+    `cudnn` is cuDNN for rows of one document and `flex` for others; `tree` is for completions that share their prompt.
+    Cross entropy: `triton` stores the gradients of the logits, up to 2.5 GiB in bfloat16, and `cut` never stores
+    logits. Grouped GEMM: `torch` is torch's grouped product.
     """
 
     plain_functions: ClassVar[Mapping[str, str]] = PLAIN
@@ -291,7 +292,8 @@ class AutoKernels(_OperationSettings):
         return mask.convolve(partial(self._call_recomputable, "causal_conv"), x, weight, silu)  # type: ignore[no-any-return]
 
     def gated_delta_rule(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, mask: Any) -> Tensor:
-        return mask.apply_gated_delta_rule(self._functions_by_operation["gated_delta_rule"], (q, k, v, g, beta))  # type: ignore[no-any-return]
+        operation = "gated_delta_rule" if g.ndim == beta.ndim else "channel_delta_rule"
+        return mask.apply_gated_delta_rule(self._functions_by_operation[operation], (q, k, v, g, beta))  # type: ignore[no-any-return]
 
     def linear_cross_entropy(
         self,

@@ -53,6 +53,7 @@ OPERATIONS = {
             "cudnn": "attention.cudnn.CUDNN",
             "flex": "attention.flex.FLEX",
             "varlen": "attention.flash.VARLEN",
+            "tree": "attention.tree.TREE",
         },
         ("cudnn", "flex", "eager"),
     ),
@@ -86,6 +87,7 @@ PLAIN = {
     "embedding": "linear.embedding_eager",
     "linear_quantized": "weight_formats.eager.linear_quantized",
     "multiply_quantized_experts": "weight_formats.eager.multiply_quantized_experts",
+    "channel_delta_rule": "channel_delta.eager.channel_delta_rule_eager",
     "causal_mask": "attention.eager.create_causal_mask",
     "attend_to_cached": "attention.eager.attention_eager",
 }

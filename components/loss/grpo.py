@@ -12,8 +12,8 @@ equation 7).
 - `cispo`: MiniMax 2025, "MiniMax-M1", arXiv 2506.13585: the clipped ratio is a factor without a gradient.
 - `rloo`: Ahmadian et al. 2024, arXiv 2402.14740: the ratio of a row, the product over its tokens.
 
-A correction for another sampler, or an older policy, weights the surrogate of the current policy by the ratio of both,
-without a gradient: truncated (Espeholt et al. 2018, "IMPALA", arXiv 1802.01561, section 4.1; Yao et al. 2025, "Your
+A correction for another sampler, or an older policy, weights the current policy's surrogate by their ratio, without a
+gradient: truncated (Espeholt et al. 2018, "IMPALA", arXiv 1802.01561, section 4.1; Yao et al. 2025, "Your
 Efficient RL Framework Secretly Brings You Off-Policy RL Training"), or 0 above the cap (masked; Liu et al. 2025, "When
 Speed Kills Stability"), by token or by row.
 """
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from drawloom import NodeView, Problem, UserError, at_least, component, setting
 from drawloom.components.loss.decoder_inputs import DecoderInputs
-from drawloom.ports import Head, LossSums, PolicyBatch, compute_policy_logps
+from drawloom.ports import Head, LossSums, PolicyBatch, TokenContext, compute_policy_logps
 
 Mean = Literal["rows", "tokens", "constant"]
 Correction = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
@@ -70,11 +70,11 @@ class Grpo(DecoderInputs):
     times the ratio, which corrects for samples of an older policy (as in DeepSeek-V3.2 and TRL).
 
     With a `correction` the ratio is to the current policy, and so 1, and nothing is clipped; the probability ratio to
-    the sampler is a weight of every token, up to `correction_cap`.
+    the sampler weights every token, up to `correction_cap`.
 
     Named sums are `ratio` and `clip_fraction`, by the loss's mean (by rows for a constant), and with a reference `kl`.
-    `sampler_kl` estimates the divergence of the sampler from the policy (k3), and with a correction `correction` is its
-    mean weight, and `capped_fraction` is the part of the tokens above the cap.
+    `sampler_kl` estimates the divergence between sampler and policy (k3), and with a correction `correction` is the
+    mean weight, and `capped_fraction` is the fraction above the cap.
     `largest_difference` is the largest distance between a token's log-probability and the sampled one in a microbatch:
     0 at the first step after exact rollouts, and from then on the policy's change.
     """
@@ -131,8 +131,15 @@ class Grpo(DecoderInputs):
             VARIANTS[self.variant], **{name: value for name, value in given.items() if value is not None}
         )
 
+    def inputs(self, batch: PolicyBatch) -> tuple[Tensor, TokenContext]:  # type: ignore[override]
+        if (tree := batch.tree) is None:
+            return super().inputs(batch)
+        weights = tree.pack(batch.weights).masked_fill(tree.padding, 0.0)
+        context = TokenContext(tree.pack(batch.positions), tree.document_ids, weights, padding=tree.padding)
+        return tree.pack(batch.tokens), context
+
     def reference_values(self, hidden: Tensor, head: Head, batch: PolicyBatch) -> Tensor:
-        return compute_policy_logps(hidden, head, batch.targets, batch.weights > 0, batch.temperature)
+        return _compute_logps_by_row(hidden, head, batch)
 
     def with_reference(self, batch: PolicyBatch, values: Tensor) -> PolicyBatch:
         return batch.evolve(reference=values)
@@ -143,7 +150,7 @@ class Grpo(DecoderInputs):
             raise UserError("the batches have no sampled completions; put the phases rollout and advantages first", 2)
         method = self.variant_with_settings
         is_target = batch.weights > 0
-        logps = compute_policy_logps(hidden, head, batch.targets, is_target, batch.temperature)
+        logps = _compute_logps_by_row(hidden, head, batch)
         differences = (logps - batch.logps).where(is_target, 0.0)
         counts = is_target.sum(1, keepdim=True).clamp_min(1)
         drift = differences.detach()  # of the policy from the sampler
@@ -189,6 +196,16 @@ class Grpo(DecoderInputs):
         is_capped = ratios > self.correction_cap
         cut = ratios.clamp_max(self.correction_cap)
         return cut if action == "truncate" else cut.masked_fill(is_capped, 0.0), is_capped
+
+
+def _compute_logps_by_row(hidden: Tensor, head: Head, batch: PolicyBatch) -> Tensor:
+    """Return the targets' log-probabilities, (rows, length), from hidden states of the rows or of their trees."""
+    is_target, tree = batch.weights > 0, batch.tree
+    if tree is None:
+        return compute_policy_logps(hidden, head, batch.targets, is_target, batch.temperature)
+    trained = tree.pack_trained(batch.targets), tree.pack_trained(is_target)
+    logps = compute_policy_logps(tree.select_trained(hidden), head, *trained, batch.temperature)
+    return tree.unpack_trained(logps, is_target)  # type: ignore[no-any-return]
 
 
 def _compute_probability_ratios(differences: Tensor, counts: Tensor, method: Variant) -> Tensor:

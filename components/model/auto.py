@@ -16,15 +16,18 @@ from drawloom.components.model.deepseek_v2 import DeepseekV2
 from drawloom.components.model.deepseek_v3 import DeepseekV3
 from drawloom.components.model.dots1 import Dots1
 from drawloom.components.model.gemma3 import Gemma3
+from drawloom.components.model.gemma4 import Gemma4
 from drawloom.components.model.glm4_moe import Glm4Moe
 from drawloom.components.model.glm4_moe_lite import Glm4MoeLite
 from drawloom.components.model.gpt_oss import GptOss
 from drawloom.components.model.granite import Granite
+from drawloom.components.model.kimi_linear import KimiLinear
 from drawloom.components.model.lfm2 import Lfm2
 from drawloom.components.model.llama import Llama
 from drawloom.components.model.mistral import Mistral
 from drawloom.components.model.olmo2 import Olmo2
 from drawloom.components.model.olmo3 import Olmo3
+from drawloom.components.model.olmo_hybrid import OlmoHybrid
 from drawloom.components.model.phi3 import Phi3
 from drawloom.components.model.qwen2 import Qwen2
 from drawloom.components.model.qwen3.dense import Qwen3Dense
@@ -44,15 +47,18 @@ FAMILIES: dict[str, type[DecoderBuilder]] = {
         DeepseekV3,
         Dots1,
         Gemma3,
+        Gemma4,
         Glm4Moe,
         Glm4MoeLite,
         GptOss,
         Granite,
+        KimiLinear,
         Lfm2,
         Llama,
         Mistral,
         Olmo2,
         Olmo3,
+        OlmoHybrid,
         Phi3,
         Qwen2,
         Qwen3Dense,

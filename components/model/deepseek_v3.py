@@ -8,15 +8,17 @@ from drawloom import between, component, setting
 from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.decoder.config import (
     MAX_SIZES,
-    RENAMED,
-    GroupedExpertsConfig,
-    SigmoidExpertsConfig,
     create_size_check,
     training_setting,
 )
+from drawloom.components.model.decoder.expert_config import (
+    RENAMED,
+    GroupedExpertsConfig,
+    SigmoidExpertsConfig,
+)
 from drawloom.components.model.decoder.family import Family
+from drawloom.components.model.decoder.mixer_specs import LatentSpec
 from drawloom.components.model.decoder.rope import InvalidSetting, Rope, latent_score_multiplier
-from drawloom.components.model.decoder.specs import LatentSpec
 from drawloom.ports import AttentionOptions, ConfigJson, Settings
 
 

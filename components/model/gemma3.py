@@ -25,27 +25,18 @@ from drawloom.ports import ConfigJson
 SLIDING_THETA = 1e4
 
 
-@attrs.frozen(kw_only=True)
-class Gemma3Config(LayerTypesConfig):
-    """Config of Gemma 3: four norms per layer, five layers with a window to one without, and scaled embeddings."""
+@attrs.frozen(kw_only=True, slots=False)
+class GemmaConfig(LayerTypesConfig):
+    """Config of Gemma 3 and 4: four norms per layer, layers with a window, and scaled embeddings."""
 
     qk_norm = "head"
-    zero_centered = True
     activation = "gelu_tanh"
 
     tie_word_embeddings: bool = True
-    layer_types: SlidingTypes = layer_types_setting(6)
     rope_local_base_freq: float = training_setting(
         "base of rotary positions in layers with a window", default=SLIDING_THETA, check=above(1)
     )
-    query_pre_attn_scalar: int = training_setting(
-        "attention scores are divided by the root of this number", default=256, check=create_size_check("head_dim")
-    )
     attention_bias: bool = setting(ATTENTION_BIAS, default=False)
-
-    @property
-    def attention_score_scale(self) -> float:
-        return float(self.query_pre_attn_scalar**-0.5)
 
     def embedding_multiplier_in(self, dtype: torch.dtype) -> float:
         # transformers rounds the factor to the embedding's dtype.
@@ -61,6 +52,22 @@ class Gemma3Config(LayerTypesConfig):
             Branch("input_layernorm", "self_attn", self.mixer_spec_of(layer), "post_attention_layernorm"),
             Branch("pre_feedforward_layernorm", "mlp", self.mlp_spec_of(layer), "post_feedforward_layernorm"),
         )
+
+
+@attrs.frozen(kw_only=True)
+class Gemma3Config(GemmaConfig):
+    """Config of Gemma 3: zero-centered norms, and five layers with a window to one without."""
+
+    zero_centered = True
+
+    layer_types: SlidingTypes = layer_types_setting(6)
+    query_pre_attn_scalar: int = training_setting(
+        "attention scores are divided by the root of this number", default=256, check=create_size_check("head_dim")
+    )
+
+    @property
+    def attention_score_scale(self) -> float:
+        return float(self.query_pre_attn_scalar**-0.5)
 
 
 def _convert_config_from_hf(config: ConfigJson) -> ConfigJson:

@@ -4,7 +4,13 @@ import attrs
 
 from drawloom import component, setting
 from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.config import RENAMED, SigmoidExpertsConfig, rotary_factor_setting
+from drawloom.components.model.decoder.config import (
+    rotary_factor_setting,
+)
+from drawloom.components.model.decoder.expert_config import (
+    RENAMED,
+    SigmoidExpertsConfig,
+)
 from drawloom.components.model.decoder.family import Family
 from drawloom.components.model.decoder.specs import MixerSpec
 

@@ -13,7 +13,7 @@ from drawloom.components.model.deepseek_v3 import (
 from drawloom.ports import ConfigJson
 
 
-def _convert_config_from_hf(config: ConfigJson) -> ConfigJson:
+def read_mlp_layer_types(config: ConfigJson) -> ConfigJson:
     """Convert `mlp_layer_types` to `first_k_dense_replace`. Raises ValueError unless dense layers are first."""
     config, types = read_latent_config(config), config.get("mlp_layer_types")
     if types is None:
@@ -24,7 +24,7 @@ def _convert_config_from_hf(config: ConfigJson) -> ConfigJson:
     return {**config, "first_k_dense_replace": dense}
 
 
-def _convert_config_to_hf(config: ConfigJson) -> ConfigJson:
+def write_mlp_layer_types(config: ConfigJson) -> ConfigJson:
     """Convert `first_k_dense_replace` to `mlp_layer_types`."""
     dense = config["first_k_dense_replace"]
     types = ["dense"] * dense + ["sparse"] * (config["num_hidden_layers"] - dense)
@@ -53,7 +53,7 @@ class Glm4MoeLite(DecoderBuilder):
         },
         renamed=LATENT_RENAMED,
         ignored=(MTP,),
-        read=_convert_config_from_hf,
-        write=_convert_config_to_hf,
+        read=read_mlp_layer_types,
+        write=write_mlp_layer_types,
         has_classifier=False,
     )

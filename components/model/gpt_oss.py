@@ -11,12 +11,14 @@ from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.decoder.config import (
     ATTENTION_BIAS,
     DecoderConfig,
-    ExpertsConfig,
     LayerTypesConfig,
     SlidingTypes,
     create_size_check,
     layer_types_setting,
     training_setting,
+)
+from drawloom.components.model.decoder.expert_config import (
+    ExpertsConfig,
 )
 from drawloom.components.model.decoder.family import Family
 from drawloom.components.model.decoder.specs import ClampedSwiGlu, ExpertSpec, MixerSpec, Routing

@@ -14,8 +14,10 @@ from drawloom.components.model.decoder.config import (
     layer_types_setting,
 )
 from drawloom.components.model.decoder.family import Family
+from drawloom.components.model.decoder.mixer_specs import ShortConvSpec
 from drawloom.components.model.decoder.rope import InvalidSetting
-from drawloom.components.model.decoder.specs import Branch, ShortConvSpec
+from drawloom.components.model.decoder.specs import Branch
+from drawloom.components.model.decoder.tensor_names import rename_tensors
 from drawloom.components.weights.mapper import parallel, sequential
 from drawloom.components.weights.mapper_ops import concatenate, identity, rename, unsqueeze
 from drawloom.ports import ConfigJson, Mapper, Settings
@@ -31,7 +33,7 @@ class Lfm2Config(DecoderConfig):
     rms_norm_eps: float = 1e-5
     tie_word_embeddings: bool = True
     layer_types: list[Literal["full_attention", "conv"]] = layer_types_setting(3, "conv")
-    conv_L_cache: int = setting("number of tokens in a convolution", default=3, check=between(1, 65))  # noqa: N815
+    conv_L_cache: int = setting("number of tokens in a convolution", default=3, check=between(1, 65))
 
     def branches_of(self, layer: int) -> Sequence[Branch]:
         first, last = super().branches_of(layer)
@@ -86,15 +88,17 @@ class Lfm2(DecoderBuilder):
         fixed={"conv_bias": False, "block_auto_adjust_ff_dim": False},
         renamed={"rms_norm_eps": "norm_eps"},
         read=_convert_config_from_hf,
-        mapper=_create_family_mapper,
-        tensor_names={
-            r"\.self_attn\.o_proj\.": ".self_attn.out_proj.",
-            r"\.self_attn\.([qk])_norm\.": r".self_attn.\1_layernorm.",
-            r"\.mlp\.gate_proj\.": ".feed_forward.w1.",
-            r"\.mlp\.up_proj\.": ".feed_forward.w3.",
-            r"\.mlp\.down_proj\.": ".feed_forward.w2.",
-            r"\.input_layernorm\.": ".operator_norm.",
-            r"\.post_attention_layernorm\.": ".ffn_norm.",
-            r"^model\.norm\.": "model.embedding_norm.",
-        },
+        mapper=rename_tensors(
+            {
+                r"\.self_attn\.o_proj\.": ".self_attn.out_proj.",
+                r"\.self_attn\.([qk])_norm\.": r".self_attn.\1_layernorm.",
+                r"\.mlp\.gate_proj\.": ".feed_forward.w1.",
+                r"\.mlp\.up_proj\.": ".feed_forward.w3.",
+                r"\.mlp\.down_proj\.": ".feed_forward.w2.",
+                r"\.input_layernorm\.": ".operator_norm.",
+                r"\.post_attention_layernorm\.": ".ffn_norm.",
+                r"^model\.norm\.": "model.embedding_norm.",
+            },
+            _create_family_mapper,
+        ),
     )

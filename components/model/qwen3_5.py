@@ -12,7 +12,7 @@ from drawloom.components.model.decoder.hybrid import (
     create_hybrid_mapper,
     read_hybrid_config,
 )
-from drawloom.components.model.decoder.specs import DeltaSpec
+from drawloom.components.model.decoder.mixer_specs import DeltaSpec
 from drawloom.components.weights.mapper_ops import concatenate, identity
 from drawloom.ports import Mapper
 

@@ -10,7 +10,7 @@ from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.decoder.family import Family
 from drawloom.components.model.decoder.hybrid import HYBRID_DEFAULTS, create_hybrid_mapper, read_hybrid_config
 from drawloom.components.model.decoder.mapper import create_decoder_mapper
-from drawloom.components.model.decoder.specs import DeltaSpec
+from drawloom.components.model.decoder.mixer_specs import DeltaSpec
 from drawloom.components.model.qwen3.moe import Qwen3MoeConfig
 from drawloom.components.model.qwen3_5_moe import Qwen35MoeConfig
 from drawloom.components.weights.mapper_ops import concatenate_blocks

@@ -247,9 +247,7 @@ class Kernels(Protocol):
         ...
 
     def moe_permute(self, x: Tensor, probabilities: Tensor, routes: Routes) -> PermutedRows:
-        """
-        Copy x (tokens, width) to rows (tokens * top_k, width), and probabilities (tokens, top_k) to rows.
-        """
+        """Copy x (tokens, width) and probabilities (tokens, top_k) to rows by expert, (rows, width) and (rows,)."""
         ...
 
     def moe_unpermute(self, rows: Tensor, routes: Routes, probabilities: Tensor | None = None) -> Tensor:
@@ -307,6 +305,7 @@ class Kernels(Protocol):
         Compute S^T q for each token, where the state S becomes exp(g) S + beta k (v - exp(g) S^T k)^T.
 
         q and k: (rows, length, key_heads, K); v: (rows, length, value_heads, V); g, at most 0, and beta: (rows, length,
-        value_heads); result like v. value_heads / key_heads consecutive value heads share a key head.
+        value_heads); result like v. value_heads / key_heads consecutive value heads share a key head. If g is (rows,
+        length, value_heads, K), every key channel of the state has a decay of its own.
         """
         ...

@@ -45,12 +45,14 @@ class PolicyBatch(TokenBatch):
 
     `logps`, float32 (rows, length), are the targets' log-probabilities when they were sampled, and `advantages`,
     float32 (rows, length), say how much better a completion is than others of its prompt; both are 0 without a target.
-    `temperature`, float32 (), divides the policy's logits; None is 1.
+    `temperature`, float32 (), divides the policy's logits; None is 1. With a `tree`, a `PrefixTree` of
+    `kernels.attention.tree`, the model computes the rows' shared beginnings once.
     """
 
     logps: Tensor | None = leaf("tokens", default=None, kw_only=True)
     advantages: Tensor | None = leaf("tokens", default=None, kw_only=True)
     temperature: Tensor | None = leaf("replicated", default=None, kw_only=True)
+    tree: Any = leaf("replicated", default=None, kw_only=True)
 
     @classmethod
     def make_meta_batch(cls, rows: int, length: int) -> Self:
@@ -60,15 +62,15 @@ class PolicyBatch(TokenBatch):
 
 
 class Turns(Protocol):
-    """Conversations of the rows in a call of `Rollouts.sample`, by key. Used on one of the ranks with a row."""
+    """Conversations during a call to `Rollouts.sample`, by row key. Used on one rank per row."""
 
     def restart_rows(self, keys: Sequence[int]) -> None:
-        """Forget the turns of these rows, which are sampled again from their prompts."""
+        """Forget these rows' turns: they are sampled again from their prompts."""
         ...
 
     def continue_rows(self, keys: Sequence[int], turns: Sequence[Sequence[int]]) -> list[list[int] | None]:
         """
-        Return, for every row, the ids that follow the turn that it has just ended; None if its conversation is over.
+        Return the ids after a row's last turn, by row; None if its conversation is over.
 
         A turn has the sampled ids with the end token. Samplers may call it for different rows from several threads.
         """
@@ -98,7 +100,7 @@ class Prompts:
 
 
 class Segment(NamedTuple):
-    """Part of a trajectory from one source: positions `first` to before `last` of its row."""
+    """Part of a trajectory from one source: positions `first` to before `last` in its row."""
 
     kind: Literal["prompt", "sampled", "environment"]
     first: int
@@ -106,7 +108,7 @@ class Segment(NamedTuple):
 
 
 def _mark_completions(completions: "Completions") -> Tensor:
-    """Return where rows of one turn are sampled: everywhere between `starts` and `ends`."""
+    """Return where rows with one turn are sampled: everywhere between `starts` and `ends`."""
     positions = torch.arange(completions.tokens.shape[1])
     return (positions >= completions.starts[:, None]) & (positions < completions.ends[:, None])
 
@@ -120,12 +122,12 @@ class Completions:
     """
     Trajectories on the CPU, one in a row: a prompt, sampled turns with an environment's messages between them, padding.
 
-    `tokens`, int64 (rows, length), are the ids that were sampled, never text that was encoded again. After the prompt
+    `tokens`, int64 (rows, length), are the sampled ids, never text encoded again. After the prompt
     a trajectory is in positions `starts` to before `ends`, int64 (rows,); `is_sampled`, bool (rows, length), is False
     at the environment's tokens. `logps` and `entropies`, float32 (rows, length), belong to the next token, as targets
     do: the log-probability under the distribution that was sampled from, and its entropy in nats; 0 elsewhere.
-    `is_ended`, bool (rows,), is False for a trajectory that was cut. `versions`, int64 (rows,), count the optimizer
-    steps before the weights that a row was sampled with.
+    `is_ended`, bool (rows,), is False for a cut trajectory. `versions`, int64 (rows,), count the optimizer steps before
+    the weights at sampling.
 
     With an environment, `rewards`, float64 (rows,), are its rewards, NaN without any, and `turns`, int64 (rows,), and
     `faults`, int64 (rows, kinds in FAULTS), are counts; otherwise these are NaN and 0.
@@ -203,8 +205,8 @@ class Answer:
     """
     A completion to score: its text without the end token, its number of tokens with it, and the prompt's example.
 
-    `is_ended` is False for a completion that was cut. In a conversation the text is the last turn's, and the tokens are
-    all that were sampled; `reward` is the environment's, and `faults` are the number of faults.
+    `is_ended` is False for a cut completion. In a conversation the text is the last turn's, and `tokens` counts all
+    sampled ones; `reward` is the environment's, and `faults` counts its faults.
     """
 
     text: str

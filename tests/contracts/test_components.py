@@ -96,15 +96,14 @@ def with_delta_nets(use: str, **changes: Any) -> Mapping[str, Any]:
     """Return a small model with gated delta nets."""
     widths = {"linear_key_head_dim": 4, "linear_value_head_dim": 4}
     heads = {"linear_num_key_heads": 1, "linear_num_value_heads": 2}
-    return {"model": {**TINY["model"], "use": use, "partial_rotary_factor": 0.5, **widths, **heads, **changes}}
+    return {"model": {**TINY["model"], "use": use, **widths, **heads, **changes}}
 
 
-def with_latent(use: str) -> Mapping[str, Any]:
+def with_latent(use: str, **changes: Any) -> Mapping[str, Any]:
     """Return a small model with experts and latent attention."""
     model: dict[str, Any] = dict(with_experts(use)["model"])
-    return {
-        "model": {**model, "num_key_value_heads": model["num_attention_heads"], "q_lora_rank": 6, "kv_lora_rank": 5}
-    }
+    sizes = {"num_key_value_heads": model["num_attention_heads"], "q_lora_rank": 6, "kv_lora_rank": 5}
+    return {"model": {**model, **sizes, **changes}}
 
 
 def dispatching(use: str) -> Mapping[str, Any]:
@@ -388,6 +387,9 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention"] * 2,
         }
     },
+    "model.gemma4": lambda folder: {
+        "model": {**TINY["model"], "use": "model.gemma4", "vocab_size": 257, "global_head_dim": 8}
+    },
     "model.granite": lambda folder: {
         "model": {**TINY["model"], "use": "model.granite", "vocab_size": 257, "residual_multiplier": 0.5}
     },
@@ -406,9 +408,11 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     "model.gpt_oss": lambda folder: {
         "model": {**TINY["model"], "use": "model.gpt_oss", "num_experts": 3, "num_experts_per_tok": 2}
     },
-    "model.qwen3_5": lambda folder: with_delta_nets("model.qwen3_5"),
-    "model.qwen3_5_moe": lambda folder: with_delta_nets("model.qwen3_5_moe", **EXPERTS),
-    "model.qwen3_next": lambda folder: with_delta_nets("model.qwen3_next", **EXPERTS),
+    "model.qwen3_5": lambda folder: with_delta_nets("model.qwen3_5", partial_rotary_factor=0.5),
+    "model.olmo_hybrid": lambda folder: with_delta_nets("model.olmo_hybrid"),
+    "model.kimi_linear": lambda folder: with_latent("model.kimi_linear", linear_num_heads=2, linear_head_dim=8),
+    "model.qwen3_5_moe": lambda folder: with_delta_nets("model.qwen3_5_moe", partial_rotary_factor=0.5, **EXPERTS),
+    "model.qwen3_next": lambda folder: with_delta_nets("model.qwen3_next", partial_rotary_factor=0.5, **EXPERTS),
     "model.phi3": lambda folder: {"model": {**TINY["model"], "use": "model.phi3", "vocab_size": 257}},
     "model.glm4_moe": lambda folder: with_experts("model.glm4_moe"),
     "model.deepseek_v2": lambda folder: with_latent("model.deepseek_v2"),
@@ -437,6 +441,18 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     "phases.loss_spikes": lambda folder: {
         "loss_spikes": {"use": "phases.loss_spikes", "go_back": 1},
         "edit": {"trainer": {"phases": {"after": {"@sync_gradients": "@loss_spikes"}}}},
+    },
+    "experts.replayed_routes": lambda folder: {
+        **reinforcement(folder),
+        **with_experts("model.qwen3.moe"),
+        "metrics": {"replayed_routes": {"use": "experts.replayed_routes"}},
+        "edit": {"trainer": {"phases": {"after": {"@advantages": "@metrics.replayed_routes"}}}},
+    },
+    "phases.shared_prefixes": lambda folder: {
+        **reinforcement(folder),
+        "kernels": {"attention": "tree"},
+        "shared_prefixes": {"use": "phases.shared_prefixes"},
+        "edit": {"trainer": {"phases": {"after": {"@advantages": "@shared_prefixes"}}}},
     },
     "phases.router_bias": lambda folder: {
         **with_experts("model.dots1"),

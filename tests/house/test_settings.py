@@ -20,7 +20,7 @@ from support import observers as parts
 from support import observers_of_runs as runs
 from support.chat import CHATML, say
 from support.qwen3 import SIZES, SPARSE_SIZES
-from support.setting_changes import DELTA, LATENT_SIZES, ROWS, UNOBSERVED, Change, Observer
+from support.setting_changes import DELTA, LATENT_SIZES, LINEAR_SIZES, ROWS, UNOBSERVED, Change, Observer
 from support.stores import store_of, write_dataset, write_megatron, write_table
 
 REGISTRY = Registry.from_package("drawloom.components")
@@ -76,7 +76,9 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
         families += [(SPARSE_SIZES, family, f"_{family}") for family in ("dots1", "glm4_moe")]
         families += [(LATENT_SIZES, family, f"_{family}") for family in LATENT_FAMILIES]
         families += [(SIZES | {"num_experts": 5, "num_experts_per_tok": 2}, "gpt_oss", "_gpt_oss")]
-        families += [(SIZES | DELTA, "qwen3_5", "_qwen3_5")]
+        families += [(SIZES | {"global_head_dim": 12}, "gemma4", "_gemma4")]
+        families += [(SIZES | DELTA, family, f"_{family}") for family in ("qwen3_5", "olmo_hybrid")]
+        families += [(LATENT_SIZES | LINEAR_SIZES, "kimi_linear", "_kimi_linear")]
         families += [(SPARSE_SIZES | DELTA, family, f"_{family}") for family in ("qwen3_5_moe", "qwen3_next")]
         families += [(SIZES, family, f"_{family}") for family in DENSE_FAMILIES]
         for sizes, use, suffix in families:

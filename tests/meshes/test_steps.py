@@ -67,7 +67,8 @@ MESHES = [
         {"context": 2, "data_shard": 2},
         [
             ("gpipe", 4, True, False, "tempered"),
-            *(("gpipe", 2, True, False, family) for family in ("gemma3", "gpt_oss", "qwen3_5", "lfm2", "deepseek_v3")),
+            *(("gpipe", 2, True, False, family) for family in ("gemma4", "gpt_oss", "qwen3_5", "lfm2")),
+            ("gpipe", 2, False, False, "kimi_linear"),
         ],
         (6, 2),  # ranks have one piece of a row of 6 tokens, and two of a row of 8
         layers=2,
@@ -79,7 +80,7 @@ MESHES = [
             ("gpipe", 4, True, False, "muon"),
             ("gpipe", 4, False, True, "smoothed"),
             ("gpipe", 4, False, False, "dora"),
-            *(("gpipe", 4, True, False, family) for family in pipelines.FAMILIES),
+            *(("gpipe", 4, family != "kimi_linear", False, family) for family in pipelines.FAMILIES),
         ],
         layers=2,
     ),
@@ -91,7 +92,7 @@ MESHES = [
             ("zero_bubble_v", 4, False, False, "muon"),
             ("zero_bubble_v", 4, False, False, "dora"),
             ("circular", 4, False, False, "plain"),
-            *(("zero_bubble_v", 2, True, False, family) for family in ("gemma3", "granite", "glm4_moe")),
+            *(("zero_bubble_v", 2, True, False, family) for family in ("gemma4", "granite", "glm4_moe")),
         ],
     ),
     MeshCases(
@@ -110,7 +111,7 @@ MESHES = [
 ]
 
 
-WHOLE_ON_TENSOR_RANKS = {"dora", "gpt_oss", "glm4_moe", "deepseek_v3", "qwen3_next"}
+WHOLE_ON_TENSOR_RANKS = {"dora", "gpt_oss", "glm4_moe", "deepseek_v3", "kimi_linear", "qwen3_next"}
 """Cases whose adapters or experts every tensor-parallel rank has."""
 
 

@@ -1,8 +1,9 @@
 """Model families beside transformers: numbers, and files in both directions."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from drawloom.components.export.hf_writer import write_hugging_face_folder
 from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.ports.data import IGNORE_INDEX
 from drawloom.components.ports.model import KeyValueCache, LayerRange, TokenContext
-from drawloom.components.weights.convert import persistent_tensors
+from drawloom.components.ports.weights import Mapper
+from drawloom.components.weights.convert import convert_tensors, persistent_tensors
 from drawloom.components.weights.load import fill_module_from_folder
 from support.adapted import OneStage, adapt, lora
 from support.qwen3 import (
@@ -38,11 +40,35 @@ def small(kind: type[DecoderBuilder], **changes: Any) -> DecoderBuilder:
     return kind(**({"kernels": cpu_kernels()} | SIZES | changes))
 
 
-def assert_equal_to_transformers(model: DecoderBuilder, length: int = 19) -> None:
-    """Assert that logits, losses over packed documents, and every parameter's gradient equal transformers'."""
+def load_twin_from_files(model: DecoderBuilder, module: nn.Module) -> Any:
+    """Return transformers' model of our files, for families with other tensors in files than in its modules."""
+    from transformers import AutoModelForCausalLM
+
+    kinds: Any = AutoModelForCausalLM
+    with TemporaryDirectory() as folder:
+        write_hugging_face_folder(Path(folder), model, OneStage(module))
+        plain = {"attn_implementation": "eager", "experts_implementation": "eager", "pad_token_id": None}
+        return kinds.from_pretrained(folder, dtype=torch.float32, **plain)
+
+
+def as_in_files(model: DecoderBuilder, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors of parameters, of any shape, under their names and in their forms in files."""
+    groups = model.hugging_face_mapper().groups
+    return convert_tensors(Mapper(tuple(group for group in groups if set(group.inputs) <= tensors.keys())), tensors)
+
+
+def assert_equal_to_transformers(
+    model: DecoderBuilder, length: int = 19, by_files: Callable[[str], str] | None = None
+) -> None:
+    """
+    Assert that logits, losses over packed documents, and every parameter's gradient equal transformers'.
+
+    With `by_files` weights and gradients are compared as tensors in files, which transformers converts; it maps the
+    names that transformers saves to published ones.
+    """
     torch.manual_seed(0)
     module = whole(model)
-    reference = twin(model, persistent_tensors(module))
+    reference = load_twin_from_files(model, module) if by_files else twin(model, persistent_tensors(module))
     tokens, targets = torch.randint(model.vocab_size, (2, 2, length))
     targets[0, 3] = IGNORE_INDEX
     logits = logits_of(module, tokens, one_document(2, length))
@@ -55,9 +81,17 @@ def assert_equal_to_transformers(model: DecoderBuilder, length: int = 19) -> Non
     losses = losses_of(module, tokens, pack_documents(lengths), targets)
     torch.testing.assert_close(losses.flatten(), wanted, **CLOSE)
     ours, reference_parameters = dict(module.named_parameters()), dict(reference.named_parameters())
-    grads = as_in_transformers(model, dict(zip(ours, gradients(losses.sum(), ours), strict=True)), reference_parameters)
-    assert grads.keys() == reference_parameters.keys()
-    for name, expected in zip(reference_parameters, gradients(wanted.sum(), reference_parameters), strict=True):
+    grads = dict(zip(ours, gradients(losses.sum(), ours), strict=True))
+    theirs = dict(zip(reference_parameters, gradients(wanted.sum(), reference_parameters), strict=True))
+    if by_files:
+        from transformers.core_model_loading import revert_weight_conversion
+
+        grads, saved = as_in_files(model, grads), revert_weight_conversion(reference, theirs)
+        theirs = {by_files(name): grad for name, grad in saved.items()}
+    else:
+        grads = as_in_transformers(model, grads, theirs)
+    assert grads.keys() == theirs.keys()
+    for name, expected in theirs.items():
         assert bool(expected.any()), name
         size = max(1.0, float(expected.abs().max()))  # sums of many terms round by their size
         torch.testing.assert_close(grads[name] / size, expected / size, **CLOSE)
@@ -109,14 +143,18 @@ def assert_all_projections_are_adapted(model: DecoderBuilder) -> None:
     assert trained >= {f"{name}.lora_{factor}" for name in names for factor in "AB"}
 
 
-def assert_files_go_both_ways(model: DecoderBuilder, folder: Path) -> None:
-    """Assert that files saved by transformers load as the same model, and that transformers loads our exports."""
+def assert_files_go_both_ways(model: DecoderBuilder, folder: Path, by_files: bool = False) -> None:
+    """
+    Assert that files saved by transformers load as the same model, and that transformers loads our exports.
+
+    With `by_files` transformers gets its weights from our files.
+    """
     from transformers import AutoModelForCausalLM
 
     kinds: Any = AutoModelForCausalLM
     torch.manual_seed(0)
     module = whole(model)
-    reference = twin(model, persistent_tensors(module))
+    reference = load_twin_from_files(model, module) if by_files else twin(model, persistent_tensors(module))
     reference.save_pretrained(folder / "theirs")
     read = type(model)(kernels=cpu_kernels(), config=folder / "theirs")
     assert read.architecture == model.architecture, json.loads((folder / "theirs/config.json").read_text())

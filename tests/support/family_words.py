@@ -4,15 +4,19 @@ _EXPERTS = ("model.num_experts=4", "model.num_experts_per_tok=2")
 _SPARSE = (*_EXPERTS, "model.moe_intermediate_size=32")
 _LATENT = (*_SPARSE, "model.num_key_value_heads=2", "model.kv_lora_rank=10", "model.first_k_dense_replace=1")
 _TYPED = 'model.layer_types=["sliding_attention","full_attention","sliding_attention","full_attention"]'
-_HYBRID = (
+_DELTA = (
     *("model.linear_key_head_dim=8", "model.linear_value_head_dim=8", "model.linear_num_key_heads=1"),
-    *("model.linear_num_value_heads=2", "model.partial_rotary_factor=0.5"),
+    "model.linear_num_value_heads=2",
 )
+_HYBRID = (*_DELTA, "model.partial_rotary_factor=0.5")
 _FAMILIES = {
     "gemma3": (_TYPED, "model.sliding_window=8"),
+    "gemma4": (_TYPED, "model.sliding_window=8", "model.global_head_dim=16", "model.attention_k_eq_v=true"),
     "olmo3": (_TYPED, "model.sliding_window=8"),
     "smollm3": (),
     "lfm2": (),
+    "olmo_hybrid": _DELTA,
+    "kimi_linear": (*_LATENT, "model.linear_num_heads=2", "model.linear_head_dim=8"),
     "granite": ("model.residual_multiplier=0.5", "model.embedding_multiplier=2.0"),
     "phi3": ("model.partial_rotary_factor=0.5", "model.sliding_window=8"),
     "gpt_oss": (_TYPED, "model.sliding_window=8", *_EXPERTS),

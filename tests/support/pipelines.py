@@ -26,11 +26,14 @@ from drawloom.components.loss.next_token import NextToken
 from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.deepseek_v3 import DeepseekV3
 from drawloom.components.model.gemma3 import Gemma3
+from drawloom.components.model.gemma4 import Gemma4
 from drawloom.components.model.glm4_moe import Glm4Moe
 from drawloom.components.model.gpt_oss import GptOss
 from drawloom.components.model.granite import Granite
+from drawloom.components.model.kimi_linear import KimiLinear
 from drawloom.components.model.lfm2 import Lfm2
 from drawloom.components.model.olmo3 import Olmo3
+from drawloom.components.model.olmo_hybrid import OlmoHybrid
 from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.model.qwen3.moe import Qwen3Moe
 from drawloom.components.model.qwen3_5 import Qwen35
@@ -241,6 +244,18 @@ FAMILIES: dict[str, tuple[Callable[..., DecoderBuilder], dict[str, Any]]] = {
             "attention_bias": True,
         },
     ),
+    # other heads in full attention, whose keys are values, numbers after layers, and bounded logits
+    "gemma4": (
+        Gemma4,
+        {
+            "layer_types": ["sliding_attention", "full_attention"] * 4,
+            "sliding_window": 3,
+            "global_head_dim": 12,
+            "num_global_key_value_heads": 2,
+            "attention_k_eq_v": True,
+            "final_logit_softcapping": 2.0,
+        },
+    ),
     # norms over whole projections and after layers, multipliers, layers without positions
     "olmo3": (Olmo3, {"layer_types": ["sliding_attention", "full_attention"] * 4, "sliding_window": 3}),
     "granite": (
@@ -272,6 +287,8 @@ FAMILIES: dict[str, tuple[Callable[..., DecoderBuilder], dict[str, Any]]] = {
     ),
     # the gated delta rule, and gated attention
     "qwen3_5": (Qwen35, HYBRID),
+    # norms before delta nets and after attention, and strengths up to 2
+    "olmo_hybrid": (OlmoHybrid, HYBRID),
     # with experts, of which one has a gate
     "qwen3_next": (
         Qwen3Next,
@@ -297,6 +314,19 @@ FAMILIES: dict[str, tuple[Callable[..., DecoderBuilder], dict[str, Any]]] = {
             "kv_lora_rank": 9,
             "q_lora_rank": 11,
             "attention_bias": True,
+        },
+    ),
+    # the gated delta rule with decays by channel
+    "kimi_linear": (
+        KimiLinear,
+        GROUPED
+        | {
+            "num_key_value_heads": 4,
+            "head_dim": 6,
+            "kv_lora_rank": 9,
+            "linear_num_heads": 4,
+            "linear_head_dim": 6,
+            "layer_types": ["linear_attention", "full_attention"] * 4,
         },
     ),
 }

@@ -1,4 +1,4 @@
-"""A gated delta rule token by token, and inputs for its implementations."""
+"""Gated delta rules token by token, with decays by head or by key channel, and inputs for their implementations."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -44,7 +44,7 @@ def delta_rule_by_token(
             if int(documents.ids[row, token]) != number:
                 current, number = zero[row], int(documents.ids[row, token])
             key, query = (x[row, token].repeat_interleave(group, 0) for x in (k, q))
-            current = g[row, token].exp()[:, None, None] * current
+            current = g[row, token].exp().view(heads, -1, 1) * current
             error = v[row, token] - torch.einsum("hkv,hk->hv", current, key)
             current = current + torch.einsum("hk,hv->hkv", key, beta[row, token][:, None] * error)
             results.append(torch.einsum("hkv,hk->hv", current, query))
@@ -66,6 +66,12 @@ def draw_recurrence(
     if length > 2:
         g[:1, length // 2], beta[:1, 1] = -1e4, torch.arange(heads[1]) % 3.0
     return Inputs(q * widths[0] ** -0.5, k, v, g, beta)
+
+
+def draw_decays_by_channel(inputs: Inputs) -> Inputs:
+    """Return inputs whose decays, (rows, length, heads, K), differ from channel to channel."""
+    g = inputs.g[..., None] * torch.rand(*inputs.g.shape, inputs.k.shape[-1], dtype=torch.float64)
+    return inputs._replace(g=g)
 
 
 def requiring_grad(*tensors: Tensor) -> tuple[Tensor, ...]:

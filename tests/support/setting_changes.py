@@ -222,6 +222,7 @@ LATENT = (
         "attention_bias": True,
     }
 )
+LINEAR_SIZES = {"linear_num_heads": 2, "linear_head_dim": 8}
 WARMUP = {
     "start": 0.75,
     "warmup_steps": 3,
@@ -618,6 +619,25 @@ ROWS: dict[str, Row] = {
             "query_pre_attn_scalar": 8,
         },
     ),
+    "model.gemma4": Row(
+        parts.model_of,
+        SIZES | {"layer_types": ["sliding_attention", "full_attention"] * 2, "global_head_dim": 12},
+        {key: change for key, change in MODEL.items() if key in ("rope_theta",) or "rope_" not in key}
+        | {
+            "config": config("gemma4"),
+            "num_hidden_layers": 2,
+            "tie_word_embeddings": False,
+            "layer_types": ["full_attention"] * 4,
+            "sliding_window": 3,
+            "attention_bias": True,
+            "partial_rotary_factor": 0.5,
+            "rope_local_base_freq": 10.0,
+            "global_head_dim": 8,
+            "num_global_key_value_heads": Change(1, {"attention_k_eq_v": True}),
+            "attention_k_eq_v": True,
+            "final_logit_softcapping": 0.5,
+        },
+    ),
     "model.gpt_oss": Row(
         parts.model_of,
         TYPED_SIZES | {"num_experts": 5, "num_experts_per_tok": 2},
@@ -666,6 +686,25 @@ ROWS: dict[str, Row] = {
         {"base_hidden_size": 32, "base_num_hidden_layers": 4},
     ),
     "model.olmo2": Row(parts.model_of, SIZES, MODEL | {"config": config("olmo2"), "attention_bias": True}),
+    "model.olmo_hybrid": Row(
+        parts.model_of,
+        {key: value for key, value in HYBRID_SIZES.items() if key != "partial_rotary_factor"},
+        {key: change for key, change in HYBRID.items() if key != "partial_rotary_factor" and "rope_" not in key}
+        | {"config": config("olmo_hybrid"), "linear_allow_neg_eigval": False},
+    ),
+    "model.kimi_linear": Row(
+        parts.model_of,
+        LATENT_SIZES | {"layer_types": ["linear_attention", "full_attention"] * 2} | LINEAR_SIZES,
+        {key: change for key, change in LATENT.items() if "rope_" not in key}
+        | {
+            "config": config("kimi_linear"),
+            "tie_word_embeddings": Change(True, refused=True),
+            "layer_types": ["full_attention"] * 4,
+            "linear_num_heads": 3,
+            "linear_head_dim": 6,
+            "linear_conv_kernel_dim": 3,
+        },
+    ),
     "model.olmo3": Row(parts.model_of, TYPED_SIZES, MODEL | LAYER_TYPES | {"config": config("olmo3")}),
     "model.transformers": Row(
         parts.model_of,

@@ -28,7 +28,8 @@ class Attention(TensorParallel):
         repeat = 2 if spec.gate else 1
         self.q_proj = Linear(outer, repeat * query_width, kernels, has_bias("q_proj"), unit=repeat * unit)
         self.k_proj = Linear(outer, key_width, kernels, has_bias("k_proj"), unit=unit)
-        self.v_proj = Linear(outer, key_width, kernels, has_bias("v_proj"), unit=unit)
+        if not spec.keys_as_values:
+            self.v_proj = Linear(outer, key_width, kernels, has_bias("v_proj"), unit=unit)
         eps, zero_centered = architecture.rms_norm_eps, architecture.zero_centered
         if spec.qk_norm == "head":
             self.q_norm = RMSNorm(unit, eps, kernels, zero_centered)
@@ -43,7 +44,7 @@ class Attention(TensorParallel):
         self.kernels = kernels
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
-        """Map hidden states (rows, length, hidden_size), of the parameters' dtype; split tokens with `ranks`."""
+        """Map hidden states (rows, length, hidden_size), or (tokens, hidden_size) if ranks split them."""
         shape = context.documents.shape
         hidden = self.ranks.gather_tokens(hidden, shape)
         q, k, v = self.project_qkv(hidden)
@@ -52,6 +53,9 @@ class Attention(TensorParallel):
         if self.spec.qk_norm == "projection":
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (x.view(*shape, -1, self.spec.head_dim) for x in (q, k, v))
+        if self.spec.value_norm:
+            ones = v.new_ones(self.spec.head_dim, dtype=torch.promote_types(v.dtype, torch.float32))
+            v = self.kernels.rms_norm(v, ones, self.q_norm.eps)
         q, k = self._norm_and_rotate(q, k, context)
         mixed = self.kernels.attention(
             q, k, v, context.mask, self.spec.options, self.sinks if self.spec.sinks else None
@@ -69,7 +73,8 @@ class Attention(TensorParallel):
 
     def project_qkv(self, hidden: Tensor) -> tuple[Tensor, ...]:
         """Return queries, keys and values (..., channels) for hidden states (..., hidden_size)."""
-        return self.q_proj(hidden), self.k_proj(hidden), self.v_proj(hidden)
+        q, k = self.q_proj(hidden), self.k_proj(hidden)
+        return q, k, k if self.spec.keys_as_values else self.v_proj(hidden)
 
     def _norm_and_rotate(self, q: Tensor, k: Tensor, context: LayerContext) -> tuple[Tensor, Tensor]:
         """Norm by head and rotate queries and keys (rows, length, heads, head_dim), both only if specified."""

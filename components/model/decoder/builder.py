@@ -69,7 +69,7 @@ def find_setting_faults(family: Family, settings: Settings, has_tokenizer: bool)
     given = _drop_unset_settings(family, settings)
     if settings["config"] is not None:
         yield from find_duplicate_rope_settings(given)
-        return  # a config, which another machine may have, sets everything else
+        return  # the file sets everything else, and may be on another machine
     needed = _list_required_keys(family)
     for key in needed:
         if key not in given:
@@ -136,7 +136,7 @@ def _list_required_keys(family: Family) -> list[str]:
 
 def _drop_unset_settings(family: Family, settings: Settings) -> dict[str, Any]:
     """Return the settings that are keys of the family's `config.json` and not None."""
-    return {key: settings[key] for key in (*family.keys, "rope_parameters") if settings[key] is not None}
+    return {key: settings[key] for key in (*family.keys, "rope_parameters") if settings.get(key) is not None}
 
 
 def _fill_derived_defaults(family: Family, settings: Settings, tokens: int | None) -> dict[str, Any]:
@@ -274,7 +274,7 @@ class DecoderModel:
 
         module = CausalLM(self.architecture, span, self.kernels, self.scaling)
         family, architecture = self.family, self.architecture
-        module.create_mapper = lambda names: family.create_mapper(names, architecture)
+        module.create_mapper = lambda names: family.mapper(names, architecture)
         if self.new_token_split is None:
             return module
         from drawloom.components.model.split_vocabulary import replace_by_split_layers
@@ -324,7 +324,7 @@ class DecoderModel:
 
             joined = create_vocabulary_join_mapper(names, self.new_token_split)
         kept = [name for name in names if name not in joined.inputs or name in joined.outputs]
-        mapper = sequential(joined, self.family.create_mapper(kept, self.architecture))
+        mapper = sequential(joined, self.family.mapper(kept, self.architecture))
         layers = str(self.num_hidden_layers)
         return attrs.evolve(mapper, ignored=tuple(p.replace("{layers}", layers) for p in self.family.ignored))
 
@@ -352,9 +352,6 @@ class DecoderBuilder(DecoderModel):
         default=1,
         check=create_size_check("vocab_size"),
     )
-    rope_parameters: RopeScaling | None = setting(
-        "rope_theta and rope_scaling in one table, as in transformers 5", default=None, impact="changes_training"
-    )
 
     def __init_subclass__(cls) -> None:
         """Declare a setting for every key of the family's config; None stands for the file's value or the default."""
@@ -362,6 +359,10 @@ class DecoderBuilder(DecoderModel):
         if "family" not in vars(cls):
             return
         kind: Any
+        if "rope_scaling" in cls.family.keys:
+            doc = "rope_theta and rope_scaling in one table, as in transformers 5"
+            setattr(cls, "rope_parameters", setting(doc, default=None, impact="changes_training"))  # noqa: B010
+            cls.__annotations__["rope_parameters"] = RopeScaling | None
         for key, field in cls.family.keys.items():
             default, doc = cls.family.constants.get(key), field.metadata["doc"]
             if default is not None:
@@ -396,7 +397,7 @@ class DecoderBuilder(DecoderModel):
     @classmethod
     def resume_impact(cls, node: Any, key: str, before: Any) -> str | None:
         """Return changes_training for max_position_embeddings if rotary positions depend on it, else None."""
-        rope = node.settings["rope_parameters"] or node.settings["rope_scaling"]
+        rope = node.settings.get("rope_parameters") or node.settings.get("rope_scaling")
         return "changes_training" if key == "max_position_embeddings" and rope and rope.rope_type in BY_LENGTH else None
 
     def check_before_open(self) -> None:

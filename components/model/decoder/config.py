@@ -17,7 +17,6 @@ from drawloom.components.model.decoder.specs import (
     ExpertSpec,
     MixerSpec,
     MlpSpec,
-    Routing,
 )
 from drawloom.graph.component import Bound
 from drawloom.ports import AttentionOptions, Settings
@@ -33,9 +32,6 @@ MAX_SIZES = {
     "num_experts": 10_000,
 }
 """Sizes above those of all models, beyond which checks alone would take minutes or gigabytes."""
-
-MAX_EXPERTS_IN_ALL = 1_000_000
-"""Experts of all layers: each is a tensor of its own in files."""
 
 ATTENTION_BIAS = "add biases to the linear layers of attention"
 WINDOW = "number of tokens that a token attends to in layers with a window, including itself"
@@ -69,6 +65,12 @@ class DecoderConfig:
 
     activation: ClassVar[Activation] = "silu"
     """Activation of the gate in feed-forward networks."""
+
+    unused_keys: ClassVar[tuple[str, ...]] = ()
+    """Inherited keys that the family does not have: such as `rope_theta` without rotary positions."""
+
+    has_layer_scalar: ClassVar[bool] = False
+    """Whether a layer's output is multiplied by a number in files, which is not trained."""
 
     # Class variables that a family may declare as keys.
     residual_multiplier = 1.0
@@ -128,6 +130,11 @@ class DecoderConfig:
     def logit_multiplier(self) -> float:
         """The factor by which logits are multiplied."""
         return 1.0
+
+    @property
+    def logit_cap(self) -> float | None:
+        """The bound that a tanh puts on logits; None: they are not bounded."""
+        return None
 
     def embedding_multiplier_in(self, dtype: torch.dtype) -> float:
         """Return the factor by which embeddings are multiplied, rounded as a model in this dtype rounds it."""
@@ -195,7 +202,11 @@ class DecoderConfig:
 
 
 def config_fields(config: type[DecoderConfig]) -> "dict[str, attrs.Attribute[Any]]":
-    """Return a config's fields by key. A field that changes a default has the check and documentation it inherits."""
+    """
+    Return a config's fields by key, without `unused_keys`.
+
+    A field that changes a default has the check and documentation it inherits.
+    """
     hints = typing.get_type_hints(config)
     bases = [base for base in reversed(config.__mro__) if attrs.has(base)]
     parents = [field for base in bases for field in attrs.fields(base) if not field.inherited]
@@ -205,6 +216,7 @@ def config_fields(config: type[DecoderConfig]) -> "dict[str, attrs.Attribute[Any
     return {
         field.name: field.evolve(type=hints[field.name], metadata=declared[field.name])
         for field in attrs.fields(config)
+        if field.name not in config.unused_keys
     }
 
 
@@ -279,91 +291,6 @@ class LayerTypesConfig(DecoderConfig):
         yield from find_short_list_faults(given, "layer_types", "types")
 
 
-@attrs.frozen(kw_only=True, slots=False)
-class ExpertsConfig(DecoderConfig):
-    """
-    Config for a decoder with experts. A family decides which layers have experts, and how they are chosen.
-
-    `router_aux_loss_coef` and `router_z_loss_coef` are loss coefficients in training; both losses are means over
-    layers.
-    """
-
-    num_experts: int = setting("number of routed experts per layer", check=create_size_check("num_experts"))
-    num_experts_per_tok: int = setting("number of routed experts per token", check=create_size_check("num_experts"))
-    router_aux_loss_coef: float = training_setting(
-        "load-balancing loss coefficient", default=0.001, check=at_least(0)
-    )  # the default of transformers' MoeConfig
-    router_z_loss_coef: float = training_setting(
-        "router z-loss coefficient, to keep the router's logits small", default=0.0, check=at_least(0)
-    )
-
-    @property
-    def routing(self) -> Routing:
-        """The router's choice of experts: by softmax and top k, unless a family overrides this."""
-        return Routing()
-
-    @property
-    def expert_width(self) -> int:
-        """The inner width of an expert."""
-        return self.intermediate_size
-
-    @property
-    def shared_expert_width(self) -> int:
-        """The inner width for experts that all tokens visit."""
-        return 0
-
-    @property
-    def expert_spec(self) -> ExpertSpec:
-        """The specification for the experts of a layer."""
-        return ExpertSpec(
-            experts=self.num_experts,
-            choices=self.num_experts_per_tok,
-            width=self.expert_width,
-            routing=self.routing,
-            shared_expert_width=self.shared_expert_width,
-            aux_loss_coef=self.router_aux_loss_coef / self.moe_layers,
-            z_loss_coef=self.router_z_loss_coef / self.moe_layers,
-        )
-
-    def mlp_spec_of(self, layer: int) -> MlpSpec | ExpertSpec:
-        return self.expert_spec if self.layer_has_experts(layer) else super().mlp_spec_of(layer)
-
-    @classmethod
-    def find_faults(cls, given: Settings) -> Iterator[InvalidSetting]:
-        """Yield the fault if a token chooses more experts than there are, or there are more than files can contain."""
-        yield from super().find_faults(given)
-        if (total := given["num_hidden_layers"] * given["num_experts"]) > MAX_EXPERTS_IN_ALL:
-            why = f"num_hidden_layers × num_experts = {total} experts are more than {MAX_EXPERTS_IN_ALL}"
-            yield InvalidSetting("num_experts", why, "write fewer")
-        elif (choices := given["num_experts_per_tok"]) > (experts := given["num_experts"]):
-            why = f"num_experts_per_tok = {choices} is more than num_experts = {experts}"
-            yield InvalidSetting("num_experts_per_tok", why, f"write {experts}, or less")
-
-    def layer_has_experts(self, number: int) -> bool:
-        """Return True: all layers have experts, unless a subclass overrides this."""
-        return True
-
-    @property
-    def moe_layers(self) -> int:
-        """The number of layers with experts."""
-        return sum(map(self.layer_has_experts, range(self.num_hidden_layers)))
-
-
-@attrs.frozen(kw_only=True, slots=False)
-class MoeConfig(ExpertsConfig):
-    """Config for a decoder whose experts have another width than the feed-forward networks."""
-
-    intermediate_size: int = setting(
-        "inner width of the feed-forward network in layers without experts",
-        check=create_size_check("intermediate_size"),
-    )
-    moe_intermediate_size: int = setting("inner width of an expert", check=create_size_check("intermediate_size"))
-
-    @property
-    def expert_width(self) -> int:
-        return self.moe_intermediate_size
-
-
 def derive_head_sizes(given: Settings) -> dict[str, int]:
     """Return the defaults of head sizes that follow from the other sizes, if these are known."""
     width, heads = given.get("hidden_size"), given.get("num_attention_heads")
@@ -390,7 +317,10 @@ def num_experts(architecture: DecoderConfig) -> int:
 
 def find_tensor_parallel_faults(sizes: Settings, ranks: int) -> Iterator[str]:
     """Yield the reasons why `ranks` ranks along `tensor` can't share a model with these sizes."""
-    for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+    for key in (
+        *("num_attention_heads", "num_key_value_heads", "num_global_key_value_heads", "linear_num_key_heads"),
+        *("linear_num_heads", "intermediate_size"),
+    ):
         if (size := sizes.get(key)) and size % ranks:
             yield f"{key} = {size} is not divisible by {ranks}"
     if (size := sizes.get("vocab_size")) and size < ranks:
@@ -399,86 +329,3 @@ def find_tensor_parallel_faults(sizes: Settings, ranks: int) -> Iterator[str]:
         experts = sizes["n_shared_experts"] or 1
         if experts * inner % ranks:
             yield f"n_shared_experts × moe_intermediate_size = {experts * inner} is not divisible by {ranks}"
-
-
-def find_dense_width_faults(given: Settings, dense: Sequence[int]) -> Iterator[InvalidSetting]:
-    """Yield the fault if intermediate_size is missing although the layers `dense` have no experts."""
-    if dense and "intermediate_size" not in given:
-        why = f"intermediate_size is missing, and layer {dense[0]} has no experts"
-        yield InvalidSetting("intermediate_size", why, "write intermediate_size = 768, for example")
-
-
-@attrs.frozen(kw_only=True, slots=False)
-class GroupedExpertsConfig(MoeConfig):
-    """Config for routed experts in groups and shared experts in all layers but the first."""
-
-    n_shared_experts: int = setting(
-        "number of shared experts per layer, which process all tokens",
-        default=1,
-        check=create_size_check("num_experts"),
-    )
-    first_k_dense_replace: int = setting("number of first layers without experts", default=0, check=at_least(0))
-    routed_scaling_factor: float = training_setting(
-        "multiplier of the scores of a token's experts", default=1.0, check=above(0)
-    )
-    n_group: int = training_setting("number of expert groups", default=1, check=at_least(1))
-    topk_group: int = training_setting("maximum number of expert groups per token", default=1, check=at_least(1))
-
-    @property
-    def shared_expert_width(self) -> int:
-        return self.n_shared_experts * self.moe_intermediate_size
-
-    def layer_has_experts(self, number: int) -> bool:
-        return number >= self.first_k_dense_replace
-
-    @classmethod
-    def find_faults(cls, given: Settings) -> Iterator[InvalidSetting]:
-        """Yield the faults in expert groups, and the fault if no layer has experts."""
-        yield from super().find_faults(given)
-        layers, dense = given["num_hidden_layers"], given["first_k_dense_replace"]
-        if dense >= layers:
-            why = f"first_k_dense_replace = {dense} leaves none of {layers} layers with experts"
-            yield InvalidSetting("first_k_dense_replace", why, f"write less than {layers}")
-        yield from find_dense_width_faults(given, range(dense))
-        yield from _find_expert_group_faults(given)
-
-
-@attrs.frozen(kw_only=True, slots=False)
-class SigmoidExpertsConfig(GroupedExpertsConfig):
-    """Config for DeepSeek-V3's experts: scores are sigmoids, and a bias added to them balances the load."""
-
-    norm_topk_prob: bool = training_setting("normalise the scores of a token's experts to a sum of 1", default=True)
-    router_aux_loss_coef: float = 0.0  # the router's bias balances
-
-    @property
-    def routing(self) -> Routing:
-        """Routing by sigmoid scores, with float32 logits and a balancing bias."""
-        return Routing(
-            scoring_func="sigmoid",
-            bias=True,
-            norm_topk_prob=self.norm_topk_prob,
-            routed_scaling_factor=self.routed_scaling_factor,
-            n_group=self.n_group,
-            topk_group=self.topk_group,
-            wide_logits=True,
-        )
-
-
-def _find_expert_group_faults(given: Settings) -> Iterator[InvalidSetting]:
-    """Yield the fault if groups do not divide the experts, or allow fewer experts than a token chooses."""
-    experts, choices = given["num_experts"], given["num_experts_per_tok"]
-    groups, used = given["n_group"], given["topk_group"]
-    if experts % groups or (groups > 1 and experts // groups < 2):
-        fitting = [number for number in range(1, experts // 2 + 1) if experts % number == 0] or [1]
-        why = f"n_group = {groups} does not divide num_experts = {experts} into groups of 2 or more"
-        yield InvalidSetting("n_group", why, f"write one of {', '.join(map(str, fitting))}")
-    elif used > groups:
-        yield InvalidSetting("topk_group", f"topk_group = {used} is more than n_group = {groups}", f"write {groups}")
-    elif choices > used * (experts // groups) and choices <= experts:
-        allowed = f"topk_group = {used} allows {used * experts // groups} experts"
-        why = f"{allowed}, fewer than num_experts_per_tok = {choices}"
-        yield InvalidSetting("topk_group", why, f"write {-(-choices * groups // experts)}, or more")
-
-
-RENAMED = {"num_experts": "n_routed_experts"}
-"""Keys that have other names in a `config.json`."""

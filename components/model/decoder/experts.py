@@ -6,7 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.experts.local import LocalExperts
-from drawloom.components.model.decoder.config import MoeConfig
+from drawloom.components.model.decoder.expert_config import (
+    MoeConfig,
+)
 from drawloom.components.model.decoder.mlp import GatedMlp
 from drawloom.components.model.decoder.router import Router
 from drawloom.components.model.decoder.specs import ExpertSpec, LayerContext, MlpSpec
@@ -49,7 +51,7 @@ class SparseMoeBlock(nn.Module):
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """
-        Map hidden states (rows, length, hidden_size), of the parameters' dtype; split tokens with `ranks`.
+        Map hidden states (rows, length, hidden_size), or (tokens, hidden_size) if ranks split them.
 
         With weights of tokens in the context, the backward pass adds gradients of the router's losses.
         """

@@ -1,6 +1,5 @@
 """Model family: a config, and the differences from other families in files."""
 
-import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -41,7 +40,7 @@ class Family:
     prefix in the model that transformers builds for causal language modeling. `read` converts a `config.json` to the
     config class's keys, before defaults are filled in, and raises ValueError, with a reason that follows the path, for
     a config that can't be built; `write` is its inverse, for a complete `config.json`. `mapper` maps parameters to
-    tensors in files, in whose names the regular expressions `tensor_names` are then replaced; `ignored` are patterns (fnmatch) for tensors that are not loaded, in which {layers} is the number
+    tensors in files; `ignored` are patterns (fnmatch) for tensors that are not loaded, in which {layers} is the number
     of layers. `has_classifier` tells whether transformers has a sequence classifier for `model_type`.
     """
 
@@ -58,7 +57,6 @@ class Family:
     read: Callable[[ConfigJson], ConfigJson] = _return_unchanged
     write: Callable[[ConfigJson], ConfigJson] = _return_unchanged
     mapper: Callable[[Iterable[str], DecoderConfig], Mapper] = _create_decoder_mapper
-    tensor_names: Mapping[str, str] = attrs.field(factory=dict)
     has_classifier: bool = True
     keys: "dict[str, attrs.Attribute[Any]]" = attrs.field(init=False, repr=False, eq=False)
     """The fields of the config class: the keys of a `config.json`, and the settings with their names."""
@@ -71,17 +69,6 @@ class Family:
     def constants(self) -> ConfigJson:
         """The keys' defaults, except those that depend on other keys or on the tokenizer."""
         return {key: field.default for key, field in self.keys.items() if isinstance(field.default, int | float | None)}
-
-    def create_mapper(self, names: Iterable[str], architecture: DecoderConfig) -> Mapper:
-        """Return the mapper from parameters to tensors under their names in files."""
-        mapper = self.mapper(names, architecture)
-        renamed = [attrs.evolve(group, outputs=(*map(self._rename_tensor, group.outputs),)) for group in mapper.groups]
-        return attrs.evolve(mapper, groups=tuple(renamed)) if self.tensor_names else mapper
-
-    def _rename_tensor(self, name: str) -> str:
-        for pattern, replacement in self.tensor_names.items():
-            name = re.sub(pattern, replacement, name)
-        return name
 
     def build_config(self, architecture: DecoderConfig) -> ConfigJson:
         """Return the `config.json` for a model; an export fills in the token ids."""

@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drawloom.components.model.decoder.config import DecoderConfig
-from drawloom.components.model.decoder.specs import DeltaSpec, LayerContext
+from drawloom.components.model.decoder.mixer_specs import DeltaSpec
+from drawloom.components.model.decoder.specs import LayerContext
 from drawloom.components.model.layers import Linear, RMSNorm
 from drawloom.components.parallel.parameter_split import SplitDim
 from drawloom.components.parallel.tensor_ranks import TensorParallel
@@ -15,6 +16,12 @@ from drawloom.ports import Kernels, Role
 
 KEY_EPS = 1e-6
 """Constant added to the sum of squares by which queries and keys are divided, as in transformers."""
+
+
+def draw_time_steps(uniform: Tensor) -> Tensor:
+    """Return values whose softplus is log-uniform from 0.001 to 0.1 (Mamba's), for uniform numbers (...) in (0, 1)."""
+    steps = 0.001 * 100**uniform
+    return steps + (-torch.expm1(-steps)).log()
 
 
 class GatedDeltaNet(TensorParallel):
@@ -34,32 +41,52 @@ class GatedDeltaNet(TensorParallel):
             self.add_module(f"in_proj_{name}", Linear(outer, spec.key_heads * unit, kernels, unit=unit))
             self.register_parameter(f"conv_{name}", nn.Parameter(torch.zeros(spec.key_heads * unit, spec.taps)))
         values, unit = spec.value_heads * spec.value_dim, group * spec.value_dim
-        self.in_proj_z = Linear(outer, values, kernels, unit=unit)
-        self.in_proj_b = Linear(outer, spec.value_heads, kernels, unit=group)
-        self.in_proj_a = Linear(outer, spec.value_heads, kernels, unit=group)
-        self.A_log = nn.Parameter(torch.zeros(spec.value_heads))
-        self.dt_bias = nn.Parameter(torch.ones(spec.value_heads))
-        self.norm = RMSNorm(spec.value_dim, architecture.rms_norm_eps, kernels)
-        self.out_proj = Linear(values, outer, kernels, style="rowwise", unit=unit, is_residual=True)
         self.group = group
         self.spec = spec
         self.kernels = kernels
+        self.A_log = nn.Parameter(torch.zeros(spec.value_heads))
+        self.add_gate_projections(outer)
+        self.norm = RMSNorm(spec.value_dim, spec.norm_eps or architecture.rms_norm_eps, kernels)
+        self.out_proj = Linear(values, outer, kernels, style="rowwise", unit=unit, is_residual=True)
+
+    def add_gate_projections(self, outer: int) -> None:
+        """Add the projections of hidden states (..., outer) to decays, write strengths and output gates."""
+        spec = self.spec
+        values, unit = spec.value_heads * spec.value_dim, self.group * spec.value_dim
+        self.in_proj_z = Linear(outer, values, self.kernels, unit=unit)
+        self.in_proj_b = Linear(outer, spec.value_heads, self.kernels, unit=self.group)
+        self.in_proj_a = Linear(outer, spec.value_heads, self.kernels, unit=self.group)
+        self.dt_bias = nn.Parameter(torch.ones(spec.value_heads))
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
-        """Map hidden states (rows, length, hidden_size), of the parameters' dtype; split tokens with `ranks`."""
-        shape, spec = context.documents.shape, self.spec
-        hidden = self.ranks.gather_tokens(hidden, shape)
+        """Map hidden states (rows, length, hidden_size), or (tokens, hidden_size) if ranks split them."""
+        shape, spec, own = context.documents.shape, self.spec, hidden
+        hidden = self.ranks.gather_tokens(own, shape)
         q, k, v = (
             self._project_and_convolve(name, hidden, context).view(*shape, -1, width)
             for name, width in spec.head_widths
         )
-        wide = torch.promote_types(hidden.dtype, torch.float32)
         beta = self.in_proj_b(hidden).sigmoid()
-        g = -self.A_log.to(wide).exp() * F.softplus(self.in_proj_a(hidden).to(wide) + self.dt_bias.to(wide))
+        if spec.max_strength != 1.0:
+            beta = beta * spec.max_strength
+        g = self.compute_log_decays(hidden, own)
         q, k = self._scale_to_l2_norm(q, spec.key_dim**-0.5), self._scale_to_l2_norm(k, 1.0)
         mixed = self.kernels.gated_delta_rule(q, k, v, g, beta, context.recurrence)
-        gated = self.kernels.swiglu(self.in_proj_z(hidden).view(mixed.shape), self.norm(mixed))
+        gated = self.gate_outputs(self.norm(mixed), hidden, own)
         return self.ranks.reduce_scatter_tokens(self.out_proj(gated.flatten(-2)))
+
+    def compute_log_decays(self, hidden: Tensor, own: Tensor) -> Tensor:
+        """
+        Return log decays (rows, length, value_heads), at least float32, for hidden states (rows, length, hidden_size).
+
+        `own` are this rank's split tokens.
+        """
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        return -self.A_log.to(wide).exp() * F.softplus(self.in_proj_a(hidden).to(wide) + self.dt_bias.to(wide))
+
+    def gate_outputs(self, normed: Tensor, hidden: Tensor, own: Tensor) -> Tensor:
+        """Gate normed results (rows, length, value_heads, V) by hidden states, as in `compute_log_decays`."""
+        return self.kernels.swiglu(self.in_proj_z(hidden).view(normed.shape), normed)
 
     def _project_and_convolve(self, name: str, hidden: Tensor, context: LayerContext) -> Tensor:
         """Project hidden (rows, length, hidden_size) to queries, keys or values, and convolve them over tokens."""
@@ -81,5 +108,5 @@ class GatedDeltaNet(TensorParallel):
         return {
             **{f"conv_{name}": convolution for name in self.units},
             "A_log": Role(False, lambda uniform: (0.01 + 15.99 * uniform).log()),
-            "dt_bias": Role(False, 1.0),
+            "dt_bias": Role(False, draw_time_steps if self.spec.draws_time_steps else 1.0),
         }

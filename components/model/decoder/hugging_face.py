@@ -260,7 +260,8 @@ def _convert_to_architecture(family: Family, config: Settings) -> DecoderConfig:
     if family.derives_head_dim:
         values = derive_head_sizes(values) | values
     # A missing rope_theta is refused, too, because transformers' default is not Qwen3's.
-    needed = [key for key, field in family.keys.items() if field.default is attrs.NOTHING] + ["rope_theta"]
+    needed = [key for key, field in family.keys.items() if field.default is attrs.NOTHING]
+    needed += ["rope_theta"] if "rope_theta" in family.keys else []
     if missing := [family.renamed.get(key, key) for key in needed if key not in values]:
         raise ValueError(f"lacks {', '.join(missing)}")
     architecture = family.config(**{**values, "rope_scaling": rope})

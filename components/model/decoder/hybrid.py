@@ -1,4 +1,4 @@
-"""Config for decoders with gated delta nets, and gated attention in every fourth layer (Qwen team)."""
+"""Configs for decoders with gated delta nets, and attention in every fourth layer."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -18,25 +18,24 @@ from drawloom.components.model.decoder.config import (
     rotary_factor_setting,
 )
 from drawloom.components.model.decoder.hugging_face import OF_IMAGES, fill_layer_list
+from drawloom.components.model.decoder.mixer_specs import DeltaSpec
 from drawloom.components.model.decoder.rope import InvalidSetting
-from drawloom.components.model.decoder.specs import Branch, DeltaSpec, MixerSpec
+from drawloom.components.model.decoder.specs import Branch, MixerSpec
 from drawloom.components.weights.mapper import parallel, sequential
 from drawloom.components.weights.mapper_ops import concatenate, unsqueeze
 from drawloom.ports import ConfigJson, Mapper, Settings
 
 LINEAR = "linear_attention"
 
+NO_POSITIONS = "rope_theta", "rope_scaling"
+"""The `unused_keys` of families without rotary positions."""
+
 
 @attrs.frozen(kw_only=True, slots=False)
-class HybridConfig(DecoderConfig):
+class DeltaConfig(DecoderConfig):
     """Config for a decoder whose linear_attention layers have a gated delta net instead of attention."""
 
-    qk_norm = "head"
-    zero_centered = True
-
-    rope_theta: float = 1e7
     layer_types: list[Literal["full_attention", "linear_attention"]] = layer_types_setting(4, LINEAR)
-    partial_rotary_factor: float = rotary_factor_setting(0.25)
     attention_bias: bool = setting(ATTENTION_BIAS, default=False)
     linear_conv_kernel_dim: int = setting("number of tokens in a convolution", default=4, check=between(1, 65))
     linear_key_head_dim: int = setting(
@@ -63,9 +62,6 @@ class HybridConfig(DecoderConfig):
             taps=self.linear_conv_kernel_dim,
         )
 
-    def mixer_spec_of(self, layer: int) -> MixerSpec:
-        return attrs.evolve(self.grouped_attention_spec_of(layer), gate=True)
-
     def branches_of(self, layer: int) -> Sequence[Branch]:
         first, last = super().branches_of(layer)
         if self.layer_types[layer] == FULL:
@@ -81,6 +77,20 @@ class HybridConfig(DecoderConfig):
         if values % keys:
             why = f"linear_num_value_heads = {values} is not divisible by linear_num_key_heads = {keys}"
             yield InvalidSetting("linear_num_value_heads", why, f"write {keys}, or a multiple of it")
+
+
+@attrs.frozen(kw_only=True, slots=False)
+class HybridConfig(DeltaConfig):
+    """Config of Qwen3.5: gated delta nets, and gated attention in full_attention layers."""
+
+    qk_norm = "head"
+    zero_centered = True
+
+    rope_theta: float = 1e7
+    partial_rotary_factor: float = rotary_factor_setting(0.25)
+
+    def mixer_spec_of(self, layer: int) -> MixerSpec:
+        return attrs.evolve(self.grouped_attention_spec_of(layer), gate=True)
 
 
 def read_hybrid_config(config: ConfigJson) -> ConfigJson:

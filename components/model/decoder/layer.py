@@ -7,29 +7,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from drawloom.components.model.decoder.config import DecoderConfig
-from drawloom.components.model.decoder.specs import (
-    AttentionSpec,
-    Branch,
-    DeltaSpec,
-    ExpertSpec,
-    LatentSpec,
-    LayerContext,
-    MlpSpec,
-    PartSpec,
-    ShortConvSpec,
-)
+from drawloom.components.model.decoder.specs import Branch, LayerContext
 from drawloom.components.model.layers import RMSNorm
 from drawloom.ports import Kernels, NormAndSum
-
-PARTS: dict[type[PartSpec], str] = {
-    AttentionSpec: "attention:Attention",
-    LatentSpec: "latent:LatentAttention",
-    DeltaSpec: "gated_delta_net:GatedDeltaNet",
-    ShortConvSpec: "short_convolution:ShortConvolution",
-    MlpSpec: "mlp:GatedMlp",
-    ExpertSpec: "experts:SparseMoeBlock",
-}
-"""The module class for each class of specifications, imported when a layer has such a part."""
 
 
 class Block(nn.Module):
@@ -43,12 +23,15 @@ class Block(nn.Module):
         super().__init__()
         self.branches = tuple(branches)
         self.residual_multiplier = architecture.residual_multiplier
+        self.scalar: nn.Module | None = None
+        if architecture.has_layer_scalar:
+            self.scalar = resolve_name(f"{__package__}.layer_scalar:LayerScalar")()
         self.kernels = kernels
         for branch in self.branches:
             for name in filter(None, (branch.norm_before, branch.norm_after)):
                 norm = RMSNorm(architecture.hidden_size, architecture.rms_norm_eps, kernels, architecture.zero_centered)
                 self.add_module(name, norm)
-            part = resolve_name(f"{__package__}.{PARTS[type(branch.spec)]}")
+            part = resolve_name(f"{__package__}.{branch.spec.part}")
             self.add_module(branch.name, part(architecture, branch.spec, kernels))
 
     @property
@@ -56,10 +39,8 @@ class Block(nn.Module):
         return self.branches
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
-        """
-        Map hidden states (rows, length, hidden_size), of the parameters' dtype; split tokens with `ranks`.
-        """
-        output: Tensor | None = None  # of the branch before, which is not yet part of the stream
+        """Map hidden states (rows, length, hidden_size), or (tokens, hidden_size) if ranks split them."""
+        output: Tensor | None = None  # the last branch's; the next norm's kernel adds it
         for branch in self.branches:
             inputs, hidden = self.add_and_norm(output, hidden, branch)
             output = self.get_submodule(branch.name)(inputs, context)
@@ -67,7 +48,8 @@ class Block(nn.Module):
                 output = self.get_submodule(branch.norm_after)(output)
             if self.residual_multiplier != 1.0:
                 output = output * self.residual_multiplier
-        return hidden if output is None else hidden + output
+        hidden = hidden if output is None else hidden + output
+        return hidden if self.scalar is None else self.scalar(hidden)
 
     def add_and_norm(self, output: Tensor | None, hidden: Tensor, branch: Branch) -> NormAndSum:
         """Add a branch's output to the residual stream; return the next branch's normed input and the stream."""

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from drawloom.components.model.decoder.config import DecoderConfig, num_experts
 from drawloom.components.weights.mapper import parallel, sequential
-from drawloom.components.weights.mapper_ops import chunk, identity, unstack
+from drawloom.components.weights.mapper_ops import chunk, identity, unsqueeze, unstack
 from drawloom.ports import Mapper
 
 
@@ -24,4 +24,6 @@ def _create_parameter_mapper(name: str, num_experts: int) -> Mapper:
         return sequential(unstack(name, experts), parallel(*(chunk(expert, names) for expert, names in parts)))
     if name.endswith(".experts.down_proj"):
         return unstack(name, [f"{expert}.{projection}.weight" for expert in experts])
+    if projection in ("conv_q", "conv_k", "conv_v"):  # (channels, taps), and a convolution's (channels, 1, taps)
+        return unsqueeze(name, 1)
     return identity(name)

@@ -187,7 +187,7 @@ class CausalLM(nn.Module):
         self.create_mapper: Callable[[Iterable[str]], Mapper] | None = None  # to the family's files
 
     def name_joined_layers(self) -> None:
-        """Set `joined_name` in linear layers with another name in files, where several may be one, before layers are adapted."""
+        """Set `joined_name` in linear layers that files rename or join with others, before layers are adapted."""
         create_mapper, self.create_mapper = self.create_mapper, None
         if create_mapper is None:
             return
@@ -210,6 +210,13 @@ class CausalLM(nn.Module):
             return hidden
         # An adapter of a tied head adds a layer.
         layer: HeadLayer = self.model.embed_tokens if self.lm_head is None else self.lm_head
+        if (cap := self.model.architecture.logit_cap) is not None:
+            from drawloom.components.model.decoder.capped_head import CappedHead  # few families have it
+
+            size = self.model.architecture.vocab_size
+            return layer.finish_with_head(
+                hidden, lambda hidden, head: finish(hidden, CappedHead(head.logits, size, cap=cap))
+            )
         return layer.finish_with_head(hidden, finish)
 
     def role_with_scaling(self, name: str, role: Role) -> Role:

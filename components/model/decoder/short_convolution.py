@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.model.decoder.config import DecoderConfig
-from drawloom.components.model.decoder.specs import LayerContext, ShortConvSpec
+from drawloom.components.model.decoder.mixer_specs import ShortConvSpec
+from drawloom.components.model.decoder.specs import LayerContext
 from drawloom.components.model.layers import Linear
 from drawloom.components.parallel.parameter_split import SplitDim
 from drawloom.components.parallel.tensor_ranks import TensorParallel
@@ -30,7 +31,7 @@ class ShortConvolution(TensorParallel):
         self.kernels = kernels
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
-        """Map hidden states (rows, length, hidden_size), of the parameters' dtype; split tokens with `ranks`."""
+        """Map hidden states (rows, length, hidden_size), or (tokens, hidden_size) if ranks split them."""
         hidden = self.ranks.gather_tokens(hidden, context.documents.shape)
         b, c, x = (self.get_submodule(f"in_proj_{name}")(hidden) for name in "bcx")
         mixed = self.kernels.causal_conv(b * x, self.taps, context.recurrence, silu=False)

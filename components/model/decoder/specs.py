@@ -1,6 +1,6 @@
 """Specifications of a layer's parts, and the context in which they compute."""
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import attrs
 from torch import Tensor
@@ -12,8 +12,14 @@ Activation = Literal["silu", "gelu_tanh"]
 """Activation of the gate in a feed-forward network; `gelu_tanh` is the tanh approximation of GELU."""
 
 
+class PartSpec:
+    """Specification of a layer's part; `part` is its module's class, imported when a layer has such a part."""
+
+    part: ClassVar[str]
+
+
 @attrs.frozen(kw_only=True)
-class MixerSpec:
+class MixerSpec(PartSpec):
     """
     Specification of causal attention.
 
@@ -39,14 +45,18 @@ class AttentionSpec(MixerSpec):
 
     `qk_norm` norms queries and keys (RMSNorm), by head or over the whole projection. With `sinks`, every head has a
     learned score for one more key, whose value is 0. With a `gate`, the output is multiplied by the sigmoid of a
-    projection.
+    projection. With `keys_as_values`, the projection of keys, before norm and rotation, has the values, too. With
+    `value_norm`, values are normed by head, without a weight.
     """
 
     kv_heads: int
     head_dim: int
     sinks: bool = False
     gate: bool = False
+    keys_as_values: bool = False
+    value_norm: bool = False
     qk_norm: Literal["none", "head", "projection"] = "none"
+    part = "attention:Attention"
 
     @property
     def pair_flops(self) -> int:
@@ -54,28 +64,7 @@ class AttentionSpec(MixerSpec):
 
 
 @attrs.frozen(kw_only=True)
-class LatentSpec(MixerSpec):
-    """
-    Specification of multi-head latent attention.
-
-    A query or key head has `nope_dim` channels, and `rope_dim` rotated channels, shared by all heads in keys. Keys and
-    values are projected from a latent with `kv_rank` channels, queries from one with `query_rank`; None: from hidden
-    states.
-    """
-
-    nope_dim: int
-    rope_dim: int
-    v_dim: int
-    kv_rank: int
-    query_rank: int | None
-
-    @property
-    def pair_flops(self) -> int:
-        return 2 * self.heads * (self.nope_dim + self.rope_dim + self.v_dim)
-
-
-@attrs.frozen(kw_only=True)
-class RecurrentSpec:
+class RecurrentSpec(PartSpec):
     """Specification of a part that takes states over the tokens in a document, such as its last `taps` tokens."""
 
     taps: int
@@ -87,41 +76,12 @@ class RecurrentSpec:
 
 
 @attrs.frozen(kw_only=True)
-class ShortConvSpec(RecurrentSpec):
-    """Specification of a gated short convolution over `taps` tokens."""
-
-
-@attrs.frozen(kw_only=True)
-class DeltaSpec(RecurrentSpec):
-    """Specification of a gated delta net: heads and their widths, and the convolutions' length in tokens."""
-
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-
-    @property
-    def head_widths(self) -> tuple[tuple[str, int], ...]:
-        """Head widths for queries, keys and values."""
-        return (("q", self.key_dim), ("k", self.key_dim), ("v", self.value_dim))
-
-    @property
-    def channels(self) -> list[int]:
-        """Channels of all heads' queries, keys and values."""
-        return [self.key_heads * self.key_dim] * 2 + [self.value_heads * self.value_dim]
-
-    @property
-    def token_flops(self) -> int:
-        """FLOPs for a token: states times key and query, and key times value (an outer product)."""
-        return 6 * self.value_heads * self.key_dim * self.value_dim
-
-
-@attrs.frozen(kw_only=True)
-class MlpSpec:
+class MlpSpec(PartSpec):
     """Specification of a gated feed-forward network: its inner width and its gate's activation."""
 
     width: int
     activation: Activation = "silu"
+    part = "mlp:GatedMlp"
 
 
 @attrs.frozen
@@ -157,7 +117,7 @@ class Routing:
 
 
 @attrs.frozen(kw_only=True)
-class ExpertSpec:
+class ExpertSpec(PartSpec):
     """
     Specification of a router and its experts, with inner width `width`.
 
@@ -179,9 +139,7 @@ class ExpertSpec:
     clamp: ClampedSwiGlu | None = None
     aux_loss_coef: float = 0.0
     z_loss_coef: float = 0.0
-
-
-PartSpec = MixerSpec | RecurrentSpec | MlpSpec | ExpertSpec
+    part = "experts:SparseMoeBlock"
 
 
 @attrs.frozen

@@ -6,7 +6,13 @@ import attrs
 
 from drawloom import at_least, component, setting
 from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.config import MoeConfig, find_dense_width_faults, training_setting
+from drawloom.components.model.decoder.config import (
+    training_setting,
+)
+from drawloom.components.model.decoder.expert_config import (
+    MoeConfig,
+    find_dense_width_faults,
+)
 from drawloom.components.model.decoder.family import Family
 from drawloom.components.model.decoder.rope import InvalidSetting
 from drawloom.components.model.decoder.specs import Routing

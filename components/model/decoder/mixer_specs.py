@@ -1,0 +1,79 @@
+"""Specifications of parts that few families have in place of attention."""
+
+import attrs
+
+from drawloom.components.model.decoder.specs import MixerSpec, RecurrentSpec
+
+
+@attrs.frozen(kw_only=True)
+class LatentSpec(MixerSpec):
+    """
+    Specification of multi-head latent attention.
+
+    A query or key head has `nope_dim` channels, and `rope_dim` rotated channels, shared by all heads in keys. Keys and
+    values are projected from a latent with `kv_rank` channels, queries from one with `query_rank`; None: from hidden
+    states.
+    """
+
+    part = "latent:LatentAttention"
+
+    nope_dim: int
+    rope_dim: int
+    v_dim: int
+    kv_rank: int
+    query_rank: int | None
+
+    @property
+    def pair_flops(self) -> int:
+        return 2 * self.heads * (self.nope_dim + self.rope_dim + self.v_dim)
+
+
+@attrs.frozen(kw_only=True)
+class ShortConvSpec(RecurrentSpec):
+    """Specification of a gated short convolution over `taps` tokens."""
+
+    part = "short_convolution:ShortConvolution"
+
+
+@attrs.frozen(kw_only=True)
+class DeltaSpec(RecurrentSpec):
+    """
+    Specification of a gated delta net: heads and their widths, and the convolutions' length in tokens.
+
+    Values are written with a strength from 0 to `max_strength`. `norm_eps` is the output norm's; None: the config's.
+    With `draws_time_steps` the initial decays are drawn for times from 10 to 1000 tokens.
+    """
+
+    part = "gated_delta_net:GatedDeltaNet"
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    max_strength: float = 1.0
+    norm_eps: float | None = None
+    draws_time_steps: bool = False
+
+    @property
+    def head_widths(self) -> tuple[tuple[str, int], ...]:
+        """Head widths for queries, keys and values."""
+        return (("q", self.key_dim), ("k", self.key_dim), ("v", self.value_dim))
+
+    @property
+    def channels(self) -> list[int]:
+        """Channels of all heads' queries, keys and values."""
+        return [self.key_heads * self.key_dim] * 2 + [self.value_heads * self.value_dim]
+
+    @property
+    def token_flops(self) -> int:
+        """FLOPs for a token: states times key and query, and key times value (an outer product)."""
+        return 6 * self.value_heads * self.key_dim * self.value_dim
+
+
+@attrs.frozen(kw_only=True)
+class ChannelDeltaSpec(DeltaSpec):
+    """Specification of Kimi Delta Attention: decays by key channel and gates are projected from `rank` channels."""
+
+    part = "channel_delta_net:ChannelDeltaNet"
+
+    rank: int

@@ -1,0 +1,28 @@
+"""Mappers for families whose tensors have other names in files than in our modules."""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+
+import attrs
+
+from drawloom.components.model.decoder.config import DecoderConfig
+from drawloom.components.model.decoder.mapper import create_decoder_mapper
+from drawloom.ports import Mapper
+
+CreateMapper = Callable[[Iterable[str], DecoderConfig], Mapper]
+"""Function that returns the mapper from parameters with these names to tensors in files."""
+
+
+def rename_tensors(patterns: Mapping[str, str], create: CreateMapper = create_decoder_mapper) -> CreateMapper:
+    """Return `create` with regular expressions replaced, one after another, in the names of tensors in files."""
+
+    def rename(name: str) -> str:
+        for pattern, replacement in patterns.items():
+            name = re.sub(pattern, replacement, name)
+        return name
+
+    def create_renaming_mapper(names: Iterable[str], architecture: DecoderConfig) -> Mapper:
+        groups = create(names, architecture).groups
+        return Mapper(tuple(attrs.evolve(group, outputs=tuple(map(rename, group.outputs))) for group in groups))
+
+    return create_renaming_mapper

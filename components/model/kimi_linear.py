@@ -1,0 +1,148 @@
+"""The component `model.kimi_linear`: Kimi Linear (Kimi team 2025, arXiv 2510.26692)."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal
+
+import attrs
+
+from drawloom import between, component, setting
+from drawloom.components.model.decoder.builder import DecoderBuilder
+from drawloom.components.model.decoder.config import (
+    FULL,
+    DecoderConfig,
+    create_size_check,
+    find_short_list_faults,
+    layer_types_setting,
+)
+from drawloom.components.model.decoder.expert_config import (
+    SigmoidExpertsConfig,
+)
+from drawloom.components.model.decoder.family import Family
+from drawloom.components.model.decoder.hybrid import LINEAR, NO_POSITIONS
+from drawloom.components.model.decoder.mapper import create_decoder_mapper
+from drawloom.components.model.decoder.mixer_specs import ChannelDeltaSpec
+from drawloom.components.model.decoder.rope import InvalidSetting
+from drawloom.components.model.decoder.specs import Branch
+from drawloom.components.model.decoder.tensor_names import rename_tensors
+from drawloom.components.model.deepseek_v3 import LatentConfig
+from drawloom.components.model.glm4_moe_lite import read_mlp_layer_types, write_mlp_layer_types
+from drawloom.components.weights.mapper import parallel, sequential
+from drawloom.components.weights.mapper_ops import unsqueeze
+from drawloom.ports import ConfigJson, Mapper, Settings
+
+
+@attrs.frozen(kw_only=True)
+class KimiLinearConfig(LatentConfig, SigmoidExpertsConfig):
+    """Config of Kimi Linear: latent attention without positions, and Kimi Delta Attention in other layers."""
+
+    unused_keys = NO_POSITIONS
+
+    layer_types: list[Literal["full_attention", "linear_attention"]] = layer_types_setting(4, LINEAR)
+    linear_num_heads: int = setting(
+        "number of heads in linear layers", default=32, check=create_size_check("num_attention_heads")
+    )
+    linear_head_dim: int = setting(
+        "width of keys and values in linear layers", default=128, check=create_size_check("head_dim")
+    )
+    linear_conv_kernel_dim: int = setting("number of tokens in a convolution", default=4, check=between(1, 65))
+    q_lora_rank: int = 0
+
+    def rope_of(self, layer: int) -> None:
+        return None
+
+    def branches_of(self, layer: int) -> Sequence[Branch]:
+        first, last = super().branches_of(layer)
+        if self.layer_types[layer] == FULL:
+            return first, last
+        heads, width = self.linear_num_heads, self.linear_head_dim
+        spec = ChannelDeltaSpec(
+            key_heads=heads,
+            value_heads=heads,
+            key_dim=width,
+            value_dim=width,
+            rank=width,
+            taps=self.linear_conv_kernel_dim,
+            draws_time_steps=True,
+        )
+        return attrs.evolve(first, spec=spec), last
+
+    @classmethod
+    def find_faults(cls, given: Settings) -> Iterator[InvalidSetting]:
+        yield from super().find_faults(given)
+        yield from find_short_list_faults(given, "layer_types", "types")
+        if given.get("tie_word_embeddings"):
+            why = "Kimi Linear has a head of its own, and transformers can't read a tied one"
+            yield InvalidSetting("tie_word_embeddings", why, "write false")
+
+
+NESTED = {
+    "head_dim": "linear_head_dim",
+    "num_heads": "linear_num_heads",
+    "short_conv_kernel_size": "linear_conv_kernel_dim",
+}
+"""Sizes in `linear_attn_config`."""
+
+
+def _convert_config_from_hf(config: ConfigJson) -> ConfigJson:
+    """Read layer types and sizes from `linear_attn_config`, whose layers count from 1, as in published configs."""
+    config, nested = read_mlp_layer_types(config), config.get("linear_attn_config") or {}
+    config |= {ours: nested[theirs] for theirs, ours in NESTED.items() if theirs in nested}
+    if not config.get("layer_types"):
+        layers = range(1, (config.get("num_hidden_layers") or 0) + 1)
+        full = nested.get("full_attn_layers", [layer for layer in layers if layer > 1 and layer % 4 == 1])
+        config["layer_types"] = [FULL if layer in full else LINEAR for layer in layers]
+    return config
+
+
+def _convert_config_to_hf(config: ConfigJson) -> ConfigJson:
+    """Write layer types and sizes in both forms: transformers' and the published one."""
+    layers = {kind: [n for n, other in enumerate(config["layer_types"], 1) if other == kind] for kind in (FULL, LINEAR)}
+    nested = {theirs: config[ours] for theirs, ours in NESTED.items()}
+    lists = {"full_attn_layers": layers[FULL], "kda_layers": layers[LINEAR]}
+    return {**write_mlp_layer_types(config), "linear_attn_config": nested | lists}
+
+
+def _create_family_mapper(names: Iterable[str], architecture: DecoderConfig) -> Mapper:
+    """Return the mapper to files, where the decay rates (heads,) are (1, 1, heads, 1)."""
+    parameters = list(names)
+    rates = [name for name in parameters if name.endswith(".A_log")]
+    shaped = [sequential(unsqueeze(name, 1), unsqueeze(name, 0), unsqueeze(name, 0)) for name in rates]
+    others = [name for name in parameters if name not in set(rates)]
+    return parallel(*shaped, create_decoder_mapper(others, architecture))
+
+
+@component(impact="incompatible")
+class KimiLinear(DecoderBuilder):
+    """A Kimi Linear language model, with sizes from this table or a Hugging Face `config.json`."""
+
+    family = Family(
+        KimiLinearConfig,
+        "kimi_linear",
+        "KimiLinearForCausalLM",
+        hf_defaults={"first_k_dense_replace": 1, "routed_scaling_factor": 2.446, "num_experts_per_tok": 8},
+        fixed={"mla_use_nope": True, "moe_layer_freq": 1},
+        renamed={
+            "head_dim": "qk_rope_head_dim",
+            "max_position_embeddings": "model_max_length",
+            "norm_topk_prob": "moe_renormalize",
+            "n_group": "num_expert_group",
+            "num_experts_per_tok": "num_experts_per_token",
+            "n_shared_experts": "num_shared_experts",
+        },
+        read=_convert_config_from_hf,
+        write=_convert_config_to_hf,
+        mapper=rename_tensors(
+            {
+                r"\.self_attn\.in_proj_([qkvb])\.": r".self_attn.\1_proj.",
+                r"\.self_attn\.conv_([qkv])$": r".self_attn.\1_conv1d.weight",
+                r"\.self_attn\.norm\.": ".self_attn.o_norm.",
+                r"\.self_attn\.out_proj\.": ".self_attn.o_proj.",
+                r"\.mlp\.(gate|shared_experts|experts)\.": r".block_sparse_moe.\1.",
+                r"(\.experts\.\d+)\.gate_proj\.": r"\1.w1.",
+                r"(\.experts\.\d+)\.up_proj\.": r"\1.w3.",
+                r"(\.experts\.\d+)\.down_proj\.": r"\1.w2.",
+            },
+            _create_family_mapper,
+        ),
+        has_classifier=False,
+    )

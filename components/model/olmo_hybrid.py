@@ -1,0 +1,86 @@
+"""The component `model.olmo_hybrid`: OLMo Hybrid (OLMo team 2026)."""
+
+from collections.abc import Sequence
+
+import attrs
+
+from drawloom import component
+from drawloom.components.model.decoder.builder import DecoderBuilder
+from drawloom.components.model.decoder.config import FULL, training_setting
+from drawloom.components.model.decoder.family import Family
+from drawloom.components.model.decoder.hybrid import NO_POSITIONS, DeltaConfig, read_hybrid_config
+from drawloom.components.model.decoder.mixer_specs import DeltaSpec
+from drawloom.components.model.decoder.specs import Branch
+from drawloom.components.model.decoder.tensor_names import rename_tensors
+from drawloom.ports import ConfigJson
+
+
+@attrs.frozen(kw_only=True)
+class OlmoHybridConfig(DeltaConfig):
+    """Config of OLMo Hybrid: pre-norm gated delta nets, and OLMo 3's attention without positions and windows."""
+
+    unused_keys = NO_POSITIONS
+    qk_norm = "projection"
+
+    max_position_embeddings: int = 65_536
+    linear_allow_neg_eigval: bool = training_setting("write values with strengths up to 2 instead of 1", default=True)
+
+    @property
+    def delta(self) -> DeltaSpec:
+        strength = 2.0 if self.linear_allow_neg_eigval else 1.0
+        return attrs.evolve(super().delta, max_strength=strength, norm_eps=1e-5, draws_time_steps=True)
+
+    def rope_of(self, layer: int) -> None:
+        return None
+
+    def branches_of(self, layer: int) -> Sequence[Branch]:
+        mixer, mlp = super().branches_of(layer)
+        if self.layer_types[layer] == FULL:
+            mixer = attrs.evolve(mixer, norm_before=None, norm_after="post_attention_layernorm")
+            return mixer, attrs.evolve(mlp, norm_before=None, norm_after="post_feedforward_layernorm")
+        # Files have these names, unlike the modules of transformers.
+        names = "attention_layer_norm", "feedforward_layer_norm"
+        return tuple(attrs.evolve(part, norm_before=name) for part, name in zip((mixer, mlp), names, strict=True))
+
+
+WITHOUT_THETA = {"rope_parameters": {"rope_type": "default", "rope_theta": None}}
+"""Rotary positions of published models; with null or nothing transformers rotates."""
+
+
+def _convert_config_from_hf(config: ConfigJson) -> ConfigJson:
+    """Fill in the sizes of linear layers that follow from others. Raises ValueError if a layer has positions."""
+    rope = config.get("rope_parameters") or {}
+    theta = rope.get("rope_theta", config.get("rope_theta", 1e4)) if isinstance(rope, dict) else rope
+    if theta is not None:
+        why = "only layers without positions can be built, as in published models, whose rope_theta is null"
+        raise ValueError(f"has rotary positions with rope_theta = {theta}, and {why}")
+    heads, width = config.get("num_attention_heads"), config.get("hidden_size")
+    if isinstance(heads, int) and isinstance(width, int):
+        sizes = {"linear_num_key_heads": heads, "linear_num_value_heads": heads}
+        config = sizes | {key: value for key, value in config.items() if value is not None}
+        config.setdefault("linear_key_head_dim", int(0.75 * width / config["linear_num_key_heads"]))
+        config.setdefault("linear_value_head_dim", 2 * config["linear_key_head_dim"])
+    return read_hybrid_config(config | WITHOUT_THETA)
+
+
+@component(impact="incompatible")
+class OlmoHybrid(DecoderBuilder):
+    """An OLMo Hybrid language model, with sizes from this table or a Hugging Face `config.json`."""
+
+    family = Family(
+        OlmoHybridConfig,
+        "olmo_hybrid",
+        "OlmoHybridForCausalLM",
+        fixed=WITHOUT_THETA,
+        read=_convert_config_from_hf,
+        mapper=rename_tensors(
+            {
+                r"\.linear_attn\.in_proj_z\.": ".linear_attn.g_proj.",
+                r"\.linear_attn\.in_proj_([qkvab])\.": r".linear_attn.\1_proj.",
+                r"\.linear_attn\.conv_([qkv])$": r".linear_attn.\1_conv1d.weight",
+                r"\.linear_attn\.norm\.": ".linear_attn.o_norm.",
+                r"\.linear_attn\.out_proj\.": ".linear_attn.o_proj.",
+            }
+        ),
+        has_classifier=False,
+    )

@@ -1,0 +1,1 @@
+"""The gated delta rule with a decay for every key channel."""

@@ -1,0 +1,101 @@
+"""
+The gated delta rule with a decay for every key channel (Kimi Delta Attention, Kimi team 2025, arXiv 2510.26692).
+
+For every head and token the state S (K, V), zero at the start of a document, becomes E S + k u^T with E = diag(exp(g))
+and u = beta (v - (E S)^T k); the result is S^T q.
+
+As in `gated_delta/eager.py`, all u in a chunk solve a triangular system, and only the state goes from chunk to chunk.
+The products k_i^T exp(G_i - G_j) k_j of two tokens have a decay of their own in every channel. They are matrix products
+all the same: the tokens are halved again and again, and between the two halves of a part both factors are decays from
+or to the border. So no exponent is positive, for any g.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from drawloom.kernels.gated_delta.eager import RecurrentDocuments
+from drawloom.kernels.operation import accumulation_dtype
+
+CHUNK = 64
+"""Tokens in a chunk, a power of 2."""
+
+
+def channel_delta_rule_eager(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    documents: RecurrentDocuments,
+    state: Tensor | None = None,
+    chunk: int = CHUNK,
+) -> tuple[Tensor, Tensor]:
+    """
+    Return results (rows, length, value_heads, V), in the dtype of v, and the state after the last token.
+
+    Like `delta_rule_eager`, but g, at most 0, is (rows, length, value_heads, K).
+    """
+    dtype, result_dtype, (rows, length, heads, width) = accumulation_dtype(v), v.dtype, v.shape
+    q, k = (x.repeat_interleave(heads // x.shape[2], 2) for x in (q, k))
+    state = v.new_zeros(rows, heads, k.shape[3], width, dtype=dtype) if state is None else state.to(dtype)
+    if not v.numel():
+        return torch.zeros_like(v), state
+    q, k, v, g, beta = (_split_into_chunks(x.to(dtype), chunk) for x in (q, k, v, g, beta))
+    # Tokens after the end write nothing, and belong to the last document, so that its state stays.
+    ids = torch.cat([documents.ids, documents.ids[:, -1:].expand(-1, -length % chunk)], 1).view(rows, 1, -1, chunk)
+    before = torch.cat([documents.before.view(rows, 1, 1), ids[:, :, :-1, -1]], 2)
+    # Tokens of the incoming state's document come first in a chunk, and tokens of the outgoing state's last.
+    from_state = _exp_where(ids == before[..., None], g.cumsum(-2))
+    to_end = _exp_where(ids == ids[..., -1:], _sum_later_tokens(g))
+    by_query, by_key = _multiply_decayed_pairs(torch.stack([q, k]), k, g, ids)
+    inputs = beta[..., None] * torch.cat([v, from_state * k], -1)
+    solved = torch.linalg.solve_triangular(beta[..., None] * by_key, inputs, upper=False, unitriangular=True)
+    values, keys = solved[..., :width], solved[..., width:]
+    to_state, kept = (to_end * k).mT, from_state[..., -1, :, None]
+    states, written = [], []
+    for number in range(v.shape[2]):
+        states.append(state)
+        written.append(values[:, :, number] - keys[:, :, number] @ state)
+        state = kept[:, :, number] * state + to_state[:, :, number] @ written[-1]
+    by_query = by_query + torch.diag_embed((q * k).sum(-1))
+    mixed = (from_state * q) @ torch.stack(states, 2) + by_query @ torch.stack(written, 2)
+    return mixed.movedim(1, 3).flatten(1, 2)[:, :length].to(result_dtype), state
+
+
+def _split_into_chunks(x: Tensor, chunk: int) -> Tensor:
+    """Return x (rows, length, heads, ...) as (rows, heads, chunks, chunk, ...), with zeros after the end."""
+    padded = F.pad(x, (*(0, 0) * (x.ndim - 2), 0, -x.shape[1] % chunk))
+    return padded.unflatten(1, (-1, chunk)).movedim(3, 1)  # type: ignore[no-untyped-call]
+
+
+def _exp_where(exists: Tensor, exponents: Tensor) -> Tensor:
+    """Return exp of exponents (..., tokens, K) for the tokens that exist, bool (..., tokens), and 0 for others."""
+    return torch.where(exists[..., None], exponents, -torch.inf).exp()
+
+
+def _sum_later_tokens(x: Tensor) -> Tensor:
+    """Return for every token the sum of x (..., tokens, K) over later tokens."""
+    return F.pad(x[..., 1:, :], (0, 0, 0, 1)).flip(-2).cumsum(-2).flip(-2)
+
+
+def _multiply_decayed_pairs(left: Tensor, right: Tensor, g: Tensor, ids: Tensor) -> Tensor:
+    """
+    Return products of tokens i and earlier tokens j in a document, decayed from j to i: (..., chunk, chunk).
+
+    left (..., chunk, K), right and g (rows, heads, chunks, chunk, K), ids (rows, 1, chunks, chunk).
+    """
+    products, size = left.new_zeros(*left.shape[:-1], 1, 1), 1
+    while size < ids.shape[-1]:
+        documents, decays = ids.unflatten(-1, (-1, 2, size)), g.unflatten(-2, (-1, 2, size))
+        border = documents[..., 0, -1:]
+        to_border = _exp_where(documents[..., 0, :] == border, _sum_later_tokens(decays[..., 0, :, :]))
+        from_border = _exp_where(documents[..., 1, :] == border, decays[..., 1, :, :].cumsum(-2))
+        later = left.unflatten(-2, (-1, 2, size))[..., 1, :, :] * from_border
+        earlier = right.unflatten(-2, (-1, 2, size))[..., 0, :, :] * to_border
+        across = later @ earlier.mT
+        halves = products.unflatten(-3, (-1, 2))
+        above = torch.cat([halves[..., 0, :, :], torch.zeros_like(across)], -1)
+        products = torch.cat([above, torch.cat([across, halves[..., 1, :, :]], -1)], -2)
+        size *= 2
+    return products.squeeze(-3)
