@@ -99,7 +99,7 @@ class Prompts:
         return self.end_ids or (find_end_ids(tokenizer),) * len(self.keys)
 
 
-class Segment(NamedTuple):
+class TrajectorySegment(NamedTuple):
     """Part of a trajectory from one source: positions `first` to before `last` in its row."""
 
     kind: Literal["prompt", "sampled", "environment"]
@@ -159,14 +159,14 @@ class Completions:
         """Return where the next token was sampled: bool (rows, length)."""
         return torch.nn.functional.pad(self.is_sampled[:, 1:], (0, 1))
 
-    def list_segments(self, row: int) -> list[Segment]:
+    def list_segments(self, row: int) -> list[TrajectorySegment]:
         """Return a row's segments in order: the prompt, sampled turns, and an environment's messages between them."""
         start, end = int(self.starts[row]), int(self.ends[row])
         sources = self.is_sampled[row, start:end].tolist()
         changes = [start + index for index in range(1, end - start) if sources[index] != sources[index - 1]]
         parts = pairwise([start, *changes, end])
-        rest = (Segment("sampled" if sources[a - start] else "environment", a, b) for a, b in parts)
-        return [Segment("prompt", 0, start), *rest]
+        rest = (TrajectorySegment("sampled" if sources[a - start] else "environment", a, b) for a, b in parts)
+        return [TrajectorySegment("prompt", 0, start), *rest]
 
 
 @port
