@@ -1,4 +1,4 @@
-"""Contracts for environments of conversations, and for tools."""
+"""Contracts for environments and tools."""
 
 import json
 import math
@@ -20,7 +20,7 @@ def replies_depend_on_their_conversation_alone(environment: Environment) -> None
 
 
 def replies_have_messages_rewards_and_faults(environment: Environment) -> None:
-    """A reply is a text, its reward is finite or None, and its faults are kinds that are counted."""
+    """A reply is a text, its reward is finite or None, and its faults have known kinds."""
     for text in TEXTS:
         reply: Reply = environment.reset({"prompt": "1+1=", "answer": "12"}).step(text)
         expect(isinstance(reply.message, str), f"the message to {text!r} is {reply.message!r}")

@@ -1,4 +1,4 @@
-"""Base for toy tasks with answers that a program can verify."""
+"""Base for toy tasks with verifiable answers."""
 
 from abc import abstractmethod
 from collections.abc import Iterator

@@ -20,7 +20,7 @@ class PromptCollator(PromptRenderer):
 
     An example has a `prompt`: a text, or a list of messages; the chat template renders them up to
     the answer's beginning. A completion of messages ends at the template's control token after an answer, too.
-    Messages are rendered with the example's `tools`, or those of the environment.
+    Messages are rendered with the example's `tools`, or the environment's.
     """
 
     environment: Environment | None = wired(default=None)

@@ -17,7 +17,7 @@ class Sums(DrawnTask):
     Sums with the `prompt` "271+58=" and the `answer` "329", drawn with the run's seed, without repetition.
 
     The `input_ids` and `labels` are demonstrations for supervised training: one in two calls the calculator as
-    [calculator 271+58], reads the result and repeats it; the others answer at once, and not all of them well.
+    [calculator 271+58], reads the result and repeats it; the others answer at once.
     """
 
     digits: int = setting("largest number of digits", default=3, check=between(1, 10))

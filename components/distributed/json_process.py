@@ -12,7 +12,7 @@ import attrs
 @attrs.define(eq=False)
 class JsonProcess:
     """
-    A Python file in a process of its own, whose first argument is the descriptor of its pipe's end.
+    A Python file in its own process; the first argument is its pipe's descriptor.
 
     The process starts with the first request, in isolated mode: neither the environment nor the current directory can
     change its imports. It ends when its pipe closes, as when this process is killed.

@@ -1,1 +1,1 @@
-"""Environments of conversations, and tools that models call in them."""
+"""Environments for conversations, and tools for models."""

@@ -1,4 +1,4 @@
-"""Tools that are plain functions, marked with `@tool`."""
+"""Tools made from plain functions, marked with `@tool`."""
 
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -36,7 +36,7 @@ def tool(function: Callable[..., object]) -> type[Any]:
     Make a function a tool's component, which a recipe names like a class: by its file, or as `file.function`.
 
     A model calls the function by its name, with JSON values; the docstring tells the model what it does. Parameters
-    have types: texts, numbers, truth values, lists of them, or Literal values. The result is shown as a text.
+    have types: texts, numbers, truth values, lists, or Literal values. The result is shown as a text.
     """
     body: dict[str, Any] = {
         "__module__": function.__module__,
@@ -78,32 +78,3 @@ def _describe_type(kind: Any, name: str) -> dict[str, Any]:
     if origin in (Union, types.UnionType):
         return {"anyOf": [{"type": "null"} if one is type(None) else _describe_type(one, name) for one in arguments]}
     raise ValueError(f"the tool {name} has a parameter of the type {kind}, which JSON values do not have")
-
-
-def describe_argument_fault(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str | None:
-    """Return why JSON values are not a tool's arguments, or None."""
-    parameters = schema["function"]["parameters"]
-    for name in parameters["required"]:
-        if name not in arguments:
-            return f"{name} is missing"
-    for name, value in arguments.items():
-        if name not in parameters["properties"]:
-            return f"there is no parameter {name}"
-        if not _is_valid(parameters["properties"][name], value):
-            return f"{name} is not {parameters['properties'][name]}"
-    return None
-
-
-def _is_valid(schema: Mapping[str, Any], value: Any) -> bool:
-    """Return whether a value has a type that `_describe_type` describes."""
-    if "anyOf" in schema:
-        return any(_is_valid(one, value) for one in schema["anyOf"])
-    if "enum" in schema:
-        return value in schema["enum"]
-    match schema["type"]:
-        case "array":
-            return isinstance(value, list) and all(_is_valid(schema["items"], one) for one in value)
-        case "number" | "integer" as kind:
-            return isinstance(value, int if kind == "integer" else int | float) and not isinstance(value, bool)
-        case kind:
-            return isinstance(value, {"string": str, "boolean": bool, "null": type(None)}[kind])

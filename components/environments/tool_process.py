@@ -1,5 +1,5 @@
 """
-Process that runs a model's calls of tools, each in a fork with limited time, memory and output.
+Process for tool calls, each in a fork with limited time, memory and output.
 
 The first request imports the tools; a fork starts with them imported, and leaves nothing behind. When the pipe closes,
 as when the run is killed, the process ends with its fork. This file is run by its path; only the tools' files import
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_FILE = 2**20
-"""Bytes of a file that a tool writes."""
+"""Largest file written by a tool, in bytes."""
 
 Functions = Mapping[str, Callable[..., object]]
 
@@ -36,8 +36,7 @@ def import_functions(request: Mapping[str, Any]) -> dict[str, Callable[..., obje
             raise ImportError(f"{file} is not a Python file")
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        marked = getattr(module, name)
-        functions[name] = getattr(marked, "function", marked)
+        functions[name] = getattr(module, name).function
     return functions
 
 
@@ -61,9 +60,8 @@ def call_function(functions: Functions, request: Mapping[str, Any], pipe: Connec
 
 def end_with_parent(parent: int) -> None:
     """Let the kernel kill this process when the given parent ends, which may have happened before."""
-    set_signal_at_death = getattr(ctypes.CDLL(None), "prctl", None)  # Linux has it
-    if set_signal_at_death is not None:
-        set_signal_at_death(1, signal.SIGKILL)
+    with suppress(AttributeError):  # outside Linux
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 

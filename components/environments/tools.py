@@ -3,9 +3,9 @@
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from inspect import getfile
+from inspect import getfile, signature
 from queue import Queue
 from typing import Any, Literal
 
@@ -14,7 +14,6 @@ import attrs
 from drawloom import NodeView, Ordered, Problem, UserError, above, between, component, internal, setting
 from drawloom.components.distributed.json_process import JsonProcess
 from drawloom.components.environments import tool_process
-from drawloom.components.environments.function_tool import describe_argument_fault
 from drawloom.ports import Example, Reply, Tool
 
 TAGS = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
@@ -27,7 +26,7 @@ GRACE = 60.0
 
 
 @attrs.frozen
-class Call:
+class ToolCall:
     """A call in a model's text; the name is None if the call can't be read."""
 
     name: str | None
@@ -35,8 +34,8 @@ class Call:
 
 
 @attrs.frozen
-class Result:
-    """A call's result as a text for the model, and the kind of its fault, or None."""
+class ToolResult:
+    """Text for the model after a call, and the fault's kind or None."""
 
     text: str
     fault: str | None = None
@@ -48,20 +47,19 @@ class ToolEnvironment:
     Tools for a model: a turn's calls are answered by their results, and a turn without a call ends the conversation.
 
     With `calls = "tags"` a call is JSON between `<tool_call>` and `</tool_call>`, as Qwen and Hermes write it; with
-    "brackets" it is `[name argument]`, short enough for small models, with one text. Calls run in processes with limits
-    of time, memory and output; a failing, unknown or malformed call gives the model a short message that begins with
-    "error:". That contains mistakes, not attacks: a tool can read the user's files, and reach the network.
+    "brackets" it is `[name argument]`, short enough for small models, with one text. Calls run in processes with
+    limited time, memory and output; after a failing, unknown or malformed call the model reads a short message
+    beginning with "error:". This contains mistakes, not attacks: a tool can read the user's files, and reach the
+    network.
     """
 
     tools: Ordered[Tool]
     calls: Literal["tags", "brackets"] = setting("how a model writes calls", default="tags")
-    seconds: float = setting("limit of the time for a call", default=5.0, check=above(0))
-    memory: float = setting("limit of the memory that a call adds, in GB", default=0.5, check=above(0))
-    characters: int = setting(
-        "limit of a result's length, cut beyond, and of messages", default=2000, check=between(1, 10_000_001)
-    )
-    processes: int = setting("calls that run at the same time", default=2, check=between(1, 1025), impact="safe")
-    _schemas: Mapping[str, Mapping[str, Any]] = internal(factory=dict)
+    seconds: float = setting("time limit for a call", default=5.0, check=above(0))
+    memory: float = setting("memory limit for a call, beside the imported tools, in GB", default=0.5, check=above(0))
+    characters: int = setting("longest result; a longer one is cut", default=2000, check=between(1, 10_000_001))
+    processes: int = setting("calls at the same time", default=2, check=between(1, 1025), impact="safe")
+    _functions: Mapping[str, Callable[..., object]] = internal(factory=dict)
     _idle: "Queue[JsonProcess]" = internal(factory=Queue)
 
     @classmethod
@@ -72,10 +70,9 @@ class ToolEnvironment:
 
     def open(self) -> None:
         """Collect the tools; their processes start with the first call."""
-        schemas = [(tool.tool_schema["function"]["name"], tool.tool_schema) for tool in self.tools]
-        self._schemas = dict(schemas)
-        if len(self._schemas) != len(schemas):
-            raise UserError(f"tools: two functions have one name, of {', '.join(name for name, _ in schemas)}", 2)
+        self._functions = {tool.function.__name__: tool.function for tool in self.tools}
+        if len(self._functions) != len(self.tools):
+            raise UserError(f"tools: two functions have one name, of {', '.join(self._functions)}; rename one", 2)
         for _ in range(self.processes):
             self._idle.put(JsonProcess(tool_process.__file__))
 
@@ -100,41 +97,43 @@ class ToolEnvironment:
         faults = [result.fault for result in results if result.fault]
         return Reply(message, is_done=not calls, faults=faults, role="tool")
 
-    def _read_calls(self, text: str) -> Iterator[Call]:
+    def _read_calls(self, text: str) -> Iterator[ToolCall]:
         """Yield the calls in a text."""
         if self.calls == "brackets":
-            for found in BRACKETS.finditer(text):
-                parameters = self._schemas.get(found[1], {}).get("function", {}).get("parameters", {})
-                yield Call(found[1], dict.fromkeys([*parameters.get("properties", {})][:1], found[2]))
+            for match in BRACKETS.finditer(text):
+                parameters = [*signature(self._functions[match[1]]).parameters] if match[1] in self._functions else []
+                yield ToolCall(match[1], dict.fromkeys(parameters[:1], match[2]))
             return
-        for found in TAGS.finditer(text):
+        for match in TAGS.finditer(text):
             try:
-                call = json.loads(found[1])
-                yield Call(call["name"], call.get("arguments", {}))
+                call = json.loads(match[1])
+                yield ToolCall(call["name"], call.get("arguments", {}))
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-                yield Call(None, None)
+                yield ToolCall(None, None)
 
-    def _run_call(self, call: Call) -> Result:
+    def _run_call(self, call: ToolCall) -> ToolResult:
         """Return a call's result, or a message with its fault."""
         if not isinstance(call.name, str) or not isinstance(call.arguments, dict):
-            return Result(f"error: write {FORMS[self.calls]}", "malformed_call")
-        if call.name not in self._schemas:
-            return Result(f"error: the tools are {', '.join(self._schemas)}", "unknown_tool")
-        if fault := describe_argument_fault(self._schemas[call.name], call.arguments):
-            return Result(f"error: {fault}", "malformed_call")
+            return ToolResult(f"error: write {FORMS[self.calls]}", "malformed_call")
+        if call.name not in self._functions:
+            return ToolResult(f"error: the tools are {', '.join(self._functions)}", "unknown_tool")
+        try:
+            signature(self._functions[call.name]).bind(**call.arguments)
+        except TypeError as error:
+            return ToolResult(f"error: {error}", "malformed_call")
         limits = {"seconds": self.seconds, "bytes": round(self.memory * 1e9), "characters": self.characters}
         answer = self._ask_process({"tool": call.name, "arguments": call.arguments, **limits})
         if "timeout" in answer:
-            return Result(f"error: no result within {self.seconds:g} s", "tool_timeout")
+            return ToolResult(f"error: no result within {self.seconds:g} s", "tool_timeout")
         if "error" in answer:
-            return Result(f"error: {answer['error']}", "tool_error")
+            return ToolResult(f"error: {answer['error']}", "tool_error")
         if answer["characters"] > self.characters:
             text = f"{answer['text']}\nerror: cut after {self.characters} of {answer['characters']} characters"
-            return Result(text, "tool_output")
-        return Result(answer["text"])
+            return ToolResult(text, "tool_output")
+        return ToolResult(answer["text"])
 
     def _ask_process(self, request: Mapping[str, Any]) -> Any:
-        """Send a call to an idle process. One that dies is an error of the call, and another one starts."""
+        """Send a call to an idle process. If it dies, the call has an error, and another process starts."""
         with self._borrow_process() as process:
             try:
                 return process.ask(request, self.seconds + GRACE)
@@ -143,11 +142,11 @@ class ToolEnvironment:
 
     @contextmanager
     def _borrow_process(self) -> Iterator[JsonProcess]:
-        """Wait for an idle process that has imported the tools. Raises UserError if it can't import them."""
+        """Wait for an idle process with the tools imported. Raises UserError if it can't import them."""
         process = self._idle.get()
         try:
             if not process.is_running:
-                sources = {name: getfile(tool.function) for name, tool in zip(self._schemas, self.tools, strict=True)}
+                sources = {name: getfile(function) for name, function in self._functions.items()}
                 answer = process.ask({"path": sys.path, "tools": sources}, GRACE)
                 if "error" in answer:
                     process.close()

@@ -12,8 +12,8 @@ equation 7).
 - `cispo`: MiniMax 2025, "MiniMax-M1", arXiv 2506.13585: the clipped ratio is a factor without a gradient.
 - `rloo`: Ahmadian et al. 2024, arXiv 2402.14740: the ratio of a row, the product over its tokens.
 
-A correction for another sampler, or an older policy, weights the surrogate of the current policy by the ratio of both,
-without a gradient: truncated (Espeholt et al. 2018, "IMPALA", arXiv 1802.01561, section 4.1; Yao et al. 2025, "Your
+A correction for another sampler, or an older policy, weights the current policy's surrogate by their ratio, without a
+gradient: truncated (Espeholt et al. 2018, "IMPALA", arXiv 1802.01561, section 4.1; Yao et al. 2025, "Your
 Efficient RL Framework Secretly Brings You Off-Policy RL Training"), or 0 above the cap (masked; Liu et al. 2025, "When
 Speed Kills Stability"), by token or by row.
 """
@@ -70,11 +70,11 @@ class Grpo(DecoderInputs):
     times the ratio, which corrects for samples of an older policy (as in DeepSeek-V3.2 and TRL).
 
     With a `correction` the ratio is to the current policy, and so 1, and nothing is clipped; the probability ratio to
-    the sampler is a weight of every token, up to `correction_cap`.
+    the sampler weights every token, up to `correction_cap`.
 
     Named sums are `ratio` and `clip_fraction`, by the loss's mean (by rows for a constant), and with a reference `kl`.
-    `sampler_kl` estimates the divergence of the sampler from the policy (k3), and with a correction `correction` is its
-    mean weight, and `capped_fraction` is the part of the tokens above the cap.
+    `sampler_kl` estimates the divergence between sampler and policy (k3), and with a correction `correction` is the
+    mean weight, and `capped_fraction` is the fraction above the cap.
     `largest_difference` is the largest distance between a token's log-probability and the sampled one in a microbatch:
     0 at the first step after exact rollouts, and from then on the policy's change.
     """

@@ -22,7 +22,7 @@ class RolloutMetrics:
     `equal_groups` the fraction of prompts whose completions all have one reward, from which nothing is learnt.
     `sampler_difference` is the largest distance between the log-probability that a token was sampled with and that in
     the training pass: 0 if both have the same bits. Only steps right after their rollout count. `lag` is the mean
-    number of optimizer steps since the weights that sampled. With an environment, `turns` is a mean, and `faults/KIND`
+    number of optimizer steps since the sampler's weights. With an environment, `turns` is a mean, and `faults/KIND`
     counts the step's faults.
     """
 

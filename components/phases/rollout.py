@@ -32,10 +32,10 @@ from drawloom.ports import (
     Rollouts,
     RowGrowth,
     Scored,
-    Segment,
     Step,
     Tokenizer,
     TrainingData,
+    TrajectorySegment,
     find_batch_types,
 )
 
@@ -302,7 +302,7 @@ def _decode_answers(
         )
 
 
-def decode_segment(tokenizer: Tokenizer, completions: Completions, row: int, segment: Segment) -> str:
+def decode_segment(tokenizer: Tokenizer, completions: Completions, row: int, segment: TrajectorySegment) -> str:
     """Return a segment's text, without the end token of a turn."""
     has_end = segment.kind == "sampled" and (segment.last < completions.ends[row] or completions.is_ended[row])
     return tokenizer.decode(completions.tokens[row, segment.first : segment.last - bool(has_end)].tolist())

@@ -1,4 +1,4 @@
-"""Ports for conversations of several turns with an environment, such as tools that a model calls."""
+"""Ports for conversations with an environment, such as tools for a model."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -18,13 +18,13 @@ FAULTS = (
     "max_turns",
     "max_tokens",
 )
-"""Kinds of faults in a conversation, in the order of `Completions.faults`."""
+"""Faults in a conversation, ordered as `Completions.faults`."""
 
 
 @attrs.frozen
 class Reply:
     """
-    Reply of an environment to a turn: its message, a reward or None, and whether the conversation is over.
+    An environment's reply to a turn: its message, a reward or None, and whether the conversation is over.
 
     `role` is the message's role in a chat template, and `faults` are kinds in FAULTS, one for every fault in the turn.
     """
@@ -46,32 +46,32 @@ class Episode(Protocol):
 
 @port
 class Environment(Protocol):
-    """What a model talks to in its turns; an example's prompt is the first message."""
+    """Partner for a model's turns; an example's prompt is the first message."""
 
     @property
     def tool_schemas(self) -> Sequence[Mapping[str, Any]]:
-        """JSON schemas of the functions that a model may call, for chat templates; often none."""
+        """JSON schemas for chat templates, by function; often none."""
         ...
 
     def reset(self, example: Example) -> Episode:
         """
-        Start a conversation about an example. It has no random numbers except for those derived from the example.
+        Start a conversation about an example. Random numbers derive from the example alone.
 
-        Called from several threads. Raises UserError for an example that it can't use.
+        Called from several threads. Raises UserError for an unsuitable example.
         """
         ...
 
 
 @port
 class Tool(Protocol):
-    """A function that a model can call, with JSON values as arguments."""
+    """A function for a model to call, with JSON values as arguments."""
 
     @property
     def function(self) -> Callable[..., object]:
-        """The function, whose file is imported again by the process that runs it."""
+        """The function; its file is imported again by the process for tools."""
         ...
 
     @property
     def tool_schema(self) -> Mapping[str, Any]:
-        """JSON schema of the function, as chat templates expect it. Raises ValueError for an unusable signature."""
+        """The function's JSON schema, as chat templates expect it. Raises ValueError for an unusable signature."""
         ...

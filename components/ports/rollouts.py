@@ -62,15 +62,15 @@ class PolicyBatch(TokenBatch):
 
 
 class Turns(Protocol):
-    """Conversations of the rows in a call of `Rollouts.sample`, by key. Used on one of the ranks with a row."""
+    """Conversations during a call to `Rollouts.sample`, by row key. Used on one rank per row."""
 
     def restart_rows(self, keys: Sequence[int]) -> None:
-        """Forget the turns of these rows, which are sampled again from their prompts."""
+        """Forget these rows' turns: they are sampled again from their prompts."""
         ...
 
     def continue_rows(self, keys: Sequence[int], turns: Sequence[Sequence[int]]) -> list[list[int] | None]:
         """
-        Return, for every row, the ids that follow the turn that it has just ended; None if its conversation is over.
+        Return the ids after a row's last turn, by row; None if its conversation is over.
 
         A turn has the sampled ids with the end token. Samplers may call it for different rows from several threads.
         """
@@ -99,8 +99,8 @@ class Prompts:
         return self.end_ids or (find_end_ids(tokenizer),) * len(self.keys)
 
 
-class Segment(NamedTuple):
-    """Part of a trajectory from one source: positions `first` to before `last` of its row."""
+class TrajectorySegment(NamedTuple):
+    """Part of a trajectory from one source: positions `first` to before `last` in its row."""
 
     kind: Literal["prompt", "sampled", "environment"]
     first: int
@@ -108,7 +108,7 @@ class Segment(NamedTuple):
 
 
 def _mark_completions(completions: "Completions") -> Tensor:
-    """Return where rows of one turn are sampled: everywhere between `starts` and `ends`."""
+    """Return where rows with one turn are sampled: everywhere between `starts` and `ends`."""
     positions = torch.arange(completions.tokens.shape[1])
     return (positions >= completions.starts[:, None]) & (positions < completions.ends[:, None])
 
@@ -122,12 +122,12 @@ class Completions:
     """
     Trajectories on the CPU, one in a row: a prompt, sampled turns with an environment's messages between them, padding.
 
-    `tokens`, int64 (rows, length), are the ids that were sampled, never text that was encoded again. After the prompt
+    `tokens`, int64 (rows, length), are the sampled ids, never text encoded again. After the prompt
     a trajectory is in positions `starts` to before `ends`, int64 (rows,); `is_sampled`, bool (rows, length), is False
     at the environment's tokens. `logps` and `entropies`, float32 (rows, length), belong to the next token, as targets
     do: the log-probability under the distribution that was sampled from, and its entropy in nats; 0 elsewhere.
-    `is_ended`, bool (rows,), is False for a trajectory that was cut. `versions`, int64 (rows,), count the optimizer
-    steps before the weights that a row was sampled with.
+    `is_ended`, bool (rows,), is False for a cut trajectory. `versions`, int64 (rows,), count the optimizer steps before
+    the weights at sampling.
 
     With an environment, `rewards`, float64 (rows,), are its rewards, NaN without any, and `turns`, int64 (rows,), and
     `faults`, int64 (rows, kinds in FAULTS), are counts; otherwise these are NaN and 0.
@@ -159,14 +159,14 @@ class Completions:
         """Return where the next token was sampled: bool (rows, length)."""
         return torch.nn.functional.pad(self.is_sampled[:, 1:], (0, 1))
 
-    def list_segments(self, row: int) -> list[Segment]:
+    def list_segments(self, row: int) -> list[TrajectorySegment]:
         """Return a row's segments in order: the prompt, sampled turns, and an environment's messages between them."""
         start, end = int(self.starts[row]), int(self.ends[row])
         sources = self.is_sampled[row, start:end].tolist()
         changes = [start + index for index in range(1, end - start) if sources[index] != sources[index - 1]]
         parts = pairwise([start, *changes, end])
-        rest = (Segment("sampled" if sources[a - start] else "environment", a, b) for a, b in parts)
-        return [Segment("prompt", 0, start), *rest]
+        rest = (TrajectorySegment("sampled" if sources[a - start] else "environment", a, b) for a, b in parts)
+        return [TrajectorySegment("prompt", 0, start), *rest]
 
 
 @port
@@ -205,8 +205,8 @@ class Answer:
     """
     A completion to score: its text without the end token, its number of tokens with it, and the prompt's example.
 
-    `is_ended` is False for a completion that was cut. In a conversation the text is the last turn's, and the tokens are
-    all that were sampled; `reward` is the environment's, and `faults` are the number of faults.
+    `is_ended` is False for a cut completion. In a conversation the text is the last turn's, and `tokens` counts all
+    sampled ones; `reward` is the environment's, and `faults` counts its faults.
     """
 
     text: str

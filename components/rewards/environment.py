@@ -1,4 +1,4 @@
-"""Reward by the environment of a conversation."""
+"""Reward by a conversation's environment."""
 
 from collections.abc import Sequence
 
@@ -9,10 +9,10 @@ from drawloom.ports import Answer
 
 @component
 class EnvironmentReward(Weighted):
-    """Sum of the rewards that the environment gave in a conversation's turns; None if it gave none."""
+    """Sum over the environment's rewards in a conversation; None without any."""
 
     cut: float | None = setting(
-        "reward of a conversation that was cut at its length or turns; default: the environment's", default=None
+        "reward for a conversation cut at its length or turns; default: the environment's", default=None
     )
     by_fault: float = setting("added for every fault, such as a tool's error; negative for a penalty", default=0.0)
 

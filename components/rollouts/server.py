@@ -67,16 +67,15 @@ TOKEN_PREFIX = "token_id:"
 
 
 class ServerFaultError(UserError):
-    """A fault that may have passed when the request is sent again: no answer, a lost connection, or HTTP 429 or 5xx."""
+    """A fault that may pass: no answer, a lost connection, or HTTP 429 or 5xx."""
 
 
 @attrs.define
 class Sampled:
     """
-    Ids after a prompt: sampled ones up to an end token, and messages of an environment between them.
+    Ids after a prompt: sampled ones up to an end token, and an environment's messages between them.
 
-    `logps` are the log-probabilities of the sampled ids, and None for an environment's. `is_ended` is False for a
-    trajectory that was cut.
+    `logps` are log-probabilities, None for an environment's ids. `is_ended` is False for a cut trajectory.
     """
 
     ids: list[int] = attrs.field(factory=list)
@@ -119,7 +118,7 @@ class CompletionServer:
         end_ids: frozenset[int],
         count: int = 1,
     ) -> list[Sampled]:
-        """Sample `count` completions for a prompt of ids; one ends at any of `end_ids`, or has `max_tokens` tokens."""
+        """Sample `count` completions for a prompt; one ends at any of `end_ids`, or has `max_tokens` tokens."""
         fields = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed, "stop_token_ids": sorted(end_ids)}
         choices = self._request_choices(model, prompt, fields, logprobs=1, count=count)
         return [self._read_completion(choice, max_tokens, end_ids) for choice in choices]
@@ -144,7 +143,7 @@ class CompletionServer:
         """Raise UserError if log-probabilities ignore the temperature, which must differ from 1."""
         plain, scaled = (
             self._read_first_token_top_logps(
-                *self._request_choices(model, prompt, {"max_tokens": 1, "temperature": value, "seed": 0}, logprobs=2)
+                self._request_choices(model, prompt, {"max_tokens": 1, "temperature": value, "seed": 0}, logprobs=2)[0]
             )
             for value in (1.0, temperature)
         )
@@ -299,7 +298,7 @@ def _list_vllm_reload_calls() -> list[ServerCall]:
 
 
 class _RowToComplete(NamedTuple):
-    """A row's prompt, its key and seed, and the ids at the end of its turns."""
+    """A row's prompt, its key and seed, and the ids to end its turns."""
 
     prompt: list[int]
     key: int
@@ -307,7 +306,7 @@ class _RowToComplete(NamedTuple):
     end_ids: frozenset[int]
 
     def shares_request(self, other: "_RowToComplete") -> bool:
-        """Return whether both rows can be choices of one request."""
+        """Return whether one request can have both rows as choices."""
         return (self.prompt, self.end_ids) == (other.prompt, other.end_ids)
 
 
@@ -327,7 +326,7 @@ class ServerRollouts:
     same weights as a run without interruption. One rank of each model replica sends requests.
 
     After a server's fault the run waits, sends the weights again, since a restarted server has other ones, and samples
-    again the rows that were not complete before the fault.
+    again the rows without an answer before the fault.
     """
 
     model: LanguageModel
@@ -350,7 +349,7 @@ class ServerRollouts:
     )
     connections: int = setting("requests of a replica at a time", default=64, check=between(1, 1025))
     rows_per_request: int = setting(
-        "completions of a prompt in one request; above 1 they share a seed, and depend on each other",
+        "completions per request; above 1 they share a seed, and depend on each other",
         default=1,
         check=between(1, 10_001),
     )
@@ -469,7 +468,7 @@ class ServerRollouts:
                 fault = error
 
     def _sample_rows(self, rows: Sequence[_RowToComplete], turns: Turns | None) -> list[Sampled]:
-        """Return a trajectory by row; rows that a fault of the server has left are sampled again."""
+        """Return a trajectory by row; after a server's fault, the missing rows are sampled again."""
         if rows and self.temperature != 1 and not self._has_checked_temperature:
             self._server.check_scaled_logps(str(self._name), rows[0].prompt, self.temperature)
             self._has_checked_temperature = True
@@ -488,9 +487,9 @@ class ServerRollouts:
         self, rows: Sequence[_RowToComplete], turns: Turns | None, done: dict[int, Sampled], is_again: bool
     ) -> ServerFaultError | None:
         """
-        Add the rows that are missing in `done`; return the server's first fault, if there is one.
+        Add the missing rows to `done`; return the server's first fault, if there is one.
 
-        A row that ends after a fault was noticed is dropped: a server that has restarted answers with other weights.
+        A row is dropped if it ends after a fault was noticed: a restarted server answers with other weights.
         """
         missing = [row for row in range(len(rows)) if row not in done]
         groups: list[list[int]] = []
@@ -504,7 +503,7 @@ class ServerRollouts:
         has_failed = threading.Event()
 
         def sample_group(group: list[int]) -> None:
-            """Sample rows of one prompt."""
+            """Sample rows with one prompt."""
             try:
                 sampled = self._sample_trajectories([rows[row] for row in group], turns)
             except ServerFaultError:
@@ -527,7 +526,7 @@ class ServerRollouts:
         return None
 
     def _sample_trajectories(self, rows: Sequence[_RowToComplete], turns: Turns | None) -> list[Sampled]:
-        """Sample rows of one prompt: their first turns in one request, and each later one in its own."""
+        """Sample rows with one prompt: their first turns in one request, and every later turn in its own."""
         limits: dict[str, Any] = {"temperature": self.temperature, "end_ids": rows[0].end_ids}
         server, name, prompt = self._server, str(self._name), rows[0].prompt
         firsts = server.complete(name, prompt, max_tokens=self.max_tokens, seed=rows[0].seed, count=len(rows), **limits)

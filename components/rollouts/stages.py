@@ -114,7 +114,7 @@ class StageRollouts:
         """
         Sample trajectories for a batch of prompts; `seed` is for all draws. A collective over all ranks.
 
-        A message of the environment is read like a longer prompt: one pass per token, with the same cache.
+        An environment's message is read like a longer prompt: one pass per token, with the same cache.
         """
         rows, prompt_length = prompts.tokens.shape
         length, end = prompt_length + self.max_tokens, self.tokenizer.eos_id
@@ -157,7 +157,7 @@ class StageRollouts:
     def _collect_messages(
         self, prompts: Prompts, rows: list[int], tokens: Tensor, known: Tensor, ends: Tensor
     ) -> Iterator[tuple[int, list[int]]]:
-        """Yield the rows that continue after the turn that has just ended, with the ids in between. A collective."""
+        """Yield rows whose conversation continues, with the ids before the next turn. A collective."""
         turns = prompts.turns
         if turns is None or not rows:  # the same rows have ended on all ranks with them
             return

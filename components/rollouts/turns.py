@@ -1,7 +1,7 @@
 """
 Conversations with an environment, by any sampler.
 
-Nothing is rendered or encoded twice: a row keeps the ids that were sampled, and the environment's message is encoded
+Nothing is rendered or encoded twice: a row keeps its sampled ids, and the environment's message is encoded
 alone and put after them. Rendering a conversation again would change ids (Liu et al. 2026, verl#6854; TRL#6250).
 """
 
@@ -40,7 +40,7 @@ log = logging.getLogger("drawloom.run")
 
 @attrs.define(eq=False)
 class Conversation:
-    """A row's state in the environment: the sum of its rewards, NaN for none, its turns, and its faults by kind."""
+    """A row's state in the environment: its total reward, NaN for none, its turns, and its faults by kind."""
 
     episode: Episode
     reward: float = math.nan
@@ -58,7 +58,7 @@ class Conversation:
 
 @attrs.define(eq=False)
 class RunningTurns:
-    """The conversations of a rollout's rows, by key; `is_chat` says whether prompts are messages."""
+    """Conversations in a rollout, by row key."""
 
     rollouts: "TurnRollouts"
     examples: Mapping[int, Example]
@@ -89,19 +89,19 @@ class RunningTurns:
         return self.rollouts.encode_message(reply, isinstance(self.examples[key].get("prompt"), list))
 
     def _ask_environment(self, episode: Episode, text: str) -> Reply:
-        """Return the reply; an exception is a fault that ends the conversation. Raises UserError for an example."""
+        """Return the reply; an exception ends the conversation as a fault. Raises UserError for an example."""
         try:
             return episode.step(text)
         except UserError:
             raise
         except Exception as error:
             frame = extract_tb(error.__traceback__)[-1]
-            place = f"{frame.filename}:{frame.lineno}"
-            log.warning("an environment raised %s at %s: %s", type(error).__name__, place, error)
+            location = f"{frame.filename}:{frame.lineno}"
+            log.warning("an environment raised %s at %s: %s", type(error).__name__, location, error)
             return Reply("", is_done=True, faults=("environment_error",))
 
     def list_outcomes(self) -> list[list[float]]:
-        """Return a list by row, in the order of the examples: reward, turns, and the faults in FAULTS."""
+        """Return a list by row, ordered as the examples: reward, turns, and the faults in FAULTS."""
         rows = map(self.conversations.get, self.examples)
         silent = [math.nan, *[0] * (1 + len(FAULTS))]
         return [[row.reward, row.turns, *row.faults.values()] if row else silent for row in rows]
@@ -110,12 +110,12 @@ class RunningTurns:
 @component
 class TurnRollouts:
     """
-    Sampler of conversations with an environment: a turn ends at an end token, and the environment's message follows.
+    Sampler for conversations with an environment: a turn ends at an end token, and the environment's message follows.
 
-    The sampler's `max_tokens` are for a whole conversation, messages included; a conversation that does not fit is cut
-    after its last turn, or inside it. The policy learns from its own tokens only, all with the advantage of the
-    trajectory. Faults never end a run: they are counted by kind, and a cut conversation is not ended, as a completion
-    at the maximum length is not.
+    The sampler's `max_tokens` are for a whole conversation, messages included; a longer conversation is cut after its
+    last turn, or inside it. The policy learns from its own tokens only, all with the trajectory's advantage. Faults
+    never end a run: they are counted by kind, and a cut conversation is truncated, like a completion at the maximum
+    length.
     """
 
     sampler: Rollouts

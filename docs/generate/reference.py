@@ -36,6 +36,7 @@ HOMES = {
     "RecipeError": "graph.problems",
     "UserError": "graph.problems",
     "reward": "components.rewards.function",
+    "tool": "components.environments.function_tool",
     "NodeView": "graph.wiring.node",
 }
 """Where public classes are defined; the other names are of `graph.component`."""

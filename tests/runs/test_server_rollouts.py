@@ -1,6 +1,13 @@
 """Reinforcement learning with completions by a server, on one process and on ranks."""
 
 import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -88,3 +95,49 @@ def test_a_server_that_fails_ends_all_ranks_with_one_message(lab: Path, server: 
     assert all(outcome.code != 0 for outcome in outcomes)
     printed = "\n".join(path.read_text("utf-8") for path in lab.glob("printed-*"))
     assert printed.count(f'{server.url}/collective_rpc: HTTP 503: {{"message": "out of memory"}}') == 1, printed
+
+
+def start_server(port: int) -> "subprocess.Popen[bytes]":
+    """Start a server in a process of its own, which has no weights before a run sends some."""
+    code = f"import time; from support.completion_server import serve\nwith serve(port={port}): time.sleep(999)"
+    paths = os.pathsep.join(path for path in sys.path if path)
+    return subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": paths})
+
+
+@pytest.mark.soak
+def test_a_server_that_is_killed_and_started_again_changes_no_bit(lab: Path) -> None:
+    """While the server's process is killed and started again, the run waits, and ends like one without a fault."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = (
+        f"rollouts.url=http://127.0.0.1:{port}",
+        "rollouts.retries=30",
+        "trainer.steps=3",
+        "rollouts.connections=2",
+    )
+    server = start_server(port)
+    deaths: list[int] = []
+
+    def kill_and_start(metrics: Path) -> None:
+        nonlocal server
+        for lines in (1, 2):
+            while not metrics.exists() or metrics.read_bytes().count(b"\n") < lines:
+                time.sleep(0.002)
+            server.kill()
+            deaths.append(server.wait())
+            server = start_server(port)
+
+    try:
+        while socket.socket().connect_ex(("127.0.0.1", port)):
+            time.sleep(0.05)
+        unbroken = run(lab, "unbroken", *words)
+        killer = threading.Thread(target=kill_and_start, args=(lab / "runs/killed/metrics.jsonl",))
+        killer.start()
+        killed = run(lab, "killed", *words)
+        killer.join()
+    finally:
+        server.kill()
+        server.wait()
+    assert deaths == [-signal.SIGKILL] * 2
+    assert deterministic_rows(killed) == deterministic_rows(unbroken)

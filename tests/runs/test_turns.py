@@ -73,6 +73,7 @@ TURNS = """
 extends = "./tiny.toml"
 [collator]
 use = "ends"
+environment = "@environment"
 [sampler]
 use = "rollouts.stages"
 max_tokens = 20

@@ -110,8 +110,8 @@ class Server(ThreadingHTTPServer):
 
 
 @contextmanager
-def serve(**options: Any) -> Iterator[ServedModel]:
-    """Serve a model at a free port of this machine until the context ends."""
+def serve(port: int = 0, **options: Any) -> Iterator[ServedModel]:
+    """Serve a model at a port of this machine, by default a free one, until the context ends."""
     model = ServedModel(**options)
 
     class Handler(BaseHTTPRequestHandler):
@@ -132,7 +132,7 @@ def serve(**options: Any) -> Iterator[ServedModel]:
         def log_message(self, format: str, *arguments: Any) -> None:
             """Print nothing."""
 
-    server = Server(("127.0.0.1", 0), Handler)
+    server = Server(("127.0.0.1", port), Handler)
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
     thread.start()
     model.url = f"http://127.0.0.1:{server.server_port}"

@@ -85,10 +85,10 @@ def encode_message_alone(
     tokenizer: ChatTokenizer, template: ChatTemplate, message: Mapping[str, Any], end_ids: frozenset[int]
 ) -> np.ndarray:
     """
-    Encode the text that a template writes for a message after an answer, up to the next answer: int32 (tokens,).
+    Encode a template's text for a message after an answer, up to the next answer: int32 (tokens,).
 
-    The answer's end token is left out: sampled ids have it. Earlier turns are not rendered, so a template that strips
-    thoughts from them changes nothing. Raises ValueError as `encode_prompt_messages` does.
+    The answer's end token is left out: sampled ids have it. Earlier turns are not rendered, so a template may strip
+    thoughts from them. Raises ValueError as `encode_prompt_messages` does.
     """
     nonce = secrets.token_hex(12)
     messages = [QUESTION, {"role": "assistant", "content": nonce}, dict(message)]

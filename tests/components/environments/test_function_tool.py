@@ -72,5 +72,5 @@ def test_check_names_tools_without_a_usable_signature(tmp_path: Path) -> None:
     text = 'extends = "tools"\nvars.base = "no"\nlook.use = "mine"\nenvironment.tools = ["@look"]\n'
     (tmp_path / "bad.toml").write_text(text, "utf-8")
     (outcome,) = drawloom(tmp_path, "check", "bad.toml", "--import", "mine.py", "--format", "json")
-    (problem,) = [found for found in json.loads(outcome.text)["problems"] if "look" in json.dumps(found)]
+    (problem,) = [problem for problem in json.loads(outcome.text)["problems"] if "look" in json.dumps(problem)]
     assert "the tool look takes *args" in problem["text"] and problem["line"] == 3, problem
