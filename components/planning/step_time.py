@@ -13,7 +13,6 @@ from drawloom.components.pipeline.simulation.simulator import simulate
 from drawloom.components.planning.stage_costs import StageCosts
 from drawloom.ports import OPS, Program
 
-
 CONTENTION = 0.55
 """
 Part of an exchange's time that passes lose beside it: two and four H200 took 0.5 and 0.67 of it longer for Llama 3 8B's
