@@ -8,6 +8,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 from generate.components import component_pages, settings_page
+from generate.flat import flat_source_page
 from generate.front import root_page
 from generate.ports import port_pages
 from generate.reference import python_page, recipes_page, with_help
@@ -45,6 +46,7 @@ def pages() -> dict[str, str]:
         "contributing.md": root_page("CONTRIBUTING.md"),
         "changelog.md": root_page("CHANGELOG.md"),
         "step.md": step_page(),
+        "reference/first_run_source.md": flat_source_page(),
         "reference/recipes.md": recipes_page(),
         "reference/python.md": python_page(),
         "reference/results.md": results_page(),

@@ -55,7 +55,7 @@ class _Registration:
     is_attention: bool
     equivalent_flops: FlopsFunction
 
-    def costs(self, arguments: Mapping[str, Any]) -> OperationCosts:
+    def compute_costs(self, arguments: Mapping[str, Any]) -> OperationCosts:
         return OperationCosts(
             _call_with_named_arguments(self.flops, arguments),
             _call_with_named_arguments(self.scratch, arguments),
@@ -98,7 +98,7 @@ def compute_operation_costs(
     """Return a call's costs, as registered by the operation, or else the FLOPs counted by torch."""
     registration = _REGISTERED.get(operator.overloadpacket)
     if registration is not None:
-        return registration.costs(bind_arguments(operator, args, kwargs))
+        return registration.compute_costs(bind_arguments(operator, args, kwargs))
     flops = _count_flops_by_torch(operator, args, kwargs, result)
     return OperationCosts(flops, equivalent_flops=flops)
 

@@ -210,7 +210,7 @@ class LoraEmbedding(Embedding, LowRankLayer):
         return {"weight": VOCABULARY, "lora_A": VOCABULARY}
 
     def initialize_adapter(self, name: str, fill: Fill) -> None:
-        """Fill A with zeros and B with random numbers, as in PEFT's embeddings."""
+        """Fill A with zeros and B with standard normal numbers, as PEFT does."""
         with torch.no_grad():
             self.lora_A.zero_()
             fill(f"{name}.lora_B", self.lora_B, 1.0)

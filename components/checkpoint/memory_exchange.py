@@ -120,8 +120,9 @@ class TensorRequest:
     def select_bytes(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return the wanted rows' bytes, uint8 (bytes,)."""
         tensor = tensors[self.name]
-        is_whole = tensor.shape == self.shape
-        return _view_as_bytes(tensor if is_whole else tensor[self.first : self.first + self.shape[0]])
+        if self.shape:  # a scalar has no rows
+            tensor = tensor[self.first : self.first + self.shape[0]]
+        return _view_as_bytes(tensor)
 
 
 def compute_digest(tensors: Iterable[Tensor]) -> str:

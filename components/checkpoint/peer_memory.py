@@ -227,18 +227,19 @@ class PeerMemory:
 
 def _choose_copy_source_by_rank(mesh: Mesh, machine: int) -> list[int]:
     """
-    Return the rank whose copy a rank keeps, by rank; empty if replicas have one rank.
+    Return by rank whose copy it keeps: in its replica, on another machine if possible.
 
-    Both are in the same replica, and on two machines if the replica has several. All ranks call this.
+    Empty if replicas have one rank. All ranks call this.
     """
     replica = mesh.model_copy_group
     members = replica.gather_json([machine, mesh.world.rank])
-    machines = [node_rank for node_rank, _ in members]
-    on_first = machines.count(machines[0])
-    shift = on_first if on_first < replica.size else min(1, replica.size - 1)
+    machines = [number for number, _ in members]
+    # Machines have equally many, consecutive ranks.
+    ranks_per_machine = machines.count(machines[0])
+    shift = ranks_per_machine if ranks_per_machine < replica.size else 1
     source = members[(replica.rank - shift) % replica.size][1]
     sources = mesh.world.gather_json(source)
-    return sources if shift else []
+    return sources if replica.size > 1 else []
 
 
 def _get_own_states(parts: Mapping[PartKey, HeldState | NeighbourCopy]) -> Mapping[str, Any]:

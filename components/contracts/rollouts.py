@@ -14,7 +14,8 @@ def _select_example_prompts(*rows: int) -> Prompts:
     """Return some of four prompts, of one to three tokens."""
     tokens = torch.tensor([[1, 2, 3], [3, 0, 0], [2, 1, 0], [1, 2, 3]])
     indices = torch.tensor(rows)
-    return Prompts(tokens[indices], torch.tensor([3, 1, 2, 3])[indices], indices + 7)
+    examples = ({"answer": "12"},) * len(rows)
+    return Prompts(tokens[indices], torch.tensor([3, 1, 2, 3])[indices], indices + 7, examples=examples)
 
 
 def completions_follow_their_prompts(rollouts: Rollouts) -> None:

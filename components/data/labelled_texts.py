@@ -32,7 +32,7 @@ class LabelledTexts(ChatCorpus):
     )
 
     def encode_row(self, row: Mapping[str, Any], template: ChatTemplate) -> Sequence[Encoded]:
-        """Return a line's document, with its label's number. Raises ValueError for a malformed line."""
+        """Return a line's document, weighted at its last token, with its label's number. Raises ValueError."""
         label = row.get("label")
         if label not in self.labels:
             raise ValueError(f"its label is {label!r}; write one of {', '.join(self.labels)}, as in {FORMS}")

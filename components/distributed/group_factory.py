@@ -364,7 +364,7 @@ class GroupFactory:
         ):
             store, rank = PrefixStore(name, self.store), ranks.index(self.rank)
             if self.device.backend == "gloo":
-                module: Any = dist.distributed_c10d  # its class can be interrupted if the run survives losses
+                module: Any = dist.distributed_c10d  # the context above replaces its class
                 backend = module.ProcessGroupGloo(store, rank, 2, timeout)
             else:
                 backend = connect_two_ranks_by_nccl(store, rank, ranks, timeout, self.tensor_device)

@@ -75,13 +75,10 @@ class Float8Experts(Float8Module, Experts):
     """Experts with products in float8, as one operation if tokens stay on their rank."""
 
     def forward(self, hidden: Tensor, chosen: Tensor, probabilities: Tensor) -> Tensor:
-        """
-        Apply every token's experts `chosen` (tokens, choices) to hidden states (..., hidden_size); tokens and their
-        gradients are rounded before they are copied to rows.
-        """
+        """Return (..., hidden_size), as `Experts` does; tokens and gradients are quantized before copies to rows."""
         if not _has_all_experts_on_rank(self):
             return super().forward(hidden, chosen, probabilities)
-        # No rounded inputs: elements recomputed from them would not fit the scales that were copied to experts' rows.
+        # Not `accept_rounded_inputs`: elements recomputed from rounded tokens would not fit the saved scales of rows.
         routes, x = Routes._make(self.kernels.moe_routes(chosen, self.num_experts)), hidden.to(self.gate_up_proj.dtype)
         return experts_float8(self.float8, x, probabilities, self.gate_up_proj, self.down_proj, routes)
 

@@ -77,8 +77,9 @@ class AutoKernels(_OperationSettings):
 
     Embeddings and linear layers always use torch. `triton` compiles a kernel at its first use.
     Attention: `flex` is torch's FlexAttention, `varlen` torch's flash attention for rows of several documents, and
-    `cudnn` is cuDNN for rows of one document and `flex` for others. Cross entropy: `triton` stores the gradients of the
-    logits, up to 2.5 GiB in bfloat16, and `cut` never stores logits. Grouped GEMM: `torch` is torch's grouped product.
+    `cudnn` is cuDNN for rows of one document and `flex` for others; `tree` is for completions that share their prompt.
+    Cross entropy: `triton` stores the gradients of the logits, up to 2.5 GiB in bfloat16, and `cut` never stores
+    logits. Grouped GEMM: `torch` is torch's grouped product.
     """
 
     plain_functions: ClassVar[Mapping[str, str]] = PLAIN

@@ -53,6 +53,7 @@ OPERATIONS = {
             "cudnn": "attention.cudnn.CUDNN",
             "flex": "attention.flex.FLEX",
             "varlen": "attention.flash.VARLEN",
+            "tree": "attention.tree.TREE",
         },
         ("cudnn", "flex", "eager"),
     ),

@@ -30,7 +30,7 @@ class WholeMask(NamedTuple):
 
     @classmethod
     def from_document_ids(cls, document_ids: Tensor, cache: KeyValueCache | None) -> Self:
-        """Return the mask for document ids int64 (rows, length); with a cache a row's state is for its one document."""
+        """Return the mask for document ids int64 (rows, length); a cached state continues a row's only document."""
         documents = number_recurrent_documents(document_ids)
         if cache is not None and cache.length:
             documents = documents._replace(before=documents.ids[:, 0])

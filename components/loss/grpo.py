@@ -28,7 +28,7 @@ from torch import Tensor
 
 from drawloom import NodeView, Problem, UserError, at_least, component, setting
 from drawloom.components.loss.decoder_inputs import DecoderInputs
-from drawloom.ports import Head, LossSums, PolicyBatch, compute_policy_logps
+from drawloom.ports import Head, LossSums, PolicyBatch, TokenContext, compute_policy_logps
 
 Mean = Literal["rows", "tokens", "constant"]
 Correction = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
@@ -131,8 +131,15 @@ class Grpo(DecoderInputs):
             VARIANTS[self.variant], **{name: value for name, value in given.items() if value is not None}
         )
 
+    def inputs(self, batch: PolicyBatch) -> tuple[Tensor, TokenContext]:  # type: ignore[override]
+        if (tree := batch.tree) is None:
+            return super().inputs(batch)
+        weights = tree.pack(batch.weights).masked_fill(tree.padding, 0.0)
+        context = TokenContext(tree.pack(batch.positions), tree.document_ids, weights, padding=tree.padding)
+        return tree.pack(batch.tokens), context
+
     def reference_values(self, hidden: Tensor, head: Head, batch: PolicyBatch) -> Tensor:
-        return compute_policy_logps(hidden, head, batch.targets, batch.weights > 0, batch.temperature)
+        return _compute_logps_by_row(hidden, head, batch)
 
     def with_reference(self, batch: PolicyBatch, values: Tensor) -> PolicyBatch:
         return batch.evolve(reference=values)
@@ -143,7 +150,7 @@ class Grpo(DecoderInputs):
             raise UserError("the batches have no sampled completions; put the phases rollout and advantages first", 2)
         method = self.variant_with_settings
         is_target = batch.weights > 0
-        logps = compute_policy_logps(hidden, head, batch.targets, is_target, batch.temperature)
+        logps = _compute_logps_by_row(hidden, head, batch)
         differences = (logps - batch.logps).where(is_target, 0.0)
         counts = is_target.sum(1, keepdim=True).clamp_min(1)
         drift = differences.detach()  # of the policy from the sampler
@@ -182,13 +189,23 @@ class Grpo(DecoderInputs):
         return (losses * weights).sum(), shares.double().sum(), sums
 
     def _compute_correction(self, drift: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the sampler's weights, and whether the ratio is above the cap; drift is (rows, length), as are both."""
+        """Return weights for the sampler, and whether the ratio is above the cap: (rows, length), as drift is."""
         level, action = self.correction.split("_")
         logarithms = drift if level == "token" else drift.double().sum(1, keepdim=True).expand_as(drift)
         ratios = logarithms.exp().to(drift.dtype)
         is_capped = ratios > self.correction_cap
         cut = ratios.clamp_max(self.correction_cap)
         return cut if action == "truncate" else cut.masked_fill(is_capped, 0.0), is_capped
+
+
+def _compute_logps_by_row(hidden: Tensor, head: Head, batch: PolicyBatch) -> Tensor:
+    """Return the targets' log-probabilities, (rows, length), from hidden states of the rows or of their trees."""
+    is_target, tree = batch.weights > 0, batch.tree
+    if tree is None:
+        return compute_policy_logps(hidden, head, batch.targets, is_target, batch.temperature)
+    trained = tree.pack_trained(batch.targets), tree.pack_trained(is_target)
+    logps = compute_policy_logps(tree.select_trained(hidden), head, *trained, batch.temperature)
+    return tree.unpack_trained(logps, is_target)  # type: ignore[no-any-return]
 
 
 def _compute_probability_ratios(differences: Tensor, counts: Tensor, method: Variant) -> Tensor:

@@ -19,7 +19,6 @@ class SourceTokens(Metric):
         """Return the tokens and epochs in all steps up to this one."""
         tokens = self.progress.cumulative_tokens_by_source(step.index)
         sources = {source.name: source for source in self.rows.row_sources("train") if source.tokens}
-        return {
-            **{f"tokens/{name or 'all'}": tokens[name] for name in sources},
-            **{f"epochs/{name or 'all'}": tokens[name] / source.tokens for name, source in sources.items()},
-        }
+        counts = {f"tokens/{name or 'all'}": tokens[name] for name in sources}
+        epochs = {f"epochs/{name or 'all'}": tokens[name] / source.tokens for name, source in sources.items()}
+        return counts | epochs

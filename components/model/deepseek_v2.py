@@ -9,8 +9,8 @@ from drawloom.components.model.decoder.specs import Routing
 from drawloom.components.model.deepseek_v3 import LATENT_RENAMED, LatentConfig, read_latent_config, write_latent_config
 from drawloom.ports import ConfigJson
 
-METHODS = {False: "greedy", True: "group_limited_greedy"}
-"""Choice of experts in files, by whether there are groups."""
+GREEDY, GROUPED = "greedy", "group_limited_greedy"
+"""Values of `topk_method` in files, without and with groups of experts."""
 
 
 @attrs.frozen(kw_only=True)
@@ -34,19 +34,16 @@ class DeepseekV2Config(LatentConfig):
 
 
 def _convert_config_from_hf(config: ConfigJson) -> ConfigJson:
-    """
-    Convert a `config.json`: `q_lora_rank` null becomes 0, and the greedy method one group. Raises ValueError for other
-    methods.
-    """
-    method = config.get("topk_method", METHODS[False])
-    if method not in METHODS.values():
-        raise ValueError(f"says topk_method = {method!r}, where only {' and '.join(METHODS.values())} can be built")
-    return read_latent_config(config) | ({"n_group": 1, "topk_group": 1} if method == METHODS[False] else {})
+    """Convert a `config.json`; greedy routing becomes one group of experts. Raises ValueError for other methods."""
+    method = config.get("topk_method", GREEDY)
+    if method not in (GREEDY, GROUPED):
+        raise ValueError(f"says topk_method = {method!r}, where only {GREEDY} and {GROUPED} can be built")
+    return read_latent_config(config) | ({"n_group": 1, "topk_group": 1} if method == GREEDY else {})
 
 
 def _convert_config_to_hf(config: ConfigJson) -> ConfigJson:
     """Convert a `q_lora_rank` of 0 to null, and add the topk_method for the number of groups."""
-    return write_latent_config(config) | {"topk_method": METHODS[config["n_group"] > 1]}
+    return write_latent_config(config) | {"topk_method": GROUPED if config["n_group"] > 1 else GREEDY}
 
 
 @component(impact="incompatible")

@@ -130,15 +130,15 @@ class StochasticAdamW(HostStates):
             yield node.problem("split_master_weights", text, "write precision.parameter = 'bfloat16'")
 
     def open(self) -> None:
-        """Create all parameters' optimizer state, filled with zeros."""
+        """Create the optimizer state, zeros in its dtypes, and the launches for parameters of one kind."""
         slices, named = self.parameters.parameter_slices(), self.parameters.named_parameters()
         on_host = self._choose_parameters_with_host_state()
         if on_host:
             self._transfers = self.open_transfers(self.device.device)
-        self.state_slices()  # raises an error for slices that cut blocks
+        self.state_slices()  # raises UserError for slices that cut 8-bit blocks
         state = self._allocate_state(dict(named), on_host)
         groups = create_param_groups(self.parameters, self.groups, self.weight_decay, self.mesh, self.eps)
-        decay = {part: group["weight_decay"] for group in groups for part in group["params"]}
+        decay = {parameter: group["weight_decay"] for group in groups for parameter in group["params"]}
         for name, parameter in named:
             first, width, stride = compute_flat_slice_layout(slices[name])
             self._params[name] = ParamState(
@@ -154,9 +154,9 @@ class StochasticAdamW(HostStates):
         kinds: dict[tuple[bool, float, tuple[float, float], float], list[nn.Parameter]] = {}
         for group in groups:
             betas, eps = group.get("betas", self.betas), group.get("eps", self.eps)
-            for part in group["params"]:
-                kind = part in streamed_parameters, group["lr_multiplier"], betas, eps
-                kinds.setdefault(kind, []).append(part)
+            for parameter in group["params"]:
+                kind = parameter in streamed_parameters, group["lr_multiplier"], betas, eps
+                kinds.setdefault(kind, []).append(parameter)
         resident, states = self._choose_stepper_class(), self._states_by_parameter()
         streamed = self._make_streamed_stepper_factory(resident, on_host)
         for (is_streamed, lr_multiplier, betas, eps), parts in kinds.items():

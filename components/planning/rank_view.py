@@ -188,16 +188,17 @@ class RankView:
         return (size - 1) / size / estimate_link_bandwidth(self.mesh, device, *dimensions)
 
     def _estimate_update_seconds(self, device: DeviceModel) -> float:
-        """Return the seconds for an update: gradient norm and scaling, weights, moments, casts, and streams."""
+        """Return an update's seconds, limited by memory, arithmetic or the host link."""
         sizes, bandwidth = self.bytes_by_kind, device.bandwidth * device.reached.memory
         state, gradients = self.host_bytes + sizes.get("optimizer_state", 0), sizes.get("gradients", 0)
         weights = sum(weight.nbytes for _, weight in self.stages.named_parameters())
-        traffic: float = gradients + 2 * weights + 2 * state
+        # Weights and state are read and written.
+        traffic: float = gradients + 2 * (weights + state)
         traffic += sizes.get("masters", 0) + sizes.get("compute_copies", 0)
         arithmetic = self.update_arithmetic / device.peaks.get("float32", math.inf)
-        products = self.update_flops / device.compute_achieved_matmul_flop_rate(torch.bfloat16)
-        norm = (self.gradient_passes - 1) * gradients / bandwidth
-        update = norm + max(traffic / bandwidth, arithmetic) + products
+        matmuls = self.update_flops / device.compute_achieved_matmul_flop_rate(torch.bfloat16)
+        norm_and_scaling = (self.gradient_passes - 1) * gradients / bandwidth  # one pass is in traffic
+        update = norm_and_scaling + max(traffic / bandwidth, arithmetic) + matmuls
         # State in host memory is streamed in both directions at once, while the device updates.
         return max(update, self.host_bytes / device.host_link)
 

@@ -49,7 +49,7 @@ class PassCost:
     link_seconds: float = 0.0
 
     def add_repetitions(self, other: "PassCost", times: int = 1) -> "PassCost":
-        """Return the costs plus `times` repetitions of another pass; `peak_delta` is the maximum of both."""
+        """Return self + times * other; `peak_delta` is the maximum of both, to which the caller adds the growth."""
         labels = dict.fromkeys([*self.kept_bytes, *other.kept_bytes])
         kept = {label: self.kept_bytes.get(label, 0) + times * other.kept_bytes.get(label, 0) for label in labels}
         sums = {name: getattr(self, name) + times * getattr(other, name) for name in SUMMED}

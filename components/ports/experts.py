@@ -88,6 +88,10 @@ class ExpertRouter(Protocol):
         """Yield the router's parameters, like `nn.Module.parameters`."""
         ...
 
+    def choose_experts(self, scores: Tensor) -> Tensor:
+        """Choose experts by scores (..., experts), plus bias: int64 (..., choices); features replace this method."""
+        ...
+
     def add_routing_observer(self, observer: ObserveRouting) -> None:
         """Call `observer` once per microbatch in training's forward passes from now on."""
         ...

@@ -247,9 +247,7 @@ class Kernels(Protocol):
         ...
 
     def moe_permute(self, x: Tensor, probabilities: Tensor, routes: Routes) -> PermutedRows:
-        """
-        Copy x (tokens, width) to rows (tokens * top_k, width), and probabilities (tokens, top_k) to rows.
-        """
+        """Copy x (tokens, width) and probabilities (tokens, top_k) to rows by expert, (rows, width) and (rows,)."""
         ...
 
     def moe_unpermute(self, rows: Tensor, routes: Routes, probabilities: Tensor | None = None) -> Tensor:

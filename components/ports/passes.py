@@ -163,9 +163,8 @@ class PassFeature(Feature):
 
     def start_run(self, run: PassRun, operations: Mapping[str, Operation]) -> Mapping[str, Operation]:
         """
-        Act before a program's first action, and return the functions to run its actions, by op.
-
-        Microbatches and stages of `run` may be replaced.
+        Return the functions to run a program's actions, by op, before the first one; may assign `run.microbatches` and
+        `run.stages`.
         """
         return operations
 

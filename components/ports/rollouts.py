@@ -45,12 +45,14 @@ class PolicyBatch(TokenBatch):
 
     `logps`, float32 (rows, length), are the targets' log-probabilities when they were sampled, and `advantages`,
     float32 (rows, length), say how much better a completion is than others of its prompt; both are 0 without a target.
-    `temperature`, float32 (), divides the policy's logits; None is 1.
+    `temperature`, float32 (), divides the policy's logits; None is 1. With a `tree`, a `PrefixTree` of
+    `kernels.attention.tree`, the model computes the rows' shared beginnings once.
     """
 
     logps: Tensor | None = leaf("tokens", default=None, kw_only=True)
     advantages: Tensor | None = leaf("tokens", default=None, kw_only=True)
     temperature: Tensor | None = leaf("replicated", default=None, kw_only=True)
+    tree: Any = leaf("replicated", default=None, kw_only=True)
 
     @classmethod
     def make_meta_batch(cls, rows: int, length: int) -> Self:

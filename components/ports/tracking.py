@@ -61,9 +61,7 @@ class Metric(Protocol):
         return {}
 
     def measure_on_rank(self, step: Step) -> MetricTotals:
-        """
-        Return this rank's contributions by accumulator, on any device. An omitted accumulator gets no contribution.
-        """
+        """Return tensors in the accumulators' shapes, by name, on any device; an omitted one adds nothing."""
         return {}
 
     def compute(self, totals: MetricTotals, step: Step) -> MetricValues:

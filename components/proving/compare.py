@@ -1,6 +1,7 @@
 """The first difference between ranks and one process, and its likely cause."""
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
@@ -143,6 +144,22 @@ def _iterate_values_after_phase(
 def measure_errors(one: RankRecord, ranks: Sequence[RankRecord]) -> dict[Key, float]:
     """Return the relative error of every value."""
     return {value.key: value.compute_error() for value in iterate_compared_values(one, ranks)}
+
+
+def spread_errors_over_layers(errors: Mapping[Key, float]) -> dict[Key, float]:
+    """
+    Return the largest error of the same value in all layers.
+
+    One tensor's error due to rounding may be small by chance, as the gradient of a key's bias.
+    """
+    largest: dict[Key, float] = {}
+    for key, error in errors.items():
+        largest[_drop_numbers(key)] = max(error, largest.get(_drop_numbers(key), 0.0))
+    return {key: largest[_drop_numbers(key)] for key in errors}
+
+
+def _drop_numbers(key: Key) -> Key:
+    return key._replace(name=re.sub(r"\d+", "", key.name))
 
 
 def find_first_difference(

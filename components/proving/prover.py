@@ -17,7 +17,14 @@ from drawloom import RecipeError, UserError
 from drawloom.components.checkpoint.manifest import FOLDER as CHECKPOINTS
 from drawloom.components.checkpoint.manifest import MANIFEST
 from drawloom.components.proving.cases import ONE, Case, list_cases, make_dense, make_narrow
-from drawloom.components.proving.compare import Compared, Difference, Key, find_first_difference, measure_errors
+from drawloom.components.proving.compare import (
+    Compared,
+    Difference,
+    Key,
+    find_first_difference,
+    measure_errors,
+    spread_errors_over_layers,
+)
 from drawloom.components.proving.contracts import check_contracts
 from drawloom.components.proving.ranks import DIED, RankPool, RanksFailedError
 from drawloom.components.proving.recorder import RankRecord
@@ -186,7 +193,8 @@ class _Proof:
     @cached_property
     def narrow_errors(self) -> dict[Key, float]:
         """One process's errors in bfloat16."""
-        return measure_errors(self.dense, self._record(make_narrow(ONE, self.source.load(self.values).graph)))
+        narrow = self._record(make_narrow(ONE, self.source.load(self.values).graph))
+        return spread_errors_over_layers(measure_errors(self.dense, narrow))
 
     @cached_property
     def dense(self) -> RankRecord:

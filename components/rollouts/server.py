@@ -5,8 +5,10 @@ import json
 import logging
 import math
 import os
+import threading
+import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +34,7 @@ from drawloom.ports import (
     RunFolder,
     RunInfo,
     Tokenizer,
+    Turns,
 )
 
 KEY = "OPENAI_API_KEY"
@@ -63,12 +66,22 @@ TOKEN_PREFIX = "token_id:"
 """Start of a token's name under `return_tokens_as_token_ids`."""
 
 
-@attrs.frozen
-class Sampled:
-    """Sampled ids, up to the end token, and their log-probabilities."""
+class ServerFaultError(UserError):
+    """A fault that may have passed when the request is sent again: no answer, a lost connection, or HTTP 429 or 5xx."""
 
-    ids: list[int]
-    logps: list[float]
+
+@attrs.define
+class Sampled:
+    """
+    Ids after a prompt: sampled ones up to an end token, and messages of an environment between them.
+
+    `logps` are the log-probabilities of the sampled ids, and None for an environment's. `is_ended` is False for a
+    trajectory that was cut.
+    """
+
+    ids: list[int] = attrs.field(factory=list)
+    logps: list[float | None] = attrs.field(factory=list)
+    is_ended: bool = False
 
 
 @attrs.frozen
@@ -104,10 +117,15 @@ class CompletionServer:
         temperature: float,
         seed: int,
         end_ids: frozenset[int],
-    ) -> Sampled:
-        """Sample one completion for a prompt of ids; it ends at one of `end_ids`, or has `max_tokens` tokens."""
+        count: int = 1,
+    ) -> list[Sampled]:
+        """Sample `count` completions for a prompt of ids; one ends at any of `end_ids`, or has `max_tokens` tokens."""
         fields = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed, "stop_token_ids": sorted(end_ids)}
-        choice = self._request_choice(model, prompt, fields, logprobs=1)
+        choices = self._request_choices(model, prompt, fields, logprobs=1, count=count)
+        return [self._read_completion(choice, max_tokens, end_ids) for choice in choices]
+
+    def _read_completion(self, choice: Any, max_tokens: int, end_ids: frozenset[int]) -> Sampled:
+        """Return a choice's ids up to an end, with log-probabilities. Raises UserError if they don't fit together."""
         ids, logps = self._read_ids(choice), self._read_logps(choice)
         if len(ids) != len(logps):  # log-probabilities are never empty
             raise self._make_unusable_answer_error(
@@ -120,13 +138,13 @@ class CompletionServer:
             raise self._make_unusable_answer_error(
                 text, "correct the tokenizer's end token, or the server's stop settings"
             )
-        return Sampled(ids[:count], [min(value, 0.0) for value in logps[:count]])
+        return Sampled(ids[:count], [min(value, 0.0) for value in logps[:count]], ids[count - 1] in end_ids)
 
     def check_scaled_logps(self, model: str, prompt: Sequence[int], temperature: float) -> None:
         """Raise UserError if log-probabilities ignore the temperature, which must differ from 1."""
         plain, scaled = (
             self._read_first_token_top_logps(
-                self._request_choice(model, prompt, {"max_tokens": 1, "temperature": value, "seed": 0}, logprobs=2)
+                *self._request_choices(model, prompt, {"max_tokens": 1, "temperature": value, "seed": 0}, logprobs=2)
             )
             for value in (1.0, temperature)
         )
@@ -138,7 +156,11 @@ class CompletionServer:
             )
 
     def request(self, method: str, path: str, body: Any = None) -> Any:
-        """Return the JSON value in an answer, None if there is none. Raises UserError for any other answer."""
+        """
+        Return the JSON value in an answer, None if there is none.
+
+        Raises ServerFaultError without an answer or for HTTP 429 and 5xx, and UserError for any other answer.
+        """
         parts = urlsplit(self.url)
         is_secure = parts.scheme == "https"
         connection_type = http.client.HTTPSConnection if is_secure else http.client.HTTPConnection
@@ -152,10 +174,10 @@ class CompletionServer:
             content = response.read()
         except TimeoutError as error:
             text, remedy = f"no answer within {self.timeout:g} s", "raise timeout, or read the server's log"
-            raise UserError(self._describe_fault(path, text, remedy)) from error
+            raise ServerFaultError(self._describe_fault(path, text, remedy)) from error
         except (OSError, http.client.HTTPException) as error:
             reason = str(error) or type(error).__name__
-            raise UserError(self._describe_fault(path, reason, "start the server, or correct url")) from error
+            raise ServerFaultError(self._describe_fault(path, reason, "start the server, or correct url")) from error
         finally:
             connection.close()
         return self._parse_response(path, response.status, content)
@@ -165,23 +187,36 @@ class CompletionServer:
         if not 200 <= status < 300:
             quoted = " ".join(content.decode(errors="replace").split())[:MAX_QUOTED]
             text, remedy = f"HTTP {status}: {quoted or 'no text'}", REMEDIES.get(status, "read the server's log")
-            raise UserError(self._describe_fault(path, text, remedy))
+            kind = ServerFaultError if status >= 500 or status == 429 else UserError
+            raise kind(self._describe_fault(path, text, remedy))
         try:
             return json.loads(content) if content.strip() else None
         except ValueError as error:
             text = f"the answer is not JSON: {content[:MAX_QUOTED]!r}"
             raise UserError(self._describe_fault(path, text, "correct url")) from error
 
-    def _request_choice(self, model: str, prompt: Sequence[int], fields: Mapping[str, Any], logprobs: int) -> Any:
-        """Return the only choice in the answer to a completion's request."""
+    def _request_choices(
+        self, model: str, prompt: Sequence[int], fields: Mapping[str, Any], logprobs: int, count: int = 1
+    ) -> list[Any]:
+        """Return the choices in the answer to a completion's request, by index."""
         ids = {"return_token_ids": True, "return_tokens_as_token_ids": True}
-        body = {"model": model, "prompt": [*prompt], "n": 1, "logprobs": logprobs, **PLAIN_SAMPLING, **ids, **fields}
+        body = {
+            "model": model,
+            "prompt": [*prompt],
+            "n": count,
+            "logprobs": logprobs,
+            **PLAIN_SAMPLING,
+            **ids,
+            **fields,
+        }
         answer = self.request("POST", "/v1/completions", body)
         try:
-            (choice,) = answer["choices"]
-        except (KeyError, TypeError, ValueError) as error:
-            raise self._make_unusable_answer_error("it has no single choice", "correct url") from error
-        return choice
+            choices = sorted(answer["choices"], key=lambda choice: choice.get("index", 0))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise self._make_unusable_answer_error("it has no choices", "correct url") from error
+        if len(choices) != count:
+            raise self._make_unusable_answer_error(f"it has {len(choices)} choices instead of {count}", "correct url")
+        return choices
 
     def _read_ids(self, choice: Any) -> list[int]:
         """Return the sampled ids: texts can't be tokenized again without changes."""
@@ -230,6 +265,9 @@ FOLDER = "{folder}"
 TRAIN = "train"
 """Purpose of the rollouts for learning."""
 
+FIRST_WAIT = 1.0
+"""Seconds before the first retry."""
+
 SEED_BITS = 53
 """Bits of a seed in JSON, whose numbers are float64 in some servers."""
 
@@ -261,11 +299,16 @@ def _list_vllm_reload_calls() -> list[ServerCall]:
 
 
 class _RowToComplete(NamedTuple):
-    """A request's prompt, its seed, and the end ids of its completion."""
+    """A row's prompt, its key and seed, and the ids at the end of its turns."""
 
     prompt: list[int]
+    key: int
     seed: int
     end_ids: frozenset[int]
+
+    def shares_request(self, other: "_RowToComplete") -> bool:
+        """Return whether both rows can be choices of one request."""
+        return (self.prompt, self.end_ids) == (other.prompt, other.end_ids)
 
 
 @component
@@ -282,6 +325,9 @@ class ServerRollouts:
 
     With `update_every` above 1, checkpoints contain the server's export, so a resumed run samples from the
     same weights as a run without interruption. One rank of each model replica sends requests.
+
+    After a server's fault the run waits, sends the weights again, since a restarted server has other ones, and samples
+    again the rows that were not complete before the fault.
     """
 
     model: LanguageModel
@@ -303,7 +349,18 @@ class ServerRollouts:
         "requests that load an exported folder, in order; default: vLLM's", factory=_list_vllm_reload_calls
     )
     connections: int = setting("requests of a replica at a time", default=64, check=between(1, 1025))
+    rows_per_request: int = setting(
+        "completions of a prompt in one request; above 1 they share a seed, and depend on each other",
+        default=1,
+        check=between(1, 10_001),
+    )
     timeout: float = setting("seconds to wait for an answer", default=300.0, check=above(0))
+    retries: int = setting(
+        "times to wait for a server after a fault, 1 s and then twice as long, up to 30 s each",
+        default=8,
+        check=between(0, 10_001),
+        impact="safe",
+    )
     _copy: Group = internal(None)
     _name: str | None = internal(None)
     _updated_step: int | None = internal(None)
@@ -335,7 +392,7 @@ class ServerRollouts:
             run_on_rank0(world, lambda: self._remove_export_and_make_parent(target))
             self.export.gather_and_export_to(target)
         if is_due or self._served_purpose != purpose:
-            run_on_rank0(world, lambda: self._send_reload(target))
+            run_on_rank0(world, lambda: self._send_reload_with_retries(target))
         self._served_purpose = purpose
         if is_due and purpose == TRAIN:
             self._updated_step = step
@@ -369,13 +426,14 @@ class ServerRollouts:
             self.update_weights(purpose, step)
         seed = derive_seed(self.job.seed, "rollouts", purpose, step)
         rows = [
-            _RowToComplete(tokens[:length].tolist(), derive_seed(seed, key) % 2**SEED_BITS, end_ids)
+            _RowToComplete(tokens[:length].tolist(), key, derive_seed(seed, key) % 2**SEED_BITS, end_ids)
             for part in prompts
             for tokens, length, key, end_ids in zip(
                 part.tokens, part.lengths, part.keys.tolist(), part.end_ids_by_row(self.tokenizer), strict=True
             )
         ]
-        sampled = iter(run_on_rank0(self._copy, lambda: [attrs.asdict(row) for row in self._request_completions(rows)]))
+        turns = prompts[0].turns if prompts else None
+        sampled = iter(run_on_rank0(self._copy, lambda: [attrs.asdict(row) for row in self._sample_rows(rows, turns)]))
         return [self._make_completions(part, [Sampled(**next(sampled)) for _ in part.keys]) for part in prompts]
 
     @property
@@ -396,43 +454,120 @@ class ServerRollouts:
         for call in self.reload:
             self._server.request("POST", call.path, _fill_in_folder(call.body, str(target)) or None)
 
-    def _request_completions(self, rows: Sequence[_RowToComplete]) -> list[Sampled]:
-        """Return a completion by row."""
-        server, name = self._server, str(self._name)
-        if rows and self.temperature != 1 and not self._has_checked_temperature:
-            server.check_scaled_logps(name, rows[0].prompt, self.temperature)
-            self._has_checked_temperature = True
-        limits: dict[str, Any] = {"max_tokens": self.max_tokens, "temperature": self.temperature}
-        with ThreadPoolExecutor(min(self.connections, len(rows)) or 1, "rollouts") as pool:
-            futures = [
-                pool.submit(server.complete, name, row.prompt, seed=row.seed, end_ids=row.end_ids, **limits)
-                for row in rows
-            ]
+    def _send_reload_with_retries(self, target: Path, fault: ServerFaultError | None = None, waited: int = 0) -> None:
+        """Let the server load a folder, after waiting for it to pass a fault. Raises the last fault if none is left."""
+        while True:
+            if fault is not None:
+                if waited >= self.retries:
+                    raise fault
+                log.warning("%s; waiting for the server", fault)
+                time.sleep(min(FIRST_WAIT * 2**waited, 30.0))
+                waited += 1
             try:
-                sampled = [future.result() for future in futures]
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
-        largest = max((max(row.ids) for row in sampled), default=0)
+                return self._send_reload(target)
+            except ServerFaultError as error:
+                fault = error
+
+    def _sample_rows(self, rows: Sequence[_RowToComplete], turns: Turns | None) -> list[Sampled]:
+        """Return a trajectory by row; rows that a fault of the server has left are sampled again."""
+        if rows and self.temperature != 1 and not self._has_checked_temperature:
+            self._server.check_scaled_logps(str(self._name), rows[0].prompt, self.temperature)
+            self._has_checked_temperature = True
+        done: dict[int, Sampled] = {}
+        waited = 0
+        while (fault := self._sample_missing_rows(rows, turns, done, is_again=waited > 0)) is not None:
+            self._send_reload_with_retries(self._export_folder / str(self._served_purpose), fault, waited)
+            waited += 1
+        largest = max((max(row.ids) for row in done.values()), default=0)
         if largest >= self.model.vocab_size:
             text = f"{self.url}: the server sampled the token {largest}, and the policy has {self.model.vocab_size}"
             raise UserError(f"{text}; let the server start from the same model")
-        return sampled
+        return [done[row] for row in range(len(rows))]
+
+    def _sample_missing_rows(
+        self, rows: Sequence[_RowToComplete], turns: Turns | None, done: dict[int, Sampled], is_again: bool
+    ) -> ServerFaultError | None:
+        """
+        Add the rows that are missing in `done`; return the server's first fault, if there is one.
+
+        A row that ends after a fault was noticed is dropped: a server that has restarted answers with other weights.
+        """
+        missing = [row for row in range(len(rows)) if row not in done]
+        groups: list[list[int]] = []
+        for row in missing:
+            if groups and len(groups[-1]) < self.rows_per_request and rows[row].shares_request(rows[groups[-1][0]]):
+                groups[-1].append(row)
+            else:
+                groups.append([row])
+        if turns is not None and is_again:
+            turns.restart_rows([rows[row].key for row in missing])
+        has_failed = threading.Event()
+
+        def sample_group(group: list[int]) -> None:
+            """Sample rows of one prompt."""
+            try:
+                sampled = self._sample_trajectories([rows[row] for row in group], turns)
+            except ServerFaultError:
+                has_failed.set()
+                raise
+            if not has_failed.is_set():
+                done.update(zip(group, sampled, strict=True))
+
+        with ThreadPoolExecutor(min(self.connections, len(groups)) or 1, "rollouts") as pool:
+            futures = [pool.submit(sample_group, group) for group in groups]
+            try:
+                for future in as_completed(futures):
+                    future.result()
+            except ServerFaultError as fault:
+                pool.shutdown(wait=True, cancel_futures=True)
+                return fault
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+        return None
+
+    def _sample_trajectories(self, rows: Sequence[_RowToComplete], turns: Turns | None) -> list[Sampled]:
+        """Sample rows of one prompt: their first turns in one request, and each later one in its own."""
+        limits: dict[str, Any] = {"temperature": self.temperature, "end_ids": rows[0].end_ids}
+        server, name, prompt = self._server, str(self._name), rows[0].prompt
+        firsts = server.complete(name, prompt, max_tokens=self.max_tokens, seed=rows[0].seed, count=len(rows), **limits)
+        for row, trajectory in zip(rows, firsts, strict=True):
+            turn = trajectory
+            while turns is not None and trajectory.is_ended:
+                (message,) = turns.continue_rows([row.key], [turn.ids])
+                if message is None:
+                    break
+                room = self.max_tokens - len(trajectory.ids) - len(message)
+                if room <= 0:
+                    trajectory.is_ended = False
+                    break
+                trajectory.ids += message
+                trajectory.logps += [None] * len(message)
+                seed = derive_seed(row.seed, len(trajectory.ids)) % 2**SEED_BITS
+                (turn,) = server.complete(name, prompt + trajectory.ids, max_tokens=room, seed=seed, **limits)
+                trajectory.ids += turn.ids
+                trajectory.logps += turn.logps
+                trajectory.is_ended = turn.is_ended
+        return firsts
 
     def _make_completions(self, prompts: Prompts, sampled: Sequence[Sampled]) -> Completions:
         """Return a microbatch's rows, padded with the end token to the prompts' length and `max_tokens`."""
         count, prompt_length = prompts.tokens.shape
         length, end = prompt_length + self.max_tokens, self.tokenizer.eos_id
         tokens, logps = torch.full((count, length), end), torch.zeros(count, length)
+        is_sampled = torch.zeros(count, length, dtype=torch.bool)
         for row, (start, completion) in enumerate(zip(prompts.lengths.tolist(), sampled, strict=True)):
             last = start + len(completion.ids)
             tokens[row, :start] = prompts.tokens[row, :start]
             tokens[row, start:last] = torch.tensor(completion.ids)
-            logps[row, start - 1 : last - 1] = torch.tensor(completion.logps)
+            logps[row, start - 1 : last - 1] = torch.tensor([value or 0.0 for value in completion.logps])
+            is_sampled[row, start:last] = torch.tensor([value is not None for value in completion.logps])
         ends = prompts.lengths + torch.tensor([len(completion.ids) for completion in sampled])
-        end_ids = prompts.end_ids_by_row(self.tokenizer)
-        is_ended = torch.tensor([row.ids[-1] in ids for row, ids in zip(sampled, end_ids, strict=True)])
-        return Completions(tokens, prompts.lengths, ends, logps, -logps, is_ended)
+        is_ended = torch.tensor([completion.is_ended for completion in sampled])
+        versions = torch.full((count,), (self._updated_step or 1) - 1)
+        return Completions(
+            tokens, prompts.lengths, ends, logps, -logps, is_ended, is_sampled=is_sampled, versions=versions
+        )
 
 
 def _memory_map_file(path: Path) -> Tensor:

@@ -68,7 +68,7 @@ class LockedFolder:
             self._lock = None
 
     def _remove_files_of_refused_run(self) -> None:
-        """Remove this rank's files, then the empty folders: the other ranks may still write to their logs."""
+        """Remove this rank's log, on rank 0 all other files, then empty folders: other ranks may still write logs."""
         logs = self.folder / "log"
         with suppress(OSError):
             for path in self.folder.iterdir() if self.mesh.world.rank == 0 else ():

@@ -103,11 +103,11 @@ class StageBuilder:
         return module
 
     def build_meta_module_for_activations(self, span: LayerRange) -> nn.Module:
-        """Build a layer range's split module in its layers' compute dtypes."""
+        """Build a layer range's split module in compute dtypes, which infers activations' shapes and dtypes."""
         module = self.build_stage_module_on_meta(span)
-        splits = {
-            name: part for dimension in self.dimensions for name, part in dimension.apply_to_meta_module(module).items()
-        }
+        splits: dict[str, RankSlice] = {}
+        for dimension in self.dimensions:
+            splits |= dimension.apply_to_meta_module(module)
         for name, parameter in module.named_parameters():
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(choose_layer_dtype(name, self.precision))
@@ -125,7 +125,7 @@ class StageBuilder:
                 parameter.data = parameter.data.to(dtype)
 
     def _partition_layers(self, stages: int) -> list[LayerRange]:
-        """Partition the layers over this many stages."""
+        """Return the layers of every stage."""
         layers, ranks = self.model.num_hidden_layers, self.mesh.sizes.pipeline
         if isinstance(self.schedule, PartitioningSchedule):
             sizes = [*self.schedule.layers_by_stage(ranks, layers)]
@@ -136,6 +136,7 @@ class StageBuilder:
             return build_layer_ranges(sizes)
         try:
             if isinstance(self.schedule, OuterLayersSchedule):
+                # every rank has the other layers
                 layers = self.schedule.get_pipelined_layer_count(ranks, layers)
             return partition_layers(layers, stages, self.embedding_layer_cost, self.head_layer_cost)
         except ValueError as error:

@@ -157,7 +157,7 @@ class FrozenStages(PassFeature):
             device=self.device,
             precision=self.precision,
             job=self.job,
-            adapters=[_NoAdapter()],
+            adapters=[_FreezeAll()],
             features=self.features,
             dispatcher=self.dispatcher,
             reshard_after_forward=True,
@@ -211,7 +211,7 @@ class FrozenStages(PassFeature):
             raise UserError(f"the weights in {folder} are not the weights that the run started with; restore them")
 
 
-class _NoAdapter:
+class _FreezeAll:
     """An adapter without parameters, so all parameters are frozen."""
 
     targets: ClassVar[Sequence[str]] = ()

@@ -327,7 +327,7 @@ def _detach(value: Any) -> Any:
 
 
 def _call_with_error_location(location: str, work: Callable[[], Any]) -> Any:
-    """Return the result of `work`; a ValueError gets the location in its message."""
+    """Return the result of `work`; a ValueError becomes a PipelineStateError with the location."""
     try:
         return work()
     except ValueError as error:

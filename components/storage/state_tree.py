@@ -43,7 +43,7 @@ def pack_state(state: Any) -> PackedState:
 
 def unpack_state(tree: Tree, tensors: Mapping[str, Tensor | SlicedTensor]) -> Any:
     """
-    Return the state from a tree and its tensors, any shape, which are not copied, or slices of the saved tensors.
+    Return the state from a tree and its tensors, whole or slices, of any shape; nothing is copied.
 
     Raises ValueError with all missing and unexpected names if the tree names other tensors.
     """

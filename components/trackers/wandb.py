@@ -55,7 +55,7 @@ class WandbTracker(LoggedRunTracker):
 
     def _open_writer_after(self, step: int) -> None:
         if self._run is not None:
-            return
+            return  # its steps can't be deleted
         self._run = self._package.init(
             project=self.project,
             entity=self.entity,

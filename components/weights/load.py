@@ -266,7 +266,7 @@ def _find_mismatches(source: TensorSource, mapper: Mapper, shapes: Mapping[str, 
         yield f"parameters without a tensor in the folder: {format_names(nameless)}"
     if missing := [name for name in mapper.inputs if name not in specs]:
         yield f"missing {format_names(missing)}"
-    ignored = (*mapper.ignored, SCORE, *COMPUTED)  # the head is the loss's
+    ignored = (*mapper.ignored, SCORE, *COMPUTED)  # the loss loads SCORE
     extra = [name for name in specs if name not in used and not any(fnmatchcase(name, p) for p in ignored)]
     if extra and not _is_tied_copy(source, extra, used):
         yield f"unexpected {format_names(extra)}"

@@ -21,7 +21,7 @@ EXAMPLE = 'write remove = "@clip" or after."@clip" = "@lr"'
 
 
 def apply_edits(top: Table, layer: Layer) -> Iterator[Problem]:
-    """Apply a layer's edits to the lists in a recipe. A list stays unchanged if its edit has a problem."""
+    """Apply a layer's edits to a recipe's lists, in place, and yield problems; their lists stay unchanged."""
     edits = layer.data.get(EDIT, {})
     if not isinstance(edits, dict):
         hint = "write [edit.trainer.phases]"

@@ -132,7 +132,7 @@ class AttentionImplementation(NamedTuple):
     """
     Implementation of attention: `mask` computes the mask that `attend` takes.
 
-    `mask` takes document ids int64 (rows, length), and a window or None: tokens with the same id in a row are one
+    `mask` takes document ids int64 (rows, length), and a window or None: consecutive tokens with the same id are one
     document, and a token attends to the last `window` tokens of its document, itself included. With `queries`, int64
     (tokens,), the queries are every row's tokens at these positions, and all tokens are keys. `attend` takes q
     (rows, tokens, heads, head_dim), k (rows, length, kv_heads, head_dim), v (rows, length, kv_heads, v_dim), the mask,

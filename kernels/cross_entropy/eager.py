@@ -38,7 +38,7 @@ def linear_cross_entropy_eager(
 
     hidden (..., width) and weight (vocabulary, width) in one dtype, targets int64 (...), token_weights float32 (...),
     the losses' factors. Losses and lse are (...), at least float32; a loss is 0 where the target is
-    `cut.ignore_index`. Both are differentiable in hidden and weight. Of `cut`, `part` counts, too.
+    `cut.ignore_index`. Both are differentiable in hidden and weight. Of `cut`, only `ignore_index` and `part` count.
     """
     chunk = max(MIN_CHUNK_TOKENS, MIN_CHUNK_LOGITS // len(weight))
     if cut.part is not None or targets.numel() > chunk:

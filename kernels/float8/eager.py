@@ -288,13 +288,13 @@ class Float8Kernels:
         self, rows: Tensor, scalars: Tensor | None, dest_row: Tensor
     ) -> tuple[Tensor, Tensor]:
         """
-        Sum bfloat16 rows (rows, width) by token: (tokens, width); and copy scalars (rows,) to choices (tokens, top_k).
+        Sum bfloat16 rows (rows, width) by token, (tokens, width), and copy scalars (rows,), if any, by choice; dest_row
+        (tokens, top_k) has the choices' rows.
         """
         summed = gather_rows_by_choice(rows, dest_row).sum(1).to(rows.dtype)
-        by_choice = (
-            rows.new_empty(0) if scalars is None else gather_rows_by_choice(scalars.unsqueeze(1), dest_row).squeeze(2)
-        )
-        return summed, by_choice
+        if scalars is None:
+            return summed, rows.new_empty(0)
+        return summed, gather_rows_by_choice(scalars.unsqueeze(1), dest_row).squeeze(2)
 
     def quantize_experts(self, weight: Tensor) -> ScaledRows:
         """Quantize a weight (experts, outputs, inputs) by expert: data with this shape, and scale (experts,)."""
@@ -307,7 +307,7 @@ class Float8Kernels:
         return (weight.float() / scale[:, None, None]).to(E4M3).transpose(1, 2).contiguous()
 
     def quantize_experts_into(self, weight: Tensor, rows: Float8Rows) -> None:
-        """Fill `rows` with a weight's elements, scales by expert and transposed copy."""
+        """Fill `rows` with a weight's (experts, outputs, inputs) elements, scales by expert and transposed copy."""
         data, scale = self.quantize_experts(weight)
         for target, source in zip(rows, (data, scale, data.transpose(1, 2)), strict=True):
             target.copy_(source)

@@ -6,8 +6,7 @@ Rows are sorted by expert, and all rows in a tile belong to one expert.
 Grouped GEMM in Triton, for any sizes, strides and dtypes, without synchronizing with the device.
 
 The host launches the largest possible number of tiles; a program determines its tile's expert from `offsets`. An
-expert's tiles are consecutive, so its matrix stays in the L2 cache. GPUs with TMA use grouped_gemm_py for
-tensors whose layout suits TMA.
+expert's tiles are consecutive, so its matrix stays in the L2 cache.
 
 Expert biases in Triton: one pass over the rows forward, and one per gradient.
 """
@@ -94,13 +93,13 @@ def multiply_rows_by_tma(x: Tensor, weight: Tensor, offsets: Tensor, result: Ten
 
 
 def sum_outer_products_by_tma(a: Tensor, b: Tensor, offsets: Tensor, result: Tensor) -> None:
-    """Fill result (experts, height, width) with a.T @ b by expert: a (rows, height), b (rows, width)."""
+    """Fill result (experts, height, width) with a.T @ b: a (rows, height), b (rows, width), offsets (experts,)."""
     num_experts, height, width = result.shape
     down, across = cdiv(height, HEIGHT), cdiv(width, WIDTH)
     _outer_products_by_tma_kernel[(num_experts * down * across,)](
         tma.create_block_descriptor(a, STEP, HEIGHT),
         tma.create_block_descriptor(b, STEP, WIDTH),
-        a,
+        a,  # for an expert's last rows
         b,
         offsets,
         result,

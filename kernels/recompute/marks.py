@@ -57,7 +57,7 @@ class CallRecorder(ABC):
         """Return a context that keeps arguments of an operation, and saved tensors with these shapes, in 8 bits."""
         return nullcontext()
 
-    def accept_rounded(self) -> AbstractContextManager[None]:
+    def keep_rounded(self) -> AbstractContextManager[None]:
         """Return a context in which saved tensors may be recomputed from rounded arguments."""
         return nullcontext()
 
@@ -78,10 +78,7 @@ def call_recomputable(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def call_recomputable_in_autograd_function(function: Callable[..., Any], *arguments: Any) -> Any:
-    """
-    Call a `call_recomputable` operation inside an autograd Function's forward pass, where no tensor requires a
-    gradient.
-    """
+    """Like `call_recomputable`, but always record: in an autograd Function no tensor requires a gradient."""
     results = function(*arguments)
     if (active := recorder.get()) is not None:
         active.record_recomputable_call(results, function, arguments)
@@ -113,4 +110,4 @@ def keep_arguments_in_8_bits(
 
 def accept_rounded_inputs() -> AbstractContextManager[None]:
     """Return a context for products that save inputs only for weight gradients: `Quantized` may round them."""
-    return nullcontext() if (active := _find_recorder()) is None else active.accept_rounded()
+    return nullcontext() if (active := _find_recorder()) is None else active.keep_rounded()

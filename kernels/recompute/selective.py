@@ -82,12 +82,12 @@ class Quantized(Selective):
     and cross entropy would combine rounded inputs with an exact log-sum-exp.
     """
 
-    __slots__ = ("_accepts_rounded", "_operation")
+    __slots__ = ("_keeps_rounded", "_operation")
 
     def __init__(self) -> None:
         super().__init__()
         self._operation: _RoundedArguments | None = None
-        self._accepts_rounded = False
+        self._keeps_rounded = False
 
     @contextmanager
     def round_arguments(
@@ -100,12 +100,12 @@ class Quantized(Selective):
             self._operation = None
 
     @contextmanager
-    def accept_rounded(self) -> Iterator[None]:
-        before, self._accepts_rounded = self._accepts_rounded, True
+    def keep_rounded(self) -> Iterator[None]:
+        before, self._keeps_rounded = self._keeps_rounded, True
         try:
             yield
         finally:
-            self._accepts_rounded = before
+            self._keeps_rounded = before
 
     def _pack_argument(self, tensor: Tensor) -> SavedTensor:
         return self._pack(tensor) if self._operation is not None else super()._pack(tensor)
@@ -115,7 +115,7 @@ class Quantized(Selective):
         if self._operation is not None:
             can_be_rounded = isinstance(saved, KeptTensor) and not isinstance(tensor, Parameter)
             return self._operation.pack(tensor) or saved if can_be_rounded else saved
-        return saved if saved.is_unrounded or self._accepts_rounded else KeptTensor(tensor)
+        return saved if saved.is_unrounded or self._keeps_rounded else KeptTensor(tensor)
 
 
 class _RoundedArguments:

@@ -264,6 +264,7 @@ def reinforcement(folder: Path) -> Mapping[str, Any]:
         "length": {"max_tokens": 4, "buffer": 2},
         "math_equal": {},
         "regex": {"pattern": "[0-9]"},
+        "environment": {},
     }
     return {
         "examples": {"use": "data.sort_digits", "digits": 3, "examples_drawn": 200},
@@ -283,6 +284,22 @@ def reinforcement(folder: Path) -> Mapping[str, Any]:
     }
 
 
+def turns(folder: Path) -> Mapping[str, Any]:
+    """Return reinforcement learning over several turns with a tool."""
+    nodes = reinforcement(folder)
+    named = {name: {**nodes[name], "rollouts": "@rollouts"} for name in ("rollout", "evaluate")}
+    return {
+        **nodes,
+        **named,
+        "examples": {"use": "data.sums", "digits": 1, "examples_drawn": 200},
+        "packing": {"use": "data.collated", "max_length": 32},
+        "calculator": {"use": "environments.calculator"},
+        "environment": {"use": "environments.tools", "tools": ["@calculator"]},
+        "sampler": nodes["rollouts"],
+        "rollouts": {"use": "rollouts.turns", "sampler": "@sampler"},
+    }
+
+
 POLICY = (
     "data.prompt_collator",
     "data.sort_digits",
@@ -295,7 +312,9 @@ POLICY = (
     "phases.rollout",
     "rollouts.stages",
     *(f"rewards.{name}" for name in ("code", "exact_match", "json_schema", "length", "math_equal", "regex")),
+    "rewards.environment",
 )
+TURNS = ("data.sums", "environments.calculator", "environments.tools", "rollouts.turns")
 
 LORA = {
     "lora": {"use": "adapters.lora", "targets": ["*_proj"], "rank": 2, "alpha": 4.0},
@@ -317,6 +336,7 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     "loss.kto": feedback,
     **{loss: preferences_by(loss) for loss in ("loss.cpo", "loss.ipo", "loss.orpo", "loss.reward", "loss.simpo")},
     **dict.fromkeys(POLICY, reinforcement),
+    **dict.fromkeys(TURNS, turns),
     "rollouts.server": lambda folder: {
         **reinforcement(folder),
         "rollouts": {"use": "rollouts.server", "max_tokens": 4, "url": get_shared_server().url},
@@ -426,6 +446,18 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     "phases.loss_spikes": lambda folder: {
         "loss_spikes": {"use": "phases.loss_spikes", "go_back": 1},
         "edit": {"trainer": {"phases": {"after": {"@sync_gradients": "@loss_spikes"}}}},
+    },
+    "experts.replayed_routes": lambda folder: {
+        **reinforcement(folder),
+        **with_experts("model.qwen3.moe"),
+        "metrics": {"replayed_routes": {"use": "experts.replayed_routes"}},
+        "edit": {"trainer": {"phases": {"after": {"@advantages": "@metrics.replayed_routes"}}}},
+    },
+    "phases.shared_prefixes": lambda folder: {
+        **reinforcement(folder),
+        "kernels": {"attention": "tree"},
+        "shared_prefixes": {"use": "phases.shared_prefixes"},
+        "edit": {"trainer": {"phases": {"after": {"@advantages": "@shared_prefixes"}}}},
     },
     "phases.router_bias": lambda folder: {
         **with_experts("model.dots1"),

@@ -88,7 +88,10 @@ LORA = ("lora={use='adapters.lora', targets=['*_proj'], rank=4, alpha=8.0}", "st
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_overlays_fit_the_first_run(overlay: str) -> None:
     """Every shipped overlay over first_run, with LoRA if it changes frozen weights, has no problem."""
-    if overlay != "with_all_weights_and_reference":  # tests/runs/test_preferences.py
+    if overlay not in (
+        "with_all_weights_and_reference",
+        "with_shared_prefixes",
+    ):  # runs/test_preferences, test_rollouts
         assert problems("first_run", *LORA * (overlay == "with_nf4"), overlays=(overlay,)) == []
 
 

@@ -61,7 +61,9 @@ class ServedModel:
                 case "/reset_prefix_cache":
                     return 200, None
                 case "/v1/completions" if body["model"] == self.name:
-                    return 200, {"object": "text_completion", "choices": [self.change(self.complete(body))]}
+                    generator = torch.Generator().manual_seed(body["seed"])
+                    choices = [{**self.complete(body, generator), "index": index} for index in range(body["n"])]
+                    return 200, {"object": "text_completion", "choices": [*map(self.change, choices[::-1])]}
             return 404, {"error": {"message": f"{path}: not found"}}
 
     def load(self, folder: Path) -> None:
@@ -71,10 +73,9 @@ class ServedModel:
         fill_module_from_folder(folder, self.module, model.hugging_face_mapper())
 
     @torch.no_grad()
-    def complete(self, body: dict[str, Any]) -> dict[str, Any]:
+    def complete(self, body: dict[str, Any], generator: torch.Generator) -> dict[str, Any]:
         """Sample one completion, each token by a pass over the whole text."""
         ids, start = [*body["prompt"]], len(body["prompt"])
-        generator = torch.Generator().manual_seed(body["seed"])
         logps: list[float] = []
         tops: list[dict[str, float]] = []
         while len(ids) < start + body["max_tokens"]:
@@ -90,7 +91,7 @@ class ServedModel:
                 break
         tokens = [f"token_id:{number}" for number in ids[start:]]
         logprobs = {"tokens": tokens, "token_logprobs": logps, "top_logprobs": tops}
-        return {"index": 0, "text": "", "token_ids": ids[start:], "logprobs": logprobs}
+        return {"text": "", "token_ids": ids[start:], "logprobs": logprobs}
 
     def logits(self, tokens: Tensor) -> Any:
         """Return the logits of rows of tokens."""

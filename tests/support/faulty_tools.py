@@ -28,6 +28,8 @@ def fail(text: str) -> str:
         case "fork":
             os.fork()
             time.sleep(99)
+        case "slow":
+            time.sleep(0.5)
         case "print":
             os.write(1, b"x" * 2**24)
             print("y" * 2**24)

@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +14,18 @@ from drawloom.components.data.bytes import Bytes
 from drawloom.components.data.hugging_face_tokenizer import HuggingFaceTokenizer
 from drawloom.components.phases.advantages import Advantages
 from drawloom.components.ports.data import TrainingData, ValidationData
+from drawloom.components.ports.environments import Reply
 from drawloom.components.ports.model import LanguageModel
 from drawloom.components.ports.rollouts import Answer, Completions, PolicyBatch, PromptBatch, Prompts, Scored
 from drawloom.components.ports.run import Batching, Events, RunFolder, RunInfo, Step
-from drawloom.graph import Ordered
+from drawloom.graph import Ordered, UserError
 from drawloom.graph.project import Recipe
 from drawloom.graph.testing import build, fake
 from support.chat import say, tokenizer_folder
 from support.checkpoints import SingleRankMesh
 from support.completion_server import get_shared_server
 from support.doubles import Machine
+from support.faulty_tools import echo, fail
 from support.losses import sample
 from support.observers_of_runs import TINY
 
@@ -114,7 +116,9 @@ def scores_of(use: str, values: Values, _place: Path) -> Any:
     example["more"] = "import time; time.sleep(1); del x"
     texts = ("12", "13", "13.1", "a12", "[1]", "x = 1", "x = bytearray(10**8) and 1")
     reward = build(use, **values)
-    return reward.weight, reward.scores([Answer(text, count, True, example) for count, text in enumerate(texts, 3)])
+    answers = [Answer(text, count, True, example) for count, text in enumerate(texts, 3)]
+    answers += [Answer("cut", 3, False, example, reward=0.5), Answer("12", 3, True, example, reward=1.0, faults=2)]
+    return reward.weight, reward.scores(answers)
 
 
 def encode_prompts(use: str, values: Values, place: Path) -> Any:
@@ -249,12 +253,64 @@ def completions_of(use: str, values: Values, place: Path) -> Any:
         return completions.tokens.tolist(), completions.logps.tolist()
 
 
-def server_of(use: str, values: Values, folder: Path) -> Any:
+def replies_of(use: str, values: Values, _place: Path) -> Any:
+    """Return a tool environment's replies to calls, one of them slow and one of them large."""
+    environment = build(use, tools=Ordered([echo(), fail()]), **values)
+    environment.open()
+    calls = [{"text": "a", "times": 4}, {"text": "a", "times": 3 * 10**8}]
+    texts = [f'<tool_call>{{"name": "echo", "arguments": {json.dumps(call)}}}</tool_call>' for call in calls]
+    slow = '<tool_call>{"name": "fail", "arguments": {"text": "slow"}}</tool_call>'
+    with closing(environment):
+        return [(reply.message[:50], [*reply.faults]) for reply in map(environment.step, [*texts, slow, "[echo b]"])]
+
+
+class Endless:
+    """An environment that has an empty message for each turn."""
+
+    tool_schemas = ()
+
+    def reset(self, example: Any) -> "Endless":
+        return self
+
+    def step(self, text: str) -> Reply:
+        return Reply("")
+
+
+class TwoTurns(Ends):
+    """A sampler that asks for two more turns."""
+
+    def sample(self, prompts: Sequence[Prompts], purpose: str, step: int) -> list[Completions]:
+        for part in prompts:
+            assert part.turns is not None
+            for _ in range(2):
+                part.turns.continue_rows(part.keys.tolist(), [[256]] * len(part.keys))
+        return super().sample(prompts, purpose, step)
+
+
+def turns_of(use: str, values: Values, _place: Path) -> Any:
+    """Return the faults of conversations with an environment that never ends them."""
+    nodes: Values = {"sampler": TwoTurns(), "environment": Endless(), "tokenizer": Bytes(), "mesh": SingleRankMesh()}
+    rollouts = build(use, **nodes, **values)
+    rollouts.open()
+    prompts = Prompts(torch.full((1, 1), 65), torch.tensor([1]), torch.tensor([0]), examples=({},))
+    (completions,) = rollouts.sample([prompts], "train", 1)
+    return completions.turns.tolist(), completions.faults.tolist()
+
+
+def retries_of(use: str, values: Values, folder: Path) -> Any:
+    """Return how often a server that fails is sent the weights."""
+    server = get_shared_server()
+    with suppress(UserError):
+        server_of(use, values, folder, lambda path, body: (503, None) if path == "/v1/completions" else None)
+    return [path for path, _ in server.requests].count("/collective_rpc")
+
+
+def server_of(use: str, values: Values, folder: Path, fault: Any = None) -> Any:
     """Return completions by a server, the routes of two steps, and whether requests overlapped."""
     server = get_shared_server()
     server.requests.clear()
     server.most_waiting = 0
-    server.fault = lambda path, body: time.sleep(0.03) if path == "/v1/completions" else RELOADS.get(path)
+    server.fault = fault or (lambda path, body: time.sleep(0.03) if path == "/v1/completions" else RELOADS.get(path))
     tables: Values = {
         "vars": {"base": "unused"},
         "run": {"name": "small", "folder": str(folder / "run")},

@@ -527,6 +527,8 @@ ROWS: dict[str, Row] = {
             "mean": "tokens",
             "reference": Change("adapters", refused=True),  # without beta
             "beta": Change(0.5, {"reference": "adapters", "beta": 0.1}),
+            "correction": "token_mask",
+            "correction_cap": Change(1.5, {"correction": "token_truncate"}),
         },
     ),
     "loss.dpo": Row(parts.loss_of, {}, {"beta": 0.5, "reference": Change("data", observer=runs.problems_of_loss)}),
@@ -828,6 +830,19 @@ ROWS: dict[str, Row] = {
             "parallel": Change(0, refused=True),
         },
     ),
+    "rewards.environment": Row(policy.scores_of, {}, {"weight": 2.0, "cut": -1.0, "by_fault": -0.5}),
+    "rollouts.turns": Row(policy.turns_of, {}, {"max_turns": 2}),
+    "environments.tools": Row(
+        policy.replies_of,
+        {"seconds": 5.0, "memory": 0.2},
+        {
+            "calls": "brackets",
+            "seconds": 0.2,
+            "memory": 1.0,
+            "characters": 3,
+            "processes": Change(0, refused=True),
+        },
+    ),
     "rewards.exact_match": Row(policy.scores_of, {}, {"weight": 2.0, "key": "other"}),
     "rewards.json_schema": Row(
         policy.scores_of, {"json_schema": {"type": "array"}}, {"weight": 2.0, "json_schema": {"type": "number"}}
@@ -842,7 +857,7 @@ ROWS: dict[str, Row] = {
     ),
     "rollouts.server": Row(
         policy.server_of,
-        {"max_tokens": 4},
+        {"max_tokens": 4, "retries": 0},
         {
             "max_tokens": 5,
             "temperature": 0.5,
@@ -854,6 +869,8 @@ ROWS: dict[str, Row] = {
             "reload.body": [{**OTHER_RELOAD, "body": {"path": "{folder}"}}],
             "connections": 1,
             "timeout": Change(1e-6, refused=True),
+            "rows_per_request": 2,
+            "retries": Change(1, observer=policy.retries_of),
         },
     ),
     "data.prompt_collator": Row(
@@ -872,6 +889,9 @@ ROWS: dict[str, Row] = {
             "date": Change(date(2026, 1, 31), {"template": "other.jinja", "date": date(2025, 1, 31)}),
             "system": "good day",
         },
+    ),
+    "data.sums": Row(
+        policy.digits_of, {"examples_drawn": 40}, {"digits": 2, "examples_drawn": 50, "validation_fraction": 0.9}
     ),
     "data.sort_digits": Row(
         policy.digits_of,

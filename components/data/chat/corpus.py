@@ -71,7 +71,7 @@ class ChatCorpus:
             next(lines, None)
 
     def open(self) -> None:
-        """Render and tokenize all lines. Raises UserError with file and line number for a bad line."""
+        """Render, tokenize and split all lines. Raises UserError with file and line number for a bad line."""
         self._untrained = self._straddling = 0
         self._answer_end_ids = frozenset()
         rows: dict[Split, list[Encoded]] = {"train": [], "validation": []}

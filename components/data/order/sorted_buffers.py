@@ -44,7 +44,7 @@ class SortedBuffers:
         return cached[2]
 
     def _sort_buffer_and_shuffle_packs(self, source: RowSource, epoch: int, buffer_number: int) -> np.ndarray:
-        """Sort a buffer's shuffled rows by length, divide them into packs, and shuffle the packs."""
+        """Return a buffer's rows, as indices in the source: sorted by length, in shuffled packs."""
         if self._tokens is None:
             self._tokens = self.lengths.tokens_per_row("train")
         first = buffer_number * self.buffer

@@ -44,7 +44,7 @@ class Attention(TensorParallel):
         self.kernels = kernels
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
-        """Map hidden states (rows, length, hidden_size), of the parameters' dtype; split tokens with `ranks`."""
+        """Map hidden states (rows, length, hidden_size), or (tokens, hidden_size) if ranks split them."""
         shape = context.documents.shape
         hidden = self.ranks.gather_tokens(hidden, shape)
         q, k, v = self.project_qkv(hidden)

@@ -69,7 +69,7 @@ def find_setting_faults(family: Family, settings: Settings, has_tokenizer: bool)
     given = _drop_unset_settings(family, settings)
     if settings["config"] is not None:
         yield from find_duplicate_rope_settings(given)
-        return  # a config, which another machine may have, sets everything else
+        return  # the file sets everything else, and may be on another machine
     needed = _list_required_keys(family)
     for key in needed:
         if key not in given:

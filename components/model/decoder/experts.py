@@ -51,7 +51,7 @@ class SparseMoeBlock(nn.Module):
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """
-        Map hidden states (rows, length, hidden_size), of the parameters' dtype; split tokens with `ranks`.
+        Map hidden states (rows, length, hidden_size), or (tokens, hidden_size) if ranks split them.
 
         With weights of tokens in the context, the backward pass adds gradients of the router's losses.
         """

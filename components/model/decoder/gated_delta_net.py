@@ -59,7 +59,7 @@ class GatedDeltaNet(TensorParallel):
         self.dt_bias = nn.Parameter(torch.ones(spec.value_heads))
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
-        """Map hidden states (rows, length, hidden_size), of the parameters' dtype; split tokens with `ranks`."""
+        """Map hidden states (rows, length, hidden_size), or (tokens, hidden_size) if ranks split them."""
         shape, spec, own = context.documents.shape, self.spec, hidden
         hidden = self.ranks.gather_tokens(own, shape)
         q, k, v = (

@@ -45,7 +45,7 @@ class LatentAttention(TensorParallel):
         self.kernels = kernels
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
-        """Map hidden states (rows, length, hidden_size), of the parameters' dtype; split tokens with `ranks`."""
+        """Map hidden states (rows, length, hidden_size), or (tokens, hidden_size) if ranks split them."""
         shape, spec = context.documents.shape, self.spec
         latent, k_rope = self.kv_a_proj_with_mqa(hidden).split([spec.kv_rank, spec.rope_dim], -1)
         latent = self.kv_a_layernorm(latent)

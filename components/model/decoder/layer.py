@@ -39,10 +39,8 @@ class Block(nn.Module):
         return self.branches
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
-        """
-        Map hidden states (rows, length, hidden_size), of the parameters' dtype; split tokens with `ranks`.
-        """
-        output: Tensor | None = None  # of the branch before, which is not yet part of the stream
+        """Map hidden states (rows, length, hidden_size), or (tokens, hidden_size) if ranks split them."""
+        output: Tensor | None = None  # the last branch's; the next norm's kernel adds it
         for branch in self.branches:
             inputs, hidden = self.add_and_norm(output, hidden, branch)
             output = self.get_submodule(branch.name)(inputs, context)

@@ -26,7 +26,7 @@ class GatedMlp(TensorParallel):
         self.kernels = kernels
 
     def forward(self, hidden: Tensor, context: LayerContext | None = None) -> Tensor:
-        """Map hidden states (..., hidden_size), of the parameters' dtype; split tokens with `ranks`."""
+        """Map hidden states (..., hidden_size), of the parameters' dtype."""
         return self.ranks.reduce_scatter_tokens(self.compute_partial_outputs(self.ranks.gather_tokens(hidden)))
 
     def compute_partial_outputs(self, hidden: Tensor) -> Tensor:

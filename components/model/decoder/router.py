@@ -142,7 +142,7 @@ class Router(Linear, RowSums, ExpertRouter):
             )
         scores = logits.softmax(-1, wide) if self.routing.scoring_func == "softmax" else logits.to(wide).sigmoid()
         # Which experts are the best has no gradient; only their scores do.
-        chosen = self._choose_experts(scores.detach())
+        chosen = self.choose_experts(scores.detach())
         if weights is not None and self.aux_loss_coef:
             scores = attach_loss_gradient(scores, self._compute_aux_loss_surrogate(scores, chosen, weights, is_token))
         if weights is not None and self._observers:
@@ -168,7 +168,7 @@ class Router(Linear, RowSums, ExpertRouter):
             grad = grad * is_token.unsqueeze(-1)
         return (grad * self._normalise_unless_softmax(scores)).sum()
 
-    def _choose_experts(self, scores: Tensor) -> Tensor:
+    def choose_experts(self, scores: Tensor) -> Tensor:
         """Choose the experts with the best scores (..., experts) plus bias in the best groups: int64 (..., choices)."""
         if self.e_score_correction_bias is not None:
             scores = scores + self.e_score_correction_bias

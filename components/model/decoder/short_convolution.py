@@ -31,7 +31,7 @@ class ShortConvolution(TensorParallel):
         self.kernels = kernels
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
-        """Map hidden states (rows, length, hidden_size), of the parameters' dtype; split tokens with `ranks`."""
+        """Map hidden states (rows, length, hidden_size), or (tokens, hidden_size) if ranks split them."""
         hidden = self.ranks.gather_tokens(hidden, context.documents.shape)
         b, c, x = (self.get_submodule(f"in_proj_{name}")(hidden) for name in "bcx")
         mixed = self.kernels.causal_conv(b * x, self.taps, context.recurrence, silu=False)

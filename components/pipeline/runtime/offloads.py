@@ -83,7 +83,7 @@ class OffloadedTensors:
         copies = [(memory, storage.bytes) for memory, storage in zip(self._host, storages, strict=True)]
         self._left = transfers.copy_to_host(copies, [transfers.mark_computation(), *(ticket for _, ticket in taken)])
         self._arrived: Ticket = None
-        self._is_freed = False
+        self._was_freed = False
 
     @property
     def byte_count(self) -> int:
@@ -91,14 +91,14 @@ class OffloadedTensors:
         return sum(memory.numel() for memory in self._host)
 
     def free_device_memory(self) -> None:
-        """Free the device memory, after the copies to the host; do nothing if it is freed, or already reloaded."""
-        if self._is_freed:
+        """Free the device memory after the copies to the host. Later calls do nothing."""
+        if self._was_freed:
             return
         self._offloads.transfers.make_computation_wait(self._left)
         for storage, memory in zip(self._storages, self._host, strict=True):
             storage.point_views_to(memory)
-            storage.bytes = storage.bytes.new_empty(0)
-        self._is_freed = True
+            storage.bytes = storage.bytes.new_empty(0)  # the last reference
+        self._was_freed = True
 
     def reload(self) -> None:
         """Allocate device memory, and start to copy the activations back."""

@@ -65,19 +65,20 @@ class _Labels:
         self.brief = brief
         self.local_stage = index_stages_on_ranks(program.stage_to_rank)
         self.stages_per_rank = 1 + max(self.local_stage)
+        self.has_stage_numbers = self.stages_per_rank > 2 and not brief
         numbers = len(str(max(0, program.microbatches - 1)))
-        self.longest = 1 if brief else 1 + numbers + (len(str(program.stages - 1)) if self.stages_per_rank > 2 else 0)
+        self.longest = 1 if brief else 1 + numbers + (len(str(program.stages - 1)) if self.has_stage_numbers else 0)
 
     @property
     def legend(self) -> str:
-        """Explain how labels distinguish a rank's stages."""
-        return {1: "", 2: "; small letters: the rank's second stage"}.get(
-            self.stages_per_rank, "; stage before, microbatch behind"
-        )
+        """Explain how labels distinguish stages."""
+        if self.has_stage_numbers:
+            return "; labels: stage, op, microbatch"
+        return "; small letters: the rank's second stage" * (self.stages_per_rank > 1)
 
     def get_label(self, action: Action) -> str:
         """Return an action's label."""
-        if self.stages_per_rank > 2 and not self.brief:
+        if self.has_stage_numbers:
             return str(action)
         work = action.op.lower() if self.local_stage[action.stage] == 1 else action.op
         return work if self.brief else f"{work}{action.microbatch}"

@@ -221,12 +221,12 @@ def _match_product(node: Any, factor: Node, leaf: Tensor, users: Users) -> Produ
 
 
 def _get_saved_weight_with_graph(node: Node, edges: Edges, side: int) -> Tensor | None:
-    """Return the saved weight, transposed or cast, with its autograd graph; None if it would have to be recomputed."""
+    """Return saved factor `side` (0 or 1) with its autograd graph; None if hooks would recompute it."""
     variable = getattr(node, edges.raw[side])
     if variable.unpack_hook is not None and not isinstance(get_wrapper_of_saved_variable(variable), KeptTensor):
         return None
-    made: Tensor = getattr(node, edges.saved[side])
-    return made
+    weight: Tensor = getattr(node, edges.saved[side])
+    return weight
 
 
 def _is_only_derived_for_product(factor: Any, derived: Tensor, leaf: Tensor, users: Users) -> bool:

@@ -145,9 +145,10 @@ def add_step(steps: Seconds, sampling: float, learning: float) -> None:
 
 
 def now() -> float:
-    """Return the time when the device has done all work so far."""
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
+    """Return the time when the device has done all work so far; on a CPU, the seconds that it has computed."""
+    if DEVICE == "cpu":
+        return time.process_time()
+    torch.cuda.synchronize()
     return time.perf_counter()
 
 

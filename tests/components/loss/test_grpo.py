@@ -13,6 +13,7 @@ from torch import Tensor
 from drawloom.components.loss.grpo import Grpo
 from drawloom.components.ports.rollouts import PolicyBatch
 from drawloom.graph import UserError
+from drawloom.kernels.attention.tree import PrefixGroups
 from support.losses import Sample, sample
 
 ADVANTAGES = torch.tensor([[1.5], [-0.7], [0.4]])
@@ -111,6 +112,25 @@ def test_losses_and_gradients_are_the_formulas(loss: Grpo, formula: Callable[...
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9)
     assert float(sums["largest_difference"]) == pytest.approx(float(((new - old) * mask).detach().abs().max()))
     assert ("kl" in sums) == (batch.reference is not None)
+
+
+@pytest.mark.parametrize("temperature", [None, 0.5])
+def test_hidden_states_of_trees_have_the_same_loss(temperature: float | None) -> None:
+    """With packed hidden states, loss, gradients and reference values equal the separate rows'."""
+    case, batch = policy_case()
+    batch = batch.evolve(temperature=None if temperature is None else torch.tensor(temperature))
+    loss = Grpo(variant="gspo", reference="adapters", beta=0.1)
+    tree = PrefixGroups(batch.weights > 0, torch.tensor([1, 1, 0]), 3).create_tree(9)
+    packed, other = case.hidden.flatten(0, 1)[tree.sources], batch.evolve(tree=tree)
+    for ours, theirs in (
+        (loss.loss(packed, case.head(), other)[0], loss.loss(case.hidden, case.head(), batch)[0]),
+        (loss.reference_values(packed, case.head(), other), loss.reference_values(case.hidden, case.head(), batch)),
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+        grads = (
+            torch.autograd.grad(value.sum(), (case.hidden, case.weight), retain_graph=True) for value in (ours, theirs)
+        )
+        torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("variant", ["grpo", "dr_grpo", "dapo", "gspo", "rloo"])

@@ -4,7 +4,13 @@ import pytest
 
 from drawloom.components.planning.recorder import PassCost
 from drawloom.components.planning.stage_costs import StageCosts
-from drawloom.components.planning.step_time import ReplicaTimes, StepTime, build_cost_table, estimate_step_time
+from drawloom.components.planning.step_time import (
+    CONTENTION,
+    ReplicaTimes,
+    StepTime,
+    build_cost_table,
+    estimate_step_time,
+)
 from drawloom.components.ports.program import Action, Program
 
 PROGRAM = Program.from_rank_programs(
@@ -52,14 +58,17 @@ def test_passes_take_the_seconds_of_whichever_is_slower_over_all_of_them() -> No
 
 
 def test_passes_hide_exchanges_up_to_their_own_length() -> None:
-    """A pass that gathers parameters takes at least as long; gradient sums run beside the last backward pass."""
-    exchanges = [ReplicaTimes({0: 1.5}, {}, 0.0, 3.0, 0.25), ReplicaTimes({1: 2.5}, {1: 2.0}, 2.0, 3.0, 0.5)]
+    """
+    A pass takes at least as long as its gathers and sums, and longer beside them; sums once a step run beside the last
+    backward pass.
+    """
+    exchanges = [ReplicaTimes({0: 1.5}, {}, 0.0, 3.0, 0.25), ReplicaTimes({1: 2.5}, {1: 12.0}, 2.0, 30.0, 0.5)]
     planned_time = estimate_step_time(
         PROGRAM, build_cost_table(COSTS, exchanges, message_seconds=0.0, host_link_bandwidth=1.0), COSTS, exchanges
     )
-    assert planned_time.compute == 2 * 3.0 + 2 * 4.5
-    assert (planned_time.gather, planned_time.sync, planned_time.update) == (2.0, 1.0, 0.5)
-    assert planned_time.seconds == planned_time.compute + planned_time.bubble + 3.5
+    assert planned_time.compute == pytest.approx(2 * (3.0 + CONTENTION * 2.5) + 2 * 14.5)
+    assert (planned_time.gather, planned_time.sync, planned_time.update) == (2.0, max(CONTENTION * 30.0, 15.5), 0.5)
+    assert planned_time.seconds == pytest.approx(planned_time.compute + planned_time.bubble + 2.0 + 16.5 + 0.5)
 
 
 def test_forward_passes_of_a_reference_come_before() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from drawloom.components.ports.distributed import PerDimension
 from drawloom.components.ports.slices import TensorSlice
-from drawloom.components.proving.compare import find_first_difference
+from drawloom.components.proving.compare import Key, find_first_difference, spread_errors_over_layers
 from drawloom.components.proving.recorder import GRADIENT, PhaseSnapshot, RankPiece, RankRecord
 
 WHOLE = torch.tensor([1.0, -2.0, 3.0, 0.5], dtype=torch.float64)
@@ -100,3 +100,10 @@ def test_the_difference_nearest_to_the_loss_comes_first() -> None:
     other.snapshots[0] = attrs.evolve(other.snapshots[0], numbers=numbers | {"tokens": torch.zeros(())})
     difference = find_first_difference(one, [other], {}, lambda value: 0)
     assert difference is not None and difference.name == "tokens"
+
+
+def test_errors_due_to_rounding_are_the_largest_over_layers() -> None:
+    """A tensor whose error is small by chance takes that of another layer, and not that of another parameter."""
+    names = ("layers.0.k_proj.bias", "layers.1.k_proj.bias", "layers.1.q_proj.bias")
+    errors = {Key(1, "clip", name, "piece"): error for name, error in zip(names, (0.07, 0.006, 0.02), strict=True)}
+    assert [*spread_errors_over_layers(errors).values()] == [0.07, 0.07, 0.02]

@@ -1,6 +1,7 @@
 """Completions sampled by a server: a real HTTP server over a small model of ours."""
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -52,8 +53,8 @@ def make_prompts(keys: list[int]) -> Prompts:
 
 
 def sample(sampler: Any, *prompts: Prompts, step: int = 1, **changes: Any) -> list[Completions]:
-    """Return completions from a sampler with other settings."""
-    other: ServerRollouts = attrs.evolve(sampler, **changes)
+    """Return completions from a sampler with other settings, without retries unless they say so."""
+    other: ServerRollouts = attrs.evolve(sampler, **{"retries": 0, **changes})
     other.open()
     return other.sample(prompts, "train", step)
 
@@ -99,6 +100,116 @@ def test_a_row_ends_at_its_own_end_ids(sampler: Any, server: ServedModel) -> Non
     assert sorted(stops) == sorted([[END], sorted([END, token]), [END], [END]])
     assert int(cut.ends[1] - cut.starts[1]) <= 2 and cut.is_ended[1] and int(cut.tokens[1, cut.ends[1] - 1]) == token
     assert cut.tokens[0].equal(plain.tokens[0])
+
+
+def test_completions_of_a_prompt_share_a_request(sampler: Any, server: ServedModel) -> None:
+    """
+    Consecutive rows of one prompt are choices of one request, and differ; each row has its own log-probabilities.
+
+    The server sends choices in another order.
+    """
+    tokens, lengths = torch.tensor([[48, 62]] * 5 + [[57, 62]]), torch.full((6,), 2)
+    prompts = Prompts(tokens, lengths, torch.arange(6))
+    server.requests.clear()
+    (completions,) = sample(sampler, prompts, rows_per_request=3)
+    asked = [body for path, body in server.requests if path == "/v1/completions"]
+    assert sorted((body["n"], body["prompt"]) for body in asked) == [(1, [57, 62]), (2, [48, 62]), (3, [48, 62])]
+    assert len({tuple(row.tolist()) for row in completions.tokens[:5]}) > 2
+    whole = server.logits(completions.tokens).log_softmax(-1)
+    following = torch.cat([completions.tokens[:, 1:], completions.tokens[:, :1]], 1)
+    expected = whole.gather(-1, following[..., None])[..., 0].where(completions.is_target, 0.0)
+    torch.testing.assert_close(completions.logps, expected, atol=1e-4, rtol=1e-4)
+    first = server.complete(
+        next(body for body in asked if body["n"] == 3), torch.Generator().manual_seed(asked[0]["seed"])
+    )
+    assert completions.tokens[0, 2 : 2 + len(first["token_ids"])].tolist() == first["token_ids"]
+
+
+class Listed:
+    """Turns that have a message of two tokens for every second key, once, and end after it; `asked` are the turns."""
+
+    def __init__(self) -> None:
+        self.asked: dict[int, list[list[int]]] = {}
+
+    def restart_rows(self, keys: Sequence[int]) -> None:
+        for key in keys:
+            self.asked.pop(key, None)
+
+    def continue_rows(self, keys: Sequence[int], turns: Sequence[Sequence[int]]) -> list[list[int] | None]:
+        for key, turn in zip(keys, turns, strict=True):
+            self.asked.setdefault(key, []).append([*turn])
+        return [[65, 66] if len(self.asked[key]) == 1 and key % 2 else None for key in keys]
+
+
+def sample_turns(sampler: Any, **changes: Any) -> tuple[Completions, Listed]:
+    """Sample rows whose turns end at many tokens."""
+    turns, ends = Listed(), frozenset({END, *range(0, 256, 2)})
+    prompts = attrs.evolve(make_prompts([0, 1, 2, 3]), end_ids=(ends,) * 4, turns=turns)
+    (completions,) = sample(sampler, prompts, max_tokens=9, **changes)
+    return completions, turns
+
+
+def test_a_turn_goes_on_from_the_ids_that_were_sampled(sampler: Any, server: ServedModel) -> None:
+    """
+    The second request of a row has the first one's ids and the message, and another seed; these ids come back.
+
+    Log-probabilities are a whole pass's, and the message has none.
+    """
+    server.requests.clear()
+    completions, turns = sample_turns(sampler)
+    prompts = [body["prompt"] for path, body in server.requests if path == "/v1/completions"]
+    assert len({body["seed"] for path, body in server.requests if path == "/v1/completions"}) == len(prompts)
+    again = [key for key in (1, 3) if turns.asked.get(key)]
+    assert again and len(prompts) == 4 + len(again)
+    for key in again:
+        start = make_prompts([0] * 4).tokens[key, : LENGTHS[key]].tolist()
+        longer = [*start, *turns.asked[key][0], 65, 66]
+        assert longer in prompts and completions.tokens[key, : len(longer)].tolist() == longer
+        kinds = [part.kind for part in completions.list_segments(key)]
+        assert kinds == ["prompt", "sampled", "environment", "sampled"]
+    whole = server.logits(completions.tokens).log_softmax(-1)
+    following = torch.cat([completions.tokens[:, 1:], completions.tokens[:, :1]], 1)
+    expected = whole.gather(-1, following[..., None])[..., 0].where(completions.is_target, 0.0)
+    torch.testing.assert_close(completions.logps, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["HTTP 503", "no answer", "a restart", "a restart while the weights are loaded"])
+def test_a_fault_costs_a_retry_and_no_sample(
+    sampler: Any, server: ServedModel, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """
+    After HTTP 5xx, a hang, or a restart with other weights, rows are those of a server without a fault.
+
+    The weights are sent again before the next request, and a conversation that was cut off begins again.
+    """
+    monkeypatch.setattr("drawloom.components.rollouts.server.FIRST_WAIT", 0.01)
+    expected, turns = sample_turns(sampler)
+    seen: list[str] = []
+
+    def fail(path: str, body: Any) -> tuple[int, Any] | None:
+        seen.append(path)
+        due = {"/v1/completions": 5, "/collective_rpc": 2 if "loaded" in kind else 0}
+        if seen.count(path) != due.get(path):
+            return None
+        if kind == "no answer":
+            time.sleep(0.6)
+        elif "restart" in kind:
+            assert server.module is not None
+            for parameter in server.module.parameters():
+                torch.nn.init.normal_(parameter)
+            raise ConnectionError("the server restarts")  # which closes the connection without an answer
+        return 503, {"message": "starting"}
+
+    server.fault = fail
+    completions, again = sample_turns(sampler, retries=3, connections=1, timeout=0.3 if kind == "no answer" else 300.0)
+    assert seen.count("/collective_rpc") >= 2 and seen.count("/v1/completions") > 5
+    for name in ("tokens", "ends", "is_ended", "is_sampled"):
+        assert getattr(completions, name).equal(getattr(expected, name)), name
+    torch.testing.assert_close(completions.logps, expected.logps)
+    assert again.asked == turns.asked
+    server.fault = lambda path, body: (503, {"message": "gone"}) if path == "/v1/completions" else None
+    with pytest.raises(UserError, match=r"HTTP 503: .*gone"):
+        sample_turns(sampler, retries=1)
 
 
 def read_norm(server: ServedModel) -> float:

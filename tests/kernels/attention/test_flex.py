@@ -13,7 +13,9 @@ from drawloom.kernels.attention.eager import (
 from drawloom.kernels.attention.flash import VARLEN
 from drawloom.kernels.attention.flex import FLEX, _convert_to_dense_mask, attention_flex, create_document_block_mask
 from drawloom.kernels.attention.options import PLAIN_ATTENTION, AttentionOptions
+from drawloom.kernels.attention.tree import TREE
 
+IMPLEMENTATIONS = {"eager": EAGER, "cudnn": CUDNN, "flex": FLEX, "varlen": VARLEN, "tree": TREE}
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 
 
@@ -46,7 +48,7 @@ def test_options_and_sinks_equal_eager(softcap: float | None, has_sinks: bool) -
 
 def test_document_ids_can_be_in_any_order() -> None:
     """Document ids need not increase."""
-    document_ids = torch.tensor([7, 3, 9, 3, 1]).repeat_interleave(60)[None]
+    document_ids = torch.tensor([7, 3, 9, 2, 1]).repeat_interleave(60)[None]
     q, k, v = (torch.randn(1, 300, 2, 8) for _ in "qkv")
     with torch.no_grad():
         actual = attention_flex(q, k, v, create_document_block_mask(document_ids))
@@ -64,7 +66,7 @@ def test_fully_masked_blocks_are_skipped(monkeypatch: pytest.MonkeyPatch) -> Non
     assert mask.full_kv_num_blocks.flatten().tolist() == [0, 1] * 3
 
 
-@pytest.mark.parametrize("attention", [EAGER, CUDNN, FLEX, VARLEN], ids=["eager", "cudnn", "flex", "varlen"])
+@pytest.mark.parametrize("attention", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
 def test_meta_tensors_give_the_shapes(attention: AttentionImplementation) -> None:
     """Meta tensors, also with sinks and narrow values, give results and gradients of the right shapes."""
     q, k, v, sinks = (

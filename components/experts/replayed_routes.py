@@ -1,0 +1,194 @@
+"""
+Routes of a sampler, replayed by the learning pass.
+
+Ma et al. 2025, "Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers", arXiv 2510.11370
+(rollout routing replay, R3): the router's probabilities are computed again, and have gradients, for the experts that
+the sampler chose.
+"""
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from itertools import accumulate
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from drawloom import NodeView, Problem, UserError, component, internal
+from drawloom.ports import (
+    Accumulator,
+    Action,
+    Device,
+    ExpertModel,
+    KeyValueCache,
+    MakesRows,
+    Metric,
+    MetricTotals,
+    MetricValues,
+    Operation,
+    PassFeature,
+    PassRun,
+    PolicyBatch,
+    Rollouts,
+    Stages,
+    Step,
+    find_routers,
+    put_class_back,
+    put_class_before,
+)
+
+
+class ReplayingRouter:
+    """Methods of a router whose choices a `ReplayedRoutes` records or replaces, to be put before its class."""
+
+    replay: "ReplayedRoutes"
+    path: str
+
+    def choose_experts(self, scores: Tensor) -> Tensor:
+        """Return the sampler's experts, or the router's own, int64 (..., choices), by scores (..., experts)."""
+        router: Any = self
+        chosen: Tensor = super().choose_experts(scores)  # type: ignore[misc]
+        return self.replay.record_or_replace(router, chosen)
+
+
+@component(reads=("rollouts", "batches"))
+class ReplayedRoutes(PassFeature, Metric):
+    """
+    Replay of routes for reinforcement learning: tokens visit the experts that the sampler chose for them.
+
+    Sampler and learning pass round differently, and a router's near ties then send a token to other experts. The node
+    is a phase after the rollout, and a metric, `route_difference`: the share of choices, over tokens and layers, that
+    would have differed. Probabilities are computed again, and have gradients. Where both choose the same experts, in
+    any order, nothing changes by a bit. The sampler is `rollouts.stages`, and each rollout is for one step.
+    """
+
+    excludes: ClassVar[Mapping[str, str]] = {
+        "pipeline.captured": "CUDA graphs repeat a pass without its routers' choices",
+        "stages.compiled": "compiled layers do not call the replay",
+    }
+
+    stages: Stages
+    device: Device
+    _routers: dict[str, Any] = internal(factory=dict)
+    _cache: KeyValueCache | None = internal(None)
+    _recorded: dict[str, list[Tensor]] = internal(factory=dict)
+    # by microbatch and router: experts counted from 1, or 0 for the router's own choice; int16 (rows, length, choices)
+    _routes: list[dict[str, Tensor]] = internal(factory=list)
+    _recorded_shape: torch.Size | None = internal(None)  # of a pass by the sampler
+    _replayed: dict[str, Tensor] = internal(factory=dict)  # in a pass over a microbatch
+    _sums: Tensor = internal(None)
+
+    @classmethod
+    def constraints(cls, node: NodeView) -> Iterator[Problem]:
+        """Report a model without experts, and rollouts whose routes are not recorded, or are for several steps."""
+        stages = node.neighbour("stages")
+        model = stages.neighbour("model") if stages else None
+        if model and model.implements(ExpertModel) and not model.component.expert_count(model):  # type: ignore[attr-defined]
+            yield node.problem("use", f"[{model.name}] has no experts to choose", f"remove [{node.name}]")
+        for other in (NodeView(other, node.nodes) for other in node.nodes.values()):
+            if other.implements(Rollouts) and other.use != "rollouts.stages":
+                text = f"[{node.name}] replays routes, and {other.use} returns none"
+                yield other.problem("use", text, f'write use = "rollouts.stages", or remove [{node.name}]')
+            elif other.implements(Rollouts) and other.settings.get("exact"):
+                text = f"exact rollouts have the routes of the learning pass, so that [{node.name}] has no effect"
+                yield other.problem("exact", text, f"write exact = false, or remove [{node.name}]")
+            for key in ("minibatches", "epochs") if other.implements(MakesRows) else ():
+                if other.settings.get(key, 1) > 1:
+                    text = f"[{node.name}] keeps the routes of one step's rollout"
+                    yield other.problem(key, text, f"write {key} = 1, or remove [{node.name}]")
+
+    def open(self) -> None:
+        """Observe this rank's routers."""
+        self._sums = torch.zeros(2, dtype=torch.float64, device=self.device.device)
+        for path, router in find_routers(self.stages).items():
+            module: Any = router
+            put_class_before(module, ReplayingRouter)
+            module.replay, module.path = self, path
+            self._routers[path] = module
+
+    def close(self) -> None:
+        """Leave the routers as they were."""
+        while self._routers:
+            put_class_back(self._routers.popitem()[1])
+
+    def start_run(self, run: PassRun, operations: Mapping[str, Operation]) -> Mapping[str, Operation]:
+        """Record the routes of passes with a cache, and replay them in training."""
+        if run.kind == "inference" and (cache := run.microbatches[0].shared.cache) is not None:
+            if cache is not self._cache:
+                self._cache, self._recorded = cache, {path: [] for path in self._routers}
+            shared: Any = run.microbatches[0].shared
+            self._recorded_shape = shared.positions.shape
+        elif run.kind == "training" and self._routes:
+            batches: list[Any] = [inputs.batch for inputs in run.microbatches]
+            routes = [*map(_pack_routes, batches, self._routes)]
+            return {**operations, "F": partial(self._run_with_routes, operations["F"], routes)}
+        return operations
+
+    def end_run(self, run: PassRun) -> None:
+        self._recorded_shape = None
+
+    def _run_with_routes(self, forward: Operation, routes: list[dict[str, Tensor]], action: Action) -> None:
+        """Run a microbatch's forward pass with its routes by router."""
+        self._replayed = routes[action.microbatch]
+        forward(action)
+        self._replayed = {}
+
+    def record_or_replace(self, router: Any, chosen: Tensor) -> Tensor:
+        """Return the experts to visit, and record those `chosen` in a pass by the sampler; int64 (..., choices)."""
+        if self._recorded_shape is not None:
+            whole = router.ranks.gather_tokens_without_grad_sum(chosen, self._recorded_shape)
+            self._recorded[router.path].append(whole.to(torch.int16) + 1)
+        if (routes := self._replayed.get(router.path)) is None:
+            return chosen
+        own = [router.select_own_token_weights(choice) for choice in routes.unbind(-1)]
+        sampled = torch.stack(own, -1).long() - 1
+        is_sampled = sampled[..., 0] >= 0
+        differs = is_sampled & (sampled.sort(-1).values != chosen.sort(-1).values).any(-1)
+        self._sums += torch.stack([differs.sum(), is_sampled.sum()])
+        return torch.where(differs.unsqueeze(-1), sampled, chosen)
+
+    def run_phase(self, step: Step) -> None:
+        """Divide the routes of the step's rollout into microbatches. Raises UserError if there are none."""
+        completions = [part.completions for part in step.state["rollouts"]]
+        whole = {path: torch.cat(parts, 1) for path, parts in self._recorded.items() if parts}
+        counts = [len(part.tokens) for part in completions]
+        if any(len(routes) != sum(counts) for routes in whole.values()) or len(whole) < len(self._routers):
+            raise UserError("the step's rollout has no routes to replay; put the phase after the rollout", 2)
+        self._cache, self._recorded, self._routes = None, {}, []
+        for part, count, end in zip(completions, counts, accumulate(counts), strict=True):
+            length = part.tokens.shape[1]
+            is_token = (torch.arange(length) < part.ends[:, None]).to(self.device.device)
+            self._routes.append(
+                {
+                    path: pad(routes[end - count : end], (0, 0, 0, length - routes.shape[1])) * is_token.unsqueeze(-1)
+                    for path, routes in whole.items()
+                }
+            )
+
+    def forget_passes(self) -> None:
+        """Drop the differences of passes that are repeated."""
+        self._sums.zero_()
+
+    @property
+    def accumulators(self) -> Mapping[str, Accumulator]:
+        """The number of other choices, and of all."""
+        return {"sums": Accumulator(shape=(2,), scope="activations")}
+
+    def measure_on_rank(self, step: Step) -> MetricTotals:
+        """Return the counts since the last step."""
+        sums = self._sums.clone()
+        self._sums.zero_()
+        return {"sums": sums}
+
+    def compute(self, totals: MetricTotals, step: Step) -> MetricValues:
+        """Return the share of other choices; None without choices."""
+        changed, all_choices = totals["sums"].tolist()
+        return {"route_difference": changed / all_choices if all_choices else None}
+
+
+def _pack_routes(batch: Any, routes: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return a microbatch's routes by router, laid out as the batch's tree if it has one."""
+    if not isinstance(batch, PolicyBatch) or (tree := batch.tree) is None:
+        return routes
+    return {path: tree.pack(values).masked_fill(tree.padding.unsqueeze(-1), 0) for path, values in routes.items()}
