@@ -10,6 +10,7 @@ from torch import Tensor
 from drawloom import NodeView, Problem, UserError, component, setting
 from drawloom.components.distributed.rank_errors import run_and_gather_on_all_ranks, run_on_rank0
 from drawloom.components.export.hf_writer import read_exported_step
+from drawloom.components.export.missing import find_missing_export
 from drawloom.components.export.shard_writer import gather_states_on_first_rank, make_share_on_all_ranks
 from drawloom.components.storage.durable_files import create_temp_folder, remove_folder_atomically
 from drawloom.components.storage.safetensors.writer import write_safetensors_file
@@ -52,6 +53,7 @@ class AdapterExport:
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
         """Yield problems for adapters without LoRA, and for new tokens: PEFT would look for them in the base model."""
+        yield from find_missing_export(node)
         stages = node.neighbour("stages")
         adapters = stages.neighbours("adapters") if stages else []
         if stages and adapters and all(trains_base_weights(adapter.component) for adapter in adapters):

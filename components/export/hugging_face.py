@@ -10,6 +10,7 @@ import torch
 
 from drawloom import Every, NodeView, Problem, at_least, component, setting, wired
 from drawloom.components.distributed.rank_errors import run_on_rank0
+from drawloom.components.export.missing import find_missing_export
 from drawloom.ports import (
     MAX_SHARD,
     AveragedWeights,
@@ -56,8 +57,9 @@ class HuggingFaceExport:
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Warn if transformers has no class for a model with a loss's head."""
+        """Refuse models without an export, and warn if transformers has no class for a model with a loss's head."""
         model, loss = node.neighbour("model"), node.neighbour("loss")
+        yield from find_missing_export(node)
         if model is None or loss is None or not loss.implements(SequenceHead):
             return
         if issubclass(model.component, ClassifiableModel) and not model.component.has_sequence_classifier(model):

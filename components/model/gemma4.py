@@ -88,7 +88,11 @@ class Gemma4Config(GemmaConfig):
 
     @classmethod
     def find_faults(cls, given: Settings) -> Iterator[InvalidSetting]:
-        yield from super().find_faults(given)
+        yield from super().find_faults(given | {"partial_rotary_factor": 1.0})
+        factor, width = given["partial_rotary_factor"], given["global_head_dim"]
+        if int(factor * width // 2) < 1:
+            why = f"partial_rotary_factor = {factor} rotates no pair of channels in global_head_dim = {width}"
+            yield InvalidSetting("partial_rotary_factor", why, "write a larger factor")
         types, layers = given.get("layer_types"), given["num_hidden_layers"]
         if types and len(types) >= layers and types[layers - 1] != FULL:
             yield InvalidSetting("layer_types", "the last layer has a window, as in no Gemma 4", f"end with {FULL!r}")

@@ -617,6 +617,16 @@ class ClassifiableModel(Protocol):
 
 
 @runtime_checkable
+class ModelWithoutExport(Protocol):
+    """A model class that can't be exported."""
+
+    @classmethod
+    def explain_missing_export(cls, node: Any) -> str:
+        """Return why a node's model can't be exported, as the end of a sentence."""
+        ...
+
+
+@runtime_checkable
 class ExpertModel(Protocol):
     """A model class with a known number of experts, before anything is built."""
 

@@ -1,13 +1,13 @@
 """
 The gated delta rule with a decay for every key channel (Kimi Delta Attention, Kimi team 2025, arXiv 2510.26692).
 
-For every head and token the state S (K, V), zero at the start of a document, becomes E S + k u^T with E = diag(exp(g))
+For every head and token the state S (K, V), zero where a document starts, becomes E S + k u^T with E = diag(exp(g))
 and u = beta (v - (E S)^T k); the result is S^T q.
 
 As in `gated_delta/eager.py`, all u in a chunk solve a triangular system, and only the state goes from chunk to chunk.
-The products k_i^T exp(G_i - G_j) k_j of two tokens have a decay of their own in every channel. They are matrix products
-all the same: the tokens are halved again and again, and between the two halves of a part both factors are decays from
-or to the border. So no exponent is positive, for any g.
+In the products k_i^T exp(G_i - G_j) k_j every channel has another decay. They are matrix products all the same: the
+tokens are halved again and again, and between two halves both factors are decays from or to the border. So no exponent
+is positive, for any g.
 """
 
 import torch
@@ -32,7 +32,7 @@ def channel_delta_rule_eager(
     chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
     """
-    Return results (rows, length, value_heads, V), in the dtype of v, and the state after the last token.
+    Return results (rows, length, value_heads, V), in v's dtype, and the state after the last token.
 
     Like `delta_rule_eager`, but g, at most 0, is (rows, length, value_heads, K).
     """
@@ -70,18 +70,18 @@ def _split_into_chunks(x: Tensor, chunk: int) -> Tensor:
 
 
 def _exp_where(exists: Tensor, exponents: Tensor) -> Tensor:
-    """Return exp of exponents (..., tokens, K) for the tokens that exist, bool (..., tokens), and 0 for others."""
+    """Return exp(exponents) (..., tokens, K) for the tokens that exist, bool (..., tokens), and 0 for others."""
     return torch.where(exists[..., None], exponents, -torch.inf).exp()
 
 
 def _sum_later_tokens(x: Tensor) -> Tensor:
-    """Return for every token the sum of x (..., tokens, K) over later tokens."""
+    """Sum x (..., tokens, K) over the tokens after every token."""
     return F.pad(x[..., 1:, :], (0, 0, 0, 1)).flip(-2).cumsum(-2).flip(-2)
 
 
 def _multiply_decayed_pairs(left: Tensor, right: Tensor, g: Tensor, ids: Tensor) -> Tensor:
     """
-    Return products of tokens i and earlier tokens j in a document, decayed from j to i: (..., chunk, chunk).
+    Multiply tokens i by earlier tokens j in their document, decayed from j to i: (..., chunk, chunk).
 
     left (..., chunk, K), right and g (rows, heads, chunks, chunk, K), ids (rows, 1, chunks, chunk).
     """

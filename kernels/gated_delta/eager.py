@@ -45,7 +45,7 @@ def number_recurrent_documents(document_ids: Tensor) -> RecurrentDocuments:
 
 def causal_conv_eager(x: Tensor, weight: Tensor, ids: Tensor, silu: bool = True) -> Tensor:
     """
-    Return silu(sum over lags: weight[:, taps - 1 - lag] * x[:, token - lag]), in the dtype of x; or the sum itself.
+    Return silu(sum over lags: weight[:, taps - 1 - lag] * x[:, token - lag]), in the dtype of x; or the sum alone.
 
     x (rows, length, channels), weight (channels, taps), and ids int32 (rows, length), document numbers that never
     decrease along a row; tokens in earlier documents count as 0.

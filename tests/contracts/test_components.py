@@ -409,6 +409,11 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
         "model": {**TINY["model"], "use": "model.gpt_oss", "num_experts": 3, "num_experts_per_tok": 2}
     },
     "model.qwen3_5": lambda folder: with_delta_nets("model.qwen3_5", partial_rotary_factor=0.5),
+    "model.pattern": lambda folder: {
+        **with_delta_nets("model.pattern", layers="kda, conv"),
+        "unset": ["export"],
+        "trainer": {"on_finish": []},
+    },
     "model.olmo_hybrid": lambda folder: with_delta_nets("model.olmo_hybrid"),
     "model.kimi_linear": lambda folder: with_latent("model.kimi_linear", linear_num_heads=2, linear_head_dim=8),
     "model.qwen3_5_moe": lambda folder: with_delta_nets("model.qwen3_5_moe", partial_rotary_factor=0.5, **EXPERTS),

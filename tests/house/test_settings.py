@@ -78,6 +78,7 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
         families += [(SIZES | {"num_experts": 5, "num_experts_per_tok": 2}, "gpt_oss", "_gpt_oss")]
         families += [(SIZES | {"global_head_dim": 12}, "gemma4", "_gemma4")]
         families += [(SIZES | DELTA, family, f"_{family}") for family in ("qwen3_5", "olmo_hybrid")]
+        families += [(SIZES | DELTA | {"layers": "gdn"}, "pattern", "_pattern")]
         families += [(LATENT_SIZES | LINEAR_SIZES, "kimi_linear", "_kimi_linear")]
         families += [(SPARSE_SIZES | DELTA, family, f"_{family}") for family in ("qwen3_5_moe", "qwen3_next")]
         families += [(SIZES, family, f"_{family}") for family in DENSE_FAMILIES]

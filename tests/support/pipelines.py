@@ -34,6 +34,7 @@ from drawloom.components.model.kimi_linear import KimiLinear
 from drawloom.components.model.lfm2 import Lfm2
 from drawloom.components.model.olmo3 import Olmo3
 from drawloom.components.model.olmo_hybrid import OlmoHybrid
+from drawloom.components.model.pattern import Pattern
 from drawloom.components.model.qwen3.dense import Qwen3Dense
 from drawloom.components.model.qwen3.moe import Qwen3Moe
 from drawloom.components.model.qwen3_5 import Qwen35
@@ -287,6 +288,11 @@ FAMILIES: dict[str, tuple[Callable[..., DecoderBuilder], dict[str, Any]]] = {
     "qwen3_5": (Qwen35, HYBRID),
     # norms before delta nets and after attention, and strengths up to 2
     "olmo_hybrid": (OlmoHybrid, HYBRID),
+    # a model of one's own
+    "pattern": (
+        Pattern,
+        {key: value for key, value in HYBRID.items() if key != "layer_types"} | {"layers": "gdn, attention"},
+    ),
     # with experts, of which one has a gate
     "qwen3_next": (
         Qwen3Next,

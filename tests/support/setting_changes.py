@@ -692,6 +692,19 @@ ROWS: dict[str, Row] = {
         {key: change for key, change in HYBRID.items() if key != "partial_rotary_factor" and "rope_" not in key}
         | {"config": config("olmo_hybrid"), "linear_allow_neg_eigval": False},
     ),
+    "model.pattern": Row(
+        parts.model_of,
+        SIZES | DELTA | {"layers": "attention, gdn"},
+        {key: change for key, change in HYBRID.items() if key not in ("partial_rotary_factor", "layer_types")}
+        | {
+            "config": config("pattern"),
+            "layers": "gdn",
+            "num_hidden_layers": 4,
+            "sliding_window": Change(3, {"layers": "window, gdn"}),
+            "attention_gate": True,
+            "conv_L_cache": Change(4, {"layers": "conv, gdn"}),
+        },
+    ),
     "model.kimi_linear": Row(
         parts.model_of,
         LATENT_SIZES | {"layer_types": ["linear_attention", "full_attention"] * 2} | LINEAR_SIZES,

@@ -318,6 +318,7 @@ def num_experts(architecture: DecoderConfig) -> int:
 def find_tensor_parallel_faults(sizes: Settings, ranks: int) -> Iterator[str]:
     """Yield the reasons why `ranks` ranks along `tensor` can't share a model with these sizes."""
     for key in (
+        *(("hidden_size",) if "conv_L_cache" in sizes else ()),
         *("num_attention_heads", "num_key_value_heads", "num_global_key_value_heads", "linear_num_key_heads"),
         *("linear_num_heads", "intermediate_size"),
     ):

@@ -180,6 +180,7 @@ class CausalLM(nn.Module):
         self.scaling = scaling
         self.model = Decoder(architecture, span, kernels)
         self.tied = architecture.tie_word_embeddings
+        self.logit_cap = architecture.logit_cap
         self.lm_head: Any
         has_own_head = span.head and not self.tied
         head = Linear(architecture.hidden_size, architecture.vocab_size, kernels, uneven=True) if has_own_head else None
@@ -210,7 +211,7 @@ class CausalLM(nn.Module):
             return hidden
         # An adapter of a tied head adds a layer.
         layer: HeadLayer = self.model.embed_tokens if self.lm_head is None else self.lm_head
-        if (cap := self.model.architecture.logit_cap) is not None:
+        if (cap := self.logit_cap) is not None:
             from drawloom.components.model.decoder.capped_head import CappedHead  # few families have it
 
             size = self.model.architecture.vocab_size

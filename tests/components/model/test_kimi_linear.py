@@ -52,7 +52,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def published_name(name: str) -> str:
+def get_published_name(name: str) -> str:
     """Return a tensor's published name; transformers saves dense layers as `block_sparse_moe`, too."""
     return re.sub(r"block_sparse_moe\.(\w+_proj)", r"mlp.\1", name)
 
@@ -64,8 +64,10 @@ def kimi(kind: str, **changes: Any) -> DecoderBuilder:
 @pytest.mark.parametrize("kind", KINDS)
 def test_numbers_equal_those_of_transformers(kind: str) -> None:
     """Logits, losses of packed documents and all gradients equal those of transformers for each document alone."""
-    # With 13 tokens the gradients of transformers in float32 are 4e-5 from ours in float64, beyond the bound of 1e-5.
-    assert_equal_to_transformers(kimi(kind), length=9, by_files=published_name)
+    # With 13 tokens the first kind's gradients by transformers in float32 are 4e-5 from ours in float64, beyond the
+    # bound of 1e-5; with 9 some experts of the other kind have no token.
+    length = 9 if kind == "kimi_linear" else 13
+    assert_equal_to_transformers(kimi(kind), length=length, by_files=get_published_name)
 
 
 def test_files_go_both_ways(tmp_path: Path) -> None:

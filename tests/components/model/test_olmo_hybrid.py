@@ -40,7 +40,7 @@ def olmo(kind: str) -> DecoderBuilder:
     return small(OlmoHybrid, **KINDS[kind])
 
 
-def published_name(full: int, name: str) -> str:
+def get_published_name(full: int, name: str) -> str:
     """Return a tensor's published name; transformers renames the norm in the full layer, too."""
     return name.replace(f"{full}.feedforward_layer_norm", f"{full}.post_attention_layernorm")
 
@@ -52,7 +52,7 @@ def test_numbers_equal_those_of_transformers(kind: str) -> None:
     document alone.
     """
     full = KINDS[kind]["layer_types"].index(FULL)
-    assert_equal_to_transformers(olmo(kind), length=9, by_files=partial(published_name, full))
+    assert_equal_to_transformers(olmo(kind), length=9, by_files=partial(get_published_name, full))
 
 
 @pytest.mark.parametrize("kind", KINDS)

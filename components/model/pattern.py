@@ -1,0 +1,105 @@
+"""The component `model.pattern`: a model of one's own, whose layers are a pattern of parts."""
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import attrs
+
+from drawloom import at_least, between, component, setting
+from drawloom.components.model.decoder.builder import DecoderBuilder
+from drawloom.components.model.decoder.config import WINDOW, training_setting
+from drawloom.components.model.decoder.family import Family
+from drawloom.components.model.decoder.hybrid import DeltaConfig
+from drawloom.components.model.decoder.mixer_specs import ChannelDeltaSpec, ShortConvSpec
+from drawloom.components.model.decoder.rope import InvalidSetting
+from drawloom.components.model.decoder.specs import Branch, PartSpec
+from drawloom.ports import Settings
+
+MODULES = {"attention": "self_attn", "window": "self_attn", "gdn": "linear_attn", "kda": "linear_attn", "conv": "conv"}
+"""Names of modules by part."""
+
+MAX_PATTERN = 10_000
+"""Most layers in a pattern, as in a model."""
+
+
+def parse_pattern(text: str) -> list[str]:
+    """Return the part of every layer in a pattern such as '3 x gdn, 1 x attention'. Raises ValueError."""
+    parts: list[str] = []
+    for item in text.split(","):
+        match = re.fullmatch(r"\s*(?:(\d{1,5})\s*x\s*)?([a-z]+)\s*", item)
+        if match is None or match[2] not in MODULES or not 0 < (count := int(match[1] or 1)) <= MAX_PATTERN:
+            raise ValueError(f"{item.strip()!r} is not a part, or a number of equal ones")
+        parts += [match[2]] * count
+    return parts
+
+
+@attrs.frozen(kw_only=True)
+class PatternConfig(DeltaConfig):
+    """Config of a pre-norm decoder whose layers have the parts in `layers`, again and again, and a gated MLP."""
+
+    unused_keys = ("layer_types",)
+    qk_norm = "head"
+
+    layers: str = training_setting(
+        "parts of the layers, which repeat, as in '3 x gdn, 1 x attention': attention, window (attention in "
+        "sliding_window tokens), gdn (gated delta net), kda (with decays by channel), conv (gated short convolution)"
+    )
+    sliding_window: int = training_setting(WINDOW, default=4096, check=at_least(1))
+    attention_gate: bool = setting("multiply attention's output by a sigmoid gate", default=False)
+    conv_L_cache: int = setting("number of tokens in a conv", default=3, check=between(1, 65))
+
+    def part_of(self, layer: int) -> str:
+        """Return a layer's part."""
+        parts = parse_pattern(self.layers)
+        return parts[layer % len(parts)]
+
+    def window_of(self, layer: int) -> int | None:
+        return self.sliding_window if self.part_of(layer) == "window" else None
+
+    def part_spec_of(self, layer: int) -> PartSpec:
+        """Return the specification of a layer's part."""
+        match self.part_of(layer):
+            case "gdn":
+                return self.delta
+            case "kda":
+                sizes = attrs.asdict(attrs.evolve(self.delta, draws_time_steps=True))
+                return ChannelDeltaSpec(**sizes, rank=self.linear_value_head_dim)
+            case "conv":
+                return ShortConvSpec(taps=self.conv_L_cache)
+        return attrs.evolve(self.grouped_attention_spec_of(layer), gate=self.attention_gate)
+
+    def branches_of(self, layer: int) -> Sequence[Branch]:
+        return (
+            Branch("input_layernorm", MODULES[self.part_of(layer)], self.part_spec_of(layer)),
+            Branch("post_attention_layernorm", "mlp", self.mlp_spec_of(layer)),
+        )
+
+    @classmethod
+    def find_faults(cls, given: Settings) -> Iterator[InvalidSetting]:
+        """Yield the inherited faults, and those of a pattern with unknown parts, or cut off by the last layer."""
+        yield from super().find_faults(given)
+        try:
+            count = len(parse_pattern(given["layers"]))
+        except ValueError as error:
+            remedy = f"write parts such as '3 x gdn, 1 x attention', of {', '.join(MODULES)}"
+            yield InvalidSetting("layers", str(error), remedy)
+            return
+        if (layers := given["num_hidden_layers"]) % count:
+            why = f"the pattern in layers has {count} layers, which do not divide num_hidden_layers = {layers}"
+            yield InvalidSetting("num_hidden_layers", why, f"write {-(-layers // count) * count}, or another pattern")
+
+
+@component(impact="incompatible")
+class Pattern(DecoderBuilder):
+    """
+    A language model whose layers are a pattern of parts, for architectures of one's own.
+
+    transformers has no class for it, so it can't be exported; runs keep it in checkpoints.
+    """
+
+    family = Family(PatternConfig, "drawloom_pattern", "PatternForCausalLM", has_classifier=False)
+
+    @classmethod
+    def explain_missing_export(cls, node: Any) -> str:
+        return f"transformers has no class for the layers of {node.use}"

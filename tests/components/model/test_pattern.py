@@ -1,0 +1,67 @@
+"""A model of one's own, whose layers are a pattern of parts."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from drawloom import Recipe
+from drawloom.components.model.decoder.builder import DecoderBuilder
+from drawloom.components.model.lfm2 import Lfm2
+from drawloom.components.model.pattern import Pattern, parse_pattern
+from support.families import CLOSE, assert_generated_as_whole_texts, small
+from support.qwen3 import logits_of, one_document, whole
+
+DELTA: dict[str, Any] = {
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+
+
+def pattern(layers: str, count: int, **changes: Any) -> DecoderBuilder:
+    return small(Pattern, layers=layers, num_hidden_layers=count, sliding_window=3, **DELTA, **changes)
+
+
+def test_patterns_name_a_part_for_every_layer() -> None:
+    """A number counts equal parts, which a comma separates."""
+    assert parse_pattern("2 x gdn, attention,1x conv") == ["gdn", "gdn", "attention", "conv"]
+
+
+def test_a_pattern_of_a_family_has_its_numbers() -> None:
+    """A pattern with LFM2's parts has LFM2's parameters and logits."""
+    torch.manual_seed(0)
+    family = small(Lfm2, num_hidden_layers=4, layer_types=["conv", "full_attention"] * 2, tie_word_embeddings=False)
+    module, own = whole(family), whole(pattern("conv, attention", 4, rms_norm_eps=1e-5))
+    own.load_state_dict(module.state_dict())
+    tokens = torch.randint(29, (2, 9))
+    ours, theirs = (logits_of(part, tokens, one_document(2, 9)) for part in (own, module))
+    torch.testing.assert_close(ours, theirs, **CLOSE)
+
+
+def test_parts_of_a_text_have_its_logits() -> None:
+    """Generation token by token, through a layer with every part, equals the whole text."""
+    assert_generated_as_whole_texts(pattern("gdn, kda, conv, window, attention", 5, attention_gate=True))
+
+
+WORDS = (
+    *("model.use=model.pattern", "model.num_hidden_layers=4", "model.hidden_size=32", "model.num_attention_heads=2"),
+    *("model.intermediate_size=48", "model.vocab_size=300"),
+)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("model.layers='3 x gnd, attention'",), "'3 x gnd' is not a part"),
+        (("model.layers='2 x gdn, attention'",), "write 6, or another pattern"),
+        (("model.layers='3 x gdn, attention'",), "[model] can't be exported"),
+        (("model.layers='attention'", "mesh.tensor=3"), "hidden_size = 32 is not divisible by 3"),
+    ],
+)
+def test_check_refuses_what_nothing_can_serve(words: tuple[str, ...], text: str) -> None:
+    """An unknown part, a pattern cut off, an export, and a mesh are refused with their place and a remedy."""
+    problems = Recipe.load("first_run", *WORDS, *words).graph.errors
+    [problem] = [problem for problem in problems if text in f"{problem.text}; {problem.hint}"]
+    assert problem.position is not None and problem.hint
