@@ -101,7 +101,10 @@ MESHES = [
     MeshCases(
         "experts of shards",
         {"data_shard": 4, "expert": 2},
-        [("gpipe", 4, True, False, family) for family in ("gpt_oss", "qwen3_next", "deepseek_v3", "gemma4", "kimi_linear")],
+        [
+            ("gpipe", 4, True, False, family)
+            for family in ("gpt_oss", "qwen3_next", "deepseek_v3", "gemma4", "kimi_linear")
+        ],
         layers=2,
     ),
     MeshCases("contexts", {"context": 4}, [("gpipe", 2, False, True, "smoothed")], (8, 8)),

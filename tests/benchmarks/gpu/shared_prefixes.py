@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu import grpo
+from benchmarks.gpu import grpo, training
 from drawloom.components.rollouts.stages import StageRollouts
 from drawloom.ports import Completions, Prompts
 
@@ -50,7 +50,7 @@ def main() -> None:
     grpo.PROMPTS, grpo.GROUP = PROMPTS, int(grpo.NUMBERS.get("group", 16))
     grpo.PROMPT_LENGTH = int(grpo.NUMBERS.get("prompt", 256 if grpo.TINY else 1024))
     grpo.NEW = int(grpo.NUMBERS.get("tokens", 64 if grpo.TINY else 256))
-    grpo.SMALL |= SMALL
+    training.SMALL |= SMALL
     print(torch.__version__, torch.cuda.get_device_name() if grpo.DEVICE == "cuda" else "CPU")
     print(f"{PROMPTS} prompts of {grpo.PROMPT_LENGTH} tokens, {grpo.GROUP} completions of {grpo.NEW}", flush=True)
     sample, seconds = StageRollouts.sample, dict[str, float]()
