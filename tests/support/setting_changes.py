@@ -621,11 +621,11 @@ ROWS: dict[str, Row] = {
     ),
     "model.gemma4": Row(
         parts.model_of,
-        SIZES | {"layer_types": ["sliding_attention", "full_attention"] * 2, "global_head_dim": 12},
+        SIZES | {"layer_types": ["sliding_attention", "full_attention"] * 2, "global_head_dim": 24},
         {key: change for key, change in MODEL.items() if key in ("rope_theta",) or "rope_" not in key}
         | {
             "config": config("gemma4"),
-            "num_hidden_layers": 2,
+            "num_hidden_layers": 4,
             "tie_word_embeddings": False,
             "layer_types": ["full_attention"] * 4,
             "sliding_window": 3,
