@@ -88,7 +88,7 @@ class Gemma4Config(GemmaConfig):
 
     @classmethod
     def find_faults(cls, given: Settings) -> Iterator[InvalidSetting]:
-        yield from super().find_faults(given | {"partial_rotary_factor": 1.0})
+        yield from super().find_faults({**given, "partial_rotary_factor": 1.0})
         factor, width = given["partial_rotary_factor"], given["global_head_dim"]
         if int(factor * width // 2) < 1:
             why = f"partial_rotary_factor = {factor} rotates no pair of channels in global_head_dim = {width}"

@@ -86,8 +86,8 @@ def test_a_server_that_fails_ends_all_ranks_with_one_message(lab: Path, server: 
         return (503, {"message": "out of memory"}) if seen.count("/collective_rpc") > 3 else None
 
     server.fault = fail
-    words = ("run", "tiny.toml", "run.name=tiny", f"rollouts.url={server.url}", "rollouts.retries=0")
-    words = (*words, *LAYOUTS["shards"])
+    recipe = "run", "tiny.toml", "run.name=tiny", f"rollouts.url={server.url}", "rollouts.retries=0"
+    words = (*recipe, *LAYOUTS["shards"])
     try:
         outcomes = drawloom(lab, *words, ranks=2)
     except RanksFailedError as failed:

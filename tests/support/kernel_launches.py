@@ -407,9 +407,9 @@ def recurrences() -> Iterator[tuple[str, Launch]]:
             )
     for dtype, silu in ((BF16, True), (FLOAT, True), (BF16, False)):
         x, weight, ids = empty(2, 200, 4096, dtype=dtype), empty(4096, 4, dtype=dtype), empty(2, 200, dtype=torch.int32)
-        inputs = x, weight, ids, silu
-        yield f"causal_conv {dtype} {silu}", lambda inputs=inputs: gated_delta._causal_conv(*inputs)
+        convolved = x, weight, ids, silu
+        yield f"causal_conv {dtype} {silu}", lambda convolved=convolved: gated_delta._causal_conv(*convolved)
         yield (
             f"causal_conv {dtype} {silu} backward",
-            lambda x=x, inputs=inputs: gated_delta._causal_conv_backward(x, *inputs),
+            lambda x=x, convolved=convolved: gated_delta._causal_conv_backward(x, *convolved),
         )

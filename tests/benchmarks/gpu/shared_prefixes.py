@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -53,22 +54,21 @@ def main() -> None:
     training.SMALL |= SMALL
     print(torch.__version__, torch.cuda.get_device_name() if grpo.DEVICE == "cuda" else "CPU")
     print(f"{PROMPTS} prompts of {grpo.PROMPT_LENGTH} tokens, {grpo.GROUP} completions of {grpo.NEW}", flush=True)
-    sample, seconds = StageRollouts.sample, dict[str, float]()
-    StageRollouts.sample = draw_completions  # type: ignore[method-assign]
-    try:
-        with tempfile.TemporaryDirectory(prefix="prefixes-") as name:
-            grpo.write_model(Path(name) / "model")
-            for contender, values in CONTENDERS.items():
-                if grpo.DEVICE == "cuda":
-                    torch.cuda.empty_cache()
-                    torch.cuda.reset_peak_memory_stats()
-                steps, _ = grpo.measure_drawloom(Path(name), values | PRECISION)
-                seconds[contender] = statistics.median(learning for _, learning in steps[2:])
-                peak = torch.cuda.max_memory_allocated() / 2**30 if grpo.DEVICE == "cuda" else 0.0
-                ratio = seconds["separate rows"] / seconds[contender]
-                print(f"{contender:40}{seconds[contender]:9.3f} s{ratio:7.2f} times{peak:7.1f} GiB", flush=True)
-    finally:
-        StageRollouts.sample = sample  # type: ignore[method-assign]
+    seconds = dict[str, float]()
+    with (
+        mock.patch.object(StageRollouts, "sample", draw_completions),
+        tempfile.TemporaryDirectory(prefix="prefixes-") as name,
+    ):
+        grpo.write_model(Path(name) / "model")
+        for contender, values in CONTENDERS.items():
+            if grpo.DEVICE == "cuda":
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
+            steps, _ = grpo.measure_drawloom(Path(name), values | PRECISION)
+            seconds[contender] = statistics.median(learning for _, learning in steps[2:])
+            peak = torch.cuda.max_memory_allocated() / 2**30 if grpo.DEVICE == "cuda" else 0.0
+            ratio = seconds["separate rows"] / seconds[contender]
+            print(f"{contender:40}{seconds[contender]:9.3f} s{ratio:7.2f} times{peak:7.1f} GiB", flush=True)
 
 
 def draw_completions(sampler: StageRollouts, prompts: Sequence[Prompts], purpose: str, step: int) -> list[Completions]:

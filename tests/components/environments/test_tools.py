@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import pytest
@@ -80,7 +80,7 @@ def test_a_call_has_its_result_or_a_message(tools: ToolEnvironment, text: str, m
 def test_a_turn_without_a_call_ends_the_conversation(tools: ToolEnvironment) -> None:
     """Its reply has no message, and a call in the other notation is text."""
     assert tools.step("the answer is [echo 4]").is_done
-    other = attrs.evolve(tools, calls="brackets")
+    other = attrs.evolve(cast("Any", tools), calls="brackets")
     with closing(other):
         other.open()
         assert other.step(call("echo", text="a").replace("[", "")).is_done
