@@ -104,6 +104,11 @@ def start_server(port: int) -> "subprocess.Popen[bytes]":
     return subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": paths})
 
 
+def is_open(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
 @pytest.mark.soak
 def test_a_server_that_is_killed_and_started_again_changes_no_bit(lab: Path) -> None:
     """While the server's process is killed and started again, the run waits, and ends like one without a fault."""
@@ -129,7 +134,7 @@ def test_a_server_that_is_killed_and_started_again_changes_no_bit(lab: Path) -> 
             server = start_server(port)
 
     try:
-        while socket.socket().connect_ex(("127.0.0.1", port)):
+        while not is_open(port):
             time.sleep(0.05)
         unbroken = run(lab, "unbroken", *words)
         killer = threading.Thread(target=kill_and_start, args=(lab / "runs/killed/metrics.jsonl",))
