@@ -33,7 +33,7 @@ class FunctionTool:
 
 def tool(function: Callable[..., object]) -> type[Any]:
     """
-    Make a function a tool's component, which a recipe names like a class: by its file, or as `file.function`.
+    Make a function a tool's component; a recipe names it like a class: by its file, or as `file.function`.
 
     A model calls the function by its name, with JSON values; the docstring tells the model what it does. Parameters
     have types: texts, numbers, truth values, lists, or Literal values. The result is shown as a text.

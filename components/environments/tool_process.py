@@ -59,7 +59,7 @@ def call_function(functions: Functions, request: Mapping[str, Any], pipe: Connec
 
 
 def end_with_parent(parent: int) -> None:
-    """Let the kernel kill this process when the given parent ends, which may have happened before."""
+    """Let the kernel kill this process when the given parent ends, or has ended."""
     with suppress(AttributeError):  # outside Linux
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     if os.getppid() != parent:

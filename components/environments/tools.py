@@ -1,4 +1,4 @@
-"""Environment in which a model calls tools, until it answers without a call."""
+"""Environment for a model that calls tools, until it answers without a call."""
 
 import json
 import re

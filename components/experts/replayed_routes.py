@@ -40,7 +40,7 @@ from drawloom.ports import (
 
 
 class ReplayingRouter:
-    """Methods of a router whose choices a `ReplayedRoutes` records or replaces, to be put before its class."""
+    """Router methods whose choices a `ReplayedRoutes` records or replaces, to be put before its class."""
 
     replay: "ReplayedRoutes"
     path: str
@@ -55,7 +55,7 @@ class ReplayingRouter:
 @component(reads=("rollouts", "batches"))
 class ReplayedRoutes(PassFeature, Metric):
     """
-    Replay of routes for reinforcement learning: tokens visit the experts that the sampler chose for them.
+    Replayed routes for reinforcement learning: tokens visit the experts that the sampler chose for them.
 
     Sampler and learning pass round differently, and a router's near ties then send a token to other experts. The node
     is a phase after the rollout, and a metric, `route_difference`: the share of choices, over tokens and layers, that
@@ -135,7 +135,7 @@ class ReplayedRoutes(PassFeature, Metric):
         self._replayed = {}
 
     def record_or_replace(self, router: Any, chosen: Tensor) -> Tensor:
-        """Return the experts to visit, and record those `chosen` in a pass by the sampler; int64 (..., choices)."""
+        """Return the experts to visit, and record the `chosen` ones in a pass by the sampler; int64 (..., choices)."""
         if self._recorded_shape is not None:
             whole = router.ranks.gather_tokens_without_grad_sum(chosen, self._recorded_shape)
             self._recorded[router.path].append(whole.to(torch.int16) + 1)
@@ -182,7 +182,7 @@ class ReplayedRoutes(PassFeature, Metric):
         return {"sums": sums}
 
     def compute(self, totals: MetricTotals, step: Step) -> MetricValues:
-        """Return the share of other choices; None without choices."""
+        """Return other choices' share; None without choices."""
         changed, all_choices = totals["sums"].tolist()
         return {"route_difference": changed / all_choices if all_choices else None}
 

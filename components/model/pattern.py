@@ -17,7 +17,7 @@ from drawloom.components.model.decoder.specs import Branch, PartSpec
 from drawloom.ports import Settings
 
 MODULES = {"attention": "self_attn", "window": "self_attn", "gdn": "linear_attn", "kda": "linear_attn", "conv": "conv"}
-"""Names of modules by part."""
+"""Module names by part."""
 
 MAX_PATTERN = 10_000
 """Most layers in a pattern, as in a model."""
@@ -58,7 +58,7 @@ class PatternConfig(DeltaConfig):
         return self.sliding_window if self.part_of(layer) == "window" else None
 
     def part_spec_of(self, layer: int) -> PartSpec:
-        """Return the specification of a layer's part."""
+        """Return a layer's specification."""
         match self.part_of(layer):
             case "gdn":
                 return self.delta
@@ -77,7 +77,7 @@ class PatternConfig(DeltaConfig):
 
     @classmethod
     def find_faults(cls, given: Settings) -> Iterator[InvalidSetting]:
-        """Yield the inherited faults, and those of a pattern with unknown parts, or cut off by the last layer."""
+        """Yield inherited faults, and a pattern's: unknown parts, or an end within its last repetition."""
         yield from super().find_faults(given)
         try:
             count = len(parse_pattern(given["layers"]))

@@ -130,7 +130,7 @@ class StochasticAdamW(HostStates):
             yield node.problem("split_master_weights", text, "write precision.parameter = 'bfloat16'")
 
     def open(self) -> None:
-        """Create the optimizer state, zeros in its dtypes, and the launches for parameters of one kind."""
+        """Create the optimizer state, zeros in its dtypes, and launches for equal kinds of parameters."""
         slices, named = self.parameters.parameter_slices(), self.parameters.named_parameters()
         on_host = self._choose_parameters_with_host_state()
         if on_host:

@@ -127,7 +127,7 @@ class Rollout:
         return RowGrowth(node.settings["group_size"], sampler.settings.get("max_tokens", 0) if sampler else 0)
 
     def check_before_open(self) -> None:
-        """Raise UserError for one of the first examples, if it lacks a key of a reward."""
+        """Raise UserError if one of the first examples lacks a reward's key."""
         first: list[Example] = []
         for examples in self.prompts.values():
             if isinstance(examples, ReadableBeforeOpen):

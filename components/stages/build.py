@@ -125,7 +125,7 @@ class StageBuilder:
                 parameter.data = parameter.data.to(dtype)
 
     def _partition_layers(self, stages: int) -> list[LayerRange]:
-        """Return the layers of every stage."""
+        """Return every stage's layers."""
         layers, ranks = self.model.num_hidden_layers, self.mesh.sizes.pipeline
         if isinstance(self.schedule, PartitioningSchedule):
             sizes = [*self.schedule.layers_by_stage(ranks, layers)]

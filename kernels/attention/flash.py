@@ -25,7 +25,7 @@ from drawloom.kernels.operation import once_differentiable
 
 
 class SoftmaxStatistics(NamedTuple):
-    """Log-sum-exp, float32 (..., heads) in the order of the result, and what else the backward pass needs."""
+    """Log-sum-exp, float32 (..., heads) in the order of the result, and other tensors for the backward pass."""
 
     lse: Tensor
     kept: tuple[Tensor, ...]

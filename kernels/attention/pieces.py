@@ -1,10 +1,10 @@
 """
 Causal attention from this rank's pieces of rows with one document, while other ranks' keys and values are on their way.
 
-A rank's own tokens are in order, so they attend to each other by plain causal attention. A piece attends to other
+A rank's own tokens are in order, so plain causal attention serves them. A piece attends to other
 ranks' tokens before it without a mask; the results are merged by their log-sum-exp, and both compute gradients from the
 merged result (Liu et al. 2023, "Ring Attention with Blockwise Transformers", arXiv 2310.01889). Keys and values are
-sent while own tokens attend to each other in the forward pass, and their gradients in the backward pass.
+sent beside attention among own tokens in the forward pass, and their gradients in the backward pass.
 """
 
 from collections.abc import Callable, Iterator
@@ -112,7 +112,7 @@ class PiecewiseKernel:
         return grad_q, grad_k + sums[0], grad_v + sums[1]
 
     def _list_pieces(self, tokens: int) -> Iterator[tuple[slice, int]]:
-        """Yield each own piece's tokens, with the number of other ranks' tokens before it, unless there are none."""
+        """Yield the tokens of own pieces, with the number of other ranks' tokens before it, unless there are none."""
         indices = self.exchange.piece_indices
         length = tokens // len(indices)
         for number, index in enumerate(indices):

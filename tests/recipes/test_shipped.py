@@ -20,6 +20,7 @@ FROM_A_BASE = [
     "chat",
     "dpo",
     "grpo",
+    "tools",
     "kto",
     "reward",
     "classify",

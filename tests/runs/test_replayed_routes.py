@@ -42,7 +42,7 @@ def lab(tmp_path: Path) -> Path:
 
 
 def test_equal_routes_change_nothing(lab: Path) -> None:
-    """With a sampler that chooses the same experts, a run with replay has the same bits, and a difference of 0."""
+    """With a sampler choosing the same experts, a run with replay has the same bits, and a difference of 0."""
     plain, replayed = (deterministic_rows(run(lab, name, *WORDS, *more)) for name, more in (("a", ()), ("b", REPLAY)))
     assert [row.pop("route_difference") for row in replayed] == [0.0, 0.0]
     assert replayed == plain

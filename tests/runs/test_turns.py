@@ -33,7 +33,7 @@ from drawloom.ports import Environment, Example, Reply
 
 @component
 class Talk:
-    """An environment that calls a tool for the model, by the length of its turns, and ends after three of them."""
+    """An environment calling a tool for the model, by the length of its turns, until three have ended."""
 
     inner: Environment
     tool_schemas = ()

@@ -17,7 +17,7 @@ def echo(text: str, times: int = 1) -> str:
 
 @tool
 def fail(text: str) -> str:
-    """Fail in the way that a text names."""
+    """Fail in the way named by a text."""
     match text:
         case "raise":
             raise LookupError("there is no such page")

@@ -78,10 +78,10 @@ MAX_MICROBATCH_LOGITS, MAX_MICROBATCH_TOKENS = 2**24, 2048
 
 
 class FlatConstant(NamedTuple):
-    """A constant's value, and the recipe's place for it."""
+    """A constant's value, and its origin in the recipe."""
 
     value: Any
-    place: str
+    origin: str
 
 
 def format_flat_source(recipe: Recipe) -> str:
@@ -123,7 +123,7 @@ def format_flat_source(recipe: Recipe) -> str:
     )
     return Template(_select_lines(features)).substitute(
         recipe=Path(graph.recipe.source).stem,
-        constants="\n".join(f"{name} = {item.value!r}  # {item.place}" for name, item in constants.items()),
+        constants="\n".join(f"{name} = {item.value!r}  # {item.origin}" for name, item in constants.items()),
         data=_list_names([corpus, *(_find_node(nodes, (use,)) for use in DATA)]),
         model=f"[{model.name}] {model.spec.use}",
         loss=_list_names([_find_node(nodes, ("loss.next_token",))]),

@@ -41,7 +41,7 @@ class Judgement:
 
 def judge_differences(differences: Sequence[float], error: float) -> Judgement:
     """
-    Judge differences, of which positive ones are better; NaN is a pair without any result, and counts for neither side.
+    Judge differences: positive ones are better; NaN is a pair without any result, and counts for neither side.
 
     A wrong decision after any number of pairs has at most the probability `error`.
     """
@@ -59,7 +59,7 @@ def judge_differences(differences: Sequence[float], error: float) -> Judgement:
 
 
 def compute_mean_interval(values: Sequence[float], error: float) -> tuple[float, float] | None:
-    """Return the interval of the confidence sequence after these values; None while it is unbounded."""
+    """Return the confidence sequence's interval after these values; None while it is unbounded."""
     count = len(values)
     if count < 2:
         return None

@@ -67,7 +67,7 @@ class AskComparison:
 
 @attrs.frozen(eq=False)
 class Arm:
-    """A recipe of the question: a sweep over seeds, in a folder of its own."""
+    """A recipe in the question: a sweep over seeds, in its own folder."""
 
     name: str
     sweep: SweepCommand
@@ -79,7 +79,7 @@ class Arm:
         return make_point(["run.seed"], [str(seed)], self.words)
 
     def make_run_folder(self, seed: int) -> Path:
-        """Return the folder of the run with a seed."""
+        """Return the run's folder for a seed."""
         return self.folder / self.make_point(seed).name
 
     def make_command(self, project: Project, seed: int) -> list[str]:
@@ -120,12 +120,12 @@ class Ledger:
 
     @property
     def cost(self) -> AskCost:
-        """The cost of all results."""
+        """All results' cost."""
         runs = self.runs.values()
         return AskCost(sum(run.steps for run in runs), self.wall_seconds / 60, sum(run.seconds for run in runs) / 60)
 
     def average_cost(self, name: str, parallel_runs: int) -> AskCost | None:
-        """Return the mean cost of a recipe's runs; None without any."""
+        """Return a recipe's mean cost; None without runs."""
         if not (runs := [run for run in self.runs.values() if run.recipe == name]):
             return None
         minutes = sum(run.seconds for run in runs) / len(runs) / 60

@@ -104,7 +104,7 @@ class AskResult(Result):
         return "\n".join(self._format_lines())
 
     def _format_lines(self) -> Iterator[str]:
-        """Yield the lines of the text."""
+        """Yield the text's lines."""
         pairs = max(len(comparison.seeds) for comparison in self.comparisons)
         answer = f"{self.answer} is better" if self.answer else f"undecided between {' and '.join(self.remaining)}"
         yield f"answer  {answer}, by the {self.best_is} {self.metric}, after {pairs} pairs"
@@ -118,7 +118,7 @@ class AskResult(Result):
         yield format_table([["recipe", "", "effect", interval, "won", "lost", ""], *self._list_cells()], left=(0, 1, 6))
 
     def _list_cells(self) -> Iterator[list[str]]:
-        """Yield the cells of the comparisons."""
+        """Yield the comparisons' cells."""
         for row in self.comparisons:
             effect = "none" if row.effect is None else f"{row.effect:+.4g}"
             interval = "" if row.low is None else f"{row.low:+.4g} to {row.high:+.4g}"
@@ -128,7 +128,7 @@ class AskResult(Result):
 
 @command
 class AskCommand(OverlayCommand):
-    """A race between a recipe and others, which ends with a decision or the budget."""
+    """A race between a recipe and others, until a decision or the budget's end."""
 
     epilog: ClassVar[str] = "Set single values of all recipes with node.key=value."
 
@@ -253,7 +253,7 @@ class AskCommand(OverlayCommand):
 
 
 def _split_edit(edit: str) -> list[str]:
-    """Return the words of an edit. Raises UserError unless all set a value."""
+    """Return an edit's words. Raises UserError unless all set a value."""
     try:
         words = shlex.split(edit)
     except ValueError as error:

@@ -70,7 +70,7 @@ class DeltaConfig(DecoderConfig):
 
     @classmethod
     def find_faults(cls, given: Settings) -> Iterator[InvalidSetting]:
-        """Yield the inherited faults, and those if layers lack types, or value heads do not fit key heads."""
+        """Yield inherited faults, layers without types, and value heads that do not fit key heads."""
         yield from super().find_faults(given)
         yield from find_short_list_faults(given, "layer_types", "types")
         keys, values = given["linear_num_key_heads"], given["linear_num_value_heads"]

@@ -26,7 +26,7 @@ def search(query: str, pages: list[int], size: float | None = None, order: Liter
 
 
 def test_a_schema_has_the_types_that_transformers_reads() -> None:
-    """Names, types and required parameters are those of transformers, which reads descriptions from the docstring."""
+    """Names, types and required parameters equal transformers', which reads descriptions from the docstring."""
     ours, theirs = make_tool_schema(search)["function"], get_json_schema(search)["function"]
     assert ours["name"] == theirs["name"] and theirs["description"] in ours["description"]
     assert ours["parameters"]["required"] == theirs["parameters"]["required"]

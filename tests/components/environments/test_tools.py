@@ -1,4 +1,4 @@
-"""Tools that a model calls: results, and a short message for every fault."""
+"""Results of a model's tools, and a short message for every fault."""
 
 import json
 import os

@@ -44,7 +44,7 @@ def gemma(kind: str) -> DecoderBuilder:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_numbers_equal_those_of_transformers(kind: str) -> None:
-    """Logits, losses of packed documents and all gradients equal those of transformers for each document alone."""
+    """Logits, losses of packed documents and all gradients equal transformers' for each document alone."""
     assert_equal_to_transformers(gemma(kind))
 
 

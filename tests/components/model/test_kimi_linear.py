@@ -63,7 +63,7 @@ def kimi(kind: str, **changes: Any) -> DecoderBuilder:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_numbers_equal_those_of_transformers(kind: str) -> None:
-    """Logits, losses of packed documents and all gradients equal those of transformers for each document alone."""
+    """Logits, losses of packed documents and all gradients equal transformers' for each document alone."""
     # With 13 tokens the first kind's gradients by transformers in float32 are 4e-5 from ours in float64, beyond the
     # bound of 1e-5; with 9 some experts of the other kind have no token.
     length = 9 if kind == "kimi_linear" else 13

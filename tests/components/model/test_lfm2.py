@@ -37,7 +37,7 @@ def lfm2(kind: str) -> DecoderBuilder:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_numbers_equal_those_of_transformers(kind: str) -> None:
-    """Logits, losses of packed documents and all gradients equal those of transformers for each document alone."""
+    """Logits, losses of packed documents and all gradients equal transformers' for each document alone."""
     assert_equal_to_transformers(lfm2(kind))
 
 

@@ -48,7 +48,7 @@ def get_published_name(full: int, name: str) -> str:
 @pytest.mark.parametrize("kind", KINDS)
 def test_numbers_equal_those_of_transformers(kind: str) -> None:
     """
-    Logits, losses of packed documents and all gradients equal those of transformers, which loads our export, for each
+    Logits, losses of packed documents and all gradients equal transformers', which loads our export, for each
     document alone.
     """
     full = KINDS[kind]["layer_types"].index(FULL)
@@ -62,7 +62,7 @@ def test_parts_of_a_text_have_its_logits(kind: str) -> None:
 
 
 def test_initial_decays_are_drawn_for_times() -> None:
-    """Initial biases of decays are those of Mamba: their softplus is log-uniform from 0.001 to 0.1."""
+    """Decays have Mamba's initial biases: their softplus is log-uniform from 0.001 to 0.1."""
     bias = torch.empty(1000)
     olmo("olmo_hybrid").initialize_parameter("model.layers.0.linear_attn.dt_bias", bias, 0)
     steps = torch.nn.functional.softplus(bias)

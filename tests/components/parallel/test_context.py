@@ -54,7 +54,7 @@ def test_own_leaves_are_cut_by_their_specs() -> None:
 def _arrange(part: ContextPart, places: Tensor) -> Tensor:
     """Return all ranks' places in the order of the row's pieces."""
     by_rank = places.view(part.group.size, len(part.piece_indices), -1)
-    return torch.cat([by_rank[place] for place in part.list_places()])
+    return torch.cat([by_rank[piece] for piece in part.list_places()])
 
 
 def _gather_rows() -> tuple[Any, ...]:
@@ -85,4 +85,4 @@ def test_gathered_rows_are_in_order_and_gradients_sum_over_ranks() -> None:
     ]
     # what is gathered from others alone is in order too, and returns to its owner
     assert [ranks[2] for ranks in exchanged] == [[2, 3, 4, 5], [0, 1, 6, 7]]
-    assert [ranks[3] for ranks in exchanged] == [[2.0 * place for place in (0, 1, 6, 7)], [2, 3, 4, 5]]
+    assert [ranks[3] for ranks in exchanged] == [[2.0 * position for position in (0, 1, 6, 7)], [2, 3, 4, 5]]

@@ -126,7 +126,7 @@ def test_completions_of_a_prompt_share_a_request(sampler: Any, server: ServedMod
 
 
 class Listed:
-    """Turns that have a message of two tokens for every second key, once, and end after it; `asked` are the turns."""
+    """Turns with a message of two tokens for every second key, once, and end after it; `asked` are the turns."""
 
     def __init__(self) -> None:
         self.asked: dict[int, list[list[int]]] = {}
@@ -178,7 +178,7 @@ def test_a_fault_costs_a_retry_and_no_sample(
     sampler: Any, server: ServedModel, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """
-    After HTTP 5xx, a hang, or a restart with other weights, rows are those of a server without a fault.
+    After HTTP 5xx, a hang, or a restart with other weights, rows equal a faultless server's.
 
     The weights are sent again before the next request, and a conversation that was cut off begins again.
     """

@@ -1,4 +1,4 @@
-"""Races between recipes, over results that are given."""
+"""Races between recipes, over given results."""
 
 import json
 from pathlib import Path

@@ -56,7 +56,7 @@ def test_a_killed_store_is_completed_byte_for_byte(tmp_path: Path) -> None:
 
 
 def test_a_store_killed_before_its_plan_is_begun_again(tmp_path: Path) -> None:
-    """A process that is killed while it writes the plan leaves a part of it, and the next one begins anew."""
+    """A process killed while it writes the plan leaves a part of it, and the next one begins anew."""
     (tmp_path / "store").mkdir()
     (tmp_path / "store" / ".plan.json.tmp").write_text('{"inputs', "utf-8")
     build_store(tmp_path / "store", PARTS, Bytes())
