@@ -84,6 +84,7 @@ class Lfm2(DecoderBuilder):
         Lfm2Config,
         "lfm2",
         "Lfm2ForCausalLM",
+        has_classifier=False,
         hf_defaults={"rope_theta": 1e6, "num_key_value_heads": 8},
         fixed={"conv_bias": False, "block_auto_adjust_ff_dim": False},
         renamed={"rms_norm_eps": "norm_eps"},

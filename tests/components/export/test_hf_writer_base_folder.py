@@ -131,6 +131,8 @@ def test_transformers_reads_the_ids_of_the_tokenizer_and_of_the_base(kind: Any, 
 
     kinds: Any = AutoModelForCausalLM
     sizes = SPARSE_SIZES | {"num_key_value_heads": 4}
+    if kind.family.model_type == "olmo_hybrid":  # transformers requires a layer with attention
+        sizes |= {"layer_types": ["linear_attention", "full_attention"]}
     model = small(kind, **{key: size for key, size in sizes.items() if key in kind.family.keys})
     module = whole(model)
     tokenizer: Any = FakeTokenizer()

@@ -52,7 +52,7 @@ def test_a_file_or_a_folder_is_found_anywhere(here: Path, given: str, use: str) 
     [
         ("missing.py", "there is no package, folder or file 'missing.py'"),
         ("Upper.py", "Upper.py can't be named in a recipe; rename it"),
-        ("plain.py", "plain.py contains no component; write @component above its class"),
+        ("plain.py", "plain.py contains no component; write @component above a class, or @reward"),
         ("argparse.py", "Python imports .*argparse.py under the name argparse; rename argparse.py"),
         ("os", "there is no package, folder or file 'os'"),
         ("..", ".. can't be named in a recipe; rename it"),
