@@ -56,14 +56,13 @@ class AdapterExport:
         yield from find_missing_export(node)
         stages = node.neighbour("stages")
         adapters = stages.neighbours("adapters") if stages else []
+        edits = f'unset = ["{node.name}"], and remove = "@{node.name}" in [edit.trainer.on_finish]'
+        remedy = f"write {edits}; take the export"
         if stages and adapters and all(trains_base_weights(adapter.component) for adapter in adapters):
             text = f"an adapter for PEFT needs LoRA, and [{stages.name}] tunes only whole modules"
-            yield node.problem(
-                "use", text, f'write unset = ["{node.name}"], leave it out of on_finish, and take the export'
-            )
+            yield node.problem("use", text, remedy)
         if (model := node.neighbour("model")) and model.settings.get("new_tokens"):
             text = f"[{model.name}] has new tokens, which are no part of an adapter for PEFT"
-            remedy = f'write unset = ["{node.name}"], leave it out of on_finish, and take the export'
             yield node.problem("use", text, remedy)
 
     def check_before_open(self) -> None:

@@ -10,4 +10,5 @@ def find_missing_export(node: NodeView) -> Iterator[Problem]:
     """Yield the problem if the model of an export's node can't be exported."""
     if (model := node.neighbour("model")) and issubclass(model.component, ModelWithoutExport):
         text = f"[{model.name}] can't be exported: {model.component.explain_missing_export(model)}"
-        yield node.problem("use", text, f'write unset = ["{node.name}"], and leave it out of on_finish')
+        remedy = f'write unset = ["{node.name}"], and remove = "@{node.name}" in [edit.trainer.on_finish]'
+        yield node.problem("use", text, remedy)

@@ -3,7 +3,7 @@
 from house import budgets
 
 BUDGETS = {
-    "tokens of the source": 663_701,
+    "tokens of the source": 663_707,
     "files that name float8 outside its folder": 8,
     "code lines imported by check": 13_973,
     "code lines imported by run": 21_528,
