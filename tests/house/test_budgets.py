@@ -5,8 +5,8 @@ from house import budgets
 BUDGETS = {
     "tokens of the source": 663_707,
     "files that name float8 outside its folder": 8,
-    "code lines imported by check": 13_973,
-    "code lines imported by run": 21_528,
+    "code lines imported by check": 13_974,
+    "code lines imported by run": 21_529,
     "functions on the journey rate": 39,
     "files on the journey rate": 20,
     "functions on the journey batch": 149,
