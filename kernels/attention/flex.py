@@ -1,8 +1,8 @@
 """
 Causal attention within documents by torch's flex_attention, which skips fully masked blocks.
 
-A key has readers up to its document's end. The least and the greatest end in a key block decide whether a query block
-attends to it. The mask is computed on the device, without a sync.
+The least and the greatest document id in a query block and in a key block decide whether one attends to the other:
+blocks whose ranges do not overlap have no document in common. The mask is computed on the device, without a sync.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,6 @@ from drawloom.kernels.attention.eager import (
     attention_on_meta,
 )
 from drawloom.kernels.attention.options import PLAIN_ATTENTION, AttentionOptions
-from drawloom.kernels.attention.readers import find_reader_ends, number_positions_in_texts
 
 BLOCK = 128
 """Tokens in a block, the default of flex_attention."""
@@ -99,34 +98,40 @@ def create_document_block_mask(
     """
     Return the blocks that attend to each other, fully or in part, for document ids int64 (rows, length).
 
-    Ids below 0 are for trees. `queries`, int64 (tokens,), are the queries' indices in the row; default: all.
+    `queries`, int64 (tokens,), are the queries' positions in the row; default: all.
     """
-    index = torch.arange(document_ids.shape[1], device=document_ids.device)
-    query_index = index if queries is None else queries
-    ends = find_reader_ends(document_ids)
-    least, greatest = (bound[:, None, :] for bound in _find_extremes_by_block(ends))
-    first, last = (bound[:, None, :] for bound in _find_extremes_by_block(index[None]))
-    begin, end = (bound[:, :, None] for bound in _find_extremes_by_block(query_index[None]))
-    meet = (first <= end) & (begin < greatest)
-    whole = (last <= begin) & (end < least)
+    positions = torch.arange(document_ids.shape[1], device=document_ids.device)
+    query_positions = positions if queries is None else queries
+    least, greatest = (bound[:, None, :] for bound in find_extremes_by_block(document_ids))
+    low, high = (bound[:, :, None] for bound in find_extremes_by_block(document_ids[:, query_positions]))
+    first, last = (bound[:, None, :] for bound in find_extremes_by_block(positions[None]))
+    begin, end = (bound[:, :, None] for bound in find_extremes_by_block(query_positions[None]))
+    meet = (low <= greatest) & (least <= high) & (first <= end)
+    whole = (low == greatest) & (least == high) & (last <= begin)
     if window is not None:
-        positions = number_positions_in_texts(ends)
-        first, last = (bound[:, None, :] for bound in _find_extremes_by_block(positions))
-        begin, end = (bound[:, :, None] for bound in _find_extremes_by_block(positions[:, query_index]))
         meet &= begin - last < window
         whole &= end - first < window
 
     def sees(row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        reader = query_index[query]
-        is_reader = (reader >= key) & (reader < ends[row, key])
-        return is_reader if window is None else is_reader & (positions[row, reader] - positions[row, key] < window)
+        position = query_positions[query]
+        is_near = (position >= key) if window is None else (position >= key) & (position - key < window)
+        return is_near & (document_ids[row, position] == document_ids[row, key])
 
-    partial, lengths = meet & ~whole, (len(query_index), len(index))
-    blocks = *_count_and_list_key_blocks(partial), *_count_and_list_key_blocks(whole)
+    return make_block_mask(meet, whole, sees, (len(query_positions), len(positions)))
+
+
+def make_block_mask(
+    meet: Tensor, whole: Tensor, sees: Callable[..., Tensor], lengths: tuple[int, int]
+) -> BlockMask:
+    """
+    Return the mask from the blocks that have a pair to attend, and those that have no other pairs, bool (rows, query
+    blocks, key blocks); `sees` tells for a pair, and `lengths` are the numbers of queries and keys.
+    """
+    blocks = *_count_and_list_key_blocks(meet & ~whole), *_count_and_list_key_blocks(whole)
     return BlockMask.from_kv_blocks(*blocks, BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=lengths)
 
 
-def _find_extremes_by_block(numbers: Tensor) -> tuple[Tensor, Tensor]:
+def find_extremes_by_block(numbers: Tensor) -> tuple[Tensor, Tensor]:
     """Return the least and the greatest number in each block of (rows, length), both (rows, blocks)."""
     rows, length = numbers.shape
     count = -(-length // BLOCK)

@@ -23,9 +23,9 @@ def create_tree_mask(document_ids: Tensor, window: int | None = None, queries: T
     if document_ids.is_meta:
         return None
     if document_ids.is_cuda:
-        from drawloom.kernels.attention.flex import create_document_block_mask  # imports much of torch
+        from drawloom.kernels.attention.tree_blocks import create_tree_block_mask  # imports much of torch
 
-        return create_document_block_mask(document_ids, window, queries)
+        return create_tree_block_mask(document_ids, window, queries)
     ends, keys = find_reader_ends(document_ids), torch.arange(document_ids.shape[1])
     reader = (keys if queries is None else queries)[:, None]
     mask = (reader >= keys) & (reader < ends[:, None])

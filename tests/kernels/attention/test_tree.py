@@ -7,12 +7,10 @@ from torch import Tensor
 from drawloom.components.state.prefix_tree import PrefixGroups, PrefixTree
 from drawloom.kernels.attention import flex
 from drawloom.kernels.attention.eager import create_causal_document_mask
-from drawloom.kernels.attention.flex import attention_flex, create_document_block_mask
+from drawloom.kernels.attention.flex import attention_flex
 from drawloom.kernels.attention.options import PLAIN_ATTENTION, AttentionOptions
-from drawloom.kernels.attention.tree import (
-    attend_to_tree,
-    create_tree_mask,
-)
+from drawloom.kernels.attention.tree import attend_to_tree, create_tree_mask
+from drawloom.kernels.attention.tree_blocks import create_tree_block_mask
 
 ROWS, LENGTH, GROUP = 8, 60, 4
 
@@ -74,7 +72,7 @@ def test_block_mask_equals_the_dense_mask(window: int | None, monkeypatch: pytes
     monkeypatch.setattr(flex, "BLOCK", 16)
     _, _, tree = draw_tree()
     ids = torch.nn.functional.pad(tree.document_ids, (0, -tree.document_ids.shape[1] % 16), value=0)
-    mask, dense = create_document_block_mask(ids, window), create_tree_mask(ids, window)
+    mask, dense = create_tree_block_mask(ids, window), create_tree_mask(ids, window)
     assert torch.equal(flex._convert_to_dense_mask(mask), dense)
     assert mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None
     count = ids.shape[1] // 16
@@ -92,7 +90,7 @@ def test_flex_attention_in_trees_equals_eager() -> None:
     """With a softcap and sinks, or without, attention by blocks equals attention by a dense mask."""
     ids = draw_tree()[2].document_ids
     q, k, v = (torch.randn(2, ids.shape[1], heads, 8) for heads in (4, 2, 2))
-    blocks, dense = create_document_block_mask(ids), create_tree_mask(ids)
+    blocks, dense = create_tree_block_mask(ids), create_tree_mask(ids)
     for options, sinks in ((PLAIN_ATTENTION, None), (AttentionOptions(0.7, 0.5), torch.randn(4))):
         with torch.no_grad():
             actual, expected = (
