@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 
 from drawloom import NodeView, Problem, UserError, component, internal
 from drawloom.ports import (
+    OPS,
     Accumulator,
     Action,
     Device,
@@ -77,6 +78,7 @@ class ReplayedRoutes(PassFeature, Metric):
     _routes: list[dict[str, Tensor]] = internal(factory=list)
     _recorded_shape: torch.Size | None = internal(None)  # of a pass by the sampler
     _replayed: dict[str, Tensor] = internal(factory=dict)  # in a pass over a microbatch
+    _counts_choices: bool = internal(False)
     _sums: Tensor = internal(None)
 
     @classmethod
@@ -122,16 +124,17 @@ class ReplayedRoutes(PassFeature, Metric):
         elif run.kind == "training" and self._routes:
             batches: list[Any] = [inputs.batch for inputs in run.microbatches]
             routes = [*map(_pack_routes, batches, self._routes)]
-            return {**operations, "F": partial(self._run_with_routes, operations["F"], routes)}
+            passes = {op: operations[op] for op in OPS if op in operations}
+            return {**operations, **{op: partial(self._run_with_routes, passes[op], routes) for op in passes}}
         return operations
 
     def end_run(self, run: PassRun) -> None:
         self._recorded_shape = None
 
-    def _run_with_routes(self, forward: Operation, routes: list[dict[str, Tensor]], action: Action) -> None:
-        """Run a microbatch's forward pass with its routes by router."""
-        self._replayed = routes[action.microbatch]
-        forward(action)
+    def _run_with_routes(self, operation: Operation, routes: list[dict[str, Tensor]], action: Action) -> None:
+        """Run a microbatch's pass with its routes by router; a backward pass may compute layers again."""
+        self._replayed, self._counts_choices = routes[action.microbatch], action.op == "F"
+        operation(action)
         self._replayed = {}
 
     def record_or_replace(self, router: Any, chosen: Tensor) -> Tensor:
@@ -145,7 +148,8 @@ class ReplayedRoutes(PassFeature, Metric):
         sampled = torch.stack(own, -1).long() - 1
         is_sampled = sampled[..., 0] >= 0
         differs = is_sampled & (sampled.sort(-1).values != chosen.sort(-1).values).any(-1)
-        self._sums += torch.stack([differs.sum(), is_sampled.sum()])
+        if self._counts_choices:
+            self._sums += torch.stack([differs.sum(), is_sampled.sum()])
         return torch.where(differs.unsqueeze(-1), sampled, chosen)
 
     def run_phase(self, step: Step) -> None:

@@ -50,15 +50,16 @@ def test_equal_routes_change_nothing(lab: Path) -> None:
 
 def test_the_learning_pass_visits_the_experts_of_another_sampler(lab: Path) -> None:
     """
-    With a sampler that sometimes chooses other experts, replay alone restores its log-probabilities, on every mesh and
-    with shared prompts.
+    With a sampler that sometimes chooses other experts, replay alone restores its log-probabilities, on every mesh,
+    with shared prompts, and with layers that the backward pass computes again.
     """
     words = (*WORDS, "--import", "other_sampler.py", "rewards.nothing.use=other_sampler")
     ((before,), *_) = series(run(lab, "plain", *words), "sampler_difference")
     one = run(lab, "one", *words, *REPLAY)
     shared = run(lab, "shared", *words, *REPLAY, "--overlay", "with_shared_prefixes")
+    recomputed = run(lab, "recomputed", *words, *REPLAY, "stages.recompute=blocks")
     meshes = [run(lab, name, *words, *REPLAY, *layout, ranks=2) for name, layout in LAYOUTS.items()]
-    for folder in (one, shared, *meshes):
+    for folder in (one, shared, recomputed, *meshes):
         assert max(value for (value,) in series(folder, "sampler_difference")) < 1e-4 < 1e-2 < before, folder
         for ours, theirs in zip(series(folder, *MEASURED), series(one, *MEASURED), strict=True):
             assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6), folder
