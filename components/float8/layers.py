@@ -95,13 +95,13 @@ class Float8Attention(Float8Module, Attention):
             return super().project_qkv(hidden)
         weights = [layer.weight for layer in layers]
         with accept_rounded_inputs():
-            return linears_float8(self.float8, hidden.to(weights[0].dtype), weights)
+            q, k, *v = linears_float8(self.float8, hidden.to(weights[0].dtype), weights)
+        return q, k, *(v or (k,))
 
     def list_joint_layers(self) -> Sequence[Linear]:
         """Return the projections of the operation; none if one of them is not a plain product in float8."""
-        if self.spec.keys_as_values:
-            return ()
-        layers = self.q_proj, self.k_proj, self.v_proj
+        children: Mapping[str, Any] = dict(self.named_children())
+        layers = [children[name] for name in ("q_proj", "k_proj", "v_proj") if name in children]  # keys may be values
         return layers if all(map(_is_plain, layers)) else ()
 
 

@@ -4,9 +4,7 @@ import attrs
 
 from drawloom import at_least, component
 from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.config import (
-    training_setting,
-)
+from drawloom.components.model.decoder.config import training_setting
 from drawloom.components.model.decoder.expert_config import (
     RENAMED,
     SigmoidExpertsConfig,

@@ -1,9 +1,10 @@
 """The component `model.gemma4`: Gemma 4 for text without per-layer embeddings, such as 31B (Gemma team 2026)."""
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import attrs
-from torch import Tensor
+from torch import Tensor, nn
 
 from drawloom import above, component, setting
 from drawloom.components.model.decoder.builder import DecoderBuilder
@@ -17,11 +18,11 @@ from drawloom.components.model.decoder.config import (
     training_setting,
 )
 from drawloom.components.model.decoder.family import Family
+from drawloom.components.model.decoder.mixer_specs import NormedValueSpec
 from drawloom.components.model.decoder.rope import InvalidSetting, Rope
-from drawloom.components.model.decoder.specs import AttentionSpec
 from drawloom.components.model.decoder.tensor_names import rename_tensors
 from drawloom.components.model.gemma3 import GELU, SLIDING_THETA, GemmaConfig
-from drawloom.ports import ConfigJson, Settings
+from drawloom.ports import ConfigJson, LayerRange, Settings
 
 
 @attrs.frozen
@@ -41,7 +42,7 @@ class Gemma4Config(GemmaConfig):
     """Config of Gemma 4: layers with full attention have other heads, whose keys may be the values, too."""
 
     unused_keys = ("rope_scaling",)
-    has_layer_scalar = True
+    layer_class = "layer_scalar:ScaledBlock"
 
     layer_types: SlidingTypes = training_setting(
         "full_attention or sliding_attention for every layer, full for the last; default: every sixth, and the last",
@@ -68,18 +69,14 @@ class Gemma4Config(GemmaConfig):
     def attention_score_scale(self) -> float:
         return 1.0
 
-    @property
-    def logit_cap(self) -> float | None:
-        return self.final_logit_softcapping
-
     def rope_of(self, layer: int) -> Rope | None:
         if self.window_of(layer) is not None:
             return Rope(self.head_dim, self.rope_local_base_freq)
         pairs = int(self.partial_rotary_factor * self.global_head_dim // 2)
         return FirstPairsRope(self.global_head_dim, self.rope_theta, pairs=pairs)
 
-    def grouped_attention_spec_of(self, layer: int) -> AttentionSpec:
-        spec = attrs.evolve(super().grouped_attention_spec_of(layer), value_norm=True)
+    def grouped_attention_spec_of(self, layer: int) -> NormedValueSpec:
+        spec = NormedValueSpec(**attrs.asdict(super().grouped_attention_spec_of(layer), recurse=False))
         if self.window_of(layer) is not None:
             return spec
         is_shared = self.attention_k_eq_v
@@ -164,3 +161,14 @@ class Gemma4(DecoderBuilder):
         mapper=rename_tensors({r"\.scalar\.factor$": ".layer_scalar"}),
         has_classifier=False,
     )
+
+    def create_model(self, span: LayerRange) -> nn.Module:
+        architecture: Any = self.architecture
+        cap = architecture.final_logit_softcapping
+        if cap is None:
+            return super().create_model(span)
+        from drawloom.components.model.decoder.capped_head import CappedCausalLM
+
+        model = CappedCausalLM(architecture, span, self.kernels, self.scaling)
+        model.logit_cap = cap
+        return model

@@ -4,9 +4,7 @@ import attrs
 
 from drawloom import component, setting
 from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.config import (
-    rotary_factor_setting,
-)
+from drawloom.components.model.decoder.config import rotary_factor_setting
 from drawloom.components.model.decoder.expert_config import (
     RENAMED,
     SigmoidExpertsConfig,

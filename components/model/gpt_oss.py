@@ -17,9 +17,7 @@ from drawloom.components.model.decoder.config import (
     layer_types_setting,
     training_setting,
 )
-from drawloom.components.model.decoder.expert_config import (
-    ExpertsConfig,
-)
+from drawloom.components.model.decoder.expert_config import ExpertsConfig
 from drawloom.components.model.decoder.family import Family
 from drawloom.components.model.decoder.specs import ClampedSwiGlu, ExpertSpec, MixerSpec, Routing
 from drawloom.components.weights.mapper import parallel, sequential

@@ -14,9 +14,7 @@ from drawloom.components.model.decoder.config import (
     find_short_list_faults,
     layer_types_setting,
 )
-from drawloom.components.model.decoder.expert_config import (
-    SigmoidExpertsConfig,
-)
+from drawloom.components.model.decoder.expert_config import SigmoidExpertsConfig
 from drawloom.components.model.decoder.family import Family
 from drawloom.components.model.decoder.hybrid import LINEAR, NO_POSITIONS
 from drawloom.components.model.decoder.mapper import create_decoder_mapper

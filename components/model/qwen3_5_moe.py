@@ -4,12 +4,8 @@ import attrs
 
 from drawloom import component, setting
 from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.config import (
-    create_size_check,
-)
-from drawloom.components.model.decoder.expert_config import (
-    MoeConfig,
-)
+from drawloom.components.model.decoder.config import create_size_check
+from drawloom.components.model.decoder.expert_config import MoeConfig
 from drawloom.components.model.decoder.family import Family
 from drawloom.components.model.decoder.hybrid import HYBRID_DEFAULTS, HybridConfig, read_hybrid_config
 from drawloom.components.model.decoder.specs import ExpertSpec

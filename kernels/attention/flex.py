@@ -120,9 +120,7 @@ def create_document_block_mask(
     return make_block_mask(meet, whole, sees, (len(query_positions), len(positions)))
 
 
-def make_block_mask(
-    meet: Tensor, whole: Tensor, sees: Callable[..., Tensor], lengths: tuple[int, int]
-) -> BlockMask:
+def make_block_mask(meet: Tensor, whole: Tensor, sees: Callable[..., Tensor], lengths: tuple[int, int]) -> BlockMask:
     """
     Return the mask from the blocks that have a pair to attend, and those that have no other pairs, bool (rows, query
     blocks, key blocks); `sees` tells for a pair, and `lengths` are the numbers of queries and keys.

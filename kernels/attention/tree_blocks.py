@@ -8,9 +8,7 @@ from drawloom.kernels.attention.flex import find_extremes_by_block, make_block_m
 from drawloom.kernels.attention.readers import find_reader_ends, number_positions_in_texts
 
 
-def create_tree_block_mask(
-    document_ids: Tensor, window: int | None = None, queries: Tensor | None = None
-) -> BlockMask:
+def create_tree_block_mask(document_ids: Tensor, window: int | None = None, queries: Tensor | None = None) -> BlockMask:
     """
     Return the blocks that attend to each other, fully or in part, for the ids of trees, int64 (rows, length).
 

@@ -28,8 +28,7 @@ class Attention(TensorParallel):
         repeat = 2 if spec.gate else 1
         self.q_proj = Linear(outer, repeat * query_width, kernels, has_bias("q_proj"), unit=repeat * unit)
         self.k_proj = Linear(outer, key_width, kernels, has_bias("k_proj"), unit=unit)
-        if not spec.keys_as_values:
-            self.v_proj = Linear(outer, key_width, kernels, has_bias("v_proj"), unit=unit)
+        self.v_proj = Linear(outer, key_width, kernels, has_bias("v_proj"), unit=unit)
         eps, zero_centered = architecture.rms_norm_eps, architecture.zero_centered
         if spec.qk_norm == "head":
             self.q_norm = RMSNorm(unit, eps, kernels, zero_centered)
@@ -53,10 +52,7 @@ class Attention(TensorParallel):
         if self.spec.qk_norm == "projection":
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (x.view(*shape, -1, self.spec.head_dim) for x in (q, k, v))
-        if self.spec.value_norm:
-            ones = v.new_ones(self.spec.head_dim, dtype=torch.promote_types(v.dtype, torch.float32))
-            v = self.kernels.rms_norm(v, ones, self.q_norm.eps)
-        q, k = self._norm_and_rotate(q, k, context)
+        q, k, v = self.norm_and_rotate(q, k, v, context)
         mixed = self.kernels.attention(
             q, k, v, context.mask, self.spec.options, self.sinks if self.spec.sinks else None
         )
@@ -73,19 +69,20 @@ class Attention(TensorParallel):
 
     def project_qkv(self, hidden: Tensor) -> tuple[Tensor, ...]:
         """Return queries, keys and values (..., channels) for hidden states (..., hidden_size)."""
-        q, k = self.q_proj(hidden), self.k_proj(hidden)
-        return q, k, k if self.spec.keys_as_values else self.v_proj(hidden)
+        return self.q_proj(hidden), self.k_proj(hidden), self.v_proj(hidden)
 
-    def _norm_and_rotate(self, q: Tensor, k: Tensor, context: LayerContext) -> tuple[Tensor, Tensor]:
-        """Norm by head and rotate queries and keys (rows, length, heads, head_dim), both only if specified."""
+    def norm_and_rotate(self, q: Tensor, k: Tensor, v: Tensor, context: LayerContext) -> tuple[Tensor, Tensor, Tensor]:
+        """
+        Norm by head and rotate queries and keys, both only if specified; all are (rows, length, heads, head_dim).
+        """
         rope, by_head = self.spec.rope, self.spec.qk_norm == "head"
         if rope is None or context.angles is None:
-            return (self.q_norm(q), self.k_norm(k)) if by_head else (q, k)
+            return (self.q_norm(q), self.k_norm(k), v) if by_head else (q, k, v)
         cos, sin = context.angles
         if not by_head:
-            return self.kernels.rope(q, cos, sin, rope.interleaved), self.kernels.rope(k, cos, sin, rope.interleaved)
+            return self.kernels.rope(q, cos, sin, rope.interleaved), self.kernels.rope(k, cos, sin, rope.interleaved), v
         # One kernel norms and rotates both, as it reads each vector once.
-        return self.kernels.qk_norm_rope(
+        q, k = self.kernels.qk_norm_rope(
             q,
             k,
             self.q_norm.weight,
@@ -96,3 +93,4 @@ class Attention(TensorParallel):
             zero_centered=self.q_norm.zero_centered,
             interleaved=rope.interleaved,
         )
+        return q, k, v

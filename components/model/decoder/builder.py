@@ -269,14 +269,18 @@ class DecoderModel:
     def max_sequence_length(self) -> int:
         return self.architecture.max_sequence_length
 
-    def build(self, span: LayerRange) -> nn.Module:
+    def create_model(self, span: LayerRange) -> nn.Module:
+        """Return a span's module, a CausalLM."""
         from drawloom.components.model.decoder.model import CausalLM
 
-        module = CausalLM(self.architecture, span, self.kernels, self.scaling)
+        return CausalLM(self.architecture, span, self.kernels, self.scaling)
+
+    def build(self, span: LayerRange) -> nn.Module:
+        module: Any = self.create_model(span)
         family, architecture = self.family, self.architecture
         module.create_mapper = lambda names: family.mapper(names, architecture)
         if self.new_token_split is None:
-            return module
+            return module  # type: ignore[no-any-return]
         from drawloom.components.model.split_vocabulary import replace_by_split_layers
 
         return replace_by_split_layers(module, self.new_token_split)

@@ -1,10 +1,14 @@
-"""Head whose logits are bounded by a tanh (Gemma 2 and 4)."""
+"""Model whose logits are bounded by a tanh (Gemma 2 and 4)."""
+
+from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
 
+from drawloom.components.model.decoder.model import CausalLM
 from drawloom.components.model.layers import ChunkedHead
+from drawloom.ports import Finish, Head, TokenContext
 
 
 @attrs.define(eq=False)
@@ -16,3 +20,19 @@ class CappedHead(ChunkedHead):
     def logits(self, hidden: Tensor) -> Tensor:
         logits = self.project(hidden)
         return self.cap * (logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.cap).tanh()
+
+
+class CappedCausalLM(CausalLM):
+    """Span of a model with `logit_cap`, the bound of its logits."""
+
+    logit_cap: float
+
+    def forward(self, inputs: Tensor, shared: TokenContext, finish: Finish | None = None) -> Any:
+        if finish is None:
+            return super().forward(inputs, shared)
+        size = self.model.architecture.vocab_size
+
+        def finish_with_cap(hidden: Tensor, head: Head) -> Any:
+            return finish(hidden, CappedHead(head.logits, size, cap=self.logit_cap))
+
+        return super().forward(inputs, shared, finish_with_cap)

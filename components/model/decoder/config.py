@@ -69,8 +69,8 @@ class DecoderConfig:
     unused_keys: ClassVar[tuple[str, ...]] = ()
     """Inherited keys that the family does not have: such as `rope_theta` without rotary positions."""
 
-    has_layer_scalar: ClassVar[bool] = False
-    """Whether a layer's output is multiplied by a number in files, which is not trained."""
+    layer_class: ClassVar[str] = "layer:Block"
+    """The layers' module and class."""
 
     # Class variables that a family may declare as keys.
     residual_multiplier = 1.0
@@ -130,11 +130,6 @@ class DecoderConfig:
     def logit_multiplier(self) -> float:
         """The factor by which logits are multiplied."""
         return 1.0
-
-    @property
-    def logit_cap(self) -> float | None:
-        """The bound that a tanh puts on logits; None: they are not bounded."""
-        return None
 
     def embedding_multiplier_in(self, dtype: torch.dtype) -> float:
         """Return the factor by which embeddings are multiplied, rounded as a model in this dtype rounds it."""

@@ -6,9 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.experts.local import LocalExperts
-from drawloom.components.model.decoder.expert_config import (
-    MoeConfig,
-)
+from drawloom.components.model.decoder.expert_config import MoeConfig
 from drawloom.components.model.decoder.mlp import GatedMlp
 from drawloom.components.model.decoder.router import Router
 from drawloom.components.model.decoder.specs import ExpertSpec, LayerContext, MlpSpec

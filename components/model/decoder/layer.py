@@ -23,9 +23,6 @@ class Block(nn.Module):
         super().__init__()
         self.branches = tuple(branches)
         self.residual_multiplier = architecture.residual_multiplier
-        self.scalar: nn.Module | None = None
-        if architecture.has_layer_scalar:
-            self.scalar = resolve_name(f"{__package__}.layer_scalar:LayerScalar")()
         self.kernels = kernels
         for branch in self.branches:
             for name in filter(None, (branch.norm_before, branch.norm_after)):
@@ -48,8 +45,7 @@ class Block(nn.Module):
                 output = self.get_submodule(branch.norm_after)(output)
             if self.residual_multiplier != 1.0:
                 output = output * self.residual_multiplier
-        hidden = hidden if output is None else hidden + output
-        return hidden if self.scalar is None else self.scalar(hidden)
+        return hidden if output is None else hidden + output
 
     def add_and_norm(self, output: Tensor | None, hidden: Tensor, branch: Branch) -> NormAndSum:
         """Add a branch's output to the residual stream; return the next branch's normed input and the stream."""

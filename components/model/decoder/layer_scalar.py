@@ -1,7 +1,12 @@
-"""Number by which a layer's output is multiplied (Gemma 4)."""
+"""Layer whose output is multiplied by a number (Gemma 4)."""
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from drawloom.components.model.decoder.layer import Block
+from drawloom.components.model.decoder.specs import LayerContext
 
 
 class LayerScalar(nn.Module):
@@ -18,3 +23,15 @@ class LayerScalar(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """Multiply hidden states (rows, length, hidden_size), of any floating dtype."""
         return hidden * self.get_buffer("factor").to(hidden.dtype)
+
+
+class ScaledBlock(Block):
+    """Layer with a number by which its output is multiplied."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.scalar = LayerScalar()
+
+    def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
+        scaled: Tensor = self.scalar(super().forward(hidden, context))
+        return scaled

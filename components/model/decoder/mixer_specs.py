@@ -2,7 +2,19 @@
 
 import attrs
 
-from drawloom.components.model.decoder.specs import MixerSpec, RecurrentSpec
+from drawloom.components.model.decoder.specs import AttentionSpec, MixerSpec, RecurrentSpec
+
+
+@attrs.frozen(kw_only=True)
+class NormedValueSpec(AttentionSpec):
+    """
+    Specification of attention whose values are normed by head, without a weight. With `keys_as_values`, the projected
+    keys, before norm and rotation, are the values, too.
+    """
+
+    part = "normed_values:NormedValueAttention"
+
+    keys_as_values: bool = False
 
 
 @attrs.frozen(kw_only=True)

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from pkgutil import resolve_name
 from typing import Any
 
 import attrs
@@ -10,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from drawloom.components.model.decoder.config import DecoderConfig
-from drawloom.components.model.decoder.layer import Block
 from drawloom.components.model.decoder.specs import Branch, LayerContext, MixerSpec, RecurrentSpec
 from drawloom.components.model.layers import Embedding, Linear, RMSNorm
 from drawloom.components.parallel.tensor_ranks import TensorParallel
@@ -84,8 +84,9 @@ class Decoder(TensorParallel):
         self.rope_indices = [self.ropes.index(None if layer is None else layer.rope) for layer in self.attention]
         specs = [branch.spec for layer in branches.values() for branch in layer]
         self.is_recurrent = any(isinstance(spec, RecurrentSpec) for spec in specs)
+        layer_class = resolve_name(f"{__package__}.{architecture.layer_class}")
         self.layers = nn.ModuleDict(
-            {str(number): Block(architecture, layer, kernels) for number, layer in branches.items()}
+            {str(number): layer_class(architecture, layer, kernels) for number, layer in branches.items()}
         )
         if span.head:
             self.norm = RMSNorm(
@@ -180,7 +181,6 @@ class CausalLM(nn.Module):
         self.scaling = scaling
         self.model = Decoder(architecture, span, kernels)
         self.tied = architecture.tie_word_embeddings
-        self.logit_cap = architecture.logit_cap
         self.lm_head: Any
         has_own_head = span.head and not self.tied
         head = Linear(architecture.hidden_size, architecture.vocab_size, kernels, uneven=True) if has_own_head else None
@@ -211,13 +211,6 @@ class CausalLM(nn.Module):
             return hidden
         # An adapter of a tied head adds a layer.
         layer: HeadLayer = self.model.embed_tokens if self.lm_head is None else self.lm_head
-        if (cap := self.logit_cap) is not None:
-            from drawloom.components.model.decoder.capped_head import CappedHead  # few families have it
-
-            size = self.model.architecture.vocab_size
-            return layer.finish_with_head(
-                hidden, lambda hidden, head: finish(hidden, CappedHead(head.logits, size, cap=cap))
-            )
         return layer.finish_with_head(hidden, finish)
 
     def role_with_scaling(self, name: str, role: Role) -> Role:

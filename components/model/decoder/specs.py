@@ -45,16 +45,13 @@ class AttentionSpec(MixerSpec):
 
     `qk_norm` norms queries and keys (RMSNorm), by head or over the whole projection. With `sinks`, every head has a
     learned score for one more key, whose value is 0. With a `gate`, the output is multiplied by the sigmoid of a
-    projection. With `keys_as_values`, the projection of keys, before norm and rotation, has the values, too. With
-    `value_norm`, values are normed by head, without a weight.
+    projection.
     """
 
     kv_heads: int
     head_dim: int
     sinks: bool = False
     gate: bool = False
-    keys_as_values: bool = False
-    value_norm: bool = False
     qk_norm: Literal["none", "head", "projection"] = "none"
     part = "attention:Attention"
 
