@@ -64,7 +64,7 @@ class _Registration:
         )
 
 
-_REGISTERED: dict[OpOverloadPacket, _Registration] = {}
+REGISTERED: dict[OpOverloadPacket, _Registration] = {}
 
 
 def register_costs(
@@ -84,19 +84,14 @@ def register_costs(
     for function in (flops, scratch, equivalent_flops or flops):
         if unknown := sorted(signature(function).parameters.keys() - known):
             raise TypeError(f"{operation} does not have the arguments {unknown} of {function.__qualname__}")
-    _REGISTERED[operation] = _Registration(flops, scratch, is_attention, equivalent_flops or flops)
-
-
-def has_costs(operation: OpOverloadPacket) -> bool:
-    """Return whether an operation has registered its costs."""
-    return operation in _REGISTERED
+    REGISTERED[operation] = _Registration(flops, scratch, is_attention, equivalent_flops or flops)
 
 
 def compute_operation_costs(
     operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
 ) -> OperationCosts:
     """Return a call's costs, as registered by the operation, or else the FLOPs counted by torch."""
-    registration = _REGISTERED.get(operator.overloadpacket)
+    registration = REGISTERED.get(operator.overloadpacket)
     if registration is not None:
         return registration.compute_costs(bind_arguments(operator, args, kwargs))
     flops = _count_flops_by_torch(operator, args, kwargs, result)

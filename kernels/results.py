@@ -1,6 +1,7 @@
-"""Operations' results with several parts, named by ports."""
+"""Operations' results with several parts, and a rank's part of rows; ports name them."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -24,3 +25,44 @@ class PermutedRows(NamedTuple):
 
     rows: Tensor
     probabilities: Tensor
+
+
+class RowPart(Protocol):
+    """This rank's tokens in every row, if several ranks share the rows (context parallelism)."""
+
+    @property
+    def token_indices(self) -> Tensor:
+        """Indices of this rank's tokens in a row, int64 (tokens,), ascending."""
+        ...
+
+    def gather(self, part: Tensor) -> Tensor:
+        """Gather whole rows (rows, length, ...) from every rank's `part` (rows, tokens, ...); differentiable."""
+        ...
+
+    @property
+    def piece_indices(self) -> tuple[int, ...]:
+        """
+        Indices of this rank's pieces; all ranks' pieces are equally long runs of tokens, counted from the row's start.
+        """
+        ...
+
+    def start_gathering_others(self, own: Tensor) -> Callable[[], Tensor]:
+        """
+        Start to gather from `own` (rows, tokens, ...); a call waits, and returns other ranks' tokens in order (rows,
+        others, ...).
+        """
+        ...
+
+    def start_summing_for_owners(self, others: Tensor) -> Callable[[], Tensor]:
+        """
+        Start to send addends for other ranks' tokens (rows, others, ...) to their ranks; a call waits, and returns the
+        sum for this rank's tokens (rows, tokens, ...).
+        """
+        ...
+
+    def gather_pieces(self, own: Tensor) -> Tensor:
+        """
+        Gather all ranks' values per piece, (rows, own pieces, ...), in the order of pieces along a row: (rows, all
+        pieces, ...); differentiable.
+        """
+        ...

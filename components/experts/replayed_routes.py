@@ -48,9 +48,7 @@ class ReplayingRouter:
 
     def choose_experts(self, scores: Tensor) -> Tensor:
         """Return the sampler's experts, or the router's own, int64 (..., choices), by scores (..., experts)."""
-        router: Any = self
-        chosen: Tensor = super().choose_experts(scores)  # type: ignore[misc]
-        return self.replay.record_or_replace(router, chosen)
+        return self.replay.record_or_replace(self, super().choose_experts(scores))  # type: ignore[misc]
 
 
 @component(reads=("rollouts", "batches"))
@@ -116,16 +114,18 @@ class ReplayedRoutes(PassFeature, Metric):
 
     def start_run(self, run: PassRun, operations: Mapping[str, Operation]) -> Mapping[str, Operation]:
         """Record the routes of passes with a cache, and replay them in training."""
-        if run.kind == "inference" and (cache := run.microbatches[0].shared.cache) is not None:
-            if cache is not self._cache:
-                self._cache, self._recorded = cache, {path: [] for path in self._routers}
-            shared: Any = run.microbatches[0].shared
+        shared: Any = run.microbatches[0].shared
+        if run.kind == "inference" and shared.cache is not None:
+            if shared.cache is not self._cache:
+                self._cache, self._recorded = shared.cache, {path: [] for path in self._routers}
             self._recorded_shape = shared.positions.shape
         elif run.kind == "training" and self._routes:
             batches: list[Any] = [inputs.batch for inputs in run.microbatches]
             routes = [*map(_pack_routes, batches, self._routes)]
-            passes = {op: operations[op] for op in OPS if op in operations}
-            return {**operations, **{op: partial(self._run_with_routes, passes[op], routes) for op in passes}}
+            return {
+                op: partial(self._run_with_routes, operation, routes) if op in OPS else operation
+                for op, operation in operations.items()
+            }
         return operations
 
     def end_run(self, run: PassRun) -> None:

@@ -1,10 +1,9 @@
 """The component `model.gemma4`: Gemma 4 for text without per-layer embeddings, such as 31B (Gemma team 2026)."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import attrs
-from torch import Tensor, nn
+from torch import Tensor
 
 from drawloom import above, component, setting
 from drawloom.components.model.decoder.builder import DecoderBuilder
@@ -20,9 +19,8 @@ from drawloom.components.model.decoder.config import (
 from drawloom.components.model.decoder.family import Family
 from drawloom.components.model.decoder.mixer_specs import NormedValueSpec
 from drawloom.components.model.decoder.rope import InvalidSetting, Rope
-from drawloom.components.model.decoder.tensor_names import rename_tensors
 from drawloom.components.model.gemma3 import GELU, SLIDING_THETA, GemmaConfig
-from drawloom.ports import ConfigJson, LayerRange, Settings
+from drawloom.ports import ConfigJson, Settings
 
 
 @attrs.frozen
@@ -42,7 +40,8 @@ class Gemma4Config(GemmaConfig):
     """Config of Gemma 4: layers with full attention have other heads, whose keys may be the values, too."""
 
     unused_keys = ("rope_scaling",)
-    layer_class = "layer_scalar:ScaledBlock"
+    layer_class = "scaled_layer:ScaledBlock"
+    model_class = "capped_model:CappedCausalLM"
 
     layer_types: SlidingTypes = training_setting(
         "full_attention or sliding_attention for every layer, full for the last; default: every sixth, and the last",
@@ -79,9 +78,9 @@ class Gemma4Config(GemmaConfig):
         spec = NormedValueSpec(**attrs.asdict(super().grouped_attention_spec_of(layer), recurse=False))
         if self.window_of(layer) is not None:
             return spec
-        is_shared = self.attention_k_eq_v
-        heads = (is_shared and self.num_global_key_value_heads) or self.num_key_value_heads
-        return attrs.evolve(spec, head_dim=self.global_head_dim, kv_heads=heads, keys_as_values=is_shared)
+        shared = self.attention_k_eq_v
+        heads = (shared and self.num_global_key_value_heads) or self.num_key_value_heads
+        return attrs.evolve(spec, head_dim=self.global_head_dim, kv_heads=heads, keys_as_values=shared)
 
     @classmethod
     def find_faults(cls, given: Settings) -> Iterator[InvalidSetting]:
@@ -158,17 +157,5 @@ class Gemma4(DecoderBuilder):
         ),
         read=_convert_config_from_hf,
         write=_convert_config_to_hf,
-        mapper=rename_tensors({r"\.scalar\.factor$": ".layer_scalar"}),
         has_classifier=False,
     )
-
-    def create_model(self, span: LayerRange) -> nn.Module:
-        architecture: Any = self.architecture
-        cap = architecture.final_logit_softcapping
-        if cap is None:
-            return super().create_model(span)
-        from drawloom.components.model.decoder.capped_head import CappedCausalLM
-
-        model = CappedCausalLM(architecture, span, self.kernels, self.scaling)
-        model.logit_cap = cap
-        return model

@@ -6,7 +6,7 @@ et al. 2024, "The Llama 3 Herd of Models", arXiv 2407.21783, section 3.3.2). Eve
 which are small with grouped queries.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import attrs
@@ -54,26 +54,28 @@ class ContextPart:
 
         def wait() -> Tensor:
             pending.wait()
-            places = self.list_places(others=True)
             pieces = gathered.unflatten(2, (len(self.piece_indices), -1))  # type: ignore[no-untyped-call]
-            return torch.cat([pieces[rank, :, number] for rank, number in places], 1)
+            return torch.cat([pieces[rank, :, number] for rank, number in self.list_places(others=True)], 1)
 
         return wait
 
     def start_summing_for_owners(self, others: Tensor) -> Callable[[], Tensor]:
         places = self.list_places(others=True)
-        numbers, length = len(self.piece_indices), others.shape[1] // len(places)
-        parts = others.new_empty(self.group.size, len(others), numbers, length, *others.shape[2:])
-        parts[self.group.rank] = 0
-        for (rank, number), piece in zip(places, torch.split(others, length, 1), strict=True):
-            parts[rank, :, number] = piece
-        own, pending = self.group.start_reduce_scatter(parts)
+        pieces = others.unflatten(1, (len(places), -1))  # type: ignore[no-untyped-call]
+        own, pending = self.group.start_reduce_scatter(self.arrange_by_rank(pieces, places))
 
         def wait() -> Tensor:
             pending.wait()
             return own.flatten(1, 2)
 
         return wait
+
+    def arrange_by_rank(self, pieces: Tensor, places: Sequence[tuple[int, int]]) -> Tensor:
+        """Return pieces (rows, pieces, ...) by rank, (size, rows, a rank's pieces, ...), with zeros at other places."""
+        arranged = pieces.new_zeros(self.group.size, len(pieces), len(self.piece_indices), *pieces.shape[2:])
+        for piece, (rank, number) in enumerate(places):
+            arranged[rank, :, number] = pieces[:, piece]
+        return arranged
 
     def list_places(self, others: bool = False) -> list[tuple[int, int]]:
         """Return a row's pieces in order, or only other ranks', each as its rank and its number among that rank's."""
@@ -105,10 +107,7 @@ class _Gather(torch.autograd.Function):
         if grad.is_meta:
             shape = grad.shape[0], grad.shape[1] // size, *grad.shape[2:]
             return emulate_collective(grad, shape, "reduce_scatter", "context", size), None
-        parts = grad.new_empty(size, len(grad), grad.shape[1] // size, *grad.shape[2:])
-        for piece, (rank, number) in enumerate(part.list_places()):
-            parts[rank, :, number] = grad[:, piece]
-        return part.group.reduce_scatter(parts), None
+        return part.group.reduce_scatter(part.arrange_by_rank(grad, part.list_places())), None
 
 
 def _compute_piece_indices(size: int, rank: int, tokens: int) -> tuple[int, ...]:
@@ -133,5 +132,5 @@ def _compute_token_positions(length: int, size: int, rank: int) -> Tensor:
             f"write a length that is a multiple of {size}, or better of {2 * size}, which balances the ranks' work",
             exit_code=2,
         )
-    pieces = torch.arange(length).chunk(2 * size if length % (2 * size) == 0 else size)
-    return torch.cat([pieces[rank], pieces[-1 - rank]]) if len(pieces) == 2 * size else pieces[rank]
+    indices = _compute_piece_indices(size, rank, length // size)
+    return torch.arange(length).view(size * len(indices), -1)[list(indices)].flatten()

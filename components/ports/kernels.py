@@ -5,10 +5,10 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from drawloom.components.ports.model import KeyValueCache, RowPart, StorageFormat, VocabularyPart
+from drawloom.components.ports.model import KeyValueCache, StorageFormat, VocabularyPart
 from drawloom.graph import port
 from drawloom.kernels.attention.options import PLAIN_ATTENTION, AttentionOptions
-from drawloom.kernels.results import NormAndSum, PermutedRows, TokenLosses
+from drawloom.kernels.results import NormAndSum, PermutedRows, RowPart, TokenLosses
 
 Routes = tuple[Tensor, Tensor, Tensor]
 """Routing tables: rows by choice, choices by row, and row ends by expert; see Kernels."""

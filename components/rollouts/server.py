@@ -316,17 +316,18 @@ class ServerRollouts:
     Sampler that asks a server with OpenAI's completions API, such as vLLM or SGLang, and updates its weights.
 
     An update exports the policy, without an average, as a Hugging Face folder, which the server must see at the same
-    path, and sends the requests `reload`. A row is one request with token ids and a seed of its own, so it depends on
-    its key; whether the server's numbers depend on the rows beside it is the server's matter. The server's
-    log-probabilities are the denominator of the loss's ratio, and `metrics.rollouts` reports their largest distance
-    from the training pass as `sampler_difference`. Entropies are estimated by the sampled tokens: minus their
+    path, and sends the requests `reload`. A row's first turn is one request with token ids and its own seed, unless
+    `rows_per_request` is above 1; whether the server's numbers depend on the rows beside it is the server's matter. The
+    server's log-probabilities are the denominator of the loss's ratio, and `metrics.rollouts` reports their largest
+    distance from the training pass as `sampler_difference`. Entropies are estimated by the sampled tokens: minus their
     log-probabilities.
 
     With `update_every` above 1, checkpoints contain the server's export, so a resumed run samples from the
     same weights as a run without interruption. One rank of each model replica sends requests.
 
     After a server's fault the run waits, sends the weights again, since a restarted server has other ones, and samples
-    again the rows without an answer before the fault.
+    again the rows without an answer before the fault. A restart while no request is under way is not noticed before the
+    next update.
     """
 
     model: LanguageModel

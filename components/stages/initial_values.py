@@ -137,11 +137,13 @@ class InitialValues:
 
     def _read_weights(self, folder: Path, module: nn.Module) -> None:
         """Load a module's parameters from the folder, except for adapters."""
-        from drawloom.components.weights.load import fill_module_from_folder
+        from drawloom.components.weights.load import fill_module, open_and_check_folder
 
         mapper = self._folder_to_parameters_mapper
+        excluded = adapter_parameter_names(module)
         try:
-            fill_module_from_folder(folder, module, mapper, self.device, adapter_parameter_names(module), self.splits)
+            source = open_and_check_folder(folder, module, mapper, excluded, self.splits)
+            fill_module(source, module, mapper, self.device, excluded, self.splits)
         except UserError as error:
             prefix = "weights: " if self.weights else ""  # otherwise the folder is not in this setting
             raise UserError(f"{prefix}{error}", error.exit_code) from error

@@ -88,28 +88,6 @@ class StackedExperts:
         )
 
 
-def fill_module_from_folder(
-    folder: Path,
-    module: nn.Module,
-    mapper: Mapper,
-    device: torch.device | str = "cpu",
-    excluded: Collection[str] = (),
-    slices: Mapping[str, TensorSlice] = {},
-) -> None:
-    """
-    Fill a module, the whole model or a part, from a folder, through the whole model's mapper.
-
-    Parameters on the meta device are materialized on `device`, others are filled in place; they keep dtype and
-    sharding. Persistent buffers must be materialized; the mapper's output buffers are filled. Raises
-    UserError with all tensors that are missing, unexpected or of another shape. One unexpected tensor is accepted
-    if it equals an expected one bit for bit, because it is a tied copy. Parameters named in `excluded` stay
-    unchanged; parameters in `slices` are slices.
-    """
-    fill_module(
-        open_and_check_folder(folder, module, mapper, excluded, slices), module, mapper, device, excluded, slices
-    )
-
-
 def open_and_check_folder(
     folder: Path,
     module: nn.Module,
@@ -118,8 +96,10 @@ def open_and_check_folder(
     slices: Mapping[str, TensorSlice] = {},
 ) -> TensorSource:
     """
-    Open a folder for `fill_module_from_folder`, and check the files' headers. Raises UserError if the folder can't fill
-    the module.
+    Open a folder as a source for `fill_module`, and check the files' headers.
+
+    Raises UserError with all tensors that are missing, unexpected or of another shape. One unexpected tensor is
+    accepted if it equals an expected one bit for bit, because it is a tied copy.
     """
     source = TextTensors(open_safetensors_folder(folder), frozenset(mapper.inputs))
     targets = _find_target_tensors(module, mapper, excluded)
@@ -154,9 +134,10 @@ def fill_module(
     """
     Fill a module's parameters and persistent buffers from a mapper's outputs.
 
-    Parameters on the meta device are materialized on `device`. For names in `slices` the module has slices. A frozen
-    weight that the module stores in a quantized format is quantized on `device`; if the source has this format, and the
-    mapper only moves its rows, it keeps the bits of the source.
+    Parameters on the meta device are materialized on `device`, others are filled in place; they keep dtype and
+    sharding. Persistent buffers must be materialized. Names in `excluded` stay unchanged. For names in `slices` the
+    module has slices. A frozen weight that the module stores in a quantized format is quantized on `device`; if the
+    source has this format, and the mapper only moves its rows, it keeps the bits of the source.
     """
     parameters = _find_target_tensors(module, mapper, excluded)
     needed = select_outputs(mapper, parameters)

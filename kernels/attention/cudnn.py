@@ -28,7 +28,8 @@ from drawloom.kernels.attention.flash import (
 )
 from drawloom.kernels.attention.flex import FLEX, create_document_block_mask
 from drawloom.kernels.attention.options import PLAIN_ATTENTION, AttentionOptions
-from drawloom.kernels.attention.pieces import PieceExchange, PiecewiseKernel, RowPieces, gather_keys_and_values
+from drawloom.kernels.attention.pieces import PiecewiseKernel, RowPieces, gather_keys_and_values
+from drawloom.kernels.results import RowPart
 
 ONE_DOCUMENT_PER_ROW = "whole rows"
 """Value for the mask if every row is one document."""
@@ -62,7 +63,7 @@ def attention_cudnn(
     if mask is not ONE_DOCUMENT_PER_ROW and not isinstance(mask, RowPieces):
         return FLEX.attend(q, k, v, mask, options, sinks)
     if isinstance(mask, RowPieces):
-        return _attend_from_pieces(q, k, v, mask.exchange, options, sinks)
+        return _attend_from_pieces(q, k, v, mask.part, options, sinks)
     if q.is_meta:
         return attention_on_meta(q, k, v, sinks=sinks)
     server = choose_one_document_implementation(q, k, v, options, sinks)
@@ -80,19 +81,19 @@ def attention_cudnn(
 
 
 def _attend_from_pieces(
-    q: Tensor, k: Tensor, v: Tensor, exchange: PieceExchange, options: AttentionOptions, sinks: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, part: RowPart, options: AttentionOptions, sinks: Tensor | None
 ) -> Tensor:
     """Compute attention_cudnn with RowPieces, by cuDNN if it can serve these tokens; k and v are this rank's tokens."""
     if not q.is_meta and choose_one_document_implementation(q, k, v, options, sinks) == "cudnn":
-        kernel = PiecewiseKernel(CudnnKernel(options.scale), CudnnKernel(options.scale, False), exchange)
+        kernel = PiecewiseKernel(CudnnKernel(options.scale), CudnnKernel(options.scale, False), part)
         return attend_with_optional_sinks(kernel, q, k, v, sinks)
-    k, v = gather_keys_and_values(exchange, k, v)
+    k, v = gather_keys_and_values(part, k, v)
     if q.is_meta:
         return attention_on_meta(q, k, v, sinks=sinks)
     if q.is_cuda or torch.compiler.is_compiling():
         documents = torch.zeros(k.shape[:2], dtype=torch.int64, device=q.device)
-        return FLEX.attend(q, k, v, create_document_block_mask(documents, None, exchange.token_indices), options, sinks)
-    visible = exchange.token_indices[:, None] >= torch.arange(k.shape[1])
+        return FLEX.attend(q, k, v, create_document_block_mask(documents, None, part.token_indices), options, sinks)
+    visible = part.token_indices[:, None] >= torch.arange(k.shape[1])
     return attention_eager(q, k, v, visible.expand(len(q), 1, -1, -1), options, sinks)
 
 

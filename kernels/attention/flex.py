@@ -102,10 +102,10 @@ def create_document_block_mask(
     """
     positions = torch.arange(document_ids.shape[1], device=document_ids.device)
     query_positions = positions if queries is None else queries
-    least, greatest = (bound[:, None, :] for bound in find_extremes_by_block(document_ids))
-    low, high = (bound[:, :, None] for bound in find_extremes_by_block(document_ids[:, query_positions]))
-    first, last = (bound[:, None, :] for bound in find_extremes_by_block(positions[None]))
-    begin, end = (bound[:, :, None] for bound in find_extremes_by_block(query_positions[None]))
+    least, greatest = (bound[:, None, :] for bound in _find_extremes_by_block(document_ids))
+    low, high = (bound[:, :, None] for bound in _find_extremes_by_block(document_ids[:, query_positions]))
+    first, last = (bound[:, None, :] for bound in _find_extremes_by_block(positions[None]))
+    begin, end = (bound[:, :, None] for bound in _find_extremes_by_block(query_positions[None]))
     meet = (low <= greatest) & (least <= high) & (first <= end)
     whole = (low == greatest) & (least == high) & (last <= begin)
     if window is not None:
@@ -117,19 +117,12 @@ def create_document_block_mask(
         is_near = (position >= key) if window is None else (position >= key) & (position - key < window)
         return is_near & (document_ids[row, position] == document_ids[row, key])
 
-    return make_block_mask(meet, whole, sees, (len(query_positions), len(positions)))
-
-
-def make_block_mask(meet: Tensor, whole: Tensor, sees: Callable[..., Tensor], lengths: tuple[int, int]) -> BlockMask:
-    """
-    Return the mask from the blocks that have a pair to attend, and those that have no other pairs, bool (rows, query
-    blocks, key blocks); `sees` tells for a pair, and `lengths` are the numbers of queries and keys.
-    """
-    blocks = *_count_and_list_key_blocks(meet & ~whole), *_count_and_list_key_blocks(whole)
+    partial, lengths = meet & ~whole, (len(query_positions), len(positions))
+    blocks = *_count_and_list_key_blocks(partial), *_count_and_list_key_blocks(whole)
     return BlockMask.from_kv_blocks(*blocks, BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=lengths)
 
 
-def find_extremes_by_block(numbers: Tensor) -> tuple[Tensor, Tensor]:
+def _find_extremes_by_block(numbers: Tensor) -> tuple[Tensor, Tensor]:
     """Return the least and the greatest number in each block of (rows, length), both (rows, blocks)."""
     rows, length = numbers.shape
     count = -(-length // BLOCK)

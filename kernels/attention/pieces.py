@@ -7,57 +7,26 @@ merged result (Liu et al. 2023, "Ring Attention with Blockwise Transformers", ar
 sent beside attention among own tokens in the forward pass, and their gradients in the backward pass.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from drawloom.kernels.attention.flash import SoftmaxStatistics, StatisticsKernel
-
-
-class PieceExchange(Protocol):
-    """This rank's pieces of every row, and exchanges with ranks that have the others."""
-
-    @property
-    def token_indices(self) -> Tensor:
-        """Indices of this rank's tokens in a row, int64 (tokens,), ascending."""
-        ...
-
-    @property
-    def piece_indices(self) -> tuple[int, ...]:
-        """Indices of this rank's pieces among all equally long pieces of a row, ascending."""
-        ...
-
-    def gather(self, part: Tensor) -> Tensor:
-        """Gather whole rows (rows, length, ...) from every rank's `part` (rows, tokens, ...); differentiable."""
-        ...
-
-    def start_gathering_others(self, own: Tensor) -> Callable[[], Tensor]:
-        """
-        Start to gather from `own` (rows, tokens, ...); a call waits, and returns other ranks' tokens in order (rows,
-        others, ...).
-        """
-        ...
-
-    def start_summing_for_owners(self, others: Tensor) -> Callable[[], Tensor]:
-        """
-        Start to send addends for other ranks' tokens (rows, others, ...) to their ranks; a call waits, and returns the
-        sum for this rank's tokens (rows, tokens, ...).
-        """
-        ...
+from drawloom.kernels.results import RowPart
 
 
 class RowPieces(NamedTuple):
     """The mask for queries in pieces of rows with one document; keys and values are this rank's too."""
 
-    exchange: PieceExchange
+    part: RowPart
 
 
-def gather_keys_and_values(exchange: PieceExchange, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def gather_keys_and_values(part: RowPart, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Gather k (rows, tokens, heads, head_dim) and v (rows, tokens, heads, v_dim) of whole rows in one collective."""
-    return _split_keys_and_values(exchange.gather(_join_keys_and_values(k, v)), k, v)
+    return _split_keys_and_values(part.gather(_join_keys_and_values(k, v)), k, v)
 
 
 def _join_keys_and_values(k: Tensor, v: Tensor) -> Tensor:
@@ -76,11 +45,11 @@ class PiecewiseKernel:
 
     causal: StatisticsKernel
     full: StatisticsKernel
-    exchange: PieceExchange
+    part: RowPart
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, SoftmaxStatistics]:
         """Return the result (rows, tokens, heads, v_dim); statistics also keep other ranks' keys and values."""
-        wait = self.exchange.start_gathering_others(_join_keys_and_values(k, v))
+        wait = self.part.start_gathering_others(_join_keys_and_values(k, v))
         mixed, (lse, state) = self.causal.forward(q, k, v)
         others = wait()
         keys, values = _split_keys_and_values(others, k, v)
@@ -104,7 +73,7 @@ class PiecewiseKernel:
             grads_of_pieces.append((piece, grads[0]))
             grad_keys[:, :count] += grads[1]
             grad_values[:, :count] += grads[2]
-        wait = self.exchange.start_summing_for_owners(grad_others)
+        wait = self.part.start_summing_for_owners(grad_others)
         grad_q, grad_k, grad_v = self.causal.backward(grad, q, k, v, mixed, SoftmaxStatistics(lse, tuple(state)))
         for piece, grad_piece in grads_of_pieces:
             grad_q[:, piece] += grad_piece
@@ -113,7 +82,7 @@ class PiecewiseKernel:
 
     def _list_pieces(self, tokens: int) -> Iterator[tuple[slice, int]]:
         """Yield the tokens of own pieces, with the number of other ranks' tokens before it, unless there are none."""
-        indices = self.exchange.piece_indices
+        indices = self.part.piece_indices
         length = tokens // len(indices)
         for number, index in enumerate(indices):
             if index > number:

@@ -1,9 +1,12 @@
 """
 Attention in text trees: texts with the same beginning share its tokens.
 
-A tree has the shared beginning, and then its texts' other tokens, one text after another.
+A tree has the shared beginning, and then its texts' other tokens, one text after another. Ids from 0 number documents
+in succession. An id below 0 tells where a token's readers, the tokens that see it, end: with the id -n a token is seen
+by itself and by later tokens before the row's index n.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +14,6 @@ from torch import Tensor
 
 from drawloom.kernels.attention.eager import AttentionImplementation, attention_eager
 from drawloom.kernels.attention.options import PLAIN_ATTENTION, AttentionOptions
-from drawloom.kernels.attention.readers import find_reader_ends, number_positions_in_texts
 
 
 def create_tree_mask(document_ids: Tensor, window: int | None = None, queries: Tensor | None = None) -> Any:
@@ -22,17 +24,45 @@ def create_tree_mask(document_ids: Tensor, window: int | None = None, queries: T
     """
     if document_ids.is_meta:
         return None
-    if document_ids.is_cuda:
-        from drawloom.kernels.attention.tree_blocks import create_tree_block_mask  # imports much of torch
+    from torch.nn.attention.flex_attention import create_block_mask, create_mask  # imports much of torch
 
-        return create_tree_block_mask(document_ids, window, queries)
-    ends, keys = find_reader_ends(document_ids), torch.arange(document_ids.shape[1])
-    reader = (keys if queries is None else queries)[:, None]
-    mask = (reader >= keys) & (reader < ends[:, None])
-    if window is not None:
-        positions = number_positions_in_texts(ends)
-        mask &= positions[:, reader] - positions[:, None] < window
-    return mask[:, None]
+    rows, length = document_ids.shape
+    create: Any = create_block_mask if document_ids.is_cuda else create_mask
+    count = length if queries is None else len(queries)
+    return create(create_reader_test(document_ids, window, queries), rows, None, count, length, document_ids.device)
+
+
+def create_reader_test(document_ids: Tensor, window: int | None, queries: Tensor | None) -> Callable[..., Tensor]:
+    """Return the function that tells for row, head, query and key, integers (), whether the query sees the key."""
+    ends = find_reader_ends(document_ids)
+    positions = number_positions_in_texts(ends)
+    index = torch.arange(document_ids.shape[1], device=document_ids.device) if queries is None else queries
+
+    def sees(row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        reader = index[query]
+        is_reader = (reader >= key) & (reader < ends[row, key])
+        return is_reader if window is None else is_reader & (positions[row, reader] - positions[row, key] < window)
+
+    return sees
+
+
+def find_reader_ends(document_ids: Tensor) -> Tensor:
+    """Return the index behind a token's last reader, int64 (rows, length), from document ids with the same shape."""
+    length = document_ids.shape[1]
+    index = torch.arange(length, device=document_ids.device)
+    stops = torch.where(document_ids != document_ids.roll(-1, 1), index + 1, length).flip(1).cummin(1).values.flip(1)
+    return torch.where(document_ids < 0, -document_ids, stops)
+
+
+def number_positions_in_texts(ends: Tensor) -> Tensor:
+    """
+    Return positions, int64 (rows, length), whose differences in a text count its tokens, from readers' ends.
+
+    A tree's or a document's first position is its index in the row.
+    """
+    index = torch.arange(ends.shape[1], device=ends.device).expand_as(ends).contiguous()
+    seen = index - torch.searchsorted(ends.sort(1).values, index, right=True)
+    return seen + torch.where(seen == 0, index, 0).cummax(1).values
 
 
 def attend_to_tree(

@@ -66,13 +66,8 @@ def channel_delta_rule_eager(
 def _split_into_chunks(x: Tensor, chunk: int) -> Tensor:
     """Return x (rows, length, heads, ...) as (rows, heads, chunks, chunk, ...), with zeros after the end."""
     padded = F.pad(x, (*(0, 0) * (x.ndim - 2), 0, -x.shape[1] % chunk))
-    return _unflatten(padded, 1, -1, chunk).movedim(3, 1)
-
-
-def _unflatten(x: Tensor, dim: int, *sizes: int) -> Tensor:
-    """Return x with a dimension divided into `sizes`."""
-    divided: Tensor = x.unflatten(dim, sizes)  # type: ignore[no-untyped-call]
-    return divided
+    chunks: Tensor = padded.unflatten(1, (-1, chunk))  # type: ignore[no-untyped-call]
+    return chunks.movedim(3, 1)
 
 
 def _exp_where(exists: Tensor, exponents: Tensor) -> Tensor:
@@ -93,14 +88,16 @@ def _multiply_decayed_pairs(left: Tensor, right: Tensor, g: Tensor, ids: Tensor)
     """
     products, size = left.new_zeros(*left.shape[:-1], 1, 1), 1
     while size < ids.shape[-1]:
-        documents, decays = _unflatten(ids, -1, -1, 2, size), _unflatten(g, -2, -1, 2, size)
+        documents, decays, lefts, rights = (
+            torch.unflatten(x, dim, (-1, 2, size)) for x, dim in ((ids, -1), (g, -2), (left, -2), (right, -2))
+        )
         border = documents[..., 0, -1:]
         to_border = _exp_where(documents[..., 0, :] == border, _sum_later_tokens(decays[..., 0, :, :]))
         from_border = _exp_where(documents[..., 1, :] == border, decays[..., 1, :, :].cumsum(-2))
-        later = _unflatten(left, -2, -1, 2, size)[..., 1, :, :] * from_border
-        earlier = _unflatten(right, -2, -1, 2, size)[..., 0, :, :] * to_border
+        later = lefts[..., 1, :, :] * from_border
+        earlier = rights[..., 0, :, :] * to_border
         across = later @ earlier.mT
-        halves = _unflatten(products, -3, -1, 2)
+        halves = torch.unflatten(products, -3, (-1, 2))
         above = torch.cat([halves[..., 0, :, :], torch.zeros_like(across)], -1)
         products = torch.cat([above, torch.cat([across, halves[..., 1, :, :]], -1)], -2)
         size *= 2

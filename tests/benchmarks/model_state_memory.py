@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from drawloom.components.weights.load import fill_module_from_folder
 from drawloom.components.weights.mapper_ops import identity
 from support.tensor_sources import InMemoryTensors, write_safetensors
+from support.weight_folders import fill_module_from_folder
 
 FILES = 16
 PER_FILE = 8

@@ -641,3 +641,35 @@ def first_stage_input_is_a_meta_tensor_like_tokens(inputs: Stages) -> None:
         (spec.shape, spec.dtype) == (tokens.shape, tokens.dtype),
         f"the first stage takes {spec.dtype} {tuple(spec.shape)} for tokens {tokens.dtype} {tuple(tokens.shape)}",
     )
+
+
+FRAMEWORK_ONLY = {
+    "Batching": "all arithmetic with batch sizes is in one component",
+    "DescribedStages": "its phrases are about a run's model and features",
+    "Device": "every other component relies on its device and its backend",
+    "EndsAnswers": "its ids belong to a chat template and a tokenizer of the run",
+    "EpochCounter": "its rows are those of the loader",
+    "Events": "it sends all events of a run to its listeners",
+    "Executor": "it runs programs on the stages, features and losses of a run",
+    "FrozenModel": "it has weights and stages on the ranks of a run",
+    "Kernels": "its operations belong to the kernels in drawloom.kernels",
+    "Mesh": "every parallel dimension relies on its groups",
+    "MovableData": "its position belongs to the order of rows in the loader",
+    "Parameters": "its parameters are those of the stages",
+    "PassFeature": "it acts around the programs of an executor",
+    "PassObserver": "it observes the passes of a run's step",
+    "Precision": "its dtypes belong to the stages and optimizers",
+    "Processes": "it owns the process groups and ends processes",
+    "Randomness": "it owns the random generators of the process",
+    "Reduce": "its sums depend on how stages divide parameters among ranks",
+    "Restorer": "it restores all nodes of a run and the processes that join it",
+    "RewardEvaluation": "its completions and rewards are those of a run's other components",
+    "RowLimit": "it needs several ranks with different tokens",
+    "RunFolder": "it holds the lock of the run folder",
+    "RunInfo": "it is the identity of the run",
+    "Scorer": "its hidden states have a width that only the run's model knows",
+    "Stages": "its modules are those of the model on the ranks of a run",
+    "Stop": "it owns the signal handlers of the process",
+    "TeacherPredictions": "it belongs to the rows of one packing",
+}
+"""Ports without a contract, with the reason: plugins do not implement them, so drawloom's own tests check them."""

@@ -50,8 +50,8 @@ def test_equal_routes_change_nothing(lab: Path) -> None:
 
 def test_the_learning_pass_visits_the_experts_of_another_sampler(lab: Path) -> None:
     """
-    With a sampler that sometimes chooses other experts, replay alone restores its log-probabilities, on every mesh,
-    with shared prompts, and with layers that the backward pass computes again.
+    With a sampler sometimes choosing other experts, replay alone restores its log-probabilities, on every mesh, with
+    shared prompts, and with layers computed again by the backward pass.
     """
     words = (*WORDS, "--import", "other_sampler.py", "rewards.nothing.use=other_sampler")
     ((before,), *_) = series(run(lab, "plain", *words), "sampler_difference")

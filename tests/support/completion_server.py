@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from drawloom.components.model.auto import AutoModel
 from drawloom.components.ports.model import LayerRange, TokenContext
-from drawloom.components.weights.load import fill_module_from_folder
 from support.qwen3 import cpu_kernels, logits_of
+from support.weight_folders import fill_module_from_folder
 
 Answer = tuple[int, Any]
 """A status and a JSON value."""

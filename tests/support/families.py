@@ -18,7 +18,6 @@ from drawloom.components.ports.data import IGNORE_INDEX
 from drawloom.components.ports.model import KeyValueCache, LayerRange, TokenContext
 from drawloom.components.ports.weights import Mapper
 from drawloom.components.weights.convert import convert_tensors, persistent_tensors
-from drawloom.components.weights.load import fill_module_from_folder
 from support.adapted import OneStage, adapt, lora
 from support.qwen3 import (
     SIZES,
@@ -31,6 +30,7 @@ from support.qwen3 import (
     twin,
     whole,
 )
+from support.weight_folders import fill_module_from_folder
 
 CLOSE: dict[str, Any] = {"atol": 1e-5, "rtol": 1e-5}
 

@@ -25,6 +25,9 @@ class ImaginaryRanks:
     def gather(self, part: Tensor) -> Tensor:
         return self.whole.index_copy(1, self.token_indices, part)
 
+    def gather_pieces(self, own: Tensor) -> Tensor:
+        raise NotImplementedError("attention gathers tokens")
+
     def start_gathering_others(self, own: Tensor) -> Callable[[], Tensor]:
         assert torch.equal(own, self.whole[:, self.token_indices])
         return lambda: self.whole[:, self.others]

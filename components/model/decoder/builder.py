@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, ClassVar
 
 import attrs
@@ -269,15 +270,10 @@ class DecoderModel:
     def max_sequence_length(self) -> int:
         return self.architecture.max_sequence_length
 
-    def create_model(self, span: LayerRange) -> nn.Module:
-        """Return a span's module, a CausalLM."""
-        from drawloom.components.model.decoder.model import CausalLM
-
-        return CausalLM(self.architecture, span, self.kernels, self.scaling)
-
     def build(self, span: LayerRange) -> nn.Module:
-        module: Any = self.create_model(span)
         family, architecture = self.family, self.architecture
+        model_class = resolve_name(f"{__package__}.{architecture.model_class}")
+        module = model_class(architecture, span, self.kernels, self.scaling)
         module.create_mapper = lambda names: family.mapper(names, architecture)
         if self.new_token_split is None:
             return module  # type: ignore[no-any-return]

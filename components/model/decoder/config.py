@@ -72,6 +72,9 @@ class DecoderConfig:
     layer_class: ClassVar[str] = "layer:Block"
     """The layers' module and class."""
 
+    model_class: ClassVar[str] = "model:CausalLM"
+    """The causal model's module and class."""
+
     # Class variables that a family may declare as keys.
     residual_multiplier = 1.0
     """Factor of outputs that are added to the residual stream."""

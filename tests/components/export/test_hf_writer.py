@@ -19,11 +19,11 @@ from drawloom.components.ports.model import LayerRange
 from drawloom.components.ports.stages import Stage
 from drawloom.components.ports.weights import STATE
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
-from drawloom.components.weights.load import fill_module_from_folder
 from drawloom.graph import UserError
 from support.doubles import PlainStages
 from support.processes import run_ranks
 from support.qwen3 import dense, logits_of, one_document, sparse, whole
+from support.weight_folders import fill_module_from_folder
 
 
 @attrs.frozen

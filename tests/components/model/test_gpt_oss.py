@@ -11,7 +11,6 @@ from drawloom.components.export.hf_writer import write_hugging_face_folder
 from drawloom.components.model.decoder.rope import RopeScaling
 from drawloom.components.model.gpt_oss import GptOss
 from drawloom.components.ports.model import LayerRange
-from drawloom.components.weights.load import fill_module_from_folder
 from support.adapted import OneStage
 from support.families import (
     assert_all_projections_are_adapted,
@@ -23,6 +22,7 @@ from support.families import (
 )
 from support.qwen3 import SIZES, whole
 from support.versions import needs_transformers
+from support.weight_folders import fill_module_from_folder
 
 YARN = RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=16, truncate=False)
 EXPERTS: dict[str, Any] = {

@@ -13,11 +13,11 @@ from drawloom.components.model.auto import AutoModel
 from drawloom.components.model.decoder.builder import DecoderModel
 from drawloom.components.model.new_tokens import NewTokens, count_new_rows, find_new_tokens_fault
 from drawloom.components.ports.model import LayerRange
-from drawloom.components.weights.load import fill_module_from_folder
 from drawloom.graph import UserError
 from drawloom.graph.project import Recipe
 from support.adapted import OneStage
 from support.qwen3 import cpu_kernels, dense, logits_of, losses_of, one_document, twin, whole
+from support.weight_folders import fill_module_from_folder
 
 
 class Ids:

@@ -24,7 +24,6 @@ from drawloom.components.ports.model import LanguageModel, LayerRange, find_leng
 from drawloom.components.stages.assembly import add_model_uncast_patterns
 from drawloom.components.weights.adapted import freeze_adapt_and_list_targets, materialize_and_initialize_adapters
 from drawloom.components.weights.convert import convert_tensors, persistent_tensors
-from drawloom.components.weights.load import fill_module_from_folder
 from drawloom.graph import Every, UserError
 from drawloom.graph.project import Recipe
 from drawloom.graph.testing import check_port
@@ -32,6 +31,7 @@ from support.adapted import fill_from_seed, lora
 from support.families import CLOSE, gradients
 from support.qwen3 import cpu_kernels, logits_of, losses_of, one_document, pack_documents
 from support.versions import needs_transformers
+from support.weight_folders import fill_module_from_folder
 
 LENGTHS = [[9, 10], [19]]
 HEAD_DIM = {"hunyuan_v1_dense": {"head_dim": 16}}

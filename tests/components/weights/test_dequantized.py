@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from drawloom.components.ports.model import StoredLayer
 from drawloom.components.ports.slices import TensorSlice
 from drawloom.components.weights.dequantized import DequantizedSource
-from drawloom.components.weights.load import fill_module, fill_module_from_folder
+from drawloom.components.weights.load import fill_module
 from drawloom.components.weights.mapper import parallel, sequential
 from drawloom.components.weights.mapper_ops import chunk, rename, transpose, unstack
 from drawloom.graph import UserError
 from drawloom.kernels.weight_formats.eager import FLOAT8, FORMATS, MXFP4, NF4, NF4_VALUES, WeightFormat
 from support.tensor_sources import InMemoryTensors
+from support.weight_folders import fill_module_from_folder
 
 BYTE = torch.uint8
 

@@ -13,9 +13,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from drawloom.components.ports.slices import is_dtensor
 from drawloom.components.weights.convert import convert_tensors
-from drawloom.components.weights.load import fill_module_from_folder
 from drawloom.components.weights.mapper_ops import distribute_like, identity
 from support.processes import run_ranks
+from support.weight_folders import fill_module_from_folder
 
 WHOLE = torch.arange(15.0).view(5, 3)
 

@@ -3,14 +3,13 @@
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
 
 from drawloom.components.state.prefix_tree import PrefixGroups, PrefixTree
-from drawloom.kernels.attention import flex
 from drawloom.kernels.attention.eager import create_causal_document_mask
 from drawloom.kernels.attention.flex import attention_flex
 from drawloom.kernels.attention.options import PLAIN_ATTENTION, AttentionOptions
-from drawloom.kernels.attention.tree import attend_to_tree, create_tree_mask
-from drawloom.kernels.attention.tree_blocks import create_tree_block_mask
+from drawloom.kernels.attention.tree import attend_to_tree, create_reader_test, create_tree_mask
 
 ROWS, LENGTH, GROUP = 8, 60, 4
 
@@ -66,36 +65,18 @@ def create_causal_document_mask_of_runs(ids: Tensor, window: int | None) -> Tens
     return create_causal_document_mask((ids != ids.roll(1, 1)).index_fill(1, torch.tensor(0), False).cumsum(1), window)
 
 
-@pytest.mark.parametrize("window", [None, 1, 16, 17, 40])
-def test_block_mask_equals_the_dense_mask(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By token the masks are equal; blocks without a pair are skipped, and others are masked unless all pairs count."""
-    monkeypatch.setattr(flex, "BLOCK", 16)
-    _, _, tree = draw_tree()
-    ids = torch.nn.functional.pad(tree.document_ids, (0, -tree.document_ids.shape[1] % 16), value=0)
-    mask, dense = create_tree_block_mask(ids, window), create_tree_mask(ids, window)
-    assert torch.equal(flex._convert_to_dense_mask(mask), dense)
-    assert mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None
-    count = ids.shape[1] // 16
-    blocks = dense.view(2, count, 16, count, 16).transpose(2, 3)
-    for row, query in ((row, query) for row in range(2) for query in range(count)):
-        full = mask.full_kv_indices[row, 0, query, : mask.full_kv_num_blocks[row, 0, query]].tolist()
-        part = mask.kv_indices[row, 0, query, : mask.kv_num_blocks[row, 0, query]].tolist()
-        assert bool(blocks[row, query, full].all()), "a block is computed without a mask that it needs"
-        seen = blocks[row, query].flatten(1).any(-1).nonzero().flatten().tolist()
-        assert {*seen} <= {*full, *part} <= {*range(query + 1)}, "a block is left out, or computed in vain"
-
-
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention_in_trees_equals_eager() -> None:
     """With a softcap and sinks, or without, attention by blocks equals attention by a dense mask."""
     ids = draw_tree()[2].document_ids
     q, k, v = (torch.randn(2, ids.shape[1], heads, 8) for heads in (4, 2, 2))
-    blocks, dense = create_tree_block_mask(ids), create_tree_mask(ids)
+    length = ids.shape[1]
+    blocks = create_block_mask(create_reader_test(ids, None, None), 2, None, length, length, device="cpu")
     for options, sinks in ((PLAIN_ATTENTION, None), (AttentionOptions(0.7, 0.5), torch.randn(4))):
         with torch.no_grad():
             actual, expected = (
                 attention_flex(q, k, v, blocks, options, sinks),
-                attend_to_tree(q, k, v, dense, options, sinks),
+                attend_to_tree(q, k, v, create_tree_mask(ids), options, sinks),
             )
         torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
 

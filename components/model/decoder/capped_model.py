@@ -23,16 +23,15 @@ class CappedHead(ChunkedHead):
 
 
 class CappedCausalLM(CausalLM):
-    """Span of a model with `logit_cap`, the bound of its logits."""
-
-    logit_cap: float
+    """Span of a model whose logits are bounded by the config's `final_logit_softcapping`, unless it is None."""
 
     def forward(self, inputs: Tensor, shared: TokenContext, finish: Finish | None = None) -> Any:
-        if finish is None:
-            return super().forward(inputs, shared)
-        size = self.model.architecture.vocab_size
+        architecture: Any = self.model.architecture
+        size, cap = architecture.vocab_size, architecture.final_logit_softcapping
+        if finish is None or cap is None:
+            return super().forward(inputs, shared, finish)
 
         def finish_with_cap(hidden: Tensor, head: Head) -> Any:
-            return finish(hidden, CappedHead(head.logits, size, cap=self.logit_cap))
+            return finish(hidden, CappedHead(head.logits, size, cap=cap))
 
         return super().forward(inputs, shared, finish_with_cap)
