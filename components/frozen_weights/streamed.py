@@ -20,7 +20,7 @@ from drawloom.components.distributed.transfers import DeviceTransfers
 from drawloom.components.frozen_weights.layers import find_storable_weights, get_format, set_format
 from drawloom.components.model.decoder.experts import Experts
 from drawloom.components.model.layers import Linear
-from drawloom.kernels.weight_formats.eager import trace_weight_fetch_on_meta
+from drawloom.kernels.host_copies import trace_copy_on_meta
 from drawloom.ports import (
     Device,
     MemoryKind,
@@ -114,7 +114,7 @@ class StreamedWeights(StageFeature):
     def fetch(self, stored: Tensor) -> Tensor:
         """Return a storage's copy on the device (any shape), and start to copy the next ones."""
         if stored.is_meta:
-            return trace_weight_fetch_on_meta(stored)
+            return trace_copy_on_meta(stored)
         number = len(self._fetched)
         self._fetched.append(stored)
         is_expected = number < len(self._order) and self._order[number].data_ptr() == stored.data_ptr()

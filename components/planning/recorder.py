@@ -24,7 +24,7 @@ from drawloom.components.distributed.device_model import DeviceModel
 from drawloom.components.parallel.meta_collectives import COLLECTIVE, count_message_bytes
 from drawloom.components.planning.attention import AttentionFractions
 from drawloom.kernels.costs import OperationCosts, accesses_elements, bind_arguments, compute_operation_costs
-from drawloom.kernels.weight_formats.eager import FETCH
+from drawloom.kernels.host_copies import COPY
 
 
 @attrs.define
@@ -33,7 +33,7 @@ class PassCost:
     Costs of one pass.
 
     `seconds` is the time on the device, including `comm_seconds`, waits for collectives. `host` is the host's time to
-    issue the pass; `link_seconds` is the time for frozen weights on the link from host memory; `flops` counts matrix
+    issue the pass; `link_seconds` is the time for copies on the link to host memory; `flops` counts matrix
     products. `peak_delta` is the peak of the live bytes and `net_delta` their
     number at the end, both relative to the start; `net_delta` is negative if the pass frees more than it allocates.
     `kept_bytes` are the bytes alive at the end, by label.
@@ -125,7 +125,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             seconds = sent / self._links(bound["dimension"])
             self._cost.seconds += seconds
             self._cost.comm_seconds += seconds
-        elif function.overloadpacket is FETCH:
+        elif function.overloadpacket is COPY:
             self._cost.link_seconds += outputs[0].nbytes / self._device.host_link
         elif accesses_elements(function, bool(new)):
             self._count_operation(compute_operation_costs(function, args, kwargs, result), inputs, outputs)

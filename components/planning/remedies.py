@@ -16,7 +16,7 @@ from drawloom.ports import Batching, MemoryPolicy, Precision, Stages
 Values = Mapping[str, Mapping[str, Any]]
 """Settings by node."""
 
-INPUTS = "stages.offloaded_inputs"
+INPUTS = "pipeline.offloaded_inputs"
 STREAMED = "frozen_weights.streamed"
 
 

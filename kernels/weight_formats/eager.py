@@ -29,7 +29,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from drawloom.kernels.costs import register_costs
 from drawloom.kernels.operation import once_differentiable
 
 STORAGE = torch.bfloat16
@@ -230,27 +229,6 @@ FORMATS_IN_WORDS = (
 )
 
 FORMATS = {weight_format.name: weight_format for weight_format in (NF4, FLOAT8, MXFP4)}
-
-
-# An operator, so a plan sees it among a module's operators.
-torch.library.define("drawloom::fetch_weight", "(Tensor stored) -> Tensor")
-
-FETCH = torch.ops.drawloom.fetch_weight
-
-
-@torch.library.register_fake("drawloom::fetch_weight")  # type: ignore[untyped-decorator]
-def _fake_fetch(stored: Tensor) -> Tensor:
-    """Return an empty meta tensor like the storage (any shape)."""
-    return torch.empty_like(stored)
-
-
-register_costs(FETCH)
-
-
-def trace_weight_fetch_on_meta(stored: Tensor) -> Tensor:
-    """Return a meta tensor in place of a storage's copy on the device (same shape and dtype)."""
-    fetched: Tensor = FETCH(stored)
-    return fetched
 
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]

@@ -505,8 +505,8 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     },
     "stages.materialized": lambda folder: {"precision": {"compute": "bfloat16", "gradient": "float32"}},
     "stages.compiled": lambda folder: {"compile": {"use": "stages.compiled"}},
-    "stages.offloaded_inputs": lambda folder: {
-        "offload": {"use": "stages.offloaded_inputs"},
+    "pipeline.offloaded_inputs": lambda folder: {
+        "offload": {"use": "pipeline.offloaded_inputs"},
         "stages": {"recompute": "blocks"},
     },
     "float8.training": lambda folder: {

@@ -105,7 +105,10 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
         | {"kernels.results"},
         {"attrs", "torch"},
     ),
-    "components.frozen_weights": (BELOW | {"components.model", "kernels.weight_formats"}, {"attrs", "torch"}),
+    "components.frozen_weights": (
+        BELOW | {"components.model", "kernels.host_copies", "kernels.weight_formats"},
+        {"attrs", "torch"},
+    ),
     # An extra, imported when a reward for JSON opens.
     "components.rewards": (BELOW, {"attrs", "jsonschema", "torch"}),
     # Adapters take the place of layers.
@@ -114,7 +117,7 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
     "components.gradients": (BELOW | {"kernels.gradients.eager"}, {"attrs", "numpy", "torch"}),
     # The executor decides which operations are deferred or recomputed.
     "components.pipeline": (
-        BELOW | {"kernels.deferral", "kernels.deferred_grads", "kernels.recompute"},
+        BELOW | {"kernels.deferral", "kernels.deferred_grads", "kernels.host_copies", "kernels.recompute"},
         {"attrs", "numpy", "torch"},
     ),
     # The stages of a rank follow from the schedule's program.

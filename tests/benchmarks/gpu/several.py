@@ -88,7 +88,7 @@ LORA = (
     *('stages.adapters=["@adapters.*"]', 'adapters.lora.use="adapters.lora"', 'adapters.lora.targets=["*_proj"]'),
     *("adapters.lora.rank=16", "adapters.lora.alpha=32.0"),
 )
-LONG = ('stages.recompute="blocks"', 'offload.use="stages.offloaded_inputs"')
+LONG = ('stages.recompute="blocks"', 'offload.use="pipeline.offloaded_inputs"')
 
 SCHEDULES = {"one_f_one_b": "1F1B", "zero_bubble_v": "ZBVZeroBubble"}
 WEIGHT_BYTES = 2

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from mmap import mmap
 from typing import Any, ClassVar
 
 import attrs
@@ -9,19 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from drawloom import NodeView, Problem, component, internal
-from drawloom.components.distributed.offloads import OffloadedTensors, Offloads
-from drawloom.components.distributed.planned import PlannedTransfers
 from drawloom.components.distributed.transfers import DeviceTransfers
+from drawloom.components.pipeline.runtime.offloads import OffloadedTensors, Offloads
 from drawloom.components.state.trees import list_leaves
+from drawloom.kernels.host_copies import trace_copy_on_meta
 from drawloom.kernels.recompute.saved_tensors import Collecting
-from drawloom.ports import Device, StageFeature, StageNodes
+from drawloom.ports import Copies, Device, StageFeature, StageNodes, Ticket
 
 
 @component(impact="safe")
 class OffloadedInputs(StageFeature):
     """
-    Inputs of recomputed blocks in host memory (ZeRO-R's offloading: Rajbhandari et al. 2020, "ZeRO", arXiv 1910.02054,
-    section 6.1).
+    Inputs of recomputed blocks in host memory: Rajbhandari et al. 2020, "ZeRO", arXiv 1910.02054, section 6.1.
 
     A block's input is copied to the host during the next block's forward pass, and back during the next block's
     backward pass, so that two inputs are on the device at a time, and gradients keep their bits.
@@ -113,3 +113,31 @@ def _begin_backward(own: OffloadedTensors | None, before: OffloadedTensors | Non
         own.wait_for_reload()
     if before is not None:
         before.reload()
+
+
+@attrs.frozen
+class PlannedTransfers:
+    """Transfers between the meta device and host memory, which is reserved but never used; copies take their time."""
+
+    def allocate_pinned_host_memory(self, size: int) -> Tensor:
+        return torch.frombuffer(mmap(-1, size), dtype=torch.uint8)  # no operation, so that no recorder counts it
+
+    def copy_to_device(self, copies: Copies, after: Sequence[Ticket] = ()) -> Ticket:
+        for target, _ in copies:
+            trace_copy_on_meta(target)
+
+    def copy_to_host(self, copies: Copies, after: Sequence[Ticket] = ()) -> Ticket:
+        for _, source in copies:
+            trace_copy_on_meta(source)
+
+    def mark_computation(self) -> Ticket:
+        """Return a point in the past."""
+
+    def make_computation_wait(self, ticket: Ticket) -> None:
+        """Return at once."""
+
+    def synchronize(self) -> None:
+        """Return at once."""
+
+    def close(self) -> None:
+        """Return at once."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import drawloom
-from drawloom.components.stages import offloaded_inputs
+from drawloom.components.pipeline import offloaded_inputs
 from drawloom.graph.cli.main import main
 from support.observers_of_runs import TINY
 from support.pipelines import batches
@@ -27,7 +27,7 @@ def gradients(folder: Path, transfers: Any, schedule: str) -> dict[str, Tensor]:
         "schedule": {"use": f"pipeline.schedules.{schedule}"},
         "stages": {"recompute": "blocks"},
     }
-    offload = {} if transfers is None else {"offload": {"use": "stages.offloaded_inputs"}}
+    offload = {} if transfers is None else {"offload": {"use": "pipeline.offloaded_inputs"}}
     with drawloom.Recipe.load("first_run").with_values(values | offload).open(only="executor") as objects:
         executor = objects["executor"]
         for _ in range(2):
@@ -67,12 +67,12 @@ def test_a_plan_counts_one_input(capsys: pytest.CaptureFixture[str]) -> None:
         assert all(size > 0 for size in activations.values())
         return sum(size for label, size in activations.items() if label != "temporary")
 
-    offload = "offload.use=stages.offloaded_inputs"
+    offload = "offload.use=pipeline.offloaded_inputs"
     assert plan(4, offload) == plan(8, offload) == plan(8) - 7 * 16 * 256 * 192 * 4
 
 
 def test_check_asks_for_recomputed_blocks() -> None:
     """Inputs alone can leave only if blocks keep nothing else."""
-    recipe = drawloom.Recipe.load("first_run", "offload.use=stages.offloaded_inputs", "stages.recompute=selective")
+    recipe = drawloom.Recipe.load("first_run", "offload.use=pipeline.offloaded_inputs", "stages.recompute=selective")
     with pytest.raises(drawloom.RecipeError, match=r'write recompute = "blocks" in .stages.'):
         recipe.check()
