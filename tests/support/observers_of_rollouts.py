@@ -13,7 +13,7 @@ import torch
 from drawloom.components.data.bytes import Bytes
 from drawloom.components.data.hugging_face_tokenizer import HuggingFaceTokenizer
 from drawloom.components.phases.advantages import Advantages
-from drawloom.components.ports.data import TrainingData, ValidationData
+from drawloom.components.ports.data import MovableData, ValidationData
 from drawloom.components.ports.environments import Reply
 from drawloom.components.ports.model import LanguageModel
 from drawloom.components.ports.rollouts import Answer, Completions, PolicyBatch, PromptBatch, Prompts, Scored
@@ -209,7 +209,7 @@ class Fixed:
 
 
 def rollouts_of(use: str, values: Values, _place: Path) -> Any:
-    """Return, by step, the count of completions sampled so far, and the names of the values that the phase wrote."""
+    """Return, by step, the completions sampled so far, the values that the phase wrote, and its stale completions."""
     batch = PromptBatch(torch.full((1, 1), 65), torch.ones(1, dtype=torch.int64), torch.ones(1), examples=({},))
     sampler = Ends()
     is_training = use == "phases.rollout"
@@ -227,14 +227,15 @@ def rollouts_of(use: str, values: Values, _place: Path) -> Any:
     for index in range(1, 5):
         step = Step(index, 4)
         phase.run_phase(step)
-        seen.append((sampler.rows, sorted(step.state)))
+        stale = sum(int(part.is_stale.sum()) for part in step.state.get("rollouts", []))
+        seen.append((sampler.rows, sorted(step.state), stale))
     return seen
 
 
 def fake_data(batch: PromptBatch, is_training: bool) -> Any:
     """Return training data or validation data with one batch."""
     if is_training:
-        return fake(TrainingData, next_step=lambda: [batch])
+        return fake(MovableData, next_step=lambda: [batch])
     return fake(ValidationData, batches=lambda: iter([batch]))
 
 

@@ -817,7 +817,9 @@ ROWS: dict[str, Row] = {
         {"baseline": "others", "scale": "std", "equal_groups": "drop", "truncated": "drop"},
     ),
     "phases.record_rollouts": Row(policy.record_steps, {}, {"every": 2, "rows": 1}),
-    "phases.rollout": Row(policy.rollouts_of, {}, {"group_size": 3, "minibatches": 2, "epochs": 2}),
+    "phases.rollout": Row(
+        policy.rollouts_of, {}, {"group_size": 3, "minibatches": 2, "epochs": 2, "lag": 1, "max_age": 0}
+    ),
     "phases.evaluate_rewards": Row(policy.rollouts_of, EVERY, {"samples": 3, "every": 3, "at_start": False}),
     "rewards.code": Row(
         policy.scores_of,

@@ -119,9 +119,8 @@ def test_completions_of_a_prompt_share_a_request(sampler: Any, server: ServedMod
     following = torch.cat([completions.tokens[:, 1:], completions.tokens[:, :1]], 1)
     expected = whole.gather(-1, following[..., None])[..., 0].where(completions.is_target, 0.0)
     torch.testing.assert_close(completions.logps, expected, atol=1e-4, rtol=1e-4)
-    first = server.complete(
-        next(body for body in asked if body["n"] == 3), torch.Generator().manual_seed(asked[0]["seed"])
-    )
+    body = next(body for body in asked if body["n"] == 3)
+    first = server.complete(body, torch.Generator().manual_seed(body["seed"]))
     assert completions.tokens[0, 2 : 2 + len(first["token_ids"])].tolist() == first["token_ids"]
 
 
