@@ -29,6 +29,7 @@ class ServedModel:
     name: str = "policy"
     is_raw: bool = False
     module: nn.Module | None = None
+    version: str = "default"
     requests: list[tuple[str, Any]] = attrs.field(factory=list)
     fault: Callable[[str, Any], Answer | None] = lambda path, body: None
     change: Callable[[dict[str, Any]], Any] = lambda choice: choice
@@ -39,6 +40,9 @@ class ServedModel:
 
     def answer(self, path: str, body: Any) -> Answer:
         """Return the answer to a request; one is computed at a time."""
+        if path == "/weight_info":
+            self.requests.append((path, body))
+            return self.fault(path, body) or (200, {"weight_version": self.version})
         self.waiting += 1
         self.most_waiting = max(self.waiting, self.most_waiting)
         try:
@@ -60,11 +64,21 @@ class ServedModel:
                     return 200, {"results": [None]}
                 case "/reset_prefix_cache":
                     return 200, None
+                case "/update_weight_version":
+                    self.version = body["new_version"]
+                    return 200, None
                 case "/v1/completions" if body["model"] == self.name:
                     generator = torch.Generator().manual_seed(body["seed"])
                     choices = [{**self.complete(body, generator), "index": index} for index in range(body["n"])]
                     return 200, {"object": "text_completion", "choices": [*map(self.change, choices[::-1])]}
             return 404, {"error": {"message": f"{path}: not found"}}
+
+    def restart(self) -> None:
+        """Forget the weights of the run."""
+        assert self.module is not None
+        for parameter in self.module.parameters():
+            nn.init.normal_(parameter)
+        self.version = "default"
 
     def load(self, folder: Path) -> None:
         """Load a Hugging Face folder's weights, in float32."""
