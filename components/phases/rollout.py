@@ -76,7 +76,8 @@ class HeldRollout:
     @classmethod
     def from_state(cls, state: NodeState) -> "HeldRollout":
         """Return the rollout with a state. Raises KeyError for another one's."""
-        return cls({name: state[name] for name in HELD}, int(state["age"]), float(state["temperature"]))
+        names = (*HELD, ROUTES) if ROUTES in state else HELD
+        return cls({name: state[name] for name in names}, int(state["age"]), float(state["temperature"]))
 
 
 @component(writes=("rollouts",))
@@ -263,7 +264,8 @@ class Rollout:
             for row in _list_completion_rows(rows, self.group_size)
         ]
         tensors: dict[str, Tensor] = {}
-        for name in HELD:
+        has_routes = minibatches[0][0].completions.routes is not None
+        for name in (*HELD, ROUTES) if has_routes else HELD:
             parts = [
                 torch.cat([_get_padded_tensor(part, name, int(length)) for part in parts]) for parts in minibatches
             ]
@@ -302,14 +304,16 @@ PLAIN: Mapping[str, int] = {"minibatches": 1, "epochs": 1, "lag": 0}
 BY_TOKEN = ("tokens", "logps", "entropies", "is_sampled", "versions")
 BY_ROW = ("starts", "ends", "is_ended", "turns", "faults", "scores", "totals")
 HELD = (*BY_TOKEN, *BY_ROW)
-"""Names of a rollout's tensors."""
+"""Names of a rollout's tensors, beside the experts' routes if a sampler returns them."""
+
+ROUTES = "routes"
 
 
 def _get_padded_tensor(scored: Scored, name: str, length: int) -> Tensor:
     """Return a tensor of scored completions, with tokens padded to `length`, and truth values as uint8."""
     tensor: Tensor = getattr(scored if name in ("scores", "totals") else scored.completions, name)
-    if name in BY_TOKEN:
-        tensor = torch.nn.functional.pad(tensor, (0, length - tensor.shape[1]))
+    if name in (*BY_TOKEN, ROUTES):
+        tensor = torch.nn.functional.pad(tensor, (*[0, 0] * (tensor.ndim - 2), 0, length - tensor.shape[1]))
     return tensor.byte() if tensor.dtype == torch.bool else tensor
 
 

@@ -133,6 +133,9 @@ class Completions:
     `is_ended`, bool (rows,), is False for a cut trajectory. `versions`, int32 (rows, length), count the optimizer steps
     before the weights that a token was sampled with: the oldest, if weights changed during its request.
 
+    `routes`, int32 (rows, length, layers, choices), are the sampler's experts for a token, counted from 1, and 0 for
+    none; None if the sampler returns no routes.
+
     With an environment, `rewards`, float64 (rows,), are its rewards, NaN without any, and `turns`, int64 (rows,), and
     `faults`, int64 (rows, kinds in FAULTS), are counts; otherwise these are NaN and 0.
     """
@@ -152,6 +155,7 @@ class Completions:
     rewards: Tensor = attrs.field(
         default=attrs.Factory(lambda self: torch.full((len(self.starts),), torch.nan).double(), takes_self=True)
     )
+    routes: Tensor | None = None
 
     @property
     def sampled_counts(self) -> Tensor:

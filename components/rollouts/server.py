@@ -1,6 +1,8 @@
 """Completions sampled by a separate inference server, whose weights follow the policy."""
 
+import base64
 import http.client
+import io
 import json
 import logging
 import math
@@ -15,6 +17,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import attrs
+import numpy
 import torch
 from torch import Tensor
 
@@ -77,12 +80,14 @@ class Sampled:
     Ids after a prompt: sampled ones up to an end token, and an environment's messages between them.
 
     `logps` are log-probabilities, None for an environment's ids. `is_ended` is False for a cut trajectory. `versions`,
-    as long as `ids`, count the optimizer steps before the weights at a request's start.
+    as long as `ids`, count the optimizer steps before the weights at a request's start. `routes` are files of arrays in
+    base64, (tokens, layers, choices), by turn, if the server returns the experts of all tokens before the turn's last.
     """
 
     ids: list[int] = attrs.field(factory=list)
     logps: list[float | None] = attrs.field(factory=list)
     versions: list[int] = attrs.field(factory=list)
+    routes: list[str] = attrs.field(factory=list)
     is_ended: bool = False
 
 
@@ -169,7 +174,12 @@ class CompletionServer:
             raise self._make_unusable_answer_error(
                 text, "correct the tokenizer's end token, or the server's stop settings"
             )
-        return Sampled(ids[:count], [min(value, 0.0) for value in logps[:count]], is_ended=ids[count - 1] in end_ids)
+        return Sampled(
+            ids[:count],
+            [min(value, 0.0) for value in logps[:count]],
+            is_ended=ids[count - 1] in end_ids,
+            routes=[routes] if (routes := choice.get("routed_experts")) else [],
+        )
 
     def check_scaled_logps(self, model: str, prompt: Sequence[int], temperature: float) -> None:
         """Raise UserError if log-probabilities ignore the temperature, which must differ from 1."""
@@ -658,6 +668,7 @@ class ServerRollouts:
                 (turn,) = server.complete(name, prompt + trajectory.ids, max_tokens=room, seed=seed, **limits)
                 trajectory.ids += turn.ids
                 trajectory.logps += turn.logps
+                trajectory.routes += turn.routes
                 trajectory.versions += [version] * (len(message) + len(turn.ids))
                 trajectory.is_ended = turn.is_ended
         self._check_version_since(first)
@@ -680,8 +691,39 @@ class ServerRollouts:
         ends = prompts.lengths + torch.tensor([len(completion.ids) for completion in sampled])
         is_ended = torch.tensor([completion.is_ended for completion in sampled])
         return Completions(
-            tokens, prompts.lengths, ends, logps, -logps, is_ended, is_sampled=is_sampled, versions=versions
+            tokens=tokens,
+            starts=prompts.lengths,
+            ends=ends,
+            logps=logps,
+            entropies=-logps,
+            is_ended=is_ended,
+            is_sampled=is_sampled,
+            versions=versions,
+            routes=_decode_routes([completion.routes for completion in sampled], length),
         )
+
+
+def _decode_routes(turns_by_row: Sequence[Sequence[str]], length: int) -> Tensor | None:
+    """
+    Return the experts of the rows' tokens, counted from 1: int32 (rows, length, layers, choices); None without any.
+
+    A turn's answer also has the tokens before it, of which earlier answers count. Raises UserError for other content.
+    """
+    if not any(turns_by_row):
+        return None
+    try:
+        rows = [[numpy.load(io.BytesIO(base64.b64decode(text))) for text in turns] for turns in turns_by_row]
+        shape = next(turns[0].shape[1:] for turns in rows if turns)
+        routes = torch.zeros(len(rows), length, *shape, dtype=torch.int32)
+        for row, turns in zip(routes, rows, strict=True):
+            known = 0
+            for turn in turns:
+                row[known : len(turn)] = torch.from_numpy(turn[known:].astype(numpy.int32)) + 1
+                known = len(turn)
+    except (ValueError, RuntimeError, EOFError) as error:
+        text = f"the server's routed_experts are not an array (tokens, layers, choices) in base64: {error}"
+        raise UserError(f"{text}; update the server, or start it without --enable-return-routed-experts") from error
+    return routes
 
 
 def _memory_map_file(path: Path) -> Tensor:

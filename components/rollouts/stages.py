@@ -7,7 +7,6 @@ prompt's and not the drawn one. So a batch needs no padding on the left, and one
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -269,4 +268,4 @@ def _compute_training_logps(
 def _split_completions(completions: Completions, row_counts: Sequence[int]) -> list[Completions]:
     """Split completions into batches with these row counts."""
     slices = [slice(end - count, end) for end, count in zip(accumulate(row_counts), row_counts, strict=True)]
-    return [map_leaves(itemgetter(part), completions) for part in slices]
+    return [map_leaves(lambda leaf: None if leaf is None else leaf[part], completions) for part in slices]
