@@ -6,6 +6,7 @@ prompt's and not the drawn one. So a batch needs no padding on the left, and one
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -268,4 +269,8 @@ def _compute_training_logps(
 def _split_completions(completions: Completions, row_counts: Sequence[int]) -> list[Completions]:
     """Split completions into batches with these row counts."""
     slices = [slice(end - count, end) for end, count in zip(accumulate(row_counts), row_counts, strict=True)]
-    return [map_leaves(lambda leaf: None if leaf is None else leaf[part], completions) for part in slices]
+    return [map_leaves(partial(_select_rows, rows=part), completions) for part in slices]
+
+
+def _select_rows(tensor: Tensor | None, rows: slice) -> Tensor | None:
+    return None if tensor is None else tensor[rows]
