@@ -47,7 +47,7 @@ SAMPLERS = ("rollouts.stages", "rollouts.server", "rollouts.turns")
 """Samplers whose routes are known; turns have another one's."""
 
 PLAIN: Mapping[str, int] = {"minibatches": 1, "epochs": 1, "lag": 0}
-"""Settings of a rollout that is for one step, and learnt from at once."""
+"""Settings of a rollout for one step, learnt from at once."""
 
 
 class ReplayingRouter:
@@ -69,8 +69,8 @@ class ReplayedRoutes(PassFeature, Metric):
     Sampler and learning pass round differently, and a router's near ties then send a token to other experts. The node
     is a phase after the rollout, and a metric, `route_difference`: the share of choices, over tokens and layers, that
     would have differed. Probabilities are computed again, and have gradients. Where both choose the same experts, in
-    any order, nothing changes by a bit. The sampler is `rollouts.stages`, whose rollouts are for one step, or
-    a server that returns routes.
+    any order, nothing changes by a bit. The sampler is `rollouts.stages`, whose rollouts are for one step, or a server
+    with routes in its answers.
     """
 
     excludes: ClassVar[Mapping[str, str]] = {
@@ -215,7 +215,7 @@ class ReplayedRoutes(PassFeature, Metric):
 
 
 def _select_layer(routes: Tensor, path: str) -> Tensor:
-    """Return a router's routes, (rows, length, choices), from those of layers that are numbered as in the model."""
+    """Return a router's routes, (rows, length, choices), from the routes of all layers."""
     number = LAYER.search(path)
     if number is None or int(number[1]) >= routes.shape[2]:
         raise UserError(

@@ -21,7 +21,7 @@ class RolloutMetrics:
     Means over a step's completions: `reward`, `length` in tokens, `truncated`, and `entropy` in nats per token.
 
     With several rewards, each has its mean as `reward/NAME`. `unscored` is the fraction of completions without a score,
-    `stale` the fraction that is too old to learn from, and `equal_groups` the fraction of prompts whose completions all
+    `stale` the fraction too old to learn from, and `equal_groups` the fraction of prompts whose completions all
     have one reward, from which nothing is learnt. `sampler_difference` is the largest distance between the
     log-probability that a token was sampled with and that in the training pass: 0 if both have the same bits. Only
     steps right after their rollout count. `lag` is the mean number of optimizer steps since the sampler's weights, by

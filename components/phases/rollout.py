@@ -88,10 +88,10 @@ class Rollout:
     Rows in the recipe's batch sizes are prompts: a microbatch has `micro_size` times `group_size` completions. A
     completion's random numbers depend on the seed, the step, and its number in the rollout: a resumed run draws the
     same. With `minibatches` a rollout has the prompts of several steps, and with `epochs` each step's completions are
-    used again after the last one. With a `lag` the policy learns from a rollout that is this many rollouts old, and a
+    used again after the last one. With a `lag` the policy learns from a rollout started this many rollouts ago, and a
     server samples the next ones meanwhile. Then every rank keeps all ranks' completions, 21 bytes a token, until the
-    policy has learnt from them; checkpoints contain them, except for rollouts that a server has not ended: a
-    resumed run samples their prompts again, with the weights that it then has.
+    policy has learnt from them. Checkpoints contain them, except for a server's unfinished rollouts: a
+    resumed run samples their prompts again, with its current weights.
     """
 
     data: MovableData
@@ -207,7 +207,7 @@ class Rollout:
         return [[position - first for position in rows] for rows in self.batching.microbatch_row_positions(index)]
 
     def _start_rollout(self, step: Step, first_step: int) -> HeldRollout | Callable[[], HeldRollout]:
-        """Sample a rollout whose first step is `first_step`, or start it and return a function that waits for it."""
+        """Sample a rollout whose first step is `first_step`, or start it and return a function to wait for it."""
         batches, prompts = self._load_prompts_and_update_weights(step, 1)
         sampler, wait = self.rollouts, None
         if self.lag and isinstance(sampler, SamplesInBackground):
@@ -277,10 +277,11 @@ class Rollout:
 
     def state_dict(self) -> NodeState:
         """Return the completions for later steps, and the number of rollouts without an end; empty without any."""
-        held = [rollout.make_state() for rollout in self._ahead if isinstance(rollout, HeldRollout)]
+        states = [rollout.make_state() for rollout in self._ahead if isinstance(rollout, HeldRollout)]
         if not self._ahead:
             return {}
-        return {"missing": len(self._ahead) - len(held), "rollouts": {str(n): state for n, state in enumerate(held)}}
+        rollouts = {str(number): state for number, state in enumerate(states)}
+        return {"missing": len(self._ahead) - len(states), "rollouts": rollouts}
 
     def load_state_dict(self, state: NodeState) -> None:
         """Continue with the rollouts. Raises KeyError for another node's state."""
@@ -288,10 +289,10 @@ class Rollout:
             raise KeyError(f"the state of rollouts has missing and rollouts, and this one has {sorted(state)}")
         self._missing = state.get("missing", 0)
         rollouts = state.get("rollouts", {})
-        self._ahead = [HeldRollout.from_state(rollouts[str(n)]) for n in range(len(rollouts))]
+        self._ahead = [HeldRollout.from_state(rollouts[str(number)]) for number in range(len(rollouts))]
 
     def after_restore(self, restored_step: int) -> None:
-        """Go back to the prompts of rollouts that had no end."""
+        """Go back to the prompts of unfinished rollouts."""
         if self._missing:
             rows = self._missing * self.minibatches * self._count_prompts(1)
             self.data.skip_to_position(self.data.next_row_position - rows)
@@ -299,7 +300,7 @@ class Rollout:
 
 
 PLAIN: Mapping[str, int] = {"minibatches": 1, "epochs": 1, "lag": 0}
-"""Settings of rollouts for one step, which are learnt from at once."""
+"""Settings of a rollout for one step, learnt from at once."""
 
 BY_TOKEN = ("tokens", "logps", "entropies", "is_sampled", "versions")
 BY_ROW = ("starts", "ends", "is_ended", "turns", "faults", "scores", "totals")

@@ -131,7 +131,7 @@ class Completions:
     at the environment's tokens. `logps` and `entropies`, float32 (rows, length), belong to the next token, as targets
     do: the log-probability under the distribution that was sampled from, and its entropy in nats; 0 elsewhere.
     `is_ended`, bool (rows,), is False for a cut trajectory. `versions`, int32 (rows, length), count the optimizer steps
-    before the weights that a token was sampled with: the oldest, if weights changed during its request.
+    before a token's weights: the oldest ones, if weights changed during its request.
 
     `routes`, int32 (rows, length, layers, choices), are the sampler's experts for a token, counted from 1, and 0 for
     none; None if the sampler returns no routes.
@@ -332,8 +332,8 @@ class Scored:
     Completions with scores: the rows of a group, `group_size` in succession, have one prompt.
 
     `scores` is float64 (rows, rewards), NaN where a reward has no score, in the order of `names`. `totals`, float64
-    (rows,), are the weighted sums; NaN for a row without any score. `age` counts the optimizer steps that have learnt
-    from the rows, which were sampled at `temperature`. `is_stale`, bool (rows,), is True for a row that is too old to
+    (rows,), are the weighted sums; NaN for a row without any score. `age` counts the optimizer steps since the first
+    one that learnt from the rows, sampled at `temperature`. `is_stale`, bool (rows,), is True for a row too old to
     learn from; its total is NaN.
     """
 

@@ -306,7 +306,7 @@ class CompletionServer:
 log = logging.getLogger("drawloom.run")
 
 FOLDER, VERSION = "{folder}", "{version}"
-"""Texts in a request's body that stand for the exported folder's absolute path, and for the weights' version."""
+"""Texts in a request's body for the exported folder's absolute path, and for the weights' version."""
 
 TRAIN = "train"
 """Purpose of the rollouts for learning."""
@@ -380,8 +380,8 @@ class ServerRollouts:
     With `update_every` above 1, checkpoints contain the server's export, so a resumed run samples from the
     same weights as a run without interruption. One rank of each model replica sends requests.
 
-    After a row's requests the run asks for the version of the server's weights: a server that was restarted has no
-    version of this run. After such a fault, or any other, the run waits, sends the weights again, and samples again the
+    After a row's requests the run asks for the version of the server's weights: a restarted server has no version of
+    this run. After such a fault, or any other, the run waits, sends the weights again, and samples again the
     rows without an answer before the fault. With a lag, requests are under way while the policy trains.
     """
 

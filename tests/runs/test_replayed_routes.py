@@ -71,8 +71,8 @@ def test_the_learning_pass_visits_the_experts_of_another_sampler(lab: Path) -> N
 
 def test_the_learning_pass_visits_the_experts_of_a_server(lab: Path) -> None:
     """
-    Routes in a server's answers, for all layers from 0, restore its log-probabilities, also on pipelines, and in
-    steps that learn from one rollout.
+    Routes in a server's answers, for all layers from 0, restore its log-probabilities, also on pipelines, and for
+    several steps from one rollout.
     """
     words = (*WORDS, "rollouts.max_tokens=5", "rollouts.use=rollouts.server")
     words = tuple(word for word in words if "exact" not in word and "=12" not in word)

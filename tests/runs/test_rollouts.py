@@ -183,7 +183,7 @@ def test_a_lag_has_the_bits_of_a_sampler_with_old_weights(lab: Path) -> None:
     """
     With `lag = 2` every step learns what a sampler with the weights of two updates before draws for the same prompts.
 
-    A resume, with two rollouts that wait to be learnt from, has the same bits, and on another mesh the same samples.
+    A resume, with two rollouts still to be learnt from, has the same bits, and on another mesh the same samples.
     """
     (lab / "old.py").write_text(OLD_WEIGHTS, "utf-8")
     old = ("--import", "old.py", "rollouts.use=old", "rollouts.age=2", "rollouts.sampler=@sampler")
@@ -277,15 +277,20 @@ def run_long(folder: Path, *words: str) -> None:
 
 
 @pytest.mark.soak  # three minutes on two cores
-@pytest.mark.parametrize("seed", [0, 1])
-def test_the_shipped_recipe_learns_to_sort(tmp_path: Path, seed: int) -> None:
-    """After a short supervised run, the sampled reward on held-out prompts rises clearly; entropy falls."""
+@pytest.mark.parametrize(("seed", "lag"), [(0, 0), (1, 1)])
+def test_the_shipped_recipe_learns_to_sort(tmp_path: Path, seed: int, lag: int) -> None:
+    """
+    After a short supervised run, the sampled reward on held-out prompts rises clearly, and entropy falls.
+
+    Completions that are one update old teach as much.
+    """
     run_long(tmp_path, "run", "sort_digits", "run.name=base", f"run.seed={seed}")
     words = ("vars.base=runs/base/export", "run.name=policy", f"run.seed={seed}", "validation.rows_used=256")
+    words += (f"rollout.lag={lag}", "loss.correction=token_truncate") if lag else ()
     run_long(tmp_path, "run", "grpo", *words)
     lines = (tmp_path / "runs/policy/metrics.jsonl").read_text("utf-8").splitlines()
     held_out = [value for line in lines if (value := json.loads(line).get("validation_reward")) is not None]
     assert 0.2 < held_out[0] < 0.7 and held_out[-1] > held_out[0] + 0.12, held_out
     measured = rows(tmp_path / "runs/policy")
     assert measured[-1]["entropy"] < measured[0]["entropy"]
-    assert max(row["sampler_difference"] for row in measured) < 1e-3
+    assert lag or max(row["sampler_difference"] for row in measured) < 1e-3

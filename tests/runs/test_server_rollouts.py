@@ -81,7 +81,7 @@ def test_a_server_samples_ahead_of_the_policy(lab: Path, server: ServedModel) ->
     """
     With `rollout.lag = 1` completions are of the policy before the last update, and the same on ranks.
 
-    A resumed run asks again for the rollout that was under way, with the weights that it has then.
+    A resumed run asks again for an unfinished rollout, with its own weights.
     """
     words = (f"rollouts.url={server.url}", "rollout.lag=1")
     one = run(lab, "one", *words)

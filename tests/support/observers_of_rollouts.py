@@ -209,7 +209,7 @@ class Fixed:
 
 
 def rollouts_of(use: str, values: Values, _place: Path) -> Any:
-    """Return, by step, the completions sampled so far, the values that the phase wrote, and its stale completions."""
+    """Return, by step, the completions sampled so far, the values of the phase, and its stale completions."""
     batch = PromptBatch(torch.full((1, 1), 65), torch.ones(1, dtype=torch.int64), torch.ones(1), examples=({},))
     sampler = Ends()
     is_training = use == "phases.rollout"
@@ -304,6 +304,30 @@ def retries_of(use: str, values: Values, folder: Path) -> Any:
     with suppress(UserError):
         server_of(use, values, folder, lambda path, body: (503, None) if path == "/v1/completions" else None)
     return [path for path, _ in server.requests].count("/collective_rpc")
+
+
+def exchange_of(use: str, values: Values, folder: Path) -> Any:
+    """Return whether a request for completions follows the requests of a later update."""
+    server = get_shared_server()
+    server.fault = lambda path, body: time.sleep(0.05) if path == "/v1/completions" else None
+    rollouts = {"use": use, "url": server.url, "connections": 1, **values}
+    tables: Values = {
+        "vars": {"base": "unused"},
+        "run": {"name": "small", "folder": str(folder / "run")},
+        "tokenizer": {"use": "data.bytes"},
+        "model": {"use": "model.qwen3.dense", **TINY},
+        "rollouts": rollouts,
+        "rollout": {"lag": 1},
+    }
+    with Recipe.load("grpo").with_values(tables).open(only="rollouts") as objects:
+        prompts = Prompts(torch.full((6, 3), 65), torch.full((6,), 3), torch.arange(6))
+        objects["rollouts"].update_weights("train", 1)
+        server.requests.clear()
+        wait = objects["rollouts"].start_sampling([prompts], "train", 1)
+        objects["rollouts"].update_weights("train", 2)
+        wait()
+    paths = [path for path, _ in server.requests]
+    return paths.index("/collective_rpc") < max(index for index, path in enumerate(paths) if path == "/v1/completions")
 
 
 def server_of(use: str, values: Values, folder: Path, fault: Any = None) -> Any:

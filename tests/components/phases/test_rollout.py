@@ -157,7 +157,7 @@ def test_a_failing_reward_ends_the_run_with_its_name(one_rank: Any, result: Any,
 
 
 class Background(Echo):
-    """A sampler that samples in the background; `log` has its events, and tokens have the last update's version."""
+    """A sampler in the background; `log` has its events, and tokens have the last update's version."""
 
     def __init__(self) -> None:
         super().__init__()

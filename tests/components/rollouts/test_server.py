@@ -218,7 +218,7 @@ def test_a_fault_costs_a_retry_and_no_sample(
 
 
 class Gated(Listed):
-    """Turns that wait for `gate` before their messages."""
+    """Turns waiting for `gate` before their messages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -233,7 +233,7 @@ class Gated(Listed):
 def test_a_segment_has_the_version_it_was_sampled_with(sampler: Any, server: ServedModel, in_flight: bool) -> None:
     """
     With `in_flight`, turns after an update are sampled with the new weights, as their versions say; otherwise the
-    update waits for the conversations. Log-probabilities are those of the version's weights.
+    update waits for the conversations. Log-probabilities are of the version's weights.
     """
     other: ServerRollouts = attrs.evolve(sampler, retries=0, max_tokens=9, in_flight=in_flight)
     other.open()
