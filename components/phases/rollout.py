@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom import Every, NodeView, Ordered, Problem, UserError, at_least, between, component, internal, setting
+from drawloom import Every, NodeView, Ordered, Problem, UserError, between, component, internal, setting
 from drawloom.components.distributed.rank_errors import run_on_rank0
 from drawloom.ports import (
     STEP_SPECS,
@@ -115,7 +115,7 @@ class Rollout:
     max_age: int | None = setting(
         "updates since sampling after which a completion has no weight; default: no limit",
         default=None,
-        check=at_least(0),
+        check=between(0, 1_000_001),
     )
     _copy: Group = internal(None)
     # the one to learn from first; functions wait for completions
@@ -195,7 +195,7 @@ class Rollout:
         return [rollout.get_completions_of_prompts(rows, self.group_size, self.rewards.names) for rows in numbers]
 
     def _drop_stale_rows(self, scored: Scored, index: int) -> Scored:
-        """Remove the totals of rows that are older than `max_age`."""
+        """Remove the totals of rows older than `max_age`."""
         if self.max_age is None:
             return scored
         is_stale = index - 1 - scored.completions.oldest_versions > self.max_age

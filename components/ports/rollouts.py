@@ -164,7 +164,7 @@ class Completions:
 
     @property
     def oldest_versions(self) -> Tensor:
-        """Return the smallest version of a row's sampled tokens: int32 (rows,)."""
+        """Return the smallest version by row, int32 (rows,), over sampled tokens."""
         return self.versions.masked_fill(~self.is_sampled, torch.iinfo(torch.int32).max).amin(1)
 
     @property
@@ -217,7 +217,7 @@ class Rollouts(Protocol):
 
 @runtime_checkable
 class SamplesInBackground(Protocol):
-    """A sampler that may sample while the policy trains."""
+    """A sampler for completions while the policy trains."""
 
     def start_sampling(
         self, prompts: Sequence[Prompts], purpose: str, step: int

@@ -80,8 +80,8 @@ class Sampled:
     Ids after a prompt: sampled ones up to an end token, and an environment's messages between them.
 
     `logps` are log-probabilities, None for an environment's ids. `is_ended` is False for a cut trajectory. `versions`,
-    as long as `ids`, count the optimizer steps before the weights at a request's start. `routes` are files of arrays in
-    base64, (tokens, layers, choices), by turn, if the server returns the experts of all tokens before the turn's last.
+    as long as `ids`, count the optimizer steps before the weights at a request's start. `routes` are numpy's files in
+    base64, (tokens, layers, choices), by turn, if the server returns them: without the turn's last token.
     """
 
     ids: list[int] = attrs.field(factory=list)
@@ -93,7 +93,7 @@ class Sampled:
 
 class ServedVersion(NamedTuple):
     """
-    Weights in a server: a run's name for itself, for the server since its start, and the weights' purpose and step.
+    Weights in a server: the run's name, its name for the server since the start, and the weights' purpose and step.
 
     The server keeps it as a text, `run.life.purpose.step`, and a restarted server has another one.
     """
@@ -331,7 +331,7 @@ def _find_path_fault(path: str) -> str | None:
 
 
 def _find_version_path_fault(path: str) -> str | None:
-    """Return why a path is neither empty nor a route, or None."""
+    """Return why a path is neither empty nor a route."""
     return _find_path_fault(path) if path else None
 
 
@@ -482,7 +482,8 @@ class ServerRollouts:
                 self.export.gather_and_export_to(target)
                 self._updated_step = step if purpose == TRAIN else last
             version = (self._updated_step or 1) if purpose == TRAIN else step
-            self._served = ServedVersion(*run_on_rank0(world, lambda: self._send_reload_with_retries(purpose, version)))
+            sent = run_on_rank0(world, lambda: self._send_reload_with_retries(purpose, version))
+            self._served = ServedVersion._make(sent)
 
     def state_dict(self) -> NodeState:
         """
@@ -593,7 +594,7 @@ class ServerRollouts:
         waited = 0
         while (fault := self._sample_missing_rows(rows, turns, done, is_again=waited > 0)) is not None:
             with self._update:
-                self._served = self._send_reload_with_retries(*self._served[2:], fault, waited)
+                self._served = self._send_reload_with_retries(self._served.purpose, self._served.step, fault, waited)
             waited += 1
         largest = max((max(row.ids) for row in done.values()), default=0)
         if largest >= self.model.vocab_size:
@@ -707,7 +708,7 @@ def _decode_routes(turns_by_row: Sequence[Sequence[str]], length: int) -> Tensor
     """
     Return the experts of the rows' tokens, counted from 1: int32 (rows, length, layers, choices); None without any.
 
-    A turn's answer also has the tokens before it, of which earlier answers count. Raises UserError for other content.
+    A turn's answer repeats earlier tokens, whose first answer counts. Raises UserError for other content.
     """
     if not any(turns_by_row):
         return None
