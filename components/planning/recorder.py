@@ -134,8 +134,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _count_storage_once(self, tensor: Tensor) -> None:
         """Count a tensor's storage as alive, unless it is already counted."""
         storage = tensor.untyped_storage()
-        if storage.device.type != "meta":
-            return  # host memory
         reference = weakref.ref(storage, self._subtract_freed_storage)
         if reference not in self._sizes:
             # Allocators hand out whole blocks of 512 bytes.
