@@ -6,6 +6,7 @@ Ma et al. 2025, "Stabilizing MoE Reinforcement Learning by Aligning Training and
 the sampler chose.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import accumulate
@@ -39,6 +40,15 @@ from drawloom.ports import (
     put_class_before,
 )
 
+LAYER = re.compile(r"\blayers\.(\d+)\.")
+"""A layer's number in the name of its router."""
+
+SAMPLERS = ("rollouts.stages", "rollouts.server", "rollouts.turns")
+"""Samplers whose routes are known; turns have another one's."""
+
+PLAIN: Mapping[str, int] = {"minibatches": 1, "epochs": 1, "lag": 0}
+"""Settings of a rollout for one step, learnt from at once."""
+
 
 class ReplayingRouter:
     """Router methods whose choices a `ReplayedRoutes` records or replaces, to be put before its class."""
@@ -59,7 +69,8 @@ class ReplayedRoutes(PassFeature, Metric):
     Sampler and learning pass round differently, and a router's near ties then send a token to other experts. The node
     is a phase after the rollout, and a metric, `route_difference`: the share of choices, over tokens and layers, that
     would have differed. Probabilities are computed again, and have gradients. Where both choose the same experts, in
-    any order, nothing changes by a bit. The sampler is `rollouts.stages`, and each rollout is for one step.
+    any order, nothing changes by a bit. The sampler is `rollouts.stages`, whose rollouts are for one step, or a server
+    with routes in its answers.
     """
 
     excludes: ClassVar[Mapping[str, str]] = {
@@ -86,17 +97,19 @@ class ReplayedRoutes(PassFeature, Metric):
         model = stages.neighbour("model") if stages else None
         if model and model.implements(ExpertModel) and not model.component.expert_count(model):  # type: ignore[attr-defined]
             yield node.problem("use", f"[{model.name}] has no experts to choose", f"remove [{node.name}]")
-        for other in (NodeView(other, node.nodes) for other in node.nodes.values()):
-            if other.implements(Rollouts) and other.use != "rollouts.stages":
+        nodes = [NodeView(other, node.nodes) for other in node.nodes.values()]
+        is_recorded = any(other.use == "rollouts.stages" for other in nodes)
+        for other in nodes:
+            if other.implements(Rollouts) and other.use not in SAMPLERS:
                 text = f"[{node.name}] replays routes, and {other.use} returns none"
                 yield other.problem("use", text, f'write use = "rollouts.stages", or remove [{node.name}]')
             elif other.implements(Rollouts) and other.settings.get("exact"):
                 text = f"exact rollouts have the routes of the learning pass, so that [{node.name}] has no effect"
                 yield other.problem("exact", text, f"write exact = false, or remove [{node.name}]")
-            for key in ("minibatches", "epochs") if other.implements(MakesRows) else ():
-                if other.settings.get(key, 1) > 1:
+            for key, plain in PLAIN.items() if is_recorded and other.implements(MakesRows) else ():
+                if other.settings.get(key, plain) > plain:
                     text = f"[{node.name}] keeps the routes of one step's rollout"
-                    yield other.problem(key, text, f"write {key} = 1, or remove [{node.name}]")
+                    yield other.problem(key, text, f"write {key} = {plain}, or remove [{node.name}]")
 
     def open(self) -> None:
         """Observe this rank's routers."""
@@ -144,6 +157,9 @@ class ReplayedRoutes(PassFeature, Metric):
             self._recorded[router.path].append(whole.to(torch.int16) + 1)
         if (routes := self._replayed.get(router.path)) is None:
             return chosen
+        if routes.shape[-1] != chosen.shape[-1]:
+            text = f"the server's routes have {routes.shape[-1]} experts for a token, and {router.path} chooses"
+            raise UserError(f"{text} {chosen.shape[-1]}; serve the run's model")
         own = [router.select_own_token_weights(choice) for choice in routes.unbind(-1)]
         sampled = torch.stack(own, -1).long() - 1
         is_sampled = sampled[..., 0] >= 0
@@ -157,16 +173,23 @@ class ReplayedRoutes(PassFeature, Metric):
         completions = [part.completions for part in step.state["rollouts"]]
         whole = {path: torch.cat(parts, 1) for path, parts in self._recorded.items() if parts}
         counts = [len(part.tokens) for part in completions]
-        if any(len(routes) != sum(counts) for routes in whole.values()) or len(whole) < len(self._routers):
-            raise UserError("the step's rollout has no routes to replay; put the phase after the rollout", 2)
+        is_complete = all(len(routes) == sum(counts) for routes in whole.values()) and len(whole) == len(self._routers)
+        if not is_complete and any(part.routes is None for part in completions):
+            text = "the step's rollout has no routes to replay; put the phase after the rollout"
+            raise UserError(f"{text}, or start vLLM with --enable-return-routed-experts", 2)
         self._cache, self._recorded, self._routes = None, {}, []
         for part, count, end in zip(completions, counts, accumulate(counts), strict=True):
             length = part.tokens.shape[1]
             is_token = (torch.arange(length) < part.ends[:, None]).to(self.device.device)
+            routes = (
+                {path: values[end - count : end] for path, values in whole.items()}
+                if part.routes is None
+                else {path: _select_layer(part.routes, path).to(self.device.device) for path in self._routers}
+            )
             self._routes.append(
                 {
-                    path: pad(routes[end - count : end], (0, 0, 0, length - routes.shape[1])) * is_token.unsqueeze(-1)
-                    for path, routes in whole.items()
+                    path: pad(values, (0, 0, 0, length - values.shape[1])) * is_token.unsqueeze(-1)
+                    for path, values in routes.items()
                 }
             )
 
@@ -189,6 +212,16 @@ class ReplayedRoutes(PassFeature, Metric):
         """Return other choices' share; None without choices."""
         changed, all_choices = totals["sums"].tolist()
         return {"route_difference": changed / all_choices if all_choices else None}
+
+
+def _select_layer(routes: Tensor, path: str) -> Tensor:
+    """Return a router's routes, (rows, length, choices), from the routes of all layers."""
+    number = LAYER.search(path)
+    if number is None or int(number[1]) >= routes.shape[2]:
+        raise UserError(
+            f"the server's routes have {routes.shape[2]} layers, and none for {path}; serve the run's model"
+        )
+    return routes[:, :, int(number[1])].to(torch.int16)
 
 
 def _pack_routes(batch: Any, routes: dict[str, Tensor]) -> dict[str, Tensor]:

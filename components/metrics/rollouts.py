@@ -12,6 +12,8 @@ from drawloom.ports import FAULTS, Accumulator, MetricTotals, MetricValues, Rewa
 
 LARGEST_DIFFERENCE = "largest_difference"
 
+SUMS = ("rows", "scored", "stale", "reward", "tokens", "entropy", "truncated", "groups", "equal", "turns", "lag")
+
 
 @component(impact="safe")
 class RolloutMetrics:
@@ -19,11 +21,11 @@ class RolloutMetrics:
     Means over a step's completions: `reward`, `length` in tokens, `truncated`, and `entropy` in nats per token.
 
     With several rewards, each has its mean as `reward/NAME`. `unscored` is the fraction of completions without a score,
-    `equal_groups` the fraction of prompts whose completions all have one reward, from which nothing is learnt.
-    `sampler_difference` is the largest distance between the log-probability that a token was sampled with and that in
-    the training pass: 0 if both have the same bits. Only steps right after their rollout count. `lag` is the mean
-    number of optimizer steps since the sampler's weights. With an environment, `turns` is a mean, and `faults/KIND`
-    counts the step's faults.
+    `stale` the fraction too old to learn from, and `equal_groups` the fraction of prompts whose completions all
+    have one reward, from which nothing is learnt. `sampler_difference` is the largest distance between the
+    log-probability that a token was sampled with and that in the training pass: 0 if both have the same bits. Only
+    steps right after their rollout count. `lag` is the mean number of optimizer steps since the sampler's weights, by
+    token. With an environment, `turns` is a mean, and `faults/KIND` counts the step's faults.
     """
 
     rewards: Every[Reward] = attrs.field(factory=Every)
@@ -31,9 +33,8 @@ class RolloutMetrics:
     @property
     def accumulators(self) -> Mapping[str, Accumulator]:
         """Sums over completions, tokens and groups, and one maximum."""
-        names = ["rows", "scored", "reward", "tokens", "entropy", "truncated", "groups", "equal", "turns", "lag"]
         rewards = Accumulator(shape=(2, len(self.rewards)), scope="rows")
-        sums = {name: Accumulator(scope="rows") for name in names}
+        sums = {name: Accumulator(scope="rows") for name in SUMS}
         faults = Accumulator(shape=(len(FAULTS),), scope="rows")
         return {**sums, "rewards": rewards, "faults": faults, LARGEST_DIFFERENCE: Accumulator("max")}
 
@@ -61,7 +62,8 @@ class RolloutMetrics:
             "truncated": _mean_or_none(totals["truncated"], rows),
             "unscored": _mean_or_none(rows - totals["scored"], rows),
             "equal_groups": _mean_or_none(totals["equal"], totals["groups"]),
-            "lag": _mean_or_none(totals["lag"], rows),
+            "lag": _mean_or_none(totals["lag"], totals["tokens"]),
+            "stale": _mean_or_none(totals["stale"], rows),
         }
         if totals["turns"] > 0:
             counts = zip(FAULTS, totals["faults"].tolist(), strict=True)
@@ -90,7 +92,8 @@ def _sum_over_completions(scored: Scored, rewards: Sequence[str], step: int) -> 
         "equal": (high <= low).sum(),
         "turns": completions.turns.sum(),
         "faults": completions.faults.sum(0).double(),
-        "lag": (step - 1 - completions.versions).sum(),
+        "lag": (step - 1 - completions.versions)[completions.is_sampled].sum(),
+        "stale": scored.is_stale.sum(),
         "rewards": torch.stack([scores.nansum(0), (~scores.isnan()).sum(0).double()]),
     }
 

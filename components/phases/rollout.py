@@ -1,6 +1,6 @@
 """Rollouts: the policy completes the step's prompts, and rewards score the completions."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from inspect import getfile
 from itertools import islice
@@ -23,6 +23,7 @@ from drawloom.ports import (
     Examples,
     Group,
     Mesh,
+    MovableData,
     NodeState,
     PromptBatch,
     Prompts,
@@ -31,10 +32,10 @@ from drawloom.ports import (
     Reward,
     Rollouts,
     RowGrowth,
+    SamplesInBackground,
     Scored,
     Step,
     Tokenizer,
-    TrainingData,
     TrajectorySegment,
     find_batch_types,
 )
@@ -68,6 +69,16 @@ class HeldRollout:
         is_used_up = self.age + 1 >= epochs * len(self.tensors["tokens"])
         return None if is_used_up else attrs.evolve(self, age=self.age + 1)
 
+    def make_state(self) -> NodeState:
+        """Return the state for a checkpoint."""
+        return {**self.tensors, "age": self.age, "temperature": self.temperature}
+
+    @classmethod
+    def from_state(cls, state: NodeState) -> "HeldRollout":
+        """Return the rollout with a state. Raises KeyError for another one's."""
+        names = (*HELD, ROUTES) if ROUTES in state else HELD
+        return cls({name: state[name] for name in names}, int(state["age"]), float(state["temperature"]))
+
 
 @component(writes=("rollouts",))
 class Rollout:
@@ -77,11 +88,13 @@ class Rollout:
     Rows in the recipe's batch sizes are prompts: a microbatch has `micro_size` times `group_size` completions. A
     completion's random numbers depend on the seed, the step, and its number in the rollout: a resumed run draws the
     same. With `minibatches` a rollout has the prompts of several steps, and with `epochs` each step's completions are
-    used again after the last one. Then every rank keeps all ranks' completions, 17 bytes a token, until the policy has
-    learnt from them; checkpoints contain them.
+    used again after the last one. With a `lag` the policy learns from a rollout started this many rollouts ago, and a
+    server samples the next ones meanwhile. Then every rank keeps all ranks' completions, 21 bytes a token, until the
+    policy has learnt from them. Checkpoints contain them, except for a server's unfinished rollouts: a
+    resumed run samples their prompts again, with its current weights.
     """
 
-    data: TrainingData
+    data: MovableData
     rollouts: Rollouts
     tokenizer: Tokenizer
     batching: Batching
@@ -94,8 +107,20 @@ class Rollout:
         "steps whose prompts are sampled at once, with one policy", default=1, check=between(1, 10_001)
     )
     epochs: int = setting("passes over the completions of a rollout", default=1, check=between(1, 10_001))
+    lag: int = setting(
+        "rollouts sampled ahead of the one to learn from: with 1, completions are one update old",
+        default=0,
+        check=between(0, 101),
+    )
+    max_age: int | None = setting(
+        "updates since sampling after which a completion has no weight; default: no limit",
+        default=None,
+        check=between(0, 1_000_001),
+    )
     _copy: Group = internal(None)
-    _held: HeldRollout | None = internal(None)
+    # the one to learn from first; functions wait for completions
+    _ahead: list[HeldRollout | Callable[[], HeldRollout]] = internal(factory=list)
+    _missing: int = internal(0)  # rollouts to sample again after a resume
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
@@ -109,10 +134,14 @@ class Rollout:
                     text = f"[{writer.name}] makes {batch_type.__name__}, and rollouts complete prompts"
                     yield writer.problem("use", text, 'write use = "data.prompt_collator" in a "data.collated"')
         sizes = node.neighbour("batching")
-        for key in ("minibatches", "epochs"):
-            if node.settings[key] > 1 and sizes and sizes.settings.get("ramp"):
+        for key, plain in PLAIN.items():
+            if node.settings[key] > plain and sizes and sizes.settings.get("ramp"):
                 text = f"the steps of a rollout have equal batch sizes, and [{sizes.name}] changes them"
-                yield node.problem(key, text, f"write {key} = 1, or leave out ramp")
+                yield node.problem(key, text, f"write {key} = {plain}, or leave out ramp")
+        age = node.settings["lag"] * node.settings["minibatches"] * node.settings["epochs"]
+        if (max_age := node.settings["max_age"]) is not None and max_age < age:
+            text = f"with the lag, completions are at least {age} updates old, and none would have a weight"
+            yield node.problem("max_age", text, f"write max_age = {age}, or a smaller lag")
         if node.settings["epochs"] > 1:
             for name, other in node.nodes.items():
                 if "epoch_counter" in other.edges and other.settings.get("epochs"):
@@ -144,39 +173,74 @@ class Rollout:
         self._copy = self.mesh.group("pipeline", "tensor")
 
     def run_phase(self, step: Step) -> None:
-        """Write the step's scored completions as `rollouts`, by microbatch; sample them if none are left."""
-        if self.minibatches * self.epochs == 1:
-            (step.state["rollouts"],) = self._sync_weights_and_sample_minibatches(step, step.index)
-            return
-        if self._held is None:
-            self._held = self._collect_from_ranks(self._sync_weights_and_sample_minibatches(step, 1))
+        """Write the step's scored completions as `rollouts`, by microbatch; sample as many as the lag permits."""
+        if self.minibatches * self.epochs == 1 and not self.lag:
+            batches, prompts = self._load_prompts_and_update_weights(step, step.index)
+            (scored,) = self._score_minibatches(batches, self.rollouts.sample(prompts, "train", step.index))
         else:
-            step.state.clear_for_new_step(len(self.batching.microbatch_row_positions(1)), STEP_SPECS)
+            scored = self._learn_from_rollouts_ahead(step)
+        step.state["rollouts"] = [self._drop_stale_rows(part, step.index) for part in scored]
+
+    def _learn_from_rollouts_ahead(self, step: Step) -> list[Scored]:
+        """Start rollouts up to the lag, and return the first one's completions for this step."""
+        step.state.clear_for_new_step(len(self.batching.microbatch_row_positions(1)), STEP_SPECS)
+        span = self.minibatches * self.epochs
+        while len(self._ahead) <= self.lag:
+            self._ahead.append(self._start_rollout(step, step.index + span * len(self._ahead)))
+        first = self._ahead.pop(0)
+        rollout = first if isinstance(first, HeldRollout) else first()
+        if (rest := rollout.get_rollout_of_next_step(self.epochs)) is not None:
+            self._ahead.insert(0, rest)
         numbers = self._list_prompt_numbers_by_microbatch(1)
-        step.state["rollouts"] = [
-            self._held.get_completions_of_prompts(rows, self.group_size, self.rewards.names) for rows in numbers
-        ]
-        self._held = self._held.get_rollout_of_next_step(self.epochs)
+        return [rollout.get_completions_of_prompts(rows, self.group_size, self.rewards.names) for rows in numbers]
+
+    def _drop_stale_rows(self, scored: Scored, index: int) -> Scored:
+        """Remove the totals of rows older than `max_age`."""
+        if self.max_age is None:
+            return scored
+        is_stale = index - 1 - scored.completions.oldest_versions > self.max_age
+        return attrs.evolve(scored, is_stale=is_stale, totals=scored.totals.masked_fill(is_stale, torch.nan))
 
     def _list_prompt_numbers_by_microbatch(self, index: int) -> list[list[int]]:
         """Return the numbers of this rank's prompts in a step's global batch, by microbatch."""
         first = self.batching.first_row_position(index)
         return [[position - first for position in rows] for rows in self.batching.microbatch_row_positions(index)]
 
-    def _sync_weights_and_sample_minibatches(self, step: Step, index: int) -> list[list[Scored]]:
-        """Sample and score the next minibatches, which have the batch sizes of the step `index`, by microbatch."""
+    def _start_rollout(self, step: Step, first_step: int) -> HeldRollout | Callable[[], HeldRollout]:
+        """Sample a rollout whose first step is `first_step`, or start it and return a function to wait for it."""
+        batches, prompts = self._load_prompts_and_update_weights(step, 1)
+        sampler, wait = self.rollouts, None
+        if self.lag and isinstance(sampler, SamplesInBackground):
+            wait = sampler.start_sampling(prompts, "train", first_step)
+        if wait is not None:
+            return lambda: self._collect_from_ranks(self._score_minibatches(batches, wait()))
+        completions = sampler.sample(prompts, "train", first_step)
+        return self._collect_from_ranks(self._score_minibatches(batches, completions))
+
+    def _load_prompts_and_update_weights(self, step: Step, index: int) -> tuple[list[list[PromptBatch]], list[Prompts]]:
+        """Return the next minibatches, with the batch sizes of the step `index`, and their repeated prompts."""
         loaded = [[require_prompts(batch) for batch in self.data.next_step()] for _ in range(self.minibatches)]
         self.events.emit(Event("data_loaded", step))
         step.state.clear_for_new_step(len(loaded[0]), STEP_SPECS)
         numbers = self._list_prompt_numbers_by_microbatch(index)
-        size = self.batching.first_row_position(index + 1) - self.batching.first_row_position(index)
+        size = self._count_prompts(index)
         prompts = [
             repeat_prompts(batch, [number * size + row for row in rows], self.group_size)
             for number, batches in enumerate(loaded)
             for batch, rows in zip(batches, numbers, strict=True)
         ]
         self.rollouts.update_weights("train", step.index)
-        completions = iter(self.rollouts.sample(prompts, "train", step.index))
+        return loaded, prompts
+
+    def _count_prompts(self, index: int) -> int:
+        """Count the prompts in a step's global batch."""
+        return self.batching.first_row_position(index + 1) - self.batching.first_row_position(index)
+
+    def _score_minibatches(
+        self, minibatches: Sequence[Sequence[PromptBatch]], sampled: Sequence[Completions]
+    ) -> list[list[Scored]]:
+        """Score completions, by minibatch and microbatch."""
+        completions = iter(sampled)
         rewards = dict(zip(self.rewards.names, self.rewards, strict=True))
         scored = [
             [
@@ -185,7 +249,7 @@ class Rollout:
                 )
                 for batch in batches
             ]
-            for batches in loaded
+            for batches in minibatches
         ]
         return [[attrs.evolve(part, temperature=self.rollouts.temperature) for part in parts] for parts in scored]
 
@@ -193,14 +257,15 @@ class Rollout:
         """Return all ranks' completions, in the order of the prompts. A collective."""
         length = torch.tensor(max(part.completions.tokens.shape[1] for parts in minibatches for part in parts))
         self.mesh.data_group.max(length)
-        size = (self.batching.first_row_position(2) - self.batching.first_row_position(1)) * self.group_size
+        size = self._count_prompts(1) * self.group_size
         rows = [
             row
             for rows in self._list_prompt_numbers_by_microbatch(1)
             for row in _list_completion_rows(rows, self.group_size)
         ]
         tensors: dict[str, Tensor] = {}
-        for name in HELD:
+        has_routes = minibatches[0][0].completions.routes is not None
+        for name in (*HELD, ROUTES) if has_routes else HELD:
             parts = [
                 torch.cat([_get_padded_tensor(part, name, int(length)) for part in parts]) for parts in minibatches
             ]
@@ -211,32 +276,45 @@ class Rollout:
         return HeldRollout(tensors, 0, self.rollouts.temperature)
 
     def state_dict(self) -> NodeState:
-        """Return the completions for later steps; empty without any."""
-        rollout = self._held
-        if rollout is None:
+        """Return the completions for later steps, and the number of rollouts without an end; empty without any."""
+        states = [rollout.make_state() for rollout in self._ahead if isinstance(rollout, HeldRollout)]
+        if not self._ahead:
             return {}
-        return {**rollout.tensors, "age": rollout.age, "temperature": rollout.temperature}
+        rollouts = {str(number): state for number, state in enumerate(states)}
+        return {"missing": len(self._ahead) - len(states), "rollouts": rollouts}
 
     def load_state_dict(self, state: NodeState) -> None:
-        """Continue a rollout. Raises KeyError for another node's state."""
-        keys = {*HELD, "age", "temperature"}
-        if state and state.keys() != keys:
-            raise KeyError(f"the state of a rollout has {', '.join(sorted(keys))}, and this one has {sorted(state)}")
-        tensors = {name: state[name] for name in HELD if state}
-        self._held = HeldRollout(tensors, int(state["age"]), float(state["temperature"])) if state else None
+        """Continue with the rollouts. Raises KeyError for another node's state."""
+        if state and state.keys() != {"missing", "rollouts"}:
+            raise KeyError(f"the state of rollouts has missing and rollouts, and this one has {sorted(state)}")
+        self._missing = state.get("missing", 0)
+        rollouts = state.get("rollouts", {})
+        self._ahead = [HeldRollout.from_state(rollouts[str(number)]) for number in range(len(rollouts))]
+
+    def after_restore(self, restored_step: int) -> None:
+        """Go back to the prompts of unfinished rollouts."""
+        if self._missing:
+            rows = self._missing * self.minibatches * self._count_prompts(1)
+            self.data.skip_to_position(self.data.next_row_position - rows)
+            self._missing = 0
 
 
-BY_TOKEN = ("tokens", "logps", "entropies", "is_sampled")
-BY_ROW = ("starts", "ends", "is_ended", "versions", "turns", "faults", "scores", "totals")
+PLAIN: Mapping[str, int] = {"minibatches": 1, "epochs": 1, "lag": 0}
+"""Settings of a rollout for one step, learnt from at once."""
+
+BY_TOKEN = ("tokens", "logps", "entropies", "is_sampled", "versions")
+BY_ROW = ("starts", "ends", "is_ended", "turns", "faults", "scores", "totals")
 HELD = (*BY_TOKEN, *BY_ROW)
-"""Names of a rollout's tensors."""
+"""Names of a rollout's tensors, beside the experts' routes if a sampler returns them."""
+
+ROUTES = "routes"
 
 
 def _get_padded_tensor(scored: Scored, name: str, length: int) -> Tensor:
     """Return a tensor of scored completions, with tokens padded to `length`, and truth values as uint8."""
     tensor: Tensor = getattr(scored if name in ("scores", "totals") else scored.completions, name)
-    if name in BY_TOKEN:
-        tensor = torch.nn.functional.pad(tensor, (0, length - tensor.shape[1]))
+    if name in (*BY_TOKEN, ROUTES):
+        tensor = torch.nn.functional.pad(tensor, (*[0, 0] * (tensor.ndim - 2), 0, length - tensor.shape[1]))
     return tensor.byte() if tensor.dtype == torch.bool else tensor
 
 

@@ -1,6 +1,6 @@
 """Ports for reinforcement learning: prompts, sampled completions, and their rewards."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, Protocol, Self, runtime_checkable
 
@@ -117,6 +117,10 @@ def _make_zeros_by_row(completions: "Completions") -> Tensor:
     return torch.zeros_like(completions.starts)
 
 
+def _make_zeros_by_token(completions: "Completions") -> Tensor:
+    return torch.zeros_like(completions.tokens, dtype=torch.int32)
+
+
 @attrs.frozen(eq=False)
 class Completions:
     """
@@ -126,8 +130,11 @@ class Completions:
     a trajectory is in positions `starts` to before `ends`, int64 (rows,); `is_sampled`, bool (rows, length), is False
     at the environment's tokens. `logps` and `entropies`, float32 (rows, length), belong to the next token, as targets
     do: the log-probability under the distribution that was sampled from, and its entropy in nats; 0 elsewhere.
-    `is_ended`, bool (rows,), is False for a cut trajectory. `versions`, int64 (rows,), count the optimizer steps before
-    the weights at sampling.
+    `is_ended`, bool (rows,), is False for a cut trajectory. `versions`, int32 (rows, length), count the optimizer steps
+    before a token's weights: the oldest ones, if weights changed during its request.
+
+    `routes`, int32 (rows, length, layers, choices), are the sampler's experts for a token, counted from 1, and 0 for
+    none; None if the sampler returns no routes.
 
     With an environment, `rewards`, float64 (rows,), are its rewards, NaN without any, and `turns`, int64 (rows,), and
     `faults`, int64 (rows, kinds in FAULTS), are counts; otherwise these are NaN and 0.
@@ -140,7 +147,7 @@ class Completions:
     entropies: Tensor
     is_ended: Tensor
     is_sampled: Tensor = attrs.field(default=attrs.Factory(_mark_completions, takes_self=True))
-    versions: Tensor = attrs.field(default=attrs.Factory(_make_zeros_by_row, takes_self=True))
+    versions: Tensor = attrs.field(default=attrs.Factory(_make_zeros_by_token, takes_self=True))
     turns: Tensor = attrs.field(default=attrs.Factory(_make_zeros_by_row, takes_self=True))
     faults: Tensor = attrs.field(
         default=attrs.Factory(lambda self: self.starts.new_zeros(len(self.starts), len(FAULTS)), takes_self=True)
@@ -148,11 +155,17 @@ class Completions:
     rewards: Tensor = attrs.field(
         default=attrs.Factory(lambda self: torch.full((len(self.starts),), torch.nan).double(), takes_self=True)
     )
+    routes: Tensor | None = None
 
     @property
     def sampled_counts(self) -> Tensor:
         """Count the sampled tokens by row: int64 (rows,)."""
         return self.is_sampled.sum(1)
+
+    @property
+    def oldest_versions(self) -> Tensor:
+        """Return the smallest version by row, int32 (rows,), over sampled tokens."""
+        return self.versions.masked_fill(~self.is_sampled, torch.iinfo(torch.int32).max).amin(1)
 
     @property
     def is_target(self) -> Tensor:
@@ -187,7 +200,8 @@ class Rollouts(Protocol):
         """
         Let the following calls of `sample` for this purpose use the current weights, or such as settings permit.
 
-        A collective over all ranks; the purpose is "train" or "validation". Samplers of the stages do nothing.
+        A collective over all ranks; the purpose is "train" or "validation". `step` counts the optimizer steps so far,
+        and the next one.
         """
         ...
 
@@ -195,7 +209,23 @@ class Rollouts(Protocol):
         """
         Complete every prompt once, by microbatch; rows have one length. A collective.
 
-        The run's seed, `purpose`, `step` and a row's key determine its random numbers.
+        The run's seed, `purpose`, `step` and a row's key determine its random numbers; `step` is the first to learn
+        from the completions.
+        """
+        ...
+
+
+@runtime_checkable
+class SamplesInBackground(Protocol):
+    """A sampler for completions while the policy trains."""
+
+    def start_sampling(
+        self, prompts: Sequence[Prompts], purpose: str, step: int
+    ) -> Callable[[], list[Completions]] | None:
+        """
+        Start to complete prompts as `sample` does. The result waits for the completions, in a collective.
+
+        None if the sampler needs the training stages: call `sample`.
         """
         ...
 
@@ -302,8 +332,9 @@ class Scored:
     Completions with scores: the rows of a group, `group_size` in succession, have one prompt.
 
     `scores` is float64 (rows, rewards), NaN where a reward has no score, in the order of `names`. `totals`, float64
-    (rows,), are the weighted sums; NaN for a row without any score. `age` counts the optimizer steps since the rows
-    were sampled, at `temperature`.
+    (rows,), are the weighted sums; NaN for a row without any score. `age` counts the optimizer steps since the first
+    one that learnt from the rows, sampled at `temperature`. `is_stale`, bool (rows,), is True for a row too old to
+    learn from; its total is NaN.
     """
 
     completions: Completions
@@ -313,6 +344,9 @@ class Scored:
     totals: Tensor
     age: int = 0
     temperature: float = 1.0
+    is_stale: Tensor = attrs.field(
+        default=attrs.Factory(lambda self: torch.zeros_like(self.totals, dtype=torch.bool), takes_self=True)
+    )
 
 
 def compute_policy_logps(

@@ -1,25 +1,28 @@
 """Completions sampled by a separate inference server, whose weights follow the policy."""
 
+import base64
 import http.client
+import io
 import json
 import logging
 import math
 import os
+import secrets
 import threading
-import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import attrs
+import numpy
 import torch
 from torch import Tensor
 
-from drawloom import UserError, above, at_least, between, component, internal, setting
-from drawloom.components.distributed.rank_errors import run_on_rank0
+from drawloom import NodeView, Problem, UserError, above, at_least, between, component, internal, setting
+from drawloom.components.distributed.rank_errors import run_and_gather_on_all_ranks, run_on_rank0
 from drawloom.components.distributed.rng import derive_seed
 from drawloom.components.storage.durable_files import remove_folder_atomically
 from drawloom.ports import (
@@ -47,7 +50,8 @@ REMEDIES = {
     400: "see max_tokens, and the server's maximum length (vLLM: --max-model-len)",
     401: f"set the environment variable {KEY}",
     403: f"set the environment variable {KEY}",
-    404: "correct url and served_model; for a route in `reload`, start vLLM with VLLM_SERVER_DEV_MODE=1",
+    404: "correct url and served_model; for a route in `reload`, or `version_path`, start vLLM with"
+    " VLLM_SERVER_DEV_MODE=1",
 }
 
 PLAIN_SAMPLING: Mapping[str, Any] = {
@@ -75,12 +79,32 @@ class Sampled:
     """
     Ids after a prompt: sampled ones up to an end token, and an environment's messages between them.
 
-    `logps` are log-probabilities, None for an environment's ids. `is_ended` is False for a cut trajectory.
+    `logps` are log-probabilities, None for an environment's ids. `is_ended` is False for a cut trajectory. `versions`,
+    as long as `ids`, count the optimizer steps before the weights at a request's start. `routes` are numpy's files in
+    base64, (tokens, layers, choices), by turn, if the server returns them: without the turn's last token.
     """
 
     ids: list[int] = attrs.field(factory=list)
     logps: list[float | None] = attrs.field(factory=list)
+    versions: list[int] = attrs.field(factory=list)
+    routes: list[str] = attrs.field(factory=list)
     is_ended: bool = False
+
+
+class ServedVersion(NamedTuple):
+    """
+    Weights in a server: the run's name, its name for the server since the start, and the weights' purpose and step.
+
+    The server keeps it as a text, `run.life.purpose.step`, and a restarted server has another one.
+    """
+
+    run: str
+    life: str
+    purpose: str
+    step: int
+
+    def __str__(self) -> str:
+        return ".".join(map(str, self))
 
 
 @attrs.frozen
@@ -106,6 +130,19 @@ class CompletionServer:
         raise UserError(
             self._describe_fault("/v1/models", f"{asked}, and the served ones are: {names}", "write served_model")
         )
+
+    def read_version(self, path: str) -> ServedVersion | None:
+        """Return the version of the server's weights; None if no run has sent them."""
+        answer = self.request("GET", path)
+        try:
+            parts = str(answer["weight_version"]).split(".")
+        except (KeyError, TypeError) as error:
+            text, remedy = "the answer has no weight_version", 'correct version_path, or write version_path = ""'
+            raise UserError(self._describe_fault(path, text, remedy)) from error
+        if len(parts) != len(ServedVersion._fields) or not parts[-1].isdecimal():
+            return None
+        run, life, purpose, number = parts
+        return ServedVersion(run, life, purpose, int(number))
 
     def complete(
         self,
@@ -137,7 +174,12 @@ class CompletionServer:
             raise self._make_unusable_answer_error(
                 text, "correct the tokenizer's end token, or the server's stop settings"
             )
-        return Sampled(ids[:count], [min(value, 0.0) for value in logps[:count]], ids[count - 1] in end_ids)
+        return Sampled(
+            ids[:count],
+            [min(value, 0.0) for value in logps[:count]],
+            is_ended=ids[count - 1] in end_ids,
+            routes=[routes] if (routes := choice.get("routed_experts")) else [],
+        )
 
     def check_scaled_logps(self, model: str, prompt: Sequence[int], temperature: float) -> None:
         """Raise UserError if log-probabilities ignore the temperature, which must differ from 1."""
@@ -251,6 +293,11 @@ class CompletionServer:
         """Return the error for a completion's answer."""
         return UserError(self._describe_fault("/v1/completions", f"unusable answer: {text}", remedy))
 
+    def make_version_fault(self, path: str, version: ServedVersion | None, wanted: ServedVersion) -> ServerFaultError:
+        """Return the fault of a server with other weights than the run's."""
+        text = f"the server has the weights {version or 'of its start'}, and not {wanted}"
+        return ServerFaultError(self._describe_fault(path, text, "let no other run update this server"))
+
     def _describe_fault(self, path: str, text: str, remedy: str) -> str:
         """Return a message with the request's address."""
         return f"{self.url.rstrip('/')}{path}: {text}; {remedy}"
@@ -258,8 +305,8 @@ class CompletionServer:
 
 log = logging.getLogger("drawloom.run")
 
-FOLDER = "{folder}"
-"""Text in a request's body that stands for the exported folder's absolute path."""
+FOLDER, VERSION = "{folder}", "{version}"
+"""Texts in a request's body for the exported folder's absolute path, and for the weights' version."""
 
 TRAIN = "train"
 """Purpose of the rollouts for learning."""
@@ -283,18 +330,26 @@ def _find_path_fault(path: str) -> str | None:
     return None if path.startswith("/") else "does not begin with /"
 
 
+def _find_version_path_fault(path: str) -> str | None:
+    """Return why a path is neither empty nor a route."""
+    return _find_path_fault(path) if path else None
+
+
 @attrs.frozen(kw_only=True)
 class ServerCall:
     """A POST request that is part of a weight update."""
 
     path: str = setting("route, such as /update_weights_from_disk", check=_find_path_fault)
-    body: dict[str, Any] = setting("JSON object; {folder} in a text is the exported folder's path", factory=dict)
+    body: dict[str, Any] = setting(
+        "JSON object; {folder} in a text is the exported folder's path, {version} the weights'", factory=dict
+    )
 
 
 def _list_vllm_reload_calls() -> list[ServerCall]:
     """Return vLLM's requests for a weight update."""
     reload = {"method": "reload_weights", "kwargs": {"weights_path": FOLDER}}
-    return [ServerCall(path="/collective_rpc", body=reload), ServerCall(path="/reset_prefix_cache")]
+    version = ServerCall(path="/update_weight_version", body={"new_version": VERSION})
+    return [ServerCall(path="/collective_rpc", body=reload), ServerCall(path="/reset_prefix_cache"), version]
 
 
 class _RowToComplete(NamedTuple):
@@ -325,9 +380,9 @@ class ServerRollouts:
     With `update_every` above 1, checkpoints contain the server's export, so a resumed run samples from the
     same weights as a run without interruption. One rank of each model replica sends requests.
 
-    After a server's fault the run waits, sends the weights again, since a restarted server has other ones, and samples
-    again the rows without an answer before the fault. A restart while no request is under way is not noticed before the
-    next update.
+    After a row's requests the run asks for the version of the server's weights: a restarted server has no version of
+    this run. After such a fault, or any other, the run waits, sends the weights again, and samples again the
+    rows without an answer before the fault. With a lag, requests are under way while the policy trains.
     """
 
     model: LanguageModel
@@ -348,6 +403,15 @@ class ServerRollouts:
     reload: list[ServerCall] = setting(
         "requests that load an exported folder, in order; default: vLLM's", factory=_list_vllm_reload_calls
     )
+    version_path: str = setting(
+        "route that returns the `weight_version`; empty: a restart between two requests is not noticed, and every "
+        "rollout sends the weights again",
+        default="/weight_info",
+        check=_find_version_path_fault,
+    )
+    in_flight: bool = setting(
+        "whether weights are updated while requests are under way, which then go on with the new ones", default=False
+    )
     connections: int = setting("requests of a replica at a time", default=64, check=between(1, 1025))
     rows_per_request: int = setting(
         "completions per request; above 1 they share a seed, and depend on each other",
@@ -362,18 +426,34 @@ class ServerRollouts:
         impact="safe",
     )
     _copy: Group = internal(None)
-    _name: str | None = internal(None)
+    _name: str = internal("")
+    _run: str = internal("")
     _updated_step: int | None = internal(None)
-    _served_purpose: str | None = internal(None)
+    _served: ServedVersion = internal(ServedVersion("", "", "", 0))
+    _update: threading.Lock = internal(factory=threading.Lock)  # while the weights are exchanged
+    _running: list[Future[list[Sampled]]] = internal(factory=list)
+    _is_closed: threading.Event = internal(factory=threading.Event)
     _has_checked_temperature: bool = internal(False)
+
+    @classmethod
+    def constraints(cls, node: NodeView) -> Iterator[Problem]:
+        """Report versions that no request sends, and updates in flight without requests under way."""
+        sent = [call.get("body", {}) if isinstance(call, Mapping) else call.body for call in node.settings["reload"]]
+        if node.settings["version_path"] and VERSION not in json.dumps(sent):
+            text = f"no request sends the weights' version, and {node.settings['version_path']} is asked for it"
+            yield node.problem("reload", text, 'write weight_version = "{version}" in a body, or version_path = ""')
+        if node.settings["in_flight"] and not any(other.settings.get("lag") for other in node.nodes.values()):
+            text = "no request is under way while the weights are updated"
+            yield node.problem("in_flight", text, "write lag = 1 in the rollout, or leave in_flight out")
 
     def open(self) -> None:
         """Connect the ranks with the same rows."""
         self._copy = self.mesh.group("pipeline", "tensor")
 
     def close(self) -> None:
-        """Remove the exported weights."""
-        if (self._served_purpose or self._updated_step is not None) and self.mesh.world.rank == 0:
+        """Remove the exported weights, and send no more requests."""
+        self._is_closed.set()
+        if (self._served.purpose or self._updated_step is not None) and self.mesh.world.rank == 0:
             with suppress(OSError):
                 remove_folder_atomically(self._export_folder)
 
@@ -381,21 +461,29 @@ class ServerRollouts:
         """
         Export the weights and let the server load them, unless `purpose` is "train" and its last update is recent.
 
-        Training continues with its own export after an evaluation. Raises UserError on all ranks. A collective.
+        Training continues with its own export after an evaluation. Requests under way are awaited before, if they are
+        for another purpose, or not `in_flight`. Raises UserError on all ranks. A collective.
         """
         world = self.mesh.world
-        if self._name is None:
-            self._name = str(run_on_rank0(world, lambda: self._server.find_served_model_name(self.served_model)))
+        if not self._name:
+            self._name, self._run = run_on_rank0(
+                world, lambda: (self._server.find_served_model_name(self.served_model), secrets.token_hex(4))
+            )
         last, target = self._updated_step, self._export_folder / purpose
         is_due = purpose != TRAIN or last is None or step - last >= self.update_every
-        if is_due:
-            run_on_rank0(world, lambda: self._remove_export_and_make_parent(target))
-            self.export.gather_and_export_to(target)
-        if is_due or self._served_purpose != purpose:
-            run_on_rank0(world, lambda: self._send_reload_with_retries(target))
-        self._served_purpose = purpose
-        if is_due and purpose == TRAIN:
-            self._updated_step = step
+        is_other = self._served.purpose != purpose
+        if not is_due and not is_other and self.version_path:
+            return
+        if is_other or not self.in_flight:
+            run_and_gather_on_all_ranks(world, lambda: wait(self._running))
+        with self._update:
+            if is_due:
+                run_on_rank0(world, lambda: self._remove_export_and_make_parent(target))
+                self.export.gather_and_export_to(target)
+                self._updated_step = step if purpose == TRAIN else last
+            version = (self._updated_step or 1) if purpose == TRAIN else step
+            sent = run_on_rank0(world, lambda: self._send_reload_with_retries(purpose, version))
+            self._served = ServedVersion._make(sent)
 
     def state_dict(self) -> NodeState:
         """
@@ -412,7 +500,8 @@ class ServerRollouts:
         """Write the export again, for the next rollout. Raises KeyError for another node's state."""
         if state and state.keys() != {"step", "files"}:
             raise KeyError(f"the state of a server's rollouts has step and files, and this one has {sorted(state)}")
-        self._updated_step, self._served_purpose = (int(state["step"]), None) if state else (None, None)
+        self._updated_step = int(state["step"]) if state else None
+        self._served = ServedVersion("", "", "", 0)
         target = self._export_folder / TRAIN
         if state and self.mesh.world.rank == 0:
             self._remove_export_and_make_parent(target)
@@ -422,7 +511,10 @@ class ServerRollouts:
 
     def sample(self, prompts: Sequence[Prompts], purpose: str, step: int) -> list[Completions]:
         """Complete the prompts. Raises UserError on all ranks of the replica if the server fails."""
-        if self._served_purpose != purpose:
+        return self.start_sampling(prompts, purpose, step)()
+
+    def start_sampling(self, prompts: Sequence[Prompts], purpose: str, step: int) -> Callable[[], list[Completions]]:
+        if self._served.purpose != purpose:
             self.update_weights(purpose, step)
         seed = derive_seed(self.job.seed, "rollouts", purpose, step)
         rows = [
@@ -432,9 +524,20 @@ class ServerRollouts:
                 part.tokens, part.lengths, part.keys.tolist(), part.end_ids_by_row(self.tokenizer), strict=True
             )
         ]
-        turns = prompts[0].turns if prompts else None
-        sampled = iter(run_on_rank0(self._copy, lambda: [attrs.asdict(row) for row in self._sample_rows(rows, turns)]))
-        return [self._make_completions(part, [Sampled(**next(sampled)) for _ in part.keys]) for part in prompts]
+        running: Future[list[Sampled]] = Future()
+        if self._copy.rank == 0:
+            pool = ThreadPoolExecutor(1, "rollouts")
+            running = pool.submit(self._sample_rows, rows, prompts[0].turns if prompts else None)
+            pool.shutdown(wait=False)
+            self._running = [*(other for other in self._running if not other.done()), running]
+
+        def wait_for_completions() -> list[Completions]:
+            """Return the rows by microbatch. A collective."""
+            sampled = run_on_rank0(self._copy, lambda: [attrs.asdict(row) for row in running.result()])
+            rest = iter(sampled)
+            return [self._make_completions(part, [Sampled(**next(rest)) for _ in part.keys]) for part in prompts]
+
+        return wait_for_completions
 
     @property
     def _server(self) -> CompletionServer:
@@ -449,34 +552,49 @@ class ServerRollouts:
         remove_folder_atomically(target)
         target.parent.mkdir(exist_ok=True)
 
-    def _send_reload(self, target: Path) -> None:
-        """Let the server load an exported folder."""
+    def _send_reload(self, purpose: str, step: int) -> ServedVersion:
+        """Let the server load an exported folder. Raises ServerFaultError if it then has another version."""
+        now = self._server.read_version(self.version_path) if self.version_path else None
+        life = now.life if now is not None and now.run == self._run else secrets.token_hex(4)
+        version = ServedVersion(self._run, life, purpose, step)
+        texts = {FOLDER: str(self._export_folder / purpose), VERSION: str(version)}
         for call in self.reload:
-            self._server.request("POST", call.path, _fill_in_folder(call.body, str(target)) or None)
+            self._server.request("POST", call.path, _fill_in_texts(call.body, texts) or None)
+        self._check_version_since(version)
+        return version
 
-    def _send_reload_with_retries(self, target: Path, fault: ServerFaultError | None = None, waited: int = 0) -> None:
+    def _send_reload_with_retries(
+        self, purpose: str, step: int, fault: ServerFaultError | None = None, waited: int = 0
+    ) -> ServedVersion:
         """Let the server load a folder, after waiting for it to pass a fault. Raises the last fault if none is left."""
         while True:
             if fault is not None:
-                if waited >= self.retries:
+                if waited >= self.retries or self._is_closed.is_set():
                     raise fault
                 log.warning("%s; waiting for the server", fault)
-                time.sleep(min(FIRST_WAIT * 2**waited, 30.0))
+                self._is_closed.wait(min(FIRST_WAIT * 2**waited, 30.0))
                 waited += 1
             try:
-                return self._send_reload(target)
+                return self._send_reload(purpose, step)
             except ServerFaultError as error:
                 fault = error
+
+    def _check_version_since(self, first: ServedVersion) -> None:
+        """Raise ServerFaultError if the server has been restarted since a request, or has another run's weights."""
+        now = self._server.read_version(self.version_path) if self.version_path else first
+        if now is None or now[:3] != first[:3] or now.step < first.step:
+            raise self._server.make_version_fault(self.version_path, now, first)
 
     def _sample_rows(self, rows: Sequence[_RowToComplete], turns: Turns | None) -> list[Sampled]:
         """Return a trajectory by row; after a server's fault, the missing rows are sampled again."""
         if rows and self.temperature != 1 and not self._has_checked_temperature:
-            self._server.check_scaled_logps(str(self._name), rows[0].prompt, self.temperature)
+            self._server.check_scaled_logps(self._name, rows[0].prompt, self.temperature)
             self._has_checked_temperature = True
         done: dict[int, Sampled] = {}
         waited = 0
         while (fault := self._sample_missing_rows(rows, turns, done, is_again=waited > 0)) is not None:
-            self._send_reload_with_retries(self._export_folder / str(self._served_purpose), fault, waited)
+            with self._update:
+                self._served = self._send_reload_with_retries(self._served.purpose, self._served.step, fault, waited)
             waited += 1
         largest = max((max(row.ids) for row in done.values()), default=0)
         if largest >= self.model.vocab_size:
@@ -505,6 +623,8 @@ class ServerRollouts:
 
         def sample_group(group: list[int]) -> None:
             """Sample rows with one prompt."""
+            if self._is_closed.is_set():
+                raise UserError(f"{self.url}: the run has ended")
             try:
                 sampled = self._sample_trajectories([rows[row] for row in group], turns)
             except ServerFaultError:
@@ -529,10 +649,11 @@ class ServerRollouts:
     def _sample_trajectories(self, rows: Sequence[_RowToComplete], turns: Turns | None) -> list[Sampled]:
         """Sample rows with one prompt: their first turns in one request, and every later turn in its own."""
         limits: dict[str, Any] = {"temperature": self.temperature, "end_ids": rows[0].end_ids}
-        server, name, prompt = self._server, str(self._name), rows[0].prompt
+        server, name, prompt, first = self._server, self._name, rows[0].prompt, self._served
         firsts = server.complete(name, prompt, max_tokens=self.max_tokens, seed=rows[0].seed, count=len(rows), **limits)
         for row, trajectory in zip(rows, firsts, strict=True):
             turn = trajectory
+            trajectory.versions = [first.step - 1] * len(turn.ids)
             while turns is not None and trajectory.is_ended:
                 (message,) = turns.continue_rows([row.key], [turn.ids])
                 if message is None:
@@ -544,10 +665,14 @@ class ServerRollouts:
                 trajectory.ids += message
                 trajectory.logps += [None] * len(message)
                 seed = derive_seed(row.seed, len(trajectory.ids)) % 2**SEED_BITS
+                version = self._served.step - 1
                 (turn,) = server.complete(name, prompt + trajectory.ids, max_tokens=room, seed=seed, **limits)
                 trajectory.ids += turn.ids
                 trajectory.logps += turn.logps
+                trajectory.routes += turn.routes
+                trajectory.versions += [version] * (len(message) + len(turn.ids))
                 trajectory.is_ended = turn.is_ended
+        self._check_version_since(first)
         return firsts
 
     def _make_completions(self, prompts: Prompts, sampled: Sequence[Sampled]) -> Completions:
@@ -555,19 +680,51 @@ class ServerRollouts:
         count, prompt_length = prompts.tokens.shape
         length, end = prompt_length + self.max_tokens, self.tokenizer.eos_id
         tokens, logps = torch.full((count, length), end), torch.zeros(count, length)
+        versions = torch.zeros(count, length, dtype=torch.int32)
         is_sampled = torch.zeros(count, length, dtype=torch.bool)
         for row, (start, completion) in enumerate(zip(prompts.lengths.tolist(), sampled, strict=True)):
             last = start + len(completion.ids)
             tokens[row, :start] = prompts.tokens[row, :start]
             tokens[row, start:last] = torch.tensor(completion.ids)
             logps[row, start - 1 : last - 1] = torch.tensor([value or 0.0 for value in completion.logps])
+            versions[row, start:last] = torch.tensor(completion.versions)
             is_sampled[row, start:last] = torch.tensor([value is not None for value in completion.logps])
         ends = prompts.lengths + torch.tensor([len(completion.ids) for completion in sampled])
         is_ended = torch.tensor([completion.is_ended for completion in sampled])
-        versions = torch.full((count,), (self._updated_step or 1) - 1)
         return Completions(
-            tokens, prompts.lengths, ends, logps, -logps, is_ended, is_sampled=is_sampled, versions=versions
+            tokens=tokens,
+            starts=prompts.lengths,
+            ends=ends,
+            logps=logps,
+            entropies=-logps,
+            is_ended=is_ended,
+            is_sampled=is_sampled,
+            versions=versions,
+            routes=_decode_routes([completion.routes for completion in sampled], length),
         )
+
+
+def _decode_routes(turns_by_row: Sequence[Sequence[str]], length: int) -> Tensor | None:
+    """
+    Return the experts of the rows' tokens, counted from 1: int32 (rows, length, layers, choices); None without any.
+
+    A turn's answer repeats earlier tokens, whose first answer counts. Raises UserError for other content.
+    """
+    if not any(turns_by_row):
+        return None
+    try:
+        rows = [[numpy.load(io.BytesIO(base64.b64decode(text))) for text in turns] for turns in turns_by_row]
+        shape = next(turns[0].shape[1:] for turns in rows if turns)
+        routes = torch.zeros(len(rows), length, *shape, dtype=torch.int32)
+        for row, turns in zip(routes, rows, strict=True):
+            known = 0
+            for turn in turns:
+                row[known : len(turn)] = torch.from_numpy(turn[known:].astype(numpy.int32)) + 1
+                known = len(turn)
+    except (ValueError, RuntimeError, EOFError) as error:
+        text = f"the server's routed_experts are not an array (tokens, layers, choices) in base64: {error}"
+        raise UserError(f"{text}; update the server, or start it without --enable-return-routed-experts") from error
+    return routes
 
 
 def _memory_map_file(path: Path) -> Tensor:
@@ -576,10 +733,12 @@ def _memory_map_file(path: Path) -> Tensor:
     return torch.from_file(str(path), size=size, dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8)
 
 
-def _fill_in_folder(value: Any, folder: str) -> Any:
-    """Return a JSON value in which texts have the folder's path for {folder}."""
+def _fill_in_texts(value: Any, texts: Mapping[str, str]) -> Any:
+    """Return a JSON value in which texts have values for {folder} and {version}."""
     if isinstance(value, Mapping):
-        return {key: _fill_in_folder(entry, folder) for key, entry in value.items()}
+        return {key: _fill_in_texts(entry, texts) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_fill_in_folder(entry, folder) for entry in value]
-    return value.replace(FOLDER, folder) if isinstance(value, str) else value
+        return [_fill_in_texts(entry, texts) for entry in value]
+    for name, text in texts.items() if isinstance(value, str) else ():
+        value = value.replace(name, text)
+    return value

@@ -6,8 +6,8 @@ prompt's and not the drawn one. So a batch needs no padding on the left, and one
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import accumulate
-from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -65,6 +65,7 @@ class StageRollouts:
         default=False,
     )
     _copy: Group = internal(None)
+    _version: int = internal(0)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
@@ -86,13 +87,14 @@ class StageRollouts:
         self._copy = self.mesh.group("pipeline", "tensor")
 
     def update_weights(self, purpose: str, step: int) -> None:
-        """Do nothing: the stages have the current weights."""
+        """Note the version: the stages have the current weights."""
+        self._version = max(step - 1, 0)
 
     def sample(self, prompts: Sequence[Prompts], purpose: str, step: int) -> list[Completions]:
         """Complete the prompts. Raises UserError on all ranks if the logits are not finite."""
         key = derive_seed(self.job.seed, "rollouts", purpose, step)
         if self._recomputes_rows_per_token:
-            return [self._sample_completions_on_all_ranks(microbatch, key, step) for microbatch in prompts]
+            return [self._sample_completions_on_all_ranks(microbatch, key) for microbatch in prompts]
         together = Prompts(
             tokens=torch.cat([microbatch.tokens for microbatch in prompts]),
             lengths=torch.cat([microbatch.lengths for microbatch in prompts]),
@@ -101,7 +103,7 @@ class StageRollouts:
             turns=prompts[0].turns if prompts else None,
         )
         return _split_completions(
-            self._sample_completions_on_all_ranks(together, key, step),
+            self._sample_completions_on_all_ranks(together, key),
             [len(microbatch.lengths) for microbatch in prompts],
         )
 
@@ -110,7 +112,7 @@ class StageRollouts:
         """Whether each token needs a pass over whole rows for the bits of the training pass."""
         return self.exact and not isinstance(self.kernels, BatchInvariant)
 
-    def _sample_completions_on_all_ranks(self, prompts: Prompts, seed: int, step: int) -> Completions:
+    def _sample_completions_on_all_ranks(self, prompts: Prompts, seed: int) -> Completions:
         """
         Sample trajectories for a batch of prompts; `seed` is for all draws. A collective over all ranks.
 
@@ -149,7 +151,7 @@ class StageRollouts:
                 if last < prompts.lengths[row] + self.max_tokens:  # otherwise the trajectory is cut after this turn
                     tokens[row, position:last] = torch.tensor(message, dtype=torch.int64)
                     known[row], ends[row] = last, prompts.lengths[row] + self.max_tokens
-        versions = torch.full_like(ends, step - 1)
+        versions = is_sampled.int() * self._version
         return Completions(
             tokens, prompts.lengths, ends, logps, entropies, is_ended, is_sampled=is_sampled, versions=versions
         )
@@ -267,4 +269,8 @@ def _compute_training_logps(
 def _split_completions(completions: Completions, row_counts: Sequence[int]) -> list[Completions]:
     """Split completions into batches with these row counts."""
     slices = [slice(end - count, end) for end, count in zip(accumulate(row_counts), row_counts, strict=True)]
-    return [map_leaves(itemgetter(part), completions) for part in slices]
+    return [map_leaves(partial(_select_rows, rows=part), completions) for part in slices]
+
+
+def _select_rows(tensor: Tensor | None, rows: slice) -> Tensor | None:
+    return None if tensor is None else tensor[rows]

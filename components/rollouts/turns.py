@@ -7,7 +7,7 @@ alone and put after them. Rendering a conversation again would change ids (Liu e
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from traceback import extract_tb
 
@@ -29,6 +29,7 @@ from drawloom.ports import (
     Prompts,
     Reply,
     Rollouts,
+    SamplesInBackground,
     Tokenizer,
 )
 
@@ -139,12 +140,28 @@ class TurnRollouts:
         self.sampler.update_weights(purpose, step)
 
     def sample(self, prompts: Sequence[Prompts], purpose: str, step: int) -> list[Completions]:
+        turns, parts = self._add_turns(prompts)
+        return self._add_outcomes(turns, self.sampler.sample(parts, purpose, step))
+
+    def start_sampling(
+        self, prompts: Sequence[Prompts], purpose: str, step: int
+    ) -> Callable[[], list[Completions]] | None:
+        turns, parts = self._add_turns(prompts)
+        sampler = self.sampler
+        wait = sampler.start_sampling(parts, purpose, step) if isinstance(sampler, SamplesInBackground) else None
+        return None if wait is None else lambda: self._add_outcomes(turns, wait())
+
+    def _add_turns(self, prompts: Sequence[Prompts]) -> tuple[RunningTurns, list[Prompts]]:
+        """Return new conversations, and the prompts with them."""
         keys = [key for part in prompts for key in part.keys.tolist()]
         examples = [example for part in prompts for example in part.examples]
         turns = RunningTurns(self, dict(zip(keys, examples, strict=True)))
-        sampled = self.sampler.sample([attrs.evolve(part, turns=turns) for part in prompts], purpose, step)
+        return turns, [attrs.evolve(part, turns=turns) for part in prompts]
+
+    def _add_outcomes(self, turns: RunningTurns, sampled: Sequence[Completions]) -> list[Completions]:
+        """Return completions with the outcomes of their conversations. A collective."""
         outcomes = torch.tensor(run_on_rank0(self._copy, turns.list_outcomes), dtype=torch.float64)
-        parts = torch.split(outcomes, [len(part.keys) for part in prompts])
+        parts = torch.split(outcomes, [len(completions.tokens) for completions in sampled])
         return [_add_outcomes(completions, part) for completions, part in zip(sampled, parts, strict=True)]
 
     def encode_message(self, reply: Reply, is_chat: bool) -> list[int]:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from runs.test_rollouts import LAYOUTS, RECIPE, run
+from support.completion_server import serve
 from support.runs import deterministic_rows, series
 
 EXPERTS = "num_experts = 6\nnum_experts_per_tok = 2\nmoe_intermediate_size = 16\nrouter_aux_loss_coef = 0.0\n"
@@ -66,3 +67,22 @@ def test_the_learning_pass_visits_the_experts_of_another_sampler(lab: Path) -> N
         if folder != shared:  # which counts the choices for a prompt once
             assert series(folder, "route_difference") == series(one, "route_difference"), folder
         assert all(0.01 < value < 0.9 for (value,) in series(folder, "route_difference"))
+
+
+def test_the_learning_pass_visits_the_experts_of_a_server(lab: Path) -> None:
+    """
+    Routes in a server's answers, for all layers from 0, restore its log-probabilities, also on pipelines, and for
+    several steps from one rollout.
+    """
+    words = (*WORDS, "rollouts.max_tokens=5", "rollouts.use=rollouts.server")
+    words = tuple(word for word in words if "exact" not in word and "=12" not in word)
+    with serve(returns_routes=True) as server:
+        words += (f"rollouts.url={server.url}",)
+        ((before,), *_) = series(run(lab, "plain", *words), "sampler_difference")
+        one = run(lab, "one", *words, *REPLAY)
+        stages = run(lab, "stages", *words, *REPLAY, *LAYOUTS["stages"], ranks=2)
+        held = run(lab, "held", *words, *REPLAY, "rollout.minibatches=2", "rollout.lag=1")
+    for folder in (one, stages):
+        assert max(value for (value,) in series(folder, "sampler_difference")) < 1e-4 < 1e-2 < before, folder
+        assert series(folder, "route_difference") == series(one, "route_difference"), folder
+    assert series(held, "sampler_difference")[0] < (1e-4,) and series(held, "route_difference")[1] > (0.01,)

@@ -77,6 +77,25 @@ def test_a_lag_shows_in_the_ratio(lab: Path, server: ServedModel) -> None:
     assert {path.name: path.read_bytes() for path in last.glob("rank-*")} == before != {}
 
 
+def test_a_server_samples_ahead_of_the_policy(lab: Path, server: ServedModel) -> None:
+    """
+    With `rollout.lag = 1` completions are of the policy before the last update, and the same on ranks.
+
+    A resumed run asks again for an unfinished rollout, with its own weights.
+    """
+    words = (f"rollouts.url={server.url}", "rollout.lag=1")
+    one = run(lab, "one", *words)
+    shards = run(lab, "shards", *words, *LAYOUTS["shards"], ranks=2)
+    differences = [difference for (difference,) in series(one, "sampler_difference")]
+    assert differences[0] < 1e-4 < 1e-3 < min(differences[1:])
+    names = (*SAMPLED, "lag")
+    assert series(shards, *names) == series(one, *names) and [lag for (lag,) in series(one, "lag")] == [0, 1, 1, 1]
+    before = series(one, *names)
+    take_back(one, 2)
+    run(lab, "one", *words)
+    assert series(one, *names)[:2] == before[:2] and [lag for (lag,) in series(one, "lag")] == [0, 1, 0, 1]
+
+
 def test_a_server_that_fails_ends_all_ranks_with_one_message(lab: Path, server: ServedModel) -> None:
     """A failure in a later step is printed once, with the address and a remedy, and the step is not saved."""
     seen: list[str] = []

@@ -1,5 +1,7 @@
 """A real HTTP server with OpenAI's completions API over a small model of ours, as vLLM serves it."""
 
+import base64
+import io
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -10,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import numpy
 import torch
 from torch import Tensor, nn
 
 from drawloom.components.model.auto import AutoModel
+from drawloom.components.ports.experts import ExpertRouter
 from drawloom.components.ports.model import LayerRange, TokenContext
 from support.qwen3 import cpu_kernels, logits_of
 from support.weight_folders import fill_module_from_folder
@@ -28,7 +32,9 @@ class ServedModel:
 
     name: str = "policy"
     is_raw: bool = False
+    returns_routes: bool = False
     module: nn.Module | None = None
+    version: str = "default"
     requests: list[tuple[str, Any]] = attrs.field(factory=list)
     fault: Callable[[str, Any], Answer | None] = lambda path, body: None
     change: Callable[[dict[str, Any]], Any] = lambda choice: choice
@@ -36,9 +42,13 @@ class ServedModel:
     waiting: int = 0
     most_waiting: int = 0
     url: str = ""
+    layers: dict[int, Tensor] = attrs.field(factory=dict)
 
     def answer(self, path: str, body: Any) -> Answer:
         """Return the answer to a request; one is computed at a time."""
+        if path == "/weight_info":
+            self.requests.append((path, body))
+            return self.fault(path, body) or (200, {"weight_version": self.version})
         self.waiting += 1
         self.most_waiting = max(self.waiting, self.most_waiting)
         try:
@@ -60,17 +70,49 @@ class ServedModel:
                     return 200, {"results": [None]}
                 case "/reset_prefix_cache":
                     return 200, None
+                case "/update_weight_version":
+                    self.version = body["new_version"]
+                    return 200, None
                 case "/v1/completions" if body["model"] == self.name:
                     generator = torch.Generator().manual_seed(body["seed"])
                     choices = [{**self.complete(body, generator), "index": index} for index in range(body["n"])]
                     return 200, {"object": "text_completion", "choices": [*map(self.change, choices[::-1])]}
             return 404, {"error": {"message": f"{path}: not found"}}
 
+    def restart(self) -> None:
+        """Forget the weights of the run."""
+        assert self.module is not None
+        for parameter in self.module.parameters():
+            nn.init.normal_(parameter)
+        self.version = "default"
+
     def load(self, folder: Path) -> None:
         """Load a Hugging Face folder's weights, in float32."""
         model = AutoModel(kernels=cpu_kernels(), path=folder)
         self.module = model.build(LayerRange(0, model.num_hidden_layers, embedding=True, head=True))
-        fill_module_from_folder(folder, self.module, model.hugging_face_mapper())
+        fill_module_from_folder(folder, self.module, model.hugging_face_mapper().inverse())
+        self.layers = {}
+        for name, router in self.module.named_modules() if self.returns_routes else ():
+            if isinstance(router, ExpertRouter):
+                self._record_other_choices(int(name.split(".")[2]), router)
+
+    def _record_other_choices(self, layer: int, router: Any) -> None:
+        """Let a router sometimes choose other experts, and record them."""
+        choose = router.choose_experts
+
+        def choose_and_record(scores: Tensor) -> Tensor:
+            self.layers[layer] = choose(scores + 0.05 * (1000 * scores).sin())
+            return self.layers[layer]
+
+        router.choose_experts = choose_and_record
+
+    def encode_routes(self) -> str:
+        """Return the last pass's experts as vLLM does: (tokens, layers, choices), of all layers, from 0."""
+        choices = next(iter(self.layers.values())).view(-1, 2)
+        routes = [self.layers.get(layer, choices * 0).view(-1, 2) for layer in range(max(self.layers) + 1)]
+        file = io.BytesIO()
+        numpy.save(file, torch.stack(routes, 1).to(torch.uint8).numpy())
+        return base64.b64encode(file.getvalue()).decode()
 
     @torch.no_grad()
     def complete(self, body: dict[str, Any], generator: torch.Generator) -> dict[str, Any]:
@@ -91,7 +133,8 @@ class ServedModel:
                 break
         tokens = [f"token_id:{number}" for number in ids[start:]]
         logprobs = {"tokens": tokens, "token_logprobs": logps, "top_logprobs": tops}
-        return {"text": "", "token_ids": ids[start:], "logprobs": logprobs}
+        routes = {"routed_experts": self.encode_routes()} if self.returns_routes else {}
+        return {**routes, "text": "", "token_ids": ids[start:], "logprobs": logprobs}
 
     def logits(self, tokens: Tensor) -> Any:
         """Return the logits of rows of tokens."""

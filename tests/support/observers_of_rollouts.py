@@ -13,7 +13,7 @@ import torch
 from drawloom.components.data.bytes import Bytes
 from drawloom.components.data.hugging_face_tokenizer import HuggingFaceTokenizer
 from drawloom.components.phases.advantages import Advantages
-from drawloom.components.ports.data import TrainingData, ValidationData
+from drawloom.components.ports.data import MovableData, ValidationData
 from drawloom.components.ports.environments import Reply
 from drawloom.components.ports.model import LanguageModel
 from drawloom.components.ports.rollouts import Answer, Completions, PolicyBatch, PromptBatch, Prompts, Scored
@@ -209,7 +209,7 @@ class Fixed:
 
 
 def rollouts_of(use: str, values: Values, _place: Path) -> Any:
-    """Return, by step, the count of completions sampled so far, and the names of the values that the phase wrote."""
+    """Return, by step, the completions sampled so far, the values of the phase, and its stale completions."""
     batch = PromptBatch(torch.full((1, 1), 65), torch.ones(1, dtype=torch.int64), torch.ones(1), examples=({},))
     sampler = Ends()
     is_training = use == "phases.rollout"
@@ -227,14 +227,15 @@ def rollouts_of(use: str, values: Values, _place: Path) -> Any:
     for index in range(1, 5):
         step = Step(index, 4)
         phase.run_phase(step)
-        seen.append((sampler.rows, sorted(step.state)))
+        stale = sum(int(part.is_stale.sum()) for part in step.state.get("rollouts", []))
+        seen.append((sampler.rows, sorted(step.state), stale))
     return seen
 
 
 def fake_data(batch: PromptBatch, is_training: bool) -> Any:
     """Return training data or validation data with one batch."""
     if is_training:
-        return fake(TrainingData, next_step=lambda: [batch])
+        return fake(MovableData, next_step=lambda: [batch])
     return fake(ValidationData, batches=lambda: iter([batch]))
 
 
@@ -305,6 +306,30 @@ def retries_of(use: str, values: Values, folder: Path) -> Any:
     return [path for path, _ in server.requests].count("/collective_rpc")
 
 
+def exchange_of(use: str, values: Values, folder: Path) -> Any:
+    """Return whether a request for completions follows the requests of a later update."""
+    server = get_shared_server()
+    server.fault = lambda path, body: time.sleep(0.05) if path == "/v1/completions" else None
+    rollouts = {"use": use, "url": server.url, "connections": 1, **values}
+    tables: Values = {
+        "vars": {"base": "unused"},
+        "run": {"name": "small", "folder": str(folder / "run")},
+        "tokenizer": {"use": "data.bytes"},
+        "model": {"use": "model.qwen3.dense", **TINY},
+        "rollouts": rollouts,
+        "rollout": {"lag": 1},
+    }
+    with Recipe.load("grpo").with_values(tables).open(only="rollouts") as objects:
+        prompts = Prompts(torch.full((6, 3), 65), torch.full((6,), 3), torch.arange(6))
+        objects["rollouts"].update_weights("train", 1)
+        server.requests.clear()
+        wait = objects["rollouts"].start_sampling([prompts], "train", 1)
+        objects["rollouts"].update_weights("train", 2)
+        wait()
+    paths = [path for path, _ in server.requests]
+    return paths.index("/collective_rpc") < max(index for index, path in enumerate(paths) if path == "/v1/completions")
+
+
 def server_of(use: str, values: Values, folder: Path, fault: Any = None) -> Any:
     """Return completions by a server, the routes of two steps, and whether requests overlapped."""
     server = get_shared_server()
@@ -324,7 +349,8 @@ def server_of(use: str, values: Values, folder: Path, fault: Any = None) -> Any:
             objects["rollouts"].update_weights("train", step)
             (completions,) = objects["rollouts"].sample([prompts], "train", step)
     # A path is another one in every folder, and requests for rows come in any order.
-    sent = [(path, str(body).replace(str(folder), "")) for path, body in server.requests if path != "/v1/completions"]
+    named = ("/v1/completions", "/update_weight_version")  # versions are random
+    sent = [(path, str(body).replace(str(folder), "")) for path, body in server.requests if path not in named]
     return completions.tokens.tolist(), completions.logps.tolist(), sent, server.most_waiting > 1
 
 

@@ -817,7 +817,9 @@ ROWS: dict[str, Row] = {
         {"baseline": "others", "scale": "std", "equal_groups": "drop", "truncated": "drop"},
     ),
     "phases.record_rollouts": Row(policy.record_steps, {}, {"every": 2, "rows": 1}),
-    "phases.rollout": Row(policy.rollouts_of, {}, {"group_size": 3, "minibatches": 2, "epochs": 2}),
+    "phases.rollout": Row(
+        policy.rollouts_of, {}, {"group_size": 3, "minibatches": 2, "epochs": 2, "lag": 1, "max_age": 0}
+    ),
     "phases.evaluate_rewards": Row(policy.rollouts_of, EVERY, {"samples": 3, "every": 3, "at_start": False}),
     "rewards.code": Row(
         policy.scores_of,
@@ -864,9 +866,11 @@ ROWS: dict[str, Row] = {
             "url": Change("http://127.0.0.1:9", refused=True),
             "served_model": Change("other", refused=True),
             "update_every": 2,
-            "reload": [OTHER_RELOAD],
-            "reload.path": Change([OTHER_RELOAD], {"reload": [{"path": "/reset_prefix_cache"}]}),
-            "reload.body": [{**OTHER_RELOAD, "body": {"path": "{folder}"}}],
+            "version_path": "",
+            "in_flight": Change(True, observer=policy.exchange_of),
+            "reload": Change([OTHER_RELOAD], {"version_path": ""}),
+            "reload.path": Change([OTHER_RELOAD], {"version_path": "", "reload": [{"path": "/reset_prefix_cache"}]}),
+            "reload.body": Change([{**OTHER_RELOAD, "body": {"path": "{folder}"}}], {"version_path": ""}),
             "connections": 1,
             "timeout": Change(1e-6, refused=True),
             "rows_per_request": 2,

@@ -17,10 +17,8 @@ EXPERTS = {"use": "model.qwen3.moe", **SIZES, "num_experts": 4, "num_experts_per
     [
         ({}, ""),
         ({"model": DENSE}, "[model] has no experts to choose"),
-        (
-            {"rollouts": {"use": "rollouts.server", "url": "http://localhost", "max_tokens": 4}},
-            "[metrics.replayed_routes] replays routes, and rollouts.server returns none",
-        ),
+        ({"rollouts": {"use": "rollouts.server", "max_tokens": 4}, "rollout": {"lag": 1, "epochs": 2}}, ""),
+        ({"rollout": {"lag": 1}}, "[metrics.replayed_routes] keeps the routes of one step's rollout"),
         ({"rollouts": {"exact": True}}, "exact rollouts have the routes of the learning pass"),
         ({"rollout": {"epochs": 2}}, "[metrics.replayed_routes] keeps the routes of one step's rollout"),
         ({"rollout": {"minibatches": 2}}, "[metrics.replayed_routes] keeps the routes of one step's rollout"),

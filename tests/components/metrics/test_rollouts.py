@@ -17,14 +17,15 @@ def score_rows(rewards: list[float], counts: list[int], cut: list[bool]) -> Scor
     positions = torch.arange(6).expand(rows, -1)
     entropies = torch.where(positions < (ends - 1)[:, None], 0.5, 0.0)
     starts = torch.ones(rows, dtype=torch.int64)
-    completions = Completions(positions, starts, ends, -entropies, entropies, ~torch.tensor(cut))
-    return Scored(completions, 2, ("one", "two"), torch.stack([totals, 2 * totals], 1), totals)
+    versions = (3 - 2 * (ends == 2)[:, None].int()).expand_as(positions)  # a row of one token is two updates older
+    completions = Completions(positions, starts, ends, -entropies, entropies, ~torch.tensor(cut), versions=versions)
+    return Scored(completions, 2, ("one", "two"), torch.stack([totals, 2 * totals], 1), totals, is_stale=ends == 2)
 
 
 def test_means_are_over_all_completions_of_the_step() -> None:
-    """Rows without a score count in lengths and not in rewards; a group with one reward, or none, is equal."""
+    """Rows without a score count in lengths alone; a group with one reward, or none, is equal; the lag is by token."""
     metric = RolloutMetrics(rewards={"two": None, "one": None})  # type: ignore[arg-type]
-    step = Step(1, 1)
+    step = Step(4, 4)
     step.state["rollouts"] = [
         score_rows([1.0, 0.0, 0.5, 0.5], [1, 2, 3, 4], [False] * 4),
         score_rows([NAN, NAN, NAN, 1.0], [5, 5, 5, 3], [True, False, False, True]),
@@ -43,7 +44,8 @@ def test_means_are_over_all_completions_of_the_step() -> None:
         "truncated": 2 / 8,
         "unscored": 3 / 8,
         "equal_groups": 3 / 4,
-        "lag": 0.0,
+        "stale": 1 / 8,
+        "lag": 2 / 28,
         "sampler_difference": pytest.approx(3e-6),
     }
 

@@ -15,7 +15,7 @@ from drawloom.components.phases.advantages import STD_FLOOR, Advantages, compute
 from drawloom.components.phases.evaluate_rewards import EvaluateRewards
 from drawloom.components.phases.policy_gradient import PolicyGradient
 from drawloom.components.phases.rollout import Rollout, repeat_prompts
-from drawloom.components.ports.data import IGNORE_INDEX, TrainingData, ValidationData
+from drawloom.components.ports.data import IGNORE_INDEX, MovableData, ValidationData
 from drawloom.components.ports.pipeline import Executor
 from drawloom.components.ports.rollouts import Answer, Completions, PolicyBatch, PromptBatch, Prompts, Scored
 from drawloom.components.ports.run import Batching, Events, Step
@@ -92,7 +92,7 @@ def rollout(mesh: Any, batches: list[Any], rewards: dict[str, Any], group_size: 
     counts = [len(batch.examples) if isinstance(batch, PromptBatch) else 1 for batch in batches]
     positions = [[10 + sum(counts[:index]) + row for row in range(count)] for index, count in enumerate(counts)]
     phase = Rollout(
-        data=fake(TrainingData, next_step=lambda: batches),
+        data=fake(MovableData, next_step=lambda: batches),
         rollouts=echo,
         tokenizer=Bytes(),
         batching=fake(Batching, first_row_position=lambda step: 10, microbatch_row_positions=lambda step: positions),
@@ -154,6 +154,65 @@ def test_a_failing_reward_ends_the_run_with_its_name(one_rank: Any, result: Any,
     phase, _ = rollout(one_rank, [prompts_of("a")], {"bad": Broken(result)})
     with pytest.raises(UserError, match=message):
         phase.run_phase(Step(1, 1))
+
+
+class Background(Echo):
+    """A sampler in the background; `log` has its events, and tokens have the last update's version."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[str] = []
+        self.version = 0
+
+    def update_weights(self, purpose: str, step: int) -> None:
+        self.version = step - 1
+
+    def start_sampling(self, prompts: Sequence[Prompts], purpose: str, step: int) -> Any:
+        self.log.append(f"start {step} with {self.version}")
+        sampled = [
+            attrs.evolve(part, versions=part.is_sampled.int() * self.version)
+            for part in self.sample(prompts, purpose, step)
+        ]
+
+        def wait() -> list[Completions]:
+            self.log.append(f"wait {step}")
+            return sampled
+
+        return wait
+
+
+def test_a_server_samples_the_next_rollout_before_the_first_is_awaited(one_rank: Any) -> None:
+    """
+    With `lag = 1` step i starts the rollout of step i + 1 with the newest weights, and then waits for its own.
+
+    A checkpoint leaves out a rollout without an end; a resumed run goes back to its prompts.
+    """
+    phase, _ = rollout(one_rank, [prompts_of("a", "b")], {"count": Count()})
+    moves: list[int] = []
+    batching = fake(
+        Batching,
+        first_row_position=lambda step: 2 * step,
+        microbatch_row_positions=lambda step: [[2 * step, 2 * step + 1]],
+    )
+    data = fake(MovableData, next_step=phase.data.next_step, next_row_position=8, skip_to_position=moves.append)
+    sampler = Background()
+    changes: Any = {"rollouts": sampler, "lag": 1, "max_age": 0, "batching": batching, "data": data}
+    phase = attrs.evolve(phase, **changes)  # type: ignore[misc]
+    phase.open()
+    steps = [Step(index, 3) for index in (1, 2, 3)]
+    for step in steps:
+        phase.run_phase(step)
+    assert sampler.log[:3] == ["start 1 with 0", "start 2 with 0", "wait 1"]
+    assert sampler.log[3:] == ["start 3 with 1", "wait 2", "start 4 with 2", "wait 3"]
+    assert [step.state["rollouts"][0].is_stale.all().item() for step in steps] == [False, True, True]
+    assert [step.state["rollouts"][0].totals.isnan().any().item() for step in steps] == [False, True, True]
+    state = phase.state_dict()
+    assert state == {"missing": 1, "rollouts": {}}
+    phase.load_state_dict(state)
+    phase.after_restore(3)
+    assert moves == [6]
+    phase.run_phase(Step(4, 9))
+    assert sampler.log[7:] == ["start 4 with 3", "start 5 with 3", "wait 4"] and phase.state_dict()["missing"] == 1
 
 
 def test_batches_without_prompts_are_refused(one_rank: Any) -> None:
@@ -291,6 +350,14 @@ def test_the_policy_gradient_is_of_the_step_s_batches() -> None:
             "exact rollouts with a cache need batch-invariant kernels, and torch.compile makes its own",
         ),
         (["collator.use=data.pad_collator"], "[collator] makes TokenBatch, and rollouts complete prompts"),
+        (
+            ["rollout.lag=2", "rollout.epochs=2", "rollout.max_age=3"],
+            "with the lag, completions are at least 4 updates old, and none would have a weight",
+        ),
+        (
+            ["rollout.lag=1", "batch.ramp=[{until_step=2, size=16}]"],
+            "the steps of a rollout have equal batch sizes",
+        ),
         (["loss.beta=0.1"], "there is no reference to diverge from"),
         (["loss.reference=adapters"], "the reference has no effect with beta = 0"),
         (["loss.variant=cispo", "loss.clip_low=0.2"], "cispo clips ratios above 1 only"),

@@ -1,5 +1,6 @@
 """Completions sampled by a server: a real HTTP server over a small model of ours."""
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -119,9 +120,8 @@ def test_completions_of_a_prompt_share_a_request(sampler: Any, server: ServedMod
     following = torch.cat([completions.tokens[:, 1:], completions.tokens[:, :1]], 1)
     expected = whole.gather(-1, following[..., None])[..., 0].where(completions.is_target, 0.0)
     torch.testing.assert_close(completions.logps, expected, atol=1e-4, rtol=1e-4)
-    first = server.complete(
-        next(body for body in asked if body["n"] == 3), torch.Generator().manual_seed(asked[0]["seed"])
-    )
+    body = next(body for body in asked if body["n"] == 3)
+    first = server.complete(body, torch.Generator().manual_seed(body["seed"]))
     assert completions.tokens[0, 2 : 2 + len(first["token_ids"])].tolist() == first["token_ids"]
 
 
@@ -173,12 +173,17 @@ def test_a_turn_goes_on_from_the_ids_that_were_sampled(sampler: Any, server: Ser
     torch.testing.assert_close(completions.logps, expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["HTTP 503", "no answer", "a restart", "a restart while the weights are loaded"])
+RESTARTS = ("a restart", "a restart while the weights are loaded", "a restart between requests")
+
+
+@pytest.mark.parametrize("kind", ["HTTP 503", "no answer", *RESTARTS])
 def test_a_fault_costs_a_retry_and_no_sample(
     sampler: Any, server: ServedModel, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """
     After HTTP 5xx, a hang, or a restart with other weights, rows equal a faultless server's.
+
+    A restart between requests is noticed by the version of the weights.
 
     The weights are sent again before the next request, and a conversation that was cut off begins again.
     """
@@ -194,9 +199,9 @@ def test_a_fault_costs_a_retry_and_no_sample(
         if kind == "no answer":
             time.sleep(0.6)
         elif "restart" in kind:
-            assert server.module is not None
-            for parameter in server.module.parameters():
-                torch.nn.init.normal_(parameter)
+            server.restart()
+            if "between" in kind:
+                return None
             raise ConnectionError("the server restarts")  # which closes the connection without an answer
         return 503, {"message": "starting"}
 
@@ -210,6 +215,60 @@ def test_a_fault_costs_a_retry_and_no_sample(
     server.fault = lambda path, body: (503, {"message": "gone"}) if path == "/v1/completions" else None
     with pytest.raises(UserError, match=r"HTTP 503: .*gone"):
         sample_turns(sampler, retries=1)
+
+
+class Gated(Listed):
+    """Turns waiting for `gate` before their messages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Event()
+
+    def continue_rows(self, keys: Sequence[int], turns: Sequence[Sequence[int]]) -> list[list[int] | None]:
+        assert self.gate.wait(60)
+        return super().continue_rows(keys, turns)
+
+
+@pytest.mark.parametrize("in_flight", [True, False])
+def test_a_segment_has_the_version_it_was_sampled_with(sampler: Any, server: ServedModel, in_flight: bool) -> None:
+    """
+    With `in_flight`, turns after an update are sampled with the new weights, as their versions say; otherwise the
+    update waits for the conversations. Log-probabilities are of the version's weights.
+    """
+    other: ServerRollouts = attrs.evolve(sampler, retries=0, max_tokens=9, in_flight=in_flight)
+    other.open()
+    norm = sampler.export.stages.local[0].module.get_parameter("model.norm.weight")
+    before, turns, ends = norm.detach().clone(), Gated(), frozenset({END, *range(0, 256, 2)})
+    prompts = attrs.evolve(make_prompts([0, 1, 2, 3]), end_ids=(ends,) * 4, turns=turns)
+    other.update_weights("train", 1)
+    wait = other.start_sampling([prompts], "train", 1)
+    with torch.no_grad():
+        norm.mul_(0.5)
+    if in_flight:
+        other.update_weights("train", 2)
+        turns.gate.set()
+        (completions,) = wait()
+    else:
+        threading.Timer(0.5, turns.gate.set).start()
+        other.update_weights("train", 2)
+        assert turns.gate.is_set()
+        (completions,) = wait()
+    seen = set()
+    for version in (1, 0):
+        whole = server.logits(completions.tokens).log_softmax(-1)
+        following = torch.cat([completions.tokens[:, 1:], completions.tokens[:, :1]], 1)
+        expected = whole.gather(-1, following[..., None])[..., 0]
+        for row in range(4):
+            for number, part in enumerate(completions.list_segments(row)[1::2]):
+                assert completions.versions[row, part.first] == (number if in_flight else 0)
+                if completions.versions[row, part.first] == version:
+                    seen.add(version)
+                    span = slice(part.first - 1, part.last - 1)
+                    torch.testing.assert_close(completions.logps[row, span], expected[row, span], atol=1e-4, rtol=1e-4)
+        with torch.no_grad():
+            norm.copy_(before)
+        other.update_weights("train", 3)
+    assert seen == ({0, 1} if in_flight else {0})
 
 
 def read_norm(server: ServedModel) -> float:
@@ -237,7 +296,8 @@ def test_the_servers_weights_follow_the_policy_at_the_lag(sampler: Any, server: 
         seen.append(read_norm(server))
     assert seen == [0.0, 1.0, 0.0, 3.0, 3.0]
     routes = [path for path, _ in server.requests]
-    assert routes == ["/v1/models", *["/collective_rpc", "/reset_prefix_cache"] * 4]
+    update = ["/collective_rpc", "/reset_prefix_cache", "/update_weight_version"]
+    assert routes == ["/v1/models", *["/weight_info", *update, "/weight_info"] * 4]
     state = {**(whole := lagging.state_dict()), "files": {name: x.clone() for name, x in whole["files"].items()}}
     lagging.close()
     assert not (sampler.folder.folder / "policy").exists()
@@ -264,7 +324,7 @@ def test_another_servers_requests_are_settings(sampler: Any, server: ServedModel
     server.fault = lambda path, body: (200, {"success": True}) if "disk" in path or "flush" in path else None
     kind = type(sampler.reload[0])
     calls = [kind(path="/update_weights_from_disk", body={"model_path": "{folder}"}), kind(path="/flush_cache")]
-    other: ServerRollouts = attrs.evolve(sampler, reload=calls)
+    other: ServerRollouts = attrs.evolve(sampler, reload=calls, version_path="")
     other.open()
     other.update_weights("validation", 0)
     folder = str(sampler.folder.folder.absolute() / "policy/validation")
