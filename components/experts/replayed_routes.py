@@ -43,8 +43,8 @@ from drawloom.ports import (
 LAYER = re.compile(r"\blayers\.(\d+)\.")
 """A layer's number in the name of its router."""
 
-SAMPLERS = ("rollouts.stages", "rollouts.server", "rollouts.turns")
-"""Samplers whose routes are known; turns have another one's."""
+SAMPLERS = ("rollouts.stages", "rollouts.server")
+"""Samplers whose routes are known."""
 
 PLAIN: Mapping[str, int] = {"minibatches": 1, "epochs": 1, "lag": 0}
 """Settings of a rollout for one step, learnt from at once."""
