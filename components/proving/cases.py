@@ -29,7 +29,7 @@ class Case:
     Change to a recipe, on `ranks` processes, with the same numbers as before.
 
     `sizes` are the mesh dimensions above 1. A case resumes from the checkpoint of the case `resumed`, if it has a name.
-    A narrow case computes in bfloat16.
+    A narrow case computes in bfloat16. In a killed case, all ranks are killed after a checkpoint, and resume.
     """
 
     name: str
@@ -38,6 +38,7 @@ class Case:
     sizes: Mapping[str, int] = attrs.field(factory=dict)
     resumed: str = ""
     is_narrow: bool = False
+    is_killed: bool = False
 
     @property
     def last_step(self) -> int:
@@ -58,6 +59,7 @@ class Case:
 
 
 ONE = Case("one process", 1, {})
+KILLED = {"data_shard": 2}
 REPLICATED_PIPELINE = {"pipeline": 2, "data_replicate": 2}
 BOTH_ENDS = "zero_bubble_v"
 """A schedule whose first rank has the first and the last stage."""
@@ -77,8 +79,10 @@ def list_cases(recipe: Recipe) -> list[Case]:
     singles = [_make_mesh_case(graph, sizes) for sizes in SINGLE]
     pairs = [dict.fromkeys(pair, 2) for pair in combinations(DIMENSIONS, 2)]
     return [
+        make_killed(ONE),
         *(Case("microbatches of another size", 1, {name: {"micro_size": 8}}) for name in graph.implementers(Batching)),
         *singles,
+        make_killed(_make_mesh_case(graph, KILLED)),
         *(
             Case(f"one process, resumed from {case.name}", 1, {}, {"checkpoint": 1}, resumed=case.name)
             for case in singles
@@ -88,6 +92,11 @@ def list_cases(recipe: Recipe) -> list[Case]:
         *_list_pipeline_cases(graph, recipe),
         *(make_narrow(case, graph) for case in singles if "expert" not in case.sizes),
     ]
+
+
+def make_killed(case: Case) -> Case:
+    """Return a case whose ranks are killed, and resume."""
+    return attrs.evolve(case, name=f"{case.name}, killed and resumed", is_killed=True)
 
 
 def _make_mesh_case(graph: Graph, sizes: Mapping[str, int]) -> Case:
