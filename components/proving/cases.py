@@ -20,6 +20,7 @@ EXPERT_MESHES: tuple[dict[str, int], ...] = (
     {"data_shard": 2, "tensor": 2, "expert": 2},
     {"context": 2, "tensor": 2, "expert": 4},
     {"data_replicate": 2, "data_shard": 2, "expert": 2},
+    {"data_shard": 4, "expert": 2},
 )
 
 
@@ -122,11 +123,6 @@ def _list_pipeline_cases(graph: Graph, recipe: Recipe) -> Iterator[Case]:
 
 def make_narrow(case: Case, graph: Graph) -> Case:
     """Return a case in bfloat16 without experts, since a router may choose other experts after rounding."""
-    values = {**make_dense(case, graph).values, **dict.fromkeys(graph.implementers(Precision), NARROW)}
-    return attrs.evolve(case, name=f"{case.name}, bfloat16", values=values, is_narrow=True)
-
-
-def make_dense(case: Case, graph: Graph) -> Case:
-    """Return a case without the smallest recipe's experts, for the first step."""
     models = {name: DENSE for name in graph.implementers(Model) if graph.nodes[name].spec.use == EXPERTS["use"]}
-    return attrs.evolve(case, name=f"{case.name}, dense", values={**case.values, **models}, is_narrow=True)
+    values = {**case.values, **models, **dict.fromkeys(graph.implementers(Precision), NARROW)}
+    return attrs.evolve(case, name=f"{case.name}, bfloat16", values=values, is_narrow=True)

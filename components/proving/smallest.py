@@ -78,7 +78,7 @@ SIZES: dict[str, int] = {
     "global_size": 8,
     "micro_size": 2,
     "rows_used": 8,
-    "length": 16,
+    "length": 64,
     "max_length": 16,
     "group_size": 2,
     "max_tokens": 4,
@@ -91,7 +91,8 @@ TIMED = ("throughput", "utilization", "memory", "phase_times", "recovery")
 FLOAT64 = {"parameter": "float64", "compute": "float64", "gradient": "float64"}
 LEAVES = {"tokens", "targets", "positions", "document_ids", "weights", "padding"}
 """Leaves of the generated rows."""
-GENERATED = {"use": "proving.rows", "length": SIZES["length"]}
+LENGTH = 16
+GENERATED = {"use": "proving.rows", "length": LENGTH}
 LR, MAX_NORM = 0.1, 0.1
 MODEL_SETTINGS = {"initializer_range": 0.2, "layers": "gdn, kda, conv, attention"}
 DENSE: dict[str, Any] = {
@@ -237,11 +238,11 @@ def _add_texts(values: dict[str, Any], node: str, folder: Path) -> dict[str, Any
     others = {
         "corpus": texts,
         "tokens": {"use": "data.tokenized_text"},
-        "packing": {"use": "data.packing.first_fit", "length": SIZES["length"]},
+        "packing": {"use": "data.packing.first_fit", "length": LENGTH},
     }
     values = merge_values(values, {name: table for name, table in others.items() if name != node})
     if node == "packing":
-        values = merge_values(values, {node: {"length": SIZES["length"]}})
+        values = merge_values(values, {node: {"length": LENGTH}})
     return {**values, "unset": values["unset"][1:]}
 
 

@@ -31,14 +31,14 @@ from drawloom.components.proving.prover import Prover
 from drawloom.components.proving.result import ProveResult
 from drawloom.components.proving.subject import Subject
 from drawloom.components.stages.materialized import MaterializedStages
-from drawloom.ports import Step
+from drawloom.ports import Step, get_or_create_gradient
 
 Fault = Callable[[], AbstractContextManager[object]]
 
 
 @attrs.frozen
 class SeededFault:
-    """A fault: what is wrong, the axes that a proof may name, the component and words with which it shows."""
+    """A fault: what is wrong, axes that a proof may name, the component and words with which it shows, cases to try."""
 
     name: str
     text: str
@@ -46,6 +46,7 @@ class SeededFault:
     context: Fault
     use: str = "loss.next_token"
     words: tuple[str, ...] = ()
+    cases: tuple[str, ...] = ()
 
 
 def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> Fault:
@@ -89,12 +90,11 @@ def _double_experts(original: Any) -> Any:
 def _scale_one_norm_in_bfloat16(original: Any) -> Any:
     """Scale by less than four times the largest rounding error of this norm's gradient in another layer."""
 
-    def sum_and_scale(self: TensorDimension, parameters: RankParameters) -> None:
-        original(self, parameters)
-        for name in parameters.trained:
-            gradient = parameters.get_gradient_or_zeros(name)
-            if self.mesh.sizes.tensor > 1 and "layers.0.input_layernorm" in name and gradient.dtype == torch.float32:
-                gradient.mul_(1.06)
+    def sum_and_scale(self: Synchronize, step: Step) -> None:
+        original(self, step)
+        for name, parameter in self.parameters.named_parameters():
+            if "layers.0.input_layernorm" in name and self.mesh.sizes.context > 1 and parameter.dtype == torch.float32:
+                get_or_create_gradient(parameter).mul_(1.06)
 
     return sum_and_scale
 
@@ -259,8 +259,9 @@ FAULTS = [
     SeededFault(
         "norm_in_bfloat16",
         "in bfloat16, the gradient of one layer's norm is 6 % too large",
-        ("tensor = 2, bfloat16",),
-        replace(TensorDimension, "sum_remaining_gradients", _scale_one_norm_in_bfloat16),
+        ("context = 2, bfloat16",),
+        replace(Synchronize, "run_phase", _scale_one_norm_in_bfloat16),
+        cases=("context = 2, bfloat16",),
     ),
     SeededFault(
         "delta_norm",
@@ -427,7 +428,7 @@ FAULTS = [
 
 def prove_with(fault: SeededFault, prover: Prover) -> ProveResult:
     """Prove with a fault."""
-    return prover.prove(Subject(fault.use, fault.words), None, fault.context)
+    return prover.prove(Subject(fault.use, fault.words), None, fault.cases, fault.context)
 
 
 def main() -> None:
