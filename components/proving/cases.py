@@ -27,19 +27,23 @@ EXPERT_MESHES: tuple[dict[str, int], ...] = (
 @attrs.frozen
 class Case:
     """
-    Change to a recipe, on `ranks` processes, with the same numbers as before.
+    Change to a recipe with the same numbers as before.
 
     `sizes` are the mesh dimensions above 1. A case resumes from the checkpoint of the case `resumed`, if it has a name.
     A narrow case computes in bfloat16. In a killed case, all ranks are killed after a checkpoint, and resume.
     """
 
     name: str
-    ranks: int
-    values: Mapping[str, Any]
+    values: Mapping[str, Any] = attrs.field(factory=dict)
     sizes: Mapping[str, int] = attrs.field(factory=dict)
     resumed: str = ""
     is_narrow: bool = False
     is_killed: bool = False
+
+    @property
+    def ranks(self) -> int:
+        """The number of processes."""
+        return prod(self.sizes[name] for name in self.sizes.keys() & {*DIMENSIONS})
 
     @property
     def last_step(self) -> int:
@@ -59,7 +63,7 @@ class Case:
         return ""
 
 
-ONE = Case("one process", 1, {})
+ONE = Case("one process")
 KILLED = {"data_shard": 2}
 REPLICATED_PIPELINE = {"pipeline": 2, "data_replicate": 2}
 BOTH_ENDS = "zero_bubble_v"
@@ -81,11 +85,11 @@ def list_cases(recipe: Recipe) -> list[Case]:
     pairs = [dict.fromkeys(pair, 2) for pair in combinations(DIMENSIONS, 2)]
     return [
         make_killed(ONE),
-        *(Case("microbatches of another size", 1, {name: {"micro_size": 8}}) for name in graph.implementers(Batching)),
+        *(Case("microbatches of another size", {name: {"micro_size": 8}}) for name in graph.implementers(Batching)),
         *singles,
         make_killed(_make_mesh_case(graph, KILLED)),
         *(
-            Case(f"one process, resumed from {case.name}", 1, {}, {"checkpoint": 1}, resumed=case.name)
+            Case(f"one process, resumed from {case.name}", sizes={"checkpoint": 1}, resumed=case.name)
             for case in singles
         ),
         *(attrs.evolve(case, name=f"{case.name}, resumed from one process", resumed=ONE.name) for case in singles),
@@ -101,9 +105,8 @@ def make_killed(case: Case) -> Case:
 
 
 def _make_mesh_case(graph: Graph, sizes: Mapping[str, int]) -> Case:
-    ranks = prod(size for name, size in sizes.items() if name != "expert")
     values: dict[str, Any] = {name: {"data_replicate": 1, **sizes} for name in graph.implementers(Mesh)}
-    return Case(", ".join(f"{name} = {size}" for name, size in sizes.items()), ranks, values, sizes)
+    return Case(", ".join(f"{name} = {size}" for name, size in sizes.items()), values, sizes)
 
 
 def _list_pipeline_cases(graph: Graph, recipe: Recipe) -> Iterator[Case]:

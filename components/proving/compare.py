@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from drawloom.components.proving.recorder import GRADIENT, PhaseSnapshot, RankPiece, RankRecord
+from drawloom.components.proving.result import ProvedDifference
 from drawloom.ports import DIMENSIONS, TensorSlice
 
 
@@ -30,20 +31,6 @@ EXACT = 1e-6
 LAST = ("grad_norm",)
 """Numbers that follow from gradients, compared after them."""
 MAX_RANKS_SHOWN = 4
-
-
-@attrs.frozen
-class Difference:
-    """Value with a relative error, and a sentence about its cause."""
-
-    step: int
-    phase: str
-    name: str
-    error: float
-    cause: str
-
-    def __str__(self) -> str:
-        return f"step {self.step}, [{self.phase}], {self.name} ({100 * self.error:.2g} % off): {self.cause}"
 
 
 @attrs.frozen
@@ -166,12 +153,12 @@ def measure_errors(one: RankRecord, *others: Sequence[RankRecord]) -> dict[Key, 
 
 def find_first_difference(
     one: RankRecord, ranks: Sequence[RankRecord], sizes: Mapping[str, int], get_tolerance: Callable[[Compared], float]
-) -> Difference | None:
+) -> ProvedDifference | None:
     """Return the first value whose error is above its tolerance, on a mesh with `sizes` above 1 by dimension."""
     for value in iterate_compared_values(one, ranks):
         if (error := value.compute_error()) > get_tolerance(value):
             step, phase, name, _ = value.key
-            return Difference(step, phase, name, error, explain_difference(value, ranks, sizes))
+            return ProvedDifference(step, phase, name, error, explain_difference(value, ranks, sizes))
     return None
 
 
@@ -249,17 +236,13 @@ def _find_axis_with_other_values(value: Compared, ranks: Sequence[RankRecord], s
     """Return the only mesh dimension along which ranks have other values, or ""."""
     if value.key.kind == "part":
         return "tensor"
-    names = [name for name in sizes if name in DIMENSIONS]
     if len(value.actual) != len(ranks):
         return ""
-    positions = [tuple(getattr(record.indices, name) for name in DIMENSIONS) for record in ranks]
-    by_position = dict(zip(positions, value.actual, strict=True))
-    differing = []
-    for name in names:
-        at = DIMENSIONS.index(name)
-        for position, piece in by_position.items():
-            first = by_position.get((*position[:at], 0, *position[at + 1 :]))
-            if piece is not None and first is not None and not piece.tensor.equal(first.tensor):
-                differing.append(name)
-                break
-    return differing[0] if len(differing) == 1 else ""
+    by_indices = {record.indices: piece for record, piece in zip(ranks, value.actual, strict=True) if piece}
+    differing = set()
+    for name in sizes.keys() & {*DIMENSIONS}:
+        for indices, piece in by_indices.items():
+            first = by_indices.get(attrs.evolve(indices, **{name: 0}))
+            if first is not None and not piece.tensor.equal(first.tensor):
+                differing.add(name)
+    return differing.pop() if len(differing) == 1 else ""

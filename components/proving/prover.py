@@ -19,7 +19,6 @@ from drawloom.components.checkpoint.manifest import MANIFEST
 from drawloom.components.proving.cases import ONE, Case, list_cases, make_narrow
 from drawloom.components.proving.compare import (
     Compared,
-    Difference,
     Key,
     find_first_difference,
     measure_errors,
@@ -51,8 +50,8 @@ TIMEOUT = 120.0
 SAVED = STEPS // 2
 CHECKPOINT = Path(CHECKPOINTS) / f"step-{SAVED}"
 REFUSED = f"{RefusedError.__module__}.{RefusedError.__qualname__}: "
-NOISY = Case("one process with noise", 1, {})
-AGAIN = Case("one process again", 1, {})
+NOISY = Case("one process with noise")
+AGAIN = Case("one process again")
 
 RESUME_CAUSE = (
     "it is right without the resume: a value is in no node's state, or is saved, sliced or loaded wrongly, as by "
@@ -65,7 +64,7 @@ class _FailedError(Exception):
     """A case with other numbers than one process, or with a crash; and the text for the smallest failing recipe."""
 
     case: Case
-    difference: Difference | None = None
+    difference: ProvedDifference | None = None
     crash: str = ""
     recipe: str = ""
 
@@ -149,14 +148,13 @@ class _Proof:
             except _FailedError as error:
                 failure = self._find_smallest(error)
         failed = failure.case.name if failure else ""
-        difference = failure.difference if failure else None
         return ProveResult(
             subject=subject,
             contracts=contracts,
             broken_contract=broken,
             equal=self.equal,
             failed=failed,
-            difference=ProvedDifference(**attrs.asdict(difference)) if difference else None,
+            difference=failure.difference if failure else None,
             crash=failure.crash if failure else "",
             refused=self.refused,
             untried=[case.name for case in cases if case.name not in {*self.equal, *self.refused, failed}],
@@ -167,11 +165,13 @@ class _Proof:
         )
 
     def _compare_cases(self, recipe: Recipe, cases: Sequence[Case]) -> None:
-        """Compare one process with itself, bit by bit, and then the cases: resumes after a kill too, others nearly."""
+        """Compare one process with itself, and then the cases. Raises _FailedError for the first that fails."""
         self.prover.on_progress(0, len(cases), ONE.name)
-        errors = measure_errors(self.one, self._record(AGAIN))
+        again = self._record(AGAIN)
+        errors = measure_errors(self.one, again)
         self.uncompared |= {key.name for key, error in errors.items() if error and key.kind == "number"}
-        self._compare(AGAIN, lambda value: 0.0)
+        self._require_equal(AGAIN, self.one, again)
+        self.equal.append(AGAIN.name)
         names = {case.name: case.resumed for case in cases}
         tried = {name for wanted in self.only or names for name in (wanted, names[wanted])}
         for done, case in enumerate(cases):
@@ -180,13 +180,11 @@ class _Proof:
             if case.name not in tried:
                 continue
             self.prover.on_progress(done, len(cases), case.name)
-            if reason := case.find_refusal(recipe) or self.refused.get(case.resumed, ""):
-                self.refused[case.name] = reason
-            elif case.is_killed:
-                self._compare_after_kill(case)
+            refusal = case.find_refusal(recipe) or self.refused.get(case.resumed, "") or self._compare(case)
+            if refusal:
+                self.refused[case.name] = refusal
             else:
-                narrow = partial(self._get_narrow_tolerance, case=case)
-                self._compare(case, narrow if case.is_narrow else self._get_tolerance)
+                self.equal.append(case.name)
 
     @cached_property
     def one(self) -> RankRecord:
@@ -201,7 +199,7 @@ class _Proof:
 
     @cached_property
     def errors_by_noise(self) -> dict[Key, float]:
-        """Errors after a change of gradients in the last bits."""
+        """Errors after a change of the first weights in the last bits."""
         return measure_errors(self.one, self._record(NOISY, noise=NOISE))
 
     @cached_property
@@ -219,77 +217,63 @@ class _Proof:
     def _narrow_case(self) -> Case:
         return make_narrow(ONE, self.source.load(self.values).graph)
 
-    def _get_tolerance(self, value: Compared) -> float:
+    def _get_tolerance(self, case: Case, value: Compared) -> float:
+        if value.key.name in self.uncompared:
+            return math.inf
+        if case.is_killed or case is AGAIN:
+            return 0.0
+        if case.is_narrow:
+            factor = TENSOR_FACTOR if "tensor" in case.sizes else ROWS_FACTOR
+            return max(MIN_NARROW_ERROR, factor * self.narrow_errors.get(value.key, 0.0))
         rounding = torch.finfo(value.expected.dtype).eps if value.expected.dtype.is_floating_point else 0.0
         return self.tolerance + AMPLIFICATION * (rounding + self.errors_by_noise.get(value.key, 0.0))
 
-    def _get_narrow_tolerance(self, value: Compared, case: Case) -> float:
-        factor = TENSOR_FACTOR if "tensor" in case.sizes else ROWS_FACTOR
-        return max(MIN_NARROW_ERROR, factor * self.narrow_errors.get(value.key, 0.0))
-
-    def _compare(self, case: Case, get_tolerance: Callable[[Compared], float]) -> None:
-        """Run a case and compare it with one process. Raises _FailedError for a crash or the first difference."""
-        if ranks := self._record_unless_refused(case):
-            one = self.narrow if case.is_narrow else self.one
-            self._require_equal(case, _skip_saved_steps(one) if case.resumed else one, ranks, get_tolerance)
-            self.equal.append(case.name)
-
-    def _compare_after_kill(self, case: Case) -> None:
+    def _compare(self, case: Case) -> str:
         """
-        Kill all ranks after a checkpoint, resume them, and compare them with the same ranks without a kill, bit by bit.
+        Run a case, and compare it with one process, or if it is killed with the same ranks without a kill.
 
-        Raises _FailedError for a crash or the first difference.
+        Return why it was refused at the start, or "". Raises _FailedError for a crash or the first difference.
         """
-        whole = attrs.evolve(case, name=f"{case.name}, without the kill", is_killed=False)
-        if not (records := self._record_unless_refused(whole)):
-            self.refused[case.name] = self.refused.pop(whole.name)
-            return
-        killed = self._make_run(case)
-        manifest = killed.folder / CHECKPOINT / MANIFEST
         try:
-            self.prover.call(
-                case.ranks, run_and_record, attrs.evolve(killed, last_step=SAVED + 1, killed_after=manifest)
-            )
-        except RanksFailedError as error:
-            if set(error.failures.values()) != {DIED}:
-                raise _FailedError(case, crash=str(error)) from error
-        try:
-            resumed = self.prover.call(case.ranks, run_and_record, killed)
-        except RanksFailedError as error:
-            raise _FailedError(case, crash=error.last_line.removeprefix(REFUSED)) from error
-        for before, after in zip(records, resumed, strict=True):
-            self._require_equal(case, _skip_saved_steps(before), [after], lambda value: 0.0)
-        self.equal.append(case.name)
-
-    def _require_equal(
-        self, case: Case, one: RankRecord, ranks: Sequence[RankRecord], get_tolerance: Callable[[Compared], float]
-    ) -> None:
-        """Raise _FailedError with the first difference."""
-
-        def get_tolerance_if_compared(value: Compared) -> float:
-            return math.inf if value.key.name in self.uncompared else get_tolerance(value)
-
-        difference = find_first_difference(one, ranks, case.sizes, get_tolerance_if_compared)
-        if difference is not None:
-            is_resumed = case.resumed or case.is_killed
-            raise _FailedError(case, attrs.evolve(difference, cause=RESUME_CAUSE) if is_resumed else difference)
-
-    def _record_unless_refused(self, case: Case) -> list[RankRecord]:
-        """Return a case's records by rank; none after a refusal at the start. Raises _FailedError for a crash."""
-        try:
-            return self._record(case)
+            if case.is_killed:
+                resumed = self._kill_and_resume(case)
+                for before, after in zip(self._record(case), resumed, strict=True):
+                    self._require_equal(case, _skip_saved_steps(before), [after])
+            else:
+                one = self.narrow if case.is_narrow else self.one
+                self._require_equal(case, _skip_saved_steps(one) if case.resumed else one, self._record(case))
         except RanksFailedError as error:
             refusal = error.last_line.removeprefix(REFUSED)
             if case.resumed or refusal == error.last_line:
                 raise _FailedError(case, crash=refusal if case.resumed else str(error)) from error
-            self.refused[case.name] = f"at the start: {refusal}"
-            return []
+            return f"at the start: {refusal}"
+        return ""
+
+    def _require_equal(self, case: Case, one: RankRecord, ranks: Sequence[RankRecord]) -> None:
+        """Raise _FailedError with the first difference."""
+        difference: Any = find_first_difference(one, ranks, case.sizes, partial(self._get_tolerance, case))
+        if difference is not None:
+            is_resumed = case.resumed or case.is_killed
+            raise _FailedError(case, attrs.evolve(difference, cause=RESUME_CAUSE) if is_resumed else difference)
+
+    def _kill_and_resume(self, case: Case) -> list[RankRecord]:
+        """Kill all ranks after a checkpoint, and return their records of a resume. Raises _FailedError without one."""
+        run = self._make_run(case)
+        killed = attrs.evolve(run, last_step=SAVED + 1, killed_after=run.folder / CHECKPOINT / MANIFEST)
+        try:
+            self.prover.call(case.ranks, run_and_record, killed)
+        except RanksFailedError as error:
+            if {*error.failures.values()} != {DIED}:
+                raise
+        try:
+            return self.prover.call(case.ranks, run_and_record, run)
+        except RanksFailedError as error:
+            raise _FailedError(case, crash=error.last_line.removeprefix(REFUSED)) from error
 
     def _record(self, case: Case, noise: float = 0.0, seed: int = 0) -> list[RankRecord]:
         """Run a case, and return the records by rank."""
         run = attrs.evolve(self._make_run(case), noise=noise, seed=seed)
-        records: list[RankRecord] = self.prover.call(case.ranks, run_and_record, run)
-        return records
+        return self.prover.call(case.ranks, run_and_record, run)
 
     def _make_run(self, case: Case) -> ProofRun:
         """Return a case's run, in a new folder."""
@@ -312,11 +296,11 @@ class _Proof:
                 self.prover.on_progress(0, 1, "the smallest failing recipe")
                 tried = attrs.evolve(self, values=merge_values(values, smaller), equal=[], refused={})
                 tried.tolerance, tried.errors_by_noise = max(TOLERANCE, difference.error / 10), {}
-                with suppress(RanksFailedError, RecipeError, UserError):
+                with suppress(RecipeError, UserError):
                     if case.find_refusal(self.source.load(tried.values)):
                         continue
                     try:
-                        tried._compare(case, tried._get_tolerance)
+                        tried._compare(case)
                     except _FailedError as error:
                         if error.difference is not None:
                             values, failure = tried.values, error

@@ -1,7 +1,6 @@
 """Proofs: seeded faults, shipped components, and the documents' examples."""
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,26 +9,14 @@ import pytest
 
 from drawloom.components.proving.prover import Prover
 from drawloom.components.proving.subject import Subject
-from drawloom.graph.project import Project
 from support.blocks import ROOT, read_files
 from support.chat import tokenizer_folder
 from support.mesh_faults import FAULTS, SeededFault, prove_with
+from support.proofs import SHIPPED
 
 pytestmark = pytest.mark.soak
 
 EXAMPLES = ("focal", "soft_clip", "inverse_sqrt", "lion", "repeats", "counted", "clip_embedding", "parallel_lm")
-SHIPPED = [
-    *(name for name in Project.from_package("drawloom").registry.names() if re.match(r"model\.(?!parametriz)", name)),
-    *("rewards.exact_match", "rewards.length", "rewards.math_equal", "rewards.regex"),
-    *("loss.dft", "optim.adam", "optim.adamw", "optim.muon", "adapters.lora", "adapters.full_tuning"),
-    *("gradients.clip_group_norm", "gradients.clip_value", "phases.ema", "metrics.layer_norms"),
-    *(
-        "metrics.perplexity",
-        "metrics.bits_per_byte",
-        "experts.symmetric",
-        "kernels.batch_invariant",
-    ),
-]
 BUDGET = 30.0
 LORA = (
     *("adapter.targets=['*_proj', 'embed_tokens']", "tuned.use=adapters.full_tuning", "tuned.targets=['norm']"),

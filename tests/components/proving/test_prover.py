@@ -11,7 +11,7 @@ from support.blocks import ROOT, read_files
 def test_a_forgotten_sum_is_found_and_its_axis_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The command names the axis and the phase, and exits with 1; the written recipe is valid; a named case is right."""
+    """The command names the axis and the phase, exits with 1, and writes a valid recipe; a named case is right."""
     (tmp_path / "short_first.py").write_text(read_files(ROOT / "docs/proving.md")["my_lab/short_first.py"], "utf-8")
     monkeypatch.chdir(tmp_path)
     assert main(["prove", "short_first", "--import", "short_first.py"]) == 1
