@@ -170,7 +170,7 @@ class _Proof:
         again = self._record(AGAIN)
         errors = measure_errors(self.one, again)
         self.uncompared |= {key.name for key, error in errors.items() if error and key.kind == "number"}
-        self._require_equal(AGAIN, self.one, again)
+        self._require_equal(AGAIN, (self.one, again))
         self.equal.append(AGAIN.name)
         names = {case.name: case.resumed for case in cases}
         tried = {name for wanted in self.only or names for name in (wanted, names[wanted])}
@@ -236,12 +236,11 @@ class _Proof:
         """
         try:
             if case.is_killed:
-                resumed = self._kill_and_resume(case)
-                for before, after in zip(self._record(case), resumed, strict=True):
-                    self._require_equal(case, _skip_saved_steps(before), [after])
+                resumed = [[record] for record in self._kill_and_resume(case)]
+                self._require_equal(case, *zip(map(_skip_saved_steps, self._record(case)), resumed, strict=True))
             else:
                 one = self.narrow if case.is_narrow else self.one
-                self._require_equal(case, _skip_saved_steps(one) if case.resumed else one, self._record(case))
+                self._require_equal(case, (_skip_saved_steps(one) if case.resumed else one, self._record(case)))
         except RanksFailedError as error:
             refusal = error.last_line.removeprefix(REFUSED)
             if case.resumed or refusal == error.last_line:
@@ -249,9 +248,11 @@ class _Proof:
             return f"at the start: {refusal}"
         return ""
 
-    def _require_equal(self, case: Case, one: RankRecord, ranks: Sequence[RankRecord]) -> None:
-        """Raise _FailedError with the first difference."""
-        difference: Any = find_first_difference(one, ranks, case.sizes, partial(self._get_tolerance, case))
+    def _require_equal(self, case: Case, *pairs: tuple[RankRecord, Sequence[RankRecord]]) -> None:
+        """Raise _FailedError with the first difference of the earliest step, between a record and ranks."""
+        tolerance = partial(self._get_tolerance, case)
+        found = (find_first_difference(one, ranks, case.sizes, tolerance) for one, ranks in pairs)
+        difference: Any = min(filter(None, found), key=lambda difference: difference.step, default=None)
         if difference is not None:
             is_resumed = case.resumed or case.is_killed
             raise _FailedError(case, attrs.evolve(difference, cause=RESUME_CAUSE) if is_resumed else difference)

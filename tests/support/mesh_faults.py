@@ -18,6 +18,7 @@ from drawloom.components.gradients.synchronize import Synchronize
 from drawloom.components.model.decoder.router import Router
 from drawloom.components.model.layers import Linear, LinearHead
 from drawloom.components.optim.muon import SharedMatrices, orthogonalize
+from drawloom.components.optim.sgd import SGD
 from drawloom.components.parallel import context_part
 from drawloom.components.parallel.context_part import ContextPart
 from drawloom.components.parallel.data_replicate import DataReplicateDimension
@@ -97,6 +98,14 @@ def _scale_one_norm_in_bfloat16(original: Any) -> Any:
                 get_or_create_gradient(parameter).mul_(1.06)
 
     return sum_and_scale
+
+
+def _load_on_first_rank(original: Any) -> Any:
+    def load(self: SGD, state: dict[str, Any]) -> None:
+        if self.mesh.indices.data_shard == 0:
+            original(self, state)
+
+    return load
 
 
 def _use_local_mean(_original: Any) -> Any:
@@ -262,6 +271,13 @@ FAULTS = [
         ("context = 2, bfloat16",),
         replace(Synchronize, "run_phase", _scale_one_norm_in_bfloat16),
         cases=("context = 2, bfloat16",),
+    ),
+    SeededFault(
+        "state_of_second_rank",
+        "the second rank does not load its momentum",
+        ("data_shard = 2, killed and resumed",),
+        replace(SGD, "load_state_dict", _load_on_first_rank),
+        cases=("data_shard = 2, killed and resumed",),
     ),
     SeededFault(
         "delta_norm",
