@@ -35,7 +35,7 @@ from drawloom.graph.project import Recipe
 TOLERANCE = 1e-9
 """Relative error, besides the error due to rounding."""
 NOISE = 1e-14
-"""Relative change of the first weights that shows how much a run amplifies rounding."""
+"""Relative change of the first weights, to show how much a run amplifies rounding."""
 AMPLIFICATION = 100.0
 """Tolerated multiple of the errors due to noise, since every operation rounds."""
 NARROW_NOISE = 2.0**-12
@@ -165,7 +165,7 @@ class _Proof:
         )
 
     def _compare_cases(self, recipe: Recipe, cases: Sequence[Case]) -> None:
-        """Compare one process with itself, and then the cases. Raises _FailedError for the first that fails."""
+        """Compare one process with itself, and then the cases. Raises _FailedError for the first failure."""
         self.prover.on_progress(0, len(cases), ONE.name)
         again = self._record(AGAIN)
         errors = measure_errors(self.one, again)
@@ -251,8 +251,8 @@ class _Proof:
     def _require_equal(self, case: Case, *pairs: tuple[RankRecord, Sequence[RankRecord]]) -> None:
         """Raise _FailedError with the first difference of the earliest step, between a record and ranks."""
         tolerance = partial(self._get_tolerance, case)
-        found = (find_first_difference(one, ranks, case.sizes, tolerance) for one, ranks in pairs)
-        difference: Any = min(filter(None, found), key=lambda difference: difference.step, default=None)
+        differences = (find_first_difference(one, ranks, case.sizes, tolerance) for one, ranks in pairs)
+        difference: Any = min(filter(None, differences), key=lambda difference: difference.step, default=None)
         if difference is not None:
             is_resumed = case.resumed or case.is_killed
             raise _FailedError(case, attrs.evolve(difference, cause=RESUME_CAUSE) if is_resumed else difference)

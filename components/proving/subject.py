@@ -75,8 +75,8 @@ class Subject:
             values = merge_values(shrink_recipe(recipe, folder), make_reproducible_values(graph))
             return source, values, list(self.nodes or others) if spec is None else [REWARD]
         reasons: list[str] = []
-        if place := find_node_and_changes(spec):
-            node, changes = place
+        if position := find_node_and_changes(spec):
+            node, changes = position
             for heads in (2, 4):  # latent attention has as many key heads as heads
                 source = ProofSource(BASE, make_component_recipe(spec, node, changes, folder, heads), **common)
                 try:
