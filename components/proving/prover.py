@@ -101,7 +101,16 @@ class Prover:
         """
         with tempfile.TemporaryDirectory(prefix="prove-") as folder:
             source, values, nodes = subject.make_source_values_and_nodes(Path(folder) / "input")
-            return _Proof(self, source, values, Path(folder), within, budget, only).run(subject.name, nodes)
+            proof = _Proof(
+                prover=self,
+                source=source,
+                values=values,
+                folder=Path(folder),
+                within=within,
+                budget=budget,
+                only=only,
+            )
+            return proof.run(subject.name, nodes)
 
     def call(self, ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Call a function in `ranks` processes."""
