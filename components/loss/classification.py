@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +30,8 @@ class Classifier(DecoderInputs):
     its token weights' sum. The named sum `accuracy`, weighted like the loss, counts documents whose label has the
     largest logit.
     """
+
+    batch_leaves: ClassVar[tuple[str, ...]] = (*DecoderInputs.batch_leaves, "labels")
 
     model: LanguageModel
     mesh: Mesh

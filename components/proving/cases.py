@@ -20,24 +20,30 @@ EXPERT_MESHES: tuple[dict[str, int], ...] = (
     {"data_shard": 2, "tensor": 2, "expert": 2},
     {"context": 2, "tensor": 2, "expert": 4},
     {"data_replicate": 2, "data_shard": 2, "expert": 2},
+    {"data_shard": 4, "expert": 2},
 )
 
 
 @attrs.frozen
 class Case:
     """
-    Change to a recipe, on `ranks` processes, with the same numbers as before.
+    Change to a recipe with the same numbers as before.
 
     `sizes` are the mesh dimensions above 1. A case resumes from the checkpoint of the case `resumed`, if it has a name.
-    A narrow case computes in bfloat16.
+    A narrow case computes in bfloat16. In a killed case, all ranks are killed after a checkpoint, and resume.
     """
 
     name: str
-    ranks: int
-    values: Mapping[str, Any]
+    values: Mapping[str, Any] = attrs.field(factory=dict)
     sizes: Mapping[str, int] = attrs.field(factory=dict)
     resumed: str = ""
     is_narrow: bool = False
+    is_killed: bool = False
+
+    @property
+    def ranks(self) -> int:
+        """The number of processes."""
+        return prod(self.sizes[name] for name in self.sizes.keys() & {*DIMENSIONS})
 
     @property
     def last_step(self) -> int:
@@ -57,7 +63,8 @@ class Case:
         return ""
 
 
-ONE = Case("one process", 1, {})
+ONE = Case("one process")
+KILLED = {"data_shard": 2}
 REPLICATED_PIPELINE = {"pipeline": 2, "data_replicate": 2}
 BOTH_ENDS = "zero_bubble_v"
 """A schedule whose first rank has the first and the last stage."""
@@ -77,10 +84,12 @@ def list_cases(recipe: Recipe) -> list[Case]:
     singles = [_make_mesh_case(graph, sizes) for sizes in SINGLE]
     pairs = [dict.fromkeys(pair, 2) for pair in combinations(DIMENSIONS, 2)]
     return [
-        *(Case("microbatches of another size", 1, {name: {"micro_size": 8}}) for name in graph.implementers(Batching)),
+        make_killed(ONE),
+        *(Case("microbatches of another size", {name: {"micro_size": 8}}) for name in graph.implementers(Batching)),
         *singles,
+        make_killed(_make_mesh_case(graph, KILLED)),
         *(
-            Case(f"one process, resumed from {case.name}", 1, {}, {"checkpoint": 1}, resumed=case.name)
+            Case(f"one process, resumed from {case.name}", sizes={"checkpoint": 1}, resumed=case.name)
             for case in singles
         ),
         *(attrs.evolve(case, name=f"{case.name}, resumed from one process", resumed=ONE.name) for case in singles),
@@ -90,10 +99,14 @@ def list_cases(recipe: Recipe) -> list[Case]:
     ]
 
 
+def make_killed(case: Case) -> Case:
+    """Return a case whose ranks are killed, and resume."""
+    return attrs.evolve(case, name=f"{case.name}, killed and resumed", is_killed=True)
+
+
 def _make_mesh_case(graph: Graph, sizes: Mapping[str, int]) -> Case:
-    ranks = prod(size for name, size in sizes.items() if name != "expert")
     values: dict[str, Any] = {name: {"data_replicate": 1, **sizes} for name in graph.implementers(Mesh)}
-    return Case(", ".join(f"{name} = {size}" for name, size in sizes.items()), ranks, values, sizes)
+    return Case(", ".join(f"{name} = {size}" for name, size in sizes.items()), values, sizes)
 
 
 def _list_pipeline_cases(graph: Graph, recipe: Recipe) -> Iterator[Case]:
@@ -113,11 +126,6 @@ def _list_pipeline_cases(graph: Graph, recipe: Recipe) -> Iterator[Case]:
 
 def make_narrow(case: Case, graph: Graph) -> Case:
     """Return a case in bfloat16 without experts, since a router may choose other experts after rounding."""
-    values = {**make_dense(case, graph).values, **dict.fromkeys(graph.implementers(Precision), NARROW)}
-    return attrs.evolve(case, name=f"{case.name}, bfloat16", values=values, is_narrow=True)
-
-
-def make_dense(case: Case, graph: Graph) -> Case:
-    """Return a case without the smallest recipe's experts, for the first step."""
     models = {name: DENSE for name in graph.implementers(Model) if graph.nodes[name].spec.use == EXPERTS["use"]}
-    return attrs.evolve(case, name=f"{case.name}, dense", values={**case.values, **models}, is_narrow=True)
+    values = {**case.values, **models, **dict.fromkeys(graph.implementers(Precision), NARROW)}
+    return attrs.evolve(case, name=f"{case.name}, bfloat16", values=values, is_narrow=True)

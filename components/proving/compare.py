@@ -1,7 +1,6 @@
 """The first difference between ranks and one process, and its likely cause."""
 
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from drawloom.components.proving.recorder import GRADIENT, PhaseSnapshot, RankPiece, RankRecord
+from drawloom.components.proving.result import ProvedDifference
 from drawloom.ports import DIMENSIONS, TensorSlice
 
 
@@ -34,31 +34,19 @@ MAX_RANKS_SHOWN = 4
 
 
 @attrs.frozen
-class Difference:
-    """Value with a relative error, and a sentence about its cause."""
-
-    step: int
-    phase: str
-    name: str
-    error: float
-    cause: str
-
-    def __str__(self) -> str:
-        return f"step {self.step}, [{self.phase}], {self.name} ({100 * self.error:.2g} % off): {self.cause}"
-
-
-@attrs.frozen
 class Compared:
     """
     A value of one process, and the pieces on ranks, None on a rank without one.
 
-    Errors are relative to `scale` for a smaller value.
+    Errors are relative to `scale` for a smaller value. `expected_slice` is the slice of a rank that is compared with
+    itself.
     """
 
     key: Key
     expected: Tensor
     actual: Sequence[RankPiece | None]
     scale: float = 0.0
+    expected_slice: TensorSlice | None = None
 
     @property
     def pieces(self) -> list[RankPiece]:
@@ -67,7 +55,10 @@ class Compared:
 
     def get_expected_piece(self, piece: RankPiece) -> Tensor:
         """Return one process's elements for a rank's piece."""
-        return self.expected if piece.tensor_slice is None else self.expected[piece.tensor_slice.index()]
+        tensor_slice = piece.tensor_slice
+        if tensor_slice is None or tensor_slice == self.expected_slice:
+            return self.expected
+        return self.expected[tensor_slice.index()]
 
     @property
     def is_complete(self) -> bool:
@@ -77,23 +68,32 @@ class Compared:
         return count >= self.expected.numel() and not (self.key.kind == "number" and None in self.actual)
 
     def compute_error(self) -> float:
-        """Return the largest relative error over ranks; infinity for missing elements."""
+        """Return the relative error of the whole, with the worst copy of each slice; infinity for missing elements."""
         if not self.is_complete:
             return math.inf
-        return max(
-            compute_relative_error(piece.tensor, self.get_expected_piece(piece), self.scale) for piece in self.pieces
-        )
+        distances: dict[TensorSlice | None, float] = {}
+        for piece in self.pieces:
+            distance = compute_distance(piece.tensor, self.get_expected_piece(piece))
+            distances[piece.tensor_slice] = max(distance, distances.get(piece.tensor_slice, 0.0))
+        return _divide_by_norm(math.hypot(*distances.values()), self.expected, self.scale)
 
 
-def compute_relative_error(actual: Tensor, expected: Tensor, scale: float = 0.0) -> float:
-    """Return |actual - expected| / max(|expected|, scale); infinity for other shapes, 0 for equal NaNs."""
+def compute_distance(actual: Tensor, expected: Tensor) -> float:
+    """Return |actual - expected|; infinity for other shapes, 0 for equal NaNs."""
     if actual.shape != expected.shape:
         return math.inf
     actual, expected = actual.double(), expected.double()
     difference = torch.where(actual.isnan() & expected.isnan(), 0.0, actual - expected)
-    if not difference.isfinite().all():
-        return math.inf
-    distance, norm = float(difference.norm()), max(float(expected.nan_to_num().norm()), scale)
+    return float(difference.norm()) if difference.isfinite().all() else math.inf
+
+
+def compute_relative_error(actual: Tensor, expected: Tensor, scale: float = 0.0) -> float:
+    """Return |actual - expected| / max(|expected|, scale)."""
+    return _divide_by_norm(compute_distance(actual, expected), expected, scale)
+
+
+def _divide_by_norm(distance: float, expected: Tensor, scale: float) -> float:
+    norm = max(float(expected.double().nan_to_num().norm()), scale)
     return distance / norm if norm else (math.inf if distance else 0.0)
 
 
@@ -138,38 +138,27 @@ def _iterate_values_after_phase(
         for name in names:
             pieces = [other.pieces.get(name) for other in others]
             scale = SMALL * float(sum(squares)) ** 0.5
-            yield Compared(make_key(name, "piece"), one.pieces[name].tensor, pieces, scale)
+            piece = one.pieces[name]
+            yield Compared(make_key(name, "piece"), piece.tensor, pieces, scale, piece.tensor_slice)
 
 
-def measure_errors(one: RankRecord, ranks: Sequence[RankRecord]) -> dict[Key, float]:
-    """Return the relative error of every value."""
-    return {value.key: value.compute_error() for value in iterate_compared_values(one, ranks)}
-
-
-def spread_errors_over_layers(errors: Mapping[Key, float]) -> dict[Key, float]:
-    """
-    Return the largest error of the same value in all layers.
-
-    One tensor's error due to rounding may be small by chance, as the gradient of a key's bias.
-    """
-    largest: dict[Key, float] = {}
-    for key, error in errors.items():
-        largest[_drop_numbers(key)] = max(error, largest.get(_drop_numbers(key), 0.0))
-    return {key: largest[_drop_numbers(key)] for key in errors}
-
-
-def _drop_numbers(key: Key) -> Key:
-    return key._replace(name=re.sub(r"\d+", "", key.name))
+def measure_errors(one: RankRecord, *others: Sequence[RankRecord]) -> dict[Key, float]:
+    """Return the largest relative error of every value, over other runs by rank."""
+    errors: dict[Key, float] = {}
+    for ranks in others:
+        for value in iterate_compared_values(one, ranks):
+            errors[value.key] = max(value.compute_error(), errors.get(value.key, 0.0))
+    return errors
 
 
 def find_first_difference(
     one: RankRecord, ranks: Sequence[RankRecord], sizes: Mapping[str, int], get_tolerance: Callable[[Compared], float]
-) -> Difference | None:
+) -> ProvedDifference | None:
     """Return the first value whose error is above its tolerance, on a mesh with `sizes` above 1 by dimension."""
     for value in iterate_compared_values(one, ranks):
         if (error := value.compute_error()) > get_tolerance(value):
             step, phase, name, _ = value.key
-            return Difference(step, phase, name, error, explain_difference(value, ranks, sizes))
+            return ProvedDifference(step, phase, name, error, explain_difference(value, ranks, sizes))
     return None
 
 
@@ -247,17 +236,13 @@ def _find_axis_with_other_values(value: Compared, ranks: Sequence[RankRecord], s
     """Return the only mesh dimension along which ranks have other values, or ""."""
     if value.key.kind == "part":
         return "tensor"
-    names = [name for name in sizes if name in DIMENSIONS]
     if len(value.actual) != len(ranks):
         return ""
-    positions = [tuple(getattr(record.indices, name) for name in DIMENSIONS) for record in ranks]
-    by_position = dict(zip(positions, value.actual, strict=True))
-    differing = []
-    for name in names:
-        at = DIMENSIONS.index(name)
-        for position, piece in by_position.items():
-            first = by_position.get((*position[:at], 0, *position[at + 1 :]))
-            if piece is not None and first is not None and not piece.tensor.equal(first.tensor):
-                differing.append(name)
-                break
-    return differing[0] if len(differing) == 1 else ""
+    by_indices = {record.indices: piece for record, piece in zip(ranks, value.actual, strict=True) if piece}
+    differing = set()
+    for name in sizes.keys() & {*DIMENSIONS}:
+        for indices, piece in by_indices.items():
+            first = by_indices.get(attrs.evolve(indices, **{name: 0}))
+            if first is not None and not piece.tensor.equal(first.tensor):
+                differing.add(name)
+    return differing.pop() if len(differing) == 1 else ""

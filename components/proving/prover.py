@@ -6,7 +6,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,12 @@ import torch
 from drawloom import RecipeError, UserError
 from drawloom.components.checkpoint.manifest import FOLDER as CHECKPOINTS
 from drawloom.components.checkpoint.manifest import MANIFEST
-from drawloom.components.proving.cases import ONE, Case, list_cases, make_dense, make_narrow
+from drawloom.components.proving.cases import ONE, Case, list_cases, make_narrow
 from drawloom.components.proving.compare import (
     Compared,
-    Difference,
     Key,
     find_first_difference,
     measure_errors,
-    spread_errors_over_layers,
 )
 from drawloom.components.proving.contracts import check_contracts
 from drawloom.components.proving.ranks import DIED, RankPool, RanksFailedError
@@ -37,18 +35,23 @@ from drawloom.graph.project import Recipe
 TOLERANCE = 1e-9
 """Relative error, besides the error due to rounding."""
 NOISE = 1e-14
-"""Relative change of gradients that shows how much a run amplifies rounding."""
+"""Relative change of the first weights, to show how much a run amplifies rounding."""
 AMPLIFICATION = 100.0
-"""Tolerated multiple of the errors due to noise, since ranks also round in forward passes."""
-NARROW_FACTOR = 4.0
-"""Tolerated multiple of the error of one process in bfloat16."""
-MIN_NARROW_ERROR = 0.02
+"""Tolerated multiple of the errors due to noise, since every operation rounds."""
+NARROW_NOISE = 2.0**-12
+"""Relative change of the first weights after which bfloat16 rounds otherwise."""
+NARROW_RUNS = 6
+TENSOR_FACTOR = 2.0
+"""Tolerated multiple of a tensor's largest error in these runs, as `tensor` rounds sums; right meshes have 1.1."""
+ROWS_FACTOR = 0.5
+"""The same for dimensions that divide only rows and layers; right meshes have 0.3."""
+MIN_NARROW_ERROR = 2.0**-7
 TIMEOUT = 120.0
 SAVED = STEPS // 2
+CHECKPOINT = Path(CHECKPOINTS) / f"step-{SAVED}"
 REFUSED = f"{RefusedError.__module__}.{RefusedError.__qualname__}: "
-NOISY = Case("one process with noise", 1, {})
-AGAIN = Case("one process again", 1, {})
-KILLED = Case("one process, killed and resumed", 1, {}, resumed="one process, killed and resumed")
+NOISY = Case("one process with noise")
+AGAIN = Case("one process again")
 
 RESUME_CAUSE = (
     "it is right without the resume: a value is in no node's state, or is saved, sliced or loaded wrongly, as by "
@@ -61,7 +64,7 @@ class _FailedError(Exception):
     """A case with other numbers than one process, or with a crash; and the text for the smallest failing recipe."""
 
     case: Case
-    difference: Difference | None = None
+    difference: ProvedDifference | None = None
     crash: str = ""
     recipe: str = ""
 
@@ -88,12 +91,26 @@ class Prover:
         self,
         subject: Subject,
         budget: float | None = None,
+        only: Sequence[str] = (),
         within: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> ProveResult:
-        """Check contracts, and compare runs `within` a context; no case begins after `budget` seconds."""
+        """
+        Check contracts, and compare runs `within` a context.
+
+        No case begins after `budget` seconds. `only` are names of cases to try, by default all.
+        """
         with tempfile.TemporaryDirectory(prefix="prove-") as folder:
             source, values, nodes = subject.make_source_values_and_nodes(Path(folder) / "input")
-            return _Proof(self, source, values, Path(folder), within, budget).run(subject.name, nodes)
+            proof = _Proof(
+                prover=self,
+                source=source,
+                values=values,
+                folder=Path(folder),
+                within=within,
+                budget=budget,
+                only=only,
+            )
+            return proof.run(subject.name, nodes)
 
     def call(self, ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Call a function in `ranks` processes."""
@@ -110,6 +127,7 @@ class _Proof:
     folder: Path
     within: Callable[[], AbstractContextManager[object]]
     budget: float | None
+    only: Sequence[str] = ()
     tolerance: float = TOLERANCE
     start: float = attrs.field(factory=time.monotonic)
     equal: list[str] = attrs.field(factory=list)
@@ -121,6 +139,9 @@ class _Proof:
         recipe = self.source.load(self.values)
         recipe.check(skip_machine_checks=True)
         cases = list_cases(recipe)
+        if unknown := {*self.only} - {case.name for case in cases}:
+            known = "; ".join(case.name for case in cases)
+            raise UserError(f"there is no case {unknown.pop()!r}; write one of: {known}", 2)
         contracts: list[str] = []
         broken, failure = "", None
         for node in nodes:
@@ -136,14 +157,13 @@ class _Proof:
             except _FailedError as error:
                 failure = self._find_smallest(error)
         failed = failure.case.name if failure else ""
-        difference = failure.difference if failure else None
         return ProveResult(
             subject=subject,
             contracts=contracts,
             broken_contract=broken,
             equal=self.equal,
             failed=failed,
-            difference=ProvedDifference(**attrs.asdict(difference)) if difference else None,
+            difference=failure.difference if failure else None,
             crash=failure.crash if failure else "",
             refused=self.refused,
             untried=[case.name for case in cases if case.name not in {*self.equal, *self.refused, failed}],
@@ -154,25 +174,26 @@ class _Proof:
         )
 
     def _compare_cases(self, recipe: Recipe, cases: Sequence[Case]) -> None:
-        """Compare one process with itself and with its resume, bit by bit, and then the cases, up to rounding."""
+        """Compare one process with itself, and then the cases. Raises _FailedError for the first failure."""
         self.prover.on_progress(0, len(cases), ONE.name)
-        errors = measure_errors(self.one, self._record(AGAIN))
+        again = self._record(AGAIN)
+        errors = measure_errors(self.one, again)
         self.uncompared |= {key.name for key, error in errors.items() if error and key.kind == "number"}
-        self._compare(AGAIN, lambda value: 0.0)
-        try:
-            self._record(KILLED, is_killed=True)
-        except RanksFailedError as error:
-            if error.last_line != DIED:
-                raise _FailedError(KILLED, crash=str(error)) from error
-        self._compare(KILLED, lambda value: 0.0)
+        self._require_equal(AGAIN, (self.one, again))
+        self.equal.append(AGAIN.name)
+        names = {case.name: case.resumed for case in cases}
+        tried = {name for wanted in self.only or names for name in (wanted, names[wanted])}
         for done, case in enumerate(cases):
             if self.budget is not None and time.monotonic() - self.start > self.budget:
                 return
+            if case.name not in tried:
+                continue
             self.prover.on_progress(done, len(cases), case.name)
-            if reason := case.find_refusal(recipe) or self.refused.get(case.resumed, ""):
-                self.refused[case.name] = reason
+            refusal = case.find_refusal(recipe) or self.refused.get(case.resumed, "") or self._compare(case)
+            if refusal:
+                self.refused[case.name] = refusal
             else:
-                self._compare(case, self._get_narrow_tolerance if case.is_narrow else self._get_tolerance)
+                self.equal.append(case.name)
 
     @cached_property
     def one(self) -> RankRecord:
@@ -187,86 +208,116 @@ class _Proof:
 
     @cached_property
     def errors_by_noise(self) -> dict[Key, float]:
-        """Errors after a change of gradients in the last bits."""
+        """Errors after a change of the first weights in the last bits."""
         return measure_errors(self.one, self._record(NOISY, noise=NOISE))
 
     @cached_property
-    def narrow_errors(self) -> dict[Key, float]:
-        """One process's errors in bfloat16."""
-        narrow = self._record(make_narrow(ONE, self.source.load(self.values).graph))
-        return spread_errors_over_layers(measure_errors(self.dense, narrow))
+    def narrow(self) -> RankRecord:
+        """One process's record in bfloat16."""
+        return attrs.evolve(self._record(self._narrow_case)[0], exported={})
 
     @cached_property
-    def dense(self) -> RankRecord:
-        """One process's record without experts, for comparisons in bfloat16."""
-        return self._record(make_dense(ONE, self.source.load(self.values).graph))[0]
+    def narrow_errors(self) -> dict[Key, float]:
+        """One process's largest errors in bfloat16, in runs that round differently."""
+        runs = [self._record(self._narrow_case, NARROW_NOISE, seed) for seed in range(NARROW_RUNS)]
+        return measure_errors(self.narrow, *runs)
 
-    def _get_tolerance(self, value: Compared) -> float:
+    @cached_property
+    def _narrow_case(self) -> Case:
+        return make_narrow(ONE, self.source.load(self.values).graph)
+
+    def _get_tolerance(self, case: Case, value: Compared) -> float:
+        if value.key.name in self.uncompared:
+            return math.inf
+        if case.is_killed or case is AGAIN:
+            return 0.0
+        if case.is_narrow:
+            factor = TENSOR_FACTOR if "tensor" in case.sizes else ROWS_FACTOR
+            return max(MIN_NARROW_ERROR, factor * self.narrow_errors.get(value.key, 0.0))
         rounding = torch.finfo(value.expected.dtype).eps if value.expected.dtype.is_floating_point else 0.0
         return self.tolerance + AMPLIFICATION * (rounding + self.errors_by_noise.get(value.key, 0.0))
 
-    def _get_narrow_tolerance(self, value: Compared) -> float:
-        return max(MIN_NARROW_ERROR, NARROW_FACTOR * self.narrow_errors.get(value.key, 0.0))
+    def _compare(self, case: Case) -> str:
+        """
+        Run a case, and compare it with one process, or if it is killed with the same ranks without a kill.
 
-    def _compare(self, case: Case, get_tolerance: Callable[[Compared], float]) -> None:
-        """Run a case and compare it with one process. Raises _FailedError for a crash or the first difference."""
+        Return why it was refused at the start, or "". Raises _FailedError for a crash or the first difference.
+        """
         try:
-            ranks = self._record(case)
+            if case.is_killed:
+                resumed = [[record] for record in self._kill_and_resume(case)]
+                self._require_equal(case, *zip(map(_skip_saved_steps, self._record(case)), resumed, strict=True))
+            else:
+                one = self.narrow if case.is_narrow else self.one
+                self._require_equal(case, (_skip_saved_steps(one) if case.resumed else one, self._record(case)))
         except RanksFailedError as error:
             refusal = error.last_line.removeprefix(REFUSED)
             if case.resumed or refusal == error.last_line:
                 raise _FailedError(case, crash=refusal if case.resumed else str(error)) from error
-            self.refused[case.name] = f"at the start: {refusal}"
-            return
+            return f"at the start: {refusal}"
+        return ""
 
-        def get_tolerance_if_compared(value: Compared) -> float:
-            return math.inf if value.key.name in self.uncompared else get_tolerance(value)
-
-        difference = find_first_difference(self._select_steps(case), ranks, case.sizes, get_tolerance_if_compared)
+    def _require_equal(self, case: Case, *pairs: tuple[RankRecord, Sequence[RankRecord]]) -> None:
+        """Raise _FailedError with the first difference of the earliest step, between a record and ranks."""
+        tolerance = partial(self._get_tolerance, case)
+        differences = (find_first_difference(one, ranks, case.sizes, tolerance) for one, ranks in pairs)
+        difference: Any = min(filter(None, differences), key=lambda difference: difference.step, default=None)
         if difference is not None:
-            raise _FailedError(case, attrs.evolve(difference, cause=RESUME_CAUSE) if case.resumed else difference)
-        self.equal.append(case.name)
+            is_resumed = case.resumed or case.is_killed
+            raise _FailedError(case, attrs.evolve(difference, cause=RESUME_CAUSE) if is_resumed else difference)
 
-    def _select_steps(self, case: Case) -> RankRecord:
-        """Return one process's record with a case's steps."""
-        if case.is_narrow:
-            return attrs.evolve(self.dense, exported={})
-        first = SAVED + 1 if case.resumed else 1
-        return attrs.evolve(self.one, snapshots=[part for part in self.one.snapshots if part.step >= first])
+    def _kill_and_resume(self, case: Case) -> list[RankRecord]:
+        """Kill all ranks after a checkpoint, and return their records of a resume. Raises _FailedError without one."""
+        run = self._make_run(case)
+        killed = attrs.evolve(run, last_step=SAVED + 1, killed_after=run.folder / CHECKPOINT / MANIFEST)
+        try:
+            self.prover.call(case.ranks, run_and_record, killed)
+        except RanksFailedError as error:
+            if {*error.failures.values()} != {DIED}:
+                raise
+        try:
+            return self.prover.call(case.ranks, run_and_record, run)
+        except RanksFailedError as error:
+            raise _FailedError(case, crash=error.last_line.removeprefix(REFUSED)) from error
 
-    def _record(self, case: Case, noise: float = 0.0, is_killed: bool = False) -> list[RankRecord]:
-        """Run a case in its own folder, and return the records by rank."""
-        target, checkpoint = self.folder / case.name, Path(CHECKPOINTS) / f"step-{SAVED}"
-        continues = case is KILLED and not is_killed
-        if not continues:
-            shutil.rmtree(target, ignore_errors=True)  # of the same case with a larger recipe
-        run = ProofRun(
+    def _record(self, case: Case, noise: float = 0.0, seed: int = 0) -> list[RankRecord]:
+        """Run a case, and return the records by rank."""
+        run = attrs.evolve(self._make_run(case), noise=noise, seed=seed)
+        return self.prover.call(case.ranks, run_and_record, run)
+
+    def _make_run(self, case: Case) -> ProofRun:
+        """Return a case's run, in a new folder."""
+        folder = self.folder / case.name
+        shutil.rmtree(folder, ignore_errors=True)  # of the same case with a larger recipe
+        return ProofRun(
             source=self.source,
             values=merge_values(self.values, case.values),
-            folder=target,
-            last_step=SAVED + 1 if is_killed else case.last_step,
-            copied=self.folder / case.resumed / checkpoint if case.resumed and case is not KILLED else None,
-            killed_after=target / checkpoint / MANIFEST if is_killed else None,
-            noise=noise,
+            folder=folder,
+            last_step=case.last_step,
+            copied=self.folder / case.resumed / CHECKPOINT if case.resumed else None,
             within=self.within,
         )
-        return self.prover.call(case.ranks, run_and_record, run)
 
     def _find_smallest(self, failure: _FailedError) -> _FailedError:
         """Return the failure with the smallest recipe that still fails, and with its text."""
         values, case, difference = self.values, failure.case, failure.difference
-        if difference is not None and not (case.resumed or case.is_narrow):
+        if difference is not None and not (case.resumed or case.is_killed or case.is_narrow):
             for smaller in list_smaller_values(self.source.load(values), difference.step):
                 self.prover.on_progress(0, 1, "the smallest failing recipe")
                 tried = attrs.evolve(self, values=merge_values(values, smaller), equal=[], refused={})
                 tried.tolerance, tried.errors_by_noise = max(TOLERANCE, difference.error / 10), {}
-                with suppress(RanksFailedError, RecipeError, UserError):
+                with suppress(RecipeError, UserError):
                     if case.find_refusal(self.source.load(tried.values)):
                         continue
                     try:
-                        tried._compare(case, tried._get_tolerance)
+                        tried._compare(case)
                     except _FailedError as error:
                         if error.difference is not None:
                             values, failure = tried.values, error
         comment = f"{case.name}: {failure.difference or 'it crashes'}"
         return attrs.evolve(failure, recipe=self.source.format_with(merge_values(values, case.values), comment))
+
+
+def _skip_saved_steps(record: RankRecord) -> RankRecord:
+    """Return a record without the steps before the checkpoint."""
+    return attrs.evolve(record, snapshots=[part for part in record.snapshots if part.step > SAVED])

@@ -84,13 +84,11 @@ class ProofRecorder:
     """
     Listener for copying the values written by every phase.
 
-    With `noise`, it multiplies gradients by numbers near 1, as rounding does. It keeps its own error, because events
-    hide errors.
+    It keeps its own error, because events hide errors.
     """
 
     observes: ClassVar[tuple[EventKind, ...]] = ("step_started", "phase_ended")
 
-    noise: float = 0.0
     tracker: RecordTracker = attrs.field(factory=RecordTracker)
     nodes: Mapping[str, Any] = attrs.field(factory=dict)
     record: RankRecord = attrs.field(factory=lambda: RankRecord(PerDimension.of_first_rank()))
@@ -98,10 +96,14 @@ class ProofRecorder:
     error: Exception | None = None
     _parameters: Any = None
 
-    def start(self, nodes: Any) -> None:
-        """Remember the run's open nodes."""
+    def start(self, nodes: Any, noise: float, seed: int) -> None:
+        """Remember the run's open nodes, and multiply weights by random numbers as near to 1 as `noise`."""
         self.nodes, self._parameters = dict(nodes), nodes.get(Parameters)
         self.record.indices = nodes.get(Mesh).indices
+        generator = torch.Generator().manual_seed(seed)
+        for _, parameter in self._parameters.named_parameters() if noise else ():
+            factors = 1 + noise * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.detach().mul_(factors)
 
     def on_event(self, event: Event) -> None:
         self.has_started = True
@@ -142,8 +144,6 @@ class ProofRecorder:
         slices = self._parameters.parameter_slices()
         for name, parameter in self._parameters.named_parameters():
             if "gradients" in written and parameter.grad is not None:
-                if self.noise:
-                    parameter.grad.mul_(1 + self.noise * torch.randn_like(parameter.grad))
                 yield GRADIENT + name, RankPiece(parameter.grad.detach().clone(), slices[name])
             if "weights" in written:
                 yield name, RankPiece(parameter.detach().clone(), slices[name])

@@ -18,6 +18,9 @@ class ProvedDifference:
     error: float = output("relative error")
     cause: str = output("the mesh axis, and the operation that is most probably missing")
 
+    def __str__(self) -> str:
+        return f"step {self.step}, [{self.phase}], {self.name} ({100 * self.error:.2g} % off): {self.cause}"
+
 
 @output_class
 class ProveResult(Result):

@@ -71,8 +71,8 @@ class ProofRun:
     A run to record: a recipe with values, in a folder, up to a step.
 
     It resumes from the `copied` checkpoint, if there is one. After the last step, it is killed if a file
-    `killed_after` is named, as soon as this exists. `noise` is the recorder's. `within` is a context around the whole
-    run, for tests with faults.
+    `killed_after` is named, as soon as this exists. `noise` and `seed` are the recorder's. `within` is a context around
+    the whole run, for tests with faults.
     """
 
     source: ProofSource
@@ -82,6 +82,7 @@ class ProofRun:
     copied: Path | None = None
     killed_after: Path | None = None
     noise: float = 0.0
+    seed: int = 0
     within: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
@@ -91,7 +92,7 @@ class RefusedError(Exception):
 
 def run_and_record(run: ProofRun) -> RankRecord:
     """Run a recipe on this rank, and return the record. Raises RefusedError if the run can't start."""
-    recorder = ProofRecorder(noise=run.noise)
+    recorder = ProofRecorder()
     with run.within():
         recipe = run.source.load(run.values)
         if run.copied is not None and os.environ.get("RANK", "0") == "0":
@@ -100,7 +101,7 @@ def run_and_record(run: ProofRun) -> RankRecord:
             with _add_recorder(recipe, run.folder).open(
                 replacements={LISTENER: recorder, TRACKER: recorder.tracker}, accept_changes=True
             ) as nodes:
-                recorder.start(nodes)
+                recorder.start(nodes, run.noise, run.seed)
                 for step in nodes.steps():
                     if step.index == run.last_step and not step.is_last:
                         while run.killed_after:

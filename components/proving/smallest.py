@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from drawloom import UserError
 from drawloom.components.phases.report import Report
 from drawloom.graph.project import Recipe
 from drawloom.graph.recipe.overrides import nest_values
@@ -26,6 +25,7 @@ from drawloom.ports import (
     Metric,
     Model,
     ModelExport,
+    ModelWithoutExport,
     PackedDataset,
     PassFeature,
     Phase,
@@ -71,11 +71,14 @@ SIZES: dict[str, int] = {
     "linear_value_head_dim": 5,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
+    "linear_head_dim": 6,
+    "linear_num_heads": 4,
+    "global_head_dim": 12,
     "sliding_window": 5,
     "global_size": 8,
     "micro_size": 2,
     "rows_used": 8,
-    "length": 16,
+    "length": 64,
     "max_length": 16,
     "group_size": 2,
     "max_tokens": 4,
@@ -88,8 +91,10 @@ TIMED = ("throughput", "utilization", "memory", "phase_times", "recovery")
 FLOAT64 = {"parameter": "float64", "compute": "float64", "gradient": "float64"}
 LEAVES = {"tokens", "targets", "positions", "document_ids", "weights", "padding"}
 """Leaves of the generated rows."""
-GENERATED = {"use": "proving.rows", "length": SIZES["length"]}
+LENGTH = 16
+GENERATED = {"use": "proving.rows", "length": LENGTH}
 LR, MAX_NORM = 0.1, 0.1
+MODEL_SETTINGS = {"initializer_range": 0.2, "layers": "gdn, kda, conv, attention"}
 DENSE: dict[str, Any] = {
     "use": "model.qwen3.dense",
     **{name: SIZES[name] for name in list(SIZES)[:6]},
@@ -153,43 +158,38 @@ def _select_required_settings(spec: Spec) -> dict[str, Any]:
     return {name: value for name, value in REQUIRED.items() if name in spec.fields and spec.fields[name].required}
 
 
-def make_component_recipe(spec: Spec, folder: Path, key_heads: int) -> tuple[dict[str, Any], str]:
-    """
-    Return values for `BASE` with a component, and its node. A corpus is written into the folder.
-
-    Raises UserError for a component without a place in a training run.
-    """
-    position = next(iter(_find_positions(spec)), None)
-    if position is None:
-        raise UserError(
-            f"{spec.use} has no port that `prove` can place in a run; write a recipe with it, and prove it", 2
-        )
-    node, changes = position
+def make_component_recipe(
+    spec: Spec, node: str, changes: Mapping[str, Any], folder: Path, key_heads: int
+) -> dict[str, Any]:
+    """Return values for `BASE` with a component as a node, and with changes. A corpus is written into the folder."""
     names = {field.name for field in spec.settings}
     settings = _select_required_settings(spec)
     if implements(spec.cls, Model):
         settings |= {name: SIZES[name] for name in list(SIZES)[: list(SIZES).index("global_size")] if name in names}
         settings |= {"num_key_value_heads": key_heads} if "num_key_value_heads" in names else {}
-        settings |= {"initializer_range": 0.2} if "initializer_range" in names else {}
+        settings |= {name: value for name, value in MODEL_SETTINGS.items() if name in names}
         if {"path", "weights"} <= names:
             settings |= {"path": str(write_config(CONFIG, folder)), "weights": False}
+        if issubclass(spec.cls, ModelWithoutExport):
+            changes = {"unset": [*BASE_VALUES["unset"], "export"], "trainer": {"on_finish": []}}
     values = merge_values(merge_values(BASE_VALUES, changes), nest_values(node, {"use": spec.use, **settings}))
     if any(implements(spec.cls, port) for port in (Corpus, TokenCorpus, Tokenizer, PackedDataset)):
-        return _add_texts(values, node, folder), node
-    return values, node
+        return _add_texts(values, node, folder)
+    return values
 
 
-def _find_positions(spec: Spec) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield a component's node in the smallest recipe, and what else the recipe needs."""
+def find_node_and_changes(spec: Spec) -> tuple[str, dict[str, Any]] | None:
+    """Return a component's node in the smallest recipe, and what else the recipe needs; None without a place there."""
     cls, flow = spec.cls, spec.traits.flow
-    after = {"@optimizer": "@proved"}
-    phases: dict[str, Any] = {"edit": {"trainer": {"phases": {"remove": "@garbage_collection", "after": after}}}}
     if implements(cls, Phase):
-        node = next((node for value, node in REPLACED_PHASES.items() if value in flow.writes), "")
-        yield (node, {}) if node else (("clip", {}) if "gradients" in flow.changes else ("proved", phases))
-    yield from ((node, EDGES.get(port, {})) for port, node in POSITIONS.items() if implements(cls, port))
-    if issubclass(cls, StageFeature | PassFeature):
-        yield "proved", {}
+        if node := next((node for value, node in REPLACED_PHASES.items() if value in flow.writes), ""):
+            return node, {}
+        after = {"remove": "@garbage_collection", "after": {"@optimizer": "@proved"}}
+        return ("clip", {}) if "gradients" in flow.changes else ("proved", {"edit": {"trainer": {"phases": after}}})
+    for port, node in POSITIONS.items():
+        if implements(cls, port):
+            return node, EDGES.get(port, {})
+    return ("proved", {}) if issubclass(cls, StageFeature | PassFeature) else None
 
 
 POSITIONS: dict[Any, str] = {
@@ -238,11 +238,11 @@ def _add_texts(values: dict[str, Any], node: str, folder: Path) -> dict[str, Any
     others = {
         "corpus": texts,
         "tokens": {"use": "data.tokenized_text"},
-        "packing": {"use": "data.packing.first_fit", "length": SIZES["length"]},
+        "packing": {"use": "data.packing.first_fit", "length": LENGTH},
     }
     values = merge_values(values, {name: table for name, table in others.items() if name != node})
     if node == "packing":
-        values = merge_values(values, {node: {"length": SIZES["length"]}})
+        values = merge_values(values, {node: {"length": LENGTH}})
     return {**values, "unset": values["unset"][1:]}
 
 

@@ -12,6 +12,7 @@ from drawloom.components.proving.run import ProofSource
 from drawloom.components.proving.smallest import (
     BASE,
     REWARD,
+    find_node_and_changes,
     make_component_recipe,
     make_reproducible_values,
     make_reward_values,
@@ -73,19 +74,31 @@ class Subject:
             others = [name for name, node in graph.nodes.items() if not node.spec.cls.__module__.startswith(OWN)]
             values = merge_values(shrink_recipe(recipe, folder), make_reproducible_values(graph))
             return source, values, list(self.nodes or others) if spec is None else [REWARD]
-        problem: RecipeError | None = None
-        for heads in (2, 4):  # latent attention has as many key heads as heads
-            small, node = make_component_recipe(spec, folder, heads)
-            source = ProofSource(BASE, small, **common)
-            try:
-                source.load({}).check(skip_machine_checks=True)
-                return source, make_reproducible_values(source.load({}).graph), [node]
-            except RecipeError as error:
-                problem = problem or error
-        assert problem is not None
-        raise problem
+        reasons: list[str] = []
+        if position := find_node_and_changes(spec):
+            node, changes = position
+            for heads in (2, 4):  # latent attention has as many key heads as heads
+                source = ProofSource(BASE, make_component_recipe(spec, node, changes, folder, heads), **common)
+                try:
+                    source.load({}).check(skip_machine_checks=True)
+                    return source, make_reproducible_values(source.load({}).graph), [node]
+                except RecipeError as error:
+                    reasons += [f"{problem.text}; {problem.hint}" for problem in error.problems]
+        such = _list_shipped_recipes(project, self.name)
+        raise UserError(
+            f"{self.name} does not fit into the smallest recipe: {[*reasons, 'no port of it has a place there'][0]}. "
+            "Prove a recipe with it" + (f", such as {' or '.join(such)}" if such else ""),
+            2,
+        )
 
     def _is_recipe(self, project: Project) -> bool:
         return (
             self.name in RecipeFolder(project.recipes).names or self.name.endswith(".toml") or Path(self.name).exists()
         )
+
+
+def _list_shipped_recipes(project: Project, use: str) -> list[str]:
+    """Return the shipped recipes that name a component, and overlays as options."""
+    paths = RecipeFolder(project.recipes).paths
+    named = [path for path in paths.values() if f'use = "{use}"' in path.read_text("utf-8")]
+    return [f"--overlay {path.stem}" if path.parent.name == "overlays" else path.stem for path in named]

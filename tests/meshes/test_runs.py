@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import drawloom as api
-from support.runs import drawloom, series, take_back, write_corpus
+from support.runs import drawloom, series, write_corpus
 
 COMMON = ("run", "tiny.toml", "batch.micro_size=2", "checkpoint.every=5", "model.num_hidden_layers=2")
 LEARNED = ("loss", "grad_norm", "validation_loss", "tokens")
@@ -40,20 +40,6 @@ def assert_same(run: Path, other: Path) -> None:
         assert (weight - others[name]).abs().max() < 1e-5, name
 
 
-def test_sharded_run_resumes_on_one_process_and_on_sharded_pipeline(runs_folder: Path) -> None:
-    """A run on two sharding ranks, resumed on one rank and on a sharded pipeline, has one process's losses."""
-    codes = drawloom(runs_folder, *COMMON, "run.name=moved", "mesh.data_shard=2", ranks=2)
-    assert [outcome.code for outcome in codes] == [0, 0], codes
-    run = runs_folder / "runs/moved"
-    assert_same(runs_folder / "runs/one", run)
-    assert (run / "sample.txt").exists()
-    for sizes, ranks in ((("mesh.data_shard=1",), 1), (("mesh.pipeline=2", "mesh.data_shard=2"), 4)):
-        take_back(run, 5)
-        codes = drawloom(runs_folder, *COMMON, "run.name=moved", *sizes, ranks=ranks)
-        assert {outcome.code for outcome in codes} == {0}, codes
-        assert_same(runs_folder / "runs/one", run)
-
-
 def test_ranks_without_validation_rows_join_evaluations(runs_folder: Path) -> None:
     """Evaluations with fewer rows than sharding ranks finish, and have one process's loss."""
     few = "validation.rows_used=1", "trainer.steps=2", "evaluate.every=1", "trainer.on_finish=[]"
@@ -70,7 +56,7 @@ def test_ranks_without_validation_rows_join_evaluations(runs_folder: Path) -> No
 def test_tensor_parallel_run_matches_one_process(runs_folder: Path) -> None:
     """
     Two tensor ranks, which share 257 bytes unevenly, times two sharding ranks have one process's losses, export and
-    sample, also after a resume.
+    sample.
     """
     heads = ("model.num_key_value_heads=2",)
     sizes = ("mesh.tensor=2", "mesh.data_shard=2")
@@ -79,10 +65,6 @@ def test_tensor_parallel_run_matches_one_process(runs_folder: Path) -> None:
         assert {outcome.code for outcome in codes} == {0}, codes
     assert_same(runs_folder / "runs/heads", runs_folder / "runs/tensors")
     assert (runs_folder / "runs/heads/sample.txt").read_text() == (runs_folder / "runs/tensors/sample.txt").read_text()
-    take_back(runs_folder / "runs/tensors", 5)
-    codes = drawloom(runs_folder, *COMMON, *heads, "run.name=tensors", "mesh.tensor=1", ranks=2)
-    assert {outcome.code for outcome in codes} == {0}, codes
-    assert_same(runs_folder / "runs/heads", runs_folder / "runs/tensors")
 
 
 EXPERTS = """
@@ -104,7 +86,7 @@ SYMMETRIC = '[stages]\ndispatcher = { use = "experts.symmetric" }\n'
 
 def test_expert_parallel_run_matches_one_process(runs_folder: Path) -> None:
     """
-    Two ranks with half of the experts have one process's losses, export and sample, also after one rank resumes.
+    Two ranks with half of the experts have one process's losses, export and sample.
 
     Their dispatcher is the default one.
     """
@@ -118,10 +100,6 @@ def test_expert_parallel_run_matches_one_process(runs_folder: Path) -> None:
     one, run = runs_folder / "runs/all", runs_folder / "runs/halves"
     assert_same(one, run)
     assert (one / "sample.txt").read_text() == (run / "sample.txt").read_text()
-    take_back(run, 5)
-    codes = drawloom(runs_folder, *common, "run.name=halves", ranks=1)
-    assert {outcome.code for outcome in codes} == {0}, codes
-    assert_same(one, run)
 
 
 def test_sample_after_kill_equals_uninterrupted_sample(runs_folder: Path) -> None:

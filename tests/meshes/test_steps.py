@@ -25,12 +25,9 @@ class MeshCases:
     layers: int = 4
 
 
-# Families have layers of at most two types, so two layers have all of them; a pipeline needs four. Context ranks split
-# attention, of which there are four kinds, and pipelines divide layers, so on these meshes families with the same
-# mechanisms are compared once. tests/soak/test_proofs.py compares every family on every mesh.
-
-SPLIT_IN_THEIR_OWN_WAY = ("olmo3", "lfm2", "gpt_oss", "qwen3_5", "qwen3_next", "deepseek_v3", "gemma4", "kimi_linear")
-"""Families with other splits along tensor than the families in pipelines of tensors."""
+# These are meshes for the core, and families whose weights only tensor ranks divide in their own way. Families have
+# layers of at most two types, so two layers have all of them; a pipeline needs four. tests/soak/test_proofs.py compares
+# every family on every mesh.
 
 MESHES = [
     MeshCases("shards", {"data_shard": 4}, [("gpipe", 4, True, False, "tempered"), ("gpipe", 4, False, True, "muon")]),
@@ -70,8 +67,6 @@ MESHES = [
         {"context": 2, "data_shard": 2},
         [
             ("gpipe", 4, True, False, "tempered"),
-            *(("gpipe", 2, True, False, family) for family in ("gemma4", "gpt_oss", "qwen3_5", "lfm2")),
-            ("gpipe", 2, False, False, "kimi_linear"),
         ],
         (6, 2),  # ranks have one piece of a row of 6 tokens, and two of a row of 8
         layers=2,
@@ -83,7 +78,7 @@ MESHES = [
             ("gpipe", 4, True, False, "muon"),
             ("gpipe", 4, False, True, "smoothed"),
             ("gpipe", 4, False, False, "dora"),
-            *(("gpipe", 4, family != "kimi_linear", False, family) for family in SPLIT_IN_THEIR_OWN_WAY),
+            *(("gpipe", 4, True, False, family) for family in ("olmo3", "lfm2", "qwen3_5")),
         ],
         layers=2,
     ),
@@ -98,12 +93,6 @@ MESHES = [
             *(("zero_bubble_v", 2, True, False, family) for family in ("gemma4", "granite", "glm4_moe")),
         ],
     ),
-    MeshCases(
-        "experts of shards",
-        {"data_shard": 4, "expert": 2},
-        [("gpipe", 4, True, False, family) for family in ("gpt_oss", "qwen3_next", "deepseek_v3")],
-        layers=2,
-    ),
     MeshCases("contexts", {"context": 4}, [("gpipe", 2, False, True, "smoothed")], (8, 8)),
     MeshCases(
         "pipelines of contexts",
@@ -114,7 +103,7 @@ MESHES = [
 ]
 
 
-WHOLE_ON_TENSOR_RANKS = {"dora", "gpt_oss", "glm4_moe", "deepseek_v3", "kimi_linear", "qwen3_next"}
+WHOLE_ON_TENSOR_RANKS = {"dora", "glm4_moe"}
 """Cases whose adapters or experts every tensor-parallel rank has."""
 
 

@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -95,24 +94,6 @@ def test_only_trained_parameters_are_saved_and_changed(folder: Path) -> None:
     }
 
 
-LAYOUTS: dict[str, tuple[Sequence[str], float]] = {
-    "split": (("mesh.pipeline=2", "schedule.use=pipeline.schedules.zero_bubble_1p"), 1e-5),
-    "replicas": (("batch.micro_size=2",), 1e-5),
-}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_ranks_train_the_adapters_of_one(folder: Path, layout: str) -> None:
-    """Pipelines with split backward passes, and replicas, have the losses and the adapter of one process."""
-    words, rel = LAYOUTS[layout]
-    train(folder, layout, *words, ranks=2)
-    assert_close(folder / "runs" / layout, folder / "runs/one", rel)
-    ours, theirs = (load_file(folder / "runs" / n / "adapter/adapter_model.safetensors") for n in (layout, "one"))
-    assert ours.keys() == theirs.keys()
-    for name, tensor in theirs.items():
-        torch.testing.assert_close(ours[name], tensor, rtol=1e-3, atol=1e-4)
-
-
 def test_a_run_continues_from_an_adapter(folder: Path) -> None:
     """
     A run from another run's adapter begins with its validation loss, on one process and in a pipeline with shards.
@@ -185,19 +166,6 @@ def test_other_base_weights_are_refused(folder: Path) -> None:
         file.write_bytes(kept)
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
-def test_adapters_of_sharded_weights_have_the_losses_of_one_process(folder: Path, tensor: int) -> None:
-    """Adapters on data shards and tensor ranks have the losses, adapter and export of one process."""
-    name = f"shared-{tensor}"
-    train(folder, name, f"mesh.tensor={tensor}", "mesh.data_shard=2", ranks=2 * tensor)
-    assert_close(folder / "runs/one", folder / "runs" / name, rel=1e-5)
-    for file in ("export/model.safetensors", "adapter/adapter_model.safetensors"):
-        alone, shared = (load_file(folder / "runs" / run / file) for run in ("one", name))
-        assert alone.keys() == shared.keys()
-        for key, weight in alone.items():
-            assert (weight - shared[key]).abs().max() < 1e-4, key
-
-
 def test_new_tokens_are_trained_alone(folder: Path) -> None:
     """
     Only the rows of two new ids change in a tied embedding table, and a checkpoint has no other rows.
@@ -224,18 +192,8 @@ def test_new_tokens_are_trained_alone(folder: Path) -> None:
 
 
 def test_a_tied_head_is_adapted_alone(folder: Path) -> None:
-    """Pipeline ranks with a copy of the embedding table, and tensor ranks, have the adapter of one process."""
-    words = ("lora.targets=['lm_head', 'q_proj']", "stages.adapters=['@lora']")
-    layouts = {"head": (1, []), "head_pipeline": (2, ["mesh.pipeline=2"]), "head_tensor": (2, ["mesh.tensor=2"])}
-    adapters = {}
-    for name, (ranks, mesh) in layouts.items():
-        train(folder, name, *words, *mesh, ranks=ranks)
-        adapters[name] = load_file(folder / "runs" / name / "adapter/adapter_model.safetensors")
-        files = (folder / "runs" / name / "export").glob("*.safetensors")
-        merged = {key: tensor for file in files for key, tensor in load_file(file).items()}
-        assert not torch.equal(merged["lm_head.weight"], merged["model.embed_tokens.weight"])
-    for name in ("head_pipeline", "head_tensor"):
-        assert_close(folder / "runs" / name, folder / "runs/head", 1e-5)
-        assert adapters[name].keys() == adapters["head"].keys() >= {"base_model.model.lm_head.lora_A.weight"}
-        for key, tensor in adapters["head"].items():
-            torch.testing.assert_close(adapters[name][key], tensor, rtol=1e-3, atol=1e-4)
+    """Adapters of a head whose weight the embedding shares change only the head."""
+    train(folder, "head", "lora.targets=['lm_head', 'q_proj']", "stages.adapters=['@lora']")
+    assert "base_model.model.lm_head.lora_A.weight" in load_file(folder / "runs/head/adapter/adapter_model.safetensors")
+    merged = load_file(folder / "runs/head/export/model.safetensors")
+    assert not torch.equal(merged["lm_head.weight"], merged["model.embed_tokens.weight"])

@@ -1,4 +1,4 @@
-"""Reward models on one process and on meshes, and `drawloom score`."""
+"""Reward models and classifiers, and `drawloom score`."""
 
 import json
 from contextlib import closing
@@ -24,15 +24,11 @@ optimizer.lr = 1e-2
 trainer.steps = 12
 trainer.on_finish = ["@export"]
 """
-LAYOUTS = {
-    "shards": (2, ("mesh.data_shard=2", "batch.micro_size=1")),
-    "stages": (2, ("mesh.pipeline=2", "batch.micro_size=2")),
-}
 
 
-def test_scores_learn_the_preference_on_every_mesh(tmp_path: Path) -> None:
+def test_scores_learn_the_preference(tmp_path: Path) -> None:
     """
-    Losses equal one process's, and `drawloom score` gives chosen answers higher scores than rejected ones.
+    The loss falls, and `drawloom score` gives chosen answers higher scores than rejected ones.
 
     The checkpoint has the head: a score does not depend on the answers that are computed together.
     """
@@ -40,15 +36,10 @@ def test_scores_learn_the_preference_on_every_mesh(tmp_path: Path) -> None:
     (tmp_path / "again.toml").write_text(RECIPE, "utf-8")
     pairs = ROOT / "docs/examples/preferences.jsonl"
     data = (f'tokens.paths=["{pairs}"]', f"vars.base={tokenizer_folder(tmp_path / 'base')}")
-    learned = {}
-    for name, (ranks, words) in {"one": (1, ()), **LAYOUTS}.items():
-        outcomes = drawloom(tmp_path, "run", "tiny.toml", f"run.name={name}", *data, *words, ranks=ranks)
-        assert [outcome.code for outcome in outcomes] == [0] * ranks, outcomes[0].text
-        learned[name] = series(tmp_path / "runs" / name, "loss", "grad_norm", "reward_margin")
-    assert learned["one"][-1][0] < 0.5 * learned["one"][0][0]
-    for name in LAYOUTS:
-        for ours, theirs in zip(learned[name], learned["one"], strict=True):
-            assert ours == pytest.approx(theirs, rel=2e-3, abs=1e-4), name
+    (outcome,) = drawloom(tmp_path, "run", "tiny.toml", "run.name=one", *data)
+    assert outcome.code == 0, outcome.text
+    (first,), *_, (last,) = series(tmp_path / "runs/one", "loss")
+    assert last < 0.5 * first
     rows = [json.loads(line) for line in pairs.read_text("utf-8").splitlines()]
     answers = [
         {"prompt": row["prompt"], "completion": row[side]}
@@ -86,21 +77,16 @@ def test_scores_learn_the_preference_on_every_mesh(tmp_path: Path) -> None:
 
 
 def test_a_classifier_learns_its_labels_and_is_read_by_transformers(tmp_path: Path) -> None:
-    """Losses and accuracies equal one process's on every mesh; the export's logits and `score` find the labels."""
+    """The loss falls; the logits of an export by two stages, and `score`, find the labels."""
     (tmp_path / "tiny.toml").write_text(RECIPE.replace('"reward"', '"classify"') + QWEN3, "utf-8")
     base = tokenizer_folder(tmp_path / "base")
     lines = [{"text": f"{'good' if n % 2 else 'day'} {n}", "label": ("negative", "positive")[n % 2]} for n in range(40)]
     (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, lines)), "utf-8")
-    learned = {}
-    for name, (ranks, words) in {"one": (1, ()), **LAYOUTS}.items():
-        data = (f"vars.base={base}", 'tokens.paths=["mine.jsonl"]', "vars.length=32", f"run.name={name}")
-        outcomes = drawloom(tmp_path, "run", "tiny.toml", *data, *words, ranks=ranks)
-        assert [outcome.code for outcome in outcomes] == [0] * ranks, outcomes[0].text
-        learned[name] = series(tmp_path / "runs" / name, "loss", "grad_norm", "accuracy")
-    for name in LAYOUTS:
-        for ours, theirs in zip(learned[name], learned["one"], strict=True):
-            assert ours == pytest.approx(theirs, rel=2e-3, abs=1e-4), name
-    assert learned["one"][-1][0] < 0.1 and learned["one"][-1][2] == 1
+    data = (f"vars.base={base}", 'tokens.paths=["mine.jsonl"]', "vars.length=32", "run.name=stages")
+    outcomes = drawloom(tmp_path, "run", "tiny.toml", *data, "mesh.pipeline=2", "batch.micro_size=2", ranks=2)
+    assert [outcome.code for outcome in outcomes] == [0, 0], outcomes[0].text
+    [*_, (loss, accuracy)] = series(tmp_path / "runs/stages", "loss", "accuracy")
+    assert loss < 0.1 and accuracy == 1
     unlabelled = [{"text": line["text"]} for line in lines[:6]]
     (tmp_path / "texts.jsonl").write_text("\n".join(map(json.dumps, unlabelled)), "utf-8")
     (outcome,) = drawloom(tmp_path, "score", "runs/stages", "texts.jsonl", "--to", "labels.jsonl", "--rows", "4")

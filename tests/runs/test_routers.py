@@ -68,18 +68,6 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
             "stages.recompute=blocks",
         ),
     ),
-    "contexts": (2, ("mesh.data_replicate=1", "mesh.context=2")),
-    "tensors": (2, ("mesh.data_replicate=1", "mesh.tensor=2")),
-    "experts": (
-        2,
-        (
-            "mesh.data_replicate=1",
-            "mesh.data_shard=2",
-            "mesh.expert=2",
-            "dispatcher.use=experts.all_to_all",
-            "stages.dispatcher=@dispatcher",
-        ),
-    ),
     "experts of replicas": (
         2,
         ("mesh.expert=2", "dispatcher.use=experts.all_to_all", "stages.dispatcher=@dispatcher"),
@@ -94,7 +82,6 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
             "schedule.pipeline_parallel_layers=2",
         ),
     ),
-    "single rows": (1, ("batch.micro_size=1",)),
 }
 
 

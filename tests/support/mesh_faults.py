@@ -18,6 +18,7 @@ from drawloom.components.gradients.synchronize import Synchronize
 from drawloom.components.model.decoder.router import Router
 from drawloom.components.model.layers import Linear, LinearHead
 from drawloom.components.optim.muon import SharedMatrices, orthogonalize
+from drawloom.components.optim.sgd import SGD
 from drawloom.components.parallel import context_part
 from drawloom.components.parallel.context_part import ContextPart
 from drawloom.components.parallel.data_replicate import DataReplicateDimension
@@ -31,14 +32,14 @@ from drawloom.components.proving.prover import Prover
 from drawloom.components.proving.result import ProveResult
 from drawloom.components.proving.subject import Subject
 from drawloom.components.stages.materialized import MaterializedStages
-from drawloom.ports import Step
+from drawloom.ports import Step, get_or_create_gradient
 
 Fault = Callable[[], AbstractContextManager[object]]
 
 
 @attrs.frozen
 class SeededFault:
-    """A fault: what is wrong, the axes that a proof may name, the component and words with which it shows."""
+    """A fault: what is wrong, axes that a proof may name, the component and words with which it shows, cases to try."""
 
     name: str
     text: str
@@ -46,6 +47,7 @@ class SeededFault:
     context: Fault
     use: str = "loss.next_token"
     words: tuple[str, ...] = ()
+    cases: tuple[str, ...] = ()
 
 
 def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> Fault:
@@ -84,6 +86,26 @@ def _double_experts(original: Any) -> Any:
                 parameters.get_gradient_or_zeros(name).mul_(2)
 
     return sum_twice
+
+
+def _scale_one_norm_in_bfloat16(original: Any) -> Any:
+    """Scale by less than four times the largest rounding error of this norm's gradient in another layer."""
+
+    def sum_and_scale(self: Synchronize, step: Step) -> None:
+        original(self, step)
+        for name, parameter in self.parameters.named_parameters():
+            if "layers.0.input_layernorm" in name and self.mesh.sizes.context > 1 and parameter.dtype == torch.float32:
+                get_or_create_gradient(parameter).mul_(1.06)
+
+    return sum_and_scale
+
+
+def _load_on_first_rank(original: Any) -> Any:
+    def load(self: SGD, state: dict[str, Any]) -> None:
+        if self.mesh.indices.data_shard == 0:
+            original(self, state)
+
+    return load
 
 
 def _use_local_mean(_original: Any) -> Any:
@@ -242,6 +264,20 @@ FAULTS = [
         "gradients of norms are not summed",
         ("tensor",),
         replace(TensorDimension, "sum_remaining_gradients", _make_nothing),
+    ),
+    SeededFault(
+        "norm_in_bfloat16",
+        "in bfloat16, the gradient of one layer's norm is 6 % too large",
+        ("context = 2, bfloat16",),
+        replace(Synchronize, "run_phase", _scale_one_norm_in_bfloat16),
+        cases=("context = 2, bfloat16",),
+    ),
+    SeededFault(
+        "state_of_second_rank",
+        "the second rank does not load its momentum",
+        ("data_shard = 2, killed and resumed",),
+        replace(SGD, "load_state_dict", _load_on_first_rank),
+        cases=("data_shard = 2, killed and resumed",),
     ),
     SeededFault(
         "delta_norm",
@@ -408,7 +444,7 @@ FAULTS = [
 
 def prove_with(fault: SeededFault, prover: Prover) -> ProveResult:
     """Prove with a fault."""
-    return prover.prove(Subject(fault.use, fault.words), None, fault.context)
+    return prover.prove(Subject(fault.use, fault.words), None, fault.cases, fault.context)
 
 
 def main() -> None:

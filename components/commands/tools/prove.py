@@ -33,6 +33,7 @@ class ProveCommand(OverlayCommand):
     subject: str = argument("a component, such as my_lab.focal, or a recipe", metavar="COMPONENT|RECIPE")
     node: Sequence[str] = option("check the contracts of this node of the recipe; may be repeated", default=())
     budget: float = option("time after which no case begins", default=120.0, parse=parse_duration, metavar="2m")
+    case: Sequence[str] = option("try only this case, by its name in the result; may be repeated", default=())
     all: bool = option("try all cases, however long it takes")
     to: Path | None = option(
         "write the smallest failing recipe to this file (default: prove-NAME.toml)",
@@ -43,7 +44,7 @@ class ProveCommand(OverlayCommand):
     def run(self, project: Project) -> ProveResult:
         subject = Subject(self.subject, self.words, self.overlay, self.imports, self.node)
         with _show_progress() as show, Prover(on_progress=show) as prover:
-            result: Any = prover.prove(subject, None if self.all else self.budget)
+            result: Any = prover.prove(subject, None if self.all else self.budget, self.case)
         if result.recipe:
             path = self.to or Path(f"prove-{Path(self.subject).name.removesuffix('.toml').replace('.', '-')}.toml")
             write_file(path, result.recipe.encode())

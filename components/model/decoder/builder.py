@@ -62,6 +62,7 @@ EXAMPLES = {
     "num_experts": 16,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 128,
+    "layers": "3 x gdn, 1 x attention",
 }
 
 
@@ -74,9 +75,8 @@ def find_setting_faults(family: Family, settings: Settings, has_tokenizer: bool)
     needed = _list_required_keys(family)
     for key in needed:
         if key not in given:
-            yield InvalidSetting(
-                key, f"{key} is missing", f"write {key} = {EXAMPLES[key]}, for example, or config = a config.json"
-            )
+            example = f"{key} = {dump_toml(EXAMPLES[key])}"
+            yield InvalidSetting(key, f"{key} is missing", f"write {example}, for example, or config = a config.json")
     if "vocab_size" not in given and not has_tokenizer:
         instead = "add a [tokenizer], or write the number of its ids: vocab_size = 50304, for example"
         yield InvalidSetting("vocab_size", "there is neither a vocabulary nor a tokenizer to ask for it", instead)

@@ -54,6 +54,7 @@ WORDS = (
 @pytest.mark.parametrize(
     ("words", "text"),
     [
+        ((), 'layers is missing; write layers = "3 x gdn, 1 x attention", for example'),
         (("model.layers='3 x gnd, attention'",), "'3 x gnd' is not a part"),
         (("model.layers='2 x gdn, attention'",), "write 6, or another pattern"),
         (("model.layers='3 x gdn, attention'",), "[model] can't be exported"),
@@ -61,7 +62,7 @@ WORDS = (
     ],
 )
 def test_check_refuses_what_nothing_can_serve(words: tuple[str, ...], text: str) -> None:
-    """An unknown part, a pattern cut off, an export, and a mesh are refused with their place and a remedy."""
+    """A missing or unknown part, a pattern cut off, an export, and a mesh are refused with their place and a remedy."""
     problems = Recipe.load("first_run", *WORDS, *words).graph.errors
     [problem] = [problem for problem in problems if text in f"{problem.text}; {problem.hint}"]
     assert problem.position is not None and problem.hint

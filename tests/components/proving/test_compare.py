@@ -9,7 +9,7 @@ from torch import Tensor
 
 from drawloom.components.ports.distributed import PerDimension
 from drawloom.components.ports.slices import TensorSlice
-from drawloom.components.proving.compare import Key, find_first_difference, spread_errors_over_layers
+from drawloom.components.proving.compare import find_first_difference, measure_errors
 from drawloom.components.proving.recorder import GRADIENT, PhaseSnapshot, RankPiece, RankRecord
 
 WHOLE = torch.tensor([1.0, -2.0, 3.0, 0.5], dtype=torch.float64)
@@ -102,8 +102,19 @@ def test_the_difference_nearest_to_the_loss_comes_first() -> None:
     assert difference is not None and difference.name == "tokens"
 
 
-def test_errors_due_to_rounding_are_the_largest_over_layers() -> None:
-    """A tensor whose error is small by chance takes that of another layer, and not that of another parameter."""
-    names = ("layers.0.k_proj.bias", "layers.1.k_proj.bias", "layers.1.q_proj.bias")
-    errors = {Key(1, "clip", name, "piece"): error for name, error in zip(names, (0.07, 0.006, 0.02), strict=True)}
-    assert [*spread_errors_over_layers(errors).values()] == [0.07, 0.07, 0.02]
+def test_errors_of_slices_are_relative_to_the_whole() -> None:
+    """A small slice's error counts by its share; of copies, and of runs, the largest error counts."""
+    slices = [TensorSlice((4,), (at,), (2,)) for at in (0, 2)]
+    pieces = [RankPiece(WHOLE[part.index()].clone(), part) for part in slices for _ in "ab"]
+    pieces[3].tensor[1] += 0.3
+    one, ranks = record({"a": RankPiece(WHOLE)}), [record({"a": piece}) for piece in pieces]
+    [error] = measure_errors(one, [one] * 4, ranks).values()
+    assert error == pytest.approx(0.3 / float(WHOLE.norm()))
+
+
+def test_a_rank_is_compared_with_itself() -> None:
+    """A slice before a kill is compared with the slice after it."""
+    before, after = (RankPiece(WHOLE[2:].clone(), TensorSlice((4,), (2,), (2,))) for _ in "ab")
+    assert find_first_difference(record({"a": before}), [record({"a": after})], {}, lambda value: 0) is None
+    after.tensor[0] += 1e-12
+    assert find_first_difference(record({"a": before}), [record({"a": after})], {}, lambda value: 0) is not None

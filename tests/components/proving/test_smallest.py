@@ -18,7 +18,7 @@ PLACED = (
     *("metrics.perplexity", "metrics.layer_norms", "phases.ema", "phases.router_bias", "adapters.lora", "model.gemma3"),
     *("model.deepseek_v3", "data.packing.best_fit", "data.order.shuffled", "data.bytes", "pipeline.schedules.gpipe"),
     *("experts.all_to_all", "kernels.auto", "checkpoint.staging.overlapped", "trackers.csv", "listeners.summary"),
-    *("model.auto", "model.transformers", "rewards.regex"),
+    *("model.auto", "model.transformers", "model.pattern", "model.kimi_linear", "rewards.regex"),
 )
 
 
@@ -55,8 +55,10 @@ def test_what_can_not_be_proved_is_an_error_of_the_user(tmp_path: Path) -> None:
         Subject("first_run", nodes=["nothing"]).make_source_values_and_nodes(tmp_path)
     with pytest.raises(UserError, match="leave it out"):
         Subject("loss.dft", nodes=["loss"]).make_source_values_and_nodes(tmp_path)
-    with pytest.raises(UserError, match="write a recipe with it"):
+    with pytest.raises(UserError, match=r"a place there\. Prove a recipe with it, such as pretrain"):
         Subject("pipeline.executor").make_source_values_and_nodes(tmp_path)
+    with pytest.raises(UserError, match=r"has no adapters; write .* Prove a recipe with it, such as kto"):
+        Subject("loss.kto").make_source_values_and_nodes(tmp_path)
 
 
 def test_generated_rows_have_different_counts() -> None:
