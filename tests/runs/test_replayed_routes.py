@@ -74,10 +74,9 @@ def test_the_learning_pass_visits_the_experts_of_a_server(lab: Path) -> None:
     Routes in a server's answers, for all layers from 0, restore its log-probabilities, also on pipelines, and for
     several steps from one rollout.
     """
-    words = (*WORDS, "rollouts.max_tokens=5", "rollouts.use=rollouts.server")
-    words = tuple(word for word in words if "exact" not in word and "=12" not in word)
+    kept = (word for word in WORDS if "exact" not in word and "=12" not in word)
     with serve(returns_routes=True) as server:
-        words += (f"rollouts.url={server.url}",)
+        words = (*kept, "rollouts.max_tokens=5", "rollouts.use=rollouts.server", f"rollouts.url={server.url}")
         ((before,), *_) = series(run(lab, "plain", *words), "sampler_difference")
         one = run(lab, "one", *words, *REPLAY)
         stages = run(lab, "stages", *words, *REPLAY, *LAYOUTS["stages"], ranks=2)

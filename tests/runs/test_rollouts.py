@@ -187,9 +187,9 @@ def test_a_lag_has_the_bits_of_a_sampler_with_old_weights(lab: Path) -> None:
     """
     (lab / "old.py").write_text(OLD_WEIGHTS, "utf-8")
     old = ("--import", "old.py", "rollouts.use=old", "rollouts.age=2", "rollouts.sampler=@sampler")
-    nodes = ("sampler.use=rollouts.stages", "sampler.max_tokens=5")
-    nodes += ("rollout.rollouts=@rollouts", "evaluate.rollouts=@rollouts")
-    expected = run(lab, "expected", *LAG[2:], *old, *nodes)
+    sampler = ("sampler.use=rollouts.stages", "sampler.max_tokens=5")
+    nodes = ("rollout.rollouts=@rollouts", "evaluate.rollouts=@rollouts")
+    expected = run(lab, "expected", *LAG[2:], *old, *sampler, *nodes)
     folder = run(lab, "lagging", *LAG)
     assert [lag for (lag,) in series(folder, "lag")] == [0, 1, 2, 2]
     names = (*SAMPLED, "loss", "grad_norm", "ratio", "sampler_difference", "entropy")
@@ -286,8 +286,8 @@ def test_the_shipped_recipe_learns_to_sort(tmp_path: Path, seed: int, lag: int) 
     """
     run_long(tmp_path, "run", "sort_digits", "run.name=base", f"run.seed={seed}")
     words = ("vars.base=runs/base/export", "run.name=policy", f"run.seed={seed}", "validation.rows_used=256")
-    words += (f"rollout.lag={lag}", "loss.correction=token_truncate") if lag else ()
-    run_long(tmp_path, "run", "grpo", *words)
+    corrected = (f"rollout.lag={lag}", "loss.correction=token_truncate") if lag else ()
+    run_long(tmp_path, "run", "grpo", *words, *corrected)
     lines = (tmp_path / "runs/policy/metrics.jsonl").read_text("utf-8").splitlines()
     held_out = [value for line in lines if (value := json.loads(line).get("validation_reward")) is not None]
     assert 0.2 < held_out[0] < 0.7 and held_out[-1] > held_out[0] + 0.12, held_out
