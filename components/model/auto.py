@@ -24,6 +24,7 @@ from drawloom.components.model.granite import Granite
 from drawloom.components.model.kimi_linear import KimiLinear
 from drawloom.components.model.lfm2 import Lfm2
 from drawloom.components.model.llama import Llama
+from drawloom.components.model.minimax_m2 import MiniMaxM2
 from drawloom.components.model.mistral import Mistral
 from drawloom.components.model.olmo2 import Olmo2
 from drawloom.components.model.olmo3 import Olmo3
@@ -55,6 +56,7 @@ FAMILIES: dict[str, type[DecoderBuilder]] = {
         KimiLinear,
         Lfm2,
         Llama,
+        MiniMaxM2,
         Mistral,
         Olmo2,
         Olmo3,

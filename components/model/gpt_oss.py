@@ -13,7 +13,6 @@ from drawloom.components.model.decoder.config import (
     DecoderConfig,
     LayerTypesConfig,
     SlidingTypes,
-    create_size_check,
     layer_types_setting,
     training_setting,
 )
@@ -29,7 +28,6 @@ from drawloom.ports import ConfigJson, Mapper, TensorGroup
 class GptOssConfig(LayerTypesConfig, ExpertsConfig):
     """Config of gpt-oss: attention sinks, windows in every other layer, and experts with biases and bounds."""
 
-    intermediate_size: int = setting("inner width of an expert", check=create_size_check("intermediate_size"))
     rope_theta: float = 150_000.0
     rms_norm_eps: float = 1e-5
     sliding_window: int = 128

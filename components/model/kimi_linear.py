@@ -21,7 +21,7 @@ from drawloom.components.model.decoder.mapper import create_decoder_mapper
 from drawloom.components.model.decoder.mixer_specs import ChannelDeltaSpec
 from drawloom.components.model.decoder.rope import InvalidSetting
 from drawloom.components.model.decoder.specs import Branch
-from drawloom.components.model.decoder.tensor_names import rename_tensors
+from drawloom.components.model.decoder.tensor_names import MIXTRAL_EXPERTS, rename_tensors
 from drawloom.components.model.deepseek_v3 import LatentConfig
 from drawloom.components.model.glm4_moe_lite import read_mlp_layer_types, write_mlp_layer_types
 from drawloom.components.weights.mapper import parallel, sequential
@@ -135,10 +135,7 @@ class KimiLinear(DecoderBuilder):
                 r"\.self_attn\.conv_([qkv])$": r".self_attn.\1_conv1d.weight",
                 r"\.self_attn\.norm\.": ".self_attn.o_norm.",
                 r"\.self_attn\.out_proj\.": ".self_attn.o_proj.",
-                r"\.mlp\.(gate|shared_experts|experts)\.": r".block_sparse_moe.\1.",
-                r"(\.experts\.\d+)\.gate_proj\.": r"\1.w1.",
-                r"(\.experts\.\d+)\.up_proj\.": r"\1.w3.",
-                r"(\.experts\.\d+)\.down_proj\.": r"\1.w2.",
+                **MIXTRAL_EXPERTS,
             },
             _create_family_mapper,
         ),

@@ -405,8 +405,11 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     "model.smollm3": lambda folder: {"model": {**TINY["model"], "use": "model.smollm3", "vocab_size": 257}},
     "model.qwen3.moe": lambda folder: with_experts("model.qwen3.moe"),
     "model.dots1": lambda folder: with_experts("model.dots1"),
-    "model.gpt_oss": lambda folder: {
-        "model": {**TINY["model"], "use": "model.gpt_oss", "num_experts": 3, "num_experts_per_tok": 2}
+    **{
+        use: lambda folder, use=use: {
+            "model": {**TINY["model"], "use": use, "num_experts": 3, "num_experts_per_tok": 2}
+        }
+        for use in ("model.gpt_oss", "model.minimax_m2")
     },
     "model.qwen3_5": lambda folder: with_delta_nets("model.qwen3_5", partial_rotary_factor=0.5),
     "model.pattern": lambda folder: {

@@ -75,7 +75,8 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
         families = [(SIZES, "qwen3.dense", ""), (SPARSE_SIZES, "qwen3.moe", "_moe")]
         families += [(SPARSE_SIZES, family, f"_{family}") for family in ("dots1", "glm4_moe")]
         families += [(LATENT_SIZES, family, f"_{family}") for family in LATENT_FAMILIES]
-        families += [(SIZES | {"num_experts": 5, "num_experts_per_tok": 2}, "gpt_oss", "_gpt_oss")]
+        sparse = SIZES | {"num_experts": 5, "num_experts_per_tok": 2}
+        families += [(sparse, family, f"_{family}") for family in ("gpt_oss", "minimax_m2")]
         families += [(SIZES | {"global_head_dim": 12}, "gemma4", "_gemma4")]
         families += [(SIZES | DELTA, family, f"_{family}") for family in ("qwen3_5", "olmo_hybrid")]
         families += [(SIZES | DELTA | {"layers": "gdn"}, "pattern", "_pattern")]

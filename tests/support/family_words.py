@@ -20,6 +20,7 @@ _FAMILIES = {
     "granite": ("model.residual_multiplier=0.5", "model.embedding_multiplier=2.0"),
     "phi3": ("model.partial_rotary_factor=0.5", "model.sliding_window=8"),
     "gpt_oss": (_TYPED, "model.sliding_window=8", *_EXPERTS),
+    "minimax_m2": _EXPERTS,
     "glm4_moe": _SPARSE,
     "deepseek_v2": _LATENT,
     "deepseek_v3": _LATENT,

@@ -32,6 +32,7 @@ from drawloom.components.model.gpt_oss import GptOss
 from drawloom.components.model.granite import Granite
 from drawloom.components.model.kimi_linear import KimiLinear
 from drawloom.components.model.lfm2 import Lfm2
+from drawloom.components.model.minimax_m2 import MiniMaxM2
 from drawloom.components.model.olmo3 import Olmo3
 from drawloom.components.model.olmo_hybrid import OlmoHybrid
 from drawloom.components.model.pattern import Pattern
@@ -283,6 +284,11 @@ FAMILIES: dict[str, tuple[Callable[..., DecoderBuilder], dict[str, Any]]] = {
             "router_aux_loss_coef": 0.5,
             "initializer_range": 0.2,
         },
+    ),
+    # norms over whole projections, a rotated part of heads, and routers with a bias
+    "minimax_m2": (
+        MiniMaxM2,
+        {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 6, "initializer_range": 0.2},
     ),
     # the gated delta rule, and gated attention
     "qwen3_5": (Qwen35, HYBRID),

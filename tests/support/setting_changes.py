@@ -654,6 +654,19 @@ ROWS: dict[str, Row] = {
             "router_z_loss_coef": 0.5,
         },
     ),
+    "model.minimax_m2": Row(
+        parts.model_of,
+        SIZES | {"num_experts": 5, "num_experts_per_tok": 2, "partial_rotary_factor": 1.0},
+        MODEL
+        | {
+            "config": config("minimax_m2"),
+            "partial_rotary_factor": 0.5,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "router_aux_loss_coef": 0.5,
+            "router_z_loss_coef": 0.5,
+        },
+    ),
     "model.qwen3_5": Row(parts.model_of, HYBRID_SIZES, HYBRID | {"config": config("qwen3_5")}),
     "model.qwen3_5_moe": Row(
         parts.model_of,

@@ -23,6 +23,7 @@ class ExpertsConfig(DecoderConfig):
     layers.
     """
 
+    intermediate_size: int = setting("inner width of an expert", check=create_size_check("intermediate_size"))
     num_experts: int = setting("number of routed experts per layer", check=create_size_check("num_experts"))
     num_experts_per_tok: int = setting("number of routed experts per token", check=create_size_check("num_experts"))
     router_aux_loss_coef: float = training_setting(

@@ -12,6 +12,14 @@ from drawloom.ports import Mapper
 CreateMapper = Callable[[Iterable[str], DecoderConfig], Mapper]
 """Function that returns the mapper from parameters with these names to tensors in files."""
 
+MIXTRAL_EXPERTS = {
+    r"\.mlp\.(gate|shared_experts|experts)\.": r".block_sparse_moe.\1.",
+    r"(\.experts\.\d+)\.gate_proj\.": r"\1.w1.",
+    r"(\.experts\.\d+)\.up_proj\.": r"\1.w3.",
+    r"(\.experts\.\d+)\.down_proj\.": r"\1.w2.",
+}
+"""Patterns for files in which experts have Mixtral's names."""
+
 
 def rename_tensors(patterns: Mapping[str, str], create: CreateMapper = create_decoder_mapper) -> CreateMapper:
     """Return `create` with regular expressions replaced, one after another, in the names of tensors in files."""
