@@ -1,6 +1,6 @@
 """The component `model.kimi_linear`: Kimi Linear (Kimi team 2025, arXiv 2510.26692)."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import attrs
@@ -17,14 +17,13 @@ from drawloom.components.model.decoder.config import (
 from drawloom.components.model.decoder.expert_config import SigmoidExpertsConfig
 from drawloom.components.model.decoder.family import Family
 from drawloom.components.model.decoder.hybrid import LINEAR, NO_POSITIONS
-from drawloom.components.model.decoder.mapper import create_decoder_mapper
 from drawloom.components.model.decoder.mixer_specs import ChannelDeltaSpec
 from drawloom.components.model.decoder.rope import InvalidSetting
 from drawloom.components.model.decoder.specs import Branch
-from drawloom.components.model.decoder.tensor_names import MIXTRAL_EXPERTS, rename_tensors
+from drawloom.components.model.decoder.tensor_names import MIXTRAL_EXPERTS, join_tensors, rename_tensors
 from drawloom.components.model.deepseek_v3 import LatentConfig
 from drawloom.components.model.glm4_moe_lite import read_mlp_layer_types, write_mlp_layer_types
-from drawloom.components.weights.mapper import parallel, sequential
+from drawloom.components.weights.mapper import sequential
 from drawloom.components.weights.mapper_ops import unsqueeze
 from drawloom.ports import ConfigJson, Mapper, Settings
 
@@ -100,13 +99,10 @@ def _convert_config_to_hf(config: ConfigJson) -> ConfigJson:
     return {**write_mlp_layer_types(config), "linear_attn_config": nested | lists}
 
 
-def _create_family_mapper(names: Iterable[str], architecture: DecoderConfig) -> Mapper:
-    """Return the mapper to files, where the decay rates (heads,) are (1, 1, heads, 1)."""
-    parameters = list(names)
-    rates = [name for name in parameters if name.endswith(".A_log")]
-    shaped = [sequential(unsqueeze(name, 1), unsqueeze(name, 0), unsqueeze(name, 0)) for name in rates]
-    others = [name for name in parameters if name not in set(rates)]
-    return parallel(*shaped, create_decoder_mapper(others, architecture))
+def _reshape_decay_rates(name: str, architecture: DecoderConfig) -> Iterator[Mapper]:
+    """Yield the mapper that writes decay rates (heads,) as (1, 1, heads, 1)."""
+    if name.endswith(".A_log"):
+        yield sequential(unsqueeze(name, 1), unsqueeze(name, 0), unsqueeze(name, 0))
 
 
 @component(impact="incompatible")
@@ -137,7 +133,7 @@ class KimiLinear(DecoderBuilder):
                 r"\.self_attn\.out_proj\.": ".self_attn.o_proj.",
                 **MIXTRAL_EXPERTS,
             },
-            _create_family_mapper,
+            join_tensors(_reshape_decay_rates),
         ),
         has_classifier=False,
     )

@@ -1,6 +1,6 @@
 """The component `model.lfm2`: LFM2 and LFM2.5 for text, dense (Liquid AI 2025, arXiv 2511.23404)."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import attrs
@@ -17,9 +17,9 @@ from drawloom.components.model.decoder.family import Family
 from drawloom.components.model.decoder.mixer_specs import ShortConvSpec
 from drawloom.components.model.decoder.rope import InvalidSetting
 from drawloom.components.model.decoder.specs import Branch
-from drawloom.components.model.decoder.tensor_names import rename_tensors
-from drawloom.components.weights.mapper import parallel, sequential
-from drawloom.components.weights.mapper_ops import concatenate, identity, rename, unsqueeze
+from drawloom.components.model.decoder.tensor_names import join_tensors, rename_tensors
+from drawloom.components.weights.mapper import sequential
+from drawloom.components.weights.mapper_ops import concatenate, rename, unsqueeze
 from drawloom.ports import ConfigJson, Mapper, Settings
 
 
@@ -62,18 +62,13 @@ def _convert_config_from_hf(config: ConfigJson) -> ConfigJson:
     return config | changes | {"layer_types": config.get("layer_types") or types}
 
 
-def _create_family_mapper(names: Iterable[str], architecture: DecoderConfig) -> Mapper:
-    """Return the mapper to files, where a convolution's three projections are joined, as taps (channels, 1, taps)."""
-    joined: list[Mapper] = []
-    others = list(names)
-    for name in [name for name in others if name.endswith(".conv.taps")]:
-        conv, target = name.removesuffix(".taps"), name.replace(".taps", ".conv.weight")
-        joined += [
-            sequential(rename({name: target}), unsqueeze(target, 1)),
-            concatenate([f"{conv}.in_proj_{part}.weight" for part in "bcx"], f"{conv}.in_proj.weight"),
-        ]
-    convolutions = parallel(*joined)
-    return parallel(convolutions, identity(*(name for name in others if name not in set(convolutions.inputs))))
+def _join_convolutions(name: str, architecture: DecoderConfig) -> Iterator[Mapper]:
+    """Yield the mappers that join a convolution's three projections, and write its taps as (channels, 1, taps)."""
+    conv, has_taps, _ = name.partition(".taps")
+    if has_taps:
+        target = f"{conv}.conv.weight"
+        yield sequential(rename({name: target}), unsqueeze(target, 1))
+        yield concatenate([f"{conv}.in_proj_{part}.weight" for part in "bcx"], f"{conv}.in_proj.weight")
 
 
 @component(impact="incompatible")
@@ -100,6 +95,6 @@ class Lfm2(DecoderBuilder):
                 r"\.post_attention_layernorm\.": ".ffn_norm.",
                 r"^model\.norm\.": "model.embedding_norm.",
             },
-            _create_family_mapper,
+            join_tensors(_join_convolutions),
         ),
     )

@@ -18,10 +18,12 @@ from drawloom.components.model.decoder.config import (
     rotary_factor_setting,
 )
 from drawloom.components.model.decoder.hugging_face import OF_IMAGES, fill_layer_list
+from drawloom.components.model.decoder.mapper import create_decoder_mapper
 from drawloom.components.model.decoder.mixer_specs import DeltaSpec
 from drawloom.components.model.decoder.rope import InvalidSetting
 from drawloom.components.model.decoder.specs import Branch, MixerSpec
-from drawloom.components.weights.mapper import parallel, sequential
+from drawloom.components.model.decoder.tensor_names import CreateMapper, join_tensors
+from drawloom.components.weights.mapper import sequential
 from drawloom.components.weights.mapper_ops import concatenate, unsqueeze
 from drawloom.ports import ConfigJson, Mapper, Settings
 
@@ -107,22 +109,21 @@ HYBRID_DEFAULTS = {"rope_theta": 1e4, "head_dim": 256}
 """Defaults of keys in transformers, which differ from ours."""
 
 
-def create_hybrid_mapper(
-    parameters: Iterable[str],
-    delta: DeltaSpec,
-    join_projections: Callable[[str, DeltaSpec], Iterable[Mapper]],
-    map_others: Callable[[Sequence[str]], Mapper],
-) -> Mapper:
+def join_delta_nets(
+    join_projections: Callable[[str, DeltaSpec], Iterable[Mapper]], create: CreateMapper = create_decoder_mapper
+) -> CreateMapper:
     """
-    Return the mapper to files, where a gated delta net's projections are joined, and so are its convolutions.
+    Return a function for the mapper to files that join gated delta nets' projections, and their convolutions.
 
-    Convolutions (channels, taps) become one (channels, 1, taps). `map_others` maps all other parameters.
+    Convolutions (channels, taps) become one (channels, 1, taps). `create` maps all other parameters.
     """
-    names = list(parameters)
-    mappers: list[Mapper] = []
-    for net in (name.removesuffix(".A_log") for name in names if name.endswith(".linear_attn.A_log")):
-        convolution = f"{net}.conv1d.weight"
-        joined = concatenate([f"{net}.conv_{part}" for part in "qkv"], convolution, sizes=delta.channels)
-        mappers += [*join_projections(net, delta), sequential(joined, unsqueeze(convolution, 1))]
-    nets = parallel(*mappers)
-    return parallel(nets, map_others([name for name in names if name not in set(nets.inputs)]))
+
+    def join(name: str, architecture: DeltaConfig) -> Iterator[Mapper]:
+        net, is_net, _ = name.partition(".A_log")
+        if is_net:
+            convolution, parts = f"{net}.conv1d.weight", [f"{net}.conv_{part}" for part in "qkv"]
+            joined = concatenate(parts, convolution, sizes=architecture.delta.channels)
+            yield sequential(joined, unsqueeze(convolution, 1))
+            yield from join_projections(net, architecture.delta)
+
+    return join_tensors(join, create)
