@@ -11,7 +11,7 @@ from drawloom.components.model.decoder.experts import Experts, SharedGate, Spars
 from drawloom.components.model.decoder.layer import Block
 from drawloom.components.model.decoder.mlp import GatedMlp
 from drawloom.components.model.decoder.router import Router
-from drawloom.components.model.decoder.specs import Branch
+from drawloom.components.model.decoder.specs import Branch, SwiGlu
 from drawloom.components.model.layers import Linear
 from drawloom.components.parallel.data_shard import find_untied_heads
 from drawloom.kernels.float8.eager import Float8Kernels, Float8Rows
@@ -173,7 +173,7 @@ def _rounds_input(module: nn.Module) -> bool:
 def find_float8_candidates(module: nn.Module) -> dict[str, Candidate]:
     """
     Return the layers of a stage's module, or of a whole model, that can use float8: no heads, routers and layers with
-    one output, and no experts with adapters, biases or clamped gates.
+    one output, and no experts with adapters, biases or other activations than SwiGLU.
     """
     heads = find_untied_heads(module)
     return {
@@ -185,7 +185,7 @@ def find_float8_candidates(module: nn.Module) -> dict[str, Candidate]:
 
 def _can_use_float8(layer: Candidate) -> bool:
     if isinstance(layer, Experts):
-        return not (isinstance(layer, AdaptedLayer) or layer.spec.biases or layer.spec.clamp)
+        return not (isinstance(layer, AdaptedLayer) or layer.spec.biases or layer.spec.activation != SwiGlu())
     return not isinstance(layer, Router | SharedGate)
 
 

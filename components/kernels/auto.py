@@ -293,7 +293,10 @@ class AutoKernels(_OperationSettings):
 
     def gated_delta_rule(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, mask: Any) -> Tensor:
         operation = "gated_delta_rule" if g.ndim == beta.ndim else "channel_delta_rule"
-        return mask.apply_gated_delta_rule(self._functions_by_operation[operation], (q, k, v, g, beta))  # type: ignore[no-any-return]
+        return mask.apply_rule(self._functions_by_operation[operation], (q, k, v, g, beta))  # type: ignore[no-any-return]
+
+    def state_space(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, mask: Any) -> Tensor:
+        return mask.apply_rule(self._functions_by_operation["state_space"], (q, k, v, g))  # type: ignore[no-any-return]
 
     def linear_cross_entropy(
         self,

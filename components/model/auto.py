@@ -26,6 +26,7 @@ from drawloom.components.model.lfm2 import Lfm2
 from drawloom.components.model.llama import Llama
 from drawloom.components.model.minimax_m2 import MiniMaxM2
 from drawloom.components.model.mistral import Mistral
+from drawloom.components.model.nemotron_h import NemotronH
 from drawloom.components.model.olmo2 import Olmo2
 from drawloom.components.model.olmo3 import Olmo3
 from drawloom.components.model.olmo_hybrid import OlmoHybrid
@@ -58,6 +59,7 @@ FAMILIES: dict[str, type[DecoderBuilder]] = {
         Llama,
         MiniMaxM2,
         Mistral,
+        NemotronH,
         Olmo2,
         Olmo3,
         OlmoHybrid,

@@ -47,8 +47,8 @@ class GptOssConfig(LayerTypesConfig, ExpertsConfig):
 
     @property
     def expert_spec(self) -> ExpertSpec:
-        clamp = ClampedSwiGlu(self.swiglu_alpha, self.swiglu_limit)
-        return attrs.evolve(super().expert_spec, router="router", biases=True, clamp=clamp)
+        activation = ClampedSwiGlu(self.swiglu_alpha, self.swiglu_limit)
+        return attrs.evolve(super().expert_spec, router="router", biases=True, activation=activation)
 
 
 def _create_interleave_mapper(name: str, dim: int) -> Mapper:

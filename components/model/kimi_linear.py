@@ -11,21 +11,19 @@ from drawloom.components.model.decoder.config import (
     FULL,
     DecoderConfig,
     create_size_check,
-    find_short_list_faults,
     layer_types_setting,
 )
 from drawloom.components.model.decoder.expert_config import SigmoidExpertsConfig
 from drawloom.components.model.decoder.family import Family
 from drawloom.components.model.decoder.hybrid import LINEAR, NO_POSITIONS
 from drawloom.components.model.decoder.mixer_specs import ChannelDeltaSpec
-from drawloom.components.model.decoder.rope import InvalidSetting
 from drawloom.components.model.decoder.specs import Branch
 from drawloom.components.model.decoder.tensor_names import MIXTRAL_EXPERTS, join_tensors, rename_tensors
 from drawloom.components.model.deepseek_v3 import LatentConfig
 from drawloom.components.model.glm4_moe_lite import read_mlp_layer_types, write_mlp_layer_types
 from drawloom.components.weights.mapper import sequential
 from drawloom.components.weights.mapper_ops import unsqueeze
-from drawloom.ports import ConfigJson, Mapper, Settings
+from drawloom.ports import ConfigJson, Mapper
 
 
 @attrs.frozen(kw_only=True)
@@ -33,6 +31,7 @@ class KimiLinearConfig(LatentConfig, SigmoidExpertsConfig):
     """Config of Kimi Linear: latent attention without positions, and Kimi Delta Attention in other layers."""
 
     unused_keys = NO_POSITIONS
+    can_tie = False
 
     layer_types: list[Literal["full_attention", "linear_attention"]] = layer_types_setting(4, LINEAR)
     linear_num_heads: int = setting(
@@ -43,9 +42,6 @@ class KimiLinearConfig(LatentConfig, SigmoidExpertsConfig):
     )
     linear_conv_kernel_dim: int = setting("number of tokens in a convolution", default=4, check=between(1, 65))
     q_lora_rank: int = 0
-
-    def rope_of(self, layer: int) -> None:
-        return None
 
     def branches_of(self, layer: int) -> Sequence[Branch]:
         first, last = super().branches_of(layer)
@@ -62,14 +58,6 @@ class KimiLinearConfig(LatentConfig, SigmoidExpertsConfig):
             draws_time_steps=True,
         )
         return attrs.evolve(first, spec=spec), last
-
-    @classmethod
-    def find_faults(cls, given: Settings) -> Iterator[InvalidSetting]:
-        yield from super().find_faults(given)
-        yield from find_short_list_faults(given, "layer_types", "types")
-        if given.get("tie_word_embeddings"):
-            why = "Kimi Linear has a head of its own, and transformers can't read a tied one"
-            yield InvalidSetting("tie_word_embeddings", why, "write false")
 
 
 NESTED = {

@@ -10,17 +10,15 @@ from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.decoder.config import (
     FULL,
     DecoderConfig,
-    find_short_list_faults,
     layer_types_setting,
 )
 from drawloom.components.model.decoder.family import Family
 from drawloom.components.model.decoder.mixer_specs import ShortConvSpec
-from drawloom.components.model.decoder.rope import InvalidSetting
 from drawloom.components.model.decoder.specs import Branch
 from drawloom.components.model.decoder.tensor_names import join_tensors, rename_tensors
 from drawloom.components.weights.mapper import sequential
 from drawloom.components.weights.mapper_ops import concatenate, rename, unsqueeze
-from drawloom.ports import ConfigJson, Mapper, Settings
+from drawloom.ports import ConfigJson, Mapper
 
 
 @attrs.frozen(kw_only=True)
@@ -40,11 +38,6 @@ class Lfm2Config(DecoderConfig):
         if self.layer_types[layer] == FULL:
             return first, last
         return attrs.evolve(first, name="conv", spec=ShortConvSpec(taps=self.conv_L_cache)), last
-
-    @classmethod
-    def find_faults(cls, given: Settings) -> Iterator[InvalidSetting]:
-        yield from super().find_faults(given)
-        yield from find_short_list_faults(given, "layer_types", "types")
 
 
 def _convert_config_from_hf(config: ConfigJson) -> ConfigJson:

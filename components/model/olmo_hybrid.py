@@ -30,9 +30,6 @@ class OlmoHybridConfig(DeltaConfig):
         strength = 2.0 if self.linear_allow_neg_eigval else 1.0
         return attrs.evolve(super().delta, max_strength=strength, norm_eps=1e-5, draws_time_steps=True)
 
-    def rope_of(self, layer: int) -> None:
-        return None
-
     def branches_of(self, layer: int) -> Sequence[Branch]:
         mixer, mlp = super().branches_of(layer)
         if self.layer_types[layer] == FULL:

@@ -11,12 +11,16 @@ from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.decoder.config import WINDOW, training_setting
 from drawloom.components.model.decoder.family import Family
 from drawloom.components.model.decoder.hybrid import DeltaConfig
-from drawloom.components.model.decoder.mixer_specs import ChannelDeltaSpec, ShortConvSpec
+from drawloom.components.model.decoder.mixer_specs import ChannelDeltaSpec, ShortConvSpec, StateSpaceSpec
 from drawloom.components.model.decoder.rope import InvalidSetting
 from drawloom.components.model.decoder.specs import Branch, PartSpec
 from drawloom.ports import Settings
 
-MODULES = {"attention": "self_attn", "window": "self_attn", "gdn": "linear_attn", "kda": "linear_attn", "conv": "conv"}
+MODULES = {
+    **dict.fromkeys(("attention", "window"), "self_attn"),
+    **dict.fromkeys(("gdn", "kda", "mamba"), "linear_attn"),
+    "conv": "conv",
+}
 """Module names by part."""
 
 MAX_PATTERN = 10_000
@@ -43,7 +47,9 @@ class PatternConfig(DeltaConfig):
 
     layers: str = training_setting(
         "parts of the layers, which repeat, as in '3 x gdn, 1 x attention': attention, window (attention in "
-        "sliding_window tokens), gdn (gated delta net), kda (with decays by channel), conv (gated short convolution)"
+        "sliding_window tokens), gdn (gated delta net), kda (with decays by channel), mamba (Mamba-2, whose groups, "
+        "heads and state are linear_num_key_heads, linear_num_value_heads and linear_key_head_dim), conv (gated short "
+        "convolution)"
     )
     sliding_window: int = training_setting(WINDOW, default=4096, check=at_least(1))
     attention_gate: bool = setting("multiply attention's output by a sigmoid gate", default=False)
@@ -65,6 +71,8 @@ class PatternConfig(DeltaConfig):
             case "kda":
                 sizes = attrs.asdict(attrs.evolve(self.delta, draws_time_steps=True))
                 return ChannelDeltaSpec(**sizes, rank=self.linear_value_head_dim)
+            case "mamba":
+                return StateSpaceSpec(**attrs.asdict(self.delta), conv_bias=True)
             case "conv":
                 return ShortConvSpec(taps=self.conv_L_cache)
         return attrs.evolve(self.grouped_attention_spec_of(layer), gate=self.attention_gate)

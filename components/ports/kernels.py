@@ -309,3 +309,11 @@ class Kernels(Protocol):
         length, value_heads, K), every key channel of the state has a decay of its own.
         """
         ...
+
+    def state_space(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, mask: Any) -> Tensor:
+        """
+        Compute S^T q for each token, where the state S becomes exp(g) S + k v^T (Mamba-2).
+
+        Inputs are like those of `gated_delta_rule`, with g by value head.
+        """
+        ...

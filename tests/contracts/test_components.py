@@ -81,9 +81,9 @@ def of_family(use: str, **settings: Any) -> Mapping[str, Any]:
 EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 
 
-def with_experts(use: str) -> Mapping[str, Any]:
+def with_experts(use: str, **changes: Any) -> Mapping[str, Any]:
     """Return a small model with experts."""
-    return {"model": {**TINY["model"], "use": use, **EXPERTS}}
+    return {"model": {**TINY["model"], "use": use, **EXPERTS, **changes}}
 
 
 def with_parametrization(name: str, **base: int) -> Mapping[str, Any]:
@@ -418,6 +418,14 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
         "trainer": {"on_finish": []},
     },
     "model.olmo_hybrid": lambda folder: with_delta_nets("model.olmo_hybrid"),
+    "model.nemotron_h": lambda folder: with_experts(
+        "model.nemotron_h",
+        mamba_num_heads=2,
+        mamba_head_dim=8,
+        n_groups=1,
+        ssm_state_size=8,
+        moe_shared_expert_intermediate_size=16,
+    ),
     "model.kimi_linear": lambda folder: with_latent("model.kimi_linear", linear_num_heads=2, linear_head_dim=8),
     "model.qwen3_5_moe": lambda folder: with_delta_nets("model.qwen3_5_moe", partial_rotary_factor=0.5, **EXPERTS),
     "model.qwen3_next": lambda folder: with_delta_nets("model.qwen3_next", partial_rotary_factor=0.5, **EXPERTS),

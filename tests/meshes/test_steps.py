@@ -29,7 +29,9 @@ class MeshCases:
 # attention, of which there are four kinds, and pipelines divide layers, so on these meshes families with the same
 # mechanisms are compared once. tests/soak/test_proofs.py compares every family on every mesh.
 
-SPLIT_IN_THEIR_OWN_WAY = ("olmo3", "lfm2", "gpt_oss", "qwen3_5", "qwen3_next", "deepseek_v3", "gemma4", "kimi_linear")
+UNTIED = ("kimi_linear", "nemotron_h")
+
+SPLIT_IN_THEIR_OWN_WAY = ("olmo3", "lfm2", "gpt_oss", "qwen3_5", "qwen3_next", "deepseek_v3", "gemma4", *UNTIED)
 """Families with other splits along tensor than the families in pipelines of tensors."""
 
 MESHES = [
@@ -71,7 +73,7 @@ MESHES = [
         [
             ("gpipe", 4, True, False, "tempered"),
             *(("gpipe", 2, True, False, family) for family in ("gemma4", "gpt_oss", "qwen3_5", "lfm2")),
-            ("gpipe", 2, False, False, "kimi_linear"),
+            *(("gpipe", 2, False, False, family) for family in UNTIED),
         ],
         (6, 2),  # ranks have one piece of a row of 6 tokens, and two of a row of 8
         layers=2,
@@ -83,7 +85,7 @@ MESHES = [
             ("gpipe", 4, True, False, "muon"),
             ("gpipe", 4, False, True, "smoothed"),
             ("gpipe", 4, False, False, "dora"),
-            *(("gpipe", 4, family != "kimi_linear", False, family) for family in SPLIT_IN_THEIR_OWN_WAY),
+            *(("gpipe", 4, family not in UNTIED, False, family) for family in SPLIT_IN_THEIR_OWN_WAY),
         ],
         layers=2,
     ),
@@ -101,7 +103,10 @@ MESHES = [
     MeshCases(
         "experts of shards",
         {"data_shard": 4, "expert": 2},
-        [("gpipe", 4, True, False, family) for family in ("gpt_oss", "qwen3_next", "deepseek_v3")],
+        [
+            *(("gpipe", 4, True, False, family) for family in ("gpt_oss", "qwen3_next", "deepseek_v3")),
+            ("gpipe", 4, False, False, "nemotron_h"),
+        ],
         layers=2,
     ),
     MeshCases("contexts", {"context": 4}, [("gpipe", 2, False, True, "smoothed")], (8, 8)),
@@ -114,7 +119,7 @@ MESHES = [
 ]
 
 
-WHOLE_ON_TENSOR_RANKS = {"dora", "gpt_oss", "glm4_moe", "deepseek_v3", "kimi_linear", "qwen3_next"}
+WHOLE_ON_TENSOR_RANKS = {"dora", "gpt_oss", "glm4_moe", "deepseek_v3", "qwen3_next", *UNTIED}
 """Cases whose adapters or experts every tensor-parallel rank has."""
 
 

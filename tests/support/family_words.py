@@ -17,6 +17,11 @@ _FAMILIES = {
     "lfm2": (),
     "olmo_hybrid": _DELTA,
     "kimi_linear": (*_LATENT, "model.linear_num_heads=2", "model.linear_head_dim=8"),
+    "nemotron_h": (
+        *_SPARSE,
+        *("model.mamba_num_heads=4", "model.mamba_head_dim=8", "model.n_groups=2", "model.ssm_state_size=8"),
+        "model.moe_shared_expert_intermediate_size=48",
+    ),
     "granite": ("model.residual_multiplier=0.5", "model.embedding_multiplier=2.0"),
     "phi3": ("model.partial_rotary_factor=0.5", "model.sliding_window=8"),
     "gpt_oss": (_TYPED, "model.sliding_window=8", *_EXPERTS),

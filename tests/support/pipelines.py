@@ -33,6 +33,7 @@ from drawloom.components.model.granite import Granite
 from drawloom.components.model.kimi_linear import KimiLinear
 from drawloom.components.model.lfm2 import Lfm2
 from drawloom.components.model.minimax_m2 import MiniMaxM2
+from drawloom.components.model.nemotron_h import NemotronH
 from drawloom.components.model.olmo3 import Olmo3
 from drawloom.components.model.olmo_hybrid import OlmoHybrid
 from drawloom.components.model.pattern import Pattern
@@ -326,6 +327,20 @@ FAMILIES: dict[str, tuple[Callable[..., DecoderBuilder], dict[str, Any]]] = {
             "attention_bias": True,
         },
     ),
+    # Mamba-2, and experts with squared ReLU between projections to fewer channels, in layers with one branch
+    "nemotron_h": (
+        NemotronH,
+        {key: value for key, value in GROUPED.items() if key != "router_aux_loss_coef"}
+        | {
+            "layer_types": ["linear_attention", "moe", "full_attention", "mlp"] * 2,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 5,
+            "n_groups": 2,
+            "ssm_state_size": 6,
+            "moe_shared_expert_intermediate_size": 8,
+            "moe_latent_size": 10,
+        },
+    ),
     # the gated delta rule with decays by channel
     "kimi_linear": (
         KimiLinear,
@@ -365,7 +380,7 @@ FLOAT64 = {"parameter": "float64"}  # sums stay in float64
 MIXED = {"parameter": "float32", "compute": "bfloat16"}
 GROUPS = [
     AdamGroup(targets=["*embed_tokens*"], lr_multiplier=0.5),
-    AdamGroup(targets=["*.mlp.*"], betas=(0.8, 0.9), weight_decay=0.2),
+    AdamGroup(targets=["*.layers.1.*"], betas=(0.8, 0.9), weight_decay=0.2),
 ]
 """On a pipeline, ranks but the first have no parameter of the first."""
 

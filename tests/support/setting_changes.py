@@ -222,6 +222,13 @@ LATENT = (
         "attention_bias": True,
     }
 )
+MAMBA_SIZES = {
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 5,
+    "n_groups": 2,
+    "ssm_state_size": 7,
+    "moe_shared_expert_intermediate_size": 10,
+}
 LINEAR_SIZES = {"linear_num_heads": 2, "linear_head_dim": 8}
 WARMUP = {
     "start": 0.75,
@@ -736,6 +743,26 @@ ROWS: dict[str, Row] = {
         parts.model_of,
         {"path": "one.json", "weights": False},
         {"path": "other_llama.json", "weights": Change(True, {"path": "exported"}, parts.initial_weights_of)},
+    ),
+    "model.nemotron_h": Row(
+        parts.model_of,
+        SPARSE_SIZES | MAMBA_SIZES,
+        {key: change for key, change in (MODEL | GROUPED).items() if "rope_" not in key}
+        | {
+            "config": config("nemotron_h"),
+            "tie_word_embeddings": Change(True, refused=True),
+            "layer_types": ["full_attention"] * 3,
+            "intermediate_size": Change(48, {"layer_types": ["mlp"] * 3}),
+            "moe_shared_expert_intermediate_size": 8,
+            "moe_latent_size": 10,
+            "mamba_num_heads": 2,
+            "mamba_head_dim": 6,
+            "n_groups": 1,
+            "ssm_state_size": 6,
+            "conv_kernel": 3,
+            "use_conv_bias": False,
+            "time_step_min": 9.0,
+        },
     ),
     "model.lfm2": Row(
         parts.model_of,

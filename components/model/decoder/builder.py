@@ -147,9 +147,10 @@ def _fill_derived_defaults(family: Family, settings: Settings, tokens: int | Non
         # A vocabulary that 64 or 128 divides makes the head's matrix products faster on GPUs.
         multiple = settings["vocabulary_multiple"]
         given.setdefault("vocab_size", -(-tokens // multiple) * multiple)
-    if "moe_intermediate_size" in given:
+    sizes = family.constants | given
+    if "moe_intermediate_size" in sizes:
         # The size of layers without experts: if it was left out there are none, and only exports show it.
-        given.setdefault("intermediate_size", given["num_experts_per_tok"] * given["moe_intermediate_size"])
+        given.setdefault("intermediate_size", sizes["num_experts_per_tok"] * sizes["moe_intermediate_size"])
     return derive_head_sizes(given) | separate_theta_and_scaling(given)
 
 
@@ -291,7 +292,8 @@ class DecoderModel:
     ) -> None:
         from drawloom.components.model.decoder.initial_weights import fill_with_initial_weights
 
-        std, layers = self.architecture.initializer_range, self.architecture.num_hidden_layers
+        # A layer has two branches, as a rule.
+        std, layers = self.architecture.initializer_range, self.architecture.branch_count / 2
         role = self._roles_by_parameter_name.get(name) or default_role(name, parameter)
         fill_with_initial_weights(name, parameter, role, seed=seed, layers=layers, std=std, tensor_slice=tensor_slice)
 

@@ -67,7 +67,10 @@ class DecoderConfig:
     """Activation of the gate in feed-forward networks."""
 
     unused_keys: ClassVar[tuple[str, ...]] = ()
-    """Inherited keys that the family does not have: such as `rope_theta` without rotary positions."""
+    """Inherited keys that the family does not have: such as `rope_theta`; without it layers have no positions."""
+
+    can_tie: ClassVar[bool] = True
+    """Whether transformers can tie the head to the embedding."""
 
     layer_class: ClassVar[str] = "layer:Block"
     """The layers' module and class."""
@@ -154,6 +157,8 @@ class DecoderConfig:
 
     def rope_of(self, layer: int) -> Rope | None:
         """Return a layer's rotary positions; None: it has none."""
+        if "rope_theta" in self.unused_keys:
+            return None
         return Rope(
             self.rotary_dim, self.rope_theta, convert_to_kernel_scaling(self.rope_scaling, self.max_position_embeddings)
         )
@@ -185,6 +190,11 @@ class DecoderConfig:
             Branch("post_attention_layernorm", "mlp", self.mlp_spec_of(layer)),
         )
 
+    @property
+    def branch_count(self) -> int:
+        """The number of outputs that all layers add to the residual stream."""
+        return sum(len(self.branches_of(layer)) for layer in range(self.num_hidden_layers))
+
     @classmethod
     def find_faults(cls, given: Settings) -> Iterator[InvalidSetting]:
         """
@@ -192,6 +202,10 @@ class DecoderConfig:
 
         `given` has all keys, except those whose default depends on the layers or on the tokenizer.
         """
+        yield from find_short_list_faults(given, "layer_types", "types")
+        if given.get("tie_word_embeddings") and not cls.can_tie:
+            why = "models of this family have a head of their own, and transformers can't read a tied one"
+            yield InvalidSetting("tie_word_embeddings", why, "write false")
         factor = given.get("partial_rotary_factor", 1.0)
         channels = int(given["head_dim"] * factor)
         if factor != 1 and (channels < 2 or channels % 2):
@@ -283,11 +297,6 @@ class LayerTypesConfig(DecoderConfig):
     def window_of(self, layer: int) -> int | None:
         return self.sliding_window if self.layer_types[layer] == SLIDING else None
 
-    @classmethod
-    def find_faults(cls, given: Settings) -> Iterator[InvalidSetting]:
-        yield from super().find_faults(given)
-        yield from find_short_list_faults(given, "layer_types", "types")
-
 
 def derive_head_sizes(given: Settings) -> dict[str, int]:
     """Return the defaults of head sizes that follow from the other sizes, if these are known."""
@@ -318,7 +327,7 @@ def find_tensor_parallel_faults(sizes: Settings, ranks: int) -> Iterator[str]:
     for key in (
         *(("hidden_size",) if "conv_L_cache" in sizes else ()),
         *("num_attention_heads", "num_key_value_heads", "num_global_key_value_heads", "linear_num_key_heads"),
-        *("linear_num_heads", "intermediate_size"),
+        *("linear_num_heads", "n_groups", "intermediate_size", "moe_shared_expert_intermediate_size"),
     ):
         if (size := sizes.get(key)) and size % ranks:
             yield f"{key} = {size} is not divisible by {ranks}"

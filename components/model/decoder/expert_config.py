@@ -134,7 +134,7 @@ class GroupedExpertsConfig(MoeConfig):
     def find_faults(cls, given: Settings) -> Iterator[InvalidSetting]:
         """Yield the faults in expert groups, and the fault if no layer has experts."""
         yield from super().find_faults(given)
-        layers, dense = given["num_hidden_layers"], given["first_k_dense_replace"]
+        layers, dense = given["num_hidden_layers"], given.get("first_k_dense_replace", 0)
         if dense >= layers:
             why = f"first_k_dense_replace = {dense} leaves none of {layers} layers with experts"
             yield InvalidSetting("first_k_dense_replace", why, f"write less than {layers}")

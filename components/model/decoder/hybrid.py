@@ -13,7 +13,6 @@ from drawloom.components.model.decoder.config import (
     DecoderConfig,
     alternate_layer_types,
     create_size_check,
-    find_short_list_faults,
     layer_types_setting,
     rotary_factor_setting,
 )
@@ -72,9 +71,8 @@ class DeltaConfig(DecoderConfig):
 
     @classmethod
     def find_faults(cls, given: Settings) -> Iterator[InvalidSetting]:
-        """Yield inherited faults, layers without types, and value heads that do not fit key heads."""
+        """Yield inherited faults, and value heads that do not fit key heads."""
         yield from super().find_faults(given)
-        yield from find_short_list_faults(given, "layer_types", "types")
         keys, values = given["linear_num_key_heads"], given["linear_num_value_heads"]
         if values % keys:
             why = f"linear_num_value_heads = {values} is not divisible by linear_num_key_heads = {keys}"

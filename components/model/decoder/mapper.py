@@ -22,7 +22,7 @@ def _create_parameter_mapper(name: str, num_experts: int) -> Mapper:
     if name.endswith(".experts.gate_up_proj"):
         parts = [(expert, [f"{expert}.{part}_proj.weight" for part in ("gate", "up")]) for expert in experts]
         return sequential(unstack(name, experts), parallel(*(chunk(expert, names) for expert, names in parts)))
-    if name.endswith(".experts.down_proj"):
+    if name.endswith((".experts.up_proj", ".experts.down_proj")):
         return unstack(name, [f"{expert}.{projection}.weight" for expert in experts])
     if projection in ("conv_q", "conv_k", "conv_v"):  # (channels, taps), and a convolution's (channels, 1, taps)
         return unsqueeze(name, 1)

@@ -1,12 +1,13 @@
 """Specifications of a layer's parts, and the context in which they compute."""
 
+from pkgutil import resolve_name
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import attrs
-from torch import Tensor
+from torch import Tensor, nn
 
 from drawloom.components.model.decoder.rope import Rope
-from drawloom.ports import PLAIN_ATTENTION, AttentionOptions
+from drawloom.ports import PLAIN_ATTENTION, AttentionOptions, Kernels
 
 Activation = Literal["silu", "gelu_tanh"]
 """Activation of the gate in a feed-forward network; `gelu_tanh` is the tanh approximation of GELU."""
@@ -16,6 +17,11 @@ class PartSpec:
     """Specification of a layer's part; `part` is its module's class, imported when a layer has such a part."""
 
     part: ClassVar[str]
+
+    def build(self, architecture: Any, kernels: Kernels) -> nn.Module:
+        """Return the module for a decoder's config."""
+        part = resolve_name(f"{__package__}.{self.part}")
+        return part(architecture, self, kernels)  # type: ignore[no-any-return]
 
 
 @attrs.frozen(kw_only=True)
@@ -82,11 +88,30 @@ class MlpSpec(PartSpec):
 
 
 @attrs.frozen
-class ClampedSwiGlu:
+class SwiGlu:
+    """The experts' activation silu(gate) * up; `parameter` is the matrix before it."""
+
+    parameter: ClassVar[str] = "gate_up_proj"
+    factors: ClassVar[int] = 2
+
+    def apply(self, kernels: Kernels, rows: Tensor, scale: Tensor) -> Tensor:
+        """Return (rows, width) for products (rows, factors * width), multiplied by scale (rows,)."""
+        return kernels.swiglu_halves(rows, scale)
+
+    def make_mlp_spec(self, width: int) -> PartSpec:
+        """Return the specification of a feed-forward network with this activation."""
+        return MlpSpec(width=width)
+
+
+@attrs.frozen
+class ClampedSwiGlu(SwiGlu):
     """Slope and bound for clamped SwiGLU, see kernels/gates/eager.py."""
 
     alpha: float
     limit: float
+
+    def apply(self, kernels: Kernels, rows: Tensor, scale: Tensor) -> Tensor:
+        return kernels.oss_swiglu_halves(rows, scale, self.alpha, self.limit)
 
 
 @attrs.frozen(kw_only=True)
@@ -120,8 +145,7 @@ class ExpertSpec(PartSpec):
 
     `shared_expert_width` is the inner width of a feed-forward network that all tokens visit beside their experts; 0:
     there is none. With `shared_gate`, its output is multiplied by the sigmoid of a projection. `router` and `shared`
-    are module names. With `biases`, experts have biases, and with a `clamp` their gate is clamped SwiGLU. Loss
-    coefficients are per layer.
+    are module names. With `biases`, experts have biases. Loss coefficients are per layer.
     """
 
     experts: int
@@ -133,7 +157,7 @@ class ExpertSpec(PartSpec):
     router: str = "gate"
     shared: str = "shared_experts"
     biases: bool = False
-    clamp: ClampedSwiGlu | None = None
+    activation: SwiGlu = SwiGlu()
     aux_loss_coef: float = 0.0
     z_loss_coef: float = 0.0
     part = "experts:SparseMoeBlock"
