@@ -99,12 +99,16 @@ class NemotronHConfig(SigmoidExpertsConfig):
         return self.layer_types[number] == "moe"
 
     def branches_of(self, layer: int) -> Sequence[Branch]:
-        spec: PartSpec = {
-            LINEAR: lambda: self.delta,
-            FULL: lambda: self.grouped_attention_spec_of(layer),
-            "moe": lambda: self.expert_spec,
-            "mlp": lambda: SquaredReluSpec(width=self.intermediate_size),
-        }[self.layer_types[layer]]()
+        spec: PartSpec
+        match self.layer_types[layer]:
+            case "linear_attention":
+                spec = self.delta
+            case "full_attention":
+                spec = self.grouped_attention_spec_of(layer)
+            case "moe":
+                spec = self.expert_spec
+            case "mlp":
+                spec = SquaredReluSpec(width=self.intermediate_size)
         return (Branch("norm", "mixer", spec),)
 
     @classmethod
