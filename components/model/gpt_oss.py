@@ -17,8 +17,9 @@ from drawloom.components.model.decoder.config import (
     training_setting,
 )
 from drawloom.components.model.decoder.expert_config import ExpertsConfig
+from drawloom.components.model.decoder.expert_specs import ClampedSwiGlu, ExpertSpec, Routing
 from drawloom.components.model.decoder.family import Family
-from drawloom.components.model.decoder.specs import ClampedSwiGlu, ExpertSpec, MixerSpec, Routing
+from drawloom.components.model.decoder.specs import MixerSpec
 from drawloom.components.model.decoder.tensor_names import join_tensors
 from drawloom.components.weights.mapper import sequential
 from drawloom.components.weights.mapper_ops import transpose

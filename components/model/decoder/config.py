@@ -10,14 +10,7 @@ import torch
 
 from drawloom import above, at_least, between, setting
 from drawloom.components.model.decoder.rope import InvalidSetting, Rope, RopeScaling, convert_to_kernel_scaling
-from drawloom.components.model.decoder.specs import (
-    Activation,
-    AttentionSpec,
-    Branch,
-    ExpertSpec,
-    MixerSpec,
-    MlpSpec,
-)
+from drawloom.components.model.decoder.specs import Activation, AttentionSpec, Branch, MixerSpec, MlpSpec, PartSpec
 from drawloom.graph.component import Bound
 from drawloom.ports import AttentionOptions, Settings
 
@@ -179,7 +172,7 @@ class DecoderConfig:
             options=AttentionOptions(scale=self.attention_score_scale),
         )
 
-    def mlp_spec_of(self, layer: int) -> MlpSpec | ExpertSpec:
+    def mlp_spec_of(self, layer: int) -> PartSpec:
         """Return the specification for a layer's feed-forward network or experts."""
         return MlpSpec(width=self.intermediate_size, activation=self.activation)
 
@@ -313,13 +306,6 @@ def find_head_count_faults(heads: int, kv_heads: int, head_dim: int) -> Iterator
     if head_dim % 2:
         why = f"head_dim = {head_dim} is odd, and rotary positions rotate pairs of channels"
         yield InvalidSetting("head_dim", why, f"write {head_dim + 1}")
-
-
-def num_experts(architecture: DecoderConfig) -> int:
-    """Return the number of experts in a layer; 0 if the model has none."""
-    layers = range(architecture.num_hidden_layers)
-    specs = (branch.spec for layer in layers for branch in architecture.branches_of(layer))
-    return next((spec.experts for spec in specs if isinstance(spec, ExpertSpec)), 0)
 
 
 def find_tensor_parallel_faults(sizes: Settings, ranks: int) -> Iterator[str]:

@@ -6,8 +6,9 @@ import attrs
 
 from drawloom import above, at_least, setting
 from drawloom.components.model.decoder.config import DecoderConfig, create_size_check, training_setting
+from drawloom.components.model.decoder.expert_specs import ExpertSpec, Routing
 from drawloom.components.model.decoder.rope import InvalidSetting
-from drawloom.components.model.decoder.specs import ExpertSpec, MlpSpec, Routing
+from drawloom.components.model.decoder.specs import PartSpec
 from drawloom.ports import Settings
 
 MAX_EXPERTS_IN_ALL = 1_000_000
@@ -61,7 +62,7 @@ class ExpertsConfig(DecoderConfig):
             z_loss_coef=self.router_z_loss_coef / self.moe_layers,
         )
 
-    def mlp_spec_of(self, layer: int) -> MlpSpec | ExpertSpec:
+    def mlp_spec_of(self, layer: int) -> PartSpec:
         return self.expert_spec if self.layer_has_experts(layer) else super().mlp_spec_of(layer)
 
     @classmethod

@@ -7,8 +7,9 @@ from torch import Tensor, nn
 
 from drawloom.components.experts.local import LocalExperts
 from drawloom.components.model.decoder.expert_config import MoeConfig
+from drawloom.components.model.decoder.expert_specs import ExpertSpec
 from drawloom.components.model.decoder.router import Router
-from drawloom.components.model.decoder.specs import ExpertSpec, LayerContext
+from drawloom.components.model.decoder.specs import LayerContext
 from drawloom.components.model.layers import Linear
 from drawloom.components.parallel.split_experts import ExpertParallel
 from drawloom.ports import BIAS_ROLE, Dispatcher, Kernels, Mesh, Role

@@ -1,18 +1,8 @@
-"""Specifications of parts that few families have."""
+"""Specifications of parts that few families have in place of attention."""
 
 import attrs
-from torch import Tensor
 
-from drawloom.components.model.decoder.specs import (
-    AttentionSpec,
-    ExpertSpec,
-    MixerSpec,
-    MlpSpec,
-    PartSpec,
-    RecurrentSpec,
-    SwiGlu,
-)
-from drawloom.ports import Kernels
+from drawloom.components.model.decoder.specs import AttentionSpec, MixerSpec, RecurrentSpec
 
 
 @attrs.frozen(kw_only=True)
@@ -118,33 +108,3 @@ class StateSpaceSpec(DeltaSpec):
     @property
     def token_flops(self) -> int:
         return 4 * self.value_heads * self.key_dim * self.value_dim
-
-
-@attrs.frozen(kw_only=True)
-class SquaredReluSpec(MlpSpec):
-    """Specification of a feed-forward network with squared ReLU and without a gate."""
-
-    part = "squared_relu:SquaredReluMlp"
-
-
-@attrs.frozen
-class SquaredRelu(SwiGlu):
-    """The experts' activation relu(x) ** 2, without a gate (So et al. 2021, arXiv 2109.08668)."""
-
-    parameter = "up_proj"
-    factors = 1
-
-    def apply(self, kernels: Kernels, rows: Tensor, scale: Tensor) -> Tensor:
-        return (rows.relu().square() * scale[:, None]).to(rows.dtype)
-
-    def make_mlp_spec(self, width: int) -> PartSpec:
-        return SquaredReluSpec(width=width)
-
-
-@attrs.frozen(kw_only=True)
-class LatentExpertSpec(ExpertSpec):
-    """Specification of experts between projections to and from `latent_width` channels."""
-
-    part = "squared_relu:LatentMoeBlock"
-
-    latent_width: int

@@ -4,8 +4,8 @@ from torch import Tensor
 
 from drawloom.components.model.decoder.config import DecoderConfig
 from drawloom.components.model.decoder.expert_config import MoeConfig
+from drawloom.components.model.decoder.expert_specs import LatentExpertSpec
 from drawloom.components.model.decoder.experts import Experts, SparseMoeBlock
-from drawloom.components.model.decoder.mixer_specs import LatentExpertSpec
 from drawloom.components.model.decoder.specs import LayerContext, MlpSpec
 from drawloom.components.model.layers import Linear
 from drawloom.components.parallel.tensor_ranks import TensorParallel
