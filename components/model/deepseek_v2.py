@@ -3,9 +3,8 @@
 import attrs
 
 from drawloom import component, setting
-from drawloom.components.model.decoder.builder import DecoderBuilder
+from drawloom.components.model.decoder.declarations import DecoderBuilder, Family
 from drawloom.components.model.decoder.expert_specs import Routing
-from drawloom.components.model.decoder.family import Family
 from drawloom.components.model.deepseek_v3 import LATENT_RENAMED, LatentConfig, read_latent_config, write_latent_config
 from drawloom.ports import ConfigJson
 

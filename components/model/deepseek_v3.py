@@ -5,10 +5,14 @@ from collections.abc import Iterator
 import attrs
 
 from drawloom import between, component, setting
-from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.config import (
+from drawloom.components.model.decoder.declarations import (
     MAX_SIZES,
+    DecoderBuilder,
+    Family,
+    InvalidSetting,
+    Rope,
     create_size_check,
+    latent_score_multiplier,
     training_setting,
 )
 from drawloom.components.model.decoder.expert_config import (
@@ -16,9 +20,7 @@ from drawloom.components.model.decoder.expert_config import (
     GroupedExpertsConfig,
     SigmoidExpertsConfig,
 )
-from drawloom.components.model.decoder.family import Family
 from drawloom.components.model.decoder.mixer_specs import LatentSpec
-from drawloom.components.model.decoder.rope import InvalidSetting, Rope, latent_score_multiplier
 from drawloom.ports import AttentionOptions, ConfigJson, Settings
 
 

@@ -3,13 +3,11 @@
 import attrs
 
 from drawloom import at_least, component
-from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.config import training_setting
+from drawloom.components.model.decoder.declarations import DecoderBuilder, Family, training_setting
 from drawloom.components.model.decoder.expert_config import (
     RENAMED,
     SigmoidExpertsConfig,
 )
-from drawloom.components.model.decoder.family import Family
 
 
 @attrs.frozen(kw_only=True)

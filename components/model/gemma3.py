@@ -6,20 +6,20 @@ import attrs
 import torch
 
 from drawloom import above, component, setting
-from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.config import (
+from drawloom.components.model.decoder.declarations import (
     ATTENTION_BIAS,
+    Branch,
+    DecoderBuilder,
+    Family,
     LayerTypesConfig,
+    Rope,
     SlidingTypes,
     alternate_layer_types,
     create_size_check,
     layer_types_setting,
     training_setting,
 )
-from drawloom.components.model.decoder.family import Family
 from drawloom.components.model.decoder.hugging_face import fill_layer_list, join_rope_by_type, split_rope_by_type
-from drawloom.components.model.decoder.rope import Rope
-from drawloom.components.model.decoder.specs import Branch
 from drawloom.ports import ConfigJson
 
 SLIDING_THETA = 1e4

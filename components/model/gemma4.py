@@ -6,9 +6,12 @@ import attrs
 from torch import Tensor
 
 from drawloom import above, component, setting
-from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.config import (
+from drawloom.components.model.decoder.declarations import (
     FULL,
+    DecoderBuilder,
+    Family,
+    InvalidSetting,
+    Rope,
     SlidingTypes,
     alternate_layer_types,
     create_size_check,
@@ -16,9 +19,7 @@ from drawloom.components.model.decoder.config import (
     rotary_factor_setting,
     training_setting,
 )
-from drawloom.components.model.decoder.family import Family
 from drawloom.components.model.decoder.mixer_specs import NormedValueSpec
-from drawloom.components.model.decoder.rope import InvalidSetting, Rope
 from drawloom.components.model.gemma3 import GELU, SLIDING_THETA, GemmaConfig
 from drawloom.ports import ConfigJson, Settings
 

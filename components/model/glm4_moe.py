@@ -3,14 +3,11 @@
 import attrs
 
 from drawloom import component, setting
-from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.config import rotary_factor_setting
+from drawloom.components.model.decoder.declarations import DecoderBuilder, Family, MixerSpec, rotary_factor_setting
 from drawloom.components.model.decoder.expert_config import (
     RENAMED,
     SigmoidExpertsConfig,
 )
-from drawloom.components.model.decoder.family import Family
-from drawloom.components.model.decoder.specs import MixerSpec
 
 
 @attrs.frozen(kw_only=True)

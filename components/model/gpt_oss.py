@@ -7,19 +7,19 @@ import torch
 from torch import Tensor
 
 from drawloom import above, component, setting
-from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.config import (
+from drawloom.components.model.decoder.declarations import (
     ATTENTION_BIAS,
+    DecoderBuilder,
     DecoderConfig,
+    Family,
     LayerTypesConfig,
+    MixerSpec,
     SlidingTypes,
     layer_types_setting,
     training_setting,
 )
 from drawloom.components.model.decoder.expert_config import ExpertsConfig
 from drawloom.components.model.decoder.expert_specs import ClampedSwiGlu, ExpertSpec, Routing
-from drawloom.components.model.decoder.family import Family
-from drawloom.components.model.decoder.specs import MixerSpec
 from drawloom.components.model.decoder.tensor_names import join_tensors
 from drawloom.components.weights.mapper import sequential
 from drawloom.components.weights.mapper_ops import transpose

@@ -6,9 +6,7 @@ import attrs
 import torch
 
 from drawloom import above, component
-from drawloom.components.model.decoder.builder import ParametrizedBuilder
-from drawloom.components.model.decoder.config import DecoderConfig, training_setting
-from drawloom.components.model.decoder.family import Family
+from drawloom.components.model.decoder.declarations import DecoderConfig, Family, ParametrizedBuilder, training_setting
 from drawloom.components.model.llama import LlamaConfig
 
 

@@ -6,18 +6,18 @@ from typing import Literal
 import attrs
 
 from drawloom import between, component, setting
-from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.config import (
+from drawloom.components.model.decoder.declarations import (
     FULL,
+    Branch,
+    DecoderBuilder,
     DecoderConfig,
+    Family,
     create_size_check,
     layer_types_setting,
 )
 from drawloom.components.model.decoder.expert_config import SigmoidExpertsConfig
-from drawloom.components.model.decoder.family import Family
 from drawloom.components.model.decoder.hybrid import LINEAR, NO_POSITIONS
 from drawloom.components.model.decoder.mixer_specs import ChannelDeltaSpec
-from drawloom.components.model.decoder.specs import Branch
 from drawloom.components.model.decoder.tensor_names import MIXTRAL_EXPERTS, join_tensors, rename_tensors
 from drawloom.components.model.deepseek_v3 import LatentConfig
 from drawloom.components.model.glm4_moe_lite import read_mlp_layer_types, write_mlp_layer_types

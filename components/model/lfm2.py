@@ -6,15 +6,15 @@ from typing import Literal
 import attrs
 
 from drawloom import between, component, setting
-from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.config import (
+from drawloom.components.model.decoder.declarations import (
     FULL,
+    Branch,
+    DecoderBuilder,
     DecoderConfig,
+    Family,
     layer_types_setting,
 )
-from drawloom.components.model.decoder.family import Family
 from drawloom.components.model.decoder.mixer_specs import ShortConvSpec
-from drawloom.components.model.decoder.specs import Branch
 from drawloom.components.model.decoder.tensor_names import join_tensors, rename_tensors
 from drawloom.components.weights.mapper import sequential
 from drawloom.components.weights.mapper_ops import concatenate, rename, unsqueeze

@@ -3,9 +3,7 @@
 import attrs
 
 from drawloom import component, setting
-from drawloom.components.model.decoder.builder import ParametrizedBuilder
-from drawloom.components.model.decoder.config import ATTENTION_BIAS, DecoderConfig
-from drawloom.components.model.decoder.family import Family
+from drawloom.components.model.decoder.declarations import ATTENTION_BIAS, DecoderConfig, Family, ParametrizedBuilder
 
 
 @attrs.frozen(kw_only=True, slots=False)

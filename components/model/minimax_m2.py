@@ -3,11 +3,9 @@
 import attrs
 
 from drawloom import component
-from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.config import rotary_factor_setting
+from drawloom.components.model.decoder.declarations import DecoderBuilder, Family, rotary_factor_setting
 from drawloom.components.model.decoder.expert_config import ExpertsConfig
 from drawloom.components.model.decoder.expert_specs import Routing
-from drawloom.components.model.decoder.family import Family
 from drawloom.components.model.decoder.tensor_names import MIXTRAL_EXPERTS, rename_tensors
 from drawloom.ports import ConfigJson
 

@@ -3,9 +3,7 @@
 import attrs
 
 from drawloom import component
-from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.config import WindowConfig
-from drawloom.components.model.decoder.family import Family
+from drawloom.components.model.decoder.declarations import DecoderBuilder, Family, WindowConfig
 
 
 @attrs.frozen(kw_only=True)

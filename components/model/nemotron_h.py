@@ -6,15 +6,20 @@ from typing import Literal
 import attrs
 
 from drawloom import at_least, between, component, setting
-from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.config import FULL, create_size_check, training_setting
+from drawloom.components.model.decoder.declarations import (
+    FULL,
+    Branch,
+    DecoderBuilder,
+    Family,
+    InvalidSetting,
+    PartSpec,
+    create_size_check,
+    training_setting,
+)
 from drawloom.components.model.decoder.expert_config import RENAMED, SigmoidExpertsConfig, find_dense_width_faults
 from drawloom.components.model.decoder.expert_specs import ExpertSpec, LatentExpertSpec, SquaredRelu, SquaredReluSpec
-from drawloom.components.model.decoder.family import Family
 from drawloom.components.model.decoder.hybrid import LINEAR, NO_POSITIONS
 from drawloom.components.model.decoder.mixer_specs import StateSpaceSpec
-from drawloom.components.model.decoder.rope import InvalidSetting
-from drawloom.components.model.decoder.specs import Branch, PartSpec
 from drawloom.components.model.decoder.tensor_names import join_tensors, rename_tensors
 from drawloom.components.weights.mapper import sequential
 from drawloom.components.weights.mapper_ops import concatenate, unsqueeze

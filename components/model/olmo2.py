@@ -5,10 +5,7 @@ from collections.abc import Sequence
 import attrs
 
 from drawloom import component, setting
-from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.config import ATTENTION_BIAS, DecoderConfig
-from drawloom.components.model.decoder.family import Family
-from drawloom.components.model.decoder.specs import Branch
+from drawloom.components.model.decoder.declarations import ATTENTION_BIAS, Branch, DecoderBuilder, DecoderConfig, Family
 
 
 @attrs.frozen(kw_only=True, slots=False)

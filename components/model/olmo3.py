@@ -3,11 +3,8 @@
 import attrs
 
 from drawloom import component
-from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.config import LayerTypesConfig
-from drawloom.components.model.decoder.family import Family
+from drawloom.components.model.decoder.declarations import DecoderBuilder, Family, LayerTypesConfig, Rope
 from drawloom.components.model.decoder.hugging_face import join_rope_by_type, split_rope_by_type
-from drawloom.components.model.decoder.rope import Rope
 from drawloom.components.model.olmo2 import Olmo2Config
 from drawloom.ports import ConfigJson
 

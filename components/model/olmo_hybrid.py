@@ -5,12 +5,9 @@ from collections.abc import Sequence
 import attrs
 
 from drawloom import component
-from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.config import FULL, training_setting
-from drawloom.components.model.decoder.family import Family
+from drawloom.components.model.decoder.declarations import FULL, Branch, DecoderBuilder, Family, training_setting
 from drawloom.components.model.decoder.hybrid import NO_POSITIONS, DeltaConfig, read_hybrid_config
 from drawloom.components.model.decoder.mixer_specs import DeltaSpec
-from drawloom.components.model.decoder.specs import Branch
 from drawloom.components.model.decoder.tensor_names import rename_tensors
 from drawloom.ports import ConfigJson
 

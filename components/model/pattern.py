@@ -7,13 +7,17 @@ from typing import Any
 import attrs
 
 from drawloom import at_least, between, component, setting
-from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.config import WINDOW, training_setting
-from drawloom.components.model.decoder.family import Family
+from drawloom.components.model.decoder.declarations import (
+    WINDOW,
+    Branch,
+    DecoderBuilder,
+    Family,
+    InvalidSetting,
+    PartSpec,
+    training_setting,
+)
 from drawloom.components.model.decoder.hybrid import DeltaConfig
 from drawloom.components.model.decoder.mixer_specs import ChannelDeltaSpec, ShortConvSpec, StateSpaceSpec
-from drawloom.components.model.decoder.rope import InvalidSetting
-from drawloom.components.model.decoder.specs import Branch, PartSpec
 from drawloom.ports import Settings
 
 MODULES = {

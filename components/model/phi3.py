@@ -5,10 +5,14 @@ from collections.abc import Iterator, Mapping
 import attrs
 
 from drawloom import component
-from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.config import DecoderConfig, WindowConfig, rotary_factor_setting
-from drawloom.components.model.decoder.family import Family
-from drawloom.components.model.decoder.rope import InvalidSetting
+from drawloom.components.model.decoder.declarations import (
+    DecoderBuilder,
+    DecoderConfig,
+    Family,
+    InvalidSetting,
+    WindowConfig,
+    rotary_factor_setting,
+)
 from drawloom.components.model.decoder.tensor_names import join_tensors
 from drawloom.components.weights.mapper_ops import concatenate
 from drawloom.ports import ConfigJson, Mapper, Settings

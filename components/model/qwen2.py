@@ -3,9 +3,13 @@
 import attrs
 
 from drawloom import at_least, component
-from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.config import WINDOW, DecoderConfig, training_setting
-from drawloom.components.model.decoder.family import Family
+from drawloom.components.model.decoder.declarations import (
+    WINDOW,
+    DecoderBuilder,
+    DecoderConfig,
+    Family,
+    training_setting,
+)
 
 
 @attrs.frozen(kw_only=True)

@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 
 from drawloom import component
-from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.family import Family
+from drawloom.components.model.decoder.declarations import DecoderBuilder, Family
 from drawloom.components.model.decoder.hybrid import (
     HYBRID_DEFAULTS,
     HybridConfig,

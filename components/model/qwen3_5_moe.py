@@ -3,11 +3,9 @@
 import attrs
 
 from drawloom import component, setting
-from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.config import create_size_check
+from drawloom.components.model.decoder.declarations import DecoderBuilder, Family, create_size_check
 from drawloom.components.model.decoder.expert_config import MoeConfig
 from drawloom.components.model.decoder.expert_specs import ExpertSpec
-from drawloom.components.model.decoder.family import Family
 from drawloom.components.model.decoder.hybrid import HYBRID_DEFAULTS, HybridConfig, read_hybrid_config
 from drawloom.components.model.qwen3_5 import create_qwen3_5_mapper
 from drawloom.ports import ConfigJson

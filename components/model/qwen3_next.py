@@ -5,8 +5,7 @@ from collections.abc import Iterator
 import attrs
 
 from drawloom import component
-from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.family import Family
+from drawloom.components.model.decoder.declarations import DecoderBuilder, Family
 from drawloom.components.model.decoder.hybrid import HYBRID_DEFAULTS, join_delta_nets, read_hybrid_config
 from drawloom.components.model.decoder.mixer_specs import DeltaSpec
 from drawloom.components.model.qwen3.moe import Qwen3MoeConfig

@@ -6,11 +6,16 @@ from typing import Literal
 import attrs
 
 from drawloom import at_least, component
-from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.config import WINDOW, find_short_list_faults, training_setting
-from drawloom.components.model.decoder.family import Family
+from drawloom.components.model.decoder.declarations import (
+    WINDOW,
+    DecoderBuilder,
+    Family,
+    InvalidSetting,
+    Rope,
+    find_short_list_faults,
+    training_setting,
+)
 from drawloom.components.model.decoder.hugging_face import fill_layer_list
-from drawloom.components.model.decoder.rope import InvalidSetting, Rope
 from drawloom.components.model.llama import LlamaConfig
 from drawloom.ports import ConfigJson, Settings
 

@@ -5,15 +5,12 @@ from collections.abc import Iterator, Sequence
 import attrs
 
 from drawloom import at_least, component, setting
-from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.config import training_setting
+from drawloom.components.model.decoder.declarations import DecoderBuilder, Family, InvalidSetting, training_setting
 from drawloom.components.model.decoder.expert_config import (
     MoeConfig,
     find_dense_width_faults,
 )
 from drawloom.components.model.decoder.expert_specs import Routing
-from drawloom.components.model.decoder.family import Family
-from drawloom.components.model.decoder.rope import InvalidSetting
 from drawloom.components.model.qwen3.dense import FIXED
 from drawloom.ports import Settings
 
