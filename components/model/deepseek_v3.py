@@ -11,8 +11,8 @@ from drawloom.components.model.decoder.declarations import (
     Family,
     InvalidSetting,
     Rope,
-    create_size_check,
     latent_score_multiplier,
+    size_setting,
     training_setting,
 )
 from drawloom.components.model.decoder.expert_config import (
@@ -35,18 +35,14 @@ class LatentConfig(GroupedExpertsConfig):
 
     rope_interleave = True
 
-    head_dim: int = setting(
+    head_dim: int = size_setting(
+        "head_dim",
         "rotated channels of queries, and of the key that all heads share (qk_rope_head_dim in files); default: "
         "hidden_size / num_attention_heads",
-        check=create_size_check("head_dim"),
     )
-    qk_nope_head_dim: int = setting(
-        "channels of queries and keys without rotation", default=128, check=create_size_check("head_dim")
-    )
-    v_head_dim: int = setting("width of values", default=128, check=create_size_check("head_dim"))
-    kv_lora_rank: int = setting(
-        "width of the latent of keys and values", default=512, check=create_size_check("hidden_size")
-    )
+    qk_nope_head_dim: int = size_setting("head_dim", "channels of queries and keys without rotation", default=128)
+    v_head_dim: int = size_setting("head_dim", "width of values", default=128)
+    kv_lora_rank: int = size_setting("hidden_size", "width of the latent of keys and values", default=512)
     q_lora_rank: int = setting(
         "width of the latent of queries, or 0 to project them from hidden states",
         default=1536,

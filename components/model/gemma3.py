@@ -15,8 +15,8 @@ from drawloom.components.model.decoder.declarations import (
     Rope,
     SlidingTypes,
     alternate_layer_types,
-    create_size_check,
     layer_types_setting,
+    size_setting,
     training_setting,
 )
 from drawloom.components.model.decoder.hugging_face import fill_layer_list, join_rope_by_type, split_rope_by_type
@@ -61,8 +61,11 @@ class Gemma3Config(GemmaConfig):
     zero_centered = True
 
     layer_types: SlidingTypes = layer_types_setting(6)
-    query_pre_attn_scalar: int = training_setting(
-        "attention scores are divided by the root of this number", default=256, check=create_size_check("head_dim")
+    query_pre_attn_scalar: int = size_setting(
+        "head_dim",
+        "attention scores are divided by the root of this number",
+        default=256,
+        impact="changes_training",
     )
 
     @property

@@ -5,15 +5,15 @@ from typing import Literal
 
 import attrs
 
-from drawloom import between, component, setting
+from drawloom import component
 from drawloom.components.model.decoder.declarations import (
     FULL,
     Branch,
     DecoderBuilder,
     DecoderConfig,
     Family,
-    create_size_check,
     layer_types_setting,
+    size_setting,
 )
 from drawloom.components.model.decoder.expert_config import SigmoidExpertsConfig
 from drawloom.components.model.decoder.hybrid import LINEAR, NO_POSITIONS
@@ -34,13 +34,9 @@ class KimiLinearConfig(LatentConfig, SigmoidExpertsConfig):
     can_tie = False
 
     layer_types: list[Literal["full_attention", "linear_attention"]] = layer_types_setting(4, LINEAR)
-    linear_num_heads: int = setting(
-        "number of heads in linear layers", default=32, check=create_size_check("num_attention_heads")
-    )
-    linear_head_dim: int = setting(
-        "width of keys and values in linear layers", default=128, check=create_size_check("head_dim")
-    )
-    linear_conv_kernel_dim: int = setting("number of tokens in a convolution", default=4, check=between(1, 65))
+    linear_num_heads: int = size_setting("num_attention_heads", "number of heads in linear layers", default=32)
+    linear_head_dim: int = size_setting("head_dim", "width of keys and values in linear layers", default=128)
+    linear_conv_kernel_dim: int = size_setting("taps", "number of tokens in a convolution", default=4)
     q_lora_rank: int = 0
 
     def branches_of(self, layer: int) -> Sequence[Branch]:

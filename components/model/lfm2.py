@@ -5,7 +5,7 @@ from typing import Literal
 
 import attrs
 
-from drawloom import between, component, setting
+from drawloom import component
 from drawloom.components.model.decoder.declarations import (
     FULL,
     Branch,
@@ -13,6 +13,7 @@ from drawloom.components.model.decoder.declarations import (
     DecoderConfig,
     Family,
     layer_types_setting,
+    size_setting,
 )
 from drawloom.components.model.decoder.mixer_specs import ShortConvSpec
 from drawloom.components.model.decoder.tensor_names import join_tensors, rename_tensors
@@ -31,7 +32,7 @@ class Lfm2Config(DecoderConfig):
     rms_norm_eps: float = 1e-5
     tie_word_embeddings: bool = True
     layer_types: list[Literal["full_attention", "conv"]] = layer_types_setting(3, "conv")
-    conv_L_cache: int = setting("number of tokens in a convolution", default=3, check=between(1, 65))
+    conv_L_cache: int = size_setting("taps", "number of tokens in a convolution", default=3)
 
     def branches_of(self, layer: int) -> Sequence[Branch]:
         first, last = super().branches_of(layer)

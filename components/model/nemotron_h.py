@@ -5,25 +5,24 @@ from typing import Literal
 
 import attrs
 
-from drawloom import at_least, between, component, setting
+from drawloom import at_least, component, setting
 from drawloom.components.model.decoder.declarations import (
     FULL,
     Branch,
     DecoderBuilder,
     Family,
-    InvalidSetting,
     PartSpec,
-    create_size_check,
+    size_setting,
     training_setting,
 )
-from drawloom.components.model.decoder.expert_config import RENAMED, SigmoidExpertsConfig, find_dense_width_faults
+from drawloom.components.model.decoder.expert_config import RENAMED, SigmoidExpertsConfig
 from drawloom.components.model.decoder.expert_specs import ExpertSpec, LatentExpertSpec, SquaredRelu, SquaredReluSpec
 from drawloom.components.model.decoder.hybrid import LINEAR, NO_POSITIONS
 from drawloom.components.model.decoder.mixer_specs import StateSpaceSpec
 from drawloom.components.model.decoder.tensor_names import join_tensors, rename_tensors
 from drawloom.components.weights.mapper import sequential
 from drawloom.components.weights.mapper_ops import concatenate, unsqueeze
-from drawloom.ports import ConfigJson, Mapper, Settings
+from drawloom.ports import ConfigJson, Mapper
 
 LETTERS = {"M": LINEAR, "*": FULL, "E": "moe", "-": "mlp"}
 """Types of layers by their letters in published configs."""
@@ -37,6 +36,7 @@ class NemotronHConfig(SigmoidExpertsConfig):
 
     unused_keys = (*NO_POSITIONS, "first_k_dense_replace", "n_shared_experts")
     can_tie = False
+    multiples = (("mamba_num_heads", "n_groups"),)
 
     layer_types: list[Literal["linear_attention", "full_attention", "moe", "mlp"]] = training_setting(
         "linear_attention (Mamba-2), full_attention, moe or mlp for every layer; default: linear_attention, moe, "
@@ -47,28 +47,23 @@ class NemotronHConfig(SigmoidExpertsConfig):
     )
     max_position_embeddings: int = 4096
     rms_norm_eps: float = 1e-5
+    intermediate_size: int = 21_504
     num_experts: int = 8
     num_experts_per_tok: int = 2
     moe_intermediate_size: int = 7688
-    moe_shared_expert_intermediate_size: int = setting(
-        "inner width of the expert that all tokens visit", default=7688, check=create_size_check("intermediate_size")
+    moe_shared_expert_intermediate_size: int = size_setting(
+        "intermediate_size", "inner width of the expert that all tokens visit", default=7688
     )
-    moe_latent_size: int | None = setting(
-        "width of the experts' inputs and outputs; default: hidden_size",
-        default=None,
-        check=create_size_check("hidden_size"),
+    moe_latent_size: int | None = size_setting(
+        "hidden_size", "width of the experts' inputs and outputs; default: hidden_size", default=None
     )
-    mamba_num_heads: int = setting(
-        "number of heads in Mamba-2", default=128, check=create_size_check("num_attention_heads")
+    mamba_num_heads: int = size_setting("num_attention_heads", "number of heads in Mamba-2", default=128)
+    mamba_head_dim: int = size_setting("head_dim", "width of a head in Mamba-2", default=64)
+    n_groups: int = size_setting(
+        "num_attention_heads", "number of groups of heads in Mamba-2, which share B and C", default=8
     )
-    mamba_head_dim: int = setting("width of a head in Mamba-2", default=64, check=create_size_check("head_dim"))
-    n_groups: int = setting(
-        "number of groups of heads in Mamba-2, which share B and C",
-        default=8,
-        check=create_size_check("num_attention_heads"),
-    )
-    ssm_state_size: int = setting("width of B and C in Mamba-2", default=128, check=create_size_check("head_dim"))
-    conv_kernel: int = setting("number of tokens in a convolution", default=4, check=between(1, 65))
+    ssm_state_size: int = size_setting("head_dim", "width of B and C in Mamba-2", default=128)
+    conv_kernel: int = size_setting("taps", "number of tokens in a convolution", default=4)
     use_conv_bias: bool = setting("add biases to convolutions", default=True)
     time_step_min: float = training_setting("least time step in Mamba-2", default=0.001, check=at_least(0))
 
@@ -111,17 +106,6 @@ class NemotronHConfig(SigmoidExpertsConfig):
             case "mlp":
                 spec = SquaredReluSpec(width=self.intermediate_size)
         return (Branch("norm", "mixer", spec),)
-
-    @classmethod
-    def find_faults(cls, given: Settings) -> Iterator[InvalidSetting]:
-        """Yield the inherited faults, heads that groups do not divide, and dense layers without a size."""
-        yield from super().find_faults(given)
-        heads, groups = given["mamba_num_heads"], given["n_groups"]
-        if heads % groups:
-            why = f"mamba_num_heads = {heads} is not divisible by n_groups = {groups}"
-            yield InvalidSetting("mamba_num_heads", why, f"write {groups}, or a multiple of it")
-        types = given.get("layer_types") or ()
-        yield from find_dense_width_faults(given, [layer for layer, kind in enumerate(types) if kind == "mlp"])
 
 
 def _convert_config_from_hf(config: ConfigJson) -> ConfigJson:

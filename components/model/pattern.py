@@ -6,7 +6,7 @@ from typing import Any
 
 import attrs
 
-from drawloom import at_least, between, component, setting
+from drawloom import at_least, component, setting
 from drawloom.components.model.decoder.declarations import (
     WINDOW,
     Branch,
@@ -14,6 +14,7 @@ from drawloom.components.model.decoder.declarations import (
     Family,
     InvalidSetting,
     PartSpec,
+    size_setting,
     training_setting,
 )
 from drawloom.components.model.decoder.hybrid import DeltaConfig
@@ -57,7 +58,7 @@ class PatternConfig(DeltaConfig):
     )
     sliding_window: int = training_setting(WINDOW, default=4096, check=at_least(1))
     attention_gate: bool = setting("multiply attention's output by a sigmoid gate", default=False)
-    conv_L_cache: int = setting("number of tokens in a conv", default=3, check=between(1, 65))
+    conv_L_cache: int = size_setting("taps", "number of tokens in a conv", default=3)
 
     def part_of(self, layer: int) -> str:
         """Return a layer's part."""

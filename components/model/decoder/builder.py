@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from drawloom import Problem, UserError, setting, wired
 from drawloom.components.model.decoder.config import (
     DecoderConfig,
-    create_size_check,
     derive_head_sizes,
     find_head_count_faults,
     find_tensor_parallel_faults,
+    size_setting,
 )
 from drawloom.components.model.decoder.family import Family
 from drawloom.components.model.decoder.rope import (
@@ -349,10 +349,8 @@ class DecoderBuilder(DecoderModel):
     config: Path | None = setting(
         "Hugging Face config.json, or its folder; other settings replace its values", default=None
     )
-    vocabulary_multiple: int = setting(
-        "the tokenizer's vocabulary size is rounded up to a multiple of this",
-        default=1,
-        check=create_size_check("vocab_size"),
+    vocabulary_multiple: int = size_setting(
+        "vocab_size", "the tokenizer's vocabulary size is rounded up to a multiple of this", default=1
     )
 
     def __init_subclass__(cls) -> None:

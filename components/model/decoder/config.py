@@ -11,7 +11,6 @@ import torch
 from drawloom import above, at_least, between, setting
 from drawloom.components.model.decoder.rope import InvalidSetting, Rope, RopeScaling, convert_to_kernel_scaling
 from drawloom.components.model.decoder.specs import Activation, AttentionSpec, Branch, MixerSpec, MlpSpec, PartSpec
-from drawloom.graph.component import Bound
 from drawloom.ports import AttentionOptions, Settings
 
 MAX_SIZES = {
@@ -23,8 +22,9 @@ MAX_SIZES = {
     "max_position_embeddings": 1_000_000_000,
     "vocab_size": 2**31,  # token ids are int32
     "num_experts": 10_000,
+    "taps": 64,
 }
-"""Sizes above those of all models, beyond which checks alone would take minutes or gigabytes."""
+"""Sizes by kind, above those of all models, beyond which checks alone would take minutes or gigabytes."""
 
 ATTENTION_BIAS = "add biases to the linear layers of attention"
 WINDOW = "number of tokens that a token attends to in layers with a window, including itself"
@@ -34,9 +34,9 @@ training_setting = partial(setting, impact="changes_training")
 """Declare a setting that a run may change, with another result."""
 
 
-def create_size_check(name: str) -> Bound:
-    """Return a check for the size setting `name`: from 1 to its entry in MAX_SIZES."""
-    return between(1, MAX_SIZES[name] + 1)
+def size_setting(kind: str, doc: str, **options: Any) -> Any:
+    """Declare a size, from 1 to the entry for its kind in MAX_SIZES."""
+    return setting(doc, check=between(1, MAX_SIZES[kind] + 1), **options)
 
 
 # Without slots, as some families inherit from two configs.
@@ -62,6 +62,9 @@ class DecoderConfig:
     unused_keys: ClassVar[tuple[str, ...]] = ()
     """Inherited keys that the family does not have: such as `rope_theta`; without it layers have no positions."""
 
+    multiples: ClassVar[tuple[tuple[str, str], ...]] = ()
+    """Pairs of keys, of which the second divides the first."""
+
     can_tie: ClassVar[bool] = True
     """Whether transformers can tie the head to the embedding."""
 
@@ -84,25 +87,18 @@ class DecoderConfig:
     mlp_bias = False
     """Whether the linear layers of feed-forward networks have biases."""
 
-    num_hidden_layers: int = setting("number of layers", check=create_size_check("num_hidden_layers"))
-    hidden_size: int = setting("width of the hidden states", check=create_size_check("hidden_size"))
-    num_attention_heads: int = setting("number of query heads", check=create_size_check("num_attention_heads"))
-    num_key_value_heads: int = setting(
-        "number of key and value heads; default: num_attention_heads", check=create_size_check("num_attention_heads")
+    num_hidden_layers: int = size_setting("num_hidden_layers", "number of layers")
+    hidden_size: int = size_setting("hidden_size", "width of the hidden states")
+    num_attention_heads: int = size_setting("num_attention_heads", "number of query heads")
+    num_key_value_heads: int = size_setting(
+        "num_attention_heads", "number of key and value heads; default: num_attention_heads"
     )
-    head_dim: int = setting(
-        "width of a head; default: hidden_size / num_attention_heads", check=create_size_check("head_dim")
-    )
-    intermediate_size: int = setting(
-        "inner width of the feed-forward network", check=create_size_check("intermediate_size")
-    )
-    vocab_size: int = setting("number of token ids; default: the tokenizer's", check=create_size_check("vocab_size"))
+    head_dim: int = size_setting("head_dim", "width of a head; default: hidden_size / num_attention_heads")
+    intermediate_size: int = size_setting("intermediate_size", "inner width of the feed-forward network")
+    vocab_size: int = size_setting("vocab_size", "number of token ids; default: the tokenizer's")
     tie_word_embeddings: bool = setting("use the embedding's weight for the head", default=False)
-    max_position_embeddings: int = setting(
-        "maximum sequence length in an export",
-        default=32_768,
-        check=create_size_check("max_position_embeddings"),
-        impact="safe",
+    max_position_embeddings: int = size_setting(
+        "max_position_embeddings", "maximum sequence length in an export", default=32_768, impact="safe"
     )
     rope_theta: float = training_setting("base of rotary positions", default=1e6, check=above(1))
     rope_scaling: RopeScaling | None = training_setting(
@@ -196,6 +192,10 @@ class DecoderConfig:
         `given` has all keys, except those whose default depends on the layers or on the tokenizer.
         """
         yield from find_short_list_faults(given, "layer_types", "types")
+        for key, other in cls.multiples:
+            if given[key] % (unit := given[other]):
+                why = f"{key} = {given[key]} is not divisible by {other} = {unit}"
+                yield InvalidSetting(key, why, f"write {unit}, or a multiple of it")
         if given.get("tie_word_embeddings") and not cls.can_tie:
             why = "models of this family have a head of their own, and transformers can't read a tied one"
             yield InvalidSetting("tie_word_embeddings", why, "write false")

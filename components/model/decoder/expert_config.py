@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import attrs
 
 from drawloom import above, at_least, setting
-from drawloom.components.model.decoder.config import DecoderConfig, create_size_check, training_setting
+from drawloom.components.model.decoder.config import DecoderConfig, size_setting, training_setting
 from drawloom.components.model.decoder.expert_specs import ExpertSpec, Routing
 from drawloom.components.model.decoder.rope import InvalidSetting
 from drawloom.components.model.decoder.specs import PartSpec
@@ -24,9 +24,9 @@ class ExpertsConfig(DecoderConfig):
     layers.
     """
 
-    intermediate_size: int = setting("inner width of an expert", check=create_size_check("intermediate_size"))
-    num_experts: int = setting("number of routed experts per layer", check=create_size_check("num_experts"))
-    num_experts_per_tok: int = setting("number of routed experts per token", check=create_size_check("num_experts"))
+    intermediate_size: int = size_setting("intermediate_size", "inner width of an expert")
+    num_experts: int = size_setting("num_experts", "number of routed experts per layer")
+    num_experts_per_tok: int = size_setting("num_experts", "number of routed experts per token")
     router_aux_loss_coef: float = training_setting(
         "load-balancing loss coefficient", default=0.001, check=at_least(0)
     )  # the default of transformers' MoeConfig
@@ -90,11 +90,10 @@ class ExpertsConfig(DecoderConfig):
 class MoeConfig(ExpertsConfig):
     """Config for a decoder whose experts have another width than the feed-forward networks."""
 
-    intermediate_size: int = setting(
-        "inner width of the feed-forward network in layers without experts",
-        check=create_size_check("intermediate_size"),
+    intermediate_size: int = size_setting(
+        "intermediate_size", "inner width of the feed-forward network in layers without experts"
     )
-    moe_intermediate_size: int = setting("inner width of an expert", check=create_size_check("intermediate_size"))
+    moe_intermediate_size: int = size_setting("intermediate_size", "inner width of an expert")
 
     @property
     def expert_width(self) -> int:
@@ -112,10 +111,8 @@ def find_dense_width_faults(given: Settings, dense: Sequence[int]) -> Iterator[I
 class GroupedExpertsConfig(MoeConfig):
     """Config for routed experts in groups and shared experts in all layers but the first."""
 
-    n_shared_experts: int = setting(
-        "number of shared experts per layer, which process all tokens",
-        default=1,
-        check=create_size_check("num_experts"),
+    n_shared_experts: int = size_setting(
+        "num_experts", "number of shared experts per layer, which process all tokens", default=1
     )
     first_k_dense_replace: int = setting("number of first layers without experts", default=0, check=at_least(0))
     routed_scaling_factor: float = training_setting(

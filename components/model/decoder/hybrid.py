@@ -6,25 +6,24 @@ from typing import Literal
 
 import attrs
 
-from drawloom import between, setting
+from drawloom import setting
 from drawloom.components.model.decoder.config import (
     ATTENTION_BIAS,
     FULL,
     DecoderConfig,
     alternate_layer_types,
-    create_size_check,
     layer_types_setting,
     rotary_factor_setting,
+    size_setting,
 )
 from drawloom.components.model.decoder.hugging_face import OF_IMAGES, fill_layer_list
 from drawloom.components.model.decoder.mapper import create_decoder_mapper
 from drawloom.components.model.decoder.mixer_specs import DeltaSpec
-from drawloom.components.model.decoder.rope import InvalidSetting
 from drawloom.components.model.decoder.specs import Branch, MixerSpec
 from drawloom.components.model.decoder.tensor_names import CreateMapper, join_tensors
 from drawloom.components.weights.mapper import sequential
 from drawloom.components.weights.mapper_ops import concatenate, unsqueeze
-from drawloom.ports import ConfigJson, Mapper, Settings
+from drawloom.ports import ConfigJson, Mapper
 
 LINEAR = "linear_attention"
 
@@ -36,20 +35,18 @@ NO_POSITIONS = "rope_theta", "rope_scaling"
 class DeltaConfig(DecoderConfig):
     """Config for a decoder whose linear_attention layers have a gated delta net instead of attention."""
 
+    multiples = (("linear_num_value_heads", "linear_num_key_heads"),)
+
     layer_types: list[Literal["full_attention", "linear_attention"]] = layer_types_setting(4, LINEAR)
     attention_bias: bool = setting(ATTENTION_BIAS, default=False)
-    linear_conv_kernel_dim: int = setting("number of tokens in a convolution", default=4, check=between(1, 65))
-    linear_key_head_dim: int = setting(
-        "width of a key head in gated delta nets", default=128, check=create_size_check("head_dim")
+    linear_conv_kernel_dim: int = size_setting("taps", "number of tokens in a convolution", default=4)
+    linear_key_head_dim: int = size_setting("head_dim", "width of a key head in gated delta nets", default=128)
+    linear_value_head_dim: int = size_setting("head_dim", "width of a value head in gated delta nets", default=128)
+    linear_num_key_heads: int = size_setting(
+        "num_attention_heads", "number of key heads in gated delta nets", default=16
     )
-    linear_value_head_dim: int = setting(
-        "width of a value head in gated delta nets", default=128, check=create_size_check("head_dim")
-    )
-    linear_num_key_heads: int = setting(
-        "number of key heads in gated delta nets", default=16, check=create_size_check("num_attention_heads")
-    )
-    linear_num_value_heads: int = setting(
-        "number of value heads in gated delta nets", default=32, check=create_size_check("num_attention_heads")
+    linear_num_value_heads: int = size_setting(
+        "num_attention_heads", "number of value heads in gated delta nets", default=32
     )
 
     @property
@@ -68,15 +65,6 @@ class DeltaConfig(DecoderConfig):
         if self.layer_types[layer] == FULL:
             return first, last
         return attrs.evolve(first, name="linear_attn", spec=self.delta), last
-
-    @classmethod
-    def find_faults(cls, given: Settings) -> Iterator[InvalidSetting]:
-        """Yield inherited faults, and value heads that do not fit key heads."""
-        yield from super().find_faults(given)
-        keys, values = given["linear_num_key_heads"], given["linear_num_value_heads"]
-        if values % keys:
-            why = f"linear_num_value_heads = {values} is not divisible by linear_num_key_heads = {keys}"
-            yield InvalidSetting("linear_num_value_heads", why, f"write {keys}, or a multiple of it")
 
 
 @attrs.frozen(kw_only=True, slots=False)
