@@ -746,13 +746,17 @@ ROWS: dict[str, Row] = {
     ),
     "model.nemotron_h": Row(
         parts.model_of,
-        SPARSE_SIZES | MAMBA_SIZES,
-        {key: change for key, change in (MODEL | GROUPED).items() if "rope_" not in key}
+        SPARSE_SIZES | MAMBA_SIZES | {"num_hidden_layers": 4},
+        {
+            key: change
+            for key, change in (MODEL | GROUPED).items()
+            if "rope_" not in key and key not in ("n_shared_experts", "first_k_dense_replace")
+        }
         | {
             "config": config("nemotron_h"),
             "tie_word_embeddings": Change(True, refused=True),
-            "layer_types": ["full_attention"] * 3,
-            "intermediate_size": Change(48, {"layer_types": ["mlp"] * 3}),
+            "layer_types": ["moe", "linear_attention"] * 2,
+            "intermediate_size": Change(48, {"layer_types": ["mlp"] * 4}),
             "moe_shared_expert_intermediate_size": 8,
             "moe_latent_size": 10,
             "mamba_num_heads": 2,
