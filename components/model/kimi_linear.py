@@ -84,7 +84,7 @@ def _convert_config_to_hf(config: ConfigJson) -> ConfigJson:
 
 
 def _reshape_decay_rates(name: str, architecture: DecoderConfig) -> Iterator[Mapper]:
-    """Yield the mapper that writes decay rates (heads,) as (1, 1, heads, 1)."""
+    """Yield the mapper from decay rates (heads,) to (1, 1, heads, 1)."""
     if name.endswith(".A_log"):
         yield sequential(unsqueeze(name, 1), unsqueeze(name, 0), unsqueeze(name, 0))
 

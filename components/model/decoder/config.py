@@ -181,7 +181,7 @@ class DecoderConfig:
 
     @property
     def branch_count(self) -> int:
-        """The number of outputs that all layers add to the residual stream."""
+        """The number of outputs added to the residual stream."""
         return sum(len(self.branches_of(layer)) for layer in range(self.num_hidden_layers))
 
     @classmethod

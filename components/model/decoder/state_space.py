@@ -1,4 +1,4 @@
-"""Mamba-2's mixer: a state per head that decays and adds (Dao and Gu 2024, arXiv 2405.21060)."""
+"""Mamba-2's mixer: a decaying state per head (Dao and Gu 2024, arXiv 2405.21060)."""
 
 from collections.abc import Mapping
 
