@@ -11,6 +11,7 @@ from drawloom.components.model.decoder.declarations import (
     Family,
     InvalidSetting,
     Rope,
+    config_class,
     latent_score_multiplier,
     size_setting,
     training_setting,
@@ -24,7 +25,7 @@ from drawloom.components.model.decoder.mixer_specs import LatentSpec
 from drawloom.ports import AttentionOptions, ConfigJson, Settings
 
 
-@attrs.frozen(kw_only=True, slots=False)
+@config_class
 class LatentConfig(GroupedExpertsConfig):
     """
     Config for multi-head latent attention and grouped experts.
@@ -81,7 +82,7 @@ class LatentConfig(GroupedExpertsConfig):
             yield InvalidSetting("num_key_value_heads", why, "leave it out")
 
 
-@attrs.frozen(kw_only=True)
+@config_class
 class DeepseekV3Config(LatentConfig, SigmoidExpertsConfig):
     """Config of DeepSeek-V3. Without `rope_interleave`, halves of channels are rotated instead of adjacent pairs."""
 
@@ -132,7 +133,7 @@ class DeepseekV3(DecoderBuilder):
         renamed=LATENT_RENAMED,
         other_types=("kimi_k2",),
         nested_types={"kimi_k25": "model.language_model."},
-        ignored=(MTP, "vision_tower.*", "mm_projector.*", "model.vision_tower.*", "model.mm_projector.*"),
+        ignored=(MTP, "*vision_tower.*", "*mm_projector.*"),
         read=read_latent_config,
         write=write_latent_config,
     )

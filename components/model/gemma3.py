@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-import attrs
 import torch
 
 from drawloom import above, component, setting
@@ -15,6 +14,7 @@ from drawloom.components.model.decoder.declarations import (
     Rope,
     SlidingTypes,
     alternate_layer_types,
+    config_class,
     layer_types_setting,
     size_setting,
     training_setting,
@@ -25,7 +25,7 @@ from drawloom.ports import ConfigJson
 SLIDING_THETA = 1e4
 
 
-@attrs.frozen(kw_only=True, slots=False)
+@config_class
 class GemmaConfig(LayerTypesConfig):
     """Config of Gemma 3 and 4: four norms per layer, layers with a window, and scaled embeddings."""
 
@@ -54,7 +54,7 @@ class GemmaConfig(LayerTypesConfig):
         )
 
 
-@attrs.frozen(kw_only=True)
+@config_class
 class Gemma3Config(GemmaConfig):
     """Config of Gemma 3: zero-centered norms, and five layers with a window to one without."""
 
@@ -112,9 +112,7 @@ class Gemma3(DecoderBuilder):
         },
         derives_head_dim=False,
         nested_types={"gemma3": "model.language_model."},
-        ignored=tuple(
-            f"{start}{part}.*" for start in ("", "model.") for part in ("vision_tower", "multi_modal_projector")
-        ),
+        ignored=("*vision_tower.*", "*multi_modal_projector.*"),
         read=_convert_config_from_hf,
         write=_convert_config_to_hf,
     )

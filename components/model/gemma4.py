@@ -14,12 +14,13 @@ from drawloom.components.model.decoder.declarations import (
     Rope,
     SlidingTypes,
     alternate_layer_types,
+    config_class,
     find_head_count_faults,
     rotary_factor_setting,
     size_setting,
     training_setting,
 )
-from drawloom.components.model.decoder.hugging_face import split_rope_by_type
+from drawloom.components.model.decoder.hugging_face import join_rope_by_type, split_rope_by_type
 from drawloom.components.model.decoder.mixer_specs import NormedValueSpec
 from drawloom.components.model.gemma3 import GELU, SLIDING_THETA, GemmaConfig
 from drawloom.ports import ConfigJson, Settings
@@ -37,7 +38,7 @@ class FirstPairsRope(Rope):
         return cos, sin
 
 
-@attrs.frozen(kw_only=True)
+@config_class
 class Gemma4Config(GemmaConfig):
     """Config of Gemma 4: layers with full attention have other heads, whose keys may be the values, too."""
 
@@ -121,8 +122,7 @@ def _convert_config_to_hf(config: ConfigJson) -> ConfigJson:
     """Convert rotary positions to rope_parameters by layer type."""
     factor, theta = config["partial_rotary_factor"], config["rope_theta"]
     full = {"rope_type": "proportional", "partial_rotary_factor": factor, "rope_theta": theta}
-    sliding = {"rope_type": "default", "rope_theta": config["rope_local_base_freq"]}
-    return {**config, "rope_parameters": {FULL: full, "sliding_attention": sliding}}
+    return join_rope_by_type({**config, "rope_parameters": full}, config["rope_local_base_freq"])
 
 
 @component(impact="incompatible")
@@ -145,11 +145,7 @@ class Gemma4(DecoderBuilder):
         },
         derives_head_dim=False,
         nested_types={"gemma4": "model.language_model."},
-        ignored=tuple(
-            f"{start}{part}.*"
-            for start in ("", "model.")
-            for part in ("vision_tower", "embed_vision", "audio_tower", "embed_audio")
-        ),
+        ignored=("*vision_tower.*", "*embed_vision.*", "*audio_tower.*", "*embed_audio.*"),
         read=_convert_config_from_hf,
         write=_convert_config_to_hf,
         has_classifier=False,

@@ -15,6 +15,7 @@ from drawloom.components.model.decoder.declarations import (
     LayerTypesConfig,
     MixerSpec,
     SlidingTypes,
+    config_class,
     layer_types_setting,
     training_setting,
 )
@@ -26,7 +27,7 @@ from drawloom.components.weights.mapper_ops import transpose
 from drawloom.ports import ConfigJson, Mapper, TensorGroup
 
 
-@attrs.frozen(kw_only=True)
+@config_class
 class GptOssConfig(LayerTypesConfig, ExpertsConfig):
     """Config of gpt-oss: attention sinks, windows in every other layer, and experts with biases and bounds."""
 

@@ -12,6 +12,7 @@ from drawloom.components.model.decoder.declarations import (
     DecoderBuilder,
     DecoderConfig,
     Family,
+    config_class,
     layer_types_setting,
     size_setting,
 )
@@ -26,7 +27,7 @@ from drawloom.components.weights.mapper_ops import unsqueeze
 from drawloom.ports import ConfigJson, Mapper
 
 
-@attrs.frozen(kw_only=True)
+@config_class
 class KimiLinearConfig(LatentConfig, SigmoidExpertsConfig):
     """Config of Kimi Linear: latent attention without positions, and Kimi Delta Attention in other layers."""
 

@@ -12,6 +12,7 @@ from drawloom.components.model.decoder.declarations import (
     DecoderBuilder,
     DecoderConfig,
     Family,
+    config_class,
     layer_types_setting,
     size_setting,
 )
@@ -22,7 +23,7 @@ from drawloom.components.weights.mapper_ops import concatenate, rename, unsqueez
 from drawloom.ports import ConfigJson, Mapper
 
 
-@attrs.frozen(kw_only=True)
+@config_class
 class Lfm2Config(DecoderConfig):
     """Config of LFM2: layers of type conv have a gated short convolution instead of attention."""
 

@@ -1,16 +1,14 @@
 """The component `model.minimax_m2`: MiniMax M2 (MiniMax 2025)."""
 
-import attrs
-
 from drawloom import component
-from drawloom.components.model.decoder.declarations import DecoderBuilder, Family, rotary_factor_setting
+from drawloom.components.model.decoder.declarations import DecoderBuilder, Family, config_class, rotary_factor_setting
 from drawloom.components.model.decoder.expert_config import ExpertsConfig
 from drawloom.components.model.decoder.expert_specs import Routing
 from drawloom.components.model.decoder.tensor_names import MIXTRAL_EXPERTS, rename_tensors
 from drawloom.ports import ConfigJson
 
 
-@attrs.frozen(kw_only=True)
+@config_class
 class MiniMaxM2Config(ExpertsConfig):
     """Config of MiniMax M2: norms of whole queries and keys, a rotated part of heads, and sigmoid routers."""
 

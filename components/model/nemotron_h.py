@@ -12,6 +12,7 @@ from drawloom.components.model.decoder.declarations import (
     DecoderBuilder,
     Family,
     PartSpec,
+    config_class,
     size_setting,
     training_setting,
 )
@@ -30,7 +31,7 @@ LETTERS = {"M": LINEAR, "*": FULL, "E": "moe", "-": "mlp"}
 OLDER_NAMES = {"mamba": LINEAR, "attention": FULL}
 
 
-@attrs.frozen(kw_only=True)
+@config_class
 class NemotronHConfig(SigmoidExpertsConfig):
     """Config of Nemotron-H: a layer is one of Mamba-2, attention without positions, experts and a squared-ReLU MLP."""
 

@@ -2,13 +2,18 @@
 
 from collections.abc import Sequence
 
-import attrs
-
 from drawloom import component, setting
-from drawloom.components.model.decoder.declarations import ATTENTION_BIAS, Branch, DecoderBuilder, DecoderConfig, Family
+from drawloom.components.model.decoder.declarations import (
+    ATTENTION_BIAS,
+    Branch,
+    DecoderBuilder,
+    DecoderConfig,
+    Family,
+    config_class,
+)
 
 
-@attrs.frozen(kw_only=True, slots=False)
+@config_class
 class Olmo2Config(DecoderConfig):
     """Config of OLMo 2: norms after attention and feed-forward networks, and of whole queries and keys."""
 

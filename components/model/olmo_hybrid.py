@@ -5,14 +5,21 @@ from collections.abc import Sequence
 import attrs
 
 from drawloom import component
-from drawloom.components.model.decoder.declarations import FULL, Branch, DecoderBuilder, Family, training_setting
+from drawloom.components.model.decoder.declarations import (
+    FULL,
+    Branch,
+    DecoderBuilder,
+    Family,
+    config_class,
+    training_setting,
+)
 from drawloom.components.model.decoder.hybrid import NO_POSITIONS, DeltaConfig, read_hybrid_config
 from drawloom.components.model.decoder.mixer_specs import DeltaSpec
 from drawloom.components.model.decoder.tensor_names import rename_tensors
 from drawloom.ports import ConfigJson
 
 
-@attrs.frozen(kw_only=True)
+@config_class
 class OlmoHybridConfig(DeltaConfig):
     """Config of OLMo Hybrid: pre-norm gated delta nets, and OLMo 3's attention without positions and windows."""
 

@@ -14,6 +14,7 @@ from drawloom.components.model.decoder.declarations import (
     Family,
     InvalidSetting,
     PartSpec,
+    config_class,
     size_setting,
     training_setting,
 )
@@ -43,7 +44,7 @@ def parse_pattern(text: str) -> list[str]:
     return parts
 
 
-@attrs.frozen(kw_only=True)
+@config_class
 class PatternConfig(DeltaConfig):
     """Config of a pre-norm decoder whose layers have the parts in `layers`, again and again, and a gated MLP."""
 

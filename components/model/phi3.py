@@ -2,8 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 
-import attrs
-
 from drawloom import component
 from drawloom.components.model.decoder.declarations import (
     DecoderBuilder,
@@ -11,6 +9,7 @@ from drawloom.components.model.decoder.declarations import (
     Family,
     InvalidSetting,
     WindowConfig,
+    config_class,
     rotary_factor_setting,
 )
 from drawloom.components.model.decoder.tensor_names import join_tensors
@@ -21,7 +20,7 @@ EXPORTED_ROPES = ("default", "ntk", "longrope")
 """Values of rope_type whose exports transformers loads as a Phi-3 model."""
 
 
-@attrs.frozen(kw_only=True)
+@config_class
 class Phi3Config(WindowConfig):
     """Config of Phi-3: like Llama, with a rotated part of each head, and an optional sliding window in all layers."""
 

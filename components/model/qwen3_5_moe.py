@@ -3,7 +3,7 @@
 import attrs
 
 from drawloom import component
-from drawloom.components.model.decoder.declarations import DecoderBuilder, Family, size_setting
+from drawloom.components.model.decoder.declarations import DecoderBuilder, Family, config_class, size_setting
 from drawloom.components.model.decoder.expert_config import MoeConfig
 from drawloom.components.model.decoder.expert_specs import ExpertSpec
 from drawloom.components.model.decoder.hybrid import HYBRID_DEFAULTS, HybridConfig, read_hybrid_config
@@ -11,7 +11,7 @@ from drawloom.components.model.qwen3_5 import create_qwen3_5_mapper
 from drawloom.ports import ConfigJson
 
 
-@attrs.frozen(kw_only=True, slots=False)
+@config_class
 class Qwen35MoeConfig(HybridConfig, MoeConfig):
     """Config of Qwen3.5 with experts: all tokens visit one expert more, whose output has a gate."""
 

@@ -2,10 +2,8 @@
 
 from collections.abc import Iterator
 
-import attrs
-
 from drawloom import component
-from drawloom.components.model.decoder.declarations import DecoderBuilder, Family
+from drawloom.components.model.decoder.declarations import DecoderBuilder, Family, config_class
 from drawloom.components.model.decoder.hybrid import HYBRID_DEFAULTS, join_delta_nets, read_hybrid_config
 from drawloom.components.model.decoder.mixer_specs import DeltaSpec
 from drawloom.components.model.qwen3.moe import Qwen3MoeConfig
@@ -14,7 +12,7 @@ from drawloom.components.weights.mapper_ops import concatenate_blocks
 from drawloom.ports import Mapper
 
 
-@attrs.frozen(kw_only=True)
+@config_class
 class Qwen3NextConfig(Qwen35MoeConfig, Qwen3MoeConfig):
     """Config of Qwen3-Next: Qwen3.5's layers, but some may have no experts."""
 

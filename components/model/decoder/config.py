@@ -40,6 +40,10 @@ def size_setting(kind: str, doc: str, **options: Any) -> Any:
 
 
 # Without slots, as some families inherit from two configs.
+config_class = attrs.frozen(kw_only=True, slots=False)
+"""Decorator of config classes."""
+
+
 @attrs.frozen(kw_only=True, slots=False)
 class DecoderConfig:
     """
@@ -192,6 +196,7 @@ class DecoderConfig:
         `given` has all keys, except those whose default depends on the layers or on the tokenizer.
         """
         yield from find_short_list_faults(given, "layer_types", "types")
+        yield from find_short_list_faults(given, "no_rope_layers", "numbers")
         for key, other in cls.multiples:
             if given[key] % (unit := given[other]):
                 why = f"{key} = {given[key]} is not divisible by {other} = {unit}"
@@ -262,7 +267,7 @@ def find_short_list_faults(given: Settings, key: str, items: str) -> Iterator[In
         yield InvalidSetting(key, why, f"write {layers} {items}, or leave {key} out")
 
 
-@attrs.frozen(kw_only=True, slots=False)
+@config_class
 class WindowConfig(DecoderConfig):
     """Config with an optional sliding window in all layers."""
 
@@ -276,7 +281,7 @@ class WindowConfig(DecoderConfig):
         return self.sliding_window
 
 
-@attrs.frozen(kw_only=True, slots=False)
+@config_class
 class LayerTypesConfig(DecoderConfig):
     """
     Config with a type for every layer: full attention, or attention within `sliding_window` tokens.

@@ -2,10 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
-import attrs
-
 from drawloom import above, at_least, setting
-from drawloom.components.model.decoder.config import DecoderConfig, size_setting, training_setting
+from drawloom.components.model.decoder.config import DecoderConfig, config_class, size_setting, training_setting
 from drawloom.components.model.decoder.expert_specs import ExpertSpec, Routing
 from drawloom.components.model.decoder.rope import InvalidSetting
 from drawloom.components.model.decoder.specs import PartSpec
@@ -15,7 +13,7 @@ MAX_EXPERTS_IN_ALL = 1_000_000
 """Experts of all layers: each is a tensor of its own in files."""
 
 
-@attrs.frozen(kw_only=True, slots=False)
+@config_class
 class ExpertsConfig(DecoderConfig):
     """
     Config for a decoder with experts. A family decides which layers have experts, and how they are chosen.
@@ -86,7 +84,7 @@ class ExpertsConfig(DecoderConfig):
         return sum(map(self.layer_has_experts, range(self.num_hidden_layers)))
 
 
-@attrs.frozen(kw_only=True, slots=False)
+@config_class
 class MoeConfig(ExpertsConfig):
     """Config for a decoder whose experts have another width than the feed-forward networks."""
 
@@ -107,7 +105,7 @@ def find_dense_width_faults(given: Settings, dense: Sequence[int]) -> Iterator[I
         yield InvalidSetting("intermediate_size", why, "write intermediate_size = 768, for example")
 
 
-@attrs.frozen(kw_only=True, slots=False)
+@config_class
 class GroupedExpertsConfig(MoeConfig):
     """Config for routed experts in groups and shared experts in all layers but the first."""
 
@@ -140,7 +138,7 @@ class GroupedExpertsConfig(MoeConfig):
         yield from _find_expert_group_faults(given)
 
 
-@attrs.frozen(kw_only=True, slots=False)
+@config_class
 class SigmoidExpertsConfig(GroupedExpertsConfig):
     """Config for DeepSeek-V3's experts: scores are sigmoids, and a bias added to them balances the load."""
 

@@ -12,6 +12,7 @@ from drawloom.components.model.decoder.config import (
     FULL,
     DecoderConfig,
     alternate_layer_types,
+    config_class,
     layer_types_setting,
     rotary_factor_setting,
     size_setting,
@@ -31,7 +32,7 @@ NO_POSITIONS = "rope_theta", "rope_scaling"
 """The `unused_keys` of families without rotary positions."""
 
 
-@attrs.frozen(kw_only=True, slots=False)
+@config_class
 class DeltaConfig(DecoderConfig):
     """Config for a decoder whose linear_attention layers have a gated delta net instead of attention."""
 
@@ -67,7 +68,7 @@ class DeltaConfig(DecoderConfig):
         return attrs.evolve(first, name="linear_attn", spec=self.delta), last
 
 
-@attrs.frozen(kw_only=True, slots=False)
+@config_class
 class HybridConfig(DeltaConfig):
     """Config of Qwen3.5: gated delta nets, and gated attention in full_attention layers."""
 

@@ -2,10 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 
-import attrs
-
 from drawloom import at_least, component, setting
-from drawloom.components.model.decoder.declarations import DecoderBuilder, Family, InvalidSetting, training_setting
+from drawloom.components.model.decoder.declarations import (
+    DecoderBuilder,
+    Family,
+    InvalidSetting,
+    config_class,
+    training_setting,
+)
 from drawloom.components.model.decoder.expert_config import (
     MoeConfig,
     find_dense_width_faults,
@@ -15,7 +19,7 @@ from drawloom.components.model.qwen3.dense import FIXED
 from drawloom.ports import Settings
 
 
-@attrs.frozen(kw_only=True, slots=False)
+@config_class
 class Qwen3MoeConfig(MoeConfig):
     """Config of Qwen3 with experts. `mlp_only_layers` numbers the layers without experts."""
 
