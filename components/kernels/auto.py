@@ -281,6 +281,13 @@ class AutoKernels(_OperationSettings):
             return self._attend_to_cached(q, mask.cache.extend(k, v), mask.window, options, sinks)
         return self._functions["attention"].attend(q, k, v, mask, options, sinks)  # type: ignore[no-any-return]
 
+    def extend_keys(self, k: Tensor, v: Tensor, mask: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+        if not isinstance(mask, Cached):
+            return k, v, None
+        keys, values, count = mask.cache.extend(k, v)
+        seen = self._functions["causal_mask"](k.shape[1], keys.shape[1], mask.window, k.device, count)
+        return keys, values, seen[0]
+
     def _attend_to_cached(
         self, q: Tensor, cached: CachedKeys, window: int | None, options: AttentionOptions, sinks: Tensor | None
     ) -> Tensor:

@@ -18,9 +18,20 @@ from drawloom.graph.recipe.lockfile import LOCK
 from drawloom.ports import ADAPTER_CONFIG, Settings
 
 MODULES = (
-    *("deepseek_v2", "deepseek_v3", "dots1", "gemma3", "gemma4", "glm4_moe", "glm4_moe_lite", "gpt_oss", "granite"),
-    *("kimi_linear", "lfm2", "llama", "minimax_m2", "mistral", "nemotron_h", "olmo2", "olmo3", "olmo_hybrid", "phi3"),
-    *("qwen2", "qwen3.dense", "qwen3.moe", "qwen3_5", "qwen3_5_moe", "qwen3_next", "smollm3"),
+    *(
+        "deepseek_v2",
+        "deepseek_v3",
+        "deepseek_v32",
+        "dots1",
+        "gemma3",
+        "gemma4",
+        "glm4_moe",
+        "glm4_moe_lite",
+        "gpt_oss",
+        "granite",
+    ),
+    *("kimi_linear", "lfm2", "llama", "minimax_m2", "mistral", "nemotron_h", "olmo2", "olmo3", "olmo_hybrid"),
+    *("phi3", "qwen2", "qwen3.dense", "qwen3.moe", "qwen3_5", "qwen3_5_moe", "qwen3_next", "smollm3"),
 )
 """Modules with a family, below this package."""
 

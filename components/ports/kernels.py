@@ -216,6 +216,14 @@ class Kernels(Protocol):
         """
         ...
 
+    def extend_keys(self, k: Tensor, v: Tensor, mask: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+        """
+        Return keys and values behind the cached ones, and which of them the new tokens see: bool (1, new, keys).
+
+        For attention outside of `attention`, which extends a cache itself. Without a cache the third is None.
+        """
+        ...
+
     def linear_cross_entropy(
         self,
         hidden: Tensor,

@@ -31,7 +31,7 @@ class MeshCases:
 
 UNTIED = ("kimi_linear", "nemotron_h")
 
-SPLIT_IN_THEIR_OWN_WAY = ("olmo3", "lfm2", "gpt_oss", "qwen3_5", "qwen3_next", "deepseek_v3", "gemma4", *UNTIED)
+SPLIT_IN_THEIR_OWN_WAY = ("olmo3", "lfm2", "gpt_oss", "qwen3_5", "qwen3_next", "deepseek_v32", "gemma4", *UNTIED)
 """Families with other splits along tensor than the families in pipelines of tensors."""
 
 MESHES = [
@@ -119,7 +119,7 @@ MESHES = [
 ]
 
 
-WHOLE_ON_TENSOR_RANKS = {"dora", "gpt_oss", "glm4_moe", "deepseek_v3", "qwen3_next", *UNTIED}
+WHOLE_ON_TENSOR_RANKS = {"dora", "gpt_oss", "glm4_moe", "deepseek_v32", "qwen3_next", *UNTIED}
 """Cases whose adapters or experts every tensor-parallel rank has."""
 
 

@@ -29,6 +29,7 @@ _FAMILIES = {
     "glm4_moe": _SPARSE,
     "deepseek_v2": _LATENT,
     "deepseek_v3": _LATENT,
+    "deepseek_v32": (*_LATENT, "model.index_topk=8", "model.index_n_heads=2", "model.index_head_dim=64"),
     "qwen3_5": _HYBRID,
     "qwen3_5_moe": (*_HYBRID, *_SPARSE),
     "qwen3_next": (*_HYBRID, *_SPARSE),

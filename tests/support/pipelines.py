@@ -25,6 +25,7 @@ from drawloom.components.loss.dft import Dft
 from drawloom.components.loss.next_token import NextToken
 from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.deepseek_v3 import DeepseekV3
+from drawloom.components.model.deepseek_v32 import DeepseekV32
 from drawloom.components.model.gemma3 import Gemma3
 from drawloom.components.model.gemma4 import Gemma4
 from drawloom.components.model.glm4_moe import Glm4Moe
@@ -325,6 +326,21 @@ FAMILIES: dict[str, tuple[Callable[..., DecoderBuilder], dict[str, Any]]] = {
             "kv_lora_rank": 9,
             "q_lora_rank": 11,
             "attention_bias": True,
+        },
+    ),
+    # latent attention to tokens that an indexer chooses
+    "deepseek_v32": (
+        DeepseekV32,
+        GROUPED
+        | {
+            "num_key_value_heads": 4,
+            "head_dim": 6,
+            "kv_lora_rank": 9,
+            "q_lora_rank": 11,
+            "index_topk": 2,
+            "index_n_heads": 12,
+            "index_head_dim": 8,
+            "indexer_loss_coef": 0.5,
         },
     ),
     # Mamba-2, and experts with squared ReLU between projections to fewer channels, in layers with one branch

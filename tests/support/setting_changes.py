@@ -229,6 +229,7 @@ MAMBA_SIZES = {
     "ssm_state_size": 7,
     "moe_shared_expert_intermediate_size": 10,
 }
+INDEX_SIZES = {"index_topk": 2, "index_n_heads": 3, "index_head_dim": 8}
 LINEAR_SIZES = {"linear_num_heads": 2, "linear_head_dim": 8}
 WARMUP = {
     "start": 0.75,
@@ -611,6 +612,20 @@ ROWS: dict[str, Row] = {
             "partial_rotary_factor": 0.25,
             "use_qk_norm": True,
             "attention_bias": True,
+        },
+    ),
+    "model.deepseek_v32": Row(
+        parts.model_of,
+        LATENT_SIZES | INDEX_SIZES,
+        LATENT
+        | {
+            "config": config("deepseek_v32"),
+            "q_lora_rank": 6,
+            "index_topk": 1,
+            "index_n_heads": 2,
+            "index_head_dim": 12,
+            "indexer_loss_coef": 0.5,
+            "indexer_warmup": True,
         },
     ),
     "model.glm4_moe_lite": Row(parts.model_of, LATENT_SIZES, LATENT | {"config": config("glm4_moe_lite")}),

@@ -224,7 +224,10 @@ class DecoderModel:
     @classmethod
     def find_context_parallel_faults(cls, node: Any) -> Iterator[str]:
         rope = node.settings.get("rope_parameters") or node.settings.get("rope_scaling")
-        yield from find_context_parallel_faults(rope or cls.read_sizes(node).get("rope_scaling"))
+        sizes = cls.read_sizes(node)
+        if "index_topk" in sizes:
+            yield "the indexer chooses among all tokens of a row"
+        yield from find_context_parallel_faults(rope or sizes.get("rope_scaling"))
 
     @classmethod
     def expert_count(cls, node: Any) -> int:

@@ -41,6 +41,27 @@ class LatentSpec(MixerSpec):
 
 
 @attrs.frozen(kw_only=True)
+class SparseLatentSpec(LatentSpec):
+    """
+    Specification of latent attention to the `chosen` tokens with the best scores by an indexer; None: to all tokens.
+
+    The indexer has `index_heads` queries and a key, both `index_dim` wide. `loss_coef` is for its loss in this layer.
+    """
+
+    part = "sparse_latent:SparseLatentAttention"
+
+    query_rank: int
+    chosen: int | None
+    index_heads: int
+    index_dim: int
+    loss_coef: float
+
+    @property
+    def pair_flops(self) -> int:
+        return super().pair_flops + 2 * self.index_heads * self.index_dim
+
+
+@attrs.frozen(kw_only=True)
 class ShortConvSpec(RecurrentSpec):
     """Specification of a gated short convolution over `taps` tokens."""
 
