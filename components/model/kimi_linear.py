@@ -1,17 +1,15 @@
 """The component `model.kimi_linear`: Kimi Linear (Kimi team 2025, arXiv 2510.26692)."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Literal
-
-import attrs
 
 from drawloom import component
 from drawloom.components.model.decoder.declarations import (
     FULL,
-    Branch,
     DecoderBuilder,
     DecoderConfig,
     Family,
+    PartSpec,
     config_class,
     layer_types_setting,
     size_setting,
@@ -40,10 +38,9 @@ class KimiLinearConfig(LatentConfig, SigmoidExpertsConfig):
     linear_conv_kernel_dim: int = size_setting("taps", "number of tokens in a convolution", default=4)
     q_lora_rank: int = 0
 
-    def branches_of(self, layer: int) -> Sequence[Branch]:
-        first, last = super().branches_of(layer)
+    def mixer_of(self, layer: int) -> tuple[str, PartSpec]:
         if self.layer_types[layer] == FULL:
-            return first, last
+            return super().mixer_of(layer)
         heads, width = self.linear_num_heads, self.linear_head_dim
         spec = ChannelDeltaSpec(
             key_heads=heads,
@@ -54,7 +51,7 @@ class KimiLinearConfig(LatentConfig, SigmoidExpertsConfig):
             taps=self.linear_conv_kernel_dim,
             draws_time_steps=True,
         )
-        return attrs.evolve(first, spec=spec), last
+        return "self_attn", spec
 
 
 NESTED = {

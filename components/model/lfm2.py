@@ -1,17 +1,15 @@
 """The component `model.lfm2`: LFM2 and LFM2.5 for text, dense (Liquid AI 2025, arXiv 2511.23404)."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Literal
-
-import attrs
 
 from drawloom import component
 from drawloom.components.model.decoder.declarations import (
     FULL,
-    Branch,
     DecoderBuilder,
     DecoderConfig,
     Family,
+    PartSpec,
     config_class,
     layer_types_setting,
     size_setting,
@@ -35,11 +33,9 @@ class Lfm2Config(DecoderConfig):
     layer_types: list[Literal["full_attention", "conv"]] = layer_types_setting(3, "conv")
     conv_L_cache: int = size_setting("taps", "number of tokens in a convolution", default=3)
 
-    def branches_of(self, layer: int) -> Sequence[Branch]:
-        first, last = super().branches_of(layer)
-        if self.layer_types[layer] == FULL:
-            return first, last
-        return attrs.evolve(first, name="conv", spec=ShortConvSpec(taps=self.conv_L_cache)), last
+    def mixer_of(self, layer: int) -> tuple[str, PartSpec]:
+        is_full = self.layer_types[layer] == FULL
+        return super().mixer_of(layer) if is_full else ("conv", ShortConvSpec(taps=self.conv_L_cache))
 
 
 def _convert_config_from_hf(config: ConfigJson) -> ConfigJson:

@@ -25,10 +25,8 @@ from drawloom.components.weights.mapper import sequential
 from drawloom.components.weights.mapper_ops import concatenate, unsqueeze
 from drawloom.ports import ConfigJson, Mapper
 
-LETTERS = {"M": LINEAR, "*": FULL, "E": "moe", "-": "mlp"}
-"""Types of layers by their letters in published configs."""
-
-OLDER_NAMES = {"mamba": LINEAR, "attention": FULL}
+TYPES = {"M": LINEAR, "mamba": LINEAR, "*": FULL, "attention": FULL, "E": "moe", "-": "mlp"}
+"""Types of layers by their letters and older names in published configs."""
 
 
 @config_class
@@ -111,11 +109,10 @@ class NemotronHConfig(SigmoidExpertsConfig):
 
 def _convert_config_from_hf(config: ConfigJson) -> ConfigJson:
     """Read layer types from letters or older names, and count the layers."""
-    types = config.get("layer_types") or [LETTERS.get(kind, kind) for kind in config.get("hybrid_override_pattern", "")]
-    if isinstance(types, list):
-        types = [OLDER_NAMES.get(kind, kind) for kind in types]
-        config = {**config, "num_hidden_layers": len(types)}
-    return {**config, "layer_types": types}
+    given = config.get("layer_types") or config.get("hybrid_override_pattern")
+    if not isinstance(given, list | str):
+        return config
+    return {**config, "layer_types": [TYPES.get(kind, kind) for kind in given], "num_hidden_layers": len(given)}
 
 
 def _join_mixers(name: str, architecture: NemotronHConfig) -> Iterator[Mapper]:
@@ -124,7 +121,7 @@ def _join_mixers(name: str, architecture: NemotronHConfig) -> Iterator[Mapper]:
     if not is_mixer:
         return
     spec = architecture.delta
-    sizes = [spec.channels[part] for part in (2, 1, 0)]
+    sizes = spec.channels[::-1]
     widths = [sizes[0], *sizes, spec.value_heads]
     convolution = f"{mixer}.conv1d.weight"
     taps = concatenate([f"{mixer}.conv_{part}" for part in "vkq"], convolution, sizes=sizes)

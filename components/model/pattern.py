@@ -1,7 +1,7 @@
 """The component `model.pattern`: a model of one's own, whose layers are a pattern of parts."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import attrs
@@ -9,7 +9,6 @@ import attrs
 from drawloom import at_least, component, setting
 from drawloom.components.model.decoder.declarations import (
     WINDOW,
-    Branch,
     DecoderBuilder,
     Family,
     InvalidSetting,
@@ -83,11 +82,8 @@ class PatternConfig(DeltaConfig):
                 return ShortConvSpec(taps=self.conv_L_cache)
         return attrs.evolve(self.grouped_attention_spec_of(layer), gate=self.attention_gate)
 
-    def branches_of(self, layer: int) -> Sequence[Branch]:
-        return (
-            Branch("input_layernorm", MODULES[self.part_of(layer)], self.part_spec_of(layer)),
-            Branch("post_attention_layernorm", "mlp", self.mlp_spec_of(layer)),
-        )
+    def mixer_of(self, layer: int) -> tuple[str, PartSpec]:
+        return MODULES[self.part_of(layer)], self.part_spec_of(layer)
 
     @classmethod
     def find_faults(cls, given: Settings) -> Iterator[InvalidSetting]:

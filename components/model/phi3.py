@@ -77,11 +77,8 @@ class Phi3(DecoderBuilder):
         "Phi3ForCausalLM",
         hf_defaults={"rope_theta": 1e4},
         fixed={
-            "resid_pdrop": 0.0,
-            "embd_pdrop": 0.0,
-            "attention_bias": False,
-            "mlp_bias": False,
-            "lm_head_bias": False,
+            **dict.fromkeys(("resid_pdrop", "embd_pdrop"), 0.0),
+            **dict.fromkeys(("attention_bias", "mlp_bias", "lm_head_bias"), False),
         },
         read=_convert_config_from_hf,
         write=_convert_config_to_hf,

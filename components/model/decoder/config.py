@@ -157,7 +157,7 @@ class DecoderConfig:
         )
 
     def mixer_spec_of(self, layer: int) -> MixerSpec:
-        """Return the specification for a layer's token mixer: attention, or a gated delta net."""
+        """Return the specification for a layer's attention."""
         return self.grouped_attention_spec_of(layer)
 
     def grouped_attention_spec_of(self, layer: int) -> AttentionSpec:
@@ -176,10 +176,15 @@ class DecoderConfig:
         """Return the specification for a layer's feed-forward network or experts."""
         return MlpSpec(width=self.intermediate_size, activation=self.activation)
 
+    def mixer_of(self, layer: int) -> tuple[str, PartSpec]:
+        """Return the name and the specification of the module in a layer's first branch: here attention."""
+        return "self_attn", self.mixer_spec_of(layer)
+
     def branches_of(self, layer: int) -> Sequence[Branch]:
-        """Return a layer's branches, in order: here pre-norm attention and a pre-norm feed-forward network."""
+        """Return a layer's branches, in order: here a pre-norm mixer and a pre-norm feed-forward network."""
+        name, mixer = self.mixer_of(layer)
         return (
-            Branch("input_layernorm", "self_attn", self.mixer_spec_of(layer)),
+            Branch("input_layernorm", name, mixer),
             Branch("post_attention_layernorm", "mlp", self.mlp_spec_of(layer)),
         )
 
@@ -195,8 +200,11 @@ class DecoderConfig:
 
         `given` has all keys, except those whose default depends on the layers or on the tokenizer.
         """
-        yield from find_short_list_faults(given, "layer_types", "types")
-        yield from find_short_list_faults(given, "no_rope_layers", "numbers")
+        layers = given["num_hidden_layers"]
+        for key, items in (("layer_types", "types"), ("no_rope_layers", "numbers")):
+            if (count := len(given.get(key) or range(layers))) < layers:
+                why = f"{key} has {count} {items}, and num_hidden_layers = {layers}"
+                yield InvalidSetting(key, why, f"write {layers} {items}, or leave {key} out")
         for key, other in cls.multiples:
             if given[key] % (unit := given[other]):
                 why = f"{key} = {given[key]} is not divisible by {other} = {unit}"
@@ -257,14 +265,6 @@ def layer_types_setting(interval: int, other: str = SLIDING) -> Any:
             lambda self: alternate_layer_types(self.num_hidden_layers, interval, other), takes_self=True
         ),
     )
-
-
-def find_short_list_faults(given: Settings, key: str, items: str) -> Iterator[InvalidSetting]:
-    """Yield the fault if the list `key` lacks items for the last layers; it may be longer than the model."""
-    layers, count = given["num_hidden_layers"], len(given.get(key) or ())
-    if key in given and count < layers:
-        why = f"{key} has {count} {items}, and num_hidden_layers = {layers}"
-        yield InvalidSetting(key, why, f"write {layers} {items}, or leave {key} out")
 
 
 @config_class

@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 import attrs
 from torch import Tensor
 
-from drawloom.components.model.decoder.specs import MlpSpec, PartSpec
+from drawloom.components.model.decoder.specs import Activation, MlpSpec, PartSpec
 from drawloom.ports import Kernels
 
 
@@ -90,6 +90,8 @@ class SquaredReluSpec(MlpSpec):
     """Specification of a feed-forward network with squared ReLU and without a gate."""
 
     part = "squared_relu:SquaredReluMlp"
+
+    activation: Activation = "relu2"
 
 
 @attrs.frozen

@@ -1,6 +1,6 @@
 """Configs for decoders with gated delta nets, and attention in every fourth layer."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Literal
 
@@ -20,7 +20,7 @@ from drawloom.components.model.decoder.config import (
 from drawloom.components.model.decoder.hugging_face import OF_IMAGES, fill_layer_list
 from drawloom.components.model.decoder.mapper import create_decoder_mapper
 from drawloom.components.model.decoder.mixer_specs import DeltaSpec
-from drawloom.components.model.decoder.specs import Branch, MixerSpec
+from drawloom.components.model.decoder.specs import MixerSpec, PartSpec
 from drawloom.components.model.decoder.tensor_names import CreateMapper, join_tensors
 from drawloom.components.weights.mapper import sequential
 from drawloom.components.weights.mapper_ops import concatenate, unsqueeze
@@ -61,11 +61,8 @@ class DeltaConfig(DecoderConfig):
             taps=self.linear_conv_kernel_dim,
         )
 
-    def branches_of(self, layer: int) -> Sequence[Branch]:
-        first, last = super().branches_of(layer)
-        if self.layer_types[layer] == FULL:
-            return first, last
-        return attrs.evolve(first, name="linear_attn", spec=self.delta), last
+    def mixer_of(self, layer: int) -> tuple[str, PartSpec]:
+        return super().mixer_of(layer) if self.layer_types[layer] == FULL else ("linear_attn", self.delta)
 
 
 @config_class

@@ -9,8 +9,11 @@ from torch import Tensor, nn
 from drawloom.components.model.decoder.rope import Rope
 from drawloom.ports import PLAIN_ATTENTION, AttentionOptions, Kernels
 
-Activation = Literal["silu", "gelu_tanh"]
-"""Activation of the gate in a feed-forward network; `gelu_tanh` is the tanh approximation of GELU."""
+Activation = Literal["silu", "gelu_tanh", "relu2"]
+"""
+Activation of the gate in a feed-forward network; `gelu_tanh` is the tanh approximation of GELU. `relu2`, squared ReLU,
+is of networks without a gate.
+"""
 
 
 class PartSpec:

@@ -6,25 +6,21 @@ from drawloom.components.model.decoder.config import DecoderConfig
 from drawloom.components.model.decoder.expert_config import MoeConfig
 from drawloom.components.model.decoder.expert_specs import LatentExpertSpec
 from drawloom.components.model.decoder.experts import Experts, SparseMoeBlock
-from drawloom.components.model.decoder.specs import LayerContext, MlpSpec
+from drawloom.components.model.decoder.mlp import GatedMlp
+from drawloom.components.model.decoder.specs import MlpSpec
 from drawloom.components.model.layers import Linear
-from drawloom.components.parallel.tensor_ranks import TensorParallel
 from drawloom.ports import Kernels
 
 
-class SquaredReluMlp(TensorParallel):
-    """down_proj(relu(up_proj(x)) ** 2); tensor-parallel ranks partition the inner channels."""
+class SquaredReluMlp(GatedMlp):
+    """down_proj(relu(up_proj(x)) ** 2)."""
 
     def __init__(self, architecture: DecoderConfig, spec: MlpSpec, kernels: Kernels) -> None:
-        super().__init__()
-        outer = architecture.hidden_size
-        self.up_proj = Linear(outer, spec.width, kernels)
-        self.down_proj = Linear(spec.width, outer, kernels, style="rowwise", is_residual=True)
+        super().__init__(architecture, spec, kernels)
+        del self.gate_proj
 
-    def forward(self, hidden: Tensor, context: LayerContext | None = None) -> Tensor:
-        """Map hidden states (..., hidden_size), of the parameters' dtype."""
-        inner = self.up_proj(self.ranks.gather_tokens(hidden)).relu().square()
-        return self.ranks.reduce_scatter_tokens(self.down_proj(inner))
+    def compute_partial_outputs(self, hidden: Tensor) -> Tensor:
+        return self.down_proj(self.up_proj(hidden).relu().square())  # type: ignore[no-any-return]
 
 
 class LatentMoeBlock(SparseMoeBlock):

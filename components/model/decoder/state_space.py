@@ -53,11 +53,9 @@ class StateSpaceMixer(GatedDeltaNet):
         return self.norm(self.kernels.swiglu(self.in_proj_z(hidden), mixed.flatten(-2).to(hidden.dtype)))  # type: ignore[no-any-return]
 
     def project_and_convolve(self, name: str, hidden: Tensor, context: LayerContext) -> Tensor:
-        if not self.spec.conv_bias:
-            return super().project_and_convolve(name, hidden, context)
         projected, taps = self.get_submodule(f"in_proj_{name}")(hidden), self.get_parameter(f"conv_{name}")
         mixed = self.kernels.causal_conv(projected, taps, context.recurrence, silu=False)
-        return F.silu(mixed + self.get_parameter(f"conv_{name}_bias"))
+        return F.silu(mixed + self.get_parameter(f"conv_{name}_bias") if self.spec.conv_bias else mixed)
 
     def split_dims(self) -> Mapping[str, SplitDim]:
         biases = {f"conv_{name}_bias": SplitDim(0, unit) for name, unit in self.units.items()}
