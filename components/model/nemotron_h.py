@@ -59,7 +59,7 @@ class NemotronHConfig(SigmoidExpertsConfig):
     mamba_num_heads: int = size_setting("num_attention_heads", "number of heads in Mamba-2", default=128)
     mamba_head_dim: int = size_setting("head_dim", "width of a head in Mamba-2", default=64)
     n_groups: int = size_setting(
-        "num_attention_heads", "number of groups of heads in Mamba-2, which share B and C", default=8
+        "num_attention_heads", "number of groups of heads with equal B and C in Mamba-2", default=8
     )
     ssm_state_size: int = size_setting("head_dim", "width of B and C in Mamba-2", default=128)
     conv_kernel: int = size_setting("taps", "number of tokens in a convolution", default=4)

@@ -218,7 +218,7 @@ class Kernels(Protocol):
 
     def extend_keys(self, k: Tensor, v: Tensor, mask: Any) -> tuple[Tensor, Tensor, Tensor | None]:
         """
-        Return keys and values behind the cached ones, and which of them the new tokens see: bool (1, new, keys).
+        Return keys and values behind the cached ones, and the keys visible to the new tokens: bool (1, new, keys).
 
         For attention outside of `attention`, which extends a cache itself. Without a cache the third is None.
         """

@@ -15,7 +15,7 @@ from drawloom.ports import Kernels
 
 
 class Indexer(nn.Module):
-    """Projections of the indexer, which every tensor-parallel rank has; no gradient reaches its inputs."""
+    """Projections of the indexer, on every tensor-parallel rank; no gradient reaches its inputs."""
 
     def __init__(self, architecture: DecoderConfig, spec: SparseLatentSpec, kernels: Kernels) -> None:
         super().__init__()
@@ -53,7 +53,8 @@ class SparseLatentAttention(LatentAttention):
         queries, keys, factors = (self.ranks.gather_tokens_without_grad_sum(part, shape) for part in parts)
         queries, keys = (x.view(*shape, -1, spec.index_dim) for x in (queries, keys))
         if context.angles is not None:
-            queries, keys = (self.kernels.rope(x, *context.angles) for x in (queries, keys))
+            cos, sin = context.angles
+            queries, keys = (self.kernels.rope(x, cos, sin) for x in (queries, keys))
         k, v, visible = self.kernels.extend_keys(k, v, context.mask)
         keys, _, _ = self.kernels.extend_keys(keys, keys, context.mask)
         if visible is None:

@@ -16,7 +16,7 @@ from drawloom.ports import BIAS_ROLE, SCALE_ROLE, Kernels, Role
 
 
 class GroupNorm(ProjectionNorm):
-    """RMSNorm over every `unit` channels, which tensor-parallel ranks never split."""
+    """RMSNorm over every `unit` channels; tensor-parallel ranks never split them."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x (..., width), or this rank's channels of it, in its dtype."""
