@@ -52,6 +52,10 @@ class PassCost:
         """Return self + times * other; `peak_delta` is the maximum of both, to which the caller adds the growth."""
         labels = dict.fromkeys([*self.kept_bytes, *other.kept_bytes])
         kept = {label: self.kept_bytes.get(label, 0) + times * other.kept_bytes.get(label, 0) for label in labels}
+        if (freed := sum(size for size in kept.values() if size < 0)) and self.kept_bytes:
+            # A block may free what a label counts, such as its input, and keep as much under another label.
+            kept = {label: max(size, 0) for label, size in kept.items()}
+            kept[max(kept, key=lambda label: kept[label])] += freed
         sums = {name: getattr(self, name) + times * getattr(other, name) for name in SUMMED}
         peak = max(self.peak_delta, other.peak_delta)
         return PassCost(**sums, peak_delta=peak, kept_bytes={label: size for label, size in kept.items() if size})

@@ -16,6 +16,7 @@ from drawloom.ports import Batching, MemoryPolicy, Precision, Stages
 Values = Mapping[str, Mapping[str, Any]]
 """Settings by node."""
 
+INPUTS = "stages.offloaded_inputs"
 STREAMED = "frozen_weights.streamed"
 
 
@@ -135,6 +136,8 @@ def _list_settings_with_cost(nodes: Nodes, planned: Plan) -> Iterator[tuple[Valu
         yield {"offload": {"use": "pipeline.offloaded"}}, "activations wait in host memory", ranks
     if stages["recompute"] != "blocks" and not chooses:
         yield {nodes.stages_node: {"recompute": "blocks"}}, "each layer's forward pass runs twice", ranks
+    if stages["recompute"] == "blocks" and not nodes.has_feature(INPUTS):
+        yield {"offload": {"use": INPUTS}}, "inputs of layers wait in host memory", ranks
     if stages["recompute"] in ("none", "selective") and not chooses:
         lossy = "inputs of norms and gates in 8 bits round gradients"
         yield {nodes.stages_node: {"recompute": "quantized"}}, lossy, ranks
