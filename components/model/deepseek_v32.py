@@ -21,7 +21,7 @@ from drawloom.ports import Settings
 
 @config_class
 class DeepseekV32Config(DeepseekV3Config):
-    """Config of DeepSeek-V3.2: latent attention to the tokens that an indexer chooses."""
+    """Config of DeepSeek-V3.2: latent attention to tokens chosen by an indexer."""
 
     q_lora_rank: int = size_setting("hidden_size", "width of the latent of queries", default=1536)
     index_topk: int = size_setting(

@@ -1,4 +1,4 @@
-"""Latent attention to tokens that an indexer chooses (DSA: DeepSeek-V3.2, arXiv 2512.02556, section 2)."""
+"""Latent attention to tokens chosen by an indexer (DSA: DeepSeek-V3.2, arXiv 2512.02556, section 2)."""
 
 from typing import Any
 
@@ -35,8 +35,8 @@ class SparseLatentAttention(LatentAttention):
     """
     Latent attention to the tokens chosen by an indexer, in plain torch.
 
-    The indexer learns from the divergence of its scores' softmax from the heads' mean attention, over the tokens that
-    attention sees: all tokens in warm-up, the chosen ones afterwards.
+    The indexer learns from the divergence of its scores' softmax from the heads' mean attention, over the visible
+    tokens: all tokens in warm-up, the chosen ones afterwards.
     """
 
     spec: SparseLatentSpec
