@@ -6,7 +6,7 @@ from collections.abc import Collection
 from torch import nn
 
 from drawloom import UserError, above, between, component, setting
-from drawloom.components.adapters.lora_layers import FUSED, LoraEmbedding, LoraExperts, LoraLinear, LoraOptions
+from drawloom.components.adapters.lora_layers import LoraEmbedding, LoraExperts, LoraLinear, LoraOptions
 from drawloom.components.adapters.targets import find_pattern_fault, list_matching_patterns
 from drawloom.components.adapters.tied_head import LoraTiedHead
 from drawloom.components.model.decoder.experts import Experts
@@ -105,13 +105,13 @@ class Lora:
             raise UserError(f"adapters: {name}: PEFT does not support dropout for experts; set dropout = 0 for them", 2)
         assert isinstance(layer, Experts)
         leaves = {matching_name.rpartition(".")[2] for matching_name in matching_names}
-        return LoraExperts(layer, self.options, FUSED if name in matching_names else sorted(leaves))
+        return LoraExperts(layer, self.options, layer.matrices if name in matching_names else sorted(leaves))
 
 
 def _list_matchable_names(name: str, layer: nn.Module) -> list[str]:
     """Return names for patterns to match: the layer's, its joined layer's, its parameters'; [] if unsupported."""
     if isinstance(layer, Experts):
-        return [name, *(f"{name}.{leaf}" for leaf in FUSED)]
+        return [name, *(f"{name}.{leaf}" for leaf in layer.matrices)]
     if isinstance(layer, Linear) and layer.joined_name is not None:
         return [name, layer.joined_name]
     return [name] if type(layer) in (Linear, Embedding) or isinstance(layer, AdaptedLayer) else []

@@ -230,12 +230,6 @@ class LoraEmbedding(Embedding, LowRankLayer):
         return parallel(Mapper((first,)), rename({f"{name}.lora_B": f"{start}B"}))
 
 
-EXPERT_BIASES = ("gate_up_proj_bias", "down_proj_bias")
-
-FUSED = ("gate_up_proj", "down_proj")
-"""Parameters of experts in PEFT's order, of shape (experts, outputs, inputs)."""
-
-
 class LoraExperts(Experts, AdaptedLayer):
     """
     Experts with a pair of factors per expert for one or both parameters; products are in the compute dtype.
@@ -247,11 +241,11 @@ class LoraExperts(Experts, AdaptedLayer):
     def __init__(self, base: Experts, options: LoraOptions, adapted: Sequence[str]) -> None:
         nn.Module.__init__(self)
         self.num_experts, self.kernels, self.spec = base.num_experts, base.kernels, base.spec
-        for name in EXPERT_BIASES if base.spec.biases else ():
-            self.register_parameter(name, getattr(base, name))
+        for name in self.matrices if base.spec.biases else ():
+            self.register_parameter(f"{name}_bias", getattr(base, f"{name}_bias"))
         self.options = options
-        self.adapted = [name for name in FUSED if name in adapted]
-        for name in FUSED:
+        self.adapted = [name for name in self.matrices if name in adapted]  # in PEFT's order
+        for name in self.matrices:
             weight = getattr(base, name)
             self.register_parameter(name, weight)
             if name in adapted:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from drawloom.components.experts.local import LocalExperts
 from drawloom.components.model.decoder.attention import Attention
+from drawloom.components.model.decoder.expert_specs import SwiGlu
 from drawloom.components.model.decoder.experts import Experts, SharedGate, SparseMoeBlock
 from drawloom.components.model.decoder.layer import Block
 from drawloom.components.model.decoder.mlp import GatedMlp
@@ -173,7 +174,7 @@ def _rounds_input(module: nn.Module) -> bool:
 def find_float8_candidates(module: nn.Module) -> dict[str, Candidate]:
     """
     Return the layers of a stage's module, or of a whole model, that can use float8: no heads, routers and layers with
-    one output, and no experts with adapters, biases or clamped gates.
+    one output, and no experts with adapters, biases or other activations than SwiGLU.
     """
     heads = find_untied_heads(module)
     return {
@@ -185,7 +186,7 @@ def find_float8_candidates(module: nn.Module) -> dict[str, Candidate]:
 
 def _can_use_float8(layer: Candidate) -> bool:
     if isinstance(layer, Experts):
-        return not (isinstance(layer, AdaptedLayer) or layer.spec.biases or layer.spec.clamp)
+        return not (isinstance(layer, AdaptedLayer) or layer.spec.biases or layer.spec.activation != SwiGlu())
     return not isinstance(layer, Router | SharedGate)
 
 

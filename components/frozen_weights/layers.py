@@ -1,6 +1,5 @@
 """Layers with frozen weights in another format or memory, put in the place of a module's layers."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -32,13 +31,6 @@ class StoredExperts(StoredLayer, Experts):
         return self.kernels.multiply_quantized_experts(rows, getattr(self, name), self.formats[name], ends)
 
 
-CLASSES: Mapping[type, tuple[type[StoredLayer], tuple[str, ...]]] = {
-    Linear: (StoredLinear, ("weight",)),
-    Experts: (StoredExperts, ("gate_up_proj", "down_proj")),
-}
-"""By layer class, the class with stored weights, and the parameters to store."""
-
-
 def find_storable_weights(module: nn.Module) -> dict[str, tuple[Linear | Experts, str]]:
     """Return layers and parameter names by weight name, without heads and routers."""
     heads = find_untied_heads(module)
@@ -46,7 +38,7 @@ def find_storable_weights(module: nn.Module) -> dict[str, tuple[Linear | Experts
         f"{path}.{leaf}": (layer, leaf)
         for path, layer in module.named_modules()
         if isinstance(layer, Linear | Experts) and not isinstance(layer, Router) and layer not in heads
-        for leaf in _find_class_and_names(layer)[1]
+        for leaf in (layer.matrices if isinstance(layer, Experts) else ("weight",))
     }
 
 
@@ -61,9 +53,5 @@ def set_format(layer: Linear | Experts, leaf: str, storage_format: StorageFormat
         layer.formats = {**layer.formats, leaf: storage_format}
     else:
         stored: Any = layer
-        put_class_before(stored, _find_class_and_names(layer)[0])
+        put_class_before(stored, StoredExperts if isinstance(layer, Experts) else StoredLinear)
         stored.formats = {leaf: storage_format}
-
-
-def _find_class_and_names(layer: nn.Module) -> tuple[type[StoredLayer], tuple[str, ...]]:
-    return next(entry for kind, entry in CLASSES.items() if isinstance(layer, kind))

@@ -281,6 +281,13 @@ class AutoKernels(_OperationSettings):
             return self._attend_to_cached(q, mask.cache.extend(k, v), mask.window, options, sinks)
         return self._functions["attention"].attend(q, k, v, mask, options, sinks)  # type: ignore[no-any-return]
 
+    def extend_keys(self, k: Tensor, v: Tensor, mask: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+        if not isinstance(mask, Cached):
+            return k, v, None
+        keys, values, count = mask.cache.extend(k, v)
+        seen = self._functions["causal_mask"](k.shape[1], keys.shape[1], mask.window, k.device, count)
+        return keys, values, seen[0]
+
     def _attend_to_cached(
         self, q: Tensor, cached: CachedKeys, window: int | None, options: AttentionOptions, sinks: Tensor | None
     ) -> Tensor:
@@ -303,7 +310,10 @@ class AutoKernels(_OperationSettings):
 
     def gated_delta_rule(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, mask: Any) -> Tensor:
         operation = "gated_delta_rule" if g.ndim == beta.ndim else "channel_delta_rule"
-        return mask.apply_gated_delta_rule(self._functions[operation], (q, k, v, g, beta))  # type: ignore[no-any-return]
+        return mask.apply_rule(self._functions[operation], (q, k, v, g, beta))  # type: ignore[no-any-return]
+
+    def state_space(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, mask: Any) -> Tensor:
+        return mask.apply_rule(self._functions["state_space"], (q, k, v, g))  # type: ignore[no-any-return]
 
     def linear_cross_entropy(
         self,

@@ -88,6 +88,7 @@ PLAIN = {
     "linear_quantized": "weight_formats.eager.linear_quantized",
     "multiply_quantized_experts": "weight_formats.eager.multiply_quantized_experts",
     "channel_delta_rule": "channel_delta.eager.channel_delta_rule_eager",
+    "state_space": "state_space.eager.state_space_eager",
     "causal_mask": "attention.eager.create_causal_mask",
     "attend_to_cached": "attention.eager.attention_eager",
 }

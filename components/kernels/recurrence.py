@@ -18,8 +18,8 @@ from drawloom.kernels.gated_delta.eager import RecurrentDocuments, number_recurr
 from drawloom.ports import KeyValueCache, RowPart
 
 Rule = Callable[..., tuple[Tensor, Tensor]]
-Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-"""q, k, v, g and beta of the gated delta rule, (rows, length, heads, ...)."""
+Inputs = tuple[Tensor, ...]
+"""q, k, v, g and perhaps beta of a recurrence, (rows, length, heads, ...)."""
 
 
 class WholeMask(NamedTuple):
@@ -46,8 +46,8 @@ class WholeMask(NamedTuple):
         self.cache.replace_last_read_state(both[:, max(0, both.shape[1] - taps + 1) :].detach().clone())
         return function(both, weight, ids.new_zeros(both.shape[:2]), silu)[:, both.shape[1] - x.shape[1] :]
 
-    def apply_gated_delta_rule(self, rule: Rule, inputs: Inputs) -> Tensor:
-        """Apply the gated delta rule; with a cache, start from the cached state and store the new one."""
+    def apply_rule(self, rule: Rule, inputs: Inputs) -> Tensor:
+        """Apply a recurrence; with a cache, start from the cached state and store the new one."""
         if self.cache is None:
             return rule(*inputs, self.documents)[0]
         mixed, state = rule(*inputs, self.documents, self.cache.read_next_state())
@@ -88,19 +88,19 @@ class PieceMask(NamedTuple):
         ids = torch.cat([self._document_ids_before_pieces(lags).flatten(0, 1), self.ids.flatten(0, 1)], 1)
         return function(torch.cat([history, pieces], 1), weight, ids, silu)[:, lags:].reshape(x.shape)
 
-    def apply_gated_delta_rule(self, rule: Rule, inputs: Inputs) -> Tensor:
-        """Apply the gated delta rule to the states after the previous pieces."""
-        q, k, v, g, beta = (self._split_pieces(x) for x in inputs)
+    def apply_rule(self, rule: Rule, inputs: Inputs) -> Tensor:
+        """Apply a recurrence to the states after the previous pieces."""
+        q, k, v, *factors = (self._split_pieces(x) for x in inputs)
         documents = RecurrentDocuments(self.ids.flatten(0, 1), self._document_ids_before_pieces(1).flatten())
         heads, width, v_width = v.shape[2], k.shape[3], v.shape[3]
         # Values, and beside them the identity as a state that values of 0 change.
         values = torch.cat([v, v.new_zeros(*v.shape[:3], width)], 3)
         state = torch.eye(width, v_width + width, device=v.device, dtype=torch.float32)
         state = state.roll(v_width, 1).expand(len(v), heads, -1, -1)
-        _, maps = rule(k, k, values, g=g, beta=beta, documents=documents, state=state)
+        _, maps = rule(k, k, values, *factors, documents, state)
         by_piece = maps.unflatten(0, (-1, len(self.part.piece_indices)))  # type: ignore[no-untyped-call]
         incoming = self._gather_and_compute_states_before_pieces(by_piece, v_width)
-        mixed, _ = rule(q, k, v, g=g, beta=beta, documents=documents, state=incoming.flatten(0, 1))
+        mixed, _ = rule(q, k, v, *factors, documents, incoming.flatten(0, 1))
         return mixed.reshape(inputs[2].shape)
 
     def _gather_and_compute_states_before_pieces(self, own: Tensor, v_width: int) -> Tensor:

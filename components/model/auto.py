@@ -3,6 +3,7 @@
 import json
 from contextlib import suppress
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -12,62 +13,33 @@ from drawloom import UserError, component, setting
 from drawloom.components.model.decoder.builder import DecoderBuilder, DecoderModel
 from drawloom.components.model.decoder.family import Family
 from drawloom.components.model.decoder.hugging_face import locate_config_json, read_config, read_config_json
-from drawloom.components.model.deepseek_v2 import DeepseekV2
-from drawloom.components.model.deepseek_v3 import DeepseekV3
-from drawloom.components.model.dots1 import Dots1
-from drawloom.components.model.gemma3 import Gemma3
-from drawloom.components.model.gemma4 import Gemma4
-from drawloom.components.model.glm4_moe import Glm4Moe
-from drawloom.components.model.glm4_moe_lite import Glm4MoeLite
-from drawloom.components.model.gpt_oss import GptOss
-from drawloom.components.model.granite import Granite
-from drawloom.components.model.kimi_linear import KimiLinear
-from drawloom.components.model.lfm2 import Lfm2
-from drawloom.components.model.llama import Llama
-from drawloom.components.model.mistral import Mistral
-from drawloom.components.model.olmo2 import Olmo2
-from drawloom.components.model.olmo3 import Olmo3
-from drawloom.components.model.olmo_hybrid import OlmoHybrid
-from drawloom.components.model.phi3 import Phi3
-from drawloom.components.model.qwen2 import Qwen2
-from drawloom.components.model.qwen3.dense import Qwen3Dense
-from drawloom.components.model.qwen3.moe import Qwen3Moe
-from drawloom.components.model.qwen3_5 import Qwen35
-from drawloom.components.model.qwen3_5_moe import Qwen35Moe
-from drawloom.components.model.qwen3_next import Qwen3Next
-from drawloom.components.model.smollm3 import SmolLm3
 from drawloom.components.weights.load import open_and_check_folder
 from drawloom.graph.recipe.lockfile import LOCK
 from drawloom.ports import ADAPTER_CONFIG, Settings
 
+MODULES = (
+    *(
+        "deepseek_v2",
+        "deepseek_v3",
+        "deepseek_v32",
+        "dots1",
+        "gemma3",
+        "gemma4",
+        "glm4_moe",
+        "glm4_moe_lite",
+        "gpt_oss",
+        "granite",
+    ),
+    *("kimi_linear", "lfm2", "llama", "minimax_m2", "mistral", "nemotron_h", "olmo2", "olmo3", "olmo_hybrid"),
+    *("phi3", "qwen2", "qwen3.dense", "qwen3.moe", "qwen3_5", "qwen3_5_moe", "qwen3_next", "smollm3"),
+)
+"""Modules with a family, below this package."""
+
 FAMILIES: dict[str, type[DecoderBuilder]] = {
     model_type: kind
-    for kind in (
-        DeepseekV2,
-        DeepseekV3,
-        Dots1,
-        Gemma3,
-        Gemma4,
-        Glm4Moe,
-        Glm4MoeLite,
-        GptOss,
-        Granite,
-        KimiLinear,
-        Lfm2,
-        Llama,
-        Mistral,
-        Olmo2,
-        Olmo3,
-        OlmoHybrid,
-        Phi3,
-        Qwen2,
-        Qwen3Dense,
-        Qwen3Moe,
-        Qwen35,
-        Qwen35Moe,
-        Qwen3Next,
-        SmolLm3,
-    )
+    for module in MODULES
+    for kind in vars(import_module(f"{__package__}.{module}")).values()
+    if isinstance(kind, type) and issubclass(kind, DecoderBuilder) and "family" in vars(kind)
     for model_type in (kind.family.model_type, *kind.family.other_types, *kind.family.nested_types)
 }
 """Model components by `model_type`."""

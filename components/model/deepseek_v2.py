@@ -1,11 +1,8 @@
 """The component `model.deepseek_v2`: DeepSeek-V2 and V2-Lite (arXiv 2405.04434)."""
 
-import attrs
-
 from drawloom import component, setting
-from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.family import Family
-from drawloom.components.model.decoder.specs import Routing
+from drawloom.components.model.decoder.declarations import DecoderBuilder, Family, config_class
+from drawloom.components.model.decoder.expert_specs import Routing
 from drawloom.components.model.deepseek_v3 import LATENT_RENAMED, LatentConfig, read_latent_config, write_latent_config
 from drawloom.ports import ConfigJson
 
@@ -13,7 +10,7 @@ GREEDY, GROUPED = "greedy", "group_limited_greedy"
 """Values of `topk_method` in files, without and with groups of experts."""
 
 
-@attrs.frozen(kw_only=True)
+@config_class
 class DeepseekV2Config(LatentConfig):
     """Config of DeepSeek-V2: latent attention, and experts by softmax scores, which are not normalised."""
 

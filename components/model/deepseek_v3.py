@@ -5,10 +5,15 @@ from collections.abc import Iterator
 import attrs
 
 from drawloom import between, component, setting
-from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.config import (
+from drawloom.components.model.decoder.declarations import (
     MAX_SIZES,
-    create_size_check,
+    DecoderBuilder,
+    Family,
+    InvalidSetting,
+    Rope,
+    config_class,
+    latent_score_multiplier,
+    size_setting,
     training_setting,
 )
 from drawloom.components.model.decoder.expert_config import (
@@ -16,13 +21,11 @@ from drawloom.components.model.decoder.expert_config import (
     GroupedExpertsConfig,
     SigmoidExpertsConfig,
 )
-from drawloom.components.model.decoder.family import Family
 from drawloom.components.model.decoder.mixer_specs import LatentSpec
-from drawloom.components.model.decoder.rope import InvalidSetting, Rope, latent_score_multiplier
 from drawloom.ports import AttentionOptions, ConfigJson, Settings
 
 
-@attrs.frozen(kw_only=True, slots=False)
+@config_class
 class LatentConfig(GroupedExpertsConfig):
     """
     Config for multi-head latent attention and grouped experts.
@@ -33,18 +36,14 @@ class LatentConfig(GroupedExpertsConfig):
 
     rope_interleave = True
 
-    head_dim: int = setting(
+    head_dim: int = size_setting(
+        "head_dim",
         "rotated channels of queries, and of the key that all heads share (qk_rope_head_dim in files); default: "
         "hidden_size / num_attention_heads",
-        check=create_size_check("head_dim"),
     )
-    qk_nope_head_dim: int = setting(
-        "channels of queries and keys without rotation", default=128, check=create_size_check("head_dim")
-    )
-    v_head_dim: int = setting("width of values", default=128, check=create_size_check("head_dim"))
-    kv_lora_rank: int = setting(
-        "width of the latent of keys and values", default=512, check=create_size_check("hidden_size")
-    )
+    qk_nope_head_dim: int = size_setting("head_dim", "channels of queries and keys without rotation", default=128)
+    v_head_dim: int = size_setting("head_dim", "width of values", default=128)
+    kv_lora_rank: int = size_setting("hidden_size", "width of the latent of keys and values", default=512)
     q_lora_rank: int = setting(
         "width of the latent of queries, or 0 to project them from hidden states",
         default=1536,
@@ -83,7 +82,7 @@ class LatentConfig(GroupedExpertsConfig):
             yield InvalidSetting("num_key_value_heads", why, "leave it out")
 
 
-@attrs.frozen(kw_only=True)
+@config_class
 class DeepseekV3Config(LatentConfig, SigmoidExpertsConfig):
     """Config of DeepSeek-V3. Without `rope_interleave`, halves of channels are rotated instead of adjacent pairs."""
 
@@ -134,7 +133,7 @@ class DeepseekV3(DecoderBuilder):
         renamed=LATENT_RENAMED,
         other_types=("kimi_k2",),
         nested_types={"kimi_k25": "model.language_model."},
-        ignored=(MTP, "vision_tower.*", "mm_projector.*", "model.vision_tower.*", "model.mm_projector.*"),
+        ignored=(MTP, "*vision_tower.*", "*mm_projector.*"),
         read=read_latent_config,
         write=write_latent_config,
     )

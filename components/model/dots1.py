@@ -1,18 +1,14 @@
 """The component `model.dots1`: dots.llm1 (Huo et al. 2025, arXiv 2506.05767)."""
 
-import attrs
-
 from drawloom import at_least, component
-from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.config import training_setting
+from drawloom.components.model.decoder.declarations import DecoderBuilder, Family, config_class, training_setting
 from drawloom.components.model.decoder.expert_config import (
     RENAMED,
     SigmoidExpertsConfig,
 )
-from drawloom.components.model.decoder.family import Family
 
 
-@attrs.frozen(kw_only=True)
+@config_class
 class Dots1Config(SigmoidExpertsConfig):
     """Config of dots.llm1: Qwen3's attention, DeepSeek-V3's experts, and windows in the last layers."""
 

@@ -2,30 +2,30 @@
 
 from collections.abc import Sequence
 
-import attrs
 import torch
 
 from drawloom import above, component, setting
-from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.config import (
+from drawloom.components.model.decoder.declarations import (
     ATTENTION_BIAS,
+    Branch,
+    DecoderBuilder,
+    Family,
     LayerTypesConfig,
+    Rope,
     SlidingTypes,
     alternate_layer_types,
-    create_size_check,
+    config_class,
     layer_types_setting,
+    size_setting,
     training_setting,
 )
-from drawloom.components.model.decoder.family import Family
 from drawloom.components.model.decoder.hugging_face import fill_layer_list, join_rope_by_type, split_rope_by_type
-from drawloom.components.model.decoder.rope import Rope
-from drawloom.components.model.decoder.specs import Branch
 from drawloom.ports import ConfigJson
 
 SLIDING_THETA = 1e4
 
 
-@attrs.frozen(kw_only=True, slots=False)
+@config_class
 class GemmaConfig(LayerTypesConfig):
     """Config of Gemma 3 and 4: four norms per layer, layers with a window, and scaled embeddings."""
 
@@ -54,15 +54,18 @@ class GemmaConfig(LayerTypesConfig):
         )
 
 
-@attrs.frozen(kw_only=True)
+@config_class
 class Gemma3Config(GemmaConfig):
     """Config of Gemma 3: zero-centered norms, and five layers with a window to one without."""
 
     zero_centered = True
 
     layer_types: SlidingTypes = layer_types_setting(6)
-    query_pre_attn_scalar: int = training_setting(
-        "attention scores are divided by the root of this number", default=256, check=create_size_check("head_dim")
+    query_pre_attn_scalar: int = size_setting(
+        "head_dim",
+        "attention scores are divided by the root of this number",
+        default=256,
+        impact="changes_training",
     )
 
     @property
@@ -109,9 +112,7 @@ class Gemma3(DecoderBuilder):
         },
         derives_head_dim=False,
         nested_types={"gemma3": "model.language_model."},
-        ignored=tuple(
-            f"{start}{part}.*" for start in ("", "model.") for part in ("vision_tower", "multi_modal_projector")
-        ),
+        ignored=("*vision_tower.*", "*multi_modal_projector.*"),
         read=_convert_config_from_hf,
         write=_convert_config_to_hf,
     )

@@ -1,24 +1,27 @@
 """The component `model.gemma4`: Gemma 4 for text without per-layer embeddings, such as 31B (Gemma team 2026)."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import attrs
 from torch import Tensor
 
 from drawloom import above, component, setting
-from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.config import (
+from drawloom.components.model.decoder.declarations import (
     FULL,
+    DecoderBuilder,
+    Family,
+    InvalidSetting,
+    Rope,
     SlidingTypes,
     alternate_layer_types,
-    create_size_check,
+    config_class,
     find_head_count_faults,
     rotary_factor_setting,
+    size_setting,
     training_setting,
 )
-from drawloom.components.model.decoder.family import Family
+from drawloom.components.model.decoder.hugging_face import join_rope_by_type, split_rope_by_type
 from drawloom.components.model.decoder.mixer_specs import NormedValueSpec
-from drawloom.components.model.decoder.rope import InvalidSetting, Rope
 from drawloom.components.model.gemma3 import GELU, SLIDING_THETA, GemmaConfig
 from drawloom.ports import ConfigJson, Settings
 
@@ -35,7 +38,7 @@ class FirstPairsRope(Rope):
         return cos, sin
 
 
-@attrs.frozen(kw_only=True)
+@config_class
 class Gemma4Config(GemmaConfig):
     """Config of Gemma 4: layers with full attention have other heads, whose keys may be the values, too."""
 
@@ -51,13 +54,11 @@ class Gemma4Config(GemmaConfig):
     )
     sliding_window: int = 512
     partial_rotary_factor: float = rotary_factor_setting(0.25)
-    global_head_dim: int = setting(
-        "width of a head in layers with full attention", default=512, check=create_size_check("head_dim")
-    )
-    num_global_key_value_heads: int | None = setting(
+    global_head_dim: int = size_setting("head_dim", "width of a head in layers with full attention", default=512)
+    num_global_key_value_heads: int | None = size_setting(
+        "num_attention_heads",
         "number of key heads in layers with full attention, with attention_k_eq_v; default: num_key_value_heads",
         default=None,
-        check=create_size_check("num_attention_heads"),
     )
     attention_k_eq_v: bool = setting("use keys as values in layers with full attention", default=False)
     final_logit_softcapping: float | None = training_setting(
@@ -100,20 +101,15 @@ class Gemma4Config(GemmaConfig):
 
 def _convert_config_from_hf(config: ConfigJson) -> ConfigJson:
     """Convert rope_parameters by layer type, and transformers' sizes by layer. Raises ValueError for other kinds."""
-    by_type = config.get("rope_parameters") or {}
-    if not isinstance(by_type, Mapping) or not all(isinstance(rope, Mapping) for rope in by_type.values()):
-        raise ValueError("has rope_parameters that are not objects by layer type")
-    full, sliding = ({**by_type.get(kind, {})} for kind in (FULL, "sliding_attention"))
+    config = split_rope_by_type(config, "rope_local_base_freq", SLIDING_THETA)
+    full = config.pop("rope_parameters", None) or {}
     if (kind := full.get("rope_type", "proportional")) != "proportional" or full.get("factor", 1.0) != 1.0:
         raise ValueError(f"has rotary positions of type {kind!r}, or with a factor, in full attention")
-    if (kind := sliding.get("rope_type", "default")) != "default":
-        raise ValueError(f"scales rotary positions of sliding attention by {kind!r}")
     config = {
         "hidden_size_per_layer_input": 256,  # transformers' default, which is refused
-        **{key: value for key, value in config.items() if key != "rope_parameters"},
+        **config,
         "rope_theta": full.get("rope_theta", 1e6),
         "partial_rotary_factor": full.get("partial_rotary_factor", 0.25),
-        "rope_local_base_freq": sliding.get("rope_theta", SLIDING_THETA),
     }
     if config.get("use_bidirectional_attention") == "vision":  # for images alone
         del config["use_bidirectional_attention"]
@@ -126,8 +122,7 @@ def _convert_config_to_hf(config: ConfigJson) -> ConfigJson:
     """Convert rotary positions to rope_parameters by layer type."""
     factor, theta = config["partial_rotary_factor"], config["rope_theta"]
     full = {"rope_type": "proportional", "partial_rotary_factor": factor, "rope_theta": theta}
-    sliding = {"rope_type": "default", "rope_theta": config["rope_local_base_freq"]}
-    return {**config, "rope_parameters": {FULL: full, "sliding_attention": sliding}}
+    return join_rope_by_type({**config, "rope_parameters": full}, config["rope_local_base_freq"])
 
 
 @component(impact="incompatible")
@@ -150,11 +145,7 @@ class Gemma4(DecoderBuilder):
         },
         derives_head_dim=False,
         nested_types={"gemma4": "model.language_model."},
-        ignored=tuple(
-            f"{start}{part}.*"
-            for start in ("", "model.")
-            for part in ("vision_tower", "embed_vision", "audio_tower", "embed_audio")
-        ),
+        ignored=("*vision_tower.*", "*embed_vision.*", "*audio_tower.*", "*embed_audio.*"),
         read=_convert_config_from_hf,
         write=_convert_config_to_hf,
         has_classifier=False,

@@ -3,17 +3,20 @@
 import attrs
 
 from drawloom import component, setting
-from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.config import rotary_factor_setting
+from drawloom.components.model.decoder.declarations import (
+    DecoderBuilder,
+    Family,
+    MixerSpec,
+    config_class,
+    rotary_factor_setting,
+)
 from drawloom.components.model.decoder.expert_config import (
     RENAMED,
     SigmoidExpertsConfig,
 )
-from drawloom.components.model.decoder.family import Family
-from drawloom.components.model.decoder.specs import MixerSpec
 
 
-@attrs.frozen(kw_only=True)
+@config_class
 class Glm4MoeConfig(SigmoidExpertsConfig):
     """Config of GLM-4.5: DeepSeek-V3's experts, and attention in which a part of each head is rotated."""
 

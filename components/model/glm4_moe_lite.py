@@ -1,8 +1,7 @@
 """The component `model.glm4_moe_lite`: GLM-4.7-Flash."""
 
 from drawloom import component
-from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.family import Family
+from drawloom.components.model.decoder.declarations import DecoderBuilder, Family
 from drawloom.components.model.deepseek_v3 import (
     LATENT_RENAMED,
     MTP,

@@ -1,35 +1,36 @@
 """The component `model.gpt_oss`: gpt-oss 20B and 120B (OpenAI 2025, arXiv 2508.10925)."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 
 import attrs
 import torch
 from torch import Tensor
 
 from drawloom import above, component, setting
-from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.config import (
+from drawloom.components.model.decoder.declarations import (
     ATTENTION_BIAS,
+    DecoderBuilder,
     DecoderConfig,
+    Family,
     LayerTypesConfig,
+    MixerSpec,
     SlidingTypes,
-    create_size_check,
+    config_class,
     layer_types_setting,
     training_setting,
 )
 from drawloom.components.model.decoder.expert_config import ExpertsConfig
-from drawloom.components.model.decoder.family import Family
-from drawloom.components.model.decoder.specs import ClampedSwiGlu, ExpertSpec, MixerSpec, Routing
-from drawloom.components.weights.mapper import parallel, sequential
-from drawloom.components.weights.mapper_ops import identity, transpose
+from drawloom.components.model.decoder.expert_specs import ClampedSwiGlu, ExpertSpec, Routing
+from drawloom.components.model.decoder.tensor_names import join_tensors
+from drawloom.components.weights.mapper import sequential
+from drawloom.components.weights.mapper_ops import transpose
 from drawloom.ports import ConfigJson, Mapper, TensorGroup
 
 
-@attrs.frozen(kw_only=True)
+@config_class
 class GptOssConfig(LayerTypesConfig, ExpertsConfig):
     """Config of gpt-oss: attention sinks, windows in every other layer, and experts with biases and bounds."""
 
-    intermediate_size: int = setting("inner width of an expert", check=create_size_check("intermediate_size"))
     rope_theta: float = 150_000.0
     rms_norm_eps: float = 1e-5
     sliding_window: int = 128
@@ -48,8 +49,8 @@ class GptOssConfig(LayerTypesConfig, ExpertsConfig):
 
     @property
     def expert_spec(self) -> ExpertSpec:
-        clamp = ClampedSwiGlu(self.swiglu_alpha, self.swiglu_limit)
-        return attrs.evolve(super().expert_spec, router="router", biases=True, clamp=clamp)
+        activation = ClampedSwiGlu(self.swiglu_alpha, self.swiglu_limit)
+        return attrs.evolve(super().expert_spec, router="router", biases=True, activation=activation)
 
 
 def _create_interleave_mapper(name: str, dim: int) -> Mapper:
@@ -65,18 +66,14 @@ def _create_interleave_mapper(name: str, dim: int) -> Mapper:
     return Mapper((TensorGroup((name,), (name,), interleave, deinterleave),))
 
 
-def _create_family_mapper(names: Iterable[str], architecture: DecoderConfig) -> Mapper:
-    """Return the mapper from parameters to tensors in files."""
-    return parallel(*map(_create_parameter_mapper, names))
-
-
-def _create_parameter_mapper(name: str) -> Mapper:
-    """Return the mapper for one parameter; expert matrices are transposed and interleaved."""
+def _reshape_experts(name: str, architecture: DecoderConfig) -> Iterator[Mapper]:
+    """Yield the mapper for an expert parameter: matrices are transposed, gate and up are interleaved."""
     if name.endswith(".experts.gate_up_proj"):
-        return sequential(_create_interleave_mapper(name, 1), transpose(name, 1, 2))
-    if name.endswith(".experts.gate_up_proj_bias"):
-        return _create_interleave_mapper(name, 1)
-    return transpose(name, 1, 2) if name.endswith(".experts.down_proj") else identity(name)
+        yield sequential(_create_interleave_mapper(name, 1), transpose(name, 1, 2))
+    elif name.endswith(".experts.gate_up_proj_bias"):
+        yield _create_interleave_mapper(name, 1)
+    elif name.endswith(".experts.down_proj"):
+        yield transpose(name, 1, 2)
 
 
 def _convert_config_from_hf(config: ConfigJson) -> ConfigJson:
@@ -108,5 +105,5 @@ class GptOss(DecoderBuilder):
         derives_head_dim=False,
         read=_convert_config_from_hf,
         write=_convert_config_to_hf,
-        mapper=_create_family_mapper,
+        mapper=join_tensors(_reshape_experts),
     )

@@ -6,13 +6,17 @@ import attrs
 import torch
 
 from drawloom import above, component
-from drawloom.components.model.decoder.builder import ParametrizedBuilder
-from drawloom.components.model.decoder.config import DecoderConfig, training_setting
-from drawloom.components.model.decoder.family import Family
+from drawloom.components.model.decoder.declarations import (
+    DecoderConfig,
+    Family,
+    ParametrizedBuilder,
+    config_class,
+    training_setting,
+)
 from drawloom.components.model.llama import LlamaConfig
 
 
-@attrs.frozen(kw_only=True)
+@config_class
 class GraniteConfig(LlamaConfig):
     """Config of Granite: Llama with factors for embeddings, attention scores, residual outputs and logits."""
 

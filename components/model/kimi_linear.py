@@ -1,57 +1,46 @@
 """The component `model.kimi_linear`: Kimi Linear (Kimi team 2025, arXiv 2510.26692)."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Literal
 
-import attrs
-
-from drawloom import between, component, setting
-from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.config import (
+from drawloom import component
+from drawloom.components.model.decoder.declarations import (
     FULL,
+    DecoderBuilder,
     DecoderConfig,
-    create_size_check,
-    find_short_list_faults,
+    Family,
+    PartSpec,
+    config_class,
     layer_types_setting,
+    size_setting,
 )
 from drawloom.components.model.decoder.expert_config import SigmoidExpertsConfig
-from drawloom.components.model.decoder.family import Family
 from drawloom.components.model.decoder.hybrid import LINEAR, NO_POSITIONS
-from drawloom.components.model.decoder.mapper import create_decoder_mapper
 from drawloom.components.model.decoder.mixer_specs import ChannelDeltaSpec
-from drawloom.components.model.decoder.rope import InvalidSetting
-from drawloom.components.model.decoder.specs import Branch
-from drawloom.components.model.decoder.tensor_names import rename_tensors
+from drawloom.components.model.decoder.tensor_names import MIXTRAL_EXPERTS, join_tensors, rename_tensors
 from drawloom.components.model.deepseek_v3 import LatentConfig
 from drawloom.components.model.glm4_moe_lite import read_mlp_layer_types, write_mlp_layer_types
-from drawloom.components.weights.mapper import parallel, sequential
+from drawloom.components.weights.mapper import sequential
 from drawloom.components.weights.mapper_ops import unsqueeze
-from drawloom.ports import ConfigJson, Mapper, Settings
+from drawloom.ports import ConfigJson, Mapper
 
 
-@attrs.frozen(kw_only=True)
+@config_class
 class KimiLinearConfig(LatentConfig, SigmoidExpertsConfig):
     """Config of Kimi Linear: latent attention without positions, and Kimi Delta Attention in other layers."""
 
     unused_keys = NO_POSITIONS
+    can_tie = False
 
     layer_types: list[Literal["full_attention", "linear_attention"]] = layer_types_setting(4, LINEAR)
-    linear_num_heads: int = setting(
-        "number of heads in linear layers", default=32, check=create_size_check("num_attention_heads")
-    )
-    linear_head_dim: int = setting(
-        "width of keys and values in linear layers", default=128, check=create_size_check("head_dim")
-    )
-    linear_conv_kernel_dim: int = setting("number of tokens in a convolution", default=4, check=between(1, 65))
+    linear_num_heads: int = size_setting("num_attention_heads", "number of heads in linear layers", default=32)
+    linear_head_dim: int = size_setting("head_dim", "width of keys and values in linear layers", default=128)
+    linear_conv_kernel_dim: int = size_setting("taps", "number of tokens in a convolution", default=4)
     q_lora_rank: int = 0
 
-    def rope_of(self, layer: int) -> None:
-        return None
-
-    def branches_of(self, layer: int) -> Sequence[Branch]:
-        first, last = super().branches_of(layer)
+    def mixer_of(self, layer: int) -> tuple[str, PartSpec]:
         if self.layer_types[layer] == FULL:
-            return first, last
+            return super().mixer_of(layer)
         heads, width = self.linear_num_heads, self.linear_head_dim
         spec = ChannelDeltaSpec(
             key_heads=heads,
@@ -62,15 +51,7 @@ class KimiLinearConfig(LatentConfig, SigmoidExpertsConfig):
             taps=self.linear_conv_kernel_dim,
             draws_time_steps=True,
         )
-        return attrs.evolve(first, spec=spec), last
-
-    @classmethod
-    def find_faults(cls, given: Settings) -> Iterator[InvalidSetting]:
-        yield from super().find_faults(given)
-        yield from find_short_list_faults(given, "layer_types", "types")
-        if given.get("tie_word_embeddings"):
-            why = "Kimi Linear has a head of its own, and transformers can't read a tied one"
-            yield InvalidSetting("tie_word_embeddings", why, "write false")
+        return "self_attn", spec
 
 
 NESTED = {
@@ -100,13 +81,10 @@ def _convert_config_to_hf(config: ConfigJson) -> ConfigJson:
     return {**write_mlp_layer_types(config), "linear_attn_config": nested | lists}
 
 
-def _create_family_mapper(names: Iterable[str], architecture: DecoderConfig) -> Mapper:
-    """Return the mapper to files, where the decay rates (heads,) are (1, 1, heads, 1)."""
-    parameters = list(names)
-    rates = [name for name in parameters if name.endswith(".A_log")]
-    shaped = [sequential(unsqueeze(name, 1), unsqueeze(name, 0), unsqueeze(name, 0)) for name in rates]
-    others = [name for name in parameters if name not in set(rates)]
-    return parallel(*shaped, create_decoder_mapper(others, architecture))
+def _reshape_decay_rates(name: str, architecture: DecoderConfig) -> Iterator[Mapper]:
+    """Yield the mapper from decay rates (heads,) to (1, 1, heads, 1)."""
+    if name.endswith(".A_log"):
+        yield sequential(unsqueeze(name, 1), unsqueeze(name, 0), unsqueeze(name, 0))
 
 
 @component(impact="incompatible")
@@ -135,12 +113,9 @@ class KimiLinear(DecoderBuilder):
                 r"\.self_attn\.conv_([qkv])$": r".self_attn.\1_conv1d.weight",
                 r"\.self_attn\.norm\.": ".self_attn.o_norm.",
                 r"\.self_attn\.out_proj\.": ".self_attn.o_proj.",
-                r"\.mlp\.(gate|shared_experts|experts)\.": r".block_sparse_moe.\1.",
-                r"(\.experts\.\d+)\.gate_proj\.": r"\1.w1.",
-                r"(\.experts\.\d+)\.up_proj\.": r"\1.w3.",
-                r"(\.experts\.\d+)\.down_proj\.": r"\1.w2.",
+                **MIXTRAL_EXPERTS,
             },
-            _create_family_mapper,
+            join_tensors(_reshape_decay_rates),
         ),
         has_classifier=False,
     )

@@ -1,29 +1,27 @@
 """The component `model.lfm2`: LFM2 and LFM2.5 for text, dense (Liquid AI 2025, arXiv 2511.23404)."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Literal
 
-import attrs
-
-from drawloom import between, component, setting
-from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.config import (
+from drawloom import component
+from drawloom.components.model.decoder.declarations import (
     FULL,
+    DecoderBuilder,
     DecoderConfig,
-    find_short_list_faults,
+    Family,
+    PartSpec,
+    config_class,
     layer_types_setting,
+    size_setting,
 )
-from drawloom.components.model.decoder.family import Family
 from drawloom.components.model.decoder.mixer_specs import ShortConvSpec
-from drawloom.components.model.decoder.rope import InvalidSetting
-from drawloom.components.model.decoder.specs import Branch
-from drawloom.components.model.decoder.tensor_names import rename_tensors
-from drawloom.components.weights.mapper import parallel, sequential
-from drawloom.components.weights.mapper_ops import concatenate, identity, rename, unsqueeze
-from drawloom.ports import ConfigJson, Mapper, Settings
+from drawloom.components.model.decoder.tensor_names import join_tensors, rename_tensors
+from drawloom.components.weights.mapper import sequential
+from drawloom.components.weights.mapper_ops import concatenate, rename, unsqueeze
+from drawloom.ports import ConfigJson, Mapper
 
 
-@attrs.frozen(kw_only=True)
+@config_class
 class Lfm2Config(DecoderConfig):
     """Config of LFM2: layers of type conv have a gated short convolution instead of attention."""
 
@@ -33,18 +31,11 @@ class Lfm2Config(DecoderConfig):
     rms_norm_eps: float = 1e-5
     tie_word_embeddings: bool = True
     layer_types: list[Literal["full_attention", "conv"]] = layer_types_setting(3, "conv")
-    conv_L_cache: int = setting("number of tokens in a convolution", default=3, check=between(1, 65))
+    conv_L_cache: int = size_setting("taps", "number of tokens in a convolution", default=3)
 
-    def branches_of(self, layer: int) -> Sequence[Branch]:
-        first, last = super().branches_of(layer)
-        if self.layer_types[layer] == FULL:
-            return first, last
-        return attrs.evolve(first, name="conv", spec=ShortConvSpec(taps=self.conv_L_cache)), last
-
-    @classmethod
-    def find_faults(cls, given: Settings) -> Iterator[InvalidSetting]:
-        yield from super().find_faults(given)
-        yield from find_short_list_faults(given, "layer_types", "types")
+    def mixer_of(self, layer: int) -> tuple[str, PartSpec]:
+        is_full = self.layer_types[layer] == FULL
+        return super().mixer_of(layer) if is_full else ("conv", ShortConvSpec(taps=self.conv_L_cache))
 
 
 def _convert_config_from_hf(config: ConfigJson) -> ConfigJson:
@@ -62,18 +53,13 @@ def _convert_config_from_hf(config: ConfigJson) -> ConfigJson:
     return config | changes | {"layer_types": config.get("layer_types") or types}
 
 
-def _create_family_mapper(names: Iterable[str], architecture: DecoderConfig) -> Mapper:
-    """Return the mapper to files, where a convolution's three projections are joined, as taps (channels, 1, taps)."""
-    joined: list[Mapper] = []
-    others = list(names)
-    for name in [name for name in others if name.endswith(".conv.taps")]:
-        conv, target = name.removesuffix(".taps"), name.replace(".taps", ".conv.weight")
-        joined += [
-            sequential(rename({name: target}), unsqueeze(target, 1)),
-            concatenate([f"{conv}.in_proj_{part}.weight" for part in "bcx"], f"{conv}.in_proj.weight"),
-        ]
-    convolutions = parallel(*joined)
-    return parallel(convolutions, identity(*(name for name in others if name not in set(convolutions.inputs))))
+def _join_convolutions(name: str, architecture: DecoderConfig) -> Iterator[Mapper]:
+    """Yield the mappers that join a convolution's three projections, and write its taps as (channels, 1, taps)."""
+    conv, has_taps, _ = name.partition(".taps")
+    if has_taps:
+        target = f"{conv}.conv.weight"
+        yield sequential(rename({name: target}), unsqueeze(target, 1))
+        yield concatenate([f"{conv}.in_proj_{part}.weight" for part in "bcx"], f"{conv}.in_proj.weight")
 
 
 @component(impact="incompatible")
@@ -100,6 +86,6 @@ class Lfm2(DecoderBuilder):
                 r"\.post_attention_layernorm\.": ".ffn_norm.",
                 r"^model\.norm\.": "model.embedding_norm.",
             },
-            _create_family_mapper,
+            join_tensors(_join_convolutions),
         ),
     )

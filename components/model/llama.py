@@ -1,14 +1,16 @@
 """The component `model.llama`: Llama 3 (Llama team 2024, arXiv 2407.21783) and its predecessors."""
 
-import attrs
-
 from drawloom import component, setting
-from drawloom.components.model.decoder.builder import ParametrizedBuilder
-from drawloom.components.model.decoder.config import ATTENTION_BIAS, DecoderConfig
-from drawloom.components.model.decoder.family import Family
+from drawloom.components.model.decoder.declarations import (
+    ATTENTION_BIAS,
+    DecoderConfig,
+    Family,
+    ParametrizedBuilder,
+    config_class,
+)
 
 
-@attrs.frozen(kw_only=True, slots=False)
+@config_class
 class LlamaConfig(DecoderConfig):
     """Config of Llama: no norms of queries and keys, and optional biases."""
 

@@ -1,14 +1,10 @@
 """The component `model.mistral`: Mistral 7B (Jiang et al. 2023, arXiv 2310.06825) and its successors."""
 
-import attrs
-
 from drawloom import component
-from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.config import WindowConfig
-from drawloom.components.model.decoder.family import Family
+from drawloom.components.model.decoder.declarations import DecoderBuilder, Family, WindowConfig, config_class
 
 
-@attrs.frozen(kw_only=True)
+@config_class
 class MistralConfig(WindowConfig):
     """Config of Mistral: like Llama, with an optional sliding window in all layers."""
 

@@ -2,16 +2,18 @@
 
 from collections.abc import Sequence
 
-import attrs
-
 from drawloom import component, setting
-from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.config import ATTENTION_BIAS, DecoderConfig
-from drawloom.components.model.decoder.family import Family
-from drawloom.components.model.decoder.specs import Branch
+from drawloom.components.model.decoder.declarations import (
+    ATTENTION_BIAS,
+    Branch,
+    DecoderBuilder,
+    DecoderConfig,
+    Family,
+    config_class,
+)
 
 
-@attrs.frozen(kw_only=True, slots=False)
+@config_class
 class Olmo2Config(DecoderConfig):
     """Config of OLMo 2: norms after attention and feed-forward networks, and of whole queries and keys."""
 

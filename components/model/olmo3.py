@@ -1,20 +1,15 @@
 """The component `model.olmo3`: OLMo 3 (OLMo team 2025, arXiv 2512.13961)."""
 
-import attrs
-
 from drawloom import component
-from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.config import LayerTypesConfig
-from drawloom.components.model.decoder.family import Family
+from drawloom.components.model.decoder.declarations import DecoderBuilder, Family, LayerTypesConfig, Rope, config_class
 from drawloom.components.model.decoder.hugging_face import join_rope_by_type, split_rope_by_type
-from drawloom.components.model.decoder.rope import Rope
 from drawloom.components.model.olmo2 import Olmo2Config
 from drawloom.ports import ConfigJson
 
 THETA = 5e5
 
 
-@attrs.frozen(kw_only=True)
+@config_class
 class Olmo3Config(LayerTypesConfig, Olmo2Config):
     """Config of OLMo 3: OLMo 2 with three layers with a window to one without, whose positions alone are scaled."""
 

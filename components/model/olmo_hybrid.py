@@ -5,17 +5,21 @@ from collections.abc import Sequence
 import attrs
 
 from drawloom import component
-from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.config import FULL, training_setting
-from drawloom.components.model.decoder.family import Family
+from drawloom.components.model.decoder.declarations import (
+    FULL,
+    Branch,
+    DecoderBuilder,
+    Family,
+    config_class,
+    training_setting,
+)
 from drawloom.components.model.decoder.hybrid import NO_POSITIONS, DeltaConfig, read_hybrid_config
 from drawloom.components.model.decoder.mixer_specs import DeltaSpec
-from drawloom.components.model.decoder.specs import Branch
 from drawloom.components.model.decoder.tensor_names import rename_tensors
 from drawloom.ports import ConfigJson
 
 
-@attrs.frozen(kw_only=True)
+@config_class
 class OlmoHybridConfig(DeltaConfig):
     """Config of OLMo Hybrid: pre-norm gated delta nets, and OLMo 3's attention without positions and windows."""
 
@@ -29,9 +33,6 @@ class OlmoHybridConfig(DeltaConfig):
     def delta(self) -> DeltaSpec:
         strength = 2.0 if self.linear_allow_neg_eigval else 1.0
         return attrs.evolve(super().delta, max_strength=strength, norm_eps=1e-5, draws_time_steps=True)
-
-    def rope_of(self, layer: int) -> None:
-        return None
 
     def branches_of(self, layer: int) -> Sequence[Branch]:
         mixer, mlp = super().branches_of(layer)

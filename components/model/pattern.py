@@ -1,22 +1,31 @@
 """The component `model.pattern`: a model of one's own, whose layers are a pattern of parts."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import attrs
 
-from drawloom import at_least, between, component, setting
-from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.config import WINDOW, training_setting
-from drawloom.components.model.decoder.family import Family
+from drawloom import at_least, component, setting
+from drawloom.components.model.decoder.declarations import (
+    WINDOW,
+    DecoderBuilder,
+    Family,
+    InvalidSetting,
+    PartSpec,
+    config_class,
+    size_setting,
+    training_setting,
+)
 from drawloom.components.model.decoder.hybrid import DeltaConfig
-from drawloom.components.model.decoder.mixer_specs import ChannelDeltaSpec, ShortConvSpec
-from drawloom.components.model.decoder.rope import InvalidSetting
-from drawloom.components.model.decoder.specs import Branch, PartSpec
+from drawloom.components.model.decoder.mixer_specs import ChannelDeltaSpec, ShortConvSpec, StateSpaceSpec
 from drawloom.ports import Settings
 
-MODULES = {"attention": "self_attn", "window": "self_attn", "gdn": "linear_attn", "kda": "linear_attn", "conv": "conv"}
+MODULES = {
+    **dict.fromkeys(("attention", "window"), "self_attn"),
+    **dict.fromkeys(("gdn", "kda", "mamba"), "linear_attn"),
+    "conv": "conv",
+}
 """Module names by part."""
 
 MAX_PATTERN = 10_000
@@ -34,7 +43,7 @@ def parse_pattern(text: str) -> list[str]:
     return parts
 
 
-@attrs.frozen(kw_only=True)
+@config_class
 class PatternConfig(DeltaConfig):
     """Config of a pre-norm decoder whose layers have the parts in `layers`, again and again, and a gated MLP."""
 
@@ -43,11 +52,13 @@ class PatternConfig(DeltaConfig):
 
     layers: str = training_setting(
         "parts of the layers, which repeat, as in '3 x gdn, 1 x attention': attention, window (attention in "
-        "sliding_window tokens), gdn (gated delta net), kda (with decays by channel), conv (gated short convolution)"
+        "sliding_window tokens), gdn (gated delta net), kda (with decays by channel), mamba (Mamba-2, whose groups, "
+        "heads and state are linear_num_key_heads, linear_num_value_heads and linear_key_head_dim), conv (gated short "
+        "convolution)"
     )
     sliding_window: int = training_setting(WINDOW, default=4096, check=at_least(1))
     attention_gate: bool = setting("multiply attention's output by a sigmoid gate", default=False)
-    conv_L_cache: int = setting("number of tokens in a conv", default=3, check=between(1, 65))
+    conv_L_cache: int = size_setting("taps", "number of tokens in a conv", default=3)
 
     def part_of(self, layer: int) -> str:
         """Return a layer's part."""
@@ -65,15 +76,14 @@ class PatternConfig(DeltaConfig):
             case "kda":
                 sizes = attrs.asdict(attrs.evolve(self.delta, draws_time_steps=True))
                 return ChannelDeltaSpec(**sizes, rank=self.linear_value_head_dim)
+            case "mamba":
+                return StateSpaceSpec(**attrs.asdict(self.delta), conv_bias=True)
             case "conv":
                 return ShortConvSpec(taps=self.conv_L_cache)
         return attrs.evolve(self.grouped_attention_spec_of(layer), gate=self.attention_gate)
 
-    def branches_of(self, layer: int) -> Sequence[Branch]:
-        return (
-            Branch("input_layernorm", MODULES[self.part_of(layer)], self.part_spec_of(layer)),
-            Branch("post_attention_layernorm", "mlp", self.mlp_spec_of(layer)),
-        )
+    def mixer_of(self, layer: int) -> tuple[str, PartSpec]:
+        return MODULES[self.part_of(layer)], self.part_spec_of(layer)
 
     @classmethod
     def find_faults(cls, given: Settings) -> Iterator[InvalidSetting]:

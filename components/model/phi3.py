@@ -1,23 +1,26 @@
 """The component `model.phi3`: Phi-3 (Abdin et al. 2024, arXiv 2404.14219), Phi-4 and Phi-4-mini (arXiv 2503.01743)."""
 
-from collections.abc import Iterable, Iterator, Mapping
-
-import attrs
+from collections.abc import Iterator, Mapping
 
 from drawloom import component
-from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.config import DecoderConfig, WindowConfig, rotary_factor_setting
-from drawloom.components.model.decoder.family import Family
-from drawloom.components.model.decoder.rope import InvalidSetting
-from drawloom.components.weights.mapper import parallel
-from drawloom.components.weights.mapper_ops import concatenate, identity
+from drawloom.components.model.decoder.declarations import (
+    DecoderBuilder,
+    DecoderConfig,
+    Family,
+    InvalidSetting,
+    WindowConfig,
+    config_class,
+    rotary_factor_setting,
+)
+from drawloom.components.model.decoder.tensor_names import join_tensors
+from drawloom.components.weights.mapper_ops import concatenate
 from drawloom.ports import ConfigJson, Mapper, Settings
 
 EXPORTED_ROPES = ("default", "ntk", "longrope")
 """Values of rope_type whose exports transformers loads as a Phi-3 model."""
 
 
-@attrs.frozen(kw_only=True)
+@config_class
 class Phi3Config(WindowConfig):
     """Config of Phi-3: like Llama, with a rotated part of each head, and an optional sliding window in all layers."""
 
@@ -52,23 +55,16 @@ def _convert_config_to_hf(config: ConfigJson) -> ConfigJson:
     return {**config, "original_max_position_embeddings": original or config["max_position_embeddings"]}
 
 
-def _create_family_mapper(parameters: Iterable[str], architecture: DecoderConfig) -> Mapper:
-    """Return the mapper that joins queries, keys and values to one tensor, and gate and up to another, as in files."""
-    names = list(parameters)
-    joined = []
-    width, key_width = (
-        heads * architecture.head_dim for heads in (architecture.num_attention_heads, architecture.num_key_value_heads)
-    )
-    for name in names:
-        if name.endswith("self_attn.q_proj.weight"):
-            attention = name.removesuffix("q_proj.weight")
-            parts = [f"{attention}{part}_proj.weight" for part in "qkv"]
-            joined.append(concatenate(parts, f"{attention}qkv_proj.weight", sizes=[width, key_width, key_width]))
-        elif name.endswith("mlp.gate_proj.weight"):
-            mlp = name.removesuffix("gate_proj.weight")
-            joined.append(concatenate([name, f"{mlp}up_proj.weight"], f"{mlp}gate_up_proj.weight"))
-    fused = parallel(*joined)
-    return parallel(fused, identity(*(name for name in names if name not in set(fused.inputs))))
+def _join_projections(name: str, architecture: DecoderConfig) -> Iterator[Mapper]:
+    """Yield the mapper that joins queries, keys and values to one tensor, or gate and up to another."""
+    if name.endswith(".self_attn.q_proj.weight"):
+        heads = architecture.num_attention_heads, *[architecture.num_key_value_heads] * 2
+        parts = [name.replace(".q_proj.", f".{part}_proj.") for part in "qkv"]
+        sizes = [count * architecture.head_dim for count in heads]
+        yield concatenate(parts, name.replace(".q_proj.", ".qkv_proj."), sizes=sizes)
+    elif name.endswith(".mlp.gate_proj.weight"):
+        parts = [name, name.replace(".gate_proj.", ".up_proj.")]
+        yield concatenate(parts, name.replace(".gate_proj.", ".gate_up_proj."))
 
 
 @component(impact="incompatible")
@@ -81,13 +77,10 @@ class Phi3(DecoderBuilder):
         "Phi3ForCausalLM",
         hf_defaults={"rope_theta": 1e4},
         fixed={
-            "resid_pdrop": 0.0,
-            "embd_pdrop": 0.0,
-            "attention_bias": False,
-            "mlp_bias": False,
-            "lm_head_bias": False,
+            **dict.fromkeys(("resid_pdrop", "embd_pdrop"), 0.0),
+            **dict.fromkeys(("attention_bias", "mlp_bias", "lm_head_bias"), False),
         },
         read=_convert_config_from_hf,
         write=_convert_config_to_hf,
-        mapper=_create_family_mapper,
+        mapper=join_tensors(_join_projections),
     )

@@ -1,14 +1,17 @@
 """The component `model.qwen2`: Qwen2 and Qwen2.5 (Qwen team 2024, arXiv 2412.15115)."""
 
-import attrs
-
 from drawloom import at_least, component
-from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.config import WINDOW, DecoderConfig, training_setting
-from drawloom.components.model.decoder.family import Family
+from drawloom.components.model.decoder.declarations import (
+    WINDOW,
+    DecoderBuilder,
+    DecoderConfig,
+    Family,
+    config_class,
+    training_setting,
+)
 
 
-@attrs.frozen(kw_only=True)
+@config_class
 class Qwen2Config(DecoderConfig):
     """Config of Qwen2: biases of queries, keys and values, and optional windows from layer `max_window_layers` on."""
 

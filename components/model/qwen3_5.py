@@ -1,15 +1,13 @@
 """The component `model.qwen3_5`: dense Qwen3.5 for text (Qwen team 2026)."""
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 from drawloom import component
-from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.family import Family
+from drawloom.components.model.decoder.declarations import DecoderBuilder, Family
 from drawloom.components.model.decoder.hybrid import (
     HYBRID_DEFAULTS,
     HybridConfig,
-    create_hybrid_mapper,
+    join_delta_nets,
     read_hybrid_config,
 )
 from drawloom.components.model.decoder.mixer_specs import DeltaSpec
@@ -17,15 +15,14 @@ from drawloom.components.weights.mapper_ops import concatenate, identity
 from drawloom.ports import Mapper
 
 
-def create_qwen3_5_mapper(parameters: Iterable[str], architecture: Any) -> Mapper:
-    """Return the mapper to files, where queries, keys and values of gated delta nets are joined."""
-    return create_hybrid_mapper(parameters, architecture.delta, _join_projections, lambda others: identity(*others))
-
-
 def _join_projections(net: str, delta: DeltaSpec) -> Iterator[Mapper]:
     """Yield the mapper that joins a gated delta net's q, k and v projections."""
     parts = [f"{net}.in_proj_{part}.weight" for part in "qkv"]
     yield concatenate(parts, f"{net}.in_proj_qkv.weight", sizes=delta.channels)
+
+
+create_qwen3_5_mapper = join_delta_nets(_join_projections, lambda names, _: identity(*names))
+"""Function for the mapper to files, where queries, keys and values of gated delta nets are joined."""
 
 
 @component(impact="incompatible")

@@ -2,23 +2,21 @@
 
 import attrs
 
-from drawloom import component, setting
-from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.config import create_size_check
+from drawloom import component
+from drawloom.components.model.decoder.declarations import DecoderBuilder, Family, config_class, size_setting
 from drawloom.components.model.decoder.expert_config import MoeConfig
-from drawloom.components.model.decoder.family import Family
+from drawloom.components.model.decoder.expert_specs import ExpertSpec
 from drawloom.components.model.decoder.hybrid import HYBRID_DEFAULTS, HybridConfig, read_hybrid_config
-from drawloom.components.model.decoder.specs import ExpertSpec
 from drawloom.components.model.qwen3_5 import create_qwen3_5_mapper
 from drawloom.ports import ConfigJson
 
 
-@attrs.frozen(kw_only=True, slots=False)
+@config_class
 class Qwen35MoeConfig(HybridConfig, MoeConfig):
     """Config of Qwen3.5 with experts: all tokens visit one expert more, whose output has a gate."""
 
-    shared_expert_intermediate_size: int = setting(
-        "inner width of the expert that all tokens visit", default=512, check=create_size_check("intermediate_size")
+    shared_expert_intermediate_size: int = size_setting(
+        "intermediate_size", "inner width of the expert that all tokens visit", default=512
     )
 
     @property

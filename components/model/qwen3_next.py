@@ -1,15 +1,10 @@
 """The component `model.qwen3_next`: Qwen3-Next (Qwen team 2025)."""
 
-from collections.abc import Iterable, Iterator
-from typing import Any
-
-import attrs
+from collections.abc import Iterator
 
 from drawloom import component
-from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.family import Family
-from drawloom.components.model.decoder.hybrid import HYBRID_DEFAULTS, create_hybrid_mapper, read_hybrid_config
-from drawloom.components.model.decoder.mapper import create_decoder_mapper
+from drawloom.components.model.decoder.declarations import DecoderBuilder, Family, config_class
+from drawloom.components.model.decoder.hybrid import HYBRID_DEFAULTS, join_delta_nets, read_hybrid_config
 from drawloom.components.model.decoder.mixer_specs import DeltaSpec
 from drawloom.components.model.qwen3.moe import Qwen3MoeConfig
 from drawloom.components.model.qwen3_5_moe import Qwen35MoeConfig
@@ -17,16 +12,9 @@ from drawloom.components.weights.mapper_ops import concatenate_blocks
 from drawloom.ports import Mapper
 
 
-@attrs.frozen(kw_only=True)
+@config_class
 class Qwen3NextConfig(Qwen35MoeConfig, Qwen3MoeConfig):
     """Config of Qwen3-Next: Qwen3.5's layers, but some may have no experts."""
-
-
-def _create_family_mapper(parameters: Iterable[str], architecture: Any) -> Mapper:
-    """Return the mapper to files, where projections in gated delta nets are joined."""
-    return create_hybrid_mapper(
-        parameters, architecture.delta, _join_projections, lambda others: create_decoder_mapper(others, architecture)
-    )
 
 
 def _join_projections(net: str, delta: DeltaSpec) -> Iterator[Mapper]:
@@ -57,5 +45,5 @@ class Qwen3Next(DecoderBuilder):
         derives_head_dim=False,
         ignored=("mtp.*",),
         read=read_hybrid_config,
-        mapper=_create_family_mapper,
+        mapper=join_delta_nets(_join_projections),
     )

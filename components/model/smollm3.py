@@ -1,18 +1,21 @@
 """The component `model.smollm3`: SmolLM3 (Hugging Face 2025)."""
 
-from collections.abc import Iterator
 from typing import Literal
 
 import attrs
 
 from drawloom import at_least, component
-from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.config import WINDOW, find_short_list_faults, training_setting
-from drawloom.components.model.decoder.family import Family
+from drawloom.components.model.decoder.declarations import (
+    WINDOW,
+    DecoderBuilder,
+    Family,
+    Rope,
+    config_class,
+    training_setting,
+)
 from drawloom.components.model.decoder.hugging_face import fill_layer_list
-from drawloom.components.model.decoder.rope import InvalidSetting, Rope
 from drawloom.components.model.llama import LlamaConfig
-from drawloom.ports import ConfigJson, Settings
+from drawloom.ports import ConfigJson
 
 
 def _compute_rope_flags(layers: int, interval: int = 4) -> list[int]:
@@ -20,7 +23,7 @@ def _compute_rope_flags(layers: int, interval: int = 4) -> list[int]:
     return [int((layer + 1) % interval != 0) for layer in range(layers)]
 
 
-@attrs.frozen(kw_only=True)
+@config_class
 class SmolLm3Config(LlamaConfig):
     """
     Config of SmolLM3: Llama with layers without rotary positions (NoPE, arXiv 2501.18795).
@@ -47,12 +50,6 @@ class SmolLm3Config(LlamaConfig):
 
     def window_of(self, layer: int) -> int | None:
         return self.sliding_window if self.use_sliding_window and not self.no_rope_layers[layer] else None
-
-    @classmethod
-    def find_faults(cls, given: Settings) -> Iterator[InvalidSetting]:
-        """Yield the inherited faults, and one if `no_rope_layers` is shorter than the model."""
-        yield from super().find_faults(given)
-        yield from find_short_list_faults(given, "no_rope_layers", "numbers")
 
 
 def _convert_config_from_hf(config: ConfigJson) -> ConfigJson:

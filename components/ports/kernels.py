@@ -216,6 +216,14 @@ class Kernels(Protocol):
         """
         ...
 
+    def extend_keys(self, k: Tensor, v: Tensor, mask: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+        """
+        Return keys and values behind the cached ones, and the keys visible to the new tokens: bool (1, new, keys).
+
+        For attention outside of `attention`, which extends a cache itself. Without a cache the third is None.
+        """
+        ...
+
     def linear_cross_entropy(
         self,
         hidden: Tensor,
@@ -311,5 +319,13 @@ class Kernels(Protocol):
         q and k: (rows, length, key_heads, K); v: (rows, length, value_heads, V); g, at most 0, and beta: (rows, length,
         value_heads); result like v. value_heads / key_heads consecutive value heads share a key head. If g is (rows,
         length, value_heads, K), every key channel of the state has a decay of its own.
+        """
+        ...
+
+    def state_space(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, mask: Any) -> Tensor:
+        """
+        Compute S^T q for each token, where the state S becomes exp(g) S + k v^T (Mamba-2).
+
+        Inputs are like those of `gated_delta_rule`, with g by value head.
         """
         ...

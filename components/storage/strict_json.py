@@ -6,12 +6,13 @@ from collections import Counter
 from typing import Any
 
 
-def parse_strict_json(text: bytes, *, max_values: int) -> Any:
+def parse_strict_json(text: bytes, *, max_values: int, infinities: bool = False) -> Any:
     """
     Parse a JSON text.
 
     Raises ValueError with the reason for invalid JSON, duplicate names in an object, NaN and infinities, and for more
-    than `max_values` braces, brackets, commas and colons: a value may take some hundred bytes in memory.
+    than `max_values` braces, brackets, commas and colons: a value may take some hundred bytes in memory. Python writes
+    `Infinity` and `NaN`, which are numbers here only with `infinities`.
     """
     if (parts := sum(text.count(sign) for sign in b"{[,:")) > max_values:
         raise ValueError(f"it has {parts} values, above the limit of {max_values}")
@@ -19,7 +20,7 @@ def parse_strict_json(text: bytes, *, max_values: int) -> Any:
         return json.loads(
             text.decode("utf-8"),
             object_pairs_hook=_build_dict_without_duplicates,
-            parse_constant=_refuse_nan_and_infinity,
+            parse_constant=float if infinities else _refuse_nan_and_infinity,
         )
     except RecursionError:
         raise ValueError("its values are nested too deeply") from None

@@ -72,7 +72,9 @@ def _read_output_names(folder: Path, count: int) -> list[str] | None:
 def _read_config_or_empty(folder: Path) -> Mapping[str, Any]:
     """Return a folder's `config.json`, or {} if it is missing or invalid."""
     try:
-        config = parse_strict_json(read_file(folder / "config.json", MAX_CONFIG), max_values=MAX_CONFIG)
+        config = parse_strict_json(
+            read_file(folder / "config.json", MAX_CONFIG), max_values=MAX_CONFIG, infinities=True
+        )
     except (OSError, ValueError):
         return {}
     return config if isinstance(config, dict) else {}

@@ -41,13 +41,11 @@ def channel_delta_rule_eager(
     state = v.new_zeros(rows, heads, k.shape[3], width, dtype=dtype) if state is None else state.to(dtype)
     if not v.numel():
         return torch.zeros_like(v), state
-    q, k, v, g, beta = (_split_into_chunks(x.to(dtype), chunk) for x in (q, k, v, g, beta))
-    # Tokens after the end write nothing, and belong to the last document, so that its state stays.
-    ids = torch.cat([documents.ids, documents.ids[:, -1:].expand(-1, -length % chunk)], 1).view(rows, 1, -1, chunk)
-    before = torch.cat([documents.before.view(rows, 1, 1), ids[:, :, :-1, -1]], 2)
+    q, k, v, g, beta = (split_into_chunks(x.to(dtype), chunk) for x in (q, k, v, g, beta))
+    ids, before = split_documents_into_chunks(documents, chunk)
     # Tokens of the incoming state's document come first in a chunk, and tokens of the outgoing state's last.
-    from_state = _exp_where(ids == before[..., None], g.cumsum(-2))
-    to_end = _exp_where(ids == ids[..., -1:], _sum_later_tokens(g))
+    from_state = exp_where(ids == before[..., None], g.cumsum(-2))
+    to_end = exp_where(ids == ids[..., -1:], _sum_later_tokens(g))
     by_query, by_key = _multiply_decayed_pairs(torch.stack([q, k]), k, g, ids)
     inputs = beta[..., None] * torch.cat([v, from_state * k], -1)
     solved = torch.linalg.solve_triangular(beta[..., None] * by_key, inputs, upper=False, unitriangular=True)
@@ -63,14 +61,22 @@ def channel_delta_rule_eager(
     return mixed.movedim(1, 3).flatten(1, 2)[:, :length].to(result_dtype), state
 
 
-def _split_into_chunks(x: Tensor, chunk: int) -> Tensor:
+def split_into_chunks(x: Tensor, chunk: int) -> Tensor:
     """Return x (rows, length, heads, ...) as (rows, heads, chunks, chunk, ...), with zeros after the end."""
     padded = F.pad(x, (*(0, 0) * (x.ndim - 2), 0, -x.shape[1] % chunk))
     chunks: Tensor = padded.unflatten(1, (-1, chunk))  # type: ignore[no-untyped-call]
     return chunks.movedim(3, 1)
 
 
-def _exp_where(exists: Tensor, exponents: Tensor) -> Tensor:
+def split_documents_into_chunks(documents: RecurrentDocuments, chunk: int) -> tuple[Tensor, Tensor]:
+    """Return the tokens' documents (rows, 1, chunks, chunk), and the documents before every chunk (rows, 1, chunks)."""
+    ids, (rows, length) = documents.ids, documents.ids.shape
+    # Tokens after the end write nothing, and belong to the last document, so that its state stays.
+    ids = torch.cat([ids, ids[:, -1:].expand(-1, -length % chunk)], 1).view(rows, 1, -1, chunk)
+    return ids, torch.cat([documents.before.view(rows, 1, 1), ids[:, :, :-1, -1]], 2)
+
+
+def exp_where(exists: Tensor, exponents: Tensor) -> Tensor:
     """Return exp(exponents) (..., tokens, K) for the tokens that exist, bool (..., tokens), and 0 for others."""
     return torch.where(exists[..., None], exponents, -torch.inf).exp()
 
@@ -92,8 +98,8 @@ def _multiply_decayed_pairs(left: Tensor, right: Tensor, g: Tensor, ids: Tensor)
             torch.unflatten(x, dim, (-1, 2, size)) for x, dim in ((ids, -1), (g, -2), (left, -2), (right, -2))
         )
         border = documents[..., 0, -1:]
-        to_border = _exp_where(documents[..., 0, :] == border, _sum_later_tokens(decays[..., 0, :, :]))
-        from_border = _exp_where(documents[..., 1, :] == border, decays[..., 1, :, :].cumsum(-2))
+        to_border = exp_where(documents[..., 0, :] == border, _sum_later_tokens(decays[..., 0, :, :]))
+        from_border = exp_where(documents[..., 1, :] == border, decays[..., 1, :, :].cumsum(-2))
         later = lefts[..., 1, :, :] * from_border
         earlier = rights[..., 0, :, :] * to_border
         across = later @ earlier.mT

@@ -81,9 +81,9 @@ def of_family(use: str, **settings: Any) -> Mapping[str, Any]:
 EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 
 
-def with_experts(use: str) -> Mapping[str, Any]:
+def with_experts(use: str, **changes: Any) -> Mapping[str, Any]:
     """Return a small model with experts."""
-    return {"model": {**TINY["model"], "use": use, **EXPERTS}}
+    return {"model": {**TINY["model"], "use": use, **EXPERTS, **changes}}
 
 
 def with_parametrization(name: str, **base: int) -> Mapping[str, Any]:
@@ -405,8 +405,11 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     "model.smollm3": lambda folder: {"model": {**TINY["model"], "use": "model.smollm3", "vocab_size": 257}},
     "model.qwen3.moe": lambda folder: with_experts("model.qwen3.moe"),
     "model.dots1": lambda folder: with_experts("model.dots1"),
-    "model.gpt_oss": lambda folder: {
-        "model": {**TINY["model"], "use": "model.gpt_oss", "num_experts": 3, "num_experts_per_tok": 2}
+    **{
+        use: lambda folder, use=use: {
+            "model": {**TINY["model"], "use": use, "num_experts": 3, "num_experts_per_tok": 2}
+        }
+        for use in ("model.gpt_oss", "model.minimax_m2")
     },
     "model.qwen3_5": lambda folder: with_delta_nets("model.qwen3_5", partial_rotary_factor=0.5),
     "model.pattern": lambda folder: {
@@ -415,6 +418,14 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
         "trainer": {"on_finish": []},
     },
     "model.olmo_hybrid": lambda folder: with_delta_nets("model.olmo_hybrid"),
+    "model.nemotron_h": lambda folder: with_experts(
+        "model.nemotron_h",
+        mamba_num_heads=2,
+        mamba_head_dim=8,
+        n_groups=1,
+        ssm_state_size=8,
+        moe_shared_expert_intermediate_size=16,
+    ),
     "model.kimi_linear": lambda folder: with_latent("model.kimi_linear", linear_num_heads=2, linear_head_dim=8),
     "model.qwen3_5_moe": lambda folder: with_delta_nets("model.qwen3_5_moe", partial_rotary_factor=0.5, **EXPERTS),
     "model.qwen3_next": lambda folder: with_delta_nets("model.qwen3_next", partial_rotary_factor=0.5, **EXPERTS),
@@ -422,6 +433,9 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     "model.glm4_moe": lambda folder: with_experts("model.glm4_moe"),
     "model.deepseek_v2": lambda folder: with_latent("model.deepseek_v2"),
     "model.deepseek_v3": lambda folder: with_latent("model.deepseek_v3"),
+    "model.deepseek_v32": lambda folder: with_latent(
+        "model.deepseek_v32", q_lora_rank=8, index_topk=4, index_n_heads=2, index_head_dim=16
+    ),
     "model.glm4_moe_lite": lambda folder: with_latent("model.glm4_moe_lite"),
     "metrics.expert_load": lambda folder: {
         **with_experts("model.qwen3.moe"),

@@ -20,7 +20,17 @@ from support import observers as parts
 from support import observers_of_runs as runs
 from support.chat import CHATML, say
 from support.qwen3 import SIZES, SPARSE_SIZES
-from support.setting_changes import DELTA, LATENT_SIZES, LINEAR_SIZES, ROWS, UNOBSERVED, Change, Observer
+from support.setting_changes import (
+    DELTA,
+    INDEX_SIZES,
+    LATENT_SIZES,
+    LINEAR_SIZES,
+    MAMBA_SIZES,
+    ROWS,
+    UNOBSERVED,
+    Change,
+    Observer,
+)
 from support.stores import store_of, write_dataset, write_megatron, write_table
 
 REGISTRY = Registry.from_package("drawloom.components")
@@ -75,11 +85,14 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
         families = [(SIZES, "qwen3.dense", ""), (SPARSE_SIZES, "qwen3.moe", "_moe")]
         families += [(SPARSE_SIZES, family, f"_{family}") for family in ("dots1", "glm4_moe")]
         families += [(LATENT_SIZES, family, f"_{family}") for family in LATENT_FAMILIES]
-        families += [(SIZES | {"num_experts": 5, "num_experts_per_tok": 2}, "gpt_oss", "_gpt_oss")]
+        sparse = SIZES | {"num_experts": 5, "num_experts_per_tok": 2}
+        families += [(sparse, family, f"_{family}") for family in ("gpt_oss", "minimax_m2")]
         families += [(SIZES | {"global_head_dim": 12}, "gemma4", "_gemma4")]
         families += [(SIZES | DELTA, family, f"_{family}") for family in ("qwen3_5", "olmo_hybrid")]
         families += [(SIZES | DELTA | {"layers": "gdn"}, "pattern", "_pattern")]
         families += [(LATENT_SIZES | LINEAR_SIZES, "kimi_linear", "_kimi_linear")]
+        families += [(LATENT_SIZES | INDEX_SIZES, "deepseek_v32", "_deepseek_v32")]
+        families += [(SPARSE_SIZES | MAMBA_SIZES, "nemotron_h", "_nemotron_h")]
         families += [(SPARSE_SIZES | DELTA, family, f"_{family}") for family in ("qwen3_5_moe", "qwen3_next")]
         families += [(SIZES, family, f"_{family}") for family in DENSE_FAMILIES]
         for sizes, use, suffix in families:

@@ -67,6 +67,7 @@ MESHES = [
         {"context": 2, "data_shard": 2},
         [
             ("gpipe", 4, True, False, "tempered"),
+            ("gpipe", 2, False, False, "nemotron_h"),
         ],
         (6, 2),  # ranks have one piece of a row of 6 tokens, and two of a row of 8
         layers=2,
@@ -78,7 +79,8 @@ MESHES = [
             ("gpipe", 4, True, False, "muon"),
             ("gpipe", 4, False, True, "smoothed"),
             ("gpipe", 4, False, False, "dora"),
-            *(("gpipe", 4, True, False, family) for family in ("olmo3", "lfm2", "qwen3_5")),
+            *(("gpipe", 4, True, False, family) for family in ("olmo3", "lfm2", "qwen3_5", "deepseek_v32")),
+            ("gpipe", 4, False, False, "nemotron_h"),
         ],
         layers=2,
     ),
@@ -93,6 +95,12 @@ MESHES = [
             *(("zero_bubble_v", 2, True, False, family) for family in ("gemma4", "granite", "glm4_moe")),
         ],
     ),
+    MeshCases(
+        "experts of shards",
+        {"data_shard": 4, "expert": 2},
+        [("gpipe", 4, False, False, "nemotron_h")],
+        layers=2,
+    ),
     MeshCases("contexts", {"context": 4}, [("gpipe", 2, False, True, "smoothed")], (8, 8)),
     MeshCases(
         "pipelines of contexts",
@@ -103,7 +111,7 @@ MESHES = [
 ]
 
 
-WHOLE_ON_TENSOR_RANKS = {"dora", "glm4_moe"}
+WHOLE_ON_TENSOR_RANKS = {"dora", "glm4_moe", "deepseek_v32", "nemotron_h"}
 """Cases whose adapters or experts every tensor-parallel rank has."""
 
 

@@ -25,6 +25,7 @@ from drawloom.components.loss.dft import Dft
 from drawloom.components.loss.next_token import NextToken
 from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.deepseek_v3 import DeepseekV3
+from drawloom.components.model.deepseek_v32 import DeepseekV32
 from drawloom.components.model.gemma3 import Gemma3
 from drawloom.components.model.gemma4 import Gemma4
 from drawloom.components.model.glm4_moe import Glm4Moe
@@ -32,6 +33,8 @@ from drawloom.components.model.gpt_oss import GptOss
 from drawloom.components.model.granite import Granite
 from drawloom.components.model.kimi_linear import KimiLinear
 from drawloom.components.model.lfm2 import Lfm2
+from drawloom.components.model.minimax_m2 import MiniMaxM2
+from drawloom.components.model.nemotron_h import NemotronH
 from drawloom.components.model.olmo3 import Olmo3
 from drawloom.components.model.olmo_hybrid import OlmoHybrid
 from drawloom.components.model.pattern import Pattern
@@ -284,6 +287,11 @@ FAMILIES: dict[str, tuple[Callable[..., DecoderBuilder], dict[str, Any]]] = {
             "initializer_range": 0.2,
         },
     ),
+    # norms over whole projections, a rotated part of heads, and routers with a bias
+    "minimax_m2": (
+        MiniMaxM2,
+        {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 6, "initializer_range": 0.2},
+    ),
     # the gated delta rule, and gated attention
     "qwen3_5": (Qwen35, HYBRID),
     # norms before delta nets and after attention, and strengths up to 2
@@ -318,6 +326,35 @@ FAMILIES: dict[str, tuple[Callable[..., DecoderBuilder], dict[str, Any]]] = {
             "kv_lora_rank": 9,
             "q_lora_rank": 11,
             "attention_bias": True,
+        },
+    ),
+    # latent attention to tokens that an indexer chooses
+    "deepseek_v32": (
+        DeepseekV32,
+        GROUPED
+        | {
+            "num_key_value_heads": 4,
+            "head_dim": 6,
+            "kv_lora_rank": 9,
+            "q_lora_rank": 11,
+            "index_topk": 2,
+            "index_n_heads": 12,
+            "index_head_dim": 8,
+            "indexer_loss_coef": 0.5,
+        },
+    ),
+    # Mamba-2, and experts with squared ReLU between projections to fewer channels, in layers with one branch
+    "nemotron_h": (
+        NemotronH,
+        {key: value for key, value in GROUPED.items() if key != "router_aux_loss_coef"}
+        | {
+            "layer_types": ["linear_attention", "moe", "full_attention", "mlp"] * 2,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 5,
+            "n_groups": 2,
+            "ssm_state_size": 6,
+            "moe_shared_expert_intermediate_size": 8,
+            "moe_latent_size": 10,
         },
     ),
     # the gated delta rule with decays by channel
@@ -359,7 +396,7 @@ FLOAT64 = {"parameter": "float64"}  # sums stay in float64
 MIXED = {"parameter": "float32", "compute": "bfloat16"}
 GROUPS = [
     AdamGroup(targets=["*embed_tokens*"], lr_multiplier=0.5),
-    AdamGroup(targets=["*.mlp.*"], betas=(0.8, 0.9), weight_decay=0.2),
+    AdamGroup(targets=["*.layers.1.*"], betas=(0.8, 0.9), weight_decay=0.2),
 ]
 """On a pipeline, ranks but the first have no parameter of the first."""
 

@@ -222,6 +222,14 @@ LATENT = (
         "attention_bias": True,
     }
 )
+MAMBA_SIZES = {
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 5,
+    "n_groups": 2,
+    "ssm_state_size": 7,
+    "moe_shared_expert_intermediate_size": 10,
+}
+INDEX_SIZES = {"index_topk": 2, "index_n_heads": 3, "index_head_dim": 8}
 LINEAR_SIZES = {"linear_num_heads": 2, "linear_head_dim": 8}
 WARMUP = {
     "start": 0.75,
@@ -606,6 +614,20 @@ ROWS: dict[str, Row] = {
             "attention_bias": True,
         },
     ),
+    "model.deepseek_v32": Row(
+        parts.model_of,
+        LATENT_SIZES | INDEX_SIZES,
+        LATENT
+        | {
+            "config": config("deepseek_v32"),
+            "q_lora_rank": 6,
+            "index_topk": 1,
+            "index_n_heads": 2,
+            "index_head_dim": 12,
+            "indexer_loss_coef": 0.5,
+            "indexer_warmup": True,
+        },
+    ),
     "model.glm4_moe_lite": Row(parts.model_of, LATENT_SIZES, LATENT | {"config": config("glm4_moe_lite")}),
     "model.gemma3": Row(
         parts.model_of,
@@ -650,6 +672,19 @@ ROWS: dict[str, Row] = {
             "num_experts_per_tok": 3,
             "swiglu_alpha": 0.5,
             "swiglu_limit": 1e-3,
+            "router_aux_loss_coef": 0.5,
+            "router_z_loss_coef": 0.5,
+        },
+    ),
+    "model.minimax_m2": Row(
+        parts.model_of,
+        SIZES | {"num_experts": 5, "num_experts_per_tok": 2, "partial_rotary_factor": 1.0},
+        MODEL
+        | {
+            "config": config("minimax_m2"),
+            "partial_rotary_factor": 0.5,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
             "router_aux_loss_coef": 0.5,
             "router_z_loss_coef": 0.5,
         },
@@ -723,6 +758,30 @@ ROWS: dict[str, Row] = {
         parts.model_of,
         {"path": "one.json", "weights": False},
         {"path": "other_llama.json", "weights": Change(True, {"path": "exported"}, parts.initial_weights_of)},
+    ),
+    "model.nemotron_h": Row(
+        parts.model_of,
+        SPARSE_SIZES | MAMBA_SIZES | {"num_hidden_layers": 4},
+        {
+            key: change
+            for key, change in (MODEL | GROUPED).items()
+            if "rope_" not in key and key not in ("n_shared_experts", "first_k_dense_replace")
+        }
+        | {
+            "config": config("nemotron_h"),
+            "tie_word_embeddings": Change(True, refused=True),
+            "layer_types": ["moe", "linear_attention"] * 2,
+            "intermediate_size": Change(48, {"layer_types": ["mlp"] * 4}),
+            "moe_shared_expert_intermediate_size": 8,
+            "moe_latent_size": 10,
+            "mamba_num_heads": 2,
+            "mamba_head_dim": 6,
+            "n_groups": 1,
+            "ssm_state_size": 6,
+            "conv_kernel": 3,
+            "use_conv_bias": False,
+            "time_step_min": 9.0,
+        },
     ),
     "model.lfm2": Row(
         parts.model_of,

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from drawloom import Problem, UserError, setting, wired
 from drawloom.components.model.decoder.config import (
     DecoderConfig,
-    create_size_check,
     derive_head_sizes,
     find_head_count_faults,
     find_tensor_parallel_faults,
+    size_setting,
 )
 from drawloom.components.model.decoder.family import Family
 from drawloom.components.model.decoder.rope import (
@@ -147,9 +147,10 @@ def _fill_derived_defaults(family: Family, settings: Settings, tokens: int | Non
         # A vocabulary that 64 or 128 divides makes the head's matrix products faster on GPUs.
         multiple = settings["vocabulary_multiple"]
         given.setdefault("vocab_size", -(-tokens // multiple) * multiple)
-    if "moe_intermediate_size" in given:
+    sizes = family.constants | given
+    if "moe_intermediate_size" in sizes:
         # The size of layers without experts: if it was left out there are none, and only exports show it.
-        given.setdefault("intermediate_size", given["num_experts_per_tok"] * given["moe_intermediate_size"])
+        given.setdefault("intermediate_size", sizes["num_experts_per_tok"] * sizes["moe_intermediate_size"])
     return derive_head_sizes(given) | separate_theta_and_scaling(given)
 
 
@@ -223,7 +224,10 @@ class DecoderModel:
     @classmethod
     def find_context_parallel_faults(cls, node: Any) -> Iterator[str]:
         rope = node.settings.get("rope_parameters") or node.settings.get("rope_scaling")
-        yield from find_context_parallel_faults(rope or cls.read_sizes(node).get("rope_scaling"))
+        sizes = cls.read_sizes(node)
+        if "index_topk" in sizes:
+            yield "the indexer chooses among all tokens of a row"
+        yield from find_context_parallel_faults(rope or sizes.get("rope_scaling"))
 
     @classmethod
     def expert_count(cls, node: Any) -> int:
@@ -291,7 +295,8 @@ class DecoderModel:
     ) -> None:
         from drawloom.components.model.decoder.initial_weights import fill_with_initial_weights
 
-        std, layers = self.architecture.initializer_range, self.architecture.num_hidden_layers
+        # A layer has two branches, as a rule.
+        std, layers = self.architecture.initializer_range, self.architecture.branch_count / 2
         role = self._roles_by_parameter_name.get(name) or default_role(name, parameter)
         fill_with_initial_weights(name, parameter, role, seed=seed, layers=layers, std=std, tensor_slice=tensor_slice)
 
@@ -347,10 +352,8 @@ class DecoderBuilder(DecoderModel):
     config: Path | None = setting(
         "Hugging Face config.json, or its folder; other settings replace its values", default=None
     )
-    vocabulary_multiple: int = setting(
-        "the tokenizer's vocabulary size is rounded up to a multiple of this",
-        default=1,
-        check=create_size_check("vocab_size"),
+    vocabulary_multiple: int = size_setting(
+        "vocab_size", "the tokenizer's vocabulary size is rounded up to a multiple of this", default=1
     )
 
     def __init_subclass__(cls) -> None:

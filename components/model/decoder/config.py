@@ -10,15 +10,7 @@ import torch
 
 from drawloom import above, at_least, between, setting
 from drawloom.components.model.decoder.rope import InvalidSetting, Rope, RopeScaling, convert_to_kernel_scaling
-from drawloom.components.model.decoder.specs import (
-    Activation,
-    AttentionSpec,
-    Branch,
-    ExpertSpec,
-    MixerSpec,
-    MlpSpec,
-)
-from drawloom.graph.component import Bound
+from drawloom.components.model.decoder.specs import Activation, AttentionSpec, Branch, MixerSpec, MlpSpec, PartSpec
 from drawloom.ports import AttentionOptions, Settings
 
 MAX_SIZES = {
@@ -30,8 +22,9 @@ MAX_SIZES = {
     "max_position_embeddings": 1_000_000_000,
     "vocab_size": 2**31,  # token ids are int32
     "num_experts": 10_000,
+    "taps": 64,
 }
-"""Sizes above those of all models, beyond which checks alone would take minutes or gigabytes."""
+"""Sizes by kind, above those of all models, beyond which checks alone would take minutes or gigabytes."""
 
 ATTENTION_BIAS = "add biases to the linear layers of attention"
 WINDOW = "number of tokens that a token attends to in layers with a window, including itself"
@@ -41,12 +34,16 @@ training_setting = partial(setting, impact="changes_training")
 """Declare a setting that a run may change, with another result."""
 
 
-def create_size_check(name: str) -> Bound:
-    """Return a check for the size setting `name`: from 1 to its entry in MAX_SIZES."""
-    return between(1, MAX_SIZES[name] + 1)
+def size_setting(kind: str, doc: str, **options: Any) -> Any:
+    """Declare a size, from 1 to the entry for its kind in MAX_SIZES."""
+    return setting(doc, check=between(1, MAX_SIZES[kind] + 1), **options)
 
 
 # Without slots, as some families inherit from two configs.
+config_class = attrs.frozen(kw_only=True, slots=False)
+"""Decorator of config classes."""
+
+
 @attrs.frozen(kw_only=True, slots=False)
 class DecoderConfig:
     """
@@ -67,7 +64,13 @@ class DecoderConfig:
     """Activation of the gate in feed-forward networks."""
 
     unused_keys: ClassVar[tuple[str, ...]] = ()
-    """Inherited keys that the family does not have: such as `rope_theta` without rotary positions."""
+    """Inherited keys that the family does not have: such as `rope_theta`; without it layers have no positions."""
+
+    multiples: ClassVar[tuple[tuple[str, str], ...]] = ()
+    """Pairs of keys, of which the second divides the first."""
+
+    can_tie: ClassVar[bool] = True
+    """Whether transformers can tie the head to the embedding."""
 
     layer_class: ClassVar[str] = "layer:Block"
     """The layers' module and class."""
@@ -88,25 +91,18 @@ class DecoderConfig:
     mlp_bias = False
     """Whether the linear layers of feed-forward networks have biases."""
 
-    num_hidden_layers: int = setting("number of layers", check=create_size_check("num_hidden_layers"))
-    hidden_size: int = setting("width of the hidden states", check=create_size_check("hidden_size"))
-    num_attention_heads: int = setting("number of query heads", check=create_size_check("num_attention_heads"))
-    num_key_value_heads: int = setting(
-        "number of key and value heads; default: num_attention_heads", check=create_size_check("num_attention_heads")
+    num_hidden_layers: int = size_setting("num_hidden_layers", "number of layers")
+    hidden_size: int = size_setting("hidden_size", "width of the hidden states")
+    num_attention_heads: int = size_setting("num_attention_heads", "number of query heads")
+    num_key_value_heads: int = size_setting(
+        "num_attention_heads", "number of key and value heads; default: num_attention_heads"
     )
-    head_dim: int = setting(
-        "width of a head; default: hidden_size / num_attention_heads", check=create_size_check("head_dim")
-    )
-    intermediate_size: int = setting(
-        "inner width of the feed-forward network", check=create_size_check("intermediate_size")
-    )
-    vocab_size: int = setting("number of token ids; default: the tokenizer's", check=create_size_check("vocab_size"))
+    head_dim: int = size_setting("head_dim", "width of a head; default: hidden_size / num_attention_heads")
+    intermediate_size: int = size_setting("intermediate_size", "inner width of the feed-forward network")
+    vocab_size: int = size_setting("vocab_size", "number of token ids; default: the tokenizer's")
     tie_word_embeddings: bool = setting("use the embedding's weight for the head", default=False)
-    max_position_embeddings: int = setting(
-        "maximum sequence length in an export",
-        default=32_768,
-        check=create_size_check("max_position_embeddings"),
-        impact="safe",
+    max_position_embeddings: int = size_setting(
+        "max_position_embeddings", "maximum sequence length in an export", default=32_768, impact="safe"
     )
     rope_theta: float = training_setting("base of rotary positions", default=1e6, check=above(1))
     rope_scaling: RopeScaling | None = training_setting(
@@ -154,12 +150,14 @@ class DecoderConfig:
 
     def rope_of(self, layer: int) -> Rope | None:
         """Return a layer's rotary positions; None: it has none."""
+        if "rope_theta" in self.unused_keys:
+            return None
         return Rope(
             self.rotary_dim, self.rope_theta, convert_to_kernel_scaling(self.rope_scaling, self.max_position_embeddings)
         )
 
     def mixer_spec_of(self, layer: int) -> MixerSpec:
-        """Return the specification for a layer's token mixer: attention, or a gated delta net."""
+        """Return the specification for a layer's attention."""
         return self.grouped_attention_spec_of(layer)
 
     def grouped_attention_spec_of(self, layer: int) -> AttentionSpec:
@@ -174,16 +172,26 @@ class DecoderConfig:
             options=AttentionOptions(scale=self.attention_score_scale),
         )
 
-    def mlp_spec_of(self, layer: int) -> MlpSpec | ExpertSpec:
+    def mlp_spec_of(self, layer: int) -> PartSpec:
         """Return the specification for a layer's feed-forward network or experts."""
         return MlpSpec(width=self.intermediate_size, activation=self.activation)
 
+    def mixer_of(self, layer: int) -> tuple[str, PartSpec]:
+        """Return the name and the specification of the module in a layer's first branch: here attention."""
+        return "self_attn", self.mixer_spec_of(layer)
+
     def branches_of(self, layer: int) -> Sequence[Branch]:
-        """Return a layer's branches, in order: here pre-norm attention and a pre-norm feed-forward network."""
+        """Return a layer's branches, in order: here a pre-norm mixer and a pre-norm feed-forward network."""
+        name, mixer = self.mixer_of(layer)
         return (
-            Branch("input_layernorm", "self_attn", self.mixer_spec_of(layer)),
+            Branch("input_layernorm", name, mixer),
             Branch("post_attention_layernorm", "mlp", self.mlp_spec_of(layer)),
         )
+
+    @property
+    def branch_count(self) -> int:
+        """The number of outputs added to the residual stream."""
+        return sum(len(self.branches_of(layer)) for layer in range(self.num_hidden_layers))
 
     @classmethod
     def find_faults(cls, given: Settings) -> Iterator[InvalidSetting]:
@@ -192,6 +200,18 @@ class DecoderConfig:
 
         `given` has all keys, except those whose default depends on the layers or on the tokenizer.
         """
+        layers = given["num_hidden_layers"]
+        for key, items in (("layer_types", "types"), ("no_rope_layers", "numbers")):
+            if (count := len(given.get(key) or range(layers))) < layers:
+                why = f"{key} has {count} {items}, and num_hidden_layers = {layers}"
+                yield InvalidSetting(key, why, f"write {layers} {items}, or leave {key} out")
+        for key, other in cls.multiples:
+            if given[key] % (unit := given[other]):
+                why = f"{key} = {given[key]} is not divisible by {other} = {unit}"
+                yield InvalidSetting(key, why, f"write {unit}, or a multiple of it")
+        if given.get("tie_word_embeddings") and not cls.can_tie:
+            why = "models of this family have a head of their own, and transformers can't read a tied one"
+            yield InvalidSetting("tie_word_embeddings", why, "write false")
         factor = given.get("partial_rotary_factor", 1.0)
         channels = int(given["head_dim"] * factor)
         if factor != 1 and (channels < 2 or channels % 2):
@@ -247,15 +267,7 @@ def layer_types_setting(interval: int, other: str = SLIDING) -> Any:
     )
 
 
-def find_short_list_faults(given: Settings, key: str, items: str) -> Iterator[InvalidSetting]:
-    """Yield the fault if the list `key` lacks items for the last layers; it may be longer than the model."""
-    layers, count = given["num_hidden_layers"], len(given.get(key) or ())
-    if key in given and count < layers:
-        why = f"{key} has {count} {items}, and num_hidden_layers = {layers}"
-        yield InvalidSetting(key, why, f"write {layers} {items}, or leave {key} out")
-
-
-@attrs.frozen(kw_only=True, slots=False)
+@config_class
 class WindowConfig(DecoderConfig):
     """Config with an optional sliding window in all layers."""
 
@@ -269,7 +281,7 @@ class WindowConfig(DecoderConfig):
         return self.sliding_window
 
 
-@attrs.frozen(kw_only=True, slots=False)
+@config_class
 class LayerTypesConfig(DecoderConfig):
     """
     Config with a type for every layer: full attention, or attention within `sliding_window` tokens.
@@ -282,11 +294,6 @@ class LayerTypesConfig(DecoderConfig):
 
     def window_of(self, layer: int) -> int | None:
         return self.sliding_window if self.layer_types[layer] == SLIDING else None
-
-    @classmethod
-    def find_faults(cls, given: Settings) -> Iterator[InvalidSetting]:
-        yield from super().find_faults(given)
-        yield from find_short_list_faults(given, "layer_types", "types")
 
 
 def derive_head_sizes(given: Settings) -> dict[str, int]:
@@ -306,19 +313,12 @@ def find_head_count_faults(heads: int, kv_heads: int, head_dim: int) -> Iterator
         yield InvalidSetting("head_dim", why, f"write {head_dim + 1}")
 
 
-def num_experts(architecture: DecoderConfig) -> int:
-    """Return the number of experts in a layer; 0 if the model has none."""
-    layers = range(architecture.num_hidden_layers)
-    specs = (branch.spec for layer in layers for branch in architecture.branches_of(layer))
-    return next((spec.experts for spec in specs if isinstance(spec, ExpertSpec)), 0)
-
-
 def find_tensor_parallel_faults(sizes: Settings, ranks: int) -> Iterator[str]:
     """Yield the reasons why `ranks` ranks along `tensor` can't share a model with these sizes."""
     for key in (
         *(("hidden_size",) if "conv_L_cache" in sizes else ()),
         *("num_attention_heads", "num_key_value_heads", "num_global_key_value_heads", "linear_num_key_heads"),
-        *("linear_num_heads", "intermediate_size"),
+        *("linear_num_heads", "n_groups", "intermediate_size", "moe_shared_expert_intermediate_size"),
     ):
         if (size := sizes.get(key)) and size % ranks:
             yield f"{key} = {size} is not divisible by {ranks}"

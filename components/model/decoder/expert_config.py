@@ -2,19 +2,18 @@
 
 from collections.abc import Iterator, Sequence
 
-import attrs
-
 from drawloom import above, at_least, setting
-from drawloom.components.model.decoder.config import DecoderConfig, create_size_check, training_setting
+from drawloom.components.model.decoder.config import DecoderConfig, config_class, size_setting, training_setting
+from drawloom.components.model.decoder.expert_specs import ExpertSpec, Routing
 from drawloom.components.model.decoder.rope import InvalidSetting
-from drawloom.components.model.decoder.specs import ExpertSpec, MlpSpec, Routing
+from drawloom.components.model.decoder.specs import PartSpec
 from drawloom.ports import Settings
 
 MAX_EXPERTS_IN_ALL = 1_000_000
 """Experts of all layers: each is a tensor of its own in files."""
 
 
-@attrs.frozen(kw_only=True, slots=False)
+@config_class
 class ExpertsConfig(DecoderConfig):
     """
     Config for a decoder with experts. A family decides which layers have experts, and how they are chosen.
@@ -23,8 +22,9 @@ class ExpertsConfig(DecoderConfig):
     layers.
     """
 
-    num_experts: int = setting("number of routed experts per layer", check=create_size_check("num_experts"))
-    num_experts_per_tok: int = setting("number of routed experts per token", check=create_size_check("num_experts"))
+    intermediate_size: int = size_setting("intermediate_size", "inner width of an expert")
+    num_experts: int = size_setting("num_experts", "number of routed experts per layer")
+    num_experts_per_tok: int = size_setting("num_experts", "number of routed experts per token")
     router_aux_loss_coef: float = training_setting(
         "load-balancing loss coefficient", default=0.001, check=at_least(0)
     )  # the default of transformers' MoeConfig
@@ -60,7 +60,7 @@ class ExpertsConfig(DecoderConfig):
             z_loss_coef=self.router_z_loss_coef / self.moe_layers,
         )
 
-    def mlp_spec_of(self, layer: int) -> MlpSpec | ExpertSpec:
+    def mlp_spec_of(self, layer: int) -> PartSpec:
         return self.expert_spec if self.layer_has_experts(layer) else super().mlp_spec_of(layer)
 
     @classmethod
@@ -84,15 +84,14 @@ class ExpertsConfig(DecoderConfig):
         return sum(map(self.layer_has_experts, range(self.num_hidden_layers)))
 
 
-@attrs.frozen(kw_only=True, slots=False)
+@config_class
 class MoeConfig(ExpertsConfig):
     """Config for a decoder whose experts have another width than the feed-forward networks."""
 
-    intermediate_size: int = setting(
-        "inner width of the feed-forward network in layers without experts",
-        check=create_size_check("intermediate_size"),
+    intermediate_size: int = size_setting(
+        "intermediate_size", "inner width of the feed-forward network in layers without experts"
     )
-    moe_intermediate_size: int = setting("inner width of an expert", check=create_size_check("intermediate_size"))
+    moe_intermediate_size: int = size_setting("intermediate_size", "inner width of an expert")
 
     @property
     def expert_width(self) -> int:
@@ -106,14 +105,12 @@ def find_dense_width_faults(given: Settings, dense: Sequence[int]) -> Iterator[I
         yield InvalidSetting("intermediate_size", why, "write intermediate_size = 768, for example")
 
 
-@attrs.frozen(kw_only=True, slots=False)
+@config_class
 class GroupedExpertsConfig(MoeConfig):
     """Config for routed experts in groups and shared experts in all layers but the first."""
 
-    n_shared_experts: int = setting(
-        "number of shared experts per layer, which process all tokens",
-        default=1,
-        check=create_size_check("num_experts"),
+    n_shared_experts: int = size_setting(
+        "num_experts", "number of shared experts per layer, which process all tokens", default=1
     )
     first_k_dense_replace: int = setting("number of first layers without experts", default=0, check=at_least(0))
     routed_scaling_factor: float = training_setting(
@@ -133,7 +130,7 @@ class GroupedExpertsConfig(MoeConfig):
     def find_faults(cls, given: Settings) -> Iterator[InvalidSetting]:
         """Yield the faults in expert groups, and the fault if no layer has experts."""
         yield from super().find_faults(given)
-        layers, dense = given["num_hidden_layers"], given["first_k_dense_replace"]
+        layers, dense = given["num_hidden_layers"], given.get("first_k_dense_replace", 0)
         if dense >= layers:
             why = f"first_k_dense_replace = {dense} leaves none of {layers} layers with experts"
             yield InvalidSetting("first_k_dense_replace", why, f"write less than {layers}")
@@ -141,7 +138,7 @@ class GroupedExpertsConfig(MoeConfig):
         yield from _find_expert_group_faults(given)
 
 
-@attrs.frozen(kw_only=True, slots=False)
+@config_class
 class SigmoidExpertsConfig(GroupedExpertsConfig):
     """Config for DeepSeek-V3's experts: scores are sigmoids, and a bias added to them balances the load."""
 

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 from drawloom.components.experts.local import LocalExperts
 from drawloom.components.model.decoder.expert_config import MoeConfig
-from drawloom.components.model.decoder.mlp import GatedMlp
+from drawloom.components.model.decoder.expert_specs import ExpertSpec
 from drawloom.components.model.decoder.router import Router
-from drawloom.components.model.decoder.specs import ExpertSpec, LayerContext, MlpSpec
+from drawloom.components.model.decoder.specs import LayerContext
 from drawloom.components.model.layers import Linear
 from drawloom.components.parallel.split_experts import ExpertParallel
 from drawloom.ports import BIAS_ROLE, Dispatcher, Kernels, Mesh, Role
@@ -43,7 +43,8 @@ class SparseMoeBlock(nn.Module):
         self.add_module(spec.router, router)
         self.experts = Experts(architecture.hidden_size, spec, kernels)
         if spec.shared_expert_width:
-            self.add_module(spec.shared, GatedMlp(architecture, MlpSpec(width=spec.shared_expert_width), kernels))
+            mlp = spec.activation.make_mlp_spec(spec.shared_expert_width)
+            self.add_module(spec.shared, mlp.build(architecture, kernels))
         if spec.shared_gate:
             self.shared_expert_gate = SharedGate(architecture.hidden_size, 1, kernels, style="whole")
 
@@ -55,30 +56,43 @@ class SparseMoeBlock(nn.Module):
         """
         chosen, probabilities = self.get_submodule(self.spec.router)(hidden, context.weights, context.padding)
         choices, scale = (tensor.flatten(0, -2) for tensor in (chosen, probabilities))
-        mixed: Tensor = self.experts(hidden, choices, scale).view_as(hidden)
+        mixed = self.apply_experts(hidden, choices, scale).view_as(hidden)
         if not self.spec.shared_expert_width:
             return mixed
         shared: Tensor = self.get_submodule(self.spec.shared)(hidden)
         return mixed + (self.shared_expert_gate(hidden).sigmoid() * shared if self.spec.shared_gate else shared)
 
+    def apply_experts(self, hidden: Tensor, choices: Tensor, scale: Tensor) -> Tensor:
+        """Return the weighted sums of the experts' outputs, (tokens, hidden_size); see `Experts`."""
+        mixed: Tensor = self.experts(hidden, choices, scale)
+        return mixed
+
 
 class Experts(ExpertParallel):
     """
     Experts of a layer: `gate_up_proj` (experts, 2 * inner width, hidden_size), whose first half is the gate's, and
-    `down_proj` (experts, hidden_size, inner width). Expert-parallel ranks partition the experts.
+    `down_proj` (experts, hidden_size, inner width). Activations without a gate have `up_proj` (experts, inner width,
+    hidden_size) instead. Expert-parallel ranks partition the experts.
     """
+
+    gate_up_proj: Tensor
+    down_proj: Tensor
 
     def __init__(self, width: int, spec: ExpertSpec, kernels: Kernels) -> None:
         super().__init__()
-        experts, inner = spec.experts, spec.width
-        self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * inner, width))
-        self.down_proj = nn.Parameter(torch.empty(experts, width, inner))
-        if spec.biases:
-            self.gate_up_proj_bias = nn.Parameter(torch.empty(experts, 2 * inner))
-            self.down_proj_bias = nn.Parameter(torch.empty(experts, width))
-        self.num_experts = experts
         self.spec = spec
+        shapes = (spec.activation.factors * spec.width, width), (width, spec.width)
+        for name, shape in zip(self.matrices, shapes, strict=True):
+            self.register_parameter(name, nn.Parameter(torch.empty(spec.experts, *shape)))
+        for name, shape in zip(self.matrices, shapes, strict=True) if spec.biases else ():
+            self.register_parameter(f"{name}_bias", nn.Parameter(torch.empty(spec.experts, shape[0])))
+        self.num_experts = spec.experts
         self.kernels = kernels
+
+    @property
+    def matrices(self) -> tuple[str, str]:
+        """The names of the parameters before and after the activation, (experts, outputs, inputs)."""
+        return self.spec.activation.parameter, "down_proj"
 
     def create_dispatcher(self, mesh: Mesh) -> Dispatcher:
         from drawloom.components.experts.all_to_all import AllToAllExperts
@@ -86,12 +100,12 @@ class Experts(ExpertParallel):
         return AllToAllExperts(kernels=self.kernels, mesh=mesh)
 
     def parameter_roles(self) -> Mapping[str, Role]:
-        visited = self.spec.choices / self.spec.experts
+        visited, (first, last) = self.spec.choices / self.spec.experts, self.matrices
         return {
-            "gate_up_proj": Role(True, "normal", visited),
-            "gate_up_proj_bias": BIAS_ROLE,
-            "down_proj": Role(True, "normal", visited, is_residual=True),
-            "down_proj_bias": BIAS_ROLE,
+            first: Role(True, "normal", visited),
+            f"{first}_bias": BIAS_ROLE,
+            last: Role(True, "normal", visited, is_residual=True),
+            f"{last}_bias": BIAS_ROLE,
         }
 
     def forward(self, hidden: Tensor, chosen: Tensor, probabilities: Tensor) -> Tensor:
@@ -107,21 +121,16 @@ class Experts(ExpertParallel):
 
     def apply_to_rows(self, rows: Tensor, scale: Tensor, ends: Tensor) -> Tensor:
         """Apply experts to their rows (rows, hidden_size), which end at `ends`, and multiply by scale (rows,)."""
-        gate_and_up = self.project("gate_up_proj", rows, ends)
+        first, last = self.matrices
+        products = self.project(first, rows, ends)
         if self.spec.biases:
-            gate_and_up = self.kernels.add_expert_bias(gate_and_up, self.gate_up_proj_bias, ends)
+            products = self.kernels.add_expert_bias(products, self.get_parameter(f"{first}_bias"), ends)
         # `down_proj` is linear, so probabilities may be multiplied in before it, where that costs no pass over memory.
-        mixed = self._apply_gate(gate_and_up, scale)
-        outputs = self.project("down_proj", mixed, ends)
+        mixed = self.spec.activation.apply(self.kernels, products, scale)
+        outputs = self.project(last, mixed, ends)
         if self.spec.biases:
-            outputs = self.kernels.add_expert_bias(outputs, self.down_proj_bias, ends, scale)
+            outputs = self.kernels.add_expert_bias(outputs, self.get_parameter(f"{last}_bias"), ends, scale)
         return outputs
-
-    def _apply_gate(self, gate_and_up: Tensor, scale: Tensor) -> Tensor:
-        """Return activation(gate) * up * scale, (rows, width), for `gate_and_up` = gate and up (rows, 2 * width)."""
-        if (clamp := self.spec.clamp) is None:
-            return self.kernels.swiglu_halves(gate_and_up, scale)
-        return self.kernels.oss_swiglu_halves(gate_and_up, scale, clamp.alpha, clamp.limit)
 
     def project(self, name: str, rows: Tensor, ends: Tensor) -> Tensor:
         """Multiply rows (rows, inputs), sorted by expert, by a parameter (experts, outputs, inputs)."""

@@ -63,32 +63,36 @@ class GatedDeltaNet(TensorParallel):
         shape, spec, own = context.documents.shape, self.spec, hidden
         hidden = self.ranks.gather_tokens(own, shape)
         q, k, v = (
-            self._project_and_convolve(name, hidden, context).view(*shape, -1, width)
-            for name, width in spec.head_widths
+            self.project_and_convolve(name, hidden, context).view(*shape, -1, width) for name, width in spec.head_widths
         )
-        beta = self.in_proj_b(hidden).sigmoid()
-        if spec.max_strength != 1.0:
-            beta = beta * spec.max_strength
-        g = self.compute_log_decays(hidden, own)
-        q, k = self._scale_to_l2_norm(q, spec.key_dim**-0.5), self._scale_to_l2_norm(k, 1.0)
-        mixed = self.kernels.gated_delta_rule(q, k, v, g, beta, context.recurrence)
-        gated = self.gate_outputs(self.norm(mixed), hidden, own)
-        return self.ranks.reduce_scatter_tokens(self.out_proj(gated.flatten(-2)))
+        mixed = self.mix(q, k, v, hidden, own, context)
+        return self.ranks.reduce_scatter_tokens(self.out_proj(mixed))
 
-    def compute_log_decays(self, hidden: Tensor, own: Tensor) -> Tensor:
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, own: Tensor, context: LayerContext) -> Tensor:
         """
-        Return log decays (rows, length, value_heads), at least float32, for hidden states (rows, length, hidden_size).
+        Return gated results (rows, length, channels) for convolved q, k and v, (rows, length, heads, ...), and hidden
+        states (rows, length, hidden_size).
 
         `own` are this rank's split tokens.
         """
+        beta = self.in_proj_b(hidden).sigmoid()
+        if self.spec.max_strength != 1.0:
+            beta = beta * self.spec.max_strength
+        g = self.compute_log_decays(hidden, own)
+        q, k = self._scale_to_l2_norm(q, self.spec.key_dim**-0.5), self._scale_to_l2_norm(k, 1.0)
+        mixed = self.kernels.gated_delta_rule(q, k, v, g, beta, context.recurrence)
+        return self.gate_outputs(self.norm(mixed), hidden, own).flatten(-2)
+
+    def compute_log_decays(self, hidden: Tensor, own: Tensor) -> Tensor:
+        """Return log decays (rows, length, value_heads), at least float32; see `mix`."""
         wide = torch.promote_types(hidden.dtype, torch.float32)
         return -self.A_log.to(wide).exp() * F.softplus(self.in_proj_a(hidden).to(wide) + self.dt_bias.to(wide))
 
     def gate_outputs(self, normed: Tensor, hidden: Tensor, own: Tensor) -> Tensor:
-        """Gate normed results (rows, length, value_heads, V) by hidden states, as in `compute_log_decays`."""
+        """Gate normed results (rows, length, value_heads, V) by hidden states; see `mix`."""
         return self.kernels.swiglu(self.in_proj_z(hidden).view(normed.shape), normed)
 
-    def _project_and_convolve(self, name: str, hidden: Tensor, context: LayerContext) -> Tensor:
+    def project_and_convolve(self, name: str, hidden: Tensor, context: LayerContext) -> Tensor:
         """Project hidden (rows, length, hidden_size) to queries, keys or values, and convolve them over tokens."""
         projected = self.get_submodule(f"in_proj_{name}")(hidden)
         return self.kernels.causal_conv(projected, self.get_parameter(f"conv_{name}"), context.recurrence)

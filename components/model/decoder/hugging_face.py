@@ -220,7 +220,7 @@ def read_config_json(path: Path) -> ConfigJson:
     except UserError as error:
         raise UserError(f"config: {error}") from error
     try:
-        config = parse_strict_json(text, max_values=MAX_CONFIG)
+        config = parse_strict_json(text, max_values=MAX_CONFIG, infinities=True)  # as in Nemotron's time_step_limit
     except ValueError as error:
         raise UserError(f"config: {path} is not JSON ({error}); write the path of a config.json") from error
     if not isinstance(config, dict):

@@ -1,29 +1,30 @@
 """Configs for decoders with gated delta nets, and attention in every fourth layer."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Literal
 
 import attrs
 
-from drawloom import between, setting
+from drawloom import setting
 from drawloom.components.model.decoder.config import (
     ATTENTION_BIAS,
     FULL,
     DecoderConfig,
     alternate_layer_types,
-    create_size_check,
-    find_short_list_faults,
+    config_class,
     layer_types_setting,
     rotary_factor_setting,
+    size_setting,
 )
 from drawloom.components.model.decoder.hugging_face import OF_IMAGES, fill_layer_list
+from drawloom.components.model.decoder.mapper import create_decoder_mapper
 from drawloom.components.model.decoder.mixer_specs import DeltaSpec
-from drawloom.components.model.decoder.rope import InvalidSetting
-from drawloom.components.model.decoder.specs import Branch, MixerSpec
-from drawloom.components.weights.mapper import parallel, sequential
+from drawloom.components.model.decoder.specs import MixerSpec, PartSpec
+from drawloom.components.model.decoder.tensor_names import CreateMapper, join_tensors
+from drawloom.components.weights.mapper import sequential
 from drawloom.components.weights.mapper_ops import concatenate, unsqueeze
-from drawloom.ports import ConfigJson, Mapper, Settings
+from drawloom.ports import ConfigJson, Mapper
 
 LINEAR = "linear_attention"
 
@@ -31,24 +32,22 @@ NO_POSITIONS = "rope_theta", "rope_scaling"
 """The `unused_keys` of families without rotary positions."""
 
 
-@attrs.frozen(kw_only=True, slots=False)
+@config_class
 class DeltaConfig(DecoderConfig):
     """Config for a decoder whose linear_attention layers have a gated delta net instead of attention."""
 
+    multiples = (("linear_num_value_heads", "linear_num_key_heads"),)
+
     layer_types: list[Literal["full_attention", "linear_attention"]] = layer_types_setting(4, LINEAR)
     attention_bias: bool = setting(ATTENTION_BIAS, default=False)
-    linear_conv_kernel_dim: int = setting("number of tokens in a convolution", default=4, check=between(1, 65))
-    linear_key_head_dim: int = setting(
-        "width of a key head in gated delta nets", default=128, check=create_size_check("head_dim")
+    linear_conv_kernel_dim: int = size_setting("taps", "number of tokens in a convolution", default=4)
+    linear_key_head_dim: int = size_setting("head_dim", "width of a key head in gated delta nets", default=128)
+    linear_value_head_dim: int = size_setting("head_dim", "width of a value head in gated delta nets", default=128)
+    linear_num_key_heads: int = size_setting(
+        "num_attention_heads", "number of key heads in gated delta nets", default=16
     )
-    linear_value_head_dim: int = setting(
-        "width of a value head in gated delta nets", default=128, check=create_size_check("head_dim")
-    )
-    linear_num_key_heads: int = setting(
-        "number of key heads in gated delta nets", default=16, check=create_size_check("num_attention_heads")
-    )
-    linear_num_value_heads: int = setting(
-        "number of value heads in gated delta nets", default=32, check=create_size_check("num_attention_heads")
+    linear_num_value_heads: int = size_setting(
+        "num_attention_heads", "number of value heads in gated delta nets", default=32
     )
 
     @property
@@ -62,24 +61,11 @@ class DeltaConfig(DecoderConfig):
             taps=self.linear_conv_kernel_dim,
         )
 
-    def branches_of(self, layer: int) -> Sequence[Branch]:
-        first, last = super().branches_of(layer)
-        if self.layer_types[layer] == FULL:
-            return first, last
-        return attrs.evolve(first, name="linear_attn", spec=self.delta), last
-
-    @classmethod
-    def find_faults(cls, given: Settings) -> Iterator[InvalidSetting]:
-        """Yield inherited faults, layers without types, and value heads that do not fit key heads."""
-        yield from super().find_faults(given)
-        yield from find_short_list_faults(given, "layer_types", "types")
-        keys, values = given["linear_num_key_heads"], given["linear_num_value_heads"]
-        if values % keys:
-            why = f"linear_num_value_heads = {values} is not divisible by linear_num_key_heads = {keys}"
-            yield InvalidSetting("linear_num_value_heads", why, f"write {keys}, or a multiple of it")
+    def mixer_of(self, layer: int) -> tuple[str, PartSpec]:
+        return super().mixer_of(layer) if self.layer_types[layer] == FULL else ("linear_attn", self.delta)
 
 
-@attrs.frozen(kw_only=True, slots=False)
+@config_class
 class HybridConfig(DeltaConfig):
     """Config of Qwen3.5: gated delta nets, and gated attention in full_attention layers."""
 
@@ -107,22 +93,21 @@ HYBRID_DEFAULTS = {"rope_theta": 1e4, "head_dim": 256}
 """Defaults of keys in transformers, which differ from ours."""
 
 
-def create_hybrid_mapper(
-    parameters: Iterable[str],
-    delta: DeltaSpec,
-    join_projections: Callable[[str, DeltaSpec], Iterable[Mapper]],
-    map_others: Callable[[Sequence[str]], Mapper],
-) -> Mapper:
+def join_delta_nets(
+    join_projections: Callable[[str, DeltaSpec], Iterable[Mapper]], create: CreateMapper = create_decoder_mapper
+) -> CreateMapper:
     """
-    Return the mapper to files, where a gated delta net's projections are joined, and so are its convolutions.
+    Return a function for the mapper to files that join gated delta nets' projections, and their convolutions.
 
-    Convolutions (channels, taps) become one (channels, 1, taps). `map_others` maps all other parameters.
+    Convolutions (channels, taps) become one (channels, 1, taps). `create` maps all other parameters.
     """
-    names = list(parameters)
-    mappers: list[Mapper] = []
-    for net in (name.removesuffix(".A_log") for name in names if name.endswith(".linear_attn.A_log")):
-        convolution = f"{net}.conv1d.weight"
-        joined = concatenate([f"{net}.conv_{part}" for part in "qkv"], convolution, sizes=delta.channels)
-        mappers += [*join_projections(net, delta), sequential(joined, unsqueeze(convolution, 1))]
-    nets = parallel(*mappers)
-    return parallel(nets, map_others([name for name in names if name not in set(nets.inputs)]))
+
+    def join(name: str, architecture: DeltaConfig) -> Iterator[Mapper]:
+        net, is_net, _ = name.partition(".A_log")
+        if is_net:
+            convolution, parts = f"{net}.conv1d.weight", [f"{net}.conv_{part}" for part in "qkv"]
+            joined = concatenate(parts, convolution, sizes=architecture.delta.channels)
+            yield sequential(joined, unsqueeze(convolution, 1))
+            yield from join_projections(net, architecture.delta)
+
+    return join_tensors(join, create)

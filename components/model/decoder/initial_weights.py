@@ -15,7 +15,7 @@ def fill_with_initial_weights(
     role: Role,
     *,
     seed: int,
-    layers: int,
+    layers: float,
     std: float,
     tensor_slice: TensorSlice | None = None,
 ) -> None:

@@ -1,6 +1,7 @@
 """Multi-head latent attention: keys and values are projected from a narrow latent (DeepSeek-V2, arXiv 2405.04434)."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,13 +49,13 @@ class LatentAttention(TensorParallel):
         """Map hidden states (rows, length, hidden_size), or (tokens, hidden_size) if ranks split them."""
         shape, spec = context.documents.shape, self.spec
         latent, k_rope = self.kv_a_proj_with_mqa(hidden).split([spec.kv_rank, spec.rope_dim], -1)
-        latent = self.kv_a_layernorm(latent)
+        latent, own = self.kv_a_layernorm(latent), None
         if spec.query_rank is None:
             q = self.q_proj(self.ranks.gather_tokens(hidden, shape))
             latent, k_rope = self._gather_split_tokens([latent, k_rope], shape)
         else:
-            query_latent = self.q_a_layernorm(self.q_a_proj(hidden))
-            query_latent, latent, k_rope = self._gather_split_tokens([query_latent, latent, k_rope], shape)
+            own = self.q_a_layernorm(self.q_a_proj(hidden))
+            query_latent, latent, k_rope = self._gather_split_tokens([own, latent, k_rope], shape)
             q = self.q_b_proj(query_latent)
         q_nope, q_rope = q.view(*shape, -1, spec.nope_dim + spec.rope_dim).split([spec.nope_dim, spec.rope_dim], -1)
         kv = self.kv_b_proj(latent).view(*shape, -1, spec.nope_dim + spec.v_dim)
@@ -62,8 +63,19 @@ class LatentAttention(TensorParallel):
         q_rope, k_rope = self._rotate(q_rope, context), self._rotate(k_rope.unsqueeze(-2), context)
         q = torch.cat([q_nope, q_rope], -1)
         k = torch.cat([k_nope, k_rope.expand(*k_nope.shape[:-1], -1)], -1)
-        mixed = self.kernels.attention(q, k, v, context.mask, spec.options)
+        mixed = self.attend(q, k, v, hidden, own, context)
         return self.ranks.reduce_scatter_tokens(self.o_proj(mixed.flatten(-2)))
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, query_latent: Any, context: LayerContext
+    ) -> Tensor:
+        """
+        Return attention's results (rows, length, heads, v_dim) for q, k and v (rows, length, heads, ...).
+
+        `hidden` and `query_latent` (..., width) are of this rank's split tokens; the latter is None without a
+        `query_rank`.
+        """
+        return self.kernels.attention(q, k, v, context.mask, self.spec.options)
 
     def _gather_split_tokens(self, parts: Sequence[Tensor], shape: Sequence[int]) -> Sequence[Tensor]:
         """Gather several tensors' split tokens (tokens, width) in one collective; return (rows, length, width)."""

@@ -1,7 +1,6 @@
 """A decoder layer: branches of attention, a gated feed-forward network or experts on a residual stream."""
 
 from collections.abc import Hashable, Sequence
-from pkgutil import resolve_name
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,8 +27,7 @@ class Block(nn.Module):
             for name in filter(None, (branch.norm_before, branch.norm_after)):
                 norm = RMSNorm(architecture.hidden_size, architecture.rms_norm_eps, kernels, architecture.zero_centered)
                 self.add_module(name, norm)
-            part = resolve_name(f"{__package__}.{branch.spec.part}")
-            self.add_module(branch.name, part(architecture, branch.spec, kernels))
+            self.add_module(branch.name, branch.spec.build(architecture, kernels))
 
     @property
     def cost_key(self) -> Hashable:

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterable
 
-from drawloom.components.model.decoder.config import DecoderConfig, num_experts
+from drawloom.components.model.decoder.config import DecoderConfig
+from drawloom.components.model.decoder.expert_specs import ExpertSpec
 from drawloom.components.weights.mapper import parallel, sequential
 from drawloom.components.weights.mapper_ops import chunk, identity, unsqueeze, unstack
 from drawloom.ports import Mapper
@@ -10,7 +11,9 @@ from drawloom.ports import Mapper
 
 def create_decoder_mapper(names: Iterable[str], architecture: DecoderConfig) -> Mapper:
     """Return the mapper from parameters with these names to tensors in files."""
-    count = num_experts(architecture)
+    layers = range(architecture.num_hidden_layers)
+    specs = (branch.spec for layer in layers for branch in architecture.branches_of(layer))
+    count = next((spec.experts for spec in specs if isinstance(spec, ExpertSpec)), 0)
     return parallel(*(_create_parameter_mapper(name, count) for name in names))
 
 
@@ -22,7 +25,7 @@ def _create_parameter_mapper(name: str, num_experts: int) -> Mapper:
     if name.endswith(".experts.gate_up_proj"):
         parts = [(expert, [f"{expert}.{part}_proj.weight" for part in ("gate", "up")]) for expert in experts]
         return sequential(unstack(name, experts), parallel(*(chunk(expert, names) for expert, names in parts)))
-    if name.endswith(".experts.down_proj"):
+    if name.endswith((".experts.up_proj", ".experts.down_proj")):
         return unstack(name, [f"{expert}.{projection}.weight" for expert in experts])
     if projection in ("conv_q", "conv_k", "conv_v"):  # (channels, taps), and a convolution's (channels, 1, taps)
         return unsqueeze(name, 1)

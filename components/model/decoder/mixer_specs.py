@@ -41,6 +41,27 @@ class LatentSpec(MixerSpec):
 
 
 @attrs.frozen(kw_only=True)
+class SparseLatentSpec(LatentSpec):
+    """
+    Specification of latent attention to the `chosen` tokens with the best scores by an indexer; None: to all tokens.
+
+    The indexer has `index_heads` queries and a key, both `index_dim` wide. `loss_coef` is for its loss in this layer.
+    """
+
+    part = "sparse_latent:SparseLatentAttention"
+
+    query_rank: int
+    chosen: int | None
+    index_heads: int
+    index_dim: int
+    loss_coef: float
+
+    @property
+    def pair_flops(self) -> int:
+        return super().pair_flops + 2 * self.index_heads * self.index_dim
+
+
+@attrs.frozen(kw_only=True)
 class ShortConvSpec(RecurrentSpec):
     """Specification of a gated short convolution over `taps` tokens."""
 
@@ -89,3 +110,22 @@ class ChannelDeltaSpec(DeltaSpec):
     part = "channel_delta_net:ChannelDeltaNet"
 
     rank: int
+
+
+@attrs.frozen(kw_only=True)
+class StateSpaceSpec(DeltaSpec):
+    """
+    Specification of Mamba-2's mixer: `key_dim` is the state's width, and value heads share a group's B and C as key
+    head.
+
+    Time steps are at least `min_time_step`. With `conv_bias`, convolutions have biases.
+    """
+
+    part = "state_space:StateSpaceMixer"
+
+    min_time_step: float = 0.0
+    conv_bias: bool = False
+
+    @property
+    def token_flops(self) -> int:
+        return 4 * self.value_heads * self.key_dim * self.value_dim

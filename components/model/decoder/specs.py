@@ -1,21 +1,30 @@
 """Specifications of a layer's parts, and the context in which they compute."""
 
+from pkgutil import resolve_name
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import attrs
-from torch import Tensor
+from torch import Tensor, nn
 
 from drawloom.components.model.decoder.rope import Rope
-from drawloom.ports import PLAIN_ATTENTION, AttentionOptions
+from drawloom.ports import PLAIN_ATTENTION, AttentionOptions, Kernels
 
-Activation = Literal["silu", "gelu_tanh"]
-"""Activation of the gate in a feed-forward network; `gelu_tanh` is the tanh approximation of GELU."""
+Activation = Literal["silu", "gelu_tanh", "relu2"]
+"""
+Activation of the gate in a feed-forward network; `gelu_tanh` is the tanh approximation of GELU. `relu2`, squared ReLU,
+is of networks without a gate.
+"""
 
 
 class PartSpec:
     """Specification of a layer's part; `part` is its module's class, imported when a layer has such a part."""
 
     part: ClassVar[str]
+
+    def build(self, architecture: Any, kernels: Kernels) -> nn.Module:
+        """Return the module for a decoder's config."""
+        part = resolve_name(f"{__package__}.{self.part}")
+        return part(architecture, self, kernels)  # type: ignore[no-any-return]
 
 
 @attrs.frozen(kw_only=True)
@@ -79,64 +88,6 @@ class MlpSpec(PartSpec):
     width: int
     activation: Activation = "silu"
     part = "mlp:GatedMlp"
-
-
-@attrs.frozen
-class ClampedSwiGlu:
-    """Slope and bound for clamped SwiGLU, see kernels/gates/eager.py."""
-
-    alpha: float
-    limit: float
-
-
-@attrs.frozen(kw_only=True)
-class Routing:
-    """
-    How a token's experts are chosen and weighted.
-
-    Scores are the softmax over all experts, or the sigmoid of each. With `bias` every expert has a number added to its
-    scores for the choice alone. With `n_group` groups, a token is sent to experts in the `topk_group` groups whose
-    `best_in_group` best scores have the greatest sums. The chosen experts' weights are their scores, with
-    `norm_topk_prob` divided by their sum, times `routed_scaling_factor`. A softmax over the chosen experts' logits
-    alone, as in Mixtral, is the softmax with `norm_topk_prob`. With `wide_logits` logits are computed in at least
-    float32, and with `linear_bias` a learned bias is added to them.
-    """
-
-    scoring_func: Literal["softmax", "sigmoid"] = "softmax"
-    bias: bool = False
-    norm_topk_prob: bool = True
-    routed_scaling_factor: float = 1.0
-    n_group: int = 1
-    topk_group: int = 1
-    best_in_group: int = 2
-    wide_logits: bool = False
-    linear_bias: bool = False
-
-
-@attrs.frozen(kw_only=True)
-class ExpertSpec(PartSpec):
-    """
-    Specification of a router and its experts, with inner width `width`.
-
-    `shared_expert_width` is the inner width of a feed-forward network that all tokens visit beside their experts; 0:
-    there is none. With `shared_gate`, its output is multiplied by the sigmoid of a projection. `router` and `shared`
-    are module names. With `biases`, experts have biases, and with a `clamp` their gate is clamped SwiGLU. Loss
-    coefficients are per layer.
-    """
-
-    experts: int
-    choices: int
-    width: int
-    routing: Routing
-    shared_expert_width: int = 0
-    shared_gate: bool = False
-    router: str = "gate"
-    shared: str = "shared_experts"
-    biases: bool = False
-    clamp: ClampedSwiGlu | None = None
-    aux_loss_coef: float = 0.0
-    z_loss_coef: float = 0.0
-    part = "experts:SparseMoeBlock"
 
 
 @attrs.frozen

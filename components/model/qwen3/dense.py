@@ -1,16 +1,14 @@
 """The component `model.qwen3.dense`."""
 
-import attrs
-
 from drawloom import component
 from drawloom.components.model.decoder.builder import ParametrizedBuilder
-from drawloom.components.model.decoder.config import DecoderConfig
+from drawloom.components.model.decoder.config import DecoderConfig, config_class
 from drawloom.components.model.decoder.family import Family
 
 FIXED = {"attention_bias": False, "use_sliding_window": False}
 
 
-@attrs.frozen(kw_only=True)
+@config_class
 class Qwen3Config(DecoderConfig):
     """Config of Qwen3: queries and keys are normed by head."""
 

@@ -2,23 +2,24 @@
 
 from collections.abc import Iterator, Sequence
 
-import attrs
-
 from drawloom import at_least, component, setting
-from drawloom.components.model.decoder.builder import DecoderBuilder
-from drawloom.components.model.decoder.config import training_setting
+from drawloom.components.model.decoder.declarations import (
+    DecoderBuilder,
+    Family,
+    InvalidSetting,
+    config_class,
+    training_setting,
+)
 from drawloom.components.model.decoder.expert_config import (
     MoeConfig,
     find_dense_width_faults,
 )
-from drawloom.components.model.decoder.family import Family
-from drawloom.components.model.decoder.rope import InvalidSetting
-from drawloom.components.model.decoder.specs import Routing
+from drawloom.components.model.decoder.expert_specs import Routing
 from drawloom.components.model.qwen3.dense import FIXED
 from drawloom.ports import Settings
 
 
-@attrs.frozen(kw_only=True, slots=False)
+@config_class
 class Qwen3MoeConfig(MoeConfig):
     """Config of Qwen3 with experts. `mlp_only_layers` numbers the layers without experts."""
 

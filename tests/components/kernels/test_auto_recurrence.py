@@ -30,10 +30,11 @@ def documents_of(lengths: list[list[int]]) -> Tensor:
     return torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in lengths])
 
 
-def compute(mask: Any, x: Tensor, weight: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+def compute(mask: Any, x: Tensor, weight: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
     kernels = cpu_kernels()
     q, k, v, g, beta = inputs
-    return kernels.causal_conv(x, weight, mask), kernels.gated_delta_rule(q, k, v, g, beta, mask)
+    mixed = kernels.gated_delta_rule(q, k, v, g, beta, mask), kernels.state_space(q, k, v, g, mask)
+    return kernels.causal_conv(x, weight, mask), *mixed
 
 
 def test_kernels_fit_the_port() -> None:
@@ -54,7 +55,7 @@ def test_ranks_that_share_rows_continue_states(lengths: list[list[int]]) -> None
     exchange = Exchange(torch.tensor([*range(piece), *range(3 * piece, length)]), torch.arange(piece, 3 * piece))
     split = requiring_grad(x, weight, *drawn)
 
-    def run(rank: int) -> tuple[Tensor, Tensor]:
+    def run(rank: int) -> tuple[Tensor, ...]:
         part = ThreadPart(exchange, rank)
         own = [tensor if number == 1 else tensor[:, part.token_indices] for number, tensor in enumerate(split)]
         return compute(kernels.recurrence_mask(documents[:, part.token_indices], part), *own)
@@ -69,7 +70,7 @@ def test_ranks_that_share_rows_continue_states(lengths: list[list[int]]) -> None
 
 
 def test_a_cache_keeps_states_in_the_order_of_operations() -> None:
-    """Two layers with both operations continue their own states, token by token."""
+    """Two layers with all operations continue their own states, token by token."""
     kernels, cache = cpu_kernels(), KeyValueCache(9)
     drawn, documents = draw_recurrence(9, (1, 2), (4, 3)), torch.zeros(2, 9, dtype=torch.int64)
     x, weight = torch.randn(2, 9, 5, dtype=torch.float64), torch.randn(5, 4, dtype=torch.float64)
@@ -82,7 +83,7 @@ def test_a_cache_keeps_states_in_the_order_of_operations() -> None:
             actual = compute(mask, factor * x[:, part], weight, q, k, factor * v, g, beta)
             torch.testing.assert_close(list(actual), [tensor[:, part] for tensor in wanted])
         cache.end_pass(part.stop - part.start)
-    assert cache.cached_layer_count == 4
+    assert cache.cached_layer_count == 6
 
 
 class RecurrentLayer(nn.Module):

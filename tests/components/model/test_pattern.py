@@ -42,7 +42,8 @@ def test_a_pattern_of_a_family_has_its_numbers() -> None:
 
 def test_parts_of_a_text_have_its_logits() -> None:
     """Generation token by token, through a layer with every part, equals the whole text."""
-    assert_generated_as_whole_texts(pattern("gdn, kda, conv, window, attention", 5, attention_gate=True))
+    for parts, count in (("gdn, kda, conv, window, attention", 5), ("mamba, attention", 2)):
+        assert_generated_as_whole_texts(pattern(parts, count, attention_gate=True))
 
 
 WORDS = (

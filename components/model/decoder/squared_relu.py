@@ -1,0 +1,37 @@
+"""Feed-forward networks without a gate, and experts between projections to fewer channels (Nemotron 3)."""
+
+from torch import Tensor
+
+from drawloom.components.model.decoder.config import DecoderConfig
+from drawloom.components.model.decoder.expert_config import MoeConfig
+from drawloom.components.model.decoder.expert_specs import LatentExpertSpec
+from drawloom.components.model.decoder.experts import Experts, SparseMoeBlock
+from drawloom.components.model.decoder.mlp import GatedMlp
+from drawloom.components.model.decoder.specs import MlpSpec
+from drawloom.components.model.layers import Linear
+from drawloom.ports import Kernels
+
+
+class SquaredReluMlp(GatedMlp):
+    """down_proj(relu(up_proj(x)) ** 2)."""
+
+    def __init__(self, architecture: DecoderConfig, spec: MlpSpec, kernels: Kernels) -> None:
+        super().__init__(architecture, spec, kernels)
+        del self.gate_proj
+
+    def compute_partial_outputs(self, hidden: Tensor) -> Tensor:
+        return self.down_proj(self.up_proj(hidden).relu().square())  # type: ignore[no-any-return]
+
+
+class LatentMoeBlock(SparseMoeBlock):
+    """Experts whose inputs and outputs have fewer channels; the shared experts have all."""
+
+    def __init__(self, architecture: MoeConfig, spec: LatentExpertSpec, kernels: Kernels) -> None:
+        super().__init__(architecture, spec, kernels)
+        outer, latent = architecture.hidden_size, spec.latent_width
+        self.experts = Experts(latent, spec, kernels)
+        self.fc1_latent_proj = Linear(outer, latent, kernels, style="whole")
+        self.fc2_latent_proj = Linear(latent, outer, kernels, style="whole", is_residual=True)
+
+    def apply_experts(self, hidden: Tensor, choices: Tensor, scale: Tensor) -> Tensor:
+        return self.fc2_latent_proj(super().apply_experts(self.fc1_latent_proj(hidden), choices, scale))  # type: ignore[no-any-return]

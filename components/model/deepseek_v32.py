@@ -1,0 +1,75 @@
+"""The component `model.deepseek_v32`: DeepSeek-V3.2 (DeepSeek-AI 2025, arXiv 2512.02556)."""
+
+from collections.abc import Iterator
+
+import attrs
+
+from drawloom import at_least, component
+from drawloom.components.model.decoder.declarations import (
+    DecoderBuilder,
+    Family,
+    InvalidSetting,
+    config_class,
+    size_setting,
+    training_setting,
+)
+from drawloom.components.model.decoder.mixer_specs import SparseLatentSpec
+from drawloom.components.model.deepseek_v3 import LATENT_RENAMED, MTP, DeepseekV3, DeepseekV3Config
+from drawloom.components.model.glm4_moe_lite import read_mlp_layer_types, write_mlp_layer_types
+from drawloom.ports import Settings
+
+
+@config_class
+class DeepseekV32Config(DeepseekV3Config):
+    """Config of DeepSeek-V3.2: latent attention to tokens chosen by an indexer."""
+
+    q_lora_rank: int = size_setting("hidden_size", "width of the latent of queries", default=1536)
+    index_topk: int = size_setting(
+        "max_position_embeddings",
+        "number of tokens that the indexer chooses for a token",
+        default=2048,
+        impact="changes_training",
+    )
+    index_n_heads: int = size_setting("num_attention_heads", "number of the indexer's heads", default=64)
+    index_head_dim: int = size_setting("head_dim", "width of the indexer's heads", default=128)
+    indexer_loss_coef: float = training_setting(
+        "coefficient of the indexer's loss, a mean over layers; 0: it does not learn", default=1.0, check=at_least(0)
+    )
+    indexer_warmup: bool = training_setting("attend to all tokens while the indexer learns", default=False)
+
+    def mixer_spec_of(self, layer: int) -> SparseLatentSpec:
+        return SparseLatentSpec(
+            **attrs.asdict(super().mixer_spec_of(layer), recurse=False),
+            chosen=None if self.indexer_warmup else self.index_topk,
+            index_heads=self.index_n_heads,
+            index_dim=self.index_head_dim,
+            loss_coef=self.indexer_loss_coef / self.num_hidden_layers,
+        )
+
+    @classmethod
+    def find_faults(cls, given: Settings) -> Iterator[InvalidSetting]:
+        yield from super().find_faults(given)
+        if given["index_head_dim"] < given["head_dim"]:
+            why = f"index_head_dim = {given['index_head_dim']} is less than the {given['head_dim']} rotated channels"
+            yield InvalidSetting("index_head_dim", why, f"write {given['head_dim']}, or more")
+
+
+@component(impact="incompatible")
+class DeepseekV32(DecoderBuilder):
+    """
+    A DeepSeek-V3.2 language model, with sizes from this table or a Hugging Face `config.json`.
+
+    Attention is computed in plain torch for all pairs of tokens, so it saves no time.
+    """
+
+    family = Family(
+        DeepseekV32Config,
+        "deepseek_v32",
+        "DeepseekV32ForCausalLM",
+        hf_defaults={**DeepseekV3.family.hf_defaults, "max_position_embeddings": 163_840},
+        renamed=LATENT_RENAMED,
+        ignored=(MTP,),
+        read=read_mlp_layer_types,
+        write=write_mlp_layer_types,
+        has_classifier=False,
+    )

@@ -1,0 +1,1 @@
+"""Recurrences whose states decay and add, as in Mamba-2."""
