@@ -1,14 +1,16 @@
 """Remedies for a recipe larger than its devices' memory: changed settings, verified by plans."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import attrs
 
 from drawloom import RecipeError, UserError
+from drawloom.components.distributed.device_model import DeviceModel
 from drawloom.components.planning.nodes import Nodes
 from drawloom.components.planning.plan import Plan, plan
 from drawloom.components.storage.byte_size import format_decimal_byte_size
+from drawloom.graph.cli.result import output, output_class
 from drawloom.graph.project import Recipe
 from drawloom.graph.toml.emit import dump_toml
 from drawloom.ports import Batching, MemoryPolicy, Precision, Stages
@@ -19,6 +21,18 @@ Values = Mapping[str, Mapping[str, Any]]
 STREAMED = "frozen_weights.streamed"
 
 
+@output_class
+class RemedyData:
+    """Other settings, and their plan."""
+
+    toml: Sequence[str] = output("settings as lines of TOML")
+    cost: str = output("disadvantage of the settings")
+    peak_memory_bytes: int = output("largest peak of a rank")
+    step_seconds: float = output("seconds of a step")
+    ranks: int = output("number of processes")
+    fits: bool = output("whether every rank fits")
+
+
 @attrs.frozen
 class TriedPlan:
     """Changed settings, the plan with these settings, and their cost in words, if known."""
@@ -26,6 +40,24 @@ class TriedPlan:
     values: Values
     plan: Plan
     cost: str = ""
+
+    @property
+    def keys(self) -> set[tuple[str, str]]:
+        """Return the settings' nodes and names."""
+        return {(node, key) for node, settings in self.values.items() for key in settings}
+
+    @property
+    def data(self) -> RemedyData:
+        """Return the settings and their plan, for JSON."""
+        planned = self.plan
+        return RemedyData(
+            toml=self.toml_lines,
+            cost=self.cost,
+            peak_memory_bytes=planned.peak_bytes,
+            step_seconds=planned.time.seconds,
+            ranks=planned.ranks,
+            fits=planned.fits,
+        )
 
     @property
     def toml_lines(self) -> list[str]:
@@ -46,7 +78,7 @@ def find_remedies(recipe: Recipe, planned: Plan) -> list[TriedPlan]:
     helpful = [
         remedy
         for values, cost, ranks in _list_settings_with_cost(Nodes.from_recipe(recipe), planned)
-        if (remedy := _make_remedy_if_saving_memory(recipe, values, cost, planned, ranks)) is not None
+        if _saves_memory(remedy := try_settings(recipe, values, cost, planned.device, ranks), planned)
     ]
     helpful.sort(key=lambda remedy: -remedy.plan.peak_bytes)
     if not any(remedy.plan.fits for remedy in helpful):
@@ -80,24 +112,27 @@ def _combine_until_fit(recipe: Recipe, planned: Plan) -> Iterator[TriedPlan]:
     best = planned
     for values, _, ranks in _list_settings_with_cost(Nodes.from_recipe(recipe), planned):
         merged = {node: {**so_far.get(node, {}), **values.get(node, {})} for node in {**so_far, **values}}
-        remedy = _make_remedy_if_saving_memory(recipe, merged, "together", best, ranks)
-        if remedy is not None:
+        remedy = try_settings(recipe, merged, "together", best.device, ranks)
+        if _saves_memory(remedy, best):
             so_far, best = merged, remedy.plan
             if best.fits:
                 yield remedy
                 return
 
 
-def _make_remedy_if_saving_memory(
-    recipe: Recipe, values: Values, cost_in_words: str, unfitting_plan: Plan, ranks: int
+def try_settings(
+    recipe: Recipe, values: Values, cost_in_words: str, device: DeviceModel, ranks: int
 ) -> TriedPlan | None:
-    """Return the remedy with these settings, or None if they are invalid in this recipe or do not save memory."""
+    """Plan the recipe with these settings; return None if they are invalid in this recipe."""
     try:
-        changed_plan = plan(recipe.with_values(values), unfitting_plan.device, ranks)
+        return TriedPlan(values, plan(recipe.with_values(values), device, ranks), cost_in_words)
     except (RecipeError, UserError):
         return None
-    less = changed_plan.peak_bytes < 0.99 * unfitting_plan.peak_bytes
-    return TriedPlan(values, changed_plan, cost_in_words) if less else None
+
+
+def _saves_memory(remedy: TriedPlan | None, unfitting_plan: Plan) -> TypeGuard[TriedPlan]:
+    """Return whether a plan with other settings exists and takes less memory."""
+    return remedy is not None and remedy.plan.peak_bytes < 0.99 * unfitting_plan.peak_bytes
 
 
 def _list_settings_with_cost(nodes: Nodes, planned: Plan) -> Iterator[tuple[Values, str, int]]:

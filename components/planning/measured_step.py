@@ -1,0 +1,99 @@
+"""Measured seconds of a run's steps, by kind of operation if the run was traced."""
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+
+import attrs
+
+from drawloom import UserError
+from drawloom.components.planning.check import WARM_UP_STEPS
+from drawloom.components.planning.recorder import ATTENTION, ELEMENTWISE, PRODUCTS
+from drawloom.components.planning.traces import ACTION, STEP, Operation, Span, find_newest_trace_files, read_trace
+from drawloom.components.report.metrics import Column, read_metrics
+
+UPDATE, WAITING, WHOLE_STEP = "update", "exchanges and waiting", "step"
+"""
+Kinds of a step's seconds besides the operations of passes: operations after the last pass, time in which the device
+does nothing or only exchanges messages, and the sum.
+"""
+
+NAMES = {
+    ATTENTION: ("sdpa", "attention", "fmha", "flash", "cudnn::fusion"),
+    PRODUCTS: (
+        *("gemm", "nvjet", "cutlass", "xmma", "_rows_kernel", "_outer_products_kernel", "_groups_kernel"),
+        *("logit_kernel", "logits_kernel", "grad_hidden_kernel", "grad_weight_kernel", "::mm", "::addmm", "::bmm"),
+    ),
+}
+"""Parts of lower-case names of GPU kernels and, in a CPU's trace, of operations; the first match counts."""
+
+MESSAGES = ("nccl", "gloo", "c10d", "param_comms")
+
+
+@attrs.frozen
+class MeasuredStep:
+    """Source of measured seconds, in words, and the seconds of a run's step by kind, as far as they are known."""
+
+    source: str
+    seconds: Mapping[str, float] = attrs.field(factory=dict)
+
+
+def read_measured_step(folder: Path, pipeline_ranks: int, rank: int) -> MeasuredStep:
+    """Read the newest trace of a pipeline rank, or else the median step of `metrics.jsonl`."""
+    columns = read_metrics(folder).columns
+    step, excluded = (columns.get(f"seconds/{name}", Column()) for name in ("step", "excluded"))
+    by_number = dict(zip(excluded.steps, excluded.values, strict=True))
+    seconds = [value - by_number.get(number, 0.0) for number, value in zip(step.steps, step.values, strict=True)]
+    median = statistics.median(seconds[WARM_UP_STEPS:] or seconds or [0.0])
+    if (folder / "traces").is_dir():
+        paths = find_newest_trace_files(folder, pipeline_ranks)
+        path = paths[rank * len(paths) // pipeline_ranks]
+        return MeasuredStep(f"{path.name}; an untraced step takes {median:.3g} s", _read_seconds_by_kind(path))
+    if not median:
+        return MeasuredStep("nothing, because `metrics.jsonl` has no steps with metrics.phase_times")
+    return MeasuredStep("whole steps; --overlay with_profiler measures kinds of operations", {WHOLE_STEP: median})
+
+
+def _read_seconds_by_kind(path: Path) -> dict[str, float]:
+    """Read the mean seconds of a trace's steps by kind; every moment counts for one kind."""
+    trace = read_trace(path)
+    steps = [(begin, end) for begin, end, name in trace.ranges if STEP.fullmatch(name)]
+    spans: dict[str, list[Span]] = defaultdict(list)
+    for begin, end in steps:
+        ends = [until for _, until, name in trace.ranges if begin < until <= end and ACTION.fullmatch(name)]
+        for operation in trace.on_gpu or trace.on_cpu:
+            if begin <= operation.issued < end:
+                spans[_choose_kind(operation, max(ends, default=end))].append(operation.span)
+    if not spans:
+        raise UserError(f"{path} has no operations in steps; remove it, or trace the run again")
+    moments = [moment for span in chain(*spans.values()) for moment in span]
+    seconds = {WHOLE_STEP: max(moments) - min(moments)}
+    covered, so_far = 0.0, list[Span]()
+    for kind in (UPDATE, ATTENTION, PRODUCTS, ELEMENTWISE):  # a CPU's operations contain one another
+        so_far += spans[kind]
+        before, covered = covered, _count_covered_seconds(so_far)
+        seconds[kind] = covered - before
+    seconds[WAITING] = seconds[WHOLE_STEP] - covered
+    return {kind: total / len(steps) for kind, total in seconds.items()}
+
+
+def _choose_kind(operation: Operation, end_of_passes: float) -> str:
+    """Return an operation's kind, by its name and the time when the host issued it."""
+    name = operation.name.lower()
+    if any(part in name for part in MESSAGES):
+        return WAITING
+    if operation.issued >= end_of_passes:
+        return UPDATE
+    return next((kind for kind, parts in NAMES.items() if any(part in name for part in parts)), ELEMENTWISE)
+
+
+def _count_covered_seconds(spans: Sequence[Span]) -> float:
+    """Return the seconds in at least one of the spans."""
+    covered, until = 0.0, -math.inf
+    for begin, end in sorted(spans):
+        covered += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return covered
