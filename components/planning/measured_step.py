@@ -30,8 +30,6 @@ NAMES = {
 }
 """Parts of lower-case names of GPU kernels and, in a CPU's trace, of operations; the first match counts."""
 
-MESSAGES = ("nccl", "gloo", "c10d", "param_comms")
-
 
 @attrs.frozen
 class MeasuredStep:
@@ -83,7 +81,7 @@ def _read_seconds_by_kind(path: Path) -> dict[str, float]:
 def _choose_kind(operation: Operation, end_of_passes: float) -> str:
     """Return an operation's kind, by its name and the time when the host issued it."""
     name = operation.name.lower()
-    if any(part in name for part in MESSAGES):
+    if "nccl" in name:
         return WAITING
     if operation.issued >= end_of_passes:
         return UPDATE

@@ -110,10 +110,8 @@ def estimate_step_time(
     reference: float = 0.0,
 ) -> StepTime:
     """Return a step's parts for the busiest rank, with `reference` more forward passes per microbatch."""
-    lengths = table.get_durations(program)
-    busy_seconds = [float(lengths[program.rows(rank)].sum()) for rank in range(program.ranks)]
-    compute = max(busy_seconds)
-    busiest = busy_seconds.index(compute)
+    lengths, busiest = table.get_durations(program), find_busiest_rank(program, table)
+    compute = float(lengths[program.rows(busiest)].sum())
     device, host = (_sum_pass_cost_field(program, costs, busiest, field) for field in ("seconds", "host"))
     makespan = compute_timing(program, table).makespan
     last_backwards = [_get_last_backward_seconds(program, lengths, rank) for rank in range(program.ranks)]
@@ -131,6 +129,12 @@ def estimate_step_time(
         ),
         update=max(0.0, max(times.update.planned for times in exchanges) - max(0.0, host - device)),
     )
+
+
+def find_busiest_rank(program: Program, table: CostTable) -> int:
+    """Return the first rank with the longest passes."""
+    lengths = table.get_durations(program)
+    return max(range(program.ranks), key=lambda rank: float(lengths[program.rows(rank)].sum()))
 
 
 def _get_last_backward_seconds(program: Program, lengths: NDArray[np.float64], rank: int) -> float:

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -20,15 +21,15 @@ RANGES = {
 }
 
 
-def write_trace(folder: Path, operations: list[tuple[str, float, float, float]], on_gpu: bool) -> None:
+def write_trace(folder: Path, operations: Sequence[tuple[str, float, float, float]], on_gpu: bool) -> None:
     """Write a trace with operations as (name, issue, start, end); spaces behind a name distinguish equal names."""
     ranges = [
         {"ph": "X", "cat": "user_annotation", "name": name.strip(), "ts": start, "dur": end - start}
         for name, (start, end) in RANGES.items()
     ]
-    events = []
+    events = list[dict[str, object]]()
     for number, (name, issued, start, end) in enumerate(operations):
-        event = {"ph": "X", "name": name, "args": {"correlation": number}}
+        event: dict[str, object] = {"ph": "X", "name": name, "args": {"correlation": number}}
         events.append(event | {"cat": "kernel" if on_gpu else "cpu_op", "ts": start, "dur": end - start})
         if on_gpu:
             events.append(event | {"cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": issued, "dur": 0.5})
