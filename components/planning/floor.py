@@ -1,5 +1,5 @@
 """
-Floor of a planned step ("speed of light"): lower bounds by kind of operation, measured seconds, and faster settings.
+Floor under a planned step ("speed of light"): lower bounds by operation, measured seconds, and faster settings.
 
 An operation multiplies at the device's peak, reads its inputs and writes its results once at the memory's bandwidth,
 and takes the longer of both (Williams et al. 2009, "Roofline", CACM 52(4)). Operations hide messages, unless the links
@@ -30,21 +30,21 @@ UNPLANNED = "waiting that is not planned"
 MAX_GAPS = 3
 
 MIN_GAIN = 0.01
-"""Smallest part of a step that counts as a gap, or as a gain: plans are not more accurate."""
+"""Smallest gap, and smallest gain, in steps: plans are not more accurate."""
 
 
 @attrs.frozen
 class FloorRow:
-    """Seconds of a step by kind of operation, on the rank that is busy longest."""
+    """Seconds in a step by operation, on the rank that is busy longest."""
 
-    kind: str = output("kind of operation, or reason to wait; the last row is the step")
+    kind: str = output("operation, or reason to wait; the last row is the step")
     flops: float = output("seconds for FLOPs at the device's peak")
     memory: float = output("seconds for bytes at the memory's bandwidth")
     links: float = output("seconds for messages at the links' bandwidth")
     floor: float = output("lower bound in seconds")
     planned: float = output("planned seconds")
     measured: float | None = output("measured seconds, if they are known")
-    faster: RemedyData | None = output("settings that save at least 1 % of the step here, in gaps", default=None)
+    faster: RemedyData | None = output("in gaps: settings with a gain by plan", default=None)
 
     @property
     def seconds(self) -> float:
@@ -54,10 +54,10 @@ class FloorRow:
 
 @output_class
 class Floor:
-    """Floor of a step, and its largest gaps."""
+    """Floor under a step, and its largest gaps."""
 
-    source: str = output("source of the measured seconds, or the reason why there are none")
-    rows: Sequence[FloorRow] = output("kinds of operations")
+    source: str = output("trace with the measured seconds, or the reason why there are none")
+    rows: Sequence[FloorRow] = output("operations, reasons to wait, and the step")
     gaps: Sequence[FloorRow] = output("rows with the largest gaps, in decreasing order")
 
     def __str__(self) -> str:
@@ -87,7 +87,7 @@ class Floor:
 
 def compute_floor(recipe: Recipe, planned: Plan, folder: Path | None) -> Floor:
     """
-    Return the floor of a recipe's plan, beside the measured seconds in a run's folder.
+    Return the floor under a recipe's plan, beside the measured seconds in a run's folder.
 
     Settings for the largest gaps fit, and are faster by plan.
     """
@@ -108,7 +108,7 @@ def compute_floor(recipe: Recipe, planned: Plan, folder: Path | None) -> Floor:
 
 
 def list_floor_rows(planned: Plan, measured: MeasuredStep) -> list[FloorRow]:
-    """Return a row for every kind of operation and every reason to wait, and one for the step."""
+    """Return a row for every operation and every reason to wait, and one for the step."""
     work = _sum_work(planned)
     operations = {kind: part for kind, part in work.items() if part.floor}
     waits = {kind: part for kind, part in work.items() if part.planned > 1e-9 and not part.floor}
@@ -125,7 +125,7 @@ def list_floor_rows(planned: Plan, measured: MeasuredStep) -> list[FloorRow]:
 
 def _sum_work(planned: Plan) -> Mapping[str, Work]:
     """
-    Return the work by kind on the rank that is busy longest, without a floor for waiting.
+    Return the work by kind on the rank that is busy longest; waiting has no floor.
 
     All planned seconds add up to the step's.
     """

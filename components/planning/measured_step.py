@@ -1,4 +1,4 @@
-"""Measured seconds of a run's steps, by kind of operation if the run was traced."""
+"""Measured seconds in a run's steps, by operation if the run was traced."""
 
 import math
 import statistics
@@ -17,8 +17,8 @@ from drawloom.components.report.metrics import Column, read_metrics
 
 UPDATE, WAITING, WHOLE_STEP = "update", "exchanges and waiting", "step"
 """
-Kinds of a step's seconds besides the operations of passes: operations after the last pass, time in which the device
-does nothing or only exchanges messages, and the sum.
+Kinds besides the operations in passes: operations after the last pass, time in which the device does nothing or only
+exchanges messages, and the sum.
 """
 
 NAMES = {
@@ -28,19 +28,19 @@ NAMES = {
         *("logit_kernel", "logits_kernel", "grad_hidden_kernel", "grad_weight_kernel", "::mm", "::addmm", "::bmm"),
     ),
 }
-"""Parts of lower-case names of GPU kernels and, in a CPU's trace, of operations; the first match counts."""
+"""Substrings in names: GPU kernels and, in a CPU's trace, operations, all in lower case; the first match counts."""
 
 
 @attrs.frozen
 class MeasuredStep:
-    """Source of measured seconds, in words, and the seconds of a run's step by kind, as far as they are known."""
+    """Where seconds were measured, in words, and the seconds in a step by kind, as far as they are known."""
 
     source: str
     seconds: Mapping[str, float] = attrs.field(factory=dict)
 
 
 def read_measured_step(folder: Path, pipeline_ranks: int, rank: int) -> MeasuredStep:
-    """Read the newest trace of a pipeline rank, or else the median step of `metrics.jsonl`."""
+    """Read a pipeline rank's newest trace, or else the median step in `metrics.jsonl`."""
     columns = read_metrics(folder).columns
     step, excluded = (columns.get(f"seconds/{name}", Column()) for name in ("step", "excluded"))
     by_number = dict(zip(excluded.steps, excluded.values, strict=True))
@@ -56,7 +56,7 @@ def read_measured_step(folder: Path, pipeline_ranks: int, rank: int) -> Measured
 
 
 def _read_seconds_by_kind(path: Path) -> dict[str, float]:
-    """Read the mean seconds of a trace's steps by kind; every moment counts for one kind."""
+    """Read the mean seconds in a traced step by kind; every moment counts for one kind."""
     trace = read_trace(path)
     steps = [(begin, end) for begin, end, name in trace.ranges if STEP.fullmatch(name)]
     spans: dict[str, list[Span]] = defaultdict(list)
@@ -89,7 +89,7 @@ def _choose_kind(operation: Operation, end_of_passes: float) -> str:
 
 
 def _count_covered_seconds(spans: Sequence[Span]) -> float:
-    """Return the seconds in at least one of the spans."""
+    """Return the seconds covered by spans."""
     covered, until = 0.0, -math.inf
     for begin, end in sorted(spans):
         covered += max(0.0, end - max(begin, until))

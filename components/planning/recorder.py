@@ -31,10 +31,10 @@ from drawloom.kernels.weight_formats.eager import FETCH
 @attrs.frozen
 class Work:
     """
-    Seconds of operations of one kind.
+    Seconds for operations.
 
-    `flops`, `memory` and `links` are their FLOPs, bytes and messages at the rates of the device's data sheet; `floor`
-    adds the longest of them by operation. `planned` is at the rates that a step reaches.
+    `flops`, `memory` and `links` are their FLOPs, bytes and messages at the device's data sheet rates; `floor` adds the
+    longest by operation. `planned` is at the rates that a step reaches.
     """
 
     flops: float = 0.0
@@ -51,7 +51,7 @@ class Work:
 
 
 OPERATIONS = PRODUCTS, ATTENTION, ELEMENTWISE = "products", "attention", "norms and elementwise"
-"""Kinds of operations; the kind of a collective is its mesh dimension."""
+"""Kinds; a collective has its mesh dimension as kind."""
 
 
 Amount = TypeVar("Amount", int, Work)
@@ -60,7 +60,7 @@ Amount = TypeVar("Amount", int, Work)
 def add_by_label(
     first: Mapping[str, Amount], second: Mapping[str, Amount], times: int, zero: Amount
 ) -> dict[str, Amount]:
-    """Return first + times * second by label; `zero` is the value of a missing label."""
+    """Return first + times * second by label; a missing label counts as `zero`."""
     labels = dict.fromkeys([*first, *second])
     return {label: first.get(label, zero) + second.get(label, zero) * times for label in labels}
 

@@ -137,9 +137,9 @@ def _saves_memory(remedy: TriedPlan | None, unfitting_plan: Plan) -> TypeGuard[T
 
 def list_settings_with_cost(nodes: Nodes, planned: Plan) -> Iterator[tuple[Values, str, int]]:
     """
-    Yield settings, their cost in words, and the rank count: first settings that may save memory, cheap ones first.
+    Yield settings, their cost in words, and the rank count: first against memory, cheap ones first, then against time.
 
-    Then follow settings that may save time. Some are invalid in this recipe, or change nothing.
+    Some are invalid in this recipe, or change nothing.
     """
     ranks, sizes, mesh, stages = planned.ranks, planned.mesh.sizes, nodes.mesh_node, nodes.stages_node
     batch, rows = nodes.find_only_node(Batching), nodes.settings(Batching)["micro_size"]
