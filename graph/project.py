@@ -117,7 +117,7 @@ class Project:
 
     def resolve(self, graph: Graph, *, accept_changes: bool = False) -> ResolvedRecipe:
         """Return a valid graph's resolved recipe."""
-        from drawloom.graph.inspect.changes import make_resolved_recipe  # a check resolves none
+        from drawloom.graph.inspect.resolved import make_resolved_recipe  # a check resolves none
 
         return make_resolved_recipe(graph, accept_changes=accept_changes)
 

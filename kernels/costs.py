@@ -107,7 +107,8 @@ def bind_arguments(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[st
 
 
 _ALLOCATIONS = frozenset(
-    getattr(torch.ops.aten, name) for name in ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
+    getattr(torch.ops.aten, name)
+    for name in ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "set_")
 )
 
 

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from drawloom.components.distributed.mesh_layout import Layout, MeshView, resolve_layout
 from drawloom.components.distributed.single_process import Done, HostMemory
-from drawloom.ports import DIMENSIONS, Pending, PerDimension, Settings, SymmetricMemory
+from drawloom.kernels.weight_formats.eager import trace_weight_fetch_on_meta
+from drawloom.ports import DIMENSIONS, Copies, Pending, PerDimension, Settings, SymmetricMemory, Ticket
 
 
 @attrs.frozen
@@ -118,3 +119,31 @@ class PlannedDevice:
     def get_peak_memory_so_far(self) -> int:
         """Return 0, because nothing is allocated."""
         return 0
+
+
+@attrs.frozen
+class PlannedTransfers:
+    """Transfers between the meta device and host memory, which is reserved but never used; copies take their time."""
+
+    def allocate_pinned_host_memory(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8)
+
+    def copy_to_device(self, copies: Copies, after: Sequence[Ticket] = ()) -> Ticket:
+        for target, _ in copies:
+            trace_weight_fetch_on_meta(target)
+
+    def copy_to_host(self, copies: Copies, after: Sequence[Ticket] = ()) -> Ticket:
+        for _, source in copies:
+            trace_weight_fetch_on_meta(source)
+
+    def mark_computation(self) -> Ticket:
+        """Return a point in the past."""
+
+    def make_computation_wait(self, ticket: Ticket) -> None:
+        """Return at once."""
+
+    def synchronize(self) -> None:
+        """Return at once."""
+
+    def close(self) -> None:
+        """Return at once."""

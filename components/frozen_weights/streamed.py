@@ -84,7 +84,7 @@ class StreamedWeights(StageFeature):
 
     def place(self, modules: Sequence[nn.Module]) -> None:
         """Replace modules' frozen weights on the meta device by host memory, which is still to be filled."""
-        self.place_on_meta(modules)
+        self.place_on_meta(modules, ())
         for module in modules:
             frozen = _find_frozen_weights(module)
             sizes = [-(-layer.get_parameter(leaf).nbytes // ALIGNMENT) * ALIGNMENT for layer, leaf in frozen]
@@ -94,7 +94,7 @@ class StreamedWeights(StageFeature):
                 data = part[: weight.nbytes].view(weight.dtype).view(weight.shape)
                 setattr(layer, leaf, nn.Parameter(data, requires_grad=False))
 
-    def place_on_meta(self, modules: Sequence[nn.Module]) -> None:
+    def place_on_meta(self, modules: Sequence[nn.Module], blocks: Sequence[nn.Module]) -> None:
         frozen = [weight for module in modules for weight in _find_frozen_weights(module)]
         self.byte_count = sum(layer.get_parameter(leaf).nbytes for layer, leaf in frozen)
 

@@ -1,10 +1,10 @@
 """Model operations in the best implementation for the device, or in the recipe's explicit choice."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import cached_property, partial
 from importlib import import_module
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,6 +55,16 @@ class Cached(NamedTuple):
     window: int | None
 
 
+class _LazyFunctions(dict[str, Any]):
+    """Functions by operation, imported at their first use, because no run needs all of them."""
+
+    def __init__(self, load: Callable[[str], Any]) -> None:
+        self.load = load
+
+    def __missing__(self, operation: str) -> Any:
+        return self.setdefault(operation, self.load(operation))
+
+
 class _OperationSettings:
     """Base that declares a setting for every operation's implementation."""
 
@@ -81,8 +91,6 @@ class AutoKernels(_OperationSettings):
     Cross entropy: `triton` stores the gradients of the logits, up to 2.5 GiB in bfloat16, and `cut` never stores
     logits. Grouped GEMM: `torch` is torch's grouped product.
     """
-
-    plain_functions: ClassVar[Mapping[str, str]] = PLAIN
 
     device: Device
     filter_eps: float = setting(
@@ -112,8 +120,8 @@ class AutoKernels(_OperationSettings):
                 yield f"{operation}: auto is {chosen.name}, for {chosen.why}"
 
     def open(self) -> None:
-        """Load the implementations. Raises UserError if the device can't run one."""
-        _ = self._functions_by_operation
+        """Choose the implementations. Raises UserError if the device can't run one."""
+        self.list_versions_and_choices()
 
     def choose_implementation_of(self, operation: str) -> ImplementationChoice:
         """Return an operation's implementation and the reason for the choice."""
@@ -123,16 +131,20 @@ class AutoKernels(_OperationSettings):
         """Return the implementation of every operation."""
         return {operation: self.choose_implementation_of(operation).name for operation in OPERATIONS}
 
+    def import_operations(self) -> None:
+        for operation in (*OPERATIONS, *PLAIN, "norm_of_sum"):
+            _ = self._functions[operation]
+
     @cached_property
-    def _functions_by_operation(self) -> dict[str, Any]:
-        functions = {operation: self._load_function(operation) for operation in OPERATIONS}
-        functions |= {name: load_function(path) for name, path in self.plain_functions.items()}
-        # Recomputation normalises the sum that add_rms_norm made; the same implementation gives the same bits.
-        return functions | {
-            "norm_of_sum": load_implementation("rms_norm", self.choose_implementation_of("add_rms_norm").name)
-        }
+    def _functions(self) -> dict[str, Any]:
+        return _LazyFunctions(self._load_function)
 
     def _load_function(self, operation: str) -> Any:
+        if operation in PLAIN:
+            return load_function(PLAIN[operation])
+        if operation == "norm_of_sum":
+            # Recomputation normalises the sum that add_rms_norm made; the same implementation gives the same bits.
+            return load_implementation("rms_norm", self.choose_implementation_of("add_rms_norm").name)
         return load_implementation(operation, self.choose_implementation_of(operation).name)
 
     def _load_row_casts(self) -> RowKernels:
@@ -153,16 +165,16 @@ class AutoKernels(_OperationSettings):
         return self._multiply("linear", x, weight, bias)  # type: ignore[no-any-return]
 
     def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
-        return self._functions_by_operation["embedding"](tokens, weight)  # type: ignore[no-any-return]
+        return self._functions["embedding"](tokens, weight)  # type: ignore[no-any-return]
 
     def dequantize(self, stored: Tensor, weight_format: StorageFormat) -> Tensor:
-        return weight_format.load(stored, self._functions_by_operation["dequantize"])
+        return weight_format.load(stored, self._functions["dequantize"])
 
     def linear_quantized(
         self, x: Tensor, stored: Tensor, weight_format: StorageFormat, bias: Tensor | None = None
     ) -> Tensor:
-        functions = self._functions_by_operation
-        return functions["linear_quantized"](functions["dequantize"], x, stored, weight_format, bias)  # type: ignore[no-any-return]
+        dequantize = self._functions["dequantize"]
+        return self._functions["linear_quantized"](dequantize, x, stored, weight_format, bias)  # type: ignore[no-any-return]
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
         return self._call_recomputable("rms_norm", x, weight, eps, zero_centered, rounded=1)  # type: ignore[no-any-return]
@@ -170,16 +182,14 @@ class AutoKernels(_OperationSettings):
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centered: bool = False
     ) -> NormAndSum:
-        add_and_norm = self._functions_by_operation["add_rms_norm"]
+        add_and_norm = self._functions["add_rms_norm"]
         if torch.compiler.is_compiling() or recorder.get() is None:
             normed, summed = add_and_norm(x, residual, weight, eps, zero_centered)
             return NormAndSum(normed, summed)
         with keep_arguments_in_8_bits(self._load_row_casts, x):
             normed, summed = add_and_norm(x, residual, weight, eps, zero_centered)
             # Recomputation starts from the sum, which is saved anyway, not from its terms.
-            record_recomputable_call(
-                normed, self._functions_by_operation["norm_of_sum"], summed, weight, eps, zero_centered
-            )
+            record_recomputable_call(normed, self._functions["norm_of_sum"], summed, weight, eps, zero_centered)
         return NormAndSum(normed, summed)
 
     def _call_recomputable(self, operation: str, *arguments: Any, rounded: int = 0) -> Any:
@@ -187,7 +197,7 @@ class AutoKernels(_OperationSettings):
         Call an operation, whose result a pass with a recorder can recompute; it can keep the first `rounded` arguments
         in 8 bits.
         """
-        function = self._functions_by_operation[operation]
+        function = self._functions[operation]
         if torch.compiler.is_compiling() or recorder.get() is None:
             return function(*arguments)
         with keep_arguments_in_8_bits(self._load_row_casts, *arguments[:rounded]) if rounded else nullcontext():
@@ -195,7 +205,7 @@ class AutoKernels(_OperationSettings):
 
     def _multiply(self, operation: str, *arguments: Any) -> Any:
         """Call a product that saves its inputs only for weight gradients."""
-        function = self._functions_by_operation[operation]
+        function = self._functions[operation]
         if torch.compiler.is_compiling() or recorder.get() is None:
             return function(*arguments)
         with accept_rounded_inputs():
@@ -209,7 +219,7 @@ class AutoKernels(_OperationSettings):
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
         # Not `call_recomputable`: its backward pass does not need x, so that recomputation would save no memory.
-        return self._functions_by_operation["rope"](x, cos, sin, interleaved)  # type: ignore[no-any-return]
+        return self._functions["rope"](x, cos, sin, interleaved)  # type: ignore[no-any-return]
 
     def qk_norm_rope(
         self,
@@ -243,7 +253,7 @@ class AutoKernels(_OperationSettings):
         """
         if cache is not None:
             return Cached(cache, window)
-        chosen, is_whole_row = self._functions_by_operation["attention"], one_document_per_row and window is None
+        chosen, is_whole_row = self._functions["attention"], one_document_per_row and window is None
         if part is None:
             if is_whole_row and chosen.one_document_mask is not None:
                 return chosen.one_document_mask
@@ -269,7 +279,7 @@ class AutoKernels(_OperationSettings):
         if isinstance(mask, Cached):
             # The implementations for training require as many queries as keys.
             return self._attend_to_cached(q, mask.cache.extend(k, v), mask.window, options, sinks)
-        return self._functions_by_operation["attention"].attend(q, k, v, mask, options, sinks)  # type: ignore[no-any-return]
+        return self._functions["attention"].attend(q, k, v, mask, options, sinks)  # type: ignore[no-any-return]
 
     def _attend_to_cached(
         self, q: Tensor, cached: CachedKeys, window: int | None, options: AttentionOptions, sinks: Tensor | None
@@ -278,8 +288,8 @@ class AutoKernels(_OperationSettings):
         if self._block_attention is not None and q.dtype != torch.float64:
             blocks = self._block_attention.BlockMask(None, window, key_count=count)
             return self._block_attention.attend_in_blocks_triton(q, k, v, blocks, options, sinks)  # type: ignore[no-any-return]
-        visible = self._functions_by_operation["causal_mask"](q.shape[1], k.shape[1], window, q.device, count)
-        return self._functions_by_operation["attend_to_cached"](q, k, v, visible, options, sinks)  # type: ignore[no-any-return]
+        visible = self._functions["causal_mask"](q.shape[1], k.shape[1], window, q.device, count)
+        return self._functions["attend_to_cached"](q, k, v, visible, options, sinks)  # type: ignore[no-any-return]
 
     def recurrence_mask(
         self, documents: Tensor, part: RowPart | None = None, cache: KeyValueCache | None = None
@@ -293,7 +303,7 @@ class AutoKernels(_OperationSettings):
 
     def gated_delta_rule(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, mask: Any) -> Tensor:
         operation = "gated_delta_rule" if g.ndim == beta.ndim else "channel_delta_rule"
-        return mask.apply_gated_delta_rule(self._functions_by_operation[operation], (q, k, v, g, beta))  # type: ignore[no-any-return]
+        return mask.apply_gated_delta_rule(self._functions[operation], (q, k, v, g, beta))  # type: ignore[no-any-return]
 
     def linear_cross_entropy(
         self,
@@ -309,7 +319,7 @@ class AutoKernels(_OperationSettings):
         With a vocabulary `part`, and if the recipe chooses `cut`, logits are filtered.
         """
         cut = LogitCut(ignore_index=IGNORE_INDEX, filter_eps=self.filter_eps, part=part)
-        return self._functions_by_operation["linear_cross_entropy"](hidden, weight, targets, cut, token_weights)  # type: ignore[no-any-return]
+        return self._functions["linear_cross_entropy"](hidden, weight, targets, cut, token_weights)  # type: ignore[no-any-return]
 
     def swiglu_halves(self, gate_and_up: Tensor, scale: Tensor | None = None) -> Tensor:
         return self._call_recomputable("swiglu_halves", gate_and_up, scale, rounded=1)  # type: ignore[no-any-return]
@@ -318,30 +328,29 @@ class AutoKernels(_OperationSettings):
         return self._call_recomputable("oss_swiglu_halves", gate_and_up, scale, alpha, limit, rounded=1)  # type: ignore[no-any-return]
 
     def moe_routes(self, expert_indices: Tensor, num_experts: int) -> Routes:
-        return self._functions_by_operation["moe_routes"](expert_indices, num_experts)  # type: ignore[no-any-return]
+        return self._functions["moe_routes"](expert_indices, num_experts)  # type: ignore[no-any-return]
 
     def moe_permute(self, x: Tensor, probabilities: Tensor, routes: Routes) -> PermutedRows:
         return self._call_recomputable("moe_permute", x, probabilities, routes)  # type: ignore[no-any-return]
 
     def moe_unpermute(self, rows: Tensor, routes: Routes, probabilities: Tensor | None = None) -> Tensor:
-        return self._functions_by_operation["moe_unpermute"](rows, routes, probabilities)  # type: ignore[no-any-return]
+        return self._functions["moe_unpermute"](rows, routes, probabilities)  # type: ignore[no-any-return]
 
     @property
     def moe_peers(self) -> PeerExchange:
-        return self._functions_by_operation["moe_peers"]  # type: ignore[no-any-return]
+        return self._functions["moe_peers"]  # type: ignore[no-any-return]
 
     def grouped_gemm(self, x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool = False) -> Tensor:
         return self._multiply("grouped_gemm", x, weight, offsets, transposed)  # type: ignore[no-any-return]
 
     def add_expert_bias(self, rows: Tensor, bias: Tensor, offsets: Tensor, scale: Tensor | None = None) -> Tensor:
-        return self._functions_by_operation["add_expert_bias"](rows, bias, offsets, scale)  # type: ignore[no-any-return]
+        return self._functions["add_expert_bias"](rows, bias, offsets, scale)  # type: ignore[no-any-return]
 
     def multiply_quantized_experts(
         self, x: Tensor, stored: Tensor, weight_format: StorageFormat, offsets: Tensor
     ) -> Tensor:
-        functions = self._functions_by_operation
-        return functions["multiply_quantized_experts"](  # type: ignore[no-any-return]
-            functions["dequantize"], functions["grouped_gemm"], x, stored, weight_format, offsets
+        return self._functions["multiply_quantized_experts"](  # type: ignore[no-any-return]
+            self._functions["dequantize"], self._functions["grouped_gemm"], x, stored, weight_format, offsets
         )
 
 

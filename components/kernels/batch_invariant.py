@@ -1,6 +1,6 @@
 """Kernels whose results for a token have the same bits in every batch, at every length, and with a cache."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from typing import Any, ClassVar
@@ -10,11 +10,12 @@ from torch import Tensor
 
 from drawloom import UserError, component, internal
 from drawloom.components.kernels.auto import AutoKernels
-from drawloom.components.kernels.choosing import PLAIN, ImplementationChoice, choose_implementation, load_implementation
+from drawloom.components.kernels.choosing import ImplementationChoice, choose_implementation, load_implementation
 from drawloom.kernels.attention.eager import AttentionImplementation
 from drawloom.kernels.batch_invariant.eager import (
     BLOCKS,
     apply_with_padded_rows,
+    attend_in_blocks,
     cut_cross_entropy_with_padded_rows,
     multiply_groups_with_padded_rows,
 )
@@ -64,9 +65,6 @@ class BatchInvariantKernels(AutoKernels):
     """
 
     batch_invariant: ClassVar[bool] = True
-    plain_functions: ClassVar[Mapping[str, str]] = PLAIN | {
-        "attend_to_cached": "batch_invariant.eager.attend_in_blocks"
-    }
     # operations with one implementation are no settings
     _attention: str = internal("auto")
     _grouped_gemm: str = internal("auto")
@@ -90,6 +88,8 @@ class BatchInvariantKernels(AutoKernels):
         return super().choose_implementation_of(operation)
 
     def _load_function(self, operation: str) -> Any:
+        if operation == "attend_to_cached":
+            return attend_in_blocks
         if operation not in OWN:
             return super()._load_function(operation)
         if self._block_attention is None:
@@ -145,7 +145,7 @@ class BatchInvariantKernels(AutoKernels):
     ) -> TokenLosses:
         """Return losses and log-sum-exp, float32 (...), like `kernels.auto`, without its filter of small gradients."""
         cut = LogitCut(ignore_index=IGNORE_INDEX, part=part)
-        return self._functions_by_operation["linear_cross_entropy"](hidden, weight, targets, cut, token_weights)  # type: ignore[no-any-return]
+        return self._functions["linear_cross_entropy"](hidden, weight, targets, cut, token_weights)  # type: ignore[no-any-return]
 
 
 def _refuse_wide_products(x: Tensor) -> None:

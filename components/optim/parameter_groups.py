@@ -171,16 +171,8 @@ def agree_on_group_indices(
 
 def _pair_with_group_index(names: Sequence[str], targets: Mapping[str, Sequence[str]]) -> list[tuple[str, int]]:
     """Pair every name with the 1-based index of its first matching group, or with 0."""
-    return [
-        (
-            name,
-            next(
-                (number for number, patterns in enumerate(targets.values(), 1) if _matches_any_pattern(name, patterns)),
-                0,
-            ),
-        )
-        for name in names
-    ]
+    numbered = [(number, pattern) for number, patterns in enumerate(targets.values(), 1) for pattern in patterns]
+    return [(name, next((number for number, pattern in numbered if fnmatchcase(name, pattern)), 0)) for name in names]
 
 
 class _PatternFault(NamedTuple):
@@ -210,7 +202,3 @@ def _find_pattern_faults(
                 name, index = matched[0]
                 text = f"matches {name!r}, but that is in {[*targets][index - 1]}; write {setting_name} before it"
                 yield _PatternFault(number, pattern, text)
-
-
-def _matches_any_pattern(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)

@@ -314,8 +314,9 @@ class ProgramExecutor:
         """Return the feature for moves of activations; a program without any does not import it."""
         if not program.offloaded:
             return []
+        from drawloom.components.distributed.offloads import Offloads
         from drawloom.components.distributed.transfers import DeviceTransfers
-        from drawloom.components.pipeline.runtime.offloads import Offloading, Offloads
+        from drawloom.components.pipeline.runtime.offloads import Offloading
 
         self._offloads = self._offloads or Offloads(DeviceTransfers(self.device.device))
         return [Offloading(self._offloads, program.offloaded)]

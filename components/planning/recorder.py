@@ -90,6 +90,10 @@ class PassCost:
     def add_repetitions(self, other: "PassCost", times: int = 1) -> "PassCost":
         """Return self + times * other; `peak_delta` is the maximum of both, to which the caller adds the growth."""
         kept = add_by_label(self.kept_bytes, other.kept_bytes, times, 0)
+        if (freed := sum(size for size in kept.values() if size < 0)) and self.kept_bytes:
+            # A block may free what a label counts, such as its input, and keep as much under another label.
+            kept = {label: max(size, 0) for label, size in kept.items()}
+            kept[max(kept, key=lambda label: kept[label])] += freed
         sums = {name: getattr(self, name) + times * getattr(other, name) for name in SUMMED}
         peak = max(self.peak_delta, other.peak_delta)
         return PassCost(
@@ -173,6 +177,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _count_storage_once(self, tensor: Tensor) -> None:
         """Count a tensor's storage as alive, unless it is already counted."""
         storage = tensor.untyped_storage()
+        if storage.device.type != "meta":
+            return  # host memory
         reference = weakref.ref(storage, self._subtract_freed_storage)
         if reference not in self._sizes:
             # Allocators hand out whole blocks of 512 bytes.

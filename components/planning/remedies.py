@@ -155,6 +155,7 @@ def list_settings_with_cost(nodes: Nodes, planned: Plan) -> Iterator[tuple[Value
     yield {"streamed": {"use": "frozen_weights.streamed"}}, "frozen weights are copied from host memory", ranks
     yield {"offload": {"use": "pipeline.offloaded"}}, "activations wait in host memory", ranks
     yield {stages: {"recompute": "blocks"}}, "each layer's forward pass runs twice", ranks
+    yield {"offload": {"use": "stages.offloaded_inputs"}}, "inputs of layers wait in host memory", ranks
     yield {stages: {"recompute": "quantized"}}, "inputs of norms and gates in 8 bits round gradients", ranks
     yield {stages: {"reshard_after_forward": True}}, "layers are gathered for each microbatch", ranks
     yield {mesh: {"data_shard": 2 * shards}}, f"{2 * ranks} ranks", 2 * ranks

@@ -205,8 +205,8 @@ class StageFeature(Feature):
     def place(self, modules: Sequence[nn.Module]) -> None:
         """Place parameters on the meta device in another memory, before all others get the device's memory."""
 
-    def place_on_meta(self, modules: Sequence[nn.Module]) -> None:
-        """Do for a plan, which has no memory, as `place` does for a run."""
+    def place_on_meta(self, modules: Sequence[nn.Module], blocks: Sequence[nn.Module]) -> None:
+        """Do for a plan, which has no memory, as `place` and `finish` do for a run."""
 
     def finish(self, modules: Sequence[nn.Module], blocks: Sequence[nn.Module]) -> None:
         """Change modules with memory and values; `blocks` are their layers."""

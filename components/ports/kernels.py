@@ -110,6 +110,10 @@ class Kernels(Protocol):
     The states of recurrent operations start at zero in every document.
     """
 
+    def import_operations(self) -> None:
+        """Import all operations, whose modules are imported at their first use: torch.compile can't follow imports."""
+        ...
+
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """
         Return x @ weight.T + bias: x (..., inputs), weight (outputs, inputs), bias (outputs,), result (..., outputs).

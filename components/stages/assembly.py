@@ -173,7 +173,8 @@ class StageAssembly:
         parallel = self.builder.build_local_modules()
         modules = [*parallel.modules.values()]
         tie_equally_named_parameters(modules)
-        self.features.place_on_meta(modules)
+        blocks = chain.from_iterable(map(self.settings.model.blocks, modules))
+        self.features.place_on_meta(modules, [*blocks])
         self._set_stages(parallel, self._create_data_parallel(parallel).create_planned_store(modules))
 
     @cached_property

@@ -155,19 +155,13 @@ def describe_chosen_layer_partition(schedule: NodeView, mesh: NodeView, model: N
             yield f"recomputed, by [{schedule.name}] {count}: {describe_recompute_policies(program.recompute)}"
 
 
-def _get_microbatch_count(schedule: NodeView, mesh: NodeView) -> int:
-    """Return the schedule's microbatch count, by default 4 per pipeline rank."""
-    return schedule.settings.get("microbatches") or 4 * PerDimension.from_settings(mesh.settings).pipeline
-
-
 def _build_program_or_none(schedule: NodeView, mesh: NodeView) -> Program | None:
-    """Return the schedule's program for its microbatch count; None if the schedule has problems."""
+    """Return the program for the schedule's microbatches, or 4 per rank; None if the schedule has problems."""
     built = build_schedule_or_none(schedule)
     with suppress(UserError, ValueError):
         if built is not None:
-            return built.program(
-                PerDimension.from_settings(mesh.settings).pipeline, _get_microbatch_count(schedule, mesh)
-            )
+            ranks = PerDimension.from_settings(mesh.settings).pipeline
+            return built.program(ranks, schedule.settings.get("microbatches") or 4 * ranks)
     return None
 
 

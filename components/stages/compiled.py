@@ -8,7 +8,7 @@ from torch import nn
 
 from drawloom import NodeView, Problem, component
 from drawloom.components.parallel.split_experts import ExpertParallel
-from drawloom.ports import StageFeature, StageNodes, WrappingOrder
+from drawloom.ports import Kernels, StageFeature, StageNodes, WrappingOrder
 
 
 @component
@@ -24,6 +24,8 @@ class CompiledBlocks(StageFeature):
     keeps_layer_shapes: ClassVar[bool] = True
     fuses_backward: ClassVar[bool] = True
 
+    kernels: Kernels
+
     @classmethod
     def check_stages(cls, feature: NodeView, nodes: StageNodes) -> Iterator[Problem]:
         """Warn about recompute policies ignored by compiled blocks."""
@@ -35,6 +37,10 @@ class CompiledBlocks(StageFeature):
             if "selective" in (schedule.settings.get("recompute") or ()):
                 hint = f"leave recompute.selective out, or remove [{feature.name}]"
                 yield schedule.warning("recompute", text.format("selective"), hint)
+
+    def open(self) -> None:
+        """Import all kernels, because torch.compile can't follow an import."""
+        self.kernels.import_operations()
 
     def finish(self, modules: Sequence[nn.Module], blocks: Sequence[nn.Module]) -> None:
         for block in blocks:

@@ -36,9 +36,9 @@ class FeatureStack(StageFeature):
         for feature in self.features:
             feature.place(modules)
 
-    def place_on_meta(self, modules: Sequence[nn.Module]) -> None:
+    def place_on_meta(self, modules: Sequence[nn.Module], blocks: Sequence[nn.Module]) -> None:
         for feature in self.features:
-            feature.place_on_meta(modules)
+            feature.place_on_meta(modules, blocks)
 
     def finish(self, modules: Sequence[nn.Module], blocks: Sequence[nn.Module]) -> None:
         for feature in self.features:

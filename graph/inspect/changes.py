@@ -1,9 +1,6 @@
-"""The resolved recipe of a graph, and the differences between two recipes by node and key."""
+"""Differences between two recipes, by node and key."""
 
-import hashlib
-import os
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -11,78 +8,19 @@ import attrs
 from drawloom.graph.component import Impact
 from drawloom.graph.inspect.serialize import (
     Plain,
-    describe_provenance,
     find_variable_used_as_whole_value,
     flatten_inline_nodes,
     serialize_nodes,
     serialize_recipe,
 )
 from drawloom.graph.problems import Problem, RecipeError
-from drawloom.graph.recipe.layers import STARTED_IN, Leaf
-from drawloom.graph.recipe.lockfile import RecipeChange, ResolvedRecipe
-from drawloom.graph.recipe.merged import FORMAT, MergedRecipe
-from drawloom.graph.toml.emit import dump_canonical, dump_key, dump_toml
+from drawloom.graph.recipe.layers import Leaf
+from drawloom.graph.recipe.lockfile import RecipeChange
+from drawloom.graph.recipe.merged import MergedRecipe
+from drawloom.graph.toml.emit import dump_canonical, dump_toml
 from drawloom.graph.toml.parsing import parse
 from drawloom.graph.wiring.graph import Graph
 from drawloom.graph.wiring.node import Node
-
-MAX_ALIGNED_WIDTH = 60
-"""Longest line that counts for aligning the provenance comments of a table in one column."""
-
-
-def make_resolved_recipe(graph: Graph, *, accept_changes: bool = False) -> ResolvedRecipe:
-    """Return a valid graph's resolved recipe."""
-
-    def draw_svg(step: bool) -> str:
-        """Draw the graph, or the dataflow in a training step."""
-        from drawloom.graph.drawing.draw import draw  # few runs need pictures
-
-        return draw(graph, Path(graph.recipe.source).stem, graph.root, "svg", step=step)
-
-    return ResolvedRecipe(
-        lambda: format_resolved_recipe(graph),
-        lambda: hash_recipe(serialize_nodes(graph.nodes, recorded=True)),
-        accept_changes,
-        lambda older: compare_with_text(older, graph),
-        draw_svg,
-        lock=lambda: format_resolved_recipe(graph, is_lock=True),
-    )
-
-
-def format_resolved_recipe(graph: Graph, *, is_lock: bool = False) -> str:
-    """
-    Write every node with every setting and edge, as TOML 1.0 from which the same graph can be read.
-
-    A comment on every line says where the value came from: so a run folder records which values were chosen and which
-    are defaults. Comments are not part of the hash. A lock file has relative paths, and the folder for them.
-    """
-    lines = [f"format = {FORMAT}"]
-    if is_lock:
-        lines.append(f"{STARTED_IN} = {dump_toml(graph.recipe.folder or os.getcwd())}")
-    for name, table in serialize_nodes(graph.nodes, recorded=is_lock).items():
-        written = {key: f"{dump_key(key)} = {dump_toml(value)}" for key, value in table.items()}
-        width = max(len(line) for key, line in written.items() if len(line) <= MAX_ALIGNED_WIDTH or key == "use")
-        lines += ["", f"[{'.'.join(map(dump_key, name.split('.')))}]"]
-        lines += [
-            f"{line:{width}}  # {_format_origin_comment(graph, graph.nodes[name], key)}"
-            for key, line in written.items()
-        ]
-    # Empty groups are written, so that "@group.*" stays a valid reference.
-    empty = [name for name, members in graph.recipe.groups.items() if not members]
-    lines += [line for name in empty for line in ("", f"[{dump_key(name)}]")]
-    return "\n".join(lines) + "\n"
-
-
-def _format_origin_comment(graph: Graph, node: Node, key: str) -> str:
-    """Return a value's origin as printable text for a TOML comment."""
-    # A file name may contain a newline or a control character, which must not end the comment.
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in describe_provenance(graph, node, key))
-
-
-def hash_recipe(plain: Plain) -> str:
-    """Return the hexadecimal SHA-256 of serialized nodes, independent of their order and the order of their keys."""
-    return hashlib.sha256(dump_canonical(plain).encode()).hexdigest()
-
 
 IMPACTS: tuple[Impact, ...] = ("safe", "changes_training", "incompatible")
 

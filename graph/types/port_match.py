@@ -196,17 +196,15 @@ def find_call_mismatch(method: Callable[..., Any], expected: Callable[..., Any])
     """
     Return why `method` can't be called like `expected`. Both signatures are compared without `self`. Empty if it can.
     """
-    own, port_signature = (_signature_without_self(function) for function in (method, expected))
+    own, port_signature = (
+        Signature([*inspect.signature(function).parameters.values()][1:]) for function in (method, expected)
+    )
     if not all(_accepts_call(own, call, port_signature) for call in _generate_allowed_calls(port_signature)):
         name, parameters = expected.__name__, _format_parameters(port_signature)
         return f"has a {name}({_format_parameters(own)}) that can't be called as {name}({parameters})"
     if inspect.iscoroutinefunction(method) != inspect.iscoroutinefunction(expected):
         return f"has {expected.__name__}() {'as' if inspect.iscoroutinefunction(method) else 'not as'} a coroutine"
     return ""
-
-
-def _signature_without_self(function: Callable[..., Any]) -> Signature:
-    return Signature([*inspect.signature(function).parameters.values()][1:])
 
 
 def _generate_allowed_calls(signature: Signature) -> Iterator[Call]:

@@ -82,7 +82,7 @@ class ValueConverter:
         converter.register_structure_hook_factory(
             lambda kind: _get_origin_or_type(kind) in (dict, Mapping), _make_mapping_hook
         )
-        converter.register_structure_hook_factory(_is_attrs_class, self._make_class_hook)
+        converter.register_structure_hook_factory(attrs.has, self._make_class_hook)
         for kind in (str, bytes, bool, int, float, Path, date, time, Enum):  # and their subclasses
             converter.register_structure_hook(kind, _structure_scalar)
         return converter
@@ -284,10 +284,6 @@ def _is_literal(kind: Any) -> bool:
 
 def _is_choice(kind: Any) -> bool:
     return _is_literal(kind) or (isinstance(kind, type) and issubclass(kind, Enum))
-
-
-def _is_attrs_class(kind: Any) -> bool:
-    return isinstance(kind, type) and attrs.has(kind)
 
 
 def _is_string(value: Any) -> bool:

@@ -259,7 +259,7 @@ class EdgeResolver:
         port = " or ".join(port.__name__ for port in field.ports)
         if not fitting:
             text = f"{node.spec.use!r} needs a {port} for {field.name!r}, but no node implements it"
-            uses = self._list_fitting_components(field)
+            uses = [spec.use for spec in self.registry.specs() if implements_any(spec.cls, field.ports)]
             more = " or another" if len(uses) > MAX_CANDIDATES_SHOWN else ""
             named = " or ".join(f'"{use}"' for use in uses[:MAX_CANDIDATES_SHOWN])
             hint = f"add a node with use = {named}{more}" if uses else "add a node that implements it"
@@ -273,10 +273,6 @@ class EdgeResolver:
         hint = "write " + " or ".join(f'{field.name} = "@{name}"' for name in fitting[:MAX_CANDIDATES_SHOWN])
         quantifier = "both" if len(fitting) == 2 else "all"
         node.add_problem("DL316", f"{field.name!r} needs one {port}, but {names} {quantifier} implement it", hint)
-
-    def _list_fitting_components(self, field: Field) -> list[str]:
-        """Return the components that implement a field's port, by `use`."""
-        return [spec.use for spec in self.registry.specs() if implements_any(spec.cls, field.ports)]
 
     def report_unnamed_inline_nodes(self) -> None:
         """

@@ -148,7 +148,7 @@ class _CutCrossEntropy(Function):
         # A deferred weight gradient computes the logits a third time, in exchange for keeping none.
         if needs.weight and getattr(ctx.weight_gradient, "active", False):
             optional = () if grad_lse is None else (grad_lse,)
-            ctx.weight_gradient(_DeferredWeightGradient(ctx.implementation, ctx.cut), *inputs, *optional)
+            ctx.weight_gradient(RecomputedWeightGradient(ctx.implementation, ctx.cut), *inputs, *optional)
             needs = NeededGradients(needs.hidden, False)
         grad_hidden, grad_weight = ctx.implementation.backward(*inputs, grad_lse, ctx.cut, needs)
         if grad_hidden is not None:
@@ -157,8 +157,8 @@ class _CutCrossEntropy(Function):
 
 
 @dataclass(frozen=True)
-class _DeferredWeightGradient:
-    """Function for a deferred weight gradient, given an implementation's `backward` arguments."""
+class RecomputedWeightGradient:
+    """Function for the weight's gradient by an implementation, given the arguments of its `backward`."""
 
     implementation: CutCrossEntropy
     cut: LogitCut

@@ -39,6 +39,7 @@ from torch.autograd import Function
 from drawloom.kernels.cross_entropy.cut import (
     CutCrossEntropy,
     NeededGradients,
+    RecomputedWeightGradient,
     count_logits_bytes,
     find_local_target_rows,
     sort_vocabulary_by_mean_logit,
@@ -495,6 +496,8 @@ Cut cross entropy for float32, bfloat16 and float16; results are float32. A targ
 NaN.
 """
 
+_RECOMPUTED = RecomputedWeightGradient(cut_cross_entropy_triton, EXACT)
+
 
 MAX_LOGITS = 5 * 2**28
 """Limit on logits in memory at once: 2.5 GiB in bfloat16, or 8192 tokens by 160 thousand words."""
@@ -660,7 +663,7 @@ class _InChunks(Function):
             grad_weight = ctx.weight_gradient(_scale_and_cast_gradient, sum_grad_weight, grad_losses[:1], weight)
         else:
             local = find_local_target_rows(targets, len(weight), ctx.ignore_index, None)
-            grad_weight = ctx.weight_gradient(_recompute_weight_gradient, hidden, weight, local, lse, finite * factors)
+            grad_weight = ctx.weight_gradient(_RECOMPUTED, hidden, weight, local, lse, finite * factors)
         return grad_hidden, grad_weight, None, None, None, None, None
 
 
@@ -674,7 +677,7 @@ def _recompute_both_gradients(
     grad, grad_lse = compute_logit_grad_factors(weighted_grad, grad_lse, targets != ctx.ignore_index, torch.float32)
     local = find_local_target_rows(targets, len(weight), ctx.ignore_index, None)
     inputs = [hidden, weight, local, lse, grad] + ([] if grad_lse is None else [grad_lse])
-    grad_weight = ctx.weight_gradient(_recompute_weight_gradient, *inputs) if needs_weight else None
+    grad_weight = ctx.weight_gradient(_RECOMPUTED, *inputs) if needs_weight else None
     if not needs_hidden:
         return None, grad_weight
     grad_hidden, _ = cut_cross_entropy_triton.backward(
@@ -687,15 +690,6 @@ def _scale_and_cast_gradient(gradient: Tensor, factor: Tensor, weight: Tensor) -
     """Scale a gradient, and cast it to the sums' dtype; without tokens there is no factor."""
     dtype = weight.grad_dtype if weight.is_leaf else weight.dtype
     return (gradient * factor if len(factor) else gradient).to(dtype=dtype)
-
-
-def _recompute_weight_gradient(
-    hidden: Tensor, weight: Tensor, targets: Tensor, lse: Tensor, grad: Tensor, grad_lse: Tensor | None = None
-) -> Tensor:
-    """Compute the weight's gradient from recomputed logits."""
-    inputs = hidden, weight, targets, lse, grad, grad_lse
-    _, grad_weight = cut_cross_entropy_triton.backward(*inputs, EXACT, NeededGradients(False, True))
-    return grad_weight  # type: ignore[return-value]
 
 
 def _allocate_losses_and_grad_logits(hidden: Tensor, weight: Tensor, needed: bool) -> tuple[Tensor, Tensor, Tensor]:

@@ -505,6 +505,10 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     },
     "stages.materialized": lambda folder: {"precision": {"compute": "bfloat16", "gradient": "float32"}},
     "stages.compiled": lambda folder: {"compile": {"use": "stages.compiled"}},
+    "stages.offloaded_inputs": lambda folder: {
+        "offload": {"use": "stages.offloaded_inputs"},
+        "stages": {"recompute": "blocks"},
+    },
     "float8.training": lambda folder: {
         "float8": {"use": "float8.training", "exclude": ["*"]},
         "precision": {"compute": "bfloat16"},

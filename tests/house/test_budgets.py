@@ -3,10 +3,10 @@
 from house import budgets
 
 BUDGETS = {
-    "tokens of the source": 663_707,
+    "tokens of the source": 663_702,
     "files that name float8 outside its folder": 8,
-    "code lines imported by check": 13_974,
-    "code lines imported by run": 21_529,
+    "code lines imported by check": 13_963,
+    "code lines imported by run": 20_805,
     "functions on the journey rate": 39,
     "files on the journey rate": 20,
     "functions on the journey batch": 149,

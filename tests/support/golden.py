@@ -16,7 +16,7 @@ from pathlib import Path
 import attrs
 
 from drawloom.graph.cli.main import main, split_off_overrides
-from drawloom.graph.inspect.changes import make_resolved_recipe
+from drawloom.graph.inspect.resolved import make_resolved_recipe
 from drawloom.graph.problems import RecipeError
 from drawloom.graph.project import Project
 

@@ -42,7 +42,7 @@ from drawloom.graph.cli.command import (
     output_class,
     print_escaped_text,
 )
-from drawloom.graph.inspect.changes import make_resolved_recipe
+from drawloom.graph.inspect.resolved import make_resolved_recipe
 from drawloom.graph.problems import did_you_mean
 from drawloom.graph.recipe.lockfile import LOCK
 from drawloom.ports import IN_PARAMETERS, STEP_SPECS

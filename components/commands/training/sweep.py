@@ -54,7 +54,7 @@ from drawloom.graph.cli.command import (
     output_class,
     print_escaped_text,
 )
-from drawloom.graph.inspect.changes import make_resolved_recipe
+from drawloom.graph.inspect.resolved import make_resolved_recipe
 from drawloom.graph.recipe.lockfile import LOCK
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM)

@@ -26,6 +26,7 @@ class CappedCausalLM(CausalLM):
     """Span of a model whose logits are bounded by the config's `final_logit_softcapping`, unless it is None."""
 
     def forward(self, inputs: Tensor, shared: TokenContext, finish: Finish | None = None) -> Any:
+        """Apply `CausalLM`, with bounded logits, to inputs (rows, length) or hidden states (rows, length, width)."""
         architecture: Any = self.model.architecture
         size, cap = architecture.vocab_size, architecture.final_logit_softcapping
         if finish is None or cap is None:

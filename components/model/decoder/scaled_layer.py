@@ -23,4 +23,5 @@ class ScaledBlock(Block):
         self.layer_scalar.fill_(1.0)
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
+        """Return the layer's result times its number: (rows, length, width)."""
         return super().forward(hidden, context) * self.layer_scalar.to(hidden.dtype)

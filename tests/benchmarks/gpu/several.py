@@ -84,6 +84,12 @@ DEGREES = {
 }
 """Mesh dimension -> torchtitan's key."""
 
+LORA = (
+    *('stages.adapters=["@adapters.*"]', 'adapters.lora.use="adapters.lora"', 'adapters.lora.targets=["*_proj"]'),
+    *("adapters.lora.rank=16", "adapters.lora.alpha=32.0"),
+)
+LONG = ('stages.recompute="blocks"', 'offload.use="stages.offloaded_inputs"')
+
 SCHEDULES = {"one_f_one_b": "1F1B", "zero_bubble_v": "ZBVZeroBubble"}
 WEIGHT_BYTES = 2
 
@@ -129,6 +135,7 @@ def list_rows(ranks: int) -> list[Row]:
     small, large, experts = MODELS
     half, symmetric = ranks // 2, ('dispatcher.use="experts.symmetric"',)
     kept = ("stages.reshard_after_forward=false",)
+    pipelined_in_v = ('schedule.use="pipeline.schedules.zero_bubble_v"',)
     rows = [
         Row(small, {"data_shard": ranks}, 4),
         Row(small, {"data_shard": ranks}, 4, edits=kept),
@@ -138,11 +145,16 @@ def list_rows(ranks: int) -> list[Row]:
         Row(large, {"tensor": 2, "data_shard": half}, 4),
         Row(small, {"context": ranks}, 1, 32_768),
         Row(experts, {"data_shard": ranks, "expert": ranks}, 4, edits=(*kept, *symmetric)),
+        Row(large, {"data_shard": ranks}, 2, edits=('float8.use="float8.training"',)),
+        Row(large, {"data_shard": ranks}, 2, edits=LORA),
+        Row(large, {"context": ranks}, 1, 262_144, edits=LONG),
+        Row(large, {"pipeline": 2, "data_shard": half}, 1, microbatches=8, edits=pipelined_in_v),
     ]
     pipelined = {"pipeline": ranks}
     for schedule in ("one_f_one_b", "zero_bubble_v", "auto"):
         edits = (f'schedule.use="pipeline.schedules.{schedule}"',)
         rows.append(Row(large, pipelined, 1, microbatches=4 * ranks, edits=edits))
+    rows = rows if half > 1 else [row for row in rows if row.mesh.keys() != {"pipeline", "data_shard"}]
     return [attrs.evolve(row, mesh={name: size for name, size in row.mesh.items() if size > 1}) for row in rows]
 
 
@@ -247,19 +259,20 @@ def _time(collective: Any, whole: torch.Tensor, device: torch.device) -> float:
 def print_row(row: Row, rates: Mapping[str, float], folder: Path, runs_alone: dict[Row, "Result"]) -> None:
     """Print a row's lines, or its failure; rows share runs on one GPU."""
     print(row.name, flush=True)
+    steps, compared = (3, 1) if row.length > 2**17 else (STEPS, COMPARED)  # a step of a long row takes minutes
     one = attrs.evolve(row, mesh={}, microbatches=row.global_rows // row.rows, edits=_edits_on_one_gpu(row))
     try:
         if one not in runs_alone:
-            runs_alone[one] = run_ours(one, folder, COMPARED)
+            runs_alone[one] = run_ours(one, folder, compared)
         alone = runs_alone[one]
-        ours = run_ours(row, folder, STEPS)
+        ours = run_ours(row, folder, steps)
     except RuntimeError as error:
         print(f"    failed: {str(error).strip().splitlines()[-1]}", flush=True)
         return
     differences = [abs(a - b) for a, b in zip(ours.losses, alone.losses, strict=False)]
     tokens = row.global_rows * row.tokens_per_row
     print(f"    drawloom    {ours.describe(tokens, row.ranks)}; losses differ by {max(differences):.1e}")
-    computing = statistics.median(alone.seconds[1:]) / row.ranks
+    computing = statistics.median(alone.seconds[1:] or alone.seconds) / row.ranks
     sending = sum(count / rates[name] for name, count in list_bytes_sent(row).items())
     floor = max(computing, sending)
     parts = f"{computing * 1e3:.1f} ms computing, {sending * 1e3:.1f} ms sending"
@@ -278,13 +291,13 @@ class Result:
 
     def describe(self, tokens: int, ranks: int) -> str:
         """Return rate, time and memory for `tokens` in a step."""
-        seconds = statistics.median(self.seconds[WARM_UPS:])
+        seconds = statistics.median(self.seconds[min(WARM_UPS, len(self.seconds) // 2) :])
         rate = tokens / seconds / ranks
         return f"{rate:>9,.0f} tokens/s a GPU, {seconds * 1e3:.1f} ms, {self.peak / 2**30:.1f} GiB"
 
 
 def _edits_on_one_gpu(row: Row) -> tuple[str, ...]:
-    return tuple(edit for edit in row.edits if not edit.startswith(("schedule", "dispatcher", "stages")))
+    return tuple(edit for edit in row.edits if not edit.startswith(("schedule", "dispatcher", "stages.reshard")))
 
 
 def write_recipe(row: Row, folder: Path, steps: int) -> Path:

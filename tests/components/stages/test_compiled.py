@@ -28,7 +28,9 @@ def built(compiled: bool) -> Any:
     for name, parameter in module.named_parameters():
         model.initialize_parameter(name, parameter, 1)
     if compiled:
-        CompiledBlocks().finish([module], model.blocks(module))
+        feature = CompiledBlocks(kernels=kernels)
+        feature.open()
+        feature.finish([module], model.blocks(module))
     make_recomputable(model.blocks(module))
     return module
 
@@ -39,7 +41,7 @@ def test_tokens_that_travel_are_not_compiled() -> None:
         model: Any = sparse()
         block: Any = model.blocks(model.build(LayerRange(0, 1, embedding=True, head=False)))[0]
         block.mlp.experts.dispatcher = dispatcher
-        CompiledBlocks().finish([], [block])
+        CompiledBlocks(kernels=cpu_kernels()).finish([], [block])
         assert hasattr(block.mlp.experts.forward, "_torchdynamo_disable") == (dispatcher is not None)
 
 

@@ -7,7 +7,8 @@ import pytest
 import tomli
 from hypothesis import given
 
-from drawloom.graph.inspect.changes import diff, make_resolved_recipe
+from drawloom.graph.inspect.changes import diff
+from drawloom.graph.inspect.resolved import make_resolved_recipe
 from drawloom.graph.problems import RecipeError
 from drawloom.graph.project import Project
 from drawloom.graph.recipe.merged import MergedRecipe

@@ -11,7 +11,7 @@ import tomli
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drawloom.graph.inspect.changes import hash_recipe, make_resolved_recipe
+from drawloom.graph.inspect.resolved import hash_recipe, make_resolved_recipe
 from drawloom.graph.inspect.serialize import convert_to_toml_types, flatten_inline_nodes, serialize_nodes
 from drawloom.graph.project import Project
 from drawloom.graph.recipe.lockfile import ResolvedRecipe

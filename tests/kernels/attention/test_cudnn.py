@@ -93,7 +93,7 @@ def test_pieces_equal_their_queries_in_whole_rows(indices: tuple[int, ...], has_
 def test_packed_rows_and_windows_use_flex_attention() -> None:
     """The mask is flex_attention's unless each row is one document and there is no window."""
     kernels = cpu_kernels()
-    kernels._functions_by_operation["attention"] = CUDNN
+    kernels._functions["attention"] = CUDNN
     documents = torch.tensor([[0] * 30 + [1] * 34, [0] * 64], device=DEVICE)
     assert kernels.attention_mask(documents[1:], one_document_per_row=True) is ONE_DOCUMENT_PER_ROW
     for ids, window, whole in ((documents, None, False), (documents[1:], 5, True)):

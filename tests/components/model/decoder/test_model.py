@@ -98,7 +98,7 @@ def with_flex(make: Make) -> tuple[nn.Module, list[torch.Tensor]]:
         asked.append(documents)
         return FLEX.mask(documents, window)
 
-    kernels._functions_by_operation["attention"] = AttentionImplementation(mask, FLEX.attend)
+    kernels._functions["attention"] = AttentionImplementation(mask, FLEX.attend)
     return whole(make(num_hidden_layers=3, kernels=kernels)), asked
 
 

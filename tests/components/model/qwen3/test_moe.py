@@ -283,6 +283,7 @@ def test_the_model_compiles_without_graph_breaks(choices: dict[str, Any]) -> Non
     module, (tokens, targets) = whole(model).to(DEVICE), (x.to(DEVICE) for x in random_rows(model, 2, 11))
     shared = to(DEVICE, one_document(2, 11))
     runs = []
+    model.kernels.import_operations()
     for called in (module, torch.compile(module, fullgraph=True, backend="aot_eager")):
         losses = losses_of(called, tokens, shared, targets)
         runs.append((losses, *torch.autograd.grad(losses.sum(), list(module.parameters()))))

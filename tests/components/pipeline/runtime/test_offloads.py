@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import drawloom
-from drawloom.components.pipeline.runtime.offloads import Offloads
+from drawloom.components.distributed.offloads import Offloads
 from drawloom.components.pipeline.schedules.gpipe import GPipe
 from drawloom.kernels.recompute.saved_tensors import Collecting
 from support.observers_of_runs import TINY
