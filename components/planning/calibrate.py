@@ -100,14 +100,6 @@ def load_local_device_model() -> DeviceModel:
     return model if device.type == "cpu" else attrs.evolve(model, host_memory=_measure_host_memory_per_gpu())
 
 
-def load_device_model_of_run(device: torch.device) -> DeviceModel:
-    """Return this machine's device model, with the memory of a run's GPU."""
-    model = load_local_device_model()
-    if device.type == "cuda":
-        model = attrs.evolve(model, memory=torch.cuda.get_device_properties(device).total_memory)
-    return model
-
-
 def _load_calibration_or_table_entry(device: torch.device) -> DeviceModel:
     """Return a device's calibration, or its table entry. Raises UserError without either."""
     if (path := get_calibration_path(device)).is_file():

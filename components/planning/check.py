@@ -5,8 +5,11 @@ import statistics
 import tomllib
 from collections.abc import Callable
 
+import attrs
+import torch
+
 from drawloom import RecipeError, ResolvedRecipe, UserError, component, internal, setting
-from drawloom.components.planning.calibrate import load_device_model_of_run
+from drawloom.components.planning.calibrate import load_local_device_model
 from drawloom.components.planning.plan import Plan, plan
 from drawloom.components.planning.remedies import describe_excess
 from drawloom.components.planning.text import format_time_percentages
@@ -88,7 +91,10 @@ class PlanCheck:
     def _try_to_plan(self) -> Plan | None:
         """Plan this run; log the reason and return None if it can't be planned."""
         try:
-            device = load_device_model_of_run(self.device.device)
+            device = load_local_device_model()
+            if self.device.device.type == "cuda":
+                memory = torch.cuda.get_device_properties(self.device.device).total_memory
+                device = attrs.evolve(device, memory=memory)
             return plan(Recipe.of(tomllib.loads(self.recipe.text)), device, self.processes.world_size)
         except (UserError, RecipeError, NotImplementedError) as error:
             log.info("plan    none: %s", error)

@@ -17,17 +17,26 @@ from drawloom.components.planning.measured_step import UPDATE, WAITING, WHOLE_ST
 from drawloom.components.planning.nodes import Nodes
 from drawloom.components.planning.plan import Plan
 from drawloom.components.planning.recorder import OPERATIONS, Work, add_by_label
-from drawloom.components.planning.remedies import RemedyData, TriedPlan, list_settings_with_cost, try_settings
+from drawloom.components.planning.remedies import (
+    RemedyData,
+    TriedPlan,
+    Values,
+    list_settings_against_memory,
+    try_settings,
+)
+from drawloom.components.planning.search import SCHEDULES
 from drawloom.components.planning.step_time import find_busiest_rank, is_host_bound
 from drawloom.components.storage.byte_size import format_decimal_byte_size
 from drawloom.graph.cli.result import output, output_class
 from drawloom.graph.cli.terminal import format_table
 from drawloom.graph.project import Recipe
-from drawloom.ports import OPS
+from drawloom.ports import OPS, Batching
 
 UNPLANNED = "waiting that is not planned"
 
 MAX_GAPS = 3
+
+SHARD_SETTINGS = ("reshard_after_forward", "sync_each_microbatch")
 
 MIN_GAIN = 0.01
 """Smallest gap, and smallest gain, in steps: plans are not more accurate."""
@@ -158,7 +167,33 @@ def _sum_work(planned: Plan) -> Mapping[str, Work]:
 
 def _find_faster_plans(recipe: Recipe, planned: Plan) -> Iterator[TriedPlan]:
     """Yield plans with other settings that are valid, fit, and are faster."""
-    for values, cost, ranks in list_settings_with_cost(Nodes.from_recipe(recipe), planned):
-        tried = try_settings(recipe, values, cost, planned.device, ranks) if ranks == planned.ranks else None
+    nodes = Nodes.from_recipe(recipe)
+    for values, cost in _list_settings_with_cost(nodes, planned):
+        tried = try_settings(recipe, values, cost, planned.device, planned.ranks)
         if tried and tried.plan.fits and tried.plan.time.seconds < (1 - MIN_GAIN) * planned.time.seconds:
             yield tried
+
+
+def _list_settings_with_cost(nodes: Nodes, planned: Plan) -> Iterator[tuple[Values, str]]:
+    """Yield settings and their cost in words; some are invalid in this recipe, or change nothing."""
+    for values, cost, ranks in list_settings_against_memory(nodes, planned):
+        if ranks == planned.ranks:
+            yield values, cost
+    sizes, mesh, stages = planned.mesh.sizes, nodes.mesh_node, nodes.stages_node
+    rows, shards = nodes.settings(Batching)["micro_size"], sizes.data_shard
+    for size in (2 * rows, 4 * rows, 8 * rows):
+        yield {nodes.find_only_node(Batching): {"micro_size": size}}, "a microbatch has more activations"
+    yield {stages: {"recompute": "none"}}, "all activations are kept"
+    for keys in (SHARD_SETTINGS[:1], SHARD_SETTINGS[1:], SHARD_SETTINGS):
+        yield {stages: dict.fromkeys(keys, False)}, "whole parameters or gradients are kept"
+    for schedule in SCHEDULES:
+        yield {nodes.schedule_node: {"use": f"pipeline.schedules.{schedule}"}}, "passes have another order"
+    if "float8" in planned.device.peaks:
+        yield {"float8": {"use": "float8.training"}}, "products round to 8 bits"
+    yield {"capture": {"use": "pipeline.captured"}}, "passes are CUDA graphs"
+    yield {stages: {"dispatcher": {"use": "experts.symmetric"}}}, "experts' ranks need NVLink"
+    yield {mesh: {"data_shard": 1, "data_replicate": shards * sizes.data_replicate}}, "parameters are not sharded"
+    for name, size in (("tensor", sizes.tensor), ("pipeline", sizes.pipeline)):
+        yield {mesh: {name: 1, "data_shard": shards * size}}, "parameters are gathered from other ranks"
+    for name in nodes.streaming_optimizer_nodes:
+        yield {name: {"states": "device"}}, "optimizer state stays on the device"

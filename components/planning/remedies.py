@@ -18,8 +18,6 @@ from drawloom.ports import Batching, Precision
 Values = Mapping[str, Mapping[str, Any]]
 """Settings by node."""
 
-SHARD_SETTINGS = ("reshard_after_forward", "sync_each_microbatch")
-
 
 @output_class
 class RemedyData:
@@ -77,7 +75,7 @@ def find_remedies(recipe: Recipe, planned: Plan) -> list[TriedPlan]:
     """
     helpful = [
         remedy
-        for values, cost, ranks in list_settings_with_cost(Nodes.from_recipe(recipe), planned)
+        for values, cost, ranks in list_settings_against_memory(Nodes.from_recipe(recipe), planned)
         if _saves_memory(remedy := try_settings(recipe, values, cost, planned.device, ranks), planned)
     ]
     helpful.sort(key=lambda remedy: -remedy.plan.peak_bytes)
@@ -110,7 +108,7 @@ def _combine_until_fit(recipe: Recipe, planned: Plan) -> Iterator[TriedPlan]:
     """Yield the shortest combination of leading candidates with which the recipe fits, if any."""
     so_far: dict[str, dict[str, Any]] = {}
     best = planned
-    for values, _, ranks in list_settings_with_cost(Nodes.from_recipe(recipe), planned):
+    for values, _, ranks in list_settings_against_memory(Nodes.from_recipe(recipe), planned):
         merged = {node: {**so_far.get(node, {}), **values.get(node, {})} for node in {**so_far, **values}}
         remedy = try_settings(recipe, merged, "together", best.device, ranks)
         if _saves_memory(remedy, best):
@@ -135,20 +133,20 @@ def _saves_memory(remedy: TriedPlan | None, unfitting_plan: Plan) -> TypeGuard[T
     return remedy is not None and remedy.plan.peak_bytes < 0.99 * unfitting_plan.peak_bytes
 
 
-def list_settings_with_cost(nodes: Nodes, planned: Plan) -> Iterator[tuple[Values, str, int]]:
+def list_settings_against_memory(nodes: Nodes, planned: Plan) -> Iterator[tuple[Values, str, int]]:
     """
-    Yield settings, their cost in words, and the rank count: first against memory, cheap ones first, then against time.
+    Yield settings, their cost in words, and the rank count; cheap settings first.
 
     Some are invalid in this recipe, or change nothing.
     """
     ranks, sizes, mesh, stages = planned.ranks, planned.mesh.sizes, nodes.mesh_node, nodes.stages_node
     batch, rows = nodes.find_only_node(Batching), nodes.settings(Batching)["micro_size"]
-    shards, replicas, gathered = sizes.data_shard, sizes.data_replicate, "parameters are gathered from other ranks"
+    more = {"data_shard": sizes.data_shard * sizes.data_replicate, "data_replicate": 1}
     yield {stages: {"sync_each_microbatch": True}}, "gradients are reduced for each microbatch", ranks
     yield {stages: {"recompute": "selective"}}, "norms and gates are computed twice", ranks
     yield {nodes.find_only_node(Precision): {"compute": "bfloat16"}}, "layers compute with 8 bits of fraction", ranks
     yield {batch: {"micro_size": max(1, rows // 2)}}, "products of fewer rows are slower", ranks
-    yield {mesh: {"data_shard": shards * replicas, "data_replicate": 1}}, gathered, ranks
+    yield {mesh: more}, "parameters are gathered from other ranks", ranks
     for name in nodes.streaming_optimizer_nodes:
         yield {name: {"states": "host"}}, "optimizer state is streamed from host memory in each step", ranks
         yield {name: {"state_dtype": "uint8"}}, "means of the optimizer have 8 bits", ranks
@@ -158,23 +156,7 @@ def list_settings_with_cost(nodes: Nodes, planned: Plan) -> Iterator[tuple[Value
     yield {"offload": {"use": "stages.offloaded_inputs"}}, "inputs of layers wait in host memory", ranks
     yield {stages: {"recompute": "quantized"}}, "inputs of norms and gates in 8 bits round gradients", ranks
     yield {stages: {"reshard_after_forward": True}}, "layers are gathered for each microbatch", ranks
-    yield {mesh: {"data_shard": 2 * shards}}, f"{2 * ranks} ranks", 2 * ranks
-    for size in (2 * rows, 4 * rows, 8 * rows):
-        yield {batch: {"micro_size": size}}, "a microbatch has more activations", ranks
-    yield {stages: {"recompute": "none"}}, "all activations are kept", ranks
-    for keys in (SHARD_SETTINGS[:1], SHARD_SETTINGS[1:], SHARD_SETTINGS):
-        yield {stages: dict.fromkeys(keys, False)}, "whole parameters or gradients are kept", ranks
-    for schedule in ("one_f_one_b", "zero_bubble_v"):
-        yield {nodes.schedule_node: {"use": f"pipeline.schedules.{schedule}"}}, "passes have another order", ranks
-    if "float8" in planned.device.peaks:
-        yield {"float8": {"use": "float8.training"}}, "products round to 8 bits", ranks
-    yield {"capture": {"use": "pipeline.captured"}}, "passes are CUDA graphs", ranks
-    yield {stages: {"dispatcher": {"use": "experts.symmetric"}}}, "experts' ranks need NVLink", ranks
-    yield {mesh: {"data_shard": 1, "data_replicate": shards * replicas}}, "parameters are not sharded", ranks
-    for dimension in ("tensor", "pipeline"):
-        yield {mesh: {dimension: 1, "data_shard": shards * getattr(sizes, dimension)}}, gathered, ranks
-    for name in nodes.streaming_optimizer_nodes:
-        yield {name: {"states": "device"}}, "optimizer state stays on the device", ranks
+    yield {mesh: {"data_shard": 2 * sizes.data_shard}}, f"{2 * ranks} ranks", 2 * ranks
 
 
 def format_remedies(remedies: Sequence[TriedPlan]) -> str:
