@@ -1,9 +1,11 @@
 """Measured seconds in a run's steps, by operation if the run was traced."""
 
+import json
 import math
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 
@@ -12,8 +14,8 @@ import attrs
 from drawloom import UserError
 from drawloom.components.planning.check import WARM_UP_STEPS
 from drawloom.components.planning.recorder import ATTENTION, ELEMENTWISE, PRODUCTS
-from drawloom.components.planning.traces import ACTION, STEP, Operation, Span, find_newest_trace_files, read_trace
-from drawloom.components.report.metrics import Column, read_metrics
+from drawloom.components.planning.traces import ACTION, STEP, Span, TracedOperation, find_newest_trace_files, read_trace
+from drawloom.components.storage.regular_file import open_regular_file
 
 UPDATE, WAITING, WHOLE_STEP = "update", "exchanges and waiting", "step"
 """
@@ -41,10 +43,7 @@ class MeasuredStep:
 
 def read_measured_step(folder: Path, pipeline_ranks: int, rank: int) -> MeasuredStep:
     """Read a pipeline rank's newest trace, or else the median step in `metrics.jsonl`."""
-    columns = read_metrics(folder).columns
-    step, excluded = (columns.get(f"seconds/{name}", Column()) for name in ("step", "excluded"))
-    by_number = dict(zip(excluded.steps, excluded.values, strict=True))
-    seconds = [value - by_number.get(number, 0.0) for number, value in zip(step.steps, step.values, strict=True)]
+    seconds = _read_seconds_of_steps(folder / "metrics.jsonl")
     median = statistics.median(seconds[WARM_UP_STEPS:] or seconds or [0.0])
     if (folder / "traces").is_dir():
         paths = find_newest_trace_files(folder, pipeline_ranks)
@@ -53,6 +52,18 @@ def read_measured_step(folder: Path, pipeline_ranks: int, rank: int) -> Measured
     if not median:
         return MeasuredStep("nothing, because `metrics.jsonl` has no steps with metrics.phase_times")
     return MeasuredStep("whole steps; --overlay with_profiler measures kinds of operations", {WHOLE_STEP: median})
+
+
+def _read_seconds_of_steps(path: Path) -> list[float]:
+    """Return the seconds by step without excluded ones; nothing if the file is missing."""
+    seconds: list[float] = []
+    if path.is_file():
+        with open_regular_file(path) as file, open(file.descriptor, "rb", closefd=False) as lines:
+            for line in lines:
+                with suppress(ValueError, KeyError, TypeError):  # an incomplete line, or no phase times
+                    row = json.loads(line)
+                    seconds.append(row["seconds/step"] - row.get("seconds/excluded", 0.0))
+    return seconds
 
 
 def _read_seconds_by_kind(path: Path) -> dict[str, float]:
@@ -78,7 +89,7 @@ def _read_seconds_by_kind(path: Path) -> dict[str, float]:
     return {kind: total / len(steps) for kind, total in seconds.items()}
 
 
-def _choose_kind(operation: Operation, end_of_passes: float) -> str:
+def _choose_kind(operation: TracedOperation, end_of_passes: float) -> str:
     """Return an operation's kind, by its name and the time when the host issued it."""
     name = operation.name.lower()
     if "nccl" in name:

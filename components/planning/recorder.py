@@ -13,7 +13,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from operator import add
 from typing import Any, TypeVar
 
 import attrs
@@ -44,10 +43,10 @@ class Work:
     planned: float = 0.0
 
     def __add__(self, other: "Work") -> "Work":
-        return Work(*map(add, attrs.astuple(self), attrs.astuple(other)))
+        return Work(**{name: seconds + getattr(other, name) for name, seconds in attrs.asdict(self).items()})
 
     def __mul__(self, times: float) -> "Work":
-        return Work(*(times * seconds for seconds in attrs.astuple(self)))
+        return Work(**{name: times * seconds for name, seconds in attrs.asdict(self).items()})
 
 
 OPERATIONS = PRODUCTS, ATTENTION, ELEMENTWISE = "products", "attention", "norms and elementwise"
@@ -210,9 +209,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         scratch = 2 * costs.scratch * costs.is_attention
         arithmetic, traffic = work / rate, (moved + scratch) / (self._device.bandwidth * reached.memory)
         seconds = arithmetic + traffic if costs.is_attention else max(arithmetic, traffic)
-        bounds = flops / peak, moved / self._device.bandwidth
+        by_flops, by_memory = flops / peak, moved / self._device.bandwidth
         kind = ATTENTION if costs.is_attention else PRODUCTS if flops else ELEMENTWISE
-        self._add_work(kind, Work(*bounds, floor=max(bounds), planned=max(seconds, reached.launch)))
+        longer, launched = max(by_flops, by_memory), max(seconds, reached.launch)
+        self._add_work(kind, Work(flops=by_flops, memory=by_memory, floor=longer, planned=launched))
         self._cost.host += reached.host
         self._peak = max(self._peak, self._now + costs.scratch)
 

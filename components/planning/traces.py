@@ -105,7 +105,7 @@ def find_newest_trace_files(folder: Path, multiple: int) -> Sequence[Path]:
     return [newest[rank] for rank in sorted(newest)]
 
 
-class Operation(NamedTuple):
+class TracedOperation(NamedTuple):
     """Operation on a GPU or, in a CPU's trace, of torch; `issued` is when the host began it."""
 
     issued: float
@@ -118,8 +118,8 @@ class Trace:
     """Named ranges of the host as (start, end, name), and operations, all sorted by time."""
 
     ranges: Sequence[tuple[float, float, str]]
-    on_gpu: Sequence[Operation]
-    on_cpu: Sequence[Operation]
+    on_gpu: Sequence[TracedOperation]
+    on_cpu: Sequence[TracedOperation]
 
 
 def read_trace(path: Path) -> Trace:
@@ -133,7 +133,7 @@ def read_trace(path: Path) -> Trace:
             sorted((*_compute_event_span(event, base), event["name"]) for event in events if event.get("cat") == kind)
             for kind in ("user_annotation", "cpu_op")
         )
-        operations = [Operation(begin, (begin, end), name) for begin, end, name in on_cpu]
+        operations = [TracedOperation(begin, (begin, end), name) for begin, end, name in on_cpu]
         return Trace(ranges, _list_gpu_operations(events, base), operations)
     except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} can't be read as a trace: {error}; remove it, or trace the run again") from error
@@ -154,7 +154,7 @@ def _read_last_step_action_spans(path: Path) -> dict[str, Span]:
     return actions
 
 
-def _list_gpu_operations(events: Sequence[Mapping[str, Any]], base: int) -> list[Operation]:
+def _list_gpu_operations(events: Sequence[Mapping[str, Any]], base: int) -> list[TracedOperation]:
     """Return all GPU operations, sorted by their issue; none in a CPU trace."""
     issued = {
         event["args"]["correlation"]: _compute_event_span(event, base)[0]
@@ -162,7 +162,7 @@ def _list_gpu_operations(events: Sequence[Mapping[str, Any]], base: int) -> list
         if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {})
     }
     return sorted(
-        Operation(issued[event["args"]["correlation"]], _compute_event_span(event, base), event["name"])
+        TracedOperation(issued[event["args"]["correlation"]], _compute_event_span(event, base), event["name"])
         for event in events
         if event.get("cat") in ON_GPU and event["args"].get("correlation") in issued
     )
@@ -171,7 +171,7 @@ def _list_gpu_operations(events: Sequence[Mapping[str, Any]], base: int) -> list
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
-def _find_gpu_span(launched: Sequence[Operation], begin: float, end: float) -> Span | None:
+def _find_gpu_span(launched: Sequence[TracedOperation], begin: float, end: float) -> Span | None:
     """
     Return the span of the GPU operations issued during a host span, or None if there are none.
 
