@@ -27,7 +27,7 @@ from drawloom.components.planning.nodes import Nodes
 from drawloom.components.planning.rank_view import ElementCounts, RankView, estimate_link_bandwidth
 from drawloom.components.planning.run_length import RunLength
 from drawloom.components.planning.stage_costs import Recordings, StageCostRecorder, StageCosts
-from drawloom.components.planning.step_time import StepTime, build_cost_table, estimate_step_time
+from drawloom.components.planning.step_time import ReplicaTimes, StepTime, build_cost_table, estimate_step_time
 from drawloom.components.planning.timeline import Peak, compute_peak_host_bytes, compute_peak_memory
 from drawloom.graph.project import Recipe
 from drawloom.ports import (
@@ -125,6 +125,7 @@ class Plan:
     table: CostTable
     memory: Sequence[RankMemory]
     time: StepTime
+    exchanges: Sequence[ReplicaTimes]
     tokens: int
     flops: float | None
     peak_flops: float
@@ -338,7 +339,7 @@ class Planner:
                     fraction,
                     saved=sum(view.bytes_by_kind.values()) - sum(moved.bytes_by_kind.values()),
                     host=moved.host_bytes,
-                    seconds=moved.estimate_sync_and_update_times(self.device).update,
+                    seconds=moved.estimate_sync_and_update_times(self.device).update.planned,
                 ),
             )
             for fraction, moved in views
@@ -383,6 +384,7 @@ class Planner:
             table=table,
             memory=memory,
             time=estimate_step_time(program, table, costs, exchanges, self._reference_forward_passes),
+            exchanges=exchanges,
             tokens=tokens,
             flops=None if forward is None else forward.count_training_flops(tokens, pairs, frozen),
             peak_flops=self.device.peaks.get(get_matmul_dtype_key(precision.compute), math.nan),

@@ -13,6 +13,7 @@ from drawloom.components.distributed.mesh_layout import SHARDS
 from drawloom.components.distributed.planned import PlannedMesh
 from drawloom.components.parallel.shard_transfers import choose_gradient_message_dtype
 from drawloom.components.parallel.sliced_store import SlicedStore, count_largest_unit
+from drawloom.components.planning.recorder import Work
 from drawloom.components.planning.stage_costs import StageCosts
 from drawloom.components.planning.step_time import ReplicaTimes
 from drawloom.ports import FrozenModel, LinearLayer, Stage
@@ -153,7 +154,7 @@ class RankView:
             reduced_by_pass=reduces if sync_each_microbatch else {},
             gathered_once=0.0 if gathers_per_block else sum(gathers.values()),
             reduced_once=replicas + (0.0 if sync_each_microbatch else sum(reduces.values())),
-            update=self._estimate_update_seconds(device),
+            update=self._estimate_update(device),
         )
 
     def _estimate_gather_seconds_by_stage(self, sliced: SlicedStore, device: DeviceModel) -> dict[int, float]:
@@ -187,20 +188,31 @@ class RankView:
         size = self.mesh.group(*dimensions).size
         return (size - 1) / size / estimate_link_bandwidth(self.mesh, device, *dimensions)
 
-    def _estimate_update_seconds(self, device: DeviceModel) -> float:
-        """Return an update's seconds, limited by memory, arithmetic or the host link."""
-        sizes, bandwidth = self.bytes_by_kind, device.bandwidth * device.reached.memory
+    def _estimate_update(self, device: DeviceModel) -> Work:
+        """Return an update's work, limited by memory, arithmetic or the host link."""
+        sizes, reached = self.bytes_by_kind, device.reached
         state, gradients = self.host_bytes + sizes.get("optimizer_state", 0), sizes.get("gradients", 0)
         weights = sum(weight.nbytes for _, weight in self.stages.named_parameters())
         # Weights and state are read and written.
         traffic: float = gradients + 2 * (weights + state)
         traffic += sizes.get("masters", 0) + sizes.get("compute_copies", 0)
+        norm_and_scaling = (self.gradient_passes - 1) * gradients  # one pass is in traffic
         arithmetic = self.update_arithmetic / device.peaks.get("float32", math.inf)
-        matmuls = self.update_flops / device.compute_achieved_matmul_flop_rate(torch.bfloat16)
-        norm_and_scaling = (self.gradient_passes - 1) * gradients / bandwidth  # one pass is in traffic
-        update = norm_and_scaling + max(traffic / bandwidth, arithmetic) + matmuls
+        matmuls = self.update_flops * reached.products / device.compute_achieved_matmul_flop_rate(torch.bfloat16)
         # State in host memory is streamed in both directions at once, while the device updates.
-        return max(update, self.host_bytes / device.host_link)
+        links = self.host_bytes / device.host_link
+
+        def add_up(bandwidth: float, products: float) -> float:
+            update = norm_and_scaling / bandwidth + max(traffic / bandwidth, arithmetic) + matmuls / products
+            return max(update, links)
+
+        return Work(
+            flops=arithmetic + matmuls,
+            memory=(norm_and_scaling + traffic) / device.bandwidth,
+            links=links,
+            floor=add_up(device.bandwidth, 1.0),
+            planned=add_up(device.bandwidth * reached.memory, reached.products),
+        )
 
 
 def estimate_link_bandwidth(mesh: PlannedMesh, device: DeviceModel, *mesh_dimensions: str) -> float:

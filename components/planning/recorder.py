@@ -13,7 +13,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 import torch
@@ -27,6 +27,43 @@ from drawloom.kernels.costs import OperationCosts, accesses_elements, bind_argum
 from drawloom.kernels.host_copies import COPY
 
 
+@attrs.frozen
+class Work:
+    """
+    Seconds for operations.
+
+    `flops`, `memory` and `links` are their FLOPs, bytes and messages at the device's data sheet rates; `floor` adds the
+    longest by operation. `planned` is at the rates that a step reaches.
+    """
+
+    flops: float = 0.0
+    memory: float = 0.0
+    links: float = 0.0
+    floor: float = 0.0
+    planned: float = 0.0
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(**{name: seconds + getattr(other, name) for name, seconds in attrs.asdict(self).items()})
+
+    def __mul__(self, times: float) -> "Work":
+        return Work(**{name: times * seconds for name, seconds in attrs.asdict(self).items()})
+
+
+OPERATIONS = PRODUCTS, ATTENTION, ELEMENTWISE = "products", "attention", "norms and elementwise"
+"""Kinds; a collective has its mesh dimension as kind."""
+
+
+Amount = TypeVar("Amount", int, Work)
+
+
+def add_by_label(
+    first: Mapping[str, Amount], second: Mapping[str, Amount], times: int, zero: Amount
+) -> dict[str, Amount]:
+    """Return first + times * second by label; a missing label counts as `zero`."""
+    labels = dict.fromkeys([*first, *second])
+    return {label: first.get(label, zero) + second.get(label, zero) * times for label in labels}
+
+
 @attrs.define
 class PassCost:
     """
@@ -36,7 +73,7 @@ class PassCost:
     issue the pass; `link_seconds` is the time for copies on the link to host memory; `flops` counts matrix
     products. `peak_delta` is the peak of the live bytes and `net_delta` their
     number at the end, both relative to the start; `net_delta` is negative if the pass frees more than it allocates.
-    `kept_bytes` are the bytes alive at the end, by label.
+    `kept_bytes` are the bytes alive at the end, by label, and `work` divides `seconds` by kind of operation.
     """
 
     seconds: float = 0.0
@@ -47,18 +84,23 @@ class PassCost:
     net_delta: int = 0
     kept_bytes: Mapping[str, int] = attrs.field(factory=dict)
     link_seconds: float = 0.0
+    work: Mapping[str, Work] = attrs.field(factory=dict)
 
     def add_repetitions(self, other: "PassCost", times: int = 1) -> "PassCost":
         """Return self + times * other; `peak_delta` is the maximum of both, to which the caller adds the growth."""
-        labels = dict.fromkeys([*self.kept_bytes, *other.kept_bytes])
-        kept = {label: self.kept_bytes.get(label, 0) + times * other.kept_bytes.get(label, 0) for label in labels}
+        kept = add_by_label(self.kept_bytes, other.kept_bytes, times, 0)
         if (freed := sum(size for size in kept.values() if size < 0)) and self.kept_bytes:
             # A block may free what a label counts, such as its input, and keep as much under another label.
             kept = {label: max(size, 0) for label, size in kept.items()}
             kept[max(kept, key=lambda label: kept[label])] += freed
         sums = {name: getattr(self, name) + times * getattr(other, name) for name in SUMMED}
         peak = max(self.peak_delta, other.peak_delta)
-        return PassCost(**sums, peak_delta=peak, kept_bytes={label: size for label, size in kept.items() if size})
+        return PassCost(
+            **sums,
+            peak_delta=peak,
+            kept_bytes={label: size for label, size in kept.items() if size},
+            work=add_by_label(self.work, other.work, times, Work()),
+        )
 
     @property
     def total_kept_bytes(self) -> int:
@@ -123,8 +165,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             bound = bind_arguments(function, args, kwargs)
             sent = count_message_bytes(bound["x"], result, bound["kind"], bound["ranks"])
             seconds = sent / self._links(bound["dimension"])
-            self._cost.seconds += seconds
             self._cost.comm_seconds += seconds
+            self._add_work(bound["dimension"], Work(links=seconds * self._device.reached.messages, planned=seconds))
         elif function.overloadpacket is COPY:
             self._cost.link_seconds += outputs[0].nbytes / self._device.host_link
         elif accesses_elements(function, bool(new)):
@@ -145,20 +187,30 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Subtract a storage's bytes when Python frees it."""
         self._now -= self._sizes.pop(reference)[0]
 
+    def _add_work(self, kind: str, work: Work) -> None:
+        """Add an operation's seconds on the device."""
+        self._cost.seconds += work.planned
+        self._cost.work = add_by_label(self._cost.work, {kind: work}, 1, Work())
+
     def _count_operation(self, costs: OperationCosts, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         """Add an operation's FLOPs, and its seconds on device and host."""
         reached = self._device.reached
         flops = costs.flops * (self._fractions.pairs if costs.is_attention else 1.0)
         work = flops if costs.is_attention else costs.equivalent_flops
         rate = self._device.compute_achieved_matmul_flop_rate(_narrowest_dtype(inputs)) if flops else math.inf
+        peak = rate / reached.products
         if costs.is_attention:
             rate *= reached.attention / reached.products
             rate /= 1 - self._fractions.packed + self._fractions.packed / reached.packed
         self._cost.flops += flops
-        moved = sum(tensor.nbytes for tensor in (*inputs, *outputs)) + 2 * costs.scratch * costs.is_attention
-        arithmetic, traffic = work / rate, moved / (self._device.bandwidth * reached.memory)
+        moved = sum(tensor.nbytes for tensor in (*inputs, *outputs))
+        scratch = 2 * costs.scratch * costs.is_attention
+        arithmetic, traffic = work / rate, (moved + scratch) / (self._device.bandwidth * reached.memory)
         seconds = arithmetic + traffic if costs.is_attention else max(arithmetic, traffic)
-        self._cost.seconds += max(seconds, reached.launch)
+        by_flops, by_memory = flops / peak, moved / self._device.bandwidth
+        kind = ATTENTION if costs.is_attention else PRODUCTS if flops else ELEMENTWISE
+        longer, launched = max(by_flops, by_memory), max(seconds, reached.launch)
+        self._add_work(kind, Work(flops=by_flops, memory=by_memory, floor=longer, planned=launched))
         self._cost.host += reached.host
         self._peak = max(self._peak, self._now + costs.scratch)
 

@@ -1,23 +1,34 @@
 """Remedies for a recipe larger than its devices' memory: changed settings, verified by plans."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import attrs
 
 from drawloom import RecipeError, UserError
+from drawloom.components.distributed.device_model import DeviceModel
 from drawloom.components.planning.nodes import Nodes
 from drawloom.components.planning.plan import Plan, plan
 from drawloom.components.storage.byte_size import format_decimal_byte_size
+from drawloom.graph.cli.result import output, output_class
 from drawloom.graph.project import Recipe
 from drawloom.graph.toml.emit import dump_toml
-from drawloom.ports import Batching, MemoryPolicy, Precision, Stages
+from drawloom.ports import Batching, Precision
 
 Values = Mapping[str, Mapping[str, Any]]
 """Settings by node."""
 
-INPUTS = "pipeline.offloaded_inputs"
-STREAMED = "frozen_weights.streamed"
+
+@output_class
+class RemedyData:
+    """Other settings, and their plan."""
+
+    toml: Sequence[str] = output("settings as lines of TOML")
+    cost: str = output("disadvantage of the settings")
+    peak_memory_bytes: int = output("largest peak of a rank")
+    step_seconds: float = output("seconds of a step")
+    ranks: int = output("number of processes")
+    fits: bool = output("whether every rank fits")
 
 
 @attrs.frozen
@@ -27,6 +38,24 @@ class TriedPlan:
     values: Values
     plan: Plan
     cost: str = ""
+
+    @property
+    def keys(self) -> set[tuple[str, str]]:
+        """Return the settings' nodes and names."""
+        return {(node, key) for node, settings in self.values.items() for key in settings}
+
+    @property
+    def data(self) -> RemedyData:
+        """Return the settings and their plan, for JSON."""
+        planned = self.plan
+        return RemedyData(
+            toml=self.toml_lines,
+            cost=self.cost,
+            peak_memory_bytes=planned.peak_bytes,
+            step_seconds=planned.time.seconds,
+            ranks=planned.ranks,
+            fits=planned.fits,
+        )
 
     @property
     def toml_lines(self) -> list[str]:
@@ -46,8 +75,8 @@ def find_remedies(recipe: Recipe, planned: Plan) -> list[TriedPlan]:
     """
     helpful = [
         remedy
-        for values, cost, ranks in _list_settings_with_cost(Nodes.from_recipe(recipe), planned)
-        if (remedy := _make_remedy_if_saving_memory(recipe, values, cost, planned, ranks)) is not None
+        for values, cost, ranks in list_settings_against_memory(Nodes.from_recipe(recipe), planned)
+        if _saves_memory(remedy := try_settings(recipe, values, cost, planned.device, ranks), planned)
     ]
     helpful.sort(key=lambda remedy: -remedy.plan.peak_bytes)
     if not any(remedy.plan.fits for remedy in helpful):
@@ -79,71 +108,55 @@ def _combine_until_fit(recipe: Recipe, planned: Plan) -> Iterator[TriedPlan]:
     """Yield the shortest combination of leading candidates with which the recipe fits, if any."""
     so_far: dict[str, dict[str, Any]] = {}
     best = planned
-    for values, _, ranks in _list_settings_with_cost(Nodes.from_recipe(recipe), planned):
+    for values, _, ranks in list_settings_against_memory(Nodes.from_recipe(recipe), planned):
         merged = {node: {**so_far.get(node, {}), **values.get(node, {})} for node in {**so_far, **values}}
-        remedy = _make_remedy_if_saving_memory(recipe, merged, "together", best, ranks)
-        if remedy is not None:
+        remedy = try_settings(recipe, merged, "together", best.device, ranks)
+        if _saves_memory(remedy, best):
             so_far, best = merged, remedy.plan
             if best.fits:
                 yield remedy
                 return
 
 
-def _make_remedy_if_saving_memory(
-    recipe: Recipe, values: Values, cost_in_words: str, unfitting_plan: Plan, ranks: int
+def try_settings(
+    recipe: Recipe, values: Values, cost_in_words: str, device: DeviceModel, ranks: int
 ) -> TriedPlan | None:
-    """Return the remedy with these settings, or None if they are invalid in this recipe or do not save memory."""
+    """Plan the recipe with these settings; return None if they are invalid in this recipe."""
     try:
-        changed_plan = plan(recipe.with_values(values), unfitting_plan.device, ranks)
+        return TriedPlan(values, plan(recipe.with_values(values), device, ranks), cost_in_words)
     except (RecipeError, UserError):
         return None
-    less = changed_plan.peak_bytes < 0.99 * unfitting_plan.peak_bytes
-    return TriedPlan(values, changed_plan, cost_in_words) if less else None
 
 
-def _list_settings_with_cost(nodes: Nodes, planned: Plan) -> Iterator[tuple[Values, str, int]]:
-    """Yield settings that may save memory, their cost in words, and the rank count; cheap settings first."""
-    ranks, stages = planned.ranks, nodes.settings(Stages)
-    chooses = bool(nodes.find_nodes(MemoryPolicy))
-    shards = planned.mesh.sizes.data_shard
-    if shards > 1 and planned.microbatches > 1 and not stages["sync_each_microbatch"]:
-        yield {nodes.stages_node: {"sync_each_microbatch": True}}, "gradients are reduced for each microbatch", ranks
-    if stages["recompute"] == "none" and not chooses:
-        yield {nodes.stages_node: {"recompute": "selective"}}, "norms and gates are computed twice", ranks
-    precision = nodes.settings(Precision)
-    if (precision["compute"] or precision["parameter"]) not in ("bfloat16", "float16"):
-        yield (
-            {nodes.find_only_node(Precision): {"compute": "bfloat16"}},
-            "layers compute with 8 bits of fraction",
-            ranks,
-        )
-    if (rows := planned.rows.count) > 1:
-        smaller = next(size for size in range(rows // 2, 0, -1) if rows % size == 0)
-        yield {nodes.find_only_node(Batching): {"micro_size": smaller}}, "products of fewer rows are slower", ranks
-    replicas = planned.mesh.sizes.data_replicate
-    if replicas > 1:
-        more = {"data_shard": shards * replicas, "data_replicate": 1}
-        yield {nodes.mesh_node: more}, "parameters are gathered from other ranks", ranks
+def _saves_memory(remedy: TriedPlan | None, unfitting_plan: Plan) -> TypeGuard[TriedPlan]:
+    """Return whether a plan with other settings exists and takes less memory."""
+    return remedy is not None and remedy.plan.peak_bytes < 0.99 * unfitting_plan.peak_bytes
+
+
+def list_settings_against_memory(nodes: Nodes, planned: Plan) -> Iterator[tuple[Values, str, int]]:
+    """
+    Yield settings, their cost in words, and the rank count; cheap settings first.
+
+    Some are invalid in this recipe, or change nothing.
+    """
+    ranks, sizes, mesh, stages = planned.ranks, planned.mesh.sizes, nodes.mesh_node, nodes.stages_node
+    batch, rows = nodes.find_only_node(Batching), nodes.settings(Batching)["micro_size"]
+    more = {"data_shard": sizes.data_shard * sizes.data_replicate, "data_replicate": 1}
+    yield {stages: {"sync_each_microbatch": True}}, "gradients are reduced for each microbatch", ranks
+    yield {stages: {"recompute": "selective"}}, "norms and gates are computed twice", ranks
+    yield {nodes.find_only_node(Precision): {"compute": "bfloat16"}}, "layers compute with 8 bits of fraction", ranks
+    yield {batch: {"micro_size": max(1, rows // 2)}}, "products of fewer rows are slower", ranks
+    yield {mesh: more}, "parameters are gathered from other ranks", ranks
     for name in nodes.streaming_optimizer_nodes:
-        optimizer = nodes.graph.nodes[name].settings
-        if optimizer.get("states") == "device" and not chooses:
-            yield {name: {"states": "host"}}, "optimizer state is streamed from host memory in each step", ranks
-        if optimizer.get("state_dtype") in ("bfloat16", "float32") and not optimizer["amsgrad"]:
-            yield {name: {"state_dtype": "uint8"}}, "means of the optimizer have 8 bits", ranks
-    if not nodes.has_feature(STREAMED):  # refused, so not a remedy, if no weight is frozen
-        yield {"streamed": {"use": STREAMED}}, "frozen weights are copied from host memory", ranks
-    if planned.mesh.sizes.pipeline > 1 and not nodes.has_feature("pipeline.offloaded") and not chooses:
-        yield {"offload": {"use": "pipeline.offloaded"}}, "activations wait in host memory", ranks
-    if stages["recompute"] != "blocks" and not chooses:
-        yield {nodes.stages_node: {"recompute": "blocks"}}, "each layer's forward pass runs twice", ranks
-    if stages["recompute"] == "blocks" and not nodes.has_feature(INPUTS):
-        yield {"offload": {"use": INPUTS}}, "inputs of layers wait in host memory", ranks
-    if stages["recompute"] in ("none", "selective") and not chooses:
-        lossy = "inputs of norms and gates in 8 bits round gradients"
-        yield {nodes.stages_node: {"recompute": "quantized"}}, lossy, ranks
-    if shards > 1 and stages["reshard_after_forward"] is not True and planned.mesh.sizes.pipeline > 1:
-        yield {nodes.stages_node: {"reshard_after_forward": True}}, "layers are gathered for each microbatch", ranks
-    yield {nodes.mesh_node: {"data_shard": 2 * shards}}, f"{2 * ranks} ranks", 2 * ranks
+        yield {name: {"states": "host"}}, "optimizer state is streamed from host memory in each step", ranks
+        yield {name: {"state_dtype": "uint8"}}, "means of the optimizer have 8 bits", ranks
+    yield {"streamed": {"use": "frozen_weights.streamed"}}, "frozen weights are copied from host memory", ranks
+    yield {"offload": {"use": "pipeline.offloaded"}}, "activations wait in host memory", ranks
+    yield {stages: {"recompute": "blocks"}}, "each layer's forward pass runs twice", ranks
+    yield {"offload": {"use": "pipeline.offloaded_inputs"}}, "inputs of layers wait in host memory", ranks
+    yield {stages: {"recompute": "quantized"}}, "inputs of norms and gates in 8 bits round gradients", ranks
+    yield {stages: {"reshard_after_forward": True}}, "layers are gathered for each microbatch", ranks
+    yield {mesh: {"data_shard": 2 * sizes.data_shard}}, f"{2 * ranks} ranks", 2 * ranks
 
 
 def format_remedies(remedies: Sequence[TriedPlan]) -> str:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from drawloom.components.pipeline.program.builders import build_forward_only_program
 from drawloom.components.pipeline.program.timing import CostTable, compute_timing
 from drawloom.components.pipeline.simulation.simulator import simulate
+from drawloom.components.planning.recorder import Work
 from drawloom.components.planning.stage_costs import StageCosts
 from drawloom.ports import OPS, Program
 
@@ -56,14 +57,19 @@ class ReplicaTimes:
 
     By stage, `gathered_by_pass` is the time for gathering parameters in every pass, and `reduced_by_pass` the time for
     reducing gradients in every backward pass. `gathered_once` and `reduced_once` are the times for parameters and
-    gradients exchanged once a step. `update` is the time for changing the weights.
+    gradients exchanged once a step. `update` is the work of changing the weights.
     """
 
     gathered_by_pass: Mapping[int, float]
     reduced_by_pass: Mapping[int, float]
     gathered_once: float
     reduced_once: float
-    update: float
+    update: Work
+
+    def get_seconds_beside_pass(self, stage: int, op: str) -> float:
+        """Return the seconds for the exchanges that overlap a stage's pass."""
+        gathered = 0.0 if op == "W" else self.gathered_by_pass.get(stage, 0.0)
+        return gathered + (self.reduced_by_pass.get(stage, 0.0) if op in "BW" else 0.0)
 
 
 def build_cost_table(
@@ -79,20 +85,18 @@ def build_cost_table(
     time. A pass takes at least as long as the overlapping gathers and reductions, which also slow it down, and as
     streamed weights on the link.
     """
-    gathers = {stage: seconds for times in exchanges for stage, seconds in times.gathered_by_pass.items()}
-    reduces = {stage: seconds for times in exchanges for stage, seconds in times.reduced_by_pass.items()}
     lengths = np.zeros((len(costs), len(OPS)))
     for stage, stage_costs in costs.items():
-        is_host_bound = _is_host_bound(stage_costs)
+        host_bound = is_host_bound(stage_costs)
         for op, cost in stage_costs.passes.items():
-            exchanged = (op != "W") * gathers.get(stage, 0.0) + (op in "BW") * reduces.get(stage, 0.0)
-            own = cost.host if is_host_bound else cost.seconds
+            exchanged = sum(times.get_seconds_beside_pass(stage, op) for times in exchanges)
+            own = cost.host if host_bound else cost.seconds
             lengths[stage, OPS.index(op)] = max(own + CONTENTION * exchanged, exchanged, cost.link_seconds)
     kept = np.array([costs[stage].passes["F"].total_kept_bytes for stage in range(len(costs))], dtype=np.float64)
     return CostTable(comm=message_seconds, lengths=lengths, offload_by_stage=kept / host_link_bandwidth)
 
 
-def _is_host_bound(costs: StageCosts) -> bool:
+def is_host_bound(costs: StageCosts) -> bool:
     """Return whether the host takes longer than the device."""
     both = costs.passes["F"], costs.passes["B"]
     return sum(cost.host for cost in both) > sum(cost.seconds for cost in both)
@@ -106,10 +110,8 @@ def estimate_step_time(
     reference: float = 0.0,
 ) -> StepTime:
     """Return a step's parts for the busiest rank, with `reference` more forward passes per microbatch."""
-    lengths = table.get_durations(program)
-    busy_seconds = [float(lengths[program.rows(rank)].sum()) for rank in range(program.ranks)]
-    compute = max(busy_seconds)
-    busiest = busy_seconds.index(compute)
+    lengths, busiest = table.get_durations(program), find_busiest_rank(program, table)
+    compute = float(lengths[program.rows(busiest)].sum())
     device, host = (_sum_pass_cost_field(program, costs, busiest, field) for field in ("seconds", "host"))
     makespan = compute_timing(program, table).makespan
     last_backwards = [_get_last_backward_seconds(program, lengths, rank) for rank in range(program.ranks)]
@@ -125,8 +127,14 @@ def estimate_step_time(
             max(CONTENTION * times.reduced_once, times.reduced_once - last)
             for times, last in zip(exchanges, last_backwards, strict=True)
         ),
-        update=max(0.0, max(times.update for times in exchanges) - max(0.0, host - device)),
+        update=max(0.0, max(times.update.planned for times in exchanges) - max(0.0, host - device)),
     )
+
+
+def find_busiest_rank(program: Program, table: CostTable) -> int:
+    """Return the first rank with the longest passes."""
+    lengths = table.get_durations(program)
+    return max(range(program.ranks), key=lambda rank: float(lengths[program.rows(rank)].sum()))
 
 
 def _get_last_backward_seconds(program: Program, lengths: NDArray[np.float64], rank: int) -> float:

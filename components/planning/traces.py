@@ -5,8 +5,9 @@ import json
 import re
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import attrs
 import numpy as np
@@ -19,6 +20,7 @@ from drawloom.components.pipeline.simulation.simulator import Simulation
 from drawloom.components.storage.regular_file import open_regular_file
 from drawloom.ports import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, OPS, Program
 
+ACTION = re.compile(r"\d+[FBIW]\d+")
 FILE = re.compile(r"steps-(\d+)-(\d+)-rank-(\d+)\.json\.gz")
 STEP = re.compile(r"step \d+")
 Span = tuple[float, float]
@@ -71,7 +73,7 @@ def read_traced_step(folder: Path, program: Program) -> TracedStep:
     belongs to another program.
     """
     program = merge_split_backwards(program)
-    paths = _find_newest_trace_files(folder, program.ranks)
+    paths = find_newest_trace_files(folder, program.ranks)
     ranks = [_read_last_step_action_spans(paths[rank * len(paths) // program.ranks]) for rank in range(program.ranks)]
     spans: list[Span] = []
     for rank, actions in enumerate(ranks):
@@ -84,7 +86,7 @@ def read_traced_step(folder: Path, program: Program) -> TracedStep:
     return TracedStep(program, times[:, 0], times[:, 1])
 
 
-def _find_newest_trace_files(folder: Path, multiple: int) -> Sequence[Path]:
+def find_newest_trace_files(folder: Path, multiple: int) -> Sequence[Path]:
     """Return the newest complete trace's files by rank; their number is a multiple of the pipeline ranks."""
     traces: dict[tuple[int, int], dict[int, Path]] = {}
     for path in (folder / "traces").glob("*.json.gz"):
@@ -103,18 +105,45 @@ def _find_newest_trace_files(folder: Path, multiple: int) -> Sequence[Path]:
     return [newest[rank] for rank in sorted(newest)]
 
 
-def _read_last_step_action_spans(path: Path) -> dict[str, Span]:
-    """Return the spans of the last step's actions by name, without waits for messages; GPU time if the trace has it."""
+class TracedOperation(NamedTuple):
+    """Operation on a GPU or, in a CPU's trace, of torch; `issued` is when the host began it."""
+
+    issued: float
+    span: Span
+    name: str
+
+
+@attrs.frozen
+class Trace:
+    """Named ranges of the host as (start, end, name), and operations, all sorted by time."""
+
+    ranges: Sequence[tuple[float, float, str]]
+    on_gpu: Sequence[TracedOperation]
+    on_cpu: Sequence[TracedOperation]
+
+
+def read_trace(path: Path) -> Trace:
+    """Read a trace file. Raises UserError if it is not a trace."""
     try:
         with open_regular_file(path) as file, open(file.descriptor, "rb", closefd=False) as packed:
             trace = json.loads(gzip.decompress(packed.read()))
         base = trace.get("baseTimeNanoseconds", 0)
         events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
-        ranges = [event for event in events if event.get("cat") == "user_annotation"]
-        spans = sorted((*_compute_event_span(event, base), event["name"]) for event in ranges)
-        launched = _list_gpu_operations(events, base)
+        ranges, on_cpu = (
+            sorted((*_compute_event_span(event, base), event["name"]) for event in events if event.get("cat") == kind)
+            for kind in ("user_annotation", "cpu_op")
+        )
+        operations = [TracedOperation(begin, (begin, end), name) for begin, end, name in on_cpu]
+        return Trace(ranges, _list_gpu_operations(events, base), operations)
     except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} can't be read as a trace: {error}; remove it, or trace the run again") from error
+
+
+def _read_last_step_action_spans(path: Path) -> dict[str, Span]:
+    """Return the spans of the last step's actions by name, without waits for messages; GPU time if the trace has it."""
+    trace = read_trace(path)
+    spans = trace.ranges
+    launched = [operation for operation in trace.on_gpu if "nccl" not in operation.name.lower()]
     start = max((start for start, _, name in spans if STEP.fullmatch(name)), default=0.0)
     waits = [(begin, end) for begin, end, name in spans if name == WAIT and begin >= start]
     actions: dict[str, Span] = {}
@@ -125,32 +154,31 @@ def _read_last_step_action_spans(path: Path) -> dict[str, Span]:
     return actions
 
 
-Launches = Sequence[tuple[float, Span]]
-"""Time at which the host issued a GPU operation, and the span in which it ran, sorted by the former."""
-
-
-def _list_gpu_operations(events: Sequence[Mapping[str, Any]], base: int) -> Launches:
-    """Return all GPU operations except messages between ranks; none in a CPU trace."""
+def _list_gpu_operations(events: Sequence[Mapping[str, Any]], base: int) -> list[TracedOperation]:
+    """Return all GPU operations, sorted by their issue; none in a CPU trace."""
     issued = {
         event["args"]["correlation"]: _compute_event_span(event, base)[0]
         for event in events
         if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {})
     }
-    ran = [event for event in events if event.get("cat") in ON_GPU and "nccl" not in event["name"].lower()]
-    pairs = ((issued.get(event["args"].get("correlation")), _compute_event_span(event, base)) for event in ran)
-    return sorted((when, span) for when, span in pairs if when is not None)
+    return sorted(
+        TracedOperation(issued[event["args"]["correlation"]], _compute_event_span(event, base), event["name"])
+        for event in events
+        if event.get("cat") in ON_GPU and event["args"].get("correlation") in issued
+    )
 
 
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
-def _find_gpu_span(launched: Launches, begin: float, end: float) -> Span | None:
+def _find_gpu_span(launched: Sequence[TracedOperation], begin: float, end: float) -> Span | None:
     """
     Return the span of the GPU operations issued during a host span, or None if there are none.
 
     torch's GPU ranges omit backward passes, because an autograd thread issues their operations.
     """
-    spans = [span for _, span in launched[bisect_left(launched, (begin,)) : bisect_left(launched, (end,))]]
+    first, last = (bisect_left(launched, moment, key=attrgetter("issued")) for moment in (begin, end))
+    spans = [operation.span for operation in launched[first:last]]
     return (min(start for start, _ in spans), max(end for _, end in spans)) if spans else None
 
 

@@ -86,6 +86,11 @@ def with_experts(use: str, **changes: Any) -> Mapping[str, Any]:
     return {"model": {**TINY["model"], "use": use, **EXPERTS, **changes}}
 
 
+def with_few_experts(use: str) -> Mapping[str, Any]:
+    """Return a small model whose layers all have experts."""
+    return {"model": {**TINY["model"], "use": use, "num_experts": 3, "num_experts_per_tok": 2}}
+
+
 def with_parametrization(name: str, **base: int) -> Mapping[str, Any]:
     """Return a small model with a parametrization."""
     scaled = {"use": f"model.parametrization.{name}", **base}
@@ -405,12 +410,8 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     "model.smollm3": lambda folder: {"model": {**TINY["model"], "use": "model.smollm3", "vocab_size": 257}},
     "model.qwen3.moe": lambda folder: with_experts("model.qwen3.moe"),
     "model.dots1": lambda folder: with_experts("model.dots1"),
-    **{
-        use: lambda folder, use=use: {
-            "model": {**TINY["model"], "use": use, "num_experts": 3, "num_experts_per_tok": 2}
-        }
-        for use in ("model.gpt_oss", "model.minimax_m2")
-    },
+    "model.gpt_oss": lambda folder: with_few_experts("model.gpt_oss"),
+    "model.minimax_m2": lambda folder: with_few_experts("model.minimax_m2"),
     "model.qwen3_5": lambda folder: with_delta_nets("model.qwen3_5", partial_rotary_factor=0.5),
     "model.pattern": lambda folder: {
         **with_delta_nets("model.pattern", layers="kda, conv"),

@@ -46,7 +46,7 @@ COMMANDS: dict[str, tuple[list[str], int]] = {
     "import": (["lora.yml"], 0),
     "lr": (["tiny.toml"], 0),
     "new": (["mine"], 0),
-    "plan": (["tiny.toml", "--device", "cpu", "--mtbf", "24"], 0),
+    "plan": ([RUN, "--device", "cpu", "--mtbf", "24", "--floor"], 0),
     "precision": (["tiny.toml", "model.head_dim=16", "--steps", "0"], 0),
     "reference-logps": (["tiny.toml", "--to", "logps.jsonl"], 2),
     "report": ([RUN], 0),

@@ -16,9 +16,10 @@ from drawloom.components.planning.calibrate import (
     measure_and_save_calibration,
 )
 from drawloom.components.planning.checkpoint_interval import CheckpointInterval, propose_checkpoint_interval
+from drawloom.components.planning.floor import Floor, compute_floor
 from drawloom.components.planning.nodes import Nodes
 from drawloom.components.planning.plan import Plan, plan
-from drawloom.components.planning.remedies import TriedPlan, find_remedies, format_remedies
+from drawloom.components.planning.remedies import RemedyData, TriedPlan, find_remedies, format_remedies
 from drawloom.components.planning.run_length import count_run_length
 from drawloom.components.planning.search import format_search_table, search_fastest_plans
 from drawloom.components.planning.text import format_plan
@@ -38,6 +39,7 @@ from drawloom.graph.cli.command import (
     output_class,
     print_escaped_text,
 )
+from drawloom.graph.recipe.lockfile import LOCK
 from drawloom.ports import OPS
 
 
@@ -101,23 +103,12 @@ class PlanData:
 
 
 @output_class
-class RemedyData:
-    """Settings that need less memory."""
-
-    toml: Sequence[str] = output("settings as lines of TOML")
-    cost: str = output("disadvantage of the settings")
-    peak_memory_bytes: int = output("largest peak of a rank")
-    step_seconds: float = output("seconds of a step")
-    ranks: int = output("number of processes")
-    fits: bool = output("whether every rank fits")
-
-
-@output_class
 class PlanResult(PlanData, TextResult):
     """Plan of a run on a device, with remedies if it does not fit."""
 
     remedies: Sequence[RemedyData] = output("settings that need less memory, if the plan does not fit")
     checkpoint: CheckpointInterval | None = output("checkpoint interval, with --mtbf only")
+    floor: Floor | None = output("lower bounds and gaps, with --floor only")
 
     @property
     def exit_code(self) -> int:
@@ -168,8 +159,15 @@ class PlanCommand(OverlayCommand):
         default="",
         metavar="DEVICE|FILE",
     )
+    floor: bool = option(
+        "show lower bounds of the time by kind of operation, and settings for the largest gaps; of a run folder also "
+        "the measured time",
+        exclusive="result",
+    )
     calibrate: bool = option("measure this machine's device in less than a minute, and use the result in later plans")
-    search: bool = option("list the ten fastest meshes with microbatches, schedule and recomputation", needs="ranks")
+    search: bool = option(
+        "list the ten fastest meshes with microbatches, schedule and recomputation", needs="ranks", exclusive="result"
+    )
     mtbf: float | None = option(
         "mean time between failures of one node, in hours; recommends how often to save",
         metavar="HOURS",
@@ -207,18 +205,15 @@ class PlanCommand(OverlayCommand):
             nodes = Nodes.from_recipe(recipe)
             interval = propose_checkpoint_interval(nodes, planned, self.mtbf * 3600, self.save_seconds)
             parts.append(str(interval))
-        remedies = [
-            RemedyData(
-                toml=remedy.toml_lines,
-                cost=remedy.cost,
-                peak_memory_bytes=remedy.plan.peak_bytes,
-                step_seconds=remedy.plan.time.seconds,
-                ranks=remedy.plan.ranks,
-                fits=remedy.plan.fits,
-            )
-            for remedy in helpful
-        ]
-        return PlanResult(**make_plan_fields(planned), remedies=remedies, checkpoint=interval, text="\n\n".join(parts))
+        floor = None
+        if self.floor:
+            is_run = Path(self.recipe, LOCK).is_file()
+            floor = compute_floor(recipe, planned, Path(self.recipe) if is_run else None)
+            parts.append(str(floor))
+        remedies = [remedy.data for remedy in helpful]
+        return PlanResult(
+            **make_plan_fields(planned), remedies=remedies, checkpoint=interval, floor=floor, text="\n\n".join(parts)
+        )
 
     def _search_plans_and_write_best(self, recipe: Recipe, device: DeviceModel, ranks: int) -> SearchResult:
         """Find the best plans, and write the best plan's settings as an overlay."""

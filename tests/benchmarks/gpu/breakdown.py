@@ -25,6 +25,7 @@ from benchmarks.gpu.timeline import Interval, union
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.distributed.processes import TorchProcesses
+from drawloom.components.planning.measured_step import NAMES
 
 CASES = [
     *(Case(LARGE, 2, 1), Case(EXPERTS, 4, 1)),
@@ -64,8 +65,7 @@ KINDS = {
         "_swiglu",
         "_cast_experts",
     ),
-    "attention": ("sdpa", "attention", "fmha", "flash", "cudnn::fusion"),
-    "products": ("gemm", "nvjet", "cutlass", "xmma", "_rows_kernel", "_outer_products_kernel", "_groups_kernel"),
+    **NAMES,
     "optimizer, norm": ("multi_tensor_apply",),
     "copies": ("memcpy", "memset"),
 }

@@ -2,7 +2,7 @@
 
 import pytest
 
-from drawloom.components.planning.recorder import PassCost
+from drawloom.components.planning.recorder import PassCost, Work
 from drawloom.components.planning.stage_costs import StageCosts
 from drawloom.components.planning.step_time import (
     CONTENTION,
@@ -23,7 +23,7 @@ COSTS = {
     0: StageCosts({"F": PassCost(1.0), "B": PassCost(2.0, comm_seconds=0.5)}, 0),
     1: StageCosts({"F": PassCost(3.0, host=1.0), "B": PassCost(4.0, host=5.0)}, 0),
 }
-NOTHING = ReplicaTimes({}, {}, 0.0, 0.0, 0.0)
+NOTHING = ReplicaTimes({}, {}, 0.0, 0.0, Work())
 
 
 def test_a_step_takes_the_longest_path_through_both_ranks() -> None:
@@ -44,7 +44,7 @@ def test_passes_take_the_seconds_of_whichever_is_slower_over_all_of_them() -> No
     pace, and weights are updated while the device would wait for it.
     """
     program = Program.from_rank_programs([[Action(0, "F", 0), Action(0, "B", 0), Action(0, "F", 1), Action(0, "B", 1)]])
-    update = [ReplicaTimes({}, {}, 0.0, 0.0, 1.5)]
+    update = [ReplicaTimes({}, {}, 0.0, 0.0, Work(planned=1.5))]
 
     def time_with_update(forward: float, backward: float) -> StepTime:
         costs = {0: StageCosts({"F": PassCost(1.0, host=forward), "B": PassCost(4.0, host=backward)}, 0)}
@@ -62,7 +62,10 @@ def test_passes_hide_exchanges_up_to_their_own_length() -> None:
     A pass takes at least as long as its gathers and sums, and longer beside them; sums once a step run beside the last
     backward pass.
     """
-    exchanges = [ReplicaTimes({0: 1.5}, {}, 0.0, 3.0, 0.25), ReplicaTimes({1: 2.5}, {1: 12.0}, 2.0, 30.0, 0.5)]
+    exchanges = [
+        ReplicaTimes({0: 1.5}, {}, 0.0, 3.0, Work(planned=0.25)),
+        ReplicaTimes({1: 2.5}, {1: 12.0}, 2.0, 30.0, Work(planned=0.5)),
+    ]
     planned_time = estimate_step_time(
         PROGRAM, build_cost_table(COSTS, exchanges, message_seconds=0.0, host_link_bandwidth=1.0), COSTS, exchanges
     )

@@ -126,6 +126,7 @@ def test_sizes_have_a_unit_in_which_they_are_seen(
         (("first_run", "--mtbf", "0"), "not a number above 0"),
         (("first_run", "--save-seconds", "1", "--device", "cpu"), "--save-seconds needs --mtbf; add --mtbf"),
         (("pipeline", "--ranks", "3"), "multiple of"),
+        (("pipeline", "--ranks", "2", "--search", "--floor"), "--floor: not allowed with"),
         (("first_run", "model.num_hidden_layers=0"), "num_hidden_layers"),
     ],
 )
