@@ -153,7 +153,7 @@ def _sum_work(planned: Plan) -> Mapping[str, Work]:
     update = max((times.update for times in planned.exchanges), key=lambda update: update.planned)
     computing = sum((work[kind] for kind in OPERATIONS), Work())
     replicas = [name for name in DATA if getattr(planned.mesh.sizes, name) > 1]
-    parameters = f"parameters over {' x '.join(replicas)}" if replicas else "frozen weights"
+    parameters = f"parameters over {' x '.join(replicas)}" if replicas else "copies from host memory"
     return defaultdict(Work, work) | {
         "reference model": computing * (time.reference / computing.planned),
         UPDATE: update,

@@ -3,10 +3,10 @@
 from house import budgets
 
 BUDGETS = {
-    "tokens of the source": 663_702,
+    "tokens of the source": 674_323,
     "files that name float8 outside its folder": 8,
-    "code lines imported by check": 13_963,
-    "code lines imported by run": 20_805,
+    "code lines imported by check": 13_949,
+    "code lines imported by run": 20_790,
     "functions on the journey rate": 39,
     "files on the journey rate": 20,
     "functions on the journey batch": 149,
@@ -15,8 +15,9 @@ BUDGETS = {
     "files on the journey checkpoint": 40,
 }
 """
-The last measures. Lower a number with the change that makes it smaller, and raise none. The tokens have grown once
-more, by conversations with tools, four model families and `ask`, which no other run imports.
+The last measures. Lower a number with the change that makes it smaller, and raise none. The tokens have grown twice: by
+conversations with tools, seven model families, `ask`, `plan --floor` and rollouts ahead of the policy, which no other run
+imports.
 """
 
 

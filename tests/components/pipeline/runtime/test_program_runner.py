@@ -256,7 +256,7 @@ def test_stages_hand_over_between_any_two_ranks() -> None:
 def test_actions_are_ranges_of_a_profile() -> None:
     """A profile has all the program's actions once, by their notation; without a profiler there are no ranges."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
-        pipelines.steps([("gpipe", 4, False, False, "plain")], layers=1)
+        pipelines.steps([("gpipe", 4, False, False, "plain")], layers=2)
     names = [event.name for event in profile.events() if event.is_user_annotation]
     validation = ["0F0", "0F1", "0F2"]
     assert sorted(names) == sorted([f"0{op}{number}" for op in "FB" for number in range(4)] + validation)
