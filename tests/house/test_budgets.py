@@ -16,8 +16,8 @@ BUDGETS = {
 }
 """
 The last measures. Lower a number with the change that makes it smaller, and raise none. The tokens have grown twice: by
-conversations with tools, seven model families, `ask`, `plan --floor` and rollouts ahead of the policy, which no other run
-imports.
+conversations with tools, seven model families, `ask`, `plan --floor` and rollouts ahead of the policy. No other run
+imports them.
 """
 
 
