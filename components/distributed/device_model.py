@@ -143,6 +143,9 @@ def _build_device_model(row: Mapping[str, Any], name: str) -> DeviceModel:
 
 
 DTYPES = ("float8", "bfloat16", "tf32", "float32", "float64")
+FASTER_PRODUCTS = {"float8": "float8.training"}
+"""Features that compute products in a faster dtype, by the dtype."""
+
 NEEDED = ("memory", "bandwidth", "link", "network")
 MAY_BE_ZERO = {"memory", "reached.launch", "reached.host"}  # 0 bytes of memory are unknown, as a CPU's
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import attrs
 
+from drawloom.components.distributed.device_model import FASTER_PRODUCTS
 from drawloom.components.distributed.mesh_layout import DATA
 from drawloom.components.planning.measured_step import UPDATE, WAITING, WHOLE_STEP, MeasuredStep, read_measured_step
 from drawloom.components.planning.nodes import Nodes
@@ -188,8 +189,9 @@ def _list_settings_with_cost(nodes: Nodes, planned: Plan) -> Iterator[tuple[Valu
         yield {stages: dict.fromkeys(keys, False)}, "whole parameters or gradients are kept"
     for schedule in SCHEDULES:
         yield {nodes.schedule_node: {"use": f"pipeline.schedules.{schedule}"}}, "passes have another order"
-    if "float8" in planned.device.peaks:
-        yield {"float8": {"use": "float8.training"}}, "products round to 8 bits"
+    for dtype, use in FASTER_PRODUCTS.items():
+        if dtype in planned.device.peaks:
+            yield {dtype: {"use": use}}, "products round to 8 bits"
     yield {"capture": {"use": "pipeline.captured"}}, "passes are CUDA graphs"
     yield {stages: {"dispatcher": {"use": "experts.symmetric"}}}, "experts' ranks need NVLink"
     yield {mesh: {"data_shard": 1, "data_replicate": shards * sizes.data_replicate}}, "parameters are not sharded"
