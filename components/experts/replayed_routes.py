@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 
 from drawloom import NodeView, Problem, UserError, component, internal
 from drawloom.ports import (
+    ONE_STEP_ROLLOUT,
     OPS,
     Accumulator,
     Action,
@@ -39,15 +40,6 @@ from drawloom.ports import (
     put_class_back,
     put_class_before,
 )
-
-LAYER = re.compile(r"\blayers\.(\d+)\.")
-"""A layer's number in the name of its router."""
-
-SAMPLERS = ("rollouts.stages", "rollouts.server")
-"""Samplers whose routes are known."""
-
-PLAIN: Mapping[str, int] = {"minibatches": 1, "epochs": 1, "lag": 0}
-"""Settings of a rollout for one step, learnt from at once."""
 
 
 class ReplayingRouter:
@@ -100,13 +92,13 @@ class ReplayedRoutes(PassFeature, Metric):
         nodes = [NodeView(other, node.nodes) for other in node.nodes.values()]
         is_recorded = any(other.use == "rollouts.stages" for other in nodes)
         for other in nodes:
-            if other.implements(Rollouts) and other.use not in SAMPLERS:
+            if other.implements(Rollouts) and other.use not in ("rollouts.stages", "rollouts.server"):
                 text = f"[{node.name}] replays routes, and {other.use} returns none"
                 yield other.problem("use", text, f'write use = "rollouts.stages", or remove [{node.name}]')
             elif other.implements(Rollouts) and other.settings.get("exact"):
                 text = f"exact rollouts have the routes of the learning pass, so that [{node.name}] has no effect"
                 yield other.problem("exact", text, f"write exact = false, or remove [{node.name}]")
-            for key, plain in PLAIN.items() if is_recorded and other.implements(MakesRows) else ():
+            for key, plain in ONE_STEP_ROLLOUT.items() if is_recorded and other.implements(MakesRows) else ():
                 if other.settings.get(key, plain) > plain:
                     text = f"[{node.name}] keeps the routes of one step's rollout"
                     yield other.problem(key, text, f"write {key} = {plain}, or remove [{node.name}]")
@@ -158,8 +150,10 @@ class ReplayedRoutes(PassFeature, Metric):
         if (routes := self._replayed.get(router.path)) is None:
             return chosen
         if routes.shape[-1] != chosen.shape[-1]:
-            text = f"the server's routes have {routes.shape[-1]} experts for a token, and {router.path} chooses"
-            raise UserError(f"{text} {chosen.shape[-1]}; serve the run's model")
+            raise UserError(
+                f"the server's routes have {routes.shape[-1]} experts for a token, and {router.path} chooses "
+                f"{chosen.shape[-1]}; serve the run's model"
+            )
         own = [router.select_own_token_weights(choice) for choice in routes.unbind(-1)]
         sampled = torch.stack(own, -1).long() - 1
         is_sampled = sampled[..., 0] >= 0
@@ -216,7 +210,7 @@ class ReplayedRoutes(PassFeature, Metric):
 
 def _select_layer(routes: Tensor, path: str) -> Tensor:
     """Return a router's routes, (rows, length, choices), from the routes of all layers."""
-    number = LAYER.search(path)
+    number = re.search(r"\blayers\.(\d+)\.", path)
     if number is None or int(number[1]) >= routes.shape[2]:
         raise UserError(
             f"the server's routes have {routes.shape[2]} layers, and none for {path}; serve the run's model"

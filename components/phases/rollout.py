@@ -13,6 +13,7 @@ from torch import Tensor
 from drawloom import Every, NodeView, Ordered, Problem, UserError, between, component, internal, setting
 from drawloom.components.distributed.rank_errors import run_on_rank0
 from drawloom.ports import (
+    ONE_STEP_ROLLOUT,
     STEP_SPECS,
     Answer,
     Batching,
@@ -134,7 +135,7 @@ class Rollout:
                     text = f"[{writer.name}] makes {batch_type.__name__}, and rollouts complete prompts"
                     yield writer.problem("use", text, 'write use = "data.prompt_collator" in a "data.collated"')
         sizes = node.neighbour("batching")
-        for key, plain in PLAIN.items():
+        for key, plain in ONE_STEP_ROLLOUT.items():
             if node.settings[key] > plain and sizes and sizes.settings.get("ramp"):
                 text = f"the steps of a rollout have equal batch sizes, and [{sizes.name}] changes them"
                 yield node.problem(key, text, f"write {key} = {plain}, or leave out ramp")
@@ -298,9 +299,6 @@ class Rollout:
             self.data.skip_to_position(self.data.next_row_position - rows)
             self._missing = 0
 
-
-PLAIN: Mapping[str, int] = {"minibatches": 1, "epochs": 1, "lag": 0}
-"""Settings of a rollout for one step, learnt from at once."""
 
 BY_TOKEN = ("tokens", "logps", "entropies", "is_sampled", "versions")
 BY_ROW = ("starts", "ends", "is_ended", "turns", "faults", "scores", "totals")

@@ -31,6 +31,7 @@ class OffloadedInputs(StageFeature):
         "pipeline.captured": "a CUDA graph has its tensors in fixed places on the device",
         "pipeline.offloaded": "it moves the same tensors",
         "pipeline.streams": "inputs would be copied on another stream than their blocks'",
+        "planning.memory": "the policy chooses what is kept, recomputed and offloaded",
     }
     keeps_layer_shapes: ClassVar[bool] = True
 
@@ -64,8 +65,9 @@ def _add_hooks(modules: Sequence[nn.Module], blocks: Sequence[nn.Module], offloa
         own = [block for block in blocks if block in inside]
         for block in own:
             block.register_forward_pre_hook(partial(moves.begin, is_first=block is own[0]))
-            end = partial(moves.end, leaves=block is not own[-1])
-            block.register_forward_hook(end, with_kwargs=True, always_call=True)
+            block.register_forward_hook(
+                partial(moves.end, leaves=block is not own[-1]), with_kwargs=True, always_call=True
+            )
 
 
 @attrs.define(eq=False)

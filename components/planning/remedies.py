@@ -11,6 +11,7 @@ from drawloom.components.planning.nodes import Nodes
 from drawloom.components.planning.plan import Plan, plan
 from drawloom.components.storage.byte_size import format_decimal_byte_size
 from drawloom.graph.cli.result import output, output_class
+from drawloom.graph.inspect.serialize import serialize_nodes
 from drawloom.graph.project import Recipe
 from drawloom.graph.toml.emit import dump_toml
 from drawloom.ports import Batching, Precision
@@ -121,9 +122,12 @@ def _combine_until_fit(recipe: Recipe, planned: Plan) -> Iterator[TriedPlan]:
 def try_settings(
     recipe: Recipe, values: Values, cost_in_words: str, device: DeviceModel, ranks: int
 ) -> TriedPlan | None:
-    """Plan the recipe with these settings; return None if they are invalid in this recipe."""
+    """Plan the recipe with these settings; return None if they are invalid in this recipe, or its own."""
     try:
-        return TriedPlan(values, plan(recipe.with_values(values), device, ranks), cost_in_words)
+        changed = recipe.with_values(values)
+        if serialize_nodes(changed.graph.nodes) == serialize_nodes(recipe.graph.nodes):
+            return None
+        return TriedPlan(values, plan(changed, device, ranks), cost_in_words)
     except (RecipeError, UserError):
         return None
 

@@ -324,8 +324,8 @@ class Kernels(Protocol):
 
     def state_space(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, mask: Any) -> Tensor:
         """
-        Compute S^T q for each token, where the state S becomes exp(g) S + k v^T (Mamba-2).
+        Compute S^T q by token, where the state S becomes exp(g) S + k v^T (Mamba-2).
 
-        Inputs are like those of `gated_delta_rule`, with g by value head.
+        Inputs have the shapes of `gated_delta_rule`'s, and g is by value head.
         """
         ...

@@ -215,6 +215,10 @@ class Rollouts(Protocol):
         ...
 
 
+ONE_STEP_ROLLOUT = {"minibatches": 1, "epochs": 1, "lag": 0}
+"""Settings of rollouts for one step, learnt from at once."""
+
+
 @runtime_checkable
 class SamplesInBackground(Protocol):
     """A sampler for completions while the policy trains."""

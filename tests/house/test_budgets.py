@@ -3,7 +3,7 @@
 from house import budgets
 
 BUDGETS = {
-    "tokens of the source": 674_351,
+    "tokens of the source": 674_350,
     "files that name float8 outside its folder": 8,
     "code lines imported by check": 13_949,
     "code lines imported by run": 20_790,

@@ -24,7 +24,7 @@ MAX_SIZES = {
     "num_experts": 10_000,
     "taps": 64,
 }
-"""Sizes by kind, above those of all models, beyond which checks alone would take minutes or gigabytes."""
+"""Upper bounds by kind of size: above all models' sizes, where checks alone would take minutes or gigabytes."""
 
 ATTENTION_BIAS = "add biases to the linear layers of attention"
 WINDOW = "number of tokens that a token attends to in layers with a window, including itself"
@@ -67,7 +67,7 @@ class DecoderConfig:
     """Inherited keys that the family does not have: such as `rope_theta`; without it layers have no positions."""
 
     multiples: ClassVar[tuple[tuple[str, str], ...]] = ()
-    """Pairs of keys, of which the second divides the first."""
+    """Pairs of keys; a value of the first is divisible by that of the second."""
 
     can_tie: ClassVar[bool] = True
     """Whether transformers can tie the head to the embedding."""
