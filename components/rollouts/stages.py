@@ -17,6 +17,7 @@ from drawloom import NodeView, Problem, UserError, above, between, component, in
 from drawloom.components.distributed.rank_errors import run_on_rank0
 from drawloom.components.distributed.rng import derive_seed, draw_splitmix64_bits
 from drawloom.components.state.trees import map_leaves
+from drawloom.kernels.sampling.eager import draw_ids_logps_and_entropies
 from drawloom.ports import (
     MAX_LENGTH,
     BatchInvariant,
@@ -178,21 +179,21 @@ class StageRollouts:
         device = self.device.device
         uniforms = uniforms.to(device)
         scale = None if self.temperature == 1 else torch.tensor(self.temperature, device=device)
-        known, starts = tokens.to(device), starts.to(device)
 
         def draw_from_last_position(hidden: Tensor, head: Head) -> Tensor:
             """Draw from the last position's logits; the result is (rows, 3)."""
             column = position - 1 - first
             last = hidden[:, column : column + 1]
-            logits = head.logits(last)[:, 0]
-            ids, logps, entropies = draw_ids_logps_and_entropies(
-                logits if scale is None else logits.float() / scale, uniforms
-            )
+            drawn = draw_ids_logps_and_entropies(head.logits(last)[:, 0], uniforms, scale)
+            ids = drawn[:, 0].long()
             if self.exact and cache is not None:
-                logps = compute_policy_logps(last, head, ids[:, None], ids[:, None] >= 0, scale)[:, 0]
+                drawn[:, 1] = compute_policy_logps(last, head, ids[:, None], ids[:, None] >= 0, scale)[:, 0]
             elif self.exact:
-                logps = _compute_training_logps(hidden, head, known, starts, ids, position=position, temperature=scale)
-            return torch.stack([ids.double(), logps.double(), entropies.double()], 1)
+                known = tokens.to(device)
+                drawn[:, 1] = _compute_training_logps(
+                    hidden, head, known, starts.to(device), ids, position=position, temperature=scale
+                )
+            return drawn
 
         outputs: dict[int, Tensor] = {}
         self.model.infer_microbatches([(window, context)], outputs.__setitem__, draw_from_last_position)
@@ -234,23 +235,6 @@ def draw_uniform_by_counter(key: int, counters: Tensor) -> Tensor:
     counters: int64 (rows,).
     """
     return (draw_splitmix64_bits(key, counters) >> 11).bitwise_and_(2**53 - 1).double().mul_(2.0**-53)
-
-
-def draw_ids_logps_and_entropies(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """
-    Draw an id per row by inversion of the cumulative distribution.
-
-    logits: (rows, vocab_size); uniforms: float64 (rows,) in [0, 1). Returns ids, int64 (rows,), their log-probabilities
-    and the entropies, float32 (rows,); a log-probability is NaN if a row's logits are not finite.
-    """
-    logps = logits.float().log_softmax(-1)
-    probabilities = logps.exp()
-    cumulative = probabilities.double().cumsum(-1)
-    thresholds = uniforms[:, None] * cumulative[:, -1:]
-    ids = torch.searchsorted(cumulative, thresholds, right=True).clamp_max(logits.shape[-1] - 1)
-    entropies = -torch.where(probabilities > 0, probabilities * logps, 0.0).sum(-1)
-    chosen = logps.gather(-1, ids)[:, 0] + 0.0 * logits.float().amax(-1)  # NaN and infinity spread
-    return ids[:, 0], chosen, entropies
 
 
 def _compute_training_logps(
