@@ -4,7 +4,7 @@ A token of our own sampler by GPU operation, on one GPU: `make bench NAME=decode
 128 rows of Qwen3-0.6B's shape with random weights in bfloat16, prompts of 64 tokens, 128 new tokens, CUDA graphs; once
 with the kernels of `kernels.auto`, and once exact, with `kernels.batch_invariant`. A case prints
 
-- the milliseconds of a token: all of `sample` over its tokens, and the median step, from one draw to the next one.
+- the milliseconds of a token: all of `sample` over its tokens, and the median step, from one wait for ids to the next.
   The difference is the prompt's pass, the first token's pass without a graph, and the recording;
 - the time that the GPU needs to read the weights and the cached keys and values once, at the measured bandwidth;
 - of TRACED steps in the middle, per step: the time in which the GPU computes, the time in which it waits for the host
@@ -18,6 +18,7 @@ import gc
 import statistics
 import sys
 import tempfile
+import time
 from collections import Counter, defaultdict
 from itertools import pairwise
 from pathlib import Path
@@ -45,10 +46,10 @@ CASES: dict[str, dict[str, Any]] = {"auto": grpo.GRAPHS, "exact": grpo.INVARIANT
 
 
 class StepClock:
-    """Replacement for `StageRollouts._draw_next_ids` with the times of its calls, and a trace of some of them."""
+    """Replacement for `StageRollouts._wait_for_draw` with the times of its calls, and a trace of some of them."""
 
     def __init__(self, first_traced: int | None) -> None:
-        self.draw = StageRollouts._draw_next_ids
+        self.wait = StageRollouts._wait_for_draw
         self.first_traced = first_traced
         self.starts: list[float] = []
         self.profile: Any = None
@@ -56,17 +57,18 @@ class StepClock:
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         if self.first_traced is not None and grpo.DEVICE == "cuda":
             if len(self.starts) == self.first_traced:
+                torch.cuda.synchronize()
                 self.profile = profile(activities=[ProfilerActivity.CUDA], acc_events=True)
                 self.profile.__enter__()
             if len(self.starts) == self.first_traced + TRACED:
                 torch.cuda.synchronize()
                 self.profile.__exit__(None, None, None)
-        self.starts.append(grpo.now())
-        return self.draw(*arguments, **options)
+        self.starts.append(time.perf_counter())
+        return self.wait(*arguments, **options)
 
     def patch(self) -> Any:
         """Return a context with this clock in the sampler."""
-        return mock.patch.object(StageRollouts, "_draw_next_ids", lambda *args, **options: self(*args, **options))
+        return mock.patch.object(StageRollouts, "_wait_for_draw", lambda *args, **options: self(*args, **options))
 
     def list_operations(self) -> list[tuple[str, Interval]]:
         """Return the name and the interval in ms of every GPU operation that was traced."""
