@@ -7,8 +7,8 @@ slot order. Inputs are copied into the slot's tensors, and outputs are copied fr
 persistent sums. The first step runs kernel by kernel, so compilation and kernel selection have ended; all graphs are
 recorded before the second step.
 
-Text generation with a key-value cache has a graph for each cache: a pass over one new token per row, whose first pass
-runs kernel by kernel, too.
+Text generation with a key-value cache has a graph for each cache: a pass over one new token per row. The first pass
+for a size of caches runs kernel by kernel, too.
 
 Nguyen et al. 2021, "Accelerating PyTorch with CUDA Graphs" (PyTorch blog), with slots instead of one callable.
 """
@@ -226,6 +226,7 @@ class StageGraphs:
     new_record: Callable[[], Record]
     _first: Any = None  # the reference microbatch, and whether its backward pass is split
     _token_passes: WeakKeyDictionary[KeyValueCache, TokenPass] = attrs.field(factory=WeakKeyDictionary)
+    _compiled_sizes: set[tuple[int, int]] = attrs.field(factory=set)  # rows and capacity of caches
     _slots: list[GraphSlot] = attrs.field(factory=list)
     _free: list[GraphSlot] = attrs.field(factory=list)
     _warned: bool = False
@@ -255,12 +256,14 @@ class StageGraphs:
         """Free a finished microbatch's slot."""
         self._free.append(slot)
 
-    def get_token_pass_or_prepare(self, cache: KeyValueCache) -> TokenPass | None:
-        """Return the graph for passes over one token; None for the first such pass of a cache."""
-        if cache in self._token_passes:
-            return self._token_passes[cache]
-        self._token_passes[cache] = TokenPass(self._create_runner(split=False), self.new_record())
-        return None
+    def get_token_pass_or_prepare(self, cache: KeyValueCache, rows: int) -> TokenPass | None:
+        """Return the graph for passes over one token; None for the first such pass of a cache of this size."""
+        if cache not in self._token_passes:
+            self._token_passes[cache] = TokenPass(self._create_runner(split=False), self.new_record())
+            if (size := (rows, cache.capacity)) not in self._compiled_sizes:
+                self._compiled_sizes.add(size)
+                return None
+        return self._token_passes[cache]
 
     def _create_runner(self, split: bool) -> StageRunner:
         return StageRunner(self.stage, self.objective, split=split)
@@ -286,7 +289,7 @@ class CapturedRunner(StageRunner):
     ) -> Any:
         if (cache := _find_recordable_cache(inputs, shared)) is not None:
             cache.begin_fixed_pass(inputs.device)
-            if (token_pass := self.graphs.get_token_pass_or_prepare(cache)) is not None:
+            if (token_pass := self.graphs.get_token_pass_or_prepare(cache, len(inputs))) is not None:
                 return token_pass.run(cache, inputs, shared, finish)
         # Graphs must serve batches with other counts, which only the host reads.
         given = inputs, shared, None if batch is None else batch.without_host_values()
