@@ -76,7 +76,14 @@ def main() -> None:
     """Start the processes; rank 0 prints."""
     if "RANK" in os.environ:
         return _worker()
-    starter = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", os.environ.get("RANKS", "1")]
+    starter = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        os.environ.get("RANKS", "1"),
+    ]
     subprocess.run([*starter, __file__, *sys.argv[1:]], env=os.environ | {"OMP_NUM_THREADS": "4"}, check=True)
 
 
@@ -118,8 +125,13 @@ def traced_operations(step: Callable[[], None]) -> Iterator[tuple[str, Interval]
         for _ in range(TRACED):
             step()
         torch.cuda.synchronize()
-    assert running.profiler is not None and running.profiler.kineto_results is not None
-    for event in running.profiler.kineto_results.events():
+    yield from list_operations(running)
+
+
+def list_operations(stopped: profile) -> Iterator[tuple[str, Interval]]:
+    """Yield the name and interval in ms of every GPU operation of a stopped profiler."""
+    assert stopped.profiler is not None and stopped.profiler.kineto_results is not None
+    for event in stopped.profiler.kineto_results.events():
         if "CUDA" in str(event.device_type()) and not event.is_user_annotation():
             start = event.start_ns() / 1e6
             yield event.name(), (start, start + event.duration_ns() / 1e6)
