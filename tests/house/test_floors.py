@@ -77,6 +77,7 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
         {"attrs", "torch"},
     ),
     "components.kernels": (BELOW | {"kernels"}, {"attrs", "torch"}),
+    "components.rollouts": (BELOW | {"kernels.sampling"}, {"attrs", "numpy", "torch"}),
     "components.optim": (BELOW | {"kernels"}, {"attrs", "torch"}),
     # Angles of rotary positions and log-sum-exps come from one formula, of which there is no choice to make. Experts
     # have default dispatchers, for one rank and between ranks.

@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu import clock
 from benchmarks.gpu.meshes import EXPERTS, LARGE, LENGTH, SMALL_MODEL, TINY, Case, our_step
-from benchmarks.gpu.timeline import Interval, union
+from benchmarks.gpu.timeline import Interval, iterate_gpu_operations, union
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.distributed.processes import TorchProcesses
@@ -125,16 +125,7 @@ def traced_operations(step: Callable[[], None]) -> Iterator[tuple[str, Interval]
         for _ in range(TRACED):
             step()
         torch.cuda.synchronize()
-    yield from list_operations(running)
-
-
-def list_operations(stopped: profile) -> Iterator[tuple[str, Interval]]:
-    """Yield the name and interval in ms of every GPU operation of a stopped profiler."""
-    assert stopped.profiler is not None and stopped.profiler.kineto_results is not None
-    for event in stopped.profiler.kineto_results.events():
-        if "CUDA" in str(event.device_type()) and not event.is_user_annotation():
-            start = event.start_ns() / 1e6
-            yield event.name(), (start, start + event.duration_ns() / 1e6)
+    yield from iterate_gpu_operations(running)
 
 
 def describe_operations(operations: list[tuple[str, Interval]]) -> Iterator[str]:

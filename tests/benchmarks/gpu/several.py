@@ -147,6 +147,7 @@ def list_rows(ranks: int) -> list[Row]:
     small, large, experts = MODELS
     half, symmetric = ranks // 2, ('dispatcher.use="experts.symmetric"',)
     kept = ("stages.reshard_after_forward=false",)
+    overlapped = ('overlap.use="overlap.tensor_products"',)
     pipelined_in_v = ('schedule.use="pipeline.schedules.zero_bubble_v"',)
     rows = [
         Row(small, {"data_shard": ranks}, 4),
@@ -154,7 +155,7 @@ def list_rows(ranks: int) -> list[Row]:
         Row(small, {"data_replicate": ranks}, 4),
         Row(large, {"data_shard": ranks}, 2),
         Row(large, {"data_shard": ranks}, 2, edits=kept),
-        Row(large, {"tensor": 2, "data_shard": half}, 4),
+        Row(large, {"tensor": 2, "data_shard": half}, 4, edits=overlapped),
         Row(small, {"context": ranks}, 1, 32_768),
         Row(experts, {"data_shard": ranks, "expert": ranks}, 4, edits=(*kept, *symmetric)),
         Row(large, {"data_shard": ranks}, 2, edits=('float8.use="float8.training"',)),
@@ -361,7 +362,7 @@ class Table:
 
     def run_titan(self, row: Row, tokens: int) -> str:
         """Train with torchtitan, and return its rate, time and memory."""
-        known = ("stages.reshard", *SCHEDULES)
+        known = ("stages.reshard", "overlap", *SCHEDULES)
         if row.model not in TITAN or TINY or not all(any(name in edit for name in known) for edit in row.edits):
             return "has no such run"
         if find_spec("torchtitan") is None:
@@ -406,7 +407,9 @@ class Result:
 
 
 def _edits_on_one_gpu(row: Row) -> tuple[str, ...]:
-    return tuple(edit for edit in row.edits if not edit.startswith(("schedule", "dispatcher", "stages.reshard")))
+    return tuple(
+        edit for edit in row.edits if not edit.startswith(("schedule", "dispatcher", "stages.reshard", "overlap"))
+    )
 
 
 def write_recipe(row: Row, folder: Path, steps: int) -> Path:

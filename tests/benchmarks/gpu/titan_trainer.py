@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.gpu.breakdown import describe_operations, list_operations
+from benchmarks.gpu.breakdown import describe_operations
+from benchmarks.gpu.timeline import iterate_gpu_operations
 from benchmarks.gpu.titan import AbsentModule
 
 SKIPPED = (
@@ -100,7 +101,7 @@ def main() -> None:
         tracer.stop()
     if torch.distributed.get_rank() == 0:
         seconds = [before.elapsed_time(after) / 1e3 for before, after in pairwise(events)]
-        operations = ["", *describe_operations(list(list_operations(tracer)))] if traced else []
+        operations = ["", *describe_operations(list(iterate_gpu_operations(tracer)))] if traced else []
         result = {"seconds": seconds, "bytes": max(peaks), "operations": "\n        ".join(operations)}
         target.write_text(json.dumps(result))
     trainer.close()
