@@ -382,8 +382,11 @@ class Table:
 def describe_trace(row: Row, folder: Path) -> str:
     """Return lines about the GPU's operations in a run's traced steps; `OUT`, if set, gets the trace."""
     path = next(folder.glob("*rank-0*"))
-    if not (operations := read(path).operations):
+    timeline = read(path)
+    if not (spans := list(timeline.spans.values())):
         return ""  # on a CPU
+    begin, end = min(start for start, _ in spans), max(end for _, end in spans)
+    operations = [operation for operation in timeline.operations if begin <= operation.start < end]
     if "OUT" in os.environ:
         name = "".join(letter if letter.isalnum() else "_" for letter in row.name)
         shutil.copy(path, Path(os.environ["OUT"]) / f"{name[:90]}.json.gz")
