@@ -14,7 +14,8 @@ from drawloom.ports import Group, Pending
 class BucketedSums:
     """
     Pending sums over a group's ranks; a collective sums one bucket, about `bucket_bytes`. All ranks add tensors with
-    the same shapes in the same order. Sums are in `dtype`, or in the tensors' own dtype if it is wider.
+    the same shapes in the same order. Sums are in `dtype`, or in the tensors' own dtype if it is wider. Two ranks
+    send tensors in their own dtype: a sum of two is rounded once in either.
     """
 
     group: Group
@@ -36,7 +37,8 @@ class BucketedSums:
         """Start to sum the tensors in the bucket."""
         if not self._bucket:
             return
-        sum_dtype = reduce(torch.promote_types, (tensor.dtype for tensor in self._bucket), self.dtype)
+        dtypes = [tensor.dtype for tensor in self._bucket]
+        sum_dtype = reduce(torch.promote_types, dtypes, dtypes[0] if self.group.size == 2 else self.dtype)
         flat = torch.cat([tensor.detach().flatten().to(sum_dtype) for tensor in self._bucket])
         self._started.append((self._bucket, flat, self.group.start_sum(flat)))
         self._bucket, self._bytes = [], 0

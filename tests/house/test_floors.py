@@ -99,6 +99,13 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
         BELOW | {"components.model", "kernels.attention", "kernels.attention.options", "kernels.linear"},
         {"attrs", "torch", "transformers"},
     ),
+    # Layers whose exchanges run beside their products take the place of layers.
+    "components.overlap": (
+        BELOW
+        | {"components.model", "kernels.deferred_grads", "kernels.gradients.eager", "kernels.linear"}
+        | {"kernels.operation"},
+        {"torch"},
+    ),
     # Layers with products in float8 take the place of layers.
     "components.float8": (
         BELOW

@@ -76,7 +76,14 @@ def main() -> None:
     """Start the processes; rank 0 prints."""
     if "RANK" in os.environ:
         return _worker()
-    starter = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", os.environ.get("RANKS", "1")]
+    starter = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        os.environ.get("RANKS", "1"),
+    ]
     subprocess.run([*starter, __file__, *sys.argv[1:]], env=os.environ | {"OMP_NUM_THREADS": "4"}, check=True)
 
 
