@@ -14,14 +14,15 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from drawloom.components.overlap.shifts import Shifts
 from drawloom.kernels.deferred_grads import WeightGradient, get_weight_gradient_function
 from drawloom.kernels.gradients.eager import sum_parts
 from drawloom.kernels.linear import LINEAR_WEIGHT_GRADIENT
 from drawloom.kernels.operation import once_differentiable
-from drawloom.ports import Group, Pending
+from drawloom.ports import Pending
 
 
-def multiply_gathered(own: Tensor, weights: Sequence[Tensor], group: Group) -> Sequence[Tensor]:
+def multiply_gathered(own: Tensor, weights: Sequence[Tensor], ranks: Shifts) -> Sequence[Tensor]:
     """
     Gather all ranks' tokens, and multiply them by weights.
 
@@ -29,41 +30,41 @@ def multiply_gathered(own: Tensor, weights: Sequence[Tensor], group: Group) -> S
     tokens x, (ranks * n, outputs), by weight. The tokens' gradients are summed over the ranks.
     """
     gradients = [get_weight_gradient_function(weight) for weight in weights]
-    outputs: Sequence[Tensor] = _GatheredProducts.apply(own, group, gradients, *weights)  # type: ignore[no-untyped-call]
+    outputs: Sequence[Tensor] = _GatheredProducts.apply(own, ranks, gradients, *weights)  # type: ignore[no-untyped-call]
     return outputs
 
 
-def multiply_and_scatter(x: Tensor, weight: Tensor, group: Group) -> Tensor:
+def multiply_and_scatter(x: Tensor, weight: Tensor, ranks: Shifts) -> Tensor:
     """
     Multiply all tokens x (ranks * n, inputs) by weight (outputs, inputs), in the same dtype, and sum over the ranks.
 
     Returns the sums for this rank's tokens, (n, outputs).
     """
-    output: Tensor = _ScatteredProduct.apply(x, weight, get_weight_gradient_function(weight), group)  # type: ignore[no-untyped-call]
+    output: Tensor = _ScatteredProduct.apply(x, weight, get_weight_gradient_function(weight), ranks)  # type: ignore[no-untyped-call]
     return output
 
 
 class _GatheredProducts(Function):
     @staticmethod
     def forward(
-        ctx: Any, own: Tensor, group: Group, weight_gradients: Sequence[WeightGradient], *weights: Tensor
+        ctx: Any, own: Tensor, ranks: Shifts, weight_gradients: Sequence[WeightGradient], *weights: Tensor
     ) -> tuple[Tensor, ...]:
         """Return (ranks * n, outputs) by weight: own (n, inputs), weights (outputs, inputs)."""
-        outputs = [own.new_empty(group.size, len(own), len(weight)) for weight in weights]
-        gathered = own.new_empty(group.size, *own.shape)
-        for rank, part in _gather(own, gathered, group):
+        outputs = [own.new_empty(ranks.size, len(own), len(weight)) for weight in weights]
+        gathered = own.new_empty(ranks.size, *own.shape)
+        for rank, part in _gather(own, gathered, ranks):
             for weight, output in zip(weights, outputs, strict=True):
                 torch.mm(part, weight.t(), out=output[rank])
         ctx.save_for_backward(gathered.flatten(0, 1), *weights)
-        ctx.group, ctx.weight_gradients = group, weight_gradients
+        ctx.ranks, ctx.weight_gradients = ranks, weight_gradients
         return tuple(output.flatten(0, 1) for output in outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         gathered, *weights = ctx.saved_tensors
-        group: Group = ctx.group
-        parts = [grad.contiguous().view(group.size, -1, grad.shape[-1]) for grad in grads]
+        ranks: Shifts = ctx.ranks
+        parts = [grad.contiguous().view(ranks.size, -1, grad.shape[-1]) for grad in grads]
 
         def multiply(rank: int) -> Tensor:
             first, *others = zip(parts, weights, strict=True)
@@ -73,7 +74,7 @@ class _GatheredProducts(Function):
             return total
 
         needs_own, needs_weights = ctx.needs_input_grad[0], ctx.needs_input_grad[3:]
-        finish = _multiply_and_sum(multiply, group) if needs_own else None
+        finish = _multiply_and_sum(multiply, ranks) if needs_own else None
         weight_grads = [
             compute(LINEAR_WEIGHT_GRADIENT, grad, gathered) if needs else None
             for compute, grad, needs in zip(ctx.weight_gradients, grads, needs_weights, strict=True)
@@ -83,22 +84,22 @@ class _GatheredProducts(Function):
 
 class _ScatteredProduct(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, weight_gradient: WeightGradient, group: Group) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, weight_gradient: WeightGradient, ranks: Shifts) -> Tensor:
         """Return sums (n, outputs): x (ranks * n, inputs), weight (outputs, inputs)."""
         ctx.save_for_backward(x, weight)
-        ctx.group, ctx.weight_gradient = group, weight_gradient
-        parts = x.view(group.size, -1, x.shape[-1])
-        return _multiply_and_sum(lambda rank: torch.mm(parts[rank], weight.t()), group)()
+        ctx.ranks, ctx.weight_gradient = ranks, weight_gradient
+        parts = x.view(ranks.size, -1, x.shape[-1])
+        return _multiply_and_sum(lambda rank: torch.mm(parts[rank], weight.t()), ranks)()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        group: Group = ctx.group
-        gathered = grad.new_empty(group.size, *grad.shape)
+        ranks: Shifts = ctx.ranks
+        gathered = grad.new_empty(ranks.size, *grad.shape)
         grad_x = torch.empty_like(x)
-        parts = grad_x.view(group.size, -1, x.shape[-1])
-        for rank, part in _gather(grad.contiguous(), gathered, group):
+        parts = grad_x.view(ranks.size, -1, x.shape[-1])
+        for rank, part in _gather(grad.contiguous(), gathered, ranks):
             torch.mm(part, weight, out=parts[rank])
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         grads = gathered.flatten(0, 1)
@@ -106,33 +107,33 @@ class _ScatteredProduct(Function):
         return grad_x if needs_x else None, weight_grad, None, None
 
 
-def _gather(own: Tensor, gathered: Tensor, group: Group) -> Iterator[tuple[int, Tensor]]:
+def _gather(own: Tensor, gathered: Tensor, ranks: Shifts) -> Iterator[tuple[int, Tensor]]:
     """
     Gather own (n, width) from all ranks into `gathered` (ranks, n, width); yield each rank's part, this one's first.
     """
     pending: list[tuple[int, Pending]] = []
-    for distance in range(1, group.size):
-        rank = (group.rank - distance) % group.size
-        pending.append((rank, group.start_shift(own, gathered[rank], distance)))
-    yield group.rank, own
-    gathered[group.rank].copy_(own)
+    for distance in range(1, ranks.size):
+        rank = (ranks.rank - distance) % ranks.size
+        pending.append((rank, ranks.start_shift(own, gathered[rank], distance)))
+    yield ranks.rank, own
+    gathered[ranks.rank].copy_(own)
     for rank, transfer in pending:
         transfer.wait()
         yield rank, gathered[rank]
 
 
-def _multiply_and_sum(multiply: Callable[[int], Tensor], group: Group) -> Callable[[], Tensor]:
+def _multiply_and_sum(multiply: Callable[[int], Tensor], ranks: Shifts) -> Callable[[], Tensor]:
     """
     Send `multiply(rank)`, (n, width), to every other rank; the result waits for theirs, and returns the sum (n, width).
     """
     sent: list[tuple[Tensor, Pending]] = []
     received: Tensor | None = None
-    for distance in range(1, group.size):
-        part = multiply((group.rank + distance) % group.size)
+    for distance in range(1, ranks.size):
+        part = multiply((ranks.rank + distance) % ranks.size)
         if received is None:
-            received = part.new_empty(group.size - 1, *part.shape)
-        sent.append((part, group.start_shift(part, received[distance - 1], distance)))
-    own = multiply(group.rank)
+            received = part.new_empty(ranks.size - 1, *part.shape)
+        sent.append((part, ranks.start_shift(part, received[distance - 1], distance)))
+    own = multiply(ranks.rank)
 
     def finish() -> Tensor:
         assert received is not None

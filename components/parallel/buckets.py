@@ -51,8 +51,7 @@ class BucketedSums:
             tensors, flat, pending = self._started.pop(0)
             pending.wait()
             parts = torch.split(flat, [tensor.numel() for tensor in tensors])
-            for tensor, part in zip(tensors, parts, strict=True):
-                tensor.copy_(part.view_as(tensor))
+            torch._foreach_copy_(tensors, [part.view_as(tensor) for tensor, part in zip(tensors, parts, strict=True)])
 
 
 def sum_in_buckets(tensors: Sequence[Tensor], group: Group, dtype: torch.dtype, bucket_bytes: int) -> None:

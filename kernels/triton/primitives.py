@@ -7,7 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from drawloom.kernels.stochastic_copy.eager import MULTIPLIERS as PHILOX_MULTIPLIERS
 from drawloom.kernels.stochastic_copy.eager import ROUNDS as PHILOX_ROUNDS
+from drawloom.kernels.stochastic_copy.eager import WEYL as PHILOX_WEYL
 from drawloom.kernels.triton.launch import cache_launches
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -124,7 +126,7 @@ def load_float32(pointers, mask):
     return load_or_zero(pointers, mask).to(tl.float32)
 
 
-ROUNDS = tl.constexpr(PHILOX_ROUNDS)
+ROUNDS, MULTIPLIERS, WEYL = (tl.constexpr(constants) for constants in (PHILOX_ROUNDS, PHILOX_MULTIPLIERS, PHILOX_WEYL))
 
 
 @triton.jit
@@ -132,10 +134,17 @@ def philox(key, draw, counter):
     """Return four words with 32 random bits per draw (int64); key and counter have any integer types."""
     # Triton chooses a scalar's type by its value, and its interpreter stores 2^31 to 2^32 - 1, which it calls int64, in
     # 32 bits; a shift by 32 would then not return the upper half, which is zero.
-    counter = tl.cast(counter, tl.uint64)
-    low, high = draw.to(tl.uint32), (draw >> 32).to(tl.uint32)
-    counter_low, counter_high = counter.to(tl.uint32), (counter >> 32).to(tl.uint32)
-    return tl.philox(key, low, high, low * 0 + counter_low, low * 0 + counter_high, ROUNDS)
+    key, counter = tl.cast(key, tl.uint64), tl.cast(counter, tl.uint64)
+    a, b = draw.to(tl.uint32), (draw >> 32).to(tl.uint32)
+    c, d = a * 0 + counter.to(tl.uint32), a * 0 + (counter >> 32).to(tl.uint32)
+    first, second = key.to(tl.uint32), (key >> 32).to(tl.uint32)
+    for _ in tl.static_range(ROUNDS):
+        # One multiplication returns both halves; tl.philox needs two.
+        product, other = a.to(tl.uint64) * MULTIPLIERS[0], c.to(tl.uint64) * MULTIPLIERS[1]
+        a, c = (other >> 32).to(tl.uint32) ^ b ^ first, (product >> 32).to(tl.uint32) ^ d ^ second
+        b, d = other.to(tl.uint32), product.to(tl.uint32)
+        first, second = first + WEYL[0], second + WEYL[1]
+    return a, b, c, d
 
 
 @triton.jit

@@ -147,7 +147,7 @@ def list_rows(ranks: int) -> list[Row]:
     small, large, experts = MODELS
     half, symmetric = ranks // 2, ('dispatcher.use="experts.symmetric"',)
     kept = ("stages.reshard_after_forward=false",)
-    overlapped = ('overlap.use="overlap.tensor_products"',)
+    overlapped = ('overlap.use="overlap.tensor_products"', 'overlap.through="memory"')
     pipelined_in_v = ('schedule.use="pipeline.schedules.zero_bubble_v"',)
     rows = [
         Row(small, {"data_shard": ranks}, 4),
@@ -155,7 +155,7 @@ def list_rows(ranks: int) -> list[Row]:
         Row(small, {"data_replicate": ranks}, 4),
         Row(large, {"data_shard": ranks}, 2),
         Row(large, {"data_shard": ranks}, 2, edits=kept),
-        Row(large, {"tensor": 2, "data_shard": half}, 4, edits=overlapped),
+        *(Row(large, {"tensor": 2, "data_shard": half}, 4, edits=edits) for edits in ((), overlapped)),
         Row(small, {"context": ranks}, 1, 32_768),
         Row(experts, {"data_shard": ranks, "expert": ranks}, 4, edits=(*kept, *symmetric)),
         Row(large, {"data_shard": ranks}, 2, edits=('float8.use="float8.training"',)),

@@ -1,7 +1,9 @@
 """Products of tensor-parallel ranks beside their exchanges."""
 
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -9,16 +11,20 @@ from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.overlap.products import multiply_and_scatter, multiply_gathered
+from drawloom.components.overlap.shifts import PeerShifts, Shifts
 from drawloom.components.parallel.tensor_ranks import TensorRanks
 from drawloom.kernels.deferral import Deferral
 from support.processes import run_ranks
 
-TOKENS, WIDTH, INNER = 4, 6, 5
 
+def compare_on_rank(kind: Literal["cpu", "cuda"], factor: int) -> dict[str, list[float]]:
+    """
+    Return differences from exchanges before and after the products, relative to the norm, by dtype.
 
-def compare_on_rank() -> dict[str, list[float]]:
-    """Return the largest differences from exchanges before and after the products, by dtype."""
-    processes = TorchProcesses(device=ComputeDevice(kind="cpu"), timeout=60.0)
+    `factor` multiplies all sizes.
+    """
+    tokens, width, inner = (factor * size for size in (4, 6, 5))
+    processes = TorchProcesses(device=ComputeDevice(kind=kind), timeout=60.0)
     processes.open()
     try:
         mesh = RankMesh(processes=processes, tensor=processes.world_size, data_replicate=1)
@@ -26,13 +32,21 @@ def compare_on_rank() -> dict[str, list[float]]:
         differences: dict[str, list[float]] = {}
         for dtype in (torch.float64, torch.bfloat16):
             torch.manual_seed(mesh.world.rank)
-            given = [torch.randn(shape).to(dtype) for shape in ((TOKENS, WIDTH), *[(INNER, WIDTH)] * 2, (WIDTH, INNER))]
-            weight = torch.randn(TOKENS, WIDTH).to(dtype)
+            shapes = (tokens, width), (inner, width), (inner, width), (width, inner), (tokens, width)
+            *given, grad = (torch.randn(shape, dtype=torch.float64).to(kind, dtype) for shape in shapes)
             results = [
-                run(TensorRanks(mesh.tensor_group), *(tensor.clone().requires_grad_() for tensor in given), weight)
-                for run in (compute_beside_exchanges, compute_between_exchanges)
+                run(*(tensor.clone().requires_grad_() for tensor in given), grad)
+                for run in (
+                    partial(compute_between_exchanges, TensorRanks(mesh.tensor_group)),
+                    partial(compute_beside_exchanges, mesh.tensor_group),
+                    partial(compute_beside_exchanges, PeerShifts(mesh.tensor_group)),
+                )
             ]
-            differences[str(dtype)] = [float((a - b).abs().max()) for a, b in zip(*results, strict=True)]
+            expected, messages, memory = results
+            assert all(torch.equal(first, second) for first, second in zip(messages, memory, strict=True))
+            differences[str(dtype)] = [
+                float((a - b).norm() / b.norm()) for a, b in zip(messages, expected, strict=True)
+            ]
         return differences
     finally:
         processes.close()
@@ -47,20 +61,18 @@ def compute_between_exchanges(
     return output, *torch.autograd.grad(output, (own, gate, up, down), grad)
 
 
-def compute_beside_exchanges(
-    ranks: TensorRanks, own: Tensor, gate: Tensor, up: Tensor, down: Tensor, grad: Tensor
-) -> Any:
+def compute_beside_exchanges(ranks: Shifts, own: Tensor, gate: Tensor, up: Tensor, down: Tensor, grad: Tensor) -> Any:
     """Return the same from products beside exchanges; a second pass defers the weights' gradients."""
-    passes = []
+    passes: list[list[Any]] = []
     for deferral in (None, Deferral()):
         with deferral or torch.enable_grad():
-            gates, ups = multiply_gathered(own, (gate, up), ranks.group)
-            output = multiply_and_scatter(gates.sigmoid() * ups, down, ranks.group)
+            gates, ups = multiply_gathered(own, (gate, up), ranks)
+            output = multiply_and_scatter(gates.sigmoid() * ups, down, ranks)
         if deferral is None:
             passes.append([output, *torch.autograd.grad(output, (own, gate, up, down), grad)])
         else:
             with deferral.defer():
-                output.backward(grad)
+                output.backward(grad)  # type: ignore[no-untyped-call]
             assert gate.grad is None and down.grad is None
             weights = {
                 id(item.weight): item.drain_and_return_remaining_grad() for item in deferral.take_queued_gradients()
@@ -71,8 +83,20 @@ def compute_beside_exchanges(
 
 
 def test_products_beside_exchanges_equal_products_between_them() -> None:
-    """With two and three ranks, results and gradients are those of a gather, products and a reduce-scatter."""
+    """
+    With two and three ranks, by messages and by shared memory, results and gradients are those of a gather, products
+    and a reduce-scatter.
+    """
     for ranks in (2, 3):
-        for differences in run_ranks(compare_on_rank, ranks):
+        for differences in run_ranks(compare_on_rank, ranks, "cpu", 1):
             assert max(differences["torch.float64"]) < 1e-14
-            assert max(differences["torch.bfloat16"]) < 0.25  # sums of 12 products are rounded once less
+            assert max(differences["torch.bfloat16"]) < 0.02
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_products_beside_exchanges_on_two_gpus() -> None:
+    """Two GPUs have the same results by messages and by shared memory, whose slots are reused at once."""
+    for differences in run_ranks(compare_on_rank, 2, "cuda", 256):
+        assert max(differences["torch.float64"]) < 1e-12
+        assert max(differences["torch.bfloat16"]) < 0.02
