@@ -174,18 +174,19 @@ class TokenPass:
     runner: StageRunner
     record: Record
     _given: Any = None
+    _targets: Sequence[Any] = ()
     _recorded: Recorded | None = None
     _head: Head | None = None
     _layers: tuple[int, int] = (0, 0)  # the cache's next layer before and after the pass
 
     def run(self, cache: KeyValueCache, inputs: Tensor, shared: BatchContext, finish: Finish | None) -> Any:
         """Return the stage's output, on the last stage `finish`'s result; record the pass if it was not."""
-        given = inputs, attrs.evolve(shared, cache=None)
         if self._recorded is None:
-            self._given = map_leaves(_copy_leaf, given)
+            self._given = map_leaves(_copy_leaf, (inputs, attrs.evolve(shared, cache=None)))
+            self._targets = list_leaves(self._given)
             self._recorded = self._record_pass(cache)
         else:
-            _copy_tree_into(self._given, given)
+            _copy_leaves_into(self._targets, list_leaves((inputs, shared)))
         self._recorded.replay()
         cache.next_layer = self._layers[1]
         output = map_leaves(_copy_leaf, self._recorded.outputs)
@@ -351,7 +352,12 @@ def describe_capture_error(stage: int, error: RuntimeError) -> str:
 
 def _copy_tree_into(targets: Any, values: Any) -> None:
     """Copy a tree's tensors into a tree with the same structure."""
-    pairs = zip(list_leaves(targets), list_leaves(values), strict=True)
+    _copy_leaves_into(list_leaves(targets), list_leaves(values))
+
+
+def _copy_leaves_into(targets: Sequence[Any], values: Sequence[Any]) -> None:
+    """Copy the tensors of a tree's leaves into those of a tree with the same structure."""
+    pairs = zip(targets, values, strict=True)
     tensors: Sequence[tuple[Tensor, Tensor]] = [pair for pair in pairs if isinstance(pair[0], Tensor)]
     with torch.no_grad():
         torch._foreach_copy_([target for target, _ in tensors], [value for _, value in tensors])

@@ -70,6 +70,7 @@ class StageRollouts:
     _copy: Group = internal(None)
     _version: int = internal(0)
     _runs_ahead: bool = internal(False)
+    _reports_draws: bool = internal(False)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
@@ -89,6 +90,7 @@ class StageRollouts:
     def open(self) -> None:
         """Connect the ranks that sample the same rows."""
         self._copy = self.mesh.group("pipeline", "tensor")
+        self._reports_draws = self.mesh.indices.tensor == 0  # ranks along `tensor` have the same logits
         self._runs_ahead = self.device.device.type == "cuda" and self._copy.size == 1
 
     def update_weights(self, purpose: str, step: int) -> None:
@@ -195,10 +197,8 @@ class StageRollouts:
         """
         first, last = (0, tokens.shape[1]) if cache is None else (cache.length, position)
         window = tokens[:, first:last] if last_ids is None else last_ids[:, None]
-        places = torch.arange(first, last).expand(len(tokens), -1)
-        context = TokenContext(
-            places, torch.zeros(window.shape, dtype=torch.int64), cache=cache, one_document_per_row=cache is None
-        )
+        places = torch.arange(first, last, device=window.device).expand(len(tokens), -1)
+        context = TokenContext(places, torch.zeros_like(window), cache=cache, one_document_per_row=cache is None)
         counters = prompts.keys * TOKENS_BY_ROW + (position - prompts.lengths).clamp_min(0)
         uniforms = self._start_upload(draw_uniform_by_counter(seed, counters))
         scale = None if self.temperature == 1 else torch.full((), self.temperature, device=self.device.device)
@@ -230,8 +230,7 @@ class StageRollouts:
             )
         if cache is not None and layers[0]:  # a plugin's model may not use the cache
             cache.end_pass(window.shape[1])
-        has_result = bool(outputs) and self.mesh.indices.tensor == 0  # ranks along `tensor` have the same logits
-        result = outputs[0] if has_result else torch.zeros(len(tokens), 3, dtype=torch.float64)
+        result = outputs[0] if outputs and self._reports_draws else torch.zeros(len(tokens), 3, dtype=torch.float64)
         return PendingDraw(result, HostCopy.start({"drawn": result}))
 
     def _wait_for_draw(self, pending: "PendingDraw") -> Tensor:
