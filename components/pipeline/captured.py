@@ -48,6 +48,7 @@ from drawloom.ports import (
     Operation,
     PassFeature,
     PassRun,
+    RecordableFinish,
     RunnableStage,
     Stage,
     StageFeature,
@@ -181,25 +182,29 @@ class TokenPass:
 
     def run(self, cache: KeyValueCache, inputs: Tensor, shared: BatchContext, finish: Finish | None) -> Any:
         """Return the stage's output, on the last stage `finish`'s result; record the pass if it was not."""
+        recordable = finish if isinstance(finish, RecordableFinish) else None
         if self._recorded is None:
-            self._given = map_leaves(_copy_leaf, (inputs, attrs.evolve(shared, cache=None)))
+            self._given = map_leaves(_copy_leaf, (inputs, attrs.evolve(shared, cache=None), recordable))
             self._targets = list_leaves(self._given)
             self._recorded = self._record_pass(cache)
         else:
-            _copy_leaves_into(self._targets, list_leaves((inputs, shared)))
+            _copy_leaves_into(self._targets, list_leaves((inputs, shared, recordable)))
         self._recorded.replay()
         cache.next_layer = self._layers[1]
         output = map_leaves(_copy_leaf, self._recorded.outputs)
-        return output if finish is None or self._head is None else finish(output, self._head)
+        if finish is None or recordable is not None or self._head is None:
+            return output
+        return finish(output, self._head)
 
     def _record_pass(self, cache: KeyValueCache) -> Recorded:
         """Record the pass with the cache's addresses; UserError if CUDA rejects it."""
-        first, weak, (inputs, shared) = cache.next_layer, proxy(cache), self._given
+        first, weak, (inputs, shared, finish) = cache.next_layer, proxy(cache), self._given
 
         def run_stage() -> Any:
-            """Return the last hidden states, or this stage's output."""
+            """Return this stage's output, the last hidden states, or the result of a recordable `finish`."""
             weak.next_layer = first
-            output = self.runner.forward(0, inputs, attrs.evolve(shared, cache=weak), None, self._keep_head)
+            context = attrs.evolve(shared, cache=weak)
+            output = self.runner.forward(0, inputs, context, None, finish or self._keep_head)
             self._layers = first, weak.next_layer
             return output
 
