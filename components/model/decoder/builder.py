@@ -194,9 +194,19 @@ class DecoderModel:
     )
 
     @classmethod
+    def find_family(cls, node: Any) -> Family | None:
+        """Return the family, or None if a file does not name one, a problem of its own."""
+        raise NotImplementedError
+
+    @classmethod
     def read_sizes(cls, node: Any) -> Settings:
         """Return the config's keys, as far as `check` knows them; empty if a file is invalid, a problem of its own."""
         raise NotImplementedError
+
+    @classmethod
+    def has_sequence_classifier(cls, node: Any) -> bool:
+        family = cls.find_family(node)
+        return family is None or family.has_classifier
 
     @property
     def family(self) -> Family:
@@ -224,10 +234,10 @@ class DecoderModel:
     @classmethod
     def find_context_parallel_faults(cls, node: Any) -> Iterator[str]:
         rope = node.settings.get("rope_parameters") or node.settings.get("rope_scaling")
-        sizes = cls.read_sizes(node)
-        if "index_topk" in sizes:
-            yield "the indexer chooses among all tokens of a row"
-        yield from find_context_parallel_faults(rope or sizes.get("rope_scaling"))
+        family = cls.find_family(node)
+        if family is not None and family.config.whole_rows:
+            yield family.config.whole_rows
+        yield from find_context_parallel_faults(rope or cls.read_sizes(node).get("rope_scaling"))
 
     @classmethod
     def expert_count(cls, node: Any) -> int:
@@ -394,8 +404,8 @@ class DecoderBuilder(DecoderModel):
         return {}
 
     @classmethod
-    def has_sequence_classifier(cls, node: Any) -> bool:
-        return cls.family.has_classifier
+    def find_family(cls, node: Any) -> Family:
+        return cls.family
 
     @classmethod
     def resume_impact(cls, node: Any, key: str, before: Any) -> str | None:

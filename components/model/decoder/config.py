@@ -72,6 +72,9 @@ class DecoderConfig:
     can_tie: ClassVar[bool] = True
     """Whether transformers can tie the head to the embedding."""
 
+    whole_rows: ClassVar[str] = ""
+    """Reason why ranks along `context` can't have parts of rows; empty: they can."""
+
     layer_class: ClassVar[str] = "layer:Block"
     """The layers' module and class."""
 

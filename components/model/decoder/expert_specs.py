@@ -67,7 +67,8 @@ class ExpertSpec(PartSpec):
 
     `shared_expert_width` is the inner width of a feed-forward network that all tokens visit beside their experts; 0:
     there is none. With `shared_gate`, its output is multiplied by the sigmoid of a projection. `router` and `shared`
-    are module names. With `biases`, experts have biases. Loss coefficients are per layer.
+    are module names. With `biases`, experts have biases. Loss coefficients are per layer. Experts map `latent_width`
+    channels; None: hidden states.
     """
 
     experts: int
@@ -82,6 +83,7 @@ class ExpertSpec(PartSpec):
     activation: SwiGlu = SwiGlu()
     aux_loss_coef: float = 0.0
     z_loss_coef: float = 0.0
+    latent_width: int | None = None
     part = "experts:SparseMoeBlock"
 
 

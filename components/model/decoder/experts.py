@@ -41,7 +41,7 @@ class SparseMoeBlock(nn.Module):
             z_loss_coef=spec.z_loss_coef,
         )
         self.add_module(spec.router, router)
-        self.experts = Experts(architecture.hidden_size, spec, kernels)
+        self.experts = Experts(spec.latent_width or architecture.hidden_size, spec, kernels)
         if spec.shared_expert_width:
             mlp = spec.activation.make_mlp_spec(spec.shared_expert_width)
             self.add_module(spec.shared, mlp.build(architecture, kernels))
