@@ -4,9 +4,8 @@ from collections.abc import Iterator
 
 import attrs
 
-from drawloom import between, component, setting
+from drawloom import component, setting
 from drawloom.components.model.decoder.declarations import (
-    MAX_SIZES,
     DecoderBuilder,
     Family,
     InvalidSetting,
@@ -44,10 +43,8 @@ class LatentConfig(GroupedExpertsConfig):
     qk_nope_head_dim: int = size_setting("head_dim", "channels of queries and keys without rotation", default=128)
     v_head_dim: int = size_setting("head_dim", "width of values", default=128)
     kv_lora_rank: int = size_setting("hidden_size", "width of the latent of keys and values", default=512)
-    q_lora_rank: int = setting(
-        "width of the latent of queries, or 0 to project them from hidden states",
-        default=1536,
-        check=between(0, MAX_SIZES["hidden_size"] + 1),
+    q_lora_rank: int = size_setting(
+        "hidden_size", "width of the latent of queries, or 0 to project them from hidden states", 0, default=1536
     )
     attention_bias: bool = setting("add biases to the projections to latents and to the output", default=False)
 

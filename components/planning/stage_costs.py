@@ -84,11 +84,14 @@ class StageCostRecorder:
             _Block(_make_block_key(block), _is_recomputed(stage.recompute, number), number)
             for number, block in enumerate(self.blocks(stage.module))
         ]
-        examples = _choose_examples(blocks)
-        recorded = [
-            self._record_passes_with_only_blocks(stage, examples[number::-1], split)
-            for number in range(max(1, len(examples)))
-        ]
+        if any(isinstance(block, HasCostKey) and block.is_linked for block in self.blocks(stage.module)):
+            recorded, examples = [self._record_passes_with_only_blocks(stage, blocks, split)], []
+        else:
+            examples = _choose_examples(blocks)
+            recorded = [
+                self._record_passes_with_only_blocks(stage, examples[number::-1], split)
+                for number in range(max(1, len(examples)))
+            ]
         passes, added = dict(recorded[0]), [recorded[0]]
         for number, block in enumerate(examples[1:], 1):
             before = recorded[number - 1]

@@ -540,6 +540,11 @@ class HasCostKey(Protocol):
         """Return a key: layers with equal keys and parameters of equal shapes have equal costs."""
         ...
 
+    @property
+    def is_linked(self) -> bool:
+        """Whether the layer reads tensors of earlier layers, so that it can't run without them."""
+        ...
+
 
 def layers_keep_shapes(model: object) -> bool:
     """Return whether all layers keep the shape and dtype of hidden states."""
@@ -612,6 +617,16 @@ class ContextParallelModel(Protocol):
     @classmethod
     def find_context_parallel_faults(cls, node: Any) -> Iterator[str]:
         """Yield reasons, as ends of a sentence, why context parallelism can't split rows for a node's model."""
+        ...
+
+
+@runtime_checkable
+class SingleStageModel(Protocol):
+    """A model class whose layers may have to be one pipeline stage."""
+
+    @classmethod
+    def explain_single_stage(cls, node: Any) -> str:
+        """Return the reason, as the end of a sentence; empty if the layers of a node's model can be several stages."""
         ...
 
 

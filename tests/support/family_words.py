@@ -11,7 +11,7 @@ _DELTA = (
 _HYBRID = (*_DELTA, "model.partial_rotary_factor=0.5")
 _FAMILIES = {
     "gemma3": (_TYPED, "model.sliding_window=8"),
-    "gemma4": (_TYPED, "model.sliding_window=8", "model.global_head_dim=16", "model.attention_k_eq_v=true"),
+    "gemma4": (_TYPED, "model.sliding_window=8", "model.global_head_dim=16", "model.attention_k_eq_v=true", *_SPARSE),
     "olmo3": (_TYPED, "model.sliding_window=8"),
     "smollm3": (),
     "lfm2": (),

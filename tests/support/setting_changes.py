@@ -222,6 +222,7 @@ LATENT = (
         "attention_bias": True,
     }
 )
+GEMMA_EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
 MAMBA_SIZES = {
     "mamba_num_heads": 4,
     "mamba_head_dim": 5,
@@ -658,6 +659,14 @@ ROWS: dict[str, Row] = {
             "num_global_key_value_heads": Change(1, {"attention_k_eq_v": True}),
             "attention_k_eq_v": True,
             "final_logit_softcapping": 0.5,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": Change(True, {"num_kv_shared_layers": 2}),
+            "hidden_size_per_layer_input": 8,
+            "num_experts": Change(6, GEMMA_EXPERTS),
+            "num_experts_per_tok": Change(3, GEMMA_EXPERTS),
+            "moe_intermediate_size": Change(16, GEMMA_EXPERTS),
+            "router_aux_loss_coef": Change(0.5, GEMMA_EXPERTS),
+            "router_z_loss_coef": Change(0.5, GEMMA_EXPERTS),
         },
     ),
     "model.gpt_oss": Row(

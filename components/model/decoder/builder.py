@@ -130,9 +130,8 @@ def build_architecture_from_settings(
 def _list_required_keys(family: Family) -> list[str]:
     """Return the keys without a default, constant or derived."""
     derived = {"num_key_value_heads", "head_dim", "vocab_size"}
-    if "moe_intermediate_size" in family.keys:
-        derived.add("intermediate_size")
-    return [key for key, field in family.keys.items() if field.default is attrs.NOTHING and key not in derived]
+    needed = [key for key, field in family.keys.items() if field.default is attrs.NOTHING and key not in derived]
+    return [key for key in needed if key != "intermediate_size" or "moe_intermediate_size" not in needed]
 
 
 def _drop_unset_settings(family: Family, settings: Settings) -> dict[str, Any]:
@@ -148,7 +147,7 @@ def _fill_derived_defaults(family: Family, settings: Settings, tokens: int | Non
         multiple = settings["vocabulary_multiple"]
         given.setdefault("vocab_size", -(-tokens // multiple) * multiple)
     sizes = family.constants | given
-    if "moe_intermediate_size" in sizes:
+    if sizes.get("moe_intermediate_size"):
         # The size of layers without experts: if it was left out there are none, and only exports show it.
         given.setdefault("intermediate_size", sizes["num_experts_per_tok"] * sizes["moe_intermediate_size"])
     return derive_head_sizes(given) | separate_theta_and_scaling(given)
@@ -238,6 +237,11 @@ class DecoderModel:
         if family is not None and family.config.whole_rows:
             yield family.config.whole_rows
         yield from find_context_parallel_faults(rope or cls.read_sizes(node).get("rope_scaling"))
+
+    @classmethod
+    def explain_single_stage(cls, node: Any) -> str:
+        family = cls.find_family(node)
+        return "" if family is None else family.config.explain_single_stage(cls.read_sizes(node))
 
     @classmethod
     def expert_count(cls, node: Any) -> int:
@@ -341,7 +345,8 @@ class DecoderModel:
         kept = [name for name in names if name not in joined.inputs or name in joined.outputs]
         mapper = sequential(joined, self.family.mapper(kept, self.architecture))
         layers = str(self.num_hidden_layers)
-        return attrs.evolve(mapper, ignored=tuple(p.replace("{layers}", layers) for p in self.family.ignored))
+        ignored = (p.replace("{layers}", layers) for p in self.family.ignored)
+        return attrs.evolve(mapper, ignored=(*ignored, *self.architecture.unread_tensors))
 
     @cached_property
     def _roles_by_parameter_name(self) -> dict[str, Role]:

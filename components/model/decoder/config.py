@@ -34,9 +34,9 @@ training_setting = partial(setting, impact="changes_training")
 """Declare a setting that a run may change, with another result."""
 
 
-def size_setting(kind: str, doc: str, **options: Any) -> Any:
-    """Declare a size, from 1 to the entry for its kind in MAX_SIZES."""
-    return setting(doc, check=between(1, MAX_SIZES[kind] + 1), **options)
+def size_setting(kind: str, doc: str, least: int = 1, **options: Any) -> Any:
+    """Declare a size, from `least` to the entry for its kind in MAX_SIZES."""
+    return setting(doc, check=between(least, MAX_SIZES[kind] + 1), **options)
 
 
 # Without slots, as some families inherit from two configs.
@@ -77,6 +77,9 @@ class DecoderConfig:
 
     layer_class: ClassVar[str] = "layer:Block"
     """The layers' module and class."""
+
+    decoder_class: ClassVar[str] = "model:Decoder"
+    """The module and class of the layers with their embedding."""
 
     model_class: ClassVar[str] = "model:CausalLM"
     """The causal model's module and class."""
@@ -142,6 +145,11 @@ class DecoderConfig:
         """The factor by which attention scores are multiplied; None: head_dim ** -0.5."""
         return None
 
+    @property
+    def unread_tensors(self) -> tuple[str, ...]:
+        """Patterns (fnmatch) for tensors in files that a model with these sizes does not have."""
+        return ()
+
     def has_bias(self, projection: str) -> bool:
         """Return whether a linear layer, called as in transformers (`q_proj`), has a bias."""
         is_mlp = projection in ("gate_proj", "up_proj", "down_proj")
@@ -195,6 +203,11 @@ class DecoderConfig:
     def branch_count(self) -> int:
         """The number of outputs added to the residual stream."""
         return sum(len(self.branches_of(layer)) for layer in range(self.num_hidden_layers))
+
+    @classmethod
+    def explain_single_stage(cls, sizes: Settings) -> str:
+        """Return why a model with these sizes has only one pipeline stage, as the end of a sentence; empty if not."""
+        return ""
 
     @classmethod
     def find_faults(cls, given: Settings) -> Iterator[InvalidSetting]:

@@ -110,6 +110,34 @@ class SquaredRelu(SwiGlu):
         return SquaredReluSpec(width=width)
 
 
+@attrs.frozen
+class GeGlu(SwiGlu):
+    """The experts' activation gelu(gate) * up, with the tanh approximation of GELU."""
+
+    def apply(self, kernels: Kernels, rows: Tensor, scale: Tensor) -> Tensor:
+        gate, up = (part.contiguous() for part in rows.chunk(2, -1))
+        return (kernels.geglu(gate, up) * scale[:, None]).to(rows.dtype)
+
+    def make_mlp_spec(self, width: int) -> PartSpec:
+        return MlpSpec(width=width, activation="gelu_tanh")
+
+
+@attrs.frozen(kw_only=True)
+class NormedRouting(Routing):
+    """Routing whose scores are of normed hidden states, with learned factors; `eps` is the norm's."""
+
+    eps: float
+
+
+@attrs.frozen(kw_only=True)
+class NormedExpertSpec(ExpertSpec):
+    """Specification of experts and a network that all tokens visit, both between norms of their own."""
+
+    part = "normed_experts:NormedMoeBlock"
+
+    routing: NormedRouting
+
+
 @attrs.frozen(kw_only=True)
 class LatentExpertSpec(ExpertSpec):
     """Specification of experts between projections to and from `latent_width` channels."""

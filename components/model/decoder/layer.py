@@ -33,6 +33,10 @@ class Block(nn.Module):
     def cost_key(self) -> Hashable:
         return self.branches
 
+    @property
+    def is_linked(self) -> bool:
+        return any(branch.spec.is_linked for branch in self.branches)
+
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """Map hidden states (rows, length, hidden_size), or (tokens, hidden_size) if ranks split them."""
         output: Tensor | None = None  # the last branch's; the next norm's kernel adds it

@@ -2,19 +2,43 @@
 
 import attrs
 
-from drawloom.components.model.decoder.specs import AttentionSpec, MixerSpec, RecurrentSpec
+from drawloom.components.model.decoder.specs import AttentionSpec, MixerSpec, PartSpec, RecurrentSpec
 
 
 @attrs.frozen(kw_only=True)
 class NormedValueSpec(AttentionSpec):
     """
     Specification of attention whose values are normed by head, without a weight. With `keys_as_values`, the projected
-    keys, before norm and rotation, are the values, too.
+    keys, before norm and rotation, are the values, too. Keys and values stay for later layers under the name `link`.
     """
 
     part = "normed_values:NormedValueAttention"
 
     keys_as_values: bool = False
+    link: str = ""
+
+    @property
+    def projections(self) -> str:
+        return "qk" if self.keys_as_values else "qkv"
+
+
+@attrs.frozen(kw_only=True)
+class SharedKeysSpec(NormedValueSpec):
+    """Specification of attention with an earlier layer's keys and values, named `link`."""
+
+    part = "normed_values:SharedKeysAttention"
+    is_linked = True
+
+
+@attrs.frozen(kw_only=True)
+class PerLayerInputSpec(PartSpec):
+    """Specification of a gate on the `width` channels that the embedding has for the layer `number`."""
+
+    part = "per_layer:PerLayerInput"
+    is_linked = True
+
+    width: int
+    number: int
 
 
 @attrs.frozen(kw_only=True)
