@@ -27,6 +27,7 @@ MODULES = (
         "gemma4",
         "glm4_moe",
         "glm4_moe_lite",
+        "glm_moe_dsa",
         "gpt_oss",
         "granite",
     ),

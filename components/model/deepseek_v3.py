@@ -101,9 +101,6 @@ def write_latent_config(config: ConfigJson) -> ConfigJson:
 LATENT_RENAMED = RENAMED | {"head_dim": "qk_rope_head_dim"}
 """Keys that have other names in a `config.json`."""
 
-MTP = "model.layers.{layers}.*"
-"""The layer for multi-token prediction, which is not trained."""
-
 
 @component(impact="incompatible")
 class DeepseekV3(DecoderBuilder):
@@ -130,7 +127,7 @@ class DeepseekV3(DecoderBuilder):
         renamed=LATENT_RENAMED,
         other_types=("kimi_k2",),
         nested_types={"kimi_k25": "model.language_model."},
-        ignored=(MTP, "*vision_tower.*", "*mm_projector.*"),
+        ignored=("*vision_tower.*", "*mm_projector.*"),
         read=read_latent_config,
         write=write_latent_config,
     )

@@ -153,9 +153,11 @@ class Gemma4Config(GemmaConfig, MoeConfig):
         return attention, mlp, Branch(None, "per_layer", gate, "post_per_layer_input_norm")
 
     @classmethod
-    def explain_single_stage(cls, sizes: Settings) -> str:
-        keys = [key for key in ("num_kv_shared_layers", "hidden_size_per_layer_input") if sizes.get(key)]
-        return f"with {keys[0]} = {sizes[keys[0]]} layers read tensors of others" if keys else ""
+    def find_split_faults(cls, sizes: Settings, dimension: str, ranks: int) -> Iterator[str]:
+        yield from super().find_split_faults(sizes, dimension, ranks)
+        for key in ("num_kv_shared_layers", "hidden_size_per_layer_input") if dimension == "pipeline" else ():
+            if sizes.get(key):
+                yield f"with {key} = {sizes[key]} layers read tensors of others"
 
     @classmethod
     def find_faults(cls, given: Settings) -> Iterator[InvalidSetting]:

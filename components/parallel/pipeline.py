@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from itertools import accumulate
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import attrs
 from torch import nn
@@ -11,15 +11,7 @@ from torch import nn
 from drawloom import NodeView, Problem, UserError
 from drawloom.components.parallel.dimension import Dimension, RankParameters
 from drawloom.graph.lifecycle import Constrained
-from drawloom.ports import (
-    LayerRange,
-    OuterLayersSchedule,
-    PartitioningSchedule,
-    PerDimension,
-    Schedule,
-    SingleStageModel,
-    StageNodes,
-)
+from drawloom.ports import LayerRange, OuterLayersSchedule, PartitioningSchedule, PerDimension, Schedule, StageNodes
 
 
 @attrs.define(eq=False)
@@ -66,9 +58,6 @@ def find_layer_conflicts(schedule: NodeView, mesh: NodeView, model: NodeView) ->
         partitions = isinstance(built, PartitioningSchedule)
         yield schedule.problem("use", str(error)) if partitions else mesh.problem("pipeline", str(error))
         return
-    component: Any = model.component
-    if stages > 1 and issubclass(component, SingleStageModel) and (reason := component.explain_single_stage(model)):
-        yield mesh.problem("pipeline", f"[{model.name}] has only one stage, because {reason}", "write pipeline = 1")
     if isinstance(layers, int) and layers < stages:
         text, hint = _describe_too_few_layers(layers, ranks, stages // ranks, model.name)
         yield mesh.problem("pipeline", text, hint)

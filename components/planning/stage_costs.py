@@ -84,7 +84,7 @@ class StageCostRecorder:
             _Block(_make_block_key(block), _is_recomputed(stage.recompute, number), number)
             for number, block in enumerate(self.blocks(stage.module))
         ]
-        if any(isinstance(block, HasCostKey) and block.is_linked for block in self.blocks(stage.module)):
+        if any(isinstance(block, HasCostKey) and block.cost_key is None for block in self.blocks(stage.module)):
             recorded, examples = [self._record_passes_with_only_blocks(stage, blocks, split)], []
         else:
             examples = _choose_examples(blocks)

@@ -231,6 +231,14 @@ MAMBA_SIZES = {
     "moe_shared_expert_intermediate_size": 10,
 }
 INDEX_SIZES = {"index_topk": 2, "index_n_heads": 3, "index_head_dim": 8}
+INDEXED = LATENT | {
+    "q_lora_rank": 6,
+    "index_topk": 1,
+    "index_n_heads": 2,
+    "index_head_dim": 12,
+    "indexer_loss_coef": 0.5,
+    "indexer_warmup": True,
+}
 LINEAR_SIZES = {"linear_num_heads": 2, "linear_head_dim": 8}
 WARMUP = {
     "start": 0.75,
@@ -615,19 +623,12 @@ ROWS: dict[str, Row] = {
             "attention_bias": True,
         },
     ),
-    "model.deepseek_v32": Row(
+    "model.deepseek_v32": Row(parts.model_of, LATENT_SIZES | INDEX_SIZES, INDEXED | {"config": config("deepseek_v32")}),
+    "model.glm_moe_dsa": Row(
         parts.model_of,
         LATENT_SIZES | INDEX_SIZES,
-        LATENT
-        | {
-            "config": config("deepseek_v32"),
-            "q_lora_rank": 6,
-            "index_topk": 1,
-            "index_n_heads": 2,
-            "index_head_dim": 12,
-            "indexer_loss_coef": 0.5,
-            "indexer_warmup": True,
-        },
+        {key: change for key, change in INDEXED.items() if key != "rope_interleave"}
+        | {"config": config("glm_moe_dsa"), "indexer_types": ["full", "shared"]},
     ),
     "model.glm4_moe_lite": Row(parts.model_of, LATENT_SIZES, LATENT | {"config": config("glm4_moe_lite")}),
     "model.gemma3": Row(

@@ -20,20 +20,16 @@ class Attention(TensorParallel):
     Tensor-parallel ranks partition the heads.
     """
 
-    q_proj: Linear
-    k_proj: Linear
-    v_proj: Linear
-
     def __init__(self, architecture: DecoderConfig, spec: AttentionSpec, kernels: Kernels) -> None:
         super().__init__()
         outer, unit, has_bias = architecture.hidden_size, spec.head_dim, architecture.has_bias
         query_width, key_width = spec.heads * unit, spec.kv_heads * unit
         # With a gate, the rows of each head are followed by the rows of its gate.
         repeat = 2 if spec.gate else 1
-        for name in spec.projections:
-            width, times = (query_width, repeat) if name == "q" else (key_width, 1)
-            layer = Linear(outer, times * width, kernels, has_bias(f"{name}_proj"), unit=times * unit)
-            self.add_module(f"{name}_proj", layer)
+        self.q_proj = Linear(outer, repeat * query_width, kernels, has_bias("q_proj"), unit=repeat * unit)
+        self.k_proj = Linear(outer, key_width, kernels, has_bias("k_proj"), unit=unit)
+        if not spec.keys_as_values:
+            self.v_proj = Linear(outer, key_width, kernels, has_bias("v_proj"), unit=unit)
         eps, zero_centered = architecture.rms_norm_eps, architecture.zero_centered
         if spec.qk_norm == "head":
             self.q_norm = RMSNorm(unit, eps, kernels, zero_centered)
@@ -74,7 +70,8 @@ class Attention(TensorParallel):
 
     def project_qkv(self, hidden: Tensor) -> tuple[Tensor, ...]:
         """Return queries, keys and values (..., channels) for hidden states (..., hidden_size)."""
-        return self.q_proj(hidden), self.k_proj(hidden), self.v_proj(hidden)
+        q, k = self.q_proj(hidden), self.k_proj(hidden)
+        return q, k, k if self.spec.keys_as_values else self.v_proj(hidden)
 
     def norm_and_rotate(self, q: Tensor, k: Tensor, v: Tensor, context: LayerContext) -> tuple[Tensor, Tensor, Tensor]:
         """

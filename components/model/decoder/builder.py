@@ -16,7 +16,6 @@ from drawloom.components.model.decoder.config import (
     DecoderConfig,
     derive_head_sizes,
     find_head_count_faults,
-    find_tensor_parallel_faults,
     size_setting,
 )
 from drawloom.components.model.decoder.family import Family
@@ -24,7 +23,6 @@ from drawloom.components.model.decoder.rope import (
     BY_LENGTH,
     InvalidSetting,
     RopeScaling,
-    find_context_parallel_faults,
     find_duplicate_rope_settings,
     find_rope_faults,
     separate_theta_and_scaling,
@@ -195,7 +193,7 @@ class DecoderModel:
     @classmethod
     def find_family(cls, node: Any) -> Family | None:
         """Return the family, or None if a file does not name one, a problem of its own."""
-        raise NotImplementedError
+        return cls.family  # type: ignore[return-value]
 
     @classmethod
     def read_sizes(cls, node: Any) -> Settings:
@@ -225,23 +223,11 @@ class DecoderModel:
         )
 
     @classmethod
-    def find_tensor_parallel_faults(cls, node: Any, ranks: int) -> Iterator[str]:
-        if node.settings["new_tokens"]:
+    def find_split_faults(cls, node: Any, dimension: str, ranks: int) -> Iterator[str]:
+        if dimension == "tensor" and node.settings["new_tokens"]:
             yield NEW_TOKENS_ARE_WHOLE
-        yield from find_tensor_parallel_faults(cls.read_sizes(node), ranks)
-
-    @classmethod
-    def find_context_parallel_faults(cls, node: Any) -> Iterator[str]:
-        rope = node.settings.get("rope_parameters") or node.settings.get("rope_scaling")
-        family = cls.find_family(node)
-        if family is not None and family.config.whole_rows:
-            yield family.config.whole_rows
-        yield from find_context_parallel_faults(rope or cls.read_sizes(node).get("rope_scaling"))
-
-    @classmethod
-    def explain_single_stage(cls, node: Any) -> str:
-        family = cls.find_family(node)
-        return "" if family is None else family.config.explain_single_stage(cls.read_sizes(node))
+        if (family := cls.find_family(node)) is not None:
+            yield from family.config.find_split_faults(cls.read_sizes(node), dimension, ranks)
 
     @classmethod
     def expert_count(cls, node: Any) -> int:
@@ -344,9 +330,7 @@ class DecoderModel:
             joined = create_vocabulary_join_mapper(names, self.new_token_split)
         kept = [name for name in names if name not in joined.inputs or name in joined.outputs]
         mapper = sequential(joined, self.family.mapper(kept, self.architecture))
-        layers = str(self.num_hidden_layers)
-        ignored = (p.replace("{layers}", layers) for p in self.family.ignored)
-        return attrs.evolve(mapper, ignored=(*ignored, *self.architecture.unread_tensors))
+        return attrs.evolve(mapper, ignored=(*self.family.ignored, *self.architecture.unread_tensors))
 
     @cached_property
     def _roles_by_parameter_name(self) -> dict[str, Role]:
@@ -402,15 +386,9 @@ class DecoderBuilder(DecoderModel):
         settings: Settings = node.settings
         with suppress(UserError):
             if settings["config"] is not None:
-                from drawloom.components.model.decoder.hugging_face import read_config
-
-                return attrs.asdict(read_config(cls.family, settings["config"]), recurse=False)
-            return settings
+                return attrs.asdict(_read_and_override_config(cls.family, settings), recurse=False)
+            return separate_theta_and_scaling(_drop_unset_settings(cls.family, settings))
         return {}
-
-    @classmethod
-    def find_family(cls, node: Any) -> Family:
-        return cls.family
 
     @classmethod
     def resume_impact(cls, node: Any, key: str, before: Any) -> str | None:

@@ -9,7 +9,13 @@ import attrs
 import torch
 
 from drawloom import above, at_least, between, setting
-from drawloom.components.model.decoder.rope import InvalidSetting, Rope, RopeScaling, convert_to_kernel_scaling
+from drawloom.components.model.decoder.rope import (
+    BY_LENGTH,
+    InvalidSetting,
+    Rope,
+    RopeScaling,
+    convert_to_kernel_scaling,
+)
 from drawloom.components.model.decoder.specs import Activation, AttentionSpec, Branch, MixerSpec, MlpSpec, PartSpec
 from drawloom.ports import AttentionOptions, Settings
 
@@ -71,9 +77,6 @@ class DecoderConfig:
 
     can_tie: ClassVar[bool] = True
     """Whether transformers can tie the head to the embedding."""
-
-    whole_rows: ClassVar[str] = ""
-    """Reason why ranks along `context` can't have parts of rows; empty: they can."""
 
     layer_class: ClassVar[str] = "layer:Block"
     """The layers' module and class."""
@@ -205,9 +208,25 @@ class DecoderConfig:
         return sum(len(self.branches_of(layer)) for layer in range(self.num_hidden_layers))
 
     @classmethod
-    def explain_single_stage(cls, sizes: Settings) -> str:
-        """Return why a model with these sizes has only one pipeline stage, as the end of a sentence; empty if not."""
-        return ""
+    def find_split_faults(cls, sizes: Settings, dimension: str, ranks: int) -> Iterator[str]:
+        """Yield reasons why ranks along a mesh's dimension can't split a model with these sizes; see `SplitModel`."""
+        if dimension == "context" and (rope := sizes.get("rope_scaling")) and rope.rope_type in BY_LENGTH:
+            yield f"{rope.rope_type} positions depend on the length of whole rows"
+        if dimension != "tensor":
+            return
+        for key in (
+            *(("hidden_size",) if "conv_L_cache" in sizes else ()),
+            *("num_attention_heads", "num_key_value_heads", "num_global_key_value_heads", "linear_num_key_heads"),
+            *("linear_num_heads", "n_groups", "intermediate_size", "moe_shared_expert_intermediate_size"),
+        ):
+            if (size := sizes.get(key)) and size % ranks:
+                yield f"{key} = {size} is not divisible by {ranks}"
+        if (size := sizes.get("vocab_size")) and size < ranks:
+            yield f"vocab_size = {size} is less than {ranks}"
+        if "n_shared_experts" in sizes and (inner := sizes.get("moe_intermediate_size")):
+            experts = sizes["n_shared_experts"] or 1
+            if experts * inner % ranks:
+                yield f"n_shared_experts × moe_intermediate_size = {experts * inner} is not divisible by {ranks}"
 
     @classmethod
     def find_faults(cls, given: Settings) -> Iterator[InvalidSetting]:
@@ -217,7 +236,7 @@ class DecoderConfig:
         `given` has all keys, except those whose default depends on the layers or on the tokenizer.
         """
         layers = given["num_hidden_layers"]
-        for key, items in (("layer_types", "types"), ("no_rope_layers", "numbers")):
+        for key, items in (("layer_types", "types"), ("indexer_types", "types"), ("no_rope_layers", "numbers")):
             if (count := len(given.get(key) or range(layers))) < layers:
                 why = f"{key} has {count} {items}, and num_hidden_layers = {layers}"
                 yield InvalidSetting(key, why, f"write {layers} {items}, or leave {key} out")
@@ -327,20 +346,3 @@ def find_head_count_faults(heads: int, kv_heads: int, head_dim: int) -> Iterator
     if head_dim % 2:
         why = f"head_dim = {head_dim} is odd, and rotary positions rotate pairs of channels"
         yield InvalidSetting("head_dim", why, f"write {head_dim + 1}")
-
-
-def find_tensor_parallel_faults(sizes: Settings, ranks: int) -> Iterator[str]:
-    """Yield the reasons why `ranks` ranks along `tensor` can't share a model with these sizes."""
-    for key in (
-        *(("hidden_size",) if "conv_L_cache" in sizes else ()),
-        *("num_attention_heads", "num_key_value_heads", "num_global_key_value_heads", "linear_num_key_heads"),
-        *("linear_num_heads", "n_groups", "intermediate_size", "moe_shared_expert_intermediate_size"),
-    ):
-        if (size := sizes.get(key)) and size % ranks:
-            yield f"{key} = {size} is not divisible by {ranks}"
-    if (size := sizes.get("vocab_size")) and size < ranks:
-        yield f"vocab_size = {size} is less than {ranks}"
-    if "n_shared_experts" in sizes and (inner := sizes.get("moe_intermediate_size")):
-        experts = sizes["n_shared_experts"] or 1
-        if experts * inner % ranks:
-            yield f"n_shared_experts × moe_intermediate_size = {experts * inner} is not divisible by {ranks}"

@@ -8,18 +8,13 @@ from drawloom.components.model.decoder.specs import AttentionSpec, MixerSpec, Pa
 @attrs.frozen(kw_only=True)
 class NormedValueSpec(AttentionSpec):
     """
-    Specification of attention whose values are normed by head, without a weight. With `keys_as_values`, the projected
-    keys, before norm and rotation, are the values, too. Keys and values stay for later layers under the name `link`.
+    Specification of attention whose values are normed by head, without a weight. Keys and values stay for later layers
+    under the name `link`.
     """
 
     part = "normed_values:NormedValueAttention"
 
-    keys_as_values: bool = False
     link: str = ""
-
-    @property
-    def projections(self) -> str:
-        return "qk" if self.keys_as_values else "qkv"
 
 
 @attrs.frozen(kw_only=True)
@@ -69,7 +64,8 @@ class SparseLatentSpec(LatentSpec):
     """
     Specification of latent attention to the `chosen` tokens with the best scores by an indexer; None: to all tokens.
 
-    The indexer has `index_heads` queries and a key, both `index_dim` wide. `loss_coef` is for its loss in this layer.
+    The indexer has `index_heads` queries and a key, both `index_dim` wide; with `index_interleaved`, pairs of adjacent
+    channels are rotated. `loss_coef` is for its loss in this layer. The choice stays for later layers as `link`.
     """
 
     part = "sparse_latent:SparseLatentAttention"
@@ -79,10 +75,22 @@ class SparseLatentSpec(LatentSpec):
     index_heads: int
     index_dim: int
     loss_coef: float
+    index_interleaved: bool = False
+    link: str = ""
 
     @property
     def pair_flops(self) -> int:
         return super().pair_flops + 2 * self.index_heads * self.index_dim
+
+
+@attrs.frozen(kw_only=True)
+class SharedIndexSpec(LatentSpec):
+    """Specification of latent attention to the tokens that an earlier layer's indexer chose, named `link`."""
+
+    part = "sparse_latent:SharedIndexAttention"
+    is_linked = True
+
+    link: str
 
 
 @attrs.frozen(kw_only=True)

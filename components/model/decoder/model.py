@@ -84,7 +84,6 @@ class Decoder(TensorParallel):
         self.rope_indices = [self.ropes.index(None if layer is None else layer.rope) for layer in self.attention]
         specs = [branch.spec for layer in branches.values() for branch in layer]
         self.is_recurrent = any(isinstance(spec, RecurrentSpec) for spec in specs)
-        self.is_linked = any(spec.is_linked for spec in specs)
         layer_class = resolve_name(f"{__package__}.{architecture.layer_class}")
         self.layers = nn.ModuleDict(
             {str(number): layer_class(architecture, layer, kernels) for number, layer in branches.items()}
@@ -127,25 +126,25 @@ class Decoder(TensorParallel):
 
         hidden: token ids, int64 (rows, length), where the span has the embedding, else hidden states.
         """
-        links: dict[str, Any] | None = {} if self.is_linked else None
+        inputs = hidden
         if self.span.embedding:
-            hidden = self.embed(hidden, links)
+            hidden = self.ranks.reduce_scatter_tokens(self.embed_tokens(hidden))
+            if (multiplier := self.architecture.embedding_multiplier_in(hidden.dtype)) != 1.0:
+                hidden = hidden * multiplier
             yield 0, hidden
-        contexts = self._build_layer_contexts(shared, links)
+        contexts = self.build_layer_contexts(shared, inputs, hidden)
         for (number, layer), context in zip(self.layers.items(), contexts, strict=True):
             hidden = layer(hidden, context)
             yield int(number) + 1, hidden
         if self.span.head:
             yield self.architecture.num_hidden_layers, self.norm(hidden)
 
-    def embed(self, tokens: Tensor, links: dict[str, Any] | None) -> Tensor:
-        """Return embeddings, as hidden states between layers, for tokens (rows, length); `links` is the layers'."""
-        hidden: Tensor = self.ranks.reduce_scatter_tokens(self.embed_tokens(tokens))
-        multiplier = self.architecture.embedding_multiplier_in(hidden.dtype)
-        return hidden if multiplier == 1.0 else hidden * multiplier
+    def build_layer_contexts(self, shared: TokenContext, inputs: Tensor, hidden: Tensor) -> list[LayerContext]:
+        """
+        Return every layer's context; equal windows share a mask, equal rotary positions share angles.
 
-    def _build_layer_contexts(self, shared: TokenContext, links: dict[str, Any] | None) -> list[LayerContext]:
-        """Return every layer's context; equal windows share a mask, equal rotary positions share angles."""
+        `inputs` are the span's, such as tokens (rows, length); `hidden` are the first layer's.
+        """
         specs = [attention for attention in self.attention if attention is not None]
         masks = {
             window: self.kernels.attention_mask(
@@ -159,7 +158,7 @@ class Decoder(TensorParallel):
             recurrent: Any = self.kernels
             recurrence = recurrent.recurrence_mask(shared.document_ids, shared.part, shared.cache)
         without = LayerContext(
-            shared.document_ids, weights=shared.weights, padding=shared.padding, recurrence=recurrence, links=links
+            shared.document_ids, weights=shared.weights, padding=shared.padding, recurrence=recurrence, links={}
         )
         return [
             without if layer is None else without._replace(angles=angles[rope], mask=masks[layer.window])

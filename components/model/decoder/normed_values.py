@@ -17,16 +17,10 @@ class NormedValueAttention(Attention):
 
     spec: NormedValueSpec
 
-    def project_qkv(self, hidden: Tensor) -> tuple[Tensor, ...]:
-        if not self.spec.keys_as_values:
-            return super().project_qkv(hidden)
-        q, k = self.q_proj(hidden), self.k_proj(hidden)
-        return q, k, k
-
     def norm_and_rotate(self, q: Tensor, k: Tensor, v: Tensor, context: LayerContext) -> tuple[Tensor, Tensor, Tensor]:
         ones = v.new_ones(self.spec.head_dim, dtype=torch.promote_types(v.dtype, torch.float32))
         q, k, v = super().norm_and_rotate(q, k, self.kernels.rms_norm(v, ones, self.q_norm.eps), context)
-        if self.spec.link and context.links is not None:
+        if self.spec.link:
             context.links.setdefault(self.spec.link, (k, v))  # recomputation leaves the first ones, which have a graph
         return q, k, v
 
@@ -46,10 +40,10 @@ class SharedKeysAttention(TensorParallel):
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """Map hidden states (rows, length, hidden_size), or (tokens, hidden_size) if ranks split them."""
-        shape, links = context.documents.shape, context.links or {}
+        shape = context.documents.shape
         q = self.q_norm(self.q_proj(self.ranks.gather_tokens(hidden, shape)).view(*shape, -1, self.spec.head_dim))
         if context.angles is not None:
             q = self.kernels.rope(q, *context.angles)
-        k, v = links[self.spec.link]
+        k, v = context.links[self.spec.link]
         mixed = self.kernels.attention(q, k, v, context.mask, self.spec.options)
         return self.ranks.reduce_scatter_tokens(self.o_proj(mixed.flatten(-2)))

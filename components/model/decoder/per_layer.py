@@ -10,7 +10,7 @@ from drawloom.components.model.decoder.mixer_specs import PerLayerInputSpec
 from drawloom.components.model.decoder.model import Decoder
 from drawloom.components.model.decoder.specs import LayerContext
 from drawloom.components.model.layers import Embedding, Linear, RMSNorm
-from drawloom.ports import Kernels, LayerRange
+from drawloom.ports import Kernels, LayerRange, TokenContext
 
 LINK = "per_layer"
 
@@ -27,16 +27,16 @@ class PerLayerDecoder(Decoder):
             self.per_layer_model_projection = Linear(outer, inner, kernels, style="whole")
             self.per_layer_projection_norm = RMSNorm(self.width, architecture.rms_norm_eps, kernels)
 
-    def embed(self, tokens: Tensor, links: dict[str, Any] | None) -> Tensor:
-        hidden = super().embed(tokens, links)
-        if links is not None and self.width:
-            rows = self.ranks.reduce_scatter_tokens(self.embed_tokens_per_layer(tokens))
+    def build_layer_contexts(self, shared: TokenContext, inputs: Tensor, hidden: Tensor) -> list[LayerContext]:
+        contexts = super().build_layer_contexts(shared, inputs, hidden)
+        if self.width:
+            rows = self.ranks.reduce_scatter_tokens(self.embed_tokens_per_layer(inputs))
             # transformers rounds the factor to the table's dtype.
             rows = rows * torch.tensor(self.width**0.5, device="cpu").to(rows.dtype).item()
             projected = self.per_layer_model_projection(hidden) * hidden.shape[-1] ** -0.5
             normed = self.per_layer_projection_norm(projected.unflatten(-1, (-1, self.width)))
-            links[LINK] = ((normed + rows.view(normed.shape)) * 0.5**0.5).unbind(-2)
-        return hidden
+            contexts[0].links[LINK] = ((normed + rows.view(normed.shape)) * 0.5**0.5).unbind(-2)
+        return contexts
 
 
 class PerLayerInput(nn.Module):
@@ -52,5 +52,5 @@ class PerLayerInput(nn.Module):
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """Map hidden states (..., hidden_size)."""
-        own = (context.links or {})[LINK][self.spec.number].contiguous()
+        own = context.links[LINK][self.spec.number].contiguous()
         return self.per_layer_projection(self.kernels.geglu(self.per_layer_input_gate(hidden), own))  # type: ignore[no-any-return]

@@ -59,19 +59,16 @@ class AttentionSpec(MixerSpec):
 
     `qk_norm` norms queries and keys (RMSNorm), by head or over the whole projection. With `sinks`, every head has a
     learned score for one more key, whose value is 0. With a `gate`, the output is multiplied by the sigmoid of a
-    projection. `projections` are the parts that have a projection of their own.
+    projection. With `keys_as_values`, the projected keys, before norm and rotation, are the values, too.
     """
 
     kv_heads: int
     head_dim: int
     sinks: bool = False
     gate: bool = False
+    keys_as_values: bool = False
     qk_norm: Literal["none", "head", "projection"] = "none"
     part = "attention:Attention"
-
-    @property
-    def projections(self) -> str:
-        return "qkv"
 
     @property
     def pair_flops(self) -> int:
@@ -121,7 +118,7 @@ class LayerContext(NamedTuple):
     not rotate. `mask` is the kernels' attention_mask of the microbatch, and `recurrence` their recurrence_mask.
     `weights`, float32 (rows, length), weight each token in losses inside of the layer; None disables them. `padding`,
     bool (rows, length), is true where there is no document's token; None without padding. `links` has the tensors that
-    the embedding and earlier layers leave for later ones, by name; None if no layer reads any.
+    the embedding and earlier layers leave for later ones, by name.
     """
 
     # A tuple, so that torch's compiler and tree functions see the tensors.
@@ -131,4 +128,4 @@ class LayerContext(NamedTuple):
     weights: Tensor | None = None
     padding: Tensor | None = None
     recurrence: Any = None
-    links: dict[str, Any] | None = None
+    links: Any = None

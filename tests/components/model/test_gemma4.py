@@ -99,7 +99,8 @@ def test_operations_equal_a_count_by_hand() -> None:
 def test_recomputed_linked_layers_have_the_same_gradients() -> None:
     """Layers that read others' keys and embeddings recompute the same tensors, bit by bit."""
     torch.manual_seed(0)
-    module, tokens = whole(gemma("gemma4, linked layers")), torch.randint(29, (2, 11))
+    module: Any = whole(gemma("gemma4, linked layers"))
+    tokens = torch.randint(29, (2, 11))
     plain = gradients(logits_of(module, tokens, one_document(2, 11)).sum(), dict(module.named_parameters()))
     make_recomputable([*module.model.layers.values()])
     with apply_recompute_policy("blocks"):
