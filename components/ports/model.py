@@ -537,7 +537,10 @@ class HasCostKey(Protocol):
 
     @property
     def cost_key(self) -> Hashable:
-        """Return a key: layers with equal keys and parameters of equal shapes have equal costs."""
+        """
+        Return a key: layers with equal keys and parameters of equal shapes have equal costs. None: the layer can't run
+        alone, as it reads tensors of earlier layers.
+        """
         ...
 
 
@@ -596,22 +599,15 @@ class ExpertModel(Protocol):
 
 
 @runtime_checkable
-class TensorParallelModel(Protocol):
-    """A model class that restricts tensor parallelism."""
+class SplitModel(Protocol):
+    """A model class that restricts how ranks split it."""
 
     @classmethod
-    def find_tensor_parallel_faults(cls, node: Any, ranks: int) -> Iterator[str]:
-        """Yield reasons why tensor parallelism over `ranks` ranks can't split a node's model, as ends of a sentence."""
-        ...
-
-
-@runtime_checkable
-class ContextParallelModel(Protocol):
-    """A model class that restricts context parallelism."""
-
-    @classmethod
-    def find_context_parallel_faults(cls, node: Any) -> Iterator[str]:
-        """Yield reasons, as ends of a sentence, why context parallelism can't split rows for a node's model."""
+    def find_split_faults(cls, node: Any, dimension: str, ranks: int) -> Iterator[str]:
+        """
+        Yield reasons, as ends of a sentence, why `ranks` ranks (or stages) along a mesh's dimension can't split a
+        node's model: its products along `tensor`, rows along `context`, layers along `pipeline`.
+        """
         ...
 
 
