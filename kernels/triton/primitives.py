@@ -51,6 +51,13 @@ def sm_count(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
+@cache
+def has_large_shared_memory(device: torch.device) -> bool:
+    """Return whether a GPU's programs may have 227 KiB of shared memory, as on Hopper and data centers' Blackwell."""
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    return is_nvidia and torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
 def upload(numbers: Tensor, device: torch.device) -> Tensor:
     """
     Copy a tensor (any shape and dtype) from the host to a device, without blocking the host.
