@@ -256,6 +256,7 @@ TRITON = (
     "oss_swiglu_halves",
     "causal_conv",
     "gated_delta_rule",
+    "state_space",
     "rope",
     "qk_norm_rope",
     "linear_cross_entropy",
