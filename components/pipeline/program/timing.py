@@ -129,12 +129,10 @@ def compute_timing(program: Program, costs: Costs) -> Timing:
     other ranks were never late. Raises DeadlockError if the program can't finish.
     """
     produces, consumes, delay = index_produced_and_consumed_results(program, costs)
-    if not np.diff(program.bounds).all():
-        return _compute_timing_of_few_ranks(
-            program, produces.tolist(), (consumes.tolist(), delay.tolist(), costs.get_durations(program).tolist())
-        )
-    end_of = np.full(produces.max(initial=0) + 1, np.inf)
+    end_of = np.full(max(produces.max(initial=0), consumes.max(initial=0)) + 1, np.inf)
     end_of[_NO_INPUT] = 0.0
+    if not np.diff(program.bounds).all():
+        end_of[np.setdiff1d(consumes, produces)] = 0.0
     length, next_action, free_at = costs.get_durations(program), program.bounds[:-1].copy(), np.zeros(program.ranks)
     timing = Timing(np.zeros(len(produces)), np.zeros(len(produces)), np.zeros(len(produces), dtype=np.int64))
     wave = 0
@@ -187,34 +185,6 @@ class BatchedTiming:
             free_at[rank[rows]] = end_of[produces[rows]] = end
         makespans: Floats = free_at.max(axis=0)
         return makespans
-
-
-def _compute_timing_of_few_ranks(
-    program: Program, produces: list[int], inputs: tuple[list[int], list[float], list[float]]
-) -> Timing:
-    """Time a few ranks with numbers, faster than arrays; `inputs` are input cells, message delays and durations."""
-    consumes, delay, length = inputs
-    # A cell that these ranks do not produce comes from another rank, or belongs to actions without an input.
-    end_of = dict.fromkeys(produces, float("inf"))
-    positions = {rank: int(first) for rank, first in enumerate(program.bounds[:-1]) if first < program.bounds[rank + 1]}
-    last, free_at = {rank: int(program.bounds[rank + 1]) for rank in positions}, dict.fromkeys(positions, 0.0)
-    start, end, waves = ([0.0] * len(produces) for _ in range(3))
-    wave = 0
-    while positions:
-        # A wave is collected first, so that none of its actions starts from the result of another.
-        ready = {rank: end_of.get(consumes[position], 0.0) + delay[position] for rank, position in positions.items()}
-        started = [(rank, positions[rank], ready_at) for rank, ready_at in ready.items() if ready_at < float("inf")]
-        if not started:
-            raise DeadlockError(_describe_deadlock(program, np.array([*positions.values()])))
-        for rank, position, ready_at in started:
-            start[position] = max(free_at[rank], ready_at)
-            free_at[rank] = end_of[produces[position]] = end[position] = start[position] + length[position]
-            waves[position] = wave
-            positions[rank] = position + 1
-            if position + 1 == last[rank]:
-                del positions[rank]
-        wave += 1
-    return Timing(np.array(start), np.array(end), np.array(waves, dtype=np.int64))
 
 
 _NO_INPUT = 0
