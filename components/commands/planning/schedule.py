@@ -16,8 +16,7 @@ from drawloom.components.pipeline.program.builders import build_forward_only_pro
 from drawloom.components.pipeline.program.lowering import Sharding
 from drawloom.components.pipeline.program.notation import format_program_csv
 from drawloom.components.pipeline.program.timing import Costs, CostTable, DeadlockError
-from drawloom.components.pipeline.simulation.contention import Channels
-from drawloom.components.pipeline.simulation.simulator import Bar, simulate
+from drawloom.components.pipeline.simulation.simulator import Bar, Channels, simulate
 from drawloom.components.pipeline.simulation.summary import LEGEND, Summary, format_comparison, format_count
 from drawloom.components.pipeline.simulation.svg import draw_svg
 from drawloom.components.pipeline.simulation.text import draw_text
