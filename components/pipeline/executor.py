@@ -159,7 +159,7 @@ class ProgramExecutor:
     def open(self) -> None:
         """Connect this rank to its stages' neighbours."""
         hops = {hop for hop in pairwise(self._stage_to_rank) if hop[0] != hop[1]}
-        self._links = self.mesh.open_channels(hops)
+        self._links = self.mesh.open_channels(hops) if hops else {}
 
     def close(self) -> None:
         """Release host memory for activations."""
