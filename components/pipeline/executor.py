@@ -297,22 +297,19 @@ class ProgramExecutor:
         """Copy this context rank's part of a batch to the device, and return it with the stages' inputs."""
         part, whole_rows = None, batch.has_one_document_per_row()
         if self._context_group.size > 1:
-            host_part, part = self._get_part(batch.length)
+            # This rank's part of rows with `length` tokens, on the host and on the device
+            if batch.length not in self._parts:  # cached: a copy to a GPU would wait
+                from drawloom.components.parallel.context_part import ContextPart
+
+                part = ContextPart.for_rank(batch.length, self._context_group)
+                self._parts[batch.length] = part, self._uploads.start_upload(part)
+            host_part, part = self._parts[batch.length]
             batch = host_part.select_own_tokens(batch)
         moved: Batch = self._uploads.start_upload(batch)
         inputs, shared = self.objective.inputs(moved)
         if whole_rows or part is not None:
             shared = attrs.evolve(shared, part=part, one_document_per_row=whole_rows)
         return MicrobatchInputs(inputs, shared, moved)
-
-    def _get_part(self, length: int) -> "tuple[ContextPart, ContextPart]":
-        """Return this rank's part of rows with `length` tokens, on the host and on the device."""
-        if length not in self._parts:  # cached: a copy to a GPU would wait
-            from drawloom.components.parallel.context_part import ContextPart
-
-            part = ContextPart.for_rank(length, self._context_group)
-            self._parts[length] = part, self._uploads.start_upload(part)
-        return self._parts[length]
 
     @cached_property
     def _features(self) -> list[PassFeature]:

@@ -313,7 +313,12 @@ class Rounds:
             print_escaped_text(f"seed {seed}: {names[index]}")
 
         for name in names:
-            self._wait_for_lock_holder(self.arms[name].make_run_folder(seed))
+            # Wait for a run that a killed command has left, or until a signal
+            folder = self.arms[name].make_run_folder(seed)
+            if is_run_in_use(folder):
+                print_escaped_text(f"waiting for the process that runs {folder}")
+            while is_run_in_use(folder) and not self.pool.received:
+                time.sleep(WAIT_SECONDS)
         commands = [self.arms[name].make_command(self.project, seed) for name in names]
         last = time.monotonic()
         for index, code in self.pool.run_and_yield_exit_codes(commands, note_start):
@@ -321,13 +326,6 @@ class Rounds:
             self.ledger.wall_seconds += now - last
             last = now
             yield names[index], code, now - starts[index]
-
-    def _wait_for_lock_holder(self, folder: Path) -> None:
-        """Wait for a run that a killed command has left, or until a signal."""
-        if is_run_in_use(folder):
-            print_escaped_text(f"waiting for the process that runs {folder}")
-        while is_run_in_use(folder) and not self.pool.received:
-            time.sleep(WAIT_SECONDS)
 
     def read_result(self, name: str, seed: int, seconds: float, problem: str = "") -> AskRun:
         """Return a run's result. Raises UserError if it has finished and never had the metric."""
