@@ -28,13 +28,9 @@ import attrs
 import torch
 from torch import Tensor
 
+from drawloom.components.checkpoint.pieces import find_rows_unless_all
 from drawloom.components.checkpoint.reader import Parts, PieceReader, Slices, Uses
-from drawloom.components.checkpoint.snapshot import (
-    find_rows_unless_all,
-    is_rank_local,
-    mark_slices,
-    slices_by_sharded_entry,
-)
+from drawloom.components.checkpoint.snapshot import is_rank_local, mark_slices, slices_by_sharded_entry
 from drawloom.components.checkpoint.staging.blocking import Blocking
 from drawloom.components.checkpoint.threads import submit_in_new_thread
 from drawloom.components.distributed.mesh_layout import MODEL

@@ -13,7 +13,7 @@ from drawloom.graph.problems import Position, Problem, RecipeError
 MAX_FILE_BYTES = 1 << 20
 """Bytes of a recipe file; larger files are refused."""
 
-MAX_KEYPARTS = 32
+MAX_KEY_PARTS = 32
 """Parts of a dotted key. tomli's time grows with their square: 500 keys with 900 parts, half a megabyte, take 9 s."""
 
 MAX_DEPTH = 32
@@ -26,7 +26,7 @@ _TEXT = r"""\"{3}(?:[^\\]|\\[\s\S])*?\"{3}|'{3}[\s\S]*?'{3}|"(?:[^"\\\n]|\\.)*+"
 """Strings and comments. The patterns below skip them: their content may look like keys, brackets or numbers."""
 
 PART = r"""(?:[A-Za-z0-9_-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')"""
-_DOTS = rf"[ \t]*+({PART}(?:[ \t]*+\.[ \t]*+{PART}){{{MAX_KEYPARTS},}}+)[ \t]*+[=\]]"
+_DOTS = rf"[ \t]*+({PART}(?:[ \t]*+\.[ \t]*+{PART}){{{MAX_KEY_PARTS},}}+)[ \t]*+[=\]]"
 _LONG_KEY = re.compile(rf"(?:^|[\[{{,]){_DOTS}|{_TEXT}", re.MULTILINE)
 BRACKET = re.compile(rf"[\[\]{{}}]|{_TEXT}")
 _NUMBER = re.compile(rf"(?<=[=\[,\s])([+-]?(?:0x)?[0-9a-fA-F_]{{{MAX_DIGITS},}})|{_TEXT}")
@@ -47,9 +47,9 @@ def decode(content: bytes) -> str:
 @pause_garbage_collection()
 def parse(text: str, source: str = "") -> dict[str, Any]:
     """Parse a TOML text into a tree. Raises RecipeError with one problem, positioned in `source`."""
-    has_long = any(len(line) > 2 * MAX_KEYPARTS and line.count(".") >= MAX_KEYPARTS for line in text.split("\n"))
+    has_long = any(len(line) > 2 * MAX_KEY_PARTS and line.count(".") >= MAX_KEY_PARTS for line in text.split("\n"))
     if has_long and (long := _find_outside_strings(_LONG_KEY, text)) is not None:
-        raise _syntax_error(source, text, long, f"a key has more than {MAX_KEYPARTS} parts")
+        raise _syntax_error(source, text, long, f"a key has more than {MAX_KEY_PARTS} parts")
     try:
         data = tomli.loads(text)
     except tomli.TOMLDecodeError as error:
