@@ -6,7 +6,7 @@ Find the node from which an exception was raised, and the position of the settin
 
 import copy
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager
 from time import perf_counter
 from types import TracebackType
@@ -63,15 +63,10 @@ def locate_setting(node: Node, message: str, variables: Mapping[str, Leaf]) -> P
     return node.position_of((keys[0],) if keys else ())
 
 
-STAGES: tuple[LifecycleStage, ...] = ("build", "open", "close")
-
 T = TypeVar("T")
 
 IMMUTABLE = (str, bool, int, float, type(None))
 """Immutable types of settings, which need no copy."""
-
-MIN_SECONDS_SHOWN = 0.001
-"""Seconds; faster nodes share one line in the table of timings."""
 
 
 class NodeTiming(NamedTuple):
@@ -97,32 +92,6 @@ class LifecycleTimer:
 
     def __exit__(self, _kind: type | None, _error: BaseException | None, _trace: TracebackType | None) -> None:
         self.timings.append(NodeTiming(self.node, self.stage, self.start, perf_counter() - self.start))
-
-
-def format_timings(timings: Sequence[NodeTiming]) -> str:
-    """
-    Format a table of milliseconds by node and stage, slowest nodes first. The last rows sum up fast nodes and all
-    nodes.
-    """
-    totals: dict[str, dict[LifecycleStage, float]] = {}
-    for timing in timings:
-        stages = totals.setdefault(timing.node, dict.fromkeys(STAGES, 0.0))
-        stages[timing.stage] += timing.seconds
-    slowest = sorted(totals.items(), key=lambda item: -sum(item[1].values()))
-    rows = [(f"[{name}]", times) for name, times in slowest if sum(times.values()) >= MIN_SECONDS_SHOWN]
-    others = [times for _, times in slowest if sum(times.values()) < MIN_SECONDS_SHOWN]
-    if others:
-        rows.append((f"{len(others)} others", _sum_seconds_by_lifecycle_stage(others)))
-    rows.append(("all", _sum_seconds_by_lifecycle_stage(list(totals.values()))))
-    width = max(len(name) for name, _ in rows)
-    head = f"{'ms':{width}}{''.join(f'{stage:>10}' for stage in STAGES)}"
-    return "\n".join(
-        [head, *(f"{name:{width}}{''.join(f'{1000 * part:10.1f}' for part in times.values())}" for name, times in rows)]
-    )
-
-
-def _sum_seconds_by_lifecycle_stage(timings: Sequence[Mapping[LifecycleStage, float]]) -> dict[LifecycleStage, float]:
-    return {stage: sum(times[stage] for times in timings) for stage in STAGES}
 
 
 @attrs.define
