@@ -60,7 +60,7 @@ test-gpu: PYTEST := $(BIN)/pytest
 test-gpu: .venv/test
 endif
 	PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 \
-	$(PYTEST) -v -p xdist -p hypothesispytest -m "not soak" -n $(WORKERS) --dist loadgroup $(GPU_TESTS)
+	$(PYTEST) -v -p xdist -p hypothesispytest -p support.early_failures -m "not soak" -n $(WORKERS) --dist loadgroup $(GPU_TESTS)
 
 clean:
 	rm -rf .venv .versions runs dist site .mypy_cache .pytest_cache .ruff_cache

@@ -46,11 +46,13 @@ class _Linear(Function):
         _, needs_weight, needs_bias, _ = ctx.needs_input_grad
         grad_x = None if weight is None else grad @ weight
         grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if needs_bias else None
-        grad_weight = ctx.weight_gradient(_weight_gradient, grad, x.detach()) if needs_weight else None
+        grad_weight = ctx.weight_gradient(LINEAR_WEIGHT_GRADIENT, grad, x.detach()) if needs_weight else None
         return grad_x, grad_weight, grad_bias, None
 
 
-_weight_gradient = MatrixProduct(lambda grad, x: (grad.reshape(-1, grad.shape[-1]).t(), x.reshape(-1, x.shape[-1])))
+LINEAR_WEIGHT_GRADIENT = MatrixProduct(
+    lambda grad, x: (grad.reshape(-1, grad.shape[-1]).t(), x.reshape(-1, x.shape[-1]))
+)
 
 
 def embedding_eager(tokens: Tensor, weight: Tensor) -> Tensor:

@@ -62,6 +62,10 @@ class PlannedGroup:
         """Return an empty tensor (...) for parts (size, ...)."""
         return self.reduce_scatter(parts), Done()
 
+    def start_shift(self, sent: Tensor, received: Tensor, distance: int) -> Pending:
+        """Leave the tensors (any shape) unchanged."""
+        return Done()
+
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """Return an empty tensor (sum(received), ...) for rows (sum(sent), ...)."""
         return rows.new_empty(sum(received), *rows.shape[1:])

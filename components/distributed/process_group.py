@@ -196,6 +196,15 @@ class TorchGroup:
             work = collective(output.view(-1), sent, group=self._handle, async_op=True)
         return TorchWork(self, operation, work)
 
+    def start_shift(self, sent: Tensor, received: Tensor, distance: int) -> Pending:
+        to, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size
+        with self._mark_blocked_and_convert_errors("a shift"):
+            operations = [
+                dist.P2POp(dist.isend, sent, group=self._handle, tag=distance, group_peer=to),
+                dist.P2POp(dist.irecv, received, group=self._handle, tag=distance, group_peer=source),
+            ]
+            return TorchWork(self, "a shift", _Works(dist.batch_isend_irecv(operations)))
+
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         moved = rows.detach().to(self.device).contiguous()
         output = moved.new_empty(sum(received), *moved.shape[1:])
@@ -270,6 +279,20 @@ class TorchGroup:
         """
         if self.may_break and self._monitor.find_published_loss():
             self.raise_if_broken()
+
+
+@attrs.frozen(eq=False)
+class _Works:
+    """Transfers of a shift; NCCL joins them."""
+
+    works: Sequence[Any]
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self.works)
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
 
 
 @attrs.frozen(eq=False)

@@ -14,7 +14,8 @@ from drawloom.ports import Group, Pending
 class BucketedSums:
     """
     Pending sums over a group's ranks; a collective sums one bucket, about `bucket_bytes`. All ranks add tensors with
-    the same shapes in the same order. Sums are in `dtype`, or in the tensors' own dtype if it is wider.
+    the same shapes in the same order. Sums are in `dtype`, or in the tensors' own dtype if it is wider. Two ranks
+    send tensors in their own dtype: a sum of two is rounded once in either.
     """
 
     group: Group
@@ -36,7 +37,8 @@ class BucketedSums:
         """Start to sum the tensors in the bucket."""
         if not self._bucket:
             return
-        sum_dtype = reduce(torch.promote_types, (tensor.dtype for tensor in self._bucket), self.dtype)
+        dtypes = [tensor.dtype for tensor in self._bucket]
+        sum_dtype = reduce(torch.promote_types, dtypes, dtypes[0] if self.group.size == 2 else self.dtype)
         flat = torch.cat([tensor.detach().flatten().to(sum_dtype) for tensor in self._bucket])
         self._started.append((self._bucket, flat, self.group.start_sum(flat)))
         self._bucket, self._bytes = [], 0
@@ -49,8 +51,7 @@ class BucketedSums:
             tensors, flat, pending = self._started.pop(0)
             pending.wait()
             parts = torch.split(flat, [tensor.numel() for tensor in tensors])
-            for tensor, part in zip(tensors, parts, strict=True):
-                tensor.copy_(part.view_as(tensor))
+            torch._foreach_copy_(tensors, [part.view_as(tensor) for tensor, part in zip(tensors, parts, strict=True)])
 
 
 def sum_in_buckets(tensors: Sequence[Tensor], group: Group, dtype: torch.dtype, bucket_bytes: int) -> None:

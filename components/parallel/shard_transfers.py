@@ -19,10 +19,10 @@ from torch import Tensor
 from drawloom.kernels.gradients.eager import sum_parts
 from drawloom.ports import GatherEncoding, Precision
 
-PACKED_BELOW_BYTES = 2**18
+PACKED_BELOW_BYTES = 2**23
 """
-Size of a rank's part of a gradient below which it is copied into a message with others: a small message takes as long
-as a message of a quarter of a megabyte.
+Size of a rank's part of a gradient below which it is copied into a message with its neighbours: the host takes longer
+to send a message than a GPU to copy its gradient.
 """
 
 
@@ -137,39 +137,44 @@ def _count_slice_elements(shape: Sequence[int], ranks: int) -> int:
 
 @attrs.frozen(eq=False)
 class _Message:
-    """
-    Gradients in one transfer: `parts` by receiving rank, (ranks, n), and the tensors for this rank's sums, n elements
-    in all.
-    """
+    """Gradients in one transfer: `parts` by receiving rank, (ranks, n), and the tensor for this rank's sums, (n,)."""
 
     parts: Tensor
-    sums: Sequence[Tensor]
-
-    def split_per_sum(self, row: Tensor) -> Sequence[Tensor]:
-        """Split a message's row (n,), or rows (any, n), into its gradients' parts, one per output in `sums`."""
-        return torch.split(row, [out.numel() for out in self.sums], dim=-1)
+    sums: Tensor
 
 
 def _pack_gradients_into_messages(
     gradients: Sequence[Tensor | None], shapes: Sequence[Sequence[int]], output: Tensor, ranks: int
 ) -> Iterator[_Message]:
-    """Yield a message per large gradient, in place, and one for a copy of all gradients that are small or uneven."""
-    sums = torch.split(output, [_count_slice_elements(shape, ranks) for shape in shapes])
-    packed: list[tuple[Tensor, Tensor]] = []
-    for gradient, shape, out in zip(gradients, shapes, sums, strict=True):
+    """Yield a message per large gradient, in place, and one per run of neighbours that are small or uneven, copied."""
+    packed: list[Tensor] = []
+    begin = end = 0
+    for gradient, shape in zip(gradients, shapes, strict=True):
+        size = _count_slice_elements(shape, ranks)
         # The choice depends only on the shape, so that it is equal on all ranks.
-        if gradient is None:
-            parts = output.new_zeros(ranks, out.numel())
+        is_packed = shape[0] % ranks > 0 or size * output.itemsize < PACKED_BELOW_BYTES
+        if packed and not is_packed:
+            yield _Message(torch.cat(packed, 1), output[begin:end])
+            packed = []
+        if not packed:
+            begin = end
+        end += size
+        parts = _divide_among_ranks(gradient, shape, output, ranks)
+        if is_packed:
+            packed.append(parts)
         else:
-            rows = gradient.to(out.dtype).contiguous().view(shape[0], -1)
-            missing = -shape[0] % ranks
-            parts = (F.pad(rows, (0, 0, 0, missing)) if missing else rows).view(ranks, -1)
-        if shape[0] % ranks == 0 and out.nbytes >= PACKED_BELOW_BYTES:
-            yield _Message(parts, [out])
-        else:
-            packed.append((parts, out))
+            yield _Message(parts, output[begin:end])
     if packed:
-        yield _Message(torch.cat([parts for parts, _ in packed], 1), [out for _, out in packed])
+        yield _Message(torch.cat(packed, 1), output[begin:end])
+
+
+def _divide_among_ranks(gradient: Tensor | None, shape: Sequence[int], output: Tensor, ranks: int) -> Tensor:
+    """Return a gradient's padded parts by rank, (ranks, n), in the output's dtype."""
+    if gradient is None:
+        return output.new_zeros(ranks, _count_slice_elements(shape, ranks))
+    rows = gradient.to(output.dtype).contiguous().view(shape[0], -1)
+    missing = -shape[0] % ranks
+    return (F.pad(rows, (0, 0, 0, missing)) if missing else rows).view(ranks, -1)
 
 
 @attrs.frozen(eq=False)
@@ -188,9 +193,7 @@ class _Exchange:
         for work in self.works:
             work.wait()
         for message, rows in zip(self.messages, self.received, strict=True):
-            own = message.split_per_sum(message.parts[self.rank])
-            for part, others, out in zip(own, message.split_per_sum(rows), message.sums, strict=True):
-                sum_parts(part, others, out)
+            sum_parts(message.parts[self.rank], rows, message.sums)
         return self.sums
 
 
@@ -208,28 +211,19 @@ def _start_exchange(sums: Tensor, messages: Sequence[_Message], group: Any) -> _
 
 @attrs.frozen(eq=False)
 class _ReduceScatter:
-    """A reduce-scatter for all messages, with one output each."""
+    """A reduce-scatter for all messages; `inputs` live until it is completed."""
 
     sums: Tensor
-    messages: Sequence[_Message]
-    outputs: Sequence[Tensor]
+    inputs: Sequence[Tensor]
     work: Any
 
-    @torch.no_grad()
     def wait(self) -> Tensor:
-        """Copy the sums in packed messages to their gradients' parts."""
+        """Wait for the sums."""
         self.work.wait()
-        for message, row in zip(self.messages, self.outputs, strict=True):
-            if len(message.sums) > 1:
-                torch._foreach_copy_([*message.sums], [*message.split_per_sum(row)])
         return self.sums
 
 
 def _start_reduce_scatter(sums: Tensor, messages: Sequence[_Message], group: Any) -> _ReduceScatter:
     """Reduce-scatter all messages in one launch."""
-    outputs = [
-        message.sums[0] if len(message.sums) == 1 else message.parts.new_empty(message.parts.shape[1])
-        for message in messages
-    ]
-    work = group.reduce_scatter_tensor_coalesced(outputs, [message.parts.view(-1) for message in messages])
-    return _ReduceScatter(sums, messages, outputs, work)
+    inputs = [message.parts.view(-1) for message in messages]
+    return _ReduceScatter(sums, inputs, group.reduce_scatter_tensor_coalesced([m.sums for m in messages], inputs))

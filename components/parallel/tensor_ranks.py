@@ -46,7 +46,7 @@ class TensorRanks:
         if self.size == 1:
             return hidden
         gathered = _apply_collective(hidden, self.group, _gather_first_dimension, _reduce_scatter)
-        return gathered if shape is None else _unpad(gathered, shape)
+        return gathered if shape is None else unpad_tokens(gathered, shape)
 
     def gather_tokens_without_grad_sum(self, hidden: Tensor, shape: Sequence[int]) -> Tensor:
         """
@@ -56,7 +56,7 @@ class TensorRanks:
         """
         if self.size == 1:
             return hidden
-        return _unpad(_apply_collective(hidden, self.group, _gather_first_dimension, _select_share), shape)
+        return unpad_tokens(_apply_collective(hidden, self.group, _gather_first_dimension, _select_share), shape)
 
     def reduce_scatter_tokens(self, partial: Tensor) -> Tensor:
         """Sum (..., width) over the ranks and return the sum as split tokens."""
@@ -154,7 +154,7 @@ def split_over_ranks(module: nn.Module, ranks: TensorRanks) -> dict[str, RankSli
     return splits
 
 
-def _unpad(tokens: Tensor, shape: Sequence[int]) -> Tensor:
+def unpad_tokens(tokens: Tensor, shape: Sequence[int]) -> Tensor:
     """Return the tokens (at least as many as `shape` has, width) as (*shape, width)."""
     return tokens[: torch.Size(shape).numel()].view(*shape, -1)
 

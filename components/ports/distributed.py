@@ -118,6 +118,15 @@ class Group(Protocol):
         """Start `reduce_scatter` on the ranks' device; its result must not be used until it is completed."""
         ...
 
+    def start_shift(self, sent: Tensor, received: Tensor, distance: int) -> "Pending":
+        """
+        Start to send a tensor to the rank `distance` further on, cyclically, and to receive another one from the rank
+        as far behind.
+
+        Both are contiguous and on the ranks' device, with one shape and dtype, and must not be used until then.
+        """
+        ...
+
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """
         Exchange rows with all ranks; return the received rows (sum(received), ...) in rank order.

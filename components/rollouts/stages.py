@@ -8,6 +8,7 @@ prompt's and not the drawn one. So a batch needs no padding on the left, and one
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +17,9 @@ from torch.nn.utils.rnn import pad_sequence
 from drawloom import NodeView, Problem, UserError, above, between, component, internal, setting, wired
 from drawloom.components.distributed.rank_errors import run_on_rank0
 from drawloom.components.distributed.rng import derive_seed, draw_splitmix64_bits
+from drawloom.components.state.step_state import HostCopy
 from drawloom.components.state.trees import map_leaves
+from drawloom.kernels.sampling.eager import draw_ids_logps_and_entropies
 from drawloom.ports import (
     MAX_LENGTH,
     BatchInvariant,
@@ -66,6 +69,7 @@ class StageRollouts:
     )
     _copy: Group = internal(None)
     _version: int = internal(0)
+    _runs_ahead: bool = internal(False)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
@@ -85,6 +89,7 @@ class StageRollouts:
     def open(self) -> None:
         """Connect the ranks that sample the same rows."""
         self._copy = self.mesh.group("pipeline", "tensor")
+        self._runs_ahead = self.device.device.type == "cuda" and self._copy.size == 1
 
     def update_weights(self, purpose: str, step: int) -> None:
         """Note the version: the stages have the current weights."""
@@ -131,10 +136,16 @@ class StageRollouts:
         is_sampled = torch.zeros(rows, length, dtype=torch.bool)
         cache = None if self._recomputes_rows_per_token else KeyValueCache(length)
         position = self._shortest_prompt_over_ranks(prompts.lengths)
-        while self._any_rank_has_open_rows(position, ends):
-            counters = prompts.keys * TOKENS_BY_ROW + (position - prompts.lengths).clamp_min(0)
-            drawn = self._draw_next_ids(tokens, position, known, draw_uniform_by_counter(seed, counters), cache)
+        start = partial(self._start_draw, prompts, seed, tokens, known, cache)
+        following: PendingDraw | None = None
+        while position < (longest := self._last_end_over_ranks(ends)):
+            pending, following = following or start(position), None
             is_drawn = (position >= known) & (position < ends)
+            if self._runs_ahead and cache is not None and cache.length == position and position + 1 < longest:
+                # The device draws the next ids while the host reads these: messages follow two positions later.
+                given = self._start_upload(torch.stack([is_drawn.long(), tokens[:, position]]))
+                following = start(position + 1, torch.where(given[0] > 0, pending.result[:, 0].long(), given[1]))
+            drawn = self._wait_for_draw(pending)
             ids = drawn[:, 0].long()
             tokens[:, position] = torch.where(is_drawn, ids, tokens[:, position])
             logps[:, position - 1] = torch.where(is_drawn, drawn[:, 1], 0.0)
@@ -167,43 +178,50 @@ class StageRollouts:
         messages = run_on_rank0(self._copy, lambda: turns.continue_rows(keys, sampled))
         yield from ((row, message) for row, message in zip(rows, messages, strict=True) if message is not None)
 
-    def _draw_next_ids(
-        self, tokens: Tensor, position: int, starts: Tensor, uniforms: Tensor, cache: KeyValueCache | None
-    ) -> Tensor:
-        """Draw an id per row for `position`. Return ids, log-probabilities and entropies: float64 (rows, 3)."""
+    def _start_draw(
+        self,
+        prompts: Prompts,
+        seed: int,
+        tokens: Tensor,
+        starts: Tensor,
+        cache: KeyValueCache | None,
+        position: int,
+        last_ids: Tensor | None = None,
+    ) -> "PendingDraw":
+        """
+        Start to draw an id per row for `position`. A collective.
+
+        `last_ids`, int64 (rows,) on the device, stand for the column of `tokens` before it.
+        """
         first, last = (0, tokens.shape[1]) if cache is None else (cache.length, position)
-        window = tokens[:, first:last]
+        window = tokens[:, first:last] if last_ids is None else last_ids[:, None]
         places = torch.arange(first, last).expand(len(tokens), -1)
-        context = TokenContext(places, torch.zeros_like(window), cache=cache, one_document_per_row=cache is None)
-        device = self.device.device
-        uniforms = uniforms.to(device)
-        scale = None if self.temperature == 1 else torch.tensor(self.temperature, device=device)
-        known, starts = tokens.to(device), starts.to(device)
+        context = TokenContext(
+            places, torch.zeros(window.shape, dtype=torch.int64), cache=cache, one_document_per_row=cache is None
+        )
+        counters = prompts.keys * TOKENS_BY_ROW + (position - prompts.lengths).clamp_min(0)
+        uniforms = self._start_upload(draw_uniform_by_counter(seed, counters))
+        scale = None if self.temperature == 1 else torch.full((), self.temperature, device=self.device.device)
 
         def draw_from_last_position(hidden: Tensor, head: Head) -> Tensor:
             """Draw from the last position's logits; the result is (rows, 3)."""
             column = position - 1 - first
             last = hidden[:, column : column + 1]
-            logits = head.logits(last)[:, 0]
-            ids, logps, entropies = draw_ids_logps_and_entropies(
-                logits if scale is None else logits.float() / scale, uniforms
-            )
+            drawn = draw_ids_logps_and_entropies(head.logits(last)[:, 0], uniforms, scale)
+            ids = drawn[:, 0].long()
             if self.exact and cache is not None:
-                logps = compute_policy_logps(last, head, ids[:, None], ids[:, None] >= 0, scale)[:, 0]
+                drawn[:, 1] = compute_policy_logps(last, head, ids[:, None], ids[:, None] >= 0, scale)[:, 0]
             elif self.exact:
-                logps = _compute_training_logps(hidden, head, known, starts, ids, position=position, temperature=scale)
-            return torch.stack([ids.double(), logps.double(), entropies.double()], 1)
+                known = tokens.to(hidden.device)
+                drawn[:, 1] = _compute_training_logps(
+                    hidden, head, known, starts.to(hidden.device), ids, position=position, temperature=scale
+                )
+            return drawn
 
         outputs: dict[int, Tensor] = {}
         self.model.infer_microbatches([(window, context)], outputs.__setitem__, draw_from_last_position)
-        drawn = torch.zeros(len(tokens), 3, dtype=torch.float64)
-        if outputs and self.mesh.indices.tensor == 0:  # ranks along `tensor` have the same logits
-            drawn = outputs[0].cpu()
         layers = torch.tensor([0, 0] if cache is None else [cache.cached_layer_count, cache.has_states])
-        self._copy.sum(drawn)
         self._copy.sum(layers)
-        if not drawn.isfinite().all():
-            raise UserError("no completion can be sampled: the model's logits are not finite; lower the learning rate")
         if self.exact and cache is not None and (layers[1] or not layers[0]):
             raise UserError(
                 "exact rollouts need a model whose layers all use the cache for keys and values; "
@@ -212,7 +230,22 @@ class StageRollouts:
             )
         if cache is not None and layers[0]:  # a plugin's model may not use the cache
             cache.end_pass(window.shape[1])
+        has_result = bool(outputs) and self.mesh.indices.tensor == 0  # ranks along `tensor` have the same logits
+        result = outputs[0] if has_result else torch.zeros(len(tokens), 3, dtype=torch.float64)
+        return PendingDraw(result, HostCopy.start({"drawn": result}))
+
+    def _wait_for_draw(self, pending: "PendingDraw") -> Tensor:
+        """Return ids, log-probabilities and entropies: float64 (rows, 3). A collective."""
+        drawn = pending.copy.read()["drawn"]
+        self._copy.sum(drawn)
+        if not drawn.isfinite().all():
+            raise UserError("no completion can be sampled: the model's logits are not finite; lower the learning rate")
         return drawn
+
+    def _start_upload(self, tensor: Tensor) -> Tensor:
+        """Return a copy on the device; neither the host nor operations before it are waited for."""
+        device = self.device.device
+        return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
     def _shortest_prompt_over_ranks(self, lengths: Tensor) -> int:
         """Return the shortest prompt's length over all ranks, because every pass may gather sharded parameters."""
@@ -220,11 +253,18 @@ class StageRollouts:
         self.mesh.world.max(shortest)
         return -int(shortest)
 
-    def _any_rank_has_open_rows(self, position: int, ends: Tensor) -> bool:
-        """Return whether any rank has a row to continue at a position."""
+    def _last_end_over_ranks(self, ends: Tensor) -> int:
+        """Return the position behind the last row to continue on any rank."""
         longest = ends.max().clone()
         self.mesh.world.max(longest)
-        return position < int(longest)
+        return int(longest)
+
+
+class PendingDraw(NamedTuple):
+    """Drawn ids, log-probabilities and entropies: float64 (rows, 3) on the device, and on their way to the host."""
+
+    result: Tensor
+    copy: HostCopy
 
 
 def draw_uniform_by_counter(key: int, counters: Tensor) -> Tensor:
@@ -234,23 +274,6 @@ def draw_uniform_by_counter(key: int, counters: Tensor) -> Tensor:
     counters: int64 (rows,).
     """
     return (draw_splitmix64_bits(key, counters) >> 11).bitwise_and_(2**53 - 1).double().mul_(2.0**-53)
-
-
-def draw_ids_logps_and_entropies(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """
-    Draw an id per row by inversion of the cumulative distribution.
-
-    logits: (rows, vocab_size); uniforms: float64 (rows,) in [0, 1). Returns ids, int64 (rows,), their log-probabilities
-    and the entropies, float32 (rows,); a log-probability is NaN if a row's logits are not finite.
-    """
-    logps = logits.float().log_softmax(-1)
-    probabilities = logps.exp()
-    cumulative = probabilities.double().cumsum(-1)
-    thresholds = uniforms[:, None] * cumulative[:, -1:]
-    ids = torch.searchsorted(cumulative, thresholds, right=True).clamp_max(logits.shape[-1] - 1)
-    entropies = -torch.where(probabilities > 0, probabilities * logps, 0.0).sum(-1)
-    chosen = logps.gather(-1, ids)[:, 0] + 0.0 * logits.float().amax(-1)  # NaN and infinity spread
-    return ids[:, 0], chosen, entropies
 
 
 def _compute_training_logps(

@@ -528,6 +528,7 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
         "float8": {"use": "float8.training", "exclude": ["*"]},
         "precision": {"compute": "bfloat16"},
     },
+    "overlap.tensor_products": lambda folder: {"overlap": {"use": "overlap.tensor_products"}},
     "kernels.batch_invariant": lambda folder: {"kernels": {"use": "kernels.batch_invariant"}},
     "frozen_weights.quantized": lambda folder: (
         LORA | {"quantized": {"use": "frozen_weights.quantized", "exclude": ["*"]}}

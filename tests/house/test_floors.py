@@ -77,6 +77,7 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
         {"attrs", "torch"},
     ),
     "components.kernels": (BELOW | {"kernels"}, {"attrs", "torch"}),
+    "components.rollouts": (BELOW | {"kernels.sampling"}, {"attrs", "numpy", "torch"}),
     "components.optim": (BELOW | {"kernels"}, {"attrs", "torch"}),
     # Angles of rotary positions and log-sum-exps come from one formula, of which there is no choice to make. Experts
     # have default dispatchers, for one rank and between ranks.
@@ -97,6 +98,13 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
     "components.model.fallback": (
         BELOW | {"components.model", "kernels.attention", "kernels.attention.options", "kernels.linear"},
         {"attrs", "torch", "transformers"},
+    ),
+    # Layers whose exchanges run beside their products take the place of layers.
+    "components.overlap": (
+        BELOW
+        | {"components.model", "kernels.deferred_grads", "kernels.gradients.eager", "kernels.linear"}
+        | {"kernels.operation"},
+        {"torch"},
     ),
     # Layers with products in float8 take the place of layers.
     "components.float8": (

@@ -21,6 +21,7 @@ from drawloom.kernels.moe import triton as moe
 from drawloom.kernels.moe.eager import Routes
 from drawloom.kernels.rms_norm import triton as rms_norm
 from drawloom.kernels.rope import triton as rope
+from drawloom.kernels.sampling.triton import draw_ids_triton
 from drawloom.kernels.stochastic_copy.triton import stochastic_copy_triton
 from drawloom.kernels.triton import tma
 from drawloom.kernels.weight_formats import triton as weight_formats
@@ -42,6 +43,7 @@ def launches() -> Iterator[tuple[str, Launch]]:
         gates,
         rotations,
         attention,
+        draws,
         steps,
         losses,
         experts,
@@ -104,6 +106,15 @@ def attention() -> Iterator[tuple[str, Launch]]:
                 f"block_attention {width}/{v_width} {dtype} window {options[-1]}",
                 lambda q=q, k=k, v=v, o=options: block_attention._attend(q, k, v, *o, 0.1, 0.0),  # type: ignore[call-arg]
             )
+
+
+def draws() -> Iterator[tuple[str, Launch]]:
+    for dtype, temperature in product((BF16, FLOAT), (None, empty(dtype=FLOAT))):
+        logits, uniforms = empty(8, 151_936, dtype=dtype), empty(8, dtype=torch.float64)
+        yield (
+            f"draw {dtype} {temperature is not None}",
+            lambda x=logits, u=uniforms, t=temperature: draw_ids_triton(x, u, t),
+        )
 
 
 def steps() -> Iterator[tuple[str, Launch]]:

@@ -29,9 +29,12 @@ from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.device_model import find_device_model
 from drawloom.components.distributed.guard import guard
 from drawloom.components.distributed.membership import CURRENT, Generation, RunProcess
+from drawloom.components.distributed.precision import DtypePolicy
 from drawloom.components.distributed.single_process import SingleProcess
 from drawloom.components.distributed.torchrun import Launch
 from drawloom.components.float8.layers import Float8Linear
+from drawloom.components.overlap.tensor_products import OverlappedAttention, OverlappedProducts
+from drawloom.components.parallel.tensor_ranks import TensorRanks, split_over_ranks
 from drawloom.components.planning.plan import plan
 from drawloom.components.ports.data import TokenBatch, ValidationData
 from drawloom.components.ports.distributed import Device, Group, Mesh, Pending, Processes
@@ -55,8 +58,10 @@ from drawloom.graph import Every, UserError
 from drawloom.graph.project import Recipe
 from drawloom.graph.testing import build, fake
 from support.checkpoints import SingleRankMesh, StateNode, checkpointer
+from support.doubles import SilentRank
 from support.observers import JOB, Values, messages
 from support.plans import on_a_gpu, plan_check
+from support.qwen3 import dense, whole
 from support.steps import losses_of, train
 
 TINY: dict[str, Any] = {
@@ -106,6 +111,15 @@ def float8_layers_of(use: str, values: Values, folder: Path) -> Any:
         modules = [named for stage in objects["stages"].local for named in stage.module.named_modules()]
         names = [(name, type(layer.float8)) for name, layer in modules if isinstance(layer, Float8Linear)]
         return names, objects["stages"].device_bytes()["compute_copies"]
+
+
+def shifts_of_two_ranks(use: str, values: Values, folder: Path) -> Any:
+    """Return the class by which the feature's attention exchanges tokens."""
+    with torch.device("meta"):
+        module = whole(dense())
+    split_over_ranks(module, TensorRanks(SilentRank(0, 2)))
+    OverlappedProducts(**values).convert(module, DtypePolicy(), {})
+    return {type(part.shifts).__name__ for part in module.modules() if isinstance(part, OverlappedAttention)}
 
 
 def frozen_weights_of(use: str, values: Values, folder: Path) -> Any:

@@ -415,6 +415,7 @@ ROWS: dict[str, Row] = {
     ),
     "export.adapter": Row(runs.export_adapter, {}, {"base_model": "some/model"}),
     "export.hugging_face": Row(runs.export_files, {}, {"max_shard": 5000, "dtype": "bfloat16"}),
+    "overlap.tensor_products": Row(runs.shifts_of_two_ranks, {}, {"through": "memory"}),
     "float8.training": Row(
         runs.float8_layers_of,
         {},

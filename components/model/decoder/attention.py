@@ -1,6 +1,6 @@
 """Causal self-attention of a decoder layer."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -45,8 +45,7 @@ class Attention(TensorParallel):
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """Map hidden states (rows, length, hidden_size), or (tokens, hidden_size) if ranks split them."""
         shape = context.documents.shape
-        hidden = self.ranks.gather_tokens(hidden, shape)
-        q, k, v = self.project_qkv(hidden)
+        q, k, v = self.project_own_tokens(hidden, shape)
         if self.spec.gate:
             q, gate = (x.flatten(-2) for x in q.view(*shape, -1, 2 * self.spec.head_dim).chunk(2, -1))
         if self.spec.qk_norm == "projection":
@@ -59,13 +58,21 @@ class Attention(TensorParallel):
         mixed = mixed.flatten(-2)
         if self.spec.gate:
             mixed = mixed * gate.sigmoid()
-        return self.ranks.reduce_scatter_tokens(self.o_proj(mixed))
+        return self.project_back(mixed)
 
     def split_dims(self) -> Mapping[str, SplitDim]:
         return {"sinks": SplitDim(0)} if self.spec.sinks else {}
 
     def parameter_roles(self) -> Mapping[str, Role]:
         return {"sinks": Role(False, "normal")}
+
+    def project_own_tokens(self, hidden: Tensor, shape: Sequence[int]) -> tuple[Tensor, ...]:
+        """Return queries, keys and values (*shape, channels) of all tokens, for this rank's hidden states."""
+        return self.project_qkv(self.ranks.gather_tokens(hidden, shape))
+
+    def project_back(self, mixed: Tensor) -> Tensor:
+        """Return this rank's hidden states for mixed values (rows, length, channels)."""
+        return self.ranks.reduce_scatter_tokens(self.o_proj(mixed))
 
     def project_qkv(self, hidden: Tensor) -> tuple[Tensor, ...]:
         """Return queries, keys and values (..., channels) for hidden states (..., hidden_size)."""

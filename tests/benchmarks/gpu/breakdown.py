@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu import clock
 from benchmarks.gpu.meshes import EXPERTS, LARGE, LENGTH, SMALL_MODEL, TINY, Case, our_step
-from benchmarks.gpu.timeline import Interval, union
+from benchmarks.gpu.timeline import Interval, iterate_gpu_operations, union
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.distributed.processes import TorchProcesses
@@ -76,7 +76,14 @@ def main() -> None:
     """Start the processes; rank 0 prints."""
     if "RANK" in os.environ:
         return _worker()
-    starter = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", os.environ.get("RANKS", "1")]
+    starter = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        os.environ.get("RANKS", "1"),
+    ]
     subprocess.run([*starter, __file__, *sys.argv[1:]], env=os.environ | {"OMP_NUM_THREADS": "4"}, check=True)
 
 
@@ -118,11 +125,7 @@ def traced_operations(step: Callable[[], None]) -> Iterator[tuple[str, Interval]
         for _ in range(TRACED):
             step()
         torch.cuda.synchronize()
-    assert running.profiler is not None and running.profiler.kineto_results is not None
-    for event in running.profiler.kineto_results.events():
-        if "CUDA" in str(event.device_type()) and not event.is_user_annotation():
-            start = event.start_ns() / 1e6
-            yield event.name(), (start, start + event.duration_ns() / 1e6)
+    yield from iterate_gpu_operations(running)
 
 
 def describe_operations(operations: list[tuple[str, Interval]]) -> Iterator[str]:

@@ -15,13 +15,20 @@ import torch
 
 from benchmarks.gpu import clock
 from benchmarks.gpu.breakdown import describe_operations, traced_operations
-from benchmarks.gpu.meshes import EXPERTS, LARGE, MEDIUM_MODEL, SMALL_MODEL, TINY, Case, our_step
+from benchmarks.gpu.meshes import EXPERTS, LARGE, LENGTH, MEDIUM_MODEL, SMALL_MODEL, TINY, Case, our_step
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.distributed.processes import TorchProcesses
 
 CASES = (
-    *(Case(LARGE, 2, 1), Case(MEDIUM_MODEL, 4, 1), Case(SMALL_MODEL, 4, 1), Case(EXPERTS, 4, 1)),
+    *(
+        Case(LARGE, 2, 1),
+        Case(LARGE, 4, 1),
+        Case(LARGE, 1, 1, length=2 * LENGTH),
+        Case(MEDIUM_MODEL, 4, 1),
+        Case(SMALL_MODEL, 4, 1),
+        Case(EXPERTS, 4, 1),
+    ),
     *(Case(model, 4, 1, capture=True) for model in (MEDIUM_MODEL, SMALL_MODEL, EXPERTS)),
 )
 FORMATS = (False, True)

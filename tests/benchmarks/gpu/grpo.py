@@ -152,13 +152,10 @@ def now() -> float:
     return time.perf_counter()
 
 
-def measure_drawloom(folder: Path, values: dict[str, Any]) -> tuple[Seconds, str]:
-    """Return the seconds of the steps, and the largest difference between sampler and training pass."""
-    from drawloom.components.rollouts.stages import StageRollouts
-    from drawloom.components.run.trainer import Trainer
+def load_recipe(folder: Path, run_folder: Path, values: dict[str, Any]) -> Any:
+    """Return the recipe of a run with the model in `folder`, changed by `values`."""
     from drawloom.graph.project import Recipe
 
-    clock, run_folder = Clock(), folder / f"run-{len([*folder.iterdir()])}"
     tables: dict[str, Any] = {
         "vars": {"base": str(folder / "model"), "length": PROMPT_LENGTH},
         "run": {"name": "grpo", "folder": str(run_folder)},
@@ -174,7 +171,16 @@ def measure_drawloom(folder: Path, values: dict[str, Any]) -> tuple[Seconds, str
         "lr": {"warmup_steps": 0},
         "trainer": {"steps": STEPS + 2, "on_finish": [], "phases": [f"@{name}" for name in PHASES]},
     }
-    recipe = Recipe.load("grpo").with_values(tables).with_values(values)
+    return Recipe.load("grpo").with_values(tables).with_values(values)
+
+
+def measure_drawloom(folder: Path, values: dict[str, Any]) -> tuple[Seconds, str]:
+    """Return the seconds of the steps, and the largest difference between sampler and training pass."""
+    from drawloom.components.rollouts.stages import StageRollouts
+    from drawloom.components.run.trainer import Trainer
+
+    clock, run_folder = Clock(), folder / f"run-{len([*folder.iterdir()])}"
+    recipe = load_recipe(folder, run_folder, values)
     sample = StageRollouts.sample
     StageRollouts.sample = clock.wrap(sample)  # type: ignore[method-assign]
     try:

@@ -7,30 +7,42 @@ medians over the steps after `WARM_UPS`, the plan's prediction, and peak memory.
 time: to compute, as one GPU does with the same tokens, or to send its bytes at the measured bandwidth. Losses in the
 first steps are compared with one GPU's for the same batches.
 
+On a machine with more GPUs than ranks, runs take their GPUs in turn and run side by side.
+
 With fewer GPUs than ranks, the ranks share them (`device.share`): then rates mean nothing, but losses, launches and the
 host's time do. `ONLY="0.6B !reshard"` selects rows by words in their names, and none with the word behind `!`;
-`ONLY=--links` prints the bandwidths alone, and `--tiny` tries everything with small models on a CPU.
+`ONLY=a|b` selects rows by either word. `ONLY=--links` prints the bandwidths alone, `--trace` also the GPU's time by
+kind and the longest operations of both programs in three steps, and `--tiny` tries everything with small models on a
+CPU. `RANKS=2,4` prints the rows of both.
 """
 
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
+from threading import Condition
 from typing import Any
 
 import attrs
 import torch
 import torch.distributed as dist
 
+from benchmarks.gpu.breakdown import describe_operations
+from benchmarks.gpu.timeline import read
+
 HERE = Path(__file__).parent
-TINY = "--tiny" in sys.argv
+TINY, TRACE = "--tiny" in sys.argv, "--trace" in sys.argv
 STEPS, WARM_UPS, COMPARED = (6, 2, 4) if TINY else (26, 5, 10)
 """A run's steps, its first steps that are not counted, and its first steps whose losses are compared."""
 
@@ -135,6 +147,7 @@ def list_rows(ranks: int) -> list[Row]:
     small, large, experts = MODELS
     half, symmetric = ranks // 2, ('dispatcher.use="experts.symmetric"',)
     kept = ("stages.reshard_after_forward=false",)
+    overlapped = ('overlap.use="overlap.tensor_products"', 'overlap.through="memory"')
     pipelined_in_v = ('schedule.use="pipeline.schedules.zero_bubble_v"',)
     rows = [
         Row(small, {"data_shard": ranks}, 4),
@@ -142,7 +155,7 @@ def list_rows(ranks: int) -> list[Row]:
         Row(small, {"data_replicate": ranks}, 4),
         Row(large, {"data_shard": ranks}, 2),
         Row(large, {"data_shard": ranks}, 2, edits=kept),
-        Row(large, {"tensor": 2, "data_shard": half}, 4),
+        *(Row(large, {"tensor": 2, "data_shard": half}, 4, edits=edits) for edits in ((), overlapped)),
         Row(small, {"context": ranks}, 1, 32_768),
         Row(experts, {"data_shard": ranks, "expert": ranks}, 4, edits=(*kept, *symmetric)),
         Row(large, {"data_shard": ranks}, 2, edits=('float8.use="float8.training"',)),
@@ -162,24 +175,59 @@ def main() -> None:
     """Print bandwidths, then lines by row."""
     if "RANK" in os.environ:
         return measure_links()
-    ranks = int(os.environ.get("RANKS", "2"))
+    counts = [int(count) for count in os.environ.get("RANKS", "2").split(",")]
     words = [word for word in sys.argv[1:] if not word.startswith("--")]
     gpus = torch.cuda.device_count()
-    print(f"torch {torch.__version__}, {gpus} GPUs, {ranks} ranks", flush=True)
+    print(f"torch {torch.__version__}, {gpus} GPUs", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         links = Path(folder) / "links.json"
-        _run(torchrun(ranks, __file__, *sys.argv[1:]), {"LINKS": str(links)})
+        rates: dict[int, dict[str, float]] = {}
+        for count in counts:
+            print(f"{count} ranks", flush=True)
+            _run(torchrun(count, __file__, *sys.argv[1:]), {"LINKS": str(links)})
+            rates[count] = json.loads(links.read_text())
         if "--links" in sys.argv:
             return
-        rates: dict[str, float] = json.loads(links.read_text())
-        alone: dict[Row, Result] = {}
-        for row in list_rows(ranks):
-            if all((word[1:] not in row.name) if word.startswith("!") else (word in row.name) for word in words):
-                print_row(row, rates, Path(folder), alone)
+        rows = [row for count in counts for row in list_rows(count) if all(is_selected(row, word) for word in words)]
+        table = Table(rates, Path(folder), Gpus(gpus))
+        with ThreadPoolExecutor(max(len(rows), 1)) as executor:
+            for row in rows:
+                executor.submit(table.print_row, row).add_done_callback(lambda printed: printed.result())
+                time.sleep(0.1)  # rows take their GPUs in this order
+
+
+def is_selected(row: Row, word: str) -> bool:
+    return word[1:] not in row.name if word.startswith("!") else any(part in row.name for part in word.split("|"))
+
+
+class Gpus:
+    """The machine's GPUs; runs get theirs in the order in which they ask."""
+
+    def __init__(self, count: int) -> None:
+        names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count))))
+        self._count, self._free = count, [int(name) for name in names.split(",")] if count else []
+        self._waiting, self._changed = deque[object](), Condition()
+
+    @contextmanager
+    def take(self, count: int) -> Iterator[dict[str, str]]:
+        """Wait for `count` GPUs, or for all if there are fewer, and yield the variables that select them."""
+        wanted, place = min(count, self._count), object()
+        with self._changed:
+            self._waiting.append(place)
+            self._changed.wait_for(lambda: self._waiting[0] is place and len(self._free) >= wanted)
+            self._waiting.popleft()
+            taken = [self._free.pop(0) for _ in range(wanted)]
+            self._changed.notify_all()
+        try:
+            yield {"CUDA_VISIBLE_DEVICES": ",".join(map(str, taken))} if taken else {}
+        finally:
+            with self._changed:
+                self._free = sorted([*self._free, *taken])
+                self._changed.notify_all()
 
 
 def torchrun(ranks: int, *words: str) -> list[str]:
-    return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *words]
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *words]
 
 
 def _run(command: list[str], variables: Mapping[str, str] = {}, folder: Path | None = None) -> str:
@@ -256,29 +304,93 @@ def _time(collective: Any, whole: torch.Tensor, device: torch.device) -> float:
 # Runs
 
 
-def print_row(row: Row, rates: Mapping[str, float], folder: Path, runs_alone: dict[Row, "Result"]) -> None:
-    """Print a row's lines, or its failure; rows share runs on one GPU."""
-    print(row.name, flush=True)
-    steps, compared = (3, 1) if row.length > 2**17 else (STEPS, COMPARED)  # a step of a long row takes minutes
-    one = attrs.evolve(row, mesh={}, microbatches=row.global_rows // row.rows, edits=_edits_on_one_gpu(row))
-    try:
-        if one not in runs_alone:
-            runs_alone[one] = run_ours(one, folder, compared)
-        alone = runs_alone[one]
-        ours = run_ours(row, folder, steps)
-    except RuntimeError as error:
-        print(f"    failed: {str(error).strip().splitlines()[-1]}", flush=True)
-        return
-    differences = [abs(a - b) for a, b in zip(ours.losses, alone.losses, strict=False)]
-    tokens = row.global_rows * row.tokens_per_row
-    print(f"    drawloom    {ours.describe(tokens, row.ranks)}; losses differ by {max(differences):.1e}")
-    computing = statistics.median(alone.seconds[1:] or alone.seconds) / row.ranks
-    sending = sum(count / rates[name] for name, count in list_bytes_sent(row).items())
-    floor = max(computing, sending)
-    parts = f"{computing * 1e3:.1f} ms computing, {sending * 1e3:.1f} ms sending"
-    print(f"    floor       {tokens / floor / row.ranks:>9,.0f} tokens/s a GPU, {floor * 1e3:.1f} ms; {parts}")
-    print(f"    plan        {plan(row, folder, tokens)}")
-    print(f"    torchtitan  {run_titan(row, folder, tokens)}", flush=True)
+@attrs.frozen(eq=False)
+class Table:
+    """Prints rows, from runs on `gpus`, beside floors by `rates`: number of ranks -> collective -> bytes a second."""
+
+    rates: Mapping[int, Mapping[str, float]]
+    folder: Path
+    gpus: Gpus
+    alone: dict[Row, "Future[Result]"] = attrs.field(init=False, factory=dict)
+    """The runs on one GPU, which rows share."""
+    runs: ThreadPoolExecutor = attrs.field(init=False, factory=lambda: ThreadPoolExecutor(64))
+
+    def print_row(self, row: Row) -> None:
+        """Print a row's lines when its runs have ended, or their failure."""
+        steps, compared = (3, 1) if row.length > 2**17 else (STEPS, COMPARED)  # a step of a long row takes minutes
+        one = attrs.evolve(row, mesh={}, microbatches=row.global_rows // row.rows, edits=_edits_on_one_gpu(row))
+        tokens = row.global_rows * row.tokens_per_row
+        if one not in self.alone:
+            self.alone[one] = self.runs.submit(self.run_ours, one, compared)
+        ours = self.runs.submit(self.run_ours, row, steps)
+        titan = self.runs.submit(self.run_titan, row, tokens)
+        planned = self.runs.submit(plan, row, self.new_folder(), tokens)
+        lines = [row.name]
+        try:
+            lines += self.describe_ours(row, ours.result(), self.alone[one].result())
+        except RuntimeError as error:
+            lines.append(f"    failed: {str(error).strip().splitlines()[-1]}")
+        lines += [f"    plan        {planned.result()}", f"    torchtitan  {titan.result()}"]
+        print("\n".join(lines), flush=True)
+
+    def describe_ours(self, row: Row, ours: "Result", alone: "Result") -> Iterator[str]:
+        tokens = row.global_rows * row.tokens_per_row
+        differences = [abs(a - b) for a, b in zip(ours.losses, alone.losses, strict=False)]
+        yield f"    drawloom    {ours.describe(tokens, row.ranks)}; losses differ by {max(differences):.1e}"
+        yield f"    one GPU     {alone.describe(tokens, 1)}"
+        computing = statistics.median(alone.seconds[1:] or alone.seconds) / row.ranks
+        sending = sum(count / self.rates[row.ranks][name] for name, count in list_bytes_sent(row).items())
+        floor = max(computing, sending)
+        parts = f"{computing * 1e3:.1f} ms computing, {sending * 1e3:.1f} ms sending"
+        yield f"    floor       {tokens / floor / row.ranks:>9,.0f} tokens/s a GPU, {floor * 1e3:.1f} ms; {parts}"
+
+    def new_folder(self) -> Path:
+        return Path(tempfile.mkdtemp(dir=self.folder))
+
+    def run_ours(self, row: Row, steps: int) -> "Result":
+        """Train with drawloom, and read its metrics."""
+        folder = self.new_folder()
+        with self.gpus.take(row.ranks) as variables:
+            _run(torchrun(row.ranks, "-m", "drawloom", "run", *_words(row, folder, steps)), variables, folder)
+        run = folder / "runs/several"
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        tokens = [0, *(line["tokens"] for line in lines)]
+        counts = [after - before for before, after in pairwise(tokens)]
+        seconds = [count / line["tokens_per_second"] for count, line in zip(counts, lines, strict=True)]
+        operations = describe_trace(row, run / "traces") if TRACE and steps == STEPS else ""
+        return Result(seconds, [line["loss"] for line in lines], max(line["memory"] for line in lines), operations)
+
+    def run_titan(self, row: Row, tokens: int) -> str:
+        """Train with torchtitan, and return its rate, time and memory."""
+        known = ("stages.reshard", "overlap", *SCHEDULES)
+        if row.model not in TITAN or TINY or not all(any(name in edit for name in known) for edit in row.edits):
+            return "has no such run"
+        if find_spec("torchtitan") is None:
+            return "is not installed: pip install --no-deps torchtitan==0.2.2"
+        folder = self.new_folder()
+        target = folder / "titan.json"
+        words = (str(HERE / "titan_trainer.py"), json.dumps(titan_job(row)), str(target))
+        try:
+            with self.gpus.take(row.ranks) as variables:
+                _run(torchrun(row.ranks, *words), variables | {"TRACED": "3" if TRACE else "0"}, folder)
+        except RuntimeError as error:
+            return f"failed: {str(error).strip().splitlines()[-1]}"
+        result = json.loads(target.read_text())
+        return Result(result["seconds"], [], result["bytes"], result["operations"]).describe(tokens, row.ranks)
+
+
+def describe_trace(row: Row, folder: Path) -> str:
+    """Return lines about the GPU's operations in a run's traced steps; `OUT`, if set, gets the trace."""
+    path = next(folder.glob("*rank-0*"))
+    timeline = read(path)
+    if not (spans := list(timeline.spans.values())):
+        return ""  # on a CPU
+    begin, end = min(start for start, _ in spans), max(end for _, end in spans)
+    operations = [operation for operation in timeline.operations if begin <= operation.start < end]
+    if "OUT" in os.environ:
+        name = "".join(letter if letter.isalnum() else "_" for letter in row.name)
+        shutil.copy(path, Path(os.environ["OUT"]) / f"{name[:90]}.json.gz")
+    return "\n        ".join(["", *describe_operations([(o.name, (o.start, o.end)) for o in operations])])
 
 
 @attrs.frozen
@@ -288,16 +400,19 @@ class Result:
     seconds: list[float]
     losses: list[float]
     peak: float
+    operations: str = ""
 
     def describe(self, tokens: int, ranks: int) -> str:
         """Return rate, time and memory for `tokens` in a step."""
         seconds = statistics.median(self.seconds[min(WARM_UPS, len(self.seconds) // 2) :])
         rate = tokens / seconds / ranks
-        return f"{rate:>9,.0f} tokens/s a GPU, {seconds * 1e3:.1f} ms, {self.peak / 2**30:.1f} GiB"
+        return f"{rate:>9,.0f} tokens/s a GPU, {seconds * 1e3:.1f} ms, {self.peak / 2**30:.1f} GiB{self.operations}"
 
 
 def _edits_on_one_gpu(row: Row) -> tuple[str, ...]:
-    return tuple(edit for edit in row.edits if not edit.startswith(("schedule", "dispatcher", "stages.reshard")))
+    return tuple(
+        edit for edit in row.edits if not edit.startswith(("schedule", "dispatcher", "stages.reshard", "overlap"))
+    )
 
 
 def write_recipe(row: Row, folder: Path, steps: int) -> Path:
@@ -321,6 +436,8 @@ def write_recipe(row: Row, folder: Path, steps: int) -> Path:
         "trainer": {"steps": steps, "on_finish": []},
         "report": {"every": 1},
     }
+    if TRACE and steps == STEPS:
+        tables["listeners.profiler"] = {"use": "listeners.profiler", "wait": STEPS - 6, "warmup": 1, "active": 3}
     lines = ['extends = "pretrain"', 'unset = ["sample", "checkpoint.best"]']
     for table, values in tables.items():
         lines += ["", f"[{table}]", *(f"{key} = {json.dumps(value)}" for key, value in values.items())]
@@ -331,17 +448,6 @@ def write_recipe(row: Row, folder: Path, steps: int) -> Path:
 
 def _words(row: Row, folder: Path, steps: int) -> list[str]:
     return [str(write_recipe(row, folder, steps)), "--import", str(HERE / "random_rows.py"), *row.edits]
-
-
-def run_ours(row: Row, folder: Path, steps: int) -> Result:
-    """Train with drawloom, and read its metrics."""
-    _run(["rm", "-rf", str(folder / "runs")])
-    _run(torchrun(row.ranks, "-m", "drawloom", "run", *_words(row, folder, steps)), folder=folder)
-    lines = [json.loads(line) for line in (folder / "runs/several/metrics.jsonl").read_text().splitlines()]
-    tokens = [0, *(line["tokens"] for line in lines)]
-    counts = [after - before for before, after in pairwise(tokens)]
-    seconds = [count / line["tokens_per_second"] for count, line in zip(counts, lines, strict=True)]
-    return Result(seconds, [line["loss"] for line in lines], max(line["memory"] for line in lines))
 
 
 def plan(row: Row, folder: Path, tokens: int) -> str:
@@ -357,12 +463,8 @@ def plan(row: Row, folder: Path, tokens: int) -> str:
     )
 
 
-def run_titan(row: Row, folder: Path, tokens: int) -> str:
-    """Train with torchtitan, and return its rate, time and memory."""
-    if row.model not in TITAN or "auto" in row.name or TINY:
-        return "has no such run"
-    if find_spec("torchtitan") is None:
-        return "is not installed: pip install --no-deps torchtitan==0.2.2"
+def titan_job(row: Row) -> dict[str, Any]:
+    """Return torchtitan's configuration for a row."""
     name, flavor = TITAN[row.model]
     kept = any("reshard" in edit for edit in row.edits)
     schedule = next((theirs for ours, theirs in SCHEDULES.items() if ours in row.name), "1F1B")
@@ -373,7 +475,7 @@ def run_titan(row: Row, folder: Path, tokens: int) -> str:
     }
     pipelined = "pipeline" in row.mesh
     local = row.rows * row.microbatches if pipelined else row.rows
-    job = {
+    return {
         "model": {"name": name, "flavor": flavor},
         "arguments": {"max_seq_len": row.length},
         "training": {
@@ -390,13 +492,6 @@ def run_titan(row: Row, folder: Path, tokens: int) -> str:
         "optimizer": {"lr": 1e-5},
         "metrics": {"log_freq": STEPS},
     }
-    target = folder / "titan.json"
-    try:
-        _run(torchrun(row.ranks, str(HERE / "titan_trainer.py"), json.dumps(job), str(target)), folder=folder)
-    except RuntimeError as error:
-        return f"failed: {str(error).strip().splitlines()[-1]}"
-    result = json.loads(target.read_text())
-    return Result(result["seconds"], [], result["bytes"]).describe(tokens, row.ranks)
 
 
 # Floors

@@ -193,6 +193,14 @@ def parse(trace: dict[str, Any], on_gpu: Sequence[str] = ON_GPU) -> Timeline:
     return Timeline(steps, operations, calls)
 
 
+def iterate_gpu_operations(running: Any) -> Iterator[tuple[str, Interval]]:
+    """Yield the name and the interval in ms of every GPU operation in a `torch.profiler.profile` that has ended."""
+    for event in running.profiler.kineto_results.events():
+        if "CUDA" in str(event.device_type()) and not event.is_user_annotation():
+            start = event.start_ns() / 1e6
+            yield event.name(), (start, start + event.duration_ns() / 1e6)
+
+
 def union(intervals: Iterable[Interval]) -> Iterator[Interval]:
     """Yield the union of intervals as disjoint intervals."""
     current: Interval | None = None

@@ -2,7 +2,8 @@
 torchtitan 0.2.2's own Trainer on random tokens, for `several.py`; start it with torchrun.
 
 Packages that only load data, or parse the command line, are replaced, so that torchtitan alone must be installed. Each
-rank draws its own rows. Rank 0 writes the seconds between steps, by CUDA events, and its peak memory to a file.
+rank draws its own rows. Rank 0 writes the seconds between steps, by CUDA events, and its peak memory to a file,
+and with TRACED=3 its operations on the GPU in the last three steps.
 """
 
 import dataclasses
@@ -16,7 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.gpu.breakdown import describe_operations
+from benchmarks.gpu.timeline import iterate_gpu_operations
 from benchmarks.gpu.titan import AbsentModule
 
 SKIPPED = (
@@ -77,9 +81,14 @@ def main() -> None:
             setattr(getattr(config, table), key, value)
     events: list[Any] = []
     peaks = [0]  # its metrics reset torch's peak
+    traced = int(os.environ.get("TRACED", "0"))
+    """The number of last steps whose operations on the GPU are listed."""
+    tracer = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True)
 
     class TimedTrainer(trainer_module.Trainer):  # type: ignore[misc, name-defined]
         def train_step(self, batches: Any) -> None:
+            if len(events) == config.training.steps - traced:
+                tracer.start()
             events.append(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
             events[-1].record()
             super().train_step(batches)
@@ -88,9 +97,12 @@ def main() -> None:
     trainer = TimedTrainer(config)
     trainer.train()
     torch.cuda.synchronize()
+    if traced:
+        tracer.stop()
     if torch.distributed.get_rank() == 0:
         seconds = [before.elapsed_time(after) / 1e3 for before, after in pairwise(events)]
-        result = {"seconds": seconds, "bytes": max(peaks)}
+        operations = ["", *describe_operations(list(iterate_gpu_operations(tracer)))] if traced else []
+        result = {"seconds": seconds, "bytes": max(peaks), "operations": "\n        ".join(operations)}
         target.write_text(json.dumps(result))
     trainer.close()
     torch.distributed.destroy_process_group()

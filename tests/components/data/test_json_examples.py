@@ -31,7 +31,10 @@ def test_lines_are_examples_with_their_place(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("line", "message"),
-    [("[1]", ": a line must be an object and not an array"), ('{"input_ids"', r":1: not JSON \(Expecting ':' delimiter")],
+    [
+        ("[1]", ": a line must be an object and not an array"),
+        ('{"input_ids"', r":1: not JSON \(Expecting ':' delimiter"),
+    ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:
     """The error has its file and number."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from drawloom.components.ports.model import Head, TokenContext
 from drawloom.components.ports.rollouts import Completions, Prompts
-from drawloom.components.rollouts.stages import StageRollouts, draw_ids_logps_and_entropies, draw_uniform_by_counter
+from drawloom.components.rollouts.stages import StageRollouts, draw_uniform_by_counter
 from drawloom.components.run.trainer import Trainer
 from drawloom.graph import UserError
 from support.observers_of_runs import TINY
@@ -152,18 +152,6 @@ def test_a_row_is_drawn_by_its_key_alone(run: Any) -> None:
     assert len({tuple(tokens.tolist()) for tokens in same.tokens}) > 32
     for other in (sample(run, prompts_of(PROMPTS, [1, 2, 6, 7])), sample(run, prompts_of(PROMPTS, keys), step=2)):
         assert not other[0].tokens.equal(together.tokens)
-
-
-def test_draws_follow_the_distribution() -> None:
-    """Evenly spread numbers draw each id as often as its probability says, and never an impossible one."""
-    probabilities = torch.tensor([0.0, 0.5, 0.0, 0.3, 0.2, 0.0], dtype=torch.float64)
-    numbers = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
-    numbers[0], numbers[-1] = 0.0, 1 - 2.0**-53
-    ids, logps, entropies = draw_ids_logps_and_entropies(probabilities.log().expand(1000, -1), numbers)
-    assert torch.bincount(ids, minlength=6).tolist() == [0, 500, 0, 300, 200, 0]
-    torch.testing.assert_close(logps.double(), probabilities.log()[ids], rtol=1e-6, atol=1e-6)
-    entropy = -(probabilities[probabilities > 0].log() * probabilities[probabilities > 0]).sum()
-    torch.testing.assert_close(entropies.double(), entropy.expand(1000), rtol=1e-6, atol=1e-6)
 
 
 def test_uniform_numbers_are_spread_over_the_interval() -> None:

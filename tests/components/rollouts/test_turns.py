@@ -9,6 +9,7 @@ import torch
 
 from drawloom.components.ports.environments import FAULTS, Reply
 from drawloom.components.ports.rollouts import Completions, Prompts
+from drawloom.components.rollouts.stages import StageRollouts
 from drawloom.components.rollouts.turns import TurnRollouts
 from drawloom.graph import UserError
 from support.small_rollouts import END, logits_of, open_run
@@ -121,3 +122,25 @@ def test_a_conversation_that_is_cut_is_not_ended_and_counted(run: Any) -> None:
     assert count_faults(broken)["environment_error"] >= 2 and broken.rewards.isnan().all()
     with pytest.raises(UserError, match="no answer"):
         sample(run, Script(raises=UserError("no answer")), [0, 1, 2, 3])
+
+
+def test_passes_ahead_of_the_host_sample_the_same(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes that start before the host has read the last ids, as on a GPU, change no bit of conversations."""
+    plain, open_rollouts, ahead = sample(run, Script(), [*range(6)]), StageRollouts.open, []
+
+    def open_ahead(rollouts: StageRollouts) -> None:
+        open_rollouts(rollouts)
+        rollouts._runs_ahead = True
+
+    start = StageRollouts._start_draw
+
+    def start_and_note(rollouts: StageRollouts, *arguments: Any) -> Any:
+        ahead.append(len(arguments) > 6)
+        return start(rollouts, *arguments)
+
+    monkeypatch.setattr(StageRollouts, "open", open_ahead)
+    monkeypatch.setattr(StageRollouts, "_start_draw", start_and_note)
+    other = sample(run, Script(), [*range(6)])
+    assert sum(ahead) > len(ahead) // 2 and plain.turns.max() > 1
+    for name in ("tokens", "ends", "logps", "entropies", "is_sampled", "is_ended", "turns"):
+        assert getattr(plain, name).equal(getattr(other, name)), name

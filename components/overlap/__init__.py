@@ -1,0 +1,1 @@
+"""Exchanges between ranks beside the computation that needs them."""

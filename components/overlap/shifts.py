@@ -1,0 +1,110 @@
+"""Shifts of tensors between ranks through memory that they share."""
+
+from typing import Protocol
+
+import attrs
+import torch
+from torch import Tensor
+
+from drawloom.components.distributed.single_process import Done
+from drawloom.ports import Group, Pending, SymmetricMemory
+
+ALIGNMENT = 512
+"""Alignment of slots, in bytes."""
+
+
+class Shifts(Protocol):
+    """Ranks that send tensors to one another: a group, or `PeerShifts`."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def start_shift(self, sent: Tensor, received: Tensor, distance: int) -> Pending:
+        """Start to send a tensor to the rank `distance` further on, and to receive from the one as far behind."""
+        ...
+
+
+class PeerShifts:
+    """
+    Shifts through symmetric memory: a rank copies from another's memory on a stream of its own.
+
+    A GPU's copy engines do this without its multiprocessors, which messages would share with products. At most one
+    exchange, of a shift to every other rank, may be in progress on a stream.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group, self.rank, self.size = group, group.rank, group.size
+        self._slots: dict[int, _Slots] = {}
+
+    def start_shift(self, sent: Tensor, received: Tensor, distance: int) -> Pending:
+        """
+        Start to copy the tensor of the rank `distance` behind, of the same size and dtype, to `received`.
+
+        Raises UserError if ranks can't map each other's memory.
+        """
+        # Shifts are in order only within a stream.
+        stream = torch.cuda.current_stream(sent.device).cuda_stream if sent.is_cuda else 0
+        if stream not in self._slots:
+            self._slots[stream] = _Slots(self.group)
+        return self._slots[stream].start_shift(sent, received, distance)
+
+
+class _Slots:
+    """
+    Slots in shared memory, used in turn.
+
+    A rank reads a slot before it joins the barrier of the next shift. With one slot more than an exchange has shifts,
+    a slot is written again only after that barrier.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self._memory: SymmetricMemory | None = None
+        self._stream: torch.cuda.Stream | None = None
+        self._slot_bytes = self._turn = 0
+
+    def start_shift(self, sent: Tensor, received: Tensor, distance: int) -> Pending:
+        """Copy `sent` to a slot, wait for all ranks to have done so, and copy another rank's slot to `received`."""
+        memory = self._provide_memory(sent)
+        begin = self._turn % (self.group.size + 1) * self._slot_bytes
+        self._turn += 1
+        own, other = (
+            memory.parts[rank][begin : begin + sent.nbytes].view(sent.dtype)
+            for rank in (self.group.rank, (self.group.rank - distance) % self.group.size)
+        )
+        own.copy_(sent.view(-1))
+        if self._stream is None:
+            memory.barrier()
+            received.view(-1).copy_(other)
+            return Done()
+        self._stream.wait_stream(torch.cuda.current_stream(sent.device))
+        with torch.cuda.stream(self._stream):
+            memory.barrier()
+            received.view(-1).copy_(other)
+            return _StreamWork(self._stream.record_event())
+
+    def _provide_memory(self, sent: Tensor) -> SymmetricMemory:
+        """Return memory with slots for a tensor; all ranks send tensors of one size, and allocate together."""
+        if self._memory is None or sent.nbytes > self._slot_bytes:
+            if sent.is_cuda:
+                torch.cuda.synchronize(sent.device)  # no rank may still read the memory that is freed here
+                self._stream = torch.cuda.Stream(sent.device, priority=-1)  # type: ignore[no-untyped-call]
+            self._slot_bytes = -(-sent.nbytes // ALIGNMENT) * ALIGNMENT
+            self._memory = self.group.allocate_symmetric_memory((self.group.size + 1) * self._slot_bytes)
+        return self._memory
+
+
+@attrs.frozen(eq=False)
+class _StreamWork:
+    """A copy on another stream."""
+
+    event: torch.cuda.Event
+
+    def is_completed(self) -> bool:
+        return bool(self.event.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self.event)
