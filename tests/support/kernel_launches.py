@@ -417,8 +417,8 @@ def recurrences() -> Iterator[tuple[str, Launch]]:
                 f"{name} state {state is not None} backward",
                 lambda v=v, last=last, inputs=inputs, solved=solved: gated_delta._backward(v, last, *inputs, *solved),
             )
-        space = (q, q, v, g, ids, before) if width <= state_space.MAX_WIDTH else ()
-        for state in (None, last) if space else ():
+        space = q, q, v, g, ids, before
+        for state in (None, last) if width <= state_space.MAX_WIDTH else ():
             name = f"state_space {width}/{v_width} {dtype} state {state is not None}"
             yield name, lambda i=space, s=state: state_space._forward(*i, s)
             yield f"{name} backward", lambda v=v, last=last, i=space, s=state: state_space._backward(v, last, *i, s)
