@@ -11,13 +11,15 @@ Text generation with a key-value cache has a graph for each cache: a pass over o
 for a size of caches runs kernel by kernel, too.
 
 Nguyen et al. 2021, "Accelerating PyTorch with CUDA Graphs" (PyTorch blog), with slots instead of one callable.
+
+CUDA graphs for functions: their kernels are recorded once and launched together.
 """
 
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 from weakref import WeakKeyDictionary, proxy
 
 import attrs
@@ -26,7 +28,6 @@ from torch import Tensor, nn
 
 from drawloom import NodeView, Problem, UserError, component, internal
 from drawloom.components.parallel.dimensions import DIMENSIONS
-from drawloom.components.pipeline.runtime.cuda_graphs import CudaRecord, Record, Recorded
 from drawloom.components.pipeline.runtime.stage_runner import (
     StageRunner,
     detach_leaf,
@@ -55,6 +56,59 @@ from drawloom.ports import (
     StageNodes,
     WrappingOrder,
 )
+
+
+class Recorded(Protocol):
+    """Function whose kernels are recorded, to be launched again by `replay`."""
+
+    @property
+    def outputs(self) -> Any:
+        """Return the function's outputs, whose addresses are the same in every replay."""
+        ...
+
+    def replay(self) -> None:
+        """Compute the outputs from the inputs' current values."""
+        ...
+
+
+Record = Callable[[Callable[[], Any]], Recorded]
+"""Record a function without running its kernels; recordings of one `Record` share memory, and must take turns."""
+
+
+@attrs.frozen
+class CudaGraph:
+    """Recorded CUDA graph."""
+
+    graph: torch.cuda.CUDAGraph
+    outputs: Any
+
+    def replay(self) -> None:
+        """Launch the graph in the current stream."""
+        self.graph.replay()
+
+
+@attrs.define
+class CudaRecord:
+    """CUDA graph recorder with its own stream and memory pool."""
+
+    stream: torch.cuda.Stream
+    _pool: Any = attrs.field(init=False, factory=torch.cuda.graph_pool_handle)
+
+    def __call__(self, run: Callable[[], Any]) -> CudaGraph:
+        """Record a function's kernels as a graph."""
+        graph = torch.cuda.CUDAGraph()
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        # `torch.cuda.graph` would wait for the device, which may be receiving a message that another rank only sends
+        # after a message of this rank.
+        with torch.cuda.stream(self.stream):
+            # Other threads, such as checkpoint writers, may meanwhile call what this thread must not.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                outputs = run()
+            finally:
+                graph.capture_end()
+        return CudaGraph(graph, outputs)
+
 
 log = logging.getLogger("drawloom.pipeline")
 

@@ -20,7 +20,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 import drawloom.components.contracts as contracts
 from contracts import framework
 from drawloom.components.model.qwen3.dense import Qwen3Dense
-from drawloom.components.proving.contracts import has_contract, iterate_ports
+from drawloom.components.proving.prover import has_contract, iterate_ports
 from drawloom.graph.problems import Problem
 from drawloom.graph.project import Project, Recipe
 from drawloom.graph.testing.ports import check_port, load_contract
@@ -436,6 +436,9 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     "model.deepseek_v3": lambda folder: with_latent("model.deepseek_v3"),
     "model.deepseek_v32": lambda folder: with_latent(
         "model.deepseek_v32", q_lora_rank=8, index_topk=4, index_n_heads=2, index_head_dim=16
+    ),
+    "model.glm_moe_dsa": lambda folder: with_latent(
+        "model.glm_moe_dsa", q_lora_rank=8, index_topk=4, index_n_heads=2, index_head_dim=16
     ),
     "model.glm4_moe_lite": lambda folder: with_latent("model.glm4_moe_lite"),
     "metrics.expert_load": lambda folder: {

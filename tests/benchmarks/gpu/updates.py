@@ -17,7 +17,6 @@ if TINY:
     os.environ["TRITON_INTERPRET"] = "1"
 
 import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
 
 from benchmarks.gpu import clock  # noqa: E402
 from drawloom.kernels.adamw.eager import (  # noqa: E402

@@ -4,7 +4,7 @@ import pytest
 
 from drawloom.components.pipeline.program.lowering import insert_offload_actions
 from drawloom.components.pipeline.program.timing import Costs, DeadlockError
-from drawloom.components.pipeline.simulation.contention import Channels, simulate_events
+from drawloom.components.pipeline.simulation.simulator import Channels, simulate_events
 from drawloom.components.ports.program import Action, RankProgram
 from support.schedules import parse_program
 

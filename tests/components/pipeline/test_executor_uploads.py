@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drawloom.components.pipeline.runtime.uploads import Uploads
+from drawloom.components.pipeline.executor import Uploads
 from drawloom.components.ports.data import TokenBatch
 from drawloom.components.state.trees import list_leaves
 from support.clips import Clips, clips

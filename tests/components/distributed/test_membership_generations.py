@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from drawloom.components.distributed.generations import (
+from drawloom.components.distributed.membership import (
     Generation,
     ReplicaShape,
     RunProcess,

@@ -9,7 +9,7 @@ from torch import Tensor
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.p2p_links import connect_p2p_links
 from drawloom.components.distributed.processes import TorchProcesses
-from drawloom.components.pipeline.circular.ring import (
+from drawloom.components.pipeline.circular.executor import (
     PendingSends,
     Ring,
     RingExchange,

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from drawloom.components.checkpoint.snapshot import assemble_pieces, find_rows_unless_all, is_piece_needed, mark_slices
+from drawloom.components.checkpoint.pieces import assemble_pieces, find_rows_unless_all, is_piece_needed
+from drawloom.components.checkpoint.snapshot import mark_slices
 from drawloom.components.ports.slices import SlicedTensor, TensorSlice
 
 Cuts = list[list[int]]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from drawloom.components.pipeline.program.validity import find_violations
+from drawloom.components.pipeline.from_csv import find_violations
 from drawloom.components.ports.program import Action, Program
 from support.schedules import parse_program
 

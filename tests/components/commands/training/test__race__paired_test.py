@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from drawloom.components.commands.training._paired_test import (
+from drawloom.components.commands.training._race import (
     PRECISION,
     SIGN_PRIOR,
     compute_mean_interval,

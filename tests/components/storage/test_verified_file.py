@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from drawloom.components.storage import regular_file
-from drawloom.components.storage.regular_file import ContentMismatchError, open_file_to_verify
 from drawloom.components.storage.sha256_stream import BLOCK, FileDigest
+from drawloom.components.storage.verified_file import ContentMismatchError, open_file_to_verify
 
 SIZE = 3 * BLOCK + 1000
 DATA = random.Random(1).randbytes(SIZE)

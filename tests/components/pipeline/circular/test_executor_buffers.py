@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from drawloom.components.pipeline.circular.buffers import Buffers, Move
+from drawloom.components.pipeline.circular.executor import Buffers, Move
 from drawloom.components.pipeline.circular.timetable import Timetable
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from drawloom.components.pipeline.split_backward import weight_grads
+from drawloom.components.pipeline.split_backward import split_backward
 from drawloom.components.pipeline.split_backward.split_backward import SplitBackward
 from drawloom.kernels.deferral import DeferredGrad
 from support.split_passes import (
@@ -74,7 +74,7 @@ def test_nothing_outlives_the_second_pass(name: str, ops: Ops) -> None:
 @pytest.mark.parametrize("name", ["transformer block", "convolutions"])
 def test_a_failed_second_pass_leaves_no_state(name: str, ops: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
     """If a hook raises an error, remaining gradients are dropped at once, and the next pair of passes is correct."""
-    monkeypatch.setattr(weight_grads, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(split_backward, "CHUNK_BYTES", 1)
     stage, inputs = make_stage(name, ops)
     expected = compute_gradients_in_one_pass(stage, inputs)
 
@@ -103,7 +103,7 @@ def test_a_failed_second_pass_leaves_no_state(name: str, ops: Ops, monkeypatch: 
 @pytest.mark.parametrize("at_once", [1, 300, 2**30])
 def test_gradients_are_computed_in_chunks(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients are computed in chunks of CHUNK_BYTES, once per weight, and no weight is split."""
-    monkeypatch.setattr(weight_grads, "CHUNK_BYTES", at_once)
+    monkeypatch.setattr(split_backward, "CHUNK_BYTES", at_once)
     stage, inputs = make_stage("transformer block", "ours")
     expected = compute_gradients_in_one_pass(stage, inputs)
     split, outputs = split_of(stage, inputs)
@@ -181,7 +181,7 @@ def test_a_sparse_gradient_is_added_to() -> None:
     weight.grad = torch.ones(4, 3).to_sparse()
     grad = DeferredGrad(weight)
     grad.queue_summand(lambda value: value * 2, torch.ones(4, 3))
-    weight_grads.WeightGrads().accumulate([grad])
+    split_backward.WeightGrads().accumulate([grad])
     assert torch.equal(grad_of(weight).to_dense(), torch.full((4, 3), 3.0))
 
 
@@ -193,7 +193,7 @@ def test_gradients_keep_the_dtype_in_which_they_are_summed() -> None:
     grad = DeferredGrad(weight)
     for part in (256.0, 1.0):  # their sum is no bfloat16
         grad.queue_summand(lambda value: value * 1, torch.full((3,), part, dtype=torch.bfloat16))
-    weight_grads.WeightGrads().accumulate([grad])
+    split_backward.WeightGrads().accumulate([grad])
     assert torch.equal(grad_of(weight), torch.full((3,), 257.0, dtype=torch.float32))
 
 
@@ -201,7 +201,7 @@ def test_gradients_keep_the_dtype_in_which_they_are_summed() -> None:
 def test_shared_nodes_do_not_change_gradients(name: str, ops: Ops) -> None:
     """Three in flight add up to the same bits, though hooks come between them; an error in one spoils no other."""
     sums = []
-    for shared in (weight_grads.WeightGrads(), None):
+    for shared in (split_backward.WeightGrads(), None):
         torch.manual_seed(1)
         stage, inputs = make_stage(name, ops)
         parameters = [parameter for parameter in stage.parameters() if parameter.requires_grad]
@@ -228,7 +228,7 @@ def test_shared_nodes_do_not_change_gradients(name: str, ops: Ops) -> None:
 def test_weights_shared_by_microbatches_have_one_node() -> None:
     """Any number of microbatches has one node; a failed one leaves nothing behind for the next."""
     weight = nn.Parameter(torch.randn(3, 3))
-    weights = weight_grads.WeightGrads()
+    weights = split_backward.WeightGrads()
     roots = set()
     for number in range(3):
         grad, x = DeferredGrad(weight), torch.randn(3, 3)

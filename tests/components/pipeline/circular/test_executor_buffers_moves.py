@@ -1,6 +1,6 @@
 """The moves between stages."""
 
-from drawloom.components.pipeline.circular.buffers import Move, list_moves_after_compute, list_moves_during_compute
+from drawloom.components.pipeline.circular.executor import Move, list_moves_after_compute, list_moves_during_compute
 from drawloom.components.pipeline.circular.timetable import Timetable
 
 TABLES = [
