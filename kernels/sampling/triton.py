@@ -49,7 +49,7 @@ def draw_ids_triton(logits: Tensor, uniforms: Tensor, temperature: Tensor | None
 
 @triton.jit
 def _load_logits(logits, word, words, temperature):
-    """Load a row's logits of words, divided by the temperature."""
+    """Load a row's logits, divided by the temperature."""
     values = tl.load(logits + word, mask=word < words, other=-float("inf")).to(tl.float32)
     return values if temperature is None else values / tl.load(temperature)
 

@@ -1,4 +1,4 @@
-"""Rows of pairs in which both answers' common beginning stands once."""
+"""Rows with pairs whose common beginning stands once."""
 
 from itertools import accumulate
 
@@ -12,7 +12,7 @@ from drawloom.ports import IGNORE_INDEX, SharedPairs, TokenBatch
 
 def share_prompts(batch: TokenBatch) -> SharedPairs:
     """
-    Return rows of pairs in which rejected documents lack the tokens shared with the chosen ones.
+    Return the rows without tokens of rejected documents shared with the chosen ones.
 
     A rejected document keeps its tokens from the first weight on. Rows are as narrow as the longest one permits; there
     are four widths between two powers of two.
