@@ -25,6 +25,10 @@ class SharedPairs(TokenBatch):
     reader_ids: Tensor = leaf("tokens", default=None, kw_only=True)
     shared_counts: Tensor = leaf("rows", default=None, kw_only=True)
 
+    @property
+    def visible_keys(self) -> Tensor:
+        return self.positions + 1
+
     def with_zero_weights(self) -> Self:
         return super().with_zero_weights().evolve(shared_counts=torch.zeros_like(self.shared_counts))
 
