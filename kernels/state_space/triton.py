@@ -169,7 +169,7 @@ def compute_value_gradients(
 # fmt: off
 @cache_launches("length", "chunks")
 def compute_other_gradients(
-    grad, q, k, v, states, grad_states, decays, ids, before, grad_sums, grad_q, grad_k, grad_g, length, chunks,
+    grad, q, k, v, states, grad_states, decays, ids, before, grad_sums, pairs, grad_q, grad_k, grad_g, length, chunks,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -183,9 +183,8 @@ def compute_other_gradients(
     query = load_tile(q, tokens, key_head, KEY_HEADS, channel, K)
     key = load_tile(k, tokens, key_head, KEY_HEADS, channel, K)
     scores = multiply(query, load_transposed(k, tokens, key_head, KEY_HEADS, channel, K), PRECISION)
-    is_pair, is_pair_by_key = mask_causal_document_pairs(own, inside), mask_document_pairs_by_key(own, inside)
+    is_pair, by_query = mask_causal_document_pairs(own, inside), tl.zeros((CHUNK, CHUNK), tl.float32)
     to_queries, to_keys = tl.zeros((CHUNK, BK), tl.float32), tl.zeros((CHUNK, BK), tl.float32)
-    by_query, by_key = tl.zeros((CHUNK, CHUNK), tl.float32), tl.zeros((CHUNK, CHUNK), tl.float32)
     for head in range(key_head * GROUPS, (key_head + 1) * GROUPS):
         sums, total = load_by_token(decays, tokens, head, HEADS), tl.load(decays + (first + end) * HEADS + head)
         from_state, to_end = exp_where(own == incoming, sums), exp_where(own == last, total - sums)
@@ -198,9 +197,6 @@ def compute_other_gradients(
             grad_state = load_state_tile(grad_states, number * HEADS + head, channel, column, K, V)
             along_state = tl.sum(tl.sum(state.to(tl.float32) * grad_state.to(tl.float32), 1), 0)
             to_sums += tl.where((token == end) & (last == incoming), tl.exp(total) * along_state, 0.0)
-            # Both orders of pairs, because products with transposes of accumulated tiles are wrong on Hopper.
-            to_pairs = multiply(values, tl.trans(grads), PRECISION)
-            by_key += to_pairs * exp_where(is_pair_by_key, sums[None, :] - sums[:, None])
             to_pairs = multiply(grads, tl.trans(values), PRECISION) * exp_where(is_pair, sums[:, None] - sums[None, :])
             by_query += to_pairs
             to_sums += tl.sum(to_pairs * scores, 1)
@@ -211,9 +207,13 @@ def compute_other_gradients(
             to_keys = tl.dot(weighted, tl.trans(grad_state), to_keys, input_precision=PRECISION)
         to_gates = tl.sum(tl.where(is_pair, to_sums[:, None], 0.0), 0)
         tl.store(grad_g + (first + token) * HEADS + head, to_gates, mask=inside)
+    # Stored and loaded, because products with transposes of accumulated tiles are wrong on Hopper.
+    store_tile(pairs, tokens, key_head, KEY_HEADS, token, CHUNK, by_query)
     to_queries = tl.dot(by_query.to(key.dtype), key, to_queries, input_precision=PRECISION)
     store_tile(grad_q, tokens, key_head, KEY_HEADS, channel, K, to_queries)
-    to_keys = tl.dot(by_key.to(key.dtype), query, to_keys, input_precision=PRECISION)
+    tl.debug_barrier()
+    by_key = load_transposed(pairs, tokens, key_head, KEY_HEADS, token, CHUNK)
+    to_keys = tl.dot(by_key, query, to_keys, input_precision=PRECISION)
     store_tile(grad_k, tokens, key_head, KEY_HEADS, channel, K, to_keys)
 
 
@@ -325,7 +325,7 @@ def _carry(
         grad_state.new_empty(grad_state.shape if state is not None else 0),
     ),
     flops=_count_backward_flops,
-    scratch=lambda k, v: 2 * _count_state_bytes(k, v),
+    scratch=lambda k, v: 2 * _count_state_bytes(k, v) + k.shape[:3].numel() * CHUNK_SIZE * k.itemsize,
 )
 def _backward(
     grads: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
@@ -350,6 +350,7 @@ def _backward(
     grad_states = _carry(q, grad, decays, ids, before, grad_state, None if state is None else grad_first, True)
     constants, ends, programs = _list_constants(k, v)
     (*grad_keys, grad_v, grad_g), grad_sums = others, torch.empty_like(decays)
+    pairs = k.new_empty(*k.shape[:3], CHUNK_SIZE)
     compute_value_gradients[(programs,)](
         *(grad, q, k, v, grad_states, decays, ids, before, grad_v, grad_sums, *ends),
         **constants,
@@ -357,7 +358,7 @@ def _backward(
         num_stages=max(1, 3 - cdiv(constants["V"], MIN_BLOCK)),
     )
     compute_other_gradients[(programs,)](
-        *(grad, q, k, v, states, grad_states, decays, ids, before, grad_sums, *grad_keys, grad_g, *ends),
+        *(grad, q, k, v, states, grad_states, decays, ids, before, grad_sums, pairs, *grad_keys, grad_g, *ends),
         **constants,
         num_warps=8,
         num_stages=1,  # a tile is an operand of products, and read by other operations
