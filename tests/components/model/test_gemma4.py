@@ -24,6 +24,7 @@ from support.family_words import FAMILY_WORDS
 from support.qwen3 import logits_of, one_document, whole
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "router_aux_loss_coef": 0.0}
 KINDS: dict[str, dict[str, Any]] = {
     "gemma4": {"layer_types": [SLIDING, FULL], "sliding_window": 5, "global_head_dim": 12},
     "gemma4, every flag": {
@@ -42,14 +43,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-3,
     },
     "gemma4, experts": {
-        "layer_types": [SLIDING, FULL],
-        "sliding_window": 5,
-        "global_head_dim": 12,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 12,
-        "router_aux_loss_coef": 0.0,
-        "rms_norm_eps": 1e-3,
+        **{"layer_types": [SLIDING, FULL], "sliding_window": 5, "global_head_dim": 12, "rms_norm_eps": 1e-3, **EXPERTS}
     },
     "gemma4, linked layers": {
         "num_hidden_layers": 5,
