@@ -76,15 +76,15 @@ class Mirror:
         except StoreError as error:
             raise UserError(f"url: {error}; check the URL and the credentials, or remove [listeners.mirror]") from error
         if step:
-            self._check_recorded_recipe_is_equal((run / LOCK).read_text("utf-8"))
+            recorded = (run / LOCK).read_text("utf-8")
+            changes = [change for change in self.recipe.changes(recorded) if change.impact != "safe"]
+            if changes and not self.recipe.accept_changes:
+                lines = "\n".join(f"  {change}" for change in changes)
+                hint = "use another url, or add --accept-changes"
+                raise UserError(
+                    f"url: {self.url} holds a run of another recipe; {hint}; the differences are:\n{lines}", 2
+                )
             log.info("%s: the checkpoint of step %d comes from %s", run, step, self.url)
-
-    def _check_recorded_recipe_is_equal(self, recorded: str) -> None:
-        changes = [change for change in self.recipe.changes(recorded) if change.impact != "safe"]
-        if changes and not self.recipe.accept_changes:
-            lines = "\n".join(f"  {change}" for change in changes)
-            hint = "use another url, or add --accept-changes"
-            raise UserError(f"url: {self.url} holds a run of another recipe; {hint}; the differences are:\n{lines}", 2)
 
     def _start_upload_and_prune(self) -> None:
         """Copy new files to the store, and remove its expired checkpoints, in a background thread."""

@@ -13,19 +13,10 @@ from torch import Tensor
 
 from drawloom import UserError
 from drawloom.components.checkpoint.commit import tree_file_name
-from drawloom.components.checkpoint.manifest import (
-    FOLDER,
-    MANIFEST,
-    READERS,
-    CorruptCheckpointError,
-    Manifest,
-    list_checkpoints,
-    read_manifest,
-    verify_checkpoint,
-)
-from drawloom.components.checkpoint.snapshot import assemble_pieces, find_rows_unless_all, is_piece_needed
+from drawloom.components.checkpoint.manifest import FOLDER, MANIFEST, CorruptCheckpointError, Manifest, list_checkpoints
+from drawloom.components.checkpoint.pieces import assemble_pieces, find_rows_unless_all, is_piece_needed
 from drawloom.components.checkpoint.threads import map_parallel
-from drawloom.components.storage.regular_file import ContentMismatchError, VerifiedFile, open_file_to_verify
+from drawloom.components.checkpoint.verification import READERS, read_manifest, verify_checkpoint
 from drawloom.components.storage.safetensors.header import HeaderError
 from drawloom.components.storage.safetensors.reader import read_header_entries, read_tensor
 from drawloom.components.storage.state_tree import (
@@ -35,6 +26,7 @@ from drawloom.components.storage.state_tree import (
     unpack_state,
 )
 from drawloom.components.storage.strict_json import parse_strict_json
+from drawloom.components.storage.verified_file import ContentMismatchError, VerifiedFile, open_file_to_verify
 from drawloom.ports import NodeState, SlicedTensor, TensorSlice
 
 MAX_TREE_SIZE = 2**28  # bytes

@@ -12,10 +12,9 @@ from drawloom.components.checkpoint.manifest import (
     STEP,
     CorruptCheckpointError,
     list_checkpoints,
-    read_manifest_if_sizes_match,
     step_of_checkpoint,
-    verify_checkpoint,
 )
+from drawloom.components.checkpoint.verification import read_manifest_if_sizes_match, verify_checkpoint
 from drawloom.components.storage.object_store import ObjectStore, StoreError
 from drawloom.graph.recipe.lockfile import LOCK
 

@@ -13,13 +13,7 @@ import torch
 
 from drawloom import ResolvedRecipe, UserError
 from drawloom.components.checkpoint import commit
-from drawloom.components.checkpoint.manifest import (
-    CorruptCheckpointError,
-    list_checkpoints,
-    read_manifest_if_sizes_match,
-    step_of_checkpoint,
-    verify_checkpoint,
-)
+from drawloom.components.checkpoint.manifest import CorruptCheckpointError, list_checkpoints, step_of_checkpoint
 from drawloom.components.checkpoint.snapshot import ShardPlan, Snapshot
 from drawloom.components.checkpoint.threads import submit_in_new_thread
 from drawloom.components.distributed.rank_errors import RankError, run_and_gather_on_all_ranks, run_on_rank0
@@ -87,6 +81,8 @@ class Retention:
             if not expired or not unverified:
                 return expired
             # verifying reads whole checkpoints, so it is done only before a removal
+            from drawloom.components.checkpoint.verification import verify_checkpoint
+
             for path in unverified:
                 try:
                     self.remember_as_valid(path, verify_checkpoint(path).values)
@@ -100,8 +96,11 @@ class Retention:
         for path in list_checkpoints(checkpoints):
             if path in self._valid:
                 candidates[step_of_checkpoint(path)] = self._valid[path]
-            elif path not in self._corrupt and (manifest := read_manifest_if_sizes_match(path)):
-                candidates[step_of_checkpoint(path)] = manifest.values
+            elif path not in self._corrupt:
+                from drawloom.components.checkpoint.verification import read_manifest_if_sizes_match
+
+                if manifest := read_manifest_if_sizes_match(path):
+                    candidates[step_of_checkpoint(path)] = manifest.values
         return {step: values for step, values in candidates.items() if step <= step_of_checkpoint(saved)}
 
 
@@ -208,6 +207,8 @@ class Saves:
 
     def list_recorded_values(self) -> Iterator[tuple[int, Mapping[str, float | None]]]:
         """Yield the steps with a valid manifest, with the metrics in it."""
+        from drawloom.components.checkpoint.verification import read_manifest_if_sizes_match
+
         for checkpoint in list_checkpoints(self.folder):
             if (manifest := read_manifest_if_sizes_match(checkpoint)) is not None:
                 yield manifest.step, manifest.values

@@ -39,7 +39,11 @@ def batches_have_the_declared_class_and_sizes(rows: PackedDataset) -> None:
     batch = rows.batch("train", [0, rows.count_rows("train") - 1])
     declared = rows.batch_type or Batch
     expect(isinstance(batch, declared), f"a batch is a {type(batch).__name__}, and batch_type is {declared.__name__}")
-    _expect_leaves_with_equal_rows_and_tokens(batch)
+    # Raise BrokenContractError if a batch's leaves differ in rows or tokens
+    try:
+        batch.check()
+    except ValueError as error:
+        raise BrokenContractError(str(error)) from error
     expect(batch.row_count == 2, f"a batch of two rows has {batch.row_count}")
     for name in TENSORS if isinstance(batch, TokenBatch) else ():
         tensor, dtype = getattr(batch, name), torch.float32 if name == "weights" else torch.int64
@@ -98,14 +102,6 @@ def tokens_without_a_target_have_weight_0(rows: PackedDataset) -> None:
         ignored = batch.weights[batch.targets == IGNORE_INDEX]
         expect(bool((ignored == 0).all()), "a token without a target has a weight")
     expect(bool(batch.weights.any()), "no token of the first rows has a weight")
-
-
-def _expect_leaves_with_equal_rows_and_tokens(batch: Batch) -> None:
-    """Raise BrokenContractError if a batch's leaves differ in rows or tokens."""
-    try:
-        batch.check()
-    except ValueError as error:
-        raise BrokenContractError(str(error)) from error
 
 
 def sources_partition_the_rows(rows: MeasuredRows) -> None:

@@ -12,12 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from drawloom import UserError, component, internal, setting
-from drawloom.components.data.auto_tokenizer import (
-    CLASSES_OF_FILES,
-    edit_config_until_ids_match,
-    warn_if_transformers_ids_differ,
-)
+from drawloom.components.data.auto_tokenizer import CLASSES_OF_FILES
 from drawloom.components.data.chat.template import list_chat_template_files, read_chat_templates
+from drawloom.components.data.transformers_ids import edit_config_until_ids_match, warn_if_transformers_ids_differ
 
 COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json")
 """Other tokenizer files that transformers reads from the same folder, beside chat templates."""

@@ -261,17 +261,16 @@ class Loader:
 
     def _iterate_batches_from(self, step: int) -> Iterator[Batch]:
         """Return an endless iterator over microbatches, beginning with a step."""
-        row_indices = self._iterate_row_indices_from(step)
-        if self._workers is None:
-            return (self.rows.batch("train", indices) for indices in row_indices)
-        return self._workers.batches(row_indices, self.workers * self.prefetch, self.timeout)
-
-    def _iterate_row_indices_from(self, step: int) -> Iterator[list[int]]:
-        """Return an endless iterator over the microbatches' row numbers, beginning with a step."""
+        # An endless iterator over the microbatches' row numbers, beginning with a step
         microbatches = (
             positions for later_step in count(step) for positions in self.batching.microbatch_row_positions(later_step)
         )
-        return (self._rows.rows_at([self._offset + position for position in positions]) for positions in microbatches)
+        row_indices = (
+            self._rows.rows_at([self._offset + position for position in positions]) for positions in microbatches
+        )
+        if self._workers is None:
+            return (self.rows.batch("train", indices) for indices in row_indices)
+        return self._workers.batches(row_indices, self.workers * self.prefetch, self.timeout)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:

@@ -102,7 +102,10 @@ class ComputeDevice:
         """Make the device torch's current device, and set torch's product precision (TF32) and thread count."""
         if self.device.type == "cuda":
             if self.shares_gpu:
-                self._set_gpu_sharing_environment()
+                # Set variables by which libraries let ranks share a GPU, and keep the old values for `close`
+                self._variables_before = {name: os.environ.get(name) for name in SHARED_GPU_VARIABLES}
+                process = f"{os.getpid()} on {socket.gethostname()}"
+                os.environ |= {name: value.format(process=process) for name, value in SHARED_GPU_VARIABLES.items()}
             self._cuda_before = torch.cuda.current_device()
             torch.cuda.set_device(self.device)
             # "high" is TF32 for torch's products, flex attention, and kernels/triton, which read torch's setting.
@@ -139,9 +142,3 @@ class ComputeDevice:
             return torch.cuda.max_memory_allocated(self.device)
         unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-    def _set_gpu_sharing_environment(self) -> None:
-        """Set variables by which libraries let ranks share a GPU, and keep the old values for `close`."""
-        self._variables_before = {name: os.environ.get(name) for name in SHARED_GPU_VARIABLES}
-        process = f"{os.getpid()} on {socket.gethostname()}"
-        os.environ |= {name: value.format(process=process) for name, value in SHARED_GPU_VARIABLES.items()}

@@ -16,14 +16,6 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from drawloom import Every, UserError
 from drawloom.components.distributed.connections import Connections
-from drawloom.components.distributed.generations import (
-    CURRENT,
-    Generation,
-    ReplicaShape,
-    RunProcess,
-    Spares,
-    agree_on_next_generation,
-)
 from drawloom.components.distributed.group_factory import GroupFactory
 from drawloom.components.distributed.launch_store import (
     call_store_with_timeout,
@@ -31,9 +23,15 @@ from drawloom.components.distributed.launch_store import (
     set_short_dns_timeout_variable,
 )
 from drawloom.components.distributed.membership import (
+    CURRENT,
     RECOVERY_MARGIN,
     RUNS,
+    Generation,
     Membership,
+    ReplicaShape,
+    RunProcess,
+    Spares,
+    agree_on_next_generation,
     import_early_and_freeze_gc,
     start_membership,
     wait_to_join_running_generation,

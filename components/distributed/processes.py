@@ -8,7 +8,6 @@ import attrs
 import torch.distributed as dist
 
 from drawloom import Every, UserError, above, component, internal, setting
-from drawloom.components.distributed.single_process import SingleProcess
 from drawloom.components.distributed.torchrun import Launch, read_launch
 from drawloom.ports import PRINTED, Device, Group, P2PChannel, ReplicaLimit
 
@@ -141,14 +140,14 @@ class TorchProcesses:
         return None
 
     def make_group(self, name: str, rank_sets: Sequence[Sequence[int]]) -> Group:
-        return self._ranks.groups.make_group(name, rank_sets) if self._ranks else SingleProcess()
+        return self._ranks.groups.make_group(name, rank_sets) if self._ranks else _create_single_group()
 
     def open_channel(self, name: str, first: int, second: int) -> P2PChannel:
         assert self._ranks is not None
         return self._ranks.groups.open_channel(name, first, second)
 
     def make_control_group(self, name: str) -> Group:
-        return self._ranks.groups.make_control_group(name) if self._ranks else SingleProcess()
+        return self._ranks.groups.make_control_group(name) if self._ranks else _create_single_group()
 
     def set_timeout(self, seconds: float) -> None:
         if self._ranks is not None:
@@ -166,3 +165,10 @@ class TorchProcesses:
             log.error("%s", text)
             return True
         return self._ranks.fail_ranks_and_must_exit(text)
+
+
+def _create_single_group() -> Group:
+    """Return the group of one process."""
+    from drawloom.components.distributed.single_process import SingleProcess
+
+    return SingleProcess()

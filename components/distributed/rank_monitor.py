@@ -279,9 +279,16 @@ class RankMonitor:
             silent = [] if self.failure else self._beat_and_find_silent()
             stopped = [] if self.failure else self._processes.find_stopped()
             silence = f"has sent no heartbeat for {self.heartbeat_timeout:g} s"
-            self._publish_and_kill_lost(
-                dict.fromkeys(silent, silence) | dict.fromkeys(stopped, STOPPED) | dict.fromkeys(dead, KILLED)
-            )
+            # Publish lost ranks, read the other ranks' findings, end all lost processes, and call `on_loss`
+            reasons = dict.fromkeys(silent, silence) | dict.fromkeys(stopped, STOPPED) | dict.fromkeys(dead, KILLED)
+            self.declare_lost({rank: reason for rank, reason in reasons.items() if rank not in self.losses})
+            if self.store.check(["broken"]):
+                lost = [rank for rank in range(self.size) if self.store.check([f"lost/{rank}"])]
+                self.losses = {rank: self.store.get(f"lost/{rank}").decode() for rank in lost}
+                self.is_broken = True
+                self._kill_lost_processes()
+                assert self.on_loss is not None
+                self.on_loss()
         elif dead:
             self.report_failure(self._describe_lost_rank(dead[0], KILLED))
 
@@ -376,17 +383,6 @@ class RankMonitor:
         """Return a message about a rank, with its process if it is on this machine."""
         process = f" (process {self.peers[rank]}{self.where})" if rank in self.peers else ""
         return f"rank {rank}{process} {reason}"
-
-    def _publish_and_kill_lost(self, reasons: Mapping[int, str]) -> None:
-        """Publish lost ranks, read the other ranks' findings, end all lost processes, and call `on_loss`."""
-        self.declare_lost({rank: reason for rank, reason in reasons.items() if rank not in self.losses})
-        if self.store.check(["broken"]):
-            lost = [rank for rank in range(self.size) if self.store.check([f"lost/{rank}"])]
-            self.losses = {rank: self.store.get(f"lost/{rank}").decode() for rank in lost}
-            self.is_broken = True
-            self._kill_lost_processes()
-            assert self.on_loss is not None
-            self.on_loss()
 
     def _kill_lost_processes(self) -> None:
         """Kill lost processes on this machine, such as stopped ones, or end this process if it is lost itself."""

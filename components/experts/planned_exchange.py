@@ -34,15 +34,11 @@ def dispatch_on_meta(
     Every rank has `experts` experts. The plan assumes balanced experts, so a rank receives as many rows as its own
     tokens have choices.
     """
-    copies = _compute_mean_destination_ranks(chosen.shape[-1], ranks)
+    # A token's average number of destination ranks, if its choices are uniform over ranks
+    copies = ranks * (1 - (1 - 1 / ranks) ** chosen.shape[-1])
     sent = _Exchange.apply(hidden, copies, ranks)  # type: ignore[no-untyped-call]
     local = LocalExperts(kernels=kernels).dispatch(sent, chosen, probabilities, experts)
     return local._replace(combine=lambda rows: _Exchange.apply(local.combine(rows), copies, ranks))  # type: ignore[no-untyped-call]
-
-
-def _compute_mean_destination_ranks(choices: int, ranks: int) -> float:
-    """Return a token's average number of destination ranks, if its choices are uniform over ranks."""
-    return ranks * (1 - (1 - 1 / ranks) ** choices)
 
 
 class _Exchange(Function):

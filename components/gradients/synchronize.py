@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from drawloom import component, setting
-from drawloom.kernels.gradients.eager import scale_and_sum_squares
 from drawloom.ports import Mesh, Parameters, Reduce, Step, StepState, get_or_create_gradient, sum_losses_and_weights
 
 
@@ -49,6 +48,8 @@ class Synchronize:
         is_exact = self.norm == "exact" or (self.norm == "auto" and not weight.is_cuda)
         counted = [] if is_exact else [name in owned for name in gradients]
         defers = step.defers_scaling and not is_exact
+        from drawloom.kernels.gradients.eager import scale_and_sum_squares
+
         squares = scale_and_sum_squares([*gradients.values()], factor, counted, write=not defers)
         if defers:
             step.scale_gradients(partial(scale_and_sum_squares, [*gradients.values()]), factor)

@@ -87,27 +87,21 @@ class RunSummary:
             log.info("%s", self.preview())
         elif event.kind == "phase_ended" and event.step is not None:
             # at the end of phases, because a later phase of the step may save a checkpoint
-            self._keep_best_values(event.step)
+            # Keep the step's validation loss if it is the lowest, and its reward if it is the highest
+            for name, best in (("validation_loss", min), ("validation_reward", max)):
+                if name in event.step.state:
+                    value, known = event.step.state.number(name), self._best.get(name)
+                    if known is None or (value != known["value"] and best(value, known["value"]) == value):
+                        self._best[name] = {"value": value, "step": event.step.index}
         elif event.kind == "step_ended" and event.step is not None:
-            self._count_step_and_tokens(event.step)
+            # Count the step's tokens; on a GPU one step later
+            self._first, self._last = self._first or event.step.index, event.step.index
+            before, self._newest = self._newest, event.step
+            # On a GPU the host does not know this step's tokens yet, and does not wait for them.
+            for ended in (before, event.step if event.step.is_last else None):
+                self._tokens += ended.tokens if ended is not None else 0
         elif event.kind == "run_ended":
             log.info("%s", "\n".join(f"{label:8}{text}" for label, text in self._summary_lines()))
-
-    def _count_step_and_tokens(self, step: Step) -> None:
-        """Count the step's tokens; on a GPU one step later."""
-        self._first, self._last = self._first or step.index, step.index
-        before, self._newest = self._newest, step
-        # On a GPU the host does not know this step's tokens yet, and does not wait for them.
-        for ended in (before, step if step.is_last else None):
-            self._tokens += ended.tokens if ended is not None else 0
-
-    def _keep_best_values(self, step: Step) -> None:
-        """Keep the step's validation loss if it is the lowest, and its reward if it is the highest."""
-        for name, best in (("validation_loss", min), ("validation_reward", max)):
-            if name in step.state:
-                value, known = step.state.number(name), self._best.get(name)
-                if known is None or (value != known["value"] and best(value, known["value"]) == value):
-                    self._best[name] = {"value": value, "step": step.index}
 
     def _header_lines(self) -> Iterator[tuple[str, str]]:
         """Yield the header as (subject, text): run, model, data, device."""
@@ -122,7 +116,8 @@ class RunSummary:
             steps = (_describe_tokens_per_step(rows, batching) for batching in self.batching.values())
             epochs = map(_describe_epoch, self.counters.values())
             validation = map(_format_validation_row_counts, self.validation.values())
-            tokens = f"{_estimate_training_tokens(rows):,} tokens to learn from"
+            # Estimate the training tokens without padding
+            tokens = f"{round(rows.fill_rate('train') * rows.count_rows('train') * rows.length):,} tokens to learn from"
             yield "data", "; ".join([tokens, *epochs, *steps, *validation])
         yield "device", self._describe_device()
 
@@ -159,11 +154,6 @@ class RunSummary:
         folder = self.job.folder_path
         names = [path.name for path in folder.iterdir() if path.name not in HIDDEN_FILES] if folder.is_dir() else []
         yield "results", f"in {folder}: {', '.join(sorted(names))}"
-
-
-def _estimate_training_tokens(rows: PackedDataset) -> int:
-    """Estimate the training tokens without padding."""
-    return round(rows.fill_rate("train") * rows.count_rows("train") * rows.length)
 
 
 def _describe_epoch(counter: EpochCounter) -> str:

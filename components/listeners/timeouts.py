@@ -117,14 +117,25 @@ class Timeouts:
     def on_event(self, event: Event) -> None:
         """Set the time limit for the run's next part."""
         try:
-            self._note_step_and_phase(event)
+            # Note the event's step and phase for messages, also for other ranks' diagnosis
+            if event.step is not None:
+                self._where = f"step {event.step.index}"
+            if event.kind in ("phase_started", "phase_ended"):
+                self._phase = event.phase if event.kind == "phase_started" else ""
+            self.processes.record_step_and_phase(self._describe_step_and_phase())
             match event.kind:
                 case "run_started":
                     self._limit_collectives_and_step(self.first_step)
                 case "step_started":
                     self._limit_watchdog_and_guard(self._next_step_limit_seconds())
                 case "step_ended" if event.step:
-                    self._set_limits_after_step(is_last_step=event.step.is_last)
+                    # Limit the time until the next step, or for the final tasks after the last step
+                    first, self._stepped = not self._stepped, True
+                    if event.step.is_last:
+                        self._where = "after the last step"
+                        self._limit_collectives_and_step(self.saving)
+                    elif first:
+                        self._limit_collectives_and_step(self.step)
                 case "saving_started":
                     self._limit_collectives_and_step(self.saving)
                 case "saving_ended":
@@ -136,26 +147,9 @@ class Timeouts:
             self._limit_watchdog_and_guard(None)
             raise
 
-    def _note_step_and_phase(self, event: Event) -> None:
-        """Note the event's step and phase for messages, also for other ranks' diagnosis."""
-        if event.step is not None:
-            self._where = f"step {event.step.index}"
-        if event.kind in ("phase_started", "phase_ended"):
-            self._phase = event.phase if event.kind == "phase_started" else ""
-        self.processes.record_step_and_phase(self._describe_step_and_phase())
-
     def _describe_step_and_phase(self) -> str:
         """Return the current step and phase as text."""
         return f"{self._where}, phase [{self._phase}]" if self._phase else self._where
-
-    def _set_limits_after_step(self, is_last_step: bool) -> None:
-        """Limit the time until the next step, or for the final tasks after the last step."""
-        first, self._stepped = not self._stepped, True
-        if is_last_step:
-            self._where = "after the last step"
-            self._limit_collectives_and_step(self.saving)
-        elif first:
-            self._limit_collectives_and_step(self.step)
 
     def _next_step_limit_seconds(self) -> float:
         """Return the limit for the next step; the process's first step has a longer one."""

@@ -80,7 +80,14 @@ class Histograms:
         if is_due(self.every, step):
             parts = [*self._iterate_chunks_by_histogram()]
             low, high = self._find_extremes_over_ranks(parts)
-            self._measured = {"low": low, "high": high, "counts": self._count_elements_by_bin(parts, low, high)}
+            # Count this rank's elements by histogram and bin: float64 (histograms, bins)
+            counts = torch.zeros(len(self._series), self.bins, dtype=torch.float64, device=low.device)
+            for index, chunk in parts:
+                scaled = (chunk.double() - low[index]) * (self.bins / (high[index] - low[index]))
+                finite = chunk.isfinite()
+                bins = torch.where(finite, scaled, 0.0).clamp(0, self.bins - 1).long()
+                counts[index].index_add_(0, bins, finite.double())
+            self._measured = {"low": low, "high": high, "counts": counts}
 
     @property
     def accumulators(self) -> Mapping[str, Accumulator]:
@@ -139,13 +146,3 @@ class Histograms:
         low, high = -bounds[0], bounds[1]
         margin = 0.5 * (low == high)
         return low - margin, high + margin
-
-    def _count_elements_by_bin(self, indexed_chunks: list[tuple[int, Tensor]], low: Tensor, high: Tensor) -> Tensor:
-        """Count this rank's elements by histogram and bin: float64 (histograms, bins)."""
-        counts = torch.zeros(len(self._series), self.bins, dtype=torch.float64, device=low.device)
-        for index, chunk in indexed_chunks:
-            scaled = (chunk.double() - low[index]) * (self.bins / (high[index] - low[index]))
-            finite = chunk.isfinite()
-            bins = torch.where(finite, scaled, 0.0).clamp(0, self.bins - 1).long()
-            counts[index].index_add_(0, bins, finite.double())
-        return counts

@@ -357,7 +357,15 @@ class MuonStep(WideGradientStep):
         """Update the running means of the parameters in `param_groups`, and keep their updates for `step`."""
         for group in self.param_groups:
             for part in group["params"]:
-                self._updates[self._names[part]] = self._update_momentum_buffer(part, group)
+                # Add the gradient to the momentum, and return the (Nesterov) momentum to orthogonalise
+                state, gradient = self.state[part], get_or_create_gradient(part).to(part.dtype)
+                gradient = -gradient if group["maximize"] else gradient
+                mean: Tensor = state.setdefault("momentum_buffer", torch.zeros_like(part))
+                averaged = torch.lerp(mean, gradient, 1 - group["momentum"])
+                self._copy_unless_inf_found(mean, averaged)
+                self._updates[self._names[part]] = (
+                    gradient.lerp(averaged, group["momentum"]) if group["nesterov"] else averaged
+                )
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -373,15 +381,6 @@ class MuonStep(WideGradientStep):
                 rate = group["lr"] * _compute_lr_multiplier(self._adjust, shape, group["width"])
                 updated = part * (1 - group["lr"] * group["weight_decay"])
                 self._copy_unless_inf_found(part, updated.add_(directions[name], alpha=-rate))
-
-    def _update_momentum_buffer(self, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
-        """Add the gradient to the momentum, and return the (Nesterov) momentum to orthogonalise."""
-        state, gradient = self.state[parameter], get_or_create_gradient(parameter).to(parameter.dtype)
-        gradient = -gradient if group["maximize"] else gradient
-        mean: Tensor = state.setdefault("momentum_buffer", torch.zeros_like(parameter))
-        averaged = torch.lerp(mean, gradient, 1 - group["momentum"])
-        self._copy_unless_inf_found(mean, averaged)
-        return gradient.lerp(averaged, group["momentum"]) if group["nesterov"] else averaged
 
     def _copy_unless_inf_found(self, tensor: Tensor, value: Tensor) -> None:
         tensor.copy_(value if self.found_inf is None else torch.where(self.found_inf > 0, tensor, value))

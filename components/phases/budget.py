@@ -40,7 +40,12 @@ class Budget:
         if self.tokens is not None:
             self._tokens += step.tokens
         if self.minutes is not None:
-            self._add_longest_seconds_over_ranks(step)
+            # Add the time since the last step, or since this process's first step began: the longest over all ranks
+            now = self.clock()
+            passed = torch.tensor(now - (step.started if self._counted is None else self._counted), dtype=torch.float64)
+            self._counted = now
+            self.mesh.world.max(passed)
+            self._seconds += float(passed)
         if reason := self.stop_reason():
             step.stop(reason)
 
@@ -58,11 +63,3 @@ class Budget:
     def load_state_dict(self, state: NodeState) -> None:
         self._tokens, self._seconds = int(state["tokens"]), float(state["seconds"])
         self._counted = None
-
-    def _add_longest_seconds_over_ranks(self, step: Step) -> None:
-        """Add the time since the last step, or since this process's first step began: the longest over all ranks."""
-        now = self.clock()
-        passed = torch.tensor(now - (step.started if self._counted is None else self._counted), dtype=torch.float64)
-        self._counted = now
-        self.mesh.world.max(passed)
-        self._seconds += float(passed)

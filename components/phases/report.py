@@ -132,7 +132,12 @@ class Report:
         from drawloom.components.phases.step_reports import reduce_metrics_over_ranks
 
         reduce_metrics_over_ranks(self.metrics, step, self.mesh, self.device)
-        self._end_interval(step)
+        # End the step's interval; the collective before was the slowest rank's, so all ranks have the same one
+        now = mark_time(self.device.device)
+        if self._interval_start is not None:
+            step.interval = Interval(self._interval_start, now, (*self._excluded, *step.excluded))
+        step.excluded = self._excluded = []  # the step goes on: a save after it belongs to the next interval
+        self._interval_start = None if step.goes_back else now
         self.mesh.world.wait_and_raise_if_broken()  # a wrong number would be tracked
         self._waiting = step
         if step.state.is_on_host or step.is_last or self.mesh.world.may_break:  # a lost rank would keep its numbers
@@ -145,14 +150,6 @@ class Report:
     def close(self) -> None:
         """Report a waiting step, the last one in a stopped run."""
         self._report_waiting_step()
-
-    def _end_interval(self, step: Step) -> None:
-        """End the step's interval; the collective before was the slowest rank's, so all ranks have the same one."""
-        now = mark_time(self.device.device)
-        if self._interval_start is not None:
-            step.interval = Interval(self._interval_start, now, (*self._excluded, *step.excluded))
-        step.excluded = self._excluded = []  # the step goes on: a save after it belongs to the next interval
-        self._interval_start = None if step.goes_back else now
 
     def _report_initial_validation(self, step: Step) -> None:
         """Report the evaluation before the first step, as step 0."""

@@ -81,22 +81,19 @@ class RouterBias:
     def run_phase(self, step: Step) -> None:
         """Move the biases, and reset the counts."""
         if self._repeated:
-            self._sum_token_counts_over_pipeline()
+            # Sum the token counts of routers on several pipeline ranks; a rank without the router adds zeros
+            local = dict(zip(self._routers, self._tokens, strict=True))
+            rows = [local.get(name, self._tokens.new_zeros(experts)) for name, experts in self._repeated.items()]
+            total = torch.cat(rows)
+            self.mesh.pipeline_group.sum(total)
+            for row, summed in zip(rows, torch.split(total, [*self._repeated.values()]), strict=True):
+                row.copy_(summed)
         if self._routers:
             # Ranks of these groups have the same routers, and different tokens.
             self.mesh.data_group.sum(self._tokens)
             self.mesh.tensor_group.sum(self._tokens)
             step.apply_update_unless_skipped(self._adjust_biases_by_load)
             self._tokens.zero_()
-
-    def _sum_token_counts_over_pipeline(self) -> None:
-        """Sum the token counts of routers on several pipeline ranks; a rank without the router adds zeros."""
-        local = dict(zip(self._routers, self._tokens, strict=True))
-        rows = [local.get(name, self._tokens.new_zeros(experts)) for name, experts in self._repeated.items()]
-        total = torch.cat(rows)
-        self.mesh.pipeline_group.sum(total)
-        for row, summed in zip(rows, torch.split(total, [*self._repeated.values()]), strict=True):
-            row.copy_(summed)
 
     def _adjust_biases_by_load(self, skip: Tensor | None) -> None:
         """Change the biases, unless the flag `skip`, float32 () on the device, is 1."""

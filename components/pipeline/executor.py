@@ -1,4 +1,8 @@
-"""Executor for schedules: runs a program on this rank's stages; on one rank, this is the plain training loop."""
+"""
+Executor for schedules: runs a program on this rank's stages; on one rank, this is the plain training loop.
+
+Batch copies from the host to a GPU, overlapped with the GPU's computation.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import cached_property
@@ -12,7 +16,7 @@ from torch import Tensor
 from drawloom import NodeView, Problem, component, internal, wired
 from drawloom.components.parallel.pipeline import find_layer_conflicts
 from drawloom.components.pipeline.program.builders import build_forward_only_program, build_program_with_neighbours
-from drawloom.components.pipeline.runtime.uploads import Uploads
+from drawloom.components.state.trees import list_leaves, map_leaves
 from drawloom.kernels.recompute.marks import mark_as_recomputation
 from drawloom.ports import (
     LOSSES,
@@ -50,6 +54,44 @@ from drawloom.ports import (
 if TYPE_CHECKING:
     from drawloom.components.parallel.context_part import ContextPart
     from drawloom.components.pipeline.runtime.program_runner import ProgramRunner
+
+
+@attrs.define
+class Uploads:
+    """
+    Copier for tensor trees to a device, on its own stream.
+
+    The host issues a step while the GPU computes the previous step. A copy does not wait for the previous step's
+    kernels and ends before its own step begins, so neither the host nor the GPU waits for it. On a CPU nothing is
+    copied.
+    """
+
+    device: torch.device
+
+    def start_upload(self, tree: Any) -> Any:
+        """Return the tree on the device; later operations on the current stream wait for the copies."""
+        if self.device.type == "cpu":
+            return tree
+        with torch.cuda.stream(self._stream):
+            copies = map_leaves(self._start_leaf_copy, tree)
+        current = torch.cuda.current_stream(self.device)
+        current.wait_stream(self._stream)
+        for leaf in list_leaves(copies):
+            if isinstance(leaf, Tensor):
+                # The copy stream must not reuse the memory of a leaf before the current stream has read it.
+                leaf.record_stream(current)
+        return copies
+
+    def _start_leaf_copy(self, leaf: Any) -> Any:
+        """Return a tensor's copy on the device, issued without waiting; other leaves stay."""
+        if not isinstance(leaf, Tensor) or not leaf.is_cpu:
+            return leaf
+        # From memory that is not pinned the driver copies twice, with the help of the host.
+        return leaf.contiguous().pin_memory().to(self.device, non_blocking=True)
+
+    @cached_property
+    def _stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
 
 @attrs.frozen
@@ -117,7 +159,7 @@ class ProgramExecutor:
     def open(self) -> None:
         """Connect this rank to its stages' neighbours."""
         hops = {hop for hop in pairwise(self._stage_to_rank) if hop[0] != hop[1]}
-        self._links = self.mesh.open_channels(hops)
+        self._links = self.mesh.open_channels(hops) if hops else {}
 
     def close(self) -> None:
         """Release host memory for activations."""
@@ -255,22 +297,19 @@ class ProgramExecutor:
         """Copy this context rank's part of a batch to the device, and return it with the stages' inputs."""
         part, whole_rows = None, batch.has_one_document_per_row()
         if self._context_group.size > 1:
-            host_part, part = self._get_part(batch.length)
+            # This rank's part of rows with `length` tokens, on the host and on the device
+            if batch.length not in self._parts:  # cached: a copy to a GPU would wait
+                from drawloom.components.parallel.context_part import ContextPart
+
+                part = ContextPart.for_rank(batch.length, self._context_group)
+                self._parts[batch.length] = part, self._uploads.start_upload(part)
+            host_part, part = self._parts[batch.length]
             batch = host_part.select_own_tokens(batch)
         moved: Batch = self._uploads.start_upload(batch)
         inputs, shared = self.objective.inputs(moved)
         if whole_rows or part is not None:
             shared = attrs.evolve(shared, part=part, one_document_per_row=whole_rows)
         return MicrobatchInputs(inputs, shared, moved)
-
-    def _get_part(self, length: int) -> "tuple[ContextPart, ContextPart]":
-        """Return this rank's part of rows with `length` tokens, on the host and on the device."""
-        if length not in self._parts:  # cached: a copy to a GPU would wait
-            from drawloom.components.parallel.context_part import ContextPart
-
-            part = ContextPart.for_rank(length, self._context_group)
-            self._parts[length] = part, self._uploads.start_upload(part)
-        return self._parts[length]
 
     @cached_property
     def _features(self) -> list[PassFeature]:

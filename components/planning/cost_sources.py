@@ -11,11 +11,12 @@ from drawloom import UserError
 from drawloom.components.distributed.device_model import DeviceModel
 from drawloom.components.parallel.pipeline import PipelineDimension
 from drawloom.components.pipeline.program.builders import assign_stages_in_loop
+from drawloom.components.pipeline.program.cost_table import CostTable
 from drawloom.components.pipeline.program.list_scheduling import FORWARDS_FIRST, SchedulingTask, build_list_schedule
 from drawloom.components.pipeline.program.lowering import merge_split_backwards
 from drawloom.components.pipeline.program.partition import partition_evenly
 from drawloom.components.pipeline.program.recomputation import estimate_recomputed_forward_fraction
-from drawloom.components.pipeline.program.timing import Costs, CostTable, Floats
+from drawloom.components.pipeline.program.timing import Costs, Floats
 from drawloom.components.planning.nodes import Nodes
 from drawloom.components.planning.plan import Plan, PlanCache, RankMemory, plan
 from drawloom.components.planning.stage_costs import Passes

@@ -13,8 +13,9 @@ import attrs
 import numpy as np
 
 from drawloom import UserError
+from drawloom.components.pipeline.program.cost_table import CostTable
 from drawloom.components.pipeline.program.lowering import merge_split_backwards
-from drawloom.components.pipeline.program.timing import Costs, CostTable, Floats, index_produced_and_consumed_results
+from drawloom.components.pipeline.program.timing import Costs, Floats, index_produced_and_consumed_results
 from drawloom.components.pipeline.runtime.p2p import WAIT
 from drawloom.components.pipeline.simulation.simulator import Simulation
 from drawloom.components.storage.regular_file import open_regular_file

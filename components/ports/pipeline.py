@@ -10,8 +10,8 @@ from drawloom.components.ports.model import BatchContext, Finish, Head, TokenCon
 from drawloom.components.ports.program import Program
 from drawloom.components.ports.tracking import METRIC_TOTALS
 from drawloom.components.state.batch import Batch
-from drawloom.components.state.sharding import Spec
 from drawloom.components.state.step_state import StepState
+from drawloom.components.state.trees import Spec
 from drawloom.graph import port
 
 

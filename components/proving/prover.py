@@ -1,12 +1,22 @@
-"""Proofs: contracts, and runs on meshes compared with one process."""
+"""
+Proofs: contracts, and runs on meshes compared with one process.
 
+Meshes, schedules and precisions on which a recipe is compared with one process.
+
+Checks of contracts on a recipe's nodes.
+"""
+
+import importlib
 import math
+import pkgutil
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cached_property, partial
+from itertools import combinations, count
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +24,201 @@ import attrs
 import torch
 
 from drawloom import RecipeError, UserError
+from drawloom.components import ports
 from drawloom.components.checkpoint.manifest import FOLDER as CHECKPOINTS
 from drawloom.components.checkpoint.manifest import MANIFEST
-from drawloom.components.proving.cases import ONE, Case, list_cases, make_narrow
 from drawloom.components.proving.compare import (
     Compared,
     Key,
     find_first_difference,
     measure_errors,
 )
-from drawloom.components.proving.contracts import check_contracts
 from drawloom.components.proving.ranks import DIED, RankPool, RanksFailedError
 from drawloom.components.proving.recorder import RankRecord
 from drawloom.components.proving.result import ProvedDifference, ProveResult
-from drawloom.components.proving.run import ProofRun, ProofSource, RefusedError, run_and_record
-from drawloom.components.proving.smallest import STEPS, list_smaller_values, merge_values
+from drawloom.components.proving.run import ProofRun, ProofSource, RefusedError, Values, run_and_record
+from drawloom.components.proving.smallest import DENSE, EXPERTS, STEPS, list_smaller_values, merge_values
 from drawloom.components.proving.subject import Subject
+from drawloom.graph.component import is_port_or_component
 from drawloom.graph.project import Recipe
+from drawloom.graph.testing.ports import BrokenContractError, check_port, load_contract
+from drawloom.graph.types.port_match import implements
+from drawloom.graph.wiring.graph import Graph
+from drawloom.ports import DIMENSIONS, Batching, Executor, Mesh, Model, Precision, RunInfo, Schedule
+
+
+def list_ports_with_contract(cls: type) -> list[type]:
+    """Return the ports with a contract that a component implements."""
+    return [port for port in iterate_ports() if implements(cls, port) and has_contract(port)]
+
+
+def iterate_ports() -> Iterator[type]:
+    """Yield every port."""
+    for module in pkgutil.iter_modules(ports.__path__):
+        for item in vars(importlib.import_module(f"{ports.__name__}.{module.name}")).values():
+            if is_port_or_component(item) and item.__module__.endswith(f".{module.name}"):
+                yield item
+
+
+def has_contract(port: type) -> bool:
+    """Return whether a port has a contract."""
+    try:
+        return bool(load_contract(port))
+    except LookupError:
+        return False
+
+
+def check_contracts(source: ProofSource, values: Values, node: str, folder: Path) -> tuple[list[str], str]:
+    """
+    Check a recipe's node against its ports' contracts.
+
+    Return the ports' names, and the first broken property with its reason, or "".
+    """
+    recipe = source.load(values)
+    checked: list[str] = []
+    make = _make_opener(source, values, node, folder)
+    for port in list_ports_with_contract(recipe.graph.nodes[node].spec.cls):
+        try:
+            check_port(make, port)
+            checked.append(port.__name__)
+        except Exception as error:
+            kind = "" if isinstance(error, BrokenContractError | UserError) else f"{type(error).__name__}: "
+            note = "".join(getattr(error, "__notes__", [])[:1]).partition("\n")[0]
+            return checked, f"{note} {kind}{error}"
+    return checked, ""
+
+
+def _make_opener(source: ProofSource, values: Values, node: str, folder: Path) -> Callable[[], Any]:
+    """Return a function for opening the node, in another run folder every time."""
+    numbers = count()
+
+    @contextmanager
+    def open_node() -> Iterator[Any]:
+        recipe = source.load(values)
+        home = {name: {"folder": str(folder / str(next(numbers)))} for name in recipe.graph.implementers(RunInfo)}
+        with recipe.with_values(home, "prove").open(only=node) as nodes:
+            yield nodes[node]
+
+    return open_node
+
+
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+NARROW = {"parameter": "float32", "compute": "bfloat16", "gradient": "float32"}
+EXPERT_MESHES: tuple[dict[str, int], ...] = (
+    {"pipeline": 2, "data_shard": 2, "expert": 2},
+    {"data_shard": 2, "tensor": 2, "expert": 2},
+    {"context": 2, "tensor": 2, "expert": 4},
+    {"data_replicate": 2, "data_shard": 2, "expert": 2},
+    {"data_shard": 4, "expert": 2},
+)
+
+
+@attrs.frozen
+class Case:
+    """
+    Change to a recipe with the same numbers as before.
+
+    `sizes` are the mesh dimensions above 1. A case resumes from the checkpoint of the case `resumed`, if it has a name.
+    A narrow case computes in bfloat16. In a killed case, all ranks are killed after a checkpoint, and resume.
+    """
+
+    name: str
+    values: Mapping[str, Any] = attrs.field(factory=dict)
+    sizes: Mapping[str, int] = attrs.field(factory=dict)
+    resumed: str = ""
+    is_narrow: bool = False
+    is_killed: bool = False
+
+    @property
+    def ranks(self) -> int:
+        """The number of processes."""
+        return prod(self.sizes[name] for name in self.sizes.keys() & {*DIMENSIONS})
+
+    @property
+    def last_step(self) -> int:
+        """The last step: in bfloat16 the first, since rounding errors grow."""
+        return 1 if self.is_narrow else STEPS
+
+    def find_refusal(self, recipe: Recipe) -> str:
+        """Return why `check` refuses the case, or why it can't be compared, or ""."""
+        models = [recipe.graph.nodes[name] for name in recipe.graph.implementers(Model)]
+        others = [node.settings for node in models if node.spec.use != EXPERTS["use"]]
+        if self.is_narrow and any(settings.get(key) for settings in others for key in EXPERT_COUNTS):
+            return "a router may choose other experts after rounding"
+        try:
+            recipe.with_values(self.values, "prove").check(skip_machine_checks=True)
+        except RecipeError as error:
+            return "; ".join(problem.text for problem in error.problems)
+        return ""
+
+
+ONE = Case("one process")
+KILLED = {"data_shard": 2}
+REPLICATED_PIPELINE = {"pipeline": 2, "data_replicate": 2}
+BOTH_ENDS = "zero_bubble_v"
+"""A schedule whose first rank has the first and the last stage."""
+SINGLE: tuple[dict[str, int], ...] = (
+    *({name: 2} for name in ("tensor", "context", "pipeline", "data_shard", "data_replicate")),
+    {"data_shard": 2, "expert": 2},
+)
+
+
+def list_cases(recipe: Recipe) -> list[Case]:
+    """
+    Return the cases, most likely faults first.
+
+    Single dimensions and their checkpoints come before several dimensions, schedules and narrow dtypes.
+    """
+    graph = recipe.graph
+    singles = [_make_mesh_case(graph, sizes) for sizes in SINGLE]
+    pairs = [dict.fromkeys(pair, 2) for pair in combinations(DIMENSIONS, 2)]
+    return [
+        make_killed(ONE),
+        *(Case("microbatches of another size", {name: {"micro_size": 8}}) for name in graph.implementers(Batching)),
+        *singles,
+        make_killed(_make_mesh_case(graph, KILLED)),
+        *(
+            Case(f"one process, resumed from {case.name}", sizes={"checkpoint": 1}, resumed=case.name)
+            for case in singles
+        ),
+        *(attrs.evolve(case, name=f"{case.name}, resumed from one process", resumed=ONE.name) for case in singles),
+        *(_make_mesh_case(graph, sizes) for sizes in (*pairs, *EXPERT_MESHES)),
+        *_list_pipeline_cases(graph, recipe),
+        *(make_narrow(case, graph) for case in singles if "expert" not in case.sizes),
+    ]
+
+
+def make_killed(case: Case) -> Case:
+    """Return a case whose ranks are killed, and resume."""
+    return attrs.evolve(case, name=f"{case.name}, killed and resumed", is_killed=True)
+
+
+def _make_mesh_case(graph: Graph, sizes: Mapping[str, int]) -> Case:
+    values: dict[str, Any] = {name: {"data_replicate": 1, **sizes} for name in graph.implementers(Mesh)}
+    return Case(", ".join(f"{name} = {size}" for name, size in sizes.items()), values, sizes)
+
+
+def _list_pipeline_cases(graph: Graph, recipe: Recipe) -> Iterator[Case]:
+    """
+    Yield a case on two pipeline ranks for every other schedule, and one with replicas for a rank with both ends.
+    """
+    mesh, replicated = (_make_mesh_case(graph, sizes) for sizes in ({"pipeline": 2}, REPLICATED_PIPELINE))
+    for schedule in graph.implementers(Schedule):
+        for use in recipe.project.registry.names():
+            if use.startswith("pipeline.schedules.") and use != graph.nodes[schedule].spec.use:
+                name, values = use.rpartition(".")[2], {schedule: {"use": use}}
+                if name == "circular":
+                    values |= {node: {"use": "pipeline.circular.executor"} for node in graph.implementers(Executor)}
+                for case in (mesh, replicated) if name == BOTH_ENDS else (mesh,):
+                    yield attrs.evolve(case, name=f"{case.name}, {name}", values={**case.values, **values})
+
+
+def make_narrow(case: Case, graph: Graph) -> Case:
+    """Return a case in bfloat16 without experts, since a router may choose other experts after rounding."""
+    models = {name: DENSE for name in graph.implementers(Model) if graph.nodes[name].spec.use == EXPERTS["use"]}
+    values = {**case.values, **models, **dict.fromkeys(graph.implementers(Precision), NARROW)}
+    return attrs.evolve(case, name=f"{case.name}, bfloat16", values=values, is_narrow=True)
+
 
 TOLERANCE = 1e-9
 """Relative error, besides the error due to rounding."""

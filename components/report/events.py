@@ -90,7 +90,13 @@ class RunLog:
         if step := STEP.match(text):
             self._set_step_and_total(step)
         elif text.startswith("run     "):
-            self._add_process_start(time, text)
+            # Note a new process; if the earlier one did not end, note its kill
+            if self.running:
+                self.add_kill_event()
+            self.running, self.starts, self.header, self._in_header = True, self.starts + 1, {}, True
+            self._add_header_line(text)
+            if self.starts == 1:
+                self._add_event(time, "started", "the first process of the run")
         elif text.startswith("memory  "):
             self._add_header_line(text)
         elif match := RESUMED.match(text):
@@ -108,15 +114,6 @@ class RunLog:
             self._add_event(time, "ended", text)
         elif ": the recipe changed: " in text:
             self._add_event(time, "recipe", text.partition(": ")[2])
-
-    def _add_process_start(self, time: str, text: str) -> None:
-        """Note a new process; if the earlier one did not end, note its kill."""
-        if self.running:
-            self.add_kill_event()
-        self.running, self.starts, self.header, self._in_header = True, self.starts + 1, {}, True
-        self._add_header_line(text)
-        if self.starts == 1:
-            self._add_event(time, "started", "the first process of the run")
 
     def add_kill_event(self) -> None:
         """Add the newest process's kill, because it did not log its end."""

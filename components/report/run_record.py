@@ -6,13 +6,8 @@ from pathlib import Path
 import attrs
 
 from drawloom import RecipeError, UserError
-from drawloom.components.checkpoint.manifest import (
-    FOLDER,
-    Manifest,
-    list_checkpoints,
-    read_manifest_if_sizes_match,
-    step_of_checkpoint,
-)
+from drawloom.components.checkpoint.manifest import FOLDER, Manifest, list_checkpoints, step_of_checkpoint
+from drawloom.components.checkpoint.verification import read_manifest_if_sizes_match
 from drawloom.components.report.events import RunLog, read_log
 from drawloom.components.report.metrics import METRICS, Metrics, read_metrics
 from drawloom.components.storage.regular_file import open_untrusted_file

@@ -39,7 +39,14 @@ class LockedFolder:
     def open(self) -> None:
         """Create and lock the folder. Raises UserError on all ranks if this recipe may not continue its run."""
         try:
-            self._check_ranks_have_equal_recipes()
+            # Raise UserError on all ranks if their recipes differ
+            hashes = self.mesh.world.gather_json(self.recipe.hash)
+            if different := [rank for rank, digest in enumerate(hashes) if digest != hashes[0]]:
+                raise UserError(
+                    f"rank {different[0]} has a different recipe from rank 0; "
+                    "start all ranks with the same command and files",
+                    exit_code=2,
+                )
             self._is_new = run_on_rank0(self.mesh.world, self._acquire_folder)
         except BaseException:
             self.close()
@@ -94,13 +101,3 @@ class LockedFolder:
         self._lock = FolderLock(self.folder)
         self._changes = list_recipe_changes_if_safe(self.folder, self.recipe) if has_step_results(self.folder) else []
         return is_new
-
-    def _check_ranks_have_equal_recipes(self) -> None:
-        """Raise UserError on all ranks if their recipes differ."""
-        hashes = self.mesh.world.gather_json(self.recipe.hash)
-        if different := [rank for rank, digest in enumerate(hashes) if digest != hashes[0]]:
-            raise UserError(
-                f"rank {different[0]} has a different recipe from rank 0; "
-                "start all ranks with the same command and files",
-                exit_code=2,
-            )

@@ -49,14 +49,9 @@ class ActivationSpecs:
             span = attrs.evolve(span, last=min(span.last, span.first + 1))
         # Without a cache, because the pass would extend it.
         with torch.no_grad():
-            return copy_tree_to_meta(
-                self._get_or_build_meta_module(span)(previous, copy_tree_to_meta(attrs.evolve(shared, cache=None)))
-            )
-
-    def _get_or_build_meta_module(self, span: LayerRange) -> nn.Module:
-        if span not in self._modules:
-            self._modules[span] = self.build(span)
-        return self._modules[span]
+            if span not in self._modules:
+                self._modules[span] = self.build(span)
+            return copy_tree_to_meta(self._modules[span](previous, copy_tree_to_meta(attrs.evolve(shared, cache=None))))
 
 
 def _has_layers(span: LayerRange) -> bool:

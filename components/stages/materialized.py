@@ -52,8 +52,7 @@ from drawloom.ports import (
 if TYPE_CHECKING:
     from drawloom.components.parallel.fsdp import ShardedStore
     from drawloom.components.parallel.master_weights import ParameterStore
-    from drawloom.components.stages.assembly import StageAssembly
-    from drawloom.components.stages.build import StageBuilder
+    from drawloom.components.stages.assembly import StageAssembly, StageBuilder
 
 
 FROZEN = "frozen"

@@ -6,18 +6,13 @@ gives every microbatch one entry of the first dimension, and "replicate" gives e
 leaves, like tensors of one dimension, unless they are replicated. None stays None.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from drawloom.components.state.trees import list_labelled_children, replace_children
-
-Spec = Literal["shard", "stack", "replicate"]
-
-ChooseSpec = Callable[[Any], Spec]
-"""Function of a leaf to its spec."""
+from drawloom.components.state.trees import ChooseSpec, Spec, list_labelled_children, replace_children
 
 
 def choose_spec_of_whole_leaf(leaf: Any) -> Spec:

@@ -16,9 +16,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from drawloom.components.state import sharding
-from drawloom.components.state.sharding import ChooseSpec, Spec
-from drawloom.components.state.trees import list_leaves, map_leaves
+from drawloom.components.state.trees import ChooseSpec, Spec, list_leaves, map_leaves
 
 
 @attrs.frozen
@@ -235,6 +233,8 @@ class StepState:
         """Join a value from all microbatches' shards; MissingStateError if one is missing."""
         if key not in self:
             raise self._create_missing_error(key, range(self.microbatches), f"[{key!r}]")
+        from drawloom.components.state import sharding  # a check needs no values
+
         shards = [self._shards[key][index] for index in range(self.microbatches)]
         infer = sharding.choose_spec_of_whole_leaf if key in self._split else sharding.choose_spec_of_shard_leaf
         return _call_with_error_location(
@@ -264,6 +264,8 @@ class StepState:
 
     def _split_value(self, key: str) -> dict[int, Any]:
         """Shard a value written in the global view, and return the shards by microbatch."""
+        from drawloom.components.state import sharding
+
         choose_spec = self._choose_spec(key, sharding.choose_spec_of_whole_leaf)
         shards = sharding.shard_tree(self._written[key], choose_spec, self.microbatches)
         self._split.add(key)

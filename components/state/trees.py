@@ -9,10 +9,16 @@ shape instead of a tensor), are kept.
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 from torch import Tensor
+
+Spec = Literal["shard", "stack", "replicate"]
+"""How microbatches divide a leaf of a step's value; see `sharding.py`."""
+
+ChooseSpec = Callable[[Any], Spec]
+"""Function of a leaf to its spec."""
 
 
 def list_children(node: Any) -> list[tuple[Any, Any]] | None:

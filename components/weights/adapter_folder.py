@@ -16,11 +16,11 @@ from drawloom.components.storage.safetensors.header import format_names
 from drawloom.components.storage.safetensors.reader import SafetensorsFolder, read_safetensors_header
 from drawloom.components.storage.strict_json import parse_strict_json
 from drawloom.components.weights.adapted import build_meta_model_with_adapters
-from drawloom.components.weights.convert import compute_group_output_specs, persistent_tensors
-from drawloom.components.weights.load import fill_module, folder_fingerprint
+from drawloom.components.weights.convert import persistent_tensors
+from drawloom.components.weights.load import fill_module, find_wrong_shapes, folder_fingerprint
 from drawloom.components.weights.peft import BASE_KEY, PREFIX, WEIGHTS, PeftFormat
 from drawloom.graph.toml.emit import dump_toml
-from drawloom.ports import ADAPTER_CONFIG, STATE, Adapter, LanguageModel, LowRank, Mapper, Model, Settings, TensorSlice
+from drawloom.ports import ADAPTER_CONFIG, STATE, Adapter, LanguageModel, LowRank, Model, Settings, TensorSlice
 
 MAX_CONFIG_SIZE = 2**24  # bytes
 
@@ -101,7 +101,8 @@ class AdapterFolder:
             yield f"the recipe adapts {format_names(missing)}, and the folder does not"
         if extra := _list_modules(name for name in specs if name not in expected and not name.endswith(BASE_COPIES)):
             yield f"the folder adapts {format_names(extra)}, and the recipe does not"
-        yield from _find_wrong_shapes(mapper, specs, persistent_tensors(peft_format.whole))
+        shapes = {name: tuple(tensor.shape) for name, tensor in persistent_tensors(peft_format.whole).items()}
+        yield from find_wrong_shapes(mapper, specs, shapes)
         for pair in peft_format.pairs:
             if not math.isclose(pair.scale, scale := self._compute_scale(pair), rel_tol=1e-6):
                 yield f"{pair.target} has factors of scale {pair.scale:.6g}, and of {scale:.6g} in the folder"
@@ -162,22 +163,3 @@ def _read_object(path: Path) -> dict[str, Any]:
 def _list_modules(names: Iterable[str]) -> list[str]:
     """Return the sorted modules behind PEFT's tensors; the tensor itself for a fully tuned one."""
     return sorted({FACTOR.sub("", name.removeprefix(PREFIX)) for name in names})
-
-
-def _find_wrong_shapes(mapper: Mapper, specs: Mapping[str, Any], parameters: Mapping[str, Any]) -> Iterator[str]:
-    """Yield parameters with other shapes or ranks than the folder's tensors."""
-    wrong = []
-    for group in mapper.groups:
-        if all(name in specs for name in group.inputs):
-            try:
-                shapes = {name: spec.shape for name, spec in compute_group_output_specs(group, specs).items()}
-            except ValueError as error:
-                wrong.append(str(error))
-                continue
-            wrong += [
-                f"{name} {shape} for {tuple(parameters[name].shape)}"
-                for name, shape in shapes.items()
-                if shape != tuple(parameters[name].shape)
-            ]
-    if wrong:
-        yield f"other shapes or ranks: {wrong[0]}" + (f", and {len(wrong) - 1} more" if len(wrong) > 1 else "")

@@ -251,10 +251,10 @@ def _find_mismatches(source: TensorSource, mapper: Mapper, shapes: Mapping[str, 
     extra = [name for name in specs if name not in used and not any(fnmatchcase(name, p) for p in ignored)]
     if extra and not _is_tied_copy(source, extra, used):
         yield f"unexpected {format_names(extra)}"
-    yield from _find_wrong_shapes(select_outputs(mapper, shapes), specs, shapes)
+    yield from find_wrong_shapes(select_outputs(mapper, shapes), specs, shapes)
 
 
-def _find_wrong_shapes(
+def find_wrong_shapes(
     mapper: Mapper, specs: Mapping[str, TensorSpec], shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[str]:
     """Yield a message with all tensors whose converted shape differs from the parameter's."""

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import attrs
 
-from drawloom.graph.drawing.diagram import Arrow, Box, Diagram, SequenceDrawing, ValueTrace
+from drawloom.graph.drawing.diagram import Arrow, Diagram, SequenceDrawing, ValueTrace
 from drawloom.graph.drawing.layout import (
     BOX,
     CAPTION,
@@ -151,14 +151,11 @@ class _WiringDrawing:
         yield from self._draw_segments()
         yield from self._draw_labels()
         for box in self.diagram.boxes:
-            yield from self._draw_box(box)
-
-    def _draw_box(self, box: Box) -> Iterator[str]:
-        (x, y), colour = self.placed.entry_point(self.points[box.name]), self.colours[box.name]
-        width, thick = self.placed.widths[self.points[box.name].column], box.name == self.diagram.focus
-        yield make_box_element(x, y - BOX / 2, width, colour.pale, colour.strong, 3 if thick else 1.2)
-        yield make_text_element(x + PADDING, y - 2.5, box.name, NAME, INK, BOLD_TEXT)
-        yield make_text_element(x + PADDING, y + 11.5, box.use, USE, GREY)
+            (x, y), colour = self.placed.entry_point(self.points[box.name]), self.colours[box.name]
+            width, thick = self.placed.widths[self.points[box.name].column], box.name == self.diagram.focus
+            yield make_box_element(x, y - BOX / 2, width, colour.pale, colour.strong, 3 if thick else 1.2)
+            yield make_text_element(x + PADDING, y - 2.5, box.name, NAME, INK, BOLD_TEXT)
+            yield make_text_element(x + PADDING, y + 11.5, box.use, USE, GREY)
 
     def _draw_segments(self) -> Iterator[str]:
         """Yield every segment once, titled with the arrows sharing it."""

@@ -12,7 +12,8 @@ import attrs
 import tomli
 
 from drawloom.graph.problems import KeyPath
-from drawloom.graph.toml.parsing import BRACKET, MARK
+from drawloom.graph.toml.diagnosis import MARK
+from drawloom.graph.toml.parsing import BRACKET
 from drawloom.graph.toml.positions import SourceRange
 
 Kind = Literal["header", "key", "value"]

@@ -13,15 +13,12 @@ from typing import Any, Protocol
 
 import attrs
 
-from drawloom.graph.problems import Problem, RecipeError, did_you_mean, find_nearest
+from drawloom.graph.problems import Problem, RecipeError
 from drawloom.graph.registry.spec import Spec, read_spec
 
 # Lower case only, so that a name means the same file on case-insensitive file systems.
 NAME = re.compile(r"[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)+")
 """Valid names of components: dotted, so that a name can only lead below the folder of its package."""
-
-MAX_OFFERED = 6
-"""Names in a hint about a word that several names begin with."""
 
 # Components are listed by searching text: importing every component would take seconds.
 DECORATED = re.compile(r"^@(?:component|reward|tool)\b.*?^(?:class|def) (\w+)", re.MULTILINE | re.DOTALL)
@@ -210,7 +207,9 @@ class Registry:
     def _look_up_uncached(self, use: str) -> Spec | Problem:
         candidates = self.find_candidates(use)
         if not candidates:
-            return Problem("DL201", f"no component is called {use!a}", self._suggest_name(use))
+            from drawloom.graph.registry.suggestions import suggest_name  # few recipes have problems
+
+            return Problem("DL201", f"no component is called {use!a}", suggest_name(use, self.names()))
         if len(candidates) > 1:
             distributions = " and ".join(candidate.distribution for candidate in candidates)
             return Problem("DL207", f"{use!r} is provided by {distributions}", "uninstall one of them")
@@ -222,10 +221,12 @@ class Registry:
             names = " and ".join(item.__name__ for item in classes)
             return Problem("DL203", f"{use!r} contains the components {names}", "move every class to a file of its own")
         if not classes:
+            from drawloom.graph.registry.suggestions import describe_siblings  # few recipes have problems
+
             actual = (
                 f"{candidates[0].module}:{candidates[0].attribute}" if candidates[0].installed else "a library module"
             )
-            return Problem("DL203", f"{use!r} is not a component, but {actual}", self._describe_siblings(use))
+            return Problem("DL203", f"{use!r} is not a component, but {actual}", describe_siblings(use, self.names()))
         try:
             return read_spec(use, classes[0], candidates[0].distribution if candidates[0].installed else "")
         except Exception as error:
@@ -244,65 +245,3 @@ class Registry:
             return Problem("DL202", text, f"pip install {missing.partition('.')[0]}")
         text = f"{use!r} can't be imported: {type(error).__name__}: {error}"
         return Problem("DL205", text, f"`python -c 'import {candidate.module}'` prints the traceback")
-
-    def _describe_siblings(self, use: str) -> str:
-        beside = f"{use.rpartition('.')[0]}."
-        near = [name for name in self.names() if name.startswith(beside)]
-        return f"the components beside it are {', '.join(near)}" if near else ""
-
-    def _suggest_name(self, use: str) -> str:
-        """Return a hint: the most similar name in the folder, or else anywhere, or the components of the folder."""
-        names = self.names()
-        inside = [name for name in names if name.startswith(f"{use}.")]
-        if inside:
-            return f"it contains {', '.join(inside)}"
-        beside = [name for name in names if name.partition(".")[0] == use.partition(".")[0]]
-        if not beside:
-            package, _, rest = use.partition(".")
-            offer = f"to use the components of the package {package!r}, add --import {package}"
-            offer = offer if _belongs_to_installed_package(use) else ""
-            if not rest and (own := did_you_mean(use, names)):
-                return own
-            if near := self._find_similar_component(rest.lower()):
-                return f"did you mean {near!r}?{offer and f' Otherwise, {offer}'}"
-            if offer:
-                return offer
-        folder, _, last = use.rpartition(".")
-        siblings = [name for name in names if name.rpartition(".")[0] == folder]
-        if folder and siblings:
-            # Compare last words only: with the folder most letters agree, and optim.lion would be near to optim.muon.
-            ends = {name.rpartition(".")[2]: name for name in [*beside, *siblings]}
-            near = ends.get(find_nearest(last, ends) or next((end for end in ends if end.startswith(last)), ""))
-            siblings_hint = (
-                f"`drawloom list {folder}` lists the components" if len(siblings) > 12 else self._describe_siblings(use)
-            )
-            return f"did you mean {near!r}?" if near else siblings_hint
-        near = find_nearest(use, beside) or find_nearest(use, names)
-        general_hint = "`drawloom list` lists all components; add your own with --import and a package, folder or file"
-        longer = [repr(near)] if near else [repr(name) for name in names if _has_part_beginning_with(use, name)]
-        return f"did you mean {' or '.join(longer)}?" if 0 < len(longer) <= MAX_OFFERED else general_hint
-
-    def _find_similar_component(self, rest: str) -> str | None:
-        """Return the component most similar to a path in another package, as optim.adamw is to torch.optim.AdamW."""
-        folder = rest.partition(".")[0]
-        return find_nearest(rest, [name for name in self.names() if name.startswith(f"{folder}.")])
-
-
-def _has_part_beginning_with(word: str, use: str) -> bool:
-    """Return whether a part of a component's name begins with a word, as `pipeline.schedules.zero_bubble_v` does."""
-    from drawloom.graph.foreign_names import fold_name  # few recipes have problems
-
-    beginning = fold_name(word)
-    return len(beginning) > 2 and any(fold_name(part).startswith(beginning) for part in use.split("."))
-
-
-def _belongs_to_installed_package(use: str) -> bool:
-    """Return whether a name may be in an installed package outside the standard library; nothing is imported."""
-    package = use.partition(".")[0]
-    if not NAME.fullmatch(use) or package in sys.stdlib_module_names:
-        return False
-    try:
-        spec = importlib.util.find_spec(package)
-    except ValueError:
-        return False
-    return spec is not None and bool(spec.submodule_search_locations)

@@ -1,7 +1,12 @@
-"""The container: builds every node once in dependency order, opens the nodes, and closes them in reverse order."""
+"""
+The container: builds every node once in dependency order, opens the nodes, and closes them in reverse order.
+
+Find the node from which an exception was raised, and the position of the setting causing it.
+"""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+import re
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager
 from time import perf_counter
 from types import TracebackType
@@ -12,23 +17,56 @@ import attrs
 from drawloom.graph.component import Every, Ordered
 from drawloom.graph.garbage import pause_garbage_collection
 from drawloom.graph.lifecycle import LifecycleStage
-from drawloom.graph.problems import Problem, RecipeError, ReopenError, UserError, did_you_mean
+from drawloom.graph.problems import Position, Problem, RecipeError, ReopenError, UserError, did_you_mean
+from drawloom.graph.recipe.layers import Leaf
 from drawloom.graph.recipe.lockfile import ResolvedRecipe
+from drawloom.graph.recipe.merged import VARIABLE
 from drawloom.graph.registry.spec import Field
-from drawloom.graph.runtime.origin import find_raising_node, locate_setting
 from drawloom.graph.types.port_match import find_mismatches, implements_any, join_mismatches
 from drawloom.graph.wiring.graph import Graph
 from drawloom.graph.wiring.node import Edge, Node
 
-STAGES: tuple[LifecycleStage, ...] = ("build", "open", "close")
+SETTING_IN_MESSAGE = re.compile(r"^(\w+): |`(\w+)`")
+"""Pattern of settings in messages: `paths: ...` names the wrong one, backticks name one that would help."""
+
+
+def find_raising_node(error: BaseException, objects: Mapping[str, Any], otherwise: str = "") -> str:
+    """
+    Return the node of the innermost method in the traceback: one node may be opened while another reads from it.
+
+    Return `otherwise` if the traceback contains no method of these objects.
+    """
+    names = {id(item): name for name, item in objects.items()}
+    innermost, trace = otherwise, error.__traceback__
+    while trace is not None:
+        # By identity: a local variable may be any object, even one that compares equal to all others.
+        innermost = names.get(id(trace.tb_frame.f_locals.get("self")), innermost)
+        trace = trace.tb_next
+    return innermost
+
+
+def locate_setting(node: Node, message: str, variables: Mapping[str, Leaf]) -> Position | None:
+    """
+    Return the position where the setting in a message, or the variable used as its value, is written.
+
+    Return the node's position if the message names no written setting. Return None for a node of a shipped recipe,
+    since the cause is not written there.
+    """
+    keys = [key for pair in SETTING_IN_MESSAGE.findall(message) for key in pair if key in node.table.items]
+    use = node.table.use
+    if not keys and use is not None and use.layer.is_shipped:
+        return None
+    item = node.table.items[keys[0]] if keys else None
+    value = str(item.value) if isinstance(item, Leaf) else ""
+    if value.startswith(VARIABLE) and (variable := variables.get(value.removeprefix(VARIABLE))) is not None:
+        return variable.position
+    return node.position_of((keys[0],) if keys else ())
+
 
 T = TypeVar("T")
 
 IMMUTABLE = (str, bool, int, float, type(None))
 """Immutable types of settings, which need no copy."""
-
-MIN_SECONDS_SHOWN = 0.001
-"""Seconds; faster nodes share one line in the table of timings."""
 
 
 class NodeTiming(NamedTuple):
@@ -54,32 +92,6 @@ class LifecycleTimer:
 
     def __exit__(self, _kind: type | None, _error: BaseException | None, _trace: TracebackType | None) -> None:
         self.timings.append(NodeTiming(self.node, self.stage, self.start, perf_counter() - self.start))
-
-
-def format_timings(timings: Sequence[NodeTiming]) -> str:
-    """
-    Format a table of milliseconds by node and stage, slowest nodes first. The last rows sum up fast nodes and all
-    nodes.
-    """
-    totals: dict[str, dict[LifecycleStage, float]] = {}
-    for timing in timings:
-        stages = totals.setdefault(timing.node, dict.fromkeys(STAGES, 0.0))
-        stages[timing.stage] += timing.seconds
-    slowest = sorted(totals.items(), key=lambda item: -sum(item[1].values()))
-    rows = [(f"[{name}]", times) for name, times in slowest if sum(times.values()) >= MIN_SECONDS_SHOWN]
-    others = [times for _, times in slowest if sum(times.values()) < MIN_SECONDS_SHOWN]
-    if others:
-        rows.append((f"{len(others)} others", _sum_seconds_by_lifecycle_stage(others)))
-    rows.append(("all", _sum_seconds_by_lifecycle_stage(list(totals.values()))))
-    width = max(len(name) for name, _ in rows)
-    head = f"{'ms':{width}}{''.join(f'{stage:>10}' for stage in STAGES)}"
-    return "\n".join(
-        [head, *(f"{name:{width}}{''.join(f'{1000 * part:10.1f}' for part in times.values())}" for name, times in rows)]
-    )
-
-
-def _sum_seconds_by_lifecycle_stage(timings: Sequence[Mapping[LifecycleStage, float]]) -> dict[LifecycleStage, float]:
-    return {stage: sum(times[stage] for times in timings) for stage in STAGES}
 
 
 @attrs.define

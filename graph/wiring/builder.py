@@ -7,17 +7,14 @@ from typing import Any
 import attrs
 
 from drawloom.graph.component import port_needs_named_nodes
-from drawloom.graph.problems import KeyPath, Problem, did_you_mean
+from drawloom.graph.problems import KeyPath, Problem
 from drawloom.graph.recipe.layers import Leaf, Table
 from drawloom.graph.recipe.merged import VARIABLE, MergedRecipe
 from drawloom.graph.registry.registry import Registry
 from drawloom.graph.registry.spec import Field
-from drawloom.graph.types.port_match import find_mismatches, implements, implements_any, join_mismatches
+from drawloom.graph.types.port_match import implements, implements_any
 from drawloom.graph.wiring.node import Edge, Node, format_path
 from drawloom.graph.wiring.settings import INVALID_VALUE, SettingsResolver
-
-MAX_CANDIDATES_SHOWN = 6
-"""Candidates for an edge that a message lists."""
 
 
 @attrs.define(eq=False)
@@ -202,29 +199,19 @@ class EdgeResolver:
         if name.endswith(".*") and many and group in self.recipe.groups:
             return [member for member in self.recipe.groups[group] if member in self.nodes]
         if name not in self.recipe.nodes:
-            self._report_missing_target(node, name, path, many)
-        return []
+            from drawloom.graph.wiring.misfits import report_missing_target  # few recipes have problems
 
-    def _report_missing_target(self, node: Node, name: str, path: KeyPath, many: bool) -> None:
-        group = name.removesuffix(".*")
-        if group in self.recipe.groups:
-            hint = (
-                f'write "@{group}.*" for all its members'
-                if many
-                else "this edge accepts a single node: name a member of the group"
-            )
-            text = f"{format_path(path)}: {group!r} is a group, not a node"
-        else:
-            text = f"{format_path(path)}: there is no {'group' if name.endswith('.*') else 'node'} {group!r}"
-            hint = did_you_mean(group, self.recipe.groups if name.endswith(".*") else self.recipe.nodes)
-        node.add_problem("DL313", text, hint, path)
+            report_missing_target(node, name, path, many, self.recipe)
+        return []
 
     def _implements_port_or_report(self, node: Node, field: Field, name: str, path: KeyPath) -> bool:
         target = self.nodes[name]
         if not implements_any(target.spec.cls, field.ports):
+            from drawloom.graph.wiring.misfits import explain_misfit  # few recipes have problems
+
             ports = " or ".join(port.__name__ for port in field.ports)
             node.add_problem(
-                "DL314", f"{format_path(path)} needs a {ports}, but {_explain_misfit(target, field)}", "", path
+                "DL314", f"{format_path(path)} needs a {ports}, but {explain_misfit(target, field)}", "", path
             )
             return False
         return True
@@ -245,7 +232,9 @@ class EdgeResolver:
         elif not fitting and field.kind == "optional":
             return
         elif len(self.nodes) >= len(self.recipe.nodes):  # otherwise an invalid table may be the node
-            self._report_missing_or_ambiguous_target(node, field, fitting)
+            from drawloom.graph.wiring.misfits import report_missing_or_ambiguous_target
+
+            report_missing_or_ambiguous_target(node, field, fitting, self.nodes, self.registry)
 
     def _find_implementers_with_own_table(self, field: Field) -> list[str]:
         """Return the nodes with their own tables that implement a field's port."""
@@ -254,25 +243,6 @@ class EdgeResolver:
             nodes = [node for node in self.nodes.values() if not node.owner]
             self._fitting[field.ports] = [node.name for node in nodes if implements_any(node.spec.cls, field.ports)]
         return self._fitting[field.ports]
-
-    def _report_missing_or_ambiguous_target(self, node: Node, field: Field, fitting: list[str]) -> None:
-        port = " or ".join(port.__name__ for port in field.ports)
-        if not fitting:
-            text = f"{node.spec.use!r} needs a {port} for {field.name!r}, but no node implements it"
-            uses = [spec.use for spec in self.registry.specs() if implements_any(spec.cls, field.ports)]
-            more = " or another" if len(uses) > MAX_CANDIDATES_SHOWN else ""
-            named = " or ".join(f'"{use}"' for use in uses[:MAX_CANDIDATES_SHOWN])
-            hint = f"add a node with use = {named}{more}" if uses else "add a node that implements it"
-            if (namesake := self.nodes.get(field.name)) is not None:  # another component was written there
-                text += f": {_explain_misfit(namesake, field)}"
-                hint = f"`drawloom list --fits {namesake.name}` lists the components that do"
-            return node.add_problem("DL316", text, hint)
-        remaining = [f"{len(fitting) - MAX_CANDIDATES_SHOWN} more"] if len(fitting) > MAX_CANDIDATES_SHOWN else []
-        *most, last = [*(f"[{name}]" for name in fitting[:MAX_CANDIDATES_SHOWN]), *remaining]
-        names = f"{', '.join(most)} and {last}"
-        hint = "write " + " or ".join(f'{field.name} = "@{name}"' for name in fitting[:MAX_CANDIDATES_SHOWN])
-        quantifier = "both" if len(fitting) == 2 else "all"
-        node.add_problem("DL316", f"{field.name!r} needs one {port}, but {names} {quantifier} implement it", hint)
 
     def report_unnamed_inline_nodes(self) -> None:
         """
@@ -287,9 +257,3 @@ class EdgeResolver:
                     reason = "whose name is saved with its state, so it can't be written inline"
                     text = f"{node.spec.use!r} is a {port.__name__}, {reason}"
                     node.add_problem("DL317", text, f'give it a table of its own and write "@name" in [{node.owner}]')
-
-
-def _explain_misfit(node: Node, field: Field) -> str:
-    """Return a node's component, and why it does not implement a field's port."""
-    why = join_mismatches([reason for port in field.ports for reason in find_mismatches(node.spec.cls, port)[:2]])
-    return f"[{node.name}] is {node.spec.use!r}: it {why}"

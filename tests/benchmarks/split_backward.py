@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from drawloom.components.model.qwen3.dense import Qwen3Dense
-from drawloom.components.pipeline.split_backward.split_backward import SplitBackward
-from drawloom.components.pipeline.split_backward.weight_grads import WeightGrads
+from drawloom.components.pipeline.split_backward.split_backward import SplitBackward, WeightGrads
 from drawloom.components.ports.model import KeyValueCache, LayerRange, TokenContext
 from drawloom.kernels.attention.eager import attention_eager, create_causal_document_mask
 from support.qwen3 import cpu_kernels

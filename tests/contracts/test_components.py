@@ -20,7 +20,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 import drawloom.components.contracts as contracts
 from contracts import framework
 from drawloom.components.model.qwen3.dense import Qwen3Dense
-from drawloom.components.proving.contracts import has_contract, iterate_ports
+from drawloom.components.proving.prover import has_contract, iterate_ports
 from drawloom.graph.problems import Problem
 from drawloom.graph.project import Project, Recipe
 from drawloom.graph.testing.ports import check_port, load_contract

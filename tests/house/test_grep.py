@@ -45,7 +45,7 @@ QUESTIONS = {
     "how do I run lm-eval?": ("lm-eval", "commands/models/lm_eval.py", "howto/evaluation.md"),
     "how do I resume?": ("resume", "run/trainer.py", "howto/resume.md"),
     "how do I log to Weights & Biases?": ("weights & biases", "trackers/wandb.py", "howto/trackers.md"),
-    "where do CUDA graphs pay?": ("cuda graph", "pipeline/runtime/cuda_graphs.py", "kernels.md"),
+    "where do CUDA graphs pay?": ("cuda graph", "pipeline/captured.py", "kernels.md"),
     "does it use torch.compile?": ("torch.compile", "stages/compiled.py", "kernels.md"),
     "where is the load-balancing loss of experts?": ("load-balancing", "model/decoder/router.py", "families.md"),
     "is there a sliding window?": ("sliding window", "model/mistral.py", "families.md"),

@@ -116,7 +116,7 @@ def test_a_run_continues_from_an_adapter(folder: Path) -> None:
     tensors = load_file(folder / "other/model.safetensors")
     save_file(tensors | {"model.norm.weight": tensors["model.norm.weight"] + 1}, folder / "other/model.safetensors")
     for word, text in {
-        "lora.rank=4": "other shapes or ranks: .* The folder has rank = 2, alpha = 4.0",
+        "lora.rank=4": "wrong shape .* The folder has rank = 2, alpha = 4.0",
         "lora.alpha=8.0": "has factors of scale 4, and of 2 in the folder",
         "lora.targets=['q_proj', 'lm_head']": "the recipe adapts lm_head, .* the folder adapts .*down",
         "model.path=other": "its base has other weights than other",

@@ -7,8 +7,7 @@ import pytest
 
 from drawloom.components.pipeline.program.lowering import lower_to_rank_program
 from drawloom.components.pipeline.program.timing import Costs
-from drawloom.components.pipeline.simulation.contention import Channels, simulate_events
-from drawloom.components.pipeline.simulation.simulator import Simulation, simulate
+from drawloom.components.pipeline.simulation.simulator import Channels, Simulation, simulate, simulate_events
 from support.schedules import schedule
 
 LATE = Costs(comm=0.25)

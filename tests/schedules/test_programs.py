@@ -8,12 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from drawloom.components.pipeline.from_csv import find_violations
 from drawloom.components.pipeline.program.builders import build_forward_only_program
 from drawloom.components.pipeline.program.lowering import lower_to_rank_program
 from drawloom.components.pipeline.program.timing import Costs
-from drawloom.components.pipeline.program.validity import find_violations
-from drawloom.components.pipeline.simulation.contention import Channels, simulate_events
-from drawloom.components.pipeline.simulation.simulator import simulate
+from drawloom.components.pipeline.simulation.simulator import Channels, simulate, simulate_events
 from drawloom.components.ports.pipeline import Schedule
 from drawloom.components.ports.program import Program, RankProgram
 from support.schedules import NAMES, counts, ends, parts, rendezvous, variants

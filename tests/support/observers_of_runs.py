@@ -27,8 +27,8 @@ from drawloom.components.distributed import launched_ranks, membership
 from drawloom.components.distributed import processes as joining
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.device_model import find_device_model
-from drawloom.components.distributed.generations import CURRENT, Generation, RunProcess
 from drawloom.components.distributed.guard import guard
+from drawloom.components.distributed.membership import CURRENT, Generation, RunProcess
 from drawloom.components.distributed.precision import DtypePolicy
 from drawloom.components.distributed.single_process import SingleProcess
 from drawloom.components.distributed.torchrun import Launch

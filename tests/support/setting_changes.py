@@ -256,6 +256,7 @@ TRITON = (
     "oss_swiglu_halves",
     "causal_conv",
     "gated_delta_rule",
+    "state_space",
     "rope",
     "qk_norm_rope",
     "linear_cross_entropy",
@@ -353,7 +354,7 @@ ROWS: dict[str, Row] = {
     "proving.rows": Row(parts.make_proving_rows, {"length": 8}, {"length": 9}),
     "data.packing.concatenated": Row(parts.pack_documents, {"length": 8}, {"length": 4}),
     "data.packing.first_fit": Row(parts.pack_documents, {"length": 8}, {"length": 4}),
-    "data.packing.pairs": Row(parts.pack_documents, {"length": 32}, {"length": 14}),
+    "data.packing.pairs": Row(parts.pack_documents, {"length": 32}, {"length": 14, "share_prompts": True}),
     "data.packing.padded": Row(parts.pack_documents, {"length": 8}, {"length": 4}),
     "data.packing.windows": Row(parts.pack_documents, {"length": 6, "stride": 4}, {"length": 4, "stride": 2}),
     "data.feedback": Row(

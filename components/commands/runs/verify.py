@@ -10,7 +10,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from drawloom.components.checkpoint.manifest import FOLDER, CorruptCheckpointError, list_checkpoints, verify_checkpoint
+from drawloom.components.checkpoint.manifest import FOLDER, CorruptCheckpointError, list_checkpoints
+from drawloom.components.checkpoint.verification import verify_checkpoint
 from drawloom.components.commands._trained import missing_checkpoint_error
 from drawloom.components.commands.runs._replay import RecordedRun, Replayer
 from drawloom.components.data.store.store import Store

@@ -196,7 +196,9 @@ class Runs:
             while process.poll() is None and not self.signals and not until():
                 time.sleep(0.001)  # short, since a step may take a few milliseconds
             if self.signals or until():
-                _kill_process_group(process.pid)
+                # Kill a process group, if any process is left
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
         if self.signals:
             raise SystemExit(128 + self.signals[0])
         return process.returncode
@@ -209,12 +211,6 @@ class Runs:
         ignored = (line for line in before_report if not line.endswith("(DL322)"))
         own = [line for line in ignored if not TORCHRUN_LOG.match(line)] or lines
         return UserError("the run failed for a reason other than resuming:\n" + "\n".join(own[-20:]))
-
-
-def _kill_process_group(group: int) -> None:
-    """Kill a process group, if any process is left."""
-    with suppress(ProcessLookupError):
-        os.killpg(group, signal.SIGKILL)
 
 
 def describe_first_difference(straight: RecordedSteps, resumed: RecordedSteps) -> tuple[int, str] | None:

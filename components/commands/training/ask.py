@@ -15,8 +15,16 @@ import attrs
 
 from drawloom import between
 from drawloom.components.commands._options import write_file
-from drawloom.components.commands.training._paired_test import SIGN_SHARE
-from drawloom.components.commands.training._race import Arm, AskComparison, AskCost, AskRun, Ledger, Race, Rounds
+from drawloom.components.commands.training._race import (
+    SIGN_SHARE,
+    Arm,
+    AskComparison,
+    AskCost,
+    AskRun,
+    Ledger,
+    Race,
+    Rounds,
+)
 from drawloom.components.commands.training._sweep_points import MAX_NAME_LENGTH, make_point
 from drawloom.components.commands.training.sweep import SweepCommand, open_pool_with_signal_forwarding
 from drawloom.components.planning.calibrate import load_local_device_model

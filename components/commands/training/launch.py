@@ -29,13 +29,12 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from drawloom import at_least
 from drawloom.components.distributed.cpu_threads import THREADS, count_threads_per_process
-from drawloom.components.distributed.generations import CURRENT, Generation, Spares
 from drawloom.components.distributed.launch_store import (
     call_store_with_timeout,
     connect_to_launch_store,
     set_short_dns_timeout_variable,
 )
-from drawloom.components.distributed.membership import read_and_count_heartbeats
+from drawloom.components.distributed.membership import CURRENT, Generation, Spares, read_and_count_heartbeats
 from drawloom.components.distributed.torchrun import CONTINUES, ROUND, SPARES
 from drawloom.graph.cli.command import (
     INVALID,

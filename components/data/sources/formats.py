@@ -296,11 +296,11 @@ def _read_json_lines(file: File) -> Iterator[Line]:
 def _parse_json_object(line: bytes, position: str) -> dict[str, Any]:
     """Parse a line's JSON object. Raises UserError with the position."""
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{position}: {error}; write one JSON object per line") from error
+        row = _parse_line(line)
+    except ValueError as error:
+        raise UserError(f"{position}{error}") from error
     if not isinstance(row, dict):
-        raise UserError(f"{position}: a line must be a JSON object, not {type(row).__name__}")
+        raise UserError(f"{position}: a line must be an object and not {_get_json_type_name(row)}")
     return row
 
 

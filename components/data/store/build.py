@@ -3,8 +3,6 @@ Writer for token stores. If it is killed, the same call completes the store.
 
 Every part becomes one shard, with bytes determined by the part and the tokenizer. A shard is complete when its JSON
 file exists, and the store when `store.json` exists; until then `plan.json` describes the input.
-
-Tokenizing processes; every process has a pipe, and ends with its parent process.
 """
 
 import fcntl
@@ -12,17 +10,12 @@ import hashlib
 import json
 import logging
 import math
-import multiprocessing
 import os
-import signal
 import tempfile
 import time
-import traceback
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +23,6 @@ import attrs
 import numpy as np
 
 from drawloom import UserError
-from drawloom.components.data.child_process import ChildProcess, start_process_with_pipe
 from drawloom.components.data.sources.documents import Document, Part
 from drawloom.components.data.store.shard import ShardWriter, TokenShard, choose_id_dtype, get_shard_stem
 from drawloom.components.data.store.store import (
@@ -44,7 +36,6 @@ from drawloom.components.data.store.store import (
 )
 from drawloom.components.storage.byte_size import format_decimal_byte_size
 from drawloom.components.storage.durable_files import replace_file
-from drawloom.graph.lifecycle import Openable
 from drawloom.ports import Tokenizer, complete_document
 
 BATCH = 2**18  # characters; longer documents are cut into pieces of about this size
@@ -130,15 +121,6 @@ def _encode_batch(batch: Sequence[Document], tokenizer: Tokenizer) -> list[np.nd
         raise UserError(f"{where}: can't be tokenized: {error}") from error
 
 
-def make_unopened_copy(tokenizer: Tokenizer) -> Tokenizer:
-    """
-    Return an unopened copy of a tokenizer for another process, because some open tokenizers can't be pickled, or lose
-    settings.
-    """
-    fresh: Tokenizer = attrs.evolve(tokenizer) if attrs.has(type(tokenizer)) else tokenizer  # type: ignore[misc]
-    return fresh
-
-
 @attrs.define
 class Progress:
     """
@@ -194,9 +176,6 @@ def format_duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
 
 
-TICK = 1.0  # seconds between checks of the progress
-
-
 def tokenize_parts_into_shards(
     folder: Path, parts: dict[int, Part], tokenizer: Tokenizer, workers: int, progress: Progress, lock: int
 ) -> None:
@@ -212,81 +191,9 @@ def tokenize_parts_into_shards(
             tokenize_part_into_shard(folder, number, part, tokenizer, partial(progress.add_batch, number))
             progress.finish_part(number)
         return
-    waiting = deque(parts.items())
-    processes = [
-        _start_tokenizing_process(folder, make_unopened_copy(tokenizer), lock) for _ in range(min(workers, len(parts)))
-    ]
-    try:
-        for child in processes:
-            child.pipe.send(waiting.popleft())
-        _distribute_parts(processes, waiting, progress)
-    finally:
-        for child in processes:
-            child.kill_and_close()
+    from drawloom.components.data.store.processes import tokenize_in_processes
 
-
-def _distribute_parts(
-    processes: Sequence[ChildProcess], waiting: "deque[tuple[int, Part]]", progress: Progress
-) -> None:
-    """Receive the processes' reports, and send waiting parts to idle processes, until all parts are complete."""
-    busy = {child.pipe: child for child in processes}
-    while busy:
-        for ready in wait([*busy, *(child.process.sentinel for child in busy.values())], TICK):
-            if not isinstance(ready, Connection):
-                continue
-            child = busy[ready]
-            try:
-                kind, *values = ready.recv()
-            except (EOFError, OSError) as error:
-                hint = "check for a lack of memory; run the same command again to complete the store"
-                end = child.wait_and_describe_exit()
-                raise UserError(f"a process that tokenizes ({child.process.pid}) {end}; {hint}") from error
-            if kind == "error":
-                raise values[0]
-            if kind == "batch":
-                progress.add_batch(*values)
-            else:
-                progress.finish_part(*values)
-                if waiting:
-                    ready.send(waiting.popleft())
-                else:
-                    del busy[ready]
-        progress.report_if_due()
-
-
-def _start_tokenizing_process(folder: Path, tokenizer: Tokenizer, lock: int) -> ChildProcess:
-    """Start a tokenizing process, and pass it the lock."""
-    lock_connection = Connection(os.dup(lock))  # a Connection can be passed to a process, unlike a bare descriptor
-    try:
-        # spawn, because a fork would copy the memory of a training rank
-        return start_process_with_pipe(
-            multiprocessing.get_context("spawn"), _tokenize_received_parts, folder, tokenizer, lock_connection
-        )
-    finally:
-        lock_connection.close()
-
-
-def _tokenize_received_parts(folder: Path, tokenizer: Any, _lock: Connection, pipe: Connection) -> None:
-    """Write shards for the parts that arrive through the pipe, until it closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C signals every process; the one that started this ends it
-    os.environ["RAYON_NUM_THREADS"] = "1"  # disables the threads of the package tokenizers: each process has one core
-    with suppress(EOFError, OSError):
-        try:
-            if isinstance(tokenizer, Openable):
-                tokenizer.open()
-            while True:
-                number, part = pipe.recv()
-
-                def report(characters: int, tokens: int, number: int = number) -> None:
-                    pipe.send(("batch", number, characters, tokens))
-
-                tokenize_part_into_shard(folder, number, part, tokenizer, report)
-                pipe.send(("done", number))
-        except (EOFError, BrokenPipeError):
-            raise
-        except BaseException as error:
-            can_be_pickled = isinstance(error, UserError | OSError)
-            pipe.send(("error", error if can_be_pickled else RuntimeError(traceback.format_exc())))
+    tokenize_in_processes(folder, parts, tokenizer, min(workers, len(parts)), progress, lock)
 
 
 PLAN = "plan.json"

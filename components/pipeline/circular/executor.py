@@ -4,10 +4,25 @@ Executor for MaxText's circular pipeline: one program for all ranks, whose backw
 Source: MaxText (Google, github.com/AI-Hypercomputer/maxtext), `layers/pipeline.py`. Every rank embeds its share of the
 microbatches, and computes their heads and losses, so all ranks have the same work. In between, hidden states pass
 through all ranks' layers, in as many repeats as a rank has stages.
+
+Messages as autograd nodes: the gradient of a sent tensor is received from the rank that received the tensor.
+
+A rank's simultaneous messages are one exchange. Its start and its arrival are two nodes, so computation between them,
+in both passes, hides the latency. If no sent tensor needs a gradient, or no received tensor is used, autograd would
+omit the exchange from the backward pass, while the other rank waits for it. So a scalar, the autograd token, passes
+through all starts and arrivals, and the backward pass also begins at the token: it repeats every exchange in reverse.
+
+Circular pipeline buffers, named as in MaxText, and the moves between stages in every iteration.
+
+`shift` contains every stage's next input. `state_io` contains inputs, later replaced by outputs, distributed over the
+stages: in every iteration one column moves up by one stage, so the first stage gets its next input and the last stage a
+free slot for its output. `circ_storage` keeps the last stage's outputs until the first stage needs them in the next
+repeat. Early moves read tensors from before the iteration, so they overlap its computation; late moves read its
+outputs.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import attrs
 import torch
@@ -15,25 +30,272 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from drawloom import NodeView, Problem, UserError, component, setting
-from drawloom.components.pipeline.circular.buffers import (
-    Buffers,
-    Move,
-    list_moves_after_compute,
-    list_moves_during_compute,
-)
-from drawloom.components.pipeline.circular.ring import (
-    PendingSends,
-    Ring,
-    RingExchange,
-    TensorMeta,
-    create_exchange_token,
-    finish_exchange,
-    start_exchange,
-)
 from drawloom.components.pipeline.circular.timetable import Timetable
 from drawloom.components.pipeline.executor import ProgramExecutor
 from drawloom.components.pipeline.runtime.stage_runner import StageRunner
-from drawloom.ports import LOSSES, Group, MicrobatchInputs, StepState
+from drawloom.ports import LOSSES, Group, MicrobatchInputs, P2PChannel, Pending, StepState
+
+Buffer = Literal["shift", "state_io", "circ_storage"]
+
+
+@attrs.frozen
+class Move:
+    """Move of a microbatch's tensor into another stage's buffer; `column` is a `state_io` column."""
+
+    source: int
+    target: int
+    buffer: Buffer
+    microbatch: int
+    column: int = 0
+
+
+def list_moves_during_compute(table: Timetable, iteration: int) -> list[Move]:
+    """Return moves that overlap an iteration's computation, because their tensors exist before it."""
+    moves = [*_iterate_state_io_moves(table, iteration)]
+    if table.latency == 2:
+        moves += _iterate_output_moves(table, iteration - 1)
+    item = table.find_reentering_item(iteration - 1)
+    if (
+        table.uses_circ_storage and item is not None
+    ):  # it waits for an iteration in what MaxText calls circ_storage_mover
+        moves.append(Move(table.stages - 1, 0, "circ_storage", item.microbatch))
+    return moves
+
+
+def list_moves_after_compute(table: Timetable, iteration: int) -> list[Move]:
+    """Return moves that pass outputs to the next stages right after the iteration; none if forwarding is delayed."""
+    return [*_iterate_output_moves(table, iteration)] if table.latency == 1 else []
+
+
+def _iterate_state_io_moves(table: Timetable, iteration: int) -> Iterator[Move]:
+    """Yield moves to the stage before, in the iteration's column of `state_io`."""
+    for stage in range(1, table.stages):
+        if (microbatch := table.find_moved_microbatch(iteration, stage)) is not None:
+            yield Move(stage, stage - 1, "state_io", microbatch, iteration % table.column_count)
+
+
+def _iterate_output_moves(table: Timetable, iteration: int) -> Iterator[Move]:
+    """Yield moves that pass an iteration's outputs to the next stages, and to the first stage if it needs one now."""
+    for stage in range(table.stages - 1):
+        if (item := table.find_item(iteration, stage)) is not None:
+            yield Move(stage, stage + 1, "shift", item.microbatch)
+    if not table.uses_circ_storage and (item := table.find_reentering_item(iteration)) is not None:
+        yield Move(table.stages - 1, 0, "shift", item.microbatch)
+
+
+@attrs.define(eq=False)
+class Buffers:
+    """
+    Buffers for consecutive `local_stages`.
+
+    `state_io` contains a row of columns per local stage, and `shift` the next inputs by stage. `circ_storage`, on the
+    rank of stage 0, contains reentering outputs by microbatch. `before` and `outputs` are the previous and the current
+    iteration's outputs, by stage.
+    """
+
+    table: Timetable
+    local_stages: range
+    state_io: list[list[Tensor | None]]
+    shift: dict[int, Tensor] = attrs.field(init=False, factory=dict)
+    circ_storage: dict[int, Tensor] = attrs.field(init=False, factory=dict)
+    before: dict[int, Tensor] = attrs.field(init=False, factory=dict)
+    outputs: dict[int, Tensor] = attrs.field(init=False, factory=dict)
+
+    @classmethod
+    def with_inputs(cls, table: Timetable, local_stages: range, inputs: Sequence[Tensor]) -> "Buffers":
+        """Return buffers for the first iteration, with the local stages' inputs (...) in microbatch order."""
+        remaining = iter(inputs)
+        rows: list[list[Tensor | None]] = []
+        for stage in local_stages:
+            row: list[Tensor | None] = [next(remaining) for _ in table.get_microbatches_stored_on_stage(stage)]
+            rows.append(row + [None] * (table.column_count - len(row)))
+        return cls(table, local_stages, rows)
+
+    def take_input(self, iteration: int, stage: int) -> Tensor:
+        """Remove and return the input (any shape) for a stage with an item in this iteration."""
+        if stage == 0 and iteration < self.table.slot_count:
+            return self._pop_state_io(0, iteration % self.table.column_count)
+        if stage == 0 and self.table.uses_circ_storage:
+            return self.circ_storage.pop(iteration % self.table.slot_count)
+        return self.shift.pop(stage)
+
+    def take_tensor_to_move(self, move: Move, *, from_this_iteration: bool) -> Tensor:
+        """Return the tensor (any shape) to move out of a local stage, as of this or the last iteration."""
+        if move.buffer == "state_io":
+            return self._pop_state_io(move.source, move.column)
+        return (self.outputs if from_this_iteration else self.before)[move.source]
+
+    def store_moved_tensor(self, move: Move, value: Tensor) -> None:
+        """Write a move's tensor (any shape) into a local stage's buffer."""
+        if move.buffer == "state_io":
+            self.state_io[move.target - self.local_stages.start][move.column] = value
+        elif move.buffer == "shift":
+            self.shift[move.target] = value
+        else:
+            self.circ_storage[move.microbatch] = value
+
+    def store_finished_output(self, iteration: int) -> None:
+        """Write an output that leaves the pipeline in this iteration into the last stage's free `state_io` slot."""
+        last = self.table.stages - 1
+        if last in self.outputs and self.table.find_finished_microbatch(iteration) is not None:
+            self.state_io[-1][iteration % self.table.column_count] = self.outputs[last]
+
+    def collect_outputs(self) -> list[Tensor]:
+        """Return these stages' outputs (...) after the last iteration, in microbatch order."""
+        columns = [self.table.find_state_io_output_column(number) for number in range(self.table.column_count)]
+        return [tensor for row in self.state_io for tensor in (row[column] for column in columns) if tensor is not None]
+
+    def _pop_state_io(self, stage: int, column: int) -> Tensor:
+        """Remove and return a tensor (any shape) from `state_io`; LookupError for an empty slot."""
+        row = self.state_io[stage - self.local_stages.start]
+        # The slot is emptied so that the tensor is freed after its last use.
+        value, row[column] = row[column], None
+        if value is None:
+            slot = f"stage {stage} in column {column}"
+            raise LookupError(f"state_io has no tensor for {slot}: it was read before, or never written")
+        return value
+
+
+@attrs.frozen
+class Ring:
+    """Ring over pipeline ranks: this rank's index, the rank count, and channels to neighbours by index."""
+
+    rank: int = 0
+    size: int = 1
+    links: Mapping[int, P2PChannel] = attrs.field(factory=dict)
+
+
+@attrs.frozen
+class TensorMeta:
+    """Shape, dtype and device for a tensor between stages."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    def allocate_empty(self) -> Tensor:
+        """Return an uninitialized tensor (...) with this shape."""
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+
+
+@attrs.define(eq=False)
+class PendingSends:
+    """Pending sends, which keep their tensors alive until the sends complete."""
+
+    _sending: list[Pending] = attrs.field(init=False, factory=list)
+
+    def add(self, messages: Sequence[Pending]) -> None:
+        """Add sends, and release completed sends."""
+        self._sending = [message for message in self._sending if not message.is_completed()]
+        self._sending += messages
+
+    def wait_for_all(self) -> None:
+        """Wait until all sends have completed."""
+        for message in self._sending:
+            message.wait()
+        self._sending = []
+
+
+@attrs.define(eq=False)
+class RingExchange:
+    """
+    Tensor exchange with neighbours in the ring.
+
+    `to` lists the tensors to send, and `sources` the tensors to receive: the neighbour's ring index, and the metadata.
+    """
+
+    ring: Ring
+    pending_sends: PendingSends
+    to: Sequence[tuple[int, TensorMeta]]
+    sources: Sequence[tuple[int, TensorMeta]]
+    _receiving: list[tuple[Pending, Tensor]] = attrs.field(init=False, factory=list)
+
+    def start_transfers(self, tensors: Sequence[Tensor], *, reversed_direction: bool) -> None:
+        """Post sends for tensors (any shapes), and receives, without waiting, in reverse in a backward pass."""
+        to, sources = (self.sources, self.to) if reversed_direction else (self.to, self.sources)
+        links, boxes = self.ring.links, [(source, meta.allocate_empty()) for source, meta in sources]
+        # Receives are posted before sends, so that a transport that blocks in a send finds its receiver ready.
+        self._receiving = [(links[source].receive(box), box) for source, box in boxes]
+        pairs = zip(to, tensors, strict=True)
+        self.pending_sends.add([links[peer].send(tensor.detach().contiguous()) for (peer, _), tensor in pairs])
+
+    def wait_for_received_tensors(self) -> list[Tensor]:
+        """Wait for the receives, and return the received tensors (any shapes)."""
+        incoming, self._receiving = self._receiving, []
+        for message, _ in incoming:
+            message.wait()
+        return [box for _, box in incoming]
+
+
+def create_exchange_token(pending_sends: PendingSends, device: torch.device) -> Tensor:
+    """Return a new autograd token, 0-dimensional, whose backward pass waits until all sends have completed."""
+    return _apply_autograd_function(_BeginToken, pending_sends, torch.zeros((), device=device, requires_grad=True))[0]
+
+
+def start_exchange(exchange: RingExchange, token: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+    """Begin an exchange with these tensors (any shape), and return the token."""
+    return _apply_autograd_function(_StartExchange, exchange, token, *tensors)[0]
+
+
+def finish_exchange(exchange: RingExchange, token: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Finish an exchange, and return the token and the received tensors (any shape)."""
+    token, *received = _apply_autograd_function(_FinishExchange, exchange, token)
+    return token, received
+
+
+def _apply_autograd_function(node: type[torch.autograd.Function], *arguments: Any) -> tuple[Tensor, ...]:
+    """Return an autograd node's results, always as a tuple."""
+    results = node.apply(*arguments)  # type: ignore[no-untyped-call]
+    return results if isinstance(results, tuple) else (results,)
+
+
+class _BeginToken(torch.autograd.Function):
+    """Node that creates the autograd token."""
+
+    # Its backward is the last one, and so waits for the sends of gradients.
+    @staticmethod
+    def forward(ctx: Any, pending_sends: PendingSends, anchor: Tensor) -> Tensor:
+        """Return the token, 0-dimensional, given an anchor with the same shape."""
+        ctx.pending_sends = pending_sends
+        return anchor.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
+        ctx.pending_sends.wait_for_all()
+        return None, None
+
+
+class _StartExchange(torch.autograd.Function):
+    """Node that starts an exchange; its backward pass finishes the exchange of gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, exchange: RingExchange, token: Tensor, *tensors: Tensor) -> Tensor:
+        """Start sending tensors with any shape and dtype, and return the token, 0-dimensional."""
+        exchange.start_transfers(tensors, reversed_direction=False)
+        ctx.exchange = exchange
+        return token.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, gradient, *ctx.exchange.wait_for_received_tensors())
+
+
+class _FinishExchange(torch.autograd.Function):
+    """Node that finishes an exchange; its backward pass starts the exchange of gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, exchange: RingExchange, token: Tensor) -> tuple[Tensor, ...]:
+        """Return the token, 0-dimensional, and the received tensors, with any shape and dtype."""
+        ctx.exchange = exchange
+        return (token.clone(), *exchange.wait_for_received_tensors())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.exchange.start_transfers(gradients, reversed_direction=True)
+        return None, gradient
 
 
 @component(impact="safe")

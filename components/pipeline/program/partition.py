@@ -13,8 +13,10 @@ from itertools import combinations, pairwise
 
 import attrs
 import numpy as np
+from numpy.typing import NDArray
 
 from drawloom.components.pipeline.program.builders import index_stages_on_ranks
+from drawloom.components.pipeline.program.cost_table import CostTable
 from drawloom.components.pipeline.program.list_scheduling import ROUNDING, SchedulingTask
 from drawloom.components.pipeline.program.recomputation import (
     ONE_OF,
@@ -23,8 +25,13 @@ from drawloom.components.pipeline.program.recomputation import (
     RecomputeOptions,
     list_stage_choices,
 )
-from drawloom.components.pipeline.program.timing import BatchedTiming, CostTable, Floats
-from drawloom.ports import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Program, Recompute
+from drawloom.components.pipeline.program.timing import (
+    Costs,
+    Floats,
+    compute_timing,
+    index_produced_and_consumed_results,
+)
+from drawloom.ports import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, OPS, Program, Recompute
 
 StageSizes = tuple[int, ...]
 """Numbers of slices by stage."""
@@ -34,6 +41,40 @@ MAX_EXHAUSTIVE = 500
 
 MAX_TIMED_ACTIONS = 3_000_000
 """Limit of actions times partitions that are timed for one program, which takes half a second."""
+
+
+@attrs.frozen(eq=False)
+class BatchedTiming:
+    """Timing for one program under many costs at once, as fast as a few separate timings."""
+
+    program: Program
+    comm: float
+    _order: NDArray[np.int64] = attrs.field(init=False)
+    _bounds: NDArray[np.int64] = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        # Waves do not depend on costs.
+        wave = compute_timing(self.program, Costs()).wave
+        object.__setattr__(self, "_order", np.argsort(wave, kind="stable"))
+        object.__setattr__(self, "_bounds", np.cumsum([0, *np.bincount(wave)]))
+
+    def compute_makespans(self, lengths: Floats) -> Floats:
+        """Return the makespans (costs,) for `lengths` (costs, stages, ops), ordered like OPS."""
+        produces, consumes, delay = (
+            cells[self._order] for cells in index_produced_and_consumed_results(self.program, Costs(comm=self.comm))
+        )
+        rank = self.program.rank_by_action[self._order]
+        kind = self.program.stage[self._order] * len(OPS) + self.program.op[self._order]
+        table = np.ascontiguousarray(lengths.reshape(len(lengths), -1).T)
+        end_of = np.zeros((int(produces.max(initial=0)) + 1, len(lengths)))
+        free_at = np.zeros((self.program.ranks, len(lengths)))
+        for first, last in pairwise(self._bounds.tolist()):
+            rows = slice(first, last)
+            ready = end_of[consumes[rows]] + delay[rows, None]
+            end = np.maximum(free_at[rank[rows]], ready) + table[kind[rows]]
+            free_at[rank[rows]] = end_of[produces[rows]] = end
+        makespans: Floats = free_at.max(axis=0)
+        return makespans
 
 
 @attrs.frozen(eq=False)

@@ -8,14 +8,13 @@ ranks.
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from drawloom.ports import BACKWARD_WEIGHT, FORWARD, OPS, Program
+from drawloom.ports import BACKWARD_WEIGHT, FORWARD, Program
 
 Floats = NDArray[np.float64]
 
@@ -67,42 +66,6 @@ class Costs:
         return attrs.evolve(self, **{name: getattr(self, name) / stages_per_rank for name in names})
 
 
-@attrs.frozen(eq=False)
-class CostTable(Costs):
-    """
-    Costs by stage and op: `lengths` (stages, ops), ordered like OPS. `offload_by_stage` (stages,) replaces `offload`.
-    """
-
-    lengths: Floats = attrs.field(factory=lambda: np.ones((1, len(OPS))))
-    offload_by_stage: Floats = attrs.field(
-        default=attrs.Factory(lambda self: np.full(len(self.lengths), self.offload), takes_self=True)
-    )
-
-    def get_durations(self, program: Program) -> Floats:
-        """Return the durations (actions,) for a program's actions."""
-        lengths: Floats = self.lengths[program.stage, program.op]
-        return lengths
-
-    def get_duration(self, op: str, stage: int = 0) -> float:
-        """Return an action's duration by op and stage."""
-        if op in ("OFFLOAD", "RELOAD"):
-            return float(self.offload_by_stage[stage])
-        return float(self.lengths[stage, OPS.index(op)]) if op in OPS else super().get_duration(op, stage)
-
-    def select_stages(self, stages: Sequence[int]) -> "CostTable":
-        """Return the costs for some stages."""
-        rows = list(stages)
-        return attrs.evolve(self, lengths=self.lengths[rows], offload_by_stage=self.offload_by_stage[rows])
-
-    def resample_to_sizes(self, sizes: Sequence[int]) -> "CostTable":
-        """Return the model's costs for other stages with relative `sizes`; costs count as even within an old stage."""
-        by_stage = np.column_stack([self.lengths, self.offload_by_stage])
-        whole = np.concatenate([np.zeros((1, len(OPS) + 1)), by_stage.cumsum(0)])
-        cuts, known = np.cumsum([0, *sizes]) / sum(sizes), np.linspace(0, 1, len(whole))
-        columns: Sequence[Floats] = [np.diff(np.interp(cuts, known, sums)) for sums in whole.T]
-        return attrs.evolve(self, lengths=np.stack(columns[:-1], axis=1), offload_by_stage=columns[-1])
-
-
 class DeadlockError(Exception):
     """Error for a deadlock: every rank with actions left waits for another rank."""
 
@@ -129,12 +92,10 @@ def compute_timing(program: Program, costs: Costs) -> Timing:
     other ranks were never late. Raises DeadlockError if the program can't finish.
     """
     produces, consumes, delay = index_produced_and_consumed_results(program, costs)
-    if not np.diff(program.bounds).all():
-        return _compute_timing_of_few_ranks(
-            program, produces.tolist(), (consumes.tolist(), delay.tolist(), costs.get_durations(program).tolist())
-        )
-    end_of = np.full(produces.max(initial=0) + 1, np.inf)
+    end_of = np.full(max(produces.max(initial=0), consumes.max(initial=0)) + 1, np.inf)
     end_of[_NO_INPUT] = 0.0
+    if not np.diff(program.bounds).all():
+        end_of[np.setdiff1d(consumes, produces)] = 0.0
     length, next_action, free_at = costs.get_durations(program), program.bounds[:-1].copy(), np.zeros(program.ranks)
     timing = Timing(np.zeros(len(produces)), np.zeros(len(produces)), np.zeros(len(produces), dtype=np.int64))
     wave = 0
@@ -153,68 +114,6 @@ def compute_timing(program: Program, costs: Costs) -> Timing:
         next_action[ranks] += 1
         wave += 1
     return timing
-
-
-@attrs.frozen(eq=False)
-class BatchedTiming:
-    """Timing for one program under many costs at once, as fast as a few separate timings."""
-
-    program: Program
-    comm: float
-    _order: NDArray[np.int64] = attrs.field(init=False)
-    _bounds: NDArray[np.int64] = attrs.field(init=False)
-
-    def __attrs_post_init__(self) -> None:
-        # Waves do not depend on costs.
-        wave = compute_timing(self.program, Costs()).wave
-        object.__setattr__(self, "_order", np.argsort(wave, kind="stable"))
-        object.__setattr__(self, "_bounds", np.cumsum([0, *np.bincount(wave)]))
-
-    def compute_makespans(self, lengths: Floats) -> Floats:
-        """Return the makespans (costs,) for `lengths` (costs, stages, ops), ordered like OPS."""
-        produces, consumes, delay = (
-            cells[self._order] for cells in index_produced_and_consumed_results(self.program, Costs(comm=self.comm))
-        )
-        rank = self.program.rank_by_action[self._order]
-        kind = self.program.stage[self._order] * len(OPS) + self.program.op[self._order]
-        table = np.ascontiguousarray(lengths.reshape(len(lengths), -1).T)
-        end_of = np.zeros((int(produces.max(initial=0)) + 1, len(lengths)))
-        free_at = np.zeros((self.program.ranks, len(lengths)))
-        for first, last in pairwise(self._bounds.tolist()):
-            rows = slice(first, last)
-            ready = end_of[consumes[rows]] + delay[rows, None]
-            end = np.maximum(free_at[rank[rows]], ready) + table[kind[rows]]
-            free_at[rank[rows]] = end_of[produces[rows]] = end
-        makespans: Floats = free_at.max(axis=0)
-        return makespans
-
-
-def _compute_timing_of_few_ranks(
-    program: Program, produces: list[int], inputs: tuple[list[int], list[float], list[float]]
-) -> Timing:
-    """Time a few ranks with numbers, faster than arrays; `inputs` are input cells, message delays and durations."""
-    consumes, delay, length = inputs
-    # A cell that these ranks do not produce comes from another rank, or belongs to actions without an input.
-    end_of = dict.fromkeys(produces, float("inf"))
-    positions = {rank: int(first) for rank, first in enumerate(program.bounds[:-1]) if first < program.bounds[rank + 1]}
-    last, free_at = {rank: int(program.bounds[rank + 1]) for rank in positions}, dict.fromkeys(positions, 0.0)
-    start, end, waves = ([0.0] * len(produces) for _ in range(3))
-    wave = 0
-    while positions:
-        # A wave is collected first, so that none of its actions starts from the result of another.
-        ready = {rank: end_of.get(consumes[position], 0.0) + delay[position] for rank, position in positions.items()}
-        started = [(rank, positions[rank], ready_at) for rank, ready_at in ready.items() if ready_at < float("inf")]
-        if not started:
-            raise DeadlockError(_describe_deadlock(program, np.array([*positions.values()])))
-        for rank, position, ready_at in started:
-            start[position] = max(free_at[rank], ready_at)
-            free_at[rank] = end_of[produces[position]] = end[position] = start[position] + length[position]
-            waves[position] = wave
-            positions[rank] = position + 1
-            if position + 1 == last[rank]:
-                del positions[rank]
-        wave += 1
-    return Timing(np.array(start), np.array(end), np.array(waves, dtype=np.int64))
 
 
 _NO_INPUT = 0

@@ -73,8 +73,7 @@ class StageRunner:
 
     def _create_split_backward(self) -> Any:
         """Return a microbatch's split backward pass, which a program without actions I and W does not import."""
-        from drawloom.components.pipeline.split_backward.split_backward import SplitBackward
-        from drawloom.components.pipeline.split_backward.weight_grads import WeightGrads
+        from drawloom.components.pipeline.split_backward.split_backward import SplitBackward, WeightGrads
 
         self._weights = self._weights or WeightGrads()
         return SplitBackward(self._weights)

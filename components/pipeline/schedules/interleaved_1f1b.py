@@ -7,12 +7,8 @@ equal, so that any number of microbatches is possible.
 """
 
 from drawloom import between, component, setting
-from drawloom.components.pipeline.program.builders import (
-    OpCodes,
-    OpCodeSchedule,
-    backward_op_code,
-    build_interleaved_op_codes,
-)
+from drawloom.components.pipeline.program.builders import OpCodes, OpCodeSchedule, backward_op_code
+from drawloom.components.pipeline.program.interleaving import build_interleaved_op_codes
 
 
 @component(impact="safe")

@@ -53,7 +53,12 @@ class VMin(OpCodeSchedule):
 
     def build_rank_op_codes(self, rank: int, ranks: int, microbatches: int) -> OpCodes:
         """Return the op codes of one rank, in order, for messages that take no time."""
-        return _build_op_codes_from_slots(_compute_first_microbatch_slots(rank, ranks), microbatches)
+        # A rank's op codes in the order of their slots, with the block repeated for all microbatches
+        slot_by_op = _compute_first_microbatch_slots(rank, ranks)
+        slots = np.add.outer(list(slot_by_op.values()), PERIOD * np.arange(microbatches)).ravel()
+        op_codes = np.repeat(list(slot_by_op), microbatches)
+        row: OpCodes = op_codes[np.argsort(slots)].tolist()
+        return row
 
     def program_for_ranks(self, wanted: Collection[int], ranks: int, microbatches: int) -> Program:
         """Return the program with the wanted ranks' actions; a searched order has all ranks' actions."""
@@ -85,11 +90,3 @@ def _compute_first_microbatch_slots(rank: int, ranks: int) -> dict[int, int]:
 def _find_free_slot_modulo_period(slot: int, used_slots: Iterable[int]) -> int:
     residues = {slot % PERIOD for slot in used_slots}
     return next(later for later in range(slot + 1, slot + PERIOD) if later % PERIOD not in residues)
-
-
-def _build_op_codes_from_slots(slot_by_op: dict[int, int], microbatches: int) -> OpCodes:
-    """Return a rank's op codes in the order of their slots, with the block repeated for all microbatches."""
-    slots = np.add.outer(list(slot_by_op.values()), PERIOD * np.arange(microbatches)).ravel()
-    op_codes = np.repeat(list(slot_by_op), microbatches)
-    row: OpCodes = op_codes[np.argsort(slots)].tolist()
-    return row

@@ -6,12 +6,8 @@ interleaved form. Rank r defers r weight gradients, so that every rank needs the
 """
 
 from drawloom import between, component, setting
-from drawloom.components.pipeline.program.builders import (
-    OpCodes,
-    OpCodeSchedule,
-    backward_input_op_code,
-    build_interleaved_op_codes,
-)
+from drawloom.components.pipeline.program.builders import OpCodes, OpCodeSchedule, backward_input_op_code
+from drawloom.components.pipeline.program.interleaving import build_interleaved_op_codes
 
 
 @component(impact="safe")

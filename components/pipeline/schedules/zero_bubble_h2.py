@@ -7,12 +7,8 @@ first action and its last.
 """
 
 from drawloom import component
-from drawloom.components.pipeline.program.builders import (
-    OpCodes,
-    OpCodeSchedule,
-    backward_input_op_code,
-    build_interleaved_op_codes,
-)
+from drawloom.components.pipeline.program.builders import OpCodes, OpCodeSchedule, backward_input_op_code
+from drawloom.components.pipeline.program.interleaving import build_interleaved_op_codes
 
 
 @component(impact="safe")

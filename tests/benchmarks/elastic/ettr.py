@@ -36,8 +36,8 @@ from pathlib import Path
 import attrs
 import torch
 
-from drawloom.components.distributed.generations import CURRENT, Generation
 from drawloom.components.distributed.launch_store import connect_to_launch_store
+from drawloom.components.distributed.membership import CURRENT, Generation
 from drawloom.components.distributed.torchrun import read_launch
 from drawloom.components.report.ettr import TIME_FORMAT, compute_ettr
 from drawloom.components.report.events import LOG, read_log

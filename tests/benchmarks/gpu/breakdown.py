@@ -25,7 +25,7 @@ from benchmarks.gpu.timeline import Interval, iterate_gpu_operations, union
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.distributed.processes import TorchProcesses
-from drawloom.components.planning.measured_step import NAMES
+from drawloom.components.planning.floor import NAMES
 
 CASES = [
     *(Case(LARGE, 2, 1), Case(EXPERTS, 4, 1)),

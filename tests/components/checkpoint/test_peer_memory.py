@@ -4,8 +4,7 @@ import time
 
 import torch
 
-from drawloom.components.checkpoint.memory_exchange import NeighbourCopy
-from drawloom.components.checkpoint.peer_memory import PeerMemory, StateMemory
+from drawloom.components.checkpoint.peer_memory import NeighbourCopy, PeerMemory, StateMemory
 from drawloom.components.distributed.device import ComputeDevice
 from drawloom.components.distributed.mesh import RankMesh
 from drawloom.components.distributed.processes import TorchProcesses

@@ -106,8 +106,8 @@ def test_a_line_without_an_answer_is_dropped_and_counted(tmp_path: Path, caplog:
 
 
 BAD: dict[str, tuple[Any, str]] = {
-    "no JSON": ("{", "rows.jsonl:2: Expecting"),
-    "no object": ([1], r"rows.jsonl:2: a line must be a JSON object, not list"),
+    "no JSON": ("{", r"rows.jsonl:2:1: not JSON \(Expecting"),
+    "no object": ([1], r"rows.jsonl:2: a line must be an object and not an array"),
     "other keys": ({"conversations": []}, r"rows.jsonl:2: it has conversations; write"),
     "a message without a role": ({"messages": [{"content": "a"}]}, "rows.jsonl:2: turn 1 is not an object with a role"),
     "a weight that is none": ({"messages": [{**say("a")[0], "weight": "x"}]}, "rows.jsonl:2: a turn has weight 'x'"),

@@ -31,10 +31,13 @@ def test_lines_are_examples_with_their_place(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("line", "message"),
-    [("[1]", "a line must be a JSON object, not list"), ('{"input_ids"', "Expecting ':' delimiter")],
+    [
+        ("[1]", ": a line must be an object and not an array"),
+        ('{"input_ids"', r":1: not JSON \(Expecting ':' delimiter"),
+    ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:
     """The error has its file and number."""
     (tmp_path / "bad.jsonl").write_text(f'{{"input_ids": [1]}}\n{line}\n', "utf-8")
-    with pytest.raises(UserError, match=f"bad.jsonl:2: {message}"):
+    with pytest.raises(UserError, match=f"bad.jsonl:2{message}"):
         JsonExamples(paths=[str(tmp_path / "*.jsonl")]).open()

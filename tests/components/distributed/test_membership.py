@@ -9,9 +9,16 @@ import pytest
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
 from drawloom.components.distributed import membership as spare
-from drawloom.components.distributed.generations import CURRENT, Generation, ReplicaShape, RunProcess, Spares
 from drawloom.components.distributed.launch_store import Failure
-from drawloom.components.distributed.membership import MemberWatch, wait_as_spare
+from drawloom.components.distributed.membership import (
+    CURRENT,
+    Generation,
+    MemberWatch,
+    ReplicaShape,
+    RunProcess,
+    Spares,
+    wait_as_spare,
+)
 from drawloom.graph import UserError
 from drawloom.graph.problems import ReportedError
 

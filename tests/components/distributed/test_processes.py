@@ -15,9 +15,8 @@ from drawloom.components.distributed import launched_ranks
 from drawloom.components.distributed import processes as joining
 from drawloom.components.distributed.connections import Connections
 from drawloom.components.distributed.device import ComputeDevice
-from drawloom.components.distributed.generations import CURRENT, Generation, RunProcess, Spares
 from drawloom.components.distributed.launched_ranks import LaunchedRanks
-from drawloom.components.distributed.membership import Membership
+from drawloom.components.distributed.membership import CURRENT, Generation, Membership, RunProcess, Spares
 from drawloom.components.distributed.processes import TorchProcesses
 from drawloom.components.distributed.rank_monitor import RankMonitor
 from drawloom.components.distributed.single_process import SingleProcess

@@ -5,8 +5,7 @@ import tomli
 
 from drawloom import Recipe
 from drawloom.components.distributed.device_model import find_device_model
-from drawloom.components.planning.floor import compute_floor, list_floor_rows
-from drawloom.components.planning.measured_step import UPDATE, WAITING, WHOLE_STEP, MeasuredStep
+from drawloom.components.planning.floor import UPDATE, WAITING, WHOLE_STEP, MeasuredStep, compute_floor, list_floor_rows
 from drawloom.components.planning.plan import plan
 from drawloom.components.planning.recorder import ATTENTION, ELEMENTWISE, OPERATIONS, PRODUCTS
 

@@ -7,7 +7,7 @@ import attrs
 import numpy as np
 import pytest
 
-from drawloom.components.pipeline.program.timing import CostTable
+from drawloom.components.pipeline.program.cost_table import CostTable
 from drawloom.components.pipeline.simulation.simulator import simulate
 from drawloom.components.planning.memory_choice import MemoryChoiceSearch, RankBytes, StatePlacement
 from drawloom.components.planning.recorder import PassCost

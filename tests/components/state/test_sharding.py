@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drawloom.components.state import sharding
-from drawloom.components.state.sharding import Spec, choose_spec_of_shard_leaf, choose_spec_of_whole_leaf
-from drawloom.components.state.trees import list_labelled_children
+from drawloom.components.state.sharding import choose_spec_of_shard_leaf, choose_spec_of_whole_leaf
+from drawloom.components.state.trees import Spec, list_labelled_children
 
 
 @attrs.frozen

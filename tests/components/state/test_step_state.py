@@ -8,9 +8,8 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from drawloom.components.state.sharding import Spec
 from drawloom.components.state.step_state import MissingStateError, PipelineStateError, StepState
-from drawloom.components.state.trees import list_leaves
+from drawloom.components.state.trees import Spec, list_leaves
 from support.steps import LateState
 
 NUMBERS = st.lists(st.integers(-5, 5), min_size=3, max_size=3)

@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from drawloom.graph.cli.commands.training.run import format_timings
 from drawloom.graph.problems import ReopenError, UserError
 from drawloom.graph.project import Project
-from drawloom.graph.runtime.container import LifecycleTimer, NamedExitStack, NodeTiming, format_timings
+from drawloom.graph.runtime.container import LifecycleTimer, NamedExitStack, NodeTiming
 from drawloom.graph.wiring.graph import Graph
 from support.shop.components.stores.disk import Disk
 

@@ -6,15 +6,8 @@ import pytest
 import tomli
 
 from drawloom.graph.problems import Position, RecipeError
-from drawloom.graph.toml.parsing import (
-    MAX_DEPTH,
-    MAX_DIGITS,
-    MAX_FILE_BYTES,
-    MAX_KEY_PARTS,
-    decode,
-    diagnose_syntax_error,
-    parse,
-)
+from drawloom.graph.toml.diagnosis import diagnose_syntax_error
+from drawloom.graph.toml.parsing import MAX_DEPTH, MAX_DIGITS, MAX_FILE_BYTES, MAX_KEY_PARTS, decode, parse
 
 WIDE = [
     ".".join(["a"] * 900) + " = 1",

@@ -1,7 +1,7 @@
 """run a recipe, or resume its run"""
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -20,8 +20,14 @@ from drawloom.graph.cli.command import (
     print_escaped_text,
 )
 from drawloom.graph.garbage import free_closed_graphs
+from drawloom.graph.lifecycle import LifecycleStage
 from drawloom.graph.problems import ReopenError
-from drawloom.graph.runtime.container import format_timings
+from drawloom.graph.runtime.container import NodeTiming
+
+STAGES: tuple[LifecycleStage, ...] = ("build", "open", "close")
+
+MIN_SECONDS_SHOWN = 0.001
+"""Seconds; faster nodes share one line in the table of timings."""
 
 
 @output_class
@@ -81,3 +87,29 @@ class RunCommand(RecipeCommand):
             if self.timings:
                 print_escaped_text(format_timings(run.timings), "stderr")
         return RunResult(self.recipe, signal, outcome=outcome)
+
+
+def format_timings(timings: Sequence[NodeTiming]) -> str:
+    """
+    Format a table of milliseconds by node and stage, slowest nodes first. The last rows sum up fast nodes and all
+    nodes.
+    """
+    totals: dict[str, dict[LifecycleStage, float]] = {}
+    for timing in timings:
+        stages = totals.setdefault(timing.node, dict.fromkeys(STAGES, 0.0))
+        stages[timing.stage] += timing.seconds
+    slowest = sorted(totals.items(), key=lambda item: -sum(item[1].values()))
+    rows = [(f"[{name}]", times) for name, times in slowest if sum(times.values()) >= MIN_SECONDS_SHOWN]
+    others = [times for _, times in slowest if sum(times.values()) < MIN_SECONDS_SHOWN]
+    if others:
+        rows.append((f"{len(others)} others", _sum_seconds_by_lifecycle_stage(others)))
+    rows.append(("all", _sum_seconds_by_lifecycle_stage(list(totals.values()))))
+    width = max(len(name) for name, _ in rows)
+    head = f"{'ms':{width}}{''.join(f'{stage:>10}' for stage in STAGES)}"
+    return "\n".join(
+        [head, *(f"{name:{width}}{''.join(f'{1000 * part:10.1f}' for part in times.values())}" for name, times in rows)]
+    )
+
+
+def _sum_seconds_by_lifecycle_stage(timings: Sequence[Mapping[LifecycleStage, float]]) -> dict[LifecycleStage, float]:
+    return {stage: sum(times[stage] for times in timings) for stage in STAGES}

@@ -12,10 +12,10 @@ from drawloom.components.data.sources.documents import Document
 from drawloom.components.data.store import build
 from drawloom.components.data.store.build import (
     batch_documents_by_characters,
-    make_unopened_copy,
     split_text_for_encoding,
     tokenize_part_into_shard,
 )
+from drawloom.components.data.store.processes import make_unopened_copy
 from drawloom.graph import UserError
 from support.stores import Texts, store_of
 

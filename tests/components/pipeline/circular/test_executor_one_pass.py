@@ -3,9 +3,14 @@
 import torch
 from torch import Tensor
 
-from drawloom.components.pipeline.circular.buffers import Buffers
-from drawloom.components.pipeline.circular.executor import ForwardPass
-from drawloom.components.pipeline.circular.ring import PendingSends, Ring, TensorMeta, create_exchange_token
+from drawloom.components.pipeline.circular.executor import (
+    Buffers,
+    ForwardPass,
+    PendingSends,
+    Ring,
+    TensorMeta,
+    create_exchange_token,
+)
 from drawloom.components.pipeline.circular.timetable import Timetable
 
 TABLES = [

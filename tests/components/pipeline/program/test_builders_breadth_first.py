@@ -1,10 +1,7 @@
 """Breadth first."""
 
-from drawloom.components.pipeline.program.builders import (
-    backward_op_code,
-    build_breadth_first_op_codes,
-    forward_op_code,
-)
+from drawloom.components.pipeline.program.builders import backward_op_code, forward_op_code
+from drawloom.components.pipeline.program.interleaving import build_breadth_first_op_codes
 
 
 def test_stages_run_one_after_another_and_back() -> None:

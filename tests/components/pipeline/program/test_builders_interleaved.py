@@ -7,10 +7,9 @@ from drawloom.components.pipeline.program.builders import (
     backward_input_op_code,
     backward_op_code,
     backward_weight_op_code,
-    build_interleaved_op_codes,
     forward_op_code,
-    split_into_rounds,
 )
+from drawloom.components.pipeline.program.interleaving import build_interleaved_op_codes, split_into_rounds
 
 
 @given(ranks=st.integers(1, 9), microbatches=st.integers(1, 60))

@@ -6,6 +6,7 @@ import attrs
 from hypothesis import given
 from hypothesis import strategies as st
 
+from drawloom.components.pipeline.from_csv import find_violations
 from drawloom.components.pipeline.program.builders import assign_stages_in_loop, assign_stages_in_vee
 from drawloom.components.pipeline.program.list_scheduling import (
     FORWARDS_FIRST,
@@ -16,7 +17,6 @@ from drawloom.components.pipeline.program.list_scheduling import (
     compute_peak_activations,
 )
 from drawloom.components.pipeline.program.timing import Costs, compute_timing
-from drawloom.components.pipeline.program.validity import find_violations
 from drawloom.components.pipeline.simulation.simulator import simulate
 from support.schedules import schedule, texts
 

@@ -1,0 +1,161 @@
+"""Agreement on the next generation: remaining ranks, and spares."""
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from drawloom.components.distributed.membership import (
+    Generation,
+    ReplicaShape,
+    RunProcess,
+    Spares,
+    agree_on_next_generation,
+)
+from drawloom.components.distributed.mesh_layout import MODEL, Layout
+
+SPARES = [RunProcess("elsewhere", 100), RunProcess("elsewhere", 101)]
+
+
+def _generation(ranks: int, shape: ReplicaShape, shards: int | None = None) -> Generation:
+    """Return a generation of processes on another machine, whose ids are their ranks."""
+    return Generation("run", 0, [RunProcess("elsewhere", rank) for rank in range(ranks)], shape, shards)
+
+
+@pytest.mark.parametrize(
+    ("lost", "spares", "counts", "members"),
+    [
+        ({5}, 0, {1, 2, 3, 4}, [0, 2, 3, 4, 6, 7]),  # replica (1, 5) is incomplete, and rank 1 alone is none
+        ({5}, 0, {1, 2, 4}, [0, 2, 4, 6]),  # three replicas can't share the work, and the last one leaves
+        ({5}, 1, {1, 2, 3, 4}, [0, 2, 3, 1, 4, 6, 7, 100]),  # rank 1 and a spare are a new replica
+        ({5, 6}, 0, {1, 2, 3, 4}, [0, 3, 1, 4, 7, 2]),  # the rest of two replicas is a new one
+        (set[int](), 2, {1, 2, 3, 4}, [*range(8)]),  # there is no work for a fifth one
+        ({0, 1, 2}, 0, {1, 2}, [3, 4, 7, 5]),
+        ({0, 5, 2, 7}, 2, {1, 2, 3, 4}, [4, 6, 100, 1, 3, 101]),  # no replica is complete
+        ({0, 1, 2, 3, 4, 5, 6}, 0, {1, 2, 3, 4}, []),  # one rank can't have both stages
+        ({5}, 0, set[int](), []),
+    ],
+)
+def test_complete_replicas_continue_and_spares_fill_new_ones(
+    lost: set[int], spares: int, counts: set[int], members: list[int]
+) -> None:
+    """Replicas are columns of two pipeline stages of four ranks."""
+    chosen = _generation(8, ReplicaShape(2, 1, 1, [*counts])).choose_next_generation(lost, SPARES[:spares])
+    assert [member.pid for member in chosen.members] == members and chosen.shards is None
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shards", "lost", "spares", "members", "left"),
+    [
+        (4, None, {1}, 0, [0, 2, 3], 3),
+        (4, None, {1}, 1, [0, 2, 3, 100], None),  # a spare completes the replica
+        (4, None, {1, 2}, 0, [0, 3], 2),
+        (4, None, {0, 1, 2}, 0, [3], 1),
+        (8, None, {0, 1, 4}, 0, [2, 3, 5, 6], None),  # two incomplete replicas form one
+        (8, None, {1}, 0, [4, 5, 6, 7], None),
+        (3, 3, {1}, 0, [0, 2], 2),
+        (3, 3, set[int](), 1, [0, 1, 2, 100], None),
+        (2, 2, set[int](), 0, [0, 1], 2),
+    ],
+)
+def test_without_a_complete_replica_the_run_has_fewer_shards(
+    ranks: int, shards: int | None, lost: set[int], spares: int, members: list[int], left: int | None
+) -> None:
+    """Replicas have four shards in the recipe, and otherwise as many as there are processes that can share the work."""
+    shape = ReplicaShape(1, 4, 1, [1, 2, 3, 4, 6, 8])
+    chosen = _generation(ranks, shape, shards).choose_next_generation(lost, SPARES[:spares])
+    assert ([member.pid for member in chosen.members], chosen.shards) == (members, left)
+    assert chosen.shape == shape
+    uneven = _generation(4, ReplicaShape(1, 4, 1, [1, 2, 4])).choose_next_generation({1}, [])
+    assert len(uneven.members) == uneven.shards == 2
+
+
+@pytest.mark.parametrize(("expert", "count"), [(1, 6), (2, 6), (4, 6), (8, 3), (3, 2), (24, 1)])
+def test_replica_shapes_number_ranks_like_the_mesh(expert: int, count: int) -> None:
+    """A replica's ranks differ in all dimensions but data_replicate or, with experts, expert_replicate."""
+    sizes = {"pipeline": 2, "data_replicate": 6, "data_shard": 2, "context": 1, "tensor": 2}
+    shape = ReplicaShape(2, 2, 2, range(1, 13), expert)
+    assert shape.list_ranks_by_replica(count) == Layout(sizes, expert).list_rank_sets(*MODEL)
+    assert shape.find_max_replica_count(48) == count and shape.find_max_replica_count(47) == count - 1
+
+
+def test_shards_shrink_to_a_number_with_whole_sets_of_experts() -> None:
+    """If three of four shards are left, two continue: two sets of experts can't be divided among three."""
+    shape = ReplicaShape(1, 4, 1, [1, 2, 3, 4], expert=2).shrink(3)
+    assert shape is not None and (shape.shards, shape.size) == (2, 2)
+
+
+def _agree(store: Any, rank: int, lost: list[int], is_over: bool = False) -> list[int]:
+    generation = _generation(4, ReplicaShape(1, 1, 1, [1, 2, 3, 4]))
+    following = agree_on_next_generation(
+        generation, rank, store, Spares(store), lambda: dict.fromkeys(lost, "is gone"), lambda: is_over
+    )
+    assert following is None or following.number == 1
+    return [member.pid for member in following.members] if following else []
+
+
+def test_live_ranks_agree_even_if_one_is_lost_meanwhile() -> None:
+    """Rank 1 arrives and is then killed, and rank 2 never arrives; all live ranks get the same list."""
+    store, lost = HashStore(), [3]
+    with ThreadPoolExecutor(3) as pool:
+        waiting = [pool.submit(_agree, store, rank, lost) for rank in (0, 1)]
+        lost.append(2)
+        zero, one = (answer.result(10) for answer in waiting)
+    assert zero == one == [0, 1]
+    assert _agree(store, 0, [1, 2, 3]) == [0, 1]  # the first proposal counts
+
+
+def test_agreement_ends_when_it_is_over() -> None:
+    """A rank waiting in vain for another one returns no generation."""
+    assert _agree(HashStore(), 0, [], is_over=True) == []
+
+
+def test_spares_are_admitted_once_and_learn_the_end_of_the_run() -> None:
+    """Of two spares the live one is admitted with its generation; others find the run's exit code."""
+    store = HashStore()
+    spares = Spares(store)
+    with subprocess.Popen([sys.executable, "-c", "pass"]) as process:
+        spares.register(RunProcess(RunProcess.of_this_process().machine, process.pid))
+    number = spares.register(RunProcess.of_this_process())
+    assert spares.find_waiting_spares() == {number: RunProcess.of_this_process()}
+    assert spares.find_admission(number) is None
+    for rank in range(4):
+        store.set(f"joined/{rank}", "1")
+    assert _agree(store, 0, [2]) == [0, 1, 3, os.getpid()] and spares.find_waiting_spares() == {}
+    generation = spares.find_admission(number)
+    assert generation is not None and generation.members[3] == RunProcess.of_this_process()
+    assert spares.find_exit_code() is None
+    spares.announce_run_end(3)
+    assert Spares(store).find_exit_code() == 3
+
+
+def test_a_generation_renumbers_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment describes the new launch, and JSON keeps every field."""
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "7")
+    generation = _generation(3, ReplicaShape(1, 1, 1, [3]), shards=2)
+    generation.set_rank_environment(2)
+    assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("2", "3")
+    assert Generation.from_json(generation.to_json()) == generation
+
+
+def test_known_spares_cost_one_question_each() -> None:
+    """Rank 0 asks in every step, so that spares admitted long ago cost nothing."""
+    questions: list[str] = []
+
+    class CountingStore(HashStore):
+        def check(self, keys: list[str]) -> bool:
+            questions.extend(keys)
+            return bool(super().check(keys))
+
+    store = CountingStore()
+    spares = Spares(store)
+    numbers = [spares.register(spare) for spare in (*SPARES, *SPARES)]
+    spares.announce_admission(numbers[:3], _generation(4, ReplicaShape(1, 1, 1, [4])))
+    assert spares.find_waiting_spares() == {numbers[3]: SPARES[1]}
+    questions.clear()
+    assert spares.find_waiting_spares() == {numbers[3]: SPARES[1]} and questions == [f"admitted/{numbers[3]}"]
