@@ -28,7 +28,7 @@ MAX_DEPTH = 16
 
 
 class PredictionLayer(nn.Module):
-    """One more layer like a model's last, on a projection of hidden states and the next token's embedding."""
+    """One more layer like a model's last, on projected hidden states and embeddings."""
 
     def __init__(self, model: LanguageModel, width: int, eps: float) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class PredictionLayer(nn.Module):
             owner.reset_parameters = partial(_fill_parameters, model, name, owner, reset)
 
     def forward(self, hidden: Tensor, embedded: Tensor, context: TokenContext) -> Tensor:
-        """Return hidden states (rows, length, width) for those one token before, and embeddings (same shape)."""
+        """Map hidden states (rows, length, width) and the next tokens' embeddings, in this shape, to hidden states."""
         hidden, embedded = (x.to(self.eh_proj.weight.dtype) for x in (hidden, embedded))
         joined = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(hidden)], -1))
         output: Tensor = self.layer(joined, context)
@@ -50,7 +50,7 @@ class PredictionLayer(nn.Module):
 
 
 def _fill_parameters(model: LanguageModel, name: str, owner: nn.Module, reset: Any) -> None:
-    """Fill the parameters of a layer's module `name` as the model's, with the seed of torch's generator."""
+    """Fill the parameters in a layer's module `name` like the model's, seeded by torch's generator."""
     if reset is not None:
         reset()
     for key, parameter in owner.named_parameters(recurse=False):
@@ -60,21 +60,21 @@ def _fill_parameters(model: LanguageModel, name: str, owner: nn.Module, reset: A
 @component
 class MultiToken(NextToken):
     """
-    Cross entropy of the next token and, by extra layers on the last hidden states, of `depth` tokens after it.
+    Cross entropy for the next token and, by extra layers on the last hidden states, for `depth` tokens after it.
 
     Embedding and head are the model's. The extra layers are trained in `precision.parameter`, whole on every rank, and
-    are in checkpoints but not in exports. Beside the sums of `loss.next_token` there is `further_cross_entropy`, a mean
+    are in checkpoints but not in exports. Beside the sums in `loss.next_token` there is `further_cross_entropy`, a mean
     over depths.
     """
 
     model: LanguageModel
     mesh: Mesh
-    depth: int = setting("number of further tokens, each with a layer", default=1, check=between(1, MAX_DEPTH + 1))
-    coefficient: float = setting("multiplier of the mean cross entropy of further tokens", default=0.3, check=above(0))
+    depth: int = setting("further tokens to predict, by a layer for one", default=1, check=between(1, MAX_DEPTH + 1))
+    coefficient: float = setting("multiplier for the further tokens' mean cross entropy", default=0.3, check=above(0))
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
-        """Report ranks that split rows or products, circular pipelines, and last layers that read from others."""
+        """Report ranks along `tensor` or `context`, circular pipelines, and last layers with links to others."""
         mesh, model = node.neighbour("mesh"), node.neighbour("model")
         for dimension in ("tensor", "context"):
             if mesh is not None and mesh.settings.get(dimension, 1) != 1:
@@ -99,7 +99,7 @@ class MultiToken(NextToken):
             return nn.ModuleList([PredictionLayer(self.model, width, eps) for _ in range(self.depth)])
 
     def inputs(self, batch: TokenBatch) -> tuple[Tensor, TokenContext]:
-        """Return token ids, int64 (rows, length), and a context that asks for their embeddings."""
+        """Return token ids, int64 (rows, length), and a context with a request for their embeddings."""
         tokens, context = super().inputs(batch)
         return tokens, attrs.evolve(context, hidden_states=HiddenStates((0,)))
 
@@ -111,7 +111,7 @@ class MultiToken(NextToken):
         further: Any = 0.0
         layers: Any = self.module
         for depth, layer in enumerate(layers, 1):
-            # Tokens without a target so far ahead in their document get the targets of others, and no weight.
+            # Tokens without a target so far ahead in their document get other targets, and no weight.
             ahead = (x.roll(-depth, 1) for x in (embedded, batch.targets, batch.weights, batch.document_ids))
             next_embedded, targets, weights, documents = ahead
             weights = weights * (documents == batch.document_ids)

@@ -84,7 +84,7 @@ def reward_loss_of(use: str, values: Values, _place: Path) -> Any:
 
 
 def further_loss_of(use: str, values: Values, _place: Path) -> Any:
-    """Return a loss of further tokens, and its named sums."""
+    """Return a loss for further tokens, and its named sums."""
     inputs = sample()
     model = dense(hidden_size=8, num_attention_heads=2, num_key_value_heads=1, head_dim=4)
     loss = build(use, model=model, mesh=SingleRankMesh(), **values)

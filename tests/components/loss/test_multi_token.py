@@ -1,4 +1,4 @@
-"""Multi-token prediction against its formula, with a layer of transformers."""
+"""Multi-token prediction against its formula, with a layer from transformers."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ def norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def compute_by_formula(reference: Any, layers: Any, blocks: Any, tokens: Tensor, targets: Tensor) -> list[Tensor]:
-    """Return the sums of cross entropies of one document (tokens,) by depth, from equations 21 to 24."""
+    """Return one document's summed cross entropies by depth, for tokens (tokens,), from equations 21 to 24."""
     embedded = reference.model.embed_tokens(tokens[None])
     hidden = reference.model(tokens[None]).last_hidden_state
     sums = [F.cross_entropy(reference.lm_head(hidden)[0], targets, reduction="sum")]
@@ -40,7 +40,7 @@ def compute_by_formula(reference: Any, layers: Any, blocks: Any, tokens: Tensor,
 
 
 def test_losses_and_gradients_equal_the_formula() -> None:
-    """Further tokens of packed documents have the formula's losses and gradients, each document alone."""
+    """Further tokens in packed documents have the formula's losses and gradients for documents alone."""
     torch.manual_seed(0)
     model = dense(tie_word_embeddings=False)
     module = whole(model)
@@ -101,6 +101,6 @@ def test_losses_and_gradients_equal_the_formula() -> None:
     ],
 )
 def test_check_refuses_what_extra_layers_can_not_do(words: tuple[str, ...], text: str) -> None:
-    """Ranks that split rows or products, and layers that read from others, are problems of the recipe."""
+    """Split rows or products, circular pipelines and linked layers are problems in the recipe."""
     graph = Recipe.load("first_run", "loss.use=loss.multi_token", *words).graph
     assert any(text in problem.text for problem in graph.errors), graph.errors

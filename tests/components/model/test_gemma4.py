@@ -91,7 +91,7 @@ def test_operations_equal_a_count_by_hand() -> None:
 
 
 def test_recomputed_linked_layers_have_the_same_gradients() -> None:
-    """Layers that read others' keys and embeddings recompute the same tensors, bit by bit."""
+    """Layers with others' keys and embeddings recompute the same tensors, bit by bit."""
     torch.manual_seed(0)
     module: Any = whole(gemma("gemma4, linked layers"))
     tokens = torch.randint(29, (2, 11))
@@ -112,7 +112,7 @@ def test_recomputed_linked_layers_have_the_same_gradients() -> None:
     ],
 )
 def test_check_refuses_what_linked_layers_can_not_do(words: tuple[str, ...], text: str) -> None:
-    """Pipelines of linked layers, and sizes that do not fit, are problems of the recipe."""
+    """Pipelines with linked layers, and wrong sizes, are problems in the recipe."""
     sizes = ("model.num_hidden_layers=4", "model.hidden_size=64", "model.num_attention_heads=2")
     graph = Recipe.load("first_run", *FAMILY_WORDS["gemma4"], *sizes, *words).graph
     assert any(text in problem.text for problem in graph.errors), graph.errors
