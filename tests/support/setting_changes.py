@@ -551,6 +551,11 @@ ROWS: dict[str, Row] = {
         },
     ),
     "loss.dpo": Row(parts.loss_of, {}, {"beta": 0.5, "reference": Change("data", observer=runs.problems_of_loss)}),
+    "loss.multi_token": Row(
+        policy.further_loss_of,
+        {},
+        {"z_loss": 0.1, "label_smoothing": 0.1, "accuracy": True, "top_k": 3, "depth": 2, "coefficient": 0.5},
+    ),
     "loss.next_token": Row(parts.loss_of, {}, {"z_loss": 0.1, "label_smoothing": 0.1, "accuracy": True, "top_k": 3}),
     "metrics.auroc": Row(parts.count_sums, {"bins": 4}, {"bins": 6, "of": "other"}),
     "metrics.bits_per_byte": Row(parts.measure_bytes, {}, {"of": "accuracy"}),
