@@ -59,6 +59,7 @@ OPERATIONS = {
     ),
     "causal_conv": _create_operation("the convolution over tokens in recurrent layers", "gated_delta", "causal_conv"),
     "gated_delta_rule": _create_operation("the gated delta rule in recurrent layers", "gated_delta", "delta_rule"),
+    "state_space": _create_operation("Mamba-2's recurrence", "state_space", "state_space"),
     "linear_cross_entropy": Operation(
         "the loss over the vocabulary",
         {
@@ -88,7 +89,6 @@ PLAIN = {
     "linear_quantized": "weight_formats.eager.linear_quantized",
     "multiply_quantized_experts": "weight_formats.eager.multiply_quantized_experts",
     "channel_delta_rule": "channel_delta.eager.channel_delta_rule_eager",
-    "state_space": "state_space.eager.state_space_eager",
     "causal_mask": "attention.eager.create_causal_mask",
     "attend_to_cached": "attention.eager.attention_eager",
 }

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from drawloom import UserError, above, at_least, component, setting
-from drawloom.components.loss.decoder_inputs import DecoderInputs, compute_target_logps
-from drawloom.components.loss.pairwise import sum_by_answer
+from drawloom.components.loss.decoder_inputs import compute_target_logps
+from drawloom.components.loss.pairwise import PairInputs, sum_by_answer
 from drawloom.ports import Head, LossSums, TokenBatch
 
 
 @component
-class Kto(DecoderInputs):
+class Kto(PairInputs):
     """
     KTO: 1 - sigmoid(beta * (r - z)) of a good answer, and 1 - sigmoid(beta * (z - r)) of a bad one, times a weight.
 

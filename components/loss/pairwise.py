@@ -14,7 +14,7 @@ from torch import Tensor
 from drawloom import UserError, above, setting
 from drawloom.components.loss.decoder_inputs import DecoderInputs, compute_target_logps
 from drawloom.graph import component_base_class
-from drawloom.ports import IGNORE_INDEX, Head, LossSums, TokenBatch
+from drawloom.ports import IGNORE_INDEX, Head, LossSums, SharedPairs, TokenBatch, TokenContext
 
 TIE_ROUNDINGS = 2
 """
@@ -51,8 +51,18 @@ class PairScores:
         return -(self.logps / self.counts)[..., 0]
 
 
+class PairInputs(DecoderInputs):
+    """Base class for losses of pairs, with or without a shared beginning."""
+
+    def inputs(self, batch: TokenBatch) -> tuple[Tensor, TokenContext]:
+        tokens, context = super().inputs(batch)
+        return tokens, attrs.evolve(context, document_ids=batch.reader_ids) if isinstance(
+            batch, SharedPairs
+        ) else context
+
+
 @component_base_class
-class PairwiseLoss(DecoderInputs):
+class PairwiseLoss(PairInputs):
     """
     Base for losses over answer pairs: means over the pairs, weighted.
 

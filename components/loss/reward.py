@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drawloom import NodeView, Problem, UserError, at_least, component, setting
-from drawloom.components.loss.decoder_inputs import DecoderInputs
-from drawloom.components.loss.pairwise import sum_by_answer
+from drawloom.components.loss.pairwise import PairInputs, sum_by_answer
 from drawloom.components.weights.convert import convert_tensors
 from drawloom.components.weights.heads import find_score_head_rows, read_score_head
 from drawloom.components.weights.mapper_ops import distribute_like
@@ -87,7 +86,7 @@ def report_tensor_parallelism(node: NodeView) -> Iterator[Problem]:
 
 
 @component
-class RewardModel(DecoderInputs):
+class RewardModel(PairInputs):
     """
     Reward model: -log(sigmoid(margin)) of every pair of answers, where the margin is the difference of their scores.
 

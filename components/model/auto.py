@@ -27,6 +27,7 @@ MODULES = (
         "gemma4",
         "glm4_moe",
         "glm4_moe_lite",
+        "glm_moe_dsa",
         "gpt_oss",
         "granite",
     ),
@@ -101,10 +102,10 @@ class AutoModel(DecoderModel):
         return {}
 
     @classmethod
-    def has_sequence_classifier(cls, node: Any) -> bool:
-        with suppress(UserError):  # a problem of its own
-            return _find_builder_class(node.settings["path"]).family.has_classifier
-        return True
+    def find_family(cls, node: Any) -> Family | None:
+        with suppress(UserError):
+            return _find_builder_class(node.settings["path"]).family
+        return None
 
     @cached_property
     def family(self) -> Family:

@@ -4,9 +4,8 @@ from collections.abc import Iterator
 
 import attrs
 
-from drawloom import between, component, setting
+from drawloom import component, setting
 from drawloom.components.model.decoder.declarations import (
-    MAX_SIZES,
     DecoderBuilder,
     Family,
     InvalidSetting,
@@ -44,10 +43,8 @@ class LatentConfig(GroupedExpertsConfig):
     qk_nope_head_dim: int = size_setting("head_dim", "channels of queries and keys without rotation", default=128)
     v_head_dim: int = size_setting("head_dim", "width of values", default=128)
     kv_lora_rank: int = size_setting("hidden_size", "width of the latent of keys and values", default=512)
-    q_lora_rank: int = setting(
-        "width of the latent of queries, or 0 to project them from hidden states",
-        default=1536,
-        check=between(0, MAX_SIZES["hidden_size"] + 1),
+    q_lora_rank: int = size_setting(
+        "hidden_size", "width of the latent of queries, or 0 to project them from hidden states", 0, default=1536
     )
     attention_bias: bool = setting("add biases to the projections to latents and to the output", default=False)
 
@@ -104,9 +101,6 @@ def write_latent_config(config: ConfigJson) -> ConfigJson:
 LATENT_RENAMED = RENAMED | {"head_dim": "qk_rope_head_dim"}
 """Keys that have other names in a `config.json`."""
 
-MTP = "model.layers.{layers}.*"
-"""The layer for multi-token prediction, which is not trained."""
-
 
 @component(impact="incompatible")
 class DeepseekV3(DecoderBuilder):
@@ -133,7 +127,7 @@ class DeepseekV3(DecoderBuilder):
         renamed=LATENT_RENAMED,
         other_types=("kimi_k2",),
         nested_types={"kimi_k25": "model.language_model."},
-        ignored=(MTP, "*vision_tower.*", "*mm_projector.*"),
+        ignored=("*vision_tower.*", "*mm_projector.*"),
         read=read_latent_config,
         write=write_latent_config,
     )

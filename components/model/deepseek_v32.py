@@ -14,7 +14,7 @@ from drawloom.components.model.decoder.declarations import (
     training_setting,
 )
 from drawloom.components.model.decoder.mixer_specs import SparseLatentSpec
-from drawloom.components.model.deepseek_v3 import LATENT_RENAMED, MTP, DeepseekV3, DeepseekV3Config
+from drawloom.components.model.deepseek_v3 import LATENT_RENAMED, DeepseekV3, DeepseekV3Config
 from drawloom.components.model.glm4_moe_lite import read_mlp_layer_types, write_mlp_layer_types
 from drawloom.ports import Settings
 
@@ -47,6 +47,12 @@ class DeepseekV32Config(DeepseekV3Config):
         )
 
     @classmethod
+    def find_split_faults(cls, sizes: Settings, dimension: str, ranks: int) -> Iterator[str]:
+        yield from super().find_split_faults(sizes, dimension, ranks)
+        if dimension == "context":
+            yield "the indexer chooses among all tokens of a row"
+
+    @classmethod
     def find_faults(cls, given: Settings) -> Iterator[InvalidSetting]:
         yield from super().find_faults(given)
         if given["index_head_dim"] < given["head_dim"]:
@@ -68,7 +74,6 @@ class DeepseekV32(DecoderBuilder):
         "DeepseekV32ForCausalLM",
         hf_defaults={**DeepseekV3.family.hf_defaults, "max_position_embeddings": 163_840},
         renamed=LATENT_RENAMED,
-        ignored=(MTP,),
         read=read_mlp_layer_types,
         write=write_mlp_layer_types,
         has_classifier=False,

@@ -1,6 +1,6 @@
-"""The component `model.gemma4`: Gemma 4 for text without per-layer embeddings, such as 31B (Gemma team 2026)."""
+"""The component `model.gemma4`: Gemma 4 for text (Gemma team 2026)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import attrs
 from torch import Tensor
@@ -8,7 +8,9 @@ from torch import Tensor
 from drawloom import above, component, setting
 from drawloom.components.model.decoder.declarations import (
     FULL,
+    Branch,
     DecoderBuilder,
+    DecoderConfig,
     Family,
     InvalidSetting,
     Rope,
@@ -20,10 +22,15 @@ from drawloom.components.model.decoder.declarations import (
     size_setting,
     training_setting,
 )
+from drawloom.components.model.decoder.expert_config import MoeConfig
+from drawloom.components.model.decoder.expert_specs import ExpertSpec, GeGlu, NormedExpertSpec, NormedRouting
 from drawloom.components.model.decoder.hugging_face import join_rope_by_type, split_rope_by_type
-from drawloom.components.model.decoder.mixer_specs import NormedValueSpec
+from drawloom.components.model.decoder.mixer_specs import NormedValueSpec, PerLayerInputSpec, SharedKeysSpec
+from drawloom.components.model.decoder.specs import MlpSpec, PartSpec
+from drawloom.components.model.decoder.tensor_names import join_tensors, rename_tensors
 from drawloom.components.model.gemma3 import GELU, SLIDING_THETA, GemmaConfig
-from drawloom.ports import ConfigJson, Settings
+from drawloom.components.weights.mapper_ops import identity
+from drawloom.ports import ConfigJson, Mapper, Settings
 
 
 @attrs.frozen
@@ -38,12 +45,21 @@ class FirstPairsRope(Rope):
         return cos, sin
 
 
+EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+
+
 @config_class
-class Gemma4Config(GemmaConfig):
-    """Config of Gemma 4: layers with full attention have other heads, whose keys may be the values, too."""
+class Gemma4Config(GemmaConfig, MoeConfig):
+    """
+    Config of Gemma 4: layers with full attention have other heads, whose keys may be the values, too.
+
+    Last layers may use the keys and values of earlier ones, all layers may have an embedding of their own, and experts
+    beside the feed-forward network.
+    """
 
     unused_keys = ("rope_scaling",)
     layer_class = "scaled_layer:ScaledBlock"
+    decoder_class = "per_layer:PerLayerDecoder"
     model_class = "capped_model:CappedCausalLM"
 
     layer_types: SlidingTypes = training_setting(
@@ -60,6 +76,19 @@ class Gemma4Config(GemmaConfig):
         "number of key heads in layers with full attention, with attention_k_eq_v; default: num_key_value_heads",
         default=None,
     )
+    num_kv_shared_layers: int = size_setting(
+        "num_hidden_layers",
+        "number of last layers with the keys and values of the last layer of their type before them",
+        least=0,
+        default=0,
+    )
+    use_double_wide_mlp: bool = setting("double intermediate_size in layers with others' keys", default=False)
+    hidden_size_per_layer_input: int = size_setting(
+        "hidden_size", "width of the embedding that each layer has for itself; 0: none", least=0, default=0
+    )
+    num_experts: int = size_setting("num_experts", "number of routed experts per layer; 0: none", least=0, default=0)
+    num_experts_per_tok: int = size_setting("num_experts", "number of routed experts per token", least=0, default=0)
+    moe_intermediate_size: int = size_setting("intermediate_size", "inner width of an expert", least=0, default=0)
     attention_k_eq_v: bool = setting("use keys as values in layers with full attention", default=False)
     final_logit_softcapping: float | None = training_setting(
         "bound that a tanh puts on logits; default: none", default=None, check=above(0)
@@ -69,28 +98,82 @@ class Gemma4Config(GemmaConfig):
     def attention_score_scale(self) -> float:
         return 1.0
 
+    @property
+    def unread_tensors(self) -> tuple[str, ...]:
+        users = [layer for layer in range(self.num_hidden_layers) if self.key_layer_of(layer) != layer]
+        parts = "k_proj", "v_proj", "k_norm"
+        return tuple(f"model.layers.{layer}.self_attn.{part}.*" for layer in users for part in parts)
+
     def rope_of(self, layer: int) -> Rope | None:
         if self.window_of(layer) is not None:
             return Rope(self.head_dim, self.rope_local_base_freq)
         pairs = int(self.partial_rotary_factor * self.global_head_dim // 2)
         return FirstPairsRope(self.global_head_dim, self.rope_theta, pairs=pairs)
 
+    def key_layer_of(self, layer: int) -> int:
+        """Return the layer whose keys and values a layer uses: perhaps itself."""
+        first, kind = self.num_hidden_layers - self.num_kv_shared_layers, self.layer_types[layer]
+        return layer if layer < first else max(n for n in range(first) if self.layer_types[n] == kind)
+
     def grouped_attention_spec_of(self, layer: int) -> NormedValueSpec:
-        spec = NormedValueSpec(**attrs.asdict(super().grouped_attention_spec_of(layer), recurse=False))
+        source, users = self.key_layer_of(layer), map(self.key_layer_of, range(layer + 1, self.num_hidden_layers))
+        spec_class = NormedValueSpec if source == layer else SharedKeysSpec
+        spec = spec_class(
+            **attrs.asdict(super().grouped_attention_spec_of(layer), recurse=False),
+            link=f"keys {source}" if source != layer or layer in users else "",
+        )
         if self.window_of(layer) is not None:
             return spec
         shared = self.attention_k_eq_v
         heads = (shared and self.num_global_key_value_heads) or self.num_key_value_heads
         return attrs.evolve(spec, head_dim=self.global_head_dim, kv_heads=heads, keys_as_values=shared)
 
+    @property
+    def expert_spec(self) -> ExpertSpec:
+        spec = attrs.asdict(super().expert_spec, recurse=False)
+        network = {"shared": "mlp", "shared_expert_width": self.intermediate_size, "router": "router"}
+        return NormedExpertSpec(
+            **spec | network | {"routing": NormedRouting(eps=self.rms_norm_eps), "activation": GeGlu()}
+        )
+
+    def layer_has_experts(self, number: int) -> bool:
+        return self.num_experts > 0
+
+    def mlp_spec_of(self, layer: int) -> PartSpec:
+        is_wide = self.use_double_wide_mlp and self.key_layer_of(layer) != layer
+        return MlpSpec(width=self.intermediate_size * (2 if is_wide else 1), activation=self.activation)
+
+    def branches_of(self, layer: int) -> Sequence[Branch]:
+        attention, mlp = super().branches_of(layer)
+        if self.num_experts:
+            mlp = Branch(None, "feed_forward", self.expert_spec, mlp.norm_after)
+        if not (width := self.hidden_size_per_layer_input):
+            return attention, mlp
+        gate = PerLayerInputSpec(width=width, number=layer)
+        return attention, mlp, Branch(None, "per_layer", gate, "post_per_layer_input_norm")
+
+    @classmethod
+    def find_split_faults(cls, sizes: Settings, dimension: str, ranks: int) -> Iterator[str]:
+        yield from super().find_split_faults(sizes, dimension, ranks)
+        for key in ("num_kv_shared_layers", "hidden_size_per_layer_input") if dimension == "pipeline" else ():
+            if sizes.get(key):
+                yield f"with {key} = {sizes[key]} layers read tensors of others"
+
     @classmethod
     def find_faults(cls, given: Settings) -> Iterator[InvalidSetting]:
         yield from super().find_faults({**given, "partial_rotary_factor": 1.0})
+        if given["num_experts"] and (missing := [key for key in EXPERTS if not given[key]]):
+            yield InvalidSetting(missing[0], f"{missing[0]} is missing, and there are experts", "write it")
+        layers, types = given["num_hidden_layers"], given.get("layer_types")
+        kinds = [*(types or alternate_layer_types(layers, 6))[: layers - 1], FULL]
+        if without := {*kinds} - {*kinds[: max(0, layers - given["num_kv_shared_layers"])]}:
+            why = f"no layer before the last {given['num_kv_shared_layers']} has keys for {min(without)}"
+            yield InvalidSetting("num_kv_shared_layers", why, "write fewer")
         factor, width = given["partial_rotary_factor"], given["global_head_dim"]
         if int(factor * width // 2) < 1:
             why = f"partial_rotary_factor = {factor} rotates no pair of channels in global_head_dim = {width}"
             yield InvalidSetting("partial_rotary_factor", why, "write a larger factor")
-        types, layers = given.get("layer_types"), given["num_hidden_layers"]
+        types = given.get("layer_types")
         if types and len(types) >= layers and types[layers - 1] != FULL:
             yield InvalidSetting("layer_types", "the last layer has a window, as in no Gemma 4", f"end with {FULL!r}")
         if heads := given.get("num_global_key_value_heads"):
@@ -105,14 +188,20 @@ def _convert_config_from_hf(config: ConfigJson) -> ConfigJson:
     full = config.pop("rope_parameters", None) or {}
     if (kind := full.get("rope_type", "proportional")) != "proportional" or full.get("factor", 1.0) != 1.0:
         raise ValueError(f"has rotary positions of type {kind!r}, or with a factor, in full attention")
+    is_unified = config.get("model_type") == "gemma4_unified_text"
     config = {
-        "hidden_size_per_layer_input": 256,  # transformers' default, which is refused
+        **(UNIFIED if is_unified else {"hidden_size_per_layer_input": 256}),
         **config,
         "rope_theta": full.get("rope_theta", 1e6),
         "partial_rotary_factor": full.get("partial_rotary_factor", 0.25),
     }
     if config.get("use_bidirectional_attention") == "vision":  # for images alone
         del config["use_bidirectional_attention"]
+    if not config.get("enable_moe_block"):
+        config = {key: value for key, value in config.items() if key not in EXPERTS}
+    rows = config.get("vocab_size_per_layer_input", config.get("vocab_size"))
+    if config["hidden_size_per_layer_input"] and rows != config.get("vocab_size"):
+        raise ValueError(f"says vocab_size_per_layer_input = {rows}, where only vocab_size can be built")
     overridden: ConfigJson = next(iter((config.get("per_layer_config") or {}).values()), {})
     names = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
     return config | {names[key]: value for key, value in overridden.items() if key in names}
@@ -122,7 +211,20 @@ def _convert_config_to_hf(config: ConfigJson) -> ConfigJson:
     """Convert rotary positions to rope_parameters by layer type."""
     factor, theta = config["partial_rotary_factor"], config["rope_theta"]
     full = {"rope_type": "proportional", "partial_rotary_factor": factor, "rope_theta": theta}
-    return join_rope_by_type({**config, "rope_parameters": full}, config["rope_local_base_freq"])
+    names = [key for key, value in config.items() if value == 0 and key in ("top_k_experts", *EXPERTS)]
+    derived = {"enable_moe_block": config["num_experts"] > 0, "vocab_size_per_layer_input": config["vocab_size"]}
+    config = {**config, **dict.fromkeys(names), **derived, "rope_parameters": full}
+    return join_rope_by_type(config, config["rope_local_base_freq"])
+
+
+UNIFIED = {"hidden_size_per_layer_input": 0, "sliding_window": 1024, "max_position_embeddings": 262_144}
+"""Defaults of the text models in gemma4_unified."""
+
+
+def _keep_experts_stacked(name: str, _: DecoderConfig) -> Iterator[Mapper]:
+    """Yield the mapper for an expert parameter, which files have in one tensor."""
+    if ".experts." in name:
+        yield identity(name)
 
 
 @component(impact="incompatible")
@@ -138,15 +240,18 @@ class Gemma4(DecoderBuilder):
         fixed={
             "hidden_act": GELU,
             "hidden_activation": GELU,
-            "hidden_size_per_layer_input": 0,
-            "num_kv_shared_layers": 0,
-            "enable_moe_block": False,
             "use_bidirectional_attention": None,
         },
         derives_head_dim=False,
-        nested_types={"gemma4": "model.language_model."},
-        ignored=("*vision_tower.*", "*embed_vision.*", "*audio_tower.*", "*embed_audio.*"),
+        renamed={"num_experts_per_tok": "top_k_experts"},
+        other_types=("gemma4_unified_text",),
+        nested_types=dict.fromkeys(("gemma4", "gemma4_unified"), "model.language_model."),
+        ignored=("*vision_tower.*", "*vision_embedder.*", "*embed_vision.*", "*audio_tower.*", "*embed_audio.*"),
         read=_convert_config_from_hf,
         write=_convert_config_to_hf,
+        mapper=rename_tensors(
+            {r"\.feed_forward\.router\.weight$": ".router.proj.weight", r"\.(feed_forward|per_layer)\.": "."},
+            join_tensors(_keep_experts_stacked),
+        ),
         has_classifier=False,
     )

@@ -48,6 +48,5 @@ class Glm4Moe(DecoderBuilder):
             "first_k_dense_replace": 1,
         },
         renamed=RENAMED,
-        ignored=("model.layers.{layers}.*",),
         has_classifier=False,
     )

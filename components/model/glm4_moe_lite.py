@@ -4,7 +4,6 @@ from drawloom import component
 from drawloom.components.model.decoder.declarations import DecoderBuilder, Family
 from drawloom.components.model.deepseek_v3 import (
     LATENT_RENAMED,
-    MTP,
     DeepseekV3Config,
     read_latent_config,
     write_latent_config,
@@ -51,7 +50,6 @@ class Glm4MoeLite(DecoderBuilder):
             "first_k_dense_replace": 1,
         },
         renamed=LATENT_RENAMED,
-        ignored=(MTP,),
         read=read_mlp_layer_types,
         write=write_mlp_layer_types,
         has_classifier=False,

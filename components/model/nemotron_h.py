@@ -75,7 +75,7 @@ class NemotronHConfig(SigmoidExpertsConfig):
         spec = attrs.evolve(super().expert_spec, activation=SquaredRelu())
         if self.moe_latent_size is None:
             return spec
-        return LatentExpertSpec(**attrs.asdict(spec, recurse=False), latent_width=self.moe_latent_size)
+        return LatentExpertSpec(**attrs.asdict(spec, recurse=False) | {"latent_width": self.moe_latent_size})
 
     @property
     def delta(self) -> StateSpaceSpec:

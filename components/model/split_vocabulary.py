@@ -14,7 +14,7 @@ from drawloom.components.model.layers import ChunkedHead, Embedding, Linear
 from drawloom.components.model.new_tokens import NewTokenSplit
 from drawloom.ports import TABLE_ROLE, Head, Mapper, Role, TensorGroup
 
-LAYERS = ("embed_tokens", "lm_head")
+LAYERS = ("embed_tokens", "embed_tokens_per_layer", "lm_head")
 
 
 def _register_new_row_parameters(layer: nn.Module, split: NewTokenSplit, width: int) -> None:

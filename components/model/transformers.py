@@ -77,12 +77,10 @@ class Transformers:
         return True
 
     @classmethod
-    def find_tensor_parallel_faults(cls, node: Any, ranks: int) -> Iterator[str]:
-        yield "model.transformers can't partition its layers over ranks"
-
-    @classmethod
-    def find_context_parallel_faults(cls, node: Any) -> Iterator[str]:
-        yield "model.transformers can't split rows over ranks"
+    def find_split_faults(cls, node: Any, dimension: str, ranks: int) -> Iterator[str]:
+        if dimension != "pipeline":
+            split = "partition its layers" if dimension == "tensor" else "split rows"
+            yield f"model.transformers can't {split} over ranks"
 
     def check_before_open(self) -> None:
         """Raise UserError for an invalid folder, a model that fails a check, or a tokenizer with too many ids."""

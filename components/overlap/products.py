@@ -64,17 +64,14 @@ class _GatheredProducts(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         gathered, *weights = ctx.saved_tensors
         ranks: Shifts = ctx.ranks
-        parts = [grad.contiguous().view(ranks.size, -1, grad.shape[-1]) for grad in grads]
-
-        def multiply(rank: int) -> Tensor:
-            first, *others = zip(parts, weights, strict=True)
-            total = torch.mm(first[0][rank], first[1])
-            for part, weight in others:
-                total.addmm_(part[rank], weight)
-            return total
-
         needs_own, needs_weights = ctx.needs_input_grad[0], ctx.needs_input_grad[3:]
-        finish = _multiply_and_sum(multiply, ranks) if needs_own else None
+        finish = None
+        if needs_own:
+            total = torch.mm(grads[0], weights[0])
+            for grad, weight in zip(grads[1:], weights[1:], strict=True):
+                total.addmm_(grad, weight)
+            # The products for weight gradients take longer than the exchange.
+            finish = _multiply_and_sum(total.view(ranks.size, -1, total.shape[-1]).__getitem__, ranks)
         weight_grads = [
             compute(LINEAR_WEIGHT_GRADIENT, grad, gathered) if needs else None
             for compute, grad, needs in zip(ctx.weight_gradients, grads, needs_weights, strict=True)

@@ -8,7 +8,7 @@ from torch import nn
 
 from drawloom import Problem
 from drawloom.components.parallel.dimension import Dimension, RankParameters
-from drawloom.ports import RankSlice, StageNodes, TensorParallelModel
+from drawloom.ports import RankSlice, SplitModel, StageNodes
 
 
 @attrs.define(eq=False)
@@ -25,9 +25,9 @@ class TensorDimension(Dimension):
     def check(cls, nodes: StageNodes) -> Iterator[Problem]:
         """Yield problems for models without an even split over the ranks."""
         ranks, model = nodes.sizes.tensor, nodes.model
-        if ranks == 1 or model is None or not issubclass(model.component, TensorParallelModel):
+        if ranks == 1 or model is None or not issubclass(model.component, SplitModel):
             return
-        for fault in model.component.find_tensor_parallel_faults(model, ranks):
+        for fault in model.component.find_split_faults(model, cls.name, ranks):
             text = f"{ranks} ranks along 'tensor' share every matrix product of [{model.name}], and {fault}"
             yield nodes.mesh.problem(cls.name, text, "write another number, or 1")
 

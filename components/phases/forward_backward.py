@@ -17,7 +17,6 @@ from drawloom.ports import (
     Step,
     TrainingData,
     uses_preference_pairs,
-    uses_unpaired_answers,
 )
 
 
@@ -37,21 +36,12 @@ class ForwardBackward:
         """Report a loss that does not fit the data: pairs, or unpaired answers, in only one of them."""
         data, executor = node.neighbour("data"), node.neighbour("executor")
         rows, loss = data and data.neighbour("rows"), executor and executor.neighbour("objective")
-        if not rows or not loss:
+        if not executor or not rows or not loss:
             return
-        if uses_preference_pairs(rows.component) and not uses_preference_pairs(loss.component):
-            text = f"[{loss.name}] would learn both documents of each pair in [{rows.name}]"
-            yield loss.problem("use", text, 'write use = "loss.dpo"')
-        elif uses_preference_pairs(loss.component) and not uses_preference_pairs(rows.component):
-            text = f"[{loss.name}] compares pairs of documents, and [{rows.name}] makes none"
-            yield rows.problem("use", text, 'write use = "data.packing.pairs"')
-        judged = [node for node in rows.reachable() if uses_unpaired_answers(node.component)]
-        if judged and not uses_unpaired_answers(loss.component):
-            text = f"[{judged[0].name}] has answers that are good or bad by themselves"
-            yield loss.problem("use", text, 'write use = "loss.kto"')
-        elif uses_unpaired_answers(loss.component) and not judged:
-            text = f"[{loss.name}] learns from answers that are good or bad by themselves, and the data have none"
-            yield loss.problem("use", text, 'write use = "data.feedback" in the corpus, or use = "loss.dpo"')
+        if any(uses_preference_pairs(other.component) for other in (loss, *rows.reachable())):
+            from drawloom.components.phases.answer_checks import find_answer_problems
+
+            yield from find_answer_problems(rows, loss, executor)
 
     def run_phase(self, step: Step) -> None:
         """Load the microbatches, run the pipeline program on them, and write this rank's `losses` and `batches`."""

@@ -1,30 +1,12 @@
 """Prompts that their completions share in the learning pass."""
 
 from collections.abc import Iterator
-from typing import Protocol, runtime_checkable
 
 import torch
 
 from drawloom import NodeView, Problem, component
-from drawloom.components.state.prefix_tree import PrefixGroups
-from drawloom.ports import Executor, Mesh, PolicyBatch, Scored, Step, build_meta_module_if_known
-
-MIN_WIDTH_STEP = 16
-"""Least difference between two widths of packed rows."""
-
-
-@runtime_checkable
-class MayBeRecurrent(Protocol):
-    """A module with or without recurrent layers, whose states can't branch."""
-
-    is_recurrent: bool
-
-
-@runtime_checkable
-class MayBalanceRows(Protocol):
-    """A router with a coefficient for a loss that counts a row's tokens."""
-
-    aux_loss_coef: float
+from drawloom.components.state.prefix_tree import PrefixGroups, round_width_up
+from drawloom.ports import Executor, Mesh, PolicyBatch, Scored, Step, find_sharing_problems
 
 
 @component(reads=("rollouts",), changes=("batches",))
@@ -49,20 +31,8 @@ class SharedPrefixes:
             yield mesh.problem("context", text, "write context = 1")
         stages = executor.neighbour("stages") if executor else None
         model = stages.neighbour("model") if stages else None
-        if model is None:
-            return
-        kernels = model.neighbour("kernels")
-        if kernels and kernels.settings.get("attention") != "tree":
-            text = f"completions would not see the prompt that they share in [{node.name}]"
-            yield kernels.problem("attention", text, 'write use = "kernels.auto" and attention = "tree"')
-        module = build_meta_module_if_known(model)
-        parts = [] if module is None else [*module.modules()]
-        if any(isinstance(part, MayBeRecurrent) and part.is_recurrent for part in parts):
-            text = f"[{model.name}] has recurrent layers, whose states can't continue in several completions"
-            yield node.problem("use", text, f"remove [{node.name}] and its phase, or use a model with attention alone")
-        if any(isinstance(part, MayBalanceRows) and part.aux_loss_coef for part in parts):
-            text = "the load-balancing loss of a row counts its tokens, and a shared prompt would count once"
-            yield model.problem("router_aux_loss_coef", text, "write router_aux_loss_coef = 0.0")
+        if model is not None:
+            yield from find_sharing_problems(node, model)
 
     def run_phase(self, step: Step) -> None:
         """Add a tree to every microbatch."""
@@ -79,9 +49,3 @@ class SharedPrefixes:
         step.state["batches"] = [
             batch.evolve(tree=part.create_tree(width)) for batch, part in zip(batches, groups, strict=True)
         ]
-
-
-def round_width_up(tokens: int) -> int:
-    """Round `tokens` up to a multiple: a quarter of the next lower power of two."""
-    step = max(MIN_WIDTH_STEP, 1 << max(tokens.bit_length() - 3, 0))
-    return max(-(-tokens // step) * step, step)

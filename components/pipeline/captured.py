@@ -7,8 +7,8 @@ slot order. Inputs are copied into the slot's tensors, and outputs are copied fr
 persistent sums. The first step runs kernel by kernel, so compilation and kernel selection have ended; all graphs are
 recorded before the second step.
 
-Text generation with a key-value cache has a graph for each cache: a pass over one new token per row, whose first pass
-runs kernel by kernel, too.
+Text generation with a key-value cache has a graph for each cache: a pass over one new token per row. The first pass
+for a size of caches runs kernel by kernel, too.
 
 Nguyen et al. 2021, "Accelerating PyTorch with CUDA Graphs" (PyTorch blog), with slots instead of one callable.
 
@@ -49,6 +49,7 @@ from drawloom.ports import (
     Operation,
     PassFeature,
     PassRun,
+    RecordableFinish,
     RunnableStage,
     Stage,
     StageFeature,
@@ -228,31 +229,36 @@ class TokenPass:
     runner: StageRunner
     record: Record
     _given: Any = None
+    _targets: Sequence[Any] = ()
     _recorded: Recorded | None = None
     _head: Head | None = None
     _layers: tuple[int, int] = (0, 0)  # the cache's next layer before and after the pass
 
     def run(self, cache: KeyValueCache, inputs: Tensor, shared: BatchContext, finish: Finish | None) -> Any:
         """Return the stage's output, on the last stage `finish`'s result; record the pass if it was not."""
-        given = inputs, attrs.evolve(shared, cache=None)
+        recordable = finish if isinstance(finish, RecordableFinish) else None
         if self._recorded is None:
-            self._given = map_leaves(_copy_leaf, given)
+            self._given = map_leaves(_copy_leaf, (inputs, attrs.evolve(shared, cache=None), recordable))
+            self._targets = list_leaves(self._given)
             self._recorded = self._record_pass(cache)
         else:
-            _copy_tree_into(self._given, given)
+            _copy_leaves_into(self._targets, list_leaves((inputs, shared, recordable)))
         self._recorded.replay()
         cache.next_layer = self._layers[1]
         output = map_leaves(_copy_leaf, self._recorded.outputs)
-        return output if finish is None or self._head is None else finish(output, self._head)
+        if finish is None or recordable is not None or self._head is None:
+            return output
+        return finish(output, self._head)
 
     def _record_pass(self, cache: KeyValueCache) -> Recorded:
         """Record the pass with the cache's addresses; UserError if CUDA rejects it."""
-        first, weak, (inputs, shared) = cache.next_layer, proxy(cache), self._given
+        first, weak, (inputs, shared, finish) = cache.next_layer, proxy(cache), self._given
 
         def run_stage() -> Any:
-            """Return the last hidden states, or this stage's output."""
+            """Return this stage's output, the last hidden states, or the result of a recordable `finish`."""
             weak.next_layer = first
-            output = self.runner.forward(0, inputs, attrs.evolve(shared, cache=weak), None, self._keep_head)
+            context = attrs.evolve(shared, cache=weak)
+            output = self.runner.forward(0, inputs, context, None, finish or self._keep_head)
             self._layers = first, weak.next_layer
             return output
 
@@ -280,6 +286,7 @@ class StageGraphs:
     new_record: Callable[[], Record]
     _first: Any = None  # the reference microbatch, and whether its backward pass is split
     _token_passes: WeakKeyDictionary[KeyValueCache, TokenPass] = attrs.field(factory=WeakKeyDictionary)
+    _compiled_sizes: set[tuple[int, int]] = attrs.field(factory=set)  # rows and capacity of caches
     _slots: list[GraphSlot] = attrs.field(factory=list)
     _free: list[GraphSlot] = attrs.field(factory=list)
     _warned: bool = False
@@ -309,12 +316,14 @@ class StageGraphs:
         """Free a finished microbatch's slot."""
         self._free.append(slot)
 
-    def get_token_pass_or_prepare(self, cache: KeyValueCache) -> TokenPass | None:
-        """Return the graph for passes over one token; None for the first such pass of a cache."""
-        if cache in self._token_passes:
-            return self._token_passes[cache]
-        self._token_passes[cache] = TokenPass(self._create_runner(split=False), self.new_record())
-        return None
+    def get_token_pass_or_prepare(self, cache: KeyValueCache, rows: int) -> TokenPass | None:
+        """Return the graph for passes over one token; None for the first such pass of a cache of this size."""
+        if cache not in self._token_passes:
+            self._token_passes[cache] = TokenPass(self._create_runner(split=False), self.new_record())
+            if (size := (rows, cache.capacity)) not in self._compiled_sizes:
+                self._compiled_sizes.add(size)
+                return None
+        return self._token_passes[cache]
 
     def _create_runner(self, split: bool) -> StageRunner:
         return StageRunner(self.stage, self.objective, split=split)
@@ -340,7 +349,7 @@ class CapturedRunner(StageRunner):
     ) -> Any:
         if (cache := _find_recordable_cache(inputs, shared)) is not None:
             cache.begin_fixed_pass(inputs.device)
-            if (token_pass := self.graphs.get_token_pass_or_prepare(cache)) is not None:
+            if (token_pass := self.graphs.get_token_pass_or_prepare(cache, len(inputs))) is not None:
                 return token_pass.run(cache, inputs, shared, finish)
         # Graphs must serve batches with other counts, which only the host reads.
         given = inputs, shared, None if batch is None else batch.without_host_values()
@@ -402,7 +411,12 @@ def describe_capture_error(stage: int, error: RuntimeError) -> str:
 
 def _copy_tree_into(targets: Any, values: Any) -> None:
     """Copy a tree's tensors into a tree with the same structure."""
-    pairs = zip(list_leaves(targets), list_leaves(values), strict=True)
+    _copy_leaves_into(list_leaves(targets), list_leaves(values))
+
+
+def _copy_leaves_into(targets: Sequence[Any], values: Sequence[Any]) -> None:
+    """Copy the tensors of a tree's leaves into those of a tree with the same structure."""
+    pairs = zip(targets, values, strict=True)
     tensors: Sequence[tuple[Tensor, Tensor]] = [pair for pair in pairs if isinstance(pair[0], Tensor)]
     with torch.no_grad():
         torch._foreach_copy_([target for target, _ in tensors], [value for _, value in tensors])

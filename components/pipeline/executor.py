@@ -24,7 +24,6 @@ from drawloom.ports import (
     Batch,
     BatchContext,
     Compute,
-    ContextParallelModel,
     Device,
     Finish,
     Group,
@@ -41,6 +40,7 @@ from drawloom.ports import (
     Program,
     Referenced,
     Schedule,
+    SplitModel,
     Stage,
     StageFeature,
     Stages,
@@ -422,12 +422,13 @@ def check_embedding_and_head_ranks(executor: NodeView, on_all_ranks: bool) -> It
 
 
 def check_whole_row_conflicts(mesh: NodeView, model: NodeView, loss: NodeView) -> Iterator[Problem]:
-    """Yield a problem if model or loss needs whole rows, but ranks along `context` partition rows."""
-    if PerDimension.from_settings(mesh.settings).context == 1:
-        return
-    reasons = ["documents are compared as wholes"] if uses_preference_pairs(loss.component) else []
-    if issubclass(model.component, ContextParallelModel):
-        reasons += model.component.find_context_parallel_faults(model)
-    for reason in reasons:
-        text = f"rows are partitioned over the ranks along 'context', but {reason}"
-        yield mesh.problem("context", text, "write context = 1")
+    """Yield a problem if model or loss needs whole rows, or the layers on one rank, but ranks partition them."""
+    sizes = PerDimension.from_settings(mesh.settings)
+    for dimension, parts, ranks in (("context", "rows", sizes.context), ("pipeline", "layers", sizes.pipeline)):
+        is_paired = dimension == "context" and uses_preference_pairs(loss.component)
+        reasons = ["documents are compared as wholes"] if is_paired else []
+        if issubclass(model.component, SplitModel):
+            reasons += model.component.find_split_faults(model, dimension, ranks)
+        for reason in reasons if ranks > 1 else ():
+            text = f"{parts} are partitioned over the ranks along {dimension!r}, but {reason}"
+            yield mesh.problem(dimension, text, f"write {dimension} = 1")

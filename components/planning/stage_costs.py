@@ -6,7 +6,6 @@ per kind is recorded with all other blocks left out, and its costs are multiplie
 therefore takes as long for 100 layers as for 10.
 """
 
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -85,28 +84,34 @@ class StageCostRecorder:
             _Block(_make_block_key(block), _is_recomputed(stage.recompute, number), number)
             for number, block in enumerate(self.blocks(stage.module))
         ]
-        # The last block is recorded alone: when an earlier block is recomputed, the tensors of the last are free.
-        earlier, examples = blocks[:-1], blocks[-1:]
-        before = self._record_passes_with_only_blocks(stage, examples, split)
-        passes, recorded = dict(before), [before]
-        for kind, count in Counter(earlier).items():
-            # Blocks that are recorded already keep what blocks share, such as masks, so that an example adds its own.
-            same = [block for block in earlier if block == kind][:2]
-            added = same[:1] if kind.kind in {example.kind for example in examples} else same
-            for number, block in enumerate(added, 1):
-                examples = sorted([*examples, block], key=lambda block: block.number)
-                more = self._record_passes_with_only_blocks(stage, examples, split)
-                times = count - len(added) + 1 if number == len(added) else 1
-                passes = {
-                    op: cost.add_repetitions(more[op].add_repetitions(before[op], -1), times)
-                    for op, cost in passes.items()
-                }
-                recorded.append(more)
-                before = more
+        if any(isinstance(block, HasCostKey) and block.cost_key is None for block in self.blocks(stage.module)):
+            recorded, examples = [self._record_passes_with_only_blocks(stage, blocks, split)], []
+        else:
+            examples = _choose_examples(blocks)
+            recorded = [
+                self._record_passes_with_only_blocks(stage, examples[number::-1], split)
+                for number in range(max(1, len(examples)))
+            ]
+        passes, added = dict(recorded[0]), [recorded[0]]
+        for number, block in enumerate(examples[1:], 1):
+            before = recorded[number - 1]
+            more = {op: cost.add_repetitions(before[op], -1) for op, cost in recorded[number].items()}
+            times = 1 if block in examples[number + 1 :] else blocks.count(block) - examples.count(block) + 1
+            passes = {op: cost.add_repetitions(more[op], times) for op, cost in passes.items()}
+            added.append(more)
+        increments = dict(zip(examples, added, strict=False))  # a kind's last example has what each of its blocks adds
         for op, cost in passes.items():
-            # Bytes alive at a pass's peak but not at its end belong to one block; the rest may grow with the blocks.
-            beyond = max(costs[op].peak_delta - costs[op].net_delta for costs in recorded)
-            passes[op] = attrs.evolve(cost, peak_delta=max(cost.peak_delta, cost.net_delta + beyond))
+            peaks = []
+            for number, example in enumerate(examples):
+                # Blocks before the example are as at its peak, whether recorded or not; those after it may have changed
+                # the live bytes already, or not yet.
+                shown = {block.number for block in examples[: number + 1]}
+                after = [block for block in blocks[example.number + 1 :] if block.number not in shown]
+                changes = [increments[block][op].net_delta for block in after]
+                peak = recorded[number][op].peak_delta
+                kept = cost.net_delta - recorded[number][op].net_delta
+                peaks += [peak + sum(min(c, 0) for c in changes), peak + kept - sum(max(c, 0) for c in changes)]
+            passes[op] = attrs.evolve(cost, peak_delta=max(peaks, default=cost.peak_delta))
         return StageCosts(passes, sum(leaf.nbytes for leaf in list_leaves(self._hidden) if isinstance(leaf, Tensor)))
 
     def _record_passes_with_only_blocks(self, stage: Stage, blocks: Sequence["_Block"], split: bool) -> Passes:
@@ -249,6 +254,19 @@ def _make_outer_parameters_key(module: nn.Module, blocks: Sequence[nn.Module]) -
 def _is_recomputed(policy: Recompute, number: int) -> bool:
     """Return whether a recompute policy (activation checkpointing) covers a stage's block."""
     return policy == "blocks" or (isinstance(policy, int) and number % policy == 0)
+
+
+def _choose_examples(blocks: Sequence[_Block]) -> list[_Block]:
+    """
+    Return the blocks to record, from the last to the first: one of each kind, but two of kinds whose first example also
+    keeps what blocks share, such as masks.
+    """
+    examples: list[_Block] = []
+    for block in reversed(blocks):
+        alike = [example for example in examples if example.kind == block.kind]
+        if alike.count(block) < (2 if alike[:1] == [block] else 1):
+            examples.append(block)
+    return examples
 
 
 @contextmanager

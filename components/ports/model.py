@@ -80,21 +80,6 @@ class UpdateArithmetic(Protocol):
         ...
 
 
-def count_attended_pairs(document_ids: Tensor, window: int | None = None) -> int:
-    """
-    Count query-key pairs in causal attention inside documents, with at most `window` keys per query.
-
-    document_ids: int64 (rows, length); a document's tokens are consecutive.
-    """
-    length = document_ids.shape[1]
-    positions = torch.arange(length).expand_as(document_ids)
-    is_start = torch.ones_like(document_ids, dtype=torch.bool)
-    is_start[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
-    starts = positions.where(is_start, 0).cummax(1).values if length else positions
-    visible_keys = positions - starts + 1
-    return int(visible_keys.clamp(max=length if window is None else window).sum())
-
-
 class CachedKeys(NamedTuple):
     """
     A layer's keys (rows, keys, kv_heads, head_dim) and values (rows, keys, kv_heads, v_dim), with the new tokens' last.
@@ -537,7 +522,10 @@ class HasCostKey(Protocol):
 
     @property
     def cost_key(self) -> Hashable:
-        """Return a key: layers with equal keys and parameters of equal shapes have equal costs."""
+        """
+        Return a key: layers with equal keys and parameters of equal shapes have equal costs. None: the layer can't run
+        alone, as it reads tensors of earlier layers.
+        """
         ...
 
 
@@ -596,22 +584,15 @@ class ExpertModel(Protocol):
 
 
 @runtime_checkable
-class TensorParallelModel(Protocol):
-    """A model class that restricts tensor parallelism."""
+class SplitModel(Protocol):
+    """A model class that restricts how ranks split it."""
 
     @classmethod
-    def find_tensor_parallel_faults(cls, node: Any, ranks: int) -> Iterator[str]:
-        """Yield reasons why tensor parallelism over `ranks` ranks can't split a node's model, as ends of a sentence."""
-        ...
-
-
-@runtime_checkable
-class ContextParallelModel(Protocol):
-    """A model class that restricts context parallelism."""
-
-    @classmethod
-    def find_context_parallel_faults(cls, node: Any) -> Iterator[str]:
-        """Yield reasons, as ends of a sentence, why context parallelism can't split rows for a node's model."""
+    def find_split_faults(cls, node: Any, dimension: str, ranks: int) -> Iterator[str]:
+        """
+        Yield reasons, as ends of a sentence, why `ranks` ranks (or stages) along a mesh's dimension can't split a
+        node's model: its products along `tensor`, rows along `context`, layers along `pipeline`.
+        """
         ...
 
 

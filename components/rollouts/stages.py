@@ -8,8 +8,9 @@ prompt's and not the drawn one. So a batch needs no padding on the left, and one
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
+import attrs
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -26,6 +27,7 @@ from drawloom.ports import (
     Completions,
     Device,
     Executor,
+    Finish,
     Group,
     Head,
     Kernels,
@@ -70,6 +72,7 @@ class StageRollouts:
     _copy: Group = internal(None)
     _version: int = internal(0)
     _runs_ahead: bool = internal(False)
+    _reports_draws: bool = internal(False)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
@@ -89,6 +92,7 @@ class StageRollouts:
     def open(self) -> None:
         """Connect the ranks that sample the same rows."""
         self._copy = self.mesh.group("pipeline", "tensor")
+        self._reports_draws = self.mesh.indices.tensor == 0  # ranks along `tensor` have the same logits
         self._runs_ahead = self.device.device.type == "cuda" and self._copy.size == 1
 
     def update_weights(self, purpose: str, step: int) -> None:
@@ -136,7 +140,8 @@ class StageRollouts:
         is_sampled = torch.zeros(rows, length, dtype=torch.bool)
         cache = None if self._recomputes_rows_per_token else KeyValueCache(length)
         position = self._shortest_prompt_over_ranks(prompts.lengths)
-        start = partial(self._start_draw, prompts, seed, tokens, known, cache)
+        scale = None if self.temperature == 1 else torch.full((), self.temperature, device=self.device.device)
+        start = partial(self._start_draw, prompts, seed, tokens, known, cache, scale)
         following: PendingDraw | None = None
         while position < (longest := self._last_end_over_ranks(ends)):
             pending, following = following or start(position), None
@@ -185,41 +190,27 @@ class StageRollouts:
         tokens: Tensor,
         starts: Tensor,
         cache: KeyValueCache | None,
+        scale: Tensor | None,
         position: int,
         last_ids: Tensor | None = None,
     ) -> "PendingDraw":
         """
-        Start to draw an id per row for `position`. A collective.
+        Start to draw an id per row for `position` at a temperature, `scale`. A collective.
 
         `last_ids`, int64 (rows,) on the device, stand for the column of `tokens` before it.
         """
         first, last = (0, tokens.shape[1]) if cache is None else (cache.length, position)
         window = tokens[:, first:last] if last_ids is None else last_ids[:, None]
-        places = torch.arange(first, last).expand(len(tokens), -1)
-        context = TokenContext(
-            places, torch.zeros(window.shape, dtype=torch.int64), cache=cache, one_document_per_row=cache is None
-        )
+        places = torch.arange(first, last, device=window.device).expand(len(tokens), -1)
+        context = TokenContext(places, torch.zeros_like(window), cache=cache, one_document_per_row=cache is None)
         counters = prompts.keys * TOKENS_BY_ROW + (position - prompts.lengths).clamp_min(0)
         uniforms = self._start_upload(draw_uniform_by_counter(seed, counters))
-        scale = None if self.temperature == 1 else torch.full((), self.temperature, device=self.device.device)
-
-        def draw_from_last_position(hidden: Tensor, head: Head) -> Tensor:
-            """Draw from the last position's logits; the result is (rows, 3)."""
-            column = position - 1 - first
-            last = hidden[:, column : column + 1]
-            drawn = draw_ids_logps_and_entropies(head.logits(last)[:, 0], uniforms, scale)
-            ids = drawn[:, 0].long()
-            if self.exact and cache is not None:
-                drawn[:, 1] = compute_policy_logps(last, head, ids[:, None], ids[:, None] >= 0, scale)[:, 0]
-            elif self.exact:
-                known = tokens.to(hidden.device)
-                drawn[:, 1] = _compute_training_logps(
-                    hidden, head, known, starts.to(hidden.device), ids, position=position, temperature=scale
-                )
-            return drawn
-
+        draw = _Draw(uniforms, scale, self.exact and cache is not None)
+        finish: Finish = draw
+        if cache is None:  # the pass is over whole rows
+            finish = partial(_draw_and_recompute, draw=draw, tokens=tokens, starts=starts, position=position)
         outputs: dict[int, Tensor] = {}
-        self.model.infer_microbatches([(window, context)], outputs.__setitem__, draw_from_last_position)
+        self.model.infer_microbatches([(window, context)], outputs.__setitem__, finish)
         layers = torch.tensor([0, 0] if cache is None else [cache.cached_layer_count, cache.has_states])
         self._copy.sum(layers)
         if self.exact and cache is not None and (layers[1] or not layers[0]):
@@ -230,8 +221,7 @@ class StageRollouts:
             )
         if cache is not None and layers[0]:  # a plugin's model may not use the cache
             cache.end_pass(window.shape[1])
-        has_result = bool(outputs) and self.mesh.indices.tensor == 0  # ranks along `tensor` have the same logits
-        result = outputs[0] if has_result else torch.zeros(len(tokens), 3, dtype=torch.float64)
+        result = outputs[0] if outputs and self._reports_draws else torch.zeros(len(tokens), 3, dtype=torch.float64)
         return PendingDraw(result, HostCopy.start({"drawn": result}))
 
     def _wait_for_draw(self, pending: "PendingDraw") -> Tensor:
@@ -267,6 +257,25 @@ class PendingDraw(NamedTuple):
     copy: HostCopy
 
 
+@attrs.frozen(eq=False)
+class _Draw:
+    """Draw from the last position's logits: a function to float64 (rows, 3)."""
+
+    is_recordable: ClassVar[bool] = True
+
+    uniforms: Tensor
+    temperature: Tensor | None
+    is_exact: bool
+
+    def __call__(self, hidden: Tensor, head: Head) -> Tensor:
+        last = hidden[:, -1:]
+        drawn = draw_ids_logps_and_entropies(head.logits(last)[:, 0], self.uniforms, self.temperature)
+        if self.is_exact:
+            ids = drawn[:, :1].long()
+            drawn[:, 1] = compute_policy_logps(last, head, ids, ids >= 0, self.temperature)[:, 0]
+        return drawn
+
+
 def draw_uniform_by_counter(key: int, counters: Tensor) -> Tensor:
     """
     Return a random number in [0, 1) per counter, the same for equal keys and counters: float64 (rows,).
@@ -276,17 +285,22 @@ def draw_uniform_by_counter(key: int, counters: Tensor) -> Tensor:
     return (draw_splitmix64_bits(key, counters) >> 11).bitwise_and_(2**53 - 1).double().mul_(2.0**-53)
 
 
-def _compute_training_logps(
-    hidden: Tensor, head: Head, tokens: Tensor, starts: Tensor, ids: Tensor, position: int, temperature: Tensor | None
+def _draw_and_recompute(
+    hidden: Tensor, head: Head, *, draw: _Draw, tokens: Tensor, starts: Tensor, position: int
 ) -> Tensor:
-    """Return the drawn ids' log-probabilities, (rows,), by the operation and the shapes that a loss uses."""
-    length = tokens.shape[1]
+    """
+    Draw for `position` from hidden states of whole rows; return float64 (rows, 3).
+
+    The drawn ids' log-probabilities come from the operation and the shapes that a loss uses.
+    """
+    drawn, (tokens, starts) = draw(hidden[:, :position], head), (x.to(hidden.device) for x in (tokens, starts))
     targets = torch.cat([tokens[:, 1:], tokens[:, :1]], 1)
-    targets[:, position - 1] = ids
-    columns = torch.arange(length, device=tokens.device)
+    targets[:, position - 1] = drawn[:, 0].long()
+    columns = torch.arange(tokens.shape[1], device=tokens.device)
     is_target = (columns >= starts[:, None] - 1) & (columns < position)
-    logps = compute_policy_logps(hidden, head, targets, is_target, temperature)
-    return torch.where(position >= starts, logps[:, position - 1], 0.0)
+    logps = compute_policy_logps(hidden, head, targets, is_target, draw.temperature)
+    drawn[:, 1] = torch.where(position >= starts, logps[:, position - 1], 0.0)
+    return drawn
 
 
 def _split_completions(completions: Completions, row_counts: Sequence[int]) -> list[Completions]:

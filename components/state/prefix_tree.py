@@ -81,3 +81,13 @@ class PrefixGroups(NamedTuple):
         has_target = (self.is_target.flatten()[sources] & ~padding).flatten()
         trained = has_target.nonzero()[:, 0] if has_target.any() else torch.zeros(1, dtype=torch.int64)
         return PrefixTree(sources, document_ids, padding, trained, sources.flatten()[trained])
+
+
+MIN_WIDTH_STEP = 16
+"""Least difference between two widths of packed rows."""
+
+
+def round_width_up(tokens: int) -> int:
+    """Round `tokens` up to a multiple: a quarter of the next lower power of two."""
+    step = max(MIN_WIDTH_STEP, 1 << max(tokens.bit_length() - 3, 0))
+    return max(-(-tokens // step) * step, step)

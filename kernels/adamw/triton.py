@@ -9,7 +9,8 @@ have factors; products have the bits of tensors scaled in place.
 
 With running means in 8 bits, a program decodes, updates and encodes blocks with 256 elements in a row, each with its
 own scale. The nearest code is computed from the number's place in its decade. Only blocks with a number beside a
-midpoint, where rounding decides, are compared with the table of midpoints.
+midpoint, where rounding decides, are compared with the table of midpoints. Roots and quotients have no branches, and
+one warp has eight neighbouring elements per thread, so no barrier and no exchange of elements separates its loads.
 """
 
 from collections.abc import Sequence
@@ -49,11 +50,8 @@ Numbers in a row of the table: four addresses, the element count, the weight's i
 noise's key, first index, row width and row stride, and the addresses of max_exp_avg_sq and of the remainder, or 0.
 """
 
-CODE_LAUNCH = {"TILE": 1, "num_warps": 1}
-"""
-Blocks with codes per program iteration, and warps per program: with one, no barrier waits for a block's largest
-number.
-"""
+CODE_WARPS = 1
+"""Warps per program for codes: with one, no barrier waits for a block's largest number."""
 
 REGISTERS = 64
 """Registers per thread for codes; more leave too few programs to hide the loads."""
@@ -227,7 +225,7 @@ class _FusedCodeStep(_FusedStep):
             PROGRAM_BLOCKS=PROGRAM_BLOCKS,
             TABLE_COLUMNS=CODE_TABLE_COLUMNS,
             SMALLEST=SMALLEST,
-            **CODE_LAUNCH,
+            num_warps=CODE_WARPS,
             **limit_registers(REGISTERS),
             enable_fp_fusion=False,
         )
@@ -424,8 +422,8 @@ def _round_by_half_of_word(x, word, index, PAIRS: tl.constexpr):
 def _adamw_8bit_kernel(
     table, parts, decays, scalars, scalars_stride, counter, found_inf, factors, weight_like, grad_like, maps,
     FACTORS: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, WHOLE: tl.constexpr, MASTER: tl.constexpr,
-    MAXIMIZE: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, PROGRAM_BLOCKS: tl.constexpr,
-    TABLE_COLUMNS: tl.constexpr, SMALLEST: tl.constexpr,
+    MAXIMIZE: tl.constexpr, BLOCK: tl.constexpr, PROGRAM_BLOCKS: tl.constexpr, TABLE_COLUMNS: tl.constexpr,
+    SMALLEST: tl.constexpr,
 ):
     # fmt: on
     program = tl.program_id(0).to(tl.int64)
@@ -449,118 +447,143 @@ def _adamw_8bit_kernel(
     key, first = tl.load(table + 9), tl.load(table + 10)
     noise_width, noise_stride, width = tl.load(table + 11), tl.load(table + 12), tl.load(table + 13)
     by_row = (width + BLOCK - 1) // BLOCK
-    lr_decay, one_minus_beta1, one_minus_beta2, corrected_lr, sq_correction, eps = _load_step_scalars(
-        scalars, decays + row
-    )
+    step = _load_step_scalars(scalars, decays + row)
+    lr_decay, one_minus_beta1, one_minus_beta2, corrected_lr, sq_correction, eps = step
     noise_step = None if counter is None else tl.load(counter)
-    for offset in range(0, tl.minimum(PROGRAM_BLOCKS, blocks - begin), TILE):
-        block = begin + offset + tl.arange(0, TILE)
-        is_block = block < blocks
+    for block in range(begin, tl.minimum(begin + PROGRAM_BLOCKS, blocks)):
         if WHOLE:  # blocks follow one another, without a rest at the end of a row
             start = block * BLOCK
-            mask = is_block[:, None] if TILE > 1 else None
+            mask = None
         else:
             start = (block // by_row) * width + (block % by_row) * BLOCK
-            mask = ((block % by_row)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :] < width) & is_block[:, None]
-        element = start[:, None] + tl.arange(0, BLOCK)[None, :]
+            mask = (block % by_row) * BLOCK + tl.arange(0, BLOCK) < width
+        element = start + tl.arange(0, BLOCK)
         old = _load_weight(weight, remainder, element, mask, MASTER)
         g = multiply_by_factors(load_or_zero(grad + element, mask), factors, FACTORS)
         if MAXIMIZE:
             g = -g
-        m = _load_and_decode_moments(mean, mean_scale, maps, element, block, mask, is_block)
-        s = _load_and_decode_moments(square, square_scale, maps + 512, element, block, mask, is_block)
+        m = tl.load(maps + load_or_zero(mean + element, mask).to(tl.int32)) * tl.load(mean_scale + block)
+        s = tl.load(maps + 512 + load_or_zero(square + element, mask).to(tl.int32)) * tl.load(square_scale + block)
         m = m + (g - m) * one_minus_beta1
         s = s + (g * g - s) * one_minus_beta2
+        greatest = _encode_and_store_moments(m, mean, mean_scale, maps + 256, element, block, mask, True, SMALLEST)
+        greatest_square = _encode_and_store_moments(
+            s, square, square_scale, maps + 768, element, block, mask, False, SMALLEST
+        )
         old = old - old * lr_decay
-        new = old - tl.div_rn(m * corrected_lr, tl.sqrt_rn(s) * sq_correction + eps)
+        is_usual = (eps > 1e-16) & (sq_correction < 1e3)
+        if is_usual & (greatest * corrected_lr < eps * 1e18) & (greatest_square < 1e9):  # not if one is undefined
+            new = _subtract_usual_quotient(old, m, s, corrected_lr, sq_correction, eps)
+        else:
+            new = old - tl.div_rn(m * corrected_lr, tl.sqrt_rn(s) * sq_correction + eps)
         if MASTER:
             _store_split_weight(weight, remainder, element, mask, new)
         else:
             if counter is not None and weight.dtype.element_ty == tl.bfloat16:
                 index = element
                 if PAIRS:  # one draw for two neighbouring elements
-                    index = start[:, None] + 2 * tl.arange(0, BLOCK // 2)[None, :]
-                if ROWS:
-                    index = index // noise_width * noise_stride + index % noise_width
-                word, _, _, _ = philox(key, first + index >> 1, noise_step)
-                new = _round_by_half_of_word(new, word, first + index, PAIRS)
+                    pair = start // 2 + tl.arange(0, BLOCK // 2)
+                    draw = _parameter_index(pair, first // 2, noise_width // 2, noise_stride // 2, ROWS)
+                else:
+                    index = _parameter_index(element, first, noise_width, noise_stride, ROWS)
+                    draw = index >> 1
+                word, _, _, _ = philox(key, draw, noise_step)
+                new = _round_by_half_of_word(new, word, index, PAIRS)
             tl.store(weight + element, new, mask=mask)
-        _encode_and_store_moments(m, mean, mean_scale, maps + 256, element, block, mask, is_block, True, SMALLEST)
-        _encode_and_store_moments(s, square, square_scale, maps + 768, element, block, mask, is_block, False, SMALLEST)
 
 
 @triton.jit
-def _load_and_decode_moments(codes, scales, values, element, block, mask, is_block):
-    """Decode numbers; 0 outside the mask."""
-    scale = load_or_zero(scales + block, is_block)
-    numbers = tl.load(values + load_or_zero(codes + element, mask).to(tl.int32)) * scale[:, None]
-    if mask is not None:
-        numbers = tl.where(mask, numbers, 0.0)
-    return numbers
+def _subtract_usual_quotient(old, m, s, corrected_lr, sq_correction, eps):
+    """
+    Return old - m * corrected_lr / (sqrt(s) * sq_correction + eps), with root and quotient rounded by IEEE 754.
+
+    Newton's steps, without the branches for numbers too small or too large for them: powers of two keep their residuals
+    normal, and a root of 2^-98 for 0 is lost beside eps. Square, root and divisor are negative, since a residual
+    subtracts a product.
+    """
+    square = tl.fma(s, -(2.0**96), -(2.0**-100))
+    inverse = tl.math.rsqrt(tl.abs(square))
+    root = square * inverse
+    root = tl.fma(tl.fma(root, root, square), inverse * 0.5, root)
+    divisor = root * (sq_correction * 2.0**-48) - eps
+    inverse = tl.math.rsqrt(tl.abs(divisor))
+    inverse = inverse * inverse
+    inverse = tl.fma(tl.fma(divisor, inverse, 1.0), inverse, inverse)
+    dividend = m * corrected_lr * 2.0**64
+    quotient = dividend * inverse
+    for _ in tl.static_range(2):
+        quotient = tl.fma(tl.fma(divisor, quotient, dividend), inverse, quotient)
+    return tl.fma(quotient, -(2.0**-64), old)
 
 
 @triton.jit
 def _encode_and_store_moments(
-    numbers, codes, scales, midpoints, element, block, mask, is_block, SIGNED: tl.constexpr, SMALLEST: tl.constexpr
+    numbers, codes, scales, midpoints, element, block, mask, SIGNED: tl.constexpr, SMALLEST: tl.constexpr
 ):
-    """Store the nearest codes, and the largest magnitudes as scales."""
-    # An undefined number makes the scale undefined, as in torch.
-    magnitude = tl.abs(numbers) if mask is None else tl.where(mask, tl.abs(numbers), 0.0)
-    undefined = tl.max(tl.where(magnitude != magnitude, 1, 0), 1)
-    scale = tl.max(tl.where(magnitude != magnitude, 0.0, magnitude), 1)
-    scale = tl.where(undefined > 0, float("nan"), scale)
-    smallest = tl.full(scale.shape, SMALLEST, tl.float32)  # a number below float32's normal ones would be float64
-    divisor = tl.maximum(scale, smallest, propagate_nan=tl.PropagateNan.ALL)
-    code, margin = _compute_code(numbers * (1.0 / divisor)[:, None], SIGNED)
+    """Store the nearest codes, and the largest magnitude as their scale; return it."""
     if mask is not None:
-        margin = tl.where(mask, margin, 1.0)
+        numbers = tl.where(mask, numbers, 0.0)
+    # Magnitudes ascend as integers do, and an undefined one is above all, as in torch.
+    scale = tl.max(numbers.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0).to(tl.float32, bitcast=True)
+    smallest = tl.full((), SMALLEST, tl.float32)  # a number below float32's normal ones would be float64
+    divisor = tl.maximum(scale, smallest, propagate_nan=tl.PropagateNan.ALL)
+    inverse = 1.0 / divisor
+    inverse = tl.fma(tl.fma(-divisor, inverse, 1.0), inverse, inverse)
+    code, doubt = _compute_code(numbers * inverse, SIGNED)
+    doubt = tl.max(doubt.to(tl.int32, bitcast=True), 0).to(tl.float32, bitcast=True)
     # The inverse of a number beyond 1e37 is not a normal one.
-    is_certain = (tl.min(margin, 1) > 0) & (scale < 1e37)
-    if tl.min(is_certain.to(tl.int32), 0) == 0:
-        relative = tl.div_rn(numbers, tl.broadcast_to(divisor[:, None], numbers.shape))
+    if (doubt > (0.49998 if SIGNED else 0.49996)) | (scale > 1e37) | (scale != scale):
+        relative = tl.div_rn(numbers, tl.broadcast_to(divisor, numbers.shape))
         is_defined = relative == relative
         code, _ = _compute_code(tl.where(is_defined, relative, 0.0), SIGNED)
+        code &= 255
         # The code is the count of midpoints below the number; after the 255 midpoints comes infinity.
         above = tl.load(midpoints + code)
         below = tl.load(midpoints + code - 1, mask=code > 0, other=float("-inf"))
         code = code + (relative > above).to(tl.int32) - (relative <= below).to(tl.int32)
         code = tl.where(is_defined, code, 255)  # the place of NaN in torch's order
     tl.store(codes + element, code.to(tl.uint8), mask=mask)
-    tl.store(scales + block, scale, mask=is_block)
+    tl.store(scales + block, scale)
+    return scale
 
 
 @triton.jit
 def _compute_code(relative, SIGNED: tl.constexpr):
     """
-    Return the nearest code to a number from -1 to 1, known to 3e-7 of it, and a margin: above 0 if the code is certain.
+    Return the nearest code, in the lowest 8 bits, to a number from -1 to 1 that is known to 1.2e-7 of it, and a doubt.
 
-    Codes divide a decade evenly, and each decade has twice as many as the one before. In a code's units, midpoints are
-    whole numbers, but the first one of a decade is at a fifth. So a decade's logarithm need not be exact: at a power of
-    ten both decades have one code. Numbers are rounded, and become integers and back, in the lower bits of 2^23, which
-    is faster than conversions.
+    The code is certain if the doubt is below 0.49998, or 0.49996 without signs.
+
+    A rank, the count of midpoints below a magnitude, is a sum of ramps, one for each decade: a GPU multiplies, adds and
+    limits to 0 to 1 in one operation. Codes divide a decade evenly, and a decade has twice as many as the one before.
+    Midpoints are whole numbers, but the first one of a decade, a power of two, is at a fifth. The sum is one half less,
+    so that it is rounded to the rank.
     """
     codes: tl.constexpr = 1.0 if SIGNED else 2.0
-    first_of_all: tl.constexpr = 0.175 / 0.9 if SIGNED else 0.125 / 0.9
-    last_of_all: tl.constexpr = 64 * codes - 0.25
+    count: tl.constexpr = 64.0 * codes
+    first: tl.constexpr = 2.75e-7 if SIGNED else 1.625e-7
+    slope: tl.constexpr = codes * 0.8 / 7.75e-7
+    least: tl.constexpr = codes + 0.2 - slope * first
     size = tl.abs(relative)
-    bits = size.to(tl.int32, bitcast=True)
-    exponent = ((bits >> 23) + 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + 127.0)
-    mantissa = (bits & 0x7FFFFF | 0x3F800000).to(tl.float32, bitcast=True)
-    logarithm = tl.fma(tl.fma(mantissa, -1 / 3, 2.0), mantissa, exponent)  # of two, and 5 / 3 more, known to 0.01
-    decade = tl.minimum(tl.maximum(tl.fma(logarithm, 0.30103, 6.5 - 5 / 3 * 0.30103), 0.0), 6.0) + 8388608.0
-    bits = decade.to(tl.int32, bitcast=True) - 0x4B000000
-    decade -= 8388608.0
-    count = (bits + (127 if SIGNED else 128) << 23).to(tl.float32, bitcast=True)
-    # 5^-decade, with the power of 4 apart, so that the exponent has few bits to lose.
-    units = tl.exp2(decade * -0.32192809489) * (127 - 2 * bits << 23).to(tl.float32, bitcast=True)
-    position = tl.fma(size, units * (1e6 * codes / 0.9), count * (-0.1 / 0.9))
-    first = tl.where(bits == 0, first_of_all, 0.2)
-    nearest = tl.minimum((position + 12582912.0) - 12582912.0, count - 1.0)
-    floor = tl.maximum(nearest - tl.where(nearest > position, 1.0, 0.0), 0.0)
-    rank = count + floor - tl.where(position < first, 1.0, 0.0)
-    rank = (rank + 8388608.0).to(tl.int32, bitcast=True) - 0x4B000000
-    distance = tl.minimum(tl.abs(position - nearest), tl.abs(position - first))
-    margin = tl.minimum(distance, tl.abs(position - last_of_all)) - count * 8e-7
-    above = rank + (position > last_of_all).to(tl.int32)
-    code = tl.where(relative < 0, 127 - rank, 127 + above) if SIGNED else above - 1
-    return code, margin
+    rank = tl.fma(_ramp(size, slope / (2 * codes - least), 0.0), 2 * codes - least, least - 0.5)
+    for decade in tl.static_range(1, 6):
+        rank = tl.fma(_ramp(size, 10.0 ** (6 - decade) / 0.9, -1 / 9), codes * 2.0**decade, rank)
+    rank = tl.fma(_ramp(size, count / (count - 0.4) / 0.9, -count / (count - 0.4) / 9), count - 0.4, rank)
+    rank = tl.fma(_ramp(relative, count / 0.9, 1 - count / 0.9), 0.8, rank)  # 1 alone has no negative twin
+    nearest = (rank + 12582912.0) - 12582912.0
+    distance = rank - nearest
+    beyond = distance + 0.3
+    is_power_of_2 = (nearest.to(tl.int32, bitcast=True) & 0x7FFFFF) == 0
+    nearest = tl.where(is_power_of_2 & (beyond < 0), nearest - 1, nearest)
+    if SIGNED:
+        sign = (relative.to(tl.int32, bitcast=True) & -(2**31)) | 0x3F800000
+        code = tl.fma(nearest, sign.to(tl.float32, bitcast=True), 12582912.0 + 127)
+    else:
+        code = nearest + (12582912.0 - 1)
+    return code.to(tl.int32, bitcast=True), tl.maximum(tl.abs(distance), 0.5 - tl.abs(beyond))
+
+
+@triton.jit
+def _ramp(x, slope, offset):
+    """Return slope * x + offset, limited to 0 to 1."""
+    return tl.clamp(tl.fma(x, slope, offset), 0.0, 1.0)

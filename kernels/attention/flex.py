@@ -66,7 +66,15 @@ def _run_flex_attention(
     swapped = (x.transpose(1, 2) for x in (q, k, v))
     attend = _compile_flex_attention() if q.is_cuda and not torch.compiler.is_compiling() else flex_attention
     score_mod = None if options.softcap is None else _create_soft_cap(options.softcap)
-    return attend(*swapped, score_mod=score_mod, block_mask=mask, scale=options.scale, enable_gqa=grouped, **requests)
+    return attend(
+        *swapped,
+        score_mod=score_mod,
+        block_mask=mask,
+        scale=options.scale,
+        enable_gqa=grouped,
+        kernel_options={"BACKEND": "TRITON"},  # for rows below 128 tokens torch would choose a kernel for decoding
+        **requests,
+    )
 
 
 @cache

@@ -18,7 +18,14 @@ from drawloom.kernels.attention.eager import AttentionImplementation, attention_
 from drawloom.kernels.attention.options import PLAIN_ATTENTION, AttentionOptions
 from drawloom.kernels.operation import once_differentiable, register_kernel
 from drawloom.kernels.triton.launch import cache_launches
-from drawloom.kernels.triton.primitives import cdiv, check_floats, contiguous_last_dim, load_or_zero, next_power_of_2
+from drawloom.kernels.triton.primitives import (
+    cdiv,
+    check_floats,
+    contiguous_last_dim,
+    has_large_shared_memory,
+    load_or_zero,
+    next_power_of_2,
+)
 
 QUERIES = 64
 """A tile's rows, for all heads in a group."""
@@ -167,7 +174,8 @@ def _attend(
         QUERIES=QUERIES,
         KEYS=32 if is_wide else 64,
         num_warps=4,
-        num_stages=1 if is_wide else 2,
+        # A new token's query has few blocks: their loads begin together, where two programs still share a processor.
+        num_stages=1 if is_wide else 3 if has_large_shared_memory(q.device) else 2,
     )
 
 

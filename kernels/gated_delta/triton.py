@@ -299,6 +299,13 @@ def mask_causal_document_pairs(own, inside):
 
 
 @triton.jit
+def mask_document_pairs_by_key(own, inside):
+    """Return the pairs (key, query) within a document, from the key itself on."""
+    token = tl.arange(0, CHUNK)
+    return (own[:, None] == own[None, :]) & (token[:, None] <= token[None, :]) & inside[:, None]
+
+
+@triton.jit
 def invert_unit_lower_triangular(system, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
     """
     Invert I + system, for a strictly lower triangular (64, 64), with products in a dtype.
@@ -511,8 +518,7 @@ def compute_gradients_within_chunks(
     query = load_transposed(q, tokens, head // GROUPS, HEADS // GROUPS, channel, K)
     key = load_tile(k, tokens, head // GROUPS, HEADS // GROUPS, channel, K)
     # By key and query: the transpose of the scores.
-    is_pair = (own[:, None] == own[None, :]) & (token[:, None] <= token[None, :]) & inside[:, None]
-    pair_decay = exp_where(is_pair, sums[None, :] - sums[:, None])
+    pair_decay = exp_where(mask_document_pairs_by_key(own, inside), sums[None, :] - sums[:, None])
     scores = multiply(key, query, PRECISION) * pair_decay
     by_key = tl.zeros((CHUNK, CHUNK), tl.float32)
     for begin in range(0, V, BV):
@@ -782,7 +788,7 @@ def _allocate_forward(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Ten
     return v.new_empty(v.shape), last, decays, inverse, v.new_empty(v.shape)
 
 
-def _float32_product_precision() -> str:
+def get_float32_product_precision() -> str:
     """Return tl.dot's precision for float32: "tf32" if torch allows TF32, else "tf32x3"."""
     # Products in full float32 do not use tensor cores, and take minutes to compile here.
     return "tf32" if get_dot_precision() == "tf32" else "tf32x3"
@@ -928,7 +934,7 @@ class _Sizes(NamedTuple):
             "V": self.v_width,
             "BK": max(MIN_BLOCK, next_power_of_2(self.width)),
             "BV": MIN_BLOCK,
-            "PRECISION": _float32_product_precision(),
+            "PRECISION": get_float32_product_precision(),
         }
 
 

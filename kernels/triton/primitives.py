@@ -7,7 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from drawloom.kernels.stochastic_copy.eager import MULTIPLIERS as PHILOX_MULTIPLIERS
 from drawloom.kernels.stochastic_copy.eager import ROUNDS as PHILOX_ROUNDS
+from drawloom.kernels.stochastic_copy.eager import WEYL as PHILOX_WEYL
 from drawloom.kernels.triton.launch import cache_launches
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -47,6 +49,13 @@ def unify_angle_strides(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
 def sm_count(device: torch.device) -> int:
     """Return a GPU's number of streaming multiprocessors; 4 for a CPU, where the interpreter runs in sequence."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+@cache
+def has_large_shared_memory(device: torch.device) -> bool:
+    """Return whether a GPU's programs may have 227 KiB of shared memory, as on Hopper and data centers' Blackwell."""
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    return is_nvidia and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 def upload(numbers: Tensor, device: torch.device) -> Tensor:
@@ -124,7 +133,7 @@ def load_float32(pointers, mask):
     return load_or_zero(pointers, mask).to(tl.float32)
 
 
-ROUNDS = tl.constexpr(PHILOX_ROUNDS)
+ROUNDS, MULTIPLIERS, WEYL = (tl.constexpr(constants) for constants in (PHILOX_ROUNDS, PHILOX_MULTIPLIERS, PHILOX_WEYL))
 
 
 @triton.jit
@@ -132,10 +141,17 @@ def philox(key, draw, counter):
     """Return four words with 32 random bits per draw (int64); key and counter have any integer types."""
     # Triton chooses a scalar's type by its value, and its interpreter stores 2^31 to 2^32 - 1, which it calls int64, in
     # 32 bits; a shift by 32 would then not return the upper half, which is zero.
-    counter = tl.cast(counter, tl.uint64)
-    low, high = draw.to(tl.uint32), (draw >> 32).to(tl.uint32)
-    counter_low, counter_high = counter.to(tl.uint32), (counter >> 32).to(tl.uint32)
-    return tl.philox(key, low, high, low * 0 + counter_low, low * 0 + counter_high, ROUNDS)
+    key, counter = tl.cast(key, tl.uint64), tl.cast(counter, tl.uint64)
+    a, b = draw.to(tl.uint32), (draw >> 32).to(tl.uint32)
+    c, d = a * 0 + counter.to(tl.uint32), a * 0 + (counter >> 32).to(tl.uint32)
+    first, second = key.to(tl.uint32), (key >> 32).to(tl.uint32)
+    for _ in tl.static_range(ROUNDS):
+        # One multiplication returns both halves; tl.philox needs two.
+        product, other = a.to(tl.uint64) * MULTIPLIERS[0], c.to(tl.uint64) * MULTIPLIERS[1]
+        a, c = (other >> 32).to(tl.uint32) ^ b ^ first, (product >> 32).to(tl.uint32) ^ d ^ second
+        b, d = other.to(tl.uint32), product.to(tl.uint32)
+        first, second = first + WEYL[0], second + WEYL[1]
+    return a, b, c, d
 
 
 @triton.jit

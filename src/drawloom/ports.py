@@ -31,14 +31,16 @@ from drawloom.kernels.results import *
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from drawloom.components.ports.environments import *
+    from drawloom.components.ports.recordable import *
     from drawloom.components.ports.rollouts import *
+    from drawloom.components.ports.shared_texts import *
 else:
 
     def __getattr__(name):
         # Reinforcement learning has ports that other runs do not import.
         from importlib import import_module
 
-        for home in ("environments", "rollouts") if not name.startswith("_") else ():
+        for home in ("recordable", "shared_texts", "environments", "rollouts") if not name.startswith("_") else ():
             names = vars(import_module(f"drawloom.components.ports.{home}"))
             if name in names:
                 return names[name]

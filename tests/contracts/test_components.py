@@ -437,6 +437,9 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     "model.deepseek_v32": lambda folder: with_latent(
         "model.deepseek_v32", q_lora_rank=8, index_topk=4, index_n_heads=2, index_head_dim=16
     ),
+    "model.glm_moe_dsa": lambda folder: with_latent(
+        "model.glm_moe_dsa", q_lora_rank=8, index_topk=4, index_n_heads=2, index_head_dim=16
+    ),
     "model.glm4_moe_lite": lambda folder: with_latent("model.glm4_moe_lite"),
     "metrics.expert_load": lambda folder: {
         **with_experts("model.qwen3.moe"),

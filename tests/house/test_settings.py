@@ -91,7 +91,7 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
         families += [(SIZES | DELTA, family, f"_{family}") for family in ("qwen3_5", "olmo_hybrid")]
         families += [(SIZES | DELTA | {"layers": "gdn"}, "pattern", "_pattern")]
         families += [(LATENT_SIZES | LINEAR_SIZES, "kimi_linear", "_kimi_linear")]
-        families += [(LATENT_SIZES | INDEX_SIZES, "deepseek_v32", "_deepseek_v32")]
+        families += [(LATENT_SIZES | INDEX_SIZES, family, f"_{family}") for family in ("deepseek_v32", "glm_moe_dsa")]
         families += [(SPARSE_SIZES | MAMBA_SIZES, "nemotron_h", "_nemotron_h")]
         families += [(SPARSE_SIZES | DELTA, family, f"_{family}") for family in ("qwen3_5_moe", "qwen3_next")]
         families += [(SIZES, family, f"_{family}") for family in DENSE_FAMILIES]

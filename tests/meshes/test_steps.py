@@ -68,6 +68,7 @@ MESHES = [
         [
             ("gpipe", 4, True, False, "tempered"),
             ("gpipe", 2, False, False, "nemotron_h"),
+            ("gpipe", 2, True, False, "gemma4_linked"),
         ],
         (6, 2),  # ranks have one piece of a row of 6 tokens, and two of a row of 8
         layers=2,
@@ -81,6 +82,7 @@ MESHES = [
             ("gpipe", 4, False, False, "dora"),
             *(("gpipe", 4, True, False, family) for family in ("olmo3", "lfm2", "qwen3_5", "deepseek_v32")),
             ("gpipe", 4, False, False, "nemotron_h"),
+            ("gpipe", 4, True, False, "gemma4_linked"),
         ],
         layers=2,
     ),
@@ -111,8 +113,8 @@ MESHES = [
 ]
 
 
-WHOLE_ON_TENSOR_RANKS = {"dora", "glm4_moe", "deepseek_v32", "nemotron_h"}
-"""Cases whose adapters or experts every tensor-parallel rank has."""
+WHOLE_ON_TENSOR_RANKS = {"dora", "gemma4", "gemma4_linked", "glm4_moe", "deepseek_v32", "nemotron_h"}
+"""Cases with adapters, experts or small projections that every tensor-parallel rank has."""
 
 
 @cache

@@ -33,6 +33,8 @@ def folder_of(model_type: str, folder: Path) -> Path:
     values = config.to_dict()
     dropout = {key: 0.0 for key in values if key.endswith(("dropout", "pdrop"))}
     ids = {"vocab_size": 306, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
+    if model_type.startswith("gemma4"):
+        ids |= {"vocab_size_per_layer_input": 306, "pad_token_id": 0}  # transformers' multimodal models look it up
     width = {"head_dim": 16} if model_type in HEAD_DIM_IN_FILES else {}
     if "text_config" in values:
         values["text_config"] |= ids

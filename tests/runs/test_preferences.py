@@ -15,6 +15,7 @@ from drawloom.components.ports.pipeline import sum_losses_and_weights
 from drawloom.graph.project import Recipe
 from support.chat import tokenizer_folder
 from support.observers_of_runs import TINY
+from support.runs import drawloom, series
 from support.steps import train
 
 ROOT = Path(__file__).parents[2]
@@ -33,10 +34,10 @@ class Result:
     adapter: dict[str, Tensor]
 
 
-def export_base(folder: Path) -> Path:
+def export_base(folder: Path, **sizes: int) -> Path:
     """Export a tiny random model whose tokenizer has a chat template."""
     tokenizer = {"use": "data.hugging_face_tokenizer", "path": str(tokenizer_folder(folder / "tokenizer"))}
-    values: dict[str, Any] = {"model": TINY | {"tie_word_embeddings": False, "initializer_range": 0.3}}
+    values: dict[str, Any] = {"model": TINY | {"tie_word_embeddings": False, "initializer_range": 0.3} | sizes}
     values |= {"run": {"name": "base", "folder": str(folder / "base")}, "tokenizer": tokenizer}
     with Recipe.load("first_run").with_values(values).open(only="export") as objects:
         objects["export"].run_after_training(1)
@@ -193,6 +194,51 @@ def test_kto_and_its_gradients_equal_trl(tmp_path: Path) -> None:
     assert actual.loss == pytest.approx(expected.loss, rel=1e-5)
     for name, gradient in expected.gradients.items():
         torch.testing.assert_close(actual.gradients[name], gradient, rtol=1e-4, atol=3e-5 * float(gradient.abs().max()))
+
+
+SHARED = ("packing.share_prompts=true", "kernels.attention=tree")
+PAIRWISE = ("dpo", "ipo", "cpo", "simpo", "orpo")
+LOSSES: dict[str, tuple[Any, ...]] = {name: ("dpo", PAIRS, f"loss.use=loss.{name}") for name in PAIRWISE}
+LOSSES |= {"kto": ("kto", JUDGED_ANSWERS), "reward": ("reward", PAIRS)}
+
+
+def test_a_prompt_computed_once_changes_no_loss_and_no_gradient(tmp_path: Path) -> None:
+    """In float64, every loss for pairs has the same value and gradients in rows with a pair's beginning once."""
+    path = export_base(tmp_path)
+    for name, (recipe, data, *words) in LOSSES.items():
+        words += ["precision.parameter=float64", "vars.length=256"]
+        (separate, _), (shared, _) = (
+            run_our_step(tmp_path, path, *words, *more, recipe=recipe, data=data) for more in ((), SHARED)
+        )
+        assert shared.loss == pytest.approx(separate.loss, rel=1e-12), name
+        for parameter, gradient in separate.gradients.items():
+            torch.testing.assert_close(shared.gradients[parameter], gradient, rtol=1e-9, atol=1e-13)
+        assert separate.gradients and any(gradient.any() for gradient in separate.gradients.values()), name
+
+
+@pytest.mark.soak  # five runs, four of them with two processes
+def test_shared_prompts_train_the_same_on_any_mesh(tmp_path: Path) -> None:
+    """
+    Steps with shared prompts have the same losses, margins, norms and token counts as separate documents on every mesh.
+
+    An update of SGD is the gradient, so that the last step's values depend on all gradients before.
+    """
+    base = [f"vars.base={export_base(tmp_path, num_key_value_heads=2)}", f'tokens.paths=["{PAIRS}"]', "vars.length=256"]
+    base += ["precision.parameter=float64", "optimizer.use=optim.sgd", "optimizer.lr=1e-1", "evaluate.every=1"]
+    base += ["trainer.steps=3", "trainer.on_finish=[]", "batch.global_size=4", "batch.micro_size=2"]
+    base += ["device.share=true"]
+    names = ("loss", "grad_norm", "reward_margin", "tokens", "validation_loss")
+    layouts = ["mesh.pipeline=2", "mesh.data_shard=2", "mesh.tensor=2", "mesh.data_replicate=2"]
+    runs = []
+    for number, layout in enumerate(["", "", *layouts]):
+        words = [*base, *([layout] if layout else []), *(SHARED if number else ())]
+        ranks = 2 if layout else 1
+        outcomes = drawloom(tmp_path, "run", "dpo", f"run.name=run_{number}", *words, ranks=ranks)
+        assert [outcome.code for outcome in outcomes] == [0] * ranks, outcomes[0].text
+        runs.append(series(tmp_path / f"runs/run_{number}", *names))
+    for run in runs[1:]:
+        for ours, theirs in zip(run, runs[0], strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-9, abs=1e-12)
 
 
 @pytest.mark.parametrize(

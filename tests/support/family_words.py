@@ -3,6 +3,7 @@
 _EXPERTS = ("model.num_experts=4", "model.num_experts_per_tok=2")
 _SPARSE = (*_EXPERTS, "model.moe_intermediate_size=32")
 _LATENT = (*_SPARSE, "model.num_key_value_heads=2", "model.kv_lora_rank=10", "model.first_k_dense_replace=1")
+_INDEX = ("model.index_topk=8", "model.index_n_heads=2", "model.index_head_dim=64")
 _TYPED = 'model.layer_types=["sliding_attention","full_attention","sliding_attention","full_attention"]'
 _DELTA = (
     *("model.linear_key_head_dim=8", "model.linear_value_head_dim=8", "model.linear_num_key_heads=1"),
@@ -11,7 +12,7 @@ _DELTA = (
 _HYBRID = (*_DELTA, "model.partial_rotary_factor=0.5")
 _FAMILIES = {
     "gemma3": (_TYPED, "model.sliding_window=8"),
-    "gemma4": (_TYPED, "model.sliding_window=8", "model.global_head_dim=16", "model.attention_k_eq_v=true"),
+    "gemma4": (_TYPED, "model.sliding_window=8", "model.global_head_dim=16", "model.attention_k_eq_v=true", *_SPARSE),
     "olmo3": (_TYPED, "model.sliding_window=8"),
     "smollm3": (),
     "lfm2": (),
@@ -29,7 +30,8 @@ _FAMILIES = {
     "glm4_moe": _SPARSE,
     "deepseek_v2": _LATENT,
     "deepseek_v3": _LATENT,
-    "deepseek_v32": (*_LATENT, "model.index_topk=8", "model.index_n_heads=2", "model.index_head_dim=64"),
+    "deepseek_v32": (*_LATENT, *_INDEX),
+    "glm_moe_dsa": (*_LATENT, *_INDEX),
     "qwen3_5": _HYBRID,
     "qwen3_5_moe": (*_HYBRID, *_SPARSE),
     "qwen3_next": (*_HYBRID, *_SPARSE),

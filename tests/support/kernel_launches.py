@@ -22,6 +22,7 @@ from drawloom.kernels.moe.eager import Routes
 from drawloom.kernels.rms_norm import triton as rms_norm
 from drawloom.kernels.rope import triton as rope
 from drawloom.kernels.sampling.triton import draw_ids_triton
+from drawloom.kernels.state_space import triton as state_space
 from drawloom.kernels.stochastic_copy.triton import stochastic_copy_triton
 from drawloom.kernels.triton import tma
 from drawloom.kernels.weight_formats import triton as weight_formats
@@ -416,6 +417,11 @@ def recurrences() -> Iterator[tuple[str, Launch]]:
                 f"{name} state {state is not None} backward",
                 lambda v=v, last=last, inputs=inputs, solved=solved: gated_delta._backward(v, last, *inputs, *solved),
             )
+        for state in (None, last) if width <= state_space.MAX_WIDTH else ():
+            space = q, q, v, g, ids, before, state
+            name = f"state_space {width}/{v_width} {dtype} state {state is not None}"
+            yield name, lambda space=space: state_space._forward(*space)
+            yield f"{name} backward", lambda v=v, last=last, space=space: state_space._backward(v, last, *space)
     for dtype, silu in ((BF16, True), (FLOAT, True), (BF16, False)):
         x, weight, ids = empty(2, 200, 4096, dtype=dtype), empty(4096, 4, dtype=dtype), empty(2, 200, dtype=torch.int32)
         convolved = x, weight, ids, silu

@@ -247,16 +247,27 @@ FAMILIES: dict[str, tuple[Callable[..., DecoderBuilder], dict[str, Any]]] = {
             "attention_bias": True,
         },
     ),
-    # other heads in full attention, whose keys are values, numbers after layers, and bounded logits
+    # other heads in full attention, whose keys are values, numbers after layers, experts, and bounded logits
     "gemma4": (
         Gemma4,
-        {
+        GROUPED
+        | {
             "layer_types": ["sliding_attention", "full_attention"] * 4,
             "sliding_window": 3,
             "global_head_dim": 12,
             "num_global_key_value_heads": 2,
             "attention_k_eq_v": True,
             "final_logit_softcapping": 2.0,
+        },
+    ),
+    # layers that read keys of others, and embeddings by layer
+    "gemma4_linked": (
+        Gemma4,
+        {
+            "layer_types": ["full_attention"] * 2,
+            "global_head_dim": 12,
+            "num_kv_shared_layers": 1,
+            "hidden_size_per_layer_input": 6,
         },
     ),
     # norms over whole projections and after layers, multipliers, layers without positions

@@ -222,6 +222,7 @@ LATENT = (
         "attention_bias": True,
     }
 )
+GEMMA_EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
 MAMBA_SIZES = {
     "mamba_num_heads": 4,
     "mamba_head_dim": 5,
@@ -230,6 +231,14 @@ MAMBA_SIZES = {
     "moe_shared_expert_intermediate_size": 10,
 }
 INDEX_SIZES = {"index_topk": 2, "index_n_heads": 3, "index_head_dim": 8}
+INDEXED = LATENT | {
+    "q_lora_rank": 6,
+    "index_topk": 1,
+    "index_n_heads": 2,
+    "index_head_dim": 12,
+    "indexer_loss_coef": 0.5,
+    "indexer_warmup": True,
+}
 LINEAR_SIZES = {"linear_num_heads": 2, "linear_head_dim": 8}
 WARMUP = {
     "start": 0.75,
@@ -247,6 +256,7 @@ TRITON = (
     "oss_swiglu_halves",
     "causal_conv",
     "gated_delta_rule",
+    "state_space",
     "rope",
     "qk_norm_rope",
     "linear_cross_entropy",
@@ -344,7 +354,7 @@ ROWS: dict[str, Row] = {
     "proving.rows": Row(parts.make_proving_rows, {"length": 8}, {"length": 9}),
     "data.packing.concatenated": Row(parts.pack_documents, {"length": 8}, {"length": 4}),
     "data.packing.first_fit": Row(parts.pack_documents, {"length": 8}, {"length": 4}),
-    "data.packing.pairs": Row(parts.pack_documents, {"length": 32}, {"length": 14}),
+    "data.packing.pairs": Row(parts.pack_documents, {"length": 32}, {"length": 14, "share_prompts": True}),
     "data.packing.padded": Row(parts.pack_documents, {"length": 8}, {"length": 4}),
     "data.packing.windows": Row(parts.pack_documents, {"length": 6, "stride": 4}, {"length": 4, "stride": 2}),
     "data.feedback": Row(
@@ -615,19 +625,12 @@ ROWS: dict[str, Row] = {
             "attention_bias": True,
         },
     ),
-    "model.deepseek_v32": Row(
+    "model.deepseek_v32": Row(parts.model_of, LATENT_SIZES | INDEX_SIZES, INDEXED | {"config": config("deepseek_v32")}),
+    "model.glm_moe_dsa": Row(
         parts.model_of,
         LATENT_SIZES | INDEX_SIZES,
-        LATENT
-        | {
-            "config": config("deepseek_v32"),
-            "q_lora_rank": 6,
-            "index_topk": 1,
-            "index_n_heads": 2,
-            "index_head_dim": 12,
-            "indexer_loss_coef": 0.5,
-            "indexer_warmup": True,
-        },
+        {key: change for key, change in INDEXED.items() if key != "rope_interleave"}
+        | {"config": config("glm_moe_dsa"), "indexer_types": ["full", "shared"]},
     ),
     "model.glm4_moe_lite": Row(parts.model_of, LATENT_SIZES, LATENT | {"config": config("glm4_moe_lite")}),
     "model.gemma3": Row(
@@ -659,6 +662,14 @@ ROWS: dict[str, Row] = {
             "num_global_key_value_heads": Change(1, {"attention_k_eq_v": True}),
             "attention_k_eq_v": True,
             "final_logit_softcapping": 0.5,
+            "num_kv_shared_layers": Change(1, {"layer_types": ["full_attention"] * 2}),
+            "use_double_wide_mlp": Change(True, {"layer_types": ["full_attention"] * 2, "num_kv_shared_layers": 1}),
+            "hidden_size_per_layer_input": 8,
+            "num_experts": Change(6, GEMMA_EXPERTS),
+            "num_experts_per_tok": Change(3, GEMMA_EXPERTS),
+            "moe_intermediate_size": Change(16, GEMMA_EXPERTS),
+            "router_aux_loss_coef": Change(0.5, GEMMA_EXPERTS),
+            "router_z_loss_coef": Change(0.5, GEMMA_EXPERTS),
         },
     ),
     "model.gpt_oss": Row(

@@ -1,17 +1,19 @@
 """Pair packing: both documents stay in the same row."""
 
 import logging
+from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
 import torch
 
-from drawloom import component
+from drawloom import component, setting
 from drawloom.components.data.order.permutation import Permutation
 from drawloom.components.data.packing.best_fit import pack_by_best_fit
 from drawloom.components.data.packing.groups import Groups
 from drawloom.components.data.packing.packed_rows import PackedRows
 from drawloom.components.data.packing.pieces import RowIndex
+from drawloom.ports import Split, TokenBatch
 
 log = logging.getLogger("drawloom.data")
 
@@ -21,10 +23,21 @@ class Pairs(PackedRows):
     """
     Rows with whole pairs: documents 2n and 2n + 1 in the corpus follow one another, and are never cut.
 
-    A pair longer than a row is dropped, with a warning.
+    A pair longer than a row is dropped, with a warning. With `share_prompts` a batch has both answers' common beginning
+    once, which needs `kernels.attention = "tree"`; the same pairs are in a row.
     """
 
     pairs: ClassVar[bool] = True
+
+    share_prompts: bool = setting("whether a pair's common beginning is computed once", default=False)
+
+    def batch(self, split: Split, indices: Sequence[int]) -> TokenBatch:
+        batch = super().batch(split, indices)
+        if not self.share_prompts:
+            return batch
+        from drawloom.components.data.packing.shared_pairs import share_prompts
+
+        return share_prompts(batch)
 
     def build_row_index(self, lengths: np.ndarray, order: Permutation | None) -> RowIndex:
         """Group pairs by best-fit-decreasing; lengths: (documents,), with a pair's two lengths in succession."""

@@ -28,7 +28,8 @@ class Attention(TensorParallel):
         repeat = 2 if spec.gate else 1
         self.q_proj = Linear(outer, repeat * query_width, kernels, has_bias("q_proj"), unit=repeat * unit)
         self.k_proj = Linear(outer, key_width, kernels, has_bias("k_proj"), unit=unit)
-        self.v_proj = Linear(outer, key_width, kernels, has_bias("v_proj"), unit=unit)
+        if not spec.keys_as_values:
+            self.v_proj = Linear(outer, key_width, kernels, has_bias("v_proj"), unit=unit)
         eps, zero_centered = architecture.rms_norm_eps, architecture.zero_centered
         if spec.qk_norm == "head":
             self.q_norm = RMSNorm(unit, eps, kernels, zero_centered)
@@ -76,7 +77,8 @@ class Attention(TensorParallel):
 
     def project_qkv(self, hidden: Tensor) -> tuple[Tensor, ...]:
         """Return queries, keys and values (..., channels) for hidden states (..., hidden_size)."""
-        return self.q_proj(hidden), self.k_proj(hidden), self.v_proj(hidden)
+        q, k = self.q_proj(hidden), self.k_proj(hidden)
+        return q, k, k if self.spec.keys_as_values else self.v_proj(hidden)
 
     def norm_and_rotate(self, q: Tensor, k: Tensor, v: Tensor, context: LayerContext) -> tuple[Tensor, Tensor, Tensor]:
         """

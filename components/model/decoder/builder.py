@@ -16,7 +16,6 @@ from drawloom.components.model.decoder.config import (
     DecoderConfig,
     derive_head_sizes,
     find_head_count_faults,
-    find_tensor_parallel_faults,
     size_setting,
 )
 from drawloom.components.model.decoder.family import Family
@@ -24,7 +23,6 @@ from drawloom.components.model.decoder.rope import (
     BY_LENGTH,
     InvalidSetting,
     RopeScaling,
-    find_context_parallel_faults,
     find_duplicate_rope_settings,
     find_rope_faults,
     separate_theta_and_scaling,
@@ -130,9 +128,8 @@ def build_architecture_from_settings(
 def _list_required_keys(family: Family) -> list[str]:
     """Return the keys without a default, constant or derived."""
     derived = {"num_key_value_heads", "head_dim", "vocab_size"}
-    if "moe_intermediate_size" in family.keys:
-        derived.add("intermediate_size")
-    return [key for key, field in family.keys.items() if field.default is attrs.NOTHING and key not in derived]
+    needed = [key for key, field in family.keys.items() if field.default is attrs.NOTHING and key not in derived]
+    return [key for key in needed if key != "intermediate_size" or "moe_intermediate_size" not in needed]
 
 
 def _drop_unset_settings(family: Family, settings: Settings) -> dict[str, Any]:
@@ -148,7 +145,7 @@ def _fill_derived_defaults(family: Family, settings: Settings, tokens: int | Non
         multiple = settings["vocabulary_multiple"]
         given.setdefault("vocab_size", -(-tokens // multiple) * multiple)
     sizes = family.constants | given
-    if "moe_intermediate_size" in sizes:
+    if sizes.get("moe_intermediate_size"):
         # The size of layers without experts: if it was left out there are none, and only exports show it.
         given.setdefault("intermediate_size", sizes["num_experts_per_tok"] * sizes["moe_intermediate_size"])
     return derive_head_sizes(given) | separate_theta_and_scaling(given)
@@ -194,9 +191,19 @@ class DecoderModel:
     )
 
     @classmethod
+    def find_family(cls, node: Any) -> Family | None:
+        """Return the family, or None if a file does not name one, a problem of its own."""
+        return cls.family  # type: ignore[return-value]
+
+    @classmethod
     def read_sizes(cls, node: Any) -> Settings:
         """Return the config's keys, as far as `check` knows them; empty if a file is invalid, a problem of its own."""
         raise NotImplementedError
+
+    @classmethod
+    def has_sequence_classifier(cls, node: Any) -> bool:
+        family = cls.find_family(node)
+        return family is None or family.has_classifier
 
     @property
     def family(self) -> Family:
@@ -216,18 +223,11 @@ class DecoderModel:
         )
 
     @classmethod
-    def find_tensor_parallel_faults(cls, node: Any, ranks: int) -> Iterator[str]:
-        if node.settings["new_tokens"]:
+    def find_split_faults(cls, node: Any, dimension: str, ranks: int) -> Iterator[str]:
+        if dimension == "tensor" and node.settings["new_tokens"]:
             yield NEW_TOKENS_ARE_WHOLE
-        yield from find_tensor_parallel_faults(cls.read_sizes(node), ranks)
-
-    @classmethod
-    def find_context_parallel_faults(cls, node: Any) -> Iterator[str]:
-        rope = node.settings.get("rope_parameters") or node.settings.get("rope_scaling")
-        sizes = cls.read_sizes(node)
-        if "index_topk" in sizes:
-            yield "the indexer chooses among all tokens of a row"
-        yield from find_context_parallel_faults(rope or sizes.get("rope_scaling"))
+        if (family := cls.find_family(node)) is not None:
+            yield from family.config.find_split_faults(cls.read_sizes(node), dimension, ranks)
 
     @classmethod
     def expert_count(cls, node: Any) -> int:
@@ -330,8 +330,7 @@ class DecoderModel:
             joined = create_vocabulary_join_mapper(names, self.new_token_split)
         kept = [name for name in names if name not in joined.inputs or name in joined.outputs]
         mapper = sequential(joined, self.family.mapper(kept, self.architecture))
-        layers = str(self.num_hidden_layers)
-        return attrs.evolve(mapper, ignored=tuple(p.replace("{layers}", layers) for p in self.family.ignored))
+        return attrs.evolve(mapper, ignored=(*self.family.ignored, *self.architecture.unread_tensors))
 
     @cached_property
     def _roles_by_parameter_name(self) -> dict[str, Role]:
@@ -387,15 +386,9 @@ class DecoderBuilder(DecoderModel):
         settings: Settings = node.settings
         with suppress(UserError):
             if settings["config"] is not None:
-                from drawloom.components.model.decoder.hugging_face import read_config
-
-                return attrs.asdict(read_config(cls.family, settings["config"]), recurse=False)
-            return settings
+                return attrs.asdict(_read_and_override_config(cls.family, settings), recurse=False)
+            return separate_theta_and_scaling(_drop_unset_settings(cls.family, settings))
         return {}
-
-    @classmethod
-    def has_sequence_classifier(cls, node: Any) -> bool:
-        return cls.family.has_classifier
 
     @classmethod
     def resume_impact(cls, node: Any, key: str, before: Any) -> str | None:

@@ -9,7 +9,13 @@ import attrs
 import torch
 
 from drawloom import above, at_least, between, setting
-from drawloom.components.model.decoder.rope import InvalidSetting, Rope, RopeScaling, convert_to_kernel_scaling
+from drawloom.components.model.decoder.rope import (
+    BY_LENGTH,
+    InvalidSetting,
+    Rope,
+    RopeScaling,
+    convert_to_kernel_scaling,
+)
 from drawloom.components.model.decoder.specs import Activation, AttentionSpec, Branch, MixerSpec, MlpSpec, PartSpec
 from drawloom.ports import AttentionOptions, Settings
 
@@ -34,9 +40,9 @@ training_setting = partial(setting, impact="changes_training")
 """Declare a setting that a run may change, with another result."""
 
 
-def size_setting(kind: str, doc: str, **options: Any) -> Any:
-    """Declare a size, from 1 to the entry for its kind in MAX_SIZES."""
-    return setting(doc, check=between(1, MAX_SIZES[kind] + 1), **options)
+def size_setting(kind: str, doc: str, least: int = 1, **options: Any) -> Any:
+    """Declare a size, from `least` to the entry for its kind in MAX_SIZES."""
+    return setting(doc, check=between(least, MAX_SIZES[kind] + 1), **options)
 
 
 # Without slots, as some families inherit from two configs.
@@ -74,6 +80,9 @@ class DecoderConfig:
 
     layer_class: ClassVar[str] = "layer:Block"
     """The layers' module and class."""
+
+    decoder_class: ClassVar[str] = "model:Decoder"
+    """The module and class of the layers with their embedding."""
 
     model_class: ClassVar[str] = "model:CausalLM"
     """The causal model's module and class."""
@@ -139,6 +148,11 @@ class DecoderConfig:
         """The factor by which attention scores are multiplied; None: head_dim ** -0.5."""
         return None
 
+    @property
+    def unread_tensors(self) -> tuple[str, ...]:
+        """Patterns (fnmatch) for tensors in files that a model with these sizes does not have."""
+        return ()
+
     def has_bias(self, projection: str) -> bool:
         """Return whether a linear layer, called as in transformers (`q_proj`), has a bias."""
         is_mlp = projection in ("gate_proj", "up_proj", "down_proj")
@@ -194,6 +208,27 @@ class DecoderConfig:
         return sum(len(self.branches_of(layer)) for layer in range(self.num_hidden_layers))
 
     @classmethod
+    def find_split_faults(cls, sizes: Settings, dimension: str, ranks: int) -> Iterator[str]:
+        """Yield reasons why ranks along a mesh's dimension can't split a model with these sizes; see `SplitModel`."""
+        if dimension == "context" and (rope := sizes.get("rope_scaling")) and rope.rope_type in BY_LENGTH:
+            yield f"{rope.rope_type} positions depend on the length of whole rows"
+        if dimension != "tensor":
+            return
+        for key in (
+            *(("hidden_size",) if "conv_L_cache" in sizes else ()),
+            *("num_attention_heads", "num_key_value_heads", "num_global_key_value_heads", "linear_num_key_heads"),
+            *("linear_num_heads", "n_groups", "intermediate_size", "moe_shared_expert_intermediate_size"),
+        ):
+            if (size := sizes.get(key)) and size % ranks:
+                yield f"{key} = {size} is not divisible by {ranks}"
+        if (size := sizes.get("vocab_size")) and size < ranks:
+            yield f"vocab_size = {size} is less than {ranks}"
+        if "n_shared_experts" in sizes and (inner := sizes.get("moe_intermediate_size")):
+            experts = sizes["n_shared_experts"] or 1
+            if experts * inner % ranks:
+                yield f"n_shared_experts × moe_intermediate_size = {experts * inner} is not divisible by {ranks}"
+
+    @classmethod
     def find_faults(cls, given: Settings) -> Iterator[InvalidSetting]:
         """
         Yield the faults in keys only this family has.
@@ -201,7 +236,7 @@ class DecoderConfig:
         `given` has all keys, except those whose default depends on the layers or on the tokenizer.
         """
         layers = given["num_hidden_layers"]
-        for key, items in (("layer_types", "types"), ("no_rope_layers", "numbers")):
+        for key, items in (("layer_types", "types"), ("indexer_types", "types"), ("no_rope_layers", "numbers")):
             if (count := len(given.get(key) or range(layers))) < layers:
                 why = f"{key} has {count} {items}, and num_hidden_layers = {layers}"
                 yield InvalidSetting(key, why, f"write {layers} {items}, or leave {key} out")
@@ -311,20 +346,3 @@ def find_head_count_faults(heads: int, kv_heads: int, head_dim: int) -> Iterator
     if head_dim % 2:
         why = f"head_dim = {head_dim} is odd, and rotary positions rotate pairs of channels"
         yield InvalidSetting("head_dim", why, f"write {head_dim + 1}")
-
-
-def find_tensor_parallel_faults(sizes: Settings, ranks: int) -> Iterator[str]:
-    """Yield the reasons why `ranks` ranks along `tensor` can't share a model with these sizes."""
-    for key in (
-        *(("hidden_size",) if "conv_L_cache" in sizes else ()),
-        *("num_attention_heads", "num_key_value_heads", "num_global_key_value_heads", "linear_num_key_heads"),
-        *("linear_num_heads", "n_groups", "intermediate_size", "moe_shared_expert_intermediate_size"),
-    ):
-        if (size := sizes.get(key)) and size % ranks:
-            yield f"{key} = {size} is not divisible by {ranks}"
-    if (size := sizes.get("vocab_size")) and size < ranks:
-        yield f"vocab_size = {size} is less than {ranks}"
-    if "n_shared_experts" in sizes and (inner := sizes.get("moe_intermediate_size")):
-        experts = sizes["n_shared_experts"] or 1
-        if experts * inner % ranks:
-            yield f"n_shared_experts × moe_intermediate_size = {experts * inner} is not divisible by {ranks}"

@@ -146,6 +146,10 @@ class SigmoidExpertsConfig(GroupedExpertsConfig):
     router_aux_loss_coef: float = 0.0  # the router's bias balances
 
     @property
+    def unread_tensors(self) -> tuple[str, ...]:
+        return (f"model.layers.{self.num_hidden_layers}.*",)  # the layer for multi-token prediction
+
+    @property
     def routing(self) -> Routing:
         """Routing by sigmoid scores, with float32 logits and a balancing bias."""
         return Routing(

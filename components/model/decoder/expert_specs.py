@@ -67,7 +67,8 @@ class ExpertSpec(PartSpec):
 
     `shared_expert_width` is the inner width of a feed-forward network that all tokens visit beside their experts; 0:
     there is none. With `shared_gate`, its output is multiplied by the sigmoid of a projection. `router` and `shared`
-    are module names. With `biases`, experts have biases. Loss coefficients are per layer.
+    are module names. With `biases`, experts have biases. Loss coefficients are per layer. Experts map `latent_width`
+    channels; None: hidden states.
     """
 
     experts: int
@@ -82,6 +83,7 @@ class ExpertSpec(PartSpec):
     activation: SwiGlu = SwiGlu()
     aux_loss_coef: float = 0.0
     z_loss_coef: float = 0.0
+    latent_width: int | None = None
     part = "experts:SparseMoeBlock"
 
 
@@ -106,6 +108,34 @@ class SquaredRelu(SwiGlu):
 
     def make_mlp_spec(self, width: int) -> PartSpec:
         return SquaredReluSpec(width=width)
+
+
+@attrs.frozen
+class GeGlu(SwiGlu):
+    """The experts' activation gelu(gate) * up, with the tanh approximation of GELU."""
+
+    def apply(self, kernels: Kernels, rows: Tensor, scale: Tensor) -> Tensor:
+        gate, up = (part.contiguous() for part in rows.chunk(2, -1))
+        return (kernels.geglu(gate, up) * scale[:, None]).to(rows.dtype)
+
+    def make_mlp_spec(self, width: int) -> PartSpec:
+        return MlpSpec(width=width, activation="gelu_tanh")
+
+
+@attrs.frozen(kw_only=True)
+class NormedRouting(Routing):
+    """Routing whose scores are of normed hidden states, with learned factors; `eps` is the norm's."""
+
+    eps: float
+
+
+@attrs.frozen(kw_only=True)
+class NormedExpertSpec(ExpertSpec):
+    """Specification of experts and a network that all tokens visit, both between norms of their own."""
+
+    part = "normed_experts:NormedMoeBlock"
+
+    routing: NormedRouting
 
 
 @attrs.frozen(kw_only=True)

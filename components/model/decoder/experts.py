@@ -1,12 +1,13 @@
 """Mixture of experts: a router, and the experts that it sends tokens to."""
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from drawloom.components.experts.local import LocalExperts
-from drawloom.components.model.decoder.expert_config import MoeConfig
+from drawloom.components.model.decoder.config import DecoderConfig
 from drawloom.components.model.decoder.expert_specs import ExpertSpec
 from drawloom.components.model.decoder.router import Router
 from drawloom.components.model.decoder.specs import LayerContext
@@ -28,10 +29,12 @@ class SparseMoeBlock(nn.Module):
     carry the names of transformers 5.
     """
 
-    def __init__(self, architecture: MoeConfig, spec: ExpertSpec, kernels: Kernels) -> None:
+    router_class: ClassVar[type[Router]] = Router
+
+    def __init__(self, architecture: DecoderConfig, spec: ExpertSpec, kernels: Kernels) -> None:
         super().__init__()
         self.spec = spec
-        router = Router(
+        router = self.router_class(
             architecture.hidden_size,
             spec.experts,
             spec.choices,
@@ -41,7 +44,7 @@ class SparseMoeBlock(nn.Module):
             z_loss_coef=spec.z_loss_coef,
         )
         self.add_module(spec.router, router)
-        self.experts = Experts(architecture.hidden_size, spec, kernels)
+        self.experts = Experts(spec.latent_width or architecture.hidden_size, spec, kernels)
         if spec.shared_expert_width:
             mlp = spec.activation.make_mlp_spec(spec.shared_expert_width)
             self.add_module(spec.shared, mlp.build(architecture, kernels))
@@ -57,10 +60,12 @@ class SparseMoeBlock(nn.Module):
         chosen, probabilities = self.get_submodule(self.spec.router)(hidden, context.weights, context.padding)
         choices, scale = (tensor.flatten(0, -2) for tensor in (chosen, probabilities))
         mixed = self.apply_experts(hidden, choices, scale).view_as(hidden)
-        if not self.spec.shared_expert_width:
-            return mixed
+        return mixed + self.apply_shared_experts(hidden) if self.spec.shared_expert_width else mixed
+
+    def apply_shared_experts(self, hidden: Tensor) -> Tensor:
+        """Return the output of the network that all tokens visit, for hidden states (..., hidden_size)."""
         shared: Tensor = self.get_submodule(self.spec.shared)(hidden)
-        return mixed + (self.shared_expert_gate(hidden).sigmoid() * shared if self.spec.shared_gate else shared)
+        return self.shared_expert_gate(hidden).sigmoid() * shared if self.spec.shared_gate else shared
 
     def apply_experts(self, hidden: Tensor, choices: Tensor, scale: Tensor) -> Tensor:
         """Return the weighted sums of the experts' outputs, (tokens, hidden_size); see `Experts`."""

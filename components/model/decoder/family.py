@@ -40,8 +40,8 @@ class Family:
     prefix in the model that transformers builds for causal language modeling. `read` converts a `config.json` to the
     config class's keys, before defaults are filled in, and raises ValueError, with a reason that follows the path, for
     a config that can't be built; `write` is its inverse, for a complete `config.json`. `mapper` maps parameters to
-    tensors in files; `ignored` are patterns (fnmatch) for tensors that are not loaded, in which {layers} is the number
-    of layers. `has_classifier` tells whether transformers has a sequence classifier for `model_type`.
+    tensors in files; `ignored` are patterns (fnmatch) for tensors that are not loaded. `has_classifier` tells whether
+    transformers has a sequence classifier for `model_type`.
     """
 
     config: type[DecoderConfig]

@@ -46,7 +46,7 @@ class GatedDeltaNet(TensorParallel):
         self.kernels = kernels
         self.A_log = nn.Parameter(torch.zeros(spec.value_heads))
         self.add_gate_projections(outer)
-        self.norm = RMSNorm(spec.value_dim, spec.norm_eps or architecture.rms_norm_eps, kernels)
+        self.norm = self.create_norm(spec.norm_eps or architecture.rms_norm_eps)
         self.out_proj = Linear(values, outer, kernels, style="rowwise", unit=unit, is_residual=True)
 
     def add_gate_projections(self, outer: int) -> None:
@@ -57,6 +57,10 @@ class GatedDeltaNet(TensorParallel):
         self.in_proj_b = Linear(outer, spec.value_heads, self.kernels, unit=self.group)
         self.in_proj_a = Linear(outer, spec.value_heads, self.kernels, unit=self.group)
         self.dt_bias = nn.Parameter(torch.ones(spec.value_heads))
+
+    def create_norm(self, eps: float) -> RMSNorm:
+        """Return the results' norm."""
+        return RMSNorm(self.spec.value_dim, eps, self.kernels)
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """Map hidden states (rows, length, hidden_size), or (tokens, hidden_size) if ranks split them."""

@@ -31,7 +31,7 @@ class Block(nn.Module):
 
     @property
     def cost_key(self) -> Hashable:
-        return self.branches
+        return None if any(branch.spec.is_linked for branch in self.branches) else self.branches
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """Map hidden states (rows, length, hidden_size), or (tokens, hidden_size) if ranks split them."""

@@ -2,19 +2,38 @@
 
 import attrs
 
-from drawloom.components.model.decoder.specs import AttentionSpec, MixerSpec, RecurrentSpec
+from drawloom.components.model.decoder.specs import AttentionSpec, MixerSpec, PartSpec, RecurrentSpec
 
 
 @attrs.frozen(kw_only=True)
 class NormedValueSpec(AttentionSpec):
     """
-    Specification of attention whose values are normed by head, without a weight. With `keys_as_values`, the projected
-    keys, before norm and rotation, are the values, too.
+    Specification of attention whose values are normed by head, without a weight. Keys and values stay for later layers
+    under the name `link`.
     """
 
     part = "normed_values:NormedValueAttention"
 
-    keys_as_values: bool = False
+    link: str = ""
+
+
+@attrs.frozen(kw_only=True)
+class SharedKeysSpec(NormedValueSpec):
+    """Specification of attention with an earlier layer's keys and values, named `link`."""
+
+    part = "normed_values:SharedKeysAttention"
+    is_linked = True
+
+
+@attrs.frozen(kw_only=True)
+class PerLayerInputSpec(PartSpec):
+    """Specification of a gate on the `width` channels that the embedding has for the layer `number`."""
+
+    part = "per_layer:PerLayerInput"
+    is_linked = True
+
+    width: int
+    number: int
 
 
 @attrs.frozen(kw_only=True)
@@ -45,7 +64,8 @@ class SparseLatentSpec(LatentSpec):
     """
     Specification of latent attention to the `chosen` tokens with the best scores by an indexer; None: to all tokens.
 
-    The indexer has `index_heads` queries and a key, both `index_dim` wide. `loss_coef` is for its loss in this layer.
+    The indexer has `index_heads` queries and a key, both `index_dim` wide; with `index_interleaved`, pairs of adjacent
+    channels are rotated. `loss_coef` is for its loss in this layer. The choice stays for later layers as `link`.
     """
 
     part = "sparse_latent:SparseLatentAttention"
@@ -55,10 +75,22 @@ class SparseLatentSpec(LatentSpec):
     index_heads: int
     index_dim: int
     loss_coef: float
+    index_interleaved: bool = False
+    link: str = ""
 
     @property
     def pair_flops(self) -> int:
         return super().pair_flops + 2 * self.index_heads * self.index_dim
+
+
+@attrs.frozen(kw_only=True)
+class SharedIndexSpec(LatentSpec):
+    """Specification of latent attention to the tokens that an earlier layer's indexer chose, named `link`."""
+
+    part = "sparse_latent:SharedIndexAttention"
+    is_linked = True
+
+    link: str
 
 
 @attrs.frozen(kw_only=True)

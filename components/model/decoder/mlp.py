@@ -1,5 +1,8 @@
 """Gated feed-forward network (Shazeer 2020, arXiv 2002.05202)."""
 
+from collections.abc import Sequence
+from typing import ClassVar
+
 from torch import Tensor
 
 from drawloom.components.model.decoder.config import DecoderConfig
@@ -16,11 +19,15 @@ class GatedMlp(TensorParallel):
     Tensor-parallel ranks partition the inner channels.
     """
 
+    gate_proj: Linear
+    up_proj: Linear
+    inner_projections: ClassVar[Sequence[str]] = ("gate_proj", "up_proj")
+
     def __init__(self, architecture: DecoderConfig, spec: MlpSpec, kernels: Kernels) -> None:
         super().__init__()
         outer, inner, has_bias = architecture.hidden_size, spec.width, architecture.has_bias
-        self.gate_proj = Linear(outer, inner, kernels, has_bias("gate_proj"))
-        self.up_proj = Linear(outer, inner, kernels, has_bias("up_proj"))
+        for name in self.inner_projections:
+            self.add_module(name, Linear(outer, inner, kernels, has_bias(name)))
         self.down_proj = Linear(inner, outer, kernels, has_bias("down_proj"), "rowwise", is_residual=True)
         self.activation = spec.activation
         self.kernels = kernels

@@ -126,19 +126,25 @@ class Decoder(TensorParallel):
 
         hidden: token ids, int64 (rows, length), where the span has the embedding, else hidden states.
         """
+        inputs = hidden
         if self.span.embedding:
             hidden = self.ranks.reduce_scatter_tokens(self.embed_tokens(hidden))
             if (multiplier := self.architecture.embedding_multiplier_in(hidden.dtype)) != 1.0:
                 hidden = hidden * multiplier
             yield 0, hidden
-        for (number, layer), context in zip(self.layers.items(), self._build_layer_contexts(shared), strict=True):
+        contexts = self.build_layer_contexts(shared, inputs, hidden)
+        for (number, layer), context in zip(self.layers.items(), contexts, strict=True):
             hidden = layer(hidden, context)
             yield int(number) + 1, hidden
         if self.span.head:
             yield self.architecture.num_hidden_layers, self.norm(hidden)
 
-    def _build_layer_contexts(self, shared: TokenContext) -> list[LayerContext]:
-        """Return every layer's context; equal windows share a mask, equal rotary positions share angles."""
+    def build_layer_contexts(self, shared: TokenContext, inputs: Tensor, hidden: Tensor) -> list[LayerContext]:
+        """
+        Return every layer's context; equal windows share a mask, equal rotary positions share angles.
+
+        `inputs` are the span's, such as tokens (rows, length); `hidden` are the first layer's.
+        """
         specs = [attention for attention in self.attention if attention is not None]
         masks = {
             window: self.kernels.attention_mask(
@@ -152,7 +158,7 @@ class Decoder(TensorParallel):
             recurrent: Any = self.kernels
             recurrence = recurrent.recurrence_mask(shared.document_ids, shared.part, shared.cache)
         without = LayerContext(
-            shared.document_ids, weights=shared.weights, padding=shared.padding, recurrence=recurrence
+            shared.document_ids, weights=shared.weights, padding=shared.padding, recurrence=recurrence, links={}
         )
         return [
             without if layer is None else without._replace(angles=angles[rope], mask=masks[layer.window])
@@ -179,7 +185,7 @@ class CausalLM(nn.Module):
         self.span = span
         self.kernels = kernels
         self.scaling = scaling
-        self.model = Decoder(architecture, span, kernels)
+        self.model = resolve_name(f"{__package__}.{architecture.decoder_class}")(architecture, span, kernels)
         self.tied = architecture.tie_word_embeddings
         self.lm_head: Any
         has_own_head = span.head and not self.tied

@@ -217,12 +217,6 @@ BY_LENGTH = ("dynamic", "longrope")
 """Scalings that depend on lengths of texts and on max_position_embeddings."""
 
 
-def find_context_parallel_faults(rope: RopeScaling | None) -> Iterator[str]:
-    """Yield a reason if the scaling forbids context parallelism: it depends on the length of whole rows."""
-    if rope is not None and rope.rope_type in BY_LENGTH:
-        yield f"{rope.rope_type} positions depend on the length of whole rows"
-
-
 def separate_theta_and_scaling(given: Settings) -> dict[str, Any]:
     """Return the settings with `rope_theta` and `rope_scaling` in place of `rope_parameters`."""
     rest = {key: value for key, value in given.items() if key not in ("rope_parameters", "rope_scaling")}

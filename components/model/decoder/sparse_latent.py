@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from drawloom.components.model.decoder.config import DecoderConfig
 from drawloom.components.model.decoder.latent import LATENT_EPS, LatentAttention
-from drawloom.components.model.decoder.mixer_specs import SparseLatentSpec
+from drawloom.components.model.decoder.mixer_specs import SharedIndexSpec, SparseLatentSpec
 from drawloom.components.model.decoder.router import attach_loss_gradient
 from drawloom.components.model.decoder.specs import LayerContext
 from drawloom.components.model.layers import Linear
@@ -29,6 +29,31 @@ class Indexer(nn.Module):
         """Return flat queries, keys and head weights (..., width) for hidden states and latents (..., width)."""
         hidden, query_latent = hidden.detach(), query_latent.detach()
         return self.wq_b(query_latent), self.k_norm(self.wk(hidden)), self.weights_proj(hidden)
+
+
+def attend_to_visible_tokens(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """
+    Return attention's results (rows, length, heads, width) and weights (rows, heads, length, keys), at least float32.
+
+    q, k and v are (rows, tokens, heads, width), `visible` is bool (rows, length, keys).
+    """
+    wide = torch.promote_types(q.dtype, torch.float32)
+    products = torch.einsum("rqhd,rkhd->rhqk", q, k).to(wide) * scale
+    weights = products.masked_fill(~visible[:, None], -torch.inf).softmax(-1)
+    return torch.einsum("rhqk,rkhd->rqhd", weights.to(v.dtype), v), weights
+
+
+class SharedIndexAttention(LatentAttention):
+    """Latent attention to the tokens that an earlier layer's indexer chose."""
+
+    spec: SharedIndexSpec
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, query_latent: Any, context: LayerContext
+    ) -> Tensor:
+        k, v, _ = self.kernels.extend_keys(k, v, context.mask)
+        scale = self.spec.options.scale or 1.0
+        return attend_to_visible_tokens(q, k, v, context.links[self.spec.link], scale)[0]
 
 
 class SparseLatentAttention(LatentAttention):
@@ -54,7 +79,7 @@ class SparseLatentAttention(LatentAttention):
         queries, keys = (x.view(*shape, -1, spec.index_dim) for x in (queries, keys))
         if context.angles is not None:
             cos, sin = context.angles
-            queries, keys = (self.kernels.rope(x, cos, sin) for x in (queries, keys))
+            queries, keys = (self.kernels.rope(x, cos, sin, spec.index_interleaved) for x in (queries, keys))
         k, v, visible = self.kernels.extend_keys(k, v, context.mask)
         keys, _, _ = self.kernels.extend_keys(keys, keys, context.mask)
         if visible is None:
@@ -66,9 +91,9 @@ class SparseLatentAttention(LatentAttention):
         if spec.chosen is not None:
             best = scores.detach().topk(min(spec.chosen, scores.shape[-1])).indices
             visible = visible & torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True)
-        products = torch.einsum("rqhd,rkhd->rhqk", q, k).to(wide) * (spec.options.scale or 1.0)
-        weights = products.masked_fill(~visible[:, None], -torch.inf).softmax(-1)
-        mixed = torch.einsum("rhqk,rkhd->rqhd", weights.to(v.dtype), v)
+        if spec.link:
+            context.links.setdefault(spec.link, visible)
+        mixed, weights = attend_to_visible_tokens(q, k, v, visible, spec.options.scale or 1.0)
         if context.weights is None or not spec.loss_coef:
             return mixed
         target = self.ranks.all_reduce(weights.detach().sum(1)) * (spec.loss_coef / spec.heads)

@@ -17,9 +17,14 @@ is of networks without a gate.
 
 
 class PartSpec:
-    """Specification of a layer's part; `part` is its module's class, imported when a layer has such a part."""
+    """
+    Specification of a layer's part; `part` is its module's class, imported when a layer has such a part.
+
+    If `is_linked`, the part reads tensors of earlier layers.
+    """
 
     part: ClassVar[str]
+    is_linked: ClassVar[bool] = False
 
     def build(self, architecture: Any, kernels: Kernels) -> nn.Module:
         """Return the module for a decoder's config."""
@@ -54,13 +59,14 @@ class AttentionSpec(MixerSpec):
 
     `qk_norm` norms queries and keys (RMSNorm), by head or over the whole projection. With `sinks`, every head has a
     learned score for one more key, whose value is 0. With a `gate`, the output is multiplied by the sigmoid of a
-    projection.
+    projection. With `keys_as_values`, the projected keys, before norm and rotation, are the values, too.
     """
 
     kv_heads: int
     head_dim: int
     sinks: bool = False
     gate: bool = False
+    keys_as_values: bool = False
     qk_norm: Literal["none", "head", "projection"] = "none"
     part = "attention:Attention"
 
@@ -111,7 +117,8 @@ class LayerContext(NamedTuple):
     `documents` are int64 (rows, length). `angles` are cos and sin, float32 (rows, length, pairs); None: the layer does
     not rotate. `mask` is the kernels' attention_mask of the microbatch, and `recurrence` their recurrence_mask.
     `weights`, float32 (rows, length), weight each token in losses inside of the layer; None disables them. `padding`,
-    bool (rows, length), is true where there is no document's token; None without padding.
+    bool (rows, length), is true where there is no document's token; None without padding. `links` has the tensors that
+    the embedding and earlier layers leave for later ones, by name.
     """
 
     # A tuple, so that torch's compiler and tree functions see the tensors.
@@ -121,3 +128,4 @@ class LayerContext(NamedTuple):
     weights: Tensor | None = None
     padding: Tensor | None = None
     recurrence: Any = None
+    links: Any = None

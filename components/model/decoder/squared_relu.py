@@ -2,12 +2,10 @@
 
 from torch import Tensor
 
-from drawloom.components.model.decoder.config import DecoderConfig
 from drawloom.components.model.decoder.expert_config import MoeConfig
 from drawloom.components.model.decoder.expert_specs import LatentExpertSpec
-from drawloom.components.model.decoder.experts import Experts, SparseMoeBlock
+from drawloom.components.model.decoder.experts import SparseMoeBlock
 from drawloom.components.model.decoder.mlp import GatedMlp
-from drawloom.components.model.decoder.specs import MlpSpec
 from drawloom.components.model.layers import Linear
 from drawloom.ports import Kernels
 
@@ -15,9 +13,7 @@ from drawloom.ports import Kernels
 class SquaredReluMlp(GatedMlp):
     """down_proj(relu(up_proj(x)) ** 2)."""
 
-    def __init__(self, architecture: DecoderConfig, spec: MlpSpec, kernels: Kernels) -> None:
-        super().__init__(architecture, spec, kernels)
-        del self.gate_proj
+    inner_projections = ("up_proj",)
 
     def compute_partial_outputs(self, hidden: Tensor) -> Tensor:
         return self.down_proj(self.up_proj(hidden).relu().square())  # type: ignore[no-any-return]
@@ -29,7 +25,6 @@ class LatentMoeBlock(SparseMoeBlock):
     def __init__(self, architecture: MoeConfig, spec: LatentExpertSpec, kernels: Kernels) -> None:
         super().__init__(architecture, spec, kernels)
         outer, latent = architecture.hidden_size, spec.latent_width
-        self.experts = Experts(latent, spec, kernels)
         self.fc1_latent_proj = Linear(outer, latent, kernels, style="whole")
         self.fc2_latent_proj = Linear(latent, outer, kernels, style="whole", is_residual=True)
 

@@ -10,7 +10,7 @@ from drawloom.components.model.decoder.config import DecoderConfig
 from drawloom.components.model.decoder.gated_delta_net import GatedDeltaNet, draw_time_steps
 from drawloom.components.model.decoder.mixer_specs import StateSpaceSpec
 from drawloom.components.model.decoder.specs import LayerContext
-from drawloom.components.model.layers import ProjectionNorm
+from drawloom.components.model.layers import Linear, ProjectionNorm
 from drawloom.components.parallel.parameter_split import SplitDim
 from drawloom.ports import BIAS_ROLE, SCALE_ROLE, Kernels, Role
 
@@ -36,12 +36,18 @@ class StateSpaceMixer(GatedDeltaNet):
 
     def __init__(self, architecture: DecoderConfig, spec: StateSpaceSpec, kernels: Kernels) -> None:
         super().__init__(architecture, spec, kernels)
-        del self.in_proj_b
-        width, eps = spec.value_heads * spec.value_dim, spec.norm_eps or architecture.rms_norm_eps
-        self.norm = GroupNorm(width, eps, kernels, self.units["v"])
         self.D = nn.Parameter(torch.ones(spec.value_heads))
         for name, unit in self.units.items() if spec.conv_bias else ():
             self.register_parameter(f"conv_{name}_bias", nn.Parameter(torch.zeros(spec.key_heads * unit)))
+
+    def add_gate_projections(self, outer: int) -> None:
+        spec = self.spec
+        self.in_proj_z = Linear(outer, spec.value_heads * spec.value_dim, self.kernels, unit=self.units["v"])
+        self.in_proj_a = Linear(outer, spec.value_heads, self.kernels, unit=self.group)
+        self.dt_bias = nn.Parameter(torch.ones(spec.value_heads))
+
+    def create_norm(self, eps: float) -> GroupNorm:
+        return GroupNorm(self.spec.value_heads * self.spec.value_dim, eps, self.kernels, self.units["v"])
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, own: Tensor, context: LayerContext) -> Tensor:
         wide = torch.promote_types(hidden.dtype, torch.float32)

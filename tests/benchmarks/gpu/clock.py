@@ -73,12 +73,12 @@ def step_cost(step: Call, device: torch.device) -> StepCost:
     """
     gpu = device.type == "cuda"
     warm_ups, steps = (WARM_UPS, STEPS) if gpu else (1, 1)
-    ends = [_now(gpu)]
+    ends = [now(gpu)]
     for number in range(warm_ups + steps):
         if gpu and number == warm_ups:
             torch.cuda.reset_peak_memory_stats()
         step()
-        ends.append(_now(gpu))
+        ends.append(now(gpu))
         if gpu:
             ends[-2].synchronize()
     if gpu:
@@ -133,7 +133,7 @@ def _device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _now(gpu: bool) -> Any:
+def now(gpu: bool) -> Any:
     """Record an event on the GPU, or return the host's seconds."""
     if not gpu:
         return time.perf_counter()

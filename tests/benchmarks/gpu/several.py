@@ -12,8 +12,8 @@ On a machine with more GPUs than ranks, runs take their GPUs in turn and run sid
 With fewer GPUs than ranks, the ranks share them (`device.share`): then rates mean nothing, but losses, launches and the
 host's time do. `ONLY="0.6B !reshard"` selects rows by words in their names, and none with the word behind `!`;
 `ONLY=a|b` selects rows by either word. `ONLY=--links` prints the bandwidths alone, `--trace` also the GPU's time by
-kind and the longest operations of both programs in three steps, and `--tiny` tries everything with small models on a
-CPU. `RANKS=2,4` prints the rows of both.
+kind and the longest operations of both programs in three steps, `--ours` leaves torchtitan out, and `--tiny` tries
+everything with small models on a CPU. `RANKS=2,4` prints the rows of both.
 """
 
 import json
@@ -147,12 +147,13 @@ def list_rows(ranks: int) -> list[Row]:
     small, large, experts = MODELS
     half, symmetric = ranks // 2, ('dispatcher.use="experts.symmetric"',)
     kept = ("stages.reshard_after_forward=false",)
+    captured = ('capture.use="pipeline.captured"',)
     overlapped = ('overlap.use="overlap.tensor_products"', 'overlap.through="memory"')
     pipelined_in_v = ('schedule.use="pipeline.schedules.zero_bubble_v"',)
     rows = [
         Row(small, {"data_shard": ranks}, 4),
         Row(small, {"data_shard": ranks}, 4, edits=kept),
-        Row(small, {"data_replicate": ranks}, 4),
+        *(Row(small, {"data_replicate": ranks}, 4, edits=edits) for edits in ((), captured)),
         Row(large, {"data_shard": ranks}, 2),
         Row(large, {"data_shard": ranks}, 2, edits=kept),
         *(Row(large, {"tensor": 2, "data_shard": half}, 4, edits=edits) for edits in ((), overlapped)),
@@ -363,7 +364,12 @@ class Table:
     def run_titan(self, row: Row, tokens: int) -> str:
         """Train with torchtitan, and return its rate, time and memory."""
         known = ("stages.reshard", "overlap", *SCHEDULES)
-        if row.model not in TITAN or TINY or not all(any(name in edit for name in known) for edit in row.edits):
+        if (
+            row.model not in TITAN
+            or TINY
+            or "--ours" in sys.argv
+            or not all(any(name in edit for name in known) for edit in row.edits)
+        ):
             return "has no such run"
         if find_spec("torchtitan") is None:
             return "is not installed: pip install --no-deps torchtitan==0.2.2"
@@ -411,7 +417,9 @@ class Result:
 
 def _edits_on_one_gpu(row: Row) -> tuple[str, ...]:
     return tuple(
-        edit for edit in row.edits if not edit.startswith(("schedule", "dispatcher", "stages.reshard", "overlap"))
+        edit
+        for edit in row.edits
+        if not edit.startswith(("schedule", "dispatcher", "stages.reshard", "overlap", "capture"))
     )
 
 

@@ -1,20 +1,27 @@
-"""DeepSeek-V3.2 against transformers, and its indexer's loss."""
+"""DeepSeek-V3.2 and GLM-5 against transformers, and their indexer's loss."""
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoConfig
 
 from drawloom import Recipe
 from drawloom.components.model.decoder.builder import DecoderBuilder
+from drawloom.components.model.decoder.hugging_face import read_config
 from drawloom.components.model.deepseek_v32 import DeepseekV32
+from drawloom.components.model.glm_moe_dsa import GlmMoeDsa
 from drawloom.components.weights.convert import persistent_tensors
+from drawloom.kernels.recompute.policy import apply_recompute_policy, make_recomputable
 from support.families import (
     assert_equal_to_transformers,
     assert_files_go_both_ways,
     assert_generated_as_whole_texts,
+    gradients,
     small,
 )
 from support.family_words import FAMILY_WORDS
@@ -42,15 +49,54 @@ def deepseek(**changes: Any) -> DecoderBuilder:
     return small(DeepseekV32, **SIZES | changes)
 
 
-def test_numbers_equal_those_of_transformers(tmp_path: Path) -> None:
+def glm(**changes: Any) -> DecoderBuilder:
+    types = {"num_hidden_layers": 4, "indexer_types": ["full", "full", "shared", "shared"]}
+    return small(GlmMoeDsa, **SIZES | types | changes)
+
+
+@pytest.mark.parametrize("build", [deepseek, glm])
+def test_numbers_equal_those_of_transformers(build: Callable[..., DecoderBuilder], tmp_path: Path) -> None:
     """Logits, losses of packed documents and gradients equal transformers', and files go both ways."""
-    assert_equal_to_transformers(deepseek(), without_gradient="*.indexer.*")
-    assert_files_go_both_ways(deepseek(), tmp_path)
+    assert_equal_to_transformers(build(), without_gradient="*.indexer.*")
+    assert_files_go_both_ways(build(), tmp_path)
 
 
-def test_parts_of_a_text_have_its_logits() -> None:
+@pytest.mark.parametrize("build", [deepseek, glm])
+def test_parts_of_a_text_have_its_logits(build: Callable[..., DecoderBuilder]) -> None:
     """Generation token by token, with cached index keys, equals the whole text."""
-    assert_generated_as_whole_texts(deepseek())
+    assert_generated_as_whole_texts(build())
+
+
+def test_recomputed_layers_share_the_choice_of_their_indexer() -> None:
+    """Layers without an indexer recompute attention to the same tokens, bit by bit, also the indexers' gradients."""
+    torch.manual_seed(0)
+    module: Any = whole(glm(indexer_loss_coef=1.0, num_hidden_layers=6, indexer_types=["full", "shared"] * 3))
+    tokens, targets = torch.randint(29, (2, 2, 11))
+    make_recomputable([*module.model.layers.values()])
+    grads = []
+    for policy in ("none", "blocks"):
+        with apply_recompute_policy(policy):
+            losses = losses_of(module, tokens, one_document(2, 11), targets)
+        grads.append(gradients(losses.sum(), dict(module.named_parameters())))
+    assert all(map(torch.equal, *grads))
+
+
+@pytest.mark.parametrize(
+    ("keys", "types"),
+    [
+        ({"index_topk_freq": 3, "index_skip_topk_offset": 2}, "FFSSFSS"),
+        ({"index_topk_pattern": "FSFSSSF"}, "FSFSSSF"),
+        ({}, "FFFFFFF"),
+    ],
+)
+def test_published_configs_name_shared_indexers(keys: dict[str, Any], types: str, tmp_path: Path) -> None:
+    """Letters, or a period and an offset, are the types of layers that transformers reads."""
+    config = {key: value for key, value in glm().hugging_face_config().items() if key != "indexer_types"}
+    config |= {"num_hidden_layers": 7, "mlp_layer_types": None, **keys}
+    assert "".join(kind[0].upper() for kind in AutoConfig.for_model(**config).indexer_types) == types
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    read: Any = read_config(GlmMoeDsa.family, tmp_path)
+    assert "".join(kind[0].upper() for kind in read.indexer_types) == types
 
 
 def compute_indexer_loss(reference: Any, tokens: Tensor) -> Tensor:
@@ -98,6 +144,7 @@ def test_the_indexer_learns_from_attention(warmup: bool) -> None:
             torch.testing.assert_close(parameter.grad, plain[name].grad, atol=0, rtol=0)
 
 
+SHARED = 'model.indexer_types=["full","shared","shared","full"]'
 COMMON = ("model.num_hidden_layers=4", "model.hidden_size=64", "model.num_attention_heads=2")
 
 
@@ -107,9 +154,12 @@ COMMON = ("model.num_hidden_layers=4", "model.hidden_size=64", "model.num_attent
         (("model.q_lora_rank=0",), "q_lora_rank"),
         (("mesh.context=2",), "the indexer chooses among all tokens of a row"),
         (("model.index_head_dim=2",), "index_head_dim = 2 is less than the"),
+        (("mesh.pipeline=2", SHARED), "layers share indexers"),
+        (('model.indexer_types=["shared","full","full","full"]',), "the first layer shares no earlier indexer"),
+        (('model.indexer_types=["full"]',), "indexer_types has 1 types"),
     ],
 )
 def test_check_refuses_what_the_indexer_can_not_do(words: tuple[str, ...], text: str) -> None:
     """A mesh along context, and sizes that do not fit, are problems of the recipe, with place and remedy."""
-    graph = Recipe.load("first_run", *FAMILY_WORDS["deepseek_v32"], *COMMON, *words).graph
+    graph = Recipe.load("first_run", *FAMILY_WORDS["glm_moe_dsa"], *COMMON, *words).graph
     assert any(text in problem.text for problem in graph.errors), graph.errors

@@ -24,7 +24,9 @@ def compare_on_rank(kind: Literal["cpu", "cuda"], factor: int) -> dict[str, list
     `factor` multiplies all sizes.
     """
     tokens, width, inner = (factor * size for size in (4, 6, 5))
-    processes = TorchProcesses(device=ComputeDevice(kind=kind), timeout=60.0)
+    device = ComputeDevice(kind=kind)
+    device.open()
+    processes = TorchProcesses(device=device, timeout=60.0)
     processes.open()
     try:
         mesh = RankMesh(processes=processes, tensor=processes.world_size, data_replicate=1)

@@ -1,10 +1,9 @@
-"""Refusals and widths of packed completions; `tests/runs/test_rollouts.py` compares gradients."""
+"""Refusals of packed completions; `tests/runs/test_rollouts.py` compares gradients."""
 
 from typing import Any
 
 import pytest
 
-from drawloom.components.phases.shared_prefixes import round_width_up
 from drawloom.graph.project import Recipe
 from support.observers_of_runs import TINY
 
@@ -16,11 +15,15 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
     [
         ({"use": "model.qwen3.dense"}, [], ""),
         ({"use": "model.qwen3.moe", "router_aux_loss_coef": 0.0, **EXPERTS}, [], ""),
-        ({"use": "model.qwen3.moe", **EXPERTS}, [], "a shared prompt would count once"),
+        ({"use": "model.qwen3.moe", **EXPERTS}, [], "a shared beginning would count once"),
         ({"use": "model.qwen3_5"}, [], "[model] has recurrent layers"),
         ({"use": "model.qwen3.dense"}, ["mesh.context=2"], "[shared_prefixes] packs whole rows"),
-        ({"use": "model.qwen3.dense"}, ["kernels.attention=eager"], "completions would not see the prompt"),
-        ({"use": "model.qwen3.dense"}, ["kernels.use=kernels.batch_invariant"], "completions would not see the prompt"),
+        ({"use": "model.qwen3.dense"}, ["kernels.attention=eager"], "texts would not see their common"),
+        (
+            {"use": "model.qwen3.dense"},
+            ["kernels.use=kernels.batch_invariant"],
+            "texts would not see their common",
+        ),
     ],
 )
 def test_what_can_not_branch_is_refused(model: dict[str, Any], words: list[str], problem: str) -> None:
@@ -30,10 +33,3 @@ def test_what_can_not_branch_is_refused(model: dict[str, Any], words: list[str],
     recipe = Recipe.load("grpo", *words, overlays=["with_shared_prefixes"])
     problems = recipe.with_values(tables | {"model": sizes | model}).graph.problems
     assert any(problem in str(text) for text in problems) if problem else not problems, problems
-
-
-def test_few_widths_are_used() -> None:
-    """A width has room for the tokens, with less than a quarter of padding from 64 on; there are few to compile for."""
-    widths = [round_width_up(tokens) for tokens in range(1, 8193)]
-    assert all(0 <= width - tokens < max(tokens / 4, 16) for tokens, width in enumerate(widths, 1))
-    assert len({*widths[4096:]}) == 4 and round_width_up(0) == 16

@@ -79,6 +79,10 @@ MISFITS: dict[str, tuple[dict[str, Any], str]] = {
         {"loss": {"use": "loss.dpo"}},
         "[loss] compares pairs of documents, and [packing] makes none; write use",
     ),
+    "kernels": (
+        CORPUS | {"packing": PACKING["packing"] | {"share_prompts": True}},
+        'texts would not see their common beginning in [packing]; write use = "kernels.auto" and attention',
+    ),
 }
 
 

@@ -1,0 +1,370 @@
+"""
+Mamba-2's recurrence in Triton, in chunks with 64 tokens; see `kernels/gated_delta/triton.py` for its tiles and limits.
+
+A kernel carries the state from chunk to chunk, and the state's gradient from the last chunk to the first. A second one
+computes results, and a third all gradients, by chunk, for all value heads with a common key head: the products of
+queries and keys are computed once for these heads, and their gradients multiplied once. States are computed again in
+the backward pass; storing and loading them is half of all traffic.
+"""
+
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from drawloom.kernels.gated_delta.eager import RecurrentDocuments
+from drawloom.kernels.gated_delta.triton import (
+    CHUNK,
+    CHUNK_SIZE,
+    MIN_BLOCK,
+    MIN_GATE,
+    exp_where,
+    get_float32_product_precision,
+    load_by_token,
+    load_chunk_document_ids,
+    load_state_tile,
+    load_tile,
+    load_transposed,
+    locate_chunk_and_head,
+    locate_tokens,
+    mask_causal_document_pairs,
+    mask_document_pairs_by_key,
+    multiply,
+    store_state_tile,
+    store_tile,
+)
+from drawloom.kernels.operation import make_differentiable, register_kernel
+from drawloom.kernels.state_space.eager import state_space_eager
+from drawloom.kernels.triton.launch import cache_launches
+from drawloom.kernels.triton.primitives import cdiv, check_floats, next_power_of_2
+
+MAX_WIDTH = 128
+"""The widest keys in Triton; with wider ones, a program's gradients do not fit into registers."""
+
+
+def state_space_triton(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, documents: RecurrentDocuments, state: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """
+    Compute state_space_eager for float32, bfloat16 and float16; for keys wider than MAX_WIDTH, by itself.
+
+    q and k (rows, length, key_heads, K), v (rows, length, value_heads, V), g (rows, length, value_heads); the state is
+    float32 (rows, value_heads, K, V). Factors of products have the dtype of k.
+    """
+    check_floats("state_space_triton", q, k, v, g)
+    if k.shape[-1] > MAX_WIDTH:
+        return state_space_eager(q, k, v, g, documents, state)
+    return _differentiable_state_space(q, k, v, g, *documents, state)
+
+
+@cache_launches("length", "chunks")
+def sum_gates(g, ids, decays, length, chunks, HEADS: tl.constexpr, BLOCK: tl.constexpr):
+    """Store sums of gates, which are log decays by head, from the first token in a chunk and document."""
+    tokens = locate_tokens(tl.program_id(0) // chunks, tl.program_id(0) % chunks, length)
+    first, token, inside = tokens
+    own = tl.load(ids + first + token, mask=inside, other=-2)
+    heads = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    gates = tl.maximum(load_tile(g, tokens, 0, 1, heads, HEADS).to(tl.float32), MIN_GATE)
+    sums = multiply(mask_causal_document_pairs(own, inside).to(tl.float32), gates, "tf32x3")
+    store_tile(decays, tokens, 0, 1, heads, HEADS, sums)
+
+
+# fmt: off
+@cache_launches("length", "chunks")
+def carry_states(
+    k, v, decays, ids, before, state, states, result, length, chunks, HEADS: tl.constexpr, GROUPS: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr, BACK: tl.constexpr,
+):
+    # fmt: on
+    """
+    Store the state before every chunk in a row, and the last state, for BV columns.
+
+    If BACK, store the gradient of the state after every chunk, from queries and results' gradients in place of k and v.
+    """
+    row, head = tl.program_id(1) // HEADS, tl.program_id(1) % HEADS
+    channel, column = tl.arange(0, BK), tl.program_id(0) * BV + tl.arange(0, BV)
+    carried = tl.zeros((BK, BV), tl.float32)
+    if state is not None:
+        carried += load_state_tile(state, row * HEADS + head, channel, column, K, V).to(tl.float32)
+    for number in range(0, chunks):
+        chunk = chunks - 1 - number if BACK else number
+        narrow = carried.to(states.dtype.element_ty)
+        store_state_tile(states, (row * chunks + chunk) * HEADS + head, channel, column, K, V, narrow)
+        tokens = locate_tokens(row, chunk, length)
+        first, _token, _inside = tokens
+        own, incoming, last, end = load_chunk_document_ids(ids, before, row, chunk, tokens, length)
+        sums, total = load_by_token(decays, tokens, head, HEADS), tl.load(decays + (first + end) * HEADS + head)
+        factors = exp_where(own == incoming, sums) if BACK else exp_where(own == last, total - sums)
+        values = load_tile(v, tokens, head, HEADS, column, V).to(tl.float32)
+        key = load_transposed(k, tokens, head // GROUPS, HEADS // GROUPS, channel, K)
+        carried *= tl.where(last == incoming, tl.exp(total), 0.0)
+        carried = tl.dot(key, (values * factors[:, None]).to(key.dtype), carried, input_precision=PRECISION)
+    if result is not None:
+        store_state_tile(result, row * HEADS + head, channel, column, K, V, carried)
+
+
+# fmt: off
+@cache_launches("length", "chunks")
+def mix_values(
+    q, k, v, states, decays, ids, before, result, length, chunks, HEADS: tl.constexpr, GROUPS: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
+):
+    # fmt: on
+    """Store a chunk's results for all value heads of a key head."""
+    KEY_HEADS: tl.constexpr = HEADS // GROUPS
+    number, key_head, row, chunk, tokens = locate_chunk_and_head(tl.program_id(0), length, chunks, KEY_HEADS)
+    _first, _token, inside = tokens
+    own, incoming, _last, _end = load_chunk_document_ids(ids, before, row, chunk, tokens, length)
+    channel = tl.arange(0, BK)
+    query = load_tile(q, tokens, key_head, KEY_HEADS, channel, K)
+    scores = multiply(query, load_transposed(k, tokens, key_head, KEY_HEADS, channel, K), PRECISION)
+    is_pair = mask_causal_document_pairs(own, inside)
+    for head in range(key_head * GROUPS, (key_head + 1) * GROUPS):
+        sums = load_by_token(decays, tokens, head, HEADS)
+        weights = (scores * exp_where(is_pair, sums[:, None] - sums[None, :])).to(query.dtype)
+        for begin in tl.static_range(0, V, BV):
+            column = begin + tl.arange(0, BV)
+            state = load_state_tile(states, number * HEADS + head, channel, column, K, V)
+            values = load_tile(v, tokens, head, HEADS, column, V).to(query.dtype)
+            mixed = exp_where(own == incoming, sums)[:, None] * multiply(query, state, PRECISION)
+            mixed = tl.dot(weights, values, mixed, input_precision=PRECISION)
+            store_tile(result, tokens, head, HEADS, column, V, mixed)
+
+
+# fmt: off
+@cache_launches("length", "chunks")
+def compute_value_gradients(
+    grad, q, k, v, grad_states, decays, ids, before, grad_v, grad_sums, length, chunks, HEADS: tl.constexpr,
+    GROUPS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    # fmt: on
+    """Store a chunk's gradients for values, and the part for sums of gates that follows from these."""
+    KEY_HEADS: tl.constexpr = HEADS // GROUPS
+    number, key_head, row, chunk, tokens = locate_chunk_and_head(tl.program_id(0), length, chunks, KEY_HEADS)
+    first, token, inside = tokens
+    own, _incoming, last, end = load_chunk_document_ids(ids, before, row, chunk, tokens, length)
+    channel = tl.arange(0, BK)
+    key = load_tile(k, tokens, key_head, KEY_HEADS, channel, K)
+    scores = multiply(key, load_transposed(q, tokens, key_head, KEY_HEADS, channel, K), PRECISION)  # by key and query
+    is_pair = mask_document_pairs_by_key(own, inside)
+    for head in range(key_head * GROUPS, (key_head + 1) * GROUPS):
+        sums, total = load_by_token(decays, tokens, head, HEADS), tl.load(decays + (first + end) * HEADS + head)
+        weights = (scores * exp_where(is_pair, sums[None, :] - sums[:, None])).to(key.dtype)
+        to_sums = tl.zeros((CHUNK,), tl.float32)
+        for begin in tl.static_range(0, V, BV):
+            column = begin + tl.arange(0, BV)
+            values = load_tile(v, tokens, head, HEADS, column, V).to(tl.float32)
+            grads = load_tile(grad, tokens, head, HEADS, column, V).to(key.dtype)
+            grad_state = load_state_tile(grad_states, number * HEADS + head, channel, column, K, V)
+            through_state = exp_where(own == last, total - sums)[:, None] * multiply(key, grad_state, PRECISION)
+            to_sums += tl.where(token == end, tl.sum(tl.sum(through_state * values, 1), 0), 0.0)
+            to_values = tl.dot(weights, grads, through_state, input_precision=PRECISION)
+            store_tile(grad_v, tokens, head, HEADS, column, V, to_values)
+            to_sums -= tl.sum(to_values * values, 1)
+        tl.store(grad_sums + (first + token) * HEADS + head, to_sums, mask=inside)
+
+
+# fmt: off
+@cache_launches("length", "chunks")
+def compute_other_gradients(
+    grad, q, k, v, states, grad_states, decays, ids, before, grad_sums, grad_q, grad_k, grad_g, length, chunks,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    # fmt: on
+    """Store a chunk's gradients for the queries and keys of a key head, and for gates."""
+    KEY_HEADS: tl.constexpr = HEADS // GROUPS
+    number, key_head, row, chunk, tokens = locate_chunk_and_head(tl.program_id(0), length, chunks, KEY_HEADS)
+    first, token, inside = tokens
+    own, incoming, last, end = load_chunk_document_ids(ids, before, row, chunk, tokens, length)
+    channel = tl.arange(0, BK)
+    query = load_tile(q, tokens, key_head, KEY_HEADS, channel, K)
+    key = load_tile(k, tokens, key_head, KEY_HEADS, channel, K)
+    scores = multiply(query, load_transposed(k, tokens, key_head, KEY_HEADS, channel, K), PRECISION)
+    is_pair, is_pair_by_key = mask_causal_document_pairs(own, inside), mask_document_pairs_by_key(own, inside)
+    to_queries, to_keys = tl.zeros((CHUNK, BK), tl.float32), tl.zeros((CHUNK, BK), tl.float32)
+    by_query, by_key = tl.zeros((CHUNK, CHUNK), tl.float32), tl.zeros((CHUNK, CHUNK), tl.float32)
+    for head in range(key_head * GROUPS, (key_head + 1) * GROUPS):
+        sums, total = load_by_token(decays, tokens, head, HEADS), tl.load(decays + (first + end) * HEADS + head)
+        from_state, to_end = exp_where(own == incoming, sums), exp_where(own == last, total - sums)
+        to_sums = load_by_token(grad_sums, tokens, head, HEADS)
+        for begin in tl.static_range(0, V, BV):
+            column = begin + tl.arange(0, BV)
+            values = load_tile(v, tokens, head, HEADS, column, V).to(key.dtype)
+            grads = load_tile(grad, tokens, head, HEADS, column, V).to(key.dtype)
+            state = load_state_tile(states, number * HEADS + head, channel, column, K, V)
+            grad_state = load_state_tile(grad_states, number * HEADS + head, channel, column, K, V)
+            along_state = tl.sum(tl.sum(state.to(tl.float32) * grad_state.to(tl.float32), 1), 0)
+            to_sums += tl.where((token == end) & (last == incoming), tl.exp(total) * along_state, 0.0)
+            # Both orders of pairs, because products with transposes of accumulated tiles are wrong on Hopper.
+            to_pairs = multiply(values, tl.trans(grads), PRECISION)
+            by_key += to_pairs * exp_where(is_pair_by_key, sums[None, :] - sums[:, None])
+            to_pairs = multiply(grads, tl.trans(values), PRECISION) * exp_where(is_pair, sums[:, None] - sums[None, :])
+            by_query += to_pairs
+            to_sums += tl.sum(to_pairs * scores, 1)
+            to_sums += from_state * tl.sum(multiply(query, state, PRECISION) * grads.to(tl.float32), 1)
+            weighted = (grads.to(tl.float32) * from_state[:, None]).to(key.dtype)
+            to_queries = tl.dot(weighted, tl.trans(state), to_queries, input_precision=PRECISION)
+            weighted = (values.to(tl.float32) * to_end[:, None]).to(key.dtype)
+            to_keys = tl.dot(weighted, tl.trans(grad_state), to_keys, input_precision=PRECISION)
+        to_gates = tl.sum(tl.where(is_pair, to_sums[:, None], 0.0), 0)
+        tl.store(grad_g + (first + token) * HEADS + head, to_gates, mask=inside)
+    to_queries = tl.dot(by_query.to(key.dtype), key, to_queries, input_precision=PRECISION)
+    store_tile(grad_q, tokens, key_head, KEY_HEADS, channel, K, to_queries)
+    to_keys = tl.dot(by_key.to(key.dtype), query, to_keys, input_precision=PRECISION)
+    store_tile(grad_k, tokens, key_head, KEY_HEADS, channel, K, to_keys)
+
+
+def _allocate_forward(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return results and last states."""
+    last = v.new_empty(v.shape[0], v.shape[2], k.shape[3], v.shape[3], dtype=torch.float32)
+    return v.new_empty(v.shape), last
+
+
+def _count_forward_flops(k: Tensor, v: Tensor) -> float:
+    """Return the products' FLOPs, for all tokens and heads."""
+    by_head = 4 * k.shape[3] * v.shape[3] + 2 * CHUNK_SIZE * v.shape[3]
+    return k.shape[0] * k.shape[1] * (v.shape[2] * by_head + k.shape[2] * 2 * CHUNK_SIZE * k.shape[3])
+
+
+def _count_backward_flops(k: Tensor, v: Tensor) -> float:
+    """Return the backward pass's FLOPs; it computes states again."""
+    by_head = 10 * k.shape[3] * v.shape[3] + 6 * CHUNK_SIZE * v.shape[3]
+    return k.shape[0] * k.shape[1] * (v.shape[2] * by_head + k.shape[2] * 6 * CHUNK_SIZE * k.shape[3])
+
+
+def _count_state_bytes(k: Tensor, v: Tensor) -> int:
+    """Return the bytes for the states before all chunks, and for sums of gates."""
+    states = cdiv(v.shape[1], CHUNK_SIZE) * v.shape[0] * v.shape[2] * k.shape[3] * v.shape[3] * k.itemsize
+    return states + v.shape[:3].numel() * 4
+
+
+@register_kernel("state_space", _allocate_forward, flops=_count_forward_flops, scratch=_count_state_bytes)
+def _forward(
+    results: tuple[Tensor, Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    ids: Tensor,
+    before: Tensor,
+    state: Tensor | None,
+) -> None:
+    mixed, last = results
+    if not v.shape[:3].numel():
+        last.zero_() if state is None else last.copy_(state)
+        return
+    q, k, v, g, ids = (x.contiguous() for x in (q, k, v, g, ids))
+    decays = _sum_gates(g, ids)
+    states = _carry(k, v, decays, ids, before, state, last, False)
+    constants, ends, programs = _list_constants(k, v)
+    mix_values[(programs,)](
+        *(q, k, v, states, decays, ids, before, mixed, *ends), **constants, num_warps=4, num_stages=3
+    )
+
+
+def _list_constants(k: Tensor, v: Tensor) -> tuple[dict[str, Any], tuple[int, int], int]:
+    """Return the kernels' constants, the length with the count of chunks, and the count of chunks by key head."""
+    rows, length, heads, width = v.shape
+    constants = {
+        "HEADS": heads,
+        "GROUPS": heads // k.shape[2],
+        "K": k.shape[3],
+        "V": width,
+        "BK": max(MIN_BLOCK, next_power_of_2(k.shape[3])),
+        "BV": MIN_BLOCK,
+        "PRECISION": get_float32_product_precision(),
+    }
+    chunks = cdiv(length, CHUNK_SIZE)
+    return constants, (length, chunks), rows * chunks * k.shape[2]
+
+
+def _sum_gates(g: Tensor, ids: Tensor) -> Tensor:
+    """Return sums of gates, float32 (rows, length, value_heads)."""
+    rows, length, heads = g.shape
+    decays, chunks = torch.empty_like(g, dtype=torch.float32), cdiv(length, CHUNK_SIZE)
+    sum_gates[(rows * chunks, cdiv(heads, MIN_BLOCK))](
+        g, ids, decays, length, chunks, HEADS=heads, BLOCK=MIN_BLOCK, num_warps=4
+    )
+    return decays
+
+
+def _carry(
+    k: Tensor,
+    v: Tensor,
+    decays: Tensor,
+    ids: Tensor,
+    before: Tensor,
+    state: Tensor | None,
+    last: Tensor | None,
+    back: bool,
+) -> Tensor:
+    """Return states (rows, chunks, heads, K, V) in the dtype of k, and write the last one; see `carry_states`."""
+    constants, (length, chunks), _ = _list_constants(k, v)
+    states = k.new_empty(v.shape[0], chunks, v.shape[2], k.shape[3], v.shape[3])
+    state = None if state is None else state.contiguous()
+    carry_states[(cdiv(v.shape[3], MIN_BLOCK), v.shape[0] * v.shape[2])](
+        *(k, v, decays, ids, before, state, states, last, length, chunks),
+        **constants,
+        BACK=back,
+        num_warps=4,
+        num_stages=4 if k.itemsize == 2 else 2,
+    )
+    return states
+
+
+@register_kernel(
+    "state_space_backward",
+    lambda grad_state, q, k, v, g, state: (
+        *(x.new_empty(x.shape) for x in (q, k, v, g)),
+        grad_state.new_empty(grad_state.shape if state is not None else 0),
+    ),
+    flops=_count_backward_flops,
+    scratch=lambda k, v: 2 * _count_state_bytes(k, v),
+)
+def _backward(
+    grads: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    grad: Tensor,
+    grad_state: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    ids: Tensor,
+    before: Tensor,
+    state: Tensor | None,
+) -> None:
+    *others, grad_first = grads
+    if not v.shape[:3].numel():
+        if state is not None:
+            grad_first.copy_(grad_state)
+        return
+    grad, q, k, v, g, ids = (x.contiguous() for x in (grad, q, k, v, g, ids))
+    decays = _sum_gates(g, ids)
+    states = _carry(k, v, decays, ids, before, state, None, False)
+    grad_states = _carry(q, grad, decays, ids, before, grad_state, None if state is None else grad_first, True)
+    constants, ends, programs = _list_constants(k, v)
+    (*grad_keys, grad_v, grad_g), grad_sums = others, torch.empty_like(decays)
+    compute_value_gradients[(programs,)](
+        *(grad, q, k, v, grad_states, decays, ids, before, grad_v, grad_sums, *ends),
+        **constants,
+        num_warps=4,
+        num_stages=2,
+    )
+    compute_other_gradients[(programs,)](
+        *(grad, q, k, v, states, grad_states, decays, ids, before, grad_sums, *grad_keys, grad_g, *ends),
+        **constants,
+        num_warps=8,
+        num_stages=1,  # a tile is an operand of products, and read by other operations
+    )
+
+
+def _compute_gradients(*arguments: Tensor) -> tuple[Tensor | None, ...]:
+    *grads, grad_state = _backward(*arguments)
+    return *grads, None, None, grad_state
+
+
+_differentiable_state_space = make_differentiable(_forward, _compute_gradients, results=2)
+"""Mamba-2's recurrence; saves its inputs."""
