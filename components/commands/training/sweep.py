@@ -406,4 +406,4 @@ def _check_fit_and_print_hours(runs: Sequence[SweepPoint], device: DeviceModel) 
     lengths = [(count_run_length(run.recipe), planned) for run, (_, planned) in zip(runs, plans, strict=True)]
     seconds = [0.0 if length is None else length.steps * planned.time.seconds for length, planned in lengths]
     hours = f"{sum(seconds) / 3600:,.2g} hours of {device.name} in all"
-    print_escaped_text(f"all runs fit; {hours}, the longest is {runs[seconds.index(max(seconds))].name}")
+    print_escaped_text(f"all runs fit; {hours}, the longest is {runs[seconds.index(max(seconds))].run}")
