@@ -1097,7 +1097,6 @@ UNOBSERVED = {
         "checkpoint.checkpointer",
         "neighbour_every",
     ): "it needs ranks that are lost: tests/runs/test_survival.py has them",
-    ("pipeline.circular.executor", "delayed"): "messages take no time on one rank: circular/test_timetable.py has them",
     ("stages.materialized", "sync_each_microbatch"): "the same: test_fsdp.py and tests/meshes/test_steps.py",
     ("distributed.device", "share"): "it needs GPUs: test_device.py pretends to have some, and tests/gpu share one",
     ("optim.stochastic_adamw", "implementation"): "it is about speed: both give the same bits, as tests of kernels say",
