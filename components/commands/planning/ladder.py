@@ -212,9 +212,11 @@ class LadderResult(Result):
         if self.rungs[0].losses:
             rates = list(self.rungs[0].losses)
             rows = [["lr", *sizes]]
-            rows += [
-                [rate, *(_format_loss_starring_smallest(rung.losses, rate) for rung in self.rungs)] for rate in rates
-            ]
+            smallest = [min(rung.losses.values()) for rung in self.rungs]
+            for rate in rates:
+                losses = [rung.losses[rate] for rung in self.rungs]
+                pairs = zip(losses, smallest, strict=True)
+                rows.append([rate, *(f"{loss:.4f}{'*' if loss == least else ' '}" for loss, least in pairs)])
             yield f"\nloss by learning rate, * is the lowest of its {self.dimension}"
             yield format_table(rows, left=())
         yield "\nloss by compute"
@@ -248,11 +250,6 @@ class LadderResult(Result):
     @property
     def _title(self) -> str:
         return f"rms of outputs after {self.steps} steps ({self.parametrization})"
-
-
-def _format_loss_starring_smallest(losses: Mapping[str, float], rate: str) -> str:
-    """Return a learning rate's loss as text, with * if it is the smallest."""
-    return f"{losses[rate]:.4f}{'*' if losses[rate] == min(losses.values()) else ' '}"
 
 
 @command
@@ -291,9 +288,13 @@ class LadderCommand(RecipeCommand):
             text = format_overlay(values, head)
             rungs.append(_train_and_measure_rung(scaled, multiple, self.steps, self.lr, self.dimension, text))
         if self.to is not None:
-            _write_overlays(self.to, rungs)
+            self.to.mkdir(parents=True, exist_ok=True)
+            for rung in rungs:
+                write_file(self.to / f"x{rung.multiple}.toml", rung.overlay.encode())
+        logs = [math.log(rung.multiple) for rung in rungs]
         slopes = {
-            layer: _fit_log_log_slope([(rung.multiple, rung.rms[layer]) for rung in rungs]) for layer in rungs[0].rms
+            layer: statistics.linear_regression(logs, [math.log(rung.rms[layer]) for rung in rungs]).slope
+            for layer in rungs[0].rms
         }
         flat = all(abs(slope) <= FLAT for slope in slopes.values())
         fit = fit_power_law([(rung.flops, rung.loss) for rung in rungs])
@@ -355,15 +356,3 @@ def _average_loss_of_last_quarter(columns: Mapping[str, Column]) -> float:
     """Return the mean loss over the last quarter."""
     losses = columns["loss"].values
     return statistics.fmean(losses[-max(1, len(losses) // 4) :])
-
-
-def _fit_log_log_slope(points: Sequence[tuple[int, float]]) -> float:
-    """Fit a least-squares line through the logarithms, and return its slope."""
-    return statistics.linear_regression([math.log(x) for x, _ in points], [math.log(y) for _, y in points]).slope
-
-
-def _write_overlays(folder: Path, rungs: Sequence[LadderRung]) -> None:
-    """Write the overlay for every size, x<multiple>.toml."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for rung in rungs:
-        write_file(folder / f"x{rung.multiple}.toml", rung.overlay.encode())
