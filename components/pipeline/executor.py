@@ -38,6 +38,7 @@ from drawloom.ports import (
     PassKind,
     PerDimension,
     Program,
+    RankProgram,
     Referenced,
     Schedule,
     SplitModel,
@@ -70,7 +71,8 @@ class Uploads:
 
     def start_upload(self, tree: Any) -> Any:
         """Return the tree on the device; later operations on the current stream wait for the copies."""
-        if self.device.type == "cpu":
+        on_host = (isinstance(leaf, Tensor) and leaf.is_cpu for leaf in list_leaves(tree))
+        if self.device.type == "cpu" or not any(on_host):
             return tree
         with torch.cuda.stream(self._stream):
             copies = map_leaves(self._start_leaf_copy, tree)
@@ -177,7 +179,7 @@ class ProgramExecutor:
         self.stages.cast_weights()
         inputs = self.prepare_inputs(state["batches"])
         runner = self._create_runner("training", training.actions, inputs, state, training.stages, training.split)
-        if self._survives_losses:
+        if self.mesh.world.may_break:
             runner.before_action = self.mesh.world.raise_if_broken
         runner.run(training.features)
         self.stages.move_gradients_to_masters()
@@ -317,10 +319,6 @@ class ProgramExecutor:
         return sorted(self.features, key=lambda feature: feature.order)
 
     @cached_property
-    def _survives_losses(self) -> bool:
-        return self.mesh.world.may_break
-
-    @cached_property
     def _context_group(self) -> Group:
         return self.mesh.context_group
 
@@ -343,7 +341,7 @@ class ProgramExecutor:
             local = [
                 attrs.evolve(stage, recompute=policies.get(stage.index, stage.recompute)) for stage in self.stages.local
             ]
-            actions = self._lower_to_actions(program, local)
+            actions = self._insert_shard_actions(self._lower_training_program(program), local)
             split = frozenset(action.stage for action in actions if action.op == "I")
             features = [*self._list_offloading_features(program), *self._features]
             self._training[microbatches] = _Training(actions, split, local, features)
@@ -363,19 +361,23 @@ class ProgramExecutor:
         """Return this rank's forward-only actions for this many microbatches; built once."""
         key = model, microbatches
         if key not in self._forward:
+            from drawloom.components.pipeline.program.lowering import lower_to_rank_program
+
             program = build_forward_only_program(self._stage_to_rank, microbatches)
-            self._forward[key] = self._lower_to_actions(program, (model or self.stages).local)
+            line = lower_to_rank_program(program, self.mesh.indices.pipeline)
+            self._forward[key] = self._insert_shard_actions(line, (model or self.stages).local)
         return self._forward[key]
 
-    def _lower_to_actions(self, program: Program, local: Sequence[Stage]) -> list[Action]:
-        """Return this rank's actions with messages; an overlap's parts follow one another."""
-        from drawloom.components.pipeline.program.lowering import (
-            insert_offload_actions,
-            insert_shard_actions,
-            lower_to_rank_program,
-        )
+    def _lower_training_program(self, program: Program) -> RankProgram:
+        """Return this rank's program with messages and moves of activations."""
+        from drawloom.components.pipeline.program.lowering import insert_offload_actions, lower_to_rank_program
 
-        line = insert_offload_actions(lower_to_rank_program(program, self.mesh.indices.pipeline), program.offloaded)
+        return insert_offload_actions(lower_to_rank_program(program, self.mesh.indices.pipeline), program.offloaded)
+
+    def _insert_shard_actions(self, line: RankProgram, local: Sequence[Stage]) -> list[Action]:
+        """Return this rank's actions with those on shards; an overlap's parts follow one another."""
+        from drawloom.components.pipeline.program.lowering import insert_shard_actions
+
         shards = {stage.index: stage.shards for stage in local if stage.shards is not None}
         gathered = {index for index, shard in shards.items() if not shard.gathers_per_block}
         by_microbatch = {index for index, shard in shards.items() if shard.reduces_per_microbatch}

@@ -354,7 +354,7 @@ ROWS: dict[str, Row] = {
     "proving.rows": Row(parts.make_proving_rows, {"length": 8}, {"length": 9}),
     "data.packing.concatenated": Row(parts.pack_documents, {"length": 8}, {"length": 4}),
     "data.packing.first_fit": Row(parts.pack_documents, {"length": 8}, {"length": 4}),
-    "data.packing.pairs": Row(parts.pack_documents, {"length": 32}, {"length": 14, "share_prompts": True}),
+    "data.packing.pairs": Row(parts.pack_documents, {"length": 40}, {"length": 14, "share_prompts": True}),
     "data.packing.padded": Row(parts.pack_documents, {"length": 8}, {"length": 4}),
     "data.packing.windows": Row(parts.pack_documents, {"length": 6, "stride": 4}, {"length": 4, "stride": 2}),
     "data.feedback": Row(
@@ -551,6 +551,11 @@ ROWS: dict[str, Row] = {
         },
     ),
     "loss.dpo": Row(parts.loss_of, {}, {"beta": 0.5, "reference": Change("data", observer=runs.problems_of_loss)}),
+    "loss.multi_token": Row(
+        policy.further_loss_of,
+        {},
+        {"z_loss": 0.1, "label_smoothing": 0.1, "accuracy": True, "top_k": 3, "depth": 2, "coefficient": 0.5},
+    ),
     "loss.next_token": Row(parts.loss_of, {}, {"z_loss": 0.1, "label_smoothing": 0.1, "accuracy": True, "top_k": 3}),
     "metrics.auroc": Row(parts.count_sums, {"bins": 4}, {"bins": 6, "of": "other"}),
     "metrics.bits_per_byte": Row(parts.measure_bytes, {}, {"of": "accuracy"}),
@@ -1092,7 +1097,6 @@ UNOBSERVED = {
         "checkpoint.checkpointer",
         "neighbour_every",
     ): "it needs ranks that are lost: tests/runs/test_survival.py has them",
-    ("pipeline.circular.executor", "delayed"): "messages take no time on one rank: circular/test_timetable.py has them",
     ("stages.materialized", "sync_each_microbatch"): "the same: test_fsdp.py and tests/meshes/test_steps.py",
     ("distributed.device", "share"): "it needs GPUs: test_device.py pretends to have some, and tests/gpu share one",
     ("optim.stochastic_adamw", "implementation"): "it is about speed: both give the same bits, as tests of kernels say",

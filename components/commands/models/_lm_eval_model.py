@@ -94,7 +94,8 @@ class RunModel(TemplateLM):  # type: ignore[misc]
 
     def _score_batch(self, ids_and_target_counts: Sequence[tuple[list[int], int]]) -> list[_TargetScore] | None:
         """Score the last tokens of every text, as many as its target count; None without the last stage."""
-        logits = self.predictor.infer(*pad_documents([ids[:-1] for ids, _ in ids_and_target_counts]))
+        tokens, lengths = pad_documents([ids[:-1] for ids, _ in ids_and_target_counts])
+        logits = self.predictor.infer(tokens, lengths)
         return (
             logits
             if logits is None

@@ -50,42 +50,26 @@ Bools = NDArray[np.bool_]
 OpCodes = list[int]
 """Op codes of one rank, in order: plain integers, which numpy handles fast for thousands of microbatches."""
 
-_SECOND = 1 << 32
-"""Factor of the second op code in the op code of an overlap; the first op code is added."""
+_OVERLAP = 1 << 32
+"""Added to the op code of an op that may run at the same time as the previous one."""
 
 
-def forward_op_code(local_stage: int) -> int:
-    """Return the forward op code for a rank's n-th stage (`local_stage`, from 0)."""
-    # 4 ops for each local stage; the offset of 4 leaves 0 to 3 for local stage -1, any stage of the rank (W).
-    return 4 * local_stage + FORWARD + 4
+def encode_op(op: int, local_stage: int) -> int:
+    """Return the op code for a rank's n-th stage (`local_stage`, from 0); -1 is any stage, for weight gradients."""
+    return 4 * local_stage + op + 4
 
 
-def backward_op_code(local_stage: int) -> int:
-    """Return the op code for a whole backward pass."""
-    return 4 * local_stage + BACKWARD + 4
-
-
-def backward_input_op_code(local_stage: int) -> int:
-    """Return the op code for input gradients."""
-    return 4 * local_stage + BACKWARD_INPUT + 4
-
-
-def backward_weight_op_code(local_stage: int) -> int:
-    """Return the op code for this stage's oldest pending weight gradients."""
-    return 4 * local_stage + BACKWARD_WEIGHT + 4
-
-
-F0, F1 = forward_op_code(0), forward_op_code(1)
-B0, B1 = backward_op_code(0), backward_op_code(1)
-I0, I1 = backward_input_op_code(0), backward_input_op_code(1)
-W0, W1 = backward_weight_op_code(0), backward_weight_op_code(1)
-W = backward_weight_op_code(-1)
+F0, F1 = encode_op(FORWARD, 0), encode_op(FORWARD, 1)
+B0, B1 = encode_op(BACKWARD, 0), encode_op(BACKWARD, 1)
+I0, I1 = encode_op(BACKWARD_INPUT, 0), encode_op(BACKWARD_INPUT, 1)
+W0, W1 = encode_op(BACKWARD_WEIGHT, 0), encode_op(BACKWARD_WEIGHT, 1)
+W = encode_op(BACKWARD_WEIGHT, -1)
 """Op code of the oldest pending weight gradients of any stage of the rank."""
 
 
-def overlap_op_code(first: int, second: int) -> int:
-    """Return the op code for an overlap: two ops allowed to run at the same time."""
-    return first + second * _SECOND
+def overlap_op_codes(first: int, second: int) -> OpCodes:
+    """Return the op codes for an overlap: two ops allowed to run at the same time."""
+    return [first, second + _OVERLAP]
 
 
 def build_program(
@@ -157,7 +141,7 @@ def _decode_op_codes(op_codes: Ints) -> _Actions:
 
     Op codes have no microbatches: a stage's microbatches are in order, and the n-th W belongs to the n-th I.
     """
-    op_codes, overlaps = _split_and_mark_overlaps(op_codes)
+    overlaps, op_codes = np.divmod(op_codes, _OVERLAP)
     local_stage, op = op_codes // 4 - 1, op_codes % 4
     microbatch = np.zeros_like(local_stage)
     for number in range(local_stage.max(initial=-1) + 1):
@@ -169,17 +153,7 @@ def _decode_op_codes(op_codes: Ints) -> _Actions:
             local_stage, microbatch, of_stage & (op == BACKWARD_INPUT), of_stage & (op == BACKWARD_WEIGHT)
         )
     _copy_input_grad_microbatches(local_stage, microbatch, op == BACKWARD_INPUT, local_stage == -1)
-    return _Actions(local_stage, op, microbatch, overlaps)
-
-
-def _split_and_mark_overlaps(op_codes: Ints) -> tuple[Ints, Bools]:
-    """Split overlaps into two op codes; the second one is marked as overlapping the first."""
-    second, first = np.divmod(op_codes, _SECOND)
-    if not second.any():
-        return op_codes, np.zeros(len(op_codes), dtype=bool)
-    pairs = np.stack([first, second], axis=1).ravel()
-    overlaps = np.tile([False, True], len(op_codes))
-    return pairs[pairs > 0], overlaps[pairs > 0]
+    return _Actions(local_stage, op, microbatch, overlaps > 0)
 
 
 def _copy_input_grad_microbatches(local_stage: Ints, microbatch: Ints, input_grads: Bools, weight_grads: Bools) -> None:

@@ -1,8 +1,7 @@
 """Op codes of schedules whose ranks run several stages in turn."""
 
-from collections.abc import Callable
-
-from drawloom.components.pipeline.program.builders import OpCodes, W, backward_op_code, forward_op_code
+from drawloom.components.pipeline.program.builders import OpCodes, W, encode_op
+from drawloom.ports import BACKWARD, FORWARD
 
 
 def split_into_rounds(ranks: int, microbatches: int) -> list[int]:
@@ -13,9 +12,9 @@ def split_into_rounds(ranks: int, microbatches: int) -> list[int]:
     return [share + 1] * left + [share] * (count - left)
 
 
-def list_op_codes_in_rounds(op_code: Callable[[int], int], sizes: list[int], stages: range) -> OpCodes:
+def list_op_codes_in_rounds(op: int, sizes: list[int], stages: range) -> OpCodes:
     """Return op codes for all rounds, one after another; a round runs all its microbatches stage by stage."""
-    return [op_code(local_stage) for size in sizes for local_stage in stages for _ in range(size)]
+    return [encode_op(op, local_stage) for size in sizes for local_stage in stages for _ in range(size)]
 
 
 def build_interleaved_op_codes(
@@ -23,20 +22,20 @@ def build_interleaved_op_codes(
     ranks: int,
     stages: int,
     microbatches: int,
-    op_code: Callable[[int], int],
+    backward_op: int,
     warmup_per_later_rank: int,
     weight_grad_lag: int | None = None,
 ) -> OpCodes:
     """
-    Return a rank's op codes of interleaved 1F1B; `op_code` returns a local stage's backward op code.
+    Return a rank's op codes of interleaved 1F1B with `backward_op`, `BACKWARD` or `BACKWARD_INPUT`.
 
     The k-th rank before the last warms up with `warmup_per_later_rank * k` more forward passes. With `weight_grad_lag`,
     weight gradients are deferred: from backward pass number `weight_grad_lag` on, every one is followed by the oldest
     pending weight gradients.
     """
     sizes = split_into_rounds(ranks, microbatches)
-    forwards = list_op_codes_in_rounds(forward_op_code, sizes, range(stages))
-    backwards = list_op_codes_in_rounds(op_code, sizes, range(stages)[::-1])
+    forwards = list_op_codes_in_rounds(FORWARD, sizes, range(stages))
+    backwards = list_op_codes_in_rounds(backward_op, sizes, range(stages)[::-1])
     # The first backward pass needs the first round's forward passes of all local stages, then some per later rank.
     ahead = (stages - 1) * sizes[0] + warmup_per_later_rank * (ranks - 1 - rank)
     row = forwards[:ahead]
@@ -50,5 +49,5 @@ def build_interleaved_op_codes(
 
 def build_breadth_first_op_codes(stages: int, microbatches: int) -> OpCodes:
     """Return every rank's breadth-first op codes: all microbatches through one stage after another, then all back."""
-    row = [forward_op_code(local_stage) for local_stage in range(stages) for _ in range(microbatches)]
-    return row + [backward_op_code(local_stage) for local_stage in reversed(range(stages)) for _ in range(microbatches)]
+    forwards = list_op_codes_in_rounds(FORWARD, [microbatches], range(stages))
+    return forwards + list_op_codes_in_rounds(BACKWARD, [microbatches], range(stages)[::-1])

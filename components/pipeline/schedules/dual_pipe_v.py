@@ -19,7 +19,7 @@ from drawloom.components.pipeline.program.builders import (
     OpCodes,
     OpCodeSchedule,
     W,
-    overlap_op_code,
+    overlap_op_codes,
 )
 
 
@@ -37,15 +37,15 @@ class DualPipeV(OpCodeSchedule):
 def _build_untrimmed_op_codes(rank: int, ranks: int, microbatches: int) -> OpCodes:
     """Return the op codes of rank r of p, for m microbatches, at least 2 p."""
     half = rank + 1
-    steady = [overlap_op_code(F0, B1), overlap_op_code(F1, B0)] * (microbatches - 2 * ranks + half)
+    steady = [*overlap_op_codes(F0, B1), *overlap_op_codes(F1, B0)] * (microbatches - 2 * ranks + half)
     if rank == ranks - 1:
-        steady[:1] = [F0, B1]  # the bubble is smaller without this overlap
+        steady[:2] = [F0, B1]  # the bubble is smaller without this overlap
     return (
         [F0] * (2 * (ranks - rank - 1))
         + [F0, F1] * (rank + 1)
         + [I1, W, F1] * (ranks - rank - 1)
         + steady
-        + [B1, overlap_op_code(F1, B0)] * (ranks - rank - 1)
+        + [B1, *overlap_op_codes(F1, B0)] * (ranks - rank - 1)
         + ([B1, B0] * half)[:half]
         + ([I1, I0] * half)[half:]
         + [W, I0] * (ranks - rank - 1)

@@ -7,8 +7,9 @@ equal, so that any number of microbatches is possible.
 """
 
 from drawloom import between, component, setting
-from drawloom.components.pipeline.program.builders import OpCodes, OpCodeSchedule, backward_op_code
+from drawloom.components.pipeline.program.builders import OpCodes, OpCodeSchedule
 from drawloom.components.pipeline.program.interleaving import build_interleaved_op_codes
+from drawloom.ports import BACKWARD
 
 
 @component(impact="safe")
@@ -19,5 +20,5 @@ class Interleaved1F1B(OpCodeSchedule):
 
     def build_rank_op_codes(self, rank: int, ranks: int, microbatches: int) -> OpCodes:
         return build_interleaved_op_codes(
-            rank, ranks, self.stages_per_rank, microbatches, backward_op_code, warmup_per_later_rank=2
+            rank, ranks, self.stages_per_rank, microbatches, BACKWARD, warmup_per_later_rank=2
         )

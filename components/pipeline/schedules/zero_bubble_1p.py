@@ -6,8 +6,9 @@ interleaved form. Rank r defers r weight gradients, so that every rank needs the
 """
 
 from drawloom import between, component, setting
-from drawloom.components.pipeline.program.builders import OpCodes, OpCodeSchedule, backward_input_op_code
+from drawloom.components.pipeline.program.builders import OpCodes, OpCodeSchedule
 from drawloom.components.pipeline.program.interleaving import build_interleaved_op_codes
+from drawloom.ports import BACKWARD_INPUT
 
 
 @component(impact="safe")
@@ -22,7 +23,7 @@ class ZeroBubble1P(OpCodeSchedule):
             ranks,
             self.stages_per_rank,
             microbatches,
-            backward_input_op_code,
+            BACKWARD_INPUT,
             warmup_per_later_rank=1,
             weight_grad_lag=rank,
         )

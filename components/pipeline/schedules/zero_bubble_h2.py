@@ -7,8 +7,9 @@ first action and its last.
 """
 
 from drawloom import component
-from drawloom.components.pipeline.program.builders import OpCodes, OpCodeSchedule, backward_input_op_code
+from drawloom.components.pipeline.program.builders import OpCodes, OpCodeSchedule
 from drawloom.components.pipeline.program.interleaving import build_interleaved_op_codes
+from drawloom.ports import BACKWARD_INPUT
 
 
 @component(impact="safe")
@@ -17,5 +18,5 @@ class ZeroBubbleH2(OpCodeSchedule):
 
     def build_rank_op_codes(self, rank: int, ranks: int, microbatches: int) -> OpCodes:
         return build_interleaved_op_codes(
-            rank, ranks, 1, microbatches, backward_input_op_code, warmup_per_later_rank=2, weight_grad_lag=2 * rank
+            rank, ranks, 1, microbatches, BACKWARD_INPUT, warmup_per_later_rank=2, weight_grad_lag=2 * rank
         )

@@ -226,7 +226,7 @@ CASES: dict[int, list[pipelines.Case]] = {
     2: [
         *((name, 1, True, False, "dft") for name in ("gpipe", "zero_bubble_v", "dual_pipe_v", "circular")),
         *((name, 5, True, False, "tempered") for name in pipelines.TRAINING),
-        *((name, 4, False, False, "states") for name in ("one_f_one_b", "zero_bubble_v")),
+        *((name, 4, False, False, "states") for name in ("one_f_one_b", "zero_bubble_v", "circular")),
         *((name, 6, True, False, "smoothed") for name in ("gpipe", "interleaved_1f1b", "zero_bubble_v")),
     ],
     4: [(name, 8, False, True, "plain") for name in MIDDLE_RANKS],

@@ -3,13 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drawloom.components.pipeline.program.builders import (
-    backward_input_op_code,
-    backward_op_code,
-    backward_weight_op_code,
-    forward_op_code,
-)
+from drawloom.components.pipeline.program.builders import encode_op
 from drawloom.components.pipeline.program.interleaving import build_interleaved_op_codes, split_into_rounds
+from drawloom.components.ports.program import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 
 
 @given(ranks=st.integers(1, 9), microbatches=st.integers(1, 60))
@@ -23,8 +19,8 @@ def test_rounds_are_as_even_as_can_be(ranks: int, microbatches: int) -> None:
 
 def test_a_row_warms_up_then_alternates() -> None:
     """Warm-up forwards, then one forward and one backward in turn, then the remaining backwards."""
-    f0, f1, b0, b1 = forward_op_code(0), forward_op_code(1), backward_op_code(0), backward_op_code(1)
-    assert build_interleaved_op_codes(1, 2, 2, 4, backward_op_code, warmup_per_later_rank=2) == [
+    f0, f1, b0, b1 = encode_op(FORWARD, 0), encode_op(FORWARD, 1), encode_op(BACKWARD, 0), encode_op(BACKWARD, 1)
+    assert build_interleaved_op_codes(1, 2, 2, 4, BACKWARD, warmup_per_later_rank=2) == [
         f0,
         f0,
         f1,
@@ -46,6 +42,6 @@ def test_a_row_warms_up_then_alternates() -> None:
 
 def test_weight_gradients_follow_after_the_lag() -> None:
     """With a lag of 1, a weight gradient follows every backward except the first, and one is last."""
-    row = build_interleaved_op_codes(1, 2, 1, 3, backward_input_op_code, warmup_per_later_rank=1, weight_grad_lag=1)
-    f, i, w = forward_op_code(0), backward_input_op_code(0), backward_weight_op_code(-1)
+    row = build_interleaved_op_codes(1, 2, 1, 3, BACKWARD_INPUT, warmup_per_later_rank=1, weight_grad_lag=1)
+    f, i, w = encode_op(FORWARD, 0), encode_op(BACKWARD_INPUT, 0), encode_op(BACKWARD_WEIGHT, -1)
     assert row == [f, i, f, i, w, f, i, w, w]

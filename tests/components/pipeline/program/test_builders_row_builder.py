@@ -14,9 +14,10 @@ from drawloom.components.pipeline.program.builders import (
     assign_stages_in_loop,
     assign_stages_in_vee,
     build_program,
-    forward_op_code,
-    overlap_op_code,
+    encode_op,
+    overlap_op_codes,
 )
+from drawloom.components.ports.program import FORWARD
 
 
 def woven(row: OpCodes, microbatches: int = 9, *, backward_newest_first: bool = False) -> str:
@@ -43,7 +44,7 @@ def test_whole_backwards_leave_no_weight_gradient() -> None:
 
 def test_overlaps_are_numbered_as_their_parts() -> None:
     """The parts of an overlap are numbered like other ops."""
-    assert woven([F0, overlap_op_code(F0, B1), overlap_op_code(F1, B0)]) == "0F0 0F1|1B0 1F0|0B0"
+    assert woven([F0, *overlap_op_codes(F0, B1), *overlap_op_codes(F1, B0)]) == "0F0 0F1|1B0 1F0|0B0"
 
 
 def test_backwards_can_start_from_the_newest() -> None:
@@ -53,8 +54,8 @@ def test_backwards_can_start_from_the_newest() -> None:
 
 def test_surplus_microbatches_are_left_out() -> None:
     """Actions of microbatches beyond the number asked for are dropped, and the other half of an overlap stays."""
-    assert woven([F0, F0, overlap_op_code(F0, B0), overlap_op_code(F0, B0), B0], 2) == "0F0 0F1 0B0 0B1"
-    assert woven([F0, overlap_op_code(F0, B0), F0, B0], 2) == "0F0 0F1|0B0 0B1"
+    assert woven([F0, F0, *overlap_op_codes(F0, B0), *overlap_op_codes(F0, B0), B0], 2) == "0F0 0F1 0B0 0B1"
+    assert woven([F0, *overlap_op_codes(F0, B0), F0, B0], 2) == "0F0 0F1|0B0 0B1"
 
 
 def test_stages_follow_from_the_placement() -> None:
@@ -64,4 +65,4 @@ def test_stages_follow_from_the_placement() -> None:
     down_and_up = build_program([row] * 3, assign_stages_in_vee(3), 1)
     assert [str(around.rank_program(rank)[1]) for rank in range(3)] == ["3F0", "4F0", "5F0"]
     assert [str(down_and_up.rank_program(rank)[1]) for rank in range(3)] == ["5F0", "4F0", "3F0"]
-    assert str(build_program([[forward_op_code(4)]], assign_stages_in_loop(1, 5), 1).rank_program(0)[0]) == "4F0"
+    assert str(build_program([[encode_op(FORWARD, 4)]], assign_stages_in_loop(1, 5), 1).rank_program(0)[0]) == "4F0"
