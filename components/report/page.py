@@ -105,8 +105,9 @@ def _describe_group_for_json(group: SeedGroup) -> dict[str, object]:
         for name, curve in group.curves_over_seeds().items()
     }
     marks = [[event.step, event.kind] for run in group.runs for event in run.log.events if event.kind in MARKED_KINDS]
+    seeds = f" ({len(group.runs)} seeds)" if len(group.runs) > 1 else ""
     return {
-        "name": replace_unprintable(group.name_with_seed_count),
+        "name": replace_unprintable(f"{group.name}{seeds}"),
         "axes": group.runs[0].metrics.thin_all_axes(),
         "curves": curves,
         "marks": marks,

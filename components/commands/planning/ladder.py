@@ -157,6 +157,7 @@ def compute_central_t_probability(t: float, degrees_of_freedom: int) -> float:
 
 
 MEASURE = "coordinates_of_ladder"
+OPTIMIZER_SETTINGS = {"lr", "groups", "betas"}
 RMS = "activation_rms/"
 LAST_LAYER = "last layer"
 FLAT = 0.15
@@ -286,7 +287,7 @@ class LadderCommand(RecipeCommand):
             scaled.check()
             head = f"{multiple} times the {self.dimension} of {self.recipe}, {self.parametrization}."
             text = format_overlay(values, head)
-            rungs.append(_train_and_measure_rung(scaled, multiple, self.steps, self.lr, self.dimension, text))
+            rungs.append(self._train_and_measure_rung(scaled, multiple, text))
         if self.to is not None:
             self.to.mkdir(parents=True, exist_ok=True)
             for rung in rungs:
@@ -300,56 +301,48 @@ class LadderCommand(RecipeCommand):
         fit = fit_power_law([(rung.flops, rung.loss) for rung in rungs])
         return LadderResult(self.parametrization, self.dimension, self.steps, rungs, slopes=slopes, flat=flat, fit=fit)
 
+    def _train_and_measure_rung(self, recipe: Recipe, multiple: int, overlay: str) -> LadderRung:
+        """Train a size at the recipe's learning rate, and at the rates in --lr."""
+        columns, flops = self._train_and_read_metrics(recipe)
+        rms = {name.removeprefix(RMS): column.values[-1] for name, column in columns.items() if RMS in name}
+        if self.dimension == "depth":  # sizes have no other layer in common
+            rms = {LAST_LAYER: rms[max(rms, key=int)]}
+        losses = {}
+        for rate in self.lr:
+            names = [name for name, node in recipe.graph.nodes.items() if node.settings.keys() >= OPTIMIZER_SETTINGS]
+            if len(names) != 1:
+                raise UserError(f"--lr: the recipe has {len(names)} optimizers like optim.adamw; write one", 2)
+            trained, _ = self._train_and_read_metrics(recipe, {names[0]: {"lr": rate}})
+            losses[rate] = _average_loss_of_last_quarter(trained)
+        best = min(losses, key=lambda rate: losses[rate]) if losses else None
+        loss = _average_loss_of_last_quarter(columns) if best is None else losses[best]
+        return LadderRung(
+            multiple=multiple,
+            rms=rms,
+            loss=loss,
+            flops=flops,
+            losses={f"{rate:g}": value for rate, value in losses.items()},
+            best_lr=best,
+            overlay=overlay,
+        )
 
-def _train_and_measure_rung(
-    recipe: Recipe, multiple: int, steps: int, rates: Sequence[float], dimension: Dimension, overlay: str
-) -> LadderRung:
-    """Train a size at the recipe's learning rate, and at `rates`."""
-    columns, flops = _train_and_read_metrics(recipe, steps)
-    rms = {name.removeprefix(RMS): column.values[-1] for name, column in columns.items() if RMS in name}
-    if dimension == "depth":  # sizes have no other layer in common
-        rms = {LAST_LAYER: rms[max(rms, key=int)]}
-    losses = {rate: _train_and_average_last_quarter(recipe, steps, rate) for rate in rates}
-    best = min(losses, key=lambda rate: losses[rate]) if losses else None
-    loss = _average_loss_of_last_quarter(columns) if best is None else losses[best]
-    return LadderRung(
-        multiple=multiple,
-        rms=rms,
-        loss=loss,
-        flops=flops,
-        losses={f"{rate:g}": value for rate, value in losses.items()},
-        best_lr=best,
-        overlay=overlay,
-    )
-
-
-def _train_and_read_metrics(
-    recipe: Recipe, steps: int, values: Values | None = None
-) -> tuple[dict[str, Column], float]:
-    """Train for some steps in this process, and return the metrics and the operations."""
-    root = recipe.project.root
-    with tempfile.TemporaryDirectory(prefix="ladder-") as folder:
-        own: dict[str, Any] = {
-            root: {"steps": steps, "on_finish": [], "listeners": []},
-            "run": {"folder": str(Path(folder) / "run")},
-            "metrics": {MEASURE: {"use": "metrics.activation_rms"}},
-        }
-        changed = recipe.with_values({**own, **(values or {})}, "ladder")
-        [model] = changed.graph.implementers(CountsFlops)
-        with changed.open() as run:
-            tokens = sum(step.tokens for step in run.steps())
-            forward = run[model].forward_flops()
-        # Products with parameters only, as in Kaplan et al. 2020, "Scaling laws", section 2.1.
-        flops = forward.count_training_flops(tokens, dict.fromkeys(forward.per_pair, 0.0))
-        return read_metrics(Path(folder) / "run").columns, flops
-
-
-def _train_and_average_last_quarter(recipe: Recipe, steps: int, rate: float) -> float:
-    """Train with a learning rate, and return the mean loss over the last quarter."""
-    names = [name for name, node in recipe.graph.nodes.items() if {"lr", "groups", "betas"} <= node.settings.keys()]
-    if len(names) != 1:
-        raise UserError(f"--lr: the recipe has {len(names)} optimizers like optim.adamw; write one", 2)
-    return _average_loss_of_last_quarter(_train_and_read_metrics(recipe, steps, {names[0]: {"lr": rate}})[0])
+    def _train_and_read_metrics(self, recipe: Recipe, values: Values | None = None) -> tuple[dict[str, Column], float]:
+        """Train for some steps in this process, and return the metrics and the operations."""
+        root = recipe.project.root
+        with tempfile.TemporaryDirectory(prefix="ladder-") as folder:
+            own: dict[str, Any] = {
+                root: {"steps": self.steps, "on_finish": [], "listeners": []},
+                "run": {"folder": str(Path(folder) / "run")},
+                "metrics": {MEASURE: {"use": "metrics.activation_rms"}},
+            }
+            changed = recipe.with_values({**own, **(values or {})}, "ladder")
+            [model] = changed.graph.implementers(CountsFlops)
+            with changed.open() as run:
+                tokens = sum(step.tokens for step in run.steps())
+                forward = run[model].forward_flops()
+            # Products with parameters only, as in Kaplan et al. 2020, "Scaling laws", section 2.1.
+            flops = forward.count_training_flops(tokens, dict.fromkeys(forward.per_pair, 0.0))
+            return read_metrics(Path(folder) / "run").columns, flops
 
 
 def _average_loss_of_last_quarter(columns: Mapping[str, Column]) -> float:

@@ -21,7 +21,7 @@ from support.checkpoints import save_steps, state_of
 
 @attrs.define
 class _Recipe:
-    """A recipe with one node, which keeps the state that it is given."""
+    """A recipe with one node; the node keeps its loaded state."""
 
     text: str
     state: Any = None

@@ -249,7 +249,7 @@ def test_a_schedule_too_large_to_simulate_is_refused(
 
 
 def test_a_recipe_with_shards_shows_when_they_are_gathered_and_reduced(capsys: Capture) -> None:
-    """Mesh and stages say which actions there are, costs how long they take; replicas are only reduced."""
+    """Mesh and stages determine the actions, costs how long they take; replicas are only reduced."""
     words = (
         "first_run",
         "mesh.pipeline=2",

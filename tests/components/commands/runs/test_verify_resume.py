@@ -57,7 +57,7 @@ def test_it_kills_between_half_and_the_end(tmp_path: Path) -> None:
 
 
 def test_it_does_not_kill_before_the_last_committed_step_is_hashed(tmp_path: Path) -> None:
-    """A kill between a commit and its hashes would leave hashes out, which would look like a difference."""
+    """A kill between a commit and its hashes would leave hashes out, and look like a difference."""
     runs = _runs(tmp_path, 10, 0.2)
     runs.run_to_end("straight")
     runs.kill_resume_and_get_step()
