@@ -8,6 +8,7 @@ random seed is fixed, and the trial count only depends on the size, not on a clo
 
 import random
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any
 
 import attrs
@@ -91,7 +92,7 @@ def halve_task_size(task: SchedulingTask) -> SchedulingTask:
 
 def _improve_policies(task: SchedulingTask, starts: Sequence[PriorityPolicy], trials: int) -> list[PriorityPolicy]:
     """Improve policies by random changes, and return the best ones, the best first."""
-    best = sorted(((compute_makespan(task, policy), policy) for policy in starts), key=_get_makespan)[:BEAM]
+    best = sorted(((compute_makespan(task, policy), policy) for policy in starts), key=itemgetter(0))[:BEAM]
     trials, chance = trials - len(starts), random.Random(0)
     for trial in range(trials):
         # First all of the best policies are changed in turn, then only the best one.
@@ -100,12 +101,8 @@ def _improve_policies(task: SchedulingTask, starts: Sequence[PriorityPolicy], tr
         length = compute_makespan(task, policy)
         if length <= best[index][0]:
             best[index] = length, policy
-            best.sort(key=_get_makespan)
+            best.sort(key=itemgetter(0))
     return [policy for _, policy in best]
-
-
-def _get_makespan(candidate: tuple[float, PriorityPolicy]) -> float:
-    return candidate[0]
 
 
 def _change_policy_randomly(policy: PriorityPolicy, chance: random.Random) -> PriorityPolicy:

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import attrs
@@ -123,11 +124,10 @@ class P2PBuffers:
     def wait_and_take_message(self, key: MessageKey) -> Any:
         """Wait until all tensors in a message have arrived, and return their tree."""
         tree, messages = self._receiving.pop(key)
-        if profiler._is_profiler_enabled:  # so that a trace separates waiting from computing
-            with profiler.record_function(WAIT):
-                _wait_for_messages(messages)
-        else:
-            _wait_for_messages(messages)
+        # A trace separates waiting from computing.
+        with profiler.record_function(WAIT) if profiler._is_profiler_enabled else nullcontext():
+            for message in messages:
+                message.wait()
         return tree
 
     def wait_for_sends(self) -> None:
@@ -138,8 +138,3 @@ class P2PBuffers:
     def _allocate_like(self, leaf: Any) -> Any:
         """Return a new tensor with a leaf's shape and dtype; other leaves stay."""
         return torch.empty(leaf.shape, dtype=leaf.dtype, device=self.device) if isinstance(leaf, Tensor) else leaf
-
-
-def _wait_for_messages(messages: Sequence[Pending]) -> None:
-    for message in messages:
-        message.wait()
