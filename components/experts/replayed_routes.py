@@ -41,6 +41,9 @@ from drawloom.ports import (
     put_class_before,
 )
 
+SAMPLERS = ("rollouts.stages", "rollouts.server", "rollouts.turns")
+"""Samplers with known routes; conversations have those of their turns' sampler."""
+
 
 class ReplayingRouter:
     """Router methods whose choices a `ReplayedRoutes` records or replaces, to be put before its class."""
@@ -61,8 +64,8 @@ class ReplayedRoutes(PassFeature, Metric):
     Sampler and learning pass round differently, and a router's near ties then send a token to other experts. The node
     is a phase after the rollout, and a metric, `route_difference`: the share of choices, over tokens and layers, that
     would have differed. Probabilities are computed again, and have gradients. Where both choose the same experts, in
-    any order, nothing changes by a bit. The sampler is `rollouts.stages`, whose rollouts are for one step, or a server
-    with routes in its answers.
+    any order, nothing changes by a bit. The sampler, also of a conversation's turns, is `rollouts.stages`, whose
+    rollouts are for one step, or a server with routes in its answers.
     """
 
     excludes: ClassVar[Mapping[str, str]] = {
@@ -92,7 +95,7 @@ class ReplayedRoutes(PassFeature, Metric):
         nodes = [NodeView(other, node.nodes) for other in node.nodes.values()]
         is_recorded = any(other.use == "rollouts.stages" for other in nodes)
         for other in nodes:
-            if other.implements(Rollouts) and other.use not in ("rollouts.stages", "rollouts.server"):
+            if other.implements(Rollouts) and other.use not in SAMPLERS:
                 text = f"[{node.name}] replays routes, and {other.use} returns none"
                 yield other.problem("use", text, f'write use = "rollouts.stages", or remove [{node.name}]')
             elif other.implements(Rollouts) and other.settings.get("exact"):

@@ -4,15 +4,15 @@ import json
 import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import ClassVar
 
 from torch import Tensor
 
 from drawloom import NodeView, Problem, UserError, component, setting
-from drawloom.components.distributed.rank_errors import run_and_gather_on_all_ranks, run_on_rank0
-from drawloom.components.export.hf_writer import read_exported_step
-from drawloom.components.export.missing import find_missing_export
-from drawloom.components.export.shard_writer import gather_states_on_first_rank, make_share_on_all_ranks
-from drawloom.components.storage.durable_files import create_temp_folder, remove_folder_atomically
+from drawloom.components.distributed.rank_errors import run_on_rank0
+from drawloom.components.export.folder import FolderExport
+from drawloom.components.export.shard_writer import gather_tensors_on_first_rank, make_share_on_all_ranks
+from drawloom.components.storage.durable_files import create_temp_folder
 from drawloom.components.storage.safetensors.writer import write_safetensors_file
 from drawloom.components.weights.adapted import build_meta_model_with_adapters
 from drawloom.components.weights.load import folder_fingerprint
@@ -20,21 +20,15 @@ from drawloom.components.weights.peft import BASE_KEY, WEIGHTS, PeftFormat
 from drawloom.ports import (
     ADAPTER_CONFIG,
     STATE,
-    AveragedWeights,
-    LanguageModel,
-    Mesh,
-    RunFolder,
     Settings,
-    Stages,
     trains_base_weights,
-    use_averages_if_any,
 )
 
 log = logging.getLogger("drawloom.run")  # rank 0 prints its messages
 
 
 @component(impact="safe")
-class AdapterExport:
+class AdapterExport(FolderExport):
     """
     Writer for `<run folder>/adapter/`, for PEFT to load over the run's base model; without adapters it writes nothing.
 
@@ -43,17 +37,14 @@ class AdapterExport:
     exported.
     """
 
-    model: LanguageModel
-    stages: Stages
-    folder: RunFolder
-    mesh: Mesh
-    average: AveragedWeights | None = None
+    folder_name: ClassVar[str] = "adapter"
+
     base_model: str | None = setting("base model's name or path for adapter_config.json", default=None)
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
         """Yield problems for adapters without LoRA, and for new tokens: PEFT would look for them in the base model."""
-        yield from find_missing_export(node)
+        yield from super().constraints(node)
         stages = node.neighbour("stages")
         adapters = stages.neighbours("adapters") if stages else []
         edits = f'unset = ["{node.name}"], and remove = "@{node.name}" in [edit.trainer.on_finish]'
@@ -78,46 +69,27 @@ class AdapterExport:
     def open(self) -> None:
         """Log if there is nothing to export."""
         if not self.stages.adapters:
-            log.info("all weights are trained, without adapters, so there is no folder %s", self._adapter_folder)
+            log.info("all weights are trained, without adapters, so there is no folder %s", self._target)
 
     def has_result_of_step(self, step: int) -> bool:
-        """
-        Return whether the folder is from this step, or there are no adapters; it is never incomplete. A collective,
-        with equal results.
-        """
-        return not self.stages.adapters or bool(
-            run_on_rank0(self.mesh.world, lambda: read_exported_step(self._adapter_folder) == step)
-        )
+        """Return whether there are no adapters, or the folder is from this step. A collective, with equal results."""
+        return not self.stages.adapters or super().has_result_of_step(step)
 
-    def run_after_training(self, step: int) -> None:
-        """Write the folder with all ranks' tensors. A collective over all ranks."""
-        if self.has_result_of_step(step):
-            return
-        group = self.mesh.world
-        peft_format, base = self._create_format(), self.stages.initial_folder
+    def _gather_and_write_folder(self, target: Path, step: int | None = None) -> None:
+        group, peft_format, base = self.mesh.world, self._create_format(), self.stages.initial_folder
         config = peft_format.make_config(self.base_model)
-        run_on_rank0(
-            group, lambda: remove_folder_atomically(self._adapter_folder)
-        )  # it may have the adapter of an earlier step
-        with use_averages_if_any(self.average):
-            share = make_share_on_all_ranks(self.stages, peft_format.mapper, group, only_inputs=True)
-            tensors, _ = run_and_gather_on_all_ranks(group, share.gather_and_convert_tensors)
-            parts = gather_states_on_first_rank(tensors, group)
-            merged = {name: tensor for part in parts for name, tensor in part.items()}
-            run_on_rank0(group, lambda: _write_adapter_folder(self._adapter_folder, merged, config, base, step))
+        share = make_share_on_all_ranks(self.stages, peft_format.mapper, group, only_inputs=True)
+        tensors = gather_tensors_on_first_rank(share.gather_and_convert_tensors, group)
+        run_on_rank0(group, lambda: _write_adapter_folder(target, tensors, config, base, step))
 
     def _create_format(self) -> PeftFormat:
         """Return PEFT's format for the model. Raises UserError for adapters that do not fit it."""
         whole = build_meta_model_with_adapters(self.model, self.stages.adapters)
         return PeftFormat.create(self.model, whole, self.stages.initial_folder)
 
-    @property
-    def _adapter_folder(self) -> Path:
-        return self.folder.folder / "adapter"
-
 
 def _write_adapter_folder(
-    target: Path, tensors: Mapping[str, Tensor], config: Settings, base: Path | None, step: int
+    target: Path, tensors: Mapping[str, Tensor], config: Settings, base: Path | None, step: int | None
 ) -> None:
     """
     Write the folder with one tensor file for PEFT, any shapes; the folder appears complete or not at all.

@@ -12,7 +12,6 @@ from drawloom import UserError
 from drawloom.components.distributed.rank_errors import run_and_gather_on_all_ranks, run_on_rank0
 from drawloom.components.storage.durable_files import TempFolder, create_temp_folder
 from drawloom.components.storage.safetensors.header import CODES, DTYPES, format_names
-from drawloom.components.storage.state_tree import PackedState, pack_state, unpack_state
 from drawloom.components.storage.tensor_source import TensorSource, TensorSpec
 from drawloom.components.weights.convert import stream_converted_tensors
 from drawloom.components.weights.mapper import parallel, sequential
@@ -44,19 +43,13 @@ def loss_parameters_by_name(stages: Stages) -> dict[str, ModelParameter]:
     return named
 
 
-def describe_parameters_as_json(parameters: Mapping[str, ModelParameter]) -> dict[str, Any]:
-    """Return parameter shapes and dtypes, by name, as JSON."""
-    return {"tensors": {name: [list(param.shape), str(param.dtype)] for name, param in parameters.items()}}
-
-
-def choose_owner_by_mapper_group(mapper: Mapper, parameters_by_rank: Sequence[Mapping[str, Any]]) -> list[int]:
+def choose_owner_by_mapper_group(mapper: Mapper, specs_by_rank: Sequence[Mapping[str, Any]]) -> list[int]:
     """
-    Return the owner for every mapper group: the first rank that has all the group's inputs.
+    Return the owner for every mapper group: the first rank that has all the group's inputs, by name.
 
     Replicated tensors, and a tied head, are thus written once. Raises UserError with missing parameters,
     parameters without a Hugging Face name, and parameters with different shapes or dtypes on different ranks.
     """
-    specs_by_rank = [holding["tensors"] for holding in parameters_by_rank]
     _check_ranks_match_mapper_inputs(mapper, specs_by_rank)
     owners = []
     for group in mapper.groups:
@@ -168,36 +161,33 @@ def make_share_on_all_ranks(
         for name, buffer in stage.persistent_model_buffers().items()
         if name in inputs
     }
-    holdings = gather_states_on_first_rank(describe_parameters_as_json(parameters), group)
-    owners = run_on_rank0(group, lambda: choose_owner_by_mapper_group(mapper, holdings))
+    own = {name: [list(param.shape), str(param.dtype)] for name, param in parameters.items()}
+    specs_by_rank = group.gather_json(own)
+    owners = run_on_rank0(group, lambda: choose_owner_by_mapper_group(mapper, specs_by_rank))
     return make_share(parameters, mapper, [n for n, owner in enumerate(owners) if owner == group.rank], dtype)
 
 
-def gather_states_on_first_rank(state: Any, group: Group) -> list[Any]:
+def gather_tensors_on_first_rank(collect: Callable[[], Mapping[str, Tensor]], group: Group) -> dict[str, Tensor]:
     """
-    Gather every rank's state, JSON values and tensors, on the first rank, by rank; other ranks get an empty list.
+    Gather every rank's `collect()`, tensors of any shape by name, on the first rank; other ranks get none.
 
-    A collective. The tensors have any shape and dtype, and arrive on the CPU; other ranks have one at a time in
-    memory. Raises the error of a rank with a state that JSON or safetensors lack on all ranks.
+    A collective. The tensors have any dtype, and arrive on the CPU; other ranks have one at a time in memory. Raises
+    the error of a rank on all ranks.
     """
-    (_, own), trees_and_specs = run_and_gather_on_all_ranks(group, lambda: pack_state(state), _describe_packed_state)
-    states = []
-    for rank, (tree, specs) in enumerate(trees_and_specs):
-        tensors = {}
+    own, specs_by_rank = run_and_gather_on_all_ranks(
+        group,
+        collect,
+        lambda tensors: {name: [tensor.shape, CODES[tensor.dtype]] for name, tensor in tensors.items()},
+    )
+    gathered: dict[str, Tensor] = {}
+    for rank, specs in enumerate(specs_by_rank):
         for name, (shape, code) in specs.items():
             is_own = rank == group.rank
             tensor = own[name].detach().cpu().contiguous() if is_own else torch.empty(shape, dtype=DTYPES[code])
             group.broadcast(tensor.view(-1).view(torch.uint8), rank)
             if group.rank == 0:
-                tensors[name] = tensor
-        if group.rank == 0:
-            states.append(unpack_state(tree, tensors))
-    return states
-
-
-def _describe_packed_state(packed: PackedState) -> list[Any]:
-    """Return a state's tree, and its tensors' shapes and dtypes, as JSON."""
-    return [packed.tree, {name: [tensor.shape, CODES[tensor.dtype]] for name, tensor in packed.tensors.items()}]
+                gathered[name] = tensor
+    return gathered
 
 
 def write_safetensors_folder_collectively(

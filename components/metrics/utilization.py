@@ -9,7 +9,6 @@ from drawloom import Every, above, component, internal, setting
 from drawloom.ports import (
     LOSS,
     Accumulator,
-    Batch,
     CountsFlops,
     Device,
     ForwardFlops,
@@ -21,7 +20,6 @@ from drawloom.ports import (
     Stages,
     Step,
     Value,
-    count_attended_pairs,
     require_token_batch,
 )
 
@@ -93,11 +91,12 @@ class Utilization:
         """Return float64 counts: positions (), and query-key pairs by window (windows,)."""
         if self._flops is None:
             return {}
-        batches = step.state["batches"]
-        pairs = [sum(_count_query_key_pairs(batch, window) for batch in batches) for window in self._flops.per_pair]
-        positions = float(sum(batch.weights.numel() for batch in batches))
+        keys = torch.cat(
+            [require_token_batch(batch, "utilization").visible_keys.flatten() for batch in step.state["batches"]]
+        )
+        pairs = [float((keys if window is None else keys.clamp(max=window)).sum()) for window in self._flops.per_pair]
         return {
-            "positions": torch.tensor(positions, dtype=torch.float64),
+            "positions": torch.tensor(float(len(keys)), dtype=torch.float64),
             "pairs": torch.tensor(pairs, dtype=torch.float64),
         }
 
@@ -131,8 +130,3 @@ class Utilization:
                 mfu,
                 self._peak,
             )
-
-
-def _count_query_key_pairs(batch: Batch, window: int | None) -> float:
-    """Count the query-key pairs that causal attention computes in a batch, optionally within a window."""
-    return count_attended_pairs(require_token_batch(batch, "utilization").document_ids, window)

@@ -23,7 +23,7 @@ from drawloom.components.model.decoder.declarations import (
     training_setting,
 )
 from drawloom.components.model.decoder.expert_config import MoeConfig
-from drawloom.components.model.decoder.expert_specs import ExpertSpec, GeGlu, NormedExpertSpec, NormedRouting
+from drawloom.components.model.decoder.expert_specs import GeGlu, NormedExpertSpec, NormedRouting
 from drawloom.components.model.decoder.hugging_face import join_rope_by_type, split_rope_by_type
 from drawloom.components.model.decoder.mixer_specs import NormedValueSpec, PerLayerInputSpec, SharedKeysSpec
 from drawloom.components.model.decoder.specs import MlpSpec, PartSpec
@@ -128,25 +128,22 @@ class Gemma4Config(GemmaConfig, MoeConfig):
         heads = (shared and self.num_global_key_value_heads) or self.num_key_value_heads
         return attrs.evolve(spec, head_dim=self.global_head_dim, kv_heads=heads, keys_as_values=shared)
 
-    @property
-    def expert_spec(self) -> ExpertSpec:
-        spec = attrs.asdict(super().expert_spec, recurse=False)
-        network = {"shared": "mlp", "shared_expert_width": self.intermediate_size, "router": "router"}
-        return NormedExpertSpec(
-            **spec | network | {"routing": NormedRouting(eps=self.rms_norm_eps), "activation": GeGlu()}
-        )
-
     def layer_has_experts(self, number: int) -> bool:
         return self.num_experts > 0
 
     def mlp_spec_of(self, layer: int) -> PartSpec:
         is_wide = self.use_double_wide_mlp and self.key_layer_of(layer) != layer
-        return MlpSpec(width=self.intermediate_size * (2 if is_wide else 1), activation=self.activation)
+        width = self.intermediate_size * (2 if is_wide else 1)
+        if not self.num_experts:
+            return MlpSpec(width=width, activation=self.activation)
+        parts = {"routing": NormedRouting(eps=self.rms_norm_eps), "activation": GeGlu(), "router": "router"}
+        network = {"shared": "mlp", "shared_expert_width": width}
+        return NormedExpertSpec(**attrs.asdict(self.expert_spec, recurse=False) | parts | network)
 
     def branches_of(self, layer: int) -> Sequence[Branch]:
         attention, mlp = super().branches_of(layer)
         if self.num_experts:
-            mlp = Branch(None, "feed_forward", self.expert_spec, mlp.norm_after)
+            mlp = attrs.evolve(mlp, norm_before=None, name="feed_forward")
         if not (width := self.hidden_size_per_layer_input):
             return attention, mlp
         gate = PerLayerInputSpec(width=width, number=layer)
@@ -173,7 +170,6 @@ class Gemma4Config(GemmaConfig, MoeConfig):
         if int(factor * width // 2) < 1:
             why = f"partial_rotary_factor = {factor} rotates no pair of channels in global_head_dim = {width}"
             yield InvalidSetting("partial_rotary_factor", why, "write a larger factor")
-        types = given.get("layer_types")
         if types and len(types) >= layers and types[layers - 1] != FULL:
             yield InvalidSetting("layer_types", "the last layer has a window, as in no Gemma 4", f"end with {FULL!r}")
         if heads := given.get("num_global_key_value_heads"):
@@ -237,11 +233,7 @@ class Gemma4(DecoderBuilder):
         "Gemma4ForCausalLM",
         hf_defaults={"max_position_embeddings": 131_072, "num_attention_heads": 8, "num_key_value_heads": 4}
         | {"head_dim": 256, "vocab_size": 262_144},
-        fixed={
-            "hidden_act": GELU,
-            "hidden_activation": GELU,
-            "use_bidirectional_attention": None,
-        },
+        fixed={"hidden_act": GELU, "hidden_activation": GELU, "use_bidirectional_attention": None},
         derives_head_dim=False,
         renamed={"num_experts_per_tok": "top_k_experts"},
         other_types=("gemma4_unified_text",),

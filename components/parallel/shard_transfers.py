@@ -125,12 +125,12 @@ def start_sum(
     send twice the bytes, and one in 16 bits would round every partial sum.
     """
     ranks = group.size()
-    sums = torch.empty(sum(_count_slice_elements(shape, ranks) for shape in shapes), dtype=dtype, device=device)
+    sums = torch.empty(sum(count_slice_elements(shape, ranks) for shape in shapes), dtype=dtype, device=device)
     messages = [*_pack_gradients_into_messages(gradients, shapes, sums, ranks)]
     return (_start_exchange if dtype.itemsize == 2 else _start_reduce_scatter)(sums, messages, group)
 
 
-def _count_slice_elements(shape: Sequence[int], ranks: int) -> int:
+def count_slice_elements(shape: Sequence[int], ranks: int) -> int:
     """Return the elements in a rank's padded slice of a parameter."""
     return -(-shape[0] // ranks) * prod(shape[1:])
 
@@ -150,7 +150,7 @@ def _pack_gradients_into_messages(
     packed: list[Tensor] = []
     begin = end = 0
     for gradient, shape in zip(gradients, shapes, strict=True):
-        size = _count_slice_elements(shape, ranks)
+        size = count_slice_elements(shape, ranks)
         # The choice depends only on the shape, so that it is equal on all ranks.
         is_packed = shape[0] % ranks > 0 or size * output.itemsize < PACKED_BELOW_BYTES
         if packed and not is_packed:
@@ -171,7 +171,7 @@ def _pack_gradients_into_messages(
 def _divide_among_ranks(gradient: Tensor | None, shape: Sequence[int], output: Tensor, ranks: int) -> Tensor:
     """Return a gradient's padded parts by rank, (ranks, n), in the output's dtype."""
     if gradient is None:
-        return output.new_zeros(ranks, _count_slice_elements(shape, ranks))
+        return output.new_zeros(ranks, count_slice_elements(shape, ranks))
     rows = gradient.to(output.dtype).contiguous().view(shape[0], -1)
     missing = -shape[0] % ranks
     return (F.pad(rows, (0, 0, 0, missing)) if missing else rows).view(ranks, -1)

@@ -2,12 +2,14 @@
 FSDP units: parameters in slices on several ranks, gathered, freed and reduced together.
 
 A module has a parameter's slice, a DTensor along its first dimension, or while the unit is gathered the whole
-parameter. The whole parameter is one object for the run, and its memory is freed in between, so tensors saved by
+parameter. The whole parameter is one object for the run, and the unit's memory is freed in between, so tensors saved by
 autograd are valid again after the next gather. Zhao et al. 2023, "PyTorch FSDP", arXiv 2304.11277; slices are as in
 torch's `fully_shard`, without its private names, because these change with every release.
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from math import prod
 from typing import Any, Literal
 
 import attrs
@@ -19,11 +21,15 @@ from drawloom.components.parallel.data_shard import get_local_slice, slice_rows
 from drawloom.components.parallel.shard_transfers import (
     StartedGather,
     StartedSum,
+    count_slice_elements,
     start_encoded_gather,
     start_gather,
     start_sum,
 )
 from drawloom.ports import GatherEncoding, LinearLayer, TensorSlice
+
+ALIGNMENT = 128
+"""Alignment of gathered parameters in their unit's memory, in elements: some products need 16 bytes."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -66,7 +72,6 @@ class ShardedParameter:
     unsharded: nn.Parameter = attrs.field(init=False)
     message: Tensor = attrs.field(init=False)
     """All ranks' slices (ranks * n,), padded to equal sizes: `unsharded`'s memory."""
-    _storage: Any = attrs.field(init=False)
 
     @classmethod
     def shard(cls, parameter: nn.Parameter, owners: Sequence[tuple[nn.Module, str]], mesh: Any) -> "ShardedParameter":
@@ -90,33 +95,20 @@ class ShardedParameter:
         result.set_in_modules(result.sharded)
         return result
 
-    def create_parameters(self, ranks: int, dtype: torch.dtype, gradient_dtype: torch.dtype) -> None:
-        """Create `master` and `unsharded`, the latter without memory; gradients are accumulated in `gradient_dtype`."""
-        trained, rows = self.sharded.requires_grad, self.tensor_slice.shape[0]
+    def create_parameters(self, memory: Tensor, gradient_dtype: torch.dtype) -> None:
+        """Create `master`, and `unsharded` in memory (ranks * n,); gradients are accumulated in `gradient_dtype`."""
+        trained, shape = self.sharded.requires_grad, self.tensor_slice.shape
         self.master = nn.Parameter(get_local_slice(self.sharded), trained)
-        padded = torch.empty(
-            ranks * -(-rows // ranks), *self.tensor_slice.shape[1:], dtype=dtype, device=self.master.device
-        )
-        self.unsharded = nn.Parameter(padded[:rows], trained)
+        # `data` has a version counter of its own: a gather does not invalidate tensors that a backward pass needs.
+        self.unsharded = nn.Parameter(memory.data[: prod(shape)].view(shape), trained)
         if trained:
             self.unsharded.grad_dtype = gradient_dtype
-        # `data` has a version counter of its own: a gather does not invalidate tensors that a backward pass needs.
-        self.message = padded.data.view(-1)
-        self._storage = padded.untyped_storage()
-        self.free()
-
-    def allocate(self) -> None:
-        """Allocate `unsharded`'s memory."""
-        self._storage.resize_(self.message.nbytes)
+        self.message = memory.data
 
     @property
     def encoded_width(self) -> int:
         """The width of rows in messages if they are encoded, else 0."""
         return 0 if self.encoding is None else self.tensor_slice.shape[1]
-
-    def free(self) -> None:
-        """Free `unsharded`'s memory."""
-        self._storage.resize_(0)
 
     def set_in_modules(self, parameter: nn.Parameter) -> None:
         """Set the sharded or the gathered parameter in the modules."""
@@ -140,6 +132,8 @@ class ShardUnit:
     _gather: StartedGather | None = None
     _sums_of_shards: Tensor | None = None
     """Earlier microbatches' gradients summed over shards, but not over replicas, (n,)."""
+    _storage: Any = None
+    _bytes: int = 0
 
     @property
     def trained(self) -> list[ShardedParameter]:
@@ -147,17 +141,25 @@ class ShardUnit:
         return [parameter for parameter in self.parameters if parameter.sharded.requires_grad]
 
     def create_parameters(self, gradient_dtype: torch.dtype) -> None:
-        """Create the masters and the gathered parameters, once the slices have memory."""
-        for parameter in self.parameters:
-            parameter.create_parameters(self.groups.shards.size(), self.dtypes.gathered, gradient_dtype)
+        """Create the masters, and the gathered parameters without memory, once the slices have memory."""
+        if not self.parameters:
+            return
+        ranks = self.groups.shards.size()
+        sizes = [ranks * count_slice_elements(parameter.tensor_slice.shape, ranks) for parameter in self.parameters]
+        begins = [0, *accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]
+        device = self.parameters[0].sharded.device
+        memory = torch.empty(begins[-1], dtype=self.dtypes.gathered, device=device)
+        for parameter, begin, size in zip(self.parameters, begins, sizes, strict=False):
+            parameter.create_parameters(memory[begin : begin + size], gradient_dtype)
+        self._storage, self._bytes = memory.untyped_storage(), memory.nbytes
+        self._storage.resize_(0)
 
     def start_gather(self) -> None:
         """Start to gather the parameters, unless they are gathered; on a GPU, after earlier work in this stream."""
         if self.state != "freed" or not self.parameters:
             return
         self.state = "gathering"
-        for parameter in self.parameters:
-            parameter.allocate()
+        self._storage.resize_(self._bytes)
         slices = [parameter.master.detach() for parameter in self.parameters]
         messages = [parameter.message for parameter in self.parameters]
         encoding = next((parameter.encoding for parameter in self.parameters if parameter.encoding), None)
@@ -184,7 +186,7 @@ class ShardUnit:
             self.state = "freed"
             for parameter in self.parameters:
                 parameter.set_in_modules(parameter.sharded)
-                parameter.free()
+            self._storage.resize_(0)
 
     def start_reduction(self, over_replicas: bool) -> "StartedReduction":
         """

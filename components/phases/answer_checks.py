@@ -1,4 +1,4 @@
-"""Checks of rows of answers and a loss for answers."""
+"""Checks for rows with answers, and their loss."""
 
 from collections.abc import Iterator
 

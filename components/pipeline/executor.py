@@ -71,7 +71,8 @@ class Uploads:
 
     def start_upload(self, tree: Any) -> Any:
         """Return the tree on the device; later operations on the current stream wait for the copies."""
-        if self.device.type == "cpu":
+        on_host = (isinstance(leaf, Tensor) and leaf.is_cpu for leaf in list_leaves(tree))
+        if self.device.type == "cpu" or not any(on_host):
             return tree
         with torch.cuda.stream(self._stream):
             copies = map_leaves(self._start_leaf_copy, tree)

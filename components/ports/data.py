@@ -104,9 +104,27 @@ class TokenBatch(Batch):
         )
 
     @property
+    def visible_keys(self) -> Tensor:
+        """The keys that a computed position sees in causal attention, itself included: int64 (rows, any)."""
+        return count_visible_keys(self.document_ids)
+
+    @property
     def token_count(self) -> int:
         """Number of tokens in all rows, without padding."""
         return self.tokens.numel() - (0 if self.padding is None else int(np.count_nonzero(self.padding.cpu().numpy())))
+
+
+def count_visible_keys(document_ids: Tensor) -> Tensor:
+    """
+    Count the keys that each token sees in causal attention inside documents, itself included: int64 (rows, length).
+
+    document_ids: int64 (rows, length); a document's tokens are consecutive.
+    """
+    positions = torch.arange(document_ids.shape[1]).expand_as(document_ids)
+    is_start = torch.ones_like(document_ids, dtype=torch.bool)
+    is_start[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
+    starts = positions.where(is_start, 0)
+    return positions - (starts.cummax(1).values if starts.numel() else starts) + 1
 
 
 def require_token_batch(batch: Batch, reader: str) -> TokenBatch:

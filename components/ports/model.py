@@ -80,21 +80,6 @@ class UpdateArithmetic(Protocol):
         ...
 
 
-def count_attended_pairs(document_ids: Tensor, window: int | None = None) -> int:
-    """
-    Count query-key pairs in causal attention inside documents, with at most `window` keys per query.
-
-    document_ids: int64 (rows, length); a document's tokens are consecutive.
-    """
-    length = document_ids.shape[1]
-    positions = torch.arange(length).expand_as(document_ids)
-    is_start = torch.ones_like(document_ids, dtype=torch.bool)
-    is_start[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
-    starts = positions.where(is_start, 0).cummax(1).values if length else positions
-    visible_keys = positions - starts + 1
-    return int(visible_keys.clamp(max=length if window is None else window).sum())
-
-
 class CachedKeys(NamedTuple):
     """
     A layer's keys (rows, keys, kv_heads, head_dim) and values (rows, keys, kv_heads, v_dim), with the new tokens' last.

@@ -1,4 +1,4 @@
-"""Ends of passes that CUDA graphs may contain."""
+"""Results recorded with a pass."""
 
 from typing import Any, ClassVar, Protocol, runtime_checkable
 

@@ -54,6 +54,11 @@ class PolicyBatch(TokenBatch):
     temperature: Tensor | None = leaf("replicated", default=None, kw_only=True)
     tree: Any = leaf("replicated", default=None, kw_only=True)
 
+    @property
+    def visible_keys(self) -> Tensor:
+        keys = super().visible_keys
+        return keys if self.tree is None else self.tree.pack(keys)
+
     @classmethod
     def make_meta_batch(cls, rows: int, length: int) -> Self:
         """Return a batch on the meta device, without a reference."""

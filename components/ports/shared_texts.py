@@ -15,7 +15,7 @@ from drawloom.graph.wiring.node import NodeView
 
 class SharedPairs(TokenBatch):
     """
-    Rows of pairs in which a rejected document lacks the tokens shared with the chosen one.
+    Rows of pairs, without a rejected document's tokens shared with the chosen one.
 
     Its positions continue behind them. `reader_ids`, int64 (rows, length), are the document ids for attention, as
     `kernels.attention = "tree"` reads them. `shared_counts`, int64 (rows,), are the missing tokens, included in
@@ -24,6 +24,10 @@ class SharedPairs(TokenBatch):
 
     reader_ids: Tensor = leaf("tokens", default=None, kw_only=True)
     shared_counts: Tensor = leaf("rows", default=None, kw_only=True)
+
+    @property
+    def visible_keys(self) -> Tensor:
+        return self.positions + 1
 
     def with_zero_weights(self) -> Self:
         return super().with_zero_weights().evolve(shared_counts=torch.zeros_like(self.shared_counts))
@@ -48,7 +52,7 @@ class MayBalanceRows(Protocol):
 
 
 def find_sharing_problems(node: NodeView, model: NodeView) -> Iterator[Problem]:
-    """Yield problems with kernels and models for which the texts of `node` can't share a beginning."""
+    """Yield problems with kernels and models if texts of `node` can't share a beginning there."""
     kernels = model.neighbour("kernels")
     if kernels and kernels.settings.get("attention") != "tree":
         text = f"texts would not see their common beginning in [{node.name}]"

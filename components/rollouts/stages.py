@@ -141,15 +141,18 @@ class StageRollouts:
         cache = None if self._recomputes_rows_per_token else KeyValueCache(length)
         position = self._shortest_prompt_over_ranks(prompts.lengths)
         scale = None if self.temperature == 1 else torch.full((), self.temperature, device=self.device.device)
-        start = partial(self._start_draw, prompts, seed, tokens, known, cache, scale)
+        start = partial(
+            self._start_draw, prompts=prompts, seed=seed, tokens=tokens, starts=known, cache=cache, scale=scale
+        )
         following: PendingDraw | None = None
         while position < (longest := self._last_end_over_ranks(ends)):
-            pending, following = following or start(position), None
+            pending, following = following or start(position=position), None
             is_drawn = (position >= known) & (position < ends)
             if self._runs_ahead and cache is not None and cache.length == position and position + 1 < longest:
                 # The device draws the next ids while the host reads these: messages follow two positions later.
                 given = self._start_upload(torch.stack([is_drawn.long(), tokens[:, position]]))
-                following = start(position + 1, torch.where(given[0] > 0, pending.result[:, 0].long(), given[1]))
+                last_ids = torch.where(given[0] > 0, pending.result[:, 0].long(), given[1])
+                following = start(position=position + 1, last_ids=last_ids)
             drawn = self._wait_for_draw(pending)
             ids = drawn[:, 0].long()
             tokens[:, position] = torch.where(is_drawn, ids, tokens[:, position])
@@ -185,6 +188,7 @@ class StageRollouts:
 
     def _start_draw(
         self,
+        *,
         prompts: Prompts,
         seed: int,
         tokens: Tensor,

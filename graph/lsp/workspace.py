@@ -15,7 +15,7 @@ from drawloom.graph.project import Project
 from drawloom.graph.recipe.layers import STARTED_IN, Layer, Leaf, Table
 from drawloom.graph.recipe.lockfile import LOCK
 from drawloom.graph.recipe.merged import DIRECTIVES, MergedRecipe
-from drawloom.graph.registry.registry import NAME
+from drawloom.graph.registry.spec import NAME
 from drawloom.graph.wiring.graph import Graph
 
 RECIPE_KEYS = {*DIRECTIVES, "vars"} - {"format", STARTED_IN}

@@ -14,11 +14,7 @@ from typing import Any, Protocol
 import attrs
 
 from drawloom.graph.problems import Problem, RecipeError
-from drawloom.graph.registry.spec import Spec, read_spec
-
-# Lower case only, so that a name means the same file on case-insensitive file systems.
-NAME = re.compile(r"[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)+")
-"""Valid names of components: dotted, so that a name can only lead below the folder of its package."""
+from drawloom.graph.registry.spec import NAME, Spec, read_spec
 
 # Components are listed by searching text: importing every component would take seconds.
 DECORATED = re.compile(r"^@(?:component|reward|tool)\b.*?^(?:class|def) (\w+)", re.MULTILINE | re.DOTALL)

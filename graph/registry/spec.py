@@ -1,5 +1,6 @@
 """Component classes as recipes see them: settings and edges, read once from the class fields."""
 
+import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -10,6 +11,10 @@ import attrs
 
 from drawloom.graph.component import Check, Every, Impact, Ordered, Traits, is_port_or_component, read_annotations
 from drawloom.graph.recipe.lockfile import ResolvedRecipe
+
+# Lower case only, so that a name means the same file on case-insensitive file systems.
+NAME = re.compile(r"[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)+")
+"""Valid names of components: dotted, so that a name can only lead below the folder of its package."""
 
 Kind = Literal["setting", "one", "optional", "list", "mapping", "ordered", "every", "recipe"]
 

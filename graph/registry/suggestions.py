@@ -5,7 +5,7 @@ import sys
 
 from drawloom.graph.foreign_names import fold_name
 from drawloom.graph.problems import did_you_mean, find_nearest
-from drawloom.graph.registry.registry import NAME
+from drawloom.graph.registry.spec import NAME
 
 MAX_OFFERED = 6
 """Names in a hint about a word that several names begin with."""

@@ -10,8 +10,7 @@ import tomli
 
 from drawloom.graph.problems import KeyPath
 from drawloom.graph.toml.emit import dump_toml
-from drawloom.graph.toml.parsing import PART
-from drawloom.graph.toml.positions import SourceMap
+from drawloom.graph.toml.positions import PART, SourceMap
 
 MARK = "\x00mark"
 """A key that no recipe uses. Appended to a text, it shows which table the next line would belong to."""

@@ -9,6 +9,7 @@ import tomli
 
 from drawloom.graph.garbage import pause_garbage_collection
 from drawloom.graph.problems import Position, Problem, RecipeError
+from drawloom.graph.toml.positions import PART
 
 MAX_FILE_BYTES = 1 << 20
 """Bytes of a recipe file; larger files are refused."""
@@ -25,7 +26,6 @@ MAX_DIGITS = 64
 _TEXT = r"""\"{3}(?:[^\\]|\\[\s\S])*?\"{3}|'{3}[\s\S]*?'{3}|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+'|#[^\n]*+"""
 """Strings and comments. The patterns below skip them: their content may look like keys, brackets or numbers."""
 
-PART = r"""(?:[A-Za-z0-9_-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')"""
 _DOTS = rf"[ \t]*+({PART}(?:[ \t]*+\.[ \t]*+{PART}){{{MAX_KEY_PARTS},}}+)[ \t]*+[=\]]"
 _LONG_KEY = re.compile(rf"(?:^|[\[{{,]){_DOTS}|{_TEXT}", re.MULTILINE)
 BRACKET = re.compile(rf"[\[\]{{}}]|{_TEXT}")

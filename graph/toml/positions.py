@@ -10,6 +10,9 @@ import tomli
 
 from drawloom.graph.problems import KeyPath
 
+PART = r"""(?:[A-Za-z0-9_-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')"""
+"""Pattern of one part of a dotted key."""
+
 
 class SourceRange(NamedTuple):
     """Half-open range [start, end) of a text, in code points from 0."""

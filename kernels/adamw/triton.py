@@ -497,8 +497,8 @@ def _subtract_usual_quotient(old, m, s, corrected_lr, sq_correction, eps):
     """
     Return old - m * corrected_lr / (sqrt(s) * sq_correction + eps), with root and quotient rounded by IEEE 754.
 
-    Newton's steps, without the branches for numbers too small or too large for them: powers of two keep their residuals
-    normal, and a root of 2^-98 for 0 is lost beside eps. Square, root and divisor are negative, since a residual
+    Newton's steps, without the branches for numbers too small or too large for them: factors 2^n keep their residuals
+    normal, and 0 has the root 2^-98, which is lost beside eps. Square, root and divisor are negative, since a residual
     subtracts a product.
     """
     square = tl.fma(s, -(2.0**96), -(2.0**-100))
@@ -550,14 +550,15 @@ def _encode_and_store_moments(
 @triton.jit
 def _compute_code(relative, SIGNED: tl.constexpr):
     """
-    Return the nearest code, in the lowest 8 bits, to a number from -1 to 1 that is known to 1.2e-7 of it, and a doubt.
+    Return the nearest code, in the lowest 8 bits, to a number from -1 to 1, and a doubt.
 
-    The code is certain if the doubt is below 0.49998, or 0.49996 without signs.
+    The number's relative error is at most 1.2e-7. The code is certain if the doubt is below 0.49998, or 0.49996 without
+    signs.
 
-    A rank, the count of midpoints below a magnitude, is a sum of ramps, one for each decade: a GPU multiplies, adds and
-    limits to 0 to 1 in one operation. Codes divide a decade evenly, and a decade has twice as many as the one before.
-    Midpoints are whole numbers, but the first one of a decade, a power of two, is at a fifth. The sum is one half less,
-    so that it is rounded to the rank.
+    A rank, how many midpoints are below a magnitude, is the sum of a ramp per decade: a GPU multiplies, adds and limits
+    to 0 to 1 in one operation. Codes divide a decade evenly, and a decade has twice as many as the one before. So
+    midpoints are whole numbers, but a decade's first one, a power of two, is at a fifth. The sum is one half less, so
+    it is rounded to the rank.
     """
     codes: tl.constexpr = 1.0 if SIGNED else 2.0
     count: tl.constexpr = 64.0 * codes

@@ -148,7 +148,7 @@ def _attend(
     (rows, length, heads, head_dim), keys, kv_heads, v_dim = q.shape, k.shape[1], k.shape[2], v.shape[3]
     group, head_block, v_block = heads // kv_heads, max(16, next_power_of_2(head_dim)), max(16, next_power_of_2(v_dim))
     is_wide = max(head_block, v_block) * q.itemsize > MAX_CHANNEL_BYTES
-    _forward_kernel[(cdiv(length * group, QUERIES), rows * kv_heads)](
+    _block_attention_kernel[(cdiv(length * group, QUERIES), rows * kv_heads)](
         q,
         k,
         v,
@@ -181,7 +181,7 @@ def _attend(
 
 # fmt: off
 @cache_launches("length", "keys", "window")
-def _forward_kernel(
+def _block_attention_kernel(
     q, k, v, documents, sinks, key_count, result, length, keys, window, scale, softcap,
     q_row, q_position, q_head, k_row, k_position, k_head, v_row, v_position, v_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,

@@ -49,7 +49,7 @@ def launch_gate_forward(gate: Gate, tensors: tuple[Tensor, ...], scale: Tensor |
     count, width = rows[0].shape
     block = _choose_tile_size(count, width)
     tiles = cdiv(width, block)
-    _forward_kernel[(count * tiles,)](
+    _gate_kernel[(count * tiles,)](
         *rows,
         None if scale is None else scale.contiguous(),
         width,
@@ -152,7 +152,7 @@ def _compute_up_factor_and_derivative(ups, FUNCTION: tl.constexpr, LIMIT: tl.con
 
 # fmt: off
 @cache_launches("tiles")
-def _forward_kernel(
+def _gate_kernel(
     gate, up, result, scale, width, tiles, gate_stride, up_stride, result_stride, BLOCK: tl.constexpr,
     FUNCTION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
 ):

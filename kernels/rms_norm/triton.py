@@ -101,7 +101,7 @@ def _forward(
     eps: float,
     zero_centered: bool,
 ) -> None:
-    launch_forward(_forward_kernel, [*results], x, residual, weight, eps, zero_centered)
+    launch_forward(_norm_kernel, [*results], x, residual, weight, eps, zero_centered)
 
 
 def launch_forward(
@@ -224,7 +224,7 @@ def norm_rows(
 
 # fmt: off
 @cache_launches("count")
-def _forward_kernel(
+def _norm_kernel(
     x, residual, weight, normed, summed, rstd, count, width, x_stride, residual_stride, eps,
     ZERO_CENTRED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):

@@ -7,6 +7,7 @@ rows.
 """
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -46,15 +47,20 @@ def draw_ids_triton(logits: Tensor, uniforms: Tensor, temperature: Tensor | None
     return result
 
 
+@triton.jit
+def _load_logits(logits, word, words, temperature):
+    """Load a row's logits, divided by the temperature."""
+    values = tl.load(logits + word, mask=word < words, other=-float("inf")).to(tl.float32)
+    return values if temperature is None else values / tl.load(temperature)
+
+
 # fmt: off
 @cache_launches()
 def _sum_tiles_kernel(logits, temperature, sums, words, stride, TILE: tl.constexpr):
     # fmt: on
     row, tile = tl.program_id(1).to(tl.int64), tl.program_id(0)
     word = tile * TILE + tl.arange(0, TILE)
-    values = tl.load(logits + row * stride + word, mask=word < words, other=-float("inf")).to(tl.float32)
-    if temperature is not None:
-        values /= tl.load(temperature)
+    values = _load_logits(logits + row * stride, word, words, temperature)
     largest = tl.max(values, 0)
     differences = values - tl.where(largest == -float("inf"), 0.0, largest)
     weights = tl.exp(differences)
@@ -88,9 +94,7 @@ def _draw_kernel(
     before = tl.max(tl.where(part < chosen, cumulative, 0.0), 0)
     offset = tl.arange(0, TILE)
     word = chosen * TILE + offset
-    values = tl.load(logits + row * stride + word, mask=word < words, other=-float("inf")).to(tl.float32)
-    if temperature is not None:
-        values /= tl.load(temperature)
+    values = _load_logits(logits + row * stride, word, words, temperature)
     weights_in_tile = tl.exp(values - largest).to(tl.float64)
     inner = before + tl.cumsum(weights_in_tile, 0)
     index = tl.sum(((inner <= threshold) & (word < words)).to(tl.int32), 0)

@@ -2,9 +2,9 @@
 Mamba-2's recurrence in Triton, in chunks with 64 tokens; see `kernels/gated_delta/triton.py` for its tiles and limits.
 
 A kernel carries the state from chunk to chunk, and the state's gradient from the last chunk to the first. A second one
-computes results, and a third all gradients, by chunk, for all value heads with a common key head: the products of
-queries and keys are computed once for these heads, and their gradients multiplied once. States are computed again in
-the backward pass; storing and loading them is half of all traffic.
+computes results, and two more all gradients, by chunk, for all value heads with a common key head: for these heads,
+queries are multiplied by keys once, and so are the gradients. States are computed again in the backward pass; storing
+and loading them is half the traffic.
 """
 
 from typing import Any
@@ -50,7 +50,7 @@ def state_space_triton(
     Compute state_space_eager for float32, bfloat16 and float16; for keys wider than MAX_WIDTH, by itself.
 
     q and k (rows, length, key_heads, K), v (rows, length, value_heads, V), g (rows, length, value_heads); the state is
-    float32 (rows, value_heads, K, V). Factors of products have the dtype of k.
+    float32 (rows, value_heads, K, V). Products' factors have k's dtype.
     """
     check_floats("state_space_triton", q, k, v, g)
     if k.shape[-1] > MAX_WIDTH:
@@ -60,7 +60,7 @@ def state_space_triton(
 
 @cache_launches("length", "chunks")
 def sum_gates(g, ids, decays, length, chunks, HEADS: tl.constexpr, BLOCK: tl.constexpr):
-    """Store sums of gates, which are log decays by head, from the first token in a chunk and document."""
+    """Store gates' sums, log decays by head, from the first token in a chunk and document."""
     tokens = locate_tokens(tl.program_id(0) // chunks, tl.program_id(0) % chunks, length)
     first, token, inside = tokens
     own = tl.load(ids + first + token, mask=inside, other=-2)
@@ -80,7 +80,7 @@ def carry_states(
     """
     Store the state before every chunk in a row, and the last state, for BV columns.
 
-    If BACK, store the gradient of the state after every chunk, from queries and results' gradients in place of k and v.
+    If BACK, store gradients for the states after all chunks, from queries and results' gradients in place of k and v.
     """
     row, head = tl.program_id(1) // HEADS, tl.program_id(1) % HEADS
     channel, column = tl.arange(0, BK), tl.program_id(0) * BV + tl.arange(0, BV)
@@ -111,7 +111,7 @@ def mix_values(
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
 ):
     # fmt: on
-    """Store a chunk's results for all value heads of a key head."""
+    """Store a chunk's results for all value heads with a common key head."""
     KEY_HEADS: tl.constexpr = HEADS // GROUPS
     number, key_head, row, chunk, tokens = locate_chunk_and_head(tl.program_id(0), length, chunks, KEY_HEADS)
     _first, _token, inside = tokens
@@ -140,7 +140,7 @@ def compute_value_gradients(
     PRECISION: tl.constexpr,
 ):
     # fmt: on
-    """Store a chunk's gradients for values, and the part for sums of gates that follows from these."""
+    """Store a chunk's gradients for values, and their part in the gradients for gates' sums."""
     KEY_HEADS: tl.constexpr = HEADS // GROUPS
     number, key_head, row, chunk, tokens = locate_chunk_and_head(tl.program_id(0), length, chunks, KEY_HEADS)
     first, token, inside = tokens
@@ -169,12 +169,12 @@ def compute_value_gradients(
 # fmt: off
 @cache_launches("length", "chunks")
 def compute_other_gradients(
-    grad, q, k, v, states, grad_states, decays, ids, before, grad_sums, grad_q, grad_k, grad_g, length, chunks,
+    grad, q, k, v, states, grad_states, decays, ids, before, grad_sums, pairs, grad_q, grad_k, grad_g, length, chunks,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     # fmt: on
-    """Store a chunk's gradients for the queries and keys of a key head, and for gates."""
+    """Store a chunk's gradients for a key head's queries and keys, and for gates."""
     KEY_HEADS: tl.constexpr = HEADS // GROUPS
     number, key_head, row, chunk, tokens = locate_chunk_and_head(tl.program_id(0), length, chunks, KEY_HEADS)
     first, token, inside = tokens
@@ -183,9 +183,8 @@ def compute_other_gradients(
     query = load_tile(q, tokens, key_head, KEY_HEADS, channel, K)
     key = load_tile(k, tokens, key_head, KEY_HEADS, channel, K)
     scores = multiply(query, load_transposed(k, tokens, key_head, KEY_HEADS, channel, K), PRECISION)
-    is_pair, is_pair_by_key = mask_causal_document_pairs(own, inside), mask_document_pairs_by_key(own, inside)
+    is_pair, by_query = mask_causal_document_pairs(own, inside), tl.zeros((CHUNK, CHUNK), tl.float32)
     to_queries, to_keys = tl.zeros((CHUNK, BK), tl.float32), tl.zeros((CHUNK, BK), tl.float32)
-    by_query, by_key = tl.zeros((CHUNK, CHUNK), tl.float32), tl.zeros((CHUNK, CHUNK), tl.float32)
     for head in range(key_head * GROUPS, (key_head + 1) * GROUPS):
         sums, total = load_by_token(decays, tokens, head, HEADS), tl.load(decays + (first + end) * HEADS + head)
         from_state, to_end = exp_where(own == incoming, sums), exp_where(own == last, total - sums)
@@ -198,9 +197,6 @@ def compute_other_gradients(
             grad_state = load_state_tile(grad_states, number * HEADS + head, channel, column, K, V)
             along_state = tl.sum(tl.sum(state.to(tl.float32) * grad_state.to(tl.float32), 1), 0)
             to_sums += tl.where((token == end) & (last == incoming), tl.exp(total) * along_state, 0.0)
-            # Both orders of pairs, because products with transposes of accumulated tiles are wrong on Hopper.
-            to_pairs = multiply(values, tl.trans(grads), PRECISION)
-            by_key += to_pairs * exp_where(is_pair_by_key, sums[None, :] - sums[:, None])
             to_pairs = multiply(grads, tl.trans(values), PRECISION) * exp_where(is_pair, sums[:, None] - sums[None, :])
             by_query += to_pairs
             to_sums += tl.sum(to_pairs * scores, 1)
@@ -211,9 +207,13 @@ def compute_other_gradients(
             to_keys = tl.dot(weighted, tl.trans(grad_state), to_keys, input_precision=PRECISION)
         to_gates = tl.sum(tl.where(is_pair, to_sums[:, None], 0.0), 0)
         tl.store(grad_g + (first + token) * HEADS + head, to_gates, mask=inside)
+    # Stored and loaded, because products with transposes of accumulated tiles are wrong on Hopper.
+    store_tile(pairs, tokens, key_head, KEY_HEADS, token, CHUNK, by_query)
     to_queries = tl.dot(by_query.to(key.dtype), key, to_queries, input_precision=PRECISION)
     store_tile(grad_q, tokens, key_head, KEY_HEADS, channel, K, to_queries)
-    to_keys = tl.dot(by_key.to(key.dtype), query, to_keys, input_precision=PRECISION)
+    tl.debug_barrier()
+    by_key = load_transposed(pairs, tokens, key_head, KEY_HEADS, token, CHUNK)
+    to_keys = tl.dot(by_key, query, to_keys, input_precision=PRECISION)
     store_tile(grad_k, tokens, key_head, KEY_HEADS, channel, K, to_keys)
 
 
@@ -236,7 +236,7 @@ def _count_backward_flops(k: Tensor, v: Tensor) -> float:
 
 
 def _count_state_bytes(k: Tensor, v: Tensor) -> int:
-    """Return the bytes for the states before all chunks, and for sums of gates."""
+    """Return the bytes for the states before all chunks, and for gates' sums."""
     states = cdiv(v.shape[1], CHUNK_SIZE) * v.shape[0] * v.shape[2] * k.shape[3] * v.shape[3] * k.itemsize
     return states + v.shape[:3].numel() * 4
 
@@ -261,12 +261,15 @@ def _forward(
     states = _carry(k, v, decays, ids, before, state, last, False)
     constants, ends, programs = _list_constants(k, v)
     mix_values[(programs,)](
-        *(q, k, v, states, decays, ids, before, mixed, *ends), **constants, num_warps=4, num_stages=3
+        *(q, k, v, states, decays, ids, before, mixed, *ends),
+        **constants,
+        num_warps=4,
+        num_stages=max(1, 4 - cdiv(constants["V"], MIN_BLOCK)),  # every column block adds tiles to shared memory
     )
 
 
 def _list_constants(k: Tensor, v: Tensor) -> tuple[dict[str, Any], tuple[int, int], int]:
-    """Return the kernels' constants, the length with the count of chunks, and the count of chunks by key head."""
+    """Return constants, the length with the chunk count, and how many chunks all rows and key heads have."""
     rows, length, heads, width = v.shape
     constants = {
         "HEADS": heads,
@@ -282,7 +285,7 @@ def _list_constants(k: Tensor, v: Tensor) -> tuple[dict[str, Any], tuple[int, in
 
 
 def _sum_gates(g: Tensor, ids: Tensor) -> Tensor:
-    """Return sums of gates, float32 (rows, length, value_heads)."""
+    """Return gates' sums, float32 (rows, length, value_heads)."""
     rows, length, heads = g.shape
     decays, chunks = torch.empty_like(g, dtype=torch.float32), cdiv(length, CHUNK_SIZE)
     sum_gates[(rows * chunks, cdiv(heads, MIN_BLOCK))](
@@ -301,7 +304,7 @@ def _carry(
     last: Tensor | None,
     back: bool,
 ) -> Tensor:
-    """Return states (rows, chunks, heads, K, V) in the dtype of k, and write the last one; see `carry_states`."""
+    """Return states (rows, chunks, heads, K, V) in k's dtype, and write the last one; see `carry_states`."""
     constants, (length, chunks), _ = _list_constants(k, v)
     states = k.new_empty(v.shape[0], chunks, v.shape[2], k.shape[3], v.shape[3])
     state = None if state is None else state.contiguous()
@@ -322,7 +325,7 @@ def _carry(
         grad_state.new_empty(grad_state.shape if state is not None else 0),
     ),
     flops=_count_backward_flops,
-    scratch=lambda k, v: 2 * _count_state_bytes(k, v),
+    scratch=lambda k, v: 2 * _count_state_bytes(k, v) + k.shape[:3].numel() * CHUNK_SIZE * k.itemsize,
 )
 def _backward(
     grads: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
@@ -347,14 +350,15 @@ def _backward(
     grad_states = _carry(q, grad, decays, ids, before, grad_state, None if state is None else grad_first, True)
     constants, ends, programs = _list_constants(k, v)
     (*grad_keys, grad_v, grad_g), grad_sums = others, torch.empty_like(decays)
+    pairs = k.new_empty(*k.shape[:3], CHUNK_SIZE)
     compute_value_gradients[(programs,)](
         *(grad, q, k, v, grad_states, decays, ids, before, grad_v, grad_sums, *ends),
         **constants,
         num_warps=4,
-        num_stages=2,
+        num_stages=max(1, 3 - cdiv(constants["V"], MIN_BLOCK)),
     )
     compute_other_gradients[(programs,)](
-        *(grad, q, k, v, states, grad_states, decays, ids, before, grad_sums, *grad_keys, grad_g, *ends),
+        *(grad, q, k, v, states, grad_states, decays, ids, before, grad_sums, pairs, *grad_keys, grad_g, *ends),
         **constants,
         num_warps=8,
         num_stages=1,  # a tile is an operand of products, and read by other operations

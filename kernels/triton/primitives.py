@@ -53,7 +53,7 @@ def sm_count(device: torch.device) -> int:
 
 @cache
 def has_large_shared_memory(device: torch.device) -> bool:
-    """Return whether a GPU's programs may have 227 KiB of shared memory, as on Hopper and data centers' Blackwell."""
+    """Return whether a GPU's programs have 227 KiB shared memory, as on Hopper and data centers' Blackwell."""
     is_nvidia = device.type == "cuda" and torch.version.hip is None
     return is_nvidia and torch.cuda.get_device_capability(device)[0] in (9, 10)
 

@@ -372,6 +372,7 @@ SAMPLES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
     "learning_rate.linear": lambda folder: {"lr": {"use": "learning_rate.linear"}},
     "learning_rate.wsd": lambda folder: {"lr": {"use": "learning_rate.wsd", "decay_percent": 20.0}},
     "loss.dft": lambda folder: {"loss": {"use": "loss.dft"}},
+    "loss.multi_token": lambda folder: {"loss": {"use": "loss.multi_token"}},
     "model.auto": lambda folder: {"model": {"use": "model.auto", "path": str(config_file(folder)), "weights": False}},
     "model.transformers": lambda folder: {
         "model": {"use": "model.transformers", "path": str(config_file(folder)), "weights": False}
@@ -575,6 +576,7 @@ EXCEPT = {
     ("loss.distill", "Loss"): "it reads a teacher's predictions, and the contract has rows without them",
     ("loss.classification", "Loss"): "its head has the width of the recipe's model, and the contract has 8 channels",
     ("loss.reward", "Loss"): "its head has the width of the recipe's model, and the contract has 8 channels",
+    ("loss.multi_token", "Loss"): "it reads embeddings beside hidden states, and the contract has none",
     ("phases.policy_gradient", "Phase"): "it trains on the step's batches, and the contract's step has none",
     ("trackers.aim", "Stateful"): "each instance takes Aim a second; its own tests load states",
 }

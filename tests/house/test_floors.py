@@ -104,7 +104,7 @@ FLOORS: dict[str, tuple[set[str], set[str]]] = {
         BELOW
         | {"components.model", "kernels.deferred_grads", "kernels.gradients.eager", "kernels.linear"}
         | {"kernels.operation"},
-        {"torch"},
+        {"attrs", "torch"},
     ),
     # Layers with products in float8 take the place of layers.
     "components.float8": (

@@ -47,6 +47,7 @@ MESHES = [
         [
             *((name, 4, True, False, "plain") for name in pipelines.TRAINING),
             ("zero_bubble_1p", 4, False, False, "norms"),  # a rank has nothing to train
+            ("zero_bubble_v", 4, True, False, "further"),
             ("zero_bubble_v", 4, True, False, "gemma2"),
         ],
     ),
@@ -113,8 +114,8 @@ MESHES = [
 ]
 
 
-WHOLE_ON_TENSOR_RANKS = {"dora", "gemma4", "gemma4_linked", "glm4_moe", "deepseek_v32", "nemotron_h"}
-"""Cases with adapters, experts or small projections that every tensor-parallel rank has."""
+WHOLE_ON_TENSOR_RANKS = {"dora", "further", "gemma4", "gemma4_linked", "glm4_moe", "deepseek_v32", "nemotron_h"}
+"""Cases with adapters, experts, small projections or layers of a loss that every tensor-parallel or shard rank has."""
 
 
 @cache

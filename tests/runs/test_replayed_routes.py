@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 
 from runs.test_rollouts import LAYOUTS, RECIPE, run
+from runs.test_turns import ENDS, LOOK, TALK, TURNS
+from runs.test_turns import run as run_turns
 from support.completion_server import serve
 from support.runs import deterministic_rows, series
 
@@ -67,6 +69,20 @@ def test_the_learning_pass_visits_the_experts_of_another_sampler(lab: Path) -> N
         if folder != shared:  # which counts the choices for a prompt once
             assert series(folder, "route_difference") == series(one, "route_difference"), folder
         assert all(0.01 < value < 0.9 for (value,) in series(folder, "route_difference"))
+
+
+@pytest.mark.soak  # two runs
+def test_the_learning_pass_visits_the_experts_of_all_turns(lab: Path) -> None:
+    """In conversations, tokens of all turns and of messages between them visit the experts of another sampler."""
+    for name, text in {"turns.toml": TURNS, "ends.py": ENDS, "talk.py": TALK, "look.py": LOOK}.items():
+        (lab / name).write_text(text, "utf-8")
+    words = ["--import", "other_sampler.py", "rewards.nothing.use=other_sampler", "sampler.exact=false"]
+    words += ["evaluate.every=9", "trainer.steps=2"]
+    plain, replayed = (run_turns(lab, name, *words, *more) for name, more in (("plain", ()), ("replayed", REPLAY)))
+    assert max(value for (value,) in series(plain, "sampler_difference")) > 1e-2
+    assert max(value for (value,) in series(replayed, "sampler_difference")) < 1e-4
+    assert all(0.01 < value < 0.9 for (value,) in series(replayed, "route_difference"))
+    assert min(value for (value,) in series(replayed, "turns")) > 1
 
 
 def test_the_learning_pass_visits_the_experts_of_a_server(lab: Path) -> None:

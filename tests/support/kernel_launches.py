@@ -417,11 +417,11 @@ def recurrences() -> Iterator[tuple[str, Launch]]:
                 f"{name} state {state is not None} backward",
                 lambda v=v, last=last, inputs=inputs, solved=solved: gated_delta._backward(v, last, *inputs, *solved),
             )
-        space = (q, q, v, g, ids, before) if width <= state_space.MAX_WIDTH else ()
-        for state in (None, last) if space else ():
+        for state in (None, last) if width <= state_space.MAX_WIDTH else ():
+            space = q, q, v, g, ids, before, state
             name = f"state_space {width}/{v_width} {dtype} state {state is not None}"
-            yield name, lambda i=space, s=state: state_space._forward(*i, s)
-            yield f"{name} backward", lambda v=v, last=last, i=space, s=state: state_space._backward(v, last, *i, s)
+            yield name, lambda space=space: state_space._forward(*space)
+            yield f"{name} backward", lambda v=v, last=last, space=space: state_space._backward(v, last, *space)
     for dtype, silu in ((BF16, True), (FLOAT, True), (BF16, False)):
         x, weight, ids = empty(2, 200, 4096, dtype=dtype), empty(4096, 4, dtype=dtype), empty(2, 200, dtype=torch.int32)
         convolved = x, weight, ids, silu

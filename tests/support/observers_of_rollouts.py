@@ -28,6 +28,7 @@ from support.doubles import Machine
 from support.faulty_tools import echo, fail
 from support.losses import sample
 from support.observers_of_runs import TINY
+from support.qwen3 import dense
 
 Values = dict[str, Any]
 
@@ -80,6 +81,20 @@ def reward_loss_of(use: str, values: Values, _place: Path) -> Any:
         loss.module.reset_parameters()
     batch = inputs.batch.evolve(document_ids=torch.tensor([[0, 0, 0, 1, 1]]).expand(3, -1))
     return loss.loss(inputs.hidden, inputs.head(), batch)[0].item()
+
+
+def further_loss_of(use: str, values: Values, _place: Path) -> Any:
+    """Return a loss for further tokens, and its named sums."""
+    inputs = sample()
+    model = dense(hidden_size=8, num_attention_heads=2, num_key_value_heads=1, head_dim=4)
+    loss = build(use, model=model, mesh=SingleRankMesh(), **values)
+    loss.module.to_empty(device="cpu")
+    torch.manual_seed(0)
+    for parameter in loss.module.parameters():
+        torch.nn.init.normal_(parameter)
+    hidden = inputs.hidden.float(), {0: inputs.hidden.float()}
+    total, weight, sums = loss.loss(hidden, inputs.head(), inputs.batch)
+    return total.item(), weight.item(), {name: value.item() for name, value in sums.items()}
 
 
 def classification_loss_of(use: str, values: Values, _place: Path) -> Any:

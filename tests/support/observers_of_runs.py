@@ -146,9 +146,9 @@ def count_recomputations(use: str, values: Values, folder: Path) -> Any:
 
 @attrs.define
 class _Recorder(SingleProcess):
-    """A group of two ranks, which records the tensors to sum."""
+    """A group of three ranks, which records the tensors to sum."""
 
-    size = 2
+    size = 3
     summed: list[Any] = attrs.field(factory=list)
 
     def start_sum(self, tensor: Tensor) -> Pending:
@@ -165,7 +165,7 @@ def planned_gather(use: str, values: Values, folder: Path) -> float:
 
 
 def sums_over_replicas(use: str, values: Values, folder: Path) -> Any:
-    """Return the dtypes and sizes of the tensors summed by two replicas."""
+    """Return the dtypes and sizes of the tensors summed by three replicas."""
     node = "stages" if use == "stages.materialized" else "precision"
     group = _Recorder()
     mesh = SingleRankMesh(replica_group=group)

@@ -22,6 +22,7 @@ from drawloom.components.experts.symmetric import SymmetricExperts
 from drawloom.components.gradients.clip_group_norm import ClipGroupNorm
 from drawloom.components.gradients.synchronize import Synchronize
 from drawloom.components.loss.dft import Dft
+from drawloom.components.loss.multi_token import MultiToken
 from drawloom.components.loss.next_token import NextToken
 from drawloom.components.model.decoder.builder import DecoderBuilder
 from drawloom.components.model.deepseek_v3 import DeepseekV3
@@ -205,8 +206,8 @@ Case = tuple[str | Schedule, int, bool, bool, str]
 """
 A schedule or its name, the microbatch count, whether embedding and head are tied, whether the first layer is frozen,
 and the name of a loss. "muon", "symmetric", "dora" and "norms" mean the plain loss with another optimizer, dispatcher
-or adapters, or with only the last layer's norms trained. A name in FAMILIES means the
-plain loss with another model.
+or adapters, or with only the last layer's norms trained. "further" is the loss of further tokens. A name in FAMILIES
+means the plain loss with another model.
 """
 
 
@@ -522,7 +523,7 @@ def _steps(
     stages = MaterializedStages(
         model=model,
         dispatcher=_dispatcher(kind, kernels, mesh),
-        loss=LOSSES.get(kind, NextToken)(),
+        loss=MultiToken(model=model, mesh=mesh, depth=2) if kind == "further" else LOSSES.get(kind, NextToken)(),
         schedule=schedule(used) if isinstance(used, str) else used,
         mesh=mesh,
         device=device,

@@ -354,7 +354,7 @@ ROWS: dict[str, Row] = {
     "proving.rows": Row(parts.make_proving_rows, {"length": 8}, {"length": 9}),
     "data.packing.concatenated": Row(parts.pack_documents, {"length": 8}, {"length": 4}),
     "data.packing.first_fit": Row(parts.pack_documents, {"length": 8}, {"length": 4}),
-    "data.packing.pairs": Row(parts.pack_documents, {"length": 32}, {"length": 14, "share_prompts": True}),
+    "data.packing.pairs": Row(parts.pack_documents, {"length": 40}, {"length": 14, "share_prompts": True}),
     "data.packing.padded": Row(parts.pack_documents, {"length": 8}, {"length": 4}),
     "data.packing.windows": Row(parts.pack_documents, {"length": 6, "stride": 4}, {"length": 4, "stride": 2}),
     "data.feedback": Row(
@@ -551,6 +551,11 @@ ROWS: dict[str, Row] = {
         },
     ),
     "loss.dpo": Row(parts.loss_of, {}, {"beta": 0.5, "reference": Change("data", observer=runs.problems_of_loss)}),
+    "loss.multi_token": Row(
+        policy.further_loss_of,
+        {},
+        {"z_loss": 0.1, "label_smoothing": 0.1, "accuracy": True, "top_k": 3, "depth": 2, "coefficient": 0.5},
+    ),
     "loss.next_token": Row(parts.loss_of, {}, {"z_loss": 0.1, "label_smoothing": 0.1, "accuracy": True, "top_k": 3}),
     "metrics.auroc": Row(parts.count_sums, {"bins": 4}, {"bins": 6, "of": "other"}),
     "metrics.bits_per_byte": Row(parts.measure_bytes, {}, {"of": "accuracy"}),

@@ -10,9 +10,10 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 
 from drawloom import UserError
+from drawloom.components.commands._documents import infer_documents, pad_documents
 from drawloom.components.distributed.rng import create_generator
 from drawloom.components.sampling.generate import Sampler
-from drawloom.ports import Executor, Group, TokenContext, Tokenizer, complete_prompt, find_end_ids
+from drawloom.ports import Executor, Group, Tokenizer, complete_prompt, find_end_ids
 
 OPTIONS = {"until", "max_gen_toks", "do_sample", "temperature", "top_k"}
 """Supported options of tasks that generate text."""
@@ -33,16 +34,13 @@ class RunModel(TemplateLM):  # type: ignore[misc]
     after an end-of-text token. Batches have `rows` requests with similar lengths.
     """
 
-    def __init__(
-        self, predictor: Executor, tokenizer: Tokenizer, pipeline: Group, context: int, rows: int, seed: int = 0
-    ) -> None:
+    def __init__(self, predictor: Executor, tokenizer: Tokenizer, pipeline: Group, context: int, rows: int) -> None:
         super().__init__()
         self.predictor = predictor
         self.tokens = tokenizer
         self.pipeline = pipeline
         self.context = context
         self.rows = rows
-        self.seed = seed
 
     @property
     def eot_token_id(self) -> int:
@@ -90,28 +88,22 @@ class RunModel(TemplateLM):  # type: ignore[misc]
             for start, (_, _, after) in zip(starts, requests, strict=True)
         ]
         order = sorted(range(len(texts)), key=lambda number: -len(texts[number][0]))
-        scores: dict[int, _TargetScore] = {}
-        for start in range(0, len(order), self.rows):
-            numbers = order[start : start + self.rows]
-            scores |= zip(numbers, self._score_batch([texts[number] for number in numbers]), strict=True)
+        scored = infer_documents([texts[number] for number in order], self.rows, self._score_batch)
+        scores = {number: score for number, (_, score) in zip(order, scored, strict=True)}
         return [scores[number] for number in range(len(texts))]
 
-    def _score_batch(self, ids_and_target_counts: Sequence[tuple[list[int], int]]) -> list[_TargetScore]:
-        """Score the last tokens of every text, as many as its target count."""
-        length = max(len(ids) for ids, _ in ids_and_target_counts) - 1
-        seen = torch.full((len(ids_and_target_counts), length), self.eot_token_id)
-        for row, (ids, _) in enumerate(ids_and_target_counts):
-            seen[row, : len(ids) - 1] = torch.tensor(ids[:-1])
-        positions = torch.arange(length).repeat(len(ids_and_target_counts), 1)
-        logits = self.predictor.infer(seen, TokenContext(positions, torch.zeros_like(seen)))
-        if logits is None:
-            raise ValueError(
-                "the output is on another rank, because this process does not contain the last pipeline stage"
-            )
-        return [
-            _score_targets(logits[row, : len(ids) - 1][-count:], ids[-count:])
-            for row, (ids, count) in enumerate(ids_and_target_counts)
-        ]
+    def _score_batch(self, ids_and_target_counts: Sequence[tuple[list[int], int]]) -> list[_TargetScore] | None:
+        """Score the last tokens of every text, as many as its target count; None without the last stage."""
+        tokens, lengths = pad_documents([ids[:-1] for ids, _ in ids_and_target_counts])
+        logits = self.predictor.infer(tokens, lengths)
+        return (
+            logits
+            if logits is None
+            else [
+                _score_targets(logits[row, : len(ids) - 1][-count:], ids[-count:])
+                for row, (ids, count) in enumerate(ids_and_target_counts)
+            ]
+        )
 
     def _continue_text(self, text: str, generation_options: dict[str, Any]) -> str:
         """Sample a continuation with a task's options. Raises UserError for unknown options, or for too many tokens."""
@@ -131,7 +123,7 @@ class RunModel(TemplateLM):  # type: ignore[misc]
         sampler = Sampler(
             model=self.predictor,
             pipeline=self.pipeline,
-            generator=create_generator(self.seed, "sample"),
+            generator=create_generator(0, "sample"),
             ends=find_end_ids(self.tokens),
             context=self.context,
             temperature=generation_options.get("temperature", 1.0) if generation_options.get("do_sample") else 0.0,

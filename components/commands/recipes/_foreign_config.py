@@ -12,24 +12,7 @@ import tomli
 from drawloom import UserError
 from drawloom.graph.foreign_names import find_own_component, read_foreign_names
 from drawloom.graph.toml.emit import dump_key, dump_toml
-from drawloom.ports import ConfigJson, Settings
-
-PARTS: Mapping[str, Mapping[str, Any]] = {
-    "stages.recompute": {"selective": "selective", "full": "blocks", "true": "blocks", "none": "none", "false": "none"},
-    "packing.use": {"true": "data.packing.best_fit", "false": "data.packing.padded"},
-    "evaluate.every": {"epoch": "epoch", "no": "never"},
-    "checkpoint.every": {"epoch": "epoch", "no": "never", "best": "epoch"},
-    "adapters.lora.targets": {"all-linear": ["*_proj"]},
-}
-"""Values of settings by their names elsewhere, in lower case."""
-
-FLAVORS = {
-    "llama3/8b": "llama3_8b",
-    "qwen3/0.6b": "qwen3_0_6b",
-    "qwen3/8b": "qwen3_8b",
-    "qwen3/30b-a3b": "qwen3_30b_a3b",
-}
-"""Shipped recipes by torchtitan's model and flavor."""
+from drawloom.ports import ConfigJson, Settings, flatten_properties
 
 DATA_FILES = (".jsonl", ".json", ".parquet", ".arrow")
 
@@ -59,17 +42,13 @@ class Imported:
         lines += [f"# not needed: {line}" for line in self.notes]
         bases = list(dict.fromkeys(self.extends))
         lines.append(f"extends = {dump_toml(bases[0] if len(bases) == 1 else bases)}")
-        for key, value in sorted(values.items(), key=lambda item: _sort_key(item[0])):
+        order = {"run": 0, "vars": 1}  # the run and the variables first, and the settings of a node together
+        nodes = {key: key.partition(".")[0] for key in values}
+        for key in sorted(values, key=lambda key: (order.get(nodes[key], 2), nodes[key])):
             written = ".".join(map(dump_key, key.split(".")))
             comment = self.comments[key]
-            lines.append(f"{written} = {dump_toml(value)}" + (f"  # {comment}" if comment else ""))
+            lines.append(f"{written} = {dump_toml(values[key])}" + (f"  # {comment}" if comment else ""))
         return "\n".join(lines)
-
-
-def _sort_key(key: str) -> tuple[bool, bool, str]:
-    """Return a key's place: the run and the variables first, and the settings of a node together."""
-    node = key.partition(".")[0]
-    return node != "run", node != "vars", node
 
 
 def read_config(path: Path) -> ConfigJson:
@@ -81,20 +60,12 @@ def read_config(path: Path) -> ConfigJson:
     try:
         text = path.read_text("utf-8")
         if path.suffix == ".toml":
-            return dict(_flatten(tomli.loads(text)))
+            return flatten_properties(tomli.loads(text))
         if path.suffix in (".yaml", ".yml", ".json"):
             return _read_yaml(text, path)
         return dict(_read_arguments(shlex.split(text.replace("\\\n", " "), comments=True)))
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: {error}; give a YAML or TOML file, or one with a command's arguments", 2) from error
-
-
-def _flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in table.items():
-        if isinstance(value, dict):
-            yield from _flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _read_yaml(text: str, path: Path) -> ConfigJson:
@@ -159,14 +130,15 @@ def import_config(config: Settings, framework: str, base: str | None, ranks: int
         if value is not None:
             _import_key(imported, key, value, target, f"default of {key}" if is_default else key)
     _set_batch_sizes(imported, given, names, ranks)
-    for complete in COMPLETIONS:
+    for complete in (_complete_training, _complete_rows, _complete_from_torchtitan, _choose_overlays):
         complete(imported, given)
     return imported
 
 
 def _import_key(imported: Imported, key: str, value: Any, target: str | None, comment: str) -> None:
     """Add a key to the recipe: as a value, an overlay, a note, or a key without a counterpart."""
-    if target is None and key in ("model.name", "model.flavor") and imported.extends[0] in FLAVORS.values():
+    flavors = read_foreign_names()["flavors"].values()
+    if target is None and key in ("model.name", "model.flavor") and imported.extends[0] in flavors:
         target = f"- the recipe {imported.extends[0]} is {value}"
     if target is None:
         imported.unmapped.append(f"{key} = {value!r}")
@@ -194,7 +166,7 @@ def _choose_base(config: Settings, framework: str) -> str:
     """Return the shipped recipe nearest to a configuration."""
     if framework == "torchtitan":
         flavor = f"{config.get('model.name')}/{config.get('model.flavor')}".lower()
-        return FLAVORS.get(flavor, "pretrain_tokenized")
+        return str(read_foreign_names()["flavors"].get(flavor, "pretrain_tokenized"))
     if "num_generations" in config:
         return "grpo"
     kind = str(config.get("rl") or ("dpo" if "beta" in config else "chat"))
@@ -208,7 +180,7 @@ def _convert_value(own: str, key: str, value: Any, values: Mapping[str, Any]) ->
     """Return a setting's value, given the values before it, or None if there is none to write."""
     if key.endswith("_per_epoch"):
         return {"epochs": 1 / value} if value else "never"
-    if (part := PARTS.get(own, {}).get(str(value).lower())) is not None:
+    if (part := read_foreign_names()["choices"].get(own, {}).get(str(value).lower())) is not None:
         return part
     convert = next((convert for pattern, convert in CONVERSIONS.items() if fnmatchcase(own, pattern)), None)
     if convert is not None:
@@ -258,14 +230,13 @@ def _set_batch_sizes(imported: Imported, config: Settings, names: Mapping[str, s
     imported.set_value("batch.global_size", total, text)
 
 
-def _drop_epochs_beside_steps(imported: Imported, config: Settings) -> None:
-    """Take the steps, as Trainer and axolotl do, if a configuration has both."""
-    if "trainer.steps" in imported.values:
+TRACKERS = ("wandb", "tensorboard", "mlflow", "trackio")
+
+
+def _complete_training(imported: Imported, config: Settings) -> None:
+    """Choose between steps and epochs, and add the trackers and an optimizer's state in 8 bits."""
+    if "trainer.steps" in imported.values:  # of both, Trainer and axolotl take the steps
         imported.values.pop("trainer.epochs", None)
-
-
-def _set_trackers(imported: Imported, config: Settings) -> None:
-    """Add the trackers of `report_to`, and the one of a project's name."""
     reported = config.get("report_to") or []
     names = [reported] if isinstance(reported, str) else [*reported]
     for name in [*names, *(["wandb"] if "trackers.wandb.project" in imported.values else [])]:
@@ -273,42 +244,26 @@ def _set_trackers(imported: Imported, config: Settings) -> None:
             imported.set_value(f"trackers.{name}.use", f"trackers.{name}", "report_to" if name in names else "")
         elif name != "none":
             imported.unmapped.append(f"report_to = {name!r}")
-
-
-TRACKERS = ("wandb", "tensorboard", "mlflow", "trackio")
-
-
-def _set_state_of_optimizer(imported: Imported, config: Settings) -> None:
-    """Keep an optimizer's running means in 8 bits if its name says so."""
     for key in ("optim", "optimizer"):
         if str(config.get(key)).endswith("8bit"):
             imported.set_value("optimizer.state_dtype", "uint8", key)
 
 
-def _set_packing(imported: Imported, config: Settings) -> None:
-    """Give padded rows their length; pairs and prompts have a packing of their own."""
+def _complete_rows(imported: Imported, config: Settings) -> None:
+    """Give padded rows and prompts their length; pairs and prompts have a packing of their own."""
     if imported.extends[0] not in ("chat", "pretrain_tokenized"):
         imported.values.pop("packing.use", None)
     if imported.values.get("packing.use") == "data.packing.padded":
         imported.set_value("packing.length", "$vars.length", "")
-
-
-def _set_prompt_length(imported: Imported, config: Settings) -> None:
-    """Set the length of GRPO's rows, which are prompts."""
     if imported.extends[0] == "grpo" and config.get("max_prompt_length"):
         imported.set_value("vars.length", config["max_prompt_length"], "max_prompt_length")
 
 
-def _turn_off(imported: Imported, config: Settings) -> None:
-    """Leave out checkpoints and evaluations that torchtitan's configuration turns off."""
-    for key in ("checkpoint", "evaluate"):
-        foreign = {"evaluate": "validation"}.get(key, key)
+def _complete_from_torchtitan(imported: Imported, config: Settings) -> None:
+    """Leave out checkpoints and evaluations that are turned off; the schedule follows from its settings."""
+    for key, foreign in (("checkpoint", "checkpoint"), ("evaluate", "validation")):
         if config.get(f"{foreign}.enable") is False:
             imported.set_value(f"{key}.every", "never", f"{foreign}.enable")
-
-
-def _choose_schedule_of_rates(imported: Imported, config: Settings) -> None:
-    """Choose torchtitan's learning-rate schedule, which follows from its settings."""
     if imported.framework == "torchtitan":
         use = "learning_rate.wsd" if "lr.decay_percent" in imported.values else "learning_rate.linear"
         imported.set_value("lr.use", use, "lr_scheduler")
@@ -322,16 +277,3 @@ def _choose_overlays(imported: Imported, config: Settings) -> None:
     if not adapter and imported.extends[0] in ("chat", "dpo", "kto"):
         needs_reference = imported.extends[0] != "chat" and imported.values.get("loss.use") not in REFERENCE_FREE
         imported.extends.append("with_all_weights_and_reference" if needs_reference else "with_all_weights")
-
-
-COMPLETIONS = (
-    _drop_epochs_beside_steps,
-    _set_trackers,
-    _set_state_of_optimizer,
-    _set_packing,
-    _set_prompt_length,
-    _turn_off,
-    _choose_schedule_of_rates,
-    _choose_overlays,
-)
-"""Functions that complete a recipe with values that follow from several keys, in this order."""

@@ -4,6 +4,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from drawloom.components.commands._options import check_new_file
+from drawloom.components.storage.durable_files import replace_file
 from drawloom.graph.cli.command import (
     Command,
     Project,
@@ -71,18 +73,11 @@ class NewCommand(Command):
         head = HEAD.format(
             path=path, base=self.base, name=path.stem, extends=dump_toml(extends), quoted=dump_toml(path.stem)
         )
-        text = "\n".join([head, *_format_nodes_as_comments(recipe.graph)])
+        if reason := check_new_file(path):
+            raise UserError(reason, 2)
         try:
-            file = path.open("x", encoding="utf-8")
-        except FileExistsError as error:
-            raise UserError(f"{path} exists already; write another name", 2) from error
+            replace_file(path, "\n".join([head, *_format_nodes_as_comments(recipe.graph)]).encode())
         except OSError as error:
-            raise UserError(f"{path}: {error.strerror}; write another name, in a folder that exists", 2) from error
-        try:
-            with file:
-                file.write(text)
-        except OSError as error:
-            path.unlink()  # so that the user can repeat the command
             raise UserError(
                 f"{path}: {error.strerror}; free space or write another folder, and repeat the command"
             ) from error

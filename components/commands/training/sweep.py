@@ -49,6 +49,7 @@ from drawloom.graph.cli.command import (
     Result,
     UserError,
     command,
+    internal,
     option,
     output,
     output_class,
@@ -167,40 +168,28 @@ def format_array_script(
 
 
 @attrs.define(eq=False)
-class SweepRun:
-    """
-    A run of the sweep: its name, folder and recipe, and the words added to the sweep's recipe.
-
-    `state` is the state in the folder before the sweep, "new" without one. A finished run of another recipe has
-    "changed", since its command may have more to do. `exit_code` is None for a run that was not started.
-    """
-
-    name: str
-    folder: Path
-    words: list[str]
-    recipe: Recipe
-    state: str = attrs.field(init=False)
-    exit_code: int | None = attrs.field(init=False, default=None)
-
-    @state.default
-    def _read_state(self) -> str:
-        lock = self.folder / LOCK
-        if not lock.is_file():
-            return "new"
-        state = determine_run_state(self.folder, read_log(self.folder))
-        if state != "finished":
-            return state
-        return "changed" if make_resolved_recipe(self.recipe.graph).changes(lock.read_text("utf-8")) else "finished"
-
-
-@output_class
 class SweepPoint:
     """A run of a sweep."""
 
     run: str = output("name, from the values of the axes")
     words: Sequence[str] = output("words that are merged over the recipe")
+    recipe: Recipe = internal()
     state: str = output("state before the sweep: new, changed, or as in `drawloom runs`")
-    exit_code: int | None = output("exit code of the run; null if it was not started")
+    exit_code: int | None = output("exit code of the run; null if it was not started", default=None)
+
+
+def determine_state_before_sweep(folder: Path, recipe: Recipe) -> str:
+    """
+    Return the state of the run in a folder, "new" without one.
+
+    A finished run of another recipe has "changed", since its command may have more to do.
+    """
+    lock = folder / LOCK
+    if not lock.is_file():
+        return "new"
+    state = determine_run_state(folder, read_log(folder))
+    has_changed = state == "finished" and make_resolved_recipe(recipe.graph).changes(lock.read_text("utf-8"))
+    return "changed" if has_changed else state
 
 
 @output_class
@@ -281,10 +270,10 @@ class SweepCommand(RecipeCommand):
             commands = [self.make_train_command(project, run.words) for run in queue.unfinished]
             self._write_array_script(self.submit, folder, commands)
         if self.dry_run or self.submit is not None:
-            return SweepResult(folder, queue.list_points(), [], 0)
+            return SweepResult(folder, queue.runs, [], 0)
         for number, run in enumerate(queue.runs, 1):
             if run.state == "finished":
-                print_escaped_text(f"run {number} of {queue.count}: {run.name} is finished")
+                print_escaped_text(f"run {number} of {queue.count}: {run.run} is finished")
         with open_pool_with_signal_forwarding(self.jobs) as pool:
             for index, code in pool.run_and_yield_exit_codes(
                 queue.iterate_queued_and_searched_commands(), queue.report_start
@@ -294,9 +283,9 @@ class SweepCommand(RecipeCommand):
             raise queue.error
         if pool.received:
             print_escaped_text("the sweep is stopped; the same command resumes it", "stderr")
-        elif failed := [run.name for run in queue.runs if run.exit_code]:
+        elif failed := [run.run for run in queue.runs if run.exit_code]:
             print_escaped_text(f"failed: {' '.join(failed)}; the same command tries them again", "stderr")
-        return SweepResult(folder, queue.list_points(), sort_run_rows(read_run_rows(folder), "best"), pool.received)
+        return SweepResult(folder, queue.runs, sort_run_rows(read_run_rows(folder), "best"), pool.received)
 
     def _write_array_script(self, file: Path, folder: Path, commands: Sequence[Sequence[str]]) -> None:
         """Write the SLURM script for unfinished runs. Raises UserError if there are none."""
@@ -324,7 +313,7 @@ class SweepCommand(RecipeCommand):
             runs = self.load_and_check_runs(project, search.read_points(), folder)
         return SweepQueue(self, project, folder, search, max(len(runs), self.search or 0), runs)
 
-    def load_and_check_runs(self, project: Project, points: Sequence[Point], folder: Path) -> list[SweepRun]:
+    def load_and_check_runs(self, project: Project, points: Sequence[Point], folder: Path) -> list[SweepPoint]:
         """Return the points' runs, with checked recipes. Raises RecipeError with all problems, each problem once."""
         problems: dict[str, Problem] = {}
         runs = []
@@ -335,7 +324,8 @@ class SweepCommand(RecipeCommand):
                 problems |= {str(problem): problem for problem in recipe.check()}
             except RecipeError as error:
                 problems |= {str(problem): problem for problem in error.problems}
-            runs.append(SweepRun(point.name, folder / point.name, words, recipe))
+            state = determine_state_before_sweep(folder / point.name, recipe)
+            runs.append(SweepPoint(point.name, words, recipe, state))
         if errors := [problem for problem in problems.values() if not problem.warning]:
             raise RecipeError(errors)
         self.console.print_warnings(problems.values())
@@ -369,16 +359,12 @@ class SweepQueue:
     folder: Path
     search: SweepSearch | None
     count: int
-    runs: list[SweepRun]
+    runs: list[SweepPoint]
     error: UserError | RecipeError | None = None
 
     @property
-    def unfinished(self) -> list[SweepRun]:
+    def unfinished(self) -> list[SweepPoint]:
         return [run for run in self.runs if run.state != "finished"]
-
-    def list_points(self) -> list[SweepPoint]:
-        """Return the runs for JSON."""
-        return [SweepPoint(run.name, run.words, run.state, run.exit_code) for run in self.runs]
 
     def iterate_queued_and_searched_commands(self) -> Iterator[list[str]]:
         """
@@ -400,19 +386,19 @@ class SweepQueue:
         """Print the run that the command at this index starts."""
         run = self.unfinished[index]
         before = "" if run.state == "new" else f" ({run.state} before)"
-        print_escaped_text(f"run {self.runs.index(run) + 1} of {self.count}: {run.name}{before}")
+        print_escaped_text(f"run {self.runs.index(run) + 1} of {self.count}: {run.run}{before}")
 
     def keep_and_print_exit_code(self, index: int, code: int) -> None:
         """Keep the exit code for the command at this index; with several jobs, print it."""
         run = self.unfinished[index]
         run.exit_code = code
         if self.command.jobs > 1:
-            print_escaped_text(f"{run.name} {'has finished' if code == OK else f'ended with code {code}'}")
+            print_escaped_text(f"{run.run} {'has finished' if code == OK else f'ended with code {code}'}")
 
 
-def _check_fit_and_print_hours(runs: Sequence[SweepRun], device: DeviceModel) -> None:
+def _check_fit_and_print_hours(runs: Sequence[SweepPoint], device: DeviceModel) -> None:
     """Plan all runs, and print the total time. Raises UserError with the runs larger than the device."""
-    plans = [(run.name, plan(run.recipe, device)) for run in runs]
+    plans = [(run.run, plan(run.recipe, device)) for run in runs]
     if large := [(name, planned) for name, planned in plans if not planned.fits]:
         lines = [f"  {name}: {format_decimal_byte_size(planned.peak_bytes)}" for name, planned in large]
         limit = f"{device.name} has {format_decimal_byte_size(device.memory)}" if device.memory else device.name
@@ -420,4 +406,4 @@ def _check_fit_and_print_hours(runs: Sequence[SweepRun], device: DeviceModel) ->
     lengths = [(count_run_length(run.recipe), planned) for run, (_, planned) in zip(runs, plans, strict=True)]
     seconds = [0.0 if length is None else length.steps * planned.time.seconds for length, planned in lengths]
     hours = f"{sum(seconds) / 3600:,.2g} hours of {device.name} in all"
-    print_escaped_text(f"all runs fit; {hours}, the longest is {runs[seconds.index(max(seconds))].name}")
+    print_escaped_text(f"all runs fit; {hours}, the longest is {runs[seconds.index(max(seconds))].run}")

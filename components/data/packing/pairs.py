@@ -24,7 +24,7 @@ class Pairs(PackedRows):
     Rows with whole pairs: documents 2n and 2n + 1 in the corpus follow one another, and are never cut.
 
     A pair longer than a row is dropped, with a warning. With `share_prompts` a batch has both answers' common beginning
-    once, which needs `kernels.attention = "tree"`; the same pairs are in a row.
+    once, for `kernels.attention = "tree"`; the same pairs are in a row.
     """
 
     pairs: ClassVar[bool] = True

@@ -1,9 +1,10 @@
-"""Rows of pairs in which both answers' common beginning stands once."""
+"""Rows with pairs whose common beginning stands once."""
 
 from itertools import accumulate
 
 import torch
-from torch import Tensor
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
 from drawloom.components.state.prefix_tree import round_width_up
 from drawloom.ports import IGNORE_INDEX, SharedPairs, TokenBatch
@@ -11,7 +12,7 @@ from drawloom.ports import IGNORE_INDEX, SharedPairs, TokenBatch
 
 def share_prompts(batch: TokenBatch) -> SharedPairs:
     """
-    Return rows of pairs in which rejected documents lack the tokens shared with the chosen ones.
+    Return the rows without tokens of rejected documents shared with the chosen ones.
 
     A rejected document keeps its tokens from the first weight on. Rows are as narrow as the longest one permits; there
     are four widths between two powers of two.
@@ -22,33 +23,29 @@ def share_prompts(batch: TokenBatch) -> SharedPairs:
         for name, spec in batch.specs.items()
         if spec == "tokens" and (x := getattr(batch, name)) is not None
     }
-    lengths = [
-        documents[kept].bincount().tolist() for documents, kept in zip(batch.document_ids, is_token, strict=True)
-    ]
-    sources: list[Tensor] = []
-    readers: list[Tensor] = []
-    for row, counts in enumerate(lengths):
-        bounds, kept, ids = [0, *accumulate(counts)], [torch.empty(0, dtype=torch.int64)], []
+    sources, readers, document_counts = [], [], []
+    for row, document_ids in enumerate(batch.document_ids):
+        bounds = [0, *accumulate(document_ids[is_token[row]].bincount().tolist())]
+        kept, ids = torch.arange(0), torch.arange(0)
         for first, middle, last in zip(bounds[::2], bounds[1::2], bounds[2::2], strict=False):
             shared = count_shared_tokens(batch, row, first, middle, last)
             for name in {"reference", "labels"} & values.keys():
                 values[name][row, middle + shared] = values[name][row, middle]
-            begin = sum(map(len, kept))
-            kept += [torch.arange(first, middle), torch.arange(middle + shared, last)]
-            branch, end = begin + middle - first, begin + last - first - shared
-            ids += [-end] * shared + [-branch] * (middle - first - shared) + [-end] * (end - branch)
-        sources.append(torch.cat(kept))
-        readers.append(torch.tensor(ids, dtype=torch.int64))
-    shape = batch.row_count, min(round_width_up(max(map(len, sources))), batch.length)
-    padding, reader_ids = torch.ones(shape, dtype=torch.bool), -torch.arange(1, shape[1] + 1).repeat(shape[0], 1)
-    index = torch.zeros(shape, dtype=torch.int64)
-    for row, (kept_tokens, row_readers) in enumerate(zip(sources, readers, strict=True)):
-        count = len(kept_tokens)
-        index[row, :count], reader_ids[row, :count], padding[row, :count] = kept_tokens, row_readers, False
-    leaves = {name: x.gather(1, index).masked_fill(padding, 0) for name, x in values.items()}
+            kept = torch.cat([kept, torch.arange(first, middle), torch.arange(middle + shared, last)])
+            ends = torch.full((len(kept) - len(ids),), -len(kept))
+            ends[shared : middle - first] = first - middle - len(ids)
+            ids = torch.cat([ids, ends])
+        sources.append(kept)
+        readers.append(ids)
+        document_counts.append(len(bounds) - 1)
+    missing = min(round_width_up(max(map(len, sources))), batch.length) - max(map(len, sources))
+    index, ids = (pad(pad_sequence(rows, True, -1), (0, missing), value=-1) for rows in (sources, readers))
+    padding = index < 0
+    leaves = {name: x.gather(1, index.clamp_min(0)).masked_fill(padding, 0) for name, x in values.items()}
     leaves["targets"][padding] = IGNORE_INDEX
-    leaves["document_ids"] += padding * torch.tensor([[len(counts)] for counts in lengths])
-    shared_counts = is_token.sum(1) - torch.tensor([len(kept_tokens) for kept_tokens in sources])
+    leaves["document_ids"] += padding * torch.tensor(document_counts)[:, None]
+    reader_ids = ids.where(~padding, -torch.arange(1, index.shape[1] + 1))  # padding is seen by itself
+    shared_counts = is_token.sum(1) - (~padding).sum(1)
     return SharedPairs(**leaves | {"padding": padding}, reader_ids=reader_ids, shared_counts=shared_counts)
 
 

@@ -16,7 +16,7 @@ import attrs
 from drawloom import UserError
 from drawloom.components.data.child_process import ChildProcess, start_process_with_pipe
 from drawloom.components.data.sources.documents import Part
-from drawloom.components.data.store.build import Progress, tokenize_part_into_shard
+from drawloom.components.data.store.tokenizing import Progress, tokenize_part_into_shard
 from drawloom.graph.lifecycle import Openable
 from drawloom.ports import Tokenizer
 

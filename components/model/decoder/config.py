@@ -150,7 +150,7 @@ class DecoderConfig:
 
     @property
     def unread_tensors(self) -> tuple[str, ...]:
-        """Patterns (fnmatch) for tensors in files that a model with these sizes does not have."""
+        """Patterns (fnmatch) for tensors in files without a parameter in the model."""
         return ()
 
     def has_bias(self, projection: str) -> bool:

@@ -124,14 +124,14 @@ class GeGlu(SwiGlu):
 
 @attrs.frozen(kw_only=True)
 class NormedRouting(Routing):
-    """Routing whose scores are of normed hidden states, with learned factors; `eps` is the norm's."""
+    """Routing by normed hidden states, with learned factors; `eps` is the norm's."""
 
     eps: float
 
 
 @attrs.frozen(kw_only=True)
 class NormedExpertSpec(ExpertSpec):
-    """Specification of experts and a network that all tokens visit, both between norms of their own."""
+    """Specification for experts and a network for all tokens, both between their own norms."""
 
     part = "normed_experts:NormedMoeBlock"
 

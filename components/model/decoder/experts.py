@@ -63,7 +63,7 @@ class SparseMoeBlock(nn.Module):
         return mixed + self.apply_shared_experts(hidden) if self.spec.shared_expert_width else mixed
 
     def apply_shared_experts(self, hidden: Tensor) -> Tensor:
-        """Return the output of the network that all tokens visit, for hidden states (..., hidden_size)."""
+        """Return the output for all tokens' network, given hidden states (..., hidden_size)."""
         shared: Tensor = self.get_submodule(self.spec.shared)(hidden)
         return self.shared_expert_gate(hidden).sigmoid() * shared if self.spec.shared_gate else shared
 

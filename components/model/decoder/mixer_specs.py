@@ -19,7 +19,7 @@ class NormedValueSpec(AttentionSpec):
 
 @attrs.frozen(kw_only=True)
 class SharedKeysSpec(NormedValueSpec):
-    """Specification of attention with an earlier layer's keys and values, named `link`."""
+    """Specification for attention with an earlier layer's keys and values, named `link`."""
 
     part = "normed_values:SharedKeysAttention"
     is_linked = True
@@ -27,7 +27,7 @@ class SharedKeysSpec(NormedValueSpec):
 
 @attrs.frozen(kw_only=True)
 class PerLayerInputSpec(PartSpec):
-    """Specification of a gate on the `width` channels that the embedding has for the layer `number`."""
+    """Specification for a gate on the embedding's `width` channels for the layer `number`."""
 
     part = "per_layer:PerLayerInput"
     is_linked = True
@@ -85,7 +85,7 @@ class SparseLatentSpec(LatentSpec):
 
 @attrs.frozen(kw_only=True)
 class SharedIndexSpec(LatentSpec):
-    """Specification of latent attention to the tokens that an earlier layer's indexer chose, named `link`."""
+    """Specification for latent attention to an earlier indexer's choice, named `link`."""
 
     part = "sparse_latent:SharedIndexAttention"
     is_linked = True

@@ -37,7 +37,7 @@ class NormedRouter(Router):
 
 
 class NormedMoeBlock(SparseMoeBlock):
-    """Sum of a feed-forward network and of experts, with norms before and after each."""
+    """Feed-forward network plus experts, both with norms before and after."""
 
     router_class = NormedRouter
     pre_feedforward_layernorm: RMSNorm

@@ -43,7 +43,8 @@ class SharedKeysAttention(TensorParallel):
         shape = context.documents.shape
         q = self.q_norm(self.q_proj(self.ranks.gather_tokens(hidden, shape)).view(*shape, -1, self.spec.head_dim))
         if context.angles is not None:
-            q = self.kernels.rope(q, *context.angles)
+            cos, sin = context.angles
+            q = self.kernels.rope(q, cos, sin)
         k, v = context.links[self.spec.link]
         mixed = self.kernels.attention(q, k, v, context.mask, self.spec.options)
         return self.ranks.reduce_scatter_tokens(self.o_proj(mixed.flatten(-2)))

@@ -44,7 +44,7 @@ def attend_to_visible_tokens(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, s
 
 
 class SharedIndexAttention(LatentAttention):
-    """Latent attention to the tokens that an earlier layer's indexer chose."""
+    """Latent attention to an earlier indexer's choice."""
 
     spec: SharedIndexSpec
 

@@ -20,7 +20,7 @@ class PartSpec:
     """
     Specification of a layer's part; `part` is its module's class, imported when a layer has such a part.
 
-    If `is_linked`, the part reads tensors of earlier layers.
+    If `is_linked`, the part reads earlier layers' tensors.
     """
 
     part: ClassVar[str]
@@ -117,8 +117,8 @@ class LayerContext(NamedTuple):
     `documents` are int64 (rows, length). `angles` are cos and sin, float32 (rows, length, pairs); None: the layer does
     not rotate. `mask` is the kernels' attention_mask of the microbatch, and `recurrence` their recurrence_mask.
     `weights`, float32 (rows, length), weight each token in losses inside of the layer; None disables them. `padding`,
-    bool (rows, length), is true where there is no document's token; None without padding. `links` has the tensors that
-    the embedding and earlier layers leave for later ones, by name.
+    bool (rows, length), is true where there is no document's token; None without padding. `links` has tensors from the
+    embedding and earlier layers for later ones, by name.
     """
 
     # A tuple, so that torch's compiler and tree functions see the tensors.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu import peers
-from drawloom.components.ports.model import count_attended_pairs
+from drawloom.components.ports.data import count_visible_keys
 from drawloom.kernels.adamw.eager import ParamState, compute_scales_shape, compute_step_scalars
 from drawloom.kernels.adamw.triton import AdamwTriton
 from drawloom.kernels.attention.eager import EAGER, AttentionImplementation
@@ -344,7 +344,7 @@ def _attention_in(row: Tensor, description: str, tiny: bool) -> Row:
     """Return the attention row for a batch of equal rows with these document ids (length,)."""
     batch, length, heads, channels = (1, len(row), 2, 16) if tiny else (8, len(row), 16, 128)
     documents = row.to(DEVICE).repeat(batch, 1)
-    product = 4.0 * batch * heads * channels * count_attended_pairs(row[None])
+    product = 4.0 * batch * heads * channels * int(count_visible_keys(row[None]).sum())
     fast: dict[str, Callable[..., Any]] = {}
     if DEVICE.type == "cuda":
         from drawloom.kernels.attention.cudnn import CUDNN

@@ -1,8 +1,8 @@
 """
 Mamba-2's recurrence at 8 rows of 4096, beside mamba-ssm if it is in PEERS: `make bench NAME=state_space`.
 
-Lines have the milliseconds of the forward pass and of both passes, and the milliseconds for reading and writing every
-input, result and gradient once at the rate of torch's copy kernel; the kernels' own times follow, and the error.
+Lines have the milliseconds for the forward pass and both passes, and for reading and writing every input, result and
+gradient once at the rate of torch's copy kernel; the kernels' own times follow, and the error.
 """
 
 import sys
@@ -24,7 +24,7 @@ SHAPES = {
     "Nemotron-H: 128 heads, 8 key heads": (128, 8, 128, 64),
     "Mamba-2 2.7B: 80 heads, 1 key head": (80, 1, 128, 64),
 }
-"""Value heads, key heads, and widths of keys and values."""
+"""Value heads, key heads, and widths for keys and values."""
 
 ROWS, LENGTH = 8, 4096
 

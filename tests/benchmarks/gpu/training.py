@@ -40,12 +40,8 @@ from torch import Tensor, nn  # noqa: E402
 from benchmarks.gpu import clock, peers  # noqa: E402
 from drawloom.components.distributed.device import ComputeDevice  # noqa: E402
 from drawloom.components.kernels.auto import AutoKernels  # noqa: E402
-from drawloom.components.ports.model import (  # noqa: E402
-    Head,
-    LayerRange,
-    TokenContext,
-    count_attended_pairs,
-)
+from drawloom.components.ports.data import count_visible_keys  # noqa: E402
+from drawloom.components.ports.model import Head, LayerRange, TokenContext  # noqa: E402
 from drawloom.kernels.adamw.eager import ParamState, compute_step_scalars  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -317,7 +313,13 @@ def _flops_per_token(config: dict[str, Any], length: int) -> float:
     flops = _blueprint(config, None).forward_flops()
     row = torch.zeros(1, length, dtype=torch.int64)
     return float(
-        flops.count_training_flops(1, {window: count_attended_pairs(row, window) / length for window in flops.per_pair})
+        flops.count_training_flops(
+            1,
+            {
+                window: int(count_visible_keys(row).clamp(max=window or length).sum()) / length
+                for window in flops.per_pair
+            },
+        )
     )
 
 

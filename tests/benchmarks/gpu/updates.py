@@ -1,9 +1,9 @@
 """
-Updates of all weights of 8B and 14B models by AdamW, beside the time that their bytes need: `make bench NAME=updates`.
+AdamW's updates for all weights in 8B and 14B models, beside the time their bytes need: `make bench NAME=updates`.
 
-A line has the median milliseconds of updates with random gradients and a factor of clipping, the milliseconds for
-reading and writing every byte once at the rate of torch's copy kernel (measured first), and their ratio. `--tiny`
-runs small shapes, on a CPU in Triton's interpreter.
+A line has an update's median milliseconds with random gradients and a clipping factor, the milliseconds for reading and
+writing every byte once at the rate of torch's copy kernel (measured first), and their ratio. `--tiny` runs small
+shapes, on a CPU in Triton's interpreter.
 """
 
 import os
@@ -34,7 +34,7 @@ MODELS = {
     "8B": (32, 128256, 4096, 14336, 1024),
     "14B": (48, 152064, 5120, 13824, 1024),
 }
-"""Layers, vocabulary, width, inner width and width of keys, of Llama-3-8B and Qwen2.5-14B."""
+"""Layers, vocabulary, width, inner width and keys' width in Llama-3-8B and Qwen2.5-14B."""
 
 KINDS = {
     "8-bit means": (torch.uint8, False, 7),
@@ -45,7 +45,7 @@ KINDS = {
 
 
 def main() -> None:
-    """Print a line per model and kind of state."""
+    """Print a line per model and state."""
     if DEVICE.type != "cuda" and not TINY:
         sys.exit("there is no GPU here; --tiny tries the benchmark in Triton's interpreter")
     words = [word for word in sys.argv[1:] if not word.startswith("--")]
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def _list_shapes(layers: int, vocabulary: int, width: int, inner: int, keys: int) -> Iterator[tuple[int, int]]:
-    """Yield the shapes of all matrices."""
+    """Yield all matrices' shapes."""
     if TINY:
         layers, vocabulary, width, inner, keys = 0, 1, 512, 0, 0
     yield from ((vocabulary, width),) * 2
@@ -86,7 +86,7 @@ def _make_state(shape: tuple[int, int], dtype: torch.dtype, splits: bool) -> Par
 
 
 def _measure(params: list[ParamState], counter: int | None) -> float:
-    """Return an update's median milliseconds, after updates that fill the means."""
+    """Return an update's median milliseconds, after updates to fill the means."""
     gradients = [torch.empty_like(param.weight).normal_(0, 1e-3) for param in params]
     stepper, factor = AdamwTriton(params), torch.tensor([0.9], device=DEVICE)
 

@@ -2,27 +2,17 @@
 
 from typing import Any
 
-import attrs
 import pytest
-import torch
-from torch import nn
 
-from drawloom.components.export.shard_writer import (
-    choose_owner_by_mapper_group,
-    describe_parameters_as_json,
-    model_parameters_by_name,
-)
-from drawloom.components.ports.model import LayerRange
-from drawloom.components.ports.stages import Stage
+from drawloom.components.export.shard_writer import choose_owner_by_mapper_group
 from drawloom.components.weights.mapper import parallel
 from drawloom.components.weights.mapper_ops import identity, stack
 from drawloom.graph import UserError
-from support.doubles import PlainStages
 
 
 def rank(*stages: str, dtype: str = "torch.float32") -> dict[str, Any]:
     """Return a rank whose stages hold tensors of these letters."""
-    return {"tensors": {name: [[2], dtype] for names in stages for name in names}}
+    return {name: [[2], dtype] for names in stages for name in names}
 
 
 def test_the_first_rank_that_holds_a_group_owns_it() -> None:
@@ -48,18 +38,3 @@ def test_ranks_that_hold_different_models_are_reported() -> None:
     """Copies have one shape and one dtype."""
     with pytest.raises(UserError, match=r"a is \[\[2\], 'torch.float32'\] on one rank and .*bfloat16"):
         choose_owner_by_mapper_group(identity("a"), [rank("a"), rank("a", dtype="torch.bfloat16")])
-
-
-@attrs.frozen
-class OneStage(PlainStages):
-    """A stage with a layer in bfloat16."""
-
-    @property
-    def local(self) -> list[Stage]:
-        return [Stage(3, 4, LayerRange(0, 1, False, False), nn.Linear(2, 1, dtype=torch.bfloat16))]
-
-
-def test_a_rank_reports_shape_and_dtype_of_its_parameters() -> None:
-    """A rank's report has shape and dtype of every parameter."""
-    tensors = {"weight": [[1, 2], "torch.bfloat16"], "bias": [[1], "torch.bfloat16"]}
-    assert describe_parameters_as_json(model_parameters_by_name(OneStage())) == {"tensors": tensors}

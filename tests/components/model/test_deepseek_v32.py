@@ -90,7 +90,7 @@ def test_recomputed_layers_share_the_choice_of_their_indexer() -> None:
     ],
 )
 def test_published_configs_name_shared_indexers(keys: dict[str, Any], types: str, tmp_path: Path) -> None:
-    """Letters, or a period and an offset, are the types of layers that transformers reads."""
+    """Letters, or a period and an offset, are read as layer types like by transformers."""
     config = {key: value for key, value in glm().hugging_face_config().items() if key != "indexer_types"}
     config |= {"num_hidden_layers": 7, "mlp_layer_types": None, **keys}
     assert "".join(kind[0].upper() for kind in AutoConfig.for_model(**config).indexer_types) == types

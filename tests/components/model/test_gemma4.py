@@ -24,6 +24,7 @@ from support.family_words import FAMILY_WORDS
 from support.qwen3 import logits_of, one_document, whole
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "router_aux_loss_coef": 0.0}
 KINDS: dict[str, dict[str, Any]] = {
     "gemma4": {"layer_types": [SLIDING, FULL], "sliding_window": 5, "global_head_dim": 12},
     "gemma4, every flag": {
@@ -42,14 +43,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-3,
     },
     "gemma4, experts": {
-        "layer_types": [SLIDING, FULL],
-        "sliding_window": 5,
-        "global_head_dim": 12,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 12,
-        "router_aux_loss_coef": 0.0,
-        "rms_norm_eps": 1e-3,
+        **{"layer_types": [SLIDING, FULL], "sliding_window": 5, "global_head_dim": 12, "rms_norm_eps": 1e-3, **EXPERTS}
     },
     "gemma4, linked layers": {
         "num_hidden_layers": 5,
@@ -97,7 +91,7 @@ def test_operations_equal_a_count_by_hand() -> None:
 
 
 def test_recomputed_linked_layers_have_the_same_gradients() -> None:
-    """Layers that read others' keys and embeddings recompute the same tensors, bit by bit."""
+    """Layers with others' keys and embeddings recompute the same tensors, bit by bit."""
     torch.manual_seed(0)
     module: Any = whole(gemma("gemma4, linked layers"))
     tokens = torch.randint(29, (2, 11))
@@ -118,7 +112,7 @@ def test_recomputed_linked_layers_have_the_same_gradients() -> None:
     ],
 )
 def test_check_refuses_what_linked_layers_can_not_do(words: tuple[str, ...], text: str) -> None:
-    """Pipelines of linked layers, and sizes that do not fit, are problems of the recipe."""
+    """Pipelines with linked layers, and wrong sizes, are problems in the recipe."""
     sizes = ("model.num_hidden_layers=4", "model.hidden_size=64", "model.num_attention_heads=2")
     graph = Recipe.load("first_run", *FAMILY_WORDS["gemma4"], *sizes, *words).graph
     assert any(text in problem.text for problem in graph.errors), graph.errors

@@ -134,9 +134,9 @@ def test_passes_ahead_of_the_host_sample_the_same(run: Any, monkeypatch: pytest.
 
     start = StageRollouts._start_draw
 
-    def start_and_note(rollouts: StageRollouts, *arguments: Any) -> Any:
-        ahead.append(len(arguments) > 6)
-        return start(rollouts, *arguments)
+    def start_and_note(rollouts: StageRollouts, **options: Any) -> Any:
+        ahead.append("last_ids" in options)
+        return start(rollouts, **options)
 
     monkeypatch.setattr(StageRollouts, "open", open_ahead)
     monkeypatch.setattr(StageRollouts, "_start_draw", start_and_note)

@@ -11,9 +11,11 @@ import pytest
 from drawloom.graph.problems import Problem
 from drawloom.graph.project import Project
 from drawloom.graph.recipe.merged import MergedRecipe
-from drawloom.graph.registry.registry import NAME, EntryPointSource, PackageSource
+from drawloom.graph.registry.registry import EntryPointSource, PackageSource
+from drawloom.graph.registry.spec import NAME
 
-import_module("drawloom.graph.types.describe")  # a process imports it with its first problem
+for _name in ("types.describe", "registry.suggestions", "wiring.misfits", "toml.diagnosis"):
+    import_module(f"drawloom.graph.{_name}")  # a process imports it with its first problem
 
 SECRET = '''
 """A module that no test may import."""

@@ -18,7 +18,7 @@ CASES = {
     "documents of one token, and a state": ([[1, 1, 1, 127]], (1, 3), (6, 70), True),
     "a state of another document": ([[5, 3], [8, 0]], (2, 2), (5, 3), True),
 }
-"""Lengths of documents by row, heads and widths of keys and values, and whether there is a state."""
+"""Document lengths by row, heads and widths for keys and values, and whether there is a state."""
 
 WIDE = {
     "keys of 96": ([[100, 156], [256]], (2, 4), (96, 64), True),

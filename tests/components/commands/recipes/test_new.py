@@ -35,8 +35,8 @@ def test_a_new_recipe_is_its_base_with_or_without_its_comments(base: str) -> Non
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["mine"], "mine.toml exists already; write another name"),
-        (["no/mine"], "no/mine.toml: No such file or directory; write another name"),
+        (["mine"], "mine.toml exists; give the name of a new file"),
+        (["no/mine"], "no file can be written in no (No such file or directory)"),
         (["mine2", "--from", "first"], "there is no recipe 'first'"),
         ([".mine"], "'.mine' is not a plain file name"),
     ],

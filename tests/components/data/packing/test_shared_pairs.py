@@ -45,7 +45,10 @@ def test_targets_see_the_tokens_of_separate_documents() -> None:
     shared = share_prompts(separate)
     assert shared.length < LENGTH and int(shared.shared_counts.sum()) > 10
     expected = list_targets(separate, create_tree_mask(separate.document_ids))
-    assert expected and list_targets(shared, create_tree_mask(shared.reader_ids)) == expected
+    mask = create_tree_mask(shared.reader_ids)
+    assert expected and list_targets(shared, mask) == expected
+    assert shared.padding is not None
+    assert shared.visible_keys[~shared.padding].equal(mask.sum(-1).squeeze(1)[~shared.padding])
     assert shared.token_count == separate.token_count
 
 

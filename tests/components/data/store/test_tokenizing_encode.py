@@ -9,13 +9,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from drawloom.components.data.bytes import Bytes
 from drawloom.components.data.hugging_face_tokenizer import HuggingFaceTokenizer
 from drawloom.components.data.sources.documents import Document
-from drawloom.components.data.store import build
-from drawloom.components.data.store.build import (
+from drawloom.components.data.store import tokenizing
+from drawloom.components.data.store.processes import make_unopened_copy
+from drawloom.components.data.store.tokenizing import (
     batch_documents_by_characters,
     split_text_for_encoding,
     tokenize_part_into_shard,
 )
-from drawloom.components.data.store.processes import make_unopened_copy
 from drawloom.graph import UserError
 from support.stores import Texts, store_of
 
@@ -40,7 +40,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> HuggingFaceTokenizer:
 
 def test_batches_are_counted_in_characters(monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch has at most so many characters; a longer document is alone, and none is lost."""
-    monkeypatch.setattr(build, "BATCH", 10)
+    monkeypatch.setattr(tokenizing, "BATCH", 10)
     documents = [Document("x" * size, "", 0) for size in (4, 5, 2, 30, 1, 0, 9)]
     batch_lengths = [
         [len(document.text) for document in batch] for batch in batch_documents_by_characters(iter(documents))
@@ -53,7 +53,7 @@ def test_pieces_have_the_ids_of_the_whole(
     monkeypatch: pytest.MonkeyPatch, tokenizer: HuggingFaceTokenizer, text: str
 ) -> None:
     """A long text, cut into pieces, has the ids of the whole text, with and without lines and spaces."""
-    monkeypatch.setattr(build, "BATCH", 1_000)
+    monkeypatch.setattr(tokenizing, "BATCH", 1_000)
     text_pieces = split_text_for_encoding(text, tokenizer.encode)
     assert "".join(text_pieces) == text
     whole = tokenizer.encode(text)
@@ -63,7 +63,7 @@ def test_pieces_have_the_ids_of_the_whole(
 
 def test_a_long_document_is_one_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A document of several batches is stored as one."""
-    monkeypatch.setattr(build, "BATCH", 100)
+    monkeypatch.setattr(tokenizing, "BATCH", 100)
     store = store_of(tmp_path / "store", [["a", TEXT, "b"]])
     assert store.lengths.tolist() == [2, len(TEXT) + 1, 2]
     assert bytes(store.read(1, 0, len(TEXT)).ids.tolist()).decode() == TEXT

@@ -1,6 +1,6 @@
 """The progress of tokenizing."""
 
-from drawloom.components.data.store.build import Progress, format_duration
+from drawloom.components.data.store.tokenizing import Progress, format_duration
 
 
 def test_progress_is_printed_at_intervals() -> None:

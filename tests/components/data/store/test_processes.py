@@ -7,7 +7,8 @@ import pytest
 from drawloom.components.data.bytes import Bytes
 from drawloom.components.data.sources.documents import Part
 from drawloom.components.data.store import build
-from drawloom.components.data.store.build import Progress, create_and_lock_folder
+from drawloom.components.data.store.build import create_and_lock_folder
+from drawloom.components.data.store.tokenizing import Progress
 from drawloom.graph import UserError
 from support.stores import Deadly, Texts
 
