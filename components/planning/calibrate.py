@@ -166,8 +166,8 @@ def _measure_seconds_per_call(
     """Return the seconds per call. Several calls run between two clock reads, so a GPU never waits."""
     calls = calls or (1 if device.type == "cpu" else 10)
     run()
-    times, end = list[float](), time.perf_counter() + seconds
-    while not times or time.perf_counter() < end:
+    times = list[float]()
+    for _ in _repeat_for(seconds):
         _synchronize(device)
         start = time.perf_counter()
         for _ in range(calls):
@@ -175,6 +175,14 @@ def _measure_seconds_per_call(
         _synchronize(device)
         times.append((time.perf_counter() - start) / calls)
     return min(times) if device.type == "cpu" else statistics.mean(times[len(times) // 2 :])
+
+
+def _repeat_for(seconds: float) -> Iterator[None]:
+    """Yield until the seconds have passed, at least once."""
+    end = time.perf_counter() + seconds
+    yield
+    while time.perf_counter() < end:
+        yield
 
 
 def _synchronize(device: torch.device) -> None:
@@ -219,8 +227,8 @@ def _measure_alternating_seconds(runs: Sequence[Callable[[], object]], seconds: 
     for run in runs:  # the first call of attention loads a library, for seconds
         run()
     torch.cuda.synchronize()
-    end, rounds = time.perf_counter() + seconds, list[list[torch.cuda.Event]]()
-    while not rounds or time.perf_counter() < end:
+    rounds = list[list[torch.cuda.Event]]()
+    for _ in _repeat_for(seconds):
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(runs) + 1)]  # type: ignore[no-untyped-call]
         for mark, run in zip(marks, runs, strict=False):
             mark.record()
@@ -312,8 +320,8 @@ def _measure_launch_seconds(device: torch.device, seconds: float) -> tuple[float
     layers = _make_host_bound_pass(device)
     for _ in range(3):  # the first call compiles kernels
         layers()
-    times, end = list[float](), time.perf_counter() + seconds
-    while not times or time.perf_counter() < end:
+    times = list[float]()
+    for _ in _repeat_for(seconds):
         start = time.perf_counter()
         layers()
         times.append(time.perf_counter() - start)

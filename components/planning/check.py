@@ -91,14 +91,18 @@ class PlanCheck:
     def _try_to_plan(self) -> Plan | None:
         """Plan this run; log the reason and return None if it can't be planned."""
         try:
-            device = load_local_device_model()
-            if self.device.device.type == "cuda":
-                memory = torch.cuda.get_device_properties(self.device.device).total_memory
-                device = attrs.evolve(device, memory=memory)
-            return plan(Recipe.of(tomllib.loads(self.recipe.text)), device, self.processes.world_size)
+            return plan_run(Recipe.of(tomllib.loads(self.recipe.text)), self.device, self.processes)
         except (UserError, RecipeError, NotImplementedError) as error:
             log.info("plan    none: %s", error)
             return None
+
+
+def plan_run(recipe: Recipe, device: Device, processes: Processes) -> Plan:
+    """Plan this run's recipe for this machine, with all memory of the GPU."""
+    model = load_local_device_model()
+    if device.device.type == "cuda":
+        model = attrs.evolve(model, memory=torch.cuda.get_device_properties(device.device).total_memory)
+    return plan(recipe, model, processes.world_size)
 
 
 def compare_with_plan(planned: Plan, measured_bytes: int | None, measured_seconds: float) -> str:

@@ -8,12 +8,10 @@ take longer than all operations.
 Measured seconds in a run's steps, by operation if the run was traced.
 """
 
-import json
 import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 
@@ -37,7 +35,7 @@ from drawloom.components.planning.search import SCHEDULES
 from drawloom.components.planning.step_time import find_busiest_rank, is_host_bound
 from drawloom.components.planning.traces import ACTION, STEP, Span, TracedOperation, find_newest_trace_files, read_trace
 from drawloom.components.storage.byte_size import format_decimal_byte_size
-from drawloom.components.storage.regular_file import open_regular_file
+from drawloom.components.storage.step_log import read_step_log
 from drawloom.graph.cli.result import output, output_class
 from drawloom.graph.cli.terminal import format_table
 from drawloom.graph.project import Recipe
@@ -82,14 +80,8 @@ def read_measured_step(folder: Path, pipeline_ranks: int, rank: int) -> Measured
 
 def _read_seconds_of_steps(path: Path) -> list[float]:
     """Return the seconds by step without excluded ones; nothing if the file is missing."""
-    seconds: list[float] = []
-    if path.is_file():
-        with open_regular_file(path) as file, open(file.descriptor, "rb", closefd=False) as lines:
-            for line in lines:
-                with suppress(ValueError, KeyError, TypeError):  # an incomplete line, or no phase times
-                    row = json.loads(line)
-                    seconds.append(row["seconds/step"] - row.get("seconds/excluded", 0.0))
-    return seconds
+    rows = (line.row for line in read_step_log(path)[0] if isinstance(line.row.get("seconds/step"), float))
+    return [row["seconds/step"] - row.get("seconds/excluded", 0.0) for row in rows]
 
 
 def _read_seconds_by_kind(path: Path) -> dict[str, float]:

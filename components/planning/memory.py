@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from functools import cached_property
 
 import attrs
-import torch
 
 from drawloom import NodeView, RecipeError, ResolvedRecipe, UserError, above, component, setting
 from drawloom.components.planning.calibrate import load_local_device_model
+from drawloom.components.planning.check import plan_run
 from drawloom.components.planning.plan import plan
 from drawloom.components.planning.remedies import describe_excess
 from drawloom.components.planning.text import describe_memory_choice
@@ -71,12 +71,8 @@ class PlannedMemory(PassFeature):
 
     @cached_property
     def _choice(self) -> MemoryChoice:
-        device = load_local_device_model()
-        if self.device.device.type == "cuda":
-            total = torch.cuda.get_device_properties(self.device.device).total_memory
-            device = attrs.evolve(device, memory=total)
         recipe = Recipe.of(tomllib.loads(self.recipe.text))
-        planned = plan(recipe, device, self.processes.world_size)
+        planned = plan_run(recipe, self.device, self.processes)
         if planned.choice is None or not planned.fits:
             raise UserError(describe_excess(recipe, planned))
         log.info("memory  %s", describe_memory_choice(planned))

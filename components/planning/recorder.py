@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from drawloom.components.distributed.device_model import DeviceModel
 from drawloom.components.parallel.meta_collectives import COLLECTIVE, count_message_bytes
+from drawloom.components.pipeline.runtime.p2p import list_tensors
 from drawloom.components.planning.attention import AttentionFractions
 from drawloom.kernels.costs import OperationCosts, accesses_elements, bind_arguments, compute_operation_costs
 from drawloom.kernels.host_copies import COPY
@@ -155,8 +156,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         # torch 2.11 does not infer the shape of a product that is added in a wider dtype; `out` has it already.
         result = kwargs["out"] if "out" in kwargs else function(*args, **kwargs)
-        outputs = list(_iterate_tensors(result))
-        inputs = list(_iterate_tensors((*args, *kwargs.values())))
+        outputs = list_tensors(result)
+        inputs = list_tensors([*args, *kwargs.values()])
         known = {tensor.untyped_storage()._cdata for tensor in inputs}
         new = [tensor for tensor in outputs if tensor.untyped_storage()._cdata not in known]
         for tensor in new:
@@ -213,15 +214,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._add_work(kind, Work(flops=by_flops, memory=by_memory, floor=longer, planned=launched))
         self._cost.host += reached.host
         self._peak = max(self._peak, self._now + costs.scratch)
-
-
-def _iterate_tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in an argument or a result; operations take and return none in mappings."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _iterate_tensors(item)
 
 
 def _narrowest_dtype(inputs: Sequence[Tensor]) -> torch.dtype:

@@ -8,7 +8,6 @@ therefore takes as long for 100 layers as for 10.
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import attrs
@@ -158,18 +157,15 @@ class StageCostRecorder:
             shapes = [copy_tree_to_meta(leaf) for leaf in list_floating_leaves(outputs)]
             del inputs, outputs
             passes["F"] = recorder.end_pass()
-            for op, run in self._list_backward_calls(runner, split):
+            calls: dict[str, Callable[..., Any]] = {"B": runner.backward}
+            if split:
+                calls = {"I": runner.backward_input, "W": lambda number, _: runner.backward_weight(number)}
+            for op, run in calls.items():
                 recorder.begin_pass()
                 with recorder.label_new_storages("pending weight gradients"):
-                    run(None if runner.last else shapes) if op != "W" else run()
+                    run(0, None if runner.last or op == "W" else [torch.empty_like(shape) for shape in shapes])
                 passes[op] = recorder.end_pass()
         return passes
-
-    def _list_backward_calls(self, runner: StageRunner, split: bool) -> list[tuple[str, Callable[..., Any]]]:
-        """Return the backward ops with a function for each: B, or I and W."""
-        if not split:
-            return [("B", partial(_run_backward, runner.backward))]
-        return [("I", partial(_run_backward, runner.backward_input)), ("W", partial(runner.backward_weight, 0))]
 
     def _register_label_hooks(self, recorder: Recorder, stage: Stage) -> Iterator[RemovableHandle]:
         """Label the storages by module name: blocks' children, and leaf modules outside blocks. Yield hook handles."""
@@ -217,11 +213,6 @@ class StageCostRecorder:
             self._frozen_bytes = values.nbytes
         whole: Batch = loss.with_reference(batch, values)
         return whole
-
-
-def _run_backward(backward: Callable[..., Any], shapes: Sequence[Tensor] | None) -> None:
-    """Run a backward pass with new output gradients in these shapes."""
-    backward(0, None if shapes is None else [torch.empty_like(shape) for shape in shapes])
 
 
 def _allocate_like(leaf: Any) -> Any:

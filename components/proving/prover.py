@@ -47,11 +47,6 @@ from drawloom.graph.wiring.graph import Graph
 from drawloom.ports import DIMENSIONS, Batching, Executor, Mesh, Model, Precision, RunInfo, Schedule
 
 
-def list_ports_with_contract(cls: type) -> list[type]:
-    """Return the ports with a contract that a component implements."""
-    return [port for port in iterate_ports() if implements(cls, port) and has_contract(port)]
-
-
 def iterate_ports() -> Iterator[type]:
     """Yield every port."""
     for module in pkgutil.iter_modules(ports.__path__):
@@ -74,32 +69,26 @@ def check_contracts(source: ProofSource, values: Values, node: str, folder: Path
 
     Return the ports' names, and the first broken property with its reason, or "".
     """
-    recipe = source.load(values)
+    recipe, numbers = source.load(values), count()
     checked: list[str] = []
-    make = _make_opener(source, values, node, folder)
-    for port in list_ports_with_contract(recipe.graph.nodes[node].spec.cls):
+
+    @contextmanager
+    def open_node() -> Iterator[Any]:
+        """Open the node, in another run folder every time."""
+        home = {name: {"folder": str(folder / str(next(numbers)))} for name in recipe.graph.implementers(RunInfo)}
+        with recipe.with_values(home, "prove").open(only=node) as nodes:
+            yield nodes[node]
+
+    cls = recipe.graph.nodes[node].spec.cls
+    for port in (port for port in iterate_ports() if implements(cls, port) and has_contract(port)):
         try:
-            check_port(make, port)
+            check_port(open_node, port)
             checked.append(port.__name__)
         except Exception as error:
             kind = "" if isinstance(error, BrokenContractError | UserError) else f"{type(error).__name__}: "
             note = "".join(getattr(error, "__notes__", [])[:1]).partition("\n")[0]
             return checked, f"{note} {kind}{error}"
     return checked, ""
-
-
-def _make_opener(source: ProofSource, values: Values, node: str, folder: Path) -> Callable[[], Any]:
-    """Return a function for opening the node, in another run folder every time."""
-    numbers = count()
-
-    @contextmanager
-    def open_node() -> Iterator[Any]:
-        recipe = source.load(values)
-        home = {name: {"folder": str(folder / str(next(numbers)))} for name in recipe.graph.implementers(RunInfo)}
-        with recipe.with_values(home, "prove").open(only=node) as nodes:
-            yield nodes[node]
-
-    return open_node
 
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")

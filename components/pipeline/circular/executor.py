@@ -7,13 +7,12 @@ through all ranks' layers, in as many repeats as a rank has stages. MaxText's ou
 iteration; here they are messages of a program, so that a rank waits for its input only.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise, takewhile
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import attrs
 import torch
-from torch import Tensor
 
 from drawloom import NodeView, Problem, component
 from drawloom.components.pipeline.executor import ProgramExecutor
@@ -121,26 +120,23 @@ def _gather_losses_on_last_stage(
     state: StepState, microbatch_numbers: Sequence[int], group: Group, device: torch.device
 ) -> None:
     """Move all ranks' losses to the last stage's rank; this rank computed microbatches `microbatch_numbers`."""
-    computed = {number: dict(_iterate_loss_tensors(state.microbatch(number)[LOSSES])) for number in microbatch_numbers}
+    computed = {number: state.microbatch(number)[LOSSES] for number in microbatch_numbers}
+    values = {
+        number: [losses["loss"], losses["weight"], *losses["sums"].values()] for number, losses in computed.items()
+    }
     # A rank without microbatches does not know the names of the sums, but the first rank always has a microbatch.
-    first = next(iter(computed.values()), {})
-    forms = [[path, [*tensor.shape], str(tensor.dtype)] for path, tensor in first.items()]
-    gathered: dict[str, Any] = {"loss": None, "weight": None, "sums": {}}
-    for path, shape, dtype in group.gather_json(forms)[0]:
+    names = list(next(iter(computed.values()))["sums"]) if computed else []
+    forms = [[[*tensor.shape], str(tensor.dtype)] for tensor in next(iter(values.values()), ())]
+    names, forms = group.gather_json([names, forms])[0]
+    gathered = []
+    for index, (shape, dtype) in enumerate(forms):
         dtype = getattr(torch, dtype.removeprefix("torch."))
         stacked = torch.zeros(state.microbatches, *shape, dtype=dtype, device=device)
-        for number, tensors in computed.items():
-            stacked[number] = tensors[tuple(path)]
+        for number, tensors in values.items():
+            stacked[number] = tensors[index]
         group.sum(stacked)
-        *parents, name = path
-        (gathered["sums"] if parents else gathered)[name] = stacked
+        gathered.append(stacked)
     if group.rank < group.size - 1:
-        none = torch.zeros(0, device=device)
-        gathered = {"loss": none, "weight": none, "sums": {}}
-    state[LOSSES] = gathered
-
-
-def _iterate_loss_tensors(losses: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Tensor]]:
-    """Yield a microbatch's loss, weight and sums (any shapes) with their paths, such as `("sums", name)`."""
-    yield from ((("loss",), losses["loss"]), (("weight",), losses["weight"]))
-    yield from ((("sums", name), tensor) for name, tensor in losses["sums"].items())
+        names, gathered = [], [torch.zeros(0, device=device)] * 2
+    loss, weight, *sums = gathered
+    state[LOSSES] = {"loss": loss, "weight": weight, "sums": dict(zip(names, sums, strict=True))}

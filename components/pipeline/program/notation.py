@@ -4,7 +4,7 @@ import csv
 import io
 import re
 
-from drawloom.ports import OPS, Action, Overlap, Program, RankProgram
+from drawloom.ports import OPS, Action, Overlap, Program, RankProgram, iterate_actions
 
 ACTION = re.compile(r"(\d+)(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B)(\d+)")
 
@@ -40,12 +40,7 @@ def parse_program_csv(text: str) -> Program:
 
 def _check_enough_actions(rank_programs: list[RankProgram]) -> None:
     """Raise ValueError if there are far too few actions for the stages and microbatches, whose product is allocated."""
-    parts = [
-        part
-        for line in rank_programs
-        for item in line
-        for part in (item.parts if isinstance(item, Overlap) else (item,))
-    ]
+    parts = [part for line in rank_programs for part in iterate_actions(line)]
     stages = 1 + max((part.stage for part in parts), default=0)
     microbatches = 1 + max((part.microbatch for part in parts), default=0)
     if stages * microbatches > 1000 + 2 * len(parts):

@@ -9,6 +9,7 @@ the best one. If there are only few partitions, all are tried.
 import math
 import random
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from itertools import combinations, pairwise
 
 import attrs
@@ -49,26 +50,24 @@ class BatchedTiming:
 
     program: Program
     comm: float
-    _order: NDArray[np.int64] = attrs.field(init=False)
-    _bounds: NDArray[np.int64] = attrs.field(init=False)
 
-    def __attrs_post_init__(self) -> None:
-        # Waves do not depend on costs.
-        wave = compute_timing(self.program, Costs()).wave
-        object.__setattr__(self, "_order", np.argsort(wave, kind="stable"))
-        object.__setattr__(self, "_bounds", np.cumsum([0, *np.bincount(wave)]))
+    @cached_property
+    def _wave(self) -> NDArray[np.int64]:
+        """The waves of actions, which do not depend on costs."""
+        return compute_timing(self.program, Costs()).wave
 
     def compute_makespans(self, lengths: Floats) -> Floats:
         """Return the makespans (costs,) for `lengths` (costs, stages, ops), ordered like OPS."""
+        order = np.argsort(self._wave, kind="stable")
         produces, consumes, delay = (
-            cells[self._order] for cells in index_produced_and_consumed_results(self.program, Costs(comm=self.comm))
+            cells[order] for cells in index_produced_and_consumed_results(self.program, Costs(comm=self.comm))
         )
-        rank = self.program.rank_by_action[self._order]
-        kind = self.program.stage[self._order] * len(OPS) + self.program.op[self._order]
+        rank = self.program.rank_by_action[order]
+        kind = self.program.stage[order] * len(OPS) + self.program.op[order]
         table = np.ascontiguousarray(lengths.reshape(len(lengths), -1).T)
         end_of = np.zeros((int(produces.max(initial=0)) + 1, len(lengths)))
         free_at = np.zeros((self.program.ranks, len(lengths)))
-        for first, last in pairwise(self._bounds.tolist()):
+        for first, last in pairwise(np.cumsum([0, *np.bincount(self._wave)]).tolist()):
             rows = slice(first, last)
             ready = end_of[consumes[rows]] + delay[rows, None]
             end = np.maximum(free_at[rank[rows]], ready) + table[kind[rows]]
@@ -197,16 +196,14 @@ class PartitionSearch:
     program: Program
     slices: ModelSlices
     limit: float
-    _timings: BatchedTiming = attrs.field(init=False)
-    _live: list[LiveMicrobatches] = attrs.field(init=False)
 
-    def __attrs_post_init__(self) -> None:
-        object.__setattr__(self, "_timings", BatchedTiming(self.program, self.slices.comm))
-        object.__setattr__(
-            self,
-            "_live",
-            [LiveMicrobatches.count_at_possible_peaks(self.program, rank) for rank in range(self.program.ranks)],
-        )
+    @cached_property
+    def _timings(self) -> BatchedTiming:
+        return BatchedTiming(self.program, self.slices.comm)
+
+    @cached_property
+    def _live(self) -> list[LiveMicrobatches]:
+        return [LiveMicrobatches.count_at_possible_peaks(self.program, rank) for rank in range(self.program.ranks)]
 
     def search_best_partition(self, starts: Sequence[StageSizes] = ()) -> FittedProgram:
         """Search for the partition with the shortest makespan, from `starts` or from the usual starting points."""

@@ -7,7 +7,9 @@ random seed is fixed, and the trial count only depends on the size, not on a clo
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import Any
 
 import attrs
 
@@ -90,7 +92,7 @@ def halve_task_size(task: SchedulingTask) -> SchedulingTask:
 
 def _improve_policies(task: SchedulingTask, starts: Sequence[PriorityPolicy], trials: int) -> list[PriorityPolicy]:
     """Improve policies by random changes, and return the best ones, the best first."""
-    best = sorted(((compute_makespan(task, policy), policy) for policy in starts), key=_get_makespan)[:BEAM]
+    best = sorted(((compute_makespan(task, policy), policy) for policy in starts), key=itemgetter(0))[:BEAM]
     trials, chance = trials - len(starts), random.Random(0)
     for trial in range(trials):
         # First all of the best policies are changed in turn, then only the best one.
@@ -99,30 +101,15 @@ def _improve_policies(task: SchedulingTask, starts: Sequence[PriorityPolicy], tr
         length = compute_makespan(task, policy)
         if length <= best[index][0]:
             best[index] = length, policy
-            best.sort(key=_get_makespan)
+            best.sort(key=itemgetter(0))
     return [policy for _, policy in best]
-
-
-def _get_makespan(candidate: tuple[float, PriorityPolicy]) -> float:
-    return candidate[0]
 
 
 def _change_policy_randomly(policy: PriorityPolicy, chance: random.Random) -> PriorityPolicy:
     """Return the policy with one or two numbers changed at random."""
     for _ in range(chance.choice((1, 1, 2))):
-        match chance.choice(("down", "up", "turn", "pace", "spared", "patience")):
-            case "down":
-                policy = attrs.evolve(policy, down=_change_one_number_randomly(policy.down, chance))
-            case "up":
-                policy = attrs.evolve(policy, up=_change_one_number_randomly(policy.up, chance))
-            case "turn":
-                policy = attrs.evolve(policy, turn=_change_number_randomly(policy.turn, chance))
-            case "pace":
-                policy = attrs.evolve(policy, pace=chance.choice((0.0, 0.5, 0.8, 1.0, 1.2)))
-            case "spared":
-                policy = attrs.evolve(policy, spared=(chance.uniform(-0.1, 0.5), chance.uniform(-0.1, 0.7)))
-            case "patience":
-                policy = attrs.evolve(policy, patience=chance.choice((0.0, 0.25, 0.5, 0.75, 1.0)))
+        name = chance.choice([*_CHANGES])
+        policy = attrs.evolve(policy, **{name: _CHANGES[name](getattr(policy, name), chance)})
     return policy
 
 
@@ -138,6 +125,17 @@ def _change_one_number_randomly(numbers: tuple[float, float], chance: random.Ran
 def _change_number_randomly(number: float, chance: random.Random) -> float:
     """Return a random number near a number, or near its negative."""
     return chance.choice((number / 2, number * 0.8, number * 1.25, number * 2, -number)) + chance.uniform(-0.2, 0.2)
+
+
+_CHANGES: dict[str, Callable[[Any, random.Random], Any]] = {
+    "down": _change_one_number_randomly,
+    "up": _change_one_number_randomly,
+    "turn": _change_number_randomly,
+    "pace": lambda _, chance: chance.choice((0.0, 0.5, 0.8, 1.0, 1.2)),
+    "spared": lambda _, chance: (chance.uniform(-0.1, 0.5), chance.uniform(-0.1, 0.7)),
+    "patience": lambda _, chance: chance.choice((0.0, 0.25, 0.5, 0.75, 1.0)),
+}
+"""Random changes by field of a policy, given its value."""
 
 
 def _count_actions(task: SchedulingTask) -> int:

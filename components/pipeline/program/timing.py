@@ -14,9 +14,23 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from drawloom.ports import BACKWARD_WEIGHT, FORWARD, Program
+from drawloom.ports import BACKWARD_WEIGHT, FORWARD, OPS, Program
 
 Floats = NDArray[np.float64]
+
+
+DURATIONS = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward_input",
+    "W": "backward_weight",
+    "UNSHARD": "unshard",
+    "REDUCE_SCATTER": "reduce",
+    "REDUCE_GRAD": "reduce",
+    "OFFLOAD": "offload",
+    "RELOAD": "offload",
+}
+"""Fields of `Costs` by op; other ops are messages."""
 
 
 @attrs.frozen
@@ -26,7 +40,6 @@ class Costs:
 
     `unshard` is the time to gather a stage's sharded parameters, and `reduce` the time to reduce its gradients.
     `offload` is the time to copy a microbatch's activations to host memory, or back.
-    `factors` multiply op durations, by stage; every factor is 1 if they are empty.
     """
 
     forward: float = 1.0
@@ -37,7 +50,6 @@ class Costs:
     unshard: float = 0.0
     reduce: float = 0.0
     offload: float = 0.0
-    factors: tuple[float, ...] = ()
 
     @backward.default
     def _sum_backward(self) -> float:
@@ -45,25 +57,20 @@ class Costs:
 
     def get_durations(self, program: Program) -> Floats:
         """Return the durations (actions,) for a program's actions."""
-        lengths = np.array([self.forward, self.backward, self.backward_input, self.backward_weight])[program.op]
-        return lengths * np.array(self.factors)[program.stage] if self.factors else lengths
+        lengths: Floats = np.array([self.get_duration(op) for op in OPS])[program.op]
+        return lengths
 
     def get_duration(self, op: str, stage: int = 0) -> float:
         """Return an action's duration by op and stage; every message takes `comm`."""
-        lengths = {"F": self.forward, "B": self.backward, "I": self.backward_input, "W": self.backward_weight}
-        if op in lengths:
-            return lengths[op] * (self.factors[stage] if self.factors else 1.0)
-        shards = {"UNSHARD": self.unshard, "REDUCE_SCATTER": self.reduce, "REDUCE_GRAD": self.reduce}
-        return (shards | {"OFFLOAD": self.offload, "RELOAD": self.offload}).get(op, self.comm)
+        return float(getattr(self, DURATIONS.get(op, "comm")))
 
     def select_stages(self, stages: Sequence[int]) -> "Costs":
         """Return the costs for some stages."""
-        return attrs.evolve(self, factors=tuple(self.factors[stage] for stage in stages) if self.factors else ())
+        return self
 
     def divide_by_stages(self, stages_per_rank: int) -> "Costs":
         """Return costs per stage, given costs per rank; the message size does not change."""
-        names = ("forward", "backward_input", "backward_weight", "backward", "unshard", "reduce", "offload")
-        return attrs.evolve(self, **{name: getattr(self, name) / stages_per_rank for name in names})
+        return attrs.evolve(self, **{name: getattr(self, name) / stages_per_rank for name in DURATIONS.values()})
 
 
 class DeadlockError(Exception):

@@ -1,6 +1,7 @@
 """Runner for a step's microbatches through this rank's stages, in program order (gradient accumulation)."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -46,7 +47,7 @@ class ProgramRunner:
         operations: Mapping[str, Operation] = {
             "F": self._run_forward,
             "B": self._run_backward,
-            "I": self._run_backward_input,
+            "I": self._run_backward,
             "W": lambda action: self.stages[action.stage].backward_weight(action.microbatch),
             "SEND_F": self._send_forward,
             "RECV_F": self._start_receive_forward,
@@ -63,10 +64,8 @@ class ProgramRunner:
             self.before_action()
             # A traceback alone would not name the stage and microbatch among many identical ones.
             try:
-                if profiler._is_profiler_enabled:  # a range costs microseconds, which matter in an action
-                    with profiler.record_function(str(action)):
-                        operations[action.op](action)
-                else:
+                # A range costs microseconds, which matter in an action.
+                with profiler.record_function(str(action)) if profiler._is_profiler_enabled else nullcontext():
                     operations[action.op](action)
             except UserError as error:
                 raise UserError(f"{error} (at {action}: stage {action.stage})", error.exit_code) from error
@@ -138,13 +137,12 @@ class ProgramRunner:
         self._messages.send(_get_peer_rank(action), list_tensors(payload))
 
     def _run_backward(self, action: Action) -> None:
-        self._store_input_grads(
-            action, self.stages[action.stage].backward(action.microbatch, self._take_output_grads(action))
-        )
-
-    def _run_backward_input(self, action: Action) -> None:
-        grads = self._take_output_grads(action)
-        self._store_input_grads(action, self.stages[action.stage].backward_input(action.microbatch, grads))
+        """Run B or I, and buffer the input gradients for the previous stage, unless this is the first stage."""
+        stage = self.stages[action.stage]
+        run = stage.backward if action.op == "B" else stage.backward_input
+        grads = run(action.microbatch, self._take_output_grads(action))
+        if action.stage > 0:
+            self._grads[action.stage - 1, action.microbatch] = grads
 
     def _take_output_grads(self, action: Action) -> list[Tensor] | None:
         """Take an output's gradients (any shapes) from buffer or message; None for a loss: gradient 1."""
@@ -155,11 +153,6 @@ class ProgramRunner:
             return self._grads.pop(key)
         grads: list[Tensor] = self._messages.wait_and_take_message(("RECV_B", *key))
         return grads
-
-    def _store_input_grads(self, action: Action, grads: list[Tensor]) -> None:
-        """Buffer the input gradients (any shapes) for the previous stage, unless this is the first stage."""
-        if action.stage > 0:
-            self._grads[action.stage - 1, action.microbatch] = grads
 
     def _send_backward(self, action: Action) -> None:
         grads = self._grads.pop((action.stage - 1, action.microbatch))

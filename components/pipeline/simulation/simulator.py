@@ -15,8 +15,8 @@ Activations are copied to host memory, and back, one after another in each direc
 waits for the copy, whose memory is then free, and a backward pass waits for its RELOAD.
 """
 
-from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
+from graphlib import CycleError, TopologicalSorter
 from typing import Literal
 
 import attrs
@@ -175,29 +175,20 @@ def get_event_key(action: Action) -> EventKey:
 
 def _compute_event_times(events: Sequence[TimedEvent]) -> None:
     """Compute the start and end of every event, in topological order."""
-    followers: dict[int, list[TimedEvent]] = {id(event): [] for event in events}
-    unfinished = dict.fromkeys(followers, 0)
-    for event in events:
-        for before in (*event.dependencies, *filter(None, [event.during])):
-            followers[id(before)].append(event)
-            unfinished[id(event)] += 1
-    ready = deque(event for event in events if not unfinished[id(event)])
-    done = 0
-    while ready:
-        event = ready.popleft()
-        event.start = max((before.end for before in event.dependencies), default=0.0)
-        event.end = event.start + event.length
-        if event.during is not None:
-            event.start = max(event.start, event.during.start)
-            event.end = max(event.start + event.length, event.during.end)
-        done += 1
-        for follower in followers[id(event)]:
-            unfinished[id(follower)] -= 1
-            if not unfinished[id(follower)]:
-                ready.append(follower)
-    if done < len(followers):
-        blocked = [event.key for event in events if unfinished[id(event)]]
-        raise DeadlockError("events wait for one another: " + ", ".join(f"{s}{w}{m}" for s, w, m in blocked[:8]))
+    sorter = TopologicalSorter({event: (*event.dependencies, *filter(None, [event.during])) for event in events})
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        keys = sorted({event.key for event in error.args[1]})[:8]
+        raise DeadlockError(f"events wait for one another: {', '.join(f'{s}{w}{m}' for s, w, m in keys)}") from error
+    while ready := sorter.get_ready():
+        for event in ready:
+            event.start = max((before.end for before in event.dependencies), default=0.0)
+            event.end = event.start + event.length
+            if event.during is not None:
+                event.start = max(event.start, event.during.start)
+                event.end = max(event.start + event.length, event.during.end)
+        sorter.done(*ready)
 
 
 @attrs.frozen

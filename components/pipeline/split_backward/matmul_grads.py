@@ -67,17 +67,15 @@ class Edges:
     factors: tuple[int, int]
     names: tuple[str, str]
     bias: int | None = None
-    saved: tuple[str, ...] = attrs.field(
-        init=False, default=attrs.Factory(lambda self: _build_factor_attribute_names("_saved_", self), True)
-    )
-    raw: tuple[str, ...] = attrs.field(
-        init=False, default=attrs.Factory(lambda self: _build_factor_attribute_names("_raw_saved_", self), True)
-    )
 
+    def get_saved(self, node: Node, side: int) -> Tensor:
+        """Return a node's saved factor (any shape)."""
+        factor: Tensor = getattr(node, f"_saved_{self.names[side]}")
+        return factor
 
-def _build_factor_attribute_names(prefix: str, edges: Edges) -> tuple[str, ...]:
-    """Return the factors' attribute names on a node."""
-    return tuple(prefix + name for name in edges.names)
+    def get_saved_variable(self, node: Node, side: int) -> Any:
+        """Return torch's wrapper around a saved factor."""
+        return getattr(node, f"_raw_saved_{self.names[side]}")
 
 
 CONVOLUTION: type[Node] = torch._C._functions.ConvolutionBackward0  # type: ignore[attr-defined]
@@ -211,7 +209,7 @@ def _match_product(node: Any, factor: Node, leaf: Tensor, users: Users) -> Produ
     # A gradient with the weight's own strides is accumulated without a copy.
     by_columns = weight.stride() == (1, weight.shape[0])
     # Without saved-tensor hooks a node returns the saved tensor itself, with its hooks.
-    original = getattr(node, edges.saved[side]) is weight
+    original = edges.get_saved(node, side) is weight
     if weight is leaf or not original or not _is_only_derived_for_product(factor, weight, leaf, users):
         return Product(node, weight, other, _GRADIENTS[side, by_columns, False], bias, sum_to_bias)
     gradient = _GRADIENTS[side, by_columns, type(factor) is TRANSPOSE]
@@ -222,11 +220,10 @@ def _match_product(node: Any, factor: Node, leaf: Tensor, users: Users) -> Produ
 
 def _get_saved_weight_with_graph(node: Node, edges: Edges, side: int) -> Tensor | None:
     """Return saved factor `side` (0 or 1) with its autograd graph; None if hooks would recompute it."""
-    variable = getattr(node, edges.raw[side])
+    variable = edges.get_saved_variable(node, side)
     if variable.unpack_hook is not None and not isinstance(get_wrapper_of_saved_variable(variable), KeptTensor):
         return None
-    weight: Tensor = getattr(node, edges.saved[side])
-    return weight
+    return edges.get_saved(node, side)
 
 
 def _is_only_derived_for_product(factor: Any, derived: Tensor, leaf: Tensor, users: Users) -> bool:
@@ -298,9 +295,9 @@ class ConvolutionGradients:
 
 def _find_other_factor(node: Node, edges: Edges, side: int) -> SavedTensor | None:
     """Return the other factor, perhaps to be recomputed; None if foreign saved-tensor hooks keep it."""
-    variable = getattr(node, edges.raw[side])
+    variable = edges.get_saved_variable(node, side)
     return (
-        KeptTensor(getattr(node, edges.saved[side]))
+        KeptTensor(edges.get_saved(node, side))
         if variable.unpack_hook is None
         else get_wrapper_of_saved_variable(variable)
     )

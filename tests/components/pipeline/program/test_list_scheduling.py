@@ -3,11 +3,13 @@
 from itertools import pairwise
 
 import attrs
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from drawloom.components.pipeline.from_csv import find_violations
 from drawloom.components.pipeline.program.builders import assign_stages_in_loop, assign_stages_in_vee
+from drawloom.components.pipeline.program.cost_table import CostTable
 from drawloom.components.pipeline.program.list_scheduling import (
     FORWARDS_FIRST,
     PriorityPolicy,
@@ -40,10 +42,11 @@ def tasks(draw: st.DrawFn) -> SchedulingTask:
         st.sampled_from([assign_stages_in_vee(ranks), assign_stages_in_loop(ranks), assign_stages_in_loop(ranks, 3)])
     )
     count = len(placement)
-    factors = tuple(draw(st.lists(st.floats(0.2, 2), min_size=count, max_size=count)))
+    factors = draw(st.lists(st.floats(0.2, 2), min_size=count, max_size=count))
     sizes = tuple(draw(st.lists(st.floats(0.2, 2), min_size=count, max_size=count)))
     forward, inputs, weights = (draw(st.floats(0.2, 2)) for _ in range(3))
-    costs = Costs(forward, inputs, weights, comm=draw(st.floats(0, 1)), factors=factors)
+    lengths = np.outer(factors, [forward, inputs + weights, inputs, weights])
+    costs = CostTable(comm=draw(st.floats(0, 1)), lengths=lengths)
     pending = tuple(draw(st.lists(st.floats(0.1, 3), min_size=count, max_size=count)))
     task = SchedulingTask(
         placement, draw(st.integers(1, 10)), costs, sizes, 1.0, draw(st.sampled_from([sizes, pending]))

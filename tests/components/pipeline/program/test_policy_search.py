@@ -1,14 +1,16 @@
 """The search for policies."""
 
+import numpy as np
+
 from drawloom.components.pipeline.program.builders import assign_stages_in_vee
+from drawloom.components.pipeline.program.cost_table import CostTable
 from drawloom.components.pipeline.program.list_scheduling import SchedulingTask, compute_makespan
 from drawloom.components.pipeline.program.policy_search import STARTS, halve_task_size, search_best_policy
-from drawloom.components.pipeline.program.timing import Costs
 
 
 def task(ranks: int, microbatches: int) -> SchedulingTask:
     """Return a task with a costly last stage and the memory of 1F1B."""
-    costs = Costs(comm=0.25, factors=(*[1.0] * (2 * ranks - 1), 1.6))
+    costs = CostTable(comm=0.25, lengths=np.outer([*[1.0] * (2 * ranks - 1), 1.6], [1.0, 2.0, 1.0, 1.0]))
     return SchedulingTask(assign_stages_in_vee(ranks), microbatches, costs, (1.0,) * (2 * ranks), 2.0 * ranks)
 
 
@@ -24,7 +26,7 @@ def test_a_halved_task_has_the_ends_of_the_whole() -> None:
     """Half of the ranks, microbatches and memory are left, the first and the last stage with their costs."""
     half = halve_task_size(task(16, 64))
     assert (half.stage_to_rank, half.microbatches, half.limit) == (assign_stages_in_vee(8), 32, 16.0)
-    assert half.costs.factors == (*[1.0] * 15, 1.6)
+    assert isinstance(half.costs, CostTable) and half.costs.lengths[:, 0].tolist() == [*[1.0] * 15, 1.6]
 
 
 def test_large_tasks_take_a_bounded_number_of_trials() -> None:
