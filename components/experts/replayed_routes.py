@@ -42,7 +42,7 @@ from drawloom.ports import (
 )
 
 SAMPLERS = ("rollouts.stages", "rollouts.server", "rollouts.turns")
-"""Samplers with known routes; conversations have those of their turns' sampler."""
+"""Samplers with known routes; conversations have their turns' routes."""
 
 
 class ReplayingRouter:

@@ -29,7 +29,7 @@ class OverlappedProducts(StageFeature):
     order: ClassVar[WrappingOrder] = WrappingOrder.PRODUCTS
     excludes: ClassVar[Mapping[str, str]] = {
         "stages.compiled": "torch.compile does not trace products beside exchanges",
-        "kernels.batch_invariant": "its products do not depend on the number of tokens, and those of parts do",
+        "kernels.batch_invariant": "its products have the same bits for any number of tokens, and products by rank have not",
     }
     keeps_layer_shapes: ClassVar[bool] = True
 
@@ -45,7 +45,7 @@ class OverlappedProducts(StageFeature):
             yield f"attention and feed-forward networks exchange tokens of {ranks} ranks while they multiply"
 
     def convert(self, module: nn.Module, precision: Precision, splits: MutableMapping[str, RankSlice]) -> None:
-        """Give attention and feed-forward networks products beside exchanges; those of other classes stay."""
+        """Give attention and feed-forward networks products beside exchanges; other classes stay."""
         parts: Iterator[Any] = module.modules()
         for part in parts:
             if type(part) in CLASSES:

@@ -419,7 +419,7 @@ def _copy_tree_into(targets: Any, values: Any) -> None:
 
 
 def _copy_leaves_into(targets: Sequence[Any], values: Sequence[Any]) -> None:
-    """Copy the tensors of a tree's leaves into those of a tree with the same structure."""
+    """Copy a tree's tensors into another tree with the same structure."""
     pairs = zip(targets, values, strict=True)
     tensors: Sequence[tuple[Tensor, Tensor]] = [pair for pair in pairs if isinstance(pair[0], Tensor)]
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Suggestions for names that no component has."""
+"""Suggestions for unknown names of components."""
 
 import importlib.util
 import sys
@@ -8,7 +8,7 @@ from drawloom.graph.problems import did_you_mean, find_nearest
 from drawloom.graph.registry.spec import NAME
 
 MAX_OFFERED = 6
-"""Names in a hint about a word that several names begin with."""
+"""Names in a hint about a word with which several names begin."""
 
 
 def describe_siblings(use: str, names: list[str]) -> str:

@@ -39,7 +39,7 @@ def find_raising_node(error: BaseException, objects: Mapping[str, Any], otherwis
     names = {id(item): name for name, item in objects.items()}
     innermost, trace = otherwise, error.__traceback__
     while trace is not None:
-        # By identity: a local variable may be any object, even one that compares equal to all others.
+        # By identity: a local variable may be any object, even one equal to all others.
         innermost = names.get(id(trace.tb_frame.f_locals.get("self")), innermost)
         trace = trace.tb_next
     return innermost

@@ -13,10 +13,10 @@ from drawloom.graph.toml.emit import dump_toml
 from drawloom.graph.toml.positions import PART, SourceMap
 
 MARK = "\x00mark"
-"""A key that no recipe uses. Appended to a text, it shows which table the next line would belong to."""
+"""A key without a use in any recipe. Appended to a text, it shows which table the next line would belong to."""
 
 MAX_TRIES = 20
-"""Quotes that are tried as the start of an unterminated string. Every try parses the text, so more would be slow."""
+"""Quotes tried as the start of an unterminated string. Every try parses the text, so more would be slow."""
 
 MAX_LINE_LENGTH = 1000
 """Characters of a line; longer lines get no hint about their value."""

@@ -10,11 +10,11 @@ from drawloom.graph.types.port_match import find_mismatches, implements_any, joi
 from drawloom.graph.wiring.node import Node, format_path
 
 MAX_CANDIDATES_SHOWN = 6
-"""Candidates for an edge that a message lists."""
+"""Candidates for an edge in a message."""
 
 
 def report_missing_target(node: Node, name: str, path: KeyPath, many: bool, recipe: MergedRecipe) -> None:
-    """Report an edge to a node or a group that the recipe does not have."""
+    """Report an edge to an unknown node or group."""
     group = name.removesuffix(".*")
     if group in recipe.groups:
         hint = (

@@ -77,7 +77,7 @@ class _EndPasses:
     head: int
 
     def surround_forward(self, layers: Sequence[Action]) -> Iterator[Action]:
-        """Yield forward passes of the embedding before those of layers, and both passes of the head after them."""
+        """Yield the embedding's forward passes before the layers', and both passes of the head after them."""
         own, last = self.shares[self.rank], len(self.shares) - 1
         for number in own:
             yield Action(0, "F", number)
@@ -99,7 +99,7 @@ class _EndPasses:
                 yield Action(self.head, "SEND_B", number, last)
 
     def surround_backward(self, layers: Sequence[Action]) -> Iterator[Action]:
-        """Yield backward passes of layers, and those of the embedding after them."""
+        """Yield the layers' backward passes, and the embedding's after them."""
         own, owners = self.shares[self.rank], dict(self._list_others())
         if self.rank == len(self.shares) - 1:
             yield from (Action(self.head - 1, "RECV_B", number, owners[number]) for number in reversed(owners))

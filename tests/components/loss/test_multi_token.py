@@ -53,7 +53,7 @@ def test_losses_and_gradients_equal_the_formula() -> None:
     blocks = nn.ModuleList(type(reference.model.layers[1])(reference.config, 1) for _ in range(2))
     for own, block in zip(layers, blocks, strict=True):
         prefix = "model.layers.1."
-        state = persistent_tensors(own.layer)  # Qwen3's names are those of transformers
+        state = persistent_tensors(own.layer)  # Qwen3 has transformers' names
         block.load_state_dict({name.removeprefix(prefix): tensor for name, tensor in state.items()})
     tokens, targets = torch.randint(29, (2, 2, 12))
     shared = pack_documents(LENGTHS)
