@@ -75,15 +75,28 @@ class CheckpointCommand(Command):
         ports in `every`, open all nodes but corpora. The run folder is only read, and the run may continue meanwhile.
         """
         with _fetch_remote_run(self) as folder:
-            ports = (Stages, *ports)
-            step, recipe, names, weights = _read_checkpoint_recipe_and_weights(project, self, folder, ports, change)
+            while (checkpoint := _choose_checkpoint_if_any(self, folder)) is not None:
+                try:
+                    recipe = _load_recipe_for_one_process(project, checkpoint / LOCK, folder / FILES)
+                    recipe = change(recipe) if change else recipe
+                    names = [find_only_node(recipe.graph, port, str(checkpoint)) for port in (Stages, *ports)]
+                    weights = load_node_state(checkpoint, names[0])
+                    if self.average:
+                        weights |= _load_averaged_weights(recipe, checkpoint)
+                    break
+                except (UserError, OSError):
+                    if os.path.lexists(checkpoint):
+                        raise
+                    # The run has removed the checkpoint since, so that there is a newer one.
+            else:
+                raise missing_checkpoint_error(folder)
             data = recipe.graph.implementers(TokenCorpus)  # a command need not have the run's data
             others = [name for port in every for name in recipe.graph.implementers(port) if name not in data]
             unused = () if self.computes_loss else recipe.graph.implementers(FrozenModel)
             with recipe.open([*names, *others], dict.fromkeys(unused)) as nodes:
                 nodes[names[0]].load_state_dict(weights)
                 del weights
-                yield TrainedRun(nodes, step, folder)
+                yield TrainedRun(nodes, step_of_checkpoint(checkpoint), folder)
 
     @contextmanager
     def open_run_or_model_folder(self, project: Project, *ports: type) -> Iterator[tuple[Container, int | None]]:
@@ -134,39 +147,6 @@ def _fetch_remote_run(choice: CheckpointCommand) -> Iterator[Path]:
         yield run
 
 
-class _LoadedRun(NamedTuple):
-    """A checkpoint's step and recipe, the names of the requested ports' nodes, and the state of the first one."""
-
-    step: int
-    recipe: Recipe
-    node_names: list[str]
-    state: dict[str, Any]
-
-
-def _read_checkpoint_recipe_and_weights(
-    project: Project,
-    choice: CheckpointCommand,
-    folder: Path,
-    ports: Sequence[type],
-    change: Callable[[Recipe], Recipe] | None = None,
-) -> _LoadedRun:
-    """Load the chosen checkpoint's recipe, and the state of the first port's node."""
-    while (checkpoint := _choose_checkpoint_if_any(choice, folder)) is not None:
-        try:
-            recipe = _load_recipe_for_one_process(project, checkpoint / LOCK, folder / FILES)
-            recipe = change(recipe) if change else recipe
-            names = [find_only_node(recipe.graph, port, str(checkpoint)) for port in ports]
-            weights = load_node_state(checkpoint, names[0])
-            if choice.average:
-                weights |= _load_averaged_weights(recipe, checkpoint)
-            return _LoadedRun(step_of_checkpoint(checkpoint), recipe, names, weights)
-        except (UserError, OSError):
-            if os.path.lexists(checkpoint):
-                raise
-            # The run has removed the checkpoint since, so that there is a newer one.
-    raise missing_checkpoint_error(folder)
-
-
 def missing_checkpoint_error(folder: Path) -> UserError:
     """Return the error for a folder without a finished checkpoint; it suggests a likely run folder."""
     fault = "holds no finished checkpoint" if folder.is_dir() else "is not a folder"
@@ -214,16 +194,17 @@ def _load_recipe_for_one_process(project: Project, lock: Path, files: Path) -> R
     """Return a run's recipe for a single process, with paths to the file copies in the run folder."""
     data: dict[str, Any] = tomli.loads(_read_text(lock))
     for name, node in data.items():
-        if isinstance(node, dict) and node.get("use") in ("stages.materialized", "stages.frozen"):
+        use = node.get("use") if isinstance(node, dict) else None
+        if use in ("stages.materialized", "stages.frozen"):
             _remove_initial_weight_settings(data, node)
-        if isinstance(node, dict) and node.get("use") in ("loss.reward", "loss.classification"):
+        if use in ("loss.reward", "loss.classification"):
             node.pop("head", None)  # the checkpoint has the head
-        if isinstance(node, dict) and node.get("use") == "distributed.mesh":
+        if use == "distributed.mesh":
             data[name] = {
                 "use": "distributed.mesh",
                 "processes": node["processes"],
             }  # a single process holds the whole model
-        if isinstance(node, dict) and str(node.get("use")).startswith("pipeline.schedules."):
+        if str(use).startswith("pipeline.schedules."):
             data[name] = {"use": "pipeline.schedules.one_f_one_b"}  # others may need more than one rank
     for copies in files.glob("*/*"):
         _point_path_to_copy(data, copies)

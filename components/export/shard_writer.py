@@ -169,7 +169,7 @@ def make_share_on_all_ranks(
 
 def gather_tensors_on_first_rank(collect: Callable[[], Mapping[str, Tensor]], group: Group) -> dict[str, Tensor]:
     """
-    Gather every rank's `collect()`, tensors of any shape by name, on the first rank; other ranks get none.
+    Gather every rank's `collect()`, named tensors with any shape, on the first rank; other ranks get none.
 
     A collective. The tensors have any dtype, and arrive on the CPU; other ranks have one at a time in memory. Raises
     the error of a rank on all ranks.

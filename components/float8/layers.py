@@ -91,9 +91,10 @@ class Float8Experts(Float8Module, Experts):
 class Float8Attention(Float8Module, Attention):
     """Attention that multiplies by the weights of queries, keys and values in one operation."""
 
-    def project_qkv(self, hidden: Tensor) -> tuple[Tensor, ...]:
+    def project_qkv(self, hidden: Tensor, shape: Sequence[int]) -> tuple[Tensor, ...]:
         if not (layers := self.list_joint_layers()):
-            return super().project_qkv(hidden)
+            return super().project_qkv(hidden, shape)
+        hidden = self.ranks.gather_tokens(hidden, shape)
         weights = [layer.weight for layer in layers]
         with accept_rounded_inputs():
             q, k, *v = linears_float8(self.float8, hidden.to(weights[0].dtype), weights)

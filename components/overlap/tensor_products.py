@@ -64,13 +64,14 @@ class OverlappedAttention(Attention):
 
     shifts: Shifts
 
-    def project_own_tokens(self, hidden: Tensor, shape: Sequence[int]) -> tuple[Tensor, ...]:
-        layers = self.q_proj, self.k_proj, self.v_proj
+    def project_qkv(self, hidden: Tensor, shape: Sequence[int]) -> tuple[Tensor, ...]:
+        layers = [self.q_proj, self.k_proj, *([] if self.spec.keys_as_values else [self.v_proj])]
         if not _can_overlap(self, hidden, layers):
-            return super().project_own_tokens(hidden, shape)
+            return super().project_qkv(hidden, shape)
         weights = [layer.weight for layer in layers]
-        outputs = multiply_gathered(hidden.to(weights[0].dtype), weights, self.shifts)
-        return tuple(unpad_tokens(output, shape) for output in outputs)
+        products = multiply_gathered(hidden.to(weights[0].dtype), weights, self.shifts)
+        q, k, *v = (unpad_tokens(product, shape) for product in products)
+        return q, k, *(v or (k,))
 
     def project_back(self, mixed: Tensor) -> Tensor:
         tokens = mixed.flatten(0, -2)
@@ -90,7 +91,8 @@ class OverlappedMlp(GatedMlp):
             return super().forward(hidden, context)
         weights = [self.gate_proj.weight, self.up_proj.weight]
         gate, up = multiply_gathered(hidden.to(weights[0].dtype), weights, self.shifts)
-        return multiply_and_scatter(self.activate(gate, up), self.down_proj.weight, self.shifts)
+        activation = self.kernels.swiglu if self.activation == "silu" else self.kernels.geglu
+        return multiply_and_scatter(activation(gate, up), self.down_proj.weight, self.shifts)
 
 
 CLASSES: Mapping[type, type[Attention | GatedMlp]] = {Attention: OverlappedAttention, GatedMlp: OverlappedMlp}

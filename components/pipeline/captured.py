@@ -18,6 +18,7 @@ CUDA graphs for functions: their kernels are recorded once and launched together
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property, partial
 from typing import Any, ClassVar, NamedTuple, Protocol
 from weakref import WeakKeyDictionary, proxy
@@ -105,8 +106,11 @@ class CudaRecord:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 outputs = run()
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with suppress(RuntimeError):  # which says only that there was an error
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         return CudaGraph(graph, outputs)
 
 

@@ -173,13 +173,17 @@ class ProgramExecutor:
         """Return the stages' ranks."""
         return self.schedule.stage_to_rank(self.mesh.sizes.pipeline)
 
+    @cached_property
+    def _survives_losses(self) -> bool:
+        return self.mesh.world.may_break
+
     def run_forward_and_backward(self, state: StepState) -> None:
         """Run the forward and backward passes for the state's batches, and write its losses."""
         training = self._plan_training_and_compare_ranks(state.microbatches)
         self.stages.cast_weights()
         inputs = self.prepare_inputs(state["batches"])
         runner = self._create_runner("training", training.actions, inputs, state, training.stages, training.split)
-        if self.mesh.world.may_break:
+        if self._survives_losses:
             runner.before_action = self.mesh.world.raise_if_broken
         runner.run(training.features)
         self.stages.move_gradients_to_masters()

@@ -105,8 +105,9 @@ def _describe_group_for_json(group: SeedGroup) -> dict[str, object]:
         for name, curve in group.curves_over_seeds().items()
     }
     marks = [[event.step, event.kind] for run in group.runs for event in run.log.events if event.kind in MARKED_KINDS]
+    seeds = f" ({len(group.runs)} seeds)" if len(group.runs) > 1 else ""
     return {
-        "name": replace_unprintable(group.name_with_seed_count),
+        "name": replace_unprintable(f"{group.name}{seeds}"),
         "axes": group.runs[0].metrics.thin_all_axes(),
         "curves": curves,
         "marks": marks,
@@ -116,30 +117,23 @@ def _describe_group_for_json(group: SeedGroup) -> dict[str, object]:
 def _render_seed_group_table(groups: Sequence[SeedGroup]) -> Iterator[str]:
     """Yield a table with a row per group of seeds: differing settings, and losses."""
     keys = list(groups[0].settings)
-    losses = [name for name in ("loss", "validation_loss") if find_last_common_step(groups, name) is not None]
-    ends = {name: find_last_common_step(groups, name) for name in losses}
+    losses = ("loss", "validation_loss")
+    ends = {name: step for name in losses if (step := find_last_common_step(groups, name)) is not None}
     head = [
         "recipe",
         "seeds",
-        *(f"{CURVES[name]}, step {ends[name]:,}" for name in losses),
+        *(f"{CURVES[name]}, step {step:,}" for name, step in ends.items()),
         "best validation loss",
         *keys,
     ]
     rows = []
     for group in groups:
-        spreads = [group.spread_at_step(name, step) for name, step in ends.items() if step is not None]
-        cells = [
-            "" if spread is None else str(spread)
-            for spread in [*spreads, group.spread_of_best_values("validation_loss")]
-        ]
+        spreads = [group.spread_at_step(name, step) for name, step in ends.items()]
+        cells = [str(spread or "") for spread in [*spreads, group.spread_of_best_values("validation_loss")]]
         values = [group.settings[key][:MAX_VALUE_LENGTH] for key in keys]
         rows.append([group.name, str(len(group.runs)), *cells, *values])
-    head, rows, equal = _drop_and_describe_equal_columns(head, rows)
-    colours = [number % COLOURS for number in range(len(groups))]
     yield '<section id="differences"><h2>Recipes</h2>'
-    yield from _render_table(head, rows, row_colours=colours)
-    if equal:
-        yield f'<p class="equal">{escape_xml(equal)}</p>'
+    yield from _render_differing_columns(head, rows, [number % COLOURS for number in range(len(groups))])
     if len(groups) > 1 and not keys:
         yield "<p>Some recipes can't be read, so that their differences are not known.</p>"
     elif len(groups) == 1:
@@ -270,24 +264,18 @@ def _render_checkpoints(run: RunRecord) -> Iterator[str]:
         rows.append(
             [f"{step:,}", *cells, format_decimal_byte_size(manifest.total_file_bytes), f"{manifest.world_size}"]
         )
-    head, rows, equal = _drop_and_describe_equal_columns(["step", "loss", "validation loss", "size", "ranks"], rows)
-    yield from _render_table(head, rows)
-    if equal:
-        yield f'<p class="equal">{escape_xml(equal)}</p>'
+    yield from _render_differing_columns(["step", "loss", "validation loss", "size", "ranks"], rows)
 
 
-def _drop_and_describe_equal_columns(head: list[str], rows: list[list[str]]) -> tuple[list[str], list[list[str]], str]:
-    """Leave out columns with equal cells, except the first column; return the rest and a sentence about the cells."""
-    if len(rows) < 2:
-        return head, rows, ""
-    equal = [number for number in range(1, len(head)) if len({row[number] for row in rows}) == 1]
-    columns = [number for number in range(len(head)) if number not in equal]
-    words = [f"{head[number]} {rows[0][number]}" for number in equal if rows[0][number]]
-    return (
-        [head[number] for number in columns],
-        [[row[number] for number in columns] for row in rows],
-        f"The same in each: {', '.join(words)}." if words else "",
-    )
+def _render_differing_columns(
+    head: Sequence[str], rows: Sequence[Sequence[str]], row_colours: Sequence[int] = ()
+) -> Iterator[str]:
+    """Yield a table without columns with equal cells, except the first column, and a sentence about these cells."""
+    equal = [number for number in range(1, len(head)) if len(rows) > 1 and len({row[number] for row in rows}) == 1]
+    lines = [[cell for number, cell in enumerate(row) if number not in equal] for row in (head, *rows)]
+    yield from _render_table(lines[0], lines[1:], row_colours=row_colours)
+    if words := [f"{head[number]} {rows[0][number]}" for number in equal if rows[0][number]]:
+        yield f'<p class="equal">The same in each: {escape_xml(", ".join(words))}.</p>'
 
 
 def _render_table(

@@ -104,16 +104,18 @@ def parse_recipe_settings(text: str) -> dict[str, str]:
 
 def _read_last_line(path: Path) -> StepLine | None:
     """Return a step log's last line; None if the file is missing, or its end has no readable line."""
-    if not path.exists() and not path.is_symlink():
-        return None
-    with open_untrusted_file(path) as file:
-        lines, _ = parse_step_lines(file.read(max(0, file.size - MAX_RECIPE_BYTES), min(file.size, MAX_RECIPE_BYTES)))
+    lines, _ = parse_step_lines(_read_part(path, MAX_RECIPE_BYTES, from_end=True))
     return lines[-1] if lines else None
 
 
 def _read_file_beginning(path: Path, max_bytes: int) -> str:
     """Read a file's beginning; "" if the file is missing."""
+    return _read_part(path, max_bytes).decode("utf-8", "replace")
+
+
+def _read_part(path: Path, max_bytes: int, from_end: bool = False) -> bytes:
+    """Read a file's beginning or end; nothing if the file is missing."""
     if not path.exists() and not path.is_symlink():
-        return ""
+        return b""
     with open_untrusted_file(path) as file:
-        return file.read(0, min(file.size, max_bytes)).decode("utf-8", "replace")
+        return file.read(max(0, file.size - max_bytes) if from_end else 0, min(file.size, max_bytes))

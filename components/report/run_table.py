@@ -1,5 +1,6 @@
 """The table of runs below a folder: state, progress, losses, speed, and the settings in which their recipes differ."""
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -57,26 +58,18 @@ def find_run_folders(folder: Path) -> Iterator[Path]:
 
     A folder that several links lead to is searched once, under its own name if that is below `folder`.
     """
-    paths: list[Path] = []
-    links, seen = [folder], set[Path]()
+    paths, links, seen = list[Path](), [folder], set[Path]()
     while links:
-        if (link := links.pop(0)).resolve() not in seen:
-            paths += _search_without_links(link, links, seen)
+        for name, subfolders, _ in os.walk(links.pop(0)):
+            path = Path(name)
+            is_run = any((path / file).is_file() for file in (LOCK, METRICS))
+            is_new = path.resolve() not in seen
+            seen.add(path.resolve())
+            paths += [path] if is_run and is_new else []
+            # os.walk enters the folders that are left here, but no links
+            subfolders[:] = sorted(sub for sub in subfolders if is_new and not is_run and not sub.startswith("."))
+            links += [path / sub for sub in subfolders if (path / sub).is_symlink()]
     yield from sorted(paths)
-
-
-def _search_without_links(folder: Path, links: list[Path], seen: set[Path]) -> Iterator[Path]:
-    """Yield the run folders in and below a folder; add links in it to `links`, and real paths to `seen`."""
-    seen.add(folder.resolve())
-    if any((folder / file).is_file() for file in (LOCK, METRICS)):
-        yield folder
-        return
-    for path in sorted(folder.iterdir()):
-        if path.is_dir() and not path.name.startswith("."):
-            if path.is_symlink():
-                links.append(path)
-            elif path.resolve() not in seen:
-                yield from _search_without_links(path, links, seen)
 
 
 def read_run_rows(folder: Path) -> list[RunRow]:
@@ -122,12 +115,10 @@ def sort_run_rows(rows: Sequence[RunRow], key: str, *, reverse: bool = False) ->
     keys = [*COLUMNS, *list_differing_setting_keys(rows)]
     if key not in keys:
         raise UserError(f"--sort {key}: there is no such column; write one of {', '.join(keys)}", 2)
-    known = [row for row in rows if _cell_value(row, key) is not None]
-    unknown = [row for row in rows if _cell_value(row, key) is None]
-    return [
-        *sorted(known, key=lambda row: _make_numbers_first_sort_key(_cell_value(row, key)), reverse=reverse),
-        *unknown,
-    ]
+    values = {row.run: getattr(row, key) if key in COLUMNS else row.differs.get(key) for row in rows}
+    known = [row for row in rows if values[row.run] is not None]
+    unknown = [row for row in rows if values[row.run] is None]
+    return [*sorted(known, key=lambda row: _make_numbers_first_sort_key(values[row.run]), reverse=reverse), *unknown]
 
 
 def list_differing_setting_keys(rows: Sequence[RunRow]) -> list[str]:
@@ -156,11 +147,6 @@ def _make_run_row(name: str, record: RunRecord, state: State, differs: dict[str,
         recovery_seconds=sum_recovery_seconds(metrics),
         differs=differs,
     )
-
-
-def _cell_value(row: RunRow, key: str) -> Any:
-    """Return a column's or a setting's value."""
-    return getattr(row, key) if key in COLUMNS else row.differs.get(key)
 
 
 def _make_numbers_first_sort_key(value: Any) -> tuple[bool, float, str]:

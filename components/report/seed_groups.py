@@ -46,11 +46,6 @@ class SeedGroup:
     runs: Sequence[RunRecord]
     settings: dict[str, str]
 
-    @property
-    def name_with_seed_count(self) -> str:
-        """The name, with the number of seeds if there are several."""
-        return f"{self.name} ({len(self.runs)} seeds)" if len(self.runs) > 1 else self.name
-
     def spread_at_step(self, metric: str, step: int) -> SeedSpread | None:
         """Return a metric's spread at a step, or None if a run lacks it."""
         values = [find_value_at_step(run.metrics.columns.get(metric), step) for run in self.runs]

@@ -17,35 +17,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar
 
-import attrs
-
 from drawloom import UserError, above, component, internal, setting
 from drawloom.components.storage.durable_files import remove_file_or_folder, rename_durably
 from drawloom.components.trackers.background import ServiceTracker, Task, import_tracker_package, select_finite_values
 from drawloom.components.trackers.remembered_run import read_stored_run_id, store_run_id
 from drawloom.ports import Context, Histogram, MetricValues, NodeState, RunFolder, RunInfo
-
-
-@attrs.frozen
-class AimLocation:
-    """
-    Repository location: a folder, or a server such as aim://host:port.
-
-    `shared_by` is set for a shared repository: the run folder, which stores its own run's hash.
-    """
-
-    address: str
-    shared_by: Path | None = None
-
-    @property
-    def is_remote(self) -> bool:
-        """Whether the repository is on a server."""
-        return "://" in self.address
-
-    @property
-    def folder(self) -> Path:
-        """The repository's folder; only for a repository without a server."""
-        return Path(self.address)
 
 
 def refuse_linked_repository(folder: Path) -> None:
@@ -55,20 +31,17 @@ def refuse_linked_repository(folder: Path) -> None:
         raise UserError(f"{path} is a symbolic link, which may lead anywhere; remove the link, or use another run name")
 
 
-def open_or_create_aim_repository(aim: Any, location: AimLocation) -> Any:
+def open_or_create_aim_repository(aim: Any, folder: Path, *, is_shared: bool = False) -> Any:
     """
-    Open the repository on a server or in a folder, and create `.aim` in the folder if it is missing.
+    Open the repository in a folder, and create `.aim` in the folder if it is missing.
 
     Creation takes a second and a subprocess. If it is killed, Aim can't open the partial repository, so the repository
     is created under a temporary name and renamed.
     """
-    if location.is_remote:
-        return aim.Repo.from_path(location.address)
-    folder = location.folder
     if not (folder / ".aim").exists():
         folder.mkdir(parents=True, exist_ok=True)
         # In a shared folder, a temporary repository may belong to another run that is starting.
-        for partial in folder.glob(".aim-*") if location.shared_by is None else ():
+        for partial in () if is_shared else folder.glob(".aim-*"):
             with suppress(OSError):
                 remove_file_or_folder(partial)
         temporary = Path(tempfile.mkdtemp(prefix=".aim-", dir=folder))
@@ -195,7 +168,6 @@ class AimTracker(ServiceTracker):
     timeout: float = setting("seconds to wait for Aim at the start and the end", default=10.0, check=above(0))
 
     _aim: Any = internal(None)
-    _location: AimLocation = internal(None)
     _hash: str = internal("")
     _repository: Any = internal(None)
     _run: Any = internal(None)
@@ -231,10 +203,16 @@ class AimTracker(ServiceTracker):
         folder = self.folder.folder
         if self.repository is None:
             refuse_linked_repository(folder)
-            self._location, known = AimLocation(str(folder)), find_run_hash(folder) or uuid.uuid4().hex[:24]
+            self._hash = find_run_hash(folder) or uuid.uuid4().hex[:24]
         else:  # before the first run in a shared repository, the hash is unknown
-            self._location, known = AimLocation(self.repository, folder), read_stored_run_id(folder, "aim")
-        self._hash = known
+            self._hash = read_stored_run_id(folder, "aim")
+
+    @property
+    def _repository_folder(self) -> Path | None:
+        """The folder with the repository; None for a server."""
+        if self.repository is None:
+            return self.folder.folder
+        return None if "://" in self.repository else Path(self.repository)
 
     def _run_and_wait_or_warn(self, task: Task) -> None:
         """Run a task on rank 0 and wait for it up to `timeout` seconds; warn if it takes longer."""
@@ -243,10 +221,14 @@ class AimTracker(ServiceTracker):
 
     def _open_repository(self) -> None:
         with self._mark_unusable_on_error():
-            self._repository = open_or_create_aim_repository(self._aim, self._location)
+            if (folder := self._repository_folder) is None:
+                self._repository = self._aim.Repo.from_path(self.repository)
+            else:
+                is_shared = self.repository is not None
+                self._repository = open_or_create_aim_repository(self._aim, folder, is_shared=is_shared)
 
     def _open_writer_after(self, step: int) -> None:
-        exists = self._location.is_remote or has_run_with_hash(self._location.folder, self._hash)
+        exists = (folder := self._repository_folder) is None or has_run_with_hash(folder, self._hash)
         if self._hash and exists and self._open_run_if_usable():
             delete_steps_after(self._run, step)
             self._close_writer()
@@ -289,15 +271,15 @@ class AimTracker(ServiceTracker):
 
         In a shared repository, the hash that the run folder remembers has priority, and a new run's hash is remembered.
         """
-        run_hash, shared_by = self._hash, self._location.shared_by
-        if shared_by is not None:
-            run_hash = read_stored_run_id(shared_by, "aim") or run_hash
-        if run_hash and not self._location.is_remote:
-            prepare_run_for_writing(self._location.folder, run_hash)
+        run_hash, folder, is_shared = self._hash, self._repository_folder, self.repository is not None
+        if is_shared:
+            run_hash = read_stored_run_id(self.folder.folder, "aim") or run_hash
+        if run_hash and folder is not None:
+            prepare_run_for_writing(folder, run_hash)
         options = {**METRICS_ONLY, "system_tracking_interval": self.system_metrics}
         opened = self._aim.Run(run_hash or None, repo=self._repository, experiment=self.experiment, **options)
-        if shared_by is not None and not run_hash:
-            store_run_id(shared_by, "aim", opened.hash)
+        if is_shared and not run_hash:
+            store_run_id(self.folder.folder, "aim", opened.hash)
         return opened
 
     @contextmanager

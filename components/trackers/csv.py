@@ -30,50 +30,41 @@ class CsvTracker(TrackerInBackground):
     folder: RunFolder
 
     _names: list[str] = internal(factory=list)
-    _file: AppendedFile | None = internal(None)
-
-    @property
-    def _file_or_not_open_error(self) -> AppendedFile:
-        """The open file. Raises ValueError before `open`."""
-        if self._file is None:
-            raise ValueError("metrics.csv is not open")
-        return self._file
+    _file: AppendedFile = internal(None)
 
     def _load_package_and_create_files(self) -> None:
         self._file = AppendedFile.open(self.folder.folder / "metrics.csv")
 
     def _open_writer_after(self, step: int) -> None:
-        file = self._file_or_not_open_error
-        content = file.read().rpartition(b"\n")[0]  # drop a line that a kill left incomplete: its step is done again
+        # drop a line that a kill left incomplete: its step is done again
+        content = self._file.read().rpartition(b"\n")[0]
         table = csv.reader(io.StringIO(content.decode("utf-8", "replace").replace("\0", "\ufffd"), newline=""))
         names = next(table, [])
         self._names = [STEP, *(name for name in names if name != STEP)]
         rows, damaged = _parse_undamaged_lines(table, names)
         if damaged:
-            log.warning("%s is damaged: %d of its lines can't be read, and are removed", file.path, damaged)
+            log.warning("%s is damaged: %d of its lines can't be read, and are removed", self._file.path, damaged)
         self._rewrite_file(row for row in rows if int(row[STEP]) <= step)
 
     def _write_values(self, step: int, numbers: Mapping[str, float]) -> None:
         if not self._names:
             self._open_writer_after(step - 1)
         if new := [name for name in numbers if name not in self._names]:
-            rows = list(csv.DictReader(io.StringIO(self._file_or_not_open_error.read().decode(), newline="")))
+            rows = list(csv.DictReader(io.StringIO(self._file.read().decode(), newline="")))
             self._names += new
             self._rewrite_file(rows)
         values = [str(step), *(repr(numbers[name]) if name in numbers else "" for name in self._names[1:])]
         line = _format_csv_lines([values])
         while line:  # a disk that is nearly full accepts only a part
-            line = line[self._file_or_not_open_error.append_what_fits(line) :]
+            line = line[self._file.append_what_fits(line) :]
 
     def _rewrite_file(self, rows: Iterable[Mapping[str, str]]) -> None:
         """Replace the file's content by these rows."""
         table = [self._names, *([row.get(name) or "" for name in self._names] for row in rows)]
-        self._file_or_not_open_error.replace(_format_csv_lines(table))
+        self._file.replace(_format_csv_lines(table))
 
     def _close_writer(self) -> None:
-        file, self._file = self._file, None
-        if file is not None:
-            file.close()
+        self._file.close()
 
 
 def _parse_undamaged_lines(table: Iterable[list[str]], names: Sequence[str]) -> tuple[list[dict[str, str]], int]:

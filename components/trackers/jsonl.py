@@ -60,11 +60,11 @@ class JsonlTracker:
         """Truncate the file to the lines up to this step, without a line that a crash left incomplete."""
         if self._log is not None:
             known = {
-                number: values for node in self.checkpoints.values() for number, values in node.recorded_step_values()
+                number: _make_json_row(number, values)
+                for node in self.checkpoints.values()
+                for number, values in node.recorded_step_values()
             }
-            last = self._log.rewind_and_get_last_step(
-                step, {number: _make_json_row(number, values) for number, values in known.items()}
-            )
+            last = self._log.rewind_and_get_last_step(step, known)
             if last < step:
                 log.warning("%s lacks the rows of steps %d to %d, which were lost", self._path, last + 1, step)
 

@@ -6,7 +6,6 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Literal
 
-import attrs
 import numpy as np
 from rich.console import Console
 from rich.text import Text
@@ -84,41 +83,27 @@ def audit_recorded_rows(project: Project, run: Path) -> "FaultsResult":
     return FaultsResult(str(run), damage + faults, summary)
 
 
-@attrs.frozen
-class _DigestCache:
-    """Cache for row digests, by row and length: a length curriculum changes a row's digest."""
-
-    rows: PackedDataset
-    loader: Loader
-    digests: dict[tuple[int, int | None], str] = attrs.field(factory=dict)
-
-    def compute_row_digest(self, row: int, step: int) -> str:
-        """Return a row's digest at a step."""
-        key = (row, self.loader.max_document_length_at(step))
-        if key not in self.digests:
-            [self.digests[key]] = compute_row_digests(
-                self.loader.split_long_documents_for_step(self.rows.batch("train", [row]), step)
-            )
-        return self.digests[key]
-
-    def find_row_name(self, digest: str) -> str:
-        """Return the name of the row with a digest, if the digest was computed for an earlier comparison."""
-        return next((f"row {row}" for (row, _), known in self.digests.items() if known == digest), "an unknown row")
-
-
 def _compare_rows(recorded: dict[int, list[str]], rows: PackedDataset, loader: Loader) -> tuple[list[str], str]:
     """Compare recorded digests with the loader's rows, and return the faults and a summary."""
-    expected, seen, faults = _DigestCache(rows, loader), Counter[int](), []
+    known: dict[tuple[int, int | None], str] = {}  # by row and length: a length curriculum changes a row's digest
+    names: dict[str, str] = {}  # of rows, by their digests
+    seen, faults = Counter[int](), list[str]()
     for step in range(loader.last_changed_step + 1, max(recorded) + 1):
         indices = loader.list_rows_on_all_ranks(step)
         seen.update(indices)
-        digests = Counter(expected.compute_row_digest(row, step) for row in indices)
+        keys = [(row, loader.max_document_length_at(step)) for row in indices]
+        for key in keys:
+            if key not in known:
+                batch = loader.split_long_documents_for_step(rows.batch("train", [key[0]]), step)
+                [known[key]] = compute_row_digests(batch)
+                names.setdefault(known[key], f"row {key[0]}")
+        digests = Counter(known[key] for key in keys)
         if step not in recorded:
             faults.append(f"step {step} is not recorded")
             continue
         actual = Counter(recorded[step])
-        faults += [f"step {step}: {expected.find_row_name(digest)} is missing" for digest in digests - actual]
-        faults += [f"step {step}: {expected.find_row_name(digest)} is there too often" for digest in actual - digests]
+        for verdict, others in (("is missing", digests - actual), ("is there too often", actual - digests)):
+            faults += [f"step {step}: {names.get(digest, 'an unknown row')} {verdict}" for digest in others]
     more = [f"and {len(faults) - MAX_FAULTS} more"] if len(faults) > MAX_FAULTS else []
     verdict = "differs from what it should be" if faults else "is what it should be"
     counts = "; ".join(_describe_repetitions(source, seen) for source in list_row_sources(rows))
@@ -234,6 +219,7 @@ class RowData:
     targets: Sequence[int] = output("target ids; -100 is not a target")
     weights: Sequence[float] = output("weights of the targets")
     document_ids: Sequence[int] = output("index of the document in the row, by token")
+    positions: Sequence[int] = output("position of the token in its document")
     sources: Sequence[str] = output("sources of the documents, if the data has them")
 
 
@@ -255,13 +241,12 @@ def _hash_document(documents: TokenDocuments, number: int) -> bytes:
 
 def summarize_splits(rows: PackedDataset, copies: int | None) -> list[SplitData]:
     """Return the statistics of all splits; `copies` counts the validation documents in the training split."""
-    lengths = {split: _document_lengths(rows, split) for split in SPLITS}
     return [
         SplitData(
             split,
             rows.count_rows(split),
             rows.fill_rate(split),
-            None if (known := lengths[split]) is None else len(known),
+            None if (known := _document_lengths(rows, split)) is None else len(known),
             None if known is None else int(known.sum(dtype=np.int64)),
             copies if split == "validation" else None,
         )
@@ -272,11 +257,15 @@ def summarize_splits(rows: PackedDataset, copies: int | None) -> list[SplitData]
 def read_row(rows: PackedDataset, split: Split, row: int) -> RowData:
     """Return a row as data."""
     batch = require_token_batch(rows.batch(split, [row]), "data show")
-    tensors = (batch.tokens, batch.targets, batch.weights, batch.document_ids)
-    tokens, targets, weights, ids = (tensor[0].tolist() for tensor in tensors)
-    sources = list(rows.describe_row_origins(split, row)) if isinstance(rows, TracedRows) else []
     return RowData(
-        split=split, row=row, tokens=tokens, targets=targets, weights=weights, document_ids=ids, sources=sources
+        split=split,
+        row=row,
+        tokens=batch.tokens[0].tolist(),
+        targets=batch.targets[0].tolist(),
+        weights=batch.weights[0].tolist(),
+        document_ids=batch.document_ids[0].tolist(),
+        positions=batch.positions[0].tolist(),
+        sources=list(rows.describe_row_origins(split, row)) if isinstance(rows, TracedRows) else [],
     )
 
 
@@ -308,7 +297,7 @@ def _format_source_lines(rows: Any, split: Split) -> Iterator[str]:
         yield line
 
 
-def print_row(rows: PackedDataset, split: Split, row: int, tokenizer: Tokenizer | None) -> None:
+def print_row(data: RowData, tokenizer: Tokenizer | None) -> None:
     """
     Print a row: a line per document with its source, followed by its tokens.
 
@@ -316,19 +305,16 @@ def print_row(rows: PackedDataset, split: Split, row: int, tokenizer: Tokenizer 
     tokens, and ⟦ ⟧ enclose tokens with target weight. Without a tokenizer, tokens are numbers. Padding has one line.
     """
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
-    batch = require_token_batch(rows.batch(split, [row]), "data show")
-    tokens, targets, weights, ids = (
-        tensor[0].numpy() for tensor in (batch.tokens, batch.targets, batch.weights, batch.document_ids)
-    )
+    tokens, weights, ids = (np.array(values) for values in (data.tokens, data.weights, data.document_ids))
+    targets, sources = sum(target != IGNORE_INDEX for target in data.targets), data.sources
     # the batch stores a target's weight at the token before the target
     own = np.concatenate([[0.0], weights[:-1]])
-    console.print(f"{split} row {row}: {len(tokens)} tokens, {int((targets != IGNORE_INDEX).sum())} targets")
-    sources = rows.describe_row_origins(split, row) if isinstance(rows, TracedRows) else []
+    console.print(f"{data.split} row {data.row}: {len(tokens)} tokens, {targets} targets")
     for number in range(int(ids.max()) + 1):
         indices = np.flatnonzero(ids == number)
         is_padding = bool(sources) and number >= len(sources)
         source = "padding" if is_padding else sources[number] if sources else f"document {number}"
-        first, last = batch.positions[0][indices[0]], batch.positions[0][indices[-1]]
+        first, last = data.positions[indices[0]], data.positions[indices[-1]]
         console.print(
             f"[{indices[0]}:{indices[-1] + 1}] {escape_control_characters(source)}, positions {first} to {last}, "
             f"weights add up to {weights[indices].sum():g}",
@@ -415,11 +401,12 @@ class DataCommand(OverlayCommand):
             rows = objects[name]
             tokenizer = objects[tokenizers[0]] if tokenizers else None
             count = rows.count_rows(self.split)
+            shown = []
             for row in self.row:
                 if row >= count:
                     known = f"rows 0 to {count - 1}" if count else "no rows"
                     raise UserError(f"--row {row}: {self.split} has {known}", 2)
-                print_row(rows, self.split, row, tokenizer)
-            shown = [read_row(rows, self.split, row) for row in self.row]
+                shown.append(read_row(rows, self.split, row))
+                print_row(shown[-1], tokenizer)
             copies = None if shown else count_validation_documents_in_training(rows)
             return RowsResult("" if shown else format_statistics(rows, copies), summarize_splits(rows, copies), shown)

@@ -122,8 +122,7 @@ class EvaluateCommand(CheckpointCommand):
             count = rows.count_rows("validation")
             if not count:
                 raise UserError(f"{self.run_folder}: the validation split has no prompts to complete", 2)
-            starts = range(0, count, size)
-            batches = (rows.batch("validation", range(start, min(start + size, count))) for start in starts)
+            batches = (rows.batch("validation", indices) for indices in _split_into_ranges(count, size))
             means = run.nodes.get(RewardEvaluation).sample_and_average_rewards(batches)
         return EvaluateRewardsResult(self.run_folder, run.step, **attrs.asdict(means))
 
@@ -223,9 +222,11 @@ def _describe_long_documents(rows: Windows, run: Container, split: Split) -> str
 
 def _load_microbatch_lists(rows: PackedDataset, split: Split, size: int) -> Iterator[list[TokenBatch]]:
     """Yield a split's rows as lists of at most MAX_LOADED microbatches with `size` rows."""
-    starts = range(0, rows.count_rows(split), size)
-    indices = [range(start, min(start + size, rows.count_rows(split))) for start in starts]
-    for first in range(0, len(indices), MAX_LOADED):
-        yield [
-            require_token_batch(rows.batch(split, batch), "evaluate") for batch in indices[first : first + MAX_LOADED]
-        ]
+    for loaded in _split_into_ranges(rows.count_rows(split), size * MAX_LOADED):
+        ranges = (loaded[batch.start : batch.stop] for batch in _split_into_ranges(len(loaded), size))
+        yield [require_token_batch(rows.batch(split, indices), "evaluate") for indices in ranges]
+
+
+def _split_into_ranges(count: int, size: int) -> Iterator[range]:
+    """Yield the indices below `count`, at most `size` at a time."""
+    return (range(start, min(start + size, count)) for start in range(0, count, size))

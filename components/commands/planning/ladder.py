@@ -157,6 +157,7 @@ def compute_central_t_probability(t: float, degrees_of_freedom: int) -> float:
 
 
 MEASURE = "coordinates_of_ladder"
+OPTIMIZER_SETTINGS = {"lr", "groups", "betas"}
 RMS = "activation_rms/"
 LAST_LAYER = "last layer"
 FLAT = 0.15
@@ -212,9 +213,11 @@ class LadderResult(Result):
         if self.rungs[0].losses:
             rates = list(self.rungs[0].losses)
             rows = [["lr", *sizes]]
-            rows += [
-                [rate, *(_format_loss_starring_smallest(rung.losses, rate) for rung in self.rungs)] for rate in rates
-            ]
+            smallest = [min(rung.losses.values()) for rung in self.rungs]
+            for rate in rates:
+                losses = [rung.losses[rate] for rung in self.rungs]
+                pairs = zip(losses, smallest, strict=True)
+                rows.append([rate, *(f"{loss:.4f}{'*' if loss == least else ' '}" for loss, least in pairs)])
             yield f"\nloss by learning rate, * is the lowest of its {self.dimension}"
             yield format_table(rows, left=())
         yield "\nloss by compute"
@@ -248,11 +251,6 @@ class LadderResult(Result):
     @property
     def _title(self) -> str:
         return f"rms of outputs after {self.steps} steps ({self.parametrization})"
-
-
-def _format_loss_starring_smallest(losses: Mapping[str, float], rate: str) -> str:
-    """Return a learning rate's loss as text, with * if it is the smallest."""
-    return f"{losses[rate]:.4f}{'*' if losses[rate] == min(losses.values()) else ' '}"
 
 
 @command
@@ -289,81 +287,65 @@ class LadderCommand(RecipeCommand):
             scaled.check()
             head = f"{multiple} times the {self.dimension} of {self.recipe}, {self.parametrization}."
             text = format_overlay(values, head)
-            rungs.append(_train_and_measure_rung(scaled, multiple, self.steps, self.lr, self.dimension, text))
+            rungs.append(self._train_and_measure_rung(scaled, multiple, text))
         if self.to is not None:
-            _write_overlays(self.to, rungs)
+            self.to.mkdir(parents=True, exist_ok=True)
+            for rung in rungs:
+                write_file(self.to / f"x{rung.multiple}.toml", rung.overlay.encode())
+        logs = [math.log(rung.multiple) for rung in rungs]
         slopes = {
-            layer: _fit_log_log_slope([(rung.multiple, rung.rms[layer]) for rung in rungs]) for layer in rungs[0].rms
+            layer: statistics.linear_regression(logs, [math.log(rung.rms[layer]) for rung in rungs]).slope
+            for layer in rungs[0].rms
         }
         flat = all(abs(slope) <= FLAT for slope in slopes.values())
         fit = fit_power_law([(rung.flops, rung.loss) for rung in rungs])
         return LadderResult(self.parametrization, self.dimension, self.steps, rungs, slopes=slopes, flat=flat, fit=fit)
 
+    def _train_and_measure_rung(self, recipe: Recipe, multiple: int, overlay: str) -> LadderRung:
+        """Train a size at the recipe's learning rate, and at the rates in --lr."""
+        columns, flops = self._train_and_read_metrics(recipe)
+        rms = {name.removeprefix(RMS): column.values[-1] for name, column in columns.items() if RMS in name}
+        if self.dimension == "depth":  # sizes have no other layer in common
+            rms = {LAST_LAYER: rms[max(rms, key=int)]}
+        losses = {}
+        for rate in self.lr:
+            names = [name for name, node in recipe.graph.nodes.items() if node.settings.keys() >= OPTIMIZER_SETTINGS]
+            if len(names) != 1:
+                raise UserError(f"--lr: the recipe has {len(names)} optimizers like optim.adamw; write one", 2)
+            trained, _ = self._train_and_read_metrics(recipe, {names[0]: {"lr": rate}})
+            losses[rate] = _average_loss_of_last_quarter(trained)
+        best = min(losses, key=lambda rate: losses[rate]) if losses else None
+        loss = _average_loss_of_last_quarter(columns) if best is None else losses[best]
+        return LadderRung(
+            multiple=multiple,
+            rms=rms,
+            loss=loss,
+            flops=flops,
+            losses={f"{rate:g}": value for rate, value in losses.items()},
+            best_lr=best,
+            overlay=overlay,
+        )
 
-def _train_and_measure_rung(
-    recipe: Recipe, multiple: int, steps: int, rates: Sequence[float], dimension: Dimension, overlay: str
-) -> LadderRung:
-    """Train a size at the recipe's learning rate, and at `rates`."""
-    columns, flops = _train_and_read_metrics(recipe, steps)
-    rms = {name.removeprefix(RMS): column.values[-1] for name, column in columns.items() if RMS in name}
-    if dimension == "depth":  # sizes have no other layer in common
-        rms = {LAST_LAYER: rms[max(rms, key=int)]}
-    losses = {rate: _train_and_average_last_quarter(recipe, steps, rate) for rate in rates}
-    best = min(losses, key=lambda rate: losses[rate]) if losses else None
-    loss = _average_loss_of_last_quarter(columns) if best is None else losses[best]
-    return LadderRung(
-        multiple=multiple,
-        rms=rms,
-        loss=loss,
-        flops=flops,
-        losses={f"{rate:g}": value for rate, value in losses.items()},
-        best_lr=best,
-        overlay=overlay,
-    )
-
-
-def _train_and_read_metrics(
-    recipe: Recipe, steps: int, values: Values | None = None
-) -> tuple[dict[str, Column], float]:
-    """Train for some steps in this process, and return the metrics and the operations."""
-    root = recipe.project.root
-    with tempfile.TemporaryDirectory(prefix="ladder-") as folder:
-        own: dict[str, Any] = {
-            root: {"steps": steps, "on_finish": [], "listeners": []},
-            "run": {"folder": str(Path(folder) / "run")},
-            "metrics": {MEASURE: {"use": "metrics.activation_rms"}},
-        }
-        changed = recipe.with_values({**own, **(values or {})}, "ladder")
-        [model] = changed.graph.implementers(CountsFlops)
-        with changed.open() as run:
-            tokens = sum(step.tokens for step in run.steps())
-            forward = run[model].forward_flops()
-        # Products with parameters only, as in Kaplan et al. 2020, "Scaling laws", section 2.1.
-        flops = forward.count_training_flops(tokens, dict.fromkeys(forward.per_pair, 0.0))
-        return read_metrics(Path(folder) / "run").columns, flops
-
-
-def _train_and_average_last_quarter(recipe: Recipe, steps: int, rate: float) -> float:
-    """Train with a learning rate, and return the mean loss over the last quarter."""
-    names = [name for name, node in recipe.graph.nodes.items() if {"lr", "groups", "betas"} <= node.settings.keys()]
-    if len(names) != 1:
-        raise UserError(f"--lr: the recipe has {len(names)} optimizers like optim.adamw; write one", 2)
-    return _average_loss_of_last_quarter(_train_and_read_metrics(recipe, steps, {names[0]: {"lr": rate}})[0])
+    def _train_and_read_metrics(self, recipe: Recipe, values: Values | None = None) -> tuple[dict[str, Column], float]:
+        """Train for some steps in this process, and return the metrics and the operations."""
+        root = recipe.project.root
+        with tempfile.TemporaryDirectory(prefix="ladder-") as folder:
+            own: dict[str, Any] = {
+                root: {"steps": self.steps, "on_finish": [], "listeners": []},
+                "run": {"folder": str(Path(folder) / "run")},
+                "metrics": {MEASURE: {"use": "metrics.activation_rms"}},
+            }
+            changed = recipe.with_values({**own, **(values or {})}, "ladder")
+            [model] = changed.graph.implementers(CountsFlops)
+            with changed.open() as run:
+                tokens = sum(step.tokens for step in run.steps())
+                forward = run[model].forward_flops()
+            # Products with parameters only, as in Kaplan et al. 2020, "Scaling laws", section 2.1.
+            flops = forward.count_training_flops(tokens, dict.fromkeys(forward.per_pair, 0.0))
+            return read_metrics(Path(folder) / "run").columns, flops
 
 
 def _average_loss_of_last_quarter(columns: Mapping[str, Column]) -> float:
     """Return the mean loss over the last quarter."""
     losses = columns["loss"].values
     return statistics.fmean(losses[-max(1, len(losses) // 4) :])
-
-
-def _fit_log_log_slope(points: Sequence[tuple[int, float]]) -> float:
-    """Fit a least-squares line through the logarithms, and return its slope."""
-    return statistics.linear_regression([math.log(x) for x, _ in points], [math.log(y) for _, y in points]).slope
-
-
-def _write_overlays(folder: Path, rungs: Sequence[LadderRung]) -> None:
-    """Write the overlay for every size, x<multiple>.toml."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for rung in rungs:
-        write_file(folder / f"x{rung.multiple}.toml", rung.overlay.encode())

@@ -184,7 +184,10 @@ class PlanCommand(OverlayCommand):
     )
 
     def run(self, project: Project) -> PlanResult | SearchResult | CalibrationResult:
-        calibration = _calibrate_device() if self.calibrate else None
+        calibration = None
+        if self.calibrate:
+            path = measure_and_save_calibration(choose_local_device())
+            calibration = CalibrationResult(path, path.read_text("utf-8"))
         if not self.recipe:
             if calibration:
                 return calibration
@@ -233,12 +236,6 @@ class PlanCommand(OverlayCommand):
             table += f"\nthe first one is an overlay in {overlay}"
         plans = [SearchedPlan(**make_plan_fields(choice.plan), toml=choice.toml_lines) for choice in choices]
         return SearchResult(table, plans, overlay)
-
-
-def _calibrate_device() -> CalibrationResult:
-    """Measure this machine's device, and return the calibration."""
-    path = measure_and_save_calibration(choose_local_device())
-    return CalibrationResult(path, path.read_text("utf-8"))
 
 
 def make_plan_fields(plan: Plan) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -111,25 +111,24 @@ def format_float8_overlay(
     effects: Float8Effects, precision: str, feature: str, recipe: str, steps: int, tolerance: float
 ) -> str:
     """Return an overlay for the nodes of precision and float8, with the evidence as comments."""
-    evidence = _yield_evidence(effects, recipe, steps, tolerance)
-    tables = [f"[{precision}]", 'compute = "bfloat16"', "", f"[{feature}]", 'use = "float8.training"']
-    excluded = [f'    "{name}",' for name in effects.find_layers_above_median_error(tolerance)]
-    return "\n".join([*evidence, "", *tables, *(["exclude = [", *excluded, "]"] if excluded else []), ""])
-
-
-def _yield_evidence(effects: Float8Effects, recipe: str, steps: int, tolerance: float) -> Iterator[str]:
-    """Yield the evidence as comments."""
     together, excluded = effects.together, effects.find_layers_above_median_error(tolerance)
-    yield f"# Float8 in the linear layers of {recipe}, measured after {steps} steps on one step's rows."
-    yield f"# All layers: error of the gradient {together.error:.2%}, loss {effects.loss:.4f} {together.loss:+.5f},"
-    yield f"# forward and backward {together.seconds:.3g} s instead of {effects.seconds:.3g} s."
     count = f"{len(excluded)} of {len(effects.alone)} layers"
-    yield f"# Excluded: {count}, those with more than {tolerance:g} times the median error."
-    yield "#"
-    yield "# error of the gradient, and change of the loss and of the time, with float8 in one layer alone, largest"
-    yield "# error first; layers with one input, and whole feed-forward networks, save more time together:"
+    lines = [
+        f"# Float8 in the linear layers of {recipe}, measured after {steps} steps on one step's rows.",
+        f"# All layers: error of the gradient {together.error:.2%}, loss {effects.loss:.4f} {together.loss:+.5f},",
+        f"# forward and backward {together.seconds:.3g} s instead of {effects.seconds:.3g} s.",
+        f"# Excluded: {count}, those with more than {tolerance:g} times the median error.",
+        "#",
+        "# error of the gradient, and change of the loss and of the time, with float8 in one layer alone, largest",
+        "# error first; layers with one input, and whole feed-forward networks, save more time together:",
+    ]
     for name, effect in sorted(effects.alone.items(), key=lambda item: -item[1].error):
-        yield f"# {effect.error:8.3%} {effect.loss:+.6f} {1e3 * (effect.seconds - effects.seconds):+8.3f} ms {name}"
+        change = 1e3 * (effect.seconds - effects.seconds)
+        lines.append(f"# {effect.error:8.3%} {effect.loss:+.6f} {change:+8.3f} ms {name}")
+    lines += ["", f"[{precision}]", 'compute = "bfloat16"', "", f"[{feature}]", 'use = "float8.training"']
+    if excluded:
+        lines += ["exclude = [", *(f'    "{name}",' for name in excluded), "]"]
+    return "\n".join([*lines, ""])
 
 
 def _train_and_measure_float8_effects(recipe: Recipe, steps: int) -> Float8Effects:

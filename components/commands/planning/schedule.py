@@ -190,11 +190,6 @@ class ScheduleSimulator:
         )
 
 
-def offloads_activations(graph: Graph) -> bool:
-    """Return whether stages offload activations to host memory."""
-    return any(node.spec.use == "pipeline.offloaded" for node in graph.nodes.values())
-
-
 def describe_parameter_sharding(graph: Graph) -> Sharding | None:
     """Return how the recipe's mesh shards or replicates parameters; None without data parallelism."""
     sizes = read_mesh_sizes(graph)
@@ -232,15 +227,6 @@ def list_schedules_without_required_settings(project: Project) -> Iterator[str]:
         spec = project.registry.find(name) if name.startswith(FOLDER) else None
         if isinstance(spec, Spec) and not any(field.required for field in spec.fields.values()):
             yield name.removeprefix(FOLDER)
-
-
-def check_stages_per_rank(stages_per_rank: int | None, name: str, schedule: Schedule, ranks: int) -> None:
-    """Raise UserError if the schedule's stages per rank differ from --stages-per-rank."""
-    if stages_per_rank is None:
-        return
-    if stages_per_rank != (stages := len(schedule.stage_to_rank(ranks)) // ranks):
-        has = f"{name} has {stages} stages per rank"
-        raise UserError(f"--stages-per-rank {stages_per_rank}: {has}; leave it out", 2)
 
 
 @output_class
@@ -333,7 +319,7 @@ def _list_actions(bars_by_rank: Sequence[Sequence[Bar]]) -> list[list[ActionData
     return [[ActionData(str(bar.action), bar.start, bar.end) for bar in bars] for bars in bars_by_rank]
 
 
-EXCLUDED_BY_RUN = "recipe", "words", "overlay", "ranks", "microbatches", "stages_per_rank", "forward_only", "compare"
+EXCLUDED_BY_RUN = "recipe", "words", "overlay", "ranks", "microbatches", "forward_only", "compare"
 """Options that --run rejects, because they would simulate a different run."""
 
 
@@ -342,7 +328,8 @@ class ScheduleCommand(OverlayCommand):
     """A simulation for one schedule, or for all schedules."""
 
     epilog: ClassVar[str] = (
-        "Set single values with node.key=value; in a schedule by its name, the node is called schedule."
+        "Set single values with node.key=value; in a schedule by its name, the node is called schedule, as in "
+        "schedule.stages_per_rank=2."
     )
 
     recipe: str = argument(
@@ -362,7 +349,6 @@ class ScheduleCommand(OverlayCommand):
         metavar="N",
         separator=",",
     )
-    stages_per_rank: Count | None = option("stages per rank (default: the schedule's)")
     costs: ParsedCosts | None = option(
         "costs of a rank's layers in any unit: forward (F), input gradients (I), weight gradients (W), whole backward "
         "(B, default I + W), a message (comm), with mesh.data_shard gathering parameters (unshard) and reducing "
@@ -428,7 +414,6 @@ class ScheduleCommand(OverlayCommand):
             size = Size(ranks, require_microbatches(microbatches))
             simulator = self._make_simulator(project)
             schedule = self._open_schedule(project, name, simulator, size)
-            check_stages_per_rank(self.stages_per_rank, name, schedule, ranks)
             return simulator.simulate_schedule(name, schedule, size)
         if isinstance(project.registry.find(FOLDER + name), Spec):
             raise UserError(f"{recipe_name} is a schedule; write --ranks 4 --microbatches 8", 2)
@@ -437,7 +422,6 @@ class ScheduleCommand(OverlayCommand):
             raise UserError(f"{text}, with --ranks 4 --microbatches 8?", 2)
         recipe = self._load_and_check_recipe(project, recipe_name)
         pipeline = Pipeline.from_recipe(recipe)
-        check_stages_per_rank(self.stages_per_rank, pipeline.use, pipeline.schedule, pipeline.ranks)
         simulator = self._make_simulator(project, recipe)
         is_unit = isinstance(simulator.source, UnitCosts)
         return simulator.simulate_schedule(
@@ -445,7 +429,7 @@ class ScheduleCommand(OverlayCommand):
             pipeline.schedule,
             Size(pipeline.ranks, require_microbatches(microbatches or pipeline.microbatches)),
             describe_parameter_sharding(recipe.graph) if is_unit else None,
-            offloads=offloads_activations(recipe.graph),
+            offloads=any(node.spec.use == "pipeline.offloaded" for node in recipe.graph.nodes.values()),
         )
 
     def _load_and_check_recipe(self, project: Project, name: str) -> Recipe:
@@ -456,7 +440,7 @@ class ScheduleCommand(OverlayCommand):
 
     def _open_schedule(self, project: Project, name: str, simulator: ScheduleSimulator, size: Size) -> Schedule:
         """
-        Open a schedule by name, with costs, stages per rank and microbatches if it has such settings.
+        Open a schedule by name, with costs and microbatches if it has such settings.
 
         With a recipe, node.key=value words belong to the recipe, else to the schedule and other nodes.
         """
@@ -467,8 +451,6 @@ class ScheduleCommand(OverlayCommand):
             data = {"use": use, **choose_cost_settings_of_schedule(spec.fields, simulator.source, size.ranks)}
         except UserError as error:
             raise UnsuitableError(str(error), error.exit_code) from error
-        if "stages_per_rank" in spec.fields and self.stages_per_rank:
-            data["stages_per_rank"] = self.stages_per_rank
         if "microbatches" in spec.fields:
             data["microbatches"] = size.microbatches
         data |= nodes.get("schedule", {})
@@ -485,7 +467,6 @@ class ScheduleCommand(OverlayCommand):
         for name, requested, actual in (
             ("--ranks", ranks, program.ranks),
             ("--microbatches", microbatches, program.microbatches),
-            ("--stages-per-rank", self.stages_per_rank, program.stages // program.ranks),
         ):
             if requested not in (None, actual):
                 raise UserError(f"{name} {requested}: {path} has {actual}; leave it out", 2)

@@ -17,7 +17,6 @@ from drawloom.graph.cli.command import (
     argument,
     command,
     format_table,
-    internal,
     option,
     output,
     output_class,
@@ -57,7 +56,6 @@ class CompareResult(Result):
 
     groups: Sequence[ComparedGroup] = output("groups, in the order of their first runs")
     last_steps: Mapping[str, int] = output("last step that all runs have, by metric")
-    groups_of_runs: Sequence[SeedGroup] = internal()
 
     def render(self, format: str) -> str:
         """Return tables of settings and metrics, and a picture per metric."""
@@ -86,14 +84,15 @@ class CompareResult(Result):
             metric = group.metrics.get(name)
             cells = [str(spread or "") for spread in ((metric.end, metric.best) if metric else ("", ""))]
             rows.append((group.name, str(len(group.runs)), *cells))
-        curves = {group.name: curve for group in self.groups_of_runs if (curve := group.curves_over_seeds().get(name))}
-        last = max(curve.x[-1] for curve in curves.values())
+        curves = {
+            group.name: [*zip(metric.steps, metric.values, strict=True)]
+            for group in self.groups
+            if (metric := group.metrics.get(name))
+        }
+        last = max(curve[-1][0] for curve in curves.values())
         # A loss falls steeply at first, which would hide differences at the end.
         start = last / 10 if last >= MIN_STEPS_TO_CUT else 0
-        points = {
-            group: [(x, y) for x, y in zip(curve.x, curve.y, strict=True) if x >= start]
-            for group, curve in curves.items()
-        }
+        points = {group: [point for point in curve if point[0] >= start] for group, curve in curves.items()}
         width = min(shutil.get_terminal_size((MAX_WIDTH, 0)).columns, MAX_WIDTH)
         return f"{format_table(rows, left=range(4))}\n\n{draw_text_plot(name, points, width)}"
 
@@ -117,9 +116,7 @@ class CompareCommand(Command):
             has_metric = unknown[0] in known
             why = "the runs with this metric have no step in common" if has_metric else "no run has this metric"
             raise UserError(f"--metric {unknown[0]}: {why}; they have {', '.join(known)}", 2)
-        return CompareResult(
-            groups=[_compare_at_last_steps(group, ends) for group in groups], last_steps=ends, groups_of_runs=groups
-        )
+        return CompareResult([_compare_at_last_steps(group, ends) for group in groups], ends)
 
 
 def _read_runs(folders: Sequence[Path]) -> list[RunRecord]:

@@ -82,16 +82,11 @@ def _draw_recipe(project: Project, folder: Path) -> Drawings:
         return Drawings()
     try:
         recipe = Recipe.load(folder, project=project)
-        return Drawings(recipe.draw("svg"), recipe.draw("svg", step=True), _draw_recipe_schedule_svg(recipe))
+        pipeline = Pipeline.from_recipe(recipe)
+        microbatches = require_microbatches(pipeline.microbatches)
+        schedule = draw_schedule_svg(pipeline.use, pipeline.schedule, pipeline.ranks, microbatches)
+        return Drawings(recipe.draw("svg"), recipe.draw("svg", step=True), schedule)
     except RecipeError as error:
         return Drawings(missing=format_problems(error.problems))
     except UserError as error:
         return Drawings(missing=str(error))
-
-
-def _draw_recipe_schedule_svg(recipe: Recipe) -> str:
-    """Draw the recipe's pipeline schedule. Raises UserError if it has none, or an unknown microbatch count."""
-    pipeline = Pipeline.from_recipe(recipe)
-    return draw_schedule_svg(
-        pipeline.use, pipeline.schedule, pipeline.ranks, require_microbatches(pipeline.microbatches)
-    )

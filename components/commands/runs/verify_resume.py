@@ -84,7 +84,7 @@ class VerifyResumeCommand(RecipeCommand):
             folder = Path(tempfile.mkdtemp(prefix="verify-resume-"))
             try:
                 runs = Runs(folder, self._make_train_command(graph), self.steps, signals)
-                runs.run_without_interruption()
+                runs.run_to_end("straight")
                 killed = runs.kill_resume_and_get_step()
             except BaseException:
                 shutil.rmtree(folder)
@@ -148,16 +148,12 @@ class Runs:
     steps: int
     signals: Sequence[int] = ()
 
-    def run_without_interruption(self) -> None:
-        """Run without interruption."""
-        self._run_to_end("straight")
-
     def kill_resume_and_get_step(self) -> int:
         """Run, kill the run when half the steps are committed, and resume it; return the last step before the kill."""
         for _ in range(MAX_TRIES):
             step = self._run_half_and_kill()
             if step < self.steps:
-                self._run_to_end("resumed")
+                self.run_to_end("resumed")
                 return step
             shutil.rmtree(self.folder / "resumed")
         raise UserError(f"the run ends before it can be killed; take more steps than {self.steps} (--steps)")
@@ -181,7 +177,7 @@ class Runs:
         files = [resumed / path.name for path in straight.glob(HASHES.format("*"))]
         return all(step in {row["step"] for row in read_json_rows(path)} for path in files)
 
-    def _run_to_end(self, name: str) -> None:
+    def run_to_end(self, name: str) -> None:
         """Run the command until it ends. Raises UserError if it fails."""
         if self._run_and_kill_when(name):
             raise self._make_run_failure_error(name)

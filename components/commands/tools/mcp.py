@@ -42,7 +42,17 @@ async def _serve(project: Project, imports: Sequence[str]) -> None:
     from mcp.server.lowlevel import Server
     from mcp.server.stdio import stdio_server
 
-    tools = [_describe_tool(types, project, name) for name in TOOLS]
+    # a command's name, summary, arguments and result schema
+    tools = [
+        types.Tool(
+            name=name,
+            description=find_command_files(project)[name].summary,
+            input_schema=make_arguments_schema(load_command(project, name)),
+            output_schema=read_result_schema(project, name),
+            annotations=types.ToolAnnotations(read_only_hint=name in READ_ONLY),
+        )
+        for name in TOOLS
+    ]
 
     async def list_tools(_context: Any, _params: Any) -> Any:
         return types.ListToolsResult(tools=tools)
@@ -69,17 +79,6 @@ async def _serve(project: Project, imports: Sequence[str]) -> None:
     )
     async with stdio_server() as (read_stream, write_stream):
         await server.run(read_stream, write_stream, server.create_initialization_options())
-
-
-def _describe_tool(types: Any, project: Project, name: str) -> Any:
-    """Return the tool for a command: its name, summary, arguments and result schema."""
-    return types.Tool(
-        name=name,
-        description=find_command_files(project)[name].summary,
-        input_schema=make_arguments_schema(load_command(project, name)),
-        output_schema=read_result_schema(project, name),
-        annotations=types.ToolAnnotations(read_only_hint=name in READ_ONLY),
-    )
 
 
 async def _run_command_and_get_json_and_stderr(project: Project, words: Sequence[str]) -> tuple[dict[str, Any], str]:

@@ -264,25 +264,21 @@ class LaunchCommand(Command):
         launcher.LocalElasticAgent = partial(Agent, self.spares)  # elastic_launch has no argument for the agent's class
         package = project.registry.package.partition(".")[0]
         try:
-            start = elastic_launch(self._make_launch_config(), sys.executable)
-            start("-u", "-m", package, *command)
+            config = LaunchConfig(
+                min_nodes=self.nnodes,
+                max_nodes=self.nnodes,
+                nproc_per_node=self.nproc_per_node,
+                run_id="drawloom" if self.nnodes > 1 else str(uuid4()),
+                rdzv_backend="c10d",
+                rdzv_endpoint=self.rdzv_endpoint or "localhost:0",
+                max_restarts=self.max_restarts,
+            )
+            elastic_launch(config, sys.executable)("-u", "-m", package, *command)
         except ChildFailedError as error:
             return LaunchResult(command, print_failure(error))
         except SignalException as stopped:
             return LaunchResult(command, STOPPED + stopped.sigval)
         return LaunchResult(command, OK)
-
-    def _make_launch_config(self) -> LaunchConfig:
-        """Return torchrun's settings for the options."""
-        return LaunchConfig(
-            min_nodes=self.nnodes,
-            max_nodes=self.nnodes,
-            nproc_per_node=self.nproc_per_node,
-            run_id="drawloom" if self.nnodes > 1 else str(uuid4()),
-            rdzv_backend="c10d",
-            rdzv_endpoint=self.rdzv_endpoint or "localhost:0",
-            max_restarts=self.max_restarts,
-        )
 
 
 STOPPED_CODES = {STOPPED + signal.Signals[name] for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")}

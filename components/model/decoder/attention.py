@@ -46,7 +46,7 @@ class Attention(TensorParallel):
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """Map hidden states (rows, length, hidden_size), or (tokens, hidden_size) if ranks split them."""
         shape = context.documents.shape
-        q, k, v = self.project_own_tokens(hidden, shape)
+        q, k, v = self.project_qkv(hidden, shape)
         if self.spec.gate:
             q, gate = (x.flatten(-2) for x in q.view(*shape, -1, 2 * self.spec.head_dim).chunk(2, -1))
         if self.spec.qk_norm == "projection":
@@ -67,16 +67,13 @@ class Attention(TensorParallel):
     def parameter_roles(self) -> Mapping[str, Role]:
         return {"sinks": Role(False, "normal")}
 
-    def project_own_tokens(self, hidden: Tensor, shape: Sequence[int]) -> tuple[Tensor, ...]:
-        """Return queries, keys and values (*shape, channels) of all tokens, for this rank's hidden states."""
-        return self.project_qkv(self.ranks.gather_tokens(hidden, shape))
-
     def project_back(self, mixed: Tensor) -> Tensor:
         """Return this rank's hidden states for mixed values (rows, length, channels)."""
         return self.ranks.reduce_scatter_tokens(self.o_proj(mixed))
 
-    def project_qkv(self, hidden: Tensor) -> tuple[Tensor, ...]:
-        """Return queries, keys and values (..., channels) for hidden states (..., hidden_size)."""
+    def project_qkv(self, hidden: Tensor, shape: Sequence[int]) -> tuple[Tensor, ...]:
+        """Return queries, keys and values (*shape, channels) of all tokens, for this rank's hidden states."""
+        hidden = self.ranks.gather_tokens(hidden, shape)
         q, k = self.q_proj(hidden), self.k_proj(hidden)
         return q, k, k if self.spec.keys_as_values else self.v_proj(hidden)
 

@@ -38,9 +38,6 @@ class GatedMlp(TensorParallel):
 
     def compute_partial_outputs(self, hidden: Tensor) -> Tensor:
         """Apply this rank's inner channels to all tokens' hidden states (..., hidden_size); return partial sums."""
-        output: Tensor = self.down_proj(self.activate(self.gate_proj(hidden), self.up_proj(hidden)))
+        activation = self.kernels.swiglu if self.activation == "silu" else self.kernels.geglu
+        output: Tensor = self.down_proj(activation(self.gate_proj(hidden), self.up_proj(hidden)))
         return output
-
-    def activate(self, gate: Tensor, up: Tensor) -> Tensor:
-        """Return activation(gate) * up; all have one shape (..., channels)."""
-        return (self.kernels.swiglu if self.activation == "silu" else self.kernels.geglu)(gate, up)

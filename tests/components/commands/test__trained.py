@@ -1,7 +1,10 @@
 """Reading the newest weights of an unfinished run."""
 
 import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -11,18 +14,28 @@ import torch
 from drawloom.components.checkpoint.reader import load_node_state
 from drawloom.components.commands import _trained
 from drawloom.components.commands.models.export import ExportCommand
-from drawloom.components.ports.stages import Stages
 from drawloom.graph import UserError
 from drawloom.graph.cli.arguments import parse_command
 from support.checkpoints import save_steps, state_of
 
 
-@attrs.frozen
+@attrs.define
 class _Recipe:
-    """A recipe nobody opens."""
+    """A recipe with one node; the node keeps its loaded state."""
 
     text: str
-    graph: None = None
+    state: Any = None
+
+    @property
+    def graph(self) -> Any:
+        return SimpleNamespace(implementers=lambda port: [])
+
+    @contextmanager
+    def open(self, names: Sequence[str], replacements: Any) -> Iterator[dict[str, Any]]:
+        yield {names[0]: self}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
 
 
 def export(folder: Path, *words: str) -> ExportCommand:
@@ -96,8 +109,8 @@ def test_a_checkpoint_removed_while_being_read_is_replaced_by_a_newer_one(
     monkeypatch.setattr(_trained, "find_only_node", lambda *_: "memory")
     monkeypatch.setattr(_trained, moment, rotating)
     project: Any = None
-    _, _, _, state = _trained._read_checkpoint_recipe_and_weights(project, export(tmp_path), tmp_path, (Stages,))
-    assert torch.equal(state["weight"], state_of(2)["weight"])
+    with export(tmp_path).open_run(project) as run:
+        assert torch.equal(run.nodes["memory"].state["weight"], state_of(2)["weight"])
     assert len(began) == 2
 
 
@@ -107,5 +120,5 @@ def test_a_checkpoint_that_does_not_fit_is_an_error(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(_trained, "_load_recipe_for_one_process", lambda *_: _Recipe(""))
     monkeypatch.setattr(_trained, "find_only_node", lambda *_: "gone")
     project: Any = None
-    with pytest.raises(UserError, match=r"has no state of \[gone\]"):
-        _trained._read_checkpoint_recipe_and_weights(project, export(tmp_path), tmp_path, (Stages,))
+    with pytest.raises(UserError, match=r"has no state of \[gone\]"), export(tmp_path).open_run(project):
+        pass

@@ -24,7 +24,7 @@ def test_seeds_are_grouped_and_recipes_are_not(tmp_path: Path) -> None:
     )
     first, second = group_runs_by_settings(runs)
     assert [run.name for run in first.runs] == ["a", "c", "d"] and [run.name for run in second.runs] == ["b"]
-    assert (first.name, first.name_with_seed_count, second.name) == ("lr=0.001", "lr=0.001 (3 seeds)", "b")
+    assert (first.name, second.name) == ("lr=0.001", "b")
     assert first.settings == {"optimizer.lr": "0.001"} and second.settings == {"optimizer.lr": "0.0001"}
 
 

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from drawloom.components.trackers.aim import (
-    AimLocation,
     find_run_hash,
     has_run_with_hash,
     open_or_create_aim_repository,
@@ -40,10 +39,10 @@ def test_a_repository_is_created_atomically(tmp_path: Path, monkeypatch: pytest.
     """A kill while Aim creates one leaves none; the next start creates it and removes the leftovers."""
     monkeypatch.setattr(Repo, "dies", True)
     with pytest.raises(KeyboardInterrupt):
-        open_or_create_aim_repository(Aim, AimLocation(str(tmp_path)))
+        open_or_create_aim_repository(Aim, tmp_path)
     assert not (tmp_path / ".aim").exists()
     monkeypatch.setattr(Repo, "dies", False)
-    assert open_or_create_aim_repository(Aim, AimLocation(str(tmp_path))) == str(tmp_path)
+    assert open_or_create_aim_repository(Aim, tmp_path) == str(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [".aim"]
     assert (tmp_path / ".aim" / "VERSION").exists()
 
@@ -51,7 +50,7 @@ def test_a_repository_is_created_atomically(tmp_path: Path, monkeypatch: pytest.
 def test_an_existing_repository_is_not_recreated(tmp_path: Path) -> None:
     """No temporary repository is made."""
     (tmp_path / ".aim").mkdir()
-    open_or_create_aim_repository(Aim, AimLocation(str(tmp_path)))
+    open_or_create_aim_repository(Aim, tmp_path)
     assert not list((tmp_path / ".aim").iterdir())
 
 
@@ -69,7 +68,7 @@ def test_a_shared_repository_may_be_created_by_another_run_meanwhile(
         return create(path, init)
 
     monkeypatch.setattr(Repo, "from_path", create_late)
-    open_or_create_aim_repository(Aim, AimLocation(str(shared), shared_by=tmp_path))
+    open_or_create_aim_repository(Aim, shared, is_shared=True)
     assert (shared / ".aim" / "VERSION").read_text() == "the first"
     assert [path.name for path in shared.iterdir()] == [".aim"]
 

@@ -8,7 +8,6 @@ from xml.etree import ElementTree
 import pytest
 
 from drawloom import Recipe
-from drawloom.components.commands.planning.schedule import offloads_activations
 from drawloom.components.pipeline.program.notation import format_program_csv
 from drawloom.graph.cli.main import main
 from support.schedules import NAMES, schedule
@@ -36,7 +35,7 @@ def data(capsys: Capture, *arguments: str) -> Any:
 def test_a_schedule_is_simulated_by_its_name(capsys: Capture) -> None:
     """The printed numbers equal the simulation's, with and without costs."""
     sizes = ("dual_pipe_v", "--ranks", "8", "--microbatches", "32")
-    summary = data(capsys, *sizes, "--stages-per-rank", "2")
+    summary = data(capsys, *sizes)
     assert list(summary) == [
         "schedule",
         "ranks",
@@ -64,18 +63,12 @@ def test_a_schedule_is_simulated_by_its_name(capsys: Capture) -> None:
     assert data(capsys, *sizes, "--costs", "B=3")["ideal"] > 96
 
 
-def test_stages_per_rank_go_to_schedules_that_take_them(capsys: Capture) -> None:
-    """Some schedules have them as a setting, others a fixed number."""
-    words = ("--ranks", "4", "--microbatches", "8", "--stages-per-rank")
-    assert data(capsys, "interleaved_1f1b", *words, "3")["stages_per_rank"] == 3
-    error = run_schedule(capsys, "dual_pipe_v", *words, "3", code=2)
-    assert error == "--stages-per-rank 3: dual_pipe_v has 2 stages per rank; leave it out\n"
-
-
 def test_settings_of_a_schedule_are_values(capsys: Capture) -> None:
     """The node of a schedule by its name is called schedule; auto takes the costs."""
     words = ("--ranks", "4", "--microbatches", "8")
     assert data(capsys, "one_f_one_b", *words, "schedule.hide_latency=true")["peak_activations"] == [7, 5, 3, 1]
+    assert data(capsys, "interleaved_1f1b", *words, "schedule.stages_per_rank=3")["stages_per_rank"] == 3
+    assert "stages_per_rank" in run_schedule(capsys, "dual_pipe_v", *words, "schedule.stages_per_rank=3", code=2)
     assert max(data(capsys, "auto", *words, "schedule.memory=3")["peak_live_weights"]) <= 6
     late = ("--costs", "comm=1")
     assert data(capsys, "auto", *words, *late)["bubble"] < data(capsys, "dual_pipe_v", *words, *late)["bubble"]
@@ -256,7 +249,7 @@ def test_a_schedule_too_large_to_simulate_is_refused(
 
 
 def test_a_recipe_with_shards_shows_when_they_are_gathered_and_reduced(capsys: Capture) -> None:
-    """Mesh and stages say which actions there are, costs how long they take; replicas are only reduced."""
+    """Mesh and stages determine the actions, costs how long they take; replicas are only reduced."""
     words = (
         "first_run",
         "mesh.pipeline=2",
@@ -287,11 +280,8 @@ def test_a_recipe_with_shards_shows_when_they_are_gathered_and_reduced(capsys: C
     )
 
 
-def test_only_the_feature_offloads_all_stages() -> None:
+def test_only_the_feature_offloads_stages(capsys: Capture) -> None:
     """A schedule with the time for copies chooses stages itself, and the simulation leaves its choice as it is."""
     auto = ("schedule.use=pipeline.schedules.auto", "schedule.memory=2.0", "schedule.offload=0.5")
-    offloading = [
-        offloads_activations(Recipe.load("pipeline", *words).graph)
-        for words in (auto, ("offload.use=pipeline.offloaded",), ())
-    ]
-    assert offloading == [False, True, False]
+    choices = (auto, ("offload.use=pipeline.offloaded",), ())
+    assert [bool(data(capsys, "pipeline", *words)["transfers"]) for words in choices] == [False, True, False]

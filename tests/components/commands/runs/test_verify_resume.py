@@ -49,7 +49,7 @@ def _runs(folder: Path, steps: int, pause: float, how: str = "") -> Runs:
 def test_it_kills_between_half_and_the_end(tmp_path: Path) -> None:
     """The second run is killed when half of its steps are committed, and resumes from there."""
     runs = _runs(tmp_path, 10, 0.05)
-    runs.run_without_interruption()
+    runs.run_to_end("straight")
     assert 5 <= runs.kill_resume_and_get_step() < 10
     for name in ("straight", "resumed"):
         rows = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
@@ -57,9 +57,9 @@ def test_it_kills_between_half_and_the_end(tmp_path: Path) -> None:
 
 
 def test_it_does_not_kill_before_the_last_committed_step_is_hashed(tmp_path: Path) -> None:
-    """A kill between a commit and its hashes would leave hashes out, which would look like a difference."""
+    """A kill between a commit and its hashes would leave hashes out, and look like a difference."""
     runs = _runs(tmp_path, 10, 0.2)
-    runs.run_without_interruption()
+    runs.run_to_end("straight")
     runs.kill_resume_and_get_step()
     rows = (tmp_path / "resumed" / "digests" / "rank-0.jsonl").read_text().splitlines()
     assert 5 in [json.loads(row)["step"] for row in rows]
@@ -73,7 +73,7 @@ def test_a_run_that_is_too_short_to_be_killed_is_reported(tmp_path: Path) -> Non
 
 def test_a_run_that_fails_is_shown(tmp_path: Path) -> None:
     """The error shows the end of the run's output, and does not blame resuming."""
-    for run in (Runs.run_without_interruption, Runs.kill_resume_and_get_step):
+    for run in (lambda runs: runs.run_to_end("straight"), Runs.kill_resume_and_get_step):
         with pytest.raises(UserError, match="a reason other than resuming:\nno such corpus"):
             run(_runs(tmp_path, 4, 0.0, "fail"))
 
@@ -93,7 +93,7 @@ def test_output_of_torchrun_about_a_failed_run_is_left_out(tmp_path: Path) -> No
     for report, words in ((REPORT, "resuming:\nno such corpus$"), (REPORT[-66:], "ChildFailedError:$")):
         command = [sys.executable, "-c", f"print({report.strip()!r}); exit(1)"]
         with pytest.raises(UserError, match=words):
-            Runs(tmp_path, command, 4).run_without_interruption()
+            Runs(tmp_path, command, 4).run_to_end("straight")
 
 
 def _write(run: Path, rows: list[dict[str, Any]], ranks: list[list[dict[str, Any]]]) -> Path:
@@ -161,7 +161,7 @@ def test_other_causes_than_resuming_are_reported(
             _write(runs.folder / name, rows, [])
         return 12
 
-    monkeypatch.setattr(Runs, "run_without_interruption", lambda _: None)
+    monkeypatch.setattr(Runs, "run_to_end", lambda *_: None)
     monkeypatch.setattr(Runs, "kill_resume_and_get_step", run)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: varies)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: int(varies))
