@@ -127,7 +127,7 @@ class TensorRequest:
 
     @property
     def spec(self) -> TensorSpec:
-        """Shape and dtype of the wanted rows."""
+        """The wanted rows' shape and dtype."""
         return TensorSpec(self.shape, getattr(torch, self.dtype))
 
     def select_bytes(self, tensors: Mapping[str, Tensor]) -> Tensor:

@@ -29,7 +29,7 @@ SAMPLES = (
 """Texts that similar tokenizers encode differently: digits, spaces, contractions, Unicode."""
 
 VOCABULARY_SAMPLES = 512
-"""Number of evenly spread vocabulary tokens whose texts form one more sample."""
+"""Count for evenly spread vocabulary tokens whose texts form one more sample."""
 
 
 def warn_if_transformers_ids_differ(folder: Path, tokenizer: Tokenizer) -> None:

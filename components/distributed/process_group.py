@@ -283,7 +283,7 @@ class TorchGroup:
 
 @attrs.frozen(eq=False)
 class _Works:
-    """Transfers of a shift; NCCL joins them."""
+    """A shift's transfers; NCCL joins them."""
 
     works: Sequence[Any]
 

@@ -214,7 +214,7 @@ def _convert_config_to_hf(config: ConfigJson) -> ConfigJson:
 
 
 UNIFIED = {"hidden_size_per_layer_input": 0, "sliding_window": 1024, "max_position_embeddings": 262_144}
-"""Defaults of the text models in gemma4_unified."""
+"""Defaults for text models in gemma4_unified."""
 
 
 def _keep_experts_stacked(name: str, _: DecoderConfig) -> Iterator[Mapper]:

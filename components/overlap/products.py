@@ -1,5 +1,5 @@
 """
-Products of tensor-parallel ranks whose exchanges run beside them.
+Tensor-parallel products, with exchanges beside them.
 
 A rank multiplies its own tokens while it receives the other ranks', and multiplies other ranks' tokens first, so that
 their sums travel while it multiplies its own (Wang et al. 2023, "Overlap Communication with Dependent Computation via

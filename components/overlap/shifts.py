@@ -41,7 +41,7 @@ class PeerShifts:
 
     def start_shift(self, sent: Tensor, received: Tensor, distance: int) -> Pending:
         """
-        Start to copy the tensor of the rank `distance` behind, of the same size and dtype, to `received`.
+        Start to copy the tensor on the rank `distance` behind, with the same size and dtype, to `received`.
 
         Raises UserError if ranks can't map each other's memory.
         """

@@ -1,4 +1,4 @@
-"""Exchanges of tensor-parallel ranks beside the products of attention and feed-forward networks."""
+"""Tensor-parallel exchanges beside the products in attention and feed-forward networks."""
 
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, ClassVar, Literal

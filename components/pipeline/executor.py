@@ -373,13 +373,13 @@ class ProgramExecutor:
         return self._forward[key]
 
     def _lower_training_program(self, program: Program) -> RankProgram:
-        """Return this rank's program with messages and moves of activations."""
+        """Return this rank's program, with messages and activation transfers."""
         from drawloom.components.pipeline.program.lowering import insert_offload_actions, lower_to_rank_program
 
         return insert_offload_actions(lower_to_rank_program(program, self.mesh.indices.pipeline), program.offloaded)
 
     def _insert_shard_actions(self, line: RankProgram, local: Sequence[Stage]) -> list[Action]:
-        """Return this rank's actions with those on shards; an overlap's parts follow one another."""
+        """Return this rank's actions, also on shards; an overlap's parts follow one another."""
         from drawloom.components.pipeline.program.lowering import insert_shard_actions
 
         shards = {stage.index: stage.shards for stage in local if stage.shards is not None}

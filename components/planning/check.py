@@ -98,7 +98,7 @@ class PlanCheck:
 
 
 def plan_run(recipe: Recipe, device: Device, processes: Processes) -> Plan:
-    """Plan this run's recipe for this machine, with all memory of the GPU."""
+    """Plan this run's recipe for this machine, with its whole GPU memory."""
     model = load_local_device_model()
     if device.device.type == "cuda":
         model = attrs.evolve(model, memory=torch.cuda.get_device_properties(device.device).total_memory)

@@ -93,7 +93,7 @@ class RunModel(TemplateLM):  # type: ignore[misc]
         return [scores[number] for number in range(len(texts))]
 
     def _score_batch(self, ids_and_target_counts: Sequence[tuple[list[int], int]]) -> list[_TargetScore] | None:
-        """Score the last tokens of every text, as many as its target count; None without the last stage."""
+        """Score every text's last tokens, as many as its target count; None without the last stage."""
         tokens, lengths = pad_documents([ids[:-1] for ids, _ in ids_and_target_counts])
         logits = self.predictor.infer(tokens, lengths)
         return (

@@ -38,7 +38,7 @@ from drawloom.graph.recipe.lockfile import LOCK
 Decision = Literal["better", "worse", "undecided"]
 
 SIGN_SHARE = 0.2
-"""Share of the error for the signs."""
+"""The signs' share in the error."""
 PRECISION = 0.3
 """1 / variance of the effect sizes in the mixture. With it 8 to 12 pairs decide on 1 to 1.5 standard deviations."""
 SIGN_PRIOR = 0.1

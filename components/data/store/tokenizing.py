@@ -18,7 +18,7 @@ MARGIN = 256  # characters on either side of a cut, which must have the same ids
 MAX_TRIES = 64  # candidate cuts per kind of separator
 
 Report = Callable[[int, int], None]
-"""Receives the numbers of characters and tokens of a written batch."""
+"""Receives a written batch's counts: characters and tokens."""
 
 
 def tokenize_part_into_shard(folder: Path, number: int, part: Part, tokenizer: Tokenizer, report: Report) -> None:

@@ -72,7 +72,7 @@ class Attention(TensorParallel):
         return self.ranks.reduce_scatter_tokens(self.o_proj(mixed))
 
     def project_qkv(self, hidden: Tensor, shape: Sequence[int]) -> tuple[Tensor, ...]:
-        """Return queries, keys and values (*shape, channels) of all tokens, for this rank's hidden states."""
+        """Return all tokens' queries, keys and values (*shape, channels), for this rank's hidden states."""
         hidden = self.ranks.gather_tokens(hidden, shape)
         q, k = self.q_proj(hidden), self.k_proj(hidden)
         return q, k, k if self.spec.keys_as_values else self.v_proj(hidden)

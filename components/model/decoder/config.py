@@ -82,7 +82,7 @@ class DecoderConfig:
     """The layers' module and class."""
 
     decoder_class: ClassVar[str] = "model:Decoder"
-    """The module and class of the layers with their embedding."""
+    """The module and class for layers with their embedding."""
 
     model_class: ClassVar[str] = "model:CausalLM"
     """The causal model's module and class."""

@@ -51,7 +51,7 @@ class CircularExecutor(ProgramExecutor):
         _gather_losses_on_last_stage(state, share, group, self.device.device)
 
     def _lower_training_program(self, program: Program) -> RankProgram:
-        """Return this rank's program of layers, with embedding and head for its share of the microbatches."""
+        """Return this rank's program for layers, with embedding and head for its microbatches."""
         layers = [
             attrs.evolve(action, stage=action.stage + 1)
             for action in iterate_actions(super()._lower_training_program(program))
@@ -70,14 +70,14 @@ def _list_shares(ranks: int, microbatches: int) -> list[range]:
 
 @attrs.frozen
 class _EndPasses:
-    """Passes of this rank's embedding (stage 0) and head (stage `head`), and their messages."""
+    """This rank's embedding (stage 0) and head (stage `head`): passes and messages."""
 
     rank: int
     shares: Sequence[range]
     head: int
 
     def surround_forward(self, layers: Sequence[Action]) -> Iterator[Action]:
-        """Yield the embedding's forward passes before the layers', and both passes of the head after them."""
+        """Yield the embedding's forward passes, the layers', and both passes in the head."""
         own, last = self.shares[self.rank], len(self.shares) - 1
         for number in own:
             yield Action(0, "F", number)
@@ -99,7 +99,7 @@ class _EndPasses:
                 yield Action(self.head, "SEND_B", number, last)
 
     def surround_backward(self, layers: Sequence[Action]) -> Iterator[Action]:
-        """Yield the layers' backward passes, and the embedding's after them."""
+        """Yield the layers' backward passes, and then the embedding's."""
         own, owners = self.shares[self.rank], dict(self._list_others())
         if self.rank == len(self.shares) - 1:
             yield from (Action(self.head - 1, "RECV_B", number, owners[number]) for number in reversed(owners))

@@ -51,7 +51,7 @@ OpCodes = list[int]
 """Op codes of one rank, in order: plain integers, which numpy handles fast for thousands of microbatches."""
 
 _OVERLAP = 1 << 32
-"""Added to the op code of an op that may run at the same time as the previous one."""
+"""Added to an op code whose op may run at the same time as the previous one."""
 
 
 def encode_op(op: int, local_stage: int) -> int:

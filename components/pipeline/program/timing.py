@@ -30,7 +30,7 @@ DURATIONS = {
     "OFFLOAD": "offload",
     "RELOAD": "offload",
 }
-"""Fields of `Costs` by op; other ops are messages."""
+"""Fields in `Costs` by op; other ops are messages."""
 
 
 @attrs.frozen
