@@ -86,8 +86,8 @@ def compute_beside_exchanges(ranks: Shifts, own: Tensor, gate: Tensor, up: Tenso
 
 def test_products_beside_exchanges_equal_products_between_them() -> None:
     """
-    With two and three ranks, by messages and by shared memory, results and gradients are those of a gather, products
-    and a reduce-scatter.
+    With two and three ranks, by messages and by shared memory, results and gradients equal products between
+    a gather and a reduce-scatter.
     """
     for ranks in (2, 3):
         for differences in run_ranks(compare_on_rank, ranks, "cpu", 1):
