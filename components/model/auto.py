@@ -96,14 +96,14 @@ class AutoModel(DecoderModel):
 
     @classmethod
     def read_sizes(cls, node: Any) -> Settings:
-        path = node.settings["path"]
-        with suppress(UserError):
+        with suppress(UserError, KeyError):  # a missing path is a problem of its own
+            path = node.settings["path"]
             return attrs.asdict(read_config(_find_builder_class(path).family, path), recurse=False)
         return {}
 
     @classmethod
     def find_family(cls, node: Any) -> Family | None:
-        with suppress(UserError):
+        with suppress(UserError, KeyError):
             return _find_builder_class(node.settings["path"]).family
         return None
 

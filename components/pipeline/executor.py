@@ -431,10 +431,12 @@ def check_whole_row_conflicts(mesh: NodeView, model: NodeView, loss: NodeView) -
     """Yield a problem if model or loss needs whole rows, or the layers on one rank, but ranks partition them."""
     sizes = PerDimension.from_settings(mesh.settings)
     for dimension, parts, ranks in (("context", "rows", sizes.context), ("pipeline", "layers", sizes.pipeline)):
+        if ranks == 1:
+            continue
         is_paired = dimension == "context" and uses_preference_pairs(loss.component)
         reasons = ["documents are compared as wholes"] if is_paired else []
         if issubclass(model.component, SplitModel):
             reasons += model.component.find_split_faults(model, dimension, ranks)
-        for reason in reasons if ranks > 1 else ():
+        for reason in reasons:
             text = f"{parts} are partitioned over the ranks along {dimension!r}, but {reason}"
             yield mesh.problem(dimension, text, f"write {dimension} = 1")
