@@ -387,7 +387,8 @@ class DecoderBuilder(DecoderModel):
         with suppress(UserError):
             if settings["config"] is not None:
                 return attrs.asdict(_read_and_override_config(cls.family, settings), recurse=False)
-            return separate_theta_and_scaling(_drop_unset_settings(cls.family, settings))
+            given = separate_theta_and_scaling(_drop_unset_settings(cls.family, settings))
+            return dict.fromkeys(cls.family.keys) | given
         return {}
 
     @classmethod

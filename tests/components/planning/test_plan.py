@@ -247,7 +247,7 @@ def test_updates_read_gradients_once_if_they_scale_them(words: tuple[str, ...], 
 
 def test_means_of_8_bits_are_limited_by_arithmetic() -> None:
     """An update moves fewer bytes than with bfloat16 means, and takes longer: the norm, and operations at the peak."""
-    device = find_device_model("h100")
+    device = find_device_model("h200")
     words = (*DENSE[:-1], *OFFLOADED[:3], "capture.use=pipeline.captured")
     narrow, codes = (
         plan(Recipe.load("first_run", *words, f"optimizer.state_dtype={dtype}"), device)

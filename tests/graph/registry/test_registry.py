@@ -205,9 +205,8 @@ def problems(data: dict[str, Any]) -> list[str]:
         ),
         ("data.concatenated", "did you mean 'data.packing.concatenated'?"),
         (
-            "loss.focal",
-            "the components beside it are loss.classification, loss.cpo, loss.dft, loss.distill, loss.dpo, loss.grpo, "
-            "loss.ipo, loss.kto, loss.next_token, loss.orpo, loss.reward, loss.simpo",
+            "optim.lion",
+            "the components beside it are optim.adam, optim.adamw, optim.muon, optim.sgd, optim.stochastic_adamw",
         ),
         ("data.mmap", "`drawloom list data` lists the components"),
     ],
