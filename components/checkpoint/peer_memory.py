@@ -8,9 +8,7 @@ Without a replica, a lost rank's part is in its neighbour's memory, with all oth
 2023). A copy is sent while the next step computes its gradients, when weights and optimizer state are constant;
 training waits for it only before the next update. New copies replace older ones only after all ranks have them.
 
-Exchange of states in ranks' memory: copies for neighbours, and parts from other ranks after a loss.
-
-A rank's part of the state is packed like a checkpoint: a tree, and tensors that are marked as slices. So parts are
+A rank's part is packed like a checkpoint: a tree, and tensors that are marked as slices. So parts are
 assembled for any layout of ranks, such as one with fewer shards.
 """
 

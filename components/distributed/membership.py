@@ -1,13 +1,12 @@
 """
 This process's membership in a generation: its monitor and connections, and how it joins a run as a spare.
 
-Generations: agreement on the processes that continue after a loss, and on new ones that join.
-
-After a loss, all live ranks break their collectives, unwind, and meet in the launch's store. The first rank that sees
-every other one as arrived or lost proposes the next generation's members, and all ranks use the proposal in the store,
-so that no two groups exist. Processes that start later, and ranks in incomplete replicas, are spares: they wait in the
-store, and form new replicas as soon as they are enough. Without a complete replica, all live ranks and spares form one
-with as many shards as they are enough for. If all ranks are lost, the spares propose the next generation.
+Members of a generation continue after a loss, and agree on new processes. After a loss, all live ranks break their
+collectives, unwind, and meet in the launch's store. The first rank that sees every other one as arrived or lost
+proposes the next generation's members, and all ranks use the proposal in the store, so that no two groups exist.
+Processes that start later, and ranks in incomplete replicas, are spares: they wait in the store, and form new replicas
+as soon as they are enough. Without a complete replica, all live ranks and spares form one with as many shards as they
+are enough for. If all ranks are lost, the spares propose the next generation.
 """
 
 import gc

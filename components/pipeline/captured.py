@@ -11,8 +11,6 @@ Text generation with a key-value cache has a graph for each cache: a pass over o
 for a size of caches runs kernel by kernel, too.
 
 Nguyen et al. 2021, "Accelerating PyTorch with CUDA Graphs" (PyTorch blog), with slots instead of one callable.
-
-CUDA graphs for functions: their kernels are recorded once and launched together.
 """
 
 import logging

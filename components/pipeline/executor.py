@@ -1,7 +1,7 @@
 """
 Executor for schedules: runs a program on this rank's stages; on one rank, this is the plain training loop.
 
-Batch copies from the host to a GPU, overlapped with the GPU's computation.
+Batches are copied to a GPU while it computes.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set

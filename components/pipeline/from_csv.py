@@ -2,9 +2,8 @@
 Schedule from a CSV file, for example written by hand or by a solver.
 
 The format belongs to `torch.distributed.pipelining`: a row per rank, and an action such as 3F7 in every cell (stage; F,
-B, I or W; microbatch). The file determines the rank count, the microbatch count, and the stages' ranks.
-
-Validation for programs: violated schedule rules, as sentences.
+B, I or W; microbatch). The file determines the rank count, the microbatch count, and the stages' ranks. Violated rules
+of schedules are reported as sentences.
 """
 
 from collections.abc import Iterator

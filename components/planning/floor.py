@@ -3,9 +3,7 @@ Floor under a planned step ("speed of light"): lower bounds by operation, measur
 
 An operation multiplies at the device's peak, reads its inputs and writes its results once at the memory's bandwidth,
 and takes the longer of both (Williams et al. 2009, "Roofline", CACM 52(4)). Operations hide messages, unless the links
-take longer than all operations.
-
-Measured seconds in a run's steps, by operation if the run was traced.
+take longer than all operations. Measured seconds in a run's steps are by operation if the run was traced.
 """
 
 import math

@@ -1,9 +1,5 @@
 """
-Proofs: contracts, and runs on meshes compared with one process.
-
-Meshes, schedules and precisions on which a recipe is compared with one process.
-
-Checks of contracts on a recipe's nodes.
+Proofs: contracts on a recipe's nodes, and runs with other meshes, schedules and precisions beside one process.
 """
 
 import importlib

@@ -1,11 +1,8 @@
 """
-The training loop.
+The training loop, with its limit on consecutive skipped steps, and the checks of its recipe.
 
-Checks of a trainer's recipe: its length, its phases' intervals and plans, and the numbers that settings name.
-
-Check that data sets write every batch leaf read by components.
-
-The limit on consecutive skipped steps.
+The checks are about its length, its phases' intervals and plans, the numbers in settings, and the batch leaves that
+components read.
 """
 
 import logging

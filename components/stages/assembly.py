@@ -1,9 +1,7 @@
 """
-Assembly of this rank's stages: modules on the meta device, split over ranks, then memory and values.
+Assembly of this rank's stages: split modules on the meta device, then memory and values.
 
 `StageParameters` are this rank's parameters for other components: names, slices, gradients and state.
-
-This rank's stage modules on the meta device: built from the model, adapted, transformed and split over ranks.
 """
 
 from collections.abc import Mapping, Sequence, Set

@@ -1,7 +1,7 @@
 """
 The container: builds every node once in dependency order, opens the nodes, and closes them in reverse order.
 
-Find the node from which an exception was raised, and the position of the setting causing it.
+An exception is reported with its node, and with the position of the setting behind it.
 """
 
 import copy

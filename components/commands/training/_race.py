@@ -1,12 +1,11 @@
 """
 Races between recipes: paired runs in rounds, a file with all results, and the comparisons that they decide.
 
-A test of paired differences that stays valid when it is looked at after every pair.
-
-Differences of two runs with one seed are taken as independent and normal, with unknown mean and variance. Their mean
-has a confidence sequence: with the given probability, all of its intervals contain the mean. It inverts Lai's mixture
-of t likelihood ratios over effect sizes with a normal distribution (Lai 1976, "On confidence sequences"; Wang and
-Ramdas 2025, "Anytime-valid t-tests and confidence sequences for Gaussian means with unknown variance", theorem 4.9).
+The test of paired differences stays valid when it is looked at after every pair. Differences of two runs with one seed
+are taken as independent and normal, with unknown mean and variance. Their mean has a confidence sequence: with the
+given probability, all of its intervals contain the mean. It inverts Lai's mixture of t likelihood ratios over effect
+sizes with a normal distribution (Lai 1976, "On confidence sequences"; Wang and Ramdas 2025, "Anytime-valid t-tests and
+confidence sequences for Gaussian means with unknown variance", theorem 4.9).
 
 A run without a result is worse than any run with one, so its difference is infinite, and there is no mean. From then on
 the signs of all pairs decide, by the mixture of binomial likelihood ratios over a beta distribution (Robbins 1970,

@@ -10,13 +10,10 @@ it is never slower than a published schedule, and among equals the one with the 
 
 If memory is short, stages may recompute activations (activation checkpointing), on every rank as little as makes a
 program fit (`pipeline/program/recomputation.py`): such a program can be faster than all programs that fit without. Or
-stages' activations wait in host memory (`pipeline/schedules/auto.py`), where a published schedule keeps them long.
-
-Choice of stages whose activations wait in host memory: on every rank those with the least copies that make room.
-
-PipeOffload (Wan et al. 2025, arXiv 2503.01328) offloads whole stages too, and copies behind the passes in between.
-Other ranks' memory does not change, so the choice is made rank by rank, as in `recomputation.py`; waits for the link
-are simulated.
+stages' activations wait in host memory, where a published schedule keeps them long: on every rank the stages with the
+fewest copied bytes that make room. PipeOffload (Wan et al. 2025, arXiv 2503.01328) offloads whole stages, too, and
+copies behind the passes in between. Other ranks' memory does not change, so each rank chooses for itself; waits for the
+link are simulated.
 """
 
 import math

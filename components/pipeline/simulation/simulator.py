@@ -1,11 +1,10 @@
 """
 A program's simulation: its makespan, its bubble, and every rank's peak memory.
 
-Simulation of lowered programs whose messages contend for channels.
-
-A rank posts a message when it reaches the message, and continues at once. The transfer starts when both sides have
-posted the message and the channel is free. A compute action waits for the message that it consumes. Events form a
-dependency graph: an event starts when all its dependencies have ended, and a cycle is a deadlock.
+Messages of the lowered program contend for channels. A rank posts a message when it reaches the message, and continues
+at once. The transfer starts when both sides have posted the message and the channel is free. A compute action waits for
+the message that it consumes. Events form a dependency graph: an event starts when all its dependencies have ended, and
+a cycle is a deadlock.
 
 Sharded parameters are gathered, and gradients reduced, one after another while a rank computes. The first forward pass
 of a stage waits for its parameters. Gradients of a B are reduced block by block during B, so that the reduction can't

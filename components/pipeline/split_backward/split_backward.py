@@ -8,9 +8,8 @@ the second part. The autograd graph of a microbatch decides which gradients are 
 2. Other matmuls with a weight (`nn.Linear`) are found in the graph and deferred in the same way.
 3. All other gradients of leaves are computed with the gradients of the inputs, and accumulated in W with the rest.
 
-So every leaf that a full backward pass would reach gets its gradient, even if it belongs to no module.
-
-Computation of deferred weight gradients, accumulated exactly like autograd does.
+So every leaf that a full backward pass would reach gets its gradient, summed exactly as by autograd, even if it belongs
+to no module.
 """
 
 from collections.abc import Iterable, Sequence
