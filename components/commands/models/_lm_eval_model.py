@@ -94,16 +94,14 @@ class RunModel(TemplateLM):  # type: ignore[misc]
 
     def _score_batch(self, ids_and_target_counts: Sequence[tuple[list[int], int]]) -> list[_TargetScore] | None:
         """Score every text's last tokens, as many as its target count; None without the last stage."""
-        tokens, lengths = pad_documents([ids[:-1] for ids, _ in ids_and_target_counts])
-        logits = self.predictor.infer(tokens, lengths)
-        return (
-            logits
-            if logits is None
-            else [
-                _score_targets(logits[row, : len(ids) - 1][-count:], ids[-count:])
-                for row, (ids, count) in enumerate(ids_and_target_counts)
-            ]
-        )
+        tokens, context = pad_documents([ids[:-1] for ids, _ in ids_and_target_counts])
+        logits = self.predictor.infer(tokens, context)
+        if logits is None:
+            return None
+        return [
+            _score_targets(logits[row, : len(ids) - 1][-count:], ids[-count:])
+            for row, (ids, count) in enumerate(ids_and_target_counts)
+        ]
 
     def _continue_text(self, text: str, generation_options: dict[str, Any]) -> str:
         """Sample a continuation with a task's options. Raises UserError for unknown options, or for too many tokens."""
