@@ -151,8 +151,7 @@ def list_rows(ranks: int) -> list[Row]:
     overlapped = ('overlap.use="overlap.tensor_products"', 'overlap.through="memory"')
     pipelined_in_v = ('schedule.use="pipeline.schedules.zero_bubble_v"',)
     rows = [
-        Row(small, {"data_shard": ranks}, 4),
-        Row(small, {"data_shard": ranks}, 4, edits=kept),
+        *(Row(small, {"data_shard": ranks}, 4, edits=edits) for edits in ((), captured, kept, (*kept, *captured))),
         *(Row(small, {"data_replicate": ranks}, 4, edits=edits) for edits in ((), captured)),
         Row(large, {"data_shard": ranks}, 2),
         Row(large, {"data_shard": ranks}, 2, edits=kept),
