@@ -27,7 +27,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from drawloom import NodeView, Problem, UserError, component, internal
+from drawloom import Every, NodeView, Problem, UserError, component, internal
 from drawloom.components.parallel.dimensions import DIMENSIONS
 from drawloom.components.pipeline.runtime.stage_runner import (
     StageRunner,
@@ -51,6 +51,7 @@ from drawloom.ports import (
     PassFeature,
     PassRun,
     RecordableFinish,
+    RowLimit,
     RunnableStage,
     Stage,
     StageFeature,
@@ -511,9 +512,11 @@ class CapturedPasses(StageFeature, PassFeature):
     keeps_layer_shapes: ClassVar[bool] = True
 
     device: Device
+    limits: Every[RowLimit] = attrs.field(factory=Every)
     _graphs: dict[int, StageGraphs] = internal(factory=dict)
     _sums: GradientSums = internal(factory=GradientSums)
     _has_one_document_per_row: bool = internal(True)
+    _rooms: list[float | None] = internal(factory=list)
 
     @classmethod
     def check_stages(cls, feature: NodeView, nodes: StageNodes) -> Iterator[Problem]:
@@ -523,6 +526,11 @@ class CapturedPasses(StageFeature, PassFeature):
         if name := next((name for name in uncapturable if sizes[name] > 1), None):
             text = f"passes with collectives of ranks along {name!r} can't be captured as CUDA graphs"
             yield feature.problem("use", text, f"remove [{feature.name}], or write {name} = 1 in [{nodes.mesh.name}]")
+        has_capacity = any(node.settings.get("capacity") for node in nodes.stages.neighbours("dispatcher"))
+        if sizes["expert"] > 1 and not has_capacity:
+            text = "passes in CUDA graphs can't wait for the number of rows that experts on other ranks get"
+            hint = f'write a dispatcher with use = "experts.symmetric" and capacity = 1.5, or remove [{feature.name}]'
+            yield feature.problem("use", text, hint)
         if sizes["data_shard"] > 1 and nodes.stages.settings.get("sync_each_microbatch"):
             text = "gradients are reduced in the CUDA graph of the last microbatch"
             yield nodes.stages.problem("sync_each_microbatch", text, f"write false, or remove [{feature.name}]")
@@ -555,6 +563,7 @@ class CapturedPasses(StageFeature, PassFeature):
         places: Mapping[int, Mapping[int, Place]] = {}
         if run.kind == "training":
             run.microbatches = self._unify_one_document_flags(run.microbatches)
+            self._forget_graphs_if_room_has_grown()
             places = assign_slots(run.actions)
             self._record_missing_graphs(places)
             # The graph of a stage's first microbatch gathers the stage.
@@ -581,6 +590,11 @@ class CapturedPasses(StageFeature, PassFeature):
         stage, objective = runnable.stage, runnable.objective
         graphs = self._graphs.setdefault(stage.index, StageGraphs(stage, objective, new_record))
         return CapturedRunner(stage, objective, runnable.state, runnable.split, graphs=graphs, places=places)
+
+    def _forget_graphs_if_room_has_grown(self) -> None:
+        if (rooms := [limit.room for limit in self.limits.values()]) != self._rooms:
+            self._rooms = rooms
+            self._graphs.clear()
 
     def _unify_one_document_flags(self, microbatches: Microbatches) -> Microbatches:
         """

@@ -146,6 +146,7 @@ def list_rows(ranks: int) -> list[Row]:
     """Return the rows for `ranks` GPUs."""
     small, large, experts = MODELS
     half, symmetric = ranks // 2, ('dispatcher.use="experts.symmetric"',)
+    room = (), ("dispatcher.capacity=1.25",), ("dispatcher.capacity=1.25", 'capture.use="pipeline.captured"')
     kept = ("stages.reshard_after_forward=false",)
     captured = ('capture.use="pipeline.captured"',)
     overlapped = ('overlap.use="overlap.tensor_products"', 'overlap.through="memory"')
@@ -157,7 +158,7 @@ def list_rows(ranks: int) -> list[Row]:
         Row(large, {"data_shard": ranks}, 2, edits=kept),
         *(Row(large, {"tensor": 2, "data_shard": half}, 4, edits=edits) for edits in ((), overlapped)),
         Row(small, {"context": ranks}, 1, 32_768),
-        Row(experts, {"data_shard": ranks, "expert": ranks}, 4, edits=(*kept, *symmetric)),
+        *(Row(experts, {"data_shard": ranks, "expert": ranks}, 4, edits=(*kept, *symmetric, *edits)) for edits in room),
         Row(large, {"data_shard": ranks}, 2, edits=('float8.use="float8.training"',)),
         Row(large, {"data_shard": ranks}, 2, edits=LORA),
         Row(large, {"context": ranks}, 1, 262_144, edits=LONG),
