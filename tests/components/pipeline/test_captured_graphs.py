@@ -143,6 +143,9 @@ def test_more_room_for_experts_is_recorded_anew(recorder: Recorder) -> None:
         def room(self) -> float:
             return next(room)
 
+        def grow_if_rows_were_dropped(self) -> bool:
+            return False
+
     def feature(device: Any) -> CapturedPasses:
         return CapturedPasses(device=device, limits=Every(dispatcher=Growing()))
 
