@@ -142,25 +142,19 @@ def make_share_on_all_ranks(
     group: Group,
     dtype: torch.dtype | None = None,
     only_inputs: bool = False,
-    others: Mapping[str, ModelParameter] | None = None,
 ) -> Share:
     """
     Return this rank's share of a mapper's outputs. A collective over the group.
 
-    Raises UserError like `choose_owner_by_mapper_group`, for parameters unknown to the mapper too, unless
-    `only_inputs`. `others` are this rank's parameters beside the model's.
+    Raises UserError like `choose_owner_by_mapper_group`, for model parameters unknown to the mapper too, unless
+    `only_inputs`.
     """
     inputs = set(mapper.inputs)
     parameters = {
         name: param for name, param in model_parameters_by_name(stages).items() if not only_inputs or name in inputs
     }
-    parameters |= others or {}
-    parameters |= {
-        name: buffer
-        for stage in stages.local
-        for name, buffer in stage.persistent_model_buffers().items()
-        if name in inputs
-    }
+    others = [loss_parameters_by_name(stages), *(stage.persistent_buffers() for stage in stages.local)]
+    parameters |= {name: tensor for tensors in others for name, tensor in tensors.items() if name in inputs}
     own = {name: [list(param.shape), str(param.dtype)] for name, param in parameters.items()}
     specs_by_rank = group.gather_json(own)
     owners = run_on_rank0(group, lambda: choose_owner_by_mapper_group(mapper, specs_by_rank))

@@ -1,7 +1,10 @@
 """Multi-token prediction (MTP): extra layers predict further tokens (DeepSeek-V3, arXiv 2412.19437, section 2.2)."""
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -10,15 +13,27 @@ from torch import Tensor, nn
 
 from drawloom import NodeView, Problem, UserError, above, between, component, setting
 from drawloom.components.loss.next_token import NextToken
+from drawloom.components.storage.safetensors.header import format_names
+from drawloom.components.storage.safetensors.reader import open_safetensors_folder
+from drawloom.components.storage.tensor_source import TensorSource
+from drawloom.components.weights.convert import persistent_tensors, stream_converted_tensors
+from drawloom.components.weights.load import find_wrong_shapes, open_dequantized_source
+from drawloom.components.weights.mapper import parallel, select_outputs, sequential
 from drawloom.ports import (
+    LOSS,
     BufferOwner,
+    ConfigJson,
+    CountsFlops,
+    ForwardFlops,
     Head,
     HiddenStates,
     LanguageModel,
     LayerRange,
     LossSums,
+    Mapper,
     Mesh,
     SplitModel,
+    TensorGroup,
     TokenBatch,
     TokenContext,
     embeds_on_every_rank,
@@ -57,20 +72,79 @@ def _fill_parameters(model: LanguageModel, name: str, owner: nn.Module, reset: A
         model.initialize_parameter(f"{name}.{key}", parameter, torch.initial_seed())
 
 
+def create_layer_mapper(model: LanguageModel, depth: int) -> Mapper:
+    """
+    Return the mapper from the extra layers' parameters to tensors in published folders; empty if these have none.
+
+    Known are DeepSeek's names, `model.layers.N.*` behind the last layer, and Qwen's, `mtp.*`, for one layer.
+    """
+    whole, count = model.hugging_face_mapper(), model.num_hidden_layers
+    has_one = "mtp.*" in whole.ignored and str(model.hugging_face_config()["model_type"]).startswith("qwen3")
+    if depth > 1 if has_one else f"model.layers.{count}.*" not in whole.ignored:
+        return Mapper(())
+    last, mappers = f"model.layers.{count - 1}.", []
+    for number in range(depth):
+        own = f"{LOSS}.{number}."
+        if has_one:
+            inner, outer = "mtp.layers.0.", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
+            renamed = [f"mtp.{name}.weight" for name in outer]
+        else:
+            inner = f"model.layers.{count + number}."
+            renamed = [f"{inner}{name}.weight" for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm")]
+        for name, target in zip(("enorm", "hnorm", "eh_proj", "norm"), renamed, strict=True):
+            # Qwen's norms multiply by 1 + weight.
+            offset = 1.0 if has_one and name != "eh_proj" else 0.0
+            both = partial(_add, number=-offset), partial(_add, number=offset)
+            mappers.append(Mapper((TensorGroup((f"{own}{name}.weight",), (target,), *both),)))
+        for group in whole.groups:
+            if group.inputs[0].startswith(last):
+                inputs = [f"{own}layer.{name}" for name in group.inputs]
+                outputs = [inner + name.removeprefix(last) for name in group.outputs]
+                mappers.append(Mapper((attrs.evolve(group, inputs=tuple(inputs), outputs=tuple(outputs)),)))
+    return parallel(*mappers)
+
+
+def _warn_unread_layers(node: NodeView) -> Iterator[Problem]:
+    """Warn if the folder of the initial weights has extra layers, and this loss has random ones."""
+    nodes = node.nodes.values()
+    folders = [other.settings.get("path") for other in nodes if other.settings.get("weights") is True]
+    folders += [weights for other in nodes if isinstance(weights := other.settings.get("weights"), Path)]
+    for folder in filter(None, folders):
+        with suppress(UserError):  # the folder is reported elsewhere
+            if any(
+                name.endswith((".eh_proj.weight", "mtp.fc.weight")) for name in open_safetensors_folder(folder).specs()
+            ):
+                text = f"{folder} has layers for further tokens, and these begin with random weights"
+                yield node.warning("layers", text, f'write layers = "{folder}" to train them further')
+
+
+def _repeat(tensors: Sequence[Tensor], count: int) -> Sequence[Tensor]:
+    """Return a tensor (...) several times."""
+    return [*tensors] * count
+
+
+def _add(tensors: Sequence[Tensor], number: float) -> Sequence[Tensor]:
+    """Return the tensors (...) plus a number."""
+    return [tensor + number for tensor in tensors]
+
+
 @component
 class MultiToken(NextToken):
     """
     Cross entropy for the next token and, by extra layers on the last hidden states, for `depth` tokens after it.
 
-    Embedding and head are the model's. The extra layers are trained in `precision.parameter`, whole on every rank, and
-    are in checkpoints but not in exports. Beside the sums in `loss.next_token` there is `further_cross_entropy`, a mean
-    over depths.
+    Embedding and head are the model's. The extra layers are trained in `precision.parameter`, whole on every rank.
+    Exports have them if published folders of the model's family do (DeepSeek, GLM, Qwen3-Next, Qwen3.5). Beside the
+    sums in `loss.next_token` there is `further_cross_entropy`, a mean over depths.
     """
 
     model: LanguageModel
     mesh: Mesh
     depth: int = setting("further tokens to predict, by a layer for one", default=1, check=between(1, MAX_DEPTH + 1))
     coefficient: float = setting("multiplier for the further tokens' mean cross entropy", default=0.3, check=above(0))
+    layers: Path | None = setting(
+        "model folder with initial values for the extra layers, such as the model's own; default: random", default=None
+    )
 
     @classmethod
     def constraints(cls, node: NodeView) -> Iterator[Problem]:
@@ -87,16 +161,91 @@ class MultiToken(NextToken):
             for fault in model.component.find_split_faults(model, "pipeline", 2):
                 text = f"[{node.name}] has layers like the model's last one, which can't run alone: {fault}"
                 yield node.problem("use", text, "write use = 'loss.next_token'")
+        if node.settings["layers"] is None:
+            yield from _warn_unread_layers(node)
+
+    def check_before_open(self) -> None:
+        """Raise UserError if the folder `layers` has no such layers."""
+        if self.layers is not None:
+            _ = self._source
 
     @cached_property
+    def _mapper(self) -> Mapper:
+        return create_layer_mapper(self.model, self.depth)
+
+    @cached_property
+    def _source(self) -> TensorSource:
+        """The tensors of the folder `layers`. Raises UserError if tensors are missing or have other shapes."""
+        assert self.layers is not None
+        mapper, wrong = self._mapper.inverse(), []
+        if not mapper.groups:
+            kind, many = self.model.hugging_face_config().get("model_type"), "" if self.depth == 1 else f" {self.depth}"
+            wrong = [f"folders of the type {kind} have no{many} layers for further tokens"]
+        source = open_dequantized_source(self.layers, mapper)
+        specs = source.specs()
+        if missing := [name for name in mapper.inputs if name not in specs]:
+            wrong.append(f"missing {format_names(missing)}")
+        shapes = {f"{LOSS}.{name}": tuple(x.shape) for name, x in persistent_tensors(self._module).items()}
+        if wrong := [*wrong, *find_wrong_shapes(mapper, specs, shapes)]:
+            text = f"layers: {self.layers} does not fit the extra layers: {'; '.join(wrong)}"
+            raise UserError(f"{text}; leave layers out to begin with random ones", 2)
+        return source
+
+    def _read_tensors(self, path: str, owner: nn.Module, reset: Callable[[], None] | None) -> None:
+        """Fill the parameters and buffers in a module of the extra layers from the folder `layers`."""
+        if reset is not None:
+            reset()
+        own = {f"{LOSS}.{path}.{name}": tensor for name, tensor in owner.state_dict().items() if "." not in name}
+        needed = select_outputs(self._mapper.inverse(), own)
+        for name, tensor in stream_converted_tensors(self._source, needed):
+            own[name].copy_(tensor)
+
+    @property
     def module(self) -> nn.Module | None:
         """The extra layers, on the meta device until the stages are materialized."""
+        return self._module
+
+    @cached_property
+    def _module(self) -> nn.ModuleList:
         config = self.model.hugging_face_config()
         if not isinstance(width := config.get("hidden_size"), int):
             raise UserError("further tokens need hidden_size, but the model's config.json has no such key", 2)
         with torch.device("meta"):
             eps = config.get("rms_norm_eps", 1e-6)
-            return nn.ModuleList([PredictionLayer(self.model, width, eps) for _ in range(self.depth)])
+            module = nn.ModuleList([PredictionLayer(self.model, width, eps) for _ in range(self.depth)])
+        for path, owner in module.named_modules() if self.layers is not None else ():
+            has_buffers = any(True for _ in owner.buffers(recurse=False))
+            reset = owner.reset_parameters if has_buffers and isinstance(owner, BufferOwner) else None
+            owner.reset_parameters = partial(self._read_tensors, path, owner, reset)
+        return module
+
+    def count_forward_flops(self, model: CountsFlops) -> ForwardFlops:
+        count, whole = self.model.num_hidden_layers, model.forward_flops()
+        further = model.forward_flops(LayerRange(count - 1, count, embedding=False, head=True))
+        by_parameter = defaultdict(float, whole.by_parameter)
+        for name, flops in further.by_parameter.items():
+            for number in range(self.depth):
+                by_parameter[f"{LOSS}.{number}.layer.{name}" if ".layers." in name else name] += flops
+        for name, parameter in self._module.named_parameters():
+            if name.endswith(".eh_proj.weight"):
+                by_parameter[f"{LOSS}.{name}"] = 2.0 * parameter.numel()
+        pairs = {key: flops + self.depth * further.per_pair.get(key, 0.0) for key, flops in whole.per_pair.items()}
+        return ForwardFlops(by_parameter, pairs, whole.per_token + self.depth * further.per_token)
+
+    def extend_export(self, mapper: Mapper, config: ConfigJson) -> Mapper:
+        if not self._mapper.groups:
+            return mapper
+        text: ConfigJson = config.get("text_config", config)
+        is_renamed = str(text.get("model_type")).startswith("qwen3_5")
+        text["mtp_num_hidden_layers" if is_renamed else "num_nextn_predict_layers"] = self.depth
+        # DeepSeek's folders repeat embedding and head.
+        names = [name.removesuffix("enorm.weight") for name in self._mapper.outputs if name.endswith(".enorm.weight")]
+        for name, copy in (("model.embed_tokens.weight", "embed_tokens"), ("lm_head.weight", "shared_head.head")):
+            if names and name in mapper.outputs:
+                targets = (name, *(f"{layer}{copy}.weight" for layer in names))
+                group = TensorGroup((name,), targets, partial(_repeat, count=len(targets)))
+                mapper = sequential(mapper, Mapper((group,)))
+        return parallel(mapper, self._mapper)
 
     def inputs(self, batch: TokenBatch) -> tuple[Tensor, TokenContext]:
         """Return token ids, int64 (rows, length), and a context with a request for their embeddings."""
@@ -109,7 +258,7 @@ class MultiToken(NextToken):
         total, weight, sums = super().loss(state, head, batch)
         _, context = super().inputs(batch)
         further: Any = 0.0
-        layers: Any = self.module
+        layers: Any = self._module
         for depth, layer in enumerate(layers, 1):
             # Tokens without a target so far ahead in their document get other targets, and no weight.
             ahead = (x.roll(-depth, 1) for x in (embedded, batch.targets, batch.weights, batch.document_ids))

@@ -554,7 +554,8 @@ ROWS: dict[str, Row] = {
     "loss.multi_token": Row(
         policy.further_loss_of,
         {},
-        {"z_loss": 0.1, "label_smoothing": 0.1, "accuracy": True, "top_k": 3, "depth": 2, "coefficient": 0.5},
+        {"z_loss": 0.1, "label_smoothing": 0.1, "accuracy": True, "top_k": 3, "depth": 2, "coefficient": 0.5}
+        | {"layers": NO_HEAD},
     ),
     "loss.next_token": Row(parts.loss_of, {}, {"z_loss": 0.1, "label_smoothing": 0.1, "accuracy": True, "top_k": 3}),
     "metrics.auroc": Row(parts.count_sums, {"bins": 4}, {"bins": 6, "of": "other"}),
