@@ -105,7 +105,7 @@ def create_layer_mapper(model: LanguageModel, depth: int) -> Mapper:
 
 
 def _warn_unread_layers(node: NodeView) -> Iterator[Problem]:
-    """Warn if the folder of the initial weights has extra layers, and this loss has random ones."""
+    """Warn if the model's folder has extra layers, and this loss has random ones."""
     nodes = node.nodes.values()
     folders = [other.settings.get("path") for other in nodes if other.settings.get("weights") is True]
     folders += [weights for other in nodes if isinstance(weights := other.settings.get("weights"), Path)]
@@ -175,7 +175,7 @@ class MultiToken(NextToken):
 
     @cached_property
     def _source(self) -> TensorSource:
-        """The tensors of the folder `layers`. Raises UserError if tensors are missing or have other shapes."""
+        """The tensors in the folder `layers`. Raises UserError if tensors are missing or have other shapes."""
         assert self.layers is not None
         mapper, wrong = self._mapper.inverse(), []
         if not mapper.groups:
@@ -192,7 +192,7 @@ class MultiToken(NextToken):
         return source
 
     def _read_tensors(self, path: str, owner: nn.Module, reset: Callable[[], None] | None) -> None:
-        """Fill the parameters and buffers in a module of the extra layers from the folder `layers`."""
+        """Fill a module in the extra layers from the folder `layers`."""
         if reset is not None:
             reset()
         own = {f"{LOSS}.{path}.{name}": tensor for name, tensor in owner.state_dict().items() if "." not in name}

@@ -67,9 +67,8 @@ class Utilization:
         if self._peak is None:
             from drawloom.components.distributed.device_model import get_matmul_dtype_key, get_peak_tflops
 
-            self._peak = get_peak_tflops(
-                torch.cuda.get_device_name(device), get_matmul_dtype_key(self.precision.compute)
-            )
+            dtype = get_matmul_dtype_key(self.precision.compute)
+            self._peak = get_peak_tflops(torch.cuda.get_device_name(device), dtype)
         frozen = [
             name
             for stage in self.stages.local

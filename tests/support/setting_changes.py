@@ -755,6 +755,7 @@ ROWS: dict[str, Row] = {
             "num_hidden_layers": 4,
             "sliding_window": Change(3, {"layers": "window, gdn"}),
             "attention_gate": True,
+            "use_qk_norm": False,
             "conv_L_cache": Change(4, {"layers": "conv, gdn"}),
         },
     ),
@@ -1019,6 +1020,11 @@ ROWS: dict[str, Row] = {
     "pipeline.schedules.zero_bubble_1p": STAGES_PER_RANK,
     "pipeline.schedules.v_half": Row(parts.program, {}, {"comm": 1.0}),
     "pipeline.schedules.v_min": Row(parts.program, {}, {"comm": 1.0}),
+    "stages.grafted": Row(
+        runs.grafted_weights_of,
+        {"folder": "exported", "new": ["*.q_proj.*"]},
+        {"folder": Change("no_folder", refused=True), "new": ["*.k_proj.*"]},
+    ),
     "stages.frozen": Row(runs.frozen_weights_of, {}, {"weights": Change("no_folder", refused=True)}),
     "stages.materialized": Row(
         runs.stages_of,
