@@ -1,14 +1,15 @@
 """The component `model.pattern`: a model of one's own, whose layers are a pattern of parts."""
 
 import re
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
 
 import attrs
 
 from drawloom import at_least, component, setting
 from drawloom.components.model.decoder.declarations import (
     WINDOW,
+    Branch,
     DecoderBuilder,
     Family,
     InvalidSetting,
@@ -18,7 +19,14 @@ from drawloom.components.model.decoder.declarations import (
     training_setting,
 )
 from drawloom.components.model.decoder.hybrid import DeltaConfig
-from drawloom.components.model.decoder.mixer_specs import ChannelDeltaSpec, ShortConvSpec, StateSpaceSpec
+from drawloom.components.model.decoder.mixer_specs import (
+    ChannelDeltaSpec,
+    ConnectedBranch,
+    ConnectionSpec,
+    ConstrainedSpec,
+    ShortConvSpec,
+    StateSpaceSpec,
+)
 from drawloom.ports import ConfigJson, Settings
 
 MODULES = {
@@ -58,6 +66,12 @@ class PatternConfig(DeltaConfig):
     )
     sliding_window: int = training_setting(WINDOW, default=4096, check=at_least(1))
     use_qk_norm: bool = setting("apply RMSNorm to queries and keys by head", default=True)
+    residual: Literal["plain", "hyper", "constrained"] = setting(
+        "residual connections: to one stream, or to residual_streams by learned weights (hyper-connections), also "
+        "constrained ones (mHC)",
+        default="plain",
+    )
+    residual_streams: int = size_setting("taps", "number of streams for hyper-connections", least=2, default=4)
     attention_gate: bool = setting("multiply attention's output by a sigmoid gate", default=False)
     conv_L_cache: int = size_setting("taps", "number of tokens in a conv", default=3)
 
@@ -86,6 +100,28 @@ class PatternConfig(DeltaConfig):
 
     def mixer_of(self, layer: int) -> tuple[str, PartSpec]:
         return MODULES[self.part_of(layer)], self.part_spec_of(layer)
+
+    def branches_of(self, layer: int) -> Sequence[Branch]:
+        branches, streams = super().branches_of(layer), self.residual_streams
+        if self.residual == "plain":
+            return branches
+        spec = ConnectionSpec if self.residual == "hyper" else ConstrainedSpec
+        first = layer * len(branches)
+        return [
+            ConnectedBranch(
+                **attrs.asdict(branch, recurse=False),
+                connection=spec(streams=streams, first=(first + index) % streams),
+            )
+            for index, branch in enumerate(branches)
+        ]
+
+    @property
+    def layer_class(self) -> str:  # type: ignore[override]
+        return "layer:Block" if self.residual == "plain" else "hyper_connections:HyperBlock"
+
+    @property
+    def decoder_class(self) -> str:  # type: ignore[override]
+        return "model:Decoder" if self.residual == "plain" else "hyper_connections:HyperDecoder"
 
     @classmethod
     def find_faults(cls, given: Settings) -> Iterator[InvalidSetting]:

@@ -35,7 +35,7 @@ from drawloom.ports import (
 @component
 class GraftedParts(StageFeature):
     """
-    A folder's weights for a model in which some parts are new, such as delta nets in place of attention.
+    A folder's weights for a model with new parts, such as delta nets in place of attention.
 
     The parameters in `new` are drawn; the folder must have all others, with their shapes. It may have tensors without a
     parameter only in layers with new ones: they belong to replaced parts. Such a model learns from the folder's again
@@ -47,7 +47,7 @@ class GraftedParts(StageFeature):
     model: LanguageModel
     folder: Path | None = setting("Hugging Face folder with the weights of all other parts", default=None)
     new: list[str] = setting(
-        "patterns (fnmatch) of new parameters, which are drawn, such as '*.linear_attn.*'",
+        "patterns (fnmatch) of new parameters to draw, such as '*.linear_attn.*'",
         check=lambda patterns: None if patterns else "write a pattern, or remove the node",
     )
 

@@ -756,6 +756,8 @@ ROWS: dict[str, Row] = {
             "sliding_window": Change(3, {"layers": "window, gdn"}),
             "attention_gate": True,
             "use_qk_norm": False,
+            "residual": "hyper",
+            "residual_streams": Change(3, {"residual": "hyper"}),
             "conv_L_cache": Change(4, {"layers": "conv, gdn"}),
         },
     ),
