@@ -18,7 +18,7 @@ from drawloom.components.distributed.single_process import SingleProcess
 from drawloom.components.export.shard_writer import (
     Share,
     make_share_on_all_ranks,
-    model_parameters_by_name,
+    parameters_by_name,
     write_safetensors_folder_collectively,
 )
 from drawloom.components.storage.regular_file import read_file
@@ -353,9 +353,7 @@ def write_hugging_face_folder(
         written = set(mapper.outputs)
         origin = attrs.evolve(origin, carried=[name for name in origin.carried if name not in written])
     if adapters:
-        _gather_and_log_rounding(
-            gather_and_measure_rounding_loss(merged, model_parameters_by_name(stages), dtype), group
-        )
+        _gather_and_log_rounding(gather_and_measure_rounding_loss(merged, parameters_by_name(stages), dtype), group)
 
     def write_other_files(folder: Path, files: list[PlannedFile]) -> None:
         carried = () if origin is None else origin.carried

@@ -17,6 +17,7 @@ from drawloom.components.storage.safetensors.header import format_names
 from drawloom.components.storage.safetensors.reader import open_safetensors_folder
 from drawloom.components.storage.tensor_source import TensorSource
 from drawloom.components.weights.convert import persistent_tensors, stream_converted_tensors
+from drawloom.components.weights.heads import find_model_folder
 from drawloom.components.weights.load import find_wrong_shapes, open_dequantized_source
 from drawloom.components.weights.mapper import parallel, select_outputs, sequential
 from drawloom.ports import (
@@ -51,10 +52,6 @@ class PredictionLayer(nn.Module):
         self.eh_proj = nn.Linear(2 * width, width, bias=False)
         count = model.num_hidden_layers
         self.layer = model.build(LayerRange(count - 1, count, embedding=False, head=False))
-        for name, owner in self.layer.named_modules():
-            has_buffers = any(True for _ in owner.buffers(recurse=False))
-            reset = owner.reset_parameters if has_buffers and isinstance(owner, BufferOwner) else None
-            owner.reset_parameters = partial(_fill_parameters, model, name, owner, reset)
 
     def forward(self, hidden: Tensor, embedded: Tensor, context: TokenContext) -> Tensor:
         """Map hidden states (rows, length, width) and the next tokens' embeddings, in this shape, to hidden states."""
@@ -64,12 +61,13 @@ class PredictionLayer(nn.Module):
         return output
 
 
-def _fill_parameters(model: LanguageModel, name: str, owner: nn.Module, reset: Any) -> None:
-    """Fill the parameters in a layer's module `name` like the model's, seeded by torch's generator."""
-    if reset is not None:
-        reset()
-    for key, parameter in owner.named_parameters(recurse=False):
-        model.initialize_parameter(f"{name}.{key}", parameter, torch.initial_seed())
+OUTER_NAMES = {
+    "enorm": ("enorm", "mtp.pre_fc_norm_embedding"),
+    "hnorm": ("hnorm", "mtp.pre_fc_norm_hidden"),
+    "eh_proj": ("eh_proj", "mtp.fc"),
+    "norm": ("shared_head.norm", "mtp.norm"),
+}
+"""DeepSeek's and Qwen's names by module of a PredictionLayer."""
 
 
 def create_layer_mapper(model: LanguageModel, depth: int) -> Mapper:
@@ -84,38 +82,18 @@ def create_layer_mapper(model: LanguageModel, depth: int) -> Mapper:
         return Mapper(())
     last, mappers = f"model.layers.{count - 1}.", []
     for number in range(depth):
-        own = f"{LOSS}.{number}."
-        if has_one:
-            inner, outer = "mtp.layers.0.", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
-            renamed = [f"mtp.{name}.weight" for name in outer]
-        else:
-            inner = f"model.layers.{count + number}."
-            renamed = [f"{inner}{name}.weight" for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm")]
-        for name, target in zip(("enorm", "hnorm", "eh_proj", "norm"), renamed, strict=True):
+        own, inner = f"{LOSS}.{number}.", "mtp.layers.0." if has_one else f"model.layers.{count + number}."
+        for name, (published, qwen) in OUTER_NAMES.items():
             # Qwen's norms multiply by 1 + weight.
-            offset = 1.0 if has_one and name != "eh_proj" else 0.0
+            offset, target = float(has_one and name != "eh_proj"), qwen if has_one else inner + published
             both = partial(_add, number=-offset), partial(_add, number=offset)
-            mappers.append(Mapper((TensorGroup((f"{own}{name}.weight",), (target,), *both),)))
+            mappers.append(Mapper((TensorGroup((f"{own}{name}.weight",), (f"{target}.weight",), *both),)))
         for group in whole.groups:
             if group.inputs[0].startswith(last):
                 inputs = [f"{own}layer.{name}" for name in group.inputs]
                 outputs = [inner + name.removeprefix(last) for name in group.outputs]
                 mappers.append(Mapper((attrs.evolve(group, inputs=tuple(inputs), outputs=tuple(outputs)),)))
     return parallel(*mappers)
-
-
-def _warn_unread_layers(node: NodeView) -> Iterator[Problem]:
-    """Warn if the model's folder has extra layers, and this loss has random ones."""
-    nodes = node.nodes.values()
-    folders = [other.settings.get("path") for other in nodes if other.settings.get("weights") is True]
-    folders += [weights for other in nodes if isinstance(weights := other.settings.get("weights"), Path)]
-    for folder in filter(None, folders):
-        with suppress(UserError):  # the folder is reported elsewhere
-            if any(
-                name.endswith((".eh_proj.weight", "mtp.fc.weight")) for name in open_safetensors_folder(folder).specs()
-            ):
-                text = f"{folder} has layers for further tokens, and these begin with random weights"
-                yield node.warning("layers", text, f'write layers = "{folder}" to train them further')
 
 
 def _repeat(tensors: Sequence[Tensor], count: int) -> Sequence[Tensor]:
@@ -161,8 +139,12 @@ class MultiToken(NextToken):
             for fault in model.component.find_split_faults(model, "pipeline", 2):
                 text = f"[{node.name}] has layers like the model's last one, which can't run alone: {fault}"
                 yield node.problem("use", text, "write use = 'loss.next_token'")
-        if node.settings["layers"] is None:
-            yield from _warn_unread_layers(node)
+        if node.settings["layers"] is None and (folder := find_model_folder(node)) is not None:
+            with suppress(UserError):  # the folder is reported elsewhere
+                names = open_safetensors_folder(folder).specs()
+                if any(name.endswith((".eh_proj.weight", "mtp.fc.weight")) for name in names):
+                    text = f"{folder} has layers for further tokens, and these begin with random weights"
+                    yield node.warning("layers", text, f'write layers = "{folder}" to train them further')
 
     def check_before_open(self) -> None:
         """Raise UserError if the folder `layers` has no such layers."""
@@ -176,7 +158,7 @@ class MultiToken(NextToken):
     @cached_property
     def _source(self) -> TensorSource:
         """The tensors in the folder `layers`. Raises UserError if tensors are missing or have other shapes."""
-        assert self.layers is not None
+        assert self.layers is not None and self.module is not None
         mapper, wrong = self._mapper.inverse(), []
         if not mapper.groups:
             kind, many = self.model.hugging_face_config().get("model_type"), "" if self.depth == 1 else f" {self.depth}"
@@ -185,38 +167,38 @@ class MultiToken(NextToken):
         specs = source.specs()
         if missing := [name for name in mapper.inputs if name not in specs]:
             wrong.append(f"missing {format_names(missing)}")
-        shapes = {f"{LOSS}.{name}": tuple(x.shape) for name, x in persistent_tensors(self._module).items()}
+        shapes = {f"{LOSS}.{name}": tuple(x.shape) for name, x in persistent_tensors(self.module).items()}
         if wrong := [*wrong, *find_wrong_shapes(mapper, specs, shapes)]:
             text = f"layers: {self.layers} does not fit the extra layers: {'; '.join(wrong)}"
             raise UserError(f"{text}; leave layers out to begin with random ones", 2)
         return source
 
-    def _read_tensors(self, path: str, owner: nn.Module, reset: Callable[[], None] | None) -> None:
-        """Fill a module in the extra layers from the folder `layers`."""
+    def _fill(self, path: str, owner: nn.Module, reset: Callable[[], None] | None) -> None:
+        """Fill a module in the extra layers from the folder, or like the model's, seeded by torch's generator."""
         if reset is not None:
             reset()
+        if self.layers is None:
+            for name, parameter in owner.named_parameters(recurse=False) if ".layer." in path else ():
+                self.model.initialize_parameter(
+                    f"{path.partition('.layer.')[2]}.{name}", parameter, torch.initial_seed()
+                )
+            return
         own = {f"{LOSS}.{path}.{name}": tensor for name, tensor in owner.state_dict().items() if "." not in name}
-        needed = select_outputs(self._mapper.inverse(), own)
-        for name, tensor in stream_converted_tensors(self._source, needed):
+        for name, tensor in stream_converted_tensors(self._source, select_outputs(self._mapper.inverse(), own)):
             own[name].copy_(tensor)
 
-    @property
+    @cached_property
     def module(self) -> nn.Module | None:
         """The extra layers, on the meta device until the stages are materialized."""
-        return self._module
-
-    @cached_property
-    def _module(self) -> nn.ModuleList:
         config = self.model.hugging_face_config()
         if not isinstance(width := config.get("hidden_size"), int):
             raise UserError("further tokens need hidden_size, but the model's config.json has no such key", 2)
         with torch.device("meta"):
             eps = config.get("rms_norm_eps", 1e-6)
             module = nn.ModuleList([PredictionLayer(self.model, width, eps) for _ in range(self.depth)])
-        for path, owner in module.named_modules() if self.layers is not None else ():
-            has_buffers = any(True for _ in owner.buffers(recurse=False))
-            reset = owner.reset_parameters if has_buffers and isinstance(owner, BufferOwner) else None
-            owner.reset_parameters = partial(self._read_tensors, path, owner, reset)
+        for path, owner in module.named_modules():
+            reset = owner.reset_parameters if isinstance(owner, BufferOwner) else None
+            owner.reset_parameters = partial(self._fill, path, owner, reset)
         return module
 
     def count_forward_flops(self, model: CountsFlops) -> ForwardFlops:
@@ -226,9 +208,9 @@ class MultiToken(NextToken):
         for name, flops in further.by_parameter.items():
             for number in range(self.depth):
                 by_parameter[f"{LOSS}.{number}.layer.{name}" if ".layers." in name else name] += flops
-        for name, parameter in self._module.named_parameters():
-            if name.endswith(".eh_proj.weight"):
-                by_parameter[f"{LOSS}.{name}"] = 2.0 * parameter.numel()
+        layers: Any = self.module
+        for number, layer in enumerate(layers):
+            by_parameter[f"{LOSS}.{number}.eh_proj.weight"] = 2.0 * layer.eh_proj.weight.numel()
         pairs = {key: flops + self.depth * further.per_pair.get(key, 0.0) for key, flops in whole.per_pair.items()}
         return ForwardFlops(by_parameter, pairs, whole.per_token + self.depth * further.per_token)
 
@@ -258,7 +240,7 @@ class MultiToken(NextToken):
         total, weight, sums = super().loss(state, head, batch)
         _, context = super().inputs(batch)
         further: Any = 0.0
-        layers: Any = self._module
+        layers: Any = self.module
         for depth, layer in enumerate(layers, 1):
             # Tokens without a target so far ahead in their document get other targets, and no weight.
             ahead = (x.roll(-depth, 1) for x in (embedded, batch.targets, batch.weights, batch.document_ids))

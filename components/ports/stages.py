@@ -119,17 +119,13 @@ class Stage:
         for name, parameter in self.module.named_parameters():
             yield name, self.masters.get(name, parameter)
 
-    def model_parameters(self) -> dict[str, ModelParameter]:
-        """Return the model's parameters by name, without the loss's."""
+    def gatherable_parameters(self) -> dict[str, ModelParameter]:
+        """Return the parameters, also the loss's, by name."""
         named = self.named_masters_or_parameters()
         if self.shards is not None:
             self.shards.reshard()  # what a forward has gathered may be in another dtype
             named = self.module.named_parameters()
-        parameters = {
-            name: ModelParameter(parameter, self.splits.get(name))
-            for name, parameter in named
-            if not name.startswith(f"{LOSS}.")
-        }
+        parameters = {name: ModelParameter(parameter, self.splits.get(name)) for name, parameter in named}
         if (read_or_draw_frozen_values := self.read_or_draw_frozen_values) is not None:
             for name, weight_format in list_quantized_parameter_formats(self.module).items():
                 stored = parameters[name]

@@ -32,13 +32,18 @@ class HyperConnection(nn.Module):
 
     def __init__(self, architecture: DecoderConfig, spec: ConnectionSpec, kernels: Kernels) -> None:
         super().__init__()
-        self.spec, count, width = spec, spec.streams, architecture.hidden_size
-        self.width = width
-        self.norm = RMSNorm(width, architecture.rms_norm_eps, kernels)
+        count, self.spec, self.width = spec.streams, spec, architecture.hidden_size
+        outputs, inputs, scales = self.projection_sizes
+        self.norm = RMSNorm(inputs, architecture.rms_norm_eps, kernels)
         self.read, self.write = (nn.Parameter(torch.zeros(count)) for _ in range(2))
         self.mix = nn.Parameter(torch.zeros(count, count))
-        self.projection = nn.Parameter(torch.zeros(2 + count, width))
-        self.scale = nn.Parameter(torch.full((2,), 0.01))
+        self.projection = nn.Parameter(torch.zeros(outputs, inputs))
+        self.scale = nn.Parameter(torch.full((scales,), 0.01))
+
+    @property
+    def projection_sizes(self) -> tuple[int, int, int]:
+        """Outputs and inputs of the projection, and the number of scales for its outputs."""
+        return 2 + self.spec.streams, self.width, 2
 
     def forward(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """
@@ -61,8 +66,9 @@ class HyperConnection(nn.Module):
         return read, write, (same + self.mix.to(dtype) + alpha * dynamic[..., 2:]).mT
 
     def parameter_roles(self) -> Mapping[str, Role]:
-        # Every channel is multiplied by the weights to read and to mix, and every stream by the projection.
-        products = {"read": self.width, "mix": self.width, "write": 0, "projection": self.spec.streams}
+        # Every channel is multiplied by the weights to read and to mix, and all channels by the projection.
+        uses = self.spec.streams * self.width // self.projection.shape[1]
+        products = {"read": self.width, "mix": self.width, "write": 0, "projection": uses}
         return {name: Role(False, 0.0, count) for name, count in products.items()} | {"scale": Role(False, 0.01)}
 
 
@@ -74,12 +80,10 @@ class ConstrainedConnection(HyperConnection):
     At the start weights to read add up to 1, and most of it is for stream `first`.
     """
 
-    def __init__(self, architecture: DecoderConfig, spec: ConnectionSpec, kernels: Kernels) -> None:
-        super().__init__(architecture, spec, kernels)
-        count, width = spec.streams, spec.streams * architecture.hidden_size
-        self.norm = RMSNorm(width, architecture.rms_norm_eps, kernels)
-        self.projection = nn.Parameter(torch.zeros(count * (2 + count), width))
-        self.scale = nn.Parameter(torch.full((3,), 0.01))
+    @property
+    def projection_sizes(self) -> tuple[int, int, int]:
+        count = self.spec.streams
+        return count * (2 + count), count * self.width, 3
 
     def compute_weights(self, streams: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         count = self.spec.streams
@@ -93,9 +97,6 @@ class ConstrainedConnection(HyperConnection):
         for _ in range(ROUNDS):
             logs = logs.log_softmax(-2).log_softmax(-1)
         return read, write, logs.exp()
-
-    def parameter_roles(self) -> Mapping[str, Role]:
-        return {**super().parameter_roles(), "projection": Role(False, 0.0, 1.0)}
 
 
 def _read_one(spec: ConnectionSpec, streams: Tensor, dtype: torch.dtype) -> Tensor:

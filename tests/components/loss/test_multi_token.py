@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -132,7 +132,9 @@ def test_operations_equal_the_count_of_torch() -> None:
     """FLOPs of the model with its extra layers equal torch's count, where plain attention sees all pairs."""
     model = dense(tie_word_embeddings=False)
     loss = MultiToken(model=model, mesh=SingleRankMesh(), depth=2)
-    module, layers = whole(model), loss._module.to_empty(device="cpu")
+    module = whole(model)
+    layers: Any = loss.module
+    layers.to_empty(device="cpu")
     tokens = torch.randint(29, (2, 11))
     shared = one_document(2, 11)
     batch = TokenBatch(tokens, tokens, shared.positions, shared.document_ids, torch.ones(2, 11))
@@ -191,7 +193,7 @@ def test_tensors_are_those_of_the_published_deepseek_v3() -> None:
     loss = MultiToken(model=model, mesh=SingleRankMesh())
     mapper = loss.extend_export(model.hugging_face_mapper(), {})
     tensors = persistent_tensors(model.build_on_meta())
-    tensors |= {f"loss.{name}": tensor for name, tensor in persistent_tensors(loss._module).items()}
+    tensors |= {f"loss.{name}": tensor for name, tensor in persistent_tensors(cast(nn.Module, loss.module)).items()}
     specs = {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
     found = {
         name.replace(".4.", ".61.", 1): [*spec.shape]
