@@ -18,7 +18,7 @@ MAX_CONFIG = 2**20
 
 
 def find_model_folder(loss: NodeView) -> Path | None:
-    """Return the folder with the initial weights that a loss's model names, or None."""
+    """Return a loss's model's folder with initial weights, or None."""
     model = loss.neighbour("model")
     return model.settings.get("path") if model is not None and model.settings.get("weights") else None
 
