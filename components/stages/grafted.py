@@ -71,8 +71,9 @@ class GraftedParts(StageFeature):
             self.open_source(whole, self.find_new(whole))
 
     def change_initial_values(self, values: InitialValues) -> InitialValues:
-        fields = {name: getattr(values, name) for name in ("model", "seed", "device", "splits")}
-        return values if self.folder is None else GraftedValues(**fields, weights=self.folder, graft=self)
+        if self.folder is None:
+            return values
+        return GraftedValues(values.model, values.seed, values.device, self.folder, values.splits, self)
 
     def describe_model(self, whole: nn.Module, precision: Precision) -> Iterator[str]:
         if self.folder is not None:

@@ -42,7 +42,7 @@ class HyperConnection(nn.Module):
 
     @property
     def projection_sizes(self) -> tuple[int, int, int]:
-        """Outputs and inputs of the projection, and the number of scales for its outputs."""
+        """The projection's outputs and inputs, and the number of scales for its outputs."""
         return 2 + self.spec.streams, self.width, 2
 
     def forward(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -125,7 +125,7 @@ class HyperBlock(Block):
 
 
 class StreamNorm(RMSNorm):
-    """RMSNorm of the mean of joined streams, (..., streams * width)."""
+    """RMSNorm after averaging joined streams, (..., streams * width)."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the streams' mean, (..., width); their sum, as in the paper, has the same norm."""
@@ -133,7 +133,7 @@ class StreamNorm(RMSNorm):
 
 
 class HyperDecoder(Decoder):
-    """Decoder whose last norm takes the mean of streams."""
+    """Decoder with a last norm that averages streams."""
 
     def __init__(self, architecture: DecoderConfig, span: LayerRange, kernels: Kernels) -> None:
         super().__init__(architecture, span, kernels)
